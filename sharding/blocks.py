@@ -1,0 +1,163 @@
+"""The one shape of every format: a table of I/O blocks plus a codec.
+
+A *shard* is one file or object. A *block* is a byte range of a shard that is read in one piece and
+holds whole samples. A *codec* (`Format`) turns the bytes of a block into columns: one value per
+sample and column name, as `numpy` arrays or as `Spans` of a buffer, without a Python loop over samples
+wherever the layout allows it. Nothing here does I/O, knows threads, or imports torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import BinaryIO, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+DEFAULT_BLOCK_BYTES = 4 << 20
+"""Bytes a block aims at where the format has no unit of its own."""
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One file or object, as it was when it was indexed."""
+
+    url: str
+    """Where it is, as fsspec opens it."""
+    size: int
+    """Bytes in the store (compressed bytes for `.gz` and `.zst`)."""
+    version: str
+    """What tells that it changed: "etag:..." where the store has one, else "mtime:...", else ""."""
+
+
+@dataclass(frozen=True)
+class ColumnSpec:
+    """What one column of a dataset holds."""
+
+    kind: str
+    """"fixed": every value has `dtype` and `shape`. "bytes": byte strings. "text": UTF-8 strings.
+    "list": variable-length runs of `dtype` elements."""
+    dtype: str = "uint8"
+    """numpy dtype name of an element ("uint8" for bytes and text)."""
+    shape: tuple[int, ...] = ()
+    """Shape of one value; for kind "fixed" only."""
+    size_range: tuple[int, int] | None = None
+    """Least and greatest length of a value (elements), where indexing learned it; for kinds other than "fixed"."""
+    optional: bool = False
+    """Whether some samples may lack the column."""
+
+
+@dataclass(frozen=True)
+class ShardScan:
+    """What indexing one shard found. The arrays have one entry per block, in file order."""
+
+    offset: NDArray[np.int64]
+    """First byte of the block in the stored file."""
+    length: NDArray[np.int64]
+    """Bytes to read from the store."""
+    nbytes: NDArray[np.int64]
+    """Bytes the decoded block occupies at most (decompressed); equals `length` for plain layouts."""
+    num_samples: NDArray[np.int64]
+    schema: Mapping[str, ColumnSpec]
+    """Column name -> spec, in the shard's own order."""
+    index: Sequence[bytes] | None = None
+    """Per block, what the codec needs to find its samples without a scan (format's own layout), or None."""
+    footer: bytes = b""
+    """Per shard, metadata the codec needs at every block (a Parquet footer, an Arrow schema), or b""."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """One row of the block table, with what the codec needs. A value made on demand, not stored."""
+
+    shard: Shard
+    offset: int
+    length: int
+    nbytes: int
+    first_sample: int
+    """Number of the block's first sample in the whole dataset."""
+    first_in_shard: int
+    """Number of the block's first sample in its shard."""
+    num_samples: int
+    number: int
+    """Row in the block table."""
+    number_in_shard: int
+    """Ordinal of the block in its shard (a Parquet row group's number)."""
+    index: bytes | memoryview = b""
+    footer: bytes | memoryview = b""
+
+
+@dataclass(frozen=True)
+class Spans:
+    """n variable-length values: value i is `buffer[starts[i] : starts[i] + lengths[i]]`.
+
+    Spans may lie in any order and may overlap. A length of -1 says that the sample lacks the column.
+    """
+
+    buffer: NDArray[np.generic]
+    """1-D; uint8 for bytes and text, the element dtype for lists."""
+    starts: NDArray[np.int64]
+    """[n], in elements of `buffer`."""
+    lengths: NDArray[np.int64]
+    """[n], in elements of `buffer`."""
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    def value(self, i: int) -> NDArray[np.generic]:
+        """The i-th value, a view."""
+        return self.buffer[self.starts[i] : self.starts[i] + self.lengths[i]]
+
+
+Column = NDArray[np.generic] | Spans
+"""A decoded column: an array `[n, ...]` (possibly a strided view of the block's bytes), or spans."""
+
+Columns = dict[str, Column]
+
+
+class Format(Protocol):
+    """How one file format is indexed and decoded. Stateless: one instance serves all threads."""
+
+    name: str
+    """Name users give as `format=`."""
+    suffixes: tuple[str, ...]
+    """File name endings it claims under `format="auto"`, without compression endings, e.g. (".tar",)."""
+
+    def scan(self, file: BinaryIO, shard: Shard, *, block_bytes: int) -> ShardScan:
+        """Index one shard by reading headers or footers only.
+
+        `file` is seekable and positioned anywhere; for compressed formats it gives the stored bytes.
+        Raises `CorruptShardError` naming shard and byte offset.
+        """
+        ...
+
+    def decode(self, block: Block, data: memoryview, columns: Sequence[str] | None) -> Columns:
+        """Turn the stored bytes of a block into columns of `block.num_samples` values each.
+
+        Columns may be views of `data`, which outlives them. `columns` None means all; a name
+        that is not there raises `CorruptShardError`. Releases the GIL in the heavy parts; thread-safe.
+        """
+        ...
+
+
+def spec_text(spec: ColumnSpec) -> str:
+    """One column's type, for messages: "float32[20]", "bytes", "list of int32"."""
+    if spec.kind == "fixed":
+        shape = f"[{', '.join(map(str, spec.shape))}]" if spec.shape else ""
+        return f"{spec.dtype}{shape}"
+    return f"list of {spec.dtype}" if spec.kind == "list" else spec.kind
+
+
+__all__ = [
+    "DEFAULT_BLOCK_BYTES",
+    "Block",
+    "Column",
+    "ColumnSpec",
+    "Columns",
+    "Format",
+    "Shard",
+    "ShardScan",
+    "Spans",
+    "spec_text",
+]
