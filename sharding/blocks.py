@@ -43,7 +43,7 @@ class ColumnSpec:
     shape: tuple[int, ...] = ()
     """Shape of one value; for kind "fixed" only."""
     size_range: tuple[int, int] | None = None
-    """Least and greatest length of a value (elements), where indexing learned it; for kinds other than "fixed"."""
+    """Least and greatest length of a value in elements, where indexing learned it; not for "fixed"."""
     optional: bool = False
     """Whether some samples may lack the column."""
 
@@ -129,6 +129,14 @@ class Format(Protocol):
 
         `file` is seekable and positioned anywhere; for compressed formats it gives the stored bytes.
         Raises `CorruptShardError` naming shard and byte offset.
+        """
+        ...
+
+    def locate(self, block: Block, columns: Sequence[str] | None) -> dict[str, Spans] | None:
+        """Where the values lie in the stored bytes, known from `block.index` and geometry alone.
+
+        The spans' buffer is empty; starts count bytes from `block.offset`, lengths are bytes.
+        None where values cannot be read without decoding the whole block (Parquet, compressed files).
         """
         ...
 
