@@ -1,0 +1,178 @@
+"""The measured process: builds one contestant, warms it up, times it, then holds still for the memory monitor.
+
+Started afresh for every run by `harness` with a JSON `Job`; writes one JSON line per event to stdout.
+Phases: build and first batch (timed apart) -> warm-up -> timed -> watched. Memory is sampled by the parent in
+the first and the last phase only, because reading the page tables of a loader slows it down.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.data import Data, Sizes
+from benchmarks.memory import tree_cpu_s
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run of one contestant."""
+
+    workload: str
+    target: str
+    """`module:function`; the function takes (Data, workers) and returns an iterable of batches, re-iterable."""
+    workers: int
+    root: str
+    sizes: dict[str, int]
+    jpegs: str | None = None
+    burn_s: float = 0.0
+    """CPU seconds of Python the consumer spends on each batch; 0 for the plain consumer."""
+    warmup_s: float = 1.0
+    timed_s: float = 5.0
+    watched_s: float = 1.5
+    prepare_only: bool = False
+
+    def data(self) -> Data:
+        return Data(Path(self.root), Sizes(**self.sizes), Path(self.jpegs) if self.jpegs else None)
+
+
+@dataclass
+class Tally:
+    """What a phase delivered."""
+
+    samples: int = 0
+    batches: int = 0
+    blocked_s: float = 0.0
+    elapsed_s: float = 0.0
+
+
+def main() -> None:
+    job = Job(**json.loads(sys.argv[1]))
+    # Peers print to stdout; events keep a descriptor of their own.
+    events = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+
+    def tell(event: str, **values: Any) -> None:
+        events.write(json.dumps({"event": event, **values}) + "\n")
+
+    try:
+        run(job, tell)
+    except BaseException as error:  # whatever a peer raises is a result of the benchmark
+        tell("failed", reason=f"{type(error).__name__}: {error}"[:300])
+        raise
+    finally:
+        events.flush()
+    os._exit(0)  # peers whose threads or workers do not end must not hold up the others
+
+
+def run(job: Job, tell: Callable[..., None]) -> None:
+    """Run all phases of a job, telling each result."""
+    module_name, function_name = job.target.split(":")
+    module = importlib.import_module(f"benchmarks.{module_name}")
+    data = job.data()
+    if job.prepare_only:
+        prepare = getattr(module, f"prepare_{function_name}", None)
+        if prepare:
+            prepare(data)
+        tell("prepared")
+        return
+    tell("imported")
+    started = time.perf_counter()
+    loader = getattr(module, function_name)(data, job.workers)
+    batches = iter(_forever(loader))
+    first = next(batches)
+    tell("first", first_batch_s=time.perf_counter() - started, **describe(job.workload, first, batches, data))
+    consume(batches, job.warmup_s, job.burn_s)
+    cpu = tree_cpu_s(os.getpid())
+    timed = consume(batches, job.timed_s, job.burn_s)
+    cpu = tree_cpu_s(os.getpid()) - cpu
+    tell("timed", cpu_s=cpu, **asdict(timed))
+    consume(batches, job.watched_s, job.burn_s)
+    tell("watched")
+    with contextlib.suppress(Exception):
+        getattr(loader, "close", lambda: None)()
+
+
+def _forever(loader: Iterable[Any]) -> Iterator[Any]:
+    """Epoch after epoch; the time a loader needs between epochs counts as waiting for a batch."""
+    while True:
+        empty = True
+        for batch in loader:
+            empty = False
+            yield batch
+        if empty:
+            raise RuntimeError("the loader gave an empty epoch")
+
+
+def consume(batches: Iterator[Any], seconds: float, burn_s: float) -> Tally:
+    """Take batches until `seconds` have passed; touch each tensor at both ends, then burn."""
+    tally, clock = Tally(), time.perf_counter
+    started = clock()
+    while (now := clock()) - started < seconds:
+        batch = next(batches)
+        tally.blocked_s += clock() - now
+        tally.samples += touch(batch)
+        tally.batches += 1
+        if burn_s:
+            burn(burn_s)
+    tally.elapsed_s = clock() - started
+    return tally
+
+
+def burn(seconds: float) -> None:
+    """Spend CPU time of this thread in Python, holding the GIL as a training loop's Python part does."""
+    end = time.thread_time() + seconds
+    while time.thread_time() < end:
+        pass
+
+
+def touch(batch: Any) -> int:
+    """Read the first and last element of every tensor (or byte string); return the number of samples."""
+    if isinstance(batch, int):  # a limit counts without delivering
+        return batch
+    samples = 0
+    for leaf in leaves(batch):
+        if isinstance(leaf, torch.Tensor):
+            samples = len(leaf)
+            _ = leaf[(0,) * leaf.ndim].item(), leaf[(-1,) * leaf.ndim].item()
+        elif leaf:
+            _ = leaf[0], leaf[-1]
+    return samples
+
+
+def leaves(batch: Any) -> Iterator[Any]:
+    """The tensors and byte strings of a batch, labels last; a ragged column is its values and offsets."""
+    if isinstance(batch, torch.Tensor | bytes | memoryview):
+        yield batch
+    elif hasattr(batch, "offsets"):
+        yield from (batch.values, batch.offsets)
+    else:
+        for part in batch.values() if isinstance(batch, Mapping) else batch:
+            yield from leaves(part)
+
+
+def describe(workload: str, first: Any, batches: Iterator[Any], data: Data) -> dict[str, Any]:
+    """What the first batch holds; for W3, how many row groups the batches mix (mean of 8 later ones)."""
+    if isinstance(first, int):
+        return {"delivers": "nothing"}
+    tensors = [leaf for leaf in leaves(first) if isinstance(leaf, torch.Tensor)]
+    shapes = [f"{str(t.dtype)[6:]}{list(t.shape)}" for t in tensors]
+    shown = {"delivers": ", ".join(shapes[:3]) + (", ..." if len(shapes) > 3 else "")}
+    if workload == "W3":
+        groups = [len(torch.unique(list(leaves(next(batches)))[-1] // data.sizes.rows_per_group)) for _ in range(8)]
+        return shown | {"row_groups_per_batch": sum(groups) / len(groups)}
+    return shown
+
+
+if __name__ == "__main__":
+    main()

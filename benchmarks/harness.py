@@ -1,0 +1,176 @@
+"""Run contestants side by side: each in a fresh process, repeats interleaved, medians over repeats.
+
+All processes get the same cores and the same environment (plus what a contestant's own documentation advises).
+The memory of each is its peak over that of a bare `import torch` process, measured in the same way.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.child import Job
+from benchmarks.memory import Memory, tree_memory
+
+SAMPLE_EVERY_S = 0.02
+REPOSITORY = Path(__file__).resolve().parent.parent
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run. Either `reason` says why there are no figures, or all of them are there."""
+
+    workload: str
+    contestant: str
+    workers: int
+    consumer: str
+    samples_per_s: float = 0.0
+    first_batch_s: float = 0.0
+    """From constructing the loader, its index at hand, to its first batch; imports excluded."""
+    stall_share: float = 0.0
+    """Time blocked in `next` over the whole time: near 0 the loader keeps up, near 1 it is the bottleneck."""
+    cpu_s_per_s: float = 0.0
+    """CPU seconds per second over the process tree, consumer included; 2.0 keeps two cores busy."""
+    batch_s: float = 0.0
+    """Seconds per batch, consumer included."""
+    burn_s: float = 0.0
+    """CPU seconds the consumer burns on each batch."""
+    rss_mb: float = 0.0
+    pss_mb: float = 0.0
+    held_mb: float = 0.0
+    """Peak over the bare `import torch` process, without mapped files; see `memory`."""
+    delivers: str = ""
+    row_groups_per_batch: float | None = None
+    reason: str = ""
+
+
+def run_job(job: Job, environment: Mapping[str, str], *, limit_s: float) -> tuple[dict[str, Any], Memory]:
+    """Run one child to its end; return its events merged into one dict, and its peak memory."""
+    with subprocess.Popen(
+        [sys.executable, "-W", "ignore", "-m", "benchmarks.child", json.dumps(asdict(job))],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        cwd=REPOSITORY,
+        env={**os.environ, **environment},
+        start_new_session=True,
+    ) as child:
+        try:
+            return _follow(child, time.monotonic() + limit_s)
+        finally:
+            try:  # the child leads its own group: this ends workers it left behind
+                os.killpg(child.pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+
+
+def _follow(child: subprocess.Popen[bytes], deadline: float) -> tuple[dict[str, Any], Memory]:
+    assert child.stdout is not None and child.stderr is not None
+    result: dict[str, Any] = {}
+    peak, watching, tail, pending = Memory(), False, b"", b""
+    with selectors.DefaultSelector() as ready:
+        ready.register(child.stdout, selectors.EVENT_READ)
+        ready.register(child.stderr, selectors.EVENT_READ)
+        while child.stdout in {key.fileobj for key in ready.get_map().values()}:
+            if time.monotonic() > deadline:
+                return {"reason": "took too long"}, peak
+            for key, _ in ready.select(SAMPLE_EVERY_S if watching else 0.5):
+                data = os.read(key.fd, 1 << 16)
+                if not data:
+                    ready.unregister(key.fileobj)
+                elif key.fileobj is child.stderr:
+                    tail = (tail + data)[-2000:]
+                else:
+                    *lines, pending = (pending + data).split(b"\n")
+                    for line in lines:
+                        event = json.loads(line)
+                        # Sampled while loading starts and after the timed phase, not during it.
+                        watching = event["event"] in ("imported", "timed")
+                        result |= event
+            if watching:
+                peak = peak.peak(tree_memory(child.pid))
+    if result.get("event") not in ("watched", "prepared"):
+        lines_of_tail = tail.decode(errors="replace").strip().splitlines()
+        result.setdefault("reason", lines_of_tail[-1] if lines_of_tail else f"exit status {child.wait()}")
+    return result, peak
+
+
+def bare_torch() -> Memory:
+    """Memory of a process that only imports torch: the zero of all memory figures."""
+    code = "import torch, sys; print('ready', flush=True); sys.stdin.read()"
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=REPOSITORY
+    ) as child:
+        assert child.stdout is not None
+        child.stdout.readline()
+        memory = tree_memory(child.pid)
+        child.communicate(b"")
+    return memory
+
+
+def to_run(workload: str, contestant: str, job: Job, outcome: tuple[dict[str, Any], Memory], bare: Memory) -> Run:
+    """Turn a child's events into figures."""
+    events, peak = outcome
+    consumer = "burn" if job.burn_s else "plain"
+    run = Run(workload, contestant, job.workers, consumer)
+    if events.get("reason"):
+        return replace(run, reason=events["reason"])
+    elapsed = events["elapsed_s"]
+    return replace(
+        run,
+        samples_per_s=events["samples"] / elapsed,
+        first_batch_s=events["first_batch_s"],
+        stall_share=events["blocked_s"] / elapsed,
+        cpu_s_per_s=events["cpu_s"] / elapsed,
+        batch_s=elapsed / events["batches"],
+        burn_s=job.burn_s,
+        rss_mb=max(0.0, peak.rss_mb - bare.rss_mb),
+        pss_mb=max(0.0, peak.pss_mb - bare.pss_mb),
+        held_mb=max(0.0, peak.held_mb - bare.held_mb),
+        delivers=events["delivers"],
+        row_groups_per_batch=events.get("row_groups_per_batch"),
+    )
+
+
+def interleaved(jobs: Sequence[str], repeats: int, run: Callable[[str], Run], tell: Callable[[Run], None]) -> list[Run]:
+    """A B C A B C ...: drift of the machine falls on all alike. A contestant that failed is not run again."""
+    runs: list[Run] = []
+    failed: set[str] = set()
+    for _ in range(repeats):
+        for name in jobs:
+            if name in failed:
+                continue
+            runs.append(run(name))
+            tell(runs[-1])
+            if runs[-1].reason:
+                failed.add(name)
+    return runs
+
+
+def medians(runs: Sequence[Run]) -> list[Run]:
+    """One row per contestant and consumer, in order of appearance: the median of each figure."""
+    groups: dict[tuple[str, str, str], list[Run]] = {}
+    for run in runs:
+        groups.setdefault((run.workload, run.contestant, run.consumer), []).append(run)
+    return [_median(group) for group in groups.values()]
+
+
+def _median(group: Sequence[Run]) -> Run:
+    last = group[-1]
+    if last.reason:
+        return last
+    numbers = {
+        name: statistics.median(getattr(run, name) for run in group)
+        for name, value in asdict(last).items()
+        if isinstance(value, float)
+    }
+    return replace(last, **numbers)

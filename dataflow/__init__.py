@@ -1,0 +1,21 @@
+"""Feed PyTorch training from sharded data, at the speed of the hardware, exactly and without tuning."""
+
+from dataflow.dataset import ShardedDataset
+from dataflow.decode import Pad
+from dataflow.image import Image
+from dataflow.loader import DataLoader
+from dataflow.ragged import Ragged
+from sharding.errors import DataflowError
+from sharding.order import Shuffle
+from sharding.topology import Topology
+
+__all__ = [
+    "DataLoader",
+    "DataflowError",
+    "Image",
+    "Pad",
+    "Ragged",
+    "ShardedDataset",
+    "Shuffle",
+    "Topology",
+]

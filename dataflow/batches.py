@@ -1,0 +1,377 @@
+"""Batches gathered from staged windows into slots of the arena.
+
+A chunk is a few consecutive batches of one rank, built together: one slot, one gather and one split a
+column, however many batches it holds; so the Python cost is paid per chunk. Every batch is a dict of
+views of the chunk's slots, and a slot comes back when the last of its views dies.
+
+Fixed-size rows are gathered by one `index_select` over absolute offsets in the window's region (a strided
+view whose rows may overlap), ragged rows by one vectorised copy. Images are decoded straight into their
+rows of the slot, in parts that run in parallel.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from dataflow.crop import Draws
+from dataflow.decode import MISSING, Output
+from dataflow.image import decode_image, decode_images
+from dataflow.ragged import Ragged
+from dataflow.staging import StagedArray, StagedSpans, StagedWindow
+from prefetch.arena import Arena, rounded_bytes
+from prefetch.iovec import copy_spans
+from sharding.errors import SampleError
+from sharding.order import uniform
+
+Array = NDArray[Any]
+_IMAGE_PART = 8
+"""Images decoded by one task: small enough to share a batch among threads."""
+_TILE_BYTES = 1 << 19
+"""Widening goes through a scratch tile of this size, so that it stays in the L2 cache."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """Consecutive rows of a chunk that come from one window."""
+
+    window: StagedWindow
+    rows: NDArray[np.int64]
+    """[n] rows of the window."""
+    first: int
+    """First row of the chunk they fill."""
+
+    @property
+    def target(self) -> slice:
+        """The rows of the chunk."""
+        return slice(self.first, self.first + len(self.rows))
+
+
+@dataclass(frozen=True)
+class Randomness:
+    """What random augmentation is a function of, beside the sample."""
+
+    seed: int
+    epoch: int
+
+
+@dataclass
+class Built:
+    """One output column of a chunk."""
+
+    split: Callable[[Sequence[int]], Sequence[Any]]
+    """Batch sizes -> one value a batch."""
+    parts: list[Callable[[], None]] = field(default_factory=list)
+
+
+class ColumnBuilder:
+    """Builds the columns of one chunk. Used by one chunk; parts of it by several threads."""
+
+    def __init__(
+        self,
+        arena: Arena,
+        runs: Sequence[Run],
+        num_rows: int,
+        randomness: Randomness,
+        on_return: Callable[[int], Callable[[], None]] | None,
+    ) -> None:
+        self._arena, self._runs, self._num_rows = arena, runs, num_rows
+        self._randomness = randomness
+        self._on_return = on_return
+        self._lock = threading.Lock()  # guards bad
+        self.bad: dict[int, SampleError] = {}
+        """Row of the chunk -> what is wrong with it."""
+        self.leased_bytes = 0
+
+    def build(self, output: Output) -> Built:
+        """Gather one column, or prepare the parts that will."""
+        if output.kind == "array":
+            return self._array(output)
+        self._note_missing(output)
+        build = {
+            "spans": self._spans,
+            "ragged": self._ragged,
+            "pad": self._ragged,
+            "image": self._image,
+            "images": self._objects,
+            "objects": self._objects,
+        }[output.kind]
+        return build(output)
+
+    def _slot(self, nbytes: int) -> NDArray[np.uint8]:
+        size = rounded_bytes(nbytes)
+        self.leased_bytes += size
+        return self._arena.lease(nbytes, self._on_return(size) if self._on_return else None)
+
+    def _fixed_slot(self, output: Output) -> Array:
+        nbytes = self._num_rows * output.row_bytes
+        return self._slot(nbytes)[:nbytes].view(output.dtype).reshape(self._num_rows, *output.shape)
+
+    def _note_bad(self, run: Run, at: int, output: Output, reason: str, cause: Exception | None) -> None:
+        error = run.window.sample_error(int(run.rows[at]), reason, output.name)
+        error.__cause__ = cause
+        with self._lock:
+            self.bad.setdefault(run.first + at, error)
+
+    def _note_missing(self, output: Output) -> None:
+        for run in self._runs:
+            lengths = _spans_of(run, output).lengths[run.rows]
+            for at in np.flatnonzero(lengths < 0).tolist():
+                self._note_bad(run, at, output, MISSING, None)
+
+    # ---- fixed rows ---------------------------------------------------------------------------------
+
+    def _array(self, output: Output) -> Built:
+        out = self._fixed_slot(output)
+        for run in self._runs:
+            staged = run.window.staged[output.name]
+            assert isinstance(staged, StagedArray)
+            _take_rows(staged.values, run.rows, out[run.target])
+            if staged.bad:
+                for at in np.flatnonzero(np.isin(run.rows, list(staged.bad))).tolist():
+                    self._note_bad(run, at, output, staged.bad[int(run.rows[at])], None)
+        return _split_rows(out)
+
+    def _spans(self, output: Output) -> Built:
+        out = self._fixed_slot(output)
+        stored = np.dtype(output.source_dtype)
+        row_bytes = int(np.prod(output.shape, dtype=np.int64)) * stored.itemsize
+        for run in self._runs:
+            target = out[run.target]
+            if stored == out.dtype:
+                _take_spans(run, output, row_bytes, target.view(np.uint8).reshape(len(run.rows), -1))
+                continue
+            tile = max(1, _TILE_BYTES // row_bytes)
+            scratch = self._arena.lease(min(tile, len(run.rows)) * row_bytes).reshape(-1, row_bytes)
+            for start in range(0, len(run.rows), tile):
+                part = Run(run.window, run.rows[start : start + tile], 0)
+                rows = scratch[: len(part.rows)]
+                _take_spans(part, output, row_bytes, rows)
+                shape = (len(part.rows), *output.shape)
+                np.copyto(target[start : start + tile], rows.view(stored).reshape(shape))
+        return _split_rows(out)
+
+    # ---- variable rows --------------------------------------------------------------------------------
+
+    def _ragged(self, output: Output) -> Built:
+        lengths = np.concatenate([_spans_of(run, output).lengths[run.rows] for run in self._runs])
+        lengths = np.maximum(lengths, 0)
+        ends = np.cumsum(lengths)
+        out = self._slot(max(1, int(lengths.sum())))[: int(lengths.sum())]
+        for run in self._runs:
+            addresses = _spans_of(run, output).addresses[run.rows]
+            own = lengths[run.target]
+            first = int(ends[run.first] - lengths[run.first])
+            copy_spans(addresses, own, out[first : first + int(own.sum())])
+        values = torch.from_numpy(out.view(output.source_dtype))
+        return Built(lambda sizes: _split_ragged(values, lengths, sizes, output))
+
+    def _objects(self, output: Output) -> Built:
+        """Python values, one by one: they are Python objects in the batch anyway."""
+        values: list[Any] = [None] * self._num_rows
+        for run in self._runs:
+            spans = _spans_of(run, output)
+            for at, row in enumerate(run.rows.tolist()):
+                if spans.lengths[row] < 0:
+                    continue
+                try:
+                    values[run.first + at] = self._object(output, spans, run.window, row)
+                except Exception as error:
+                    self._note_bad(run, at, output, _reason(error), error)
+        return Built(lambda sizes: [_collate_objects(part) for part in _split_list(values, sizes)])
+
+    def _object(self, output: Output, spans: StagedSpans, window: StagedWindow, row: int) -> Any:
+        address, length = int(spans.addresses[row]), int(spans.lengths[row])
+        if output.image is not None:
+            draws = self._draws(output, window, np.array([row]))
+            data = memoryview((ctypes.c_uint8 * length).from_address(address)).cast("B")
+            return torch.from_numpy(decode_image(output.image, data, draws))
+        assert output.convert is not None
+        return output.convert(ctypes.string_at(address, length))
+
+    # ---- images ---------------------------------------------------------------------------------------
+
+    def _image(self, output: Output) -> Built:
+        out = self._fixed_slot(output)
+        parts: list[Callable[[], None]] = []
+        for run in self._runs:
+            for start in range(0, len(run.rows), _IMAGE_PART):
+                rows = run.rows[start : start + _IMAGE_PART]
+                part = Run(run.window, rows, run.first + start)
+                parts.append(lambda p=part: self._decode_part(output, p, out[p.target]))  # type: ignore[misc]
+        built = _split_rows(out)
+        built.parts = parts
+        return built
+
+    def _decode_part(self, output: Output, run: Run, out: Array) -> None:
+        assert output.image is not None
+        spans = _spans_of(run, output)
+        buffer, base = _buffer_of(run.window, spans, run.rows)
+        starts, lengths = spans.addresses[run.rows] - base, spans.lengths[run.rows]
+        have = np.flatnonzero(lengths >= 0)
+        rows = run.rows
+        if len(have) < len(lengths):
+            whole, out = out, np.empty_like(out[have])
+            starts, lengths, rows = starts[have], lengths[have], rows[have]
+        draws = self._draws(output, run.window, rows)
+        failed = decode_images(output.image, buffer, starts, lengths, out, draws, name=str)
+        for at, error in failed:
+            self._note_bad(run, int(have[at]), output, _reason(error), error)
+        if len(have) < len(run.rows):
+            whole[have] = out
+
+    def _draws(self, output: Output, window: StagedWindow, rows: NDArray[np.int64]) -> Draws | None:
+        assert output.image is not None
+        if not output.image.random:
+            return None
+        samples = window.sample_numbers(rows)
+        seed, epoch = self._randomness.seed, self._randomness.epoch
+        return lambda k: uniform(seed, epoch, samples, k)
+
+
+def _reason(error: Exception) -> str:
+    return error.reason if isinstance(error, SampleError) else f"{type(error).__name__}: {error}"
+
+
+# ---- gathers, free functions: no state ----------------------------------------------------------------
+
+
+def _spans_of(run: Run, output: Output) -> StagedSpans:
+    staged = run.window.staged[output.name]
+    assert isinstance(staged, StagedSpans)
+    return staged
+
+
+def _take_rows(values: Array, rows: NDArray[np.int64], out: Array) -> None:
+    """`out[i] = values[rows[i]]`, as raw bits (torch's gather knows no uint32)."""
+    n = len(values)
+    row_bytes = values.nbytes // n if n else 0
+    if not row_bytes:
+        return
+    unit = math.gcd(row_bytes, 8)
+    source = values.reshape(-1).view(f"i{unit}").reshape(n, -1)
+    target = out.reshape(-1).view(f"i{unit}").reshape(len(rows), -1)
+    if source.shape[1] == 1:
+        source, target = source[:, 0], target[:, 0]
+    torch.index_select(torch.from_numpy(source), 0, torch.from_numpy(rows), out=torch.from_numpy(target))
+
+
+def _take_spans(run: Run, output: Output, row_bytes: int, out: NDArray[np.uint8]) -> None:
+    """Gather equally long spans into `out` [n, row_bytes]."""
+    spans, region = _spans_of(run, output), run.window.region
+    addresses = spans.addresses[run.rows]
+    lengths = spans.lengths[run.rows]
+    if (lengths != row_bytes).any():
+        if (lengths[lengths >= 0] != row_bytes).any():
+            at = int(np.flatnonzero((lengths >= 0) & (lengths != row_bytes))[0])
+            reason = f"holds {lengths[at]} bytes where every other sample holds {row_bytes}"
+            raise run.window.sample_error(int(run.rows[at]), reason, output.name)
+        have = np.flatnonzero(lengths >= 0)  # the others are reported as bad rows
+        packed = np.empty((len(have), row_bytes), np.uint8)
+        copy_spans(addresses[have], lengths[have], packed.reshape(-1))
+        out[have] = packed
+        return
+    if region is None:
+        copy_spans(addresses, lengths, out.reshape(-1))
+        return
+    offsets = addresses - region.ctypes.data
+    step = int(np.gcd.reduce(offsets, initial=512))
+    view = torch.from_numpy(region).as_strided(((len(region) - row_bytes) // step + 1, row_bytes), (step, 1))
+    torch.index_select(view, 0, torch.from_numpy(offsets // step), out=torch.from_numpy(out))
+
+
+def _buffer_of(
+    window: StagedWindow, spans: StagedSpans, rows: NDArray[np.int64]
+) -> tuple[NDArray[np.uint8], int]:
+    """A byte array that covers the rows' spans, and its address."""
+    if window.region is not None:
+        return window.region, window.region.ctypes.data
+    have = rows[spans.lengths[rows] >= 0]
+    if not len(have):
+        return np.empty(0, np.uint8), 0
+    base = int(spans.addresses[have].min())
+    end = int((spans.addresses[have] + spans.lengths[have]).max())
+    # Decoded blocks lie apart in memory: the view spans them all, but only the rows' own bytes are read.
+    return np.ctypeslib.as_array((ctypes.c_uint8 * (end - base)).from_address(base)), base
+
+
+def _split_rows(out: Array) -> Built:
+    return Built(lambda sizes: torch.from_numpy(out).split(list(sizes)))
+
+
+def _split_list(values: list[Any], sizes: Sequence[int]) -> Iterator[list[Any]]:
+    start = 0
+    for size in sizes:
+        yield values[start : start + size]
+        start += size
+
+
+def _split_ragged(
+    values: Tensor, lengths: NDArray[np.int64], sizes: Sequence[int], output: Output
+) -> list[Any]:
+    """One ragged pair (or padded tensor) a batch; offsets count from the batch's own first value."""
+    counts = lengths // values.element_size()
+    ends = np.concatenate(([0], np.cumsum(counts)))
+    batches, row = [], 0
+    for size in sizes:
+        own = ends[row : row + size + 1]
+        pair = Ragged(values[int(own[0]) : int(own[-1])], torch.from_numpy(own - own[0]))
+        batches.append(pair.padded(output.pad.value, output.pad.length) if output.pad else pair)
+        row += size
+    return batches
+
+
+def _collate_objects(values: list[Any]) -> Any:
+    """Arrays of one shape are stacked; everything else stays a list."""
+    first = values[0] if values else None
+    if isinstance(first, np.ndarray) and first.dtype != object:
+        tensors = [torch.from_numpy(np.ascontiguousarray(v)) for v in values if isinstance(v, np.ndarray)]
+        if len(tensors) < len(values) or any(t.shape != tensors[0].shape for t in tensors):
+            return tensors if len(tensors) == len(values) else values
+        return torch.stack(tensors)
+    if isinstance(first, Tensor) and all(
+        isinstance(v, Tensor) and v.shape == first.shape and v.dtype == first.dtype for v in values
+    ):
+        return torch.stack(values)
+    return values
+
+
+def drop_rows(batch: Mapping[str, Any], keep: NDArray[np.int64]) -> dict[str, Any]:
+    """The batch with only the rows `keep`."""
+    index = torch.from_numpy(keep)
+    kept: dict[str, Any] = {}
+    for name, value in batch.items():
+        if isinstance(value, Ragged):
+            rows = [value.row(i) for i in keep.tolist()]
+            lengths = value.lengths[index]
+            offsets = torch.cat((torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)))
+            kept[name] = Ragged(torch.cat(rows) if rows else value.values[:0], offsets)
+        elif isinstance(value, Tensor):
+            kept[name] = value[index]
+        else:
+            kept[name] = [value[i] for i in keep.tolist()]
+    return kept
+
+
+def samples_of(batch: Mapping[str, Any], outputs: Sequence[Output], size: int) -> list[dict[str, Any]]:
+    """The samples of a batch, one dict each: scalars as Python numbers, arrays as tensor views."""
+    columns = []
+    for output in outputs:
+        value = batch[output.name]
+        if isinstance(value, Ragged):
+            columns.append([value.row(i) for i in range(size)])
+        elif isinstance(value, Tensor) and value.dim() == 1:
+            columns.append(value.tolist())
+        else:
+            columns.append(list(value))
+    names = [output.name for output in outputs]
+    return [dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True)]

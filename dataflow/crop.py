@@ -1,0 +1,116 @@
+"""Which part of each image is wanted: crop boxes of a whole batch at once, from given random numbers.
+
+A box is `(y, x, h, w)` in pixels of the encoded image. Everything here is a pure function of image sizes
+and draws in [0, 1), so the same sample gets the same crop in any batch, on any rank and after any restart.
+`random_resized_crop_boxes` is torchvision's RandomResizedCrop (Szegedy et al. 2014): up to ten tries of an
+area and a log-uniform aspect ratio, then the largest central crop whose ratio is allowed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+ATTEMPTS = 10
+DRAW_TOP, DRAW_LEFT, DRAW_FLIP = 2 * ATTEMPTS, 2 * ATTEMPTS + 1, 2 * ATTEMPTS + 2
+DRAWS = 24
+"""Random numbers a sample owns: two for each try, then top, left and flip; one is spare."""
+
+Draws = NDArray[np.float64] | Callable[[int], NDArray[np.float64]]
+"""Random numbers in [0, 1): a matrix [n, DRAWS], or a function of the column, `draw(k) -> [n]`, which saves
+making the columns of tries that nobody needs."""
+
+
+def column(draws: Draws, k: int) -> NDArray[np.float64]:
+    """Column k of the draws, [n]."""
+    return draws(k) if callable(draws) else draws[:, k]
+
+
+def random_resized_crop_boxes(
+    widths: NDArray[np.int64],
+    heights: NDArray[np.int64],
+    draws: Draws,
+    scale: tuple[float, float] = (0.08, 1.0),
+    ratio: tuple[float, float] = (3 / 4, 4 / 3),
+) -> NDArray[np.int64]:
+    """Random crops covering a `scale` share of the area, with aspect ratios (w / h) within `ratio`.
+
+    Args:
+        widths: [n] image widths in pixels, at least 1.
+        heights: [n] image heights in pixels, at least 1.
+        draws: [n, DRAWS] random numbers in [0, 1), or a function of the column.
+        scale: least and greatest share of the image's area.
+        ratio: least and greatest width / height.
+
+    Returns:
+        int64 [n, 4]: top, left, height, width of each box, inside its image.
+    """
+    h, w = _largest_allowed(widths, heights, ratio)
+    top, left = (heights - h) // 2, (widths - w) // 2
+    open_ = np.ones(len(widths), bool)
+    for attempt in range(ATTEMPTS):
+        try_h, try_w = _try(widths * heights, draws, attempt, scale, ratio)
+        hit = open_ & (try_w > 0) & (try_w <= widths) & (try_h > 0) & (try_h <= heights)
+        h, w = np.where(hit, try_h, h), np.where(hit, try_w, w)
+        open_ &= ~hit
+        if not open_.any():
+            break
+    top = np.where(open_, top, _below(column(draws, DRAW_TOP), heights - h + 1))
+    left = np.where(open_, left, _below(column(draws, DRAW_LEFT), widths - w + 1))
+    return np.stack([top, left, h, w], axis=1)
+
+
+def center_boxes(
+    widths: NDArray[np.int64], heights: NDArray[np.int64], size: tuple[int, int], resize_shorter: int
+) -> NDArray[np.int64]:
+    """The central crops that resizing the shorter side to `resize_shorter` and cutting out `size` would show.
+
+    The crop is taken before the resize, which costs less; its edges are rounded to whole source pixels.
+
+    Returns:
+        int64 [n, 4]: top, left, height, width.
+    """
+    per_pixel = np.minimum(widths, heights) / resize_shorter
+    h = np.maximum(np.rint(size[0] * per_pixel).astype(np.int64), 1)
+    w = np.maximum(np.rint(size[1] * per_pixel).astype(np.int64), 1)
+    return np.stack([(heights - h) // 2, (widths - w) // 2, h, w], axis=1)
+
+
+def whole_boxes(widths: NDArray[np.int64], heights: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Boxes that take all of each image, int64 [n, 4]."""
+    zero = np.zeros_like(heights)
+    return np.stack([zero, zero, heights, widths], axis=1)
+
+
+def _try(
+    areas: NDArray[np.int64],
+    draws: Draws,
+    attempt: int,
+    scale: tuple[float, float],
+    ratio: tuple[float, float],
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    area = areas * _between(column(draws, 2 * attempt), *scale)
+    low, high = np.log(ratio)
+    aspect = np.exp(_between(column(draws, 2 * attempt + 1), low, high))
+    return np.rint(np.sqrt(area / aspect)).astype(np.int64), np.rint(np.sqrt(area * aspect)).astype(np.int64)
+
+
+def _largest_allowed(
+    widths: NDArray[np.int64], heights: NDArray[np.int64], ratio: tuple[float, float]
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    # At least one pixel: torchvision would make an empty crop of a 1-pixel side under ratios below a half.
+    aspect = widths / heights
+    tall = np.maximum(np.rint(widths / ratio[0]).astype(np.int64), 1)
+    wide = np.maximum(np.rint(heights * ratio[1]).astype(np.int64), 1)
+    return np.where(aspect < ratio[0], tall, heights), np.where(aspect > ratio[1], wide, widths)
+
+
+def _between(u: NDArray[np.float64], low: float, high: float) -> NDArray[np.float64]:
+    return low + u * (high - low)
+
+
+def _below(u: NDArray[np.float64], bound: NDArray[np.int64]) -> NDArray[np.int64]:
+    # The product may round up to the bound itself when u is the last number below 1.
+    return np.minimum((u * bound).astype(np.int64), bound - 1)

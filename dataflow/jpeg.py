@@ -1,0 +1,133 @@
+"""Encoded bytes to pixels: libjpeg-turbo (simplejpeg) for JPEG, OpenCV for everything else.
+
+Both release the GIL for the whole of a decode. JPEG is decoded strictly: what libjpeg merely warns about
+(premature end, corrupt data) is an error here, because those pixels are wrong. Orientation tags are not
+applied. Only JPEG is scaled while decoding, and only by exact halves, which have SIMD code in libjpeg-turbo.
+
+Measured on 140 ImageNet files (1.07 ms each): OpenCV 0.95x, Pillow 0.81x, pyvips region 0.6x. nvImageCodec's
+region decode is 1.25x and exact, but returns wrong pixels for corrupt entropy data without an error.
+
+This module needs the extra `image`; import it where it is used.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+
+import cv2
+import numpy as np
+import simplejpeg
+from numpy.typing import NDArray
+
+Pixels = NDArray[np.uint8]
+
+
+@dataclass(frozen=True)
+class Decoding:
+    """How pixels are made of bytes."""
+
+    gray: bool
+    fast: bool
+    """Approximate DCT, and half, quarter or eighth scale where the caller allows it."""
+    strict: bool
+    """Errors for what libjpeg only warns about."""
+
+
+def is_jpeg(data: Pixels) -> bool:
+    """Whether the bytes start as a JPEG does."""
+    return len(data) > 2 and bool(data[0] == 0xFF and data[1] == 0xD8)
+
+
+def image_size(data: Pixels) -> tuple[int, int]:
+    """(height, width) of an encoded image from its header; about 3 us for JPEG.
+
+    Formats whose header is not known here (other than JPEG, PNG and WebP) are decoded to learn it.
+
+    Raises:
+        ValueError: not an image, or its header is damaged.
+    """
+    if is_jpeg(data):
+        height, width, _, _ = simplejpeg.decode_jpeg_header(data, strict=False)
+        return int(height), int(width)
+    head = data[:30].tobytes()
+    if head[:8] == b"\x89PNG\r\n\x1a\n" and len(head) >= 24:
+        width, height = struct.unpack_from(">II", head, 16)
+        return height, width
+    if head[:4] == b"RIFF" and head[8:12] == b"WEBP" and len(head) == 30:
+        return _webp_size(head)
+    height, width = _decode_other(data, gray=True).shape[:2]
+    return height, width
+
+
+def decode_pixels(data: Pixels, size: tuple[int, int], how: Decoding, shrink: int = 1) -> Pixels:
+    """Decode one image to uint8 [h, w, 3], or [h, w, 1] for gray.
+
+    Args:
+        data: the encoded bytes, 1-D.
+        size: (height, width) as `image_size` gave it.
+        how: colour, speed and strictness.
+        shrink: 1, 2, 4 or 8. JPEG only: h and w are size / shrink, rounded up.
+
+    Raises:
+        ValueError: the bytes are damaged, truncated, or not what the header says.
+    """
+    h, w = -(-size[0] // shrink), -(-size[1] // shrink)
+    pixels: Pixels
+    if is_jpeg(data):
+        pixels = simplejpeg.decode_jpeg(
+            data,
+            colorspace="GRAY" if how.gray else "RGB",
+            fastdct=how.fast,
+            min_height=h if shrink > 1 else 0,
+            min_width=w if shrink > 1 else 0,
+            min_factor=shrink,
+            strict=how.strict,
+        )
+    else:
+        pixels = _decode_other(data, gray=how.gray)
+    if pixels.shape != (h, w, 1 if how.gray else 3):
+        raise ValueError(f"decoded to {pixels.shape}, its header says {(h, w)}")
+    return pixels
+
+
+def place(pixels: Pixels, target: Pixels, *, flip: bool, area: bool) -> None:
+    """Resize pixels [h, w, c] into `target` [H, W, c], in place, mirrored left to right if `flip`."""
+    method = cv2.INTER_AREA if area else cv2.INTER_LINEAR
+    if target.shape[2] == 1:
+        pixels, target = pixels[..., 0], target[..., 0]
+    size = (target.shape[1], target.shape[0])
+    if flip:
+        cv2.flip(cv2.resize(pixels, size, interpolation=method), 1, dst=target)
+    else:
+        cv2.resize(pixels, size, dst=target, interpolation=method)
+
+
+def split_channels(images: Pixels, out: Pixels) -> None:
+    """Copy [n, H, W, 3] into [n, 3, H, W], both C-contiguous, in one call for all n.
+
+    OpenCV sees n rows of H * W interleaved pixels, and three planes whose rows are 3 * H * W bytes apart:
+    9 us an image of 224 x 224, a quarter of what numpy's and torch's strided copies take.
+    """
+    planes = out.reshape(len(out), 3, -1)
+    cv2.split(images.reshape(len(images), -1, 3), [planes[:, 0], planes[:, 1], planes[:, 2]])
+
+
+def _decode_other(data: Pixels, *, gray: bool) -> Pixels:
+    color = cv2.IMREAD_GRAYSCALE if gray else cv2.IMREAD_COLOR_RGB
+    pixels = cv2.imdecode(data, color | cv2.IMREAD_IGNORE_ORIENTATION)
+    if pixels is None:
+        raise ValueError("not an image, or damaged or truncated")
+    return np.atleast_3d(pixels).astype(np.uint8, copy=False)
+
+
+def _webp_size(head: bytes) -> tuple[int, int]:
+    kind = head[12:16]
+    if kind == b"VP8X":
+        width, height = (int.from_bytes(head[at : at + 3], "little") + 1 for at in (24, 27))
+    elif kind == b"VP8L":
+        bits = int.from_bytes(head[21:25], "little")
+        width, height = (bits & 0x3FFF) + 1, (bits >> 14 & 0x3FFF) + 1
+    else:
+        width, height = (side & 0x3FFF for side in struct.unpack_from("<HH", head, 26))
+    return height, width

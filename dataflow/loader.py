@@ -1,0 +1,492 @@
+"""`DataLoader` over a `ShardedDataset`: the one object that training code holds.
+
+It turns its arguments into a plan (which samples, in which order, for this rank), starts one engine
+(threads, credits, arena), and hands out batches. The engine lives from the first batch to `close`, across
+epochs: while the last batches of an epoch train, the first ones of the next are read. The loader's state
+is the position of the batches that were handed out, never of those that were prefetched.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from dataflow.dataset import ShardedDataset
+from dataflow.staging import Traffic
+from dataflow.stats import LoaderStats
+from dataflow.stream import Delivered, Finishing, Stream, StreamPlan
+from prefetch.arena import Arena, rounded_bytes
+from prefetch.depth import DepthPolicy, fixed_depth
+from prefetch.engine import NOT_STARTED, Engine, EngineOptions, EngineStats, MemoryLimitError
+from prefetch.ledger import Ledger
+from sharding.errors import SampleError
+from sharding.order import Shuffle
+from sharding.plan import EpochPlan, PlanState, Tail
+from sharding.topology import Topology
+from sharding.urls import is_local
+
+_CHUNK_BYTES = 4 << 20
+"""Output of one chunk: enough that its Python cost vanishes, few enough bytes to stay in the cache."""
+_MAX_CHUNK_BATCHES = 64
+_WINDOW_BYTES = 64 << 20
+_MIN_WINDOW_BLOCKS = 8
+_LISTED_ERRORS = 1000
+_LOCAL_READERS = 4
+_REMOTE_READERS = 16
+
+
+class DataLoader:
+    """Batches of a `ShardedDataset`, in an order that is a function of (seed, epoch, position).
+
+    Args:
+        dataset: a `ShardedDataset`.
+        batch_size: samples per batch and rank.
+        shuffle: True or None: windowed shuffle; False: file order; or a `Shuffle`.
+        drop_last: leave out the last, incomplete global batch (the same as `tail="drop"`).
+        collate_fn: samples -> batch; None stacks columns (or torch's `default_collate` after a transform).
+        timeout: seconds to wait for one batch; 0: 600.
+        seed: any 64-bit integer; with the epoch it decides order and augmentation.
+        topology: this rank's place; None: torch.distributed if initialised, else the environment.
+        device: where batches go; None or "cpu": host memory. "cuda": page-locked slots, copied on a side
+            stream.
+        memory_limit: bytes, or text such as "2GB", that the loader may hold; None: 1 GiB or an eighth of
+            the memory of the machine (or its cgroup) per local rank, whichever is less.
+        tail: what happens to the last, incomplete global batch: "drop", "pad" (repeat the epoch's first
+            samples), "uneven" (a short batch, shared out over the ranks). None: "drop" if drop_last, else
+            "uneven" in one process and "pad" with several, so that no rank lacks a step.
+        depth: batches kept ready; an int or a `DepthPolicy`.
+        num_threads: threads that build batches; None: by the number of cores.
+
+    A loader is used by one thread. `for batch in loader` runs one epoch; the next loop runs the next one.
+    """
+
+    def __init__(
+        self,
+        dataset: ShardedDataset,
+        batch_size: int = 1,
+        shuffle: bool | Shuffle | None = None,
+        *,
+        drop_last: bool = False,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        timeout: float = 0,
+        seed: int = 0,
+        topology: Topology | None = None,
+        device: str | torch.device | None = None,
+        memory_limit: int | str | None = None,
+        tail: Tail | None = None,
+        depth: int | DepthPolicy = 4,
+        num_threads: int | None = None,
+    ) -> None:
+        if not isinstance(dataset, ShardedDataset):
+            raise TypeError(
+                f"dataset must be a ShardedDataset, got {type(dataset).__name__}; "
+                "for other datasets use torch.utils.data.DataLoader (this class does not serve them yet)"
+            )
+        if timeout < 0:
+            raise ValueError(f"timeout must be >= 0 seconds, got {timeout}")
+        self.dataset, self.batch_size, self.collate_fn = dataset, batch_size, collate_fn
+        self.drop_last, self.timeout, self.seed = drop_last, timeout, seed
+        self.topology = topology or detect_topology()
+        self.device = torch.device(device) if device is not None else torch.device("cpu")
+        self.tail: Tail = tail or _default_tail(drop_last, self.topology)
+        self.memory_limit = _memory_limit(memory_limit, self.topology)
+        self._depth = fixed_depth(depth) if isinstance(depth, int) else depth
+        self._num_threads = num_threads or _build_threads(dataset)
+        self._num_readers = _num_readers(dataset)
+        self.shuffle = self._resolve_shuffle(shuffle)
+        self._epoch = 0
+        self._start = 0
+        self._position = 0
+        self._in_epoch = False
+        self._session: _Session | None = None
+        self._finalizer: weakref.finalize[Any, Any] | None = None
+        self._skipped = _Skipped(dataset.on_error, dataset.error_budget)
+        self._counts = _Counts()
+        self._plan = self._stream_plan()
+        self._check_plan(self._epoch_plan(0, 0))
+
+    # ---- deciding -----------------------------------------------------------------------------------
+
+    def _resolve_shuffle(self, shuffle: bool | Shuffle | None) -> Shuffle:
+        if not isinstance(shuffle, Shuffle):
+            shuffle = Shuffle("window" if shuffle is None or shuffle else "none")
+        if shuffle.kind == "full" or shuffle.window_blocks is not None:
+            return shuffle
+        return Shuffle(shuffle.kind, self._window_blocks())
+
+    def _window_blocks(self) -> int:
+        """Blocks in a window: about 64 MiB, at least 8 blocks, and no more than a quarter of the limit."""
+        table = self.dataset.catalog.blocks
+        used = table.num_samples > 0
+        mean = max(1, int(np.maximum(table.length, table.nbytes)[used].mean()))
+        wanted = max(_MIN_WINDOW_BLOCKS, _WINDOW_BYTES // mean)
+        return max(1, min(wanted, self.memory_limit // 4 // mean))
+
+    def _stream_plan(self) -> StreamPlan:
+        place = self.topology
+        return StreamPlan(self.shuffle, self.seed, self.batch_size, place.rank, place.world_size, self.tail)
+
+    def _epoch_plan(self, epoch: int, start: int) -> EpochPlan:
+        return self._plan.epoch(self.dataset.catalog.blocks.num_samples, epoch, start)
+
+    def _check_plan(self, plan: EpochPlan) -> None:
+        rows = self.batch_size * sum(o.row_bytes for o in self.dataset.outputs if o.kind != "objects")
+        if rows > self.memory_limit:
+            raise MemoryLimitError(
+                f"one batch of {self.batch_size} samples needs {rows:,} bytes, more than "
+                f"memory_limit={self.memory_limit:,}; lower batch_size or raise memory_limit"
+            )
+
+    # ---- iterating ----------------------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        """Batches of a whole epoch on this rank."""
+        return self._epoch_plan(0, 0).num_batches
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._in_epoch:  # the last loop was left early: a new loop is a new epoch
+            self._begin_epoch(self._epoch + 1, 0)
+        plan = self._epoch_plan(self._epoch, self._start)
+        return self._batches(plan, self._epoch)
+
+    def _batches(self, plan: EpochPlan, epoch: int) -> Iterator[Any]:
+        self._in_epoch = True
+        total = plan.num_batches
+        began = time.perf_counter()
+        session = self._open(epoch, plan.start) if total else None
+        taken = 0
+        try:
+            while taken < total:
+                assert session is not None
+                batches = session.next_batches()
+                self._counts.first_batch_s = self._counts.first_batch_s or time.perf_counter() - began
+                for delivered in batches:
+                    if delivered.epoch != epoch or delivered.number != taken:
+                        raise RuntimeError("two loops ran over one loader at the same time; make two loaders")
+                    taken += 1
+                    self._position = plan.position_after(taken)
+                    self._counts.add(delivered)
+                    yield delivered.batch
+                    if session is not self._session or self._epoch != epoch:
+                        return  # the loader was closed or moved elsewhere inside the loop
+        except BaseException:  # an error, Ctrl-C, or the loop was left (GeneratorExit)
+            self.close()
+            raise
+        if session is not None:
+            session.epoch_done(epoch)
+        self._begin_epoch(epoch + 1, 0)
+
+    def _begin_epoch(self, epoch: int, start: int) -> None:
+        self._epoch, self._start, self._position, self._in_epoch = epoch, start, start, False
+
+    def set_epoch(self, epoch: int) -> None:
+        """The next loop runs this epoch, from its beginning. Costs nothing if it is the next one anyway."""
+        if epoch < 0:
+            raise ValueError(f"epoch must be >= 0, got {epoch}")
+        if epoch != self._epoch or self._in_epoch:
+            if self._session is not None and (self._in_epoch or epoch != self._epoch):
+                self.close()
+            self._begin_epoch(epoch, 0)
+
+    # ---- state --------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the batches handed out so far end: a small JSON value, the same on every rank.
+
+        It resumes under any number of ranks, threads or nodes. Taken inside a loop after the last batch of
+        an epoch, it resumes to nothing more of that epoch; taken after the loop, to the next epoch.
+        """
+        state = PlanState(
+            seed=self.seed,
+            epoch=self._epoch,
+            position=self._position,
+            num_samples=self.dataset.catalog.num_samples,
+            shuffle=self.shuffle,
+            fingerprint=self.dataset.catalog.fingerprint(),
+        )
+        return {**state.to_json(), "skipped_samples": self._skipped.count}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where `state_dict` was taken: seed and shuffle come from the state.
+
+        Raises:
+            ValueError: the state is damaged or was taken over other data.
+        """
+        fields = {k: v for k, v in state.items() if k != "skipped_samples"}
+        loaded = PlanState.from_json(fields)
+        catalog = self.dataset.catalog
+        if loaded.fingerprint != catalog.fingerprint():
+            raise ValueError(
+                "the state was taken over other shards (their names, sizes or blocks differ), where its "
+                f"position means other samples; it knew {loaded.num_samples:,} samples, here are {catalog.num_samples:,}"
+            )
+        self.close()
+        self.seed, self.shuffle = loaded.seed, loaded.shuffle
+        self._skipped.count = int(state.get("skipped_samples", 0))
+        self._plan = self._stream_plan()
+        self._begin_epoch(loaded.epoch, loaded.position)
+
+    # ---- engine -------------------------------------------------------------------------------------
+
+    def _open(self, epoch: int, start: int) -> _Session:
+        """The running session if it stands at this place, else a new one."""
+        session = self._session
+        if session is not None and session.stands_at(epoch, start):
+            return session
+        self.close()
+        session = _Session(self, epoch, start)
+        self._session = session
+        # The finaliser, not __del__: it also runs at interpreter exit, and joins the threads.
+        self._finalizer = weakref.finalize(self, session.close)
+        return session
+
+    def stats(self) -> LoaderStats:
+        """A snapshot; cheap, any thread."""
+        return self._counts.snapshot(self._session, self.shuffle, self._skipped)
+
+    def close(self) -> None:
+        """Stop and join all threads, drop what is prefetched. Batches handed out stay valid. Idempotent."""
+        session, self._session = self._session, None
+        if session is not None:
+            assert self._finalizer is not None
+            self._finalizer.detach()
+            session.close()
+            self._counts.keep(session)
+
+    def __enter__(self) -> DataLoader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class _Session:
+    """One engine with its arena and ledger, from a place in the stream on. Knows no loader."""
+
+    def __init__(self, loader: DataLoader, epoch: int, start: int) -> None:
+        dataset = loader.dataset
+        self.ledger = Ledger(loader.memory_limit)
+        self.arena = Arena(limit_bytes=loader.memory_limit)
+        self.source = dataset.source()
+        self._next = (epoch, start)
+        ledger = self.ledger
+        finishing = Finishing(
+            dataset.transform,
+            dataset.transform_wants_rng,
+            loader.collate_fn,
+            dataset.batch_transform,
+            loader._skipped.decide,
+        )
+        per_chunk = _batches_per_chunk(loader)
+        stream = Stream(
+            self.source,
+            self.arena,
+            loader._plan,
+            finishing,
+            on_return=lambda nbytes: lambda: ledger.give_back_lent(nbytes),
+            batches_per_chunk=per_chunk,
+            num_readers=loader._num_readers,
+        )
+        chunk_bytes = rounded_bytes(per_chunk * _batch_bytes(loader))
+        options = EngineOptions(
+            num_readers=loader._num_readers,
+            num_workers=loader._num_threads,
+            depth=_at_least(loader._depth, 3 * per_chunk),
+            keep_bytes=min(3 * chunk_bytes, loader.memory_limit // 4),
+            timeout_s=loader.timeout or 600.0,
+            initializer=_one_torch_thread,
+        )
+        torch_threads = torch.get_num_threads()
+        self.engine: Engine[Delivered] = Engine(stream.windows(epoch, start), self.ledger, options)
+        torch.set_num_threads(torch_threads)
+
+    def next_batches(self) -> list[Delivered]:
+        """The batches of the next chunk."""
+        batches = list(self.engine.next_batches())
+        if batches:
+            self._next = (batches[-1].epoch, -1)
+        return batches
+
+    def stands_at(self, epoch: int, start: int) -> bool:
+        """Whether the next batch is the first from `start` of the epoch."""
+        return self._next == (epoch, start)
+
+    def epoch_done(self, epoch: int) -> None:
+        """All batches of the epoch were taken."""
+        self._next = (epoch + 1, 0)
+
+    def close(self) -> None:
+        """Stop everything."""
+        self.engine.close()
+        self.arena.close()
+
+
+class _Counts:
+    """What was delivered, over all sessions."""
+
+    def __init__(self) -> None:
+        self.samples = self.batches = 0
+        self.first_batch_s = 0.0
+        self._past: list[tuple[EngineStats, Traffic]] = []
+
+    def add(self, delivered: Delivered) -> None:
+        """Count one batch."""
+        self.samples += delivered.num_samples
+        self.batches += 1
+
+    def keep(self, session: _Session) -> None:
+        """Remember a session that ends: its totals are folded into one record."""
+        self._past.append((session.engine.stats(), session.source.traffic))
+
+    def snapshot(self, session: _Session | None, shuffle: Shuffle, skipped: _Skipped) -> LoaderStats:
+        """The totals, and the running (or last) engine's stages."""
+        runs = [*self._past, *([(session.engine.stats(), session.source.traffic)] if session else [])]
+        engine = runs[-1][0] if runs else NOT_STARTED
+        elapsed = sum(run.elapsed_s for run, _ in runs)
+        starved = sum(run.starved_s for run, _ in runs)
+        return LoaderStats(
+            samples=self.samples,
+            batches=self.batches,
+            read_bytes=sum(traffic.read_bytes for _, traffic in runs),
+            decoded_bytes=sum(traffic.decoded_bytes for _, traffic in runs),
+            delivered_bytes=sum(run.delivered_bytes for run, _ in runs),
+            elapsed_s=elapsed,
+            starved_s=starved,
+            stall_share=starved / elapsed if elapsed else 0.0,
+            first_batch_s=self.first_batch_s,
+            read=engine.read,
+            build=engine.build,
+            ready_batches=engine.ready_batches,
+            depth=engine.depth,
+            depth_reason=engine.depth_reason,
+            window_blocks=shuffle.window_blocks or 0,
+            memory=engine.memory,
+            skipped_samples=skipped.count,
+            skipped=tuple(skipped.errors),
+        )
+
+
+class _Skipped:
+    """The account of samples left out by policy. Thread-safe."""
+
+    def __init__(self, on_error: Any, budget: int) -> None:
+        self._on_error, self._budget = on_error, budget
+        self._lock = threading.Lock()  # guards count and errors
+        self.count = 0
+        self.errors: list[str] = []
+
+    def decide(self, error: SampleError) -> bool:
+        """Whether to leave the sample out."""
+        skip = self._on_error == "skip" or (callable(self._on_error) and bool(self._on_error(error)))
+        if not skip:
+            return False
+        with self._lock:
+            if self.count >= self._budget:
+                error.add_note(f"{self.count} samples were skipped before; error_budget={self._budget}")
+                return False
+            self.count += 1
+            if len(self.errors) < _LISTED_ERRORS:
+                self.errors.append(str(error))
+        return True
+
+
+def detect_topology() -> Topology:
+    """The place of this process: torch.distributed if initialised, else the environment."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        local = Topology.detect()
+        if (local.rank, local.world_size) == (rank, world):
+            return local
+        return Topology(rank=rank, world_size=world, source="torch.distributed")
+    return Topology.detect()
+
+
+def _default_tail(drop_last: bool, place: Topology) -> Tail:
+    if drop_last:
+        return "drop"
+    return "pad" if place.world_size > 1 else "uneven"
+
+
+def _at_least(depth: DepthPolicy, batches: int) -> DepthPolicy:
+    """A depth in whole chunks: fewer than three would leave threads without work."""
+    from prefetch.depth import Decision
+
+    def decide(seen: Any) -> Decision:
+        decision = depth(seen)
+        if decision.value >= batches:
+            return decision
+        return Decision(batches, f"{decision.reason}; raised to three chunks")
+
+    return decide
+
+
+def _one_torch_thread() -> None:
+    # Each of our threads is one unit of parallelism. torch keeps this setting per thread, and remembers
+    # the last one for threads to come: `_Session` sets that back.
+    torch.set_num_threads(1)
+
+
+def _batch_bytes(loader: DataLoader) -> int:
+    """Bytes of one batch, from the catalog: exact for fixed rows, the mean for ragged ones."""
+    catalog = loader.dataset.catalog
+    fixed = sum(o.row_bytes for o in loader.dataset.outputs if o.kind in ("array", "spans", "image"))
+    ragged = any(o.kind in ("ragged", "pad", "objects", "images") for o in loader.dataset.outputs)
+    mean = int(catalog.blocks.nbytes.sum()) // max(1, catalog.num_samples) if ragged else 0
+    return max(1, loader.batch_size * (fixed + mean))
+
+
+def _batches_per_chunk(loader: DataLoader) -> int:
+    return max(1, min(_MAX_CHUNK_BATCHES, _CHUNK_BYTES // _batch_bytes(loader)))
+
+
+def _build_threads(dataset: ShardedDataset) -> int:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    images = any(o.image is not None for o in dataset.outputs)
+    # Decoders take the GIL between images; more threads than cores hide the wait for it.
+    return 2 * cores + 2 if images else cores
+
+
+def _num_readers(dataset: ShardedDataset) -> int:
+    local = all(is_local(url) for url in dataset.catalog.urls[:1])
+    return _LOCAL_READERS if local else _REMOTE_READERS
+
+
+def _memory_limit(limit: int | str | None, place: Topology) -> int:
+    if limit is None:
+        return max(64 << 20, min(1 << 30, _machine_memory() // 8 // max(1, place.local_world_size)))
+    if isinstance(limit, str):
+        return parse_bytes(limit)
+    if limit <= 0:
+        raise ValueError(f"memory_limit must be > 0 bytes, got {limit}")
+    return int(limit)
+
+
+def parse_bytes(text: str) -> int:
+    """Bytes of a size such as "512MB", "2GiB" or "1e9"; kB, MB, GB are powers of 1000, KiB, MiB, GiB of 1024."""
+    units = {"": 1, "b": 1}
+    for power, letter in enumerate("kmgt", 1):
+        units[letter] = units[letter + "b"] = 1000**power
+        units[letter + "ib"] = 1024**power
+    number = text.strip().lower().rstrip("bikmgt")
+    unit = text.strip().lower()[len(number) :]
+    try:
+        return int(float(number) * units[unit])
+    except (KeyError, ValueError):
+        raise ValueError(f'a size must be like 1000000, "512MB" or "2GiB", got {text!r}') from None
+
+
+def _machine_memory() -> int:
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    try:
+        with open("/sys/fs/cgroup/memory.max") as file:
+            text = file.read().strip()
+        return min(total, int(text)) if text != "max" else total
+    except (OSError, ValueError):
+        return total

@@ -1,0 +1,45 @@
+"""Variable-length columns of a batch: one tensor of values and the offsets of its rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Ragged(NamedTuple):
+    """n rows of different lengths; row i is `values[offsets[i] : offsets[i + 1]]`.
+
+    A named tuple, so it unpacks (`values, offsets = batch["doc"]`), and torch's `pin_memory` and most
+    `to(device)` helpers walk into it. `rows()` gives the rows as views; nothing is copied.
+    """
+
+    values: Tensor
+    """1-D: the rows one after the other; uint8 for bytes."""
+    offsets: Tensor
+    """int64 [n + 1], starting at 0; `offsets[-1] == len(values)`."""
+
+    def row(self, i: int) -> Tensor:
+        """Row i, a view."""
+        return self.values[int(self.offsets[i]) : int(self.offsets[i + 1])]
+
+    def rows(self) -> Iterator[Tensor]:
+        """All rows, views."""
+        return iter(self.values.split(self.lengths.tolist()))
+
+    @property
+    def lengths(self) -> Tensor:
+        """int64 [n]."""
+        return torch.diff(self.offsets)
+
+    def padded(self, value: float = 0, length: int | None = None) -> Tensor:
+        """The rows as one tensor [n, length], cut or filled up with `value`; length None: the longest row."""
+        longest = int(self.lengths.max()) if len(self.offsets) > 1 else 0
+        width = longest if length is None else length
+        out = self.values.new_full((len(self.offsets) - 1, width), value)
+        inside = torch.arange(width) < self.lengths[:, None]
+        at = (self.offsets[:-1, None] + torch.arange(width))[inside]
+        out[inside] = self.values[at]
+        return out

@@ -1,0 +1,322 @@
+"""Blocks staged together: read, decoded per block, addressable row by row.
+
+A window's rows are numbered block by block. Formats whose values lie in the stored bytes (`Format.locate`)
+are read into one contiguous region of the arena and keep only addresses; a batch of fixed-size
+rows is then one gather over absolute offsets, whichever shards its samples come from. Other formats are
+decoded per block into one array a column. `sparse` windows read only the values of the rows asked for:
+random access and `Shuffle("full")` use them.
+
+Reads run on the reader threads, one task a block, and touch disjoint rows, so they need no lock.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dataflow.decode import BadRows, Output
+from prefetch.arena import Arena, rounded_bytes
+from prefetch.store import StoreReader
+from sharding.blocks import Column, Columns, Format, Spans
+from sharding.catalog import Catalog
+from sharding.errors import DataflowError, SampleError
+
+Array = NDArray[Any]
+_ALIGN = 512
+_TILE_ROWS = 4096
+
+
+class Traffic:
+    """Bytes moved so far. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()  # guards both counts
+        self.read_bytes = 0
+        self.decoded_bytes = 0
+
+    def add(self, read_bytes: int, decoded_bytes: int) -> None:
+        """Count one block."""
+        with self._lock:
+            self.read_bytes += read_bytes
+            self.decoded_bytes += decoded_bytes
+
+
+@dataclass(frozen=True)
+class Source:
+    """A dataset resolved for reading: what to read, with what, into what."""
+
+    catalog: Catalog
+    format: Format
+    reader: StoreReader
+    outputs: tuple[Output, ...]
+    traffic: Traffic = field(default_factory=Traffic)
+
+    @property
+    def columns(self) -> list[str]:
+        """Dataset columns that the outputs need, "__url__" aside."""
+        names = [s for output in self.outputs for s in output.sources if s != "__url__"]
+        return list(dict.fromkeys(names))
+
+
+@dataclass
+class StagedArray:
+    """A fixed-size column of a window."""
+
+    values: Array
+    """[rows, *shape]."""
+
+    bad: dict[int, str] = field(default_factory=dict)
+    """Rows whose value could not be parsed, with the reason."""
+
+    def put(self, output: Output, first: int, columns: Sequence[Column]) -> None:
+        """Stage one block's values at rows from `first`."""
+        if len(columns) == 1:
+            values, bad = _numbers(output, columns[0])
+            np.copyto(self.values[first : first + len(values)], values)
+            self.bad.update((first + row, reason) for row, reason in bad)
+            return
+        # Several columns become one row-major array: tiles keep source and target in the cache.
+        num_rows = len(columns[0])
+        for start in range(0, num_rows, _TILE_ROWS):
+            stop = min(start + _TILE_ROWS, num_rows)
+            parts = [np.asarray(column)[start:stop] for column in columns]
+            np.stack(parts, axis=-1, out=self.values[first + start : first + stop])
+
+
+def _numbers(output: Output, column: Column) -> tuple[Array, BadRows]:
+    if isinstance(column, Spans):
+        assert output.parse is not None
+        return output.parse(column)
+    return column, ()
+
+
+@dataclass
+class StagedSpans:
+    """A column of a window whose values stay where they were read."""
+
+    addresses: NDArray[np.int64]
+    """[rows] first byte of each value."""
+    lengths: NDArray[np.int64]
+    """[rows] bytes; -1 where the sample lacks the column."""
+    keep: list[Any] = field(default_factory=list)
+    """What keeps the memory alive."""
+
+    def put(self, first: int, column: Column) -> None:
+        """Stage one block's values at rows from `first`."""
+        rows = slice(first, first + len(column))
+        self.keep.append(column)
+        if isinstance(column, Spans):
+            item = column.buffer.itemsize
+            self.addresses[rows] = column.buffer.ctypes.data + column.starts * item
+            self.lengths[rows] = np.where(column.lengths < 0, -1, column.lengths * item)
+        else:  # rows of a (possibly overlapping) array, each contiguous
+            row_bytes = int(np.prod(column.shape[1:], dtype=np.int64)) * column.itemsize
+            self.addresses[rows] = column.ctypes.data + np.arange(len(column)) * column.strides[0]
+            self.lengths[rows] = row_bytes
+
+
+class StagedWindow:
+    """The blocks of one window for one rank. Implements `prefetch.engine.Window`.
+
+    Args:
+        blocks: [b] block numbers to stage, in read order.
+        rows: [k] row of the window that each slot (position minus the window's first) takes; -1 for
+            slots of other ranks.
+        sparse: per block the rows of the block to read, ascending; None reads whole blocks.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        arena: Arena,
+        blocks: Sequence[int],
+        rows: NDArray[np.int64],
+        *,
+        sparse: Sequence[NDArray[np.int64]] | None = None,
+        num_readers: int = 1,
+    ) -> None:
+        self.source, self.arena, self.rows = source, arena, rows
+        self.blocks = [source.catalog.block(int(b)) for b in blocks]
+        self._sparse = sparse
+        counts = [len(s) for s in sparse] if sparse is not None else [b.num_samples for b in self.blocks]
+        self.first_row = np.concatenate(([0], np.cumsum(counts))).astype(np.int64)
+        self.num_rows = int(self.first_row[-1])
+        self._spans = [self._locate(i) for i in range(len(self.blocks))] if sparse is not None else []
+        self._in_region = bool(self.blocks) and (
+            sparse is not None or source.format.locate(self.blocks[0], source.columns) is not None
+        )
+        self._sizes = self._region_sizes()
+        self.nbytes = self._bound(num_readers)
+        self.carried = False
+        self.chunk_list: list[Any] = []
+        self.region: NDArray[np.uint8] | None = None
+        self.staged: dict[str, StagedArray | StagedSpans] = {}
+        self._data: list[memoryview | None] = [None] * len(self.blocks)
+
+    # ---- geometry, before anything is read ----------------------------------------------------------
+
+    def _locate(self, ordinal: int) -> dict[str, Spans]:
+        spans = self.source.format.locate(self.blocks[ordinal], self.source.columns)
+        if spans is None:
+            raise DataflowError("sparse windows need a format that locates values")
+        assert self._sparse is not None
+        rows = self._sparse[ordinal]
+        return {name: Spans(s.buffer, s.starts[rows], s.lengths[rows]) for name, s in spans.items()}
+
+    def _region_sizes(self) -> NDArray[np.int64]:
+        """Bytes each block takes in the region."""
+        if self._sparse is not None:
+            sizes = [
+                sum(int(_aligned(np.maximum(s.lengths, 0)).sum()) for s in spans.values())
+                for spans in self._spans
+            ]
+        else:
+            sizes = [block.length for block in self.blocks]
+        return _aligned(np.array(sizes, np.int64))
+
+    def _bound(self, num_readers: int) -> int:
+        """Bytes held from admission to close, at most."""
+        arrays = sum(
+            rounded_bytes(self.num_rows * output.row_bytes)
+            for output in self.source.outputs
+            if output.kind == "array"
+        )
+        tables = 16 * self.num_rows * sum(output.kind != "array" for output in self.source.outputs)
+        if self._in_region:
+            return rounded_bytes(int(self._sizes.sum())) + arrays + tables
+        largest = sorted(((b.length + b.nbytes) for b in self.blocks), reverse=True)
+        kept = 0
+        if any(output.kind != "array" for output in self.source.outputs):
+            kept = sum(b.length + b.nbytes for b in self.blocks)
+        return max(kept, sum(largest[:num_readers])) + arrays + tables
+
+    # ---- the engine's window ------------------------------------------------------------------------
+
+    def chunks(self) -> Sequence[Any]:
+        """The chunks whose last window this is."""
+        return self.chunk_list
+
+    def reads(self) -> Sequence[Callable[[], None]]:
+        """One task a block."""
+        self._prepare()
+        starts = np.cumsum(self._sizes) - self._sizes
+        return [
+            lambda i=i, at=int(at): self._read(i, at)  # type: ignore[misc]
+            for i, at in enumerate(starts)
+        ]
+
+    def _prepare(self) -> None:
+        if self._in_region:
+            self.region = self.arena.lease(int(self._sizes.sum()) or 1)
+        for output in self.source.outputs:
+            if output.kind == "array":
+                flat = self.arena.lease(self.num_rows * output.row_bytes or 1)
+                used = flat[: self.num_rows * output.row_bytes].view(output.dtype)
+                self.staged[output.name] = StagedArray(used.reshape(self.num_rows, *output.shape))
+            else:
+                lengths = np.full(self.num_rows, -1, np.int64)
+                self.staged[output.name] = StagedSpans(np.zeros(self.num_rows, np.int64), lengths)
+
+    def _read(self, ordinal: int, at: int) -> None:
+        block = self.blocks[ordinal]
+        if self._sparse is not None:
+            columns = self._read_sparse(ordinal, at)
+        else:
+            if self.region is not None:
+                data = self.region[at : at + block.length]
+            else:
+                data = self.arena.lease(block.length)
+            self.source.reader.read_into(block.shard, block.offset, data)
+            self._data[ordinal] = memoryview(data)
+            columns = self.source.format.decode(block, memoryview(data), self.source.columns)
+            self.source.traffic.add(block.length, block.nbytes)
+        self._stage(ordinal, columns)
+        if self.region is None and not any(isinstance(s, StagedSpans) for s in self.staged.values()):
+            self._data[ordinal] = None
+
+    def _read_sparse(self, ordinal: int, at: int) -> Columns:
+        """Read only the located values, one request a value."""
+        block, columns = self.blocks[ordinal], {}
+        assert self.region is not None
+        for name, spans in self._spans[ordinal].items():
+            starts = np.empty(len(spans), np.int64)
+            for i, (start, length) in enumerate(
+                zip(spans.starts.tolist(), spans.lengths.tolist(), strict=True)
+            ):
+                starts[i] = at
+                if length > 0:
+                    view = self.region[at : at + length]
+                    self.source.reader.read_into(block.shard, block.offset + start, view)
+                    at += int(_aligned(length))
+            read = int(np.maximum(spans.lengths, 0).sum())
+            self.source.traffic.add(read, read)
+            columns[name] = Spans(self.region, starts, spans.lengths)
+        return columns
+
+    def _stage(self, ordinal: int, columns: Columns) -> None:
+        first = int(self.first_row[ordinal])
+        for output in self.source.outputs:
+            if output.sources[0] == "__url__":
+                columns["__url__"] = self._urls(ordinal)
+            sources = [columns[name] for name in output.sources]
+            target = self.staged[output.name]
+            if isinstance(target, StagedSpans):
+                target.put(first, sources[0])
+                continue
+            target.put(output, first, sources)
+
+    def _urls(self, ordinal: int) -> Spans:
+        url = np.frombuffer(self.blocks[ordinal].shard.url.encode(), np.uint8)
+        n = int(self.first_row[ordinal + 1] - self.first_row[ordinal])
+        return Spans(url, np.zeros(n, np.int64), np.full(n, len(url), np.int64))
+
+    def close(self) -> None:
+        """Drop every buffer."""
+        self.staged.clear()
+        self._data = [None] * len(self.blocks)
+        self.region = None
+
+    # ---- telling where a row came from ----------------------------------------------------------------
+
+    def sample_error(self, row: int, reason: str, column: str, stage: str = "decode") -> SampleError:
+        """An error that names the shard, offset and key of a row."""
+        ordinal = int(np.searchsorted(self.first_row, row, side="right")) - 1
+        block = self.blocks[ordinal]
+        in_block = row - int(self.first_row[ordinal])
+        if self._sparse is not None:
+            in_block = int(self._sparse[ordinal][in_block])
+        key = self._key(ordinal, in_block)
+        return SampleError(block.shard.url, f"column {column!r}: {reason}", block.offset, key, stage)
+
+    def _key(self, ordinal: int, in_block: int) -> str:
+        block, data = self.blocks[ordinal], self._data[ordinal]
+        keys = getattr(self.source.format, "keys", None)
+        if keys is not None and data is not None:
+            return str(keys(block, data)[in_block])
+        return str(block.first_in_shard + in_block)
+
+    def sample_number(self, row: int) -> int:
+        """Number in the dataset of a row of the window."""
+        ordinal = int(np.searchsorted(self.first_row, row, side="right")) - 1
+        in_block = row - int(self.first_row[ordinal])
+        if self._sparse is not None:
+            in_block = int(self._sparse[ordinal][in_block])
+        return self.blocks[ordinal].first_sample + in_block
+
+    def sample_numbers(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Numbers in the dataset of rows of the window, int64 [n]."""
+        ordinal = np.searchsorted(self.first_row, rows, side="right") - 1
+        in_block = rows - self.first_row[ordinal]
+        first = np.array([b.first_sample for b in self.blocks], np.int64)
+        if self._sparse is None:
+            return first[ordinal] + in_block
+        return np.array([self.sample_number(int(r)) for r in rows], np.int64)
+
+
+def _aligned(nbytes: Any) -> Any:
+    return -(-nbytes // _ALIGN) * _ALIGN

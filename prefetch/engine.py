@@ -1,0 +1,507 @@
+"""Ordered delivery of batches that many threads read and build, inside one byte budget.
+
+The work comes as *windows* (blocks that are staged together) and *chunks* (a few consecutive batches
+built from one or more staged windows). A source yields windows in stream order, without end; each
+window names its chunks. The engine
+
+* admits a window when the ledger has credit for it, and reads its blocks on the reader threads;
+* starts a chunk when its windows are staged, the ready depth asks for it, and the ledger has credit for
+  its output; its parts run on the worker threads, most urgent first;
+* hands chunks out in stream order, whatever order they finish in;
+* closes a window when the last chunk that needs it is built.
+
+No thread coordinates: whoever changes the state (a finished task, the consumer) calls `_pump` under the
+one lock, so nothing polls. Progress: the head of the order is admitted without counting bytes that the
+consumer keeps; if even that does not fit, nothing else could ever free credit, and the consumer gets a
+`MemoryLimitError` that says what would fit.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Generic, Protocol, TypeVar
+
+from prefetch.depth import DepthPolicy, Observation
+from prefetch.ledger import Ledger, MemoryHeld, State
+from prefetch.pool import PriorityPool, Task
+from sharding.errors import DataflowError
+
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
+
+
+class MemoryLimitError(DataflowError):
+    """The memory limit cannot hold even the next window or batch alone."""
+
+
+class StallError(DataflowError):
+    """No batch came within the time-out. The stacks of all threads were printed to stderr."""
+
+
+class Chunk(Protocol[T_co]):
+    """A few consecutive batches, built together."""
+
+    nbytes: int
+    """Credits for its output; an upper bound."""
+    num_batches: int
+    needs: Sequence[Window]
+    """Staged windows it reads, its own (the one that listed it) last."""
+
+    def begin(self) -> Sequence[Task]:
+        """Take slots and give the parts that may run in parallel. On a worker thread."""
+        ...
+
+    def finish(self) -> tuple[Sequence[T_co], int]:
+        """The batches in order, and how many of `nbytes` stay leased until the batches die."""
+        ...
+
+
+class Window(Protocol):
+    """Blocks that are staged together."""
+
+    nbytes: int
+    """Credits from admission to `close`; an upper bound."""
+    carried: bool
+    """Whether exactly one chunk of a later window needs this one too."""
+
+    def reads(self) -> Sequence[Task]:
+        """Independent tasks that stage the window; they may raise. On reader threads."""
+        ...
+
+    def chunks(self) -> Sequence[Chunk[object]]:
+        """Its chunks in stream order; called once, at admission. Cheap."""
+        ...
+
+    def close(self) -> None:
+        """Give the staging memory back."""
+        ...
+
+
+@dataclass(frozen=True)
+class StageStats:
+    """One stage of the pipeline since the engine started."""
+
+    threads: int
+    busy_s: float
+    """Thread-seconds spent in tasks. Near threads x elapsed: this stage is the bottleneck. Near 0: idle."""
+    tasks: int
+    """Tasks finished."""
+    queued: int
+    """Tasks that wait for a thread now. 0: the stage waits for work; large: it is behind."""
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """A snapshot of the engine."""
+
+    elapsed_s: float
+    starved_s: float
+    """Seconds the consumer waited in `next`. Near 0: the loader keeps up. Near `elapsed_s`: it is slower."""
+    delivered_batches: int
+    delivered_bytes: int
+    """Slots handed out."""
+    ready_batches: int
+    """Finished batches waiting. 0: the consumer is faster. At the depth: the loader is ahead."""
+    depth: int
+    """Batches the depth policy asks for."""
+    depth_reason: str
+    open_windows: int
+    """Windows being read or staged."""
+    read: StageStats
+    build: StageStats
+    memory: MemoryHeld
+
+
+NOT_STARTED = EngineStats(
+    elapsed_s=0.0,
+    starved_s=0.0,
+    delivered_batches=0,
+    delivered_bytes=0,
+    ready_batches=0,
+    depth=0,
+    depth_reason="not started",
+    open_windows=0,
+    read=StageStats(0, 0.0, 0, 0),
+    build=StageStats(0, 0.0, 0, 0),
+    memory=MemoryHeld(0, 0, 0, 0, 0, 0),
+)
+"""What there is to say before the first batch."""
+
+
+@dataclass
+class _Open:
+    window: Window
+    left: int
+    """Read tasks not finished."""
+    users: int
+    """Chunks that still need it."""
+    error: BaseException | None = None
+
+
+@dataclass
+class _Started(Generic[T]):
+    chunk: Chunk[T]
+    nbytes: int
+    left: int = 0
+    batches: Sequence[T] = ()
+    leased: int = 0
+    sequence: int = 0
+    error: BaseException | None = None
+    done: bool = False
+
+
+@dataclass
+class _Busy:
+    seconds: float = 0.0
+    tasks: int = 0
+
+
+@dataclass
+class EngineOptions:
+    """How much of what the engine may use."""
+
+    num_readers: int
+    num_workers: int
+    depth: DepthPolicy
+    max_windows: int = 3
+    """Windows admitted at a time (one drained, one staged, one being read)."""
+    keep_bytes: int = 0
+    """Credit that windows leave free for outputs."""
+    timeout_s: float = 600.0
+    """Longest wait for one batch."""
+    watchdog_s: float = 60.0
+    """After this wait the stacks of all threads are printed, once a wait."""
+    initializer: Task | None = field(default=None)
+    """Runs first in each worker thread."""
+
+
+class Engine(Generic[T]):
+    """Threads, queues and credits of one stream of batches. `next_batches` is for one consumer thread."""
+
+    def __init__(self, windows: Iterator[Window], ledger: Ledger, options: EngineOptions) -> None:
+        self._windows = windows
+        self._ledger = ledger
+        self._options = options
+        self._changed = threading.Condition(threading.RLock())  # guards everything below
+        self._waiting_window: Window | None = None
+        self._planning = False
+        self._exhausted = False
+        self._open: dict[int, _Open] = {}
+        self._reads_left = 0
+        self._chunks: deque[Chunk[T]] = deque()
+        self._sequence = 0
+        self._line: deque[_Started[T]] = deque()
+        self._line_batches = 0
+        self._failure: BaseException | None = None
+        self._closed = False
+        self._delivered = 0
+        self._delivered_bytes = 0
+        self._starved = 0.0
+        self._began = time.perf_counter()
+        self._busy = {"read": _Busy(), "build": _Busy()}
+        self._pid = os.getpid()
+        self._readers = PriorityPool(options.num_readers, "dataflow-read", initializer=options.initializer)
+        self._workers = PriorityPool(options.num_workers, "dataflow-build", initializer=options.initializer)
+        with self._changed:
+            self._pump()
+
+    # ---- consumer -------------------------------------------------------------------------------
+
+    def next_batches(self) -> Sequence[T]:
+        """The batches of the next chunk; empty at the end of a finite source.
+
+        Raises what building them raised, `StallError` after the time-out, `MemoryLimitError`.
+        """
+        if os.getpid() != self._pid:
+            raise RuntimeError("a loader's threads do not survive a fork; make the loader in the child")
+        with self._changed:
+            self._pump()
+            if not self._deliverable():
+                self._wait()
+            if self._failure and not (self._line and self._line[0].done):
+                raise self._failure
+            if not self._line:
+                return ()
+            started = self._line.popleft()
+            self._line_batches -= started.chunk.num_batches
+            if started.error:
+                raise started.error
+            self._ledger.move(State.READY, State.LENT, started.leased)
+            self._ledger.release(State.READY, started.nbytes - started.leased)
+            self._delivered += len(started.batches)
+            self._delivered_bytes += started.leased
+            self._pump()
+            return started.batches
+
+    def _deliverable(self) -> bool:
+        if self._line:
+            return self._line[0].done
+        return self._failure is not None or self._at_end()
+
+    def _at_end(self) -> bool:
+        return self._exhausted and not self._chunks and not self._line and not self._reads_left
+
+    def _wait(self) -> None:
+        began = time.perf_counter()
+        watchdog = began + self._options.watchdog_s
+        deadline = began + self._options.timeout_s
+        while not self._deliverable():
+            now = time.perf_counter()
+            if self._closed:
+                raise RuntimeError("the loader was closed while a batch was awaited")
+            if now >= deadline:
+                self._print_stacks(now - began)
+                raise StallError(f"no batch within {now - began:.0f} s; stacks of all threads are on stderr")
+            if now >= watchdog:
+                self._print_stacks(now - began)
+                watchdog = deadline
+            self._changed.wait(min(watchdog, deadline) - now)
+        self._starved += time.perf_counter() - began
+
+    def _print_stacks(self, waited_s: float) -> None:
+        print(f"dataflow: no batch for {waited_s:.0f} s; {self.stats()}", file=sys.stderr, flush=True)
+        faulthandler.dump_traceback(file=sys.__stderr__ or sys.stderr, all_threads=True)
+
+    # ---- admission, under the lock ----------------------------------------------------------------
+
+    def _pump(self) -> None:
+        """Start whatever may start now."""
+        if self._closed:
+            return
+        self._start_chunks()
+        self._admit_windows()
+
+    def _start_chunks(self) -> None:
+        while self._chunks:
+            chunk = self._chunks[0]
+            staged = [self._open[id(w)] for w in chunk.needs]
+            failed = next((w.error for w in staged if w.error), None)
+            if failed is None and any(w.left for w in staged):
+                return
+            if self._line and self._line_batches + chunk.num_batches > self._depth(chunk):
+                return
+            nbytes = 0 if failed else chunk.nbytes
+            credited = self._ledger.reserve(State.BUILDING, nbytes) or (
+                not self._line and self._ledger.reserve(State.BUILDING, nbytes, head_of_order=True)
+            )
+            if not credited:
+                self._check_stuck(nbytes, "the next batches")
+                return
+            self._chunks.popleft()
+            started: _Started[T] = _Started(chunk, nbytes, sequence=self._sequence, error=failed)
+            self._sequence += 1
+            self._line.append(started)
+            self._line_batches += chunk.num_batches
+            if failed is not None:
+                self._complete(started)
+            else:
+                self._workers.submit(started.sequence, lambda s=started: self._run_begin(s))
+
+    def _depth(self, chunk: Chunk[T]) -> int:
+        seen = Observation(self._delivered, self._starved, self._line_batches, chunk.nbytes)
+        return self._options.depth(seen).value
+
+    def _admit_windows(self) -> None:
+        while not self._exhausted and self._failure is None:
+            window = self._waiting_window
+            if window is None:
+                if not self._planning:
+                    self._planning = True
+                    self._readers.submit(self._sequence, self._run_plan)
+                return
+            if len(self._open) >= self._options.max_windows and self._chunks:
+                return
+            keep = self._options.keep_bytes
+            if not self._ledger.reserve(State.WINDOW, window.nbytes, keep_bytes=keep):
+                if not self._idle():
+                    return
+                if not self._ledger.reserve(State.WINDOW, window.nbytes, head_of_order=True):
+                    self._check_stuck(window.nbytes, "the next shuffle window")
+                    return
+            self._waiting_window = None
+            self._admit(window)
+
+    def _idle(self) -> bool:
+        """Whether nothing that runs or waits could free credit."""
+        return not self._line and not self._reads_left and not self._chunks
+
+    def _admit(self, window: Window) -> None:
+        chunks, reads = window.chunks(), window.reads()
+        opened = _Open(window, len(reads), len(chunks) + window.carried)
+        self._open[id(window)] = opened
+        self._reads_left += len(reads)
+        self._chunks.extend(chunks)  # type: ignore[arg-type]
+        deadline = self._sequence + len(self._chunks) - len(chunks)
+        for read in reads:
+            self._readers.submit(deadline, lambda r=read: self._run_read(opened, r))
+
+    def _check_stuck(self, nbytes: int, what: str) -> None:
+        if self._line or self._reads_left:
+            return
+        held = self._ledger.snapshot()
+        need = held.window_bytes + held.building_bytes + held.ready_bytes + nbytes
+        self._fail(
+            MemoryLimitError(
+                f"{what} need {nbytes:,} bytes beside {need - nbytes:,} held, more than "
+                f"memory_limit={held.limit_bytes:,}; raise memory_limit to at least {need:,}, "
+                "or lower batch_size or Shuffle(window_blocks=...)"
+            )
+        )
+
+    def _fail(self, error: BaseException) -> None:
+        self._failure = self._failure or error
+        self._changed.notify_all()
+
+    # ---- tasks ------------------------------------------------------------------------------------
+
+    def _run_plan(self) -> None:
+        window, error = None, None
+        try:
+            window = next(self._windows, None)
+        except BaseException as caught:
+            error = caught
+        with self._changed:
+            self._planning = False
+            self._waiting_window = window
+            self._exhausted = window is None
+            if error:
+                self._fail(error)
+            self._pump()
+            self._changed.notify_all()
+
+    def _run_read(self, opened: _Open, read: Task) -> None:
+        began, error = time.perf_counter(), None
+        try:
+            if opened.error is None:
+                read()
+        except BaseException as caught:
+            error = caught
+        with self._changed:
+            self._account("read", began)
+            opened.error = opened.error or error
+            opened.left -= 1
+            self._reads_left -= 1
+            if opened.left == 0:
+                self._close_if_unused(opened)
+                self._pump()
+                self._changed.notify_all()
+
+    def _run_begin(self, started: _Started[T]) -> None:
+        began = time.perf_counter()
+        try:
+            parts = started.chunk.begin()
+        except BaseException as caught:
+            with self._changed:
+                self._account("build", began)
+                started.error = caught
+                self._complete(started)
+            return
+        with self._changed:
+            self._account("build", began)
+            started.left = max(1, len(parts))
+        if not parts:
+            parts = [_nothing]
+        for part in parts[1:]:
+            self._workers.submit(started.sequence, lambda p=part: self._run_part(started, p))
+        self._run_part(started, parts[0])
+
+    def _run_part(self, started: _Started[T], part: Task) -> None:
+        began, error = time.perf_counter(), None
+        try:
+            if started.error is None:
+                part()
+        except BaseException as caught:
+            error = caught
+        with self._changed:
+            started.error = started.error or error
+            started.left -= 1
+            last = started.left == 0
+        if last and started.error is None:
+            try:
+                started.batches, started.leased = started.chunk.finish()
+            except BaseException as caught:
+                started.error = caught
+        with self._changed:
+            self._account("build", began)
+            if last:
+                self._complete(started)
+
+    def _complete(self, started: _Started[T]) -> None:
+        """The chunk is built, or failed: its windows lose a user. Under the lock."""
+        chunk = started.chunk
+        if started.error is None:
+            self._ledger.move(State.BUILDING, State.READY, started.nbytes)
+        else:
+            started.batches = ()
+            self._ledger.release(State.BUILDING, started.nbytes)
+        for window in chunk.needs:
+            opened = self._open[id(window)]
+            opened.users -= 1
+            self._close_if_unused(opened)
+        started.done = True
+        self._pump()
+        self._changed.notify_all()
+
+    def _close_if_unused(self, opened: _Open) -> None:
+        if opened.left == 0 and opened.users == 0:
+            del self._open[id(opened.window)]
+            opened.window.close()
+            self._ledger.release(State.WINDOW, opened.window.nbytes)
+
+    def _account(self, stage: str, began: float) -> None:
+        self._busy[stage].seconds += time.perf_counter() - began
+        self._busy[stage].tasks += 1
+
+    # ---- life -------------------------------------------------------------------------------------
+
+    def stats(self) -> EngineStats:
+        """A snapshot; cheap."""
+        with self._changed:
+            ready = sum(len(s.batches) for s in self._line if s.done)
+            decision = self._options.depth(Observation(self._delivered, self._starved, ready, 0))
+            return EngineStats(
+                elapsed_s=time.perf_counter() - self._began,
+                starved_s=self._starved,
+                delivered_batches=self._delivered,
+                delivered_bytes=self._delivered_bytes,
+                ready_batches=ready,
+                depth=decision.value,
+                depth_reason=decision.reason,
+                open_windows=len(self._open),
+                read=self._stage("read", self._readers),
+                build=self._stage("build", self._workers),
+                memory=self._ledger.snapshot(),
+            )
+
+    def _stage(self, name: str, pool: PriorityPool) -> StageStats:
+        busy = self._busy[name]
+        return StageStats(pool.num_threads, busy.seconds, busy.tasks, pool.num_queued)
+
+    def close(self) -> None:
+        """Stop and join the threads, drop all work. Idempotent, thread-safe, safe in a finaliser."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        if os.getpid() != self._pid:
+            return  # the threads belong to the parent
+        self._readers.close()
+        self._workers.close()
+        with self._changed:
+            for opened in self._open.values():
+                opened.window.close()
+            self._open.clear()
+            self._chunks.clear()
+            self._line.clear()
+            self._line_batches = 0
+            self._waiting_window = None
+
+
+def _nothing() -> None:
+    pass

@@ -1,0 +1,75 @@
+"""A fixed set of threads that take the most urgent task first.
+
+Tasks carry a deadline (the number of the batch that waits for them); the smallest runs first, ties in
+the order of submission. A task must not raise: what can fail catches its own exceptions, because only
+the submitter knows to whom a failure belongs. `close` drops what has not begun and joins the threads.
+
+Threads are marked daemon only so that an interpreter that exits without closing the owner reaches the
+owner's `weakref.finalize` (which runs at exit and joins them); Python would otherwise wait for them
+before it runs any finaliser. They never outlive their owner.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import threading
+from collections.abc import Callable
+
+Task = Callable[[], None]
+
+
+class PriorityPool:
+    """`num_threads` threads over one heap of tasks. `submit` and `close` are thread-safe."""
+
+    def __init__(self, num_threads: int, name: str, *, initializer: Task | None = None) -> None:
+        self._ready = threading.Condition()  # guards _heap and _closed
+        self._heap: list[tuple[int, int, Task]] = []
+        self._count = itertools.count()
+        self._closed = False
+        self._initializer = initializer
+        self._threads = [
+            threading.Thread(target=self._run, name=f"{name}-{i}", daemon=True) for i in range(num_threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def num_threads(self) -> int:
+        """Threads of the pool."""
+        return len(self._threads)
+
+    @property
+    def num_queued(self) -> int:
+        """Tasks that wait for a thread."""
+        return len(self._heap)
+
+    def submit(self, deadline: int, task: Task) -> None:
+        """Run `task` when no task with a smaller deadline waits. Ignored once closed."""
+        with self._ready:
+            if not self._closed:
+                heapq.heappush(self._heap, (deadline, next(self._count), task))
+                self._ready.notify()
+
+    def close(self) -> None:
+        """Drop waiting tasks, wait for running ones. Idempotent."""
+        with self._ready:
+            self._closed = True
+            self._heap.clear()
+            self._ready.notify_all()
+        for thread in self._threads:
+            if thread is not threading.current_thread():  # a finaliser may run in one of our own threads
+                thread.join()
+
+    def _run(self) -> None:
+        if self._initializer:
+            self._initializer()
+        while True:
+            with self._ready:
+                while not self._heap and not self._closed:
+                    self._ready.wait()
+                if self._closed:
+                    return
+                task = heapq.heappop(self._heap)[2]
+            task()
+            del task  # a finished task must not keep its buffers alive while the thread waits

@@ -1,0 +1,172 @@
+"""Flat token files: one long array of integers, cut into windows by arithmetic alone.
+
+Sample i of a shard is tokens [i*L, i*L + L] (both ends included): L inputs and, shifted by one, L targets,
+so neighbouring samples share one token and a shard of T tokens has (T-1) // L samples. The tokens after
+the last whole window (fewer than L + 1) are not used. Blocks hold whole samples and therefore overlap by
+one token, too. Nothing is read but the header of a `.npy` file.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from typing import Any, BinaryIO
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sharding.blocks import Block, Columns, ColumnSpec, Shard, ShardScan, Spans
+from sharding.errors import CorruptShardError
+
+_NPY_MAGIC = b"\x93NUMPY"
+COLUMN = "tokens"
+"""Name of the only column."""
+
+
+class TokensFormat:
+    """Windows of `length` + 1 tokens over `.bin` (raw, native byte order) and 1-D `.npy` files.
+
+    Args:
+        dtype: numpy integer dtype of a token; `.npy` files tell it themselves, `.bin` files need it.
+        length: tokens a sample is trained on; a sample holds one more.
+
+    Thread-safe, stateless: blocks carry dtype and length, so a saved catalog decodes as it was indexed.
+    """
+
+    name = "tokens"
+    suffixes: tuple[str, ...] = (".bin", ".npy")
+
+    def __init__(self, *, dtype: str | None = None, length: int | None = None) -> None:
+        if length is None or length < 1:
+            raise ValueError(f"format 'tokens' needs length= (tokens a sample, >= 1), got {length}")
+        if dtype is not None and np.dtype(dtype).kind not in "iu":
+            raise ValueError(f"dtype must be an integer type, got {dtype!r}")
+        self.dtype = None if dtype is None else np.dtype(dtype).name
+        self.length = length
+
+    def scan(self, file: BinaryIO, shard: Shard, *, block_bytes: int) -> ShardScan:
+        """Cut the file into blocks of whole samples; reads at most a header.
+
+        Raises:
+            CorruptShardError: a size that is no multiple of the dtype's, a `.npy` header that is broken or
+                tells another array than 1-D integers of `dtype`, or no dtype at all.
+        """
+        size = file.seek(0, io.SEEK_END)
+        file.seek(0)
+        if file.read(6) == _NPY_MAGIC:
+            dtype, start, num_tokens = self._npy(file, shard, size)
+        else:
+            dtype, start, num_tokens = self._raw(shard, size)
+        return scan_windows(start, num_tokens, dtype, self.length, block_bytes)
+
+    def locate(self, block: Block, columns: Sequence[str] | None) -> dict[str, Spans] | None:
+        """Sample i of the block: `length` + 1 tokens from token i * `length`."""
+        return locate_windows(block, columns)
+
+    def decode(self, block: Block, data: memoryview, columns: Sequence[str] | None) -> Columns:
+        """{"tokens": [n, length + 1]}, a read-only strided view of `data`.
+
+        Raises:
+            CorruptShardError: a column other than "tokens", or too few bytes.
+        """
+        return decode_windows(block, data, columns)
+
+    def _raw(self, shard: Shard, size: int) -> tuple[np.dtype[Any], int, int]:
+        if self.dtype is None:
+            reason = "a raw token file does not tell its dtype; pass dtype=, for example dtype='uint16'"
+            raise CorruptShardError(shard.url, reason)
+        dtype = np.dtype(self.dtype)
+        if size % dtype.itemsize:
+            reason = f"{size} bytes are no whole number of {dtype.name} tokens of {dtype.itemsize} bytes"
+            raise CorruptShardError(shard.url, reason, size - size % dtype.itemsize)
+        return dtype, 0, size // dtype.itemsize
+
+    def _npy(self, file: BinaryIO, shard: Shard, size: int) -> tuple[np.dtype[Any], int, int]:
+        shape, dtype = _npy_header(file, shard)
+        start = file.tell()
+        if len(shape) != 1 or dtype.kind not in "iu" or not dtype.isnative:
+            reason = f"tokens must be a 1-D array of integers in native byte order, got {dtype.str}{shape}"
+            raise CorruptShardError(shard.url, reason, 0)
+        if self.dtype not in (None, dtype.name):
+            raise CorruptShardError(shard.url, f"tokens are {dtype.name}, not dtype={self.dtype!r}", 0)
+        if start + shape[0] * dtype.itemsize != size:
+            reason = f"{size - start} bytes where the header tells {shape[0]} {dtype.name} tokens"
+            raise CorruptShardError(shard.url, reason, start)
+        return dtype, start, shape[0]
+
+
+def scan_windows(
+    start: int, num_tokens: int, dtype: np.dtype[Any], length: int, block_bytes: int
+) -> ShardScan:
+    """Blocks of windows over `num_tokens` tokens that begin at byte `start`."""
+    num_samples = max(0, num_tokens - 1) // length
+    per_block = max(1, block_bytes // (length * dtype.itemsize))
+    first = np.arange(0, num_samples, per_block, dtype=np.int64)
+    samples = np.minimum(per_block, num_samples - first)
+    nbytes = (samples * length + 1) * dtype.itemsize
+    return ShardScan(
+        offset=start + first * length * dtype.itemsize,
+        length=nbytes,
+        nbytes=nbytes.copy(),
+        num_samples=samples,
+        schema={COLUMN: ColumnSpec("fixed", dtype.name, (length + 1,))},
+        footer=f"{dtype.name} {length}".encode(),
+    )
+
+
+def locate_windows(block: Block, columns: Sequence[str] | None) -> dict[str, Spans]:
+    """Where the windows lie in the block, in bytes."""
+    if not wants_tokens(block, columns):
+        return {}
+    dtype, length = _geometry(block)
+    starts = np.arange(block.num_samples, dtype=np.int64) * (length * dtype.itemsize)
+    sizes = np.full(block.num_samples, (length + 1) * dtype.itemsize, np.int64)
+    return {COLUMN: Spans(np.empty(0, np.uint8), starts, sizes)}
+
+
+def decode_windows(block: Block, data: memoryview, columns: Sequence[str] | None) -> Columns:
+    """The windows of a block as a strided view [n, length + 1]."""
+    if not wants_tokens(block, columns):
+        return {}
+    dtype, length = _geometry(block)
+    flat = tokens_in(block, data, dtype, block.num_samples * length + 1)
+    shape, strides = (block.num_samples, length + 1), (length * dtype.itemsize, dtype.itemsize)
+    return {COLUMN: np.lib.stride_tricks.as_strided(flat, shape, strides, writeable=False)}
+
+
+def tokens_in(block: Block, data: memoryview, dtype: np.dtype[Any], count: int) -> NDArray[Any]:
+    """The block's bytes as that many tokens, a view."""
+    if len(data) != count * dtype.itemsize:
+        reason = f"{len(data)} bytes where {count} {dtype.name} tokens were indexed"
+        raise CorruptShardError(block.shard.url, reason, block.offset, stage="decode")
+    return np.frombuffer(data, dtype)
+
+
+def wants_tokens(block: Block, columns: Sequence[str] | None) -> bool:
+    """Whether the only column is wanted; any other name raises `CorruptShardError`."""
+    if columns is None:
+        return True
+    for name in columns:
+        if name != COLUMN:
+            reason = f"no column {name!r}; the shard has {COLUMN}"
+            raise CorruptShardError(block.shard.url, reason, block.offset, stage="decode")
+    return len(columns) > 0
+
+
+def _geometry(block: Block) -> tuple[np.dtype[Any], int]:
+    dtype, length = bytes(block.footer).decode().split()
+    return np.dtype(dtype), int(length)
+
+
+def _npy_header(file: BinaryIO, shard: Shard) -> tuple[tuple[int, ...], np.dtype[Any]]:
+    """Shape and dtype; leaves the file at the first token. 1-D arrays are in C and Fortran order alike."""
+    file.seek(0)
+    try:
+        version = np.lib.format.read_magic(file)
+        read = (
+            np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+        )
+        shape, _, dtype = read(file)
+    except ValueError as error:
+        raise CorruptShardError(shard.url, f"broken .npy header: {error}", 0) from error
+    return shape, dtype

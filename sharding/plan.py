@@ -1,0 +1,216 @@
+"""Which positions of an epoch each rank gets in which batch, and the state that resumes it.
+
+Global batch b holds positions [start + b*G, start + (b+1)*G) with G = batch_size * world_size, and rank r
+the r-th `batch_size` of them. So what forms global batch b depends on G alone, never on how many ranks,
+nodes or workers deliver it; and one number, the position, resumes an epoch under any other G with nothing
+lost or repeated. All of it is arithmetic on a few integers: O(1) memory, no communication.
+
+The samples left over for the last, incomplete global batch follow the tail rule:
+"drop" leaves them out, "pad" fills up with the epoch's first positions, "uneven" shares them out as
+evenly as possible, so that the last batches are short and ranks may differ by one step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import KW_ONLY, asdict, dataclass, fields
+from typing import Literal, cast, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sharding.order import Order, Shuffle, windows_touched
+
+Tail = Literal["drop", "pad", "uneven"]
+
+
+@dataclass(frozen=True)
+class Segment:
+    """The part of a rank's batches that comes from one window: `dest[i]` takes the sample at `slot[i]`."""
+
+    window: int
+    dest: NDArray[np.int64]
+    """[n], ascending: rows counted from the first sample of the first batch asked for."""
+    slot: NDArray[np.int64]
+    """[n]: position minus the window's first position; indexes what `Order.window_samples` returns."""
+
+
+@dataclass(frozen=True, eq=False)
+class EpochPlan:
+    """One rank's batches of one epoch, from `start` on. Batches count from 0 at `start`; thread-safe.
+
+    Raises `ValueError` where an argument is out of range.
+    """
+
+    order: Order
+    _: KW_ONLY
+    batch_size: int
+    """Samples of one rank in a full batch."""
+    rank: int
+    world_size: int
+    tail: Tail
+    """What becomes of the last, incomplete global batch: "drop", "pad" or "uneven"."""
+    start: int = 0
+    """Global position of the first sample to deliver, in [0, num_samples]: a state's position."""
+
+    def __post_init__(self) -> None:
+        if self.batch_size < 1:
+            raise ValueError(f"batch_size must be >= 1, got {self.batch_size}")
+        if not 0 <= self.rank < self.world_size:
+            raise ValueError(f"rank must be in [0, world_size={self.world_size}), got {self.rank}")
+        if self.tail not in get_args(Tail):
+            raise ValueError(f"tail must be one of {', '.join(get_args(Tail))}, got {self.tail!r}")
+        if not 0 <= self.start <= self.order.num_samples:
+            raise ValueError(f"start must be in [0, {self.order.num_samples}], got {self.start}")
+
+    @property
+    def global_batch_size(self) -> int:
+        """Samples of all ranks in a full batch."""
+        return self.batch_size * self.world_size
+
+    @property
+    def num_global_batches(self) -> int:
+        """Batches that at least one rank gets: the steps left in the epoch."""
+        return self._num_full + (self._num_left > 0 and self.tail != "drop")
+
+    @property
+    def num_batches(self) -> int:
+        """Batches of this rank, none of them empty."""
+        return self._num_full + (self._last_share[1] > 0)
+
+    @property
+    def steps_agree(self) -> bool:
+        """Whether all ranks have `num_global_batches` batches.
+
+        False only under "uneven", where the last samples do not reach every rank.
+        """
+        return self.tail != "uneven" or not 0 < self._num_left < self.world_size
+
+    @property
+    def num_padded(self) -> int:
+        """Samples this rank gets a second time: the last ones of its last batch."""
+        first, size = self._last_share
+        return min(size, max(0, first + size - self.order.num_samples))
+
+    @property
+    def num_padded_global(self) -> int:
+        """Samples delivered a second time, over all ranks."""
+        return self.global_batch_size - self._num_left if self.tail == "pad" and self._num_left else 0
+
+    @property
+    def num_dropped_global(self) -> int:
+        """Samples that no rank gets in this epoch."""
+        return self._num_left if self.tail == "drop" else 0
+
+    def positions(self, first_batch: int, last_batch: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Positions of this rank in its batches [first_batch, last_batch).
+
+        Returns:
+            positions int64 [m], batch after batch, each in [0, num_samples); sizes int64 [batches], sum m.
+
+        Raises `IndexError` unless 0 <= first_batch <= last_batch <= num_batches.
+        """
+        if not 0 <= first_batch <= last_batch <= self.num_batches:
+            raise IndexError(f"batches [{first_batch}, {last_batch}) are not within [0, {self.num_batches})")
+        sizes = np.full(last_batch - first_batch, self.batch_size, np.int64)
+        full = np.arange(first_batch, min(last_batch, self._num_full))
+        starts = self.start + full * self.global_batch_size + self.rank * self.batch_size
+        positions = (starts[:, None] + np.arange(self.batch_size)).reshape(-1)
+        if first_batch < last_batch and last_batch > self._num_full:
+            first, sizes[-1] = self._last_share
+            tail = np.arange(first, first + int(sizes[-1])) % self.order.num_samples  # padding wraps
+            positions = np.concatenate((positions, tail))
+        return positions, sizes
+
+    def position_after(self, num_batches: int) -> int:
+        """The global position once all ranks have taken `num_batches` batches: what a state saves.
+
+        Raises `IndexError` unless 0 <= num_batches <= num_global_batches.
+        """
+        if not 0 <= num_batches <= self.num_global_batches:
+            raise IndexError(f"num_batches must be in [0, {self.num_global_batches}], got {num_batches}")
+        return min(self.order.num_samples, self.start + num_batches * self.global_batch_size)
+
+    def segments(self, first_batch: int, last_batch: int) -> list[Segment]:
+        """Split batches [first_batch, last_batch) by window, each window once, in order of first use.
+
+        Padding comes from the first windows again: within one range these join the window's own segment.
+        Raises as `positions` does, and `ValueError` for a "full" order, which has no windows.
+        """
+        positions, _ = self.positions(first_batch, last_batch)
+        rows, found = np.arange(len(positions)), windows_touched(self.order.window_of(positions))
+        return [Segment(w, rows[at], positions[at] - self.order.window_start(w)) for w, at in found]
+
+    @property
+    def _num_full(self) -> int:
+        return (self.order.num_samples - self.start) // self.global_batch_size
+
+    @property
+    def _num_left(self) -> int:
+        return (self.order.num_samples - self.start) % self.global_batch_size
+
+    @property
+    def _last_share(self) -> tuple[int, int]:
+        """First position and size of this rank's batch in the incomplete global batch; size 0 for none."""
+        first, left = self.start + self._num_full * self.global_batch_size, self._num_left
+        if not left or self.tail == "drop":
+            return first, 0
+        if self.tail == "pad":
+            return first + self.rank * self.batch_size, self.batch_size
+        each, extra = divmod(left, self.world_size)
+        return first + self.rank * each + min(self.rank, extra), each + (self.rank < extra)
+
+
+@dataclass(frozen=True)
+class PlanState:
+    """Where a run stands: enough to go on with any number of ranks, constant in size (< 1 KB of JSON)."""
+
+    seed: int
+    epoch: int
+    position: int
+    """Global position: samples of this epoch that are done, in [0, num_samples]."""
+    num_samples: int
+    shuffle: Shuffle
+    """As `Order.shuffle` gives it, with `window_blocks` filled in: another window is another order."""
+    fingerprint: str = ""
+    """What identifies the block table, at most 128 ASCII characters; "" where nothing does."""
+    version: int = 1
+
+    def __post_init__(self) -> None:
+        if self.version != 1 or type(self.version) is not int:
+            raise ValueError(f"this is state version {self.version!r}, and only version 1 can be read")
+        for name in ("seed", "epoch", "position", "num_samples"):
+            if type(getattr(self, name)) is not int:
+                raise ValueError(f"{name} must be an integer, got {getattr(self, name)!r}")
+        if not -(1 << 63) <= self.seed < 1 << 64:
+            raise ValueError(f"seed must fit 64 bits, got {self.seed}")
+        if not 0 <= self.epoch < 1 << 63:
+            raise ValueError(f"epoch must be >= 0 and fit 63 bits, got {self.epoch}")
+        if not 0 <= self.position <= self.num_samples < 1 << 63:
+            raise ValueError(f"position must be in [0, num_samples={self.num_samples}], got {self.position}")
+        if not isinstance(self.shuffle, Shuffle):
+            raise ValueError(f"shuffle must be a Shuffle, got {self.shuffle!r}")
+        mark = self.fingerprint
+        if not isinstance(mark, str) or len(mark) > 128 or not mark.isascii():
+            raise ValueError(f"fingerprint must be text of at most 128 ASCII characters, got {mark!r}")
+
+    def to_json(self) -> dict[str, object]:
+        """The state as JSON types."""
+        return asdict(self) | {"shuffle": self.shuffle.to_json()}
+
+    @classmethod
+    def from_json(cls, value: object) -> PlanState:
+        """The inverse of `to_json`. Raises `ValueError` naming the field that is wrong."""
+        if not isinstance(value, Mapping):
+            raise ValueError(f"a state must be an object, got {type(value).__name__}")
+        if value.get("version") != 1:  # first, since another version may have other fields
+            raise ValueError(
+                f"this is state version {value.get('version')!r}, and only version 1 can be read"
+            )
+        names = {field.name for field in fields(cls)}
+        if missing := sorted(names - set(value)):
+            raise ValueError(f"the state lacks {', '.join(missing)}")
+        if unknown := sorted(set(value) - names, key=str):
+            raise ValueError(f"the state has unknown fields: {', '.join(map(str, unknown))}")
+        known = cast(Mapping[str, object], value)
+        return cls(**{**known, "shuffle": Shuffle.from_json(known["shuffle"])})  # type: ignore[arg-type]

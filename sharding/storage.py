@@ -1,0 +1,169 @@
+"""What a store says about one shard: is it there, how long is it, is it still the same.
+
+A shard's *version* is its etag where the store has one, else its modification time. Versions of different
+kinds (a copy on another store) are not compared; sizes always are. Failures of any store become
+`ShardReadError` with the reason in words. fsspec keeps one filesystem per thread and options, so whoever
+hands work to threads opens the URL first and passes the filesystem along. Metadata only.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from typing import Any, BinaryIO, cast
+
+from sharding.blocks import Shard
+from sharding.errors import DataflowError, ShardReadError
+from sharding.urls import is_local, local_path, protocol_of
+
+Info = Mapping[str, Any]
+"""What `fs.info` returns, or `local_info`: "size", "type", and the store's own keys."""
+
+_ETAG_KEYS = ("ETag", "etag", "e_tag")
+_MTIME_KEYS = ("mtime", "LastModified", "Last-Modified", "last_modified", "updated", "created")
+_EXTRAS = {"s3": "s3", "s3a": "s3", "http": "http", "https": "http"}
+_SCAN_READ_BYTES = 1 << 20
+"""Least read of a remote shard while indexing: large against latency, small against a shard."""
+
+
+def open_url(url: str, storage_options: Mapping[str, Any] | None = None) -> tuple[Any, str]:
+    """The fsspec filesystem of a URL and the path in it. The filesystem is made once a thread and reused.
+
+    Raises:
+        ImportError: the filesystem needs a package that is not installed; names it.
+        ValueError: no filesystem knows the protocol.
+        ShardReadError: the outer file of a chain (`zip://...::`) cannot be opened.
+    """
+    from fsspec.core import url_to_fs
+
+    try:
+        fs, path = url_to_fs(url, **(storage_options or {}))
+    except ImportError as error:
+        extra = _EXTRAS.get(protocol_of(url))
+        cure = f"pip install 'dataflow-loader[{extra}]'" if extra else str(error)
+        raise ImportError(f"{url}: reading it needs another package: {cure}") from error
+    except ValueError as error:
+        raise ValueError(f"{url}: {error}") from error
+    except Exception as error:
+        raise ShardReadError(url, failure_text(error)) from error
+    return fs, path
+
+
+@contextmanager
+def store_errors(url: str) -> Iterator[None]:
+    """Turn what a store raises into `ShardReadError`, stage "index", with the cause kept."""
+    try:
+        yield
+    except DataflowError:
+        raise
+    except Exception as error:
+        raise ShardReadError(url, failure_text(error)) from error
+
+
+def failure_text(error: BaseException) -> str:
+    """A store's failure in words."""
+    status, cause = getattr(error, "status", None), error.__cause__
+    if isinstance(error, FileNotFoundError):
+        # fsspec says so of whatever an HTTP server answers, and if there is no answer.
+        other = isinstance(cause, OSError) or getattr(cause, "status", 404) not in (404, 410)
+        return failure_text(cause) if cause and other else "no such file"
+    if isinstance(error, PermissionError) or status in (401, 403):
+        return f"permission denied ({error})"
+    if isinstance(error, IsADirectoryError):
+        return "is a directory, not a file"
+    return f"cannot be read: {type(error).__name__}: {error}"
+
+
+def shard_info(url: str, fs: Any, path: str) -> Info:
+    """What the store says now. `ShardReadError` where it is not a file of known size that can be seeked.
+
+    `fs` and `path` are those of `open_url`; for a local URL they are not used.
+    """
+    with store_errors(url):
+        info: Info = local_info(os.stat(local_path(url))) if is_local(url) else fs.info(path)
+    if info.get("type", "file") == "directory":
+        raise ShardReadError(url, "is a directory, not a file; give the directory alone, or a glob")
+    if info.get("type", "file") == "other":
+        raise ShardReadError(url, "is neither a file nor a directory")
+    if info.get("size") is None or info.get("partial") is False:
+        reason = "the server gives no byte ranges; put 'simplecache::' before the URL to read whole files"
+        raise ShardReadError(url, reason)
+    return info
+
+
+def local_info(status: os.stat_result) -> Info:
+    """`os.stat` or `os.fstat` of a local file, in the shape of `fs.info`."""
+    kinds = {stat.S_IFREG: "file", stat.S_IFDIR: "directory"}
+    kind = kinds.get(stat.S_IFMT(status.st_mode), "other")
+    return {"size": status.st_size, "type": kind, "mtime_ns": status.st_mtime_ns}
+
+
+def exists(url: str, storage_options: Mapping[str, Any] | None = None) -> bool:
+    """Whether a file is there. `ShardReadError` where the store does not say."""
+    if is_local(url):
+        return os.path.exists(local_path(url))
+    fs, path = open_url(url, storage_options)
+    with store_errors(url):
+        return bool(fs.exists(path))
+
+
+def shard_of(url: str, info: Info) -> Shard:
+    """The shard as it is now."""
+    return Shard(url, int(info["size"]), version_of(info))
+
+
+def version_of(info: Info) -> str:
+    """Say "etag:..." where the store has one, else "mtime:<ns since 1970, or the store's text>", else ""."""
+    if "mtime_ns" in info:
+        return f"mtime:{info['mtime_ns']}"
+    for kind, keys in (("etag", _ETAG_KEYS), ("mtime", _MTIME_KEYS)):
+        for key in keys:
+            if info.get(key) not in (None, ""):
+                return f"{kind}:{_instant(info[key])}"
+    return ""
+
+
+def _instant(value: Any) -> str:
+    if isinstance(value, datetime):
+        aware = value if value.tzinfo else value.replace(tzinfo=UTC)
+        since = aware - datetime(1970, 1, 1, tzinfo=UTC)
+        return str((since.days * 86_400 + since.seconds) * 10**9 + since.microseconds * 1000)
+    return str(int(value * 1e9)) if isinstance(value, float) else str(value)
+
+
+def check_shard(shard: Shard, info: Info) -> str | None:
+    """What differs between a shard as indexed and as the store has it now, in words; None if nothing."""
+    size = info.get("size")
+    if size is not None and int(size) != shard.size:
+        return f"its size is {size} bytes; it was {shard.size} when it was indexed"
+    now, then = version_of(info), shard.version
+    if now and then and now != then and now.partition(":")[0] == then.partition(":")[0]:
+        kind = {"etag": "etag", "mtime": "modification time"}[now.partition(":")[0]]
+        return f"its {kind} is {now.partition(':')[2]}; it was {then.partition(':')[2]} when it was indexed"
+    return None
+
+
+def open_shard(url: str, fs: Any, path: str) -> BinaryIO:
+    """The stored bytes of a shard as a seekable file, for indexing. The caller closes it."""
+    with store_errors(url):
+        if is_local(url):
+            return open(local_path(url), "rb")
+        return cast(BinaryIO, fs.open(path, "rb", block_size=_SCAN_READ_BYTES))
+
+
+__all__ = [
+    "Info",
+    "check_shard",
+    "exists",
+    "failure_text",
+    "local_info",
+    "open_shard",
+    "open_url",
+    "shard_info",
+    "shard_of",
+    "store_errors",
+    "version_of",
+]

@@ -1,0 +1,67 @@
+"""What a URL says by itself, without asking any store.
+
+A URL is a local path, `protocol://path`, or an fsspec chain `outer::inner::...`. In a chain, the first
+part with a path of its own names the file: `a.tar` in `zip://a.tar::s3://b/x.zip`, `x.tar` in
+`simplecache::s3://b/x.tar`. Everything here is text arithmetic; nothing imports fsspec.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+
+_BARE_PROTOCOL = re.compile(r"[a-z][a-z0-9+]*")
+_QUERY_MARK = "?versionId="
+
+
+def naming_part(url: str) -> str:
+    """The part of an fsspec chain that names the file; the URL itself where there is no chain."""
+    parts = url.split("::")
+    for part in parts:
+        _, mark, path = part.partition("://")
+        if path if mark else not _BARE_PROTOCOL.fullmatch(part):
+            return part
+    return parts[-1]
+
+
+def protocol_of(url: str) -> str:
+    """Protocol of the part that names the file; "file" for a plain path."""
+    protocol, mark, _ = naming_part(url).partition("://")
+    return protocol if mark else "file"
+
+
+def is_http(url: str) -> bool:
+    """Whether the file is named by an `http(s)://` address, which cannot be listed."""
+    return protocol_of(url) in ("http", "https")
+
+
+def is_local(url: str) -> bool:
+    """Whether the URL is a file of this machine, to be opened without fsspec."""
+    return "::" not in url and protocol_of(url) in ("file", "local")
+
+
+def local_path(url: str) -> str:
+    """Absolute path of a local URL; `~` is the home folder. `ValueError` where `is_local` is False."""
+    if not is_local(url):
+        raise ValueError(f"not a local path: {url!r}")
+    return os.path.abspath(os.path.expanduser(url.partition("://")[2] if "://" in url else url))
+
+
+def file_name(url: str) -> str:
+    """Last path component of the file a URL names, without `?query`; the same wherever a copy lies."""
+    part = _without_query(url)
+    return (part.partition("://")[2] or part).rstrip("/").rpartition("/")[2]
+
+
+def is_glob(url: str) -> bool:
+    """Whether the URL holds glob characters, a query aside."""
+    return any(sign in _without_query(url) for sign in "*?[")
+
+
+def _without_query(url: str) -> str:
+    part = naming_part(url)
+    # Elsewhere than in HTTP, "?" is a glob sign or part of a name, but for the one query of object stores.
+    return re.split(r"[?#]", part, maxsplit=1)[0] if is_http(url) else part.partition(_QUERY_MARK)[0]
+
+
+__all__ = ["file_name", "is_glob", "is_http", "is_local", "local_path", "naming_part", "protocol_of"]

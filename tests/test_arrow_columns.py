@@ -1,0 +1,233 @@
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sharding.blocks import Block, Shard, Spans
+from sharding.errors import CorruptShardError, SampleError, ShardError
+from sharding.formats.arrow_columns import columns_of
+from sharding.formats.arrow_schema import specs_of
+from tests.formats_kit import rows_of
+
+
+def block_of(rows: int) -> Block:
+    return Block(Shard("s.arrow", 999, ""), 128, 64, 64, 1000, 100, rows, 3, 1)
+
+
+def converted(array: pa.Array | pa.ChunkedArray):
+    table = pa.table({"x": array})
+    return columns_of(table, None, block_of(len(array)))["x"]
+
+
+def python_values(column) -> list:
+    return [row["x"] for row in rows_of([{"x": column}])]
+
+
+NUMBERS = {
+    pa.int8(): st.integers(-128, 127),
+    pa.uint16(): st.integers(0, 65535),
+    pa.int64(): st.integers(-(2**63), 2**63 - 1),
+    pa.uint64(): st.integers(0, 2**64 - 1),
+    pa.bool_(): st.booleans(),
+    pa.float32(): st.floats(width=32, allow_nan=False),
+    pa.float64(): st.floats(allow_nan=False),
+    pa.list_(pa.float32(), 2): st.lists(st.floats(width=32, allow_nan=False), min_size=2, max_size=2),
+    pa.list_(pa.bool_(), 3): st.lists(st.booleans(), min_size=3, max_size=3),
+    pa.list_(pa.list_(pa.int16(), 2), 2): st.lists(
+        st.lists(st.integers(-9, 9), min_size=2, max_size=2), min_size=2, max_size=2
+    ),
+}
+VARIABLE = {
+    pa.string(): st.text(max_size=5),
+    pa.large_string(): st.text(max_size=5),
+    pa.binary(): st.binary(max_size=5),
+    pa.large_binary(): st.binary(max_size=5),
+    pa.string_view(): st.text(max_size=20),
+    pa.binary_view(): st.binary(max_size=20),
+    pa.list_(pa.int32()): st.lists(st.integers(-9, 9), max_size=4),
+    pa.large_list(pa.float64()): st.lists(st.floats(allow_nan=False), max_size=4),
+    pa.list_(pa.bool_()): st.lists(st.booleans(), max_size=9),
+    pa.list_view(pa.int32()): st.lists(st.integers(-9, 9), max_size=4),
+    pa.large_list_view(pa.int16()): st.lists(st.integers(-9, 9), max_size=4),
+    pa.dictionary(pa.int8(), pa.string()): st.sampled_from(["", "cat", "a dog"]),
+    pa.dictionary(pa.uint16(), pa.large_binary()): st.sampled_from([b"", b"\x00", b"xyz"]),
+}
+
+
+@st.composite
+def sliced_arrays(draw, types, nulls: bool):
+    kind = draw(st.sampled_from(list(types)))
+    values = types[kind] if not nulls else st.none() | types[kind]
+    rows = draw(st.lists(values, max_size=20))
+    array = pa.array(rows, kind)
+    first = draw(st.integers(0, len(rows)))
+    size = draw(st.integers(0, len(rows) - first))
+    return array.slice(first, size)
+
+
+def with_bytes(values: list) -> list:
+    return [v.encode() if isinstance(v, str) else v for v in values]
+
+
+@given(sliced_arrays(NUMBERS, nulls=False))
+def test_fixed_width_slices_equal_pyarrow(array):
+    column = converted(array)
+    spec = specs_of(pa.schema([("x", array.type)]), "s")["x"]
+    assert isinstance(column, np.ndarray)
+    assert (column.dtype, column.shape) == (np.dtype(spec.dtype), (len(array), *spec.shape))
+    assert python_values(column) == array.to_pylist()
+
+
+@given(sliced_arrays(VARIABLE, nulls=True))
+def test_variable_length_slices_with_nulls_equal_pyarrow(array):
+    column = converted(array)
+    spec = specs_of(pa.schema([("x", array.type)]), "s")["x"]
+    assert isinstance(column, Spans)
+    assert column.starts.dtype == column.lengths.dtype == np.int64
+    assert column.buffer.dtype == spec.dtype
+    assert python_values(column) == with_bytes(array.to_pylist())
+
+
+@given(st.lists(sliced_arrays({pa.dictionary(pa.int8(), pa.string()): st.text(max_size=2)}, nulls=True)))
+def test_chunks_with_dictionaries_of_their_own_are_joined(arrays):
+    chunked = pa.chunked_array(arrays, pa.dictionary(pa.int8(), pa.string()))
+    assert python_values(converted(chunked)) == with_bytes(chunked.to_pylist())
+
+
+@pytest.mark.parametrize("kind", [*VARIABLE, *NUMBERS], ids=str)
+@settings(max_examples=20)
+@given(data=st.data())
+def test_chunks_are_joined_whatever_the_type(kind, data):
+    types, nulls = (VARIABLE, True) if kind in VARIABLE else (NUMBERS, False)
+    arrays = data.draw(st.lists(sliced_arrays({kind: types[kind]}, nulls), max_size=3))
+    chunked = pa.chunked_array(arrays, kind)
+    assert python_values(converted(chunked)) == with_bytes(chunked.to_pylist())
+
+
+@given(st.lists(st.none() | st.floats(width=16), min_size=1), st.sampled_from([pa.float16(), pa.float32()]))
+def test_missing_floats_become_nan(values, kind):
+    array = pa.array([None if v is None else np.float16(v) for v in values], kind).slice(1)
+    wanted = [math.nan if v is None else v for v in array.to_pylist()]
+    np.testing.assert_array_equal(converted(array).astype(float), np.array(wanted, float))
+
+
+def test_numbers_are_views_of_the_arrow_buffer():
+    array = pa.array(np.arange(1000))
+    assert converted(array).ctypes.data == array.buffers()[1].address
+
+
+def test_text_spans_are_views_of_the_arrow_buffer():
+    array = pa.array(["ab", "c"])
+    assert converted(array).buffer.ctypes.data == array.buffers()[2].address
+
+
+def test_dictionary_spans_share_the_entries():
+    column = converted(pa.array(["a long value", "b"] * 50).dictionary_encode())
+    assert len(column.buffer) == len("a long valueb")
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [(pa.timestamp("us", "UTC"), "int64"), (pa.date32(), "int32"), (pa.time32("s"), "int32"), (pa.duration("ns"), "int64")],
+    ids=str,
+)  # fmt: skip
+def test_times_are_integers_in_their_unit(kind, dtype):
+    array = pa.array([5, 7], dtype).cast(kind)
+    column = converted(array)
+    assert column.dtype == dtype
+    assert column.tolist() == [5, 7]
+
+
+def test_structs_become_one_column_a_leaf():
+    rows = [{"a": {"b": 1, "c": {"d": "x"}}, "e": 2.0}, {"a": {"b": 3, "c": {"d": None}}, "e": 4.0}]
+    columns = columns_of(pa.Table.from_pylist(rows), None, block_of(2))
+    assert list(columns) == ["a.b", "a.c.d", "e"]
+    assert columns["a.b"].tolist() == [1, 3]
+    assert columns["a.c.d"].lengths.tolist() == [1, -1]
+
+
+def test_a_leaf_of_a_missing_struct_is_missing():
+    columns = columns_of(pa.table({"s": pa.array([{"t": "x"}, None])}), ["s.t"], block_of(2))
+    assert columns["s.t"].lengths.tolist() == [1, -1]
+
+
+def test_fixed_size_binary_is_rows_of_bytes():
+    array = pa.array([b"ab", b"cd", b"ef"], pa.binary(2)).slice(1)
+    assert converted(array).tolist() == [list(b"cd"), list(b"ef")]
+
+
+def test_tensors_keep_their_shape():
+    tensors = np.arange(12, dtype=np.int32).reshape(2, 3, 2)
+    array = pa.FixedShapeTensorArray.from_numpy_ndarray(tensors)
+    np.testing.assert_array_equal(converted(array), tensors)
+    assert specs_of(pa.schema([("x", array.type)]), "s")["x"].shape == (3, 2)
+
+
+def test_run_length_encoded_numbers_are_decoded():
+    array = pa.RunEndEncodedArray.from_arrays([2, 3], [7, 9])
+    assert converted(array).tolist() == [7, 7, 9]
+
+
+def test_a_column_of_only_nulls_is_missing_text():
+    assert converted(pa.nulls(3)).lengths.tolist() == [-1, -1, -1]
+
+
+def test_a_dictionary_of_only_nulls_is_missing_text():
+    array = pa.array([None, None], pa.dictionary(pa.int8(), pa.string()))
+    assert converted(array).lengths.tolist() == [-1, -1]
+
+
+@pytest.mark.parametrize(
+    ("array", "row"),
+    [
+        (pa.array([1, 2, None, None]), 2),
+        (pa.array([True, None]), 1),
+        (pa.array([0, None], pa.timestamp("s")), 1),
+        (pa.array([[1, 2], [3, None]], pa.list_(pa.int32(), 2)), 1),
+        (pa.array([[1, 2], None], pa.list_(pa.int32(), 2)), 1),
+        (pa.array([[1, 2], [], [3, None]]), 2),
+        (pa.array([b"ab", None], pa.binary(2)), 1),
+        (pa.array([9, 9, 1, None]).slice(2), 1),
+    ],
+    ids=str,
+)
+def test_a_null_without_a_value_names_column_and_first_row(array, row):
+    with pytest.raises(SampleError, match="column 'x'.*null") as caught:
+        converted(array)
+    assert (caught.value.shard, caught.value.offset, caught.value.stage) == ("s.arrow", 128, "decode")
+    assert caught.value.key == str(100 + row)
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        pa.array([[["nested"]]]),
+        pa.array([["a", "b"]]),
+        pa.array([[{"a": 1}]]),
+        pa.array([1]).cast(pa.decimal128(30, 2)),
+        pa.array([[("k", 1)]], pa.map_(pa.string(), pa.int8())),
+        pa.array([["a", "b"]], pa.list_(pa.string(), 2)),
+    ],
+    ids=lambda array: str(array.type),
+)
+def test_a_type_without_array_form_says_how_to_leave_it_out(array):
+    table = pa.table({"x": array, "y": [1]})
+    with pytest.raises(ShardError, match=r"column 'x'.*pass columns= without it"):
+        columns_of(table, None, block_of(1))
+    assert list(columns_of(table, ["y"], block_of(1))) == ["y"]
+    assert list(specs_of(table.schema, "s")) == ["y"]
+
+
+def test_an_unknown_column_lists_those_there():
+    with pytest.raises(CorruptShardError, match="no column 'z'; the shard has a, b"):
+        columns_of(pa.table({"a": [1], "b": [2]}), ["a", "z"], block_of(1))
+
+
+def test_two_columns_of_one_name_are_refused():
+    with pytest.raises(CorruptShardError, match="two columns are named 'a'"):
+        specs_of(pa.schema([("a", pa.int8()), ("a", pa.int8())]), "s")

@@ -1,0 +1,322 @@
+"""The plan against the rule written out: a list of positions, cut up in plain Python."""
+
+import json
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sharding.order import Order, Shuffle
+from sharding.plan import EpochPlan, PlanState
+
+TAILS = ["drop", "pad", "uneven"]
+tables = st.lists(st.integers(0, 6), max_size=25)
+small = st.integers(1, 7)
+
+
+def order_of(num_samples, kind="window"):
+    blocks = [3] * (num_samples // 3) + [num_samples % 3]
+    return Order(blocks, Shuffle(kind, None if kind == "full" else 4), seed=1, epoch=0)
+
+
+def plans_of(order, batch_size, world_size, tail, start=0):
+    made = {"batch_size": batch_size, "world_size": world_size, "tail": tail, "start": start}
+    return [EpochPlan(order, rank=rank, **made) for rank in range(world_size)]
+
+
+def batches_of(plan):
+    """The rank's batches as lists of positions."""
+    positions, sizes = plan.positions(0, plan.num_batches)
+    assert positions.dtype == sizes.dtype == np.int64
+    assert len(positions) == sizes.sum()
+    return [part.tolist() for part in np.split(positions, np.cumsum(sizes)[:-1])] if len(sizes) else []
+
+
+def global_batches(plans):
+    """Positions of each global batch: the ranks' batches put together in rank order."""
+    of_rank = [batches_of(plan) for plan in plans]
+    num = plans[0].num_global_batches
+    return [[p for batches in of_rank for p in (batches[b] if b < len(batches) else [])] for b in range(num)]
+
+
+def expected_batches(n, start, size, tail):
+    """The specification, one position at a time."""
+    whole = [list(range(at, min(at + size, n))) for at in range(start, n, size)]
+    if whole and len(whole[-1]) < size:
+        if tail == "drop":
+            whole.pop()
+        elif tail == "pad":
+            whole[-1] += [i % n for i in range(size - len(whole[-1]))]
+    return whole
+
+
+@given(st.integers(0, 60), small, small, st.sampled_from(TAILS), st.data())
+def test_global_batches_are_consecutive_positions(n, batch_size, world_size, tail, data):
+    start = data.draw(st.integers(0, n))
+    plans = plans_of(order_of(n), batch_size, world_size, tail, start)
+    expected = expected_batches(n, start, batch_size * world_size, tail)
+    assert global_batches(plans) == expected
+    assert [plan.num_global_batches for plan in plans] == [len(expected)] * world_size
+    assert max(plan.num_batches for plan in plans) == len(expected)
+
+
+@given(st.integers(0, 60), small, small, st.sampled_from(TAILS))
+def test_no_rank_gets_an_empty_batch_or_too_large_a_one(n, batch_size, world_size, tail):
+    for plan in plans_of(order_of(n), batch_size, world_size, tail):
+        _, sizes = plan.positions(0, plan.num_batches)
+        assert all(1 <= size <= batch_size for size in sizes.tolist())
+        if tail != "uneven":
+            assert all(size == batch_size for size in sizes.tolist())
+        assert all(size == batch_size for size in sizes[:-1].tolist())
+
+
+@given(st.integers(0, 60), small, small, st.sampled_from(TAILS))
+def test_each_tail_rule_delivers_exactly_what_it_says(n, batch_size, world_size, tail):
+    plans = plans_of(order_of(n), batch_size, world_size, tail)
+    seen = Counter(p for plan in plans for batch in batches_of(plan) for p in batch)
+    left = n % (batch_size * world_size)
+    wanted = Counter(range(n - left if tail == "drop" else n))
+    if tail == "pad" and left:
+        wanted.update(i % n for i in range(batch_size * world_size - left))
+    assert seen == wanted
+    extra = sum(seen.values()) - len(seen)
+    assert extra == plans[0].num_padded_global == sum(plan.num_padded for plan in plans)
+    assert plans[0].num_dropped_global == n - len(seen)
+
+
+@given(st.integers(0, 60), small, small)
+def test_uneven_shares_differ_by_one_sample_at_most(n, batch_size, world_size):
+    plans = plans_of(order_of(n), batch_size, world_size, "uneven")
+    totals = [sum(map(len, batches_of(plan))) for plan in plans]
+    assert max(totals) - min(totals) <= 1
+    assert totals == sorted(totals, reverse=True)
+
+
+@given(st.integers(0, 60), small, small, st.sampled_from(TAILS))
+def test_steps_agree_exactly_where_all_ranks_have_the_same_number(n, batch_size, world_size, tail):
+    plans = plans_of(order_of(n), batch_size, world_size, tail)
+    agree = len({plan.num_batches for plan in plans}) == 1
+    assert [plan.steps_agree for plan in plans] == [agree] * world_size
+
+
+@pytest.mark.parametrize("tail", TAILS)
+@pytest.mark.parametrize("n", [0, 1, 11, 12, 13, 100])
+@pytest.mark.parametrize("kind", ["window", "full", "blocks", "none"])
+def test_the_world_size_changes_no_global_batch(tail, n, kind):
+    order = order_of(n, kind)
+    delivered = []
+    for world_size in (1, 2, 3, 4, 6):
+        plans = plans_of(order, 12 // world_size, world_size, tail)
+        batches = global_batches(plans)
+        delivered.append([order.samples(np.array(batch, np.int64)).tolist() for batch in batches])
+    assert all(other == delivered[0] for other in delivered[1:])
+
+
+@given(tables, small, small, st.sampled_from(TAILS))
+def test_resuming_after_any_batch_gives_the_rest(table, batch_size, world_size, tail):
+    order = Order(table, Shuffle("window", 3), seed=4, epoch=2)
+    plans = plans_of(order, batch_size, world_size, tail)
+    whole = global_batches(plans)
+    for done in range(len(whole) + 1):
+        position = plans[-1].position_after(done)
+        resumed = plans_of(order, batch_size, world_size, tail, position)
+        assert whole[:done] + global_batches(resumed) == whole, f"differs when resumed after {done}"
+
+
+@given(st.integers(0, 80), st.lists(st.tuples(small, small, st.integers(0, 3)), max_size=5))
+def test_resuming_with_other_batch_sizes_loses_and_repeats_nothing(n, runs):
+    order, position, seen = order_of(n), 0, []
+    for batch_size, world_size, steps in runs:
+        plans = plans_of(order, batch_size, world_size, "uneven", position)
+        batches = global_batches(plans)[:steps]
+        seen += [p for batch in batches for p in batch]
+        position = plans[0].position_after(len(batches))
+    rest = plans_of(order, 5, 2, "uneven", position)
+    seen += [p for batch in global_batches(rest) for p in batch]
+    assert seen == list(range(n))
+
+
+@given(st.integers(0, 60), small, small, st.sampled_from(TAILS), st.data())
+def test_a_range_of_batches_is_that_part_of_all_batches(n, batch_size, world_size, tail, data):
+    rank = data.draw(st.integers(0, world_size - 1))
+    plan = plans_of(order_of(n), batch_size, world_size, tail)[rank]
+    last = data.draw(st.integers(0, plan.num_batches))
+    first = data.draw(st.integers(0, last))
+    positions, sizes = plan.positions(first, last)
+    whole = batches_of(plan)[first:last]
+    assert sizes.tolist() == [len(batch) for batch in whole]
+    assert positions.tolist() == [p for batch in whole for p in batch]
+
+
+@given(tables, small, small, st.sampled_from(TAILS), st.sampled_from(["window", "blocks", "none"]), st.data())
+def test_segments_put_every_sample_in_its_row(table, batch_size, world_size, tail, kind, data):
+    order = Order(table, Shuffle(kind, data.draw(st.integers(1, 20))), seed=6, epoch=1)
+    rank = data.draw(st.integers(0, world_size - 1))
+    plan = plans_of(order, batch_size, world_size, tail)[rank]
+    last = data.draw(st.integers(0, plan.num_batches))
+    first = data.draw(st.integers(0, last))
+    positions, _ = plan.positions(first, last)
+    got = np.full(len(positions), -1)
+    first_sample = np.cumsum(table) - table
+    segments = plan.segments(first, last)
+    for segment in segments:
+        ordinal, row = order.window_samples(segment.window)
+        assert np.all(np.diff(segment.dest) > 0)
+        assert np.all(got[segment.dest] == -1)
+        block = order.window_blocks(segment.window)[ordinal[segment.slot]]
+        got[segment.dest] = first_sample[block] + row[segment.slot]
+    assert got.tolist() == order.samples(positions).tolist()
+    assert len({segment.window for segment in segments}) == len(segments)
+    assert [s.dest[0] for s in segments] == sorted(s.dest[0] for s in segments)
+
+
+def test_padding_that_wraps_joins_the_first_windows_segment():
+    order = Order([2] * 12, Shuffle("window", 8), seed=0, epoch=0)  # windows of 16 and 8 samples
+    plan = EpochPlan(order, batch_size=9, rank=0, world_size=1, tail="pad")
+    assert [(s.window, len(s.dest)) for s in plan.segments(0, 3)] == [(0, 19), (1, 8)]
+    last = plan.segments(2, 3)
+    assert [(s.window, s.dest.tolist(), s.slot.tolist()) for s in last] == [
+        (1, [0, 1, 2, 3, 4, 5], [2, 3, 4, 5, 6, 7]),
+        (0, [6, 7, 8], [0, 1, 2]),
+    ]
+
+
+def test_one_sample_fills_a_padded_batch_of_every_rank():
+    plans = plans_of(order_of(1), 3, 2, "pad")
+    assert [batches_of(plan) for plan in plans] == [[[0, 0, 0]], [[0, 0, 0]]]
+    assert [plan.num_padded for plan in plans] == [2, 3]
+
+
+def test_one_sample_among_ranks_under_the_other_rules():
+    assert [batches_of(plan) for plan in plans_of(order_of(1), 3, 2, "uneven")] == [[[0]], []]
+    assert [batches_of(plan) for plan in plans_of(order_of(1), 3, 2, "drop")] == [[], []]
+
+
+def test_a_padded_resume_fills_up_with_the_epochs_first_positions():
+    (plan,) = plans_of(order_of(10), 4, 1, "pad", start=5)
+    assert batches_of(plan) == [[5, 6, 7, 8], [9, 0, 1, 2]]
+
+
+def test_a_billion_samples_plan_at_once():
+    order = Order(np.full(100_000, 10_000), Shuffle(), seed=0, epoch=0)
+    plan = EpochPlan(order, batch_size=256, rank=1023, world_size=1024, tail="drop", start=999_000_000 // 7)
+    positions, sizes = plan.positions(plan.num_batches - 1, plan.num_batches)
+    assert (len(positions), sizes.tolist()) == (256, [256])
+    assert plan.position_after(plan.num_batches) + plan.num_dropped_global == 10**9
+
+
+def test_a_full_order_has_positions_but_no_segments():
+    (plan,) = plans_of(order_of(10, "full"), 5, 1, "drop")
+    assert batches_of(plan) == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
+    with pytest.raises(ValueError, match="a full shuffle has no windows"):
+        plan.segments(0, 1)
+
+
+def test_batches_outside_the_epoch_are_refused():
+    (plan,) = plans_of(order_of(10), 4, 1, "uneven")
+    for first, last in ((-1, 1), (2, 1), (0, 4)):
+        with pytest.raises(IndexError, match=r"are not within \[0, 3\)"):
+            plan.positions(first, last)
+    for done in (-1, 4):
+        with pytest.raises(IndexError, match=r"num_batches must be in \[0, 3\]"):
+            plan.position_after(done)
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"batch_size": 0}, "batch_size must be >= 1, got 0"),
+        ({"rank": 2}, r"rank must be in \[0, world_size=2\), got 2"),
+        ({"rank": -1}, "got -1"),
+        ({"world_size": 0}, "world_size=0"),
+        ({"tail": "keep"}, "tail must be one of drop, pad, uneven, got 'keep'"),
+        ({"start": 11}, r"start must be in \[0, 10\], got 11"),
+        ({"start": -1}, "got -1"),
+    ],
+)
+def test_bad_plans_are_refused(fields, says):
+    good = {"batch_size": 4, "rank": 0, "world_size": 2, "tail": "drop"}
+    with pytest.raises(ValueError, match=says):
+        EpochPlan(order_of(10), **(good | fields))
+
+
+# State
+
+STATE = PlanState(
+    seed=7, epoch=3, position=40, num_samples=100, shuffle=Shuffle("window", 64), fingerprint="ab"
+)
+
+
+@pytest.mark.parametrize("seed", [-(2**63), 0, 2**64 - 1])
+@pytest.mark.parametrize("fingerprint", ["", "f" * 128, "\x01" * 128])
+def test_a_state_survives_json_and_stays_small(seed, fingerprint):
+    most = 2**63 - 1
+    state = PlanState(seed, most, most, most, Shuffle("window", 2**31 - 1), fingerprint)
+    text = json.dumps(state.to_json())
+    assert PlanState.from_json(json.loads(text)) == state
+    assert len(text) < 1024
+
+
+def test_the_states_json_is_pinned():
+    assert STATE.to_json() == {
+        "version": 1,
+        "seed": 7,
+        "epoch": 3,
+        "position": 40,
+        "num_samples": 100,
+        "shuffle": {"kind": "window", "window_blocks": 64},
+        "fingerprint": "ab",
+    }
+
+
+def test_a_state_rebuilds_the_order_it_was_made_with():
+    table = [5] * 100
+    order = Order(table, Shuffle(), seed=7, epoch=3, window_blocks=16)
+    saved = PlanState(7, 3, 40, order.num_samples, order.shuffle).to_json()
+    state = PlanState.from_json(json.loads(json.dumps(saved)))
+    again = Order(table, state.shuffle, seed=state.seed, epoch=state.epoch, window_blocks=999)
+    everywhere = np.arange(500)
+    assert np.array_equal(again.samples(everywhere), order.samples(everywhere))
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"version": 2}, "state version 2, and only version 1"),
+        ({"version": True}, "state version True"),
+        ({"version": 1.0}, "state version 1.0"),
+        ({"seed": "7"}, "seed must be an integer, got '7'"),
+        ({"seed": 2**64}, "seed must fit 64 bits"),
+        ({"epoch": -1}, "epoch must be >= 0"),
+        ({"epoch": 1.0}, "epoch must be an integer, got 1.0"),
+        ({"position": 101}, r"position must be in \[0, num_samples=100\], got 101"),
+        ({"position": True}, "position must be an integer, got True"),
+        ({"num_samples": None}, "num_samples must be an integer, got None"),
+        ({"shuffle": "window"}, "a shuffle must be an object"),
+        ({"shuffle": {"kind": "mixed", "window_blocks": 1}}, "shuffle kind must be one of"),
+        ({"fingerprint": 5}, "fingerprint must be text of at most 128 ASCII characters, got 5"),
+        ({"fingerprint": "x" * 129}, "at most 128 ASCII"),
+        ({"fingerprint": "\u00e9"}, "at most 128 ASCII"),
+        ({"rank": 0}, "the state has unknown fields: rank"),
+    ],
+)
+def test_a_wrong_state_is_refused_with_the_reason(change, says):
+    with pytest.raises(ValueError, match=says):
+        PlanState.from_json(STATE.to_json() | change)
+
+
+def test_json_that_is_no_state_is_refused():
+    for value, says in (([], "must be an object, got list"), ({}, "version None")):
+        with pytest.raises(ValueError, match=says):
+            PlanState.from_json(value)
+    lacking = STATE.to_json()
+    del lacking["epoch"], lacking["seed"]
+    with pytest.raises(ValueError, match="the state lacks epoch, seed"):
+        PlanState.from_json(lacking)
+
+
+def test_a_state_made_by_hand_needs_a_shuffle():
+    with pytest.raises(ValueError, match="shuffle must be a Shuffle, got 'none'"):
+        PlanState(0, 0, 0, 0, "none")
