@@ -9,11 +9,12 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from benchmarks.jpegs import jpegs
 from benchmarks.tars import TarIndex, write_tar
@@ -23,6 +24,9 @@ LENGTH = 2048
 """Tokens a W2 sample advances; a sample holds one more, the last target."""
 RAW_COPIES = 16
 """Hard links to each W1 tar that make a W1-raw epoch long enough to be steady."""
+
+LAYOUT = 1
+"""Raised when what is written changes, so that older folders are made anew."""
 
 
 @dataclass(frozen=True)
@@ -81,31 +85,31 @@ class Data:
             for i in numbers[shard]:
                 yield f"{i:08d}", {"jpg": next(images), "cls": b"%d" % labels[i]}
 
-        self._write_tars("W1", folder, s.image_shards, samples)
+        self._write_tars(folder, s.image_shards, samples, labels)
 
     def _records(self, folder: Path) -> None:
         s = self.sizes
         folder.mkdir(parents=True)
+        labels = np.random.default_rng(s.seed + 1).integers(0, 1000, s.records)
         numbers = np.array_split(np.arange(s.records), s.record_shards)
 
         def samples(shard: int) -> Iterator[tuple[str, dict[str, bytes]]]:
             rng = np.random.default_rng([s.seed, shard])
             for i in numbers[shard]:
-                yield f"{i:08d}", {"bin": rng.bytes(s.record_bytes), "cls": b"%d" % rng.integers(1000)}
+                yield f"{i:08d}", {"bin": rng.bytes(s.record_bytes), "cls": b"%d" % labels[i]}
 
-        self._write_tars("W4", folder, s.record_shards, samples)
+        self._write_tars(folder, s.record_shards, samples, labels)
 
     def _write_tars(
         self,
-        workload: str,
         folder: Path,
         count: int,
         samples: Callable[[int], Iterator[tuple[str, dict[str, bytes]]]],
+        labels: NDArray[np.int64],
     ) -> None:
         names = [f"shard-{i:05d}.tar" for i in range(count)]
         indexes = [write_tar(folder / name, samples(i)) for i, name in enumerate(names)]
-        # The folder is renamed into place when complete, so the index names the final paths.
-        TarIndex.of_shards([str(self.root / workload / n) for n in names], indexes).save(folder / "index.npz")
+        TarIndex.of_shards(names, indexes, labels).save(folder / "index.npz")
 
     def _raw(self, folder: Path) -> None:
         folder.mkdir(parents=True)
@@ -113,10 +117,10 @@ class Data:
         for copy in range(RAW_COPIES):
             for path in index.paths:
                 os.link(path, folder / f"copy{copy:02d}-{Path(path).name}")
-        paths = [str(self.root / "W1-raw" / p.name) for p in sorted(folder.iterdir())]
+        paths = sorted(str(p) for p in folder.iterdir())
         shard = np.concatenate([index.shard + copy * len(index.paths) for copy in range(RAW_COPIES)])
         fields = {name: np.tile(rows, (RAW_COPIES, 1)) for name, rows in index.fields.items()}
-        TarIndex(paths, shard, fields).save(folder / "index.npz")
+        TarIndex(paths, shard, fields, np.tile(index.labels, RAW_COPIES)).save(folder / "index.npz")
 
     def _tokens(self, folder: Path) -> None:
         s = self.sizes
@@ -146,9 +150,9 @@ class Data:
             pq.write_table(table, path, row_group_size=s.rows_per_group, use_dictionary=False)
 
 
-def once(folder: Path, make: Callable[[Path], None], arguments: object) -> Path:
+def once(folder: Path, make: Callable[[Path], None], arguments: Mapping[str, object]) -> Path:
     """Fill `folder` by `make(temporary folder)` unless it was made from the same arguments; return it."""
-    stamp = folder / "done.json"
+    stamp, arguments = folder / "done.json", {"layout": LAYOUT, **arguments}
     if stamp.exists() and json.loads(stamp.read_text()) == arguments:
         return folder
     temporary = folder.with_name(folder.name + ".part")

@@ -25,7 +25,7 @@ class TarFields:
     def __init__(self, index: TarIndex, extension: str) -> None:
         self.paths, self.shard = index.paths, index.shard
         self.at, self.size = index.fields[extension].T.copy()
-        self.labels = index.labels()
+        self.labels = index.labels
         self._handles: dict[int, int] = {}
         self._owner = 0
 
@@ -115,7 +115,7 @@ class RawFiles(Dataset):
     def __init__(self, data: Data) -> None:
         index = data.index("W1")
         self.paths, self.sizes = loose_files(data), index.fields["jpg"][:, 1].copy()
-        self.labels = TarFields(index, "jpg").labels
+        self.labels = index.labels
 
     def __len__(self) -> int:
         return 16 * len(self.paths)  # as long an epoch as the others have

@@ -5,7 +5,6 @@ The index of a shard is two int64 arrays per extension, data offset and size, on
 
 from __future__ import annotations
 
-import os
 import tarfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -37,35 +36,34 @@ def write_tar(path: Path, samples: Iterable[tuple[str, Mapping[str, bytes]]]) ->
 class TarIndex:
     """Where every sample of several tars lies: the table a careful user of a map-style dataset would save."""
 
-    def __init__(self, paths: Sequence[str], shard: NDArray[np.int64], fields: Mapping[str, NDArray[np.int64]]):
-        self.paths, self.shard, self.fields = list(paths), shard, dict(fields)
+    def __init__(
+        self,
+        paths: Sequence[str],
+        shard: NDArray[np.int64],
+        fields: Mapping[str, NDArray[np.int64]],
+        labels: NDArray[np.int64],
+    ) -> None:
+        self.paths, self.shard, self.fields, self.labels = list(paths), shard, dict(fields), labels
 
     def __len__(self) -> int:
         return len(self.shard)
 
     @classmethod
-    def of_shards(cls, paths: Sequence[str], indexes: Sequence[Mapping[str, NDArray[np.int64]]]) -> TarIndex:
+    def of_shards(
+        cls, paths: Sequence[str], indexes: Sequence[Mapping[str, NDArray[np.int64]]], labels: NDArray[np.int64]
+    ) -> TarIndex:
         """Join the indexes that `write_tar` returned, in the order of `paths`."""
         sizes = [len(next(iter(index.values()))) for index in indexes]
         fields = {name: np.concatenate([index[name] for index in indexes]) for name in indexes[0]}
-        return cls(paths, np.repeat(np.arange(len(paths)), sizes), fields)
+        return cls(paths, np.repeat(np.arange(len(paths)), sizes), fields, labels)
 
     def save(self, path: Path) -> None:
+        """Write beside the shards; only their names are kept, so the folder may move."""
         columns: dict[str, NDArray[np.generic]] = {f"field.{k}": v for k, v in self.fields.items()}
-        np.savez(path, allow_pickle=False, paths=np.array(self.paths), shard=self.shard, **columns)
+        np.savez(path, allow_pickle=False, names=np.array([Path(p).name for p in self.paths]), shard=self.shard, labels=self.labels, **columns)
 
     @classmethod
     def load(cls, path: Path) -> TarIndex:
         with np.load(path) as saved:
             fields = {name[6:]: saved[name] for name in saved.files if name.startswith("field.")}
-            return cls([str(p) for p in saved["paths"]], saved["shard"], fields)
-
-    def labels(self) -> NDArray[np.int64]:
-        """Decode the `.cls` members once, as an int64 array, by reading them at their offsets."""
-        handles = [os.open(path, os.O_RDONLY) for path in self.paths]
-        try:
-            rows = zip(self.shard.tolist(), self.fields["cls"].tolist(), strict=True)
-            return np.array([int(os.pread(handles[s], size, at)) for s, (at, size) in rows], np.int64)
-        finally:
-            for handle in handles:
-                os.close(handle)
+            return cls([str(path.parent / name) for name in saved["names"]], saved["shard"], fields, saved["labels"])

@@ -112,5 +112,5 @@ def _between(u: NDArray[np.float64], low: float, high: float) -> NDArray[np.floa
 
 
 def _below(u: NDArray[np.float64], bound: NDArray[np.int64]) -> NDArray[np.int64]:
-    # The product may round up to the bound itself when u is the last number below 1.
-    return np.minimum((u * bound).astype(np.int64), bound - 1)
+    # Never the bound itself: the last number below 1 leaves the product at least half an ulp below it.
+    return (u * bound).astype(np.int64)

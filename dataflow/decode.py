@@ -258,7 +258,8 @@ def _right_aligned(column: Spans, width: int) -> NDArray[np.uint8]:
 
 
 def _parse_each(parse: Callable[[bytes], Any], column: Spans, dtype: type) -> tuple[Array, BadRows]:
-    values, bad = np.zeros(len(column), dtype), []
+    values: Array = np.zeros(len(column), dtype)
+    bad: list[tuple[int, str]] = []
     for row in range(len(column)):
         if column.lengths[row] < 0:
             bad.append((row, MISSING))

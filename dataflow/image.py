@@ -8,6 +8,7 @@ An image that fails is reported and its row is zero; nothing is raised, so one b
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from types import ModuleType
@@ -171,20 +172,24 @@ def decode_images(
         ValueError: `out` has another shape, dtype or memory layout; draws are missing.
         MissingImageSupportError: the extra `image` is not installed.
     """
-    codec = _codec()
+    codec, hw = _codec(), spec.height_width
     _check_out(spec, out, len(starts))
     images = [buffer[start : start + max(length, 0)] for start, length in zip(starts, lengths, strict=True)]
-    sizes, failed = _sizes(spec, images, name)
-    boxes, flips = spec.boxes(sizes, draws), spec.flips(len(images), draws)
+    sizes, failed = _sizes(images, name, spec.max_pixels)
+    boxes = spec.boxes(sizes, draws).tolist()
+    flips = spec.flips(len(images), draws).tolist()
+    how = codec.Decoding(
+        gray=spec.mode == "L", fast=spec.dct == "fast", area=spec.interpolation == "area", strict=spec.strict
+    )
     planar = spec.mode == "RGB" and spec.layout == "CHW"
-    scratch = np.empty((min(_GROUP, len(out)) if planar else 0, *spec.height_width, 3), np.uint8)
+    scratch = np.empty((min(_GROUP, len(out)) if planar else 0, *hw, 3), np.uint8)
     for first in range(0, len(images), _GROUP):
         rows = out[first : first + _GROUP]
-        targets = scratch[: len(rows)] if planar else _as_hwc(spec, rows)
+        targets = scratch[: len(rows)] if planar else rows.reshape(len(rows), *hw, spec.channels)
         for i, target in enumerate(targets, first):
             try:
                 if i not in failed:
-                    _decode_into(spec, images[i], sizes[i], boxes[i], target, flip=bool(flips[i]))
+                    codec.decode_into(images[i], sizes[i], boxes[i], flips[i], target, how)
             except Exception as error:
                 failed[i] = _failure(error, name(i))
             if i in failed:
@@ -220,7 +225,7 @@ def decode_image(
     encoded = np.frombuffer(data, np.uint8)
     starts, lengths = np.zeros(1, np.int64), np.array([len(encoded)])
     if spec.size is None:
-        sizes, failed = _sizes(spec, [encoded], lambda _: name)
+        sizes, failed = _sizes([encoded], lambda _: name, spec.max_pixels)
         if failed:
             raise failed[0]
         spec = replace(spec, size=(int(sizes[0, 0]), int(sizes[0, 1])))
@@ -248,12 +253,12 @@ def image_sizes(
         MissingImageSupportError: the extra `image` is not installed.
     """
     images = [buffer[start : start + max(length, 0)] for start, length in zip(starts, lengths, strict=True)]
-    sizes, failed = _sizes(None, images, name)
+    sizes, failed = _sizes(images, name)
     return sizes, sorted(failed.items())
 
 
 def _sizes(
-    spec: Image | None, images: list[NDArray[np.uint8]], name: Callable[[int], str]
+    images: list[NDArray[np.uint8]], name: Callable[[int], str], max_pixels: float = math.inf
 ) -> tuple[NDArray[np.int64], dict[int, Exception]]:
     codec, sizes, failed = _codec(), np.ones((len(images), 2), np.int64), dict[int, Exception]()
     for i, data in enumerate(images):
@@ -263,37 +268,12 @@ def _sizes(
             height, width = codec.image_size(data)
             if height < 1 or width < 1:
                 raise ValueError(f"its header says {height} x {width} pixels")
-            if spec is not None and height * width > spec.max_pixels:
-                raise ValueError(f"{height} x {width} pixels are more than max_pixels={spec.max_pixels}")
+            if height * width > max_pixels:
+                raise ValueError(f"{height} x {width} pixels are more than max_pixels={max_pixels}")
             sizes[i] = height, width
         except Exception as error:
             failed[i] = _failure(error, name(i))
     return sizes, failed
-
-
-def _decode_into(
-    spec: Image,
-    data: NDArray[np.uint8],
-    size: NDArray[np.int64],
-    box: NDArray[np.int64],
-    target: NDArray[np.uint8],
-    *,
-    flip: bool,
-) -> None:
-    codec = _codec()
-    top, left, height, width = box.tolist()
-    fast = spec.dct == "fast"
-    shrink = _shrink(height, width, spec.height_width) if fast and codec.is_jpeg(data) else 1
-    how = codec.Decoding(gray=spec.mode == "L", fast=fast, strict=spec.strict)
-    pixels = codec.decode_pixels(data, (int(size[0]), int(size[1])), how, shrink)
-    bottom, right = -(-(top + height) // shrink), -(-(left + width) // shrink)
-    part = pixels[top // shrink : bottom, left // shrink : right]
-    codec.place(part, target, flip=flip, area=spec.interpolation == "area")
-
-
-def _shrink(height: int, width: int, size: tuple[int, int]) -> int:
-    """The greatest exact halving that leaves a crop at least as large as the result."""
-    return next((s for s in (8, 4, 2) if height >= s * size[0] and width >= s * size[1]), 1)
 
 
 def _failure(error: Exception, key: str) -> SampleError:
@@ -309,10 +289,6 @@ def _check_out(spec: Image, out: NDArray[np.uint8], n: int) -> None:
             f"out must be C-contiguous uint8 {(n, *spec.shape)}, got {out.dtype} {out.shape} "
             f"with strides {out.strides}"
         )
-
-
-def _as_hwc(spec: Image, rows: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    return rows.reshape(len(rows), *spec.height_width, spec.channels)
 
 
 def _given(draws: Draws | None) -> Draws:

@@ -29,7 +29,9 @@ class Decoding:
 
     gray: bool
     fast: bool
-    """Approximate DCT, and half, quarter or eighth scale where the caller allows it."""
+    """Approximate DCT, and half, quarter or eighth scale where the result is that much smaller."""
+    area: bool
+    """Average when shrinking, instead of bilinear samples."""
     strict: bool
     """Errors for what libjpeg only warns about."""
 
@@ -91,16 +93,27 @@ def decode_pixels(data: Pixels, size: tuple[int, int], how: Decoding, shrink: in
     return pixels
 
 
-def place(pixels: Pixels, target: Pixels, *, flip: bool, area: bool) -> None:
-    """Resize pixels [h, w, c] into `target` [H, W, c], in place, mirrored left to right if `flip`."""
-    method = cv2.INTER_AREA if area else cv2.INTER_LINEAR
-    if target.shape[2] == 1:
-        pixels, target = pixels[..., 0], target[..., 0]
-    size = (target.shape[1], target.shape[0])
-    if flip:
-        cv2.flip(cv2.resize(pixels, size, interpolation=method), 1, dst=target)
-    else:
-        cv2.resize(pixels, size, dst=target, interpolation=method)
+def decode_into(
+    data: Pixels, size: NDArray[np.int64], box: list[int], flip: bool, target: Pixels, how: Decoding
+) -> None:
+    """Decode one image, and resize a part of it into `target`.
+
+    Args:
+        data: the encoded bytes, 1-D.
+        size: (height, width) as `image_size` gave it.
+        box: the part wanted: top, left, height, width.
+        flip: whether to mirror left to right.
+        target: uint8 [H, W, 3] or [H, W, 1], overwritten.
+        how: colour, speed and strictness.
+
+    Raises:
+        ValueError, cv2.error: as `decode_pixels`; `target` is undefined then.
+    """
+    top, left, height, width = box
+    shrink = _shrink(height, width, target.shape) if how.fast and is_jpeg(data) else 1
+    pixels = decode_pixels(data, (int(size[0]), int(size[1])), how, shrink)
+    bottom, right = -(-(top + height) // shrink), -(-(left + width) // shrink)
+    _resize(pixels[top // shrink : bottom, left // shrink : right], target, flip, how.area)
 
 
 def split_channels(images: Pixels, out: Pixels) -> None:
@@ -111,6 +124,22 @@ def split_channels(images: Pixels, out: Pixels) -> None:
     """
     planes = out.reshape(len(out), 3, -1)
     cv2.split(images.reshape(len(images), -1, 3), [planes[:, 0], planes[:, 1], planes[:, 2]])
+
+
+def _shrink(height: int, width: int, shape: tuple[int, ...]) -> int:
+    """The greatest exact halving that leaves a part at least as large as the result."""
+    return next((s for s in (8, 4, 2) if height >= s * shape[0] and width >= s * shape[1]), 1)
+
+
+def _resize(pixels: Pixels, target: Pixels, flip: bool, area: bool) -> None:
+    method = cv2.INTER_AREA if area else cv2.INTER_LINEAR
+    if target.shape[2] == 1:
+        pixels, target = pixels[..., 0], target[..., 0]
+    size = (target.shape[1], target.shape[0])
+    if flip:
+        cv2.flip(cv2.resize(pixels, size, interpolation=method), 1, dst=target)
+    else:
+        cv2.resize(pixels, size, dst=target, interpolation=method)
 
 
 def _decode_other(data: Pixels, *, gray: bool) -> Pixels:

@@ -23,7 +23,8 @@ from dataflow.staging import Traffic
 from dataflow.stats import LoaderStats
 from dataflow.stream import Delivered, Finishing, Stream, StreamPlan
 from prefetch.arena import Arena, rounded_bytes
-from prefetch.depth import DepthPolicy, fixed_depth
+from prefetch.depth import Decision, DepthPolicy, Observation, fixed_depth
+from prefetch.device import CudaStreams, DeviceCopier, register_pinned
 from prefetch.engine import NOT_STARTED, Engine, EngineOptions, EngineStats, MemoryLimitError
 from prefetch.ledger import Ledger
 from sharding.errors import SampleError
@@ -94,7 +95,7 @@ class DataLoader:
         self.dataset, self.batch_size, self.collate_fn = dataset, batch_size, collate_fn
         self.drop_last, self.timeout, self.seed = drop_last, timeout, seed
         self.topology = topology or detect_topology()
-        self.device = torch.device(device) if device is not None else torch.device("cpu")
+        self.device = _checked_device(device)
         self.tail: Tail = tail or _default_tail(drop_last, self.topology)
         self.memory_limit = _memory_limit(memory_limit, self.topology)
         self._depth = fixed_depth(depth) if isinstance(depth, int) else depth
@@ -173,7 +174,7 @@ class DataLoader:
                     taken += 1
                     self._position = plan.position_after(taken)
                     self._counts.add(delivered)
-                    yield delivered.batch
+                    yield session.on_device(delivered.batch)
                     if session is not self._session or self._epoch != epoch:
                         return  # the loader was closed or moved elsewhere inside the loop
         except BaseException:  # an error, Ctrl-C, or the loop was left (GeneratorExit)
@@ -225,7 +226,7 @@ class DataLoader:
         if loaded.fingerprint != catalog.fingerprint():
             raise ValueError(
                 "the state was taken over other shards (their names, sizes or blocks differ), where its "
-                f"position means other samples; it knew {loaded.num_samples:,} samples, here are {catalog.num_samples:,}"
+                f"position means other samples ({loaded.num_samples:,} samples, here {catalog.num_samples:,})"
             )
         self.close()
         self.seed, self.shuffle = loaded.seed, loaded.shuffle
@@ -273,7 +274,10 @@ class _Session:
     def __init__(self, loader: DataLoader, epoch: int, start: int) -> None:
         dataset = loader.dataset
         self.ledger = Ledger(loader.memory_limit)
-        self.arena = Arena(limit_bytes=loader.memory_limit)
+        on_cuda = loader.device.type == "cuda"
+        register = register_pinned if on_cuda else None
+        self.arena = Arena(limit_bytes=loader.memory_limit, register=register)
+        self._copier = DeviceCopier(CudaStreams(loader.device)) if on_cuda else None
         self.source = dataset.source()
         self._next = (epoch, start)
         ledger = self.ledger
@@ -307,6 +311,10 @@ class _Session:
         self.engine: Engine[Delivered] = Engine(stream.windows(epoch, start), self.ledger, options)
         torch.set_num_threads(torch_threads)
 
+    def on_device(self, batch: Any) -> Any:
+        """The batch where the loader's device is; its slots are held until they are copied."""
+        return batch if self._copier is None else self._copier.to_device(batch)
+
     def next_batches(self) -> list[Delivered]:
         """The batches of the next chunk."""
         batches = list(self.engine.next_batches())
@@ -324,6 +332,8 @@ class _Session:
 
     def close(self) -> None:
         """Stop everything."""
+        if self._copier:
+            self._copier.close()
         self.engine.close()
         self.arena.close()
 
@@ -408,6 +418,15 @@ def detect_topology() -> Topology:
     return Topology.detect()
 
 
+def _checked_device(device: str | torch.device | None) -> torch.device:
+    checked = torch.device("cpu" if device is None else device)
+    if checked.type not in ("cpu", "cuda"):
+        raise ValueError(f"device must be a CPU or CUDA device, got {checked}; copy batches to it yourself")
+    if checked.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device is {checked}, but torch sees no CUDA device")
+    return checked
+
+
 def _default_tail(drop_last: bool, place: Topology) -> Tail:
     if drop_last:
         return "drop"
@@ -416,9 +435,8 @@ def _default_tail(drop_last: bool, place: Topology) -> Tail:
 
 def _at_least(depth: DepthPolicy, batches: int) -> DepthPolicy:
     """A depth in whole chunks: fewer than three would leave threads without work."""
-    from prefetch.depth import Decision
 
-    def decide(seen: Any) -> Decision:
+    def decide(seen: Observation) -> Decision:
         decision = depth(seen)
         if decision.value >= batches:
             return decision
@@ -429,7 +447,9 @@ def _at_least(depth: DepthPolicy, batches: int) -> DepthPolicy:
 
 def _one_torch_thread() -> None:
     # Each of our threads is one unit of parallelism. torch keeps this setting per thread, and remembers
-    # the last one for threads to come: `_Session` sets that back.
+    # the last one for threads to come: `_Session` sets that back. Asking first makes this thread take over
+    # the remembered number now, instead of at its first operation, which would undo the setting.
+    torch.get_num_threads()
     torch.set_num_threads(1)
 
 
@@ -469,7 +489,7 @@ def _memory_limit(limit: int | str | None, place: Topology) -> int:
 
 
 def parse_bytes(text: str) -> int:
-    """Bytes of a size such as "512MB", "2GiB" or "1e9"; kB, MB, GB are powers of 1000, KiB, MiB, GiB of 1024."""
+    """Bytes of a size such as "512MB" or "2GiB": MB is 10**6, MiB is 2**20."""
     units = {"": 1, "b": 1}
     for power, letter in enumerate("kmgt", 1):
         units[letter] = units[letter + "b"] = 1000**power

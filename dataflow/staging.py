@@ -134,7 +134,7 @@ class StagedWindow:
         self,
         source: Source,
         arena: Arena,
-        blocks: Sequence[int],
+        blocks: Sequence[int] | NDArray[np.int64],
         rows: NDArray[np.int64],
         *,
         sparse: Sequence[NDArray[np.int64]] | None = None,
@@ -177,7 +177,7 @@ class StagedWindow:
             ]
         else:
             sizes = [block.length for block in self.blocks]
-        return _aligned(np.array(sizes, np.int64))
+        return np.asarray(_aligned(np.array(sizes, np.int64)))
 
     def _bound(self, num_readers: int) -> int:
         """Bytes held from admission to close, at most."""
@@ -232,8 +232,8 @@ class StagedWindow:
             else:
                 data = self.arena.lease(block.length)
             self.source.reader.read_into(block.shard, block.offset, data)
-            self._data[ordinal] = memoryview(data)
-            columns = self.source.format.decode(block, memoryview(data), self.source.columns)
+            self._data[ordinal] = data.data
+            columns = self.source.format.decode(block, data.data, self.source.columns)
             self.source.traffic.add(block.length, block.nbytes)
         self._stage(ordinal, columns)
         if self.region is None and not any(isinstance(s, StagedSpans) for s in self.staged.values()):
@@ -241,7 +241,8 @@ class StagedWindow:
 
     def _read_sparse(self, ordinal: int, at: int) -> Columns:
         """Read only the located values, one request a value."""
-        block, columns = self.blocks[ordinal], {}
+        block = self.blocks[ordinal]
+        columns: Columns = {}
         assert self.region is not None
         for name, spans in self._spans[ordinal].items():
             starts = np.empty(len(spans), np.int64)

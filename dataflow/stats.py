@@ -17,7 +17,7 @@ class LoaderStats:
     batches: int
     """Batches delivered on this rank."""
     read_bytes: int
-    """Bytes read from the store. Far above `delivered_bytes`: this rank reads blocks of which it uses little."""
+    """Bytes read from the store. Far above `delivered_bytes`: most of each block is not used by this rank."""
     decoded_bytes: int
     """Bytes of blocks after decompression and decoding, before rows are picked."""
     delivered_bytes: int

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from dataflow.batches import ColumnBuilder, Randomness, Run, drop_rows, samples_of
 from dataflow.decode import Output
-from dataflow.staging import Source, StagedWindow
+from dataflow.staging import Source, StagedSpans, StagedWindow
 from prefetch.arena import Arena, rounded_bytes
 from sharding.errors import SampleError
 from sharding.order import Order, Shuffle, windows_touched
@@ -267,11 +267,11 @@ def _output_bytes(output: Output, runs: Sequence[Run], rows: int) -> int:
     if output.kind in ("array", "spans", "image"):
         return rounded_bytes(rows * output.row_bytes)
     if output.kind in ("ragged", "pad"):
-        spans = (run.window.staged[output.name] for run in runs)
-        total = sum(
-            int(np.maximum(s.lengths[run.rows], 0).sum())  # type: ignore[union-attr]
-            for s, run in zip(spans, runs, strict=True)
-        )
+        total = 0
+        for run in runs:
+            staged = run.window.staged[output.name]
+            assert isinstance(staged, StagedSpans)
+            total += int(np.maximum(staged.lengths[run.rows], 0).sum())
         return rounded_bytes(max(1, total))
     return 0  # Python objects live outside the arena
 

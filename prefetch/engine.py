@@ -26,6 +26,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Generic, Protocol, TypeVar
 
 from prefetch.depth import DepthPolicy, Observation
@@ -302,7 +303,7 @@ class Engine(Generic[T]):
             if failed is not None:
                 self._complete(started)
             else:
-                self._workers.submit(started.sequence, lambda s=started: self._run_begin(s))
+                self._workers.submit(started.sequence, partial(self._run_begin, started))
 
     def _depth(self, chunk: Chunk[T]) -> int:
         seen = Observation(self._delivered, self._starved, self._line_batches, chunk.nbytes)
@@ -340,7 +341,7 @@ class Engine(Generic[T]):
         self._chunks.extend(chunks)  # type: ignore[arg-type]
         deadline = self._sequence + len(self._chunks) - len(chunks)
         for read in reads:
-            self._readers.submit(deadline, lambda r=read: self._run_read(opened, r))
+            self._readers.submit(deadline, partial(self._run_read, opened, read))
 
     def _check_stuck(self, nbytes: int, what: str) -> None:
         if self._line or self._reads_left:
@@ -409,7 +410,7 @@ class Engine(Generic[T]):
         if not parts:
             parts = [_nothing]
         for part in parts[1:]:
-            self._workers.submit(started.sequence, lambda p=part: self._run_part(started, p))
+            self._workers.submit(started.sequence, partial(self._run_part, started, part))
         self._run_part(started, parts[0])
 
     def _run_part(self, started: _Started[T], part: Task) -> None:

@@ -87,7 +87,7 @@ def _read_local(shard: Shard, offset: int, out: NDArray[np.uint8]) -> None:
 
 
 def _read_fully(descriptor: int, offset: int, out: NDArray[np.uint8]) -> int:
-    view, done = memoryview(out), 0
+    view, done = out.data, 0
     while done < len(view):
         got = os.preadv(descriptor, [view[done:]], offset + done)
         if got == 0:

@@ -133,9 +133,14 @@ def test_dictionary_spans_share_the_entries():
 
 @pytest.mark.parametrize(
     ("kind", "dtype"),
-    [(pa.timestamp("us", "UTC"), "int64"), (pa.date32(), "int32"), (pa.time32("s"), "int32"), (pa.duration("ns"), "int64")],
+    [
+        (pa.timestamp("us", "UTC"), "int64"),
+        (pa.date32(), "int32"),
+        (pa.time32("s"), "int32"),
+        (pa.duration("ns"), "int64"),
+    ],
     ids=str,
-)  # fmt: skip
+)
 def test_times_are_integers_in_their_unit(kind, dtype):
     array = pa.array([5, 7], dtype).cast(kind)
     column = converted(array)
@@ -197,7 +202,7 @@ def test_a_dictionary_of_only_nulls_is_missing_text():
     ids=str,
 )
 def test_a_null_without_a_value_names_column_and_first_row(array, row):
-    with pytest.raises(SampleError, match="column 'x'.*null") as caught:
+    with pytest.raises(SampleError, match=r"column 'x'.*null") as caught:
         converted(array)
     assert (caught.value.shard, caught.value.offset, caught.value.stage) == ("s.arrow", 128, "decode")
     assert caught.value.key == str(100 + row)
@@ -231,3 +236,22 @@ def test_an_unknown_column_lists_those_there():
 def test_two_columns_of_one_name_are_refused():
     with pytest.raises(CorruptShardError, match="two columns are named 'a'"):
         specs_of(pa.schema([("a", pa.int8()), ("a", pa.int8())]), "s")
+
+
+@pytest.mark.parametrize("kind", [pa.string(), pa.list_(pa.int8())])
+def test_offsets_outside_the_buffer_are_refused(kind):
+    raw = pa.py_buffer(np.array([0, 9, 3], np.int32))
+    if pa.types.is_list(kind):
+        array = pa.Array.from_buffers(kind, 2, [None, raw], children=[pa.array([1, 2, 3], pa.int8())])
+    else:
+        array = pa.Array.from_buffers(kind, 2, [None, raw, pa.py_buffer(b"abc")])
+    with pytest.raises(CorruptShardError, match=r"column 'x'.*is broken") as caught:
+        converted(array)
+    assert caught.value.offset == 128
+
+
+def test_codes_outside_the_dictionary_are_refused():
+    codes = pa.Array.from_buffers(pa.int32(), 2, [None, pa.py_buffer(np.array([0, 7], np.int32))])
+    array = pa.DictionaryArray.from_arrays(codes, pa.array(["a"]), safe=False)
+    with pytest.raises(CorruptShardError, match="is broken"):
+        converted(array)

@@ -157,10 +157,12 @@ def growing_dictionaries(*entries: list[str]) -> list[pa.RecordBatch]:
 
 
 @BOTH_LAYOUTS
-def test_growing_dictionaries_are_read(layout):
+def test_growing_dictionaries_are_read_and_kept_out_of_blocks(layout):
     batches = growing_dictionaries(["a"], ["a", "b"], ["a", "b", "c"])
     content = written(batches, layout, emit_dictionary_deltas=True)
-    assert rows_of(decoded_blocks(ArrowFileFormat(), content, URL, block_bytes=1)) == oracle(content)
+    blocks = decoded_blocks(ArrowFileFormat(), content, URL)
+    assert [len(block["class"]) for block in blocks] == [1, 2, 3]
+    assert rows_of(blocks) == oracle(content)
 
 
 def test_a_replaced_dictionary_is_refused_with_the_cure():

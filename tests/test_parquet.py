@@ -243,6 +243,11 @@ def test_an_encrypted_footer_is_named():
     assert "encrypted" in scan_error(b"PARE" + bytes(40) + b"PARE").reason
 
 
+def test_two_columns_of_one_name_are_named():
+    table = pa.Table.from_arrays([pa.array(["x"]), pa.array(["y"])], names=["a", "a"])
+    assert "two columns are named 'a'" in scan_error(parquet(table)).reason
+
+
 def test_garbage_in_the_footer_is_named_with_its_offset():
     content = bytearray(parquet(mixed_table(2)))
     size = int.from_bytes(content[-8:-4], "little")

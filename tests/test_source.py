@@ -12,6 +12,7 @@ from pathlib import Path
 import fsspec
 import pytest
 from braceexpand import braceexpand
+from fsspec.implementations.memory import MemoryFileSystem
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -181,6 +182,28 @@ def test_memory_globs_and_directories_keep_the_users_spelling(memory):
     assert expand(memory) == expand(f"{memory}/") == [f"{memory}/a.tar", f"{memory}/b.tar"]
 
 
+class _Backwards(MemoryFileSystem):
+    """A store that lists in the wrong order."""
+
+    protocol = "backwards"
+
+    @classmethod
+    def _strip_protocol(cls, path):
+        return super()._strip_protocol(path.replace("backwards://", "memory://"))
+
+    def glob(self, path, **kwargs):
+        return dict(reversed(super().glob(path, **kwargs).items()))
+
+    def ls(self, path, **kwargs):
+        return super().ls(path, **kwargs)[::-1]
+
+
+def test_what_a_store_lists_is_sorted(memory):
+    fsspec.register_implementation("backwards", _Backwards, clobber=True)
+    root = memory.replace("memory", "backwards")
+    assert expand(f"{root}/*.tar") == expand(root) == [f"{root}/a.tar", f"{root}/b.tar"]
+
+
 def test_globs_reach_into_chains(tmp_path, memory):
     archive = tmp_path / "x.zip"
     with zipfile.ZipFile(archive, "w") as file:
@@ -243,6 +266,7 @@ def test_an_unknown_protocol_is_named():
         ("zip://a.tar::s3://b/x.zip", ".tar"),
         ("simplecache::https://h/a.jsonl.gz?x=1", ".jsonl"),
         ("filecache::/data/x.bin", ".bin"),
+        ("simplecache://::s3://b/x.parquet", ".parquet"),
         ("/data.tar/x", ""),
         (".tar", ""),
         ("https://h/download", ""),

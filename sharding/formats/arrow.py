@@ -184,11 +184,9 @@ def _true_sizes(file: BinaryIO, message: Message, shard: Shard) -> int:
         if stored:
             file.seek(at)
             prefix = file.read(8)
-            if len(prefix) < 8:
-                raise CorruptShardError(
-                    shard.url, "a compressed buffer lies outside the file", message.offset
-                )
-            size = struct.unpack("<q", prefix)[0]
+            size = int.from_bytes(prefix, "little", signed=True)
+            if not -1 <= size < LARGEST:
+                raise CorruptShardError(shard.url, f"a compressed buffer of {size} bytes", at)
             total += stored if size < 0 else size
     return total
 

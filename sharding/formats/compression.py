@@ -101,7 +101,7 @@ class _InflatedReader(io.RawIOBase):
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         start = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: _READ_TO_THE_END}[whence]
         distance = start + offset - self._position
-        if distance < 0:
+        if distance < 0 or (whence == io.SEEK_END and offset):
             raise io.UnsupportedOperation("a compressed file is read forwards only")
         while distance > 0 and (taken := self._take(distance)):
             distance -= len(taken)

@@ -118,6 +118,8 @@ def _message_at(file: BinaryIO, at: int, size: int) -> Message | None:
     if not 0 <= rows < LARGEST:
         raise ValueError(f"a record batch of {rows} rows")
     buffers = header.structs(2, "qq") if header.table(3) else []
+    if any(not 0 <= start <= start + stored <= body_length for start, stored in buffers):
+        raise ValueError("a buffer outside its body")
     return Message(
         *place,
         rows=rows,

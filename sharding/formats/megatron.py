@@ -121,8 +121,10 @@ def _cuts(starts: NDArray[np.int64], block_tokens: int) -> NDArray[np.int64]:
     last = len(starts) - 1
     cuts = [0]
     while cuts[-1] < last:
-        end = max(starts[cuts[-1]] + block_tokens, starts[cuts[-1] + 1])
-        # side="right" puts empty documents into the block before them: a block without bytes is no block.
+        here = starts[cuts[-1]]
+        # Empty documents share a block with one that is not: a block without bytes could not be read.
+        beyond = min(int(np.searchsorted(starts, here, side="right")), last)
+        end = max(here + block_tokens, starts[beyond])
         cuts.append(int(np.searchsorted(starts, end, side="right")) - 1)
     return np.array(cuts, np.int64)
 

@@ -24,7 +24,7 @@ import pyarrow.parquet as pq
 from sharding.blocks import Block, Columns, ColumnSpec, Shard, ShardScan, Spans
 from sharding.errors import CorruptShardError
 from sharding.formats.arrow_columns import check_columns, columns_of
-from sharding.formats.arrow_schema import decoded_bytes, leaves, specs_of
+from sharding.formats.arrow_schema import decoded_bytes, leaves, spec_of, specs_of
 
 _MAGIC = b"PAR1"
 _TAIL_BYTES = 64 << 10
@@ -188,8 +188,8 @@ def _parse(footer: bytes) -> _Footer:
     names = tuple(name for name, _ in leaves(schema))
     texts = {
         name: paths[name]
-        for name, spec in specs_of(schema, "").items()
-        if spec.kind in ("text", "bytes") and name in paths
+        for name, field in leaves(schema)
+        if name in paths and (spec := spec_of(field.type)) and spec.kind in ("text", "bytes")
     }
     return _Footer(metadata, names, texts)
 

@@ -214,7 +214,7 @@ def _indices(
     starts: NDArray[np.int64],
     nbytes: NDArray[np.int64],
 ) -> list[bytes]:
-    ends = np.append(cuts[1:], len(samples.first))
+    ends = np.append(cuts, len(samples.first))[1:]
     blocks = zip(cuts.tolist(), ends.tolist(), starts.tolist(), nbytes.tolist(), strict=True)
     return [_index_of(members, samples, *block) for block in blocks]
 

@@ -209,11 +209,12 @@ class _Walk:
 
     def _refuse_second_archive(self) -> None:
         """Archives joined by `cat` would silently lose all but the first."""
-        tail = self._windows.read(self._position, self._window_bytes)
+        start = self._position + BLOCK
+        tail = self._windows.read(start, self._window_bytes)
         blocks = np.frombuffer(tail, np.uint8, len(tail) // BLOCK * BLOCK).reshape(-1, BLOCK)
         found = np.flatnonzero((blocks[:, MAGIC] == _USTAR).all(axis=1))
         if len(found):
-            second = self._position + int(found[0]) * BLOCK
+            second = start + int(found[0]) * BLOCK
             self._reader.fail(
                 second, "a second archive after the end of the first; join with `tar --concatenate`"
             )

@@ -1,0 +1,118 @@
+"""SPDL pipelines: threads, and operations on whole batches where items are small, as its guide advises."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import numpy as np
+import spdl.io
+import torch
+from spdl.pipeline import PipelineBuilder
+
+from benchmarks.data import Data
+
+
+class _Epochs:
+    """Builds a pipeline per epoch: SPDL's pipelines run once."""
+
+    def __init__(self, source: Callable[[], Iterable[Any]], build: Callable[[PipelineBuilder], PipelineBuilder]):
+        self._source, self._build = source, build
+
+    def __iter__(self) -> Iterator[Any]:
+        builder = self._build(PipelineBuilder().add_source(self._source())).add_sink(3)
+        pipeline = builder.build(num_threads=4)
+        with pipeline.auto_stop():
+            yield from pipeline.get_iterator()
+
+
+def _batches_of(n: int, batch: int) -> Callable[[], Iterable[Any]]:
+    return lambda: (p for p in torch.randperm(n).split(batch) if len(p) == batch)
+
+
+def _per_batch(fetch: Callable[[Any], Any], workers: int) -> Callable[[PipelineBuilder], PipelineBuilder]:
+    return lambda builder: builder.pipe(fetch, concurrency=max(1, workers))
+
+
+def w1(data: Data, workers: int) -> Iterable[Any]:
+    from benchmarks.peers_torch import Images, collate_images
+
+    images = Images(data)
+
+    def build(builder: PipelineBuilder) -> PipelineBuilder:
+        builder = builder.pipe(images.__getitem__, concurrency=max(1, workers))
+        return builder.aggregate(64, drop_last=True).pipe(collate_images)
+
+    return _Epochs(lambda: torch.randperm(len(images)).tolist(), build)
+
+
+def w1_raw(data: Data, workers: int) -> Iterable[Any]:
+    """SPDL's own tar reader, one shard per task."""
+    paths = data.files("W1-raw")
+
+    def read(path: str) -> list[Any]:
+        with open(path, "rb") as file:
+            members = [content for _, content in spdl.io.iter_tarfile(file)]
+        return [(members[i], int(bytes(members[i + 1]))) for i in range(0, len(members), 2)]
+
+    def collate(samples: list[Any]) -> Any:
+        values, labels = zip(*samples, strict=True)
+        return [bytes(v) for v in values], torch.tensor(labels)
+
+    def build(builder: PipelineBuilder) -> PipelineBuilder:
+        builder = builder.pipe(read, concurrency=max(1, workers)).disaggregate()
+        return builder.aggregate(64, drop_last=True).pipe(collate)
+
+    return _Epochs(lambda: np.random.permutation(paths).tolist(), build)
+
+
+def w2(data: Data, workers: int) -> Iterable[Any]:
+    from benchmarks.peers_torch import Tokens
+
+    tokens = Tokens(data)
+    return _Epochs(_batches_of(len(tokens), 16), _per_batch(tokens.__getitems__, workers))
+
+
+def w3(data: Data, workers: int) -> Iterable[Any]:
+    """One task per row group, cut into batches inside it; rows are shuffled inside a row group only."""
+    import pyarrow.parquet as pq
+
+    from benchmarks.peers_torch import row_group_batches
+
+    footers = {path: pq.read_metadata(path) for path in data.files("W3")}
+    groups = [(path, i) for path, footer in footers.items() for i in range(footer.num_row_groups)]
+
+    def read(group: tuple[str, int]) -> list[Any]:
+        path, i = group
+        with pq.ParquetFile(path, metadata=footers[path], memory_map=True) as file:
+            return list(row_group_batches(file.read_row_group(i, use_threads=False)))
+
+    def source() -> list[Any]:
+        return [groups[i] for i in torch.randperm(len(groups)).tolist()]
+
+    # One list per task crosses the event loop; disaggregating inside it would cost a hop per batch.
+    return _Flat(_Epochs(source, _per_batch(read, workers)))
+
+
+class _Flat:
+    def __init__(self, lists: Iterable[list[Any]]) -> None:
+        self._lists = lists
+
+    def __iter__(self) -> Iterator[Any]:
+        for items in self._lists:
+            yield from items
+
+
+def w4(data: Data, workers: int) -> Iterable[Any]:
+    """From the plain tars, by SPDL's own tar reader."""
+    paths = data.files("W4")
+
+    def read(path: str) -> list[Any]:
+        with open(path, "rb") as file:
+            members = [bytes(content) for _, content in spdl.io.iter_tarfile(file)]
+        values = np.stack([np.frombuffer(m, np.uint8) for m in members[::2]])
+        order = np.random.permutation(len(values))
+        values, labels = torch.from_numpy(values[order]), torch.tensor([int(m) for m in members[1::2]])[order]
+        return [(values[i : i + 256], labels[i : i + 256]) for i in range(0, len(order) - 255, 256)]
+
+    return _Flat(_Epochs(lambda: np.random.permutation(paths).tolist(), _per_batch(read, workers)))
