@@ -169,7 +169,9 @@ def describe(workload: str, first: Any, batches: Iterator[Any], data: Data) -> d
     shapes = [f"{str(t.dtype)[6:]}{list(t.shape)}" for t in tensors]
     shown = {"delivers": ", ".join(shapes[:3]) + (", ..." if len(shapes) > 3 else "")}
     if workload == "W3":
-        groups = [len(torch.unique(list(leaves(next(batches)))[-1] // data.sizes.rows_per_group)) for _ in range(8)]
+        groups = [
+            len(torch.unique(list(leaves(next(batches)))[-1] // data.sizes.rows_per_group)) for _ in range(8)
+        ]
         return shown | {"row_groups_per_batch": sum(groups) / len(groups)}
     return shown
 

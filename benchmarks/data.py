@@ -64,11 +64,19 @@ class Data:
 
     def converted(self, name: str, make: Callable[[Path], None]) -> Path:
         """A folder that `make(folder)` fills once; `folder` does not exist when it is called."""
-        return once(self.root / "converted" / name, make, asdict(self.sizes) | {"jpegs": str(self.jpeg_folder)})
+        return once(
+            self.root / "converted" / name, make, asdict(self.sizes) | {"jpegs": str(self.jpeg_folder)}
+        )
 
     def make(self, workload: str) -> None:
         """Make what a workload reads, unless it is there."""
-        makers = {"W1": self._images, "W1-raw": self._raw, "W2": self._tokens, "W3": self._rows, "W4": self._records}
+        makers = {
+            "W1": self._images,
+            "W1-raw": self._raw,
+            "W2": self._tokens,
+            "W3": self._rows,
+            "W4": self._records,
+        }
         if workload == "W1-raw":
             self.make("W1")
         arguments = asdict(self.sizes) | {"jpegs": str(self.jpeg_folder) if "W1" in workload else None}

@@ -117,7 +117,9 @@ def bare_torch() -> Memory:
     return memory
 
 
-def to_run(workload: str, contestant: str, job: Job, outcome: tuple[dict[str, Any], Memory], bare: Memory) -> Run:
+def to_run(
+    workload: str, contestant: str, job: Job, outcome: tuple[dict[str, Any], Memory], bare: Memory
+) -> Run:
     """Turn a child's events into figures."""
     events, peak = outcome
     consumer = "burn" if job.burn_s else "plain"
@@ -141,7 +143,9 @@ def to_run(workload: str, contestant: str, job: Job, outcome: tuple[dict[str, An
     )
 
 
-def interleaved(jobs: Sequence[str], repeats: int, run: Callable[[str], Run], tell: Callable[[Run], None]) -> list[Run]:
+def interleaved(
+    jobs: Sequence[str], repeats: int, run: Callable[[str], Run], tell: Callable[[Run], None]
+) -> list[Run]:
     """A B C A B C ...: drift of the machine falls on all alike. A contestant that failed is not run again."""
     runs: list[Run] = []
     failed: set[str] = set()

@@ -44,7 +44,9 @@ class _Repeated:
 def mapped(path: str) -> memoryview:
     """A file as memory, its pages touched."""
     with open(path, "rb") as file:
-        return memoryview(mmap.mmap(file.fileno(), 0, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE, prot=mmap.PROT_READ))
+        return memoryview(
+            mmap.mmap(file.fileno(), 0, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE, prot=mmap.PROT_READ)
+        )
 
 
 def w1(data: Data, workers: int) -> Iterable[int]:

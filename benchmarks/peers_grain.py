@@ -19,7 +19,9 @@ from benchmarks.peers_torch import Images, TarFields, Tokens, collate_images, ro
 
 
 def _read(dataset: Any, workers: int) -> Iterable[Any]:
-    return dataset.to_iter_dataset(grain.ReadOptions(num_threads=workers, prefetch_buffer_size=64 if workers else 0))
+    return dataset.to_iter_dataset(
+        grain.ReadOptions(num_threads=workers, prefetch_buffer_size=64 if workers else 0)
+    )
 
 
 def w1(data: Data, workers: int) -> Iterable[Any]:

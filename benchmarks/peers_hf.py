@@ -137,8 +137,12 @@ def w3(data: Data, workers: int) -> Iterable[Any]:
     """Its Arrow fast path: batches in file order from shuffled shards; rows are not shuffled."""
     dataset = datasets.Dataset.from_file(str(_rows(data))).to_iterable_dataset(num_shards=100)
     dataset = dataset.shuffle(seed=0, buffer_size=1) if False else dataset
-    batches = dataset.with_format("arrow").batch(4096, drop_last_batch=True) if False else _ArrowBatches(dataset)
-    return DataLoader(batches, None, num_workers=workers, persistent_workers=workers > 0) if workers else batches
+    batches = (
+        dataset.with_format("arrow").batch(4096, drop_last_batch=True) if False else _ArrowBatches(dataset)
+    )
+    return (
+        DataLoader(batches, None, num_workers=workers, persistent_workers=workers > 0) if workers else batches
+    )
 
 
 class _ArrowBatches(torch.utils.data.IterableDataset):
@@ -160,7 +164,9 @@ def w4(data: Data, workers: int) -> Iterable[Any]:
     dataset = datasets.Dataset.from_file(str(_members(data, "W4", "bin", pa.binary(n)))).with_format("arrow")
 
     def to_tensors(table: pa.Table) -> Any:
-        parts = [np.frombuffer(c.buffers()[1], np.uint8)[c.offset * n :][: len(c) * n] for c in table["bin"].chunks]
+        parts = [
+            np.frombuffer(c.buffers()[1], np.uint8)[c.offset * n :][: len(c) * n] for c in table["bin"].chunks
+        ]
         return torch.from_numpy(np.concatenate(parts).reshape(-1, n)), torch.tensor(table["cls"].to_numpy())
 
     return _loader(dataset, 256, to_tensors, workers)

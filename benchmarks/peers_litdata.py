@@ -18,7 +18,9 @@ from benchmarks.peers_torch import TarFields, collate_images
 
 def _optimize(data: Data, name: str, inputs: list[Any], convert: Callable[..., Any], **options: Any) -> str:
     def make(folder: Path) -> None:
-        litdata.optimize(convert, inputs, str(folder), num_workers=1, chunk_bytes="64MB", verbose=False, **options)
+        litdata.optimize(
+            convert, inputs, str(folder), num_workers=1, chunk_bytes="64MB", verbose=False, **options
+        )
 
     return str(data.converted(name, make))
 
@@ -60,7 +62,9 @@ class _Mapped(litdata.StreamingDataset):
 
 def _loader(dataset: _Mapped, batch: int, collate: Callable[..., Any], workers: int) -> Any:
     options = {"num_workers": workers, "persistent_workers": workers > 0}
-    return litdata.StreamingDataLoader(dataset, batch_size=batch, collate_fn=collate, drop_last=True, **options)
+    return litdata.StreamingDataLoader(
+        dataset, batch_size=batch, collate_fn=collate, drop_last=True, **options
+    )
 
 
 def prepare_w1(data: Data) -> None:

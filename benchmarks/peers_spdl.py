@@ -16,7 +16,9 @@ from benchmarks.data import Data
 class _Epochs:
     """Builds a pipeline per epoch: SPDL's pipelines run once."""
 
-    def __init__(self, source: Callable[[], Iterable[Any]], build: Callable[[PipelineBuilder], PipelineBuilder]):
+    def __init__(
+        self, source: Callable[[], Iterable[Any]], build: Callable[[PipelineBuilder], PipelineBuilder]
+    ):
         self._source, self._build = source, build
 
     def __iter__(self) -> Iterator[Any]:

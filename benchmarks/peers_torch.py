@@ -13,7 +13,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, get_worker_info
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    get_worker_info,
+)
 
 from benchmarks.data import FEATURES, LENGTH, Data
 from benchmarks.tars import TarIndex
@@ -82,7 +89,9 @@ def w1_nodes(data: Data, workers: int) -> Iterable[Any]:
     return _nodes(Images(data).__getitem__, range(data.sizes.images), 64, collate_images, workers)
 
 
-def _nodes(fetch: Callable[..., Any], source: Any, batch: int, collate: Callable[..., Any], workers: int) -> Any:
+def _nodes(
+    fetch: Callable[..., Any], source: Any, batch: int, collate: Callable[..., Any], workers: int
+) -> Any:
     from torchdata.nodes import Batcher, Loader, Mapper, ParallelMapper, Prefetcher, SamplerWrapper
 
     node = SamplerWrapper(RandomSampler(source))
@@ -168,7 +177,9 @@ class Tokens(Dataset):
             for path in self._paths:
                 tokens = np.asarray(np.memmap(path, np.uint16, "r"))
                 count = (len(tokens) - 1) // LENGTH
-                self._views.append(np.lib.stride_tricks.as_strided(tokens, (count, LENGTH + 1), (2 * LENGTH, 2)))
+                self._views.append(
+                    np.lib.stride_tricks.as_strided(tokens, (count, LENGTH + 1), (2 * LENGTH, 2))
+                )
         return self._views
 
     def __getitem__(self, i: int) -> torch.Tensor:

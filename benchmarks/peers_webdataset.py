@@ -12,7 +12,9 @@ import webdataset as wds
 from benchmarks.data import Data
 
 
-def _loader(urls: list[str], workers: int, batch: int, buffer: int, sample: Callable[..., Any], collate: Any) -> Any:
+def _loader(
+    urls: list[str], workers: int, batch: int, buffer: int, sample: Callable[..., Any], collate: Any
+) -> Any:
     pipeline = (
         wds.WebDataset(urls, shardshuffle=len(urls), empty_check=False)
         .shuffle(buffer)

@@ -50,7 +50,10 @@ class TarIndex:
 
     @classmethod
     def of_shards(
-        cls, paths: Sequence[str], indexes: Sequence[Mapping[str, NDArray[np.int64]]], labels: NDArray[np.int64]
+        cls,
+        paths: Sequence[str],
+        indexes: Sequence[Mapping[str, NDArray[np.int64]]],
+        labels: NDArray[np.int64],
     ) -> TarIndex:
         """Join the indexes that `write_tar` returned, in the order of `paths`."""
         sizes = [len(next(iter(index.values()))) for index in indexes]
@@ -60,10 +63,19 @@ class TarIndex:
     def save(self, path: Path) -> None:
         """Write beside the shards; only their names are kept, so the folder may move."""
         columns: dict[str, NDArray[np.generic]] = {f"field.{k}": v for k, v in self.fields.items()}
-        np.savez(path, allow_pickle=False, names=np.array([Path(p).name for p in self.paths]), shard=self.shard, labels=self.labels, **columns)
+        np.savez(
+            path,
+            allow_pickle=False,
+            names=np.array([Path(p).name for p in self.paths]),
+            shard=self.shard,
+            labels=self.labels,
+            **columns,
+        )
 
     @classmethod
     def load(cls, path: Path) -> TarIndex:
         with np.load(path) as saved:
             fields = {name[6:]: saved[name] for name in saved.files if name.startswith("field.")}
-            return cls([str(path.parent / name) for name in saved["names"]], saved["shard"], fields, saved["labels"])
+            return cls(
+                [str(path.parent / name) for name in saved["names"]], saved["shard"], fields, saved["labels"]
+            )

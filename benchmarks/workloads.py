@@ -1,14 +1,9 @@
-"""What is measured: the contestants of each workload, and the bars they are held to.
-
-A bar is a ratio measured in one run with the peer beside it, where a peer can run here; else a stated figure.
-"""
+"""What is measured: the contestants of each workload, in the order in which they run."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-
-from benchmarks.harness import Run
 
 OURS, LIMIT = "dataflow", "limit"
 
@@ -147,109 +142,3 @@ WORKLOADS: Sequence[Workload] = (
         ABSENT | {"Energon": NO_ENERGON},
     ),
 )
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """One bar, and whether it was reached in this run."""
-
-    workload: str
-    bar: str
-    measured: float | None
-    wanted: float
-    at_most: bool = False
-
-    @property
-    def says(self) -> str:
-        """'reached', 'short by x %', or why there is no answer."""
-        if self.measured is None:
-            return "not measured"
-        if self.measured <= self.wanted if self.at_most else self.measured >= self.wanted:
-            return "reached"
-        gap = self.measured / self.wanted - 1 if self.at_most else 1 - self.measured / self.wanted
-        return f"short by {100 * gap:.1f} %"
-
-
-class _Rows:
-    """Looks up medians; None wherever a contestant has no figures."""
-
-    def __init__(self, workload: Workload, medians: Sequence[Run]) -> None:
-        self.workload = workload
-        self._rows = {(r.contestant, r.consumer): r for r in medians if r.workload == workload.name and not r.reason}
-
-    def value(self, name: str, figure: str = "samples_per_s", consumer: str = "plain") -> float | None:
-        row = self._rows.get((name, consumer))
-        return None if row is None else getattr(row, figure)
-
-    def best_peer(self, consumer: str = "plain") -> float | None:
-        rates = [
-            self.value(c.name, consumer=consumer) for c in self.workload.contestants if c.is_peer
-        ]
-        return max((rate for rate in rates if rate is not None), default=None)
-
-
-def _ratio(a: float | None, b: float | None) -> float | None:
-    return None if a is None or not b else a / b
-
-
-MEMORY_LIMIT_MB = 512.0
-"""What `ours` is given; the bar allows 150 MB more over the bare `import torch` process."""
-
-
-def verdicts(workload: Workload, medians: Sequence[Run]) -> list[Verdict]:
-    """Hold the medians of one run to the workload's bars."""
-    rows = _Rows(workload, medians)
-    ours, limit = rows.value(OURS), rows.value(LIMIT)
-
-    def against(bar: str, other: float | None, wanted: float) -> Verdict:
-        return Verdict(workload.name, bar, _ratio(ours, other), wanted)
-
-    stated = {
-        "W1": lambda: [
-            against("of the decode + crop + resize limit", limit, 0.95),
-            against("x the best peer", rows.best_peer(), 1.1),
-            Verdict(
-                "W1",
-                "x the best peer, consumer burning 20 ms",
-                _ratio(rows.value(OURS, consumer="burn"), rows.best_peer("burn")),
-                1.0,
-            ),
-            Verdict(
-                "W1",
-                "x torch's memory",
-                _ratio(rows.value(OURS, "held_mb"), rows.value("torch", "held_mb")),
-                0.5,
-                at_most=True,
-            ),
-        ],
-        "W1-raw": lambda: [
-            Verdict("W1-raw", "samples/s", ours, 60_000),
-            against("of the memcpy limit", limit, 0.6),
-            against("x WebDataset", rows.value("WebDataset"), 14),
-        ],
-        "W2": lambda: [
-            Verdict("W2", "samples/s", ours, 600_000),
-            against("x torch, hand-written and mapped", rows.value("torch"), 1.5),
-            against("x LitData", rows.value("LitData"), 10),
-            against("x Mosaic", rows.value("Mosaic"), 100),
-        ],
-        "W3": lambda: [
-            against("of the row-group limit", limit, 0.95),
-            Verdict("W3", "row groups mixed in a batch", rows.value(OURS, "row_groups_per_batch"), 8),
-        ],
-        "W4": lambda: [
-            Verdict("W4", "samples/s", ours, 900_000),
-            against("x WebDataset", rows.value("WebDataset"), 50),
-        ],
-    }[workload.name]()
-    return stated + [
-        Verdict(workload.name, "s to the first batch", rows.value(OURS, "first_batch_s"), 0.050, at_most=True),
-        Verdict(workload.name, "stall share", rows.value(OURS, "stall_share", "burn"), 0.01, at_most=True),
-        Verdict(
-            workload.name,
-            "MB over bare torch",
-            rows.value(OURS, "held_mb"),
-            MEMORY_LIMIT_MB + 150,
-            at_most=True,
-        ),
-    ]

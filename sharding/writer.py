@@ -7,28 +7,21 @@ read back differently from what was written (dots in keys, repeated keys, `__met
 
 from __future__ import annotations
 
-import gzip
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
-import numpy as np
-
-from sharding.errors import SampleError
 from sharding.formats import suffix_of
-from sharding.formats.compression import compression_of
-from sharding.formats.tar_samples import split_name
 from sharding.new_file import NewFile
+from sharding.new_shard import NewParquetShard, NewShard, NewTarShard, Sample
 
 DEFAULT_SHARD_BYTES = 1 << 30
 DEFAULT_ROW_GROUP_SIZE = 1024
 _NUMBER = re.compile(r"%0(\d+)d|%d|\{(?::0?(\d+)d?)?\}")
 _SUFFIX_FORMATS = {".tar": "tar", ".parquet": "parquet", ".pq": "parquet"}
-_PICKLED = {"pyd", "pickle", "pkl", "pth", "pt"}
-
-Sample = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -39,14 +32,6 @@ class WrittenShard:
     num_samples: int
     num_bytes: int
     """In the store."""
-
-
-class _Shard(Protocol):
-    """The shard in progress, in one format."""
-
-    def add(self, sample: Sample) -> None: ...
-    def finish(self) -> None: ...
-    def abandon(self) -> None: ...
 
 
 class ShardWriter:
@@ -83,28 +68,22 @@ class ShardWriter:
         schema: Any = None,
         start: int = 0,
     ) -> None:
-        numbers = list(_NUMBER.finditer(pattern))
-        if len(numbers) > 1:
-            raise ValueError(f"a pattern must have one number at most, got {pattern!r}")
-        for name, limit in (("max_count", max_count), ("max_bytes", max_bytes), ("row_group_size", row_group_size)):
-            if limit is not None and limit < 1:
-                raise ValueError(f"{name} must be >= 1, got {limit}")
-        if not numbers and (max_count or max_bytes):
-            raise ValueError(f"more than one shard needs a number such as %06d in the pattern, got {pattern!r}")
-        if numbers and max_count is None and max_bytes is None:
+        self._number = _number_in(pattern)
+        _check_limits(self._number, pattern, max_count, max_bytes, row_group_size)
+        if self._number and max_count is None and max_bytes is None:
             max_bytes = DEFAULT_SHARD_BYTES
-        self._pattern, self._number = pattern, numbers[0] if numbers else None
+        self._pattern, self._next = pattern, start
         self._max_count, self._max_bytes = max_count, max_bytes
-        self._new_file = lambda url: NewFile(url, storage_options=storage_options, overwrite=overwrite)
-        self._encode, self._new_shard = _codec(
-            _format_of(pattern, format), pattern, allow_pickle, row_group_size, schema
+        self._new_file = partial(NewFile, storage_options=storage_options, overwrite=overwrite)
+        self._new_shard: Callable[[NewFile], NewShard] = (
+            partial(NewTarShard, allow_pickle=allow_pickle)
+            if _format_of(pattern, format) == "tar"
+            else partial(NewParquetShard, row_group_size=row_group_size, schema=schema)
         )
-        self._next = start
         self._shards: list[WrittenShard] = []
         self._file: NewFile | None = None
-        self._shard: _Shard | None = None
+        self._shard: NewShard | None = None
         self._num_samples = 0
-        self._last_key: str | None = None
 
     @property
     def shards(self) -> tuple[WrittenShard, ...]:
@@ -119,21 +98,14 @@ class ShardWriter:
         any names; a name may lack in some samples.
 
         Raises:
-            SampleError: the sample cannot be written; nothing of it was, and writing may go on.
+            SampleError: the sample cannot be written; nothing of it was, and writing tar may go on. (In
+                Parquet, a value of the wrong type is noticed when its row group is written.)
             FileExistsError: the shard to begin is there already.
         """
-        encoded = self._encode(sample, self._place())
         if self._full():
             self.close()
-        if self._file is None or self._shard is None:
-            self._file = self._new_file(self._place())
-            self._shard = self._new_shard(self._file)
-            self._last_key = None
-        key = encoded.get("__key__")
-        if isinstance(self._shard, _TarShard) and key == self._last_key:
-            raise _refusal(self._file.url, key, "two samples with one key in a row would be read as one")
-        self._shard.add(encoded)
-        self._last_key = key
+        shard = self._shard or self._begin()
+        shard.add(sample)
         self._num_samples += 1
 
     def close(self) -> None:
@@ -162,6 +134,19 @@ class ShardWriter:
         else:
             self._abandon()
 
+    def _begin(self) -> NewShard:
+        if self._number is None and self._shards:
+            raise ValueError(
+                f"the only shard is finished; for more, put %06d into the pattern {self._pattern!r}"
+            )
+        self._file = self._new_file(self._place())
+        try:
+            self._shard = self._new_shard(self._file)
+        except BaseException:
+            self._abandon()
+            raise
+        return self._shard
+
     def _abandon(self) -> None:
         file, shard = self._file, self._shard
         self._file = self._shard = None
@@ -172,7 +157,7 @@ class ShardWriter:
             shard.abandon()
 
     def _full(self) -> bool:
-        if self._file is None:
+        if self._file is None or not self._num_samples:
             return False
         too_many = self._max_count is not None and self._num_samples >= self._max_count
         return too_many or (self._max_bytes is not None and self._file.num_bytes >= self._max_bytes)
@@ -184,8 +169,35 @@ class ShardWriter:
         return f"{self._pattern[: self._number.start()]}{self._next:0{width}d}{self._pattern[self._number.end() :]}"
 
 
+def _number_in(pattern: str) -> re.Match[str] | None:
+    numbers = list(_NUMBER.finditer(pattern))
+    if len(numbers) > 1:
+        raise ValueError(f"a pattern must have one number at most, got {pattern!r}")
+    return numbers[0] if numbers else None
+
+
+def _check_limits(
+    number: re.Match[str] | None,
+    pattern: str,
+    max_count: int | None,
+    max_bytes: int | None,
+    row_group_size: int,
+) -> None:
+    limits = {"max_count": max_count, "max_bytes": max_bytes, "row_group_size": row_group_size}
+    for name, limit in limits.items():
+        if limit is not None and limit < 1:
+            raise ValueError(f"{name} must be >= 1, got {limit}")
+    if number is None and (max_count or max_bytes):
+        raise ValueError(f"several shards need a number such as %06d in the pattern, got {pattern!r}")
+
+
 def _format_of(pattern: str, name: str | None) -> str:
     name = _SUFFIX_FORMATS.get(suffix_of(pattern)) if name is None else name
     if name not in ("tar", "parquet"):
-        raise ValueError(f"format must be 'tar' or 'parquet' (or the pattern end so), got {name!r} for {pattern!r}")
+        raise ValueError(
+            f"format must be 'tar' or 'parquet' (or the pattern end so), got {name!r} for {pattern!r}"
+        )
     return name
+
+
+__all__ = ["ShardWriter", "WrittenShard"]

@@ -1,0 +1,191 @@
+"""`python -m benchmarks`: make the data, run the contestants side by side, say which bars were reached."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import click
+from rich.console import Console
+
+from benchmarks.bars import verdicts
+from benchmarks.child import Job
+from benchmarks.data import Data, read_through
+from benchmarks.harness import REPOSITORY, Run, bare_torch, interleaved, medians, run_job, to_run
+from benchmarks.memory import Memory
+from benchmarks.report import machine, show_rows, show_verdicts, versions, write_json
+from benchmarks.workloads import LIMIT, OURS, WORKLOADS, Contestant, Workload
+
+NAMES = [workload.name for workload in WORKLOADS]
+LIMIT_S = 180.0
+"""A run that takes longer is ended and named."""
+
+
+class Session:
+    """What all runs of one command share."""
+
+    def __init__(self, data: Data, job: Job, bare: Memory, console: Console) -> None:
+        self._data, self._job, self._bare, self._console = data, job, bare, console
+
+    def run(
+        self, workload: Workload, contestant: Contestant, *, burn_s: float = 0.0, timed_s: float = 0.0
+    ) -> Run:
+        job = self._for(workload, contestant)
+        job = replace(job, burn_s=burn_s, timed_s=timed_s or job.timed_s)
+        outcome = run_job(job, contestant.environment, limit_s=LIMIT_S)
+        return to_run(workload.name, contestant.name, job, outcome, self._bare)
+
+    def _for(self, workload: Workload, contestant: Contestant) -> Job:
+        return replace(
+            self._job, workload=workload.name, target=contestant.target, workers=contestant.workers
+        )
+
+    def prepared(self, workload: Workload, contestants: Sequence[Contestant]) -> None:
+        """Make the data, let each contestant convert or index it, and read all of it into the page cache."""
+        self._data.make(workload.name)
+        for contestant in contestants:
+            job = replace(self._for(workload, contestant), prepare_only=True)
+            events, _ = run_job(job, contestant.environment, limit_s=900)
+            if events.get("reason"):
+                self._console.print(f"{workload.name} {contestant.name}: not prepared: {events['reason']}")
+        read_through(self._data.root / workload.name)
+
+    def at_its_best(self, workload: Workload, contestant: Contestant) -> Contestant:
+        """The contestant with the number of workers that gives it the highest rate in a short run."""
+        tried = [replace(contestant, workers=n) for n in contestant.choices]
+        if len(tried) == 1:
+            return tried[0]
+        rates = [self.run(workload, c, timed_s=2.0).samples_per_s for c in tried]
+        shown = ", ".join(f"{c.workers}: {rate:,.0f}" for c, rate in zip(tried, rates, strict=True))
+        self._console.print(f"{workload.name} {contestant.name}, samples/s by workers: {shown}")
+        return tried[rates.index(max(rates))]
+
+    def tell(self, run: Run) -> None:
+        shown = f"not run: {run.reason}" if run.reason else f"{run.samples_per_s:,.0f} samples/s"
+        self._console.print(
+            f"{run.workload} {run.contestant} ({run.workers} workers, {run.consumer}): {shown}"
+        )
+
+
+def measure(
+    session: Session, workload: Workload, chosen: Sequence[Contestant], consumers: Sequence[str], repeats: int
+) -> list[Run]:
+    """All runs of one workload: first with the plain consumer, whose batch times the burning one needs."""
+    by_name = {c.name: c for c in chosen}
+
+    def plain(name: str) -> Run:
+        return session.run(workload, by_name[name])
+
+    runs = interleaved(list(by_name), repeats, plain, session.tell)
+    if "burn" not in consumers:
+        return runs
+    alone = {run.contestant: run.batch_s for run in medians(runs) if not run.reason}
+
+    def burning(name: str) -> Run:
+        return session.run(workload, by_name[name], burn_s=workload.burn_s or 1.5 * alone[name])
+
+    names = [name for name in alone if not name.startswith(LIMIT)]
+    return runs + interleaved(names, repeats, burning, session.tell)
+
+
+def select(workload: Workload, peers: str | None) -> list[Contestant]:
+    """The limit, ours, and the peers named (all by default)."""
+    wanted = None if peers is None else {name.strip().lower() for name in peers.split(",")}
+    return [c for c in workload.contestants if not c.is_peer or wanted is None or c.name.lower() in wanted]
+
+
+def _split(allowed: Sequence[str]) -> Callable[[click.Context, click.Parameter, str], list[str]]:
+    def convert(context: click.Context, parameter: click.Parameter, text: str) -> list[str]:
+        names = [name.strip() for name in text.split(",") if name.strip()]
+        if unknown := [name for name in names if name not in allowed]:
+            raise click.BadParameter(f"{unknown[0]!r} is not one of {', '.join(allowed)}")
+        return names
+
+    return convert
+
+
+@click.command()
+@click.argument("names", nargs=-1, type=click.Choice(NAMES), metavar="[WORKLOAD]...")
+@click.option(
+    "--quick", is_flag=True, help="Short runs, one repeat, no search for the best workers: a smoke run."
+)
+@click.option("--peers", help="Comma-separated contestants to run beside ours and the limit; all by default.")
+@click.option(
+    "--consumer", "consumers", default="plain,burn", show_default=True, callback=_split(["plain", "burn"])
+)
+@click.option("--repeats", type=click.IntRange(1), help="Interleaved repeats; 3, or 1 with --quick.")
+@click.option("--seconds", type=float, help="Timed seconds a run; 5, or 1 with --quick.")
+@click.option("--sweep/--no-sweep", default=None, help="Search each peer's best number of workers first.")
+@click.option(
+    "--data", "root", type=click.Path(path_type=Path), envvar="DATAFLOW_BENCH_DATA", help="Data folder."
+)
+@click.option(
+    "--jpegs", type=click.Path(exists=True, file_okay=False, path_type=Path), help="Real JPEGs for W1."
+)
+@click.option(
+    "--json", "output", type=click.Path(dir_okay=False, path_type=Path), help="Where to keep the results."
+)
+@click.option("--cores", help="Comma-separated cores to run on; all by default.")
+@click.option("--list", "list_only", is_flag=True, help="List workloads and contestants, and stop.")
+def main(
+    names: tuple[str, ...],
+    quick: bool,
+    peers: str | None,
+    consumers: list[str],
+    repeats: int | None,
+    seconds: float | None,
+    sweep: bool | None,
+    root: Path | None,
+    jpegs: Path | None,
+    output: Path | None,
+    cores: str | None,
+    list_only: bool,
+) -> None:
+    """Measure WORKLOADs (all by default) against peers and the physical limit, on the same bytes in one run."""
+    workloads = [w for w in WORKLOADS if not names or w.name in names]
+    console = Console()
+    if list_only:
+        for workload in workloads:
+            console.print(f"{workload.name}: {', '.join(c.name for c in workload.contestants)}")
+        return
+    if cores:
+        os.sched_setaffinity(0, {int(core) for core in cores.split(",")})
+    repeats = repeats or (1 if quick else 3)
+    data = Data(
+        (root or REPOSITORY / ".bench-data").resolve(), jpeg_folder=jpegs.resolve() if jpegs else None
+    )
+    job = Job(
+        workload="",
+        target="",
+        workers=0,
+        root=str(data.root),
+        sizes=asdict(data.sizes),
+        jpegs=str(data.jpeg_folder) if jpegs else None,
+        warmup_s=0.5 if quick else 2.0,
+        timed_s=seconds or (1.0 if quick else 5.0),
+        watched_s=0.5 if quick else 1.5,
+    )
+    bare = bare_torch()
+    session = Session(data, job, bare, console)
+    console.print(machine() | {"bare_torch": asdict(bare)}, versions())
+    runs: list[Run] = []
+    for workload in workloads:
+        chosen = select(workload, peers)
+        session.prepared(workload, chosen)
+        if sweep if sweep is not None else not quick:
+            chosen = [session.at_its_best(workload, c) for c in chosen]
+        runs += measure(session, workload, chosen, consumers, repeats)
+        show_rows(console, workload, medians(runs))
+    held = [verdict for workload in workloads for verdict in verdicts(workload, medians(runs))]
+    show_verdicts(console, held)
+    if output:
+        shared = {"repeats": repeats, "quick": quick, "consumers": consumers, "job": asdict(job)}
+        arguments = shared | {"bare_torch": asdict(bare), "peers": peers, "ours": OURS}
+        write_json(output, arguments, runs, medians(runs), held, workloads)
+        console.print(f"written: {output}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,134 @@
+"""The bars, and whether a run reached them.
+
+A bar is a ratio measured in one run with the peer beside it, where that peer can run here; else a stated figure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from benchmarks.harness import Run
+from benchmarks.workloads import LIMIT, OURS, Workload
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One bar, and whether it was reached in this run."""
+
+    workload: str
+    bar: str
+    measured: float | None
+    wanted: float
+    at_most: bool = False
+
+    @property
+    def says(self) -> str:
+        """'reached', 'short by x %', or why there is no answer."""
+        if self.measured is None:
+            return "not measured"
+        if self.measured <= self.wanted if self.at_most else self.measured >= self.wanted:
+            return "reached"
+        gap = self.measured / self.wanted - 1 if self.at_most else 1 - self.measured / self.wanted
+        return f"short by {100 * gap:.1f} %"
+
+
+class _Rows:
+    """Looks up medians; None wherever a contestant has no figures."""
+
+    def __init__(self, workload: Workload, medians: Sequence[Run]) -> None:
+        self.workload = workload
+        self._rows = {
+            (r.contestant, r.consumer): r for r in medians if r.workload == workload.name and not r.reason
+        }
+
+    def value(self, name: str, figure: str = "samples_per_s", consumer: str = "plain") -> float | None:
+        row = self._rows.get((name, consumer))
+        return None if row is None else getattr(row, figure)
+
+    def verdict(self, bar: str, measured: float | None, wanted: float, *, at_most: bool = False) -> Verdict:
+        return Verdict(self.workload.name, bar, measured, wanted, at_most)
+
+    def against(self, bar: str, other: float | None, wanted: float) -> Verdict:
+        """Our plain rate over another one."""
+        return self.verdict(bar, _ratio(self.value(OURS), other), wanted)
+
+    def stall_share(self) -> float | None:
+        """Our stall share under the burning consumer, where the pipeline alone is 1.3x faster than it."""
+        alone, burn_s = self.value(OURS, "batch_s"), self.value(OURS, "burn_s", "burn")
+        if alone is None or burn_s is None or alone * 1.3 > burn_s:
+            return None
+        return self.value(OURS, "stall_share", "burn")
+
+    def best_peer(self, consumer: str = "plain") -> float | None:
+        rates = [self.value(c.name, consumer=consumer) for c in self.workload.contestants if c.is_peer]
+        return max((rate for rate in rates if rate is not None), default=None)
+
+
+def _ratio(a: float | None, b: float | None) -> float | None:
+    return None if a is None or not b else a / b
+
+
+MEMORY_LIMIT_MB = 512.0
+"""What `ours` is given; the bar allows 150 MB more over the bare `import torch` process."""
+
+
+def verdicts(workload: Workload, medians: Sequence[Run]) -> list[Verdict]:
+    """Hold the medians of one run to the workload's bars, its own first, then those of all."""
+    rows = _Rows(workload, medians)
+    return _OWN[workload.name](rows) + _for_all(rows)
+
+
+def _w1(rows: _Rows) -> list[Verdict]:
+    burning = _ratio(rows.value(OURS, consumer="burn"), rows.best_peer("burn"))
+    memory = _ratio(rows.value(OURS, "held_mb"), rows.value("torch", "held_mb"))
+    return [
+        rows.against("of the decode + crop + resize limit", rows.value(LIMIT), 0.95),
+        rows.against("x the best peer", rows.best_peer(), 1.1),
+        rows.verdict("x the best peer, consumer burning 20 ms", burning, 1.0),
+        rows.verdict("x torch's memory", memory, 0.5, at_most=True),
+    ]
+
+
+def _w1_raw(rows: _Rows) -> list[Verdict]:
+    return [
+        rows.verdict("samples/s", rows.value(OURS), 60_000),
+        rows.against("of the memcpy limit", rows.value(LIMIT), 0.6),
+        rows.against("x WebDataset", rows.value("WebDataset"), 14),
+        rows.against("x the best peer", rows.best_peer(), 1.0),
+    ]
+
+
+def _w2(rows: _Rows) -> list[Verdict]:
+    return [
+        rows.verdict("samples/s", rows.value(OURS), 600_000),
+        rows.against("x torch, hand-written and mapped", rows.value("torch"), 1.5),
+        rows.against("x LitData", rows.value("LitData"), 10),
+        rows.against("x Mosaic", rows.value("Mosaic"), 100),
+    ]
+
+
+def _w3(rows: _Rows) -> list[Verdict]:
+    return [
+        rows.against("of the row-group limit", rows.value(LIMIT), 0.95),
+        rows.verdict("row groups mixed in a batch", rows.value(OURS, "row_groups_per_batch"), 8),
+        rows.against("x the best peer", rows.best_peer(), 1.0),
+    ]
+
+
+def _w4(rows: _Rows) -> list[Verdict]:
+    return [
+        rows.verdict("samples/s", rows.value(OURS), 900_000),
+        rows.against("x WebDataset", rows.value("WebDataset"), 50),
+    ]
+
+
+_OWN = {"W1": _w1, "W1-raw": _w1_raw, "W2": _w2, "W3": _w3, "W4": _w4}
+
+
+def _for_all(rows: _Rows) -> list[Verdict]:
+    return [
+        rows.verdict("s to the first batch", rows.value(OURS, "first_batch_s"), 0.050, at_most=True),
+        rows.verdict("stall share, burning consumer", rows.stall_share(), 0.01, at_most=True),
+        rows.verdict("MB over bare torch", rows.value(OURS, "held_mb"), MEMORY_LIMIT_MB + 150, at_most=True),
+    ]

@@ -1,0 +1,154 @@
+"""Tables for people, and one JSON file that holds everything a row was made from."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import psutil
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.bars import Verdict
+from benchmarks.harness import REPOSITORY, Run
+from benchmarks.workloads import Workload
+
+PACKAGES = (
+    "array_record",
+    "datasets",
+    "grain",
+    "litdata",
+    "mosaicml-streaming",
+    "numpy",
+    "opencv-python-headless",
+    "pyarrow",
+    "simplejpeg",
+    "spdl",
+    "tensorflow-cpu",
+    "torch",
+    "torchdata",
+    "webdataset",
+)
+
+
+def show_rows(console: Console, workload: Workload, medians: Sequence[Run]) -> None:
+    """Print the medians of one workload, the fastest first within each consumer."""
+    table = Table(title=f"{workload.name}: {workload.delivers}", title_justify="left")
+    table.add_column("contestant")
+    for heading in (
+        "workers",
+        "consumer",
+        "samples/s",
+        "first batch ms",
+        "MB",
+        "MB mapped",
+        "stall %",
+        "cores",
+    ):
+        table.add_column(heading, justify="right")
+    for run in sorted(medians, key=lambda r: (r.consumer != "plain", -r.samples_per_s)):
+        if run.workload == workload.name:
+            table.add_row(*_cells(run))
+    for name, reason in workload.not_run.items():
+        table.add_row(name, "", "", f"not run: {reason}")
+    console.print(table)
+
+
+def _cells(run: Run) -> list[str]:
+    head = [run.contestant, str(run.workers), run.consumer]
+    if run.reason:
+        return [*head, f"not run: {run.reason}"]
+    consumer = f"burn {run.burn_s * 1e3:.3g} ms" if run.burn_s else run.consumer
+    return [
+        *head[:2],
+        consumer,
+        f"{run.samples_per_s:,.0f}",
+        f"{run.first_batch_s * 1e3:,.0f}",
+        f"{run.held_mb:,.0f}",
+        f"{run.pss_mb:,.0f}",
+        f"{run.stall_share * 100:.1f}",
+        f"{run.cpu_s_per_s:.2f}",
+    ]
+
+
+def show_verdicts(console: Console, verdicts: Sequence[Verdict]) -> None:
+    """Print each bar with what was measured."""
+    table = Table(title="Bars", title_justify="left")
+    for heading in ("workload", "measured", "bar", "verdict"):
+        table.add_column(heading, justify="right" if heading == "measured" else "left")
+    for verdict in verdicts:
+        measured = "" if verdict.measured is None else f"{verdict.measured:,.4g}"
+        sign = "<=" if verdict.at_most else ">="
+        table.add_row(verdict.workload, measured, f"{sign} {verdict.wanted:,.4g} {verdict.bar}", verdict.says)
+    console.print(table)
+
+
+def write_json(
+    path: Path,
+    arguments: Mapping[str, Any],
+    runs: Sequence[Run],
+    medians: Sequence[Run],
+    verdicts: Sequence[Verdict],
+    workloads: Sequence[Workload],
+) -> None:
+    """Write command, commit, machine, versions, arguments, every run, the medians and the verdicts."""
+    result = {
+        "command": " ".join(["python", "-m", "benchmarks", *sys.argv[1:]]),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "commit": _commit(),
+        "machine": machine(),
+        "versions": versions(),
+        "arguments": dict(arguments),
+        "not_run": {w.name: dict(w.not_run) for w in workloads},
+        "verdicts": [asdict(v) | {"verdict": v.says} for v in verdicts],
+        "medians": [asdict(run) for run in medians],
+        "runs": [asdict(run) for run in runs],
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def machine() -> dict[str, Any]:
+    """The processor, its cores as this process may use them, memory and kernel."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    model = next(
+        (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "unknown"
+    )
+    return {
+        "cpu": model,
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gb": round(psutil.virtual_memory().total / 1e9, 1),
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+    }
+
+
+def versions() -> dict[str, str]:
+    """Versions of the contestants that are installed."""
+    found = {}
+    for name in PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _commit() -> str:
+    """The commit, with "+changes" when the tree differs from it."""
+
+    def git(*arguments: str) -> str:
+        return subprocess.run(
+            ["git", *arguments], cwd=REPOSITORY, capture_output=True, text=True
+        ).stdout.strip()
+
+    return git("rev-parse", "HEAD") + ("+changes" if git("status", "--porcelain") else "")
