@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -143,9 +144,9 @@ def main(
     cores: str | None,
     list_only: bool,
 ) -> None:
-    """Measure WORKLOADs (all by default) against peers and the physical limit, on the same bytes in one run."""
+    """Measure WORKLOADs (default: all) against peers and the physical limit, on the same bytes in one run."""
     workloads = [w for w in WORKLOADS if not names or w.name in names]
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else 110)
     if list_only:
         for workload in workloads:
             console.print(f"{workload.name}: {', '.join(c.name for c in workload.contestants)}")

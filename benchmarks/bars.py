@@ -1,6 +1,6 @@
 """The bars, and whether a run reached them.
 
-A bar is a ratio measured in one run with the peer beside it, where that peer can run here; else a stated figure.
+A bar is a ratio measured in one run with the peer beside it, where that peer runs here; else a figure.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The measured process: builds one contestant, warms it up, times it, then holds still for the memory monitor.
+"""The measured process: builds one contestant, warms it up, times it, then lets the monitor watch.
 
 Started afresh for every run by `harness` with a JSON `Job`; writes one JSON line per event to stdout.
 Phases: build and first batch (timed apart) -> warm-up -> timed -> watched. Memory is sampled by the parent in
@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from benchmarks.data import Data, Sizes
-from benchmarks.memory import tree_cpu_s
+from benchmarks.memory import machine_cpu_s, tree_cpu_s
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Job:
 
     workload: str
     target: str
-    """`module:function`; the function takes (Data, workers) and returns an iterable of batches, re-iterable."""
+    """`module:function`; the function takes (Data, workers) and returns a re-iterable of batches."""
     workers: int
     root: str
     sizes: dict[str, int]
@@ -68,7 +68,8 @@ def main() -> None:
     try:
         run(job, tell)
     except BaseException as error:  # whatever a peer raises is a result of the benchmark
-        tell("failed", reason=f"{type(error).__name__}: {error}"[:300])
+        lines = str(error).strip().splitlines() or [""]  # a worker's error ends with its cause
+        tell("failed", reason=f"{type(error).__name__}: {lines[-1]}"[:300])
         raise
     finally:
         events.flush()
@@ -93,10 +94,10 @@ def run(job: Job, tell: Callable[..., None]) -> None:
     first = next(batches)
     tell("first", first_batch_s=time.perf_counter() - started, **describe(job.workload, first, batches, data))
     consume(batches, job.warmup_s, job.burn_s)
-    cpu = tree_cpu_s(os.getpid())
+    own_s, all_s = tree_cpu_s(os.getpid()), machine_cpu_s()
     timed = consume(batches, job.timed_s, job.burn_s)
-    cpu = tree_cpu_s(os.getpid()) - cpu
-    tell("timed", cpu_s=cpu, **asdict(timed))
+    own_s, all_s = tree_cpu_s(os.getpid()) - own_s, machine_cpu_s() - all_s
+    tell("timed", cpu_s=own_s, others_cpu_s=max(0.0, all_s - own_s), **asdict(timed))
     consume(batches, job.watched_s, job.burn_s)
     tell("watched")
     with contextlib.suppress(Exception):

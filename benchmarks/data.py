@@ -139,7 +139,7 @@ class Data:
             tokens.tofile(folder / f"tokens-{i:05d}.bin")
 
     def _rows(self, folder: Path) -> None:
-        """Plain-encoded Parquet with snappy, pyarrow's default codec; no dictionary, useless for random floats.
+        """Plain-encoded Parquet with snappy, pyarrow's default codec; no dictionary (random floats).
 
         The label is the row's number, so a batch shows which row groups it mixes.
         """

@@ -1,11 +1,12 @@
 """Run contestants side by side: each in a fresh process, repeats interleaved, medians over repeats.
 
-All processes get the same cores and the same environment (plus what a contestant's own documentation advises).
+All processes get the same cores and environment (plus what a contestant's own documentation advises).
 The memory of each is its peak over that of a bare `import torch` process, measured in the same way.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import selectors
@@ -41,6 +42,8 @@ class Run:
     """Time blocked in `next` over the whole time: near 0 the loader keeps up, near 1 it is the bottleneck."""
     cpu_s_per_s: float = 0.0
     """CPU seconds per second over the process tree, consumer included; 2.0 keeps two cores busy."""
+    others_cpu_s_per_s: float = 0.0
+    """The same of all other processes: near 0 on a quiet machine; above that, the run was disturbed."""
     batch_s: float = 0.0
     """Seconds per batch, consumer included."""
     burn_s: float = 0.0
@@ -67,14 +70,13 @@ def run_job(job: Job, environment: Mapping[str, str], *, limit_s: float) -> tupl
         try:
             return _follow(child, time.monotonic() + limit_s)
         finally:
-            try:  # the child leads its own group: this ends workers it left behind
-                os.killpg(child.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)  # its own group: ends workers it left behind
 
 
 def _follow(child: subprocess.Popen[bytes], deadline: float) -> tuple[dict[str, Any], Memory]:
-    assert child.stdout is not None and child.stderr is not None
+    assert child.stdout is not None
+    assert child.stderr is not None
     result: dict[str, Any] = {}
     peak, watching, tail, pending = Memory(), False, b"", b""
     with selectors.DefaultSelector() as ready:
@@ -133,6 +135,7 @@ def to_run(
         first_batch_s=events["first_batch_s"],
         stall_share=events["blocked_s"] / elapsed,
         cpu_s_per_s=events["cpu_s"] / elapsed,
+        others_cpu_s_per_s=events["others_cpu_s"] / elapsed,
         batch_s=elapsed / events["batches"],
         burn_s=job.burn_s,
         rss_mb=max(0.0, peak.rss_mb - bare.rss_mb),

@@ -33,8 +33,8 @@ def _encode(pixels: Pixels, quality: int) -> bytes:
 
 
 def _quality_for(pixels: Pixels, target_bytes: float) -> int:
-    """The quality in 20..97 whose size is nearest to the target, by bisection (size grows with quality)."""
-    low, high = 20, 97
+    """The quality in 20..98 whose size is nearest to the target, by bisection (size grows with quality)."""
+    low, high = 20, 98
     while low < high:
         middle = (low + high) // 2
         low, high = (middle + 1, high) if len(_encode(pixels, middle)) < target_bytes else (low, middle)
@@ -48,7 +48,7 @@ def _from_folder(folder: Path) -> list[tuple[Pixels, int]]:
     if not files:
         raise ValueError(f"no .jpg or .jpeg file in {folder}")
     encoded = [file.read_bytes() for file in files]
-    scale = 1.1 * MEAN_BYTES / np.mean([len(data) for data in encoded])
+    scale = MEAN_BYTES / np.mean([len(data) for data in encoded])
     images = [(simplejpeg.decode_jpeg(data), len(data) * scale) for data in encoded]
     return [(pixels, _quality_for(pixels, target)) for pixels, target in images]
 

@@ -1,7 +1,7 @@
 """The physical limit on the same bytes: only the unavoidable work, with nothing around it.
 
-Each function yields how many samples it has processed since the last yield; nothing is delivered. `workers` is
-the number of threads. Bytes lie in memory (mapped, page cache warm) before the clock starts.
+Each function yields how many samples it has processed since the last yield; nothing is delivered. `workers`
+is the number of threads. Bytes lie in memory (mapped, page cache warm) before the clock starts.
 """
 
 from __future__ import annotations

@@ -62,6 +62,12 @@ def tree_cpu_s(pid: int) -> float:
     return total
 
 
+def machine_cpu_s() -> float:
+    """CPU seconds that all processes have used since the machine started."""
+    times = psutil.cpu_times()
+    return times.user + times.nice + times.system + times.irq + times.softirq
+
+
 def _tree(pid: int) -> list[int]:
     try:
         return [pid, *(child.pid for child in psutil.Process(pid).children(recursive=True))]

@@ -1,4 +1,4 @@
-"""This project's loaders, through its public API, with the settings its documentation names and no others.
+"""Our own loaders, through the public API, with the settings the documentation names and no others.
 
 The catalog is built once by `prepare_*`, as `dataflow index` does, so that the first batch needs no scan.
 `workers` is not used: the loader picks its own threads.

@@ -1,4 +1,4 @@
-"""Hugging Face `datasets`: Arrow on disk, memory-mapped; batches fetched by `__getitems__` under a torch sampler.
+"""Hugging Face `datasets`: Arrow on disk, memory-mapped; one `dataset[indices]` per batch.
 
 Formats that keep whole batches in Arrow ("arrow") are used wherever they are the faster way to tensors.
 """
@@ -134,15 +134,10 @@ def prepare_w3(data: Data) -> None:
 
 
 def w3(data: Data, workers: int) -> Iterable[Any]:
-    """Its Arrow fast path: batches in file order from shuffled shards; rows are not shuffled."""
+    """Its Arrow fast path: batches in file order rows are not shuffled."""
     dataset = datasets.Dataset.from_file(str(_rows(data))).to_iterable_dataset(num_shards=100)
-    dataset = dataset.shuffle(seed=0, buffer_size=1) if False else dataset
-    batches = (
-        dataset.with_format("arrow").batch(4096, drop_last_batch=True) if False else _ArrowBatches(dataset)
-    )
-    return (
-        DataLoader(batches, None, num_workers=workers, persistent_workers=workers > 0) if workers else batches
-    )
+    batches = _ArrowBatches(dataset)
+    return DataLoader(batches, None, num_workers=workers, persistent_workers=workers > 0)
 
 
 class _ArrowBatches(torch.utils.data.IterableDataset):

@@ -1,9 +1,10 @@
-"""LitData over its own chunks, made by `optimize`; `TokensLoader` for tokens, `StreamingDataLoader` for batches."""
+"""LitData over its own chunks, made by `optimize`; `TokensLoader` for tokens, `StreamingDataLoader`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ def _optimize(data: Data, name: str, inputs: list[Any], convert: Callable[..., A
 
 def _ranges(n: int, pieces: int) -> list[tuple[int, int]]:
     ends = np.linspace(0, n, pieces + 1).astype(int).tolist()
-    return list(zip(ends[:-1], ends[1:], strict=True))
+    return list(pairwise(ends))
 
 
 def _convert_members(rows: tuple[int, int], *, data: Data, workload: str, extension: str) -> Iterator[Any]:

@@ -1,9 +1,10 @@
 """Mosaic Streaming over MDS shards, local; samples decoded in `__getitem__`, `StreamingDataLoader` batches.
 
-`streaming` imports torchvision and transformers for its ready-made vision and text datasets, which are not used
-here. PyPI's torchvision does not load beside a CPU build of torch, so both get empty stand-ins.
+`streaming` imports torchvision and transformers for ready-made vision and text datasets, not used here. PyPI's
+torchvision does not load beside a CPU build of torch, so both get empty stand-ins.
 """
 
+# ruff: noqa: E402 -- the stand-ins must be there before `streaming` is imported
 from __future__ import annotations
 
 import sys

@@ -1,6 +1,6 @@
-"""tf.data: `AUTOTUNE` parallelism and prefetching as its guide advises; batches handed to torch without a copy.
+"""tf.data: `AUTOTUNE` parallelism and prefetching as its guide advises; torch gets batches without a copy.
 
-It decodes with TensorFlow's own libjpeg-turbo and crops while decoding (`decode_and_crop_jpeg`), its best path.
+It decodes with TensorFlow's own libjpeg-turbo, cropping while decoding (`decode_and_crop_jpeg`), its best.
 `workers` caps its private thread pool; 0 leaves that to TensorFlow.
 """
 

@@ -1,7 +1,7 @@
 """torch `DataLoader`, `StatefulDataLoader` and `torchdata.nodes` over careful map-style datasets.
 
-Tar shards are read at indexed offsets; W2 and W4 are the hand-written memory-mapped `__getitems__` that fetches
-a whole batch in one call, the fastest form torch offers.
+Tar shards are read at indexed offsets; W2 and W4 are the hand-written memory-mapped `__getitems__` that
+fetches a whole batch in one call, the fastest form torch offers.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""WebDataset as its documentation advises: shard shuffle, a shuffle buffer, batching in the pipeline, WebLoader."""
+"""WebDataset as documented: shard shuffle, a shuffle buffer, batches made in the pipeline, `WebLoader`."""
 
 from __future__ import annotations
 

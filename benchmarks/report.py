@@ -56,21 +56,19 @@ def show_rows(console: Console, workload: Workload, medians: Sequence[Run]) -> N
     ):
         table.add_column(heading, justify="right")
     for run in sorted(medians, key=lambda r: (r.consumer != "plain", -r.samples_per_s)):
-        if run.workload == workload.name:
+        if run.workload == workload.name and not run.reason:
             table.add_row(*_cells(run))
-    for name, reason in workload.not_run.items():
-        table.add_row(name, "", "", f"not run: {reason}")
     console.print(table)
+    failed = {run.contestant: run.reason for run in medians if run.workload == workload.name and run.reason}
+    for name, reason in (failed | dict(workload.not_run)).items():
+        console.print(f"  {name}: not run: {reason}", markup=False, highlight=False)
 
 
 def _cells(run: Run) -> list[str]:
-    head = [run.contestant, str(run.workers), run.consumer]
-    if run.reason:
-        return [*head, f"not run: {run.reason}"]
-    consumer = f"burn {run.burn_s * 1e3:.3g} ms" if run.burn_s else run.consumer
     return [
-        *head[:2],
-        consumer,
+        run.contestant,
+        str(run.workers),
+        f"burn {run.burn_s * 1e3:.3g} ms" if run.burn_s else run.consumer,
         f"{run.samples_per_s:,.0f}",
         f"{run.first_batch_s * 1e3:,.0f}",
         f"{run.held_mb:,.0f}",

@@ -49,9 +49,11 @@ def _ours(target: str) -> Contestant:
     return Contestant(OURS, f"ours:{target}", 0, (0,))
 
 
-NO_DALI = "its wheels are the CUDA builds (425 MB and more)"
+NO_DALI = "its only wheels are CUDA builds (425 MB)"
 NO_FFCV = "no wheel; its source does not build with pip"
-NO_ENERGON = "needs Megatron's own shard index; behind WebDataset in every published row"
+NO_ENERGON = "no adapter written; it was behind WebDataset on W1 and W4 when the bars were set"
+NO_TF = "no adapter written for this workload; 5 to 21 times behind the best peer when the bars were set"
+NO_RAY = "no adapter written; 25 to 40 times behind the best peer when the bars were set"
 ABSENT = {"DALI": NO_DALI, "FFCV": NO_FFCV}
 
 WORKLOADS: Sequence[Workload] = (
@@ -89,7 +91,7 @@ WORKLOADS: Sequence[Workload] = (
             Contestant("SPDL", "peers_spdl:w1_raw"),
             Contestant("Mosaic", "peers_mosaic:w1_raw", 0),
         ),
-        ABSENT,
+        ABSENT | {"tf.data": NO_TF},
     ),
     Workload(
         "W2",
@@ -107,7 +109,7 @@ WORKLOADS: Sequence[Workload] = (
             Contestant("SPDL", "peers_spdl:w2"),
             Contestant("Grain", "peers_grain:w2", 0),
         ),
-        {"FFCV": NO_FFCV},
+        {"FFCV": NO_FFCV, "tf.data": NO_TF, "Ray": NO_RAY},
     ),
     Workload(
         "W3",
@@ -121,6 +123,7 @@ WORKLOADS: Sequence[Workload] = (
             Contestant("torch", "peers_torch:w3", 2),
             Contestant("torch in memory", "peers_torch:w3_in_memory", 0),
         ),
+        {"tf.data": NO_TF, "Ray": NO_RAY},
     ),
     Workload(
         "W4",

@@ -83,7 +83,10 @@ class ColumnBuilder:
         num_rows: int,
         randomness: Randomness,
         on_return: Callable[[int], Callable[[], None]] | None,
+        *,
+        slots: Mapping[str, NDArray[np.uint8]] | None = None,
     ) -> None:
+        self._slots = slots or {}
         self._arena, self._runs, self._num_rows = arena, runs, num_rows
         self._randomness = randomness
         self._on_return = on_return
@@ -142,6 +145,9 @@ class ColumnBuilder:
         return _split_rows(out)
 
     def _spans(self, output: Output) -> Built:
+        if output.name in self._slots:
+            shape = (self._num_rows, *output.shape)
+            return _split_rows(self._slots[output.name].view(output.dtype).reshape(shape))
         out = self._fixed_slot(output)
         stored = np.dtype(output.source_dtype)
         row_bytes = int(np.prod(output.shape, dtype=np.int64)) * stored.itemsize
@@ -166,6 +172,9 @@ class ColumnBuilder:
         lengths = np.concatenate([_spans_of(run, output).lengths[run.rows] for run in self._runs])
         lengths = np.maximum(lengths, 0)
         ends = np.cumsum(lengths)
+        if output.name in self._slots:
+            values = torch.from_numpy(self._slots[output.name].view(output.source_dtype))
+            return Built(lambda sizes: _split_ragged(values, lengths, sizes, output))
         out = self._slot(max(1, int(lengths.sum())))[: int(lengths.sum())]
         for run in self._runs:
             addresses = _spans_of(run, output).addresses[run.rows]

@@ -120,6 +120,10 @@ class StagedSpans:
             self.lengths[rows] = row_bytes
 
 
+class NotLocatableError(DataflowError):
+    """A sparse window was asked for where only whole blocks can be decoded."""
+
+
 class StagedWindow:
     """The blocks of one window for one rank. Implements `prefetch.engine.Window`.
 
@@ -143,6 +147,8 @@ class StagedWindow:
         self.source, self.arena, self.rows = source, arena, rows
         self.blocks = [source.catalog.block(int(b)) for b in blocks]
         self._sparse = sparse
+        self._row_in_block = np.concatenate(sparse) if sparse else np.zeros(0, np.int64)
+        self._staged_outputs = source.outputs
         counts = [len(s) for s in sparse] if sparse is not None else [b.num_samples for b in self.blocks]
         self.first_row = np.concatenate(([0], np.cumsum(counts))).astype(np.int64)
         self.num_rows = int(self.first_row[-1])
@@ -163,7 +169,7 @@ class StagedWindow:
     def _locate(self, ordinal: int) -> dict[str, Spans]:
         spans = self.source.format.locate(self.blocks[ordinal], self.source.columns)
         if spans is None:
-            raise DataflowError("sparse windows need a format that locates values")
+            raise NotLocatableError(f"format {self.source.format.name} cannot tell where values lie")
         assert self._sparse is not None
         rows = self._sparse[ordinal]
         return {name: Spans(s.buffer, s.starts[rows], s.lengths[rows]) for name, s in spans.items()}
@@ -200,6 +206,9 @@ class StagedWindow:
     def chunks(self) -> Sequence[Any]:
         """The chunks whose last window this is."""
         return self.chunk_list
+
+    def plan(self) -> None:
+        """Called once `chunk_list` and `carried` are set, before admission."""
 
     def reads(self) -> Sequence[Callable[[], None]]:
         """One task a block."""
@@ -261,10 +270,10 @@ class StagedWindow:
 
     def _stage(self, ordinal: int, columns: Columns) -> None:
         first = int(self.first_row[ordinal])
-        for output in self.source.outputs:
+        for output in self._staged_outputs:
             if output.sources[0] == "__url__":
                 columns["__url__"] = self._urls(ordinal)
-            sources = [columns[name] for name in output.sources]
+            sources = [columns[name] if name in columns else self._absent(ordinal) for name in output.sources]
             target = self.staged[output.name]
             if isinstance(target, StagedSpans):
                 target.put(first, sources[0])
@@ -275,6 +284,11 @@ class StagedWindow:
         url = np.frombuffer(self.blocks[ordinal].shard.url.encode(), np.uint8)
         n = int(self.first_row[ordinal + 1] - self.first_row[ordinal])
         return Spans(url, np.zeros(n, np.int64), np.full(n, len(url), np.int64))
+
+    def _absent(self, ordinal: int) -> Spans:
+        """A column that this block's shard lacks altogether."""
+        n = int(self.first_row[ordinal + 1] - self.first_row[ordinal])
+        return Spans(np.zeros(0, np.uint8), np.zeros(n, np.int64), np.full(n, -1, np.int64))
 
     def close(self) -> None:
         """Drop every buffer."""
@@ -290,7 +304,7 @@ class StagedWindow:
         block = self.blocks[ordinal]
         in_block = row - int(self.first_row[ordinal])
         if self._sparse is not None:
-            in_block = int(self._sparse[ordinal][in_block])
+            in_block = int(self._row_in_block[row])
         key = self._key(ordinal, in_block)
         return SampleError(block.shard.url, f"column {column!r}: {reason}", block.offset, key, stage)
 
@@ -306,7 +320,7 @@ class StagedWindow:
         ordinal = int(np.searchsorted(self.first_row, row, side="right")) - 1
         in_block = row - int(self.first_row[ordinal])
         if self._sparse is not None:
-            in_block = int(self._sparse[ordinal][in_block])
+            in_block = int(self._row_in_block[row])
         return self.blocks[ordinal].first_sample + in_block
 
     def sample_numbers(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -316,7 +330,7 @@ class StagedWindow:
         first = np.array([b.first_sample for b in self.blocks], np.int64)
         if self._sparse is None:
             return first[ordinal] + in_block
-        return np.array([self.sample_number(int(r)) for r in rows], np.int64)
+        return first[ordinal] + self._row_in_block[rows]
 
 
 def _aligned(nbytes: Any) -> Any:

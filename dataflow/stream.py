@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 
 from dataflow.batches import ColumnBuilder, Randomness, Run, drop_rows, samples_of
 from dataflow.decode import Output
-from dataflow.staging import Source, StagedSpans, StagedWindow
+from dataflow.direct import DirectWindow, direct_outputs, reads_directly
+from dataflow.staging import NotLocatableError, Source, StagedSpans, StagedWindow
 from prefetch.arena import Arena, rounded_bytes
 from sharding.errors import SampleError
 from sharding.order import Order, Shuffle, windows_touched
@@ -149,6 +150,9 @@ class BatchChunk:
         self._units = units
         self._numbers = numbers
         self.num_batches = batches[1] - batches[0]
+        self.slots: dict[str, NDArray[np.uint8]] = {}
+        """Columns whose bytes the window reads straight into this chunk's place (`dataflow.direct`)."""
+        self.staged_bytes = 0
         self._builder: ColumnBuilder | None = None
         self._built: list[Any] = []
         self._runs: list[Run] | None = None
@@ -156,11 +160,13 @@ class BatchChunk:
     @property
     def nbytes(self) -> int:
         """Output credits; known once the windows are staged."""
-        runs, outputs = self._locate(), self._stream.source.outputs
+        runs = self.runs()
         rows = sum(len(run.rows) for run in runs)
+        outputs = (output for output in self._stream.source.outputs if output.name not in self.slots)
         return sum(_output_bytes(output, runs, rows) for output in outputs)
 
-    def _locate(self) -> list[Run]:
+    def runs(self) -> list[Run]:
+        """The rows of its batches, in order."""
         if self._runs is None:
             runs = []
             positions, _ = self._plan.positions(*self._batches)
@@ -174,10 +180,12 @@ class BatchChunk:
 
     def begin(self) -> Sequence[Callable[[], None]]:
         """Gather every column; give the image parts."""
-        stream, runs = self._stream, self._locate()
+        stream, runs = self._stream, self.runs()
         num_rows = sum(len(run.rows) for run in runs)
         randomness = Randomness(stream.plan.seed, self._plan.order.epoch)
-        self._builder = ColumnBuilder(stream.arena, runs, num_rows, randomness, stream.on_return)
+        self._builder = ColumnBuilder(
+            stream.arena, runs, num_rows, randomness, stream.on_return, slots=self.slots
+        )
         self._built = [self._builder.build(output) for output in stream.source.outputs]
         return [part for built in self._built for part in built.parts]
 
@@ -194,8 +202,9 @@ class BatchChunk:
             done, kept = self._finish_batch(batch, row, size)
             delivered.append(Delivered(self._plan.order.epoch, number, done, kept))
             row += size
-        leased = self._builder.leased_bytes
+        leased = self._builder.leased_bytes + self.staged_bytes
         self._builder, self._built, self._runs = None, [], None
+        self.slots = {}
         return delivered, leased
 
     def _finish_batch(self, batch: dict[str, Any], row: int, size: int) -> tuple[Any, int]:
@@ -219,7 +228,7 @@ class BatchChunk:
     def _transform(self, batch: dict[str, Any], size: int, rows: NDArray[np.int64]) -> tuple[Any, int]:
         finishing, samples = self._stream.finishing, []
         for sample, row in zip(samples_of(batch, self._stream.source.outputs, size), rows, strict=True):
-            run = next(r for r in self._locate() if r.first <= row < r.first + len(r.rows))
+            run = next(r for r in self.runs() if r.first <= row < r.first + len(r.rows))
             at = int(run.rows[int(row) - run.first])
             try:
                 samples.append(self._apply(sample, run.window.sample_number(at)))
@@ -294,6 +303,8 @@ class Stream:
         self.on_return = on_return
         self._batches_per_chunk = batches_per_chunk
         self._num_readers = num_readers
+        self._direct = reads_directly(source) and bool(direct_outputs(source))
+        self._scatters = reads_directly(source)
 
     def windows(self, epoch: int, start: int = 0) -> Iterator[StagedWindow]:
         """From a position of an epoch on, for ever. A whole epoch must hold a batch for this rank."""
@@ -318,6 +329,7 @@ class Stream:
                 window.chunk_list = self._chunks(plan, order, done, complete, carried)
                 carried = {number: window} if window.carried else {}
                 done = complete
+            window.plan()
             yield window
         yield from self._wrap(plan, order, done, carried)
 
@@ -360,8 +372,10 @@ class Stream:
     def _stage(self, order: Windows, number: int, slots: NDArray[np.int64]) -> StagedWindow:
         blocks = order.window_blocks(number)
         ordinal, row = order.window_samples(number)
-        if isinstance(order, FullWindows) and self._locatable(int(blocks[0])):
-            return self._stage_sparse(blocks, ordinal, row, slots)
+        if self._direct or isinstance(order, FullWindows):
+            window = self._stage_sparse(blocks, ordinal, row, slots)
+            if window is not None:
+                return window
         used = np.zeros(len(blocks), bool)
         used[ordinal[slots]] = True
         counts = np.where(used, self.source.catalog.blocks.num_samples[blocks], 0)
@@ -370,24 +384,28 @@ class Stream:
         rows += row
         return StagedWindow(self.source, self.arena, blocks[used], rows, num_readers=self._num_readers)
 
-    def _locatable(self, block: int) -> bool:
-        catalog = self.source.catalog
-        return self.source.format.locate(catalog.block(block), self.source.columns) is not None
-
     def _stage_sparse(
         self,
         blocks: NDArray[np.int64],
         ordinal: NDArray[np.int32],
         row: NDArray[np.int64],
         slots: NDArray[np.int64],
-    ) -> StagedWindow:
+    ) -> StagedWindow | None:
+        """A window that reads only the rows wanted; None where the format cannot say where they lie."""
         by_place = np.lexsort((row[slots], ordinal[slots]))
         order = slots[by_place]
         rows = np.full(len(ordinal), -1, np.int64)
         rows[order] = np.arange(len(order))
         used, counts = np.unique(ordinal[order], return_counts=True)
         sparse = np.split(row[order], np.cumsum(counts)[:-1])
-        return StagedWindow(self.source, self.arena, blocks[used], rows, sparse=sparse)
+        try:
+            if self._scatters:
+                return DirectWindow(
+                    self.source, self.arena, blocks[used], rows, sparse=sparse, on_return=self.on_return
+                )
+            return StagedWindow(self.source, self.arena, blocks[used], rows, sparse=sparse)
+        except NotLocatableError:
+            return None
 
     def _chunks(
         self, plan: EpochPlan, units: Windows, first: int, last: int, windows: dict[int, StagedWindow]
@@ -426,6 +444,7 @@ class Stream:
                 window.chunk_list = [
                     BatchChunk(self, plan, order, (done, done + 1), _needs(carried, needs), order_of_needs)
                 ]
+            window.plan()
             yield window
 
 

@@ -51,6 +51,8 @@ class Chunk(Protocol[T_co]):
 
     nbytes: int
     """Credits for its output; an upper bound."""
+    staged_bytes: int
+    """Output that its own window holds already: this part of the window's credit goes along with it."""
     num_batches: int
     needs: Sequence[Window]
     """Staged windows it reads, its own (the one that listed it) last."""
@@ -60,7 +62,7 @@ class Chunk(Protocol[T_co]):
         ...
 
     def finish(self) -> tuple[Sequence[T_co], int]:
-        """The batches in order, and how many of `nbytes` stay leased until the batches die."""
+        """The batches in order, and how many of `nbytes + staged_bytes` stay leased until they die."""
         ...
 
 
@@ -143,6 +145,8 @@ class _Open:
     """Read tasks not finished."""
     users: int
     """Chunks that still need it."""
+    credit: int
+    """Bytes of the ledger's WINDOW state that it holds."""
     error: BaseException | None = None
 
 
@@ -319,12 +323,12 @@ class Engine(Generic[T]):
                 return
             if len(self._open) >= self._options.max_windows and self._chunks:
                 return
-            keep = self._options.keep_bytes
-            if not self._ledger.reserve(State.WINDOW, window.nbytes, keep_bytes=keep):
+            nbytes, keep = window.nbytes, self._options.keep_bytes
+            if not self._ledger.reserve(State.WINDOW, nbytes, keep_bytes=keep):
                 if not self._idle():
                     return
-                if not self._ledger.reserve(State.WINDOW, window.nbytes, head_of_order=True):
-                    self._check_stuck(window.nbytes, "the next shuffle window")
+                if not self._ledger.reserve(State.WINDOW, nbytes, head_of_order=True):
+                    self._check_stuck(nbytes, "the next shuffle window")
                     return
             self._waiting_window = None
             self._admit(window)
@@ -335,7 +339,7 @@ class Engine(Generic[T]):
 
     def _admit(self, window: Window) -> None:
         chunks, reads = window.chunks(), window.reads()
-        opened = _Open(window, len(reads), len(chunks) + window.carried)
+        opened = _Open(window, len(reads), len(chunks) + window.carried, window.nbytes)
         self._open[id(window)] = opened
         self._reads_left += len(reads)
         self._chunks.extend(chunks)  # type: ignore[arg-type]
@@ -439,6 +443,10 @@ class Engine(Generic[T]):
         chunk = started.chunk
         if started.error is None:
             self._ledger.move(State.BUILDING, State.READY, started.nbytes)
+            staged = chunk.staged_bytes
+            self._ledger.move(State.WINDOW, State.READY, staged)
+            self._open[id(chunk.needs[-1])].credit -= staged
+            started.nbytes += staged
         else:
             started.batches = ()
             self._ledger.release(State.BUILDING, started.nbytes)
@@ -454,7 +462,7 @@ class Engine(Generic[T]):
         if opened.left == 0 and opened.users == 0:
             del self._open[id(opened.window)]
             opened.window.close()
-            self._ledger.release(State.WINDOW, opened.window.nbytes)
+            self._ledger.release(State.WINDOW, opened.credit)
 
     def _account(self, stage: str, began: float) -> None:
         self._busy[stage].seconds += time.perf_counter() - began

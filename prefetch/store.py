@@ -14,12 +14,14 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from prefetch.iovec import scatter_read
 from sharding.blocks import Shard
 from sharding.errors import DataflowError, ShardChangedError, ShardReadError
 from sharding.storage import check_shard, failure_text, local_info, open_url
@@ -46,6 +48,19 @@ class StoreReader:
         else:
             self._read_remote(shard, offset, out)
 
+    def scatter(
+        self,
+        shard: Shard,
+        starts: NDArray[np.int64],
+        lengths: NDArray[np.int64],
+        addresses: NDArray[np.int64],
+    ) -> None:
+        """Read spans of a local shard to addresses; see `iovec.scatter_read`. Raises as `read_into`."""
+        with _opened(shard, int(starts[0])) as descriptor:
+            got = scatter_read(descriptor, starts, lengths, addresses)
+        if got != int(lengths.sum()):
+            raise _truncated(shard, int(starts[0]), int(lengths.sum()), got)
+
     def _read_remote(self, shard: Shard, offset: int, out: NDArray[np.uint8]) -> None:
         try:
             fs, path = open_url(shard.url, self._options)
@@ -70,10 +85,19 @@ class StoreReader:
 
 
 def _read_local(shard: Shard, offset: int, out: NDArray[np.uint8]) -> None:
+    with _opened(shard, offset) as descriptor:
+        got = _read_fully(descriptor, offset, out)
+    if got != out.nbytes:
+        raise _truncated(shard, offset, out.nbytes, got)
+
+
+@contextmanager
+def _opened(shard: Shard, offset: int) -> Iterator[int]:
+    """A descriptor of a local shard; on leaving, the file must still be the one that was indexed."""
     try:
         descriptor = os.open(local_path(shard.url), os.O_RDONLY | os.O_CLOEXEC)
         try:
-            got = _read_fully(descriptor, offset, out)
+            yield descriptor
             seen = os.fstat(descriptor)
         finally:
             os.close(descriptor)
@@ -82,8 +106,6 @@ def _read_local(shard: Shard, offset: int, out: NDArray[np.uint8]) -> None:
     changed = check_shard(shard, local_info(seen))
     if changed:
         raise ShardChangedError(shard.url, changed, offset, stage="read")
-    if got != out.nbytes:
-        raise _truncated(shard, offset, out.nbytes, got)
 
 
 def _read_fully(descriptor: int, offset: int, out: NDArray[np.uint8]) -> int:

@@ -88,16 +88,9 @@ class NewTarShard:
             return "a sample needs a field besides '__key__'"
         if key == self._last_key:
             return "two samples in a row with one key would be read as one"
-        if len({name.lower() for name in fields}) < len(fields):
-            return f"extensions that differ in case only: {', '.join(fields)}"
         for name, value in fields.items():
-            full = f"{key}.{name}"
-            read = split_name(full.encode("utf-8", "surrogatepass"))
-            if "\0" in full or read != (
-                key.encode("utf-8", "surrogatepass"),
-                name.encode("utf-8", "surrogatepass"),
-            ):
-                return f"a member {full!r} would not be read as key {key!r} and extension {name!r}"
+            if name != name.lower() or not _survives(key, name):
+                return f"{key}.{name} would not be read back as key {key!r} and extension {name!r}"
             if not self._allow_pickle and _is_pickled(name, value):
                 return (
                     f"{name!r} would have to be unpickled; to write it all the same, give allow_pickle=True"
@@ -177,8 +170,16 @@ def _compressor(file: NewFile) -> Any:
             import zstandard
         except ImportError as error:
             raise ImportError("writing .zst files needs `pip install 'dataflow-loader[zstd]'`") from error
-        return zstandard.ZstdCompressor(write_checksum=True).stream_writer(file, closefd=False)
+        return zstandard.ZstdCompressor(write_checksum=True).stream_writer(
+            cast(BinaryIO, file), closefd=False
+        )
     return None
+
+
+def _survives(key: str, extension: str) -> bool:
+    written = [text.encode("utf-8", "surrogateescape") for text in (key, extension)]
+    name = b".".join(written)
+    return bool(extension) and b"\0" not in name and split_name(name) == tuple(written)
 
 
 def _is_pickled(extension: str, value: Any) -> bool:

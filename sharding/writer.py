@@ -110,7 +110,8 @@ class ShardWriter:
 
     def close(self) -> None:
         """Finish the shard in progress; writing may go on in the next one."""
-        if self._file is None or self._shard is None:
+        if self._file is None or self._shard is None or not self._num_samples:
+            self._abandon()
             return
         try:
             self._shard.finish()
@@ -166,7 +167,8 @@ class ShardWriter:
         if self._number is None:
             return self._pattern
         width = int(self._number[1] or self._number[2] or 0)
-        return f"{self._pattern[: self._number.start()]}{self._next:0{width}d}{self._pattern[self._number.end() :]}"
+        before, after = self._pattern[: self._number.start()], self._pattern[self._number.end() :]
+        return f"{before}{self._next:0{width}d}{after}"
 
 
 def _number_in(pattern: str) -> re.Match[str] | None:

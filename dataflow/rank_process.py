@@ -1,0 +1,126 @@
+"""One rank of `run_ranks`: the code that runs in its process.
+
+Invariant: a rank speaks to its parent over one pipe, in order "started", then one of "returned" and
+"raised", and then keeps its process group (and so its sockets) open until the parent lets it go: a rank
+that is done early must not look like a lost peer to the others. Signals tell the rest: SIGUSR1 writes the
+stacks of all threads to a file and ends the process (`chain=True` runs the signal's default action after
+the dump, so the parent knows that the dump is whole once the process is gone).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import os
+import pickle
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from types import TracebackType
+from typing import Any
+
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a rank does. Picklable."""
+
+    call: bytes
+    """Pickled (function, args, kwargs); unpickled only after the environment is set."""
+    environ: Mapping[str, str]
+    """The whole environment, as torchrun would set it."""
+    backend: str | None
+    """Backend to initialise `torch.distributed` with; None leaves that to the function."""
+    stacks: str
+    """File for the stacks of all threads."""
+    prepare: Callable[[], object] | None = None
+    """Called first of all, before the function's module is imported."""
+
+
+@dataclass(frozen=True)
+class Raised:
+    """An exception of a rank, made fit for travel."""
+
+    error: bytes | None
+    """The pickled exception; None where it cannot be pickled and back."""
+    summary: str
+    """Its type and message."""
+    traceback: str
+
+
+def run_rank(job: Job, pipe: Connection) -> None:
+    """Main function of a rank's process."""
+    os.setsid()  # a group of its own: what it starts can be stopped with it
+    _die_with_parent()
+    os.environ.clear()
+    os.environ.update(job.environ)
+    with open(job.stacks, "wb") as stacks:
+        faulthandler.enable(stacks)
+        faulthandler.register(signal.SIGUSR1, stacks, chain=True)
+        pipe.send(("started", None))
+        pipe.send(_outcome(job))
+        _wait_for_parent(pipe)
+        _leave_group()
+        faulthandler.unregister(signal.SIGUSR1)
+        faulthandler.disable()
+
+
+def _outcome(job: Job) -> tuple[str, bytes | Raised]:
+    try:
+        if job.prepare:
+            job.prepare()
+        function, args, kwargs = pickle.loads(job.call)
+        _join_group(job)
+        return "returned", pickle.dumps(function(*args, **kwargs))
+    except BaseException as error:  # also SystemExit, and pytest's Skipped and Failed
+        return "raised", _raised(error)
+
+
+def _join_group(job: Job) -> None:
+    import torch
+
+    torch.set_num_threads(int(job.environ["OMP_NUM_THREADS"]))
+    if job.backend is not None:
+        torch.distributed.init_process_group(job.backend)
+
+
+def _leave_group() -> None:
+    import torch.distributed
+
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+def _wait_for_parent(pipe: Connection) -> None:
+    try:
+        pipe.recv()
+    except EOFError:
+        sys.exit(1)
+
+
+def _raised(error: BaseException) -> Raised:
+    text = "".join(traceback.format_exception(error.with_traceback(_own_part(error.__traceback__))))
+    summary = "".join(traceback.format_exception_only(error)).strip()
+    try:
+        data = pickle.dumps(error)
+        pickle.loads(data)  # an error whose __init__ wants more than its args fails only here
+    except Exception:
+        return Raised(None, summary, text)
+    return Raised(data, summary, text)
+
+
+def _own_part(tb: TracebackType | None) -> TracebackType | None:
+    """The traceback without this module's frames, unless nothing else is left."""
+    part = tb
+    while part is not None and part.tb_frame.f_code.co_filename == __file__:
+        part = part.tb_next
+    return part or tb
+
+
+def _die_with_parent() -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -1,0 +1,321 @@
+"""Small datasets of every format, with their samples as plain Python values: the oracle of the loader's tests.
+
+Every maker writes a few shards into a folder and gives the arguments of `ShardedDataset` and the samples in
+file order. Numbers are Python numbers, arrays and byte strings lists of them, so `rows_of(batch)` compares
+with `==`, value by value. Blocks are tiny, so that few samples make many blocks and windows.
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import struct
+import tarfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import zstandard
+from torch import Tensor
+
+from dataflow import DataLoader, Ragged, ShardedDataset, Topology
+from sharding.order import Order
+from sharding.plan import EpochPlan, Tail
+
+Row = dict[str, Any]
+NUM_SAMPLES = 47
+"""Prime, so that no batch size divides it."""
+NUM_SHARDS = 3
+
+
+@dataclass
+class Made:
+    """A dataset on disk and what it must deliver."""
+
+    kwargs: dict[str, Any]
+    """Of `ShardedDataset`, the source included."""
+    samples: list[Row]
+    """In file order, as `rows_of` gives them."""
+    folder: Path
+
+    def open(self, **more: Any) -> ShardedDataset:
+        return ShardedDataset(**{**self.kwargs, **more})
+
+    @property
+    def shards(self) -> list[Path]:
+        return sorted(path for path in self.folder.iterdir() if path.name.startswith("shard"))
+
+
+# ---- the samples --------------------------------------------------------------------------------------
+
+
+def plain_sample(i: int) -> Row:
+    """What the columnar and tar datasets hold: a scalar, a float, text, a list and a fixed vector."""
+    return {
+        "label": i,
+        "x": i / 8,
+        "txt": f"text {i} " + "é" * (i % 5),
+        "lst": list(range(i, i + i % 4)),
+        "vec": [i / 2, i / 4, float(i)],
+    }
+
+
+def shares(samples: Sequence[Row], num_shards: int = NUM_SHARDS) -> list[list[Row]]:
+    """Shards of unequal size."""
+    bounds = [0, *(len(samples) * k * k // (num_shards * num_shards) for k in range(1, num_shards + 1))]
+    return [list(samples[a:b]) for a, b in zip(bounds, bounds[1:], strict=False)]
+
+
+def _made(folder: Path, samples: list[Row], pattern: str, **kwargs: Any) -> Made:
+    source = str(folder / pattern)
+    kwargs = {"source": source, "catalog": str(folder / "kept.catalog"), "block_bytes": 1, **kwargs}
+    return Made(kwargs, samples, folder)
+
+
+# ---- tar ----------------------------------------------------------------------------------------------
+
+
+def write_tar(path: Path, members: Iterable[tuple[str, bytes]]) -> None:
+    """A tar file, compressed as its name says."""
+    raw = io.BytesIO()
+    with tarfile.open(fileobj=raw, mode="w", format=tarfile.USTAR_FORMAT) as archive:
+        for name, data in members:
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            archive.addfile(info, io.BytesIO(data))
+    path.write_bytes(_compressed(raw.getvalue(), path.name))
+
+
+def _compressed(data: bytes, name: str) -> bytes:
+    if name.endswith(".gz"):
+        return gzip.compress(data, mtime=0)
+    return zstandard.compress(data) if name.endswith(".zst") else data
+
+
+def npy(values: Any) -> bytes:
+    out = io.BytesIO()
+    np.save(out, np.asarray(values))
+    return out.getvalue()
+
+
+def tar_sample(i: int) -> Row:
+    return {
+        "cls": i,
+        "txt": f"text {i} " + "é" * (i % 5),
+        "json": {"i": i, "even": i % 2 == 0},
+        "npy": [i / 2, i / 4, float(i)],
+        "bin": list(f"{i}".encode() * (i % 4)),
+        "key": list(f"{i:08d}".encode()),
+    }
+
+
+def tar_members(i: int) -> list[tuple[str, bytes]]:
+    sample = tar_sample(i)
+    return [
+        (f"{i:05d}.cls", str(i).encode()),
+        (f"{i:05d}.txt", sample["txt"].encode()),
+        (f"{i:05d}.json", json.dumps(sample["json"]).encode()),
+        (f"{i:05d}.npy", npy(np.array(sample["npy"], np.float32))),
+        (f"{i:05d}.bin", bytes(sample["bin"])),
+        (f"{i:05d}.key", bytes(sample["key"])),
+    ]
+
+
+def make_tar(folder: Path, num_samples: int = NUM_SAMPLES, suffix: str = "tar") -> Made:
+    for k, share in enumerate(shares([tar_sample(i) for i in range(num_samples)])):
+        write_tar(folder / f"shard-{k}.{suffix}", (m for row in share for m in tar_members(row["cls"])))
+    return _made(folder, [tar_sample(i) for i in range(num_samples)], f"*.{suffix}", block_bytes=10_000)
+
+
+def make_ints_tar(folder: Path, num_samples: int = NUM_SAMPLES) -> Made:
+    """One integer a sample, three samples a block: for what does not depend on content."""
+    samples = [{"cls": i} for i in range(num_samples)]
+    for k, share in enumerate(shares(samples)):
+        write_tar(folder / f"shard-{k}.tar", ((f"{r['cls']:05d}.cls", str(r["cls"]).encode()) for r in share))
+    return _made(folder, samples, "*.tar", block_bytes=3 * 1024)
+
+
+# ---- columns ------------------------------------------------------------------------------------------
+
+
+def table_of(samples: Sequence[Row]) -> pa.Table:
+    types = {"label": pa.int64(), "x": pa.float32(), "txt": pa.string(), "lst": pa.list_(pa.int32())}
+    types["vec"] = pa.list_(pa.float32(), 3)
+    return pa.table({name: pa.array([s[name] for s in samples], type=kind) for name, kind in types.items()})
+
+
+def make_parquet(folder: Path, num_samples: int = NUM_SAMPLES, rows: int = 3) -> Made:
+    samples = [plain_sample(i) for i in range(num_samples)]
+    for k, share in enumerate(shares(samples)):
+        pq.write_table(table_of(share), folder / f"shard-{k}.parquet", row_group_size=rows)
+    return _made(folder, samples, "*.parquet")
+
+
+def make_arrow(folder: Path, num_samples: int = NUM_SAMPLES) -> Made:
+    return _arrow(folder, num_samples, "arrow", pa.ipc.new_file)
+
+
+def make_arrow_stream(folder: Path, num_samples: int = NUM_SAMPLES) -> Made:
+    return _arrow(folder, num_samples, "arrows", pa.ipc.new_stream)
+
+
+def _arrow(folder: Path, num_samples: int, suffix: str, new: Callable[..., Any]) -> Made:
+    samples = [plain_sample(i) for i in range(num_samples)]
+    for k, share in enumerate(shares(samples)):
+        table = table_of(share)
+        with (
+            pa.OSFile(str(folder / f"shard-{k}.{suffix}"), "wb") as sink,
+            new(sink, table.schema) as writer,
+        ):
+            writer.write_table(table, max_chunksize=3)
+    return _made(folder, samples, f"*.{suffix}")
+
+
+def make_jsonl(folder: Path, num_samples: int = NUM_SAMPLES, suffix: str = "jsonl") -> Made:
+    samples = [{k: v for k, v in plain_sample(i).items() if k != "vec"} for i in range(num_samples)]
+    for k, share in enumerate(shares(samples)):
+        text = "".join(json.dumps(row) + "\n" for row in share)
+        path = folder / f"shard-{k}.{suffix}"
+        path.write_bytes(_compressed(text.encode(), path.name))
+    return _made(folder, samples, f"*.{suffix}", block_bytes=300)
+
+
+# ---- tokens -------------------------------------------------------------------------------------------
+
+LENGTH = 4
+
+
+def _token_shards(num_samples: int) -> list[list[int]]:
+    sizes = [len(s) for s in shares([{}] * num_samples)]
+    tokens = np.random.default_rng(0).integers(0, 60_000, num_samples * LENGTH + len(sizes) * 3)
+    flat, out = tokens.tolist(), []
+    for k, size in enumerate(sizes):
+        take = size * LENGTH + 1 + (k if size else 0)  # a few tokens too many are not used
+        out.append(flat[:take])
+        flat = flat[take:]
+    return out
+
+
+def _windows(shard: Sequence[int]) -> list[Row]:
+    count = (len(shard) - 1) // LENGTH
+    return [{"tokens": list(shard[i * LENGTH : (i + 1) * LENGTH + 1])} for i in range(count)]
+
+
+def make_tokens_bin(folder: Path, num_samples: int = NUM_SAMPLES) -> Made:
+    shards = _token_shards(num_samples)
+    for k, shard in enumerate(shards):
+        np.array(shard, np.uint16).tofile(folder / f"shard-{k}.bin")
+    samples = [row for shard in shards for row in _windows(shard)]
+    options = {"format": "tokens", "dtype": "uint16", "length": LENGTH, "block_bytes": 26}
+    return _made(folder, samples, "*.bin", **options)
+
+
+def make_tokens_npy(folder: Path, num_samples: int = NUM_SAMPLES) -> Made:
+    shards = _token_shards(num_samples)
+    for k, shard in enumerate(shards):
+        np.save(folder / f"shard-{k}.npy", np.array(shard, np.int32))
+    return _made(folder, [r for s in shards for r in _windows(s)], "*.npy", length=LENGTH, block_bytes=52)
+
+
+def make_megatron(folder: Path, num_samples: int = NUM_SAMPLES) -> Made:
+    """Documents of 1 to 6 tokens."""
+    samples = [{"tokens": list(range(i, i + 1 + i % 6))} for i in range(num_samples)]
+    for k, share in enumerate(shares(samples)):
+        write_megatron(folder / f"shard-{k}.bin", [row["tokens"] for row in share])
+    return _made(folder, samples, "*.bin", format="megatron", block_bytes=24)
+
+
+def make_megatron_windows(folder: Path, num_samples: int = NUM_SAMPLES) -> Made:
+    shards = _token_shards(num_samples)
+    for k, shard in enumerate(shards):
+        write_megatron(folder / f"shard-{k}.bin", [shard[i : i + 7] for i in range(0, len(shard), 7)])
+    samples = [row for shard in shards for row in _windows(shard)]
+    return _made(folder, samples, "*.bin", format="megatron", length=LENGTH, block_bytes=26)
+
+
+def write_megatron(path: Path, documents: Sequence[Sequence[int]]) -> None:
+    """`name.bin` and `name.idx` as Megatron's builder writes them, uint16."""
+    lengths = np.array([len(d) for d in documents], np.int32)
+    np.concatenate([np.array(d, np.uint16) for d in documents]).tofile(path)
+    pointers = (np.cumsum(lengths, dtype=np.int64) - lengths) * 2
+    bounds = np.arange(len(documents) + 1, dtype=np.int64)
+    head = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 8, len(lengths), len(bounds))
+    path.with_suffix(".idx").write_bytes(head + lengths.tobytes() + pointers.tobytes() + bounds.tobytes())
+
+
+MAKERS: dict[str, Callable[..., Made]] = {
+    "tar": make_tar,
+    "tar.gz": lambda folder, n=NUM_SAMPLES: make_tar(folder, n, "tar.gz"),
+    "tar.zst": lambda folder, n=NUM_SAMPLES: make_tar(folder, n, "tar.zst"),
+    "parquet": make_parquet,
+    "arrow": make_arrow,
+    "arrow-stream": make_arrow_stream,
+    "jsonl": make_jsonl,
+    "jsonl.gz": lambda folder, n=NUM_SAMPLES: make_jsonl(folder, n, "jsonl.gz"),
+    "tokens.bin": make_tokens_bin,
+    "tokens.npy": make_tokens_npy,
+    "megatron": make_megatron,
+    "megatron-windows": make_megatron_windows,
+}
+
+
+# ---- what came out ------------------------------------------------------------------------------------
+
+
+def plain(value: Any) -> Any:
+    """A delivered value as Python numbers, text and lists."""
+    return value.tolist() if isinstance(value, Tensor | np.ndarray) else value
+
+
+def rows_of(batch: Mapping[str, Any]) -> list[Row]:
+    """The samples of a batch."""
+    columns = {
+        name: [plain(r) for r in (value.rows() if isinstance(value, Ragged) else value)]
+        for name, value in batch.items()
+    }
+    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+
+
+def rank(r: int, world_size: int) -> Topology:
+    return Topology(rank=r, world_size=world_size, source="test")
+
+
+def sort_key(row: Row) -> str:
+    return json.dumps(row, sort_keys=True)
+
+
+def by_plan(
+    loader: DataLoader,
+    samples: Sequence[Row],
+    epoch: int,
+    *,
+    start: int = 0,
+) -> list[list[Row]]:
+    """The oracle: this rank's batches, from the plan's positions and the order's sample numbers alone."""
+    counts = loader.dataset.catalog.blocks.num_samples
+    order = Order(counts, loader.shuffle, seed=loader.seed, epoch=epoch)
+    tail: Tail = loader.tail
+    place = loader.topology
+    plan = EpochPlan(
+        order,
+        batch_size=loader.batch_size,
+        rank=place.rank,
+        world_size=place.world_size,
+        tail=tail,
+        start=start,
+    )
+    batches = []
+    for number in range(plan.num_batches):
+        positions, _ = plan.positions(number, number + 1)
+        batches.append([samples[int(s)] for s in order.samples(positions)])
+    return batches
+
+
+def delivered(loader: Iterable[Any]) -> list[list[Row]]:
+    """One epoch, batch by batch."""
+    return [rows_of(batch) for batch in loader]
