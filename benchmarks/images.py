@@ -33,7 +33,7 @@ def crop_box(width: int, height: int) -> tuple[int, int, int, int]:
     return (width - side) // 2, (height - side) // 2, side, side
 
 
-def decode_crop_resize(jpeg: bytes | memoryview) -> NDArray[np.uint8]:
+def decode_crop_resize(jpeg: bytes | memoryview | NDArray[np.uint8]) -> NDArray[np.uint8]:
     """JPEG bytes -> uint8 [224, 224, 3]."""
     pixels = simplejpeg.decode_jpeg(jpeg)
     left, top, w, h = crop_box(pixels.shape[1], pixels.shape[0])

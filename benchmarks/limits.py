@@ -18,6 +18,8 @@ from numpy.typing import NDArray
 
 from benchmarks.data import FEATURES, LENGTH, Data
 
+torch.set_num_threads(1)  # the threads of a limit are its own, counted ones
+
 T = TypeVar("T")
 
 

@@ -67,7 +67,7 @@ def w1(data: Data, workers: int) -> Iterable[Any]:
     dataset = datasets.Dataset.from_file(str(_members(data, "W1", "jpg", pa.binary()))).with_format("arrow")
 
     def to_tensors(table: pa.Table) -> Any:
-        images = [decode_crop_resize(memoryview(value.as_buffer())) for value in table["jpg"]]
+        images = [decode_crop_resize(np.frombuffer(value.as_buffer(), np.uint8)) for value in table["jpg"]]
         return image_batch(images, table["cls"].to_numpy())
 
     return _loader(dataset, 64, to_tensors, workers)

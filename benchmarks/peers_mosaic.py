@@ -1,7 +1,7 @@
 """Mosaic Streaming over MDS shards, local; samples decoded in `__getitem__`, `StreamingDataLoader` batches.
 
-`streaming` imports torchvision and transformers for ready-made vision and text datasets, not used here. PyPI's
-torchvision does not load beside a CPU build of torch, so both get empty stand-ins.
+`streaming` imports torchvision and transformers for ready-made datasets, not used here. PyPI's torchvision
+does not load beside a CPU build of torch, so both get empty stand-ins.
 """
 
 # ruff: noqa: E402 -- the stand-ins must be there before `streaming` is imported

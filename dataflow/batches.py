@@ -127,7 +127,10 @@ class ColumnBuilder:
 
     def _note_missing(self, output: Output) -> None:
         for run in self._runs:
-            lengths = _spans_of(run, output).lengths[run.rows]
+            spans = _spans_of(run, output)
+            if not spans.has_missing:
+                continue
+            lengths = spans.lengths[run.rows]
             for at in np.flatnonzero(lengths < 0).tolist():
                 self._note_bad(run, at, output, MISSING, None)
 
@@ -289,7 +292,7 @@ def _take_spans(run: Run, output: Output, row_bytes: int, out: NDArray[np.uint8]
         copy_spans(addresses[have], lengths[have], packed.reshape(-1))
         out[have] = packed
         return
-    if region is None:
+    if region is None or not _inside(region, addresses, lengths):
         copy_spans(addresses, lengths, out.reshape(-1))
         return
     offsets = addresses - region.ctypes.data
@@ -298,13 +301,19 @@ def _take_spans(run: Run, output: Output, row_bytes: int, out: NDArray[np.uint8]
     torch.index_select(view, 0, torch.from_numpy(offsets // step), out=torch.from_numpy(out))
 
 
+def _inside(region: NDArray[np.uint8], addresses: NDArray[np.int64], lengths: NDArray[np.int64]) -> bool:
+    """Whether all spans lie in the region: edge buffers and decompressed blocks lie elsewhere."""
+    offsets = addresses - region.ctypes.data
+    return not len(offsets) or bool(offsets.min() >= 0 and (offsets + lengths).max() <= len(region))
+
+
 def _buffer_of(
     window: StagedWindow, spans: StagedSpans, rows: NDArray[np.int64]
 ) -> tuple[NDArray[np.uint8], int]:
     """A byte array that covers the rows' spans, and its address."""
-    if window.region is not None:
-        return window.region, window.region.ctypes.data
     have = rows[spans.lengths[rows] >= 0]
+    if window.region is not None and _inside(window.region, spans.addresses[have], spans.lengths[have]):
+        return window.region, window.region.ctypes.data
     if not len(have):
         return np.empty(0, np.uint8), 0
     base = int(spans.addresses[have].min())

@@ -12,7 +12,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -33,9 +33,11 @@ from sharding.plan import EpochPlan, PlanState, Tail
 from sharding.topology import Topology
 from sharding.urls import is_local
 
-_CHUNK_BYTES = 4 << 20
-"""Output of one chunk: enough that its Python cost vanishes, few enough bytes to stay in the cache."""
-_MAX_CHUNK_BATCHES = 64
+_CHUNK_BYTES = 16 << 20
+"""Output of one chunk, once the stream runs: enough that its Python cost vanishes."""
+_CHUNKS_IN_LIMIT = 32
+"""A chunk is no more than this part of the memory limit."""
+_MAX_CHUNK_BATCHES = 128
 _WINDOW_BYTES = 64 << 20
 _MIN_WINDOW_BLOCKS = 8
 _LISTED_ERRORS = 1000
@@ -104,8 +106,9 @@ class DataLoader:
         self.shuffle = self._resolve_shuffle(shuffle)
         self._epoch = 0
         self._start = 0
-        self._position = 0
         self._in_epoch = False
+        self._current: EpochPlan | None = None
+        self._taken = 0
         self._session: _Session | None = None
         self._finalizer: weakref.finalize[Any, Any] | None = None
         self._skipped = _Skipped(dataset.on_error, dataset.error_budget)
@@ -162,19 +165,20 @@ class DataLoader:
         total = plan.num_batches
         began = time.perf_counter()
         session = self._open(epoch, plan.start) if total else None
-        taken = 0
+        on_device = session.copier.to_device if session and session.copier else None
+        self._current, taken = plan, 0
         try:
             while taken < total:
                 assert session is not None
                 batches = session.next_batches()
                 self._counts.first_batch_s = self._counts.first_batch_s or time.perf_counter() - began
                 for delivered in batches:
-                    if delivered.epoch != epoch or delivered.number != taken:
+                    if delivered.number != taken or delivered.epoch != epoch:
                         raise RuntimeError("two loops ran over one loader at the same time; make two loaders")
-                    taken += 1
-                    self._position = plan.position_after(taken)
-                    self._counts.add(delivered)
-                    yield session.on_device(delivered.batch)
+                    self._taken = taken = taken + 1
+                    self._counts.batches += 1
+                    self._counts.samples += delivered.num_samples
+                    yield delivered.batch if on_device is None else on_device(delivered.batch)
                     if session is not self._session or self._epoch != epoch:
                         return  # the loader was closed or moved elsewhere inside the loop
         except BaseException:  # an error, Ctrl-C, or the loop was left (GeneratorExit)
@@ -185,7 +189,8 @@ class DataLoader:
         self._begin_epoch(epoch + 1, 0)
 
     def _begin_epoch(self, epoch: int, start: int) -> None:
-        self._epoch, self._start, self._position, self._in_epoch = epoch, start, start, False
+        self._epoch, self._start, self._in_epoch = epoch, start, False
+        self._current, self._taken = None, 0
 
     def set_epoch(self, epoch: int) -> None:
         """The next loop runs this epoch, from its beginning. Costs nothing if it is the next one anyway."""
@@ -207,7 +212,7 @@ class DataLoader:
         state = PlanState(
             seed=self.seed,
             epoch=self._epoch,
-            position=self._position,
+            position=self._current.position_after(self._taken) if self._current else self._start,
             num_samples=self.dataset.catalog.num_samples,
             shuffle=self.shuffle,
             fingerprint=self.dataset.catalog.fingerprint(),
@@ -277,7 +282,7 @@ class _Session:
         on_cuda = loader.device.type == "cuda"
         register = register_pinned if on_cuda else None
         self.arena = Arena(limit_bytes=loader.memory_limit, register=register)
-        self._copier = DeviceCopier(CudaStreams(loader.device)) if on_cuda else None
+        self.copier = DeviceCopier(CudaStreams(loader.device)) if on_cuda else None
         self.source = dataset.source()
         self._next = (epoch, start)
         ledger = self.ledger
@@ -311,13 +316,9 @@ class _Session:
         self.engine: Engine[Delivered] = Engine(stream.windows(epoch, start), self.ledger, options)
         torch.set_num_threads(torch_threads)
 
-    def on_device(self, batch: Any) -> Any:
-        """The batch where the loader's device is; its slots are held until they are copied."""
-        return batch if self._copier is None else self._copier.to_device(batch)
-
-    def next_batches(self) -> list[Delivered]:
+    def next_batches(self) -> Sequence[Delivered]:
         """The batches of the next chunk."""
-        batches = list(self.engine.next_batches())
+        batches = self.engine.next_batches()
         if batches:
             self._next = (batches[-1].epoch, -1)
         return batches
@@ -332,8 +333,8 @@ class _Session:
 
     def close(self) -> None:
         """Stop everything."""
-        if self._copier:
-            self._copier.close()
+        if self.copier:
+            self.copier.close()
         self.engine.close()
         self.arena.close()
 
@@ -345,11 +346,6 @@ class _Counts:
         self.samples = self.batches = 0
         self.first_batch_s = 0.0
         self._past: list[tuple[EngineStats, Traffic]] = []
-
-    def add(self, delivered: Delivered) -> None:
-        """Count one batch."""
-        self.samples += delivered.num_samples
-        self.batches += 1
 
     def keep(self, session: _Session) -> None:
         """Remember a session that ends: its totals are folded into one record."""
@@ -463,7 +459,8 @@ def _batch_bytes(loader: DataLoader) -> int:
 
 
 def _batches_per_chunk(loader: DataLoader) -> int:
-    return max(1, min(_MAX_CHUNK_BATCHES, _CHUNK_BYTES // _batch_bytes(loader)))
+    wanted = min(_CHUNK_BYTES, loader.memory_limit // _CHUNKS_IN_LIMIT)
+    return max(1, min(_MAX_CHUNK_BATCHES, wanted // _batch_bytes(loader)))
 
 
 def _build_threads(dataset: ShardedDataset) -> int:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -105,6 +106,11 @@ class StagedSpans:
     """[rows] bytes; -1 where the sample lacks the column."""
     keep: list[Any] = field(default_factory=list)
     """What keeps the memory alive."""
+
+    @cached_property
+    def has_missing(self) -> bool:
+        """Whether any row lacks the column; asked once the window is staged."""
+        return bool((self.lengths < 0).any())
 
     def put(self, first: int, column: Column) -> None:
         """Stage one block's values at rows from `first`."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +26,7 @@ from sharding.order import Order, Shuffle, windows_touched
 from sharding.plan import EpochPlan, Tail
 
 _FULL_WINDOW_SAMPLES = 4096
+_FIXED_KINDS = ("array", "spans", "image")
 
 
 class Windows(Protocol):
@@ -122,8 +123,7 @@ class Finishing:
     """Decides about a bad sample: True skips it; may raise."""
 
 
-@dataclass(frozen=True)
-class Delivered:
+class Delivered(NamedTuple):
     """One batch with its place in the stream."""
 
     epoch: int
@@ -160,9 +160,12 @@ class BatchChunk:
     @property
     def nbytes(self) -> int:
         """Output credits; known once the windows are staged."""
+        outputs = [output for output in self._stream.source.outputs if output.name not in self.slots]
+        if all(output.kind in _FIXED_KINDS for output in outputs):
+            rows = self._plan.batch_size * self.num_batches
+            return sum(rounded_bytes(rows * output.row_bytes) for output in outputs)
         runs = self.runs()
         rows = sum(len(run.rows) for run in runs)
-        outputs = (output for output in self._stream.source.outputs if output.name not in self.slots)
         return sum(_output_bytes(output, runs, rows) for output in outputs)
 
     def runs(self) -> list[Run]:
@@ -273,7 +276,7 @@ def _default_collate(samples: list[Any]) -> Any:
 
 
 def _output_bytes(output: Output, runs: Sequence[Run], rows: int) -> int:
-    if output.kind in ("array", "spans", "image"):
+    if output.kind in _FIXED_KINDS:
         return rounded_bytes(rows * output.row_bytes)
     if output.kind in ("ragged", "pad"):
         total = 0
@@ -302,6 +305,7 @@ class Stream:
         self.source, self.arena, self.plan, self.finishing = source, arena, plan, finishing
         self.on_return = on_return
         self._batches_per_chunk = batches_per_chunk
+        self._next_chunk = 1
         self._num_readers = num_readers
         self._direct = reads_directly(source) and bool(direct_outputs(source))
         self._scatters = reads_directly(source)
@@ -412,12 +416,14 @@ class Stream:
     ) -> list[BatchChunk]:
         """Batches [first, last), the first of which may need every window given; the others the last one."""
         own = next(reversed(windows.items()))
-        starts = range(first, last, self._batches_per_chunk)
-        chunks = []
-        for start in starts:
+        start, chunks = first, []
+        while start < last:
             needs = windows if start == first else dict([own])
-            batches = (start, min(start + self._batches_per_chunk, last))
-            chunks.append(BatchChunk(self, plan, units, batches, tuple(needs.values()), dict(needs)))
+            stop = min(start + self._next_chunk, last)
+            chunks.append(BatchChunk(self, plan, units, (start, stop), tuple(needs.values()), dict(needs)))
+            # The stream's first batch waits for one batch's work only.
+            self._next_chunk = min(2 * self._next_chunk, self._batches_per_chunk)
+            start = stop
         return chunks
 
     def _wrap(

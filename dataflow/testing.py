@@ -74,7 +74,8 @@ def run_ranks(
         fn: a function at module level (ranks import it; lambdas and inner functions have no name to
             import). In a script, the call must stand under `if __name__ == "__main__":`.
         world_size: number of ranks.
-        args, kwargs: its arguments, the same for every rank; pickled.
+        args: its positional arguments, the same for every rank; pickled.
+        kwargs: its named arguments, likewise.
         backend: what `torch.distributed` is initialised with; None: not at all, `fn` may do it.
         timeout_s: seconds for everything, the start of the processes (1 to 3 s with "spawn") included.
         env: environment variables for the ranks, beside this process's own; set before `fn` is imported.
@@ -150,9 +151,9 @@ class _Store:
     """The rendezvous store, in this process, on a free port."""
 
     def __enter__(self) -> int:
-        from torch.distributed import TCPStore
+        from torch import distributed
 
-        self._store: Any = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._store: Any = distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
         return int(self._store.port)
 
     def __exit__(self, *_: object) -> None:
@@ -205,9 +206,11 @@ class _Ranks:
     """The processes of one `run_ranks`; leaving the block ends them all."""
 
     def __init__(self, timeout_s: float, start_method: StartMethod) -> None:
-        self._context = get_context(start_method)
+        self._context: Any = get_context(start_method)
         if start_method == "forkserver":
-            self._context.set_forkserver_preload(["__main__", "torch.distributed", __name__])
+            # Imported once for all ranks to come; only the first call in this process has an effect.
+            preload = ["__main__", "torch.distributed", __name__]
+            self._context.set_forkserver_preload(preload + ["_pytest.config"] * ("pytest" in sys.modules))
         self._timeout_s, self._deadline = timeout_s, time.monotonic() + timeout_s
         self._ranks: list[_Rank] = []
 

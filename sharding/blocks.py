@@ -15,7 +15,7 @@ from typing import BinaryIO, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-DEFAULT_BLOCK_BYTES = 4 << 20
+DEFAULT_BLOCK_BYTES = 2 << 20
 """Bytes a block aims at where the format has no unit of its own."""
 
 

@@ -158,7 +158,7 @@ def test_compressed_shards_are_one_block_with_the_same_samples(url: str) -> None
 
 
 def test_times_in_pax_headers_before_every_member_change_nothing() -> None:
-    pairs = [(f"{i:05d}.{ext}", b"v" * (i % 700)) for i in range(3000) for ext in ("a", "b")]
+    pairs = [(f"{i:05d}.{ext}", b"v" * (i % 700)) for i in range(1200) for ext in ("a", "b")]
     content = tar_of(pairs, fmt=tarfile.PAX_FORMAT, mtime=1e9 + 0.25)
     assert by_us(content) == by_webdataset(content)
 
@@ -194,8 +194,27 @@ def test_a_payload_that_is_a_tar_archive_is_not_searched() -> None:
 
 @pytest.mark.parametrize("name", ["path", "comment"])
 def test_global_pax_headers_apply_to_all_that_follows(name: str) -> None:
-    content = tar_of([("a.x", b"1")], fmt=tarfile.PAX_FORMAT, pax_headers={name: "dir/é.y"})
+    members = [("a.x", b"1"), ("b.x", b"2")][: 2 if name == "comment" else 1]
+    content = tar_of(members, fmt=tarfile.PAX_FORMAT, pax_headers={name: "dir/é.y"})
     assert by_us(content) == by_webdataset(content)
+
+
+def test_a_global_path_names_every_member_as_in_tarfile() -> None:
+    content = tar_of([("a.x", b"1"), ("b.x", b"2")], fmt=tarfile.PAX_FORMAT, pax_headers={"path": "é.y"})
+    with pytest.raises(ValueError, match="duplicate"):
+        by_webdataset(content)
+    assert error_of(content).key == "é"
+
+
+def test_a_pax_size_outweighs_the_one_in_the_header() -> None:
+    payload = tar_of([("inner.x", b"not a member")])[:1024]
+    body = b"13 size=1024\n"
+    pax = tarfile.TarInfo("x")
+    pax.type, pax.size = tarfile.XHDTYPE, len(body)
+    content = pax.tobuf(tarfile.USTAR_FORMAT) + body.ljust(512, b"\0")
+    content += tarfile.TarInfo("a.x").tobuf(tarfile.USTAR_FORMAT) + payload + simple(3)
+    assert by_us(content) == by_webdataset(content)
+    assert by_us(content)[0] == {"__key__": "a", "x": payload}
 
 
 def old_style(content: bytes) -> bytes:
@@ -322,7 +341,7 @@ def test_small_members_after_large_ones_are_read_in_windows_again() -> None:
     assert list_members(file, "a.tar").size.tolist() == sizes
 
 
-@pytest.mark.parametrize("block_bytes", [1, 1536, 5000, 1 << 20])
+@pytest.mark.parametrize("block_bytes", [1, 1536, 3072, 5000, 1 << 20])
 def test_blocks_are_consecutive_whole_samples_of_at_least_the_wanted_bytes(block_bytes: int) -> None:
     content = simple(40)
     scan = scan_of(TAR, content, "a.tar", block_bytes)
@@ -593,6 +612,14 @@ def test_another_compressed_shard_is_noticed_while_decoding(url: str) -> None:
     compress = COMPRESS[url]
     for other in (simple(2), simple(30), simple(3, size=600)):
         decode_other(compress(simple(3)), compress(other).ljust(len(compress(simple(3))), b"\0"), url)
+
+
+@pytest.mark.parametrize("url", ["a.tar.gz", "a.tar.zst"])
+def test_a_shard_that_became_a_bomb_meets_the_size_it_was_indexed_with(url: str) -> None:
+    assert (
+        "more than"
+        in decode_other(COMPRESS[url](bytes(simple(3))), COMPRESS[url](bytes(60_000))[:4000], url).reason
+    )
 
 
 def test_v7_and_odd_sizes_are_not_compared_while_decoding() -> None:

@@ -102,6 +102,8 @@ def test_a_second_run_gives_the_same_bytes(tmp_path: Path, suffix: str) -> None:
     for i in range(2):
         one, two = (tmp_path / run / f"{i}.{suffix}" for run in ("one", "two"))
         assert one.read_bytes() == two.read_bytes()
+        if "gz" in suffix:
+            assert one.read_bytes()[3:8] == bytes(5)  # no name, no time
 
 
 def test_members_have_no_times_and_no_owners(tmp_path: Path) -> None:

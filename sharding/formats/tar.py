@@ -52,8 +52,8 @@ _NARROW, _WIDE = _records("<u4"), _records("<u8")
 class TarFormat:
     """The `Format` of `.tar`, `.tar.gz`, `.tgz` and `.tar.zst` shards; stateless and thread-safe."""
 
-    name = "tar"
-    suffixes = (".tar", ".tgz")
+    name: str = "tar"
+    suffixes: tuple[str, ...] = (".tar", ".tgz")
 
     def scan(self, file: BinaryIO, shard: Shard, *, block_bytes: int) -> ShardScan:
         """Index one shard; see `Format.scan`. Every extension is a column of kind "bytes".

@@ -71,7 +71,7 @@ class Extensions:
         """Take in the payload of one extension header, which lies at `start`. ValueError: malformed."""
         if kind == ord("L") and self.name is None:
             self.name, self.name_start = body.partition(b"\0")[0], start
-        elif kind in b"xX":
+        elif kind in b"xX" and changes_member(kind, body):
             for keyword, value, at in reversed(pax_records(body)):
                 if keyword.startswith(b"GNU.sparse."):
                     raise ValueError("a sparse member; pack the shard without --sparse")
@@ -79,6 +79,13 @@ class Extensions:
                     self.name, self.name_start = value.rstrip(b"/"), start + at
                 elif keyword == b"size" and self.size is None:
                     self.size = _decimal(value)
+
+
+def changes_member(kind: int, body: bytes) -> bool:
+    """Whether an extension header may change a member's name or size; most only state times."""
+    if kind in b"xX":
+        return b"path=" in body or b"size=" in body or b"GNU.sparse." in body
+    return kind in b"gL"
 
 
 def pax_records(body: bytes) -> list[tuple[bytes, bytes, int]]:

@@ -21,6 +21,7 @@ from sharding.formats.tar_header import (
     PREFIX,
     SIZE,
     TYPE,
+    changes_member,
 )
 
 _USTAR, _MTIME = np.frombuffer(b"ustar", np.uint8), np.frombuffer(b" mtime=", np.uint8)
@@ -66,19 +67,12 @@ def run_of(blocks: NDArray[np.uint8], base: int) -> Run | None:
     extensions = chain[extension & (chain < members[-1])]
     extensions = extensions[~_only_mtime(kind[extensions], size[extensions], blocks[at[extensions] + 1, :9])]
     for row in extensions.tolist():
-        if _changes_a_member(kind[row], blocks[at[row] + 1 : after[row]].tobytes()):
+        if changes_member(kind[row], blocks[at[row] + 1 : after[row]].tobytes()):
             unusual[np.searchsorted(members, row)] = True
     end = base + after[members] * BLOCK
     first = np.append(base, end[:-1])  # where the previous member ends, its extension headers begin
     header = base + at[members] * BLOCK
     return Run(first, header, end, size[members], heads[members], np.flatnonzero(unusual))
-
-
-def _changes_a_member(kind: int, body: bytes) -> bool:
-    """Whether an extension header may change a name or a size; most only state times."""
-    if kind in b"xX":
-        return b"path=" in body or b"size=" in body or b"GNU.sparse" in body
-    return kind in b"gL"
 
 
 def _only_mtime(

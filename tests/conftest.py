@@ -1,0 +1,1 @@
+pytest_plugins = ["dataflow.pytest_plugin", "pytester"]
