@@ -115,6 +115,6 @@ def w4(data: Data, workers: int) -> Iterable[Any]:
         values = np.stack([np.frombuffer(m, np.uint8) for m in members[::2]])
         order = np.random.permutation(len(values))
         values, labels = torch.from_numpy(values[order]), torch.tensor([int(m) for m in members[1::2]])[order]
-        return [(values[i : i + 256], labels[i : i + 256]) for i in range(0, len(order) - 255, 256)]
+        return list(zip(values.split(256), labels.split(256), strict=True))
 
     return _Flat(_Epochs(lambda: np.random.permutation(paths).tolist(), _per_batch(read, workers)))

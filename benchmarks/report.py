@@ -53,6 +53,7 @@ def show_rows(console: Console, workload: Workload, medians: Sequence[Run]) -> N
         "MB mapped",
         "stall %",
         "cores",
+        "others",
     ):
         table.add_column(heading, justify="right")
     for run in sorted(medians, key=lambda r: (r.consumer != "plain", -r.samples_per_s)):
@@ -75,6 +76,7 @@ def _cells(run: Run) -> list[str]:
         f"{run.pss_mb:,.0f}",
         f"{run.stall_share * 100:.1f}",
         f"{run.cpu_s_per_s:.2f}",
+        f"{run.others_cpu_s_per_s:.2f}",
     ]
 
 

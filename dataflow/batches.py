@@ -36,7 +36,7 @@ from sharding.order import uniform
 Array = NDArray[Any]
 _IMAGE_PART = 8
 """Images decoded by one task: small enough to share a batch among threads."""
-_TILE_BYTES = 1 << 19
+_TILE_BYTES = 1 << 20
 """Widening goes through a scratch tile of this size, so that it stays in the L2 cache."""
 
 
@@ -160,13 +160,13 @@ class ColumnBuilder:
                 _take_spans(run, output, row_bytes, target.view(np.uint8).reshape(len(run.rows), -1))
                 continue
             tile = max(1, _TILE_BYTES // row_bytes)
-            scratch = self._arena.lease(min(tile, len(run.rows)) * row_bytes).reshape(-1, row_bytes)
+            scratch = self._arena.lease(tile * row_bytes)[: tile * row_bytes].reshape(tile, row_bytes)
+            typed = scratch.view(stored).reshape(tile, *output.shape)
             for start in range(0, len(run.rows), tile):
                 part = Run(run.window, run.rows[start : start + tile], 0)
-                rows = scratch[: len(part.rows)]
-                _take_spans(part, output, row_bytes, rows)
-                shape = (len(part.rows), *output.shape)
-                np.copyto(target[start : start + tile], rows.view(stored).reshape(shape))
+                num_rows = len(part.rows)
+                _take_spans(part, output, row_bytes, scratch[:num_rows])
+                np.copyto(target[start : start + num_rows], typed[:num_rows])
         return _split_rows(out)
 
     # ---- variable rows --------------------------------------------------------------------------------
@@ -280,31 +280,27 @@ def _take_rows(values: Array, rows: NDArray[np.int64], out: Array) -> None:
 def _take_spans(run: Run, output: Output, row_bytes: int, out: NDArray[np.uint8]) -> None:
     """Gather equally long spans into `out` [n, row_bytes]."""
     spans, region = _spans_of(run, output), run.window.region
-    addresses = spans.addresses[run.rows]
-    lengths = spans.lengths[run.rows]
-    if (lengths != row_bytes).any():
-        if (lengths[lengths >= 0] != row_bytes).any():
-            at = int(np.flatnonzero((lengths >= 0) & (lengths != row_bytes))[0])
-            reason = f"holds {lengths[at]} bytes where every other sample holds {row_bytes}"
-            raise run.window.sample_error(int(run.rows[at]), reason, output.name)
-        have = np.flatnonzero(lengths >= 0)  # the others are reported as bad rows
-        packed = np.empty((len(have), row_bytes), np.uint8)
-        copy_spans(addresses[have], lengths[have], packed.reshape(-1))
-        out[have] = packed
+    if spans.uniform_bytes == row_bytes and region is not None and spans.in_region:
+        view, places = spans.grid(region)
+        torch.index_select(view, 0, torch.from_numpy(places[run.rows]), out=torch.from_numpy(out))
         return
-    if region is None or not _inside(region, addresses, lengths):
+    addresses, lengths = spans.addresses[run.rows], spans.lengths[run.rows]
+    wrong = np.flatnonzero((lengths >= 0) & (lengths != row_bytes))
+    if len(wrong):
+        reason = f"holds {lengths[wrong[0]]} bytes where every other sample holds {row_bytes}"
+        raise run.window.sample_error(int(run.rows[wrong[0]]), reason, output.name)
+    have = np.flatnonzero(lengths >= 0)  # the others are reported as bad rows
+    if len(have) == len(lengths):
         copy_spans(addresses, lengths, out.reshape(-1))
         return
-    offsets = addresses - region.ctypes.data
-    step = int(np.gcd.reduce(offsets, initial=512))
-    view = torch.from_numpy(region).as_strided(((len(region) - row_bytes) // step + 1, row_bytes), (step, 1))
-    torch.index_select(view, 0, torch.from_numpy(offsets // step), out=torch.from_numpy(out))
+    packed = np.empty((len(have), row_bytes), np.uint8)
+    copy_spans(addresses[have], lengths[have], packed.reshape(-1))
+    out[have] = packed
 
 
 def _inside(region: NDArray[np.uint8], addresses: NDArray[np.int64], lengths: NDArray[np.int64]) -> bool:
-    """Whether all spans lie in the region: edge buffers and decompressed blocks lie elsewhere."""
-    offsets = addresses - region.ctypes.data
-    return not len(offsets) or bool(offsets.min() >= 0 and (offsets + lengths).max() <= len(region))
+    first = region.ctypes.data
+    return bool((addresses >= first).all() and (addresses + lengths <= first + region.nbytes).all())
 
 
 def _buffer_of(

@@ -12,6 +12,7 @@ import io
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -68,7 +69,7 @@ class Output:
     image: Image | None = None
     pad: Pad | None = None
 
-    @property
+    @cached_property
     def row_bytes(self) -> int:
         """Bytes of one delivered row of fixed size."""
         return int(np.prod(self.shape, dtype=np.int64)) * np.dtype(self.dtype).itemsize

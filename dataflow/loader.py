@@ -33,7 +33,7 @@ from sharding.plan import EpochPlan, PlanState, Tail
 from sharding.topology import Topology
 from sharding.urls import is_local
 
-_CHUNK_BYTES = 16 << 20
+_CHUNK_BYTES = 8 << 20
 """Output of one chunk, once the stream runs: enough that its Python cost vanishes."""
 _CHUNKS_IN_LIMIT = 32
 """A chunk is no more than this part of the memory limit."""
@@ -41,7 +41,7 @@ _MAX_CHUNK_BATCHES = 128
 _WINDOW_BYTES = 64 << 20
 _MIN_WINDOW_BLOCKS = 8
 _LISTED_ERRORS = 1000
-_LOCAL_READERS = 4
+_LOCAL_READERS = 2
 _REMOTE_READERS = 16
 
 

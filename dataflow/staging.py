@@ -18,6 +18,7 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from dataflow.decode import BadRows, Output
@@ -106,6 +107,28 @@ class StagedSpans:
     """[rows] bytes; -1 where the sample lacks the column."""
     keep: list[Any] = field(default_factory=list)
     """What keeps the memory alive."""
+    in_region: bool = False
+    """Whether all values lie in the window's region."""
+    _grid: tuple[torch.Tensor, NDArray[np.int64]] | None = None
+
+    @cached_property
+    def uniform_bytes(self) -> int:
+        """The length of every value, where all are equally long; else -1. Asked once the window is staged."""
+        first = int(self.lengths[0]) if len(self.lengths) else -1
+        return first if (self.lengths == first).all() else -1
+
+    def grid(self, region: NDArray[np.uint8]) -> tuple[torch.Tensor, NDArray[np.int64]]:
+        """Equally long values as rows of one strided view of the region: the view, and the row of each value.
+
+        The rows of the view start `step` bytes apart and may overlap. Made once a window.
+        """
+        if self._grid is None:
+            offsets = self.addresses - region.ctypes.data
+            step = int(np.gcd.reduce(offsets, initial=_ALIGN))
+            num = (len(region) - self.uniform_bytes) // step + 1
+            view = torch.from_numpy(region).as_strided((num, self.uniform_bytes), (step, 1))
+            self._grid = view, offsets // step
+        return self._grid
 
     @cached_property
     def has_missing(self) -> bool:
@@ -235,7 +258,9 @@ class StagedWindow:
                 self.staged[output.name] = StagedArray(used.reshape(self.num_rows, *output.shape))
             else:
                 lengths = np.full(self.num_rows, -1, np.int64)
-                self.staged[output.name] = StagedSpans(np.zeros(self.num_rows, np.int64), lengths)
+                spans = StagedSpans(np.zeros(self.num_rows, np.int64), lengths)
+                spans.in_region = self._in_region and output.sources[0] != "__url__"
+                self.staged[output.name] = spans
 
     def _read(self, ordinal: int, at: int) -> None:
         block = self.blocks[ordinal]

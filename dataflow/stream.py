@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -122,6 +123,11 @@ class Finishing:
     on_bad: Callable[[SampleError], bool]
     """Decides about a bad sample: True skips it; may raise."""
 
+    @property
+    def does_something(self) -> bool:
+        """Whether the gathered columns are not yet the batch."""
+        return bool(self.transform or self.collate or self.batch_transform)
+
 
 class Delivered(NamedTuple):
     """One batch with its place in the stream."""
@@ -144,7 +150,9 @@ class BatchChunk:
         batches: tuple[int, int],
         needs: Sequence[StagedWindow],
         numbers: dict[int, StagedWindow],
+        rows: NDArray[np.int64] | None = None,
     ) -> None:
+        self._rows = rows
         self._stream, self._plan, self._batches = stream, plan, batches
         self.needs = tuple(needs)
         self._units = units
@@ -157,7 +165,7 @@ class BatchChunk:
         self._built: list[Any] = []
         self._runs: list[Run] | None = None
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         """Output credits; known once the windows are staged."""
         outputs = [output for output in self._stream.source.outputs if output.name not in self.slots]
@@ -170,6 +178,8 @@ class BatchChunk:
 
     def runs(self) -> list[Run]:
         """The rows of its batches, in order."""
+        if self._runs is None and self._rows is not None:
+            self._runs = [Run(self.needs[-1], self._rows, 0)]
         if self._runs is None:
             runs = []
             positions, _ = self._plan.positions(*self._batches)
@@ -195,16 +205,23 @@ class BatchChunk:
     def finish(self) -> tuple[Sequence[Delivered], int]:
         """Split into batches, apply what the user gave."""
         first, last = self._batches
-        sizes = self._plan.positions(first, last)[1].tolist()
+        sizes = [self._plan.batch_size] * (last - first)
+        if last == self._plan.num_batches:
+            sizes = self._plan.positions(first, last)[1].tolist()
         columns = [built.split(sizes) for built in self._built]
         names = [output.name for output in self._stream.source.outputs]
         batches = [dict(zip(names, values, strict=True)) for values in zip(*columns, strict=True)]
         assert self._builder is not None
-        delivered, row = [], 0
-        for number, (batch, size) in enumerate(zip(batches, sizes, strict=True), first):
-            done, kept = self._finish_batch(batch, row, size)
-            delivered.append(Delivered(self._plan.order.epoch, number, done, kept))
-            row += size
+        epoch, finishing = self._plan.order.epoch, self._stream.finishing
+        if self._builder.bad or finishing.does_something:
+            delivered, row = [], 0
+            for number, (batch, size) in enumerate(zip(batches, sizes, strict=True), first):
+                done, kept = self._finish_batch(batch, row, size)
+                delivered.append(Delivered(epoch, number, done, kept))
+                row += size
+        else:
+            places = zip(range(first, last), batches, sizes, strict=True)
+            delivered = [Delivered(epoch, number, batch, size) for number, batch, size in places]
         leased = self._builder.leased_bytes + self.staged_bytes
         self._builder, self._built, self._runs = None, [], None
         self.slots = {}
@@ -330,7 +347,8 @@ class Stream:
             carried[number] = window
             window.carried = self._straddles(plan, order, number, complete)
             if complete > done:
-                window.chunk_list = self._chunks(plan, order, done, complete, carried)
+                own = window.rows if len(slots) == len(window.rows) else window.rows[slots]
+                window.chunk_list = self._chunks(plan, order, done, complete, carried, own)
                 carried = {number: window} if window.carried else {}
                 done = complete
             window.plan()
@@ -412,19 +430,44 @@ class Stream:
             return None
 
     def _chunks(
-        self, plan: EpochPlan, units: Windows, first: int, last: int, windows: dict[int, StagedWindow]
+        self,
+        plan: EpochPlan,
+        units: Windows,
+        first: int,
+        last: int,
+        windows: dict[int, StagedWindow],
+        rows: NDArray[np.int64],
     ) -> list[BatchChunk]:
-        """Batches [first, last), the first of which may need every window given; the others the last one."""
+        """Batches [first, last), the first of which may need every window given; the others the last one.
+
+        `rows` are the rows of the last window that this rank takes, in order.
+        """
         own = next(reversed(windows.items()))
+        # Of the first batch, the rows in earlier windows: they shift all that follow.
+        before = max(0, units.window_start(own[0]) - int(plan.positions(first, first + 1)[0][0]))
+        size = plan.batch_size
         start, chunks = first, []
         while start < last:
             needs = windows if start == first else dict([own])
             stop = min(start + self._next_chunk, last)
-            chunks.append(BatchChunk(self, plan, units, (start, stop), tuple(needs.values()), dict(needs)))
+            chunk_rows = None
+            if len(needs) == 1:
+                at = (start - first) * size - before
+                chunk_rows = rows[at : at + self._num_rows(plan, start, stop)]
+            chunks.append(
+                BatchChunk(self, plan, units, (start, stop), tuple(needs.values()), dict(needs), chunk_rows)
+            )
             # The stream's first batch waits for one batch's work only.
             self._next_chunk = min(2 * self._next_chunk, self._batches_per_chunk)
             start = stop
         return chunks
+
+    @staticmethod
+    def _num_rows(plan: EpochPlan, start: int, stop: int) -> int:
+        """Samples of batches [start, stop)."""
+        if stop < plan.num_batches:
+            return (stop - start) * plan.batch_size
+        return int(plan.positions(start, stop)[1].sum())
 
     def _wrap(
         self, plan: EpochPlan, order: Windows, done: int, carried: dict[int, StagedWindow]

@@ -187,11 +187,10 @@ class _Rank:
 
     def kill(self) -> None:
         """End the process and what it started, and reap it."""
-        if self.process.exitcode is None:
-            try:
-                os.killpg(self.process.pid, signal.SIGKILL)
-            except (ProcessLookupError, PermissionError):  # it has no group of its own yet
-                self.process.kill()
+        try:
+            pass  # also after its own end: children may live on
+        except (ProcessLookupError, PermissionError):  # none is left, or it has no group of its own yet
+            self.process.kill()
         self.process.join()
 
     def stack_text(self) -> str:

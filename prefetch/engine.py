@@ -290,9 +290,9 @@ class Engine(Generic[T]):
             failed = next((w.error for w in staged if w.error), None)
             if failed is None and any(w.left for w in staged):
                 return
-            if self._line and self._line_batches + chunk.num_batches > self._depth(chunk):
-                return
             nbytes = 0 if failed else chunk.nbytes
+            if self._line and self._line_batches + chunk.num_batches > self._depth(nbytes):
+                return
             credited = self._ledger.reserve(State.BUILDING, nbytes) or (
                 not self._line and self._ledger.reserve(State.BUILDING, nbytes, head_of_order=True)
             )
@@ -309,8 +309,8 @@ class Engine(Generic[T]):
             else:
                 self._workers.submit(started.sequence, partial(self._run_begin, started))
 
-    def _depth(self, chunk: Chunk[T]) -> int:
-        seen = Observation(self._delivered, self._starved, self._line_batches, chunk.nbytes)
+    def _depth(self, nbytes: int) -> int:
+        seen = Observation(self._delivered, self._starved, self._line_batches, nbytes)
         return self._options.depth(seen).value
 
     def _admit_windows(self) -> None:
@@ -408,14 +408,15 @@ class Engine(Generic[T]):
                 started.error = caught
                 self._complete(started)
             return
-        with self._changed:
-            self._account("build", began)
-            started.left = max(1, len(parts))
-        if not parts:
-            parts = [_nothing]
+        started.left = len(parts)
         for part in parts[1:]:
             self._workers.submit(started.sequence, partial(self._run_part, started, part))
-        self._run_part(started, parts[0])
+        if parts:
+            with self._changed:
+                self._account("build", began)
+            self._run_part(started, parts[0])
+        else:
+            self._finish(started, began)
 
     def _run_part(self, started: _Started[T], part: Task) -> None:
         began, error = time.perf_counter(), None
@@ -428,15 +429,20 @@ class Engine(Generic[T]):
             started.error = started.error or error
             started.left -= 1
             last = started.left == 0
-        if last and started.error is None:
+            if not last:
+                self._account("build", began)
+        if last:
+            self._finish(started, began)
+
+    def _finish(self, started: _Started[T], began: float) -> None:
+        if started.error is None:
             try:
                 started.batches, started.leased = started.chunk.finish()
             except BaseException as caught:
                 started.error = caught
         with self._changed:
             self._account("build", began)
-            if last:
-                self._complete(started)
+            self._complete(started)
 
     def _complete(self, started: _Started[T]) -> None:
         """The chunk is built, or failed: its windows lose a user. Under the lock."""
@@ -510,7 +516,3 @@ class Engine(Generic[T]):
             self._line.clear()
             self._line_batches = 0
             self._waiting_window = None
-
-
-def _nothing() -> None:
-    pass
