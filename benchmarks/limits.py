@@ -87,20 +87,20 @@ def w1_raw(data: Data, workers: int) -> Iterable[int]:
 
 
 def w2(data: Data, workers: int) -> Iterable[int]:
-    """Gather 16 random samples of 2,049 tokens and widen them to int64."""
-    arrays = [np.frombuffer(mapped(path), np.uint16) for path in data.files("W2")]
-    tokens = [torch.from_numpy(array.view(np.int16)) for array in arrays]
-    samples = [t.as_strided(((len(t) - 1) // LENGTH, LENGTH + 1), (LENGTH, 1)) for t in tokens]
-    rng = np.random.default_rng(0)
-    picks = []
-    for view in samples:
-        order = torch.from_numpy(rng.permutation(len(view)))
-        picks += [(view, order[i : i + 16]) for i in range(0, len(order), 16)]
+    """Gather 16 random samples of 2,049 tokens and widen them to int64, into reused memory."""
+    tokens = torch.from_numpy(np.frombuffer(mapped(data.files("W2")[0]), np.int16))
+    samples = tokens.as_strided(((len(tokens) - 1) // LENGTH, LENGTH + 1), (LENGTH, 1))
+    picks = torch.from_numpy(np.random.default_rng(0).permutation(len(samples))).split(16)[:-1]
+    shape = (16, LENGTH + 1)
+    free = deque((torch.empty(shape, dtype=torch.int16), torch.empty(shape, dtype=torch.int64)) for _ in "12")
 
-    def work(chunk: list[tuple[torch.Tensor, torch.Tensor]]) -> int:
-        for view, rows in chunk:
-            view[rows].to(torch.int64).bitwise_and_(0xFFFF)
-        return sum(len(rows) for _, rows in chunk)
+    def work(chunk: Sequence[torch.Tensor]) -> int:
+        narrow, wide = free.popleft()
+        for rows in chunk:
+            torch.index_select(samples, 0, rows, out=narrow)
+            wide.copy_(narrow.view(torch.uint16))
+        free.append((narrow, wide))
+        return 16 * len(chunk)
 
     return _Repeated([picks[i : i + 64] for i in range(0, len(picks), 64)], work, workers)
 

@@ -164,35 +164,25 @@ class Tokens(Dataset):
     """Memory-mapped tokens: one gather and one widening copy per batch."""
 
     def __init__(self, data: Data) -> None:
-        self._paths = data.files("W2")
-        self._views: list[Any] = []
-        sizes = np.array([os.path.getsize(path) // 2 for path in self._paths])
-        self._ends = np.cumsum((sizes - 1) // LENGTH)
+        self._path = data.files("W2")[0]
+        self._count = (os.path.getsize(self._path) // 2 - 1) // LENGTH
+        self._samples: torch.Tensor | None = None
 
     def __len__(self) -> int:
-        return int(self._ends[-1])
-
-    def _open(self) -> list[Any]:
-        if not self._views:
-            for path in self._paths:
-                tokens = np.asarray(np.memmap(path, np.uint16, "r"))
-                count = (len(tokens) - 1) // LENGTH
-                self._views.append(
-                    np.lib.stride_tricks.as_strided(tokens, (count, LENGTH + 1), (2 * LENGTH, 2))
-                )
-        return self._views
+        return self._count
 
     def __getitem__(self, i: int) -> torch.Tensor:
-        return self.__getitems__([i])[0]
+        return self._mapped()[i].view(torch.uint16).to(torch.int64)
 
     def __getitems__(self, picks: Sequence[int]) -> torch.Tensor:
-        views, rows = self._open(), np.asarray(picks)
-        shards = np.searchsorted(self._ends, rows, side="right")
-        batch = np.empty((len(rows), LENGTH + 1), np.int64)
-        starts = np.concatenate([[0], self._ends[:-1]])
-        for i, (shard, row) in enumerate(zip(shards.tolist(), (rows - starts[shards]).tolist(), strict=True)):
-            batch[i] = views[shard][row]
-        return torch.from_numpy(batch)
+        rows = self._mapped().index_select(0, torch.as_tensor(picks))
+        return rows.view(torch.uint16).to(torch.int64)  # torch gathers int16, and widens uint16
+
+    def _mapped(self) -> torch.Tensor:
+        if self._samples is None:
+            tokens = torch.from_numpy(np.asarray(np.memmap(self._path, np.int16, "c")))
+            self._samples = tokens.as_strided((self._count, LENGTH + 1), (LENGTH, 1))
+        return self._samples
 
 
 def w2(data: Data, workers: int) -> Iterable[Any]:

@@ -37,9 +37,6 @@ class Workload:
     burn_s: float = 0.0
     """CPU seconds the burning consumer takes a batch; 0: 1.5 times the contestant's own plain batch time."""
 
-    def contestant(self, name: str) -> Contestant:
-        return next(c for c in self.contestants if c.name == name)
-
 
 def _limit(name: str, target: str, threads: int) -> Contestant:
     return Contestant(name, f"limits:{target}", threads, (threads,))

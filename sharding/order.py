@@ -246,6 +246,17 @@ class Order:
         mixed -= starts[ordinal]
         return ordinal, mixed
 
+    def window_rows(self, window: int) -> NDArray[np.int64]:
+        """Where the window's samples lie when its blocks stand side by side: row of each position, int64 [k].
+
+        The same as `window_samples`, for whoever stages whole windows: row `r` of block `b` of the window
+        is the number of samples in the blocks before `b`, plus `r`.
+        """
+        num_samples = self.window_start(window + 1) - self.window_start(window)
+        if self.shuffle.kind != "window":
+            return np.arange(num_samples)
+        return self._mixed(window, num_samples)
+
     def samples(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
         """Sample numbers in the dataset at the positions, int64 [n]; positions may come in any order.
 

@@ -1,0 +1,191 @@
+import dataclasses
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("psutil")
+
+from benchmarks.bars import Verdict, verdicts
+from benchmarks.child import leaves, touch
+from benchmarks.data import Data, Sizes, once
+from benchmarks.harness import Run, interleaved, medians
+from benchmarks.tars import TarIndex
+from benchmarks.workloads import LIMIT, OURS, WORKLOADS
+
+SMALL = Sizes(
+    images=6,
+    image_shards=2,
+    tokens=3 * 2048 + 1,
+    rows=2_000,
+    row_shards=2,
+    rows_per_group=500,
+    records=10,
+    record_shards=2,
+    record_bytes=64,
+)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {
+        str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*.*")) if p.suffix != ".json"
+    }
+
+
+@pytest.mark.parametrize("workload", ["W2", "W3", "W4"])
+def test_the_same_seed_makes_the_same_bytes_and_another_seed_others(tmp_path: Path, workload: str) -> None:
+    made = []
+    for name, seed in (("a", 0), ("b", 0), ("c", 1)):
+        data = Data(tmp_path / name, dataclasses.replace(SMALL, seed=seed))
+        data.make(workload)
+        made.append(contents(data.root))
+    assert made[0] == made[1]
+    assert made[0] != made[2]
+
+
+def test_synthesised_images_are_the_same_from_the_same_seed_and_differ_from_each_other() -> None:
+    pytest.importorskip("simplejpeg")
+    from benchmarks.jpegs import _noise_image, _perturbed
+
+    def image() -> bytes:
+        rng = np.random.default_rng(3)
+        return _perturbed(_noise_image(rng, 40, 50), rng).tobytes()
+
+    rng = np.random.default_rng(3)
+    pixels = _noise_image(rng, 40, 50)
+    assert image() == image()
+    assert _perturbed(pixels, rng).tobytes() != _perturbed(pixels, rng).tobytes()
+
+
+def test_the_index_finds_in_a_tar_what_tarfile_finds(tmp_path: Path) -> None:
+    data = Data(tmp_path, SMALL)
+    data.make("W4")
+    index = data.index("W4")
+    read = []
+    for path in data.files("W4"):
+        with tarfile.open(path) as tar:
+            read += [(tar.extractfile(m).read(), m.name) for m in tar.getmembers()]  # type: ignore[union-attr]
+    records = [value for value, name in read if name.endswith(".bin")]
+    labels = [int(value) for value, name in read if name.endswith(".cls")]
+    found = []
+    for shard, (at, size) in zip(index.shard, index.fields["bin"], strict=True):
+        found.append(Path(index.paths[shard]).read_bytes()[at : at + size])
+    assert found == records
+    assert index.labels.tolist() == labels
+    assert len(records) == SMALL.records
+
+
+def test_data_is_made_anew_when_its_arguments_change(tmp_path: Path) -> None:
+    calls = []
+
+    def make(folder: Path) -> None:
+        folder.mkdir()
+        calls.append(folder)
+
+    for arguments in ({"n": 1}, {"n": 1}, {"n": 2}):
+        once(tmp_path / "x", make, arguments)
+    assert len(calls) == 2
+
+
+def test_an_interrupted_preparation_leaves_nothing_that_looks_complete(tmp_path: Path) -> None:
+    def broken(folder: Path) -> None:
+        folder.mkdir()
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        once(tmp_path / "x", broken, {})
+    assert not (tmp_path / "x").exists()
+
+
+def test_an_index_survives_moving_the_folder(tmp_path: Path) -> None:
+    Data(tmp_path / "a", SMALL).make("W4")
+    (tmp_path / "a").rename(tmp_path / "b")
+    index = TarIndex.load(tmp_path / "b" / "W4" / "index.npz")
+    assert all(Path(path).exists() for path in index.paths)
+
+
+def run(name: str, rate: float, consumer: str = "plain", **figures: float | str) -> Run:
+    return dataclasses.replace(Run("W2", name, 0, consumer, samples_per_s=rate), **figures)
+
+
+def test_runs_are_interleaved_and_a_failed_contestant_is_not_run_again() -> None:
+    order: list[str] = []
+
+    def measure(name: str) -> Run:
+        order.append(name)
+        return run(name, 1.0, reason="broken" if name == "b" else "")
+
+    interleaved(["a", "b", "c"], 3, measure, lambda _: None)
+    assert order == ["a", "b", "c", "a", "c", "a", "c"]
+
+
+def test_the_median_is_taken_figure_by_figure_within_contestant_and_consumer() -> None:
+    rows = medians(
+        [
+            run("a", 1.0, held_mb=9.0),
+            run("a", 5.0, held_mb=1.0),
+            run("a", 2.0, held_mb=2.0),
+            run("a", 7.0, "burn"),
+        ]
+    )
+    assert [(r.samples_per_s, r.held_mb, r.consumer) for r in rows] == [
+        (2.0, 2.0, "plain"),
+        (7.0, 0.0, "burn"),
+    ]
+
+
+def test_a_verdict_says_reached_or_by_how_much_it_is_short() -> None:
+    assert Verdict("W1", "", 0.95, 0.95).says == "reached"
+    assert Verdict("W1", "", 0.76, 0.95).says == "short by 20.0 %"
+    assert Verdict("W1", "", 0.06, 0.05, at_most=True).says == "short by 20.0 %"
+    assert Verdict("W1", "", None, 1.0).says == "not measured"
+
+
+def test_bars_are_ratios_to_the_peers_of_the_same_run() -> None:
+    workload = next(w for w in WORKLOADS if w.name == "W2")
+    rows = [run(OURS, 700.0), run(LIMIT, 900.0), run("torch", 500.0), run("LitData", 0.0, reason="broken")]
+    measured = {v.bar: v.measured for v in verdicts(workload, rows)}
+    assert measured["x torch, hand-written and mapped"] == pytest.approx(1.4)
+    assert measured["x LitData"] is None
+
+
+def test_the_stall_bar_applies_only_where_the_pipeline_alone_is_faster_than_the_consumer() -> None:
+    workload = next(w for w in WORKLOADS if w.name == "W2")
+    burning = run(OURS, 1.0, "burn", burn_s=0.003, stall_share=0.02)
+
+    def stall(batch_s: float) -> float | None:
+        rows = [run(OURS, 1.0, batch_s=batch_s), burning]
+        return next(v.measured for v in verdicts(workload, rows) if v.bar.startswith("stall"))
+
+    assert stall(0.002) == 0.02
+    assert stall(0.003) is None
+
+
+def test_every_workload_has_bars_a_limit_and_ours() -> None:
+    for workload in WORKLOADS:
+        assert {LIMIT, OURS} <= {c.name for c in workload.contestants}
+        assert verdicts(workload, [])
+
+
+def test_samples_are_counted_by_the_last_tensor_of_a_batch() -> None:
+    import torch
+
+    ragged = [b"ab", b"c"], torch.tensor([1, 2])
+    assert touch(ragged) == 2
+    assert touch({"x": torch.zeros(3, 4), "y": torch.zeros(3)}) == 3
+    assert touch(5) == 5
+    assert [type(leaf) for leaf in leaves(ragged)] == [bytes, bytes, torch.Tensor]
+
+
+def test_the_command_explains_itself() -> None:
+    shown = subprocess.run(
+        [sys.executable, "-m", "benchmarks", "--help"],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parent.parent,
+        check=True,
+    )
+    assert "--quick" in shown.stdout
