@@ -20,6 +20,8 @@ from benchmarks.report import machine, show_rows, show_verdicts, versions, write
 from benchmarks.workloads import LIMIT, OURS, WORKLOADS, Contestant, Workload
 
 NAMES = [workload.name for workload in WORKLOADS]
+DISTURBED = 0.1
+"""Cores that other processes may use before a run counts as disturbed."""
 LIMIT_S = 180.0
 """A run that takes longer is ended and named."""
 
@@ -36,7 +38,7 @@ class Session:
         job = self._for(workload, contestant)
         job = replace(job, burn_s=burn_s, timed_s=timed_s or job.timed_s)
         outcome = run_job(job, contestant.environment, limit_s=LIMIT_S)
-        return to_run(workload.name, contestant.name, job, outcome, self._bare)
+        return to_run(job, contestant.name, contestant.omp_threads, outcome, self._bare)
 
     def _for(self, workload: Workload, contestant: Contestant) -> Job:
         return replace(
@@ -54,20 +56,26 @@ class Session:
         read_through(self._data.root / workload.name)
 
     def at_its_best(self, workload: Workload, contestant: Contestant) -> Contestant:
-        """The contestant with the number of workers that gives it the highest rate in a short run."""
-        tried = [replace(contestant, workers=n) for n in contestant.choices]
+        """The contestant with the setting that gives it the highest rate in a short run."""
+        tried = contestant.settings
         if len(tried) == 1:
             return tried[0]
         rates = [self.run(workload, c, timed_s=2.0).samples_per_s for c in tried]
-        shown = ", ".join(f"{c.workers}: {rate:,.0f}" for c, rate in zip(tried, rates, strict=True))
-        self._console.print(f"{workload.name} {contestant.name}, samples/s by workers: {shown}")
-        return tried[rates.index(max(rates))]
+        best = tried[rates.index(max(rates))]
+        shown = ", ".join(f"{_setting(c)}: {rate:,.0f}" for c, rate in zip(tried, rates, strict=True))
+        self._console.print(f"{workload.name} {contestant.name}, samples/s by setting: {shown}")
+        return best
 
     def tell(self, run: Run) -> None:
         shown = f"not run: {run.reason}" if run.reason else f"{run.samples_per_s:,.0f} samples/s"
         self._console.print(
             f"{run.workload} {run.contestant} ({run.workers} workers, {run.consumer}): {shown}"
         )
+
+
+def _setting(contestant: Contestant) -> str:
+    omp = "" if contestant.omp_threads == 1 else f", OMP {contestant.omp_threads or 'unset'}"
+    return f"{contestant.workers} workers{omp}"
 
 
 def measure(
@@ -179,6 +187,10 @@ def main(
             chosen = [session.at_its_best(workload, c) for c in chosen]
         runs += measure(session, workload, chosen, consumers, repeats)
         show_rows(console, workload, medians(runs))
+    if disturbed := sum(run.others_cpu_s_per_s > DISTURBED for run in runs):
+        console.print(
+            f"DISTURBED: in {disturbed} of {len(runs)} runs other processes used > {DISTURBED} cores"
+        )
     held = [verdict for workload in workloads for verdict in verdicts(workload, medians(runs))]
     show_verdicts(console, held)
     if output:

@@ -34,6 +34,8 @@ class Run:
     workload: str
     contestant: str
     workers: int
+    omp_threads: int | None
+    """`OMP_NUM_THREADS` of the run; None: unset."""
     consumer: str
     samples_per_s: float = 0.0
     first_batch_s: float = 0.0
@@ -120,12 +122,16 @@ def bare_torch() -> Memory:
 
 
 def to_run(
-    workload: str, contestant: str, job: Job, outcome: tuple[dict[str, Any], Memory], bare: Memory
+    job: Job,
+    contestant: str,
+    omp_threads: int | None,
+    outcome: tuple[dict[str, Any], Memory],
+    bare: Memory,
 ) -> Run:
     """Turn a child's events into figures."""
     events, peak = outcome
     consumer = "burn" if job.burn_s else "plain"
-    run = Run(workload, contestant, job.workers, consumer)
+    run = Run(job.workload, contestant, job.workers, omp_threads, consumer)
     if events.get("reason"):
         return replace(run, reason=events["reason"])
     elapsed = events["elapsed_s"]

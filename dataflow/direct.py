@@ -6,27 +6,31 @@ the window is admitted, and one scattering read a block puts every value where i
 is decoded later (labels, images) goes to a compact region, without headers and padding. Values of
 batches that straddle windows wait in an edge buffer and are copied once.
 
+Everything is planned for the whole window at once, so a block costs one task with a few system calls.
 Only for formats that locate values, on files that `preadv` reads; the file's size and modification time
 vouch for the index (`prefetch.store`).
 """
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dataflow.decode import Output
-from dataflow.staging import Source, StagedArray, StagedSpans, StagedWindow
+from dataflow.staging import NotLocatableError, Source, StagedArray, StagedSpans, StagedWindow
 from prefetch.arena import Arena, rounded_bytes
-from prefetch.iovec import can_scatter
-from sharding.blocks import Columns, Spans
+from prefetch.iovec import ScatterPlan, can_scatter, plan_scatter
+from sharding.blocks import Spans
 from sharding.urls import is_local
 
 _ALIGN = 64
+OnReturn = Callable[[int], Callable[[], None]]
 
 
 def direct_outputs(source: Source) -> tuple[Output, ...]:
@@ -48,7 +52,12 @@ def reads_directly(source: Source) -> bool:
 
 
 class DirectWindow(StagedWindow):
-    """A window that is read by scattering. `sparse` names the rows of each block that are wanted."""
+    """A window that is read by scattering.
+
+    Args:
+        rows: as for `StagedWindow`; rows count over whole blocks.
+        wanted: rows that this rank takes; None for all.
+    """
 
     def __init__(
         self,
@@ -57,47 +66,57 @@ class DirectWindow(StagedWindow):
         blocks: NDArray[np.int64],
         rows: NDArray[np.int64],
         *,
-        sparse: Sequence[NDArray[np.int64]],
-        on_return: Callable[[int], Callable[[], None]],
+        wanted: NDArray[np.int64] | None,
+        on_return: OnReturn,
     ) -> None:
-        super().__init__(source, arena, blocks, rows, sparse=sparse)
+        super().__init__(source, arena, blocks, rows)
         self._direct = direct_outputs(source)
-        self._staged_outputs = tuple(o for o in source.outputs if o not in self._direct)
+        self._decoded = tuple(o for o in source.outputs if o not in self._direct)
         self._on_return = on_return
-        self._lengths = {name: self._whole(name) for name in self._spans[0]}
+        self._wanted = np.arange(self.num_rows) if wanted is None else np.sort(wanted)
+        self._starts: dict[str, NDArray[np.int64]] = {}
+        self._lengths: dict[str, NDArray[np.int64]] = {}
+        self._locate_all()
+        self._chunk_bytes: list[dict[str, int]] = []
+        self._edge_rows = self._wanted
         self._targets: dict[str, NDArray[np.int64]] = {}
-        self._chunk_bytes: list[dict[str, int]] | None = None
-        self.nbytes = 0
+        self._scatter: ScatterPlan | None = None
+        self._lock = threading.Lock()  # guards _blocks_left
+        self._blocks_left = len(self.blocks)
 
-    def _whole(self, name: str) -> NDArray[np.int64]:
-        """Lengths of a column over all rows of the window."""
-        return np.concatenate([spans[name].lengths for spans in self._spans])
+    # ---- before admission ---------------------------------------------------------------------------
 
-    def chunks(self) -> Sequence[Any]:
-        """The chunks whose last window this is."""
-        return self.chunk_list
+    def _locate_all(self) -> None:
+        """Where every value lies: bytes from the start of its shard, and lengths, for all rows."""
+        names = self.source.columns
+        found = [self.source.format.locate(block, names) for block in self.blocks]
+        located = [spans for spans in found if spans is not None]
+        if len(located) < len(found):
+            raise NotLocatableError(f"format {self.source.format.name} cannot tell where values lie")
+        offsets = np.repeat([block.offset for block in self.blocks], np.diff(self.first_row))
+        for name in names:
+            starts = np.concatenate([spans[name].starts for spans in located])
+            self._starts[name] = starts + offsets
+            self._lengths[name] = np.concatenate([spans[name].lengths for spans in located])
 
     def plan(self) -> None:
         """Once the chunks are known: what every slot will take."""
         taken = np.zeros(self.num_rows, bool)
-        self._chunk_bytes = []
         for chunk in self.chunk_list:
             sizes: dict[str, int] = {}
             if len(chunk.needs) == 1:
-                rows = np.concatenate([run.rows for run in chunk.runs()])
-                if len(np.unique(rows)) == len(rows) and not taken[rows].any():
+                rows = _rows_of(chunk)
+                if not taken[rows].any():
                     taken[rows] = True
                     sizes = {o.name: int(self._row_bytes(o, rows).sum()) for o in self._direct}
             self._chunk_bytes.append(sizes)
             chunk.staged_bytes = sum(rounded_bytes(size) for size in sizes.values())
-        self._edge_rows = np.flatnonzero(~taken)
-        edges = sum(int(self._row_bytes(o, self._edge_rows).sum()) for o in self._direct)
+        self._edge_rows = self._wanted[~taken[self._wanted]]
+        edges = sum(rounded_bytes(int(self._row_bytes(o, self._edge_rows).sum())) for o in self._direct)
         own = sum(chunk.staged_bytes for chunk in self.chunk_list)
-        arrays = sum(
-            rounded_bytes(self.num_rows * o.row_bytes) for o in self._staged_outputs if o.kind == "array"
-        )
-        tables = 32 * self.num_rows * len(self.source.outputs)
-        self.nbytes = own + rounded_bytes(edges) + rounded_bytes(self._region_bytes()) + arrays + tables
+        arrays = sum(rounded_bytes(self.num_rows * o.row_bytes) for o in self._decoded if o.kind == "array")
+        tables = 64 * self.num_rows * len(self._lengths)
+        self.nbytes = own + edges + rounded_bytes(self._region_bytes()) + arrays + tables
 
     def _row_bytes(self, output: Output, rows: NDArray[np.int64]) -> NDArray[np.int64]:
         if output.kind == "spans":
@@ -105,73 +124,118 @@ class DirectWindow(StagedWindow):
         return np.maximum(self._lengths[output.sources[0]][rows], 0)
 
     def _region_columns(self) -> list[str]:
-        names = {name for output in self._staged_outputs for name in output.sources}
+        names = {name for output in self._decoded for name in output.sources}
         return [name for name in self._lengths if name in names]
 
     def _region_bytes(self) -> int:
-        return sum(int(_aligned(self._lengths[name]).sum()) for name in self._region_columns())
+        return sum(int(_aligned(self._lengths[name][self._wanted]).sum()) for name in self._region_columns())
 
-    def _prepare(self) -> None:
-        assert self._chunk_bytes is not None
-        for output in self._direct:
-            addresses = np.zeros(self.num_rows, np.int64)
-            lengths = self._lengths[output.sources[0]]
-            keep: list[Any] = []
-            for chunk, sizes in zip(self.chunk_list, self._chunk_bytes, strict=True):
-                if output.name not in sizes:
-                    continue
-                size = sizes[output.name]
-                slot = self.arena.lease(size or 1, self._on_return(rounded_bytes(size)))[:size]
-                rows = np.concatenate([run.rows for run in chunk.runs()])
-                addresses[rows] = _places(slot, self._row_bytes(output, rows))
-                chunk.slots[output.name] = slot
-                if self.carried:  # padding may come back to these rows
-                    keep.append(slot)
-            edge_bytes = self._row_bytes(output, self._edge_rows)
-            edge = self.arena.lease(int(edge_bytes.sum()) or 1)
-            addresses[self._edge_rows] = _places(edge, edge_bytes)
-            self.staged[output.name] = StagedSpans(addresses, lengths.copy(), [*keep, edge])
-            self._targets[output.sources[0]] = addresses
-        self._prepare_region()
+    # ---- at admission ---------------------------------------------------------------------------------
 
-    def _prepare_region(self) -> None:
+    def reads(self) -> Sequence[Callable[[], None]]:
+        """One task a block."""
+        direct = {o.sources[0]: self._place_values(o) for o in self._direct}
+        self._targets = self._place_region()
+        self._scatter = self._plan_reads(direct | self._targets)
+        return [partial(self._scatter_block, i) for i in range(len(self.blocks))]
+
+    def _place_values(self, output: Output) -> NDArray[np.int64]:
+        """Where each value of a direct column goes: its chunk's slot, or the edge."""
+        addresses = np.zeros(self.num_rows, np.int64)
+        keep: list[Any] = []
+        for chunk, sizes in zip(self.chunk_list, self._chunk_bytes, strict=True):
+            if output.name not in sizes:
+                continue
+            size, rows = sizes[output.name], _rows_of(chunk)
+            slot = self.arena.lease(size or 1, self._on_return(rounded_bytes(size)))[:size]
+            addresses[rows] = _places(slot, self._row_bytes(output, rows))
+            chunk.slots[output.name] = slot
+            if self.carried:  # padding may come back to these rows
+                keep.append(slot)
+        sizes_at_edge = self._row_bytes(output, self._edge_rows)
+        edge = self.arena.lease(int(sizes_at_edge.sum()) or 1)
+        addresses[self._edge_rows] = _places(edge, sizes_at_edge)
+        lengths = self._lengths[output.sources[0]]
+        self.staged[output.name] = StagedSpans(addresses, lengths, [*keep, edge])
+        return addresses
+
+    def _place_region(self) -> dict[str, NDArray[np.int64]]:
+        """Where each value to be decoded goes, and where the decoded ones will."""
         self.region = self.arena.lease(self._region_bytes() or 1)
-        at = self.region.ctypes.data
+        at, targets = self.region.ctypes.data, {}
         for name in self._region_columns():
-            sizes = _aligned(self._lengths[name])
-            self._targets[name] = at + np.cumsum(sizes) - sizes
+            sizes = _aligned(self._lengths[name][self._wanted])
+            addresses = np.zeros(self.num_rows, np.int64)
+            addresses[self._wanted] = at + np.cumsum(sizes) - sizes
+            targets[name] = addresses
             at += int(sizes.sum())
-        for output in self._staged_outputs:
+        for output in self._decoded:
             if output.kind == "array":
                 nbytes = self.num_rows * output.row_bytes
                 used = self.arena.lease(nbytes or 1)[:nbytes].view(output.dtype)
                 self.staged[output.name] = StagedArray(used.reshape(self.num_rows, *output.shape))
+            elif output.sources[0] == "__url__":
+                spans = StagedSpans(np.zeros(self.num_rows, np.int64), np.full(self.num_rows, -1, np.int64))
+                for ordinal in range(len(self.blocks)):
+                    spans.put(int(self.first_row[ordinal]), self._urls(ordinal))
+                self.staged[output.name] = spans
             else:
-                lengths = np.full(self.num_rows, -1, np.int64)
-                self.staged[output.name] = StagedSpans(np.zeros(self.num_rows, np.int64), lengths)
+                name = output.sources[0]
+                self.staged[output.name] = StagedSpans(
+                    targets[name], self._lengths[name], [self.region], in_region=True
+                )
+        return targets
 
-    def _read(self, ordinal: int, at: int) -> None:
-        block = self.blocks[ordinal]
-        rows = slice(int(self.first_row[ordinal]), int(self.first_row[ordinal + 1]))
-        spans = self._spans[ordinal]
-        starts = np.concatenate([s.starts for s in spans.values()])
-        lengths = np.concatenate([s.lengths for s in spans.values()])
-        targets = np.concatenate([self._targets[name][rows] for name in spans])
-        have = np.flatnonzero(lengths > 0)
-        order = have[np.argsort(starts[have], kind="stable")]
-        if len(order):
-            self.source.reader.scatter(
-                block.shard, block.offset + starts[order], lengths[order], targets[order]
-            )
-        read = int(lengths[order].sum())
-        self.source.traffic.add(read, read)
+    def _plan_reads(self, targets: dict[str, NDArray[np.int64]]) -> ScatterPlan:
+        """The I/O vectors of all blocks: values in file order, whatever their column."""
+        rows, names = self._wanted, list(targets)
+        starts = np.stack([self._starts[name][rows] for name in names], axis=1)
+        lengths = np.stack([self._lengths[name][rows] for name in names], axis=1)
+        places = np.stack([targets[name][rows] for name in names], axis=1)
+        if len(names) > 1:  # samples follow each other in the file, so sorting within each will do
+            by_start = np.argsort(starts, axis=1)
+            starts = np.take_along_axis(starts, by_start, 1)
+            lengths = np.take_along_axis(lengths, by_start, 1)
+            places = np.take_along_axis(places, by_start, 1)
+        have = lengths > 0
+        per_row = np.concatenate(([0], np.cumsum(have.sum(axis=1))))
+        bounds = per_row[np.searchsorted(rows, self.first_row)]
+        return plan_scatter(starts[have], lengths[have], places[have], bounds)
+
+    # ---- on reader threads ------------------------------------------------------------------------------
+
+    def _scatter_block(self, ordinal: int) -> None:
+        assert self._scatter is not None
+        block, runs = self.blocks[ordinal], self._scatter.first_run
+        if runs[ordinal] < runs[ordinal + 1]:
+            self.source.reader.scatter(block.shard, self._scatter, ordinal)
+            self.source.traffic.add(block.length, block.nbytes)
+        with self._lock:
+            self._blocks_left -= 1
+            last = self._blocks_left == 0
+        if last:
+            self._parse()
+
+    def _parse(self) -> None:
+        """Numbers of the whole window at once, by the thread that read the last block."""
         assert self.region is not None
         base = self.region.ctypes.data
-        columns: Columns = {
-            name: Spans(self.region, self._targets[name][rows] - base, spans[name].lengths)
-            for name in self._region_columns()
-        }
-        self._stage(ordinal, columns)
+        for output in self._decoded:
+            staged = self.staged[output.name]
+            if not isinstance(staged, StagedArray):
+                continue
+            name, rows = output.sources[0], self._wanted
+            assert output.parse is not None
+            starts = self._targets[name][rows] - base
+            values, bad = output.parse(Spans(self.region, starts, self._lengths[name][rows]))
+            staged.values[rows] = values
+            staged.bad.update((int(rows[row]), reason) for row, reason in bad)
+
+
+def _rows_of(chunk: Any) -> NDArray[np.int64]:
+    """The rows of a chunk that needs one window only, in order."""
+    rows: NDArray[np.int64] = np.concatenate([run.rows for run in chunk.runs()])
+    return rows
 
 
 def _places(slot: NDArray[np.uint8], sizes: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -466,8 +466,8 @@ def _batches_per_chunk(loader: DataLoader) -> int:
 def _build_threads(dataset: ShardedDataset) -> int:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     images = any(o.image is not None for o in dataset.outputs)
-    # Decoders take the GIL between images; more threads than cores hide the wait for it.
-    return 2 * cores + 2 if images else cores
+    # Decoders take the GIL between images: one more thread than cores works while another waits for it.
+    return cores + 1 if images else cores
 
 
 def _num_readers(dataset: ShardedDataset) -> int:

@@ -324,8 +324,8 @@ class Stream:
         self._batches_per_chunk = batches_per_chunk
         self._next_chunk = 1
         self._num_readers = num_readers
-        self._direct = reads_directly(source) and bool(direct_outputs(source))
-        self._scatters = reads_directly(source)
+        full_shuffle = plan.shuffle.kind == "full"
+        self._direct = reads_directly(source) and (full_shuffle or bool(direct_outputs(source)))
 
     def windows(self, epoch: int, start: int = 0) -> Iterator[StagedWindow]:
         """From a position of an epoch on, for ever. A whole epoch must hold a batch for this rank."""
@@ -347,7 +347,7 @@ class Stream:
             carried[number] = window
             window.carried = self._straddles(plan, order, number, complete)
             if complete > done:
-                own = window.rows if len(slots) == len(window.rows) else window.rows[slots]
+                own = self._own_rows(plan, order, number, window, (done, complete))
                 window.chunk_list = self._chunks(plan, order, done, complete, carried, own)
                 carried = {number: window} if window.carried else {}
                 done = complete
@@ -366,11 +366,11 @@ class Stream:
         return range(int(order.window_of(np.array([plan.start]))[0]), order.num_windows)
 
     def _own_slots(self, plan: EpochPlan, order: Windows, number: int) -> NDArray[np.int64]:
-        """Slots of a window that this rank's batches take (padding aside)."""
+        """Slots of a window that this rank's batches take, each once."""
         begin, end = order.window_start(number), order.window_start(number + 1)
         if plan.num_batches == 0:
             return np.zeros(0, np.int64)
-        if plan.world_size == 1:
+        if plan.world_size == 1 and not plan.num_padded:
             last_position = (
                 plan.position_after(plan.num_batches)
                 if plan.tail != "drop"
@@ -381,7 +381,18 @@ class Stream:
         first = max(0, (begin - plan.start) // group)
         last = min(plan.num_batches, -(-(end - plan.start) // group))
         positions = plan.positions(min(first, last), last)[0]
-        return positions[(positions >= begin) & (positions < end)] - begin
+        own = positions[(positions >= begin) & (positions < end)] - begin
+        return np.unique(own) if plan.num_padded else own  # padding comes back to the same slots
+
+    def _own_rows(
+        self, plan: EpochPlan, order: Windows, number: int, window: StagedWindow, batches: tuple[int, int]
+    ) -> NDArray[np.int64]:
+        """Rows of a window that some batches of this rank take, in their order."""
+        if plan.world_size == 1 and plan.start == 0 and not plan.num_padded:
+            return window.rows
+        begin, end = order.window_start(number), order.window_start(number + 1)
+        positions = plan.positions(*batches)[0]
+        return window.rows[positions[(positions >= begin) & (positions < end)] - begin]
 
     def _num_complete(self, plan: EpochPlan, order: Windows, number: int) -> int:
         """Batches of this rank that need nothing beyond this window."""
@@ -393,17 +404,19 @@ class Stream:
         return int(np.clip(whole, 0, num_full))
 
     def _straddles(self, plan: EpochPlan, order: Windows, number: int, complete: int) -> bool:
-        """Whether the next batch begins in this window or before."""
+        """Whether the next batch takes samples of this window; a padded one may begin behind it and wrap."""
         if complete >= plan.num_batches:
             return False
-        return int(plan.positions(complete, complete + 1)[0][0]) < order.window_start(number + 1)
+        positions = plan.positions(complete, complete + 1)[0]
+        begin, end = order.window_start(number), order.window_start(number + 1)
+        return bool(((positions >= begin) & (positions < end)).any())
 
     def _stage(self, plan: EpochPlan, order: Windows, number: int, slots: NDArray[np.int64]) -> StagedWindow:
         blocks = order.window_blocks(number)
-        if isinstance(order, Order) and not self._direct and plan.world_size == 1 and plan.start == 0:
-            return self._stage_whole(blocks, order.window_rows(number))
+        if isinstance(order, Order) and plan.world_size == 1 and plan.start == 0:
+            return self._stage_blocks(blocks, order.window_rows(number), None)
         ordinal, row = order.window_samples(number)
-        if self._direct or isinstance(order, FullWindows):
+        if isinstance(order, FullWindows) and not self._direct:
             window = self._stage_sparse(blocks, ordinal, row, slots)
             if window is not None:
                 return window
@@ -413,9 +426,19 @@ class Stream:
         first_row = np.cumsum(counts) - counts
         rows = first_row[ordinal]
         rows += row
-        return self._stage_whole(blocks[used], rows)
+        return self._stage_blocks(blocks[used], rows, rows[slots])
 
-    def _stage_whole(self, blocks: NDArray[np.int64], rows: NDArray[np.int64]) -> StagedWindow:
+    def _stage_blocks(
+        self, blocks: NDArray[np.int64], rows: NDArray[np.int64], wanted: NDArray[np.int64] | None
+    ) -> StagedWindow:
+        """A window of whole blocks, of which only the rows `wanted` are used; None for all."""
+        if self._direct:
+            try:
+                return DirectWindow(
+                    self.source, self.arena, blocks, rows, wanted=wanted, on_return=self.on_return
+                )
+            except NotLocatableError:
+                pass
         return StagedWindow(self.source, self.arena, blocks, rows, num_readers=self._num_readers)
 
     def _stage_sparse(
@@ -433,10 +456,6 @@ class Stream:
         used, counts = np.unique(ordinal[order], return_counts=True)
         sparse = np.split(row[order], np.cumsum(counts)[:-1])
         try:
-            if self._scatters:
-                return DirectWindow(
-                    self.source, self.arena, blocks[used], rows, sparse=sparse, on_return=self.on_return
-                )
             return StagedWindow(self.source, self.arena, blocks[used], rows, sparse=sparse)
         except NotLocatableError:
             return None

@@ -188,7 +188,7 @@ class _Rank:
     def kill(self) -> None:
         """End the process and what it started, and reap it."""
         try:
-            pass  # also after its own end: children may live on
+            os.killpg(self.process.pid, signal.SIGKILL)  # also after its own end: children may live on
         except (ProcessLookupError, PermissionError):  # none is left, or it has no group of its own yet
             self.process.kill()
         self.process.join()

@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import itertools
 import os
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -48,44 +48,79 @@ can_scatter = _preadv is not None
 """Whether `scatter_read` works on this system."""
 
 
-def scatter_read(
-    descriptor: int, starts: NDArray[np.int64], lengths: NDArray[np.int64], addresses: NDArray[np.int64]
-) -> int:
-    """Read spans of a file to given addresses.
+@dataclass(frozen=True)
+class ScatterPlan:
+    """I/O vectors of several stretches of files, each to be read in one go. See `plan_scatter`."""
+
+    pieces: NDArray[np.int64]
+    """[p, 2] address and length of every piece, gaps included."""
+    first_piece: NDArray[np.int64]
+    """[runs + 1]"""
+    offset: NDArray[np.int64]
+    """[runs] where each run begins in its file."""
+    first_run: NDArray[np.int64]
+    """[stretches + 1]"""
+    scrap: NDArray[np.uint8]
+    """Where gaps go; nobody reads it."""
+
+    def read(self, descriptor: int, stretch: int) -> bool:
+        """Read one stretch; False at the end of the file. Raises `OSError`. Thread-safe, without the GIL."""
+        for run in range(int(self.first_run[stretch]), int(self.first_run[stretch + 1])):
+            pieces = self.pieces[self.first_piece[run] : self.first_piece[run + 1]]
+            if _read_run(descriptor, int(self.offset[run]), pieces) < int(pieces[:, 1].sum()):
+                return False
+        return True
+
+
+def plan_scatter(
+    starts: NDArray[np.int64],
+    lengths: NDArray[np.int64],
+    addresses: NDArray[np.int64],
+    bounds: NDArray[np.int64],
+) -> ScatterPlan:
+    """Prepare the reads that put spans of files to given addresses.
 
     Args:
-        descriptor: open file.
-        starts: [n] byte offsets in the file, ascending; the spans do not overlap.
+        starts: [n] byte offsets, ascending within a stretch; its spans do not overlap.
         lengths: [n] bytes of each span, > 0.
         addresses: [n] where each span goes. The caller keeps that memory alive.
+        bounds: [stretches + 1] stretch s has the spans `bounds[s]` up to `bounds[s + 1]`, of one file.
 
-    Returns:
-        The bytes of spans read; less than `lengths.sum()` only at the end of the file.
-
-    Raises `OSError`. The GIL is released for up to 1,024 pieces at a time. Thread-safe.
+    Raises `ValueError` where spans overlap.
     """
-    ends = starts + lengths
-    gaps = np.empty(len(starts), np.int64)
-    gaps[:1], gaps[1:] = 0, starts[1:] - ends[:-1]
     scrap = np.empty(_LONG_GAP, np.uint8)
+    gaps = np.zeros(len(starts), np.int64)
+    np.subtract(starts[1:], starts[:-1] + lengths[:-1], out=gaps[1:])
+    begins = gaps > _LONG_GAP
+    begins[bounds[:-1][bounds[:-1] < bounds[1:]]] = True
+    gaps[begins] = 0
+    if (gaps < 0).any():
+        raise ValueError("spans of a stretch must ascend and not overlap")
     pieces = np.empty((len(starts), 2, 2), np.int64)  # (gap, span) x (address, length)
     pieces[:, 0, 0], pieces[:, 0, 1] = scrap.ctypes.data, gaps
     pieces[:, 1, 0], pieces[:, 1, 1] = addresses, lengths
-    cuts = [0, *np.flatnonzero(gaps > _LONG_GAP).tolist(), len(starts)]
-    done = 0
-    for first, last in itertools.pairwise(cuts):
-        run = pieces[first:last].reshape(-1, 2)[1:]
-        run = run[run[:, 1] > 0]
-        wanted, got = int(ends[last - 1] - starts[first]), _read_run(descriptor, int(starts[first]), run)
-        if got < wanted:
-            return done + int(np.clip(starts[first] + got - starts[first:last], 0, lengths[first:last]).sum())
-        done += int(lengths[first:last].sum())
-    return done
+    run_at = np.flatnonzero(begins)
+    num_gaps = np.concatenate(([0], np.cumsum(gaps > 0)))
+    flat = pieces.reshape(-1, 2)
+    return ScatterPlan(
+        pieces=flat[flat[:, 1] > 0],
+        first_piece=np.append(run_at + num_gaps[run_at], len(starts) + num_gaps[-1]),
+        offset=starts[run_at],
+        first_run=np.searchsorted(run_at, bounds),
+        scrap=scrap,
+    )
+
+
+def scatter_read(
+    descriptor: int, starts: NDArray[np.int64], lengths: NDArray[np.int64], addresses: NDArray[np.int64]
+) -> bool:
+    """Read one stretch of a file, see `plan_scatter`; False at the end of the file."""
+    plan = plan_scatter(starts, lengths, addresses, np.array([0, len(starts)]))
+    return plan.read(descriptor, 0)
 
 
 def _read_run(descriptor: int, offset: int, pieces: NDArray[np.int64]) -> int:
-    """Read one stretch into its pieces [n, 2]; gives the bytes read."""
-    pieces = np.ascontiguousarray(pieces)
+    """Read one run into its pieces [n, 2]; gives the bytes read."""
     total, at = 0, 0
     while at < len(pieces):
         count = min(_IOV_MAX, len(pieces) - at)
@@ -99,10 +134,11 @@ def _read_run(descriptor: int, offset: int, pieces: NDArray[np.int64]) -> int:
             break
         total += got
         ends = np.cumsum(pieces[at : at + count, 1])
-        whole = int(np.searchsorted(ends, got, side="right"))
+        whole = count if got == ends[-1] else int(np.searchsorted(ends, got, side="right"))
         at += whole
         if whole < count:  # a short read: go on inside the piece it ended in
             into = got - (int(ends[whole - 1]) if whole else 0)
+            pieces = pieces.copy()  # the plan may be read again
             pieces[at] += (into, -into)
     return total
 

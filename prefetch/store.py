@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from prefetch.iovec import scatter_read
+from prefetch.iovec import ScatterPlan
 from sharding.blocks import Shard
 from sharding.errors import DataflowError, ShardChangedError, ShardReadError
 from sharding.storage import check_shard, failure_text, local_info, open_url
@@ -48,18 +48,13 @@ class StoreReader:
         else:
             self._read_remote(shard, offset, out)
 
-    def scatter(
-        self,
-        shard: Shard,
-        starts: NDArray[np.int64],
-        lengths: NDArray[np.int64],
-        addresses: NDArray[np.int64],
-    ) -> None:
-        """Read spans of a local shard to addresses; see `iovec.scatter_read`. Raises as `read_into`."""
-        with _opened(shard, int(starts[0])) as descriptor:
-            got = scatter_read(descriptor, starts, lengths, addresses)
-        if got != int(lengths.sum()):
-            raise _truncated(shard, int(starts[0]), int(lengths.sum()), got)
+    def scatter(self, shard: Shard, plan: ScatterPlan, stretch: int) -> None:
+        """Read one stretch of a plan from a local shard. Raises as `read_into`."""
+        offset = int(plan.offset[plan.first_run[stretch]])
+        with _opened(shard, offset) as descriptor:
+            complete = plan.read(descriptor, stretch)
+        if not complete:
+            raise ShardReadError(shard.url, "truncated: it ends inside a block", offset, stage="read")
 
     def _read_remote(self, shard: Shard, offset: int, out: NDArray[np.uint8]) -> None:
         try:

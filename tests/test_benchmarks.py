@@ -108,7 +108,7 @@ def test_an_index_survives_moving_the_folder(tmp_path: Path) -> None:
 
 
 def run(name: str, rate: float, consumer: str = "plain", **figures: float | str) -> Run:
-    return dataclasses.replace(Run("W2", name, 0, consumer, samples_per_s=rate), **figures)
+    return dataclasses.replace(Run("W2", name, 0, 1, consumer, samples_per_s=rate), **figures)
 
 
 def test_runs_are_interleaved_and_a_failed_contestant_is_not_run_again() -> None:
@@ -189,3 +189,10 @@ def test_the_command_explains_itself() -> None:
         check=True,
     )
     assert "--quick" in shown.stdout
+
+
+def test_the_search_tries_a_peer_with_and_without_torch_threads_and_ours_only_as_it_is() -> None:
+    contestants = {c.name: c for c in next(w for w in WORKLOADS if w.name == "W2").contestants}
+    assert [(c.workers, c.omp_threads) for c in contestants["torch"].settings][-2:] == [(3, 1), (0, None)]
+    assert contestants[OURS].settings == [contestants[OURS]]
+    assert contestants[OURS].environment == {}

@@ -140,14 +140,8 @@ class _Index:
         self, wanted: Sequence[str] | None, buffer: NDArray[np.uint8], block: Block
     ) -> dict[str, Spans]:
         names = _columns_of(bytes(block.footer))
-        unknown = [name for name in wanted or () if name not in names and name != KEY_COLUMN]
-        if unknown:
-            reason = (
-                f"no column {unknown[0]!r}; there are {', '.join(map(repr, names)) or 'none'} and '__key__'"
-            )
-            raise CorruptShardError(block.shard.url, reason, stage="decode")
         return {
-            name: self._key_spans(buffer) if name == KEY_COLUMN else self._spans(names[name], buffer)
+            name: self._key_spans(buffer) if name == KEY_COLUMN else self._spans(names.get(name, -1), buffer)
             for name in (names if wanted is None else wanted)
         }
 

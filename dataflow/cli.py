@@ -1,0 +1,175 @@
+"""The command line: `dataflow demo` and `dataflow index`.
+
+Commands import what they need when they run, so that `--help` is quick. What a user can cure (wrong
+arguments, missing or broken files, packages that are not installed) ends as one line and exit code 1;
+`--traceback` shows where it came from; anything else is our bug and keeps its traceback.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable
+from typing import Any
+
+import click
+
+from sharding.blocks import DEFAULT_BLOCK_BYTES
+from sharding.errors import DataflowError
+
+_EXPECTED = (DataflowError, ValueError, OSError, ImportError)
+
+Command = Callable[..., None]
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="dataflow-loader")
+def main() -> None:
+    """Feed PyTorch training from sharded data.
+
+    \b
+    See it work, on this machine, in a good minute:
+      dataflow demo
+
+    \b
+    Index shards once, so that every training run starts at once:
+      dataflow index 's3://bucket/train-{0000..1023}.tar'
+      dataflow index data/ --output data/train.catalog
+
+    \b
+    Then, in Python:
+      from dataflow import DataLoader, ShardedDataset
+      dataset = ShardedDataset("data/train.catalog")
+      for batch in DataLoader(dataset, batch_size=64):
+          ...
+
+    dataflow COMMAND --help tells more.
+    """  # noqa: D301 - click wants the control character
+
+
+def plain_errors(command: Command) -> Command:
+    """Add `--traceback`, and without it end expected errors as one line."""
+
+    @click.option("--traceback", is_flag=True, help="Show Python's traceback if there is an error.")
+    @functools.wraps(command)
+    def run(*args: Any, traceback: bool, **kwargs: Any) -> None:
+        try:
+            command(*args, **kwargs)
+        except _EXPECTED as error:
+            if traceback:
+                raise
+            raise click.ClickException(_error_text(error)) from None
+
+    return run
+
+
+def _error_text(error: BaseException) -> str:
+    text = str(error) or type(error).__name__
+    return "\n".join([text, *(f"  {note}" for note in getattr(error, "__notes__", ()))])
+
+
+class _Size(click.ParamType[int]):
+    """Bytes, as "4MiB"."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        if isinstance(value, int):
+            return value
+        from dataflow.loader import parse_bytes
+
+        try:
+            size = parse_bytes(value)
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+        if size < 1:
+            self.fail(f"must be at least 1 byte, got {value}", param, ctx)
+        return size
+
+
+class _Setting(click.ParamType[tuple[str, Any]]):
+    """`name=value`; the value is JSON if it reads as such, else text."""
+
+    name = "name=value"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[str, Any]:
+        name, equals, text = str(value).partition("=")
+        if not name or not equals:
+            self.fail(f"must be name=value, got {value!r}", param, ctx)
+        try:
+            return name, json.loads(text)
+        except json.JSONDecodeError:
+            return name, text
+
+
+@main.command()
+@click.argument("source", nargs=-1, required=True)
+@click.option(
+    "--format",
+    "format_",
+    default="auto",
+    show_default=True,
+    metavar="NAME",
+    help="tar, parquet, arrow, arrow-stream, jsonl, tokens or megatron; auto goes by the file endings.",
+)
+@click.option("--dtype", metavar="TYPE", help="Type of a token in .bin files, such as uint16.")
+@click.option("--length", type=click.IntRange(min=1), metavar="N", help="Tokens a sample, for token files.")
+@click.option(
+    "--output",
+    metavar="PATH.catalog",
+    help="Where to save it, a path or URL.  [default: your cache folder, where ShardedDataset looks]",
+)
+@click.option(
+    "--storage-option",
+    "storage_options",
+    type=_Setting(),
+    multiple=True,
+    metavar="NAME=VALUE",
+    help="Keyword argument for the fsspec filesystem, such as anon=true; may be repeated.",
+)
+@click.option(
+    "--block-bytes",
+    type=_Size(),
+    metavar="SIZE",
+    help=f"Bytes a block aims at.  [default: {DEFAULT_BLOCK_BYTES >> 20}MiB]",
+)
+@plain_errors
+def index(
+    source: tuple[str, ...],
+    format_: str,
+    dtype: str | None,
+    length: int | None,
+    output: str | None,
+    storage_options: tuple[tuple[str, Any], ...],
+    block_bytes: int | None,
+) -> None:
+    """Build or refresh the catalog of a dataset.
+
+    SOURCE is a file, a directory, a URL, a glob or a brace pattern (quote those two), several of them, or
+    a catalog to bring up to date. Only headers and footers are read. Nothing is done if the catalog is up
+    to date; shards that changed are named, and the dataset is indexed again.
+
+    \b
+    Examples:
+      dataflow index data/                                     a directory of tar or Parquet shards
+      dataflow index 'data/*.bin' --dtype uint16 --length 2048 flat token files
+      dataflow index 's3://bucket/x-{000..099}.tar' --storage-option anon=true --output x.catalog
+      dataflow index x.catalog                                 refresh a catalog
+    """  # noqa: D301 - click wants the control character
+    from dataflow.indexing import index_source
+
+    index_source(
+        source,
+        format_=format_,
+        dtype=dtype,
+        length=length,
+        output=output,
+        storage_options=dict(storage_options),
+        block_bytes=block_bytes,
+    )
+
+
+if __name__ == "__main__":
+    main()

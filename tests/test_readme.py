@@ -1,0 +1,175 @@
+"""What the README and docs/ say is so: programs run, names, arguments, messages and links exist."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import dataflow
+from dataflow.testing import run_ranks
+from sharding import errors
+from sharding.errors import DataflowError
+from sharding.formats import FORMATS
+from sharding.writer import ShardWriter
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+PACKAGES = ("sharding", "prefetch", "dataflow")
+
+
+def code_blocks(text: str, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+
+
+def run(command: list[str], folder: Path) -> str:
+    environment = os.environ | {"XDG_CACHE_HOME": str(folder / "cache"), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, stdin=subprocess.DEVNULL
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def session(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """A folder where the README was read from top to bottom by a Python prompt, and what was printed."""
+    folder = tmp_path_factory.mktemp("readme")
+    programs = [block for block in code_blocks(README, "python") if not block.startswith("# train.py")]
+    (folder / "session.py").write_text("\n".join(programs))
+    return folder, run([sys.executable, "-W", "error", "session.py"], folder)
+
+
+def test_the_first_program_trains_on_every_sample(session: tuple[Path, str]) -> None:
+    assert session[1].startswith("1,000 samples in 16 batches, loss ")
+
+
+def test_the_later_snippets_run_after_it(session: tuple[Path, str]) -> None:
+    assert session[1].splitlines()[1:3] == ["0 samples", "0 bytes"]
+
+
+def test_the_torchrun_program_trains_in_two_ranks_and_resumes_where_it_ended(
+    session: tuple[Path, str],
+) -> None:
+    folder = session[0]
+    [program] = [block for block in code_blocks(README, "python") if block.startswith("# train.py")]
+    (folder / "train.py").write_text(program)
+    [command] = [block.split() for block in code_blocks(README, "sh") if block.startswith("torchrun")]
+    assert command[0] == "torchrun"
+    run([sys.executable, "-m", "torch.distributed.run", *command[1:]], folder)
+    assert '"epoch": 1, "position": 0' in (folder / "position.json").read_text()
+
+
+def test_demo_and_test_commands_are_marked_for_ci() -> None:
+    marks = [block.partition("\n")[0] for block in code_blocks(README, "sh")]
+    assert marks.count("# demo") == marks.count("# tests") == 1
+
+
+def test_ci_runs_the_commands_of_the_readme_as_they_stand(tmp_path: Path) -> None:
+    shown = run(["bash", str(ROOT / ".ci" / "run"), "--dry-run"], tmp_path).splitlines()
+    for mark in ("# demo", "# tests"):
+        [block] = [b for b in code_blocks(README, "sh") if b.startswith(mark)]
+        assert block.splitlines()[1] in shown
+
+
+def test_every_public_name_is_in_the_table_and_nothing_else() -> None:
+    section = README.partition("\n## Names\n")[2].partition("\n## ")[0]
+    assert sorted(re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE)) == sorted(dataflow.__all__)
+
+
+def test_every_format_is_in_the_table() -> None:
+    table = README.partition("| `format=` |")[2].partition("\n\n")[0]
+    assert tuple(re.findall(r"^\| `([\w-]+)` \|", table, re.MULTILINE)) == FORMATS
+
+
+def test_every_extra_exists() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    table = README.partition("| extra |")[2].partition("\n\n")[0]
+    named = re.findall(r"`([\w-]+)`", "".join(re.findall(r"^\|([^|]*)\|", table, re.MULTILINE)))
+    assert sorted(named) == sorted(extras)
+
+
+def test_every_command_exists() -> None:
+    from dataflow.cli import main
+
+    text = "".join(page.read_text() for page in PAGES)
+    named = set(re.findall(r"(?:bin/|[`\s])dataflow (demo|index|bench|inspect|convert)\b", text))
+    assert named <= main.commands.keys()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_arguments_written_as_code_are_arguments_of_something_public(page: Path) -> None:
+    public = [getattr(dataflow, name) for name in dataflow.__all__]
+    takers = [*public, ShardWriter, run_ranks, dataflow.DataLoader.__init__]
+    known = {name for taker in takers for name in inspect.signature(taker).parameters}
+    assert set(re.findall(r"`(\w+)=[^`]*`", page.read_text())) <= known
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_to_files(page: Path) -> None:
+    targets = re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text())
+    assert [target for target in targets if not (page.parent / target).exists()] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_dotted_module_names_written_as_code_can_be_imported(page: Path) -> None:
+    for name in set(re.findall(rf"`((?:{'|'.join(PACKAGES)})(?:\.\w+)+)[`(]", page.read_text())):
+        assert resolve(name) is not None
+
+
+def resolve(name: str) -> object:
+    """A module, or something in one."""
+    found: object = import_module(name.partition(".")[0])
+    for part in name.split(".")[1:]:
+        if isinstance(found, ModuleType) and not hasattr(found, part):
+            found = import_module(f"{found.__name__}.{part}")
+        else:
+            found = getattr(found, part)
+    return found
+
+
+def error_classes() -> set[str]:
+    for path in sources():
+        if "Error(DataflowError" in path.read_text():
+            import_module(".".join(path.relative_to(ROOT).with_suffix("").parts))
+    found = {DataflowError}
+    while more := {sub for cls in found for sub in cls.__subclasses__()} - found:
+        found |= more
+    return {cls.__name__ for cls in found if cls.__module__.partition(".")[0] in PACKAGES}
+
+
+def sources() -> list[Path]:
+    return sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
+
+
+def test_the_page_on_errors_names_every_error_class() -> None:
+    text = (ROOT / "docs" / "errors.md").read_text()
+    assert {name for name in error_classes() if f"`{name}`" not in text} == set()
+    assert "CorruptShardError" in vars(errors)
+
+
+def literal_texts() -> Iterator[str]:
+    """String constants of the packages, those inside f-strings included."""
+    for path in sources():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                yield node.value
+
+
+def test_messages_on_the_page_on_errors_are_in_the_source() -> None:
+    known = "\n".join(literal_texts())
+    rows = re.findall(r"^\| `([^`]+)` \|", (ROOT / "docs" / "errors.md").read_text(), re.MULTILINE)
+    pieces = {piece.strip() for row in rows for piece in row.split("…")}
+    assert len(rows) > 20
+    assert sorted(piece for piece in pieces if piece not in known) == []
