@@ -8,6 +8,7 @@ from dataflow.ragged import Ragged
 from sharding.errors import DataflowError
 from sharding.order import Shuffle
 from sharding.topology import Topology
+from sharding.writer import ShardWriter
 
 __all__ = [
     "DataLoader",
@@ -15,6 +16,7 @@ __all__ = [
     "Image",
     "Pad",
     "Ragged",
+    "ShardWriter",
     "ShardedDataset",
     "Shuffle",
     "Topology",

@@ -34,6 +34,7 @@ from sharding.catalog import (
     default_catalog_path,
     find_catalog,
     is_catalog,
+    options_of,
 )
 from sharding.errors import SampleError, ShardChangedError
 from sharding.formats import resolve_format
@@ -102,6 +103,7 @@ class ShardedDataset(Dataset[Any]):
         self.outputs: tuple[Output, ...] = resolve_outputs(
             self.catalog.schema, columns, decode, format_name=self.catalog.format
         )
+        self._all_columns = columns is None
         self.seed = 0
         self.epoch = 0
         self._local = threading.local()
@@ -140,7 +142,7 @@ class ShardedDataset(Dataset[Any]):
             found = find_catalog(urls, codec, block_bytes)
         else:
             found = Catalog.load(path, self.storage_options) if self._exists(path) else None
-        if found is None or found.urls != urls:
+        if found is None or (found.urls, found.format, found.options) != (urls, codec.name, options_of(codec)):
             return build()
         return self._checked(found, rebuild=build)
 
@@ -172,7 +174,8 @@ class ShardedDataset(Dataset[Any]):
 
     def source(self) -> Source:
         """What the loader reads with; a new reader each, so nothing is shared between loaders."""
-        return Source(self.catalog, self._codec, StoreReader(self.storage_options), self.outputs)
+        reader = StoreReader(self.storage_options)
+        return Source(self.catalog, self._codec, reader, self.outputs, all_columns=self._all_columns)
 
     @property
     def transform_wants_rng(self) -> bool:

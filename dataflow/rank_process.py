@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
+import multiprocessing
 import os
 import pickle
 import signal
@@ -55,6 +56,8 @@ def run_rank(job: Job, pipe: Connection) -> None:
     """Main function of a rank's process."""
     os.setsid()  # a group of its own: what it starts can be stopped with it
     _die_with_parent()
+    # multiprocessing hands its own start method on; under torchrun, DataLoader workers would be forked.
+    multiprocessing.set_start_method(None, force=True)
     os.environ.clear()
     os.environ.update(job.environ)
     with open(job.stacks, "wb") as stacks:

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from dataflow.decode import BadRows, Output
 from prefetch.arena import Arena, rounded_bytes
 from prefetch.store import StoreReader
-from sharding.blocks import Column, Columns, Format, Spans
+from sharding.blocks import Block, Column, Columns, Format, Spans
 from sharding.catalog import Catalog
 from sharding.errors import DataflowError, SampleError
 
@@ -57,12 +57,23 @@ class Source:
     reader: StoreReader
     outputs: tuple[Output, ...]
     traffic: Traffic = field(default_factory=Traffic)
+    all_columns: bool = False
+    """Whether every column was asked for, so that one of a type we cannot deliver is an error."""
+    _locates: dict[str, bool] = field(default_factory=dict, compare=False)
 
     @property
     def columns(self) -> list[str]:
         """Dataset columns that the outputs need, "__url__" aside."""
         names = [s for output in self.outputs for s in output.sources if s != "__url__"]
         return list(dict.fromkeys(names))
+
+    def locates(self, block: Block) -> bool:
+        """Whether values of this block's shard lie in the stored bytes; compressed shards may stand beside."""
+        known = self._locates.get(block.shard.url)
+        if known is None:
+            known = self.format.locate(block, self.columns) is not None
+            self._locates[block.shard.url] = known
+        return known
 
 
 @dataclass
@@ -185,9 +196,7 @@ class StagedWindow:
         self.first_row = np.concatenate(([0], np.cumsum(counts))).astype(np.int64)
         self.num_rows = int(self.first_row[-1])
         self._spans = [self._locate(i) for i in range(len(self.blocks))] if sparse is not None else []
-        self._in_region = bool(self.blocks) and (
-            sparse is not None or source.format.locate(self.blocks[0], source.columns) is not None
-        )
+        self._in_region = bool(self.blocks) and (sparse is not None or all(map(source.locates, self.blocks)))
         self._sizes = self._region_sizes()
         self.nbytes = self._bound(num_readers)
         self.carried = False
@@ -276,7 +285,8 @@ class StagedWindow:
                 data = self.arena.lease(block.length)
             self.source.reader.read_into(block.shard, block.offset, data)
             self._data[ordinal] = data.data
-            columns = self.source.format.decode(block, data.data, self.source.columns)
+            wanted = None if self.source.all_columns else self.source.columns
+            columns = self.source.format.decode(block, data.data, wanted)
             self.source.traffic.add(block.length, block.nbytes)
         self._stage(ordinal, columns)
         if self.region is None and not any(isinstance(s, StagedSpans) for s in self.staged.values()):

@@ -143,8 +143,9 @@ class Format(Protocol):
     def decode(self, block: Block, data: memoryview, columns: Sequence[str] | None) -> Columns:
         """Turn the stored bytes of a block into columns of `block.num_samples` values each.
 
-        Columns may be views of `data`, which outlives them. `columns` None means all; a name
-        that is not there raises `CorruptShardError`. Releases the GIL in the heavy parts; thread-safe.
+        Columns may be views of `data`, which outlives them. `columns` None means all. A name that is not
+        there raises `CorruptShardError`, or is missing from every sample where samples name their own
+        columns (tar). Releases the GIL in the heavy parts; thread-safe.
         """
         ...
 

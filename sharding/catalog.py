@@ -229,4 +229,5 @@ __all__ = [
     "default_catalog_path",
     "find_catalog",
     "is_catalog",
+    "options_of",
 ]

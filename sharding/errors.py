@@ -19,7 +19,7 @@ class ShardError(DataflowError):
         reason: what is wrong and, where there is a cure, what to do.
         offset: byte offset in the shard (of the decompressed bytes, for compressed shards), or None.
         key: sample key or index inside the shard, or None.
-        stage: "index", "read", "decode", "collate", "transform" or "plan".
+        stage: "index", "read", "decode", "transform" or "write".
     """
 
     def __init__(

@@ -627,9 +627,12 @@ def test_v7_and_odd_sizes_are_not_compared_while_decoding() -> None:
     assert by_us(content) == by_us(simple(3))
 
 
-def test_an_unknown_column_is_refused_with_the_names_there_are() -> None:
-    with pytest.raises(CorruptShardError, match="'cls', 'jpg' and '__key__'"):
-        decoded_blocks(TAR, simple(3), "a.tar", ["png"])
+def test_a_column_that_only_other_shards_have_is_missing_from_every_sample() -> None:
+    content = simple(3)
+    (block,) = blocks_of(scan_of(TAR, content, "a.tar"), shard_of(content, "a.tar"))
+    column = TAR.decode(block, memoryview(content), ["png", "cls"])["png"]
+    assert isinstance(column, Spans)
+    assert column.lengths.tolist() == [-1, -1, -1]
 
 
 # Compression
