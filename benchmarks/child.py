@@ -141,18 +141,18 @@ def touch(batch: Any) -> int:
     """Read the first and last element of every tensor (or byte string); return the number of samples."""
     if isinstance(batch, int):  # a limit counts without delivering
         return batch
-    samples = 0
+    lengths = []
     for leaf in leaves(batch):
         if isinstance(leaf, torch.Tensor):
-            samples = len(leaf)
+            lengths.append(len(leaf))
             _ = leaf[(0,) * leaf.ndim].item(), leaf[(-1,) * leaf.ndim].item()
         elif leaf:
             _ = leaf[0], leaf[-1]
-    return samples
+    return min(lengths)  # the labels: ragged values and offsets are longer, whatever the order of columns
 
 
 def leaves(batch: Any) -> Iterator[Any]:
-    """The tensors and byte strings of a batch, labels last; a ragged column is its values and offsets."""
+    """The tensors and byte strings of a batch; a ragged column is its values and offsets."""
     if isinstance(batch, torch.Tensor | bytes | memoryview):
         yield batch
     elif hasattr(batch, "offsets"):
@@ -166,15 +166,19 @@ def describe(workload: str, first: Any, batches: Iterator[Any], data: Data) -> d
     """What the first batch holds; for W3, how many row groups the batches mix (mean of 8 later ones)."""
     if isinstance(first, int):
         return {"delivers": "nothing"}
-    tensors = [leaf for leaf in leaves(first) if isinstance(leaf, torch.Tensor)]
-    shapes = [f"{str(t.dtype)[6:]}{list(t.shape)}" for t in tensors]
-    shown = {"delivers": ", ".join(shapes[:3]) + (", ..." if len(shapes) > 3 else "")}
-    if workload == "W3":
-        groups = [
-            len(torch.unique(list(leaves(next(batches)))[-1] // data.sizes.rows_per_group)) for _ in range(8)
-        ]
-        return shown | {"row_groups_per_batch": sum(groups) / len(groups)}
-    return shown
+    parts = list(leaves(first))
+    shapes = [f"{str(p.dtype)[6:]}{list(p.shape)}" for p in parts if isinstance(p, torch.Tensor)]
+    if strings := len(parts) - len(shapes):
+        shapes.append(f"{strings} byte strings")
+    shown = {"delivers": ", ".join(shapes)}
+    if workload != "W3":
+        return shown
+    mixed = [len(torch.unique(_label(next(batches)) // data.sizes.rows_per_group)) for _ in range(8)]
+    return shown | {"row_groups_per_batch": sum(mixed) / len(mixed)}
+
+
+def _label(batch: Any) -> torch.Tensor:
+    return next(leaf for leaf in leaves(batch) if leaf.dtype == torch.int64)
 
 
 if __name__ == "__main__":

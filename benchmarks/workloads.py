@@ -19,8 +19,8 @@ class Contestant:
     """Used by `--quick` and with `--no-sweep`; otherwise the best of `choices` is taken."""
     choices: tuple[int, ...] = (0, 1, 2, 3)
     omp_threads: int | None = 1
-    """`OMP_NUM_THREADS`; None leaves it unset. With more than one, torch's copies in the consumer's process are
-    up to twice as fast on an idle machine and 50 times slower beside a busy process, so the search tries both."""
+    """`OMP_NUM_THREADS`; None leaves it unset. With more than one, torch's copies in the consumer's process
+    are faster on an idle machine and far slower beside a busy process, so the search tries both."""
 
     @property
     def settings(self) -> list[Contestant]:

@@ -45,10 +45,10 @@ class LiveLine:
         """Tell about a finished step."""
         if not self._visible:
             return
-        self._text = (
-            f"  {self._title:<22} step {step:>4}/{self._steps}  loss {loss:.4f}  "
-            f"{samples_per_s:>6,.0f} samples/s  {samples_per_s * sample_bytes / 1e6:.3f} MB/s  "
-            f"waiting {waiting_share:.1%}"
+        mb_per_s = samples_per_s * sample_bytes / 1e6
+        self._text = (  # fits 80 columns
+            f"  {self._title:<13} {step:>3}/{self._steps} loss {loss:.3f} {samples_per_s:>5,.0f} samples/s "
+            f"{mb_per_s:.3f} MB/s waiting {waiting_share:.1%}"
         )
         if self._live is None:
             if step % max(1, self._steps // _PLAIN_LINES) == 0:

@@ -15,6 +15,7 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from itertools import count
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -62,6 +63,8 @@ class RunResult:
     first_step: int
     losses: list[float] = field(default_factory=list)
     """Mean over all ranks, per step."""
+    step_s: list[float] = field(default_factory=list)
+    """Seconds of each step after the first, waiting included."""
     samples_per_s: float = 0.0
     """All ranks together."""
     seconds: float = 0.0
@@ -83,6 +86,11 @@ class RunResult:
         """`waited_s / seconds`."""
         return self.waited_s / self.seconds if self.seconds else 0.0
 
+    @property
+    def median_step_s(self) -> float:
+        """Of `step_s`: what other programs do on the machine disturbs it less than the rate."""
+        return median(self.step_s) if self.step_s else 0.0
+
     def to_json(self) -> dict[str, Any]:
         """All fields, and the share."""
         return {**asdict(self), "waiting_share": self.waiting_share}
@@ -90,7 +98,9 @@ class RunResult:
 
 def train(run: Run) -> RunResult:
     """Main function of a rank."""
-    torch.manual_seed(run.seed)  # and no more: on one CPU thread a rank, this model's operations have one order
+    torch.manual_seed(
+        run.seed
+    )  # and no more: on one CPU thread a rank, this model's operations have one order
     model = DistributedDataParallel(ByteTransformer(LENGTH))
     optimizer = torch.optim.AdamW(model.parameters(), lr=_LEARNING_RATE)
     _warm_up(model, run.batch_size)
@@ -138,7 +148,10 @@ def _train(
         loss.backward()
         optimizer.step()
         result.losses.append(_mean_over_ranks(loss))
-        result.seconds = time.perf_counter() - started
+        done = time.perf_counter()
+        result.seconds = done - started
+        if step != result.first_step:
+            result.step_s.append(done - asked)
         samples = len(result.losses) * run.batch_size * dist.get_world_size()
         result.samples_per_s = samples / result.seconds
         live.show(step + 1, result.losses[-1], result.samples_per_s, LENGTH, result.waiting_share)

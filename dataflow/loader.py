@@ -107,6 +107,8 @@ class DataLoader:
         self._epoch = 0
         self._start = 0
         self._in_epoch = False
+        self._loop: object | None = None
+        """The loop that runs now: only one may."""
         self._current: EpochPlan | None = None
         self._taken = 0
         self._session: _Session | None = None
@@ -158,9 +160,10 @@ class DataLoader:
         if self._in_epoch:  # the last loop was left early: a new loop is a new epoch
             self._begin_epoch(self._epoch + 1, 0)
         plan = self._epoch_plan(self._epoch, self._start)
-        return self._batches(plan, self._epoch)
+        self._loop = object()
+        return self._batches(plan, self._epoch, self._loop)
 
-    def _batches(self, plan: EpochPlan, epoch: int) -> Iterator[Any]:
+    def _batches(self, plan: EpochPlan, epoch: int, loop: object) -> Iterator[Any]:
         self._in_epoch = True
         total = plan.num_batches
         began = time.perf_counter()
@@ -173,16 +176,17 @@ class DataLoader:
                 batches = session.next_batches()
                 self._counts.first_batch_s = self._counts.first_batch_s or time.perf_counter() - began
                 for delivered in batches:
-                    if delivered.number != taken or delivered.epoch != epoch:
-                        raise RuntimeError("two loops ran over one loader at the same time; make two loaders")
                     self._taken = taken = taken + 1
                     self._counts.batches += 1
                     self._counts.samples += delivered.num_samples
                     yield delivered.batch if on_device is None else on_device(delivered.batch)
+                    if self._loop is not loop:
+                        raise RuntimeError("two loops ran over one loader at the same time; make two loaders")
                     if session is not self._session or self._epoch != epoch:
                         return  # the loader was closed or moved elsewhere inside the loop
         except BaseException:  # an error, Ctrl-C, or the loop was left (GeneratorExit)
-            self.close()
+            if self._loop is loop:
+                self.close()
             raise
         if session is not None:
             session.epoch_done(epoch)
@@ -225,6 +229,8 @@ class DataLoader:
         Raises:
             ValueError: the state is damaged or was taken over other data.
         """
+        if not isinstance(state, Mapping):
+            raise ValueError(f"a state must be a mapping, got {type(state).__name__}")
         fields = {k: v for k, v in state.items() if k != "skipped_samples"}
         loaded = PlanState.from_json(fields)
         catalog = self.dataset.catalog

@@ -18,6 +18,7 @@ import threading
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -94,19 +95,31 @@ class Arena:
         for old in cold:
             old.unmap()
         if slab is None:
-            slab = _Slab(size, self._register)
+            slab = self._map(size)
         lease = Lease(slab, nbytes)
         self._alive[weakref.ref(lease, self._on_death)] = (slab, on_return)
         return np.asarray(lease)
 
+    def _map(self, size: int) -> _Slab:
+        try:
+            return _Slab(size, self._register)
+        except BaseException:
+            with self._lock:
+                self._leased_bytes -= size
+            raise
+
     def _on_death(self, ref: weakref.ref[Lease]) -> None:
         slab, on_return = self._alive.pop(ref)
-        if self._closed:
-            slab.unmap()
-        else:
-            self._returned.append(slab)
+        self._returned.append(slab)
+        if self._closed:  # looked at after the append: whatever `close` did not see is unmapped here
+            self._unmap_returned()
         if on_return:
             on_return()
+
+    def _unmap_returned(self) -> None:
+        with suppress(IndexError):
+            while True:
+                self._returned.popleft().unmap()  # atomic: one thread takes each slab
 
     def _settle(self) -> None:
         """Sort returned slabs into the free lists. Under the lock."""
@@ -137,6 +150,8 @@ class Arena:
     @property
     def mapped_bytes(self) -> int:
         """Bytes mapped: leased and free."""
+        if self._closed:
+            return sum(slab.nbytes for slab, _ in list(self._alive.values()))
         with self._lock:
             self._settle()
             return self._free_bytes + self._leased_bytes
@@ -154,6 +169,6 @@ class Arena:
 
 
 def rounded_bytes(nbytes: int) -> int:
-    """What a lease of `nbytes` takes: whole pages, rounded up to an eighth of the next power of two."""
-    step = max(4096, 1 << max(0, (max(nbytes, 1) - 1).bit_length() - 3))
+    """What a lease of `nbytes` takes: whole pages; beyond 32 KiB at most an eighth more than asked for."""
+    step = max(4096, 1 << max(0, (max(nbytes, 1) - 1).bit_length() - 4))
     return max(4096, -(-nbytes // step) * step)

@@ -170,12 +170,14 @@ def test_every_workload_has_bars_a_limit_and_ours() -> None:
         assert verdicts(workload, [])
 
 
-def test_samples_are_counted_by_the_last_tensor_of_a_batch() -> None:
+def test_samples_are_counted_by_the_labels_whatever_the_order_of_columns() -> None:
     import torch
 
     ragged = [b"ab", b"c"], torch.tensor([1, 2])
     assert touch(ragged) == 2
     assert touch({"x": torch.zeros(3, 4), "y": torch.zeros(3)}) == 3
+    values_and_offsets = torch.zeros(9, dtype=torch.uint8), torch.tensor([0, 4, 9])
+    assert touch({"cls": torch.tensor([1, 2]), "jpg": values_and_offsets}) == 2
     assert touch(5) == 5
     assert [type(leaf) for leaf in leaves(ragged)] == [bytes, bytes, torch.Tensor]
 

@@ -92,7 +92,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.snapshot()
 
 
-LedgerMachine.TestCase.settings = settings(max_examples=80, stateful_step_count=30, deadline=None)
+LedgerMachine.TestCase.settings = settings(max_examples=25, stateful_step_count=25, deadline=None)
 TestLedgerMachine = LedgerMachine.TestCase
 
 

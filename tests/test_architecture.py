@@ -1,0 +1,174 @@
+"""Rules that hold over all source files: who imports whom, and what never appears."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+import dataflow
+
+ROOT = Path(__file__).parent.parent
+MAY_IMPORT = {
+    "sharding": set[str](),
+    "prefetch": {"sharding"},
+    "dataflow": {"sharding", "prefetch"},
+}
+NEVER_IN_SHARDING = {
+    "torch",
+    "threading",
+    "time",
+    "queue",
+    "concurrent",
+    "multiprocessing",
+    "asyncio",
+    "random",
+}
+MODULES = [path.relative_to(ROOT) for name in MAY_IMPORT for path in sorted((ROOT / name).rglob("*.py"))]
+"""Every module of the packages, as "package/.../name.py"."""
+
+
+@cache
+def tree_of(module: Path) -> ast.Module:
+    return ast.parse((ROOT / module).read_text(), str(module))
+
+
+def imported_modules(module: Path) -> Iterator[str]:
+    """Full names of what a module imports, inside functions and type-checking blocks too."""
+    package = module.parent.parts
+    for node in ast.walk(tree_of(module)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = package[: len(package) - node.level + 1] if node.level else ()
+            name = ".".join((*above, *filter(None, [node.module])))
+            yield name
+            yield from (f"{name}.{alias.name}" for alias in node.names)
+
+
+def imported_packages(module: Path) -> set[str]:
+    return {name.partition(".")[0] for name in imported_modules(module)}
+
+
+def modules_of(*packages: str) -> list[Path]:
+    return [module for module in MODULES if module.parts[0] in packages]
+
+
+def name_of(node: ast.expr) -> str:
+    """Last part of the name of what is called, else ""."""
+    if not isinstance(node, ast.Call):
+        return ""
+    return str(getattr(node.func, "attr", getattr(node.func, "id", "")))
+
+
+def called_names(module: Path) -> list[str]:
+    return [name_of(node) for node in ast.walk(tree_of(module)) if isinstance(node, ast.Call)]
+
+
+def every(modules: list[Path]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("module", modules, ids=str)
+
+
+def test_all_three_packages_are_looked_at() -> None:
+    assert {module.parts[0] for module in MODULES} == MAY_IMPORT.keys()
+    assert len(MODULES) > 30
+
+
+@every(MODULES)
+def test_imports_point_one_way(module: Path) -> None:
+    package = module.parts[0]
+    ours = imported_packages(module) & MAY_IMPORT.keys() - {package}
+    assert ours <= MAY_IMPORT[package]
+
+
+@every(MODULES)
+def test_no_package_imports_tests_or_benchmarks(module: Path) -> None:
+    assert not imported_packages(module) & {"tests", "benchmarks", "conftest"}
+
+
+@every(modules_of("sharding"))
+def test_sharding_knows_no_torch_threads_or_clocks(module: Path) -> None:
+    assert not imported_packages(module) & NEVER_IN_SHARDING
+
+
+@every(modules_of("prefetch"))
+def test_prefetch_imports_torch_only_where_it_copies_to_a_device(module: Path) -> None:
+    assert ("torch" in imported_packages(module)) == (module == Path("prefetch/device.py"))
+
+
+@every(modules_of("dataflow"))
+def test_dataflow_has_no_threads_but_executors_owned_by_a_with_block(module: Path) -> None:
+    assert not set(called_names(module)) & {"Thread", "Timer", "start_new_thread"}
+    owned = [
+        name_of(item.context_expr)
+        for node in ast.walk(tree_of(module))
+        if isinstance(node, ast.With)
+        for item in node.items
+    ]
+    made = [name for name in called_names(module) if name.endswith("PoolExecutor")]
+    assert made == [name for name in owned if name.endswith("PoolExecutor")]
+
+
+@every(MODULES)
+def test_every_module_says_what_it_is_about(module: Path) -> None:
+    text = ast.get_docstring(tree_of(module))
+    assert text
+    assert text[0].isupper() or text[0] == "`"
+    assert len(text) > 20
+
+
+@every(MODULES)
+def test_nothing_sleeps(module: Path) -> None:
+    assert "sleep" not in set(called_names(module))
+
+
+@every(MODULES)
+def test_nothing_relies_on_del(module: Path) -> None:
+    """Finalisers are `weakref.finalize` with an owner; `__del__` runs when it pleases."""
+    defined = {node.name for node in ast.walk(tree_of(module)) if isinstance(node, ast.FunctionDef)}
+    assert "__del__" not in defined
+
+
+@every(MODULES)
+def test_no_module_is_a_drawer_for_leftovers(module: Path) -> None:
+    assert not set(module.with_suffix("").parts) & {"utils", "util", "common", "helpers", "misc", "base"}
+
+
+@every(MODULES)
+def test_no_import_of_a_module_takes_all_its_names(module: Path) -> None:
+    assert not [name for name in imported_modules(module) if name.endswith(".*")]
+
+
+def test_the_front_door_is_small_and_sorted() -> None:
+    names = dataflow.__all__
+    assert names == sorted(names)
+    assert len(names) <= 14
+    assert len(set(names)) == len(names)
+    assert all(hasattr(dataflow, name) for name in names)
+
+
+@pytest.mark.parametrize("package", ["prefetch", "sharding"])
+def test_the_inner_packages_have_no_front_door(package: str) -> None:
+    """Their modules are imported one by one, so that what is not used is not loaded."""
+    assert list(imported_modules(Path(package) / "__init__.py")) == []
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("import torch.nn as nn", {"torch.nn"}),
+        ("from torch import nn", {"torch", "torch.nn"}),
+        ("def f():\n    import time", {"time"}),
+        ("from . import blocks", {"sharding.formats", "sharding.formats.blocks"}),
+        ("from ..urls import x", {"sharding.urls", "sharding.urls.x"}),
+        ("from a import *", {"a", "a.*"}),
+    ],
+)
+def test_imports_are_found_in_any_form(
+    source: str, expected: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(globals(), "tree_of", lambda _: ast.parse(source))
+    assert set(imported_modules(Path("sharding/formats/x.py"))) == expected

@@ -1,0 +1,360 @@
+"""Reading ranges of shards: right bytes, or an error that names the shard and what is wrong."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import numpy as np
+import pytest
+from fsspec import AbstractFileSystem
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from prefetch import store
+from prefetch.iovec import ScatterPlan, plan_scatter
+from prefetch.store import StoreReader
+from sharding.blocks import Shard
+from sharding.errors import ShardChangedError, ShardError, ShardReadError
+from sharding.storage import open_url, shard_info, shard_of
+
+CONTENT = bytes(range(256)) * 40
+
+
+def indexed(url: str) -> Shard:
+    """The shard as indexing would record it now."""
+    return shard_of(url, shard_info(url, *open_url(url)))
+
+
+def read(shard: Shard, offset: int = 0, nbytes: int = 10, reader: StoreReader | None = None) -> bytes:
+    out = np.full(nbytes, 0xA5, np.uint8)
+    (reader or StoreReader()).read_into(shard, offset, out)
+    return out.tobytes()
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    path = tmp_path / "shard 0%.bin"
+    path.write_bytes(CONTENT)
+    return path
+
+
+@pytest.fixture
+def memory_url() -> Iterator[str]:
+    url = "memory://test_store/shard.bin"
+    fsspec.filesystem("memory").pipe_file("/test_store/shard.bin", CONTENT)
+    yield url
+    fsspec.filesystem("memory").store.pop("/test_store/shard.bin", None)
+
+
+class FailingFileSystem(AbstractFileSystem):
+    """A store with one object that fails as each test wants, and counts what it is asked."""
+
+    protocol = "failing"
+    cachable = False
+    failure: Callable[[], None] = staticmethod(lambda: None)
+    etag = ""
+    num_infos = 0
+
+    def info(self, path: str, **kwargs: Any) -> Any:
+        type(self).num_infos += 1
+        return {"name": path, "size": len(CONTENT), "type": "file", "ETag": self.etag}
+
+    def cat_file(self, path: str, start: Any = None, end: Any = None, **kwargs: Any) -> bytes:
+        type(self).failure()
+        return CONTENT[start:end]
+
+
+@pytest.fixture
+def failing(monkeypatch: pytest.MonkeyPatch) -> type[FailingFileSystem]:
+    fsspec.register_implementation("failing", FailingFileSystem, clobber=True)
+    monkeypatch.setattr(FailingFileSystem, "etag", "one")
+    monkeypatch.setattr(FailingFileSystem, "num_infos", 0)
+    monkeypatch.setattr(FailingFileSystem, "failure", staticmethod(lambda: None))
+    return FailingFileSystem
+
+
+# ---- the right bytes ---------------------------------------------------------------------------------------
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(offset=st.integers(0, len(CONTENT)), nbytes=st.integers(0, len(CONTENT)))
+def test_any_range_is_the_slice_of_the_content(path: Path, memory_url: str, offset: int, nbytes: int) -> None:
+    nbytes = min(nbytes, len(CONTENT) - offset)
+    for url in (str(path), memory_url):
+        assert read(indexed(url), offset, nbytes) == CONTENT[offset : offset + nbytes]
+
+
+def test_a_local_url_with_its_protocol_is_read_as_a_file(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(StoreReader, "_read_remote", None)  # would fail if it were called
+    shard = Shard(f"file://{path}", len(CONTENT), "")
+    assert read(shard, 5) == CONTENT[5:15]
+
+
+def test_only_the_destination_is_written(path: Path) -> None:
+    memory = np.full(30, 0xA5, np.uint8)
+    StoreReader().read_into(indexed(str(path)), 100, memory[10:20])
+    assert memory.tobytes() == b"\xa5" * 10 + CONTENT[100:110] + b"\xa5" * 10
+
+
+def test_a_read_that_comes_in_pieces_goes_on(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.preadv
+    monkeypatch.setattr(store.os, "preadv", lambda fd, views, at: real(fd, [views[0][:7]], at))
+    assert read(indexed(str(path)), 50, 100) == CONTENT[50:150]
+
+
+def test_no_descriptor_is_left_open(path: Path) -> None:
+    shard, reader = indexed(str(path)), StoreReader()
+    before = set(os.listdir("/proc/self/fd"))
+    read(shard, reader=reader)
+    with pytest.raises(ShardReadError):
+        read(shard, len(CONTENT) - 5, 10, reader)
+    assert set(os.listdir("/proc/self/fd")) == before
+
+
+# ---- local failures ----------------------------------------------------------------------------------------
+
+
+def assert_names_the_place(error: ShardError, shard: Shard, offset: int | None) -> None:
+    assert (error.shard, error.offset, error.stage) == (shard.url, offset, "read")
+
+
+@pytest.mark.parametrize("missing", [1, 10])
+def test_a_range_beyond_the_end_is_truncated(path: Path, memory_url: str, missing: int) -> None:
+    for url in (str(path), memory_url):
+        shard, offset = indexed(url), len(CONTENT) - 10 + missing
+        with pytest.raises(ShardReadError, match=f"truncated: wanted 10 bytes, got {10 - missing}") as caught:
+            read(shard, offset)
+        assert_names_the_place(caught.value, shard, offset)
+
+
+def test_a_missing_file_is_named_with_its_cause(tmp_path: Path) -> None:
+    shard = Shard(str(tmp_path / "none.bin"), 10, "")
+    with pytest.raises(ShardReadError, match="no such file") as caught:
+        read(shard, 3)
+    assert_names_the_place(caught.value, shard, 3)
+    assert isinstance(caught.value.__cause__, FileNotFoundError)
+
+
+def test_a_directory_is_not_a_shard(tmp_path: Path) -> None:
+    with pytest.raises(ShardReadError, match="is a directory"):
+        read(Shard(str(tmp_path), 10, ""))
+
+
+def test_a_forbidden_file_is_named(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def forbid(name: str, flags: int) -> int:
+        raise PermissionError(13, "Permission denied", name)
+
+    shard = indexed(str(path))
+    with monkeypatch.context() as patch:
+        patch.setattr(store.os, "open", forbid)  # not chmod: root may read every file
+        with pytest.raises(ShardReadError, match="permission denied") as caught:
+            read(shard)
+    assert_names_the_place(caught.value, shard, 0)
+
+
+def test_a_system_failure_while_reading_is_named(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> int:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(store.os, "preadv", fail)
+    with pytest.raises(ShardReadError, match="Input/output error"):
+        read(indexed(str(path)))
+
+
+def grow(path: Path) -> None:
+    with path.open("ab") as file:
+        file.write(b"more")
+
+
+def shrink(path: Path) -> None:
+    os.truncate(path, len(CONTENT) // 2)
+
+
+def touch(path: Path) -> None:
+    os.utime(path, ns=(0, 1_000_000_007))
+
+
+def replace(path: Path) -> None:
+    other = path.with_name("other")
+    other.write_bytes(CONTENT)
+    touch(other)
+    other.replace(path)
+
+
+@pytest.mark.parametrize("change", [grow, shrink, touch, replace])
+def test_a_local_shard_that_is_not_the_indexed_one_is_refused(
+    path: Path, change: Callable[[Path], None]
+) -> None:
+    shard, reader = indexed(str(path)), StoreReader()
+    assert read(shard, reader=reader) == CONTENT[:10]
+    change(path)
+    expected = "its size is" if change in (grow, shrink) else "its modification time is 1000000007"
+    with pytest.raises(ShardChangedError, match=expected) as caught:
+        read(shard, 20, reader=reader)
+    assert_names_the_place(caught.value, shard, 20)
+
+
+def test_without_a_recorded_version_only_the_size_counts(path: Path) -> None:
+    shard = Shard(str(path), len(CONTENT), "")
+    touch(path)
+    assert read(shard) == CONTENT[:10]
+
+
+def during_the_read(monkeypatch: pytest.MonkeyPatch, action: Callable[[], None]) -> None:
+    real = os.preadv
+
+    def preadv(*args: Any) -> int:
+        got = real(*args)
+        action()
+        return got
+
+    monkeypatch.setattr(store.os, "preadv", preadv)
+
+
+def test_a_shard_overwritten_during_the_read_is_noticed(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shard = indexed(str(path))
+    during_the_read(monkeypatch, lambda: touch(path))
+    with pytest.raises(ShardChangedError, match="modification time"):
+        read(shard)
+
+
+def test_a_shard_renamed_over_during_the_read_gives_the_old_bytes(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shard = indexed(str(path))
+    other = path.with_name("other")
+    other.write_bytes(b"new")
+    during_the_read(monkeypatch, lambda: other.exists() and other.replace(path) and None)
+    assert read(shard, 30) == CONTENT[30:40]
+
+
+# ---- scattering --------------------------------------------------------------------------------------------
+
+
+def scattering(starts: list[int], nbytes: int = 10) -> tuple[ScatterPlan, NDArray[np.uint8]]:
+    memory = np.full((len(starts), nbytes), 0xA5, np.uint8)
+    addresses = memory.ctypes.data + np.arange(len(starts)) * nbytes
+    lengths, bounds = np.full(len(starts), nbytes), np.arange(len(starts) + 1)
+    return plan_scatter(np.array(starts), lengths, addresses, bounds), memory
+
+
+def test_a_stretch_of_a_plan_is_read_from_a_shard(path: Path) -> None:
+    plan, memory = scattering([3, 500])
+    StoreReader().scatter(indexed(str(path)), plan, 1)
+    assert memory.tobytes() == b"\xa5" * 10 + CONTENT[500:510]
+
+
+def test_a_stretch_beyond_the_end_is_truncated(path: Path) -> None:
+    shard, (plan, _) = indexed(str(path)), scattering([3, len(CONTENT) - 5])
+    with pytest.raises(ShardReadError, match="truncated") as caught:
+        StoreReader().scatter(shard, plan, 1)
+    assert_names_the_place(caught.value, shard, len(CONTENT) - 5)
+
+
+def test_a_scattering_read_of_a_changed_shard_is_refused(path: Path) -> None:
+    shard, (plan, _) = indexed(str(path)), scattering([3])
+    touch(path)
+    with pytest.raises(ShardChangedError, match="modification time"):
+        StoreReader().scatter(shard, plan, 0)
+
+
+# ---- other stores ------------------------------------------------------------------------------------------
+
+
+def test_a_missing_object_is_named() -> None:
+    shard = Shard("memory://test_store/none.bin", 10, "")
+    with pytest.raises(ShardReadError, match="no such file") as caught:
+        read(shard, 3)
+    assert_names_the_place(caught.value, shard, 3)
+
+
+def test_an_object_of_another_size_is_refused(memory_url: str) -> None:
+    shard = Shard(memory_url, len(CONTENT) + 1, "")
+    with pytest.raises(ShardChangedError, match=f"its size is {len(CONTENT)} bytes") as caught:
+        read(shard)
+    assert_names_the_place(caught.value, shard, None)
+
+
+def test_a_failing_store_is_named_with_its_cause(failing: type[FailingFileSystem]) -> None:
+    shard = indexed("failing://shard.bin")
+    failure = ConnectionResetError("the peer hung up")
+
+    def fail() -> None:
+        raise failure
+
+    failing.failure = staticmethod(fail)
+    with pytest.raises(ShardReadError, match="ConnectionResetError: the peer hung up") as caught:
+        read(shard, 7)
+    assert_names_the_place(caught.value, shard, 7)
+    assert caught.value.__cause__ is failure
+
+
+def test_a_store_that_forbids_says_so(failing: type[FailingFileSystem]) -> None:
+    shard = indexed("failing://shard.bin")
+
+    def fail() -> None:
+        raise PermissionError("token expired")
+
+    failing.failure = staticmethod(fail)
+    with pytest.raises(ShardReadError, match=r"permission denied \(token expired\)"):
+        read(shard)
+
+
+def test_a_store_that_recovers_is_read_again(failing: type[FailingFileSystem]) -> None:
+    shard, reader, failures = indexed("failing://shard.bin"), StoreReader(), [TimeoutError("slow")]
+
+    def fail_once() -> None:
+        if failures:
+            raise failures.pop()
+
+    failing.failure = staticmethod(fail_once)
+    with pytest.raises(ShardReadError, match="TimeoutError: slow"):
+        read(shard, reader=reader)
+    assert read(shard, 5, reader=reader) == CONTENT[5:15]
+
+
+def test_an_object_with_another_etag_is_refused_until_it_is_back(failing: type[FailingFileSystem]) -> None:
+    shard, reader = indexed("failing://shard.bin"), StoreReader()
+    assert shard.version == "etag:one"
+    failing.etag = "two"
+    for _ in range(2):
+        with pytest.raises(ShardChangedError, match="its etag is two; it was one"):
+            read(shard, reader=reader)
+    failing.etag = "one"
+    assert read(shard, reader=reader) == CONTENT[:10]
+
+
+def test_a_remote_shard_is_checked_once_a_reader(failing: type[FailingFileSystem]) -> None:
+    shard, reader = indexed("failing://shard.bin"), StoreReader()
+    failing.num_infos = 0
+    for offset in range(5):
+        assert read(shard, offset, reader=reader) == CONTENT[offset : offset + 10]
+    assert failing.num_infos == 1
+    read(shard)
+    assert failing.num_infos == 2
+
+
+def test_storage_options_reach_the_filesystem(monkeypatch: pytest.MonkeyPatch, memory_url: str) -> None:
+    given_options: list[dict[str, Any]] = []
+    real = store.open_url
+
+    def recording(url: str, options: Any) -> tuple[Any, str]:
+        given_options.append(dict(options))
+        return real(url)
+
+    monkeypatch.setattr(store, "open_url", recording)
+    options = {"key": "secret"}
+    reader = StoreReader(options)
+    options.clear()  # the reader keeps its own copy
+    read(indexed(memory_url), reader=reader)
+    assert given_options == [{"key": "secret"}]
+
+
+def test_an_unknown_protocol_is_an_error_of_the_shard() -> None:
+    with pytest.raises(ShardReadError, match="nosuch"):
+        read(Shard("nosuch://bucket/shard.bin", 10, ""))
