@@ -372,7 +372,7 @@ def drop_rows(batch: Mapping[str, Any], keep: NDArray[np.int64]) -> dict[str, An
         elif isinstance(value, Tensor):
             kept[name] = value[index]
         else:
-            kept[name] = [value[i] for i in keep.tolist()]
+            kept[name] = _collate_objects([value[i] for i in keep.tolist()])
     return kept
 
 

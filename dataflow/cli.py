@@ -69,40 +69,37 @@ def _error_text(error: BaseException) -> str:
     return "\n".join([text, *(f"  {note}" for note in getattr(error, "__notes__", ()))])
 
 
-class _Size(click.ParamType[int]):
-    """Bytes, as "4MiB"."""
+def _size(_ctx: click.Context, _param: click.Parameter, value: str | None) -> int | None:
+    """Bytes, from text such as "4MiB"."""
+    if value is None:
+        return None
+    from dataflow.loader import parse_bytes
 
-    name = "size"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        if isinstance(value, int):
-            return value
-        from dataflow.loader import parse_bytes
-
-        try:
-            size = parse_bytes(value)
-        except ValueError as error:
-            self.fail(str(error), param, ctx)
-        if size < 1:
-            self.fail(f"must be at least 1 byte, got {value}", param, ctx)
-        return size
+    try:
+        size = parse_bytes(value)
+    except ValueError as error:
+        raise click.BadParameter(str(error)) from None
+    if size < 1:
+        raise click.BadParameter(f"must be at least 1 byte, got {value}")
+    return size
 
 
-class _Setting(click.ParamType[tuple[str, Any]]):
-    """`name=value`; the value is JSON if it reads as such, else text."""
-
-    name = "name=value"
-
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> tuple[str, Any]:
-        name, equals, text = str(value).partition("=")
+def _settings(_ctx: click.Context, _param: click.Parameter, values: tuple[str, ...]) -> dict[str, Any]:
+    """Keyword arguments from `name=value`; a value is JSON if it reads as such, else text."""
+    settings = {}
+    for given in values:
+        name, equals, text = given.partition("=")
         if not name or not equals:
-            self.fail(f"must be name=value, got {value!r}", param, ctx)
-        try:
-            return name, json.loads(text)
-        except json.JSONDecodeError:
-            return name, text
+            raise click.BadParameter(f"must be name=value, got {given!r}")
+        settings[name] = _json_or_text(text)
+    return settings
+
+
+def _json_or_text(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return text
 
 
 @main.command()
@@ -125,14 +122,14 @@ class _Setting(click.ParamType[tuple[str, Any]]):
 @click.option(
     "--storage-option",
     "storage_options",
-    type=_Setting(),
+    callback=_settings,
     multiple=True,
     metavar="NAME=VALUE",
     help="Keyword argument for the fsspec filesystem, such as anon=true; may be repeated.",
 )
 @click.option(
     "--block-bytes",
-    type=_Size(),
+    callback=_size,
     metavar="SIZE",
     help=f"Bytes a block aims at.  [default: {DEFAULT_BLOCK_BYTES >> 20}MiB]",
 )
@@ -143,7 +140,7 @@ def index(
     dtype: str | None,
     length: int | None,
     output: str | None,
-    storage_options: tuple[tuple[str, Any], ...],
+    storage_options: dict[str, Any],
     block_bytes: int | None,
 ) -> None:
     """Build or refresh the catalog of a dataset.
@@ -167,7 +164,7 @@ def index(
         dtype=dtype,
         length=length,
         output=output,
-        storage_options=dict(storage_options),
+        storage_options=storage_options,
         block_bytes=block_bytes,
     )
 

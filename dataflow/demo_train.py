@@ -189,8 +189,8 @@ def _torch_batches(run: Run) -> Iterator[Tensor]:
 def _warm_up(model: nn.Module, batch_size: int) -> None:
     """One step that changes nothing: DDP settles the layout of its buckets after its first backward.
 
-    With three ranks or more, the layout decides the order in which gradients are added; without this, a
-    resumed run would differ from an uninterrupted one in its first step's last bits.
+    With more than two ranks, the layout decides the order in which gradients are added; without this, a
+    run resumed on four ranks differs from an uninterrupted one in the last bits.
     """
     next_byte_loss(model, torch.zeros(batch_size, LENGTH + 1, dtype=torch.int64)).backward()
     model.zero_grad()

@@ -25,7 +25,7 @@ from dataflow.stream import Delivered, Finishing, Stream, StreamPlan
 from prefetch.arena import Arena, rounded_bytes
 from prefetch.depth import Decision, DepthPolicy, Observation, fixed_depth
 from prefetch.device import CudaStreams, DeviceCopier, register_pinned
-from prefetch.engine import NOT_STARTED, Engine, EngineOptions, EngineStats, MemoryLimitError
+from prefetch.engine import NOT_STARTED, Engine, EngineOptions, EngineStats, MemoryLimitError, StallError
 from prefetch.ledger import Ledger
 from sharding.errors import SampleError
 from sharding.order import Shuffle
@@ -39,6 +39,7 @@ _CHUNKS_IN_LIMIT = 32
 """A chunk is no more than this part of the memory limit."""
 _MAX_CHUNK_BATCHES = 128
 _WINDOW_BYTES = 64 << 20
+_DEFAULT_LIMIT = 1 << 30
 _MIN_WINDOW_BLOCKS = 8
 _LISTED_ERRORS = 1000
 _LOCAL_READERS = 2
@@ -99,6 +100,7 @@ class DataLoader:
         self.topology = topology or detect_topology()
         self.device = _checked_device(device)
         self.tail: Tail = tail or _default_tail(drop_last, self.topology)
+        self._given_limit = memory_limit
         self.memory_limit = _memory_limit(memory_limit, self.topology)
         self._depth = fixed_depth(depth) if isinstance(depth, int) else depth
         self._num_threads = num_threads or _build_threads(dataset)
@@ -128,12 +130,16 @@ class DataLoader:
         return Shuffle(shuffle.kind, self._window_blocks())
 
     def _window_blocks(self) -> int:
-        """Blocks in a window: about 64 MiB, at least 8 blocks, and no more than a quarter of the limit."""
+        """Blocks in a window: about 64 MiB, at least 8 blocks, no more than a quarter of a given memory limit.
+
+        It never depends on the machine: ranks of unlike machines must agree on the order.
+        """
         table = self.dataset.catalog.blocks
         used = table.num_samples > 0
         mean = max(1, int(np.maximum(table.length, table.nbytes)[used].mean()))
         wanted = max(_MIN_WINDOW_BLOCKS, _WINDOW_BYTES // mean)
-        return max(1, min(wanted, self.memory_limit // 4 // mean))
+        limit = _DEFAULT_LIMIT if self._given_limit is None else self.memory_limit
+        return max(1, min(wanted, limit // 4 // mean, int(used.sum())))
 
     def _stream_plan(self) -> StreamPlan:
         place = self.topology
@@ -179,14 +185,16 @@ class DataLoader:
                     self._taken = taken = taken + 1
                     self._counts.batches += 1
                     self._counts.samples += delivered.num_samples
+                    if delivered.skipped:
+                        self._skipped.add(delivered.skipped)
                     yield delivered.batch if on_device is None else on_device(delivered.batch)
                     if self._loop is not loop:
                         raise RuntimeError("two loops ran over one loader at the same time; make two loaders")
                     if session is not self._session or self._epoch != epoch:
                         return  # the loader was closed or moved elsewhere inside the loop
-        except BaseException:  # an error, Ctrl-C, or the loop was left (GeneratorExit)
+        except BaseException as error:  # Ctrl-C or the end of the loop (GeneratorExit) among them
             if self._loop is loop:
-                self.close()
+                self._stop(join=not isinstance(error, StallError))  # what hangs cannot be joined
             raise
         if session is not None:
             session.epoch_done(epoch)
@@ -241,7 +249,7 @@ class DataLoader:
             )
         self.close()
         self.seed, self.shuffle = loaded.seed, loaded.shuffle
-        self._skipped.count = int(state.get("skipped_samples", 0))
+        self._skipped.start(int(state.get("skipped_samples", 0)))
         self._plan = self._stream_plan()
         self._begin_epoch(loaded.epoch, loaded.position)
 
@@ -265,11 +273,15 @@ class DataLoader:
 
     def close(self) -> None:
         """Stop and join all threads, drop what is prefetched. Batches handed out stay valid. Idempotent."""
+        self._stop(join=True)
+
+    def _stop(self, *, join: bool) -> None:
         session, self._session = self._session, None
         if session is not None:
             assert self._finalizer is not None
             self._finalizer.detach()
-            session.close()
+            session.close(join=join)
+            self._skipped.start(self._skipped.count)
             self._counts.keep(session)
 
     def __enter__(self) -> DataLoader:
@@ -314,7 +326,7 @@ class _Session:
             num_readers=loader._num_readers,
             num_workers=loader._num_threads,
             depth=_at_least(loader._depth, 3 * per_chunk),
-            keep_bytes=min(3 * chunk_bytes, loader.memory_limit // 4),
+            keep_bytes=max(chunk_bytes, min(3 * chunk_bytes, loader.memory_limit // 4)),
             timeout_s=loader.timeout or 600.0,
             initializer=_one_torch_thread,
         )
@@ -337,11 +349,11 @@ class _Session:
         """All batches of the epoch were taken."""
         self._next = (epoch + 1, 0)
 
-    def close(self) -> None:
-        """Stop everything."""
+    def close(self, *, join: bool = True) -> None:
+        """Stop everything; see `Engine.close`."""
         if self.copier:
             self.copier.close()
-        self.engine.close()
+        self.engine.close(join=join)
         self.arena.close()
 
 
@@ -386,13 +398,23 @@ class _Counts:
 
 
 class _Skipped:
-    """The account of samples left out by policy. Thread-safe."""
+    """The account of samples left out by policy: decided ahead by many threads, counted as delivered."""
 
     def __init__(self, on_error: Any, budget: int) -> None:
         self._on_error, self._budget = on_error, budget
-        self._lock = threading.Lock()  # guards count and errors
+        self._lock = threading.Lock()  # guards _decided
+        self._decided = 0
         self.count = 0
         self.errors: list[str] = []
+
+    def start(self, count: int) -> None:
+        """Forget what was decided about batches that were never delivered."""
+        self.count = self._decided = count
+
+    def add(self, errors: Sequence[SampleError]) -> None:
+        """Count what is missing from a batch that is handed out."""
+        self.count += len(errors)
+        self.errors += map(str, errors[: _LISTED_ERRORS - len(self.errors)])
 
     def decide(self, error: SampleError) -> bool:
         """Whether to leave the sample out."""
@@ -400,12 +422,10 @@ class _Skipped:
         if not skip:
             return False
         with self._lock:
-            if self.count >= self._budget:
-                error.add_note(f"{self.count} samples were skipped before; error_budget={self._budget}")
+            if self._decided >= self._budget:
+                error.add_note(f"{self._decided} samples were skipped before; error_budget={self._budget}")
                 return False
-            self.count += 1
-            if len(self.errors) < _LISTED_ERRORS:
-                self.errors.append(str(error))
+            self._decided += 1
         return True
 
 
@@ -483,7 +503,7 @@ def _num_readers(dataset: ShardedDataset) -> int:
 
 def _memory_limit(limit: int | str | None, place: Topology) -> int:
     if limit is None:
-        return max(64 << 20, min(1 << 30, _machine_memory() // 8 // max(1, place.local_world_size)))
+        return max(64 << 20, min(_DEFAULT_LIMIT, _machine_memory() // 8 // max(1, place.local_world_size)))
     if isinstance(limit, str):
         return parse_bytes(limit)
     if limit <= 0:

@@ -9,8 +9,8 @@ the dump, so the parent knows that the dump is whole once the process is gone).
 
 from __future__ import annotations
 
-import ctypes
 import faulthandler
+import fcntl
 import multiprocessing
 import os
 import pickle
@@ -21,8 +21,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from types import TracebackType
-
-_PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True)
@@ -52,10 +50,10 @@ class Raised:
     traceback: str
 
 
-def run_rank(job: Job, pipe: Connection) -> None:
-    """Main function of a rank's process."""
+def run_rank(job: Job, pipe: Connection, alive: Connection) -> None:
+    """Main function of a rank's process. Nothing is ever sent over `alive`; it is open while the parent is."""
     os.setsid()  # a group of its own: what it starts can be stopped with it
-    _die_with_parent()
+    _end_with_parent(alive)
     # multiprocessing hands its own start method on; under torchrun, DataLoader workers would be forked.
     multiprocessing.set_start_method(None, force=True)
     os.environ.clear()
@@ -123,6 +121,13 @@ def _own_part(tb: TracebackType | None) -> TracebackType | None:
     return part or tb
 
 
-def _die_with_parent() -> None:
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+def _end_with_parent(alive: Connection) -> None:
+    """Have the kernel end this process when the parent's end of a pipe closes, even if by SIGKILL.
+
+    The default action of SIGIO is to end the process. Not prctl(PR_SET_PDEATHSIG): the parent in its sense
+    may be a fork server, which lives as long as its children do.
+    """
+    fcntl.fcntl(alive, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(alive, fcntl.F_SETFL, fcntl.fcntl(alive, fcntl.F_GETFL) | os.O_ASYNC)
+    if alive.poll():  # it was gone before
+        sys.exit(1)

@@ -68,7 +68,7 @@ class Source:
         return list(dict.fromkeys(names))
 
     def locates(self, block: Block) -> bool:
-        """Whether values of this block's shard lie in the stored bytes; compressed shards may stand beside."""
+        """Whether values of this block's shard lie in the stored bytes: not so in compressed shards."""
         known = self._locates.get(block.shard.url)
         if known is None:
             known = self.format.locate(block, self.columns) is not None

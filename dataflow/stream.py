@@ -137,6 +137,8 @@ class Delivered(NamedTuple):
     """Batch of the epoch's plan, from 0 at the plan's start."""
     batch: Any
     num_samples: int
+    skipped: tuple[SampleError, ...] = ()
+    """What was left out of it."""
 
 
 class BatchChunk:
@@ -216,8 +218,9 @@ class BatchChunk:
         if self._builder.bad or finishing.does_something:
             delivered, row = [], 0
             for number, (batch, size) in enumerate(zip(batches, sizes, strict=True), first):
-                done, kept = self._finish_batch(batch, row, size)
-                delivered.append(Delivered(epoch, number, done, kept))
+                skipped: list[SampleError] = []
+                done, kept = self._finish_batch(batch, row, size, skipped)
+                delivered.append(Delivered(epoch, number, done, kept, tuple(skipped)))
                 row += size
         else:
             places = zip(range(first, last), batches, sizes, strict=True)
@@ -227,25 +230,30 @@ class BatchChunk:
         self.slots = {}
         return delivered, leased
 
-    def _finish_batch(self, batch: dict[str, Any], row: int, size: int) -> tuple[Any, int]:
+    def _finish_batch(
+        self, batch: dict[str, Any], row: int, size: int, skipped: list[SampleError]
+    ) -> tuple[Any, int]:
         finishing, builder = self._stream.finishing, self._builder
         assert builder is not None
         dropped = {r - row for r in builder.bad if row <= r < row + size}
         for r in sorted(dropped):
             if not finishing.on_bad(builder.bad[row + r]):
                 raise builder.bad[row + r]
+            skipped.append(builder.bad[row + r])
         keep = np.array([i for i in range(size) if i not in dropped], np.int64) if dropped else None
         if keep is not None:
             batch, size = drop_rows(batch, keep), len(keep)
         done: Any = batch
         if finishing.transform or finishing.collate:
             kept = np.arange(size) if keep is None else keep
-            done, size = self._transform(batch, size, row + kept)
+            done, size = self._transform(batch, size, row + kept, skipped)
         if finishing.batch_transform:
             done = finishing.batch_transform(done)
         return done, size
 
-    def _transform(self, batch: dict[str, Any], size: int, rows: NDArray[np.int64]) -> tuple[Any, int]:
+    def _transform(
+        self, batch: dict[str, Any], size: int, rows: NDArray[np.int64], skipped: list[SampleError]
+    ) -> tuple[Any, int]:
         finishing, samples = self._stream.finishing, []
         for sample, row in zip(samples_of(batch, self._stream.source.outputs, size), rows, strict=True):
             run = next(r for r in self.runs() if r.first <= row < r.first + len(r.rows))
@@ -258,6 +266,7 @@ class BatchChunk:
                 bad.__cause__ = error
                 if not finishing.on_bad(bad):
                     raise bad from error
+                skipped.append(bad)
         collate = finishing.collate or _default_collate
         return (collate(samples) if samples else {}), len(samples)
 
@@ -279,6 +288,11 @@ def _contiguous_runs(window: StagedWindow, rows: NDArray[np.int64], places: NDAr
         return [Run(window, rows, int(places[0]))]
     parts = zip(np.split(rows, cuts), np.split(places, cuts), strict=True)
     return [Run(window, part, int(place[0])) for part, place in parts]
+
+
+def _takes_all(plan: EpochPlan) -> bool:
+    """Whether this rank takes every position once, in order (but for a dropped tail)."""
+    return plan.world_size == 1 and plan.start == 0 and not plan.num_padded
 
 
 def sample_rng(seed: int, epoch: int, sample: int) -> np.random.Generator:
@@ -340,7 +354,7 @@ class Stream:
         done = 0
         for number in self._window_numbers(plan, order):
             slots = self._own_slots(plan, order, number)
-            if not len(slots):
+            if slots is not None and not len(slots):
                 continue
             window = self._stage(plan, order, number, slots)
             complete = self._num_complete(plan, order, number)
@@ -365,18 +379,13 @@ class Stream:
             return range(0)
         return range(int(order.window_of(np.array([plan.start]))[0]), order.num_windows)
 
-    def _own_slots(self, plan: EpochPlan, order: Windows, number: int) -> NDArray[np.int64]:
-        """Slots of a window that this rank's batches take, each once."""
+    def _own_slots(self, plan: EpochPlan, order: Windows, number: int) -> NDArray[np.int64] | None:
+        """Slots of a window that this rank's batches take, each once; None for all (a dropped tail aside)."""
         begin, end = order.window_start(number), order.window_start(number + 1)
         if plan.num_batches == 0:
             return np.zeros(0, np.int64)
-        if plan.world_size == 1 and not plan.num_padded:
-            last_position = (
-                plan.position_after(plan.num_batches)
-                if plan.tail != "drop"
-                else (plan.start + plan.num_batches * plan.batch_size)
-            )
-            return np.arange(max(begin, plan.start), min(end, last_position)) - begin
+        if _takes_all(plan) and isinstance(order, Order):
+            return None if begin < plan.num_batches * plan.batch_size else np.zeros(0, np.int64)
         group = plan.global_batch_size
         first = max(0, (begin - plan.start) // group)
         last = min(plan.num_batches, -(-(end - plan.start) // group))
@@ -388,7 +397,7 @@ class Stream:
         self, plan: EpochPlan, order: Windows, number: int, window: StagedWindow, batches: tuple[int, int]
     ) -> NDArray[np.int64]:
         """Rows of a window that some batches of this rank take, in their order."""
-        if plan.world_size == 1 and plan.start == 0 and not plan.num_padded:
+        if _takes_all(plan):
             return window.rows
         begin, end = order.window_start(number), order.window_start(number + 1)
         positions = plan.positions(*batches)[0]
@@ -411,9 +420,12 @@ class Stream:
         begin, end = order.window_start(number), order.window_start(number + 1)
         return bool(((positions >= begin) & (positions < end)).any())
 
-    def _stage(self, plan: EpochPlan, order: Windows, number: int, slots: NDArray[np.int64]) -> StagedWindow:
+    def _stage(
+        self, plan: EpochPlan, order: Windows, number: int, slots: NDArray[np.int64] | None
+    ) -> StagedWindow:
         blocks = order.window_blocks(number)
-        if isinstance(order, Order) and plan.world_size == 1 and plan.start == 0:
+        if slots is None:
+            assert isinstance(order, Order)
             return self._stage_blocks(blocks, order.window_rows(number), None)
         ordinal, row = order.window_samples(number)
         if isinstance(order, FullWindows) and not self._direct:

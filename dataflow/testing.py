@@ -169,6 +169,8 @@ class _Rank:
     number: int
     process: Any
     pipe: Connection
+    alive: Connection
+    """Open as long as this process lives; the rank ends when it closes."""
     stacks: str
     started: bool = False
     outcome: bytes | Raised | None = None
@@ -224,17 +226,20 @@ class _Ranks:
             rank.kill()
             rank.process.close()
             rank.pipe.close()
+            rank.alive.close()
 
     def start(self, job: Job) -> None:
         """Start the next rank."""
         ours, theirs = self._context.Pipe()
+        watched, alive = self._context.Pipe(duplex=False)
         number = len(self._ranks)
-        process = self._context.Process(target=run_rank, args=(job, theirs), name=f"rank-{number}")
+        process = self._context.Process(target=run_rank, args=(job, theirs, watched), name=f"rank-{number}")
         try:
             process.start()
         finally:
             theirs.close()
-        self._ranks.append(_Rank(number, process, ours, job.stacks))
+            watched.close()
+        self._ranks.append(_Rank(number, process, ours, alive, job.stacks))
 
     def results(self) -> list[Any]:
         """Wait for all ranks, let them go together, and unpickle what they returned."""

@@ -205,6 +205,7 @@ class Engine(Generic[T]):
         self._line: deque[_Started[T]] = deque()
         self._line_batches = 0
         self._failure: BaseException | None = None
+        self._plan_error: BaseException | None = None
         self._closed = False
         self._delivered = 0
         self._delivered_bytes = 0
@@ -233,6 +234,8 @@ class Engine(Generic[T]):
             if self._failure and not (self._line and self._line[0].done):
                 raise self._failure
             if not self._line:
+                if self._plan_error:
+                    raise self._plan_error
                 return ()
             started = self._line.popleft()
             self._line_batches -= started.chunk.num_batches
@@ -251,7 +254,9 @@ class Engine(Generic[T]):
         return self._failure is not None or self._at_end()
 
     def _at_end(self) -> bool:
-        return self._exhausted and not self._chunks and not self._line and not self._reads_left
+        """Whether all there was has been delivered; what `close` dropped was not."""
+        left = self._chunks or self._line or self._reads_left
+        return self._exhausted and not left and not self._closed
 
     def _wait(self) -> None:
         began = time.perf_counter()
@@ -280,8 +285,11 @@ class Engine(Generic[T]):
         """Start whatever may start now."""
         if self._closed:
             return
-        self._start_chunks()
-        self._admit_windows()
+        try:
+            self._start_chunks()
+            self._admit_windows()
+        except Exception as error:  # a thread that ended here would leave the consumer waiting
+            self._fail(error)
 
     def _start_chunks(self) -> None:
         while self._chunks:
@@ -305,7 +313,8 @@ class Engine(Generic[T]):
             self._line.append(started)
             self._line_batches += chunk.num_batches
             if failed is not None:
-                self._complete(started)
+                self._settle(started)
+                self._changed.notify_all()
             else:
                 self._workers.submit(started.sequence, partial(self._run_begin, started))
 
@@ -338,7 +347,13 @@ class Engine(Generic[T]):
         return not self._line and not self._reads_left and not self._chunks
 
     def _admit(self, window: Window) -> None:
-        chunks, reads = window.chunks(), window.reads()
+        try:
+            chunks, reads = window.chunks(), window.reads()
+        except Exception as error:  # no memory for its buffers: the stream ends before this window
+            window.close()
+            self._ledger.release(State.WINDOW, window.nbytes)
+            self._end(error)
+            return
         opened = _Open(window, len(reads), len(chunks) + window.carried, window.nbytes)
         self._open[id(window)] = opened
         self._reads_left += len(reads)
@@ -346,6 +361,8 @@ class Engine(Generic[T]):
         deadline = self._sequence + len(self._chunks) - len(chunks)
         for read in reads:
             self._readers.submit(deadline, partial(self._run_read, opened, read))
+        if not reads:
+            self._close_if_unused(opened)
 
     def _check_stuck(self, nbytes: int, what: str) -> None:
         if self._line or self._reads_left:
@@ -359,6 +376,11 @@ class Engine(Generic[T]):
                 "or lower batch_size or Shuffle(window_blocks=...)"
             )
         )
+
+    def _end(self, error: BaseException | None) -> None:
+        """No more windows; the error, if any, comes after the batches of those admitted."""
+        self._exhausted, self._plan_error = True, error
+        self._changed.notify_all()
 
     def _fail(self, error: BaseException) -> None:
         self._failure = self._failure or error
@@ -375,9 +397,8 @@ class Engine(Generic[T]):
         with self._changed:
             self._planning = False
             self._waiting_window = window
-            self._exhausted = window is None
-            if error:
-                self._fail(error)
+            if window is None:
+                self._end(error)
             self._pump()
             self._changed.notify_all()
 
@@ -445,7 +466,13 @@ class Engine(Generic[T]):
             self._complete(started)
 
     def _complete(self, started: _Started[T]) -> None:
-        """The chunk is built, or failed: its windows lose a user. Under the lock."""
+        """The chunk is built, or failed. Under the lock."""
+        self._settle(started)
+        self._pump()
+        self._changed.notify_all()
+
+    def _settle(self, started: _Started[T]) -> None:
+        """Credits move, and the chunk's windows lose a user. Under the lock."""
         chunk = started.chunk
         if started.error is None:
             self._ledger.move(State.BUILDING, State.READY, started.nbytes)
@@ -461,8 +488,6 @@ class Engine(Generic[T]):
             opened.users -= 1
             self._close_if_unused(opened)
         started.done = True
-        self._pump()
-        self._changed.notify_all()
 
     def _close_if_unused(self, opened: _Open) -> None:
         if opened.left == 0 and opened.users == 0:
@@ -499,13 +524,21 @@ class Engine(Generic[T]):
         busy = self._busy[name]
         return StageStats(pool.num_threads, busy.seconds, busy.tasks, pool.num_queued)
 
-    def close(self) -> None:
-        """Stop and join the threads, drop all work. Idempotent, thread-safe, safe in a finaliser."""
+    def close(self, *, join: bool = True) -> None:
+        """Stop and join the threads, drop all work. Idempotent, thread-safe, safe in a finaliser.
+
+        With `join=False` (a task hangs), or in one of our own threads (where a finaliser may run), nothing is
+        waited for: running tasks keep their memory until they end, and their threads end with them.
+        """
+        if os.getpid() != self._pid:
+            return  # the threads belong to the parent, and one of them may have held the lock at the fork
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-        if os.getpid() != self._pid:
-            return  # the threads belong to the parent
+        if not join or self._readers.runs_here or self._workers.runs_here:
+            self._readers.stop()
+            self._workers.stop()
+            return
         self._readers.close()
         self._workers.close()
         with self._changed:

@@ -51,12 +51,21 @@ class PriorityPool:
                 heapq.heappush(self._heap, (deadline, next(self._count), task))
                 self._ready.notify()
 
-    def close(self) -> None:
-        """Drop waiting tasks, wait for running ones. Idempotent."""
+    @property
+    def runs_here(self) -> bool:
+        """Whether the caller is a task of this pool: a finaliser may run in any thread."""
+        return threading.current_thread() in self._threads
+
+    def stop(self) -> None:
+        """Drop waiting tasks; the threads end by themselves after the running ones. Idempotent."""
         with self._ready:
             self._closed = True
             self._heap.clear()
             self._ready.notify_all()
+
+    def close(self) -> None:
+        """Drop waiting tasks, wait for running ones. Idempotent."""
+        self.stop()
         for thread in self._threads:
             if thread is not threading.current_thread():  # a finaliser may run in one of our own threads
                 thread.join()

@@ -84,7 +84,7 @@ def test_garbage_in_the_middle_of_a_tar_names_its_offset(tmp_path: Path) -> None
 
 def test_a_duplicate_extension_is_an_error(tmp_path: Path) -> None:
     write_tar(tmp_path / "a.tar", [("0.cls", b"1"), ("0.txt", b"a"), ("0.cls", b"2")])
-    with pytest.raises(CorruptShardError, match="cls"):
+    with pytest.raises(CorruptShardError, match="byte 2048, sample '0'.*already has a member"):
         open_tar(tmp_path)
 
 
@@ -114,7 +114,7 @@ def test_datasets_without_a_sample_are_refused(tmp_path: Path) -> None:
     write_tar(tmp_path / "a.tar", [])
     with pytest.raises(DataflowError, match="empty"):
         open_tar(tmp_path)
-    with pytest.raises(FileNotFoundError, match=r"\*\.tar") if False else pytest.raises(Exception, match="x-"):
+    with pytest.raises((DataflowError, ValueError, FileNotFoundError), match="x-"):
         ShardedDataset(str(tmp_path / "x-*.tar"))
 
 
@@ -139,7 +139,7 @@ def test_token_files_of_odd_length_or_type_are_refused(tmp_path: Path) -> None:
     with pytest.raises(CorruptShardError, match=r"a\.bin"):
         open_tar(tmp_path, "a.bin", format="tokens", dtype="uint16", length=4)
     np.save(tmp_path / "a.npy", np.zeros(100, np.float32))
-    with pytest.raises(CorruptShardError, match="float32"):
+    with pytest.raises(CorruptShardError, match="array of integers.*<f4"):
         open_tar(tmp_path, "a.npy", length=4)
     np.save(tmp_path / "b.npy", np.zeros(100, np.int32))
     with pytest.raises((CorruptShardError, ValueError), match="int32"):
@@ -210,6 +210,10 @@ class Forbidding(MemoryFileSystem):
     store: dict[str, Any] = {}  # noqa: RUF012
     pseudo_dirs = [""]  # noqa: RUF012
     refused: set[str] = set()  # noqa: RUF012
+
+    @classmethod
+    def _strip_protocol(cls, path: str) -> str:
+        return "/" + path.removeprefix("forbidding://").lstrip("/")
 
     def cat_file(self, path: str, start: Any = None, end: Any = None, **kwargs: Any) -> bytes:
         if any(path.endswith(name) for name in self.refused):
@@ -480,25 +484,18 @@ def test_a_small_limit_is_never_passed_and_changes_nothing(
     assert 0 < max(watched) <= limit
 
 
-@pytest.mark.parametrize("share", [0.3, 0.5, 0.7])
-def test_a_batch_of_any_size_beside_its_window_within_the_limit_is_delivered(
-    tmp_path: Path, share: float
-) -> None:
-    """What fits alone must be delivered: windows read ahead may not take the room of the next batch."""
-    rows, row_bytes = 240, 4096
+@pytest.mark.parametrize("share", [0.2, 0.3, 0.4])
+def test_windows_read_ahead_do_not_take_the_room_of_the_next_batch(tmp_path: Path, share: float) -> None:
+    """What fits alone must be delivered: a window of 0.22 and a batch of up to 0.4 of the limit do."""
+    rows, row_bytes, window_rows = 400, 4100, 20
     np.arange(rows * 1024 + 1, dtype=np.int32).tofile(tmp_path / "t.bin")
-    dataset = ShardedDataset(
-        str(tmp_path / "t.bin"),
-        format="tokens",
-        dtype="int32",
-        length=1024,
-        block_bytes=4 * row_bytes,
-        catalog=str(tmp_path / "c"),
-    )
-    limit = 40 * row_bytes * 2
-    batch_size = int(share * limit / (2 * row_bytes))  # int64 rows
-    with DataLoader(dataset, batch_size, Shuffle("window", 1), memory_limit=limit) as loader:
-        assert sum(len(batch["tokens"]) for batch in loader) == rows
+    options: dict[str, Any] = {"format": "tokens", "dtype": "int32", "length": 1024, "block_bytes": 4 * 4096}
+    dataset = ShardedDataset(str(tmp_path / "t.bin"), catalog=str(tmp_path / "c"), **options)
+    limit = int(window_rows * row_bytes / 0.22)
+    batch_size = int(share * limit / (2 * row_bytes))  # rows are delivered as int64
+    for _ in range(5):
+        with DataLoader(dataset, batch_size, Shuffle("window", 5), memory_limit=limit) as loader:
+            assert sum(len(batch["tokens"]) for batch in loader) == rows
 
 
 # ---- interruption -------------------------------------------------------------------------------------

@@ -326,14 +326,24 @@ def test_the_memory_limit_does_not_change_the_order_of_a_given_shuffle(ints: Mad
     assert runs[0] == runs[1]
 
 
-def test_the_memory_limit_does_not_change_the_order_of_the_default_shuffle(tmp_path: Path) -> None:
+def test_the_memory_of_the_machine_does_not_change_the_order_of_the_default_shuffle(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Ranks on machines of different memory must agree on the order."""
     data = make_parquet(tmp_path, 200)
     orders = []
-    for limit in (60_000, 1 << 30):
-        with DataLoader(data.open(), 4, memory_limit=limit, topology=rank(0, 2)) as loader:
-            orders.append(loader.shuffle)
-    assert orders[0] == orders[1]
+    for memory in (1 << 29, 1 << 40):
+        monkeypatch.setattr("dataflow.loader._machine_memory", lambda memory=memory: memory)
+        with DataLoader(data.open(), 4, topology=rank(0, 2)) as loader:
+            orders.append((loader.shuffle, loader.memory_limit))
+    assert orders[0][0] == orders[1][0]
+    assert orders[0][1] < orders[1][1]
+
+
+def test_a_given_memory_limit_bounds_the_window_and_stats_say_it(tmp_path: Path) -> None:
+    data = make_parquet(tmp_path, 200)
+    with DataLoader(data.open(), 4) as wide, DataLoader(data.open(), 4, memory_limit=60_000) as narrow:
+        assert narrow.stats().window_blocks < wide.stats().window_blocks
 
 
 def test_batches_of_a_whole_epoch_have_the_promised_types(made: Make) -> None:

@@ -87,6 +87,39 @@ def test_close_drops_what_waits_and_joins_what_runs() -> None:
     assert pool.num_queued == 0
 
 
+def test_stop_drops_what_waits_and_does_not_wait_for_what_runs() -> None:
+    pool, gate, ran = PriorityPool(1, "test-pool"), Gate(), []
+    pool.submit(0, gate)
+    assert gate.begun.wait(TIMEOUT_S)
+    pool.submit(0, lambda: ran.append("dropped"))
+    pool.stop()
+    assert not gate.finished
+    gate.opened.set()
+    pool.close()
+    assert gate.finished
+    assert ran == []
+
+
+def test_a_task_knows_that_it_runs_in_the_pool() -> None:
+    pool, other, seen, done = (
+        PriorityPool(1, "test-pool"),
+        PriorityPool(1, "test-pool"),
+        [],
+        threading.Event(),
+    )
+
+    def look() -> None:
+        seen.append((pool.runs_here, other.runs_here))
+        done.set()
+
+    pool.submit(0, look)
+    assert done.wait(TIMEOUT_S)
+    assert seen == [(True, False)]
+    assert not pool.runs_here
+    pool.close()
+    other.close()
+
+
 def test_close_drops_tasks_even_when_it_is_called_by_a_running_one() -> None:
     pool, closed, ran = PriorityPool(1, "test-pool"), threading.Event(), []
     together = threading.Event()

@@ -216,6 +216,31 @@ def test_what_a_rank_started_ends_with_it():
     assert has_ended(child)
 
 
+@pytest.mark.parametrize("method", ["forkserver", "spawn"])
+def test_ranks_end_with_a_caller_that_is_killed(tmp_path, method):
+    (tmp_path / "hung.py").write_text(
+        textwrap.dedent("""
+            import os, sys, threading
+            from dataflow.testing import run_ranks
+
+            def hang():
+                print(os.getpid(), flush=True)
+                threading.Event().wait()
+
+            if __name__ == "__main__":
+                run_ranks(hang, 1, start_method=sys.argv[1])
+        """)
+    )
+    caller = subprocess.Popen(
+        [sys.executable, str(tmp_path / "hung.py"), method], stdout=subprocess.PIPE, text=True
+    )
+    rank = int(caller.stdout.readline())
+    caller.kill()
+    caller.wait()
+    caller.stdout.close()
+    assert has_ended(rank)
+
+
 @pytest.mark.parametrize("fn", [lambda: None, "inner"])
 def test_a_function_without_a_name_to_import_is_refused_at_once(fn):
     def inner():
