@@ -200,6 +200,8 @@ class ShardedDataset(Dataset[Any]):
         """Several samples at once; torch's DataLoader calls it with a batch of indices."""
         samples = np.asarray(indices, np.int64)
         total = len(self)
+        if not len(samples):
+            return []
         if ((samples < -total) | (samples >= total)).any():
             raise IndexError(f"sample index out of range: {indices} in a dataset of {total}")
         samples = np.where(samples < 0, samples + total, samples)

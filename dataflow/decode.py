@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,6 +22,7 @@ from numpy.typing import NDArray
 
 from dataflow.image import Image
 from sharding.blocks import ColumnSpec, Spans, spec_text
+from sharding.formats.npy_header import plain_header
 
 Array = NDArray[Any]
 
@@ -277,6 +279,11 @@ MISSING = "the sample lacks this column"
 
 
 def _from_npy(data: bytes) -> Array:
+    header = plain_header(data)
+    if header is not None:
+        dtype, fortran, shape, start = header
+        values = np.frombuffer(data, dtype, math.prod(shape), start)
+        return values.reshape(shape, order="F" if fortran else "C").copy(order="K")
     return np.asarray(np.load(io.BytesIO(data), allow_pickle=False))
 
 
@@ -293,7 +300,7 @@ def _torch_load(data: bytes) -> Any:
 
 
 _CONVERTERS: dict[str, Callable[[bytes], Any]] = {
-    "text": lambda data: data.decode("utf-8"),
+    "text": bytes.decode,
     "json": json.loads,
     "npy": _from_npy,
     "pickle": _unpickle,

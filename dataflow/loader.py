@@ -320,6 +320,7 @@ class _Session:
             on_return=lambda nbytes: lambda: ledger.give_back_lent(nbytes),
             batches_per_chunk=per_chunk,
             num_readers=loader._num_readers,
+            full_window_bytes=loader.memory_limit // 8,
         )
         chunk_bytes = rounded_bytes(per_chunk * _batch_bytes(loader))
         options = EngineOptions(

@@ -51,7 +51,7 @@ class Raised:
 
 
 def run_rank(job: Job, pipe: Connection, alive: Connection) -> None:
-    """Main function of a rank's process. Nothing is ever sent over `alive`; it is open while the parent is."""
+    """Main function of a rank's process. Nothing is sent over `alive`; it is open while the parent lives."""
     os.setsid()  # a group of its own: what it starts can be stopped with it
     _end_with_parent(alive)
     # multiprocessing hands its own start method on; under torchrun, DataLoader workers would be forked.

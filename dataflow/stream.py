@@ -27,6 +27,8 @@ from sharding.order import Order, Shuffle, windows_touched
 from sharding.plan import EpochPlan, Tail
 
 _FULL_WINDOW_SAMPLES = 4096
+_ALIGN = 512
+"""Most that alignment adds to a value in a window."""
 _FIXED_KINDS = ("array", "spans", "image")
 
 
@@ -332,8 +334,10 @@ class Stream:
         on_return: Callable[[int], Callable[[], None]],
         batches_per_chunk: int,
         num_readers: int,
+        full_window_bytes: int,
     ) -> None:
         self.source, self.arena, self.plan, self.finishing = source, arena, plan, finishing
+        self._full_window_bytes = full_window_bytes
         self.on_return = on_return
         self._batches_per_chunk = batches_per_chunk
         self._next_chunk = 1
@@ -372,7 +376,17 @@ class Stream:
     def _units(self, order: Order) -> Windows:
         if order.shuffle.kind != "full":
             return order
-        return FullWindows(order, self.source.catalog.blocks.first_sample, _FULL_WINDOW_SAMPLES)
+        size = max(1, min(_FULL_WINDOW_SAMPLES, self._full_window_bytes // self._full_sample_bytes()))
+        return FullWindows(order, self.source.catalog.blocks.first_sample, size)
+
+    def _full_sample_bytes(self) -> int:
+        """What one sample of a full shuffle takes in a window, on average: its values, or its whole block."""
+        table = self.source.catalog.blocks
+        used = np.flatnonzero(table.num_samples)
+        if self.source.locates(self.source.catalog.block(int(used[0]))):
+            values = int(table.nbytes.sum()) // int(table.num_samples.sum())
+            return values + _ALIGN * len(self.source.columns)
+        return 1 + int((table.length + table.nbytes)[used].mean())
 
     def _window_numbers(self, plan: EpochPlan, order: Windows) -> range:
         if plan.start >= plan.order.num_samples:

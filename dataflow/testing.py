@@ -13,7 +13,6 @@ import os
 import pickle
 import signal
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -21,6 +20,7 @@ from dataclasses import dataclass, field
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import TracebackType
 from typing import Any, Literal, Self, TypeVar
 
@@ -34,6 +34,8 @@ _EXIT_S = 10.0
 """Seconds a process gets to end by itself once it is told to."""
 _PRELOADED = ["__main__", "torch.distributed", "torch._dynamo", __name__]
 """What the fork server imports; making a DistributedDataParallel imports torch._dynamo, 1.3 s a rank."""
+_GRACE_S = 1.0
+"""Seconds to look for a dead rank behind another rank's complaint."""
 _LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 
 
@@ -105,7 +107,7 @@ def run_ranks(
     call = _pickled_call(fn, tuple(args), dict(kwargs or {}))
     with ExitStack() as stack:
         port = stack.enter_context(_Store())
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="dataflow-ranks-")))
+        folder = Path(stack.enter_context(TemporaryDirectory(prefix="dataflow-ranks-")))
         ranks = stack.enter_context(_Ranks(timeout_s, start_method))
         for rank in range(world_size):
             environ = _environ(rank, world_size, num_nodes, port, env or {})
@@ -252,7 +254,7 @@ class _Ranks:
                 if (rank.pipe in ready or rank.process.sentinel in ready) and not rank.hear():
                     raise self._died(rank)
                 if isinstance(rank.outcome, Raised):
-                    raise self._failed(rank, rank.outcome)
+                    raise self._first_cause(self._failed(rank, rank.outcome))
         self._let_go()
         return [pickle.loads(rank.outcome) for rank in self._ranks]  # type: ignore[arg-type]
 
@@ -297,6 +299,24 @@ class _Ranks:
         if error is None or isinstance(error, (SystemExit, KeyboardInterrupt, GeneratorExit)):
             error = RankError(rank.number, f"raised {raised.summary}")
         error.add_note(f"raised by rank {rank.number} of {len(self._ranks)}:\n{raised.traceback.rstrip()}")
+        return error
+
+    def _first_cause(self, error: BaseException) -> BaseException:
+        """The death of a rank if it is what another rank complains about, else that complaint.
+
+        The connections of a dying rank close before its end is seen here, so its peers may be heard first.
+        """
+        if not isinstance(error, (RuntimeError, ConnectionError)):
+            return error
+        others = {rank.process.sentinel: rank for rank in self._ranks if rank.outcome is None}
+        for sentinel in wait(list(others), _GRACE_S):
+            rank = others[sentinel]
+            while rank.hear():
+                pass
+            if rank.outcome is None:
+                died = self._died(rank)
+                died.add_note(f"then another rank raised {type(error).__name__}: {error}")
+                return died
         return error
 
     def _hung(self, waiting: Sequence[_Rank]) -> TimeoutError:

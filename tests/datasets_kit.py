@@ -1,4 +1,4 @@
-"""Small datasets of every format, with their samples as plain Python values: the oracle of the loader's tests.
+"""Small datasets of every format and their samples as plain Python values, the oracle of loader tests.
 
 Every maker writes a few shards into a folder and gives the arguments of `ShardedDataset` and the samples in
 file order. Numbers are Python numbers, arrays and byte strings lists of them, so `rows_of(batch)` compares
@@ -14,6 +14,7 @@ import struct
 import tarfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +69,7 @@ def plain_sample(i: int) -> Row:
 def shares(samples: Sequence[Row], num_shards: int = NUM_SHARDS) -> list[list[Row]]:
     """Shards of unequal size."""
     bounds = [0, *(len(samples) * k * k // (num_shards * num_shards) for k in range(1, num_shards + 1))]
-    return [list(samples[a:b]) for a, b in zip(bounds, bounds[1:], strict=False)]
+    return [list(samples[a:b]) for a, b in pairwise(bounds)]
 
 
 def _made(folder: Path, samples: list[Row], pattern: str, **kwargs: Any) -> Made:

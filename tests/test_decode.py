@@ -34,7 +34,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dataflow import DataflowError, DataLoader, Image, Pad, Ragged, ShardedDataset, Shuffle
-from dataflow.decode import parse_floats, parse_ints
+from dataflow.decode import _from_npy, parse_floats, parse_ints
 from sharding.blocks import Spans
 from sharding.errors import SampleError
 
@@ -194,7 +194,9 @@ def test_tokens_of_every_type_keep_their_values(tmp_path: Path, dtype: str) -> N
     "kind", ["int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64", "float", "double"]
 )
 def test_parquet_numbers_keep_type_and_value(tmp_path: Path, kind: str) -> None:
-    column = pa.array(range(100), type=getattr(pa, kind.replace("float", "float32").replace("double", "float64"))())
+    column = pa.array(
+        range(100), type=getattr(pa, kind.replace("float", "float32").replace("double", "float64"))()
+    )
     pq.write_table(pa.table({"v": column, "b": [i % 3 == 0 for i in range(100)]}), tmp_path / "a.parquet")
     dataset = ShardedDataset(str(tmp_path / "a.parquet"), catalog=str(tmp_path / "c"))
     with DataLoader(dataset, 7) as loader:
@@ -216,9 +218,7 @@ def jpeg(i: int, height: int = 40, width: int = 60) -> bytes:
 
 
 def images(folder: Path, num: int = 23, suffix: str = "tar", **options: Any) -> ShardedDataset:
-    members = [
-        m for i in range(num) for m in ((f"{i:03d}.cls", str(i).encode()), (f"{i:03d}.jpg", jpeg(i)))
-    ]
+    members = [m for i in range(num) for m in ((f"{i:03d}.cls", str(i).encode()), (f"{i:03d}.jpg", jpeg(i)))]
     write_tar(folder / f"a.{suffix}", members)
     source, catalog = str(folder / f"a.{suffix}"), str(folder / "c")
     return ShardedDataset(source, catalog=catalog, block_bytes=9000, **options)
@@ -421,7 +421,46 @@ def test_samples_are_scalars_text_and_tensors(parquet: Made) -> None:
     assert sample["vec"].dtype == torch.float32
 
 
-# ---- numbers in text, against Python ------------------------------------------------------------------------
+# ---- arrays in .npy, against numpy ------------------------------------------------------------------------
+
+
+@given(
+    st.sampled_from(["<f4", ">f8", "|u1", "<i8", "|b1", "<c8", "<U3", "|S5", "<M8[ns]", "<f2"]),
+    st.lists(st.integers(0, 3), max_size=4),
+    st.sampled_from("CF"),
+)
+def test_npy_values_are_those_of_numpy(dtype: str, shape: list[int], order: Any) -> None:
+    out = io.BytesIO()
+    bits = np.random.default_rng(0).integers(0, 2, 4 * 81 * 20, dtype=np.uint8)
+    values = (
+        np.frombuffer(bits.tobytes(), dtype)[: int(np.prod(shape))]
+        if dtype[1] != "U"
+        else np.full(shape, "ab")
+    )
+    np.save(out, np.asarray(values.reshape(shape), order=order))
+    want, got = np.load(io.BytesIO(out.getvalue())), _from_npy(out.getvalue())
+    assert (got.dtype, got.shape) == (want.dtype, want.shape)
+    assert got.tobytes() == want.tobytes()
+    assert got.flags.writeable
+    assert got.flags.f_contiguous == want.flags.f_contiguous
+
+
+@pytest.mark.parametrize("cut", [0, 5, 9, 11, 60, 127, 130])
+def test_npy_values_that_are_cut_off_are_errors(cut: int) -> None:
+    with pytest.raises((ValueError, EOFError)):
+        _from_npy(npy(np.arange(3.0))[:cut])
+
+
+def test_structured_arrays_and_other_writers_headers_are_left_to_numpy() -> None:
+    values = np.zeros(3, [("a", "<i4"), ("b", "<f8")])
+    assert _from_npy(npy(values)).dtype == values.dtype
+    text = b"{'fortran_order': False, 'shape': (2,), 'descr': '<i2'}"
+    header = text + b" " * (118 - len(text) - 1) + b"\n"
+    data = b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header + b"\x01\x00\x02\x00"
+    assert _from_npy(data).tolist() == [1, 2]
+
+
+# ---- numbers in text, against Python ----------------------------------------------------------------------
 
 
 def spans_of(values: Sequence[bytes], gap: bytes = b"9") -> Spans:

@@ -705,17 +705,17 @@ def test_a_failed_chunk_leaves_its_staged_output_with_the_window() -> None:
 # ---- depth ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("depth", [1, 2, 5])
-def test_no_more_batches_are_ready_or_built_than_the_depth_asks_for(depth: int) -> None:
+@pytest.mark.parametrize(("depth", "num_batches"), [(1, 1), (2, 1), (5, 1), (6, 3), (8, 3)])
+def test_as_many_batches_are_ready_or_built_as_the_depth_asks_for(depth: int, num_batches: int) -> None:
     finished = threading.Semaphore(0)
-    chunks = [FakeChunk(str(i), on_finish=finished.release) for i in range(12)]
+    chunks = [FakeChunk(str(i), num_batches=num_batches, on_finish=finished.release) for i in range(12)]
     with running([FakeWindow(*chunks)], depth=depth) as engine:
         for taken in range(12):
-            expected = min(12, taken + depth)
+            expected = min(12, taken + depth // num_batches)
             while sum(chunk.finished for chunk in chunks) < expected:
                 assert finished.acquire(timeout=TIMEOUT_S)
             assert [chunk.begun for chunk in chunks] == [1] * expected + [0] * (12 - expected)
-            assert next_names(engine) == [f"{taken}.0"]
+            assert len(next_names(engine)) == num_batches
 
 
 def test_a_chunk_of_more_batches_than_the_depth_runs_alone() -> None:

@@ -1,4 +1,4 @@
-"""Every sample of every epoch, exactly: compared value by value with a plain loop over the plan's positions."""
+"""Every sample of every epoch, exactly: value by value as a plain loop over the plan's positions says."""
 
 from __future__ import annotations
 

@@ -91,9 +91,7 @@ def test_resumes_at_every_position_under_every_shuffle(ints: Made, shuffle: Shuf
 
 def test_the_state_inside_a_loop_counts_delivered_batches_not_prefetched_ones(ints: Made) -> None:
     with DataLoader(ints.open(), 4, Shuffle("window", 2)) as loader:
-        positions = []
-        for _ in loader:
-            positions.append(loader.state_dict()["position"])
+        positions = [loader.state_dict()["position"] for _ in loader]
     assert positions == [min(4 * k, NUM_SAMPLES) for k in range(1, 13)]
 
 
@@ -187,9 +185,7 @@ def test_other_ranks_go_on_with_the_same_global_batches(made: Callable[[str], Ma
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
-    cuts=st.lists(
-        st.tuples(st.integers(1, 4), st.integers(1, 9), st.integers(0, 4)), min_size=1, max_size=4
-    ),
+    cuts=st.lists(st.tuples(st.integers(1, 4), st.integers(1, 9), st.integers(0, 4)), min_size=1, max_size=4),
     shuffle=st.sampled_from(SHUFFLES),
     seed=st.integers(0, 2**64 - 1),
 )
@@ -261,7 +257,7 @@ def test_a_state_of_other_data_is_refused(ints: Made, tmp_path: Path) -> None:
 def test_a_damaged_state_is_refused_and_changes_nothing(ints: Made, change: dict[str, Any]) -> None:
     with DataLoader(ints.open(), 4, Shuffle("window", 2)) as loader:
         before = loader.state_dict()
-        with pytest.raises(ValueError, match="."):
+        with pytest.raises(ValueError, match=r"[a-z]"):
             loader.load_state_dict({**before, **change})
         assert loader.state_dict() == before
         assert delivered(loader) == by_plan(loader, ints.samples, 0)

@@ -1,5 +1,6 @@
 """`run_ranks` and the `ranks` marker: results, failures, deaths, deadlocks, and that nothing stays behind."""
 
+import functools
 import multiprocessing
 import os
 import select
@@ -87,6 +88,18 @@ def leave(rank, how):
     os.kill(os.getpid(), how)
 
 
+def die_while_a_peer_complains(fifo):
+    if dist.get_rank() == 0:
+        os.open(fifo, os.O_WRONLY)
+        raise RuntimeError("Connection closed by peer")
+    os.open(fifo, os.O_RDONLY)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def complain():
+    raise RuntimeError("Connection closed by peer")
+
+
 def wait_on_all_but_rank_0():
     if dist.get_rank() != 0:
         dist.barrier()
@@ -116,9 +129,11 @@ def has_ended(pid, within_s=10):
 def _nothing_is_left_behind(tmp_path, monkeypatch):
     folder = tmp_path / "temporary"
     folder.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    # Not tempfile.tempdir: the fork server would put its socket there, whose path must be short.
+    own = functools.partial(tempfile.TemporaryDirectory, dir=folder)
+    monkeypatch.setattr("dataflow.testing.TemporaryDirectory", own)
     yield
-    assert not [p for p in folder.iterdir() if p.name.startswith("dataflow-ranks")]
+    assert list(folder.iterdir()) == []
     assert multiprocessing.active_children() == []
 
 
@@ -203,6 +218,18 @@ def test_a_rank_that_dies_is_named_with_its_signal_or_code(how, words):
         assert "in leave" in caught.value.__notes__[0]
 
 
+def test_a_death_is_named_although_a_peer_complains_first(tmp_path):
+    os.mkfifo(tmp_path / "fifo")
+    with pytest.raises(RankError, match="rank 1 was killed by SIGKILL") as caught:
+        run_ranks(die_while_a_peer_complains, 2, args=(tmp_path / "fifo",), **FAST)
+    assert caught.value.__notes__ == ["then another rank raised RuntimeError: Connection closed by peer"]
+
+
+def test_a_complaint_without_a_death_stays_what_it_is():
+    with pytest.raises(RuntimeError, match="Connection closed by peer"):
+        run_ranks(complain, 1, **FAST)
+
+
 def test_a_deadlock_shows_where_each_rank_stood():
     with pytest.raises(TimeoutError, match=r"rank 1, 2 of 3 not done after 1.5 s \(1 returned\)") as caught:
         run_ranks(wait_on_all_but_rank_0, 3, timeout_s=1.5, **FAST)
@@ -232,7 +259,10 @@ def test_ranks_end_with_a_caller_that_is_killed(tmp_path, method):
         """)
     )
     caller = subprocess.Popen(
-        [sys.executable, str(tmp_path / "hung.py"), method], stdout=subprocess.PIPE, text=True
+        [sys.executable, str(tmp_path / "hung.py"), method],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "TMPDIR": str(tmp_path)},  # a killed caller cannot remove its folder
     )
     rank = int(caller.stdout.readline())
     caller.kill()

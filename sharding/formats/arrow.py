@@ -86,6 +86,7 @@ class ArrowFileFormat:
             if wanted == []:
                 return {}
             table = _read(footer, data, wanted)
+            table.validate()  # Arrow trusts lengths in the message, and aborts the process where they lie
         except _BROKEN as error:
             reason = f"record batch cannot be decoded: {error}"
             raise CorruptShardError(block.shard.url, reason, block.offset, stage="decode") from error

@@ -17,8 +17,11 @@ from numpy.typing import NDArray
 
 from sharding.blocks import Block, Columns, ColumnSpec, Shard, ShardScan, Spans
 from sharding.errors import CorruptShardError
+from sharding.formats.npy_header import plain_header
 
 _NPY_MAGIC = b"\x93NUMPY"
+_HEADER_BYTES = 4096
+"""More than the header of any plain array."""
 COLUMN = "tokens"
 """Name of the only column."""
 
@@ -160,6 +163,12 @@ def _geometry(block: Block) -> tuple[np.dtype[Any], int]:
 
 def _npy_header(file: BinaryIO, shard: Shard) -> tuple[tuple[int, ...], np.dtype[Any]]:
     """Shape and dtype; leaves the file at the first token. 1-D arrays are in C and Fortran order alike."""
+    file.seek(0)
+    plain = plain_header(file.read(_HEADER_BYTES))
+    if plain is not None:
+        dtype, _, shape, start = plain
+        file.seek(start)
+        return shape, dtype
     file.seek(0)
     try:
         version = np.lib.format.read_magic(file)
