@@ -328,7 +328,8 @@ class Engine(Generic[T]):
             if window is None:
                 if not self._planning:
                     self._planning = True
-                    self._readers.submit(self._sequence, self._run_plan)
+                    # As urgent as the first chunk after all that are admitted, whose reads come before.
+                    self._readers.submit(self._sequence + len(self._chunks), self._run_plan)
                 return
             if len(self._open) >= self._options.max_windows and self._chunks:
                 return
