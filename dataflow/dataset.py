@@ -142,7 +142,11 @@ class ShardedDataset(Dataset[Any]):
             found = find_catalog(urls, codec, block_bytes)
         else:
             found = Catalog.load(path, self.storage_options) if self._exists(path) else None
-        if found is None or (found.urls, found.format, found.options) != (urls, codec.name, options_of(codec)):
+        if found is None or (found.urls, found.format, found.options) != (
+            urls,
+            codec.name,
+            options_of(codec),
+        ):
             return build()
         return self._checked(found, rebuild=build)
 

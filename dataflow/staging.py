@@ -336,8 +336,6 @@ class StagedWindow:
 
     def close(self) -> None:
         """Drop every buffer."""
-        for chunk in self.chunk_list:  # not built if the loader was closed
-            chunk.slots = {}
         self.chunk_list = []  # chunks and windows refer to each other: let reference counts free both
         self.staged.clear()
         self._data = [None] * len(self.blocks)

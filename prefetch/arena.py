@@ -67,7 +67,9 @@ class Arena:
     ) -> None:
         self._limit_bytes = limit_bytes
         self._register = register
-        self._lock = threading.RLock()  # a finaliser may close us inside `lease`; guards _free, _free_bytes, _leased_bytes, _closed
+        self._lock = (
+            threading.RLock()
+        )  # a finaliser may close us inside `lease`; guards _free, _free_bytes, _leased_bytes, _closed
         self._free: OrderedDict[int, list[_Slab]] = OrderedDict()  # size class -> stack; coldest class first
         self._free_bytes = 0
         self._leased_bytes = 0

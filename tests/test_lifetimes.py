@@ -125,6 +125,31 @@ def test_close_frees_what_was_prefetched_without_the_garbage_collector(tmp_path:
         gc.enable()
 
 
+def test_close_frees_the_slots_of_batches_that_were_never_built(tmp_path: Path) -> None:
+    """Direct windows take the slots of their batches when they are admitted."""
+    made, gate, begun = make_tar(tmp_path), threading.Event(), threading.Event()
+
+    def transform(sample: dict[str, Any]) -> Any:
+        begun.set()
+        assert gate.wait(10)
+        return sample
+
+    dataset = made.open(columns=["bin"], transform=transform)
+    loader = DataLoader(dataset, 1, Shuffle("window", 3), num_threads=1, collate_fn=len)
+    session = loader._open(0, 0)
+    assert begun.wait(10)
+    assert any(c.slots for o in session.engine._open.values() for c in o.window.chunks())
+    readers = session.engine._readers
+    close_readers = readers.close
+    readers.close = lambda: (gate.set(), close_readers())[1]  # type: ignore[method-assign]
+    gc.disable()
+    try:
+        loader.close()
+        assert session.arena.num_leased == 0
+    finally:
+        gc.enable()
+
+
 def test_the_ledger_knows_what_is_lent_and_forgets_what_came_back(tmp_path: Path) -> None:
     made = make_tokens_bin(tmp_path)
     with DataLoader(made.open(), 4, Shuffle("window", 2)) as loader:
