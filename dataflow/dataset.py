@@ -244,7 +244,7 @@ class ShardedDataset(Dataset[Any]):
         source = self._source()
         if source.format.locate(self.catalog.block(block), source.columns) is not None:
             rows = np.zeros(1, np.int64)
-            window = StagedWindow(source, arena, [block], rows, sparse=[np.array([row])])
+            window = StagedWindow(source, arena, [self.catalog.block(block)], rows, sparse=[np.array([row])])
             _stage(window)
             return window, 0
         with self._lock:
@@ -252,7 +252,7 @@ class ShardedDataset(Dataset[Any]):
             if kept is not None:
                 self._windows.move_to_end(block)
                 return kept, row
-        window = StagedWindow(source, arena, [block], np.zeros(0, np.int64))
+        window = StagedWindow(source, arena, [self.catalog.block(block)], np.zeros(0, np.int64))
         _stage(window)
         with self._lock:
             self._windows[block] = window

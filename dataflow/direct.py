@@ -55,6 +55,7 @@ class DirectWindow(StagedWindow):
     """A window that is read by scattering.
 
     Args:
+        numbers: [b] numbers of the blocks to stage, in read order.
         rows: as for `StagedWindow`; rows count over whole blocks.
         wanted: rows that this rank takes; None for all.
     """
@@ -63,20 +64,21 @@ class DirectWindow(StagedWindow):
         self,
         source: Source,
         arena: Arena,
-        blocks: NDArray[np.int64],
+        numbers: NDArray[np.int64],
         rows: NDArray[np.int64],
         *,
         wanted: NDArray[np.int64] | None,
         on_return: OnReturn,
     ) -> None:
-        super().__init__(source, arena, blocks, rows)
+        found = [source.found(number) for number in numbers.tolist()]
+        super().__init__(source, arena, [block for block, _ in found], rows)
         self._direct = direct_outputs(source)
         self._decoded = tuple(o for o in source.outputs if o not in self._direct)
         self._on_return = on_return
         self._wanted = np.arange(self.num_rows) if wanted is None else np.sort(wanted)
         self._starts: dict[str, NDArray[np.int64]] = {}
         self._lengths: dict[str, NDArray[np.int64]] = {}
-        self._locate_all()
+        self._locate_all([spans for _, spans in found])
         self._chunk_bytes: list[dict[str, int]] = []
         self._edge_rows = self._wanted
         self._targets: dict[str, NDArray[np.int64]] = {}
@@ -86,10 +88,9 @@ class DirectWindow(StagedWindow):
 
     # ---- before admission ---------------------------------------------------------------------------
 
-    def _locate_all(self) -> None:
+    def _locate_all(self, found: Sequence[dict[str, Spans] | None]) -> None:
         """Where every value lies: bytes from the start of its shard, and lengths, for all rows."""
         names = self.source.columns
-        found = [self.source.format.locate(block, names) for block in self.blocks]
         located = [spans for spans in found if spans is not None]
         if len(located) < len(found):
             raise NotLocatableError(f"format {self.source.format.name} cannot tell where values lie")
@@ -206,8 +207,8 @@ class DirectWindow(StagedWindow):
 
     def _scatter_block(self, ordinal: int) -> None:
         assert self._scatter is not None
-        block, runs = self.blocks[ordinal], self._scatter.first_run
-        if runs[ordinal] < runs[ordinal + 1]:
+        block = self.blocks[ordinal]
+        if not self._scatter.is_empty(ordinal):
             self.source.reader.scatter(block.shard, self._scatter, ordinal)
             self.source.traffic.add(block.length, block.nbytes)
         with self._lock:

@@ -130,7 +130,7 @@ class DataLoader:
         return Shuffle(shuffle.kind, self._window_blocks())
 
     def _window_blocks(self) -> int:
-        """Blocks in a window: about 64 MiB, at least 8 blocks, no more than a quarter of a given memory limit.
+        """Blocks in a window: about 64 MiB, at least 8 blocks, at most a quarter of a given memory limit.
 
         It never depends on the machine: ranks of unlike machines must agree on the order.
         """

@@ -31,6 +31,7 @@ from sharding.errors import DataflowError, SampleError
 Array = NDArray[Any]
 _ALIGN = 512
 _TILE_ROWS = 2048
+_REMEMBERED_BYTES = 64 << 20
 
 
 class Traffic:
@@ -60,8 +61,19 @@ class Source:
     all_columns: bool = False
     """Whether every column was asked for, so that one of a type we cannot deliver is an error."""
     _locates: dict[str, bool] = field(default_factory=dict, compare=False)
+    _found: dict[int, tuple[Block, dict[str, Spans] | None]] = field(default_factory=dict, compare=False)
 
-    @property
+    def found(self, number: int) -> tuple[Block, dict[str, Spans] | None]:
+        """A block, and where its values lie; remembered over epochs where all of them fit 64 MiB."""
+        known = self._found.get(number)
+        if known is None:
+            block = self.catalog.block(number)
+            known = block, self.format.locate(block, self.columns)
+            if 16 * self.catalog.num_samples * len(self.columns) <= _REMEMBERED_BYTES:
+                self._found[number] = known
+        return known
+
+    @cached_property
     def columns(self) -> list[str]:
         """Dataset columns that the outputs need, "__url__" aside."""
         names = [s for output in self.outputs for s in output.sources if s != "__url__"]
@@ -171,7 +183,7 @@ class StagedWindow:
     """The blocks of one window for one rank. Implements `prefetch.engine.Window`.
 
     Args:
-        blocks: [b] block numbers to stage, in read order.
+        blocks: [b] the blocks to stage, in read order.
         rows: [k] row of the window that each slot (position minus the window's first) takes; -1 for
             slots of other ranks.
         sparse: per block the rows of the block to read, ascending; None reads whole blocks.
@@ -181,14 +193,14 @@ class StagedWindow:
         self,
         source: Source,
         arena: Arena,
-        blocks: Sequence[int] | NDArray[np.int64],
+        blocks: Sequence[Block],
         rows: NDArray[np.int64],
         *,
         sparse: Sequence[NDArray[np.int64]] | None = None,
         num_readers: int = 1,
     ) -> None:
         self.source, self.arena, self.rows = source, arena, rows
-        self.blocks = [source.catalog.block(int(b)) for b in blocks]
+        self.blocks = blocks
         self._sparse = sparse
         self._row_in_block = np.concatenate(sparse) if sparse else np.zeros(0, np.int64)
         self._staged_outputs = source.outputs

@@ -22,6 +22,7 @@ from dataflow.decode import Output
 from dataflow.direct import DirectWindow, direct_outputs, reads_directly
 from dataflow.staging import NotLocatableError, Source, StagedSpans, StagedWindow
 from prefetch.arena import Arena, rounded_bytes
+from sharding.blocks import Block
 from sharding.errors import SampleError
 from sharding.order import Order, Shuffle, windows_touched
 from sharding.plan import EpochPlan, Tail
@@ -454,6 +455,9 @@ class Stream:
         rows += row
         return self._stage_blocks(blocks[used], rows, rows[slots])
 
+    def _blocks(self, numbers: NDArray[np.int64]) -> list[Block]:
+        return [self.source.catalog.block(number) for number in numbers.tolist()]
+
     def _stage_blocks(
         self, blocks: NDArray[np.int64], rows: NDArray[np.int64], wanted: NDArray[np.int64] | None
     ) -> StagedWindow:
@@ -465,7 +469,9 @@ class Stream:
                 )
             except NotLocatableError:
                 pass
-        return StagedWindow(self.source, self.arena, blocks, rows, num_readers=self._num_readers)
+        return StagedWindow(
+            self.source, self.arena, self._blocks(blocks), rows, num_readers=self._num_readers
+        )
 
     def _stage_sparse(
         self,
@@ -482,7 +488,7 @@ class Stream:
         used, counts = np.unique(ordinal[order], return_counts=True)
         sparse = np.split(row[order], np.cumsum(counts)[:-1])
         try:
-            return StagedWindow(self.source, self.arena, blocks[used], rows, sparse=sparse)
+            return StagedWindow(self.source, self.arena, self._blocks(blocks[used]), rows, sparse=sparse)
         except NotLocatableError:
             return None
 

@@ -54,20 +54,30 @@ class ScatterPlan:
 
     pieces: NDArray[np.int64]
     """[p, 2] address and length of every piece, gaps included."""
-    first_piece: NDArray[np.int64]
-    """[runs + 1]"""
-    offset: NDArray[np.int64]
-    """[runs] where each run begins in its file."""
-    first_run: NDArray[np.int64]
+    calls: list[tuple[int, int, int, int]]
+    """One a system call: byte offset in the file, first piece, pieces, bytes."""
+    first_call: list[int]
     """[stretches + 1]"""
     scrap: NDArray[np.uint8]
     """Where gaps go; nobody reads it."""
 
+    def offset(self, stretch: int) -> int:
+        """First byte that a stretch reads from its file; it must have one."""
+        return self.calls[self.first_call[stretch]][0]
+
+    def is_empty(self, stretch: int) -> bool:
+        """Whether there is nothing to read."""
+        return self.first_call[stretch] == self.first_call[stretch + 1]
+
     def read(self, descriptor: int, stretch: int) -> bool:
         """Read one stretch; False at the end of the file. Raises `OSError`. Thread-safe, without the GIL."""
-        for run in range(int(self.first_run[stretch]), int(self.first_run[stretch + 1])):
-            pieces = self.pieces[self.first_piece[run] : self.first_piece[run + 1]]
-            if _read_run(descriptor, int(self.offset[run]), pieces) < int(pieces[:, 1].sum()):
+        base = self.pieces.ctypes.data
+        for call in range(self.first_call[stretch], self.first_call[stretch + 1]):
+            offset, first, count, nbytes = self.calls[call]
+            if _preadv(descriptor, base + first * 16, count, offset) == nbytes:
+                continue
+            # Short, interrupted or failed: once more, piece by piece.
+            if _read_run(descriptor, offset, self.pieces[first : first + count]) < nbytes:
                 return False
         return True
 
@@ -102,13 +112,29 @@ def plan_scatter(
     run_at = np.flatnonzero(begins)
     num_gaps = np.concatenate(([0], np.cumsum(gaps > 0)))
     flat = pieces.reshape(-1, 2)
-    return ScatterPlan(
-        pieces=flat[flat[:, 1] > 0],
-        first_piece=np.append(run_at + num_gaps[run_at], len(starts) + num_gaps[-1]),
-        offset=starts[run_at],
-        first_run=np.searchsorted(run_at, bounds),
-        scrap=scrap,
-    )
+    flat = flat[flat[:, 1] > 0]
+    first_piece = np.append(run_at + num_gaps[run_at], len(flat))
+    calls, first_of_run = _calls(flat, starts[run_at], first_piece)
+    first_call = [first_of_run[run] for run in np.searchsorted(run_at, bounds).tolist()]
+    return ScatterPlan(flat, calls, first_call, scrap)
+
+
+def _calls(
+    pieces: NDArray[np.int64], offsets: NDArray[np.int64], first_piece: NDArray[np.int64]
+) -> tuple[list[tuple[int, int, int, int]], list[int]]:
+    """System calls of every run, none longer than the kernel takes; and the first call of each run."""
+    calls: list[tuple[int, int, int, int]] = []
+    first_of_run = []
+    ends = np.concatenate(([0], np.cumsum(pieces[:, 1])))
+    bounds = first_piece.tolist()
+    for run, offset in enumerate(offsets.tolist()):
+        first_of_run.append(len(calls))
+        begin = int(ends[bounds[run]])
+        for first in range(bounds[run], bounds[run + 1], _IOV_MAX):
+            last = min(first + _IOV_MAX, bounds[run + 1])
+            done = int(ends[first])
+            calls.append((offset + done - begin, first, last - first, int(ends[last]) - done))
+    return calls, [*first_of_run, len(calls)]
 
 
 def scatter_read(

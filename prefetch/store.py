@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +26,8 @@ from sharding.blocks import Shard
 from sharding.errors import DataflowError, ShardChangedError, ShardReadError
 from sharding.storage import check_shard, failure_text, local_info, open_url
 from sharding.urls import is_local, local_path
+
+R = TypeVar("R")
 
 
 class StoreReader:
@@ -50,10 +52,8 @@ class StoreReader:
 
     def scatter(self, shard: Shard, plan: ScatterPlan, stretch: int) -> None:
         """Read one stretch of a plan from a local shard. Raises as `read_into`."""
-        offset = int(plan.offset[plan.first_run[stretch]])
-        with _opened(shard, offset) as descriptor:
-            complete = plan.read(descriptor, stretch)
-        if not complete:
+        offset = plan.offset(stretch)
+        if not _with_file(shard, offset, lambda descriptor: plan.read(descriptor, stretch)):
             raise ShardReadError(shard.url, "truncated: it ends inside a block", offset, stage="read")
 
     def _read_remote(self, shard: Shard, offset: int, out: NDArray[np.uint8]) -> None:
@@ -80,27 +80,32 @@ class StoreReader:
 
 
 def _read_local(shard: Shard, offset: int, out: NDArray[np.uint8]) -> None:
-    with _opened(shard, offset) as descriptor:
-        got = _read_fully(descriptor, offset, out)
+    got = _with_file(shard, offset, lambda descriptor: _read_fully(descriptor, offset, out))
     if got != out.nbytes:
         raise _truncated(shard, offset, out.nbytes, got)
 
 
-@contextmanager
-def _opened(shard: Shard, offset: int) -> Iterator[int]:
-    """A descriptor of a local shard; on leaving, the file must still be the one that was indexed."""
+def _with_file(shard: Shard, offset: int, read: Callable[[int], R]) -> R:
+    """Read from a local shard; afterwards the file must still be the one that was indexed."""
     try:
-        descriptor = os.open(local_path(shard.url), os.O_RDONLY | os.O_CLOEXEC)
+        descriptor = os.open(_path(shard.url), os.O_RDONLY | os.O_CLOEXEC)
         try:
-            yield descriptor
+            result = read(descriptor)
             seen = os.fstat(descriptor)
         finally:
             os.close(descriptor)
     except OSError as error:
         raise ShardReadError(shard.url, failure_text(error), offset, stage="read") from error
-    changed = check_shard(shard, local_info(seen))
-    if changed:
-        raise ShardChangedError(shard.url, changed, offset, stage="read")
+    if seen.st_size != shard.size or shard.version != f"mtime:{seen.st_mtime_ns}":
+        changed = check_shard(shard, local_info(seen))
+        if changed:
+            raise ShardChangedError(shard.url, changed, offset, stage="read")
+    return result
+
+
+@lru_cache(maxsize=4096)
+def _path(url: str) -> str:
+    return local_path(url)
 
 
 def _read_fully(descriptor: int, offset: int, out: NDArray[np.uint8]) -> int:

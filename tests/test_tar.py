@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import zstandard
-from formats_kit import blocks_of, decoded_blocks, rows_of, scan_of, shard_of
+from formats_kit import blocks_of, rows_of, scan_of, shard_of
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from webdataset.tariterators import group_by_keys, tar_file_expander
