@@ -12,6 +12,7 @@ rows of the slot, in parts that run in parallel.
 from __future__ import annotations
 
 import ctypes
+import itertools
 import math
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -319,7 +320,13 @@ def _buffer_of(
 
 
 def _split_rows(out: Array) -> Built:
-    return Built(lambda sizes: torch.from_numpy(out).split(list(sizes)))
+    """One view a batch. numpy slices them: `Tensor.split` would give up the GIL in the middle."""
+
+    def split(sizes: Sequence[int]) -> list[Tensor]:
+        ends = list(itertools.accumulate(sizes))
+        return [torch.from_numpy(out[end - size : end]) for end, size in zip(ends, sizes, strict=True)]
+
+    return Built(split)
 
 
 def _split_list(values: list[Any], sizes: Sequence[int]) -> Iterator[list[Any]]:

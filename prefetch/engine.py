@@ -228,7 +228,8 @@ class Engine(Generic[T]):
         if os.getpid() != self._pid:
             raise RuntimeError("a loader's threads do not survive a fork; make the loader in the child")
         with self._changed:
-            self._pump()
+            if not self._deliverable():
+                self._pump()  # batches that the consumer dropped since may have made room
             if not self._deliverable():
                 self._wait()
             if self._failure and not (self._line and self._line[0].done):
@@ -401,7 +402,7 @@ class Engine(Generic[T]):
             if window is None:
                 self._end(error)
             self._pump()
-            self._changed.notify_all()
+            self._wake()
 
     def _run_read(self, opened: _Open, read: Task) -> None:
         began, error = time.perf_counter(), None
@@ -418,7 +419,7 @@ class Engine(Generic[T]):
             if opened.left == 0:
                 self._close_if_unused(opened)
                 self._pump()
-                self._changed.notify_all()
+                self._wake()
 
     def _run_begin(self, started: _Started[T]) -> None:
         began = time.perf_counter()
@@ -470,7 +471,12 @@ class Engine(Generic[T]):
         """The chunk is built, or failed. Under the lock."""
         self._settle(started)
         self._pump()
-        self._changed.notify_all()
+        self._wake()
+
+    def _wake(self) -> None:
+        """Wake the consumer if there is something for it: each needless wake-up costs two switches."""
+        if self._deliverable():
+            self._changed.notify_all()
 
     def _settle(self, started: _Started[T]) -> None:
         """Credits move, and the chunk's windows lose a user. Under the lock."""

@@ -105,6 +105,7 @@ class ParquetFormat:
                 pa.PythonFile(file, "r"),
                 metadata=footer.metadata,
                 read_dictionary=_encoded_texts(footer, group, wanted),
+                pre_buffer=False,  # the bytes are here: Arrow's I/O threads would only keep them longer
             ) as reader:
                 table = reader.read_row_group(group, columns=list(wanted), use_threads=False)
         except _BROKEN as error:
