@@ -63,9 +63,9 @@ def _ours(target: str) -> Contestant:
 
 NO_DALI = "its only wheels are CUDA builds (425 MB)"
 NO_FFCV = "no wheel; its source does not build with pip"
-NO_ENERGON = "no adapter written; it was behind WebDataset on W1 and W4 when the bars were set"
-NO_TF = "no adapter written for this workload; 5 to 21 times behind the best peer when the bars were set"
-NO_RAY = "no adapter written; 25 to 40 times behind the best peer when the bars were set"
+NO_ENERGON = "no adapter written"
+NO_TF = "no adapter written"
+NO_RAY = "no adapter written"
 ABSENT = {"DALI": NO_DALI, "FFCV": NO_FFCV}
 
 WORKLOADS: Sequence[Workload] = (
