@@ -13,13 +13,13 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
 from dataflow.dataset import ShardedDataset
-from dataflow.staging import Traffic
 from dataflow.stats import LoaderStats
 from dataflow.stream import Delivered, Finishing, Stream, StreamPlan
 from prefetch.arena import Arena, rounded_bytes
@@ -358,30 +358,53 @@ class _Session:
         self.arena.close()
 
 
+@dataclass(frozen=True)
+class _Totals:
+    """Sums over sessions, and the last one's engine."""
+
+    engine: EngineStats = NOT_STARTED
+    elapsed_s: float = 0.0
+    starved_s: float = 0.0
+    read_bytes: int = 0
+    decoded_bytes: int = 0
+    delivered_bytes: int = 0
+
+    @classmethod
+    def of(cls, session: _Session, past: _Totals | None) -> _Totals:
+        """The totals with one more session."""
+        engine, traffic, past = session.engine.stats(), session.source.traffic, past or cls()
+        return cls(
+            engine,
+            past.elapsed_s + engine.elapsed_s,
+            past.starved_s + engine.starved_s,
+            past.read_bytes + traffic.read_bytes,
+            past.decoded_bytes + traffic.decoded_bytes,
+            past.delivered_bytes + engine.delivered_bytes,
+        )
+
+
 class _Counts:
     """What was delivered, over all sessions."""
 
     def __init__(self) -> None:
         self.samples = self.batches = 0
         self.first_batch_s = 0.0
-        self._past: list[tuple[EngineStats, Traffic]] = []
+        self._past: _Totals | None = None
 
     def keep(self, session: _Session) -> None:
-        """Remember a session that ends: its totals are folded into one record."""
-        self._past.append((session.engine.stats(), session.source.traffic))
+        """Fold a session that ends into the totals: however many there were, one record is kept."""
+        self._past = _Totals.of(session, self._past)
 
     def snapshot(self, session: _Session | None, shuffle: Shuffle, skipped: _Skipped) -> LoaderStats:
         """The totals, and the running (or last) engine's stages."""
-        runs = [*self._past, *([(session.engine.stats(), session.source.traffic)] if session else [])]
-        engine = runs[-1][0] if runs else NOT_STARTED
-        elapsed = sum(run.elapsed_s for run, _ in runs)
-        starved = sum(run.starved_s for run, _ in runs)
+        totals = _Totals.of(session, self._past) if session else self._past or _Totals()
+        engine, elapsed, starved = totals.engine, totals.elapsed_s, totals.starved_s
         return LoaderStats(
             samples=self.samples,
             batches=self.batches,
-            read_bytes=sum(traffic.read_bytes for _, traffic in runs),
-            decoded_bytes=sum(traffic.decoded_bytes for _, traffic in runs),
-            delivered_bytes=sum(run.delivered_bytes for run, _ in runs),
+            read_bytes=totals.read_bytes,
+            decoded_bytes=totals.decoded_bytes,
+            delivered_bytes=totals.delivered_bytes,
             elapsed_s=elapsed,
             starved_s=starved,
             stall_share=starved / elapsed if elapsed else 0.0,
