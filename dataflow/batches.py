@@ -11,7 +11,6 @@ rows of the slot, in parts that run in parallel.
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 import math
 import threading
@@ -30,7 +29,6 @@ from dataflow.image import decode_image, decode_images
 from dataflow.ragged import Ragged
 from dataflow.staging import StagedArray, StagedSpans, StagedWindow
 from prefetch.arena import Arena, rounded_bytes
-from prefetch.iovec import copy_spans
 from sharding.errors import SampleError
 from sharding.order import uniform
 
@@ -84,10 +82,7 @@ class ColumnBuilder:
         num_rows: int,
         randomness: Randomness,
         on_return: Callable[[int], Callable[[], None]] | None,
-        *,
-        slots: Mapping[str, NDArray[np.uint8]] | None = None,
     ) -> None:
-        self._slots = slots or {}
         self._arena, self._runs, self._num_rows = arena, runs, num_rows
         self._randomness = randomness
         self._on_return = on_return
@@ -149,26 +144,24 @@ class ColumnBuilder:
         return _split_rows(out)
 
     def _spans(self, output: Output) -> Built:
-        if output.name in self._slots:
-            shape = (self._num_rows, *output.shape)
-            return _split_rows(self._slots[output.name].view(output.dtype).reshape(shape))
         out = self._fixed_slot(output)
-        stored = np.dtype(output.source_dtype)
-        row_bytes = int(np.prod(output.shape, dtype=np.int64)) * stored.itemsize
         for run in self._runs:
-            target = out[run.target]
-            if stored == out.dtype:
-                _take_spans(run, output, row_bytes, target.view(np.uint8).reshape(len(run.rows), -1))
-                continue
-            tile = max(1, _TILE_BYTES // row_bytes)
-            scratch = self._arena.lease(tile * row_bytes)[: tile * row_bytes].reshape(tile, row_bytes)
-            typed = scratch.view(stored).reshape(tile, *output.shape)
-            for start in range(0, len(run.rows), tile):
-                part = Run(run.window, run.rows[start : start + tile], 0)
-                num_rows = len(part.rows)
-                _take_spans(part, output, row_bytes, scratch[:num_rows])
-                np.copyto(target[start : start + num_rows], typed[:num_rows])
+            if output.source_dtype == output.dtype:
+                _take_spans(run, output, out[run.target].view(np.uint8).reshape(len(run.rows), -1))
+            else:
+                self._widen(run, output, out[run.target])
         return _split_rows(out)
+
+    def _widen(self, run: Run, output: Output, out: Array) -> None:
+        """Gather rows as they are stored, tile by tile, and convert each tile while it is in the cache."""
+        tile = max(1, _TILE_BYTES // output.source_row_bytes)
+        scratch = _scratch(min(tile, len(run.rows)) * output.source_row_bytes)
+        for start in range(0, len(run.rows), tile):
+            rows = run.rows[start : start + tile]
+            stored = scratch[: len(rows) * output.source_row_bytes].reshape(len(rows), -1)
+            _take_spans(Run(run.window, rows, 0), output, stored)
+            typed = stored.view(output.source_dtype).reshape(len(rows), *output.shape)
+            np.copyto(out[start : start + tile], typed)
 
     # ---- variable rows --------------------------------------------------------------------------------
 
@@ -176,15 +169,12 @@ class ColumnBuilder:
         lengths = np.concatenate([_spans_of(run, output).lengths[run.rows] for run in self._runs])
         lengths = np.maximum(lengths, 0)
         ends = np.cumsum(lengths)
-        if output.name in self._slots:
-            values = torch.from_numpy(self._slots[output.name].view(output.source_dtype))
-            return Built(lambda sizes: _split_ragged(values, lengths, sizes, output))
         out = self._slot(max(1, int(lengths.sum())))[: int(lengths.sum())]
         for run in self._runs:
-            addresses = _spans_of(run, output).addresses[run.rows]
-            own = lengths[run.target]
+            spans, own = _spans_of(run, output), lengths[run.target]
             first = int(ends[run.first] - lengths[run.first])
-            copy_spans(addresses, own, out[first : first + int(own.sum())])
+            rows = run.rows[spans.lengths[run.rows] >= 0] if spans.has_missing else run.rows
+            run.window.copy_values(spans, rows, out[first : first + int(own.sum())], output.name)
         values = torch.from_numpy(out.view(output.source_dtype))
         return Built(lambda sizes: _split_ragged(values, lengths, sizes, output))
 
@@ -193,23 +183,23 @@ class ColumnBuilder:
         values: list[Any] = [None] * self._num_rows
         for run in self._runs:
             spans = _spans_of(run, output)
-            for at, row in enumerate(run.rows.tolist()):
-                if spans.lengths[row] < 0:
+            buffer, starts = run.window.buffer_of(spans, run.rows, output.name)
+            ends = starts + spans.lengths[run.rows]
+            for at, (start, end) in enumerate(zip(starts.tolist(), ends.tolist(), strict=True)):
+                if end < start:
                     continue
                 try:
-                    values[run.first + at] = self._object(output, spans, run.window, row)
+                    values[run.first + at] = self._object(output, buffer[start:end].data, run, at)
                 except Exception as error:
                     self._note_bad(run, at, output, _reason(error), error)
         return Built(lambda sizes: [_collate_objects(part) for part in _split_list(values, sizes)])
 
-    def _object(self, output: Output, spans: StagedSpans, window: StagedWindow, row: int) -> Any:
-        address, length = int(spans.addresses[row]), int(spans.lengths[row])
+    def _object(self, output: Output, data: memoryview, run: Run, at: int) -> Any:
         if output.image is not None:
-            draws = self._draws(output, window, np.array([row]))
-            data = memoryview((ctypes.c_uint8 * length).from_address(address)).cast("B")
+            draws = self._draws(output, run.window, run.rows[at : at + 1])
             return torch.from_numpy(decode_image(output.image, data, draws))
         assert output.convert is not None
-        return output.convert(ctypes.string_at(address, length))
+        return output.convert(data.tobytes())
 
     # ---- images ---------------------------------------------------------------------------------------
 
@@ -228,8 +218,8 @@ class ColumnBuilder:
     def _decode_part(self, output: Output, run: Run, out: Array) -> None:
         assert output.image is not None
         spans = _spans_of(run, output)
-        buffer, base = _buffer_of(run.window, spans, run.rows)
-        starts, lengths = spans.addresses[run.rows] - base, spans.lengths[run.rows]
+        buffer, starts = run.window.buffer_of(spans, run.rows, output.name)
+        lengths = spans.lengths[run.rows]
         have = np.flatnonzero(lengths >= 0)
         rows = run.rows
         if len(have) < len(lengths):
@@ -278,45 +268,39 @@ def _take_rows(values: Array, rows: NDArray[np.int64], out: Array) -> None:
     torch.index_select(torch.from_numpy(source), 0, torch.from_numpy(rows), out=torch.from_numpy(target))
 
 
-def _take_spans(run: Run, output: Output, row_bytes: int, out: NDArray[np.uint8]) -> None:
-    """Gather equally long spans into `out` [n, row_bytes]."""
-    spans, region = _spans_of(run, output), run.window.region
+def _scratch(nbytes: int) -> NDArray[np.uint8]:
+    """Memory of this thread that lasts until it asks again."""
+    known: NDArray[np.uint8] | None = getattr(_of_thread, "scratch", None)
+    if known is None or len(known) < nbytes:
+        known = _of_thread.scratch = np.empty(max(nbytes, _TILE_BYTES), np.uint8)
+    return known[:nbytes]
+
+
+_of_thread = threading.local()
+
+
+def _take_spans(run: Run, output: Output, out: NDArray[np.uint8]) -> None:
+    """Gather equally long spans into `out` [n, bytes of a stored row]."""
+    spans, region, row_bytes = _spans_of(run, output), run.window.region, output.source_row_bytes
     if spans.uniform_bytes == row_bytes and region is not None and spans.in_region:
         view, places = spans.grid(region)
         torch.index_select(view, 0, torch.from_numpy(places[run.rows]), out=torch.from_numpy(out))
         return
-    addresses, lengths = spans.addresses[run.rows], spans.lengths[run.rows]
+    if spans.uniform_bytes == row_bytes:
+        run.window.copy_values(spans, run.rows, out.reshape(-1), output.name)
+        return
+    lengths = spans.lengths[run.rows]
     wrong = np.flatnonzero((lengths >= 0) & (lengths != row_bytes))
     if len(wrong):
         reason = f"holds {lengths[wrong[0]]} bytes where every other sample holds {row_bytes}"
         raise run.window.sample_error(int(run.rows[wrong[0]]), reason, output.name)
     have = np.flatnonzero(lengths >= 0)  # the others are reported as bad rows
     if len(have) == len(lengths):
-        copy_spans(addresses, lengths, out.reshape(-1))
+        run.window.copy_values(spans, run.rows, out.reshape(-1), output.name)
         return
     packed = np.empty((len(have), row_bytes), np.uint8)
-    copy_spans(addresses[have], lengths[have], packed.reshape(-1))
+    run.window.copy_values(spans, run.rows[have], packed.reshape(-1), output.name)
     out[have] = packed
-
-
-def _inside(region: NDArray[np.uint8], addresses: NDArray[np.int64], lengths: NDArray[np.int64]) -> bool:
-    first = region.ctypes.data
-    return bool((addresses >= first).all() and (addresses + lengths <= first + region.nbytes).all())
-
-
-def _buffer_of(
-    window: StagedWindow, spans: StagedSpans, rows: NDArray[np.int64]
-) -> tuple[NDArray[np.uint8], int]:
-    """A byte array that covers the rows' spans, and its address."""
-    have = rows[spans.lengths[rows] >= 0]
-    if window.region is not None and _inside(window.region, spans.addresses[have], spans.lengths[have]):
-        return window.region, window.region.ctypes.data
-    if not len(have):
-        return np.empty(0, np.uint8), 0
-    base = int(spans.addresses[have].min())
-    end = int((spans.addresses[have] + spans.lengths[have]).max())
-    # Decoded blocks lie apart in memory: the view spans them all, but only the rows' own bytes are read.
-    return np.ctypeslib.as_array((ctypes.c_uint8 * (end - base)).from_address(base)), base
 
 
 def _split_rows(out: Array) -> Built:

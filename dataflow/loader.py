@@ -301,7 +301,7 @@ class _Session:
         register = register_pinned if on_cuda else None
         self.arena = Arena(limit_bytes=loader.memory_limit, register=register)
         self.copier = DeviceCopier(CudaStreams(loader.device)) if on_cuda else None
-        self.source = dataset.source()
+        self.source = dataset.source(keep_mapped_bytes=loader.memory_limit // 4)
         self._next = (epoch, start)
         ledger = self.ledger
         finishing = Finishing(

@@ -9,7 +9,8 @@ first windows, which then come once more.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol
@@ -19,7 +20,7 @@ from numpy.typing import NDArray
 
 from dataflow.batches import ColumnBuilder, Randomness, Run, drop_rows, samples_of
 from dataflow.decode import Output
-from dataflow.direct import DirectWindow, direct_outputs, reads_directly
+from dataflow.mapped import MappedWindow, can_map_windows
 from dataflow.staging import NotLocatableError, Source, StagedSpans, StagedWindow
 from prefetch.arena import Arena, rounded_bytes
 from sharding.blocks import Block
@@ -160,12 +161,10 @@ class BatchChunk:
         self._rows = rows
         self._stream, self._plan, self._batches = stream, plan, batches
         self.needs = tuple(needs)
+        self.closes: Sequence[StagedWindow] = ()
         self._units = units
         self._numbers = numbers
         self.num_batches = batches[1] - batches[0]
-        self.slots: dict[str, NDArray[np.uint8]] = {}
-        """Columns whose bytes the window reads straight into this chunk's place (`dataflow.direct`)."""
-        self.staged_bytes = 0
         self._builder: ColumnBuilder | None = None
         self._built: list[Any] = []
         self._runs: list[Run] | None = None
@@ -173,7 +172,7 @@ class BatchChunk:
     @cached_property
     def nbytes(self) -> int:
         """Output credits; known once the windows are staged."""
-        outputs = [output for output in self._stream.source.outputs if output.name not in self.slots]
+        outputs = self._stream.source.outputs
         if all(output.kind in _FIXED_KINDS for output in outputs):
             rows = self._plan.batch_size * self.num_batches
             return sum(rounded_bytes(rows * output.row_bytes) for output in outputs)
@@ -201,9 +200,7 @@ class BatchChunk:
         stream, runs = self._stream, self.runs()
         num_rows = sum(len(run.rows) for run in runs)
         randomness = Randomness(stream.plan.seed, self._plan.order.epoch)
-        self._builder = ColumnBuilder(
-            stream.arena, runs, num_rows, randomness, stream.on_return, slots=self.slots
-        )
+        self._builder = ColumnBuilder(stream.arena, runs, num_rows, randomness, stream.on_return)
         self._built = [self._builder.build(output) for output in stream.source.outputs]
         return [part for built in self._built for part in built.parts]
 
@@ -228,9 +225,10 @@ class BatchChunk:
         else:
             places = zip(range(first, last), batches, sizes, strict=True)
             delivered = [Delivered(epoch, number, batch, size) for number, batch, size in places]
-        leased = self._builder.leased_bytes + self.staged_bytes
+        leased = self._builder.leased_bytes
         self._builder, self._built, self._runs = None, [], None
-        self.slots = {}
+        for window in self.closes:
+            window.verify()
         return delivered, leased
 
     def _finish_batch(
@@ -343,8 +341,7 @@ class Stream:
         self._batches_per_chunk = batches_per_chunk
         self._next_chunk = 1
         self._num_readers = num_readers
-        full_shuffle = plan.shuffle.kind == "full"
-        self._direct = reads_directly(source) and (full_shuffle or bool(direct_outputs(source)))
+        self._mapped = can_map_windows(source)
 
     def windows(self, epoch: int, start: int = 0) -> Iterator[StagedWindow]:
         """From a position of an epoch on, for ever. A whole epoch must hold a batch for this rank."""
@@ -368,9 +365,9 @@ class Stream:
             if complete > done:
                 own = self._own_rows(plan, order, number, window, (done, complete))
                 window.chunk_list = self._chunks(plan, order, done, complete, carried, own)
+                _close(window.chunk_list, carried.values(), keep=window if window.carried else None)
                 carried = {number: window} if window.carried else {}
                 done = complete
-            window.plan()
             yield window
         yield from self._wrap(plan, order, done, carried)
 
@@ -443,7 +440,7 @@ class Stream:
             assert isinstance(order, Order)
             return self._stage_blocks(blocks, order.window_rows(number), None)
         ordinal, row = order.window_samples(number)
-        if isinstance(order, FullWindows) and not self._direct:
+        if isinstance(order, FullWindows) and not self._mapped:
             window = self._stage_sparse(blocks, ordinal, row, slots)
             if window is not None:
                 return window
@@ -453,22 +450,23 @@ class Stream:
         first_row = np.cumsum(counts) - counts
         rows = first_row[ordinal]
         rows += row
-        return self._stage_blocks(blocks[used], rows, rows[slots])
+        whole = not isinstance(order, FullWindows)
+        return self._stage_blocks(blocks[used], rows, rows[slots], whole)
 
     def _blocks(self, numbers: NDArray[np.int64]) -> list[Block]:
         return [self.source.catalog.block(number) for number in numbers.tolist()]
 
     def _stage_blocks(
-        self, blocks: NDArray[np.int64], rows: NDArray[np.int64], wanted: NDArray[np.int64] | None
+        self,
+        blocks: NDArray[np.int64],
+        rows: NDArray[np.int64],
+        wanted: NDArray[np.int64] | None,
+        whole: bool = True,
     ) -> StagedWindow:
         """A window of whole blocks, of which only the rows `wanted` are used; None for all."""
-        if self._direct:
-            try:
-                return DirectWindow(
-                    self.source, self.arena, blocks, rows, wanted=wanted, on_return=self.on_return
-                )
-            except NotLocatableError:
-                pass
+        if self._mapped:
+            with suppress(NotLocatableError):
+                return MappedWindow(self.source, self.arena, blocks, rows, wanted=wanted, whole=whole)
         return StagedWindow(
             self.source, self.arena, self._blocks(blocks), rows, num_readers=self._num_readers
         )
@@ -549,15 +547,23 @@ class Stream:
             begin, end = order.window_start(number), order.window_start(number + 1)
             inside = positions[(positions >= begin) & (positions < end)] - begin
             window = self._stage(plan, order, number, np.unique(inside))
-            window.carried = number != missing[-1]
             needs[number] = window
-            if not window.carried:
+            if number == missing[-1]:
                 order_of_needs = {n: w for n, w in carried.items() if w is not window} | needs
-                window.chunk_list = [
-                    BatchChunk(self, plan, order, (done, done + 1), _needs(carried, needs), order_of_needs)
-                ]
-            window.plan()
+                chunk = BatchChunk(
+                    self, plan, order, (done, done + 1), _needs(carried, needs), order_of_needs
+                )
+                chunk.closes = chunk.needs
+                window.chunk_list = [chunk]
             yield window
+
+
+def _close(chunks: Sequence[BatchChunk], windows: Iterable[StagedWindow], keep: StagedWindow | None) -> None:
+    """Say which chunk needs a window last: the first those carried, the last its own."""
+    *earlier, own = windows
+    chunks[0].closes = earlier
+    if keep is None:
+        chunks[-1].closes = [*chunks[-1].closes, own]
 
 
 def _needs(carried: dict[int, StagedWindow], needs: dict[int, StagedWindow]) -> tuple[StagedWindow, ...]:
