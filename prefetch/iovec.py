@@ -5,8 +5,8 @@ of different lengths, and a Python loop would take the GIL once per sample. The 
 `process_vm_readv(2)` on our own process copies up to 1,024 spans per system call, at memcpy speed
 (measured, one thread: 6.6 GB/s for 98 kB spans, 1.0 M spans/s for 3 kB spans). It also reads pages of a
 mapped file that are not there, or no longer, without harm: the call ends short instead of killing the
-process (`prefetch.mapping`). Where the call is missing or forbidden (some containers filter it), `memmove` per span
-does the same for plain memory, slower.
+process (`prefetch.mapping`). Where the call is missing or forbidden (some containers filter it), `memmove`
+per span does the same for plain memory, slower.
 """
 
 from __future__ import annotations
