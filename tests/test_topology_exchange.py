@@ -44,8 +44,8 @@ def everyones_place() -> dict[str, Any]:
         found[name] = detect_topology(env, host="ab"[r % 2], sysfs=BARE)
     new_group()
     switch = {"SLURM_TOPOLOGY_ADDR": f"s{r % 2}.n", "SLURM_TOPOLOGY_ADDR_PATTERN": "switch.node"}
+    found["map"] = detect_topology(bare | switch, host=f"n{r}", racks={"n0": "x"}, sysfs=BARE)
     found["switches"] = detect_topology(bare | switch, host=f"n{r}", sysfs=BARE)
-    found["map before switches"] = detect_topology(bare | switch, host=f"n{r}", racks={"n0": "x"}, sysfs=BARE)
     return found
 
 
@@ -74,7 +74,7 @@ def test_ranks_learn_where_all_ranks_are() -> None:
             assert (place.node, place.local_rank, place.local_world_size) == (r % 2, r // 2, 2)
         assert found["none"].source.startswith("torch.distributed")
         assert found["switches"].racks == ("s0", "s1", "s0", "s1")
-        assert found["map before switches"].racks is None
+        assert found["map"].racks is None
 
 
 def count_gathers(nccl_alone: bool) -> tuple[int, int, tuple[int, ...] | None]:
