@@ -22,6 +22,7 @@ import torch
 from dataflow.dataset import ShardedDataset
 from dataflow.stats import LoaderStats
 from dataflow.stream import Delivered, Finishing, Stream, StreamPlan
+from dataflow.topology_exchange import detect_topology
 from prefetch.arena import Arena, rounded_bytes
 from prefetch.depth import Decision, DepthPolicy, Observation, fixed_depth
 from prefetch.device import CudaStreams, DeviceCopier, register_pinned
@@ -142,8 +143,8 @@ class DataLoader:
         return max(1, min(wanted, limit // 4 // mean, int(used.sum())))
 
     def _stream_plan(self) -> StreamPlan:
-        place = self.topology
-        return StreamPlan(self.shuffle, self.seed, self.batch_size, place.rank, place.world_size, self.tail)
+        rank, world_size = self.topology.data_rank, self.topology.data_world_size
+        return StreamPlan(self.shuffle, self.seed, self.batch_size, rank, world_size, self.tail)
 
     def _epoch_plan(self, epoch: int, start: int) -> EpochPlan:
         return self._plan.epoch(self.dataset.catalog.blocks.num_samples, epoch, start)
@@ -453,17 +454,6 @@ class _Skipped:
         return True
 
 
-def detect_topology() -> Topology:
-    """The place of this process: torch.distributed if initialised, else the environment."""
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
-        local = Topology.detect()
-        if (local.rank, local.world_size) == (rank, world):
-            return local
-        return Topology(rank=rank, world_size=world, source="torch.distributed")
-    return Topology.detect()
-
-
 def _checked_device(device: str | torch.device | None) -> torch.device:
     checked = torch.device("cpu" if device is None else device)
     if checked.type not in ("cpu", "cuda"):
@@ -476,7 +466,7 @@ def _checked_device(device: str | torch.device | None) -> torch.device:
 def _default_tail(drop_last: bool, place: Topology) -> Tail:
     if drop_last:
         return "drop"
-    return "pad" if place.world_size > 1 else "uneven"
+    return "pad" if place.data_world_size > 1 else "uneven"
 
 
 def _at_least(depth: DepthPolicy, batches: int) -> DepthPolicy:
