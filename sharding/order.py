@@ -14,7 +14,6 @@ An `Order` holds O(blocks) memory and never changes: use it from any number of t
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import cast
 
 import numpy as np
@@ -33,10 +32,10 @@ from sharding.keyed import (
 )
 from sharding.lanes import Lanes, cut_lanes, deal_evenly, deal_with_exchange
 from sharding.shuffle import DEFAULT_WINDOW_BLOCKS, Kind, Shuffle
-from sharding.windows import FIRST_WINDOW_BLOCKS, cut_windows
+from sharding.windows import FIRST_WINDOW_BLOCKS, cut_windows, windows_touched
 
-_SLOTS_AT_ONCE = 1 << 21
-"""Slots of windows tabulated together: 16 MiB."""
+_SAMPLES_AT_ONCE = 1 << 21
+"""Samples tabulated together: 16 MiB."""
 
 
 class Order:
@@ -181,7 +180,7 @@ class Order:
     def samples(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
         """Sample numbers in the dataset at the positions, int64 [n]; positions may come in any order.
 
-        Costs one window's arithmetic for each window touched under "window", O(n log blocks) under "blocks".
+        Costs the arithmetic of each lane's window touched under "window", O(n log blocks) under "blocks".
         Raises `IndexError` for a position that is not in [0, num_samples).
         """
         self._check_positions(positions)
@@ -193,38 +192,34 @@ class Order:
             piece = np.searchsorted(table.piece_start, place, side="right") - 1
             place += table.piece_row[piece] - table.piece_start[piece]
             return place + self._first_sample[table.piece_block[piece]]
-        windows, slots = table.locate(positions)
+        cells, places = table.find(positions)
         out = np.empty(len(positions), np.int64)
-        for first, last in self._in_groups(windows):
-            found = (windows >= first) & (windows < last)
-            places = slice(None) if found.all() else np.flatnonzero(found)
-            out[places] = self._sample_numbers(windows[places], slots[places], first, last)
+        for first, last in self._in_groups(cells):
+            found = (cells >= first) & (cells < last)
+            at = slice(None) if found.all() else np.flatnonzero(found)
+            out[at] = self._sample_numbers(cells[at], places[at], first, last)
         return out
 
-    def _in_groups(self, windows: NDArray[np.int64]) -> list[tuple[int, int]]:
-        """Ranges of windows [first, last) that cover those touched, each small enough to hold in memory."""
-        seen = np.zeros(self.num_windows, bool)
-        seen[windows] = True
-        touched = np.flatnonzero(seen)
-        group = np.cumsum(self.table.num_slots[touched]) // _SLOTS_AT_ONCE
-        parts = np.split(touched, np.flatnonzero(np.diff(group)) + 1)
-        return [(int(part[0]), int(part[-1]) + 1) for part in parts if len(part)]
+    def _in_groups(self, cells: NDArray[np.int64]) -> list[tuple[int, int]]:
+        """Ranges of cells [first, last) that cover those touched, each small enough to tabulate."""
+        touched = _which(cells, 0, len(self.table.cell_slot))
+        size = self.table.cell_start[touched + 1] - self.table.cell_start[touched]
+        ends = np.flatnonzero(np.diff(np.cumsum(size) // _SAMPLES_AT_ONCE)) + 1
+        return [(int(part[0]), int(part[-1]) + 1) for part in np.split(touched, ends) if len(part)]
 
     def _sample_numbers(
-        self, windows: NDArray[np.int64], slots: NDArray[np.int64], first: int, last: int
+        self, cells: NDArray[np.int64], places: NDArray[np.int64], first: int, last: int
     ) -> NDArray[np.int64]:
-        """Sample numbers of slots of windows in [first, last), by one table of all slots of those touched."""
-        begin, size, tables = np.zeros(last - first, np.int64), 0, []
-        seen = np.zeros(last - first, bool)
-        seen[windows - first] = True
-        for window in (np.flatnonzero(seen) + first).tolist():
-            ordinal, row = self.window_samples(window)
+        """Sample numbers at places in cells of [first, last), by a table of all samples of those touched."""
+        shift, size, tables = np.zeros(last - first, np.int64), 0, []
+        for cell in _which(cells, first, last):
+            window = int(cell) % self.num_windows
+            ordinal, row = self._mixed(window, cell[None])
             row += self._first_sample[self.window_blocks(window)][ordinal]
-            begin[window - first] = size
+            shift[cell - first] = size - self.table.cell_start[cell]
             size += len(row)
             tables.append(row)
-        numbers = np.concatenate(tables)
-        return cast(NDArray[np.int64], numbers[begin[windows - first] + slots])
+        return cast(NDArray[np.int64], np.concatenate(tables)[shift[cells - first] + places])
 
     def _checked(self, window: int) -> int:
         if not 0 <= window < self.num_windows:
@@ -262,25 +257,11 @@ class Order:
             raise ValueError("windows of several lanes overlap in positions: use locate(positions)")
 
 
-def windows_touched(windows: NDArray[np.int64]) -> list[tuple[int, NDArray[np.int64] | slice]]:
-    """Split places by window: (window, places with it, ascending), in order of first appearance.
-
-    A slice stands for consecutive places: neither it nor what it selects is a copy.
-    """
-    if not len(windows):
-        return []
-    if int(windows.min()) == int(windows.max()):
-        return [(int(windows[0]), slice(0, len(windows)))]
-    change = np.flatnonzero(windows[1:] != windows[:-1]) + 1
-    if np.all(windows[1:] >= windows[:-1]):
-        bounds = [0, *change.tolist(), len(windows)]
-        return [(int(windows[a]), slice(a, b)) for a, b in pairwise(bounds)]
-    # Sixteen-bit keys sort by radix, in linear time.
-    small = windows.astype(np.uint16) if int(windows.max()) < 1 << 16 else windows
-    by_window = np.argsort(small, kind="stable")
-    cuts = np.flatnonzero(np.diff(small[by_window])) + 1
-    groups = sorted(np.split(by_window, cuts), key=lambda places: int(places[0]))
-    return [(int(windows[places[0]]), places) for places in groups]
+def _which(numbers: NDArray[np.int64], first: int, last: int) -> NDArray[np.int64]:
+    """The different numbers in [first, last) among some of them, ascending."""
+    seen = np.zeros(last - first, bool)
+    seen[numbers - first] = True
+    return np.flatnonzero(seen) + first
 
 
 def _checked_counts(num_samples_per_block: ArrayLike) -> NDArray[np.int64]:
