@@ -105,8 +105,8 @@ def grain(num_samples: int) -> tuple[Callable[[], Lookup], Callable[[], Any], di
     return lambda: lookup, lambda: lookup(np.arange(BATCH) + num_samples // 2 + 12_345), {}
 
 
-def measure(contestant: str, num_samples: int) -> dict[str, Any]:
-    """One case, in this process."""
+def measure(contestant: str, num_samples: int, num_positions: int = 1_000_000) -> dict[str, Any]:
+    """One case, in this process; look-ups of a tenth of the positions where each is a call."""
     makers = {"mosaic": mosaic, "grain": grain}
     if contestant in makers:
         plan, seek, facts = makers[contestant](num_samples)
@@ -121,13 +121,13 @@ def measure(contestant: str, num_samples: int) -> dict[str, Any]:
         plan_s = min(plan_s, *(_timed(plan)[0] for _ in range(2)))
         first_seek_s = min(first_seek_s, *(_timed(seek)[0] for _ in range(2)))
     rng, scalar = np.random.default_rng(1), contestant == "grain"
-    num = 100_000 if scalar else 1_000_000
+    num = num_positions // 10 if scalar else num_positions
     local = min(LOCAL, num_samples)
     base = min(num_samples // 3, num_samples - num)
     asked = {
         "consecutive": np.arange(num) + base,
         "local": rng.integers(0, local, num) + min(num_samples // 3, num_samples - local),
-        "random": rng.integers(0, num_samples, 5_000 if contestant.startswith("ours") else num),
+        "random": rng.integers(0, num_samples, num // 200 if contestant.startswith("ours") else num),
     }
     if contestant == "ours-full":
         asked["random"] = rng.integers(0, num_samples, num)

@@ -88,6 +88,12 @@ def test_lanes_with_exchange_differ_by_less_than_two_blocks(table, num_lanes, sh
     assert load.max() - load.min() < 2 * max(table, default=1)
 
 
+def test_the_lanes_lengths_do_not_drift_apart_with_the_number_of_blocks():
+    table = 1 + np.arange(20_000) * 31 % 97
+    load = loads(table, deal_with_exchange(table, 8, 0.5, seed=5, epoch=3), 8)
+    assert load.max() - load.min() <= 97
+
+
 @pytest.mark.parametrize("share", [0, 0.1, 0.25, 0.5, 1])
 @pytest.mark.parametrize("num_lanes", [2, 6, 8])
 def test_at_most_the_share_changes_lane_from_one_epoch_to_the_next(share, num_lanes):

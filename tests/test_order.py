@@ -4,7 +4,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from sharding.order import Order, Shuffle, feistel, uniform, windows_touched
@@ -53,6 +53,8 @@ def test_an_epoch_holds_every_sample_once(table, shuffle, seed, epoch):
 
 
 @given(tables, windowed, keys, st.integers(0, 5))
+@example([2] + [1] * 15, Shuffle("none", 8, 2), 0, 0)  # the middle of a block is where a window begins
+@example([100] + [1] * 100, Shuffle("none", 2, 2), 0, 0)  # one lane is in its first window, one in its 60th
 def test_the_order_and_its_windows_are_as_specified(table, shuffle, seed, epoch):
     order = Order(table, shuffle, seed=seed, epoch=epoch)
     plain = PlainOrder(table, shuffle.kind, seed, epoch, shuffle.window_blocks, shuffle.canonical_nodes)
