@@ -13,7 +13,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -126,9 +126,11 @@ class DataLoader:
     def _resolve_shuffle(self, shuffle: bool | Shuffle | None) -> Shuffle:
         if not isinstance(shuffle, Shuffle):
             shuffle = Shuffle("window" if shuffle is None or shuffle else "none")
-        if shuffle.kind == "full" or shuffle.window_blocks is not None:
+        if shuffle.kind == "full":
             return shuffle
-        return Shuffle(shuffle.kind, self._window_blocks())
+        # One lane, until the stream keeps windows of several lanes open at the same time.
+        shuffle = replace(shuffle, canonical_nodes=1)
+        return shuffle.resolved(shuffle.window_blocks or self._window_blocks())
 
     def _window_blocks(self) -> int:
         """Blocks in a window: about 64 MiB, at least 8 blocks, at most a quarter of a given memory limit.

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from sharding.errors import DataflowError
 from sharding.launchers import Env, Place, detect_place, slurm_switch
-from sharding.placement import RankFacts, facts_of, placed
+from sharding.rank_facts import RankFacts, facts_of, placed
 from sharding.replicas import Replicate
 from sharding.topology import Racks, Topology, given_variables
 

@@ -2,7 +2,7 @@
 
 A `Topology` is a frozen value, the same for the same arguments and environment. Ranks come from the launcher
 (`sharding.launchers`), NUMA nodes and devices from sysfs (`sharding.hardware`), the other ranks' places from
-what the ranks told each other (`sharding.placement`; the exchange itself is the dataflow package's).
+what the ranks told each other (`sharding.rank_facts`; the exchange itself is the dataflow package's).
 
 Nothing is guessed: a fact that nobody told is None, and `why_unknown` says why. Facts about all ranks
 (`hosts`, `nodes_of_ranks`, `racks`) are the same on every rank that has them, so that a plan made from them

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sharding.launchers import Place, slurm_switch
-from sharding.placement import facts_of, placed
+from sharding.rank_facts import facts_of, placed
 from sharding.replicas import DataParallel
 from sharding.topology import Topology
 from sharding.topology_text import ranges
