@@ -16,6 +16,7 @@ import math
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,7 @@ from dataflow.image import decode_image, decode_images
 from dataflow.ragged import Ragged
 from dataflow.staging import StagedArray, StagedSpans, StagedWindow
 from prefetch.arena import Arena, rounded_bytes
+from prefetch.iovec import copy_mapped, copy_spans
 from sharding.errors import SampleError
 from sharding.order import uniform
 
@@ -41,18 +43,24 @@ _TILE_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class Run:
-    """Consecutive rows of a chunk that come from one window."""
+    """The rows of a chunk that come from one window."""
 
     window: StagedWindow
     rows: NDArray[np.int64]
     """[n] rows of the window."""
-    first: int
-    """First row of the chunk they fill."""
+    places: slice | NDArray[np.int64]
+    """The rows of the chunk that they fill, ascending; a slice where they follow one another."""
 
-    @property
-    def target(self) -> slice:
-        """The rows of the chunk."""
-        return slice(self.first, self.first + len(self.rows))
+    def place(self, at: int) -> int:
+        """The row of the chunk that `rows[at]` fills."""
+        return self.places.start + at if isinstance(self.places, slice) else int(self.places[at])
+
+    def part(self, start: int, stop: int) -> Run:
+        """Some of its rows."""
+        if isinstance(self.places, slice):
+            first, last = self.places.start + start, min(self.places.start + stop, self.places.stop)
+            return Run(self.window, self.rows[start:stop], slice(first, last))
+        return Run(self.window, self.rows[start:stop], self.places[start:stop])
 
 
 @dataclass(frozen=True)
@@ -119,7 +127,7 @@ class ColumnBuilder:
         error = run.window.sample_error(int(run.rows[at]), reason, output.name)
         error.__cause__ = cause
         with self._lock:
-            self.bad.setdefault(run.first + at, error)
+            self.bad.setdefault(run.place(at), error)
 
     def _note_missing(self, output: Output) -> None:
         for run in self._runs:
@@ -137,7 +145,7 @@ class ColumnBuilder:
         for run in self._runs:
             staged = run.window.staged[output.name]
             assert isinstance(staged, StagedArray)
-            _take_rows(staged.values, run.rows, out[run.target])
+            self._into(run, out, partial(_take_rows, staged.values, run.rows))
             if staged.bad:
                 for at in np.flatnonzero(np.isin(run.rows, list(staged.bad))).tolist():
                     self._note_bad(run, at, output, staged.bad[int(run.rows[at])], None)
@@ -146,37 +154,44 @@ class ColumnBuilder:
     def _spans(self, output: Output) -> Built:
         out = self._fixed_slot(output)
         for run in self._runs:
-            if output.source_dtype == output.dtype:
-                _take_spans(run, output, out[run.target].view(np.uint8).reshape(len(run.rows), -1))
-            else:
-                self._widen(run, output, out[run.target])
+            stored = output.source_dtype == output.dtype
+            self._into(run, out, partial(_take_spans if stored else _widen, run, output))
         return _split_rows(out)
 
-    def _widen(self, run: Run, output: Output, out: Array) -> None:
-        """Gather rows as they are stored, tile by tile, and convert each tile while it is in the cache."""
-        tile = max(1, _TILE_BYTES // output.source_row_bytes)
-        scratch = _scratch(min(tile, len(run.rows)) * output.source_row_bytes)
-        for start in range(0, len(run.rows), tile):
-            rows = run.rows[start : start + tile]
-            stored = scratch[: len(rows) * output.source_row_bytes].reshape(len(rows), -1)
-            _take_spans(Run(run.window, rows, 0), output, stored)
-            typed = stored.view(output.source_dtype).reshape(len(rows), *output.shape)
-            np.copyto(out[start : start + tile], typed)
+    def _into(self, run: Run, out: Array, fill: Callable[[Array], None]) -> None:
+        """Let `fill` write the rows of a run: in place where they follow one another, else through a copy."""
+        if isinstance(run.places, slice):
+            fill(out[run.places])
+            return
+        nbytes = len(run.rows) * (out.nbytes // max(1, len(out)))
+        part = self._arena.lease(nbytes or 1)[:nbytes].view(out.dtype).reshape(len(run.rows), *out.shape[1:])
+        fill(part)
+        out[run.places] = part
 
     # ---- variable rows --------------------------------------------------------------------------------
 
     def _ragged(self, output: Output) -> Built:
-        lengths = np.concatenate([_spans_of(run, output).lengths[run.rows] for run in self._runs])
-        lengths = np.maximum(lengths, 0)
-        ends = np.cumsum(lengths)
-        out = self._slot(max(1, int(lengths.sum())))[: int(lengths.sum())]
+        pieces = np.empty((self._num_rows, 2), np.int64)
         for run in self._runs:
-            spans, own = _spans_of(run, output), lengths[run.target]
-            first = int(ends[run.first] - lengths[run.first])
-            rows = run.rows[spans.lengths[run.rows] >= 0] if spans.has_missing else run.rows
-            run.window.copy_values(spans, rows, out[first : first + int(own.sum())], output.name)
+            pieces[run.places] = _spans_of(run, output).pieces[run.rows]
+        lengths = pieces[:, 1]
+        nbytes = int(lengths.sum())
+        out = self._slot(max(1, nbytes))[:nbytes]
+        self._copy(pieces, out, output)
         values = torch.from_numpy(out.view(output.source_dtype))
         return Built(lambda sizes: _split_ragged(values, lengths, sizes, output))
+
+    def _copy(self, pieces: NDArray[np.int64], out: NDArray[np.uint8], output: Output) -> None:
+        """Copy the values of all rows, one after the other."""
+        if not any(run.window.mapped for run in self._runs):
+            copy_spans(pieces[:, 0], pieces[:, 1], out)
+            return
+        done = copy_mapped(pieces, out)
+        if done < len(pieces):
+            for run in self._runs:
+                places = np.arange(self._num_rows)[run.places]
+                for at in np.flatnonzero(places == done).tolist():
+                    raise run.window.truncated(int(run.rows[at]), output.name)
 
     def _objects(self, output: Output) -> Built:
         """Python values, one by one: they are Python objects in the batch anyway."""
@@ -189,7 +204,7 @@ class ColumnBuilder:
                 if end < start:
                     continue
                 try:
-                    values[run.first + at] = self._object(output, buffer[start:end].data, run, at)
+                    values[run.place(at)] = self._object(output, buffer[start:end].data, run, at)
                 except Exception as error:
                     self._note_bad(run, at, output, _reason(error), error)
         return Built(lambda sizes: [_collate_objects(part) for part in _split_list(values, sizes)])
@@ -208,9 +223,9 @@ class ColumnBuilder:
         parts: list[Callable[[], None]] = []
         for run in self._runs:
             for start in range(0, len(run.rows), _IMAGE_PART):
-                rows = run.rows[start : start + _IMAGE_PART]
-                part = Run(run.window, rows, run.first + start)
-                parts.append(lambda p=part: self._decode_part(output, p, out[p.target]))  # type: ignore[misc]
+                part = run.part(start, start + _IMAGE_PART)
+                decode = partial(self._decode_part, output, part)
+                parts.append(partial(self._into, part, out, decode))
         built = _split_rows(out)
         built.parts = parts
         return built
@@ -279,8 +294,21 @@ def _scratch(nbytes: int) -> NDArray[np.uint8]:
 _of_thread = threading.local()
 
 
-def _take_spans(run: Run, output: Output, out: NDArray[np.uint8]) -> None:
-    """Gather equally long spans into `out` [n, bytes of a stored row]."""
+def _widen(run: Run, output: Output, out: Array) -> None:
+    """Gather rows as they are stored, tile by tile, and convert each tile while it is in the cache."""
+    tile = max(1, _TILE_BYTES // output.source_row_bytes)
+    scratch = _scratch(min(tile, len(run.rows)) * output.source_row_bytes)
+    for start in range(0, len(run.rows), tile):
+        part = run.part(start, start + tile)
+        stored = scratch[: len(part.rows) * output.source_row_bytes]
+        _take_spans(part, output, stored)
+        typed = stored.view(output.source_dtype).reshape(len(part.rows), *output.shape)
+        np.copyto(out[start : start + tile], typed)
+
+
+def _take_spans(run: Run, output: Output, out: Array) -> None:
+    """Gather equally long spans into `out`, of n rows as they are stored."""
+    out = out.reshape(-1).view(np.uint8).reshape(len(run.rows), -1)
     spans, region, row_bytes = _spans_of(run, output), run.window.region, output.source_row_bytes
     if spans.uniform_bytes == row_bytes and region is not None and spans.in_region:
         view, places = spans.grid(region)

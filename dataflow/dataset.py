@@ -237,7 +237,7 @@ class ShardedDataset(Dataset[Any]):
         runs = []
         for at, (block, row) in enumerate(zip(blocks.tolist(), rows.tolist(), strict=True)):
             window, first = self._window(arena, block, row)
-            runs.append(Run(window, np.array([first], np.int64), at))
+            runs.append(Run(window, np.array([first], np.int64), slice(at, at + 1)))
         builder = ColumnBuilder(arena, runs, len(runs), Randomness(self.seed, self.epoch), None)
         built = [builder.build(output) for output in self.outputs]
         for column in built:

@@ -25,7 +25,7 @@ from prefetch.arena import Arena, rounded_bytes
 from prefetch.iovec import copy_mapped
 from prefetch.mapping import MappedShard, can_map, will_need
 from sharding.blocks import Spans
-from sharding.errors import DataflowError, ShardReadError
+from sharding.errors import DataflowError
 
 
 def can_map_windows(source: Source) -> bool:
@@ -61,6 +61,7 @@ class MappedWindow(StagedWindow):
         if len(located) < len(found):
             raise NotLocatableError(f"format {source.format.name} cannot tell where values lie")
         super().__init__(source, arena, [block for block, _ in found], rows)
+        self.mapped = True
         self._wanted, self._whole = wanted, whole
         self._located = located
         self._shards: list[MappedShard | None] = [None] * len(self.blocks)
@@ -184,10 +185,7 @@ class MappedWindow(StagedWindow):
         """Copy the values of rows, one after the other, straight from the page cache."""
         done = copy_mapped(spans.pieces[rows], out, spans.uniform_bytes)
         if done < len(rows):
-            row = int(rows[done])
-            error = self.sample_error(row, "its bytes are gone", column, stage="read")
-            reason = f"truncated while it was read: {error.reason}"
-            raise ShardReadError(error.shard, reason, error.offset, error.key, stage="read")
+            raise self.truncated(int(rows[done]), column)
 
     def buffer_of(
         self, spans: StagedSpans, rows: NDArray[np.int64], column: str

@@ -29,7 +29,7 @@ from prefetch.mapping import Mappings
 from prefetch.store import StoreReader
 from sharding.blocks import Block, Column, Columns, Format, Spans
 from sharding.catalog import Catalog
-from sharding.errors import DataflowError, SampleError
+from sharding.errors import DataflowError, SampleError, ShardReadError
 
 Array = NDArray[Any]
 _ALIGN = 512
@@ -230,7 +230,8 @@ class StagedWindow:
         self._in_region = bool(self.blocks) and (sparse is not None or all(map(source.locates, self.blocks)))
         self._sizes = self._region_sizes()
         self.nbytes = self._bound(num_readers)
-        self.carried = False
+        self.mapped = False
+        """Whether values lie in mapped files, which only the kernel may touch."""
         self.chunk_list: list[Any] = []
         self.region: NDArray[np.uint8] | None = None
         self.staged: dict[str, StagedArray | StagedSpans] = {}
@@ -404,6 +405,12 @@ class StagedWindow:
         have = rows[spans.lengths[rows] >= 0]
         self.copy_values(spans, have, buffer, column)
         return buffer, ends - lengths
+
+    def truncated(self, row: int, column: str) -> ShardReadError:
+        """The error of a row whose bytes are gone: its file was cut while the window was open."""
+        where = self.sample_error(row, "its bytes are gone", column, stage="read")
+        reason = f"truncated while it was read: {where.reason}"
+        return ShardReadError(where.shard, reason, where.offset, where.key, stage="read")
 
     def verify(self) -> None:
         """Called when the last batch that needs the window is built. Raises if its bytes may have changed."""

@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, asdict, dataclass, fields
 from functools import lru_cache
-from typing import Literal, cast, get_args
+from typing import Literal, Protocol, cast, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,6 +32,18 @@ Tail = Literal["drop", "pad", "uneven"]
 
 STATE_VERSION = 2
 """Version 2 knows lanes; the order of version 1 had none."""
+
+
+class Windows(Protocol):
+    """Where the positions of an order lie."""
+
+    def window_span(self, window: int) -> tuple[int, int]:
+        """First position of the window, and the one after its last."""
+        ...
+
+    def locate(self, positions: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Window and slot of each position."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -151,12 +163,20 @@ class EpochPlan:
         rows = np.arange(len(positions))
         return [Segment(w, rows[at], slots[at]) for w, at in windows_touched(windows)]
 
-    def own_slots(self, window: int) -> NDArray[np.int64] | None:
+    @property
+    def padding(self) -> NDArray[np.int64]:
+        """Positions that this rank gets as padding, in its last batch, int64 [num_padded]."""
+        last = self._last_batch if self.num_padded else np.zeros(0, np.int64)
+        return last[last >= self.order.num_samples] % self.order.num_samples
+
+    def own_slots(self, window: int, windows: Windows | None = None) -> NDArray[np.int64] | None:
         """The slots of a window that this rank's batches take, ascending, each once, int64 [j]; None for all.
 
-        Costs O(samples of the window that are this rank's), or nothing where one rank takes everything.
+        Padding, which comes back to the epoch's first windows, is left out. `windows` is the order unless
+        given. Costs O(samples of the window that are this rank's); nothing where one rank takes everything.
         """
-        first, end = self.order.window_span(window)
+        windows = windows or self.order
+        first, end = windows.window_span(window)
         done = self.start + self._num_full * self.global_batch_size
         if (
             self.world_size == 1
@@ -164,15 +184,14 @@ class EpochPlan:
             and end <= (done if self.tail == "drop" else self.order.num_samples)
         ):
             return None
-        batches = range(
-            max(0, (first - self.start) // self.global_batch_size),
-            min(self.num_batches, max(0, -(-(end - self.start) // self.global_batch_size))),
-        )
-        positions = self.positions(batches.start, max(batches.start, batches.stop))[0]
-        if self.num_padded and first < self.num_padded_global:
-            positions = np.concatenate((positions, self._last_batch % self.order.num_samples))
-        windows, slots = self.order.locate(positions)
-        return np.unique(slots[windows == window])
+        begin = max(0, (first - self.start) // self.global_batch_size)
+        stop = min(self._num_full, max(begin, -(-(end - self.start) // self.global_batch_size)))
+        positions = self._full_batches(begin, stop)
+        if end > done and self._last_share[1]:
+            last = self._last_batch
+            positions = np.concatenate((positions, last[last < self.order.num_samples]))
+        found, slots = windows.locate(positions)
+        return np.sort(slots[found == window])
 
     @property
     def _num_full(self) -> int:
