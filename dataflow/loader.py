@@ -13,7 +13,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -30,6 +30,7 @@ from prefetch.engine import NOT_STARTED, Engine, EngineOptions, EngineStats, Mem
 from prefetch.ledger import Ledger
 from sharding.errors import SampleError
 from sharding.order import Shuffle
+from sharding.placement import seat_of
 from sharding.plan import EpochPlan, PlanState, Tail
 from sharding.topology import Topology
 from sharding.urls import is_local
@@ -128,8 +129,6 @@ class DataLoader:
             shuffle = Shuffle("window" if shuffle is None or shuffle else "none")
         if shuffle.kind == "full":
             return shuffle
-        # One lane, until the stream keeps windows of several lanes open at the same time.
-        shuffle = replace(shuffle, canonical_nodes=1)
         return shuffle.resolved(shuffle.window_blocks or self._window_blocks())
 
     def _window_blocks(self) -> int:
@@ -145,8 +144,8 @@ class DataLoader:
         return max(1, min(wanted, limit // 4 // mean, int(used.sum())))
 
     def _stream_plan(self) -> StreamPlan:
-        rank, world_size = self.topology.data_rank, self.topology.data_world_size
-        return StreamPlan(self.shuffle, self.seed, self.batch_size, rank, world_size, self.tail)
+        seat, world_size = seat_of(self.topology), self.topology.data_world_size
+        return StreamPlan(self.shuffle, self.seed, self.batch_size, seat, world_size, self.tail)
 
     def _epoch_plan(self, epoch: int, start: int) -> EpochPlan:
         return self._plan.epoch(self.dataset.catalog.blocks.num_samples, epoch, start)

@@ -372,7 +372,7 @@ class Stream:
             yield newest
 
     def _span(self, plan: EpochPlan, units: Windows, first: int, opened: Mapping[int, _Use]) -> _Span:
-        """Batches from `first` on that need open windows only; if there are none, what the first one needs."""
+        """Batches from `first` on that need open windows only; if none do, what the first one needs."""
         last = min(first + self._batches_per_span, plan.num_batches)
         if plan.num_padded:  # a padded batch comes alone: it may need windows that the others are done with
             last = min(last, max(first + 1, plan.num_batches - 1))

@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from sharding.order import Order
+from sharding.topology import Topology
 
 
 def seats(places: Sequence[tuple[object, ...]]) -> list[int]:
@@ -48,6 +49,18 @@ def seats(places: Sequence[tuple[object, ...]]) -> list[int]:
     for seat, rank in enumerate(sorted(range(len(places)), key=key)):
         out[rank] = seat
     return out
+
+
+def seat_of(topology: Topology) -> int:
+    """The seat of a process: by rack and node where they are known for all ranks, else its data rank.
+
+    Ranks of a replica group share a seat. All ranks must know the same facts, or all must lack them.
+    """
+    nodes = topology.nodes_of_data_ranks
+    if nodes is None:
+        return topology.data_rank
+    racks = topology.racks or ("",) * topology.num_nodes
+    return seats([(racks[group[0]], group[0]) for group in nodes])[topology.data_rank]
 
 
 def reads_by_node(

@@ -1,12 +1,13 @@
 """Which positions of an epoch each rank gets in which batch, and the state that resumes it.
 
-Global batch b holds positions [start + b*G, start + (b+1)*G) with G = batch_size * world_size, in this
-order. So what forms global batch b depends on G alone, never on how many ranks, nodes or workers deliver
-it; and one number, the position, resumes an epoch under any other G with nothing lost or repeated.
+Global batch b holds positions [start + b*G, start + (b+1)*G) with G = batch_size * world_size. So what
+forms global batch b depends on G alone, never on how many ranks, nodes or workers deliver it; and one
+number, the position, resumes an epoch under any other G with nothing lost or repeated.
 
-Within a batch, rank r takes the r-th `batch_size` of its positions *sorted by lane*. Where the number of
-lanes divides G, each lane has the same part of every batch; ranks (and nodes, which are runs of ranks) that
-divide the lanes then read whole lanes, and no block twice. Otherwise a boundary between ranks falls inside
+A batch lists its positions *by lane*, and rank r takes the r-th `batch_size` of them: the ranks' parts one
+after the other are the same list for any world. Where the number of lanes divides G, each lane has the same
+part of every batch; ranks (and nodes, which are runs of ranks) that divide the lanes then read whole lanes,
+and no block twice. Otherwise a boundary between ranks falls inside
 a lane, whose blocks two ranks read: `sharding.placement` counts what that costs. With one lane, ranks take
 consecutive positions. All of it is arithmetic on a few integers: no communication, O(G) memory.
 
@@ -128,8 +129,8 @@ class EpochPlan:
         """Positions of this rank in its batches [first_batch, last_batch).
 
         Returns:
-            positions int64 [m], batch after batch, each in [0, num_samples) and ascending within a batch but
-            for padding, which comes last; sizes int64 [batches], sum m.
+            positions int64 [m], batch after batch, by lane within a batch, each in [0, num_samples); sizes
+            int64 [batches], sum m.
 
         Raises `IndexError` unless 0 <= first_batch <= last_batch <= num_batches.
         """
@@ -213,7 +214,7 @@ class EpochPlan:
 
     @property
     def _last_batch(self) -> NDArray[np.int64]:
-        """Positions of this rank in the incomplete global batch, ascending; padding lies beyond the epoch."""
+        """Positions of this rank in the incomplete global batch; padding lies beyond the epoch."""
         first, size = self._last_share
         of_all = self.global_batch_size if self.tail == "pad" else self._num_left
         begin = self.start + self._num_full * self.global_batch_size
@@ -236,12 +237,12 @@ class EpochPlan:
 
 @lru_cache(maxsize=64)
 def _share_by_lane(phase: int, size: int, num_lanes: int, first: int, count: int) -> NDArray[np.int64]:
-    """Offsets in a batch of `size` from lane `phase` on: `count` from the `first` by lane, ascending."""
-    if num_lanes == 1 or count == size:
+    """Offsets in a batch of `size` from lane `phase` on: `count` from the `first` by lane."""
+    if num_lanes == 1:
         share = np.arange(first, first + count)
     else:
         lanes = (np.arange(phase, phase + size) % num_lanes).astype(np.uint16)
-        share = np.sort(np.argsort(lanes, kind="stable")[first : first + count])
+        share = np.argsort(lanes, kind="stable")[first : first + count].copy()
     share.setflags(write=False)
     return share
 

@@ -73,7 +73,7 @@ def test_no_rank_gets_an_empty_batch_or_too_large_a_one(n, batch_size, world_siz
             assert all(size == batch_size for size in sizes.tolist())
         assert all(size == batch_size for size in sizes[:-1].tolist())
         for batch in np.split(positions, np.cumsum(sizes))[: plan.num_batches - (plan.num_padded > 0)]:
-            assert np.all(np.diff(batch) > 0)
+            assert len(set(batch.tolist())) == len(batch)
 
 
 @given(st.integers(0, 60), small, small, st.sampled_from(TAILS))
@@ -152,7 +152,7 @@ def test_a_rank_takes_its_part_of_each_batch_sorted_by_lane(n, batch_size, world
         by_lane = sorted(positions, key=lambda p: (p % lanes, p))
         for rank, plan in enumerate(plans):
             own = by_lane[rank * batch_size : (rank + 1) * batch_size]
-            assert plan.positions(batch, batch + 1)[0].tolist() == sorted(own)
+            assert plan.positions(batch, batch + 1)[0].tolist() == own
 
 
 @given(
@@ -299,7 +299,7 @@ def test_one_sample_among_ranks_under_the_other_rules():
 
 def test_a_padded_resume_fills_up_with_the_epochs_first_positions():
     (plan,) = plans_of(order_of(10), 4, 1, "pad", start=5)
-    assert batches_of(plan) == [[5, 6, 7, 8], [9, 0, 1, 2]]
+    assert [sorted(batch) for batch in batches_of(plan)] == [[5, 6, 7, 8], [0, 1, 2, 9]]
 
 
 def test_a_billion_samples_plan_at_once():
