@@ -30,7 +30,10 @@ MAX_SAMPLES = 1 << 22
 
 @dataclass(frozen=True, eq=False)
 class Stretch:
-    """Consecutive global batches of one epoch, row by row in order of delivery: by batch, then by rank."""
+    """Consecutive global batches of one epoch, row by row in order of delivery: by batch, then by rank.
+
+    Samples that padding delivers a second time are left out.
+    """
 
     order: Order
     nodes: NDArray[np.int64]
@@ -109,7 +112,8 @@ def _rows(plan: EpochPlan, first: int, last: int) -> tuple[NDArray[np.int64], ND
     if last <= first:
         return np.zeros(0, np.int64), np.zeros(0, np.int64)
     positions, sizes = plan.positions(first, last)
-    return np.repeat(np.arange(first, last), sizes), positions
+    kept = len(positions) - (plan.num_padded if last == plan.num_batches else 0)
+    return np.repeat(np.arange(first, last), sizes)[:kept], positions[:kept]
 
 
 def distinct_per_batch(stretch: Stretch, of_row: NDArray[np.integer]) -> NDArray[np.int64]:
