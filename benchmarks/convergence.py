@@ -58,6 +58,8 @@ class Setup:
     epochs: int = 4
     lr: float = 0.1
     """Decays linearly to 0 (SGD, momentum 0.9)."""
+    warmup: float = 0.1
+    """Share of the steps in which the learning rate rises linearly to `lr`, as training recipes have it."""
     hidden: int = 64
     max_samples: int | None = None
     """For tests."""
@@ -119,6 +121,8 @@ def make_task(folder: Path, setup: Setup) -> Task:
     x, y = x[: setup.max_samples], y[: setup.max_samples]
     by_label = np.argsort(y, kind="stable")
     folder.mkdir(parents=True, exist_ok=True)
+    for catalog in folder.glob("*.catalog"):
+        catalog.unlink()  # of shards that are written again
     pattern = str(folder / "digits-%04d.tar")
     per_shard = setup.samples_per_block * setup.blocks_per_shard
     with ShardWriter(pattern, max_count=per_shard, overwrite=True) as writer:
@@ -171,7 +175,8 @@ def train(task: Task, arm: str, seed: int) -> dict[str, Any]:
     steps = setup.epochs * (task.num_samples // setup.batch_size)
     step = 0
     for x, y in batches(task, arm, seed):
-        optimizer.param_groups[0]["lr"] = setup.lr * (1 - step / steps)
+        rising = 1.0 if setup.warmup == 0 else min(1.0, (step + 1) / (setup.warmup * steps))
+        optimizer.param_groups[0]["lr"] = setup.lr * min(rising, 1 - step / steps)
         loss = nn.functional.cross_entropy(model(x.float() / 16), y)
         optimizer.zero_grad()
         loss.backward()
@@ -275,30 +280,34 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--results", type=Path, default=Path("benchmarks/results/convergence.json"))
     parser.add_argument("--data", type=Path, default=Path(".bench-data/convergence"))
-    parser.add_argument("--seeds", type=int, default=12)
+    parser.add_argument("--seeds", type=int, default=24)
     parser.add_argument("--stop-after", type=float, default=float("inf"), help="seconds; run again to go on")
+    parser.add_argument("--arms", default=",".join(ARMS), help="comma-separated, full among them")
+    parser.add_argument("--warmup", type=float, default=Setup.warmup, help="share of the steps")
     asked = parser.parse_args(arguments)
     began = time.monotonic()
     torch.set_num_threads(1)
-    setup = Setup()
+    setup = Setup(warmup=asked.warmup)
     task = make_task(asked.data, setup)
     known = json.loads(asked.results.read_text()) if asked.results.exists() else {}
     runs = known.get("runs", []) if known.get("setup") == asdict(setup) else []
     done = {(run["arm"], run["seed"]) for run in runs}
     about = {
-        "command": "python -m benchmarks.convergence",
+        "command": f"python -m benchmarks.convergence --seeds {asked.seeds} --warmup {asked.warmup}"
+        f" --arms '{asked.arms}'",
         "commit": _commit(),
         "versions": _versions(),
         "setup": asdict(setup),
         "facts": facts(task),
     }
+    arms = asked.arms.split(",")
     for seed in range(asked.seeds):
-        for arm in ARMS:
+        for arm in arms:
             if (arm, seed) not in done and time.monotonic() - began < asked.stop_after:
                 runs.append(train(task, arm, seed))
         asked.results.write_text(json.dumps({**about, "summary": summary(runs), "runs": runs}, indent=1))
     print(table(summary(runs)))
-    left = asked.seeds * len(ARMS) - len({(run["arm"], run["seed"]) for run in runs})
+    left = asked.seeds * len(arms) - len({(run["arm"], run["seed"]) for run in runs})
     if left > 0:
         sys.exit(f"{left} runs are left: run again")
 
