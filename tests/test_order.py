@@ -8,7 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sharding.order import Order, Shuffle, feistel, keyed_order, mix_key, splitmix64, uniform
+from sharding.order import (
+    Order,
+    Shuffle,
+    feistel,
+    keyed_order,
+    mix_key,
+    splitmix64,
+    spread_order,
+    uniform,
+)
 
 KINDS = ["window", "full", "blocks", "none"]
 WINDOWED = ["window", "blocks", "none"]
@@ -49,11 +58,27 @@ def plain_keyed_order(n, key):
     return sorted(range(n), key=lambda i: (plain_splitmix64(i ^ key) >> bits, i))
 
 
+def plain_spread_order(n, key):
+    """Owen's scrambling bit by bit, then the rotation."""
+    bits = 0
+    while 2**bits < n:
+        bits += 1
+
+    def place(value):
+        found = 0
+        for j in range(bits):
+            above, bit = value >> (bits - j), value >> (bits - j - 1) & 1
+            found |= (bit ^ plain_splitmix64(above ^ plain_key(key, j)) >> 63) << j
+        return found
+
+    return [(value + plain_key(key, 64)) % n for value in sorted(range(n), key=place)]
+
+
 def plain_windows(table, kind, seed, epoch, window_blocks):
     """Each window as a list of (block, row), in order."""
     blocks = [b for b, count in enumerate(table) if count]
     if kind != "none":
-        blocks = [blocks[i] for i in plain_keyed_order(len(blocks), plain_key(seed, epoch, 1))]
+        blocks = [blocks[i] for i in plain_spread_order(len(blocks), plain_key(seed, epoch, 1))]
     windows, size = [], 8
     while blocks:
         size = min(size, window_blocks)
@@ -63,6 +88,52 @@ def plain_windows(table, kind, seed, epoch, window_blocks):
         windows.append(rows)
         blocks, size = blocks[size:], size * 2
     return windows
+
+
+# Spread orders
+
+
+@given(st.integers(0, 300), keys)
+def test_a_spread_order_is_a_permutation_as_specified(n, key):
+    order = spread_order(n, key)
+    assert order.dtype == np.int64
+    assert sorted(order.tolist()) == list(range(n))
+    assert order.tolist() == plain_spread_order(n, key)
+
+
+def test_a_spread_order_of_a_negative_number_is_refused():
+    with pytest.raises(ValueError, match="n must be >= 0, got -1"):
+        spread_order(-1, 0)
+
+
+@given(st.integers(0, 8), st.data(), keys)
+def test_each_aligned_run_of_a_power_of_two_has_one_value_in_each_piece(bits, data, key):
+    order, run = spread_order(2**bits, key), 2 ** data.draw(st.integers(0, bits))
+    unrotated = (order - plain_key(key, 64) % 2**bits) % 2**bits
+    for start in range(0, 2**bits, run):
+        pieces = unrotated[start : start + run] // (2**bits // run)
+        assert sorted(pieces.tolist()) == list(range(run))
+
+
+@pytest.mark.parametrize("n", [100, 405, 1000])
+def test_any_run_of_32_has_sorted_labels_in_their_shares(n):
+    """Ten labels, sorted: independent draws leave some label out of some run, and bring 8 of another."""
+    labels = np.arange(n) * 10 // n
+    for key in range(20):
+        order = spread_order(n, mix_key(key))
+        counts = [np.bincount(labels[order[at : at + 32]], minlength=10) for at in range(n - 32)]
+        assert np.min(counts) >= 1
+        assert np.max(counts) <= 6
+
+
+@pytest.mark.parametrize("n", [2, 5, 6, 13, 16])
+def test_every_value_is_equally_likely_at_every_place_of_a_spread_order(n):
+    trials = 3000
+    orders = np.array([spread_order(n, mix_key(key)) for key in range(trials)])
+    for place in range(n):
+        counts = np.bincount(orders[:, place], minlength=n)
+        chi_square = float(((counts - trials / n) ** 2).sum()) / (trials / n)
+        assert chi_square < (n - 1) + 5 * (2 * (n - 1)) ** 0.5
 
 
 # Keyed arithmetic
@@ -327,11 +398,11 @@ def test_the_order_of_version_1_never_changes():
     def samples(kind, window_blocks=None):
         return every_sample(Order(table, Shuffle(kind, window_blocks), seed=7, epoch=1)).tolist()
 
-    assert samples("window", 3) == [10, 2, 1, 14, 0, 9, 12, 11, 13, 4, 8, 6, 5, 3, 7]
+    assert samples("window", 3) == [10, 7, 6, 14, 3, 5, 8, 12, 4, 11, 13, 1, 9, 2, 0]
     assert samples("full") == [12, 7, 9, 13, 6, 3, 1, 11, 5, 4, 8, 10, 14, 2, 0]
-    assert samples("blocks") == [10, 11, 12, 13, 14, 0, 1, 2, 9, 3, 4, 5, 6, 7, 8]
+    assert samples("blocks") == [10, 11, 12, 13, 14, 5, 6, 7, 8, 3, 4, 0, 1, 2, 9]
     large = Order(np.full(10**5, 10_000), Shuffle("window", 64), seed=2**40, epoch=3)
-    assert large.samples(np.array([0, 10**8, 10**9 - 1])).tolist() == [526242893, 40348730, 81587059]
+    assert large.samples(np.array([0, 10**8, 10**9 - 1])).tolist() == [877432893, 708308730, 956957059]
     full = Order(np.full(10**5, 10_000), Shuffle("full"), seed=2**40, epoch=3)
     assert full.samples(np.array([0, 10**8, 10**9 - 1])).tolist() == [758404552, 234745595, 181479141]
     assert feistel(np.array([0, 1, 999_999_999], np.uint64), 10**9, 42).tolist() == [
