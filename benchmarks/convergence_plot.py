@@ -1,4 +1,4 @@
-"""Draw the result of `benchmarks.convergence`: `python -m benchmarks.convergence_plot RESULTS.json OUT.png`."""
+"""Draw a result of `benchmarks.convergence`: `python -m benchmarks.convergence_plot RESULTS.json OUT.png`."""
 
 from __future__ import annotations
 

@@ -190,7 +190,7 @@ def index(
 @click.option("--seed", type=int, default=0, show_default=True)
 @click.option("--epoch", type=click.IntRange(min=0), default=0, show_default=True)
 @click.option("--label", metavar="COLUMN", help="Read this column too, and tell how labels are mixed.")
-@click.option("--max-samples", type=click.IntRange(min=1), help="Of an epoch to look at.  [default: 4 M]")
+@click.option("--max-samples", type=click.IntRange(min=1), help="Of an epoch to look at.  [default: 2 M]")
 @click.option("--json", "json_path", metavar="PATH", help='Write all figures to a file; "-": print them.')
 @click.option("--picture", metavar="PATH", help="Draw the figures, as .png or .html (extra: plot).")
 @click.option("--format", "format_", default="auto", show_default=True, metavar="NAME", help="As for index.")

@@ -24,8 +24,8 @@ from sharding.block_table import BlockTable
 from sharding.order import Order
 from sharding.plan import EpochPlan
 
-MAX_SAMPLES = 1 << 22
-"""Samples a stretch has at most where nobody says: about a second of arithmetic and 250 MB."""
+MAX_SAMPLES = 1 << 21
+"""Samples a stretch has at most where nobody says: some seconds of arithmetic and half a GB."""
 
 
 @dataclass(frozen=True, eq=False)

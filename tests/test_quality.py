@@ -1,0 +1,322 @@
+"""Quality figures against plain Python that goes through an epoch sample by sample."""
+
+import itertools
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sharding.block_table import BlockTable
+from sharding.order import Order, Shuffle, mix_key, spread_order
+from sharding.plan import EpochPlan
+from sharding.plan_figures import figures_of
+from sharding.quality import (
+    distinct_per_batch,
+    label_dispersion,
+    lag1_correlation,
+    neighbour_distances,
+    stretch_of,
+)
+from sharding.read_cost import amplification, first_batch_bytes, hot_spot, open_bytes, reads_of, windows_of
+
+TOGETHER = 7
+
+
+def table_of(counts, blocks_per_shard=3):
+    counts = np.asarray(counts, np.int64)
+    n = len(counts)
+    length = 100 * counts + np.arange(n)
+    shard = (np.arange(n) // blocks_per_shard).astype(np.int32)
+    first = np.cumsum(counts) - counts
+    return BlockTable(shard, np.zeros(n, np.int64), length, 2 * length, counts, first)
+
+
+def plans_of(table, kind, window_blocks, batch_size, ranks, tail, seed=0):
+    shuffle = Shuffle(kind, None if kind == "full" else window_blocks)
+    order = Order(table.num_samples, shuffle, seed=seed, epoch=1)
+    return [
+        EpochPlan(order, batch_size=batch_size, rank=r, world_size=ranks, tail=tail) for r in range(ranks)
+    ]
+
+
+@st.composite
+def worlds(draw):
+    table = table_of(draw(st.lists(st.integers(0, 6), min_size=1, max_size=40).filter(any)))
+    ranks = draw(st.sampled_from([1, 2, 3, 4]))
+    nodes = draw(st.sampled_from([n for n in (1, 2, 3, 4) if ranks % n == 0]))
+    kind = draw(st.sampled_from(["window", "full", "blocks", "none"]))
+    tail = draw(st.sampled_from(["pad", "uneven"]))
+    plans = plans_of(
+        table, kind, draw(st.integers(1, 12)), draw(st.integers(1, 9)), ranks, tail, draw(st.integers(0, 9))
+    )
+    return table, plans, [rank // (ranks // nodes) for rank in range(ranks)]
+
+
+def plain_rows(plans, nodes, table, batches=None):
+    """(batch, node, sample, block) of every delivery that is no padding, in order."""
+    blocks = [b for b, count in enumerate(table.num_samples) for _ in range(count)]
+    rows, seen = [], set()
+    for batch in range(plans[0].num_global_batches):
+        for plan, node in zip(plans, nodes, strict=True):
+            if batch >= plan.num_batches:
+                continue
+            for position in plan.positions(batch, batch + 1)[0].tolist():
+                if position in seen:
+                    continue
+                seen.add(position)
+                sample = int(plan.order.samples(np.array([position]))[0])
+                window = int(windows_of(plan.order, np.array([position]), TOGETHER)[0])
+                if batches is None or batches[0] <= batch < batches[1]:
+                    rows.append((batch, node, sample, blocks[sample], window))
+    return rows
+
+
+@given(worlds())
+def test_a_stretch_is_what_the_ranks_deliver(world):
+    table, plans, nodes = world
+    stretch = stretch_of(plans, nodes, table)
+    columns = (stretch.batch, stretch.node, stretch.sample, stretch.block)
+    assert list(zip(*(c.tolist() for c in columns), strict=True)) == [
+        row[:4] for row in plain_rows(plans, nodes, table)
+    ]
+    assert stretch.whole
+
+
+@given(worlds(), st.integers(1, 20))
+def test_a_long_epoch_is_sampled_from_its_middle(world, max_samples):
+    table, plans, nodes = world
+    stretch = stretch_of(plans, nodes, table, max_samples=max_samples)
+    first, last, total = stretch.first_batch, stretch.last_batch, stretch.num_batches
+    assert last - first == min(total, max(1, max_samples // plans[0].global_batch_size))
+    assert abs(first - (total - last)) <= 1
+    assert stretch.sample.tolist() == [row[2] for row in plain_rows(plans, nodes, table, (first, last))]
+
+
+@given(worlds())
+def test_distinct_blocks_and_shards_are_those_of_each_batch(world):
+    table, plans, nodes = world
+    stretch = stretch_of(plans, nodes, table)
+    rows = plain_rows(plans, nodes, table)
+    for of_row, of_plain in (
+        (stretch.block, lambda row: row[3]),
+        (table.shard[stretch.block], lambda row: int(table.shard[row[3]])),
+    ):
+        expected = [set() for _ in range(stretch.num_batches)]
+        for row in rows:
+            expected[row[0]].add(of_plain(row))
+        assert distinct_per_batch(stretch, of_row).tolist() == [len(found) for found in expected]
+
+
+@given(worlds())
+def test_neighbour_distances_are_shares_of_the_dataset(world):
+    table, plans, nodes = world
+    samples = [row[2] for row in plain_rows(plans, nodes, table)]
+    expected = [abs(b - a) / len(samples) for a, b in itertools.pairwise(samples)]
+    assert neighbour_distances(stretch_of(plans, nodes, table)).tolist() == pytest.approx(expected)
+
+
+@given(st.lists(st.integers(0, 3), min_size=2, max_size=50).filter(lambda v: len(set(v)) > 1))
+def test_label_correlation_is_that_of_one_hot_labels(values):
+    hot = np.eye(4)[values]
+    centred = hot - hot.mean(0)
+    share = hot.mean(0)
+    equal = np.mean([a == b for a, b in itertools.pairwise(values)])
+    assert lag1_correlation(np.array(values)) == pytest.approx(
+        (equal - (share**2).sum()) / (centred**2).mean(0).sum()
+    )
+
+
+def test_label_correlation_at_its_extremes():
+    assert lag1_correlation(np.repeat([0, 1], 5000)) == pytest.approx(1, abs=1e-3)
+    assert lag1_correlation(np.tile([0, 1], 5000)) == pytest.approx(-1, abs=1e-3)
+    draws = spread_order(1 << 16, 1) % 7
+    assert abs(lag1_correlation(draws)) < 0.3
+    assert np.isnan(lag1_correlation(np.zeros(9, int)))
+    assert np.isnan(lag1_correlation(np.zeros(1, int)))
+    assert lag1_correlation(np.repeat([0.0, 1.0], 5000)) == pytest.approx(1, abs=1e-3)
+
+
+@given(worlds(), st.integers(2, 4))
+def test_dispersion_is_the_mean_chi_square_per_degree_of_freedom(world, num_labels):
+    table, plans, nodes = world
+    total = plans[0].order.num_samples
+    labels = np.arange(total) * num_labels // total
+    stretch = stretch_of(plans, nodes, table)
+    share = Counter(labels.tolist())
+    if len(share) < 2:
+        assert np.isnan(label_dispersion(stretch, labels))
+        return
+    batches = {}
+    for batch, _, sample, *_ in plain_rows(plans, nodes, table):
+        batches.setdefault(batch, []).append(int(labels[sample]))
+    found = []
+    for held in batches.values():
+        due = {label: len(held) * count / total for label, count in share.items()}
+        found.append(sum((held.count(label) - d) ** 2 / d for label, d in due.items()))
+    assert label_dispersion(stretch, labels) == pytest.approx(np.mean(found) / (len(share) - 1))
+
+
+def test_dispersion_is_one_for_a_full_shuffle_and_the_batch_size_for_sorted_labels():
+    table = table_of([10] * 2000)
+    labels = np.arange(20_000) // 2000
+    full = stretch_of(plans_of(table, "full", None, 50, 1, "drop"), [0], table)
+    assert label_dispersion(full, labels) == pytest.approx(1, abs=0.1)
+    in_order = stretch_of(plans_of(table, "none", 1, 50, 1, "drop"), [0], table)
+    assert label_dispersion(in_order, labels) == pytest.approx(50)
+
+
+# Cost of reading
+
+
+@given(worlds(), st.booleans())
+def test_each_node_reads_a_block_once_a_window(world, located):
+    table, plans, nodes = world
+    stretch = stretch_of(plans, nodes, table)
+    reads = reads_of(stretch, table, located=located, together=TOGETHER)
+    rows = plain_rows(plans, nodes, table)
+    if located and plans[0].order.shuffle.kind == "full":
+        assert len(reads.block) == len(rows)
+        return
+    needed = list(dict.fromkeys((row[1], row[4], row[3]) for row in rows))
+    columns = (reads.node, reads.window, reads.block)
+    assert list(zip(*(c.tolist() for c in columns), strict=True)) == needed
+    served = Counter((row[1], row[4], row[3]) for row in rows)
+    assert reads.samples.tolist() == [served[one] for one in needed]
+    assert reads.length.tolist() == [int(table.length[block]) for _, _, block in needed]
+
+
+@given(worlds())
+def test_amplification_is_what_a_node_reads_over_its_share(world):
+    table, plans, nodes = world
+    stretch = stretch_of(plans, nodes, table)
+    if plans[0].order.shuffle.kind == "full":
+        return
+    found = amplification(stretch, reads_of(stretch, table, located=False), table)
+    touched = {(row[1], row[3]) for row in plain_rows(plans, nodes, table)}
+    total = int(table.length[table.num_samples > 0].sum())
+    num_nodes = max(nodes) + 1
+    for node in range(num_nodes):
+        read = sum(int(table.length[block]) for at, block in touched if at == node)
+        assert found[node] == pytest.approx(read * num_nodes / total)
+
+
+def test_amplification_of_a_part_counts_blocks_that_are_delivered_in_full():
+    table = table_of([10] * 400)
+    plans = plans_of(table, "window", 8, 5, 4, "drop")
+    part = stretch_of(plans, [0, 0, 1, 1], table, max_samples=1500)
+    assert not part.whole
+    found = amplification(part, reads_of(part, table, located=False), table)
+    assert found == pytest.approx([2, 2], rel=0.05)  # nearly every block has samples for both nodes
+    short = stretch_of(plans, [0, 0, 1, 1], table, max_samples=20)
+    assert np.isnan(amplification(short, reads_of(short, table, located=False), table)).all()
+
+
+def test_a_full_shuffle_reads_no_byte_twice_where_samples_are_located_and_many_where_not():
+    table = table_of([10] * 400)
+    stretch = stretch_of(plans_of(table, "full", None, 20, 1, "drop"), [0], table)
+    located = amplification(stretch, reads_of(stretch, table, located=True), table)
+    assert located == pytest.approx([1], rel=0.01)
+    blocks = amplification(stretch, reads_of(stretch, table, located=False, together=40), table)
+    assert blocks == pytest.approx([9.6], rel=0.05)  # 40 samples touch 38 of 400 blocks, for 4 blocks' bytes
+
+
+@given(worlds())
+def test_open_bytes_are_those_of_windows_between_first_and_last_use(world):
+    table, plans, nodes = world
+    stretch = stretch_of(plans, nodes, table)
+    reads = reads_of(stretch, table, located=False, together=TOGETHER)
+    rows = plain_rows(plans, nodes, table)
+    for node in set(nodes):
+        expected = [0] * stretch.num_batches
+        for window in {row[4] for row in rows if row[1] == node}:
+            mine = [row for row in rows if row[1] == node and row[4] == window]
+            held = sum(2 * int(table.length[block]) for block in {row[3] for row in mine})
+            for batch in range(mine[0][0], mine[-1][0] + 1):
+                expected[batch] += held
+        assert open_bytes(stretch, reads, node).tolist() == expected
+
+
+@given(
+    st.lists(st.integers(0, 4), min_size=1, max_size=40),
+    st.integers(1, 50),
+    st.lists(st.integers(1, 9), min_size=5, max_size=5),
+)
+def test_the_hot_spot_is_the_worst_of_all_runs(targets, read_ahead, sizes):
+    found = hot_spot(np.array(targets), np.array(sizes), read_ahead)
+    length = min(read_ahead, len(targets))
+    worst = 0.0
+    for start in range(len(targets) - length + 1):
+        for target, count in Counter(targets[start : start + length]).items():
+            worst = max(worst, count / max(1, length * sizes[target] / sum(sizes)))
+    assert found.ratio == pytest.approx(worst)
+    assert found.ratio == pytest.approx(found.most / max(1, found.fair))
+    assert found.fair == pytest.approx(length * sizes[found.target] / sum(sizes))
+
+
+@pytest.mark.parametrize(("targets", "read_ahead"), [([], 3), ([1], 0)])
+def test_a_hot_spot_needs_requests(targets, read_ahead):
+    with pytest.raises(ValueError, match="there must be requests, and read_ahead >= 1"):
+        hot_spot(np.array(targets, int), np.ones(3), read_ahead)
+
+
+def test_the_first_batch_waits_for_whole_windows():
+    table = table_of([10] * 400)
+    order = plans_of(table, "window", 8, 20, 1, "drop")[0].order
+    first = first_batch_bytes(order, np.arange(20), table, located=False)
+    assert first == int(table.length[order.window_blocks(0)].sum())
+    both = first_batch_bytes(order, np.arange(70, 90), table, located=False)
+    assert both == first + int(table.length[order.window_blocks(1)].sum())
+    full = plans_of(table, "full", None, 20, 1, "drop")[0].order
+    exact = first_batch_bytes(full, np.arange(20), table, located=True, together=30)
+    samples = full.samples(np.arange(30))
+    assert exact == pytest.approx(table.length[samples // 10].sum() / 10, abs=1)
+    blocks = first_batch_bytes(full, np.arange(20), table, located=False, together=30)
+    assert blocks == int(table.length[np.unique(samples // 10)].sum())
+
+
+# Together
+
+
+def test_all_figures_are_json_types_and_windows_cost_less_than_a_full_shuffle():
+    table = table_of([10] * 400)
+    labels = np.arange(4000) // 400
+    found = {}
+    for kind in ("window", "full"):
+        plans = plans_of(table, kind, 32, 16, 4, "pad")
+        targets = {"shard": table.shard.astype(np.int64)}
+        kwargs = {"labels": labels, "located": True}
+        found[kind] = figures_of(plans, [0, 0, 1, 1], table, targets, **kwargs).figures
+    window, full = found["window"], found["full"]
+    assert window.cache_bytes < full.cache_bytes == int(table.length.sum())
+    assert window.requests_per_1000_samples < full.requests_per_1000_samples
+    assert window.blocks_per_batch < full.blocks_per_batch
+    assert 1 <= window.label_dispersion < 4
+    assert full.label_correlation == pytest.approx(0, abs=0.03)
+    assert window.to_json()["hot_spots"]["shard"]["read_ahead"] == 64
+
+
+def test_spread_blocks_ask_no_shard_for_more_than_its_share():
+    """Shards of 32 blocks, windows of 64: independent draws ask some shard six times and more."""
+    shards = np.arange(3200) // 32
+    orders = np.concatenate([spread_order(3200, mix_key(epoch)) for epoch in range(4)])
+    assert hot_spot(shards[orders], np.ones(100), 64).most <= 4
+
+
+@pytest.mark.parametrize(
+    ("nodes", "tail", "says"),
+    [([0], "drop", "one node a rank, got 1 nodes for 2 ranks"), ([0, 0], "drop", "the epoch has no batch")],
+)
+def test_what_cannot_be_measured_is_refused(nodes, tail, says):
+    table = table_of([3])
+    with pytest.raises(ValueError, match=says):
+        stretch_of(plans_of(table, "none", 1, 5, 2, tail), nodes, table)
+
+
+def test_a_huge_plan_is_sampled():
+    table = table_of(np.full(10**5, 1000), blocks_per_shard=10)
+    plans = plans_of(table, "window", 32, 256, 8, "drop")
+    stretch = stretch_of(plans, [0] * 4 + [1] * 4, table, max_samples=200_000)
+    assert stretch.num_batches == 10**8 // 2048
+    assert len(stretch.sample) <= 200_000
