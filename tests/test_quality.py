@@ -5,7 +5,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sharding.block_table import BlockTable
@@ -22,6 +22,7 @@ from sharding.quality import (
 from sharding.read_cost import amplification, first_batch_bytes, hot_spot, open_bytes, reads_of, windows_of
 
 TOGETHER = 7
+unhurried = settings(deadline=None)  # the oracle goes through an epoch position by position
 
 
 def table_of(counts, blocks_per_shard=3):
@@ -73,6 +74,7 @@ def plain_rows(plans, nodes, table, batches=None):
     return rows
 
 
+@unhurried
 @given(worlds())
 def test_a_stretch_is_what_the_ranks_deliver(world):
     table, plans, nodes = world
@@ -84,6 +86,7 @@ def test_a_stretch_is_what_the_ranks_deliver(world):
     assert stretch.whole
 
 
+@unhurried
 @given(worlds(), st.integers(1, 20))
 def test_a_long_epoch_is_sampled_from_its_middle(world, max_samples):
     table, plans, nodes = world
@@ -94,6 +97,7 @@ def test_a_long_epoch_is_sampled_from_its_middle(world, max_samples):
     assert stretch.sample.tolist() == [row[2] for row in plain_rows(plans, nodes, table, (first, last))]
 
 
+@unhurried
 @given(worlds())
 def test_distinct_blocks_and_shards_are_those_of_each_batch(world):
     table, plans, nodes = world
@@ -109,6 +113,7 @@ def test_distinct_blocks_and_shards_are_those_of_each_batch(world):
         assert distinct_per_batch(stretch, of_row).tolist() == [len(found) for found in expected]
 
 
+@unhurried
 @given(worlds())
 def test_neighbour_distances_are_shares_of_the_dataset(world):
     table, plans, nodes = world
@@ -117,6 +122,7 @@ def test_neighbour_distances_are_shares_of_the_dataset(world):
     assert neighbour_distances(stretch_of(plans, nodes, table)).tolist() == pytest.approx(expected)
 
 
+@unhurried
 @given(st.lists(st.integers(0, 3), min_size=2, max_size=50).filter(lambda v: len(set(v)) > 1))
 def test_label_correlation_is_that_of_one_hot_labels(values):
     hot = np.eye(4)[values]
@@ -138,6 +144,7 @@ def test_label_correlation_at_its_extremes():
     assert lag1_correlation(np.repeat([0.0, 1.0], 5000)) == pytest.approx(1, abs=1e-3)
 
 
+@unhurried
 @given(worlds(), st.integers(2, 4))
 def test_dispersion_is_the_mean_chi_square_per_degree_of_freedom(world, num_labels):
     table, plans, nodes = world
@@ -170,6 +177,7 @@ def test_dispersion_is_one_for_a_full_shuffle_and_the_batch_size_for_sorted_labe
 # Cost of reading
 
 
+@unhurried
 @given(worlds(), st.booleans())
 def test_each_node_reads_a_block_once_a_window(world, located):
     table, plans, nodes = world
@@ -187,6 +195,7 @@ def test_each_node_reads_a_block_once_a_window(world, located):
     assert reads.length.tolist() == [int(table.length[block]) for _, _, block in needed]
 
 
+@unhurried
 @given(worlds())
 def test_amplification_is_what_a_node_reads_over_its_share(world):
     table, plans, nodes = world
@@ -222,6 +231,7 @@ def test_a_full_shuffle_reads_no_byte_twice_where_samples_are_located_and_many_w
     assert blocks == pytest.approx([9.6], rel=0.05)  # 40 samples touch 38 of 400 blocks, for 4 blocks' bytes
 
 
+@unhurried
 @given(worlds())
 def test_open_bytes_are_those_of_windows_between_first_and_last_use(world):
     table, plans, nodes = world
@@ -238,6 +248,7 @@ def test_open_bytes_are_those_of_windows_between_first_and_last_use(world):
         assert open_bytes(stretch, reads, node).tolist() == expected
 
 
+@unhurried
 @given(
     st.lists(st.integers(0, 4), min_size=1, max_size=40),
     st.integers(1, 50),
@@ -298,7 +309,7 @@ def test_all_figures_are_json_types_and_windows_cost_less_than_a_full_shuffle():
 
 
 def test_spread_blocks_ask_no_shard_for_more_than_its_share():
-    """Shards of 32 blocks, windows of 64: independent draws ask some shard six times and more."""
+    """Shards of 32 blocks, windows of 64: independent draws ask some shard 5 to 7 times."""
     shards = np.arange(3200) // 32
     orders = np.concatenate([spread_order(3200, mix_key(epoch)) for epoch in range(4)])
     assert hot_spot(shards[orders], np.ones(100), 64).most <= 4
