@@ -15,7 +15,7 @@ scale (64 MiB of blocks of 2 MiB) and the epoch holds many windows. Arms:
     buffer 4     the same with a buffer of 4 shards: the bytes of one default window
     shard        shards in random order, samples mixed inside their shard
 
-Resumes: runs that are in the results file are not run again.
+Resumes: runs that are in the results file are not run again, unless setup or order changed since.
 
     python -m benchmarks.convergence --results benchmarks/results/convergence.json --stop-after 80
 """
@@ -198,7 +198,6 @@ def facts(task: Task) -> dict[str, Any]:
     order = Order(dataset.catalog.blocks.num_samples, shuffle, seed=0, epoch=0)
     wish = Wish(batch_size=setup.batch_size, memory_limit=setup.memory_limit, label="cls")
     found = inspect_dataset(dataset, wish)
-    starts = np.array([order.window_start(w) for w in range(order.num_windows + 1)])
     blocks = dataset.catalog.blocks
     labels = {side: getattr(found, side).figures for side in ("plan", "full")}
     return {
@@ -206,8 +205,9 @@ def facts(task: Task) -> dict[str, Any]:
         "shards": dataset.catalog.num_shards,
         "blocks": len(blocks.length),
         "blocks_in_a_window": shuffle.window_blocks,
+        "lanes": shuffle.num_lanes,
         "windows_in_an_epoch": order.num_windows,
-        "largest_window_share_of_epoch": float(np.diff(starts).max() / task.num_samples),
+        "largest_window_share_of_epoch": float(order.table.num_slots.max() / task.num_samples),
         "window_reason": found.window_reason,
         "label_dispersion": {side: f.label_dispersion for side, f in labels.items()},
         "label_correlation": {side: f.label_correlation for side, f in labels.items()},
@@ -290,7 +290,9 @@ def main(arguments: list[str] | None = None) -> None:
     setup = Setup(warmup=asked.warmup)
     task = make_task(asked.data, setup)
     known = json.loads(asked.results.read_text()) if asked.results.exists() else {}
-    runs = known.get("runs", []) if known.get("setup") == asdict(setup) else []
+    measured = facts(task)  # of another order, they differ
+    same = (known.get("setup"), known.get("facts")) == (asdict(setup), measured)
+    runs = known["runs"] if same else []
     done = {(run["arm"], run["seed"]) for run in runs}
     about = {
         "command": f"python -m benchmarks.convergence --seeds {asked.seeds} --warmup {asked.warmup}"
@@ -298,7 +300,7 @@ def main(arguments: list[str] | None = None) -> None:
         "commit": _commit(),
         "versions": _versions(),
         "setup": asdict(setup),
-        "facts": facts(task),
+        "facts": measured,
     }
     arms = asked.arms.split(",")
     for seed in range(asked.seeds):

@@ -176,8 +176,8 @@ def index(
 @main.command("inspect")
 @click.argument("source", nargs=-1, required=True)
 @click.option("--batch-size", type=click.IntRange(min=1), default=64, show_default=True, help="A rank's.")
-@click.option("--ranks", type=click.IntRange(min=1), default=1, show_default=True)
-@click.option("--nodes", type=click.IntRange(min=1), default=1, show_default=True, help="Must divide ranks.")
+@click.option("--nodes", type=click.IntRange(min=1), default=1, show_default=True)
+@click.option("--ranks", type=click.IntRange(min=1), help="Of all nodes together.  [default: one a node]")
 @click.option(
     "--shuffle",
     "kind",
@@ -186,6 +186,14 @@ def index(
     show_default=True,
 )
 @click.option("--window-blocks", type=click.IntRange(min=1), help="Blocks a window.  [default: chosen]")
+@click.option("--canonical-nodes", type=click.IntRange(min=1), help="Lanes.  [default: 8, or 1 unmixed]")
+@click.option(
+    "--exchange",
+    type=click.FloatRange(0, 1),
+    default=1.0,
+    show_default=True,
+    help="Share of the blocks that may change lane from epoch to epoch.",
+)
 @click.option("--memory-limit", callback=_size, metavar="SIZE", help="As given to the DataLoader.")
 @click.option("--seed", type=int, default=0, show_default=True)
 @click.option("--epoch", type=click.IntRange(min=0), default=0, show_default=True)
@@ -206,6 +214,8 @@ def inspect_(
     storage_options: dict[str, Any],
     kind: Any,
     window_blocks: int | None,
+    canonical_nodes: int | None,
+    exchange: float,
     max_samples: int | None,
     json_path: str | None,
     picture: str | None,
@@ -219,6 +229,7 @@ def inspect_(
     \b
     Examples:
       dataflow inspect data/ --batch-size 256 --ranks 64 --nodes 8
+      dataflow inspect train.catalog --nodes 16 --canonical-nodes 16
       dataflow inspect train.catalog --shuffle blocks --label cls
       dataflow inspect train.catalog --memory-limit 256MiB --picture plan.html
     """  # noqa: D301 - click wants the control character
@@ -228,7 +239,7 @@ def inspect_(
     if max_samples is not None:
         wish["max_samples"] = max_samples
     reading = {"format": format_, "dtype": dtype, "length": length, "storage_options": storage_options}
-    asked = Wish(shuffle=Shuffle(kind, window_blocks), **wish)
+    asked = Wish(shuffle=Shuffle(kind, window_blocks, canonical_nodes, exchange), **wish)
     inspect_source(source, reading, asked, json_path=json_path, picture=picture)
 
 

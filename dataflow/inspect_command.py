@@ -20,12 +20,13 @@ from dataflow.indexing import bytes_text
 from dataflow.inspect_labels import labels_of
 from sharding.block_table import Catalog
 from sharding.order import Order, Shuffle
+from sharding.placement import HotSpot
 from sharding.plan import EpochPlan
 from sharding.plan_figures import Figures, Inspected, figures_of
 from sharding.quality import MAX_SAMPLES
-from sharding.read_cost import HotSpot
+from sharding.topology import Topology
 from sharding.urls import naming_part, protocol_of
-from sharding.window_size import choose_window_blocks
+from sharding.window_size import resolve_windows
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,8 @@ class Wish:
 
     batch_size: int = 64
     """Per rank."""
-    ranks: int = 1
+    ranks: int | None = None
+    """None: one a node."""
     nodes: int = 1
     shuffle: Shuffle = Shuffle()  # noqa: RUF009 - frozen
     memory_limit: int | None = None
@@ -43,9 +45,10 @@ class Wish:
     label: str | None = None
     max_samples: int = MAX_SAMPLES
 
-    def __post_init__(self) -> None:
-        if self.ranks % self.nodes:
-            raise ValueError(f"nodes must divide ranks, got {self.ranks} ranks on {self.nodes} nodes")
+    @property
+    def topology(self) -> Topology:
+        """The job that is assumed: equal nodes."""
+        return Topology.even(self.nodes if self.ranks is None else self.ranks, self.nodes)
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,8 +58,9 @@ class Inspection:
     wish: Wish
     catalog: Catalog
     shuffle: Shuffle
-    """With `window_blocks` filled in."""
+    """With nothing left open."""
     window_reason: str
+    topology: Topology
     targets: Mapping[str, list[str]]
     """Names of shards, prefixes and hosts."""
     labels_from: str
@@ -77,13 +81,12 @@ class Inspection:
             },
             "asked": {
                 "batch_size": wish.batch_size,
-                "ranks": wish.ranks,
-                "nodes": wish.nodes,
                 "memory_limit": wish.memory_limit,
                 "seed": wish.seed,
                 "epoch": wish.epoch,
                 "label": wish.label,
             },
+            "topology": self.topology.to_json(),
             "shuffle": {**self.shuffle.to_json(), "reason": self.window_reason},
             "measured_batches": [stretch.first_batch, stretch.last_batch, stretch.num_batches],
             "plan": self._named(self.plan.figures),
@@ -93,8 +96,8 @@ class Inspection:
     def _named(self, figures: Figures) -> dict[str, Any]:
         """With the hottest targets by name."""
         found = figures.to_json()
-        for kind, spot in found["hot_spots"].items():
-            spot["name"] = self.targets[kind][spot["target"]]
+        for kind, spot in figures.hot_spots.items():
+            found["hot_spots"][kind] |= {"ratio": spot.ratio, "name": self.targets[kind][spot.label]}
         return found
 
 
@@ -105,41 +108,36 @@ def inspect_dataset(dataset: ShardedDataset, wish: Wish) -> Inspection:
     names, targets = _targets(catalog)
     labels, labels_from = labels_of(dataset, wish.label)
     located = _located(dataset)
-    shuffle, reason = _resolved(wish, catalog)
+    shuffle, reason = resolve_windows(wish.shuffle, table, wish.memory_limit)
+    topology = wish.topology
 
     def measured(shuffle: Shuffle) -> Inspected:
-        plans, nodes = _plans(catalog, shuffle, wish)
+        plans, nodes = _plans(catalog, shuffle, topology, wish)
         most = wish.max_samples
         return figures_of(plans, nodes, table, targets, labels=labels, located=located, max_samples=most)
 
     plan, full = measured(shuffle), measured(Shuffle("full"))
-    return Inspection(wish, catalog, shuffle, reason, names, labels_from, plan, full)
+    return Inspection(wish, catalog, shuffle, reason, topology, names, labels_from, plan, full)
 
 
-def _resolved(wish: Wish, catalog: Catalog) -> tuple[Shuffle, str]:
-    shuffle = wish.shuffle
-    if shuffle.kind == "full":
-        return shuffle, "a full shuffle has no windows"
-    if shuffle.window_blocks is not None:
-        return shuffle, "as given"
-    size = choose_window_blocks(catalog.blocks, wish.memory_limit)
-    return Shuffle(shuffle.kind, size.window_blocks), size.reason
-
-
-def _plans(catalog: Catalog, shuffle: Shuffle, wish: Wish) -> tuple[list[EpochPlan], list[int]]:
-    """One plan a rank, and the node of each rank: ranks fill node after node."""
+def _plans(
+    catalog: Catalog, shuffle: Shuffle, topology: Topology, wish: Wish
+) -> tuple[list[EpochPlan], tuple[int, ...]]:
+    """One plan a seat, and the node of each: in an even topology, seats are ranks."""
     order = Order(catalog.blocks.num_samples, shuffle, seed=wish.seed, epoch=wish.epoch)
+    size, nodes = topology.world_size, topology.nodes_of_ranks
+    assert nodes is not None
     plans = [
         EpochPlan(
             order,
             batch_size=wish.batch_size,
-            rank=rank,
-            world_size=wish.ranks,
-            tail="pad" if wish.ranks > 1 else "uneven",
+            rank=seat,
+            world_size=size,
+            tail="pad" if size > 1 else "uneven",
         )
-        for rank in range(wish.ranks)
+        for seat in range(size)
     ]
-    return plans, [rank // (wish.ranks // wish.nodes) for rank in range(wish.ranks)]
+    return plans, nodes
 
 
 def _located(dataset: ShardedDataset) -> bool:
@@ -176,10 +174,7 @@ def _host(url: str) -> str:
 def show(found: Inspection, console: Console) -> None:
     """Print the figures as a table."""
     catalog, stretch, wish = found.catalog, found.plan.stretch, found.wish
-    order = found.shuffle
-    window = (
-        f", {order.window_blocks:,} blocks a window ({found.window_reason})" if order.window_blocks else ""
-    )
+    order, place = found.shuffle, found.topology
     head = Table(show_header=False, box=None, pad_edge=False)
     head.add_column(style="bold")
     head.add_column()
@@ -187,13 +182,31 @@ def show(found: Inspection, console: Console) -> None:
         "dataset",
         f"{catalog.num_samples:,} samples in {catalog.num_blocks:,} blocks of {catalog.num_shards:,} shards",
     )
-    head.add_row("shuffle", f"{order.kind}{window}")
-    head.add_row("batches", f"{wish.batch_size:,} samples on each of {wish.ranks} ranks, {wish.nodes} nodes")
+    head.add_row("shuffle", order.kind if order.kind == "full" else f"{order.kind}, {_lanes(order)}")
+    if order.window_blocks:
+        head.add_row("window", f"{order.window_blocks:,} blocks: {found.window_reason}")
+    head.add_row("topology", _topology(place))
+    head.add_row(
+        "batches", f"{wish.batch_size:,} samples a rank, {wish.batch_size * place.world_size:,} in all"
+    )
     seen = f"{stretch.first_batch:,} to {stretch.last_batch:,} of {stretch.num_batches:,}"
     head.add_row("measured", "the whole epoch" if stretch.whole else f"a sample: batches {seen}")
     head.add_row("labels", found.labels_from)
     console.print(head)
     console.print(_table(found))
+
+
+def _lanes(order: Shuffle) -> str:
+    moved = "" if order.exchange == 1 else f"; {order.exchange:.0%} of the blocks dealt anew each epoch"
+    return f"{order.num_lanes} lanes{moved}"
+
+
+def _topology(place: Topology) -> str:
+    """What is assumed of the job."""
+    each = place.world_size // place.num_nodes
+    if place.num_nodes == 1:
+        return f"one node of {each:,} ranks (assumed)"
+    return f"{place.num_nodes:,} equal nodes of {each:,} ranks, numbered node by node (assumed)"
 
 
 def _table(found: Inspection) -> Table:
@@ -221,8 +234,9 @@ def _cells(found: Inspection, f: Figures) -> list[tuple[str, str]]:
         ("label dispersion", _number(f.label_dispersion)),
         ("distinct labels a batch", _number(f.labels_per_batch)),
         ("requests per 1,000 samples", f"{f.requests_per_1000_samples:,.1f}"),
-        ("amplification of reads", _number(f.amplification)),
-        ("amplification, worst node", _number(f.worst_amplification)),
+        ("amplification of reads", _ratio(f.amplification)),
+        ("amplification, worst node", _ratio(f.worst_amplification)),
+        ("amplification, each rank alone", _ratio(f.rank_amplification)),
         *((f"hot spot, {kind}", _spot_text(spot)) for kind, spot in f.hot_spots.items()),
         ("open windows, a node", bytes_text(f.open_bytes)),
         ("cache needed, a node", bytes_text(f.cache_bytes)),
@@ -231,11 +245,15 @@ def _cells(found: Inspection, f: Figures) -> list[tuple[str, str]]:
 
 
 def _spot_text(spot: HotSpot) -> str:
-    return f"x {spot.ratio:.1f} ({spot.most:,} of {spot.read_ahead:,})"
+    return f"x {spot.ratio:.1f} ({spot.most:,} of {spot.ahead:,})"
 
 
 def _percent(share: float | None) -> str:
     return "-" if share is None else f"{100 * share:.1f} %"
+
+
+def _ratio(value: float | None) -> str:
+    return "-" if value is None else f"{value:,.2f}"
 
 
 def _number(value: float | None) -> str:

@@ -84,7 +84,8 @@ def _page(found: Inspection, svg: str) -> str:
     catalog, shuffle = found.catalog, found.shuffle
     about = (
         f"{catalog.num_samples:,} samples, {catalog.num_blocks:,} blocks, {catalog.num_shards:,} shards; "
-        f"shuffle {shuffle.kind}, window of {shuffle.window_blocks} blocks: {found.window_reason}"
+        f"shuffle {shuffle.kind}, {shuffle.num_lanes} lanes, "
+        f"window of {shuffle.window_blocks} blocks: {found.window_reason}"
     )
     return f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>dataflow inspect</title>

@@ -16,12 +16,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 
 from dataflow.dataset import ShardedDataset
 from dataflow.stats import LoaderStats
 from dataflow.stream import Delivered, Finishing, Stream, StreamPlan
+from dataflow.topology_exchange import detect_topology
 from prefetch.arena import Arena, rounded_bytes
 from prefetch.depth import Decision, DepthPolicy, Observation, fixed_depth
 from prefetch.device import CudaStreams, DeviceCopier, register_pinned
@@ -29,18 +29,17 @@ from prefetch.engine import NOT_STARTED, Engine, EngineOptions, EngineStats, Mem
 from prefetch.ledger import Ledger
 from sharding.errors import SampleError
 from sharding.order import Shuffle
+from sharding.placement import seat_of
 from sharding.plan import EpochPlan, PlanState, Tail
 from sharding.topology import Topology
 from sharding.urls import is_local
+from sharding.window_size import DEFAULT_LIMIT, resolve_windows
 
 _CHUNK_BYTES = 8 << 20
 """Output of one chunk, once the stream runs: enough that its Python cost vanishes."""
 _CHUNKS_IN_LIMIT = 32
 """A chunk is no more than this part of the memory limit."""
 _MAX_CHUNK_BATCHES = 128
-_WINDOW_BYTES = 64 << 20
-_DEFAULT_LIMIT = 1 << 30
-_MIN_WINDOW_BLOCKS = 8
 _LISTED_ERRORS = 1000
 _LOCAL_READERS = 2
 _REMOTE_READERS = 16
@@ -105,7 +104,7 @@ class DataLoader:
         self._depth = fixed_depth(depth) if isinstance(depth, int) else depth
         self._num_threads = num_threads or _build_threads(dataset)
         self._num_readers = _num_readers(dataset)
-        self.shuffle = self._resolve_shuffle(shuffle)
+        self.shuffle, self.window_reason = self._resolve_shuffle(shuffle)
         self._epoch = 0
         self._start = 0
         self._in_epoch = False
@@ -122,28 +121,19 @@ class DataLoader:
 
     # ---- deciding -----------------------------------------------------------------------------------
 
-    def _resolve_shuffle(self, shuffle: bool | Shuffle | None) -> Shuffle:
-        if not isinstance(shuffle, Shuffle):
-            shuffle = Shuffle("window" if shuffle is None or shuffle else "none")
-        if shuffle.kind == "full" or shuffle.window_blocks is not None:
-            return shuffle
-        return Shuffle(shuffle.kind, self._window_blocks())
-
-    def _window_blocks(self) -> int:
-        """Blocks in a window: about 64 MiB, at least 8 blocks, at most a quarter of a given memory limit.
+    def _resolve_shuffle(self, shuffle: bool | Shuffle | None) -> tuple[Shuffle, str]:
+        """The shuffle, and why its windows are as large as they are.
 
         It never depends on the machine: ranks of unlike machines must agree on the order.
         """
-        table = self.dataset.catalog.blocks
-        used = table.num_samples > 0
-        mean = max(1, int(np.maximum(table.length, table.nbytes)[used].mean()))
-        wanted = max(_MIN_WINDOW_BLOCKS, _WINDOW_BYTES // mean)
-        limit = _DEFAULT_LIMIT if self._given_limit is None else self.memory_limit
-        return max(1, min(wanted, limit // 4 // mean, int(used.sum())))
+        if not isinstance(shuffle, Shuffle):
+            shuffle = Shuffle("window" if shuffle is None or shuffle else "none")
+        limit = None if self._given_limit is None else self.memory_limit
+        return resolve_windows(shuffle, self.dataset.catalog.blocks, limit)
 
     def _stream_plan(self) -> StreamPlan:
-        place = self.topology
-        return StreamPlan(self.shuffle, self.seed, self.batch_size, place.rank, place.world_size, self.tail)
+        seat, world_size = seat_of(self.topology), self.topology.data_world_size
+        return StreamPlan(self.shuffle, self.seed, self.batch_size, seat, world_size, self.tail)
 
     def _epoch_plan(self, epoch: int, start: int) -> EpochPlan:
         return self._plan.epoch(self.dataset.catalog.blocks.num_samples, epoch, start)
@@ -249,6 +239,7 @@ class DataLoader:
             )
         self.close()
         self.seed, self.shuffle = loaded.seed, loaded.shuffle
+        self.window_reason = "as in the loaded state"
         self._skipped.start(int(state.get("skipped_samples", 0)))
         self._plan = self._stream_plan()
         self._begin_epoch(loaded.epoch, loaded.position)
@@ -269,7 +260,7 @@ class DataLoader:
 
     def stats(self) -> LoaderStats:
         """A snapshot; cheap, any thread."""
-        return self._counts.snapshot(self._session, self.shuffle, self._skipped)
+        return self._counts.snapshot(self._session, self.shuffle, self.window_reason, self._skipped)
 
     def close(self) -> None:
         """Stop and join all threads, drop what is prefetched. Batches handed out stay valid. Idempotent."""
@@ -301,7 +292,7 @@ class _Session:
         register = register_pinned if on_cuda else None
         self.arena = Arena(limit_bytes=loader.memory_limit, register=register)
         self.copier = DeviceCopier(CudaStreams(loader.device)) if on_cuda else None
-        self.source = dataset.source()
+        self.source = dataset.source(keep_mapped_bytes=loader.memory_limit // 4)
         self._next = (epoch, start)
         ledger = self.ledger
         finishing = Finishing(
@@ -395,7 +386,9 @@ class _Counts:
         """Fold a session that ends into the totals: however many there were, one record is kept."""
         self._past = _Totals.of(session, self._past)
 
-    def snapshot(self, session: _Session | None, shuffle: Shuffle, skipped: _Skipped) -> LoaderStats:
+    def snapshot(
+        self, session: _Session | None, shuffle: Shuffle, window_reason: str, skipped: _Skipped
+    ) -> LoaderStats:
         """The totals, and the running (or last) engine's stages."""
         totals = _Totals.of(session, self._past) if session else self._past or _Totals()
         engine, elapsed, starved = totals.engine, totals.elapsed_s, totals.starved_s
@@ -415,6 +408,7 @@ class _Counts:
             depth=engine.depth,
             depth_reason=engine.depth_reason,
             window_blocks=shuffle.window_blocks or 0,
+            window_reason=window_reason,
             memory=engine.memory,
             skipped_samples=skipped.count,
             skipped=tuple(skipped.errors),
@@ -453,17 +447,6 @@ class _Skipped:
         return True
 
 
-def detect_topology() -> Topology:
-    """The place of this process: torch.distributed if initialised, else the environment."""
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
-        local = Topology.detect()
-        if (local.rank, local.world_size) == (rank, world):
-            return local
-        return Topology(rank=rank, world_size=world, source="torch.distributed")
-    return Topology.detect()
-
-
 def _checked_device(device: str | torch.device | None) -> torch.device:
     checked = torch.device("cpu" if device is None else device)
     if checked.type not in ("cpu", "cuda"):
@@ -476,7 +459,7 @@ def _checked_device(device: str | torch.device | None) -> torch.device:
 def _default_tail(drop_last: bool, place: Topology) -> Tail:
     if drop_last:
         return "drop"
-    return "pad" if place.world_size > 1 else "uneven"
+    return "pad" if place.data_world_size > 1 else "uneven"
 
 
 def _at_least(depth: DepthPolicy, batches: int) -> DepthPolicy:
@@ -527,7 +510,7 @@ def _num_readers(dataset: ShardedDataset) -> int:
 
 def _memory_limit(limit: int | str | None, place: Topology) -> int:
     if limit is None:
-        return max(64 << 20, min(_DEFAULT_LIMIT, _machine_memory() // 8 // max(1, place.local_world_size)))
+        return max(64 << 20, min(DEFAULT_LIMIT, _machine_memory() // 8 // max(1, place.local_world_size)))
     if isinstance(limit, str):
         return parse_bytes(limit)
     if limit <= 0:

@@ -1,6 +1,6 @@
 """All quality figures of a plan in one frozen value: what `dataflow inspect` prints.
 
-Mixing comes from `sharding.quality`, cost from `sharding.read_cost`; both look at one stretch of the epoch.
+Mixing comes from `sharding.quality`, cost from `sharding.read_cost` and `sharding.placement`.
 `figures_of` is a pure function; a figure that cannot be told is None.
 """
 
@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sharding.block_table import BlockTable
+from sharding.placement import HotSpot, hot_spot, reads_by_node
 from sharding.plan import EpochPlan
 from sharding.quality import (
     MAX_SAMPLES,
@@ -26,11 +27,9 @@ from sharding.quality import (
 )
 from sharding.read_cost import (
     TOGETHER,
-    HotSpot,
     Reads,
     amplification,
     first_batch_bytes,
-    hot_spot,
     open_bytes,
     reads_of,
 )
@@ -59,9 +58,11 @@ class Figures:
     labels_per_batch: float | None
     requests_per_1000_samples: float
     amplification: float | None
-    """Bytes read by all nodes over the bytes there are."""
+    """Bytes read by all nodes over the bytes there are, where the ranks of a node share what they read."""
     worst_amplification: float | None
     """Of the node that reads most, over its share."""
+    rank_amplification: float | None
+    """The same as `amplification` where each rank reads for itself; None for a full shuffle."""
     hot_spots: dict[str, HotSpot]
     """Per kind of target."""
     open_bytes: int
@@ -98,8 +99,8 @@ def figures_of(
     """Measure a plan.
 
     Args:
-        plans: one a rank, of the same order.
-        nodes: [ranks], the node of each.
+        plans: one a seat, of the same order.
+        nodes: [ranks], the node of each seat.
         table: the blocks.
         targets: what blocks are grouped by for hot spots.
         labels: [num_samples] by sample number, integers >= 0 or floats; None where unknown.
@@ -113,7 +114,7 @@ def figures_of(
     distances = neighbour_distances(stretch)
     codes = None if labels is None or labels.dtype.kind == "f" else labels
     blocks, shards = (distinct_per_batch(stretch, of) for of in (stretch.block, table.shard[stretch.block]))
-    read = amplification(stretch, reads, table)
+    read = amplification(stretch, reads, table, plans[0].batch_size)
     held = max(int(open_bytes(stretch, reads, node).max()) for node in range(stretch.num_nodes))
     full = stretch.order.shuffle.kind == "full"
     figures = Figures(
@@ -128,7 +129,8 @@ def figures_of(
         requests_per_1000_samples=1000 * len(reads.block) / len(stretch.sample),
         amplification=_known(read.mean()),
         worst_amplification=_known(read.max()),
-        hot_spots=hot_spots(stretch, reads, table, targets),
+        rank_amplification=None if full else _rank_amplification(plans, table),
+        hot_spots=hot_spots(stretch, reads, targets),
         open_bytes=held,
         cache_bytes=int(table.length[table.num_samples > 0].sum()) if full else held,
         first_batch_bytes=_first_batch_bytes(plans, nodes, table, located),
@@ -140,28 +142,28 @@ def _mean_distinct(stretch: Stretch, of_row: NDArray[Any]) -> float:
     return float(distinct_per_batch(stretch, of_row).mean())
 
 
-def hot_spots(stretch: Stretch, reads: Reads, table: BlockTable, targets: Targets) -> dict[str, HotSpot]:
-    """Hot spots of each kind; what is read ahead is a window of every node."""
-    read_ahead = (stretch.order.shuffle.window_blocks or TOGETHER) * (
-        stretch.num_nodes if stretch.order.shuffle.window_blocks else 1
-    )
-    each = table.num_samples if stretch.order.shuffle.kind == "full" else (table.num_samples > 0).astype(int)
-    return {
-        kind: hot_spot(of_block[reads.block], np.bincount(of_block, weights=each), read_ahead)
-        for kind, of_block in targets.items()
-    }
+def _rank_amplification(plans: Sequence[EpochPlan], table: BlockTable) -> float:
+    order, batch_size = plans[0].order, plans[0].batch_size
+    read = reads_by_node(order, range(len(plans)), batch_size, cost=table.length)
+    return float(read.sum() / table.length[table.num_samples > 0].sum())
+
+
+def hot_spots(stretch: Stretch, reads: Reads, targets: Targets) -> dict[str, HotSpot]:
+    """Hot spots of each kind: of all blocks in order, a window at a time; of the stretch's reads if full."""
+    order = stretch.order
+    blocks = reads.block if order.shuffle.kind == "full" else order.table.read_block
+    ahead = order.shuffle.window_blocks or TOGETHER
+    return {kind: hot_spot(of_block[blocks], ahead) for kind, of_block in targets.items()}
 
 
 def _first_batch_bytes(
     plans: Sequence[EpochPlan], nodes: Sequence[int], table: BlockTable, located: bool
 ) -> int:
     """Of the node that reads most; its ranks share what they read."""
-    of_node: dict[int, list[NDArray[np.int64]]] = {}
+    of_node: dict[int, list[EpochPlan]] = {}
     for plan, node in zip(plans, nodes, strict=True):
-        of_node.setdefault(node, []).append(plan.positions(0, min(1, plan.num_batches))[0])
-    order = plans[0].order
-    taken = (np.concatenate(parts) for parts in of_node.values())
-    return max(first_batch_bytes(order, positions, table, located=located) for positions in taken)
+        of_node.setdefault(node, []).append(plan)
+    return max(first_batch_bytes(own, table, located=located) for own in of_node.values())
 
 
 def _known(value: float) -> float | None:

@@ -72,8 +72,8 @@ def stretch_of(
     """The batches that the figures are taken from.
 
     Args:
-        plans: one a rank, of the same order.
-        nodes: [ranks], the node of each rank, from 0.
+        plans: one a seat, of the same order.
+        nodes: [ranks], the node of each seat, from 0.
         table: the blocks that the order is over.
         max_samples: more than these are not looked at; at least one batch is.
         batches: `[first, last)` to look at; None: the middle of the epoch.
@@ -99,6 +99,9 @@ def stretch_of(
     if len(plans) > 1:
         by_batch = np.argsort(batch, kind="stable")
         batch, position, node = batch[by_batch], position[by_batch], node[by_batch]
+    if plans[0].num_padded_global and batches[1] == total:
+        first_time = _first_time(batch == total - 1, position, plans[0].position_after(total - 1))
+        batch, position, node = batch[first_time], position[first_time], node[first_time]
     order = plans[0].order
     sample = order.samples(position)
     block = np.searchsorted(table.first_sample, sample, side="right") - 1
@@ -112,8 +115,16 @@ def _rows(plan: EpochPlan, first: int, last: int) -> tuple[NDArray[np.int64], ND
     if last <= first:
         return np.zeros(0, np.int64), np.zeros(0, np.int64)
     positions, sizes = plan.positions(first, last)
-    kept = len(positions) - (plan.num_padded if last == plan.num_batches else 0)
-    return np.repeat(np.arange(first, last), sizes)[:kept], positions[:kept]
+    return np.repeat(np.arange(first, last), sizes), positions
+
+
+def _first_time(in_last: NDArray[np.bool_], position: NDArray[np.int64], begin: int) -> NDArray[np.bool_]:
+    """Which rows are no padding: the last batch's positions from where it begins on, each once."""
+    rows = np.flatnonzero(in_last & (position >= begin))
+    _, first = np.unique(position[rows], return_index=True)
+    out = ~in_last
+    out[rows[first]] = True
+    return out
 
 
 def distinct_per_batch(stretch: Stretch, of_row: NDArray[np.integer]) -> NDArray[np.int64]:

@@ -1,4 +1,4 @@
-"""What a plan costs to read: amplification, hot spots, bytes that are open at a time, and before a batch.
+"""What a plan costs to read: requests, amplification, bytes that are open at a time, and before a batch.
 
 The unit of staging is a window: what a node takes of it is read when its first sample is due, and held until
 its last one is delivered. A full shuffle has no windows: `together` consecutive positions are read as one,
@@ -8,6 +8,7 @@ node share what the node reads. All of it is computed from a `Stretch`, without 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,6 +16,8 @@ from numpy.typing import NDArray
 
 from sharding.block_table import BlockTable
 from sharding.order import Order
+from sharding.placement import reads_by_node
+from sharding.plan import EpochPlan
 from sharding.quality import Stretch
 
 TOGETHER = 4096
@@ -42,21 +45,6 @@ class Reads:
     """Rows that are served by it."""
     window_of_row: NDArray[np.int64]
     """[rows of the stretch], not [requests]: what each row is staged with."""
-
-
-@dataclass(frozen=True)
-class HotSpot:
-    """The most that any target gets of `read_ahead` consecutive requests."""
-
-    ratio: float
-    """Requests to the target over its fair share, or over 1 where that is less. 1: nobody could do better;
-    the number of targets: all requests go to one."""
-    most: int
-    """Requests to it."""
-    fair: float
-    """What it would get if requests were spread by the targets' sizes."""
-    target: int
-    read_ahead: int
 
 
 def reads_of(stretch: Stretch, table: BlockTable, *, located: bool, together: int = TOGETHER) -> Reads:
@@ -92,28 +80,23 @@ def _sample_reads(stretch: Stretch, table: BlockTable, window: NDArray[np.int64]
 
 def windows_of(order: Order, positions: NDArray[np.int64], together: int = TOGETHER) -> NDArray[np.int64]:
     """What each position is staged with: its window, or its piece of a full shuffle; int64 [n]."""
-    return positions // together if order.shuffle.kind == "full" else order.window_of(positions)
+    return positions // together if order.shuffle.kind == "full" else order.locate(positions)[0]
 
 
-def amplification(stretch: Stretch, reads: Reads, table: BlockTable) -> NDArray[np.float64]:
-    """Bytes each node reads over its share of the bytes there are, float64 [nodes]; 1: nothing twice.
+def amplification(stretch: Stretch, reads: Reads, table: BlockTable, batch_size: int) -> NDArray[np.float64]:
+    """Bytes each node reads in the epoch over its share of those there are, float64 [nodes]; 1: none twice.
 
-    The share of a node is `1 / num_nodes`. Of a stretch that is not the whole epoch, only requests for blocks
-    that it delivers in full count; NaN where there are none. Under a full shuffle, where blocks are never
-    delivered in full, the share is that of the samples delivered.
+    The share of a node is `1 / num_nodes`. Whole epochs are counted (`placement.reads_by_node`), but under a
+    full shuffle the stretch, and the share is that of the samples delivered.
     """
-    num_nodes = stretch.num_nodes
-    if stretch.order.shuffle.kind == "full":
-        due = np.bincount(stretch.block, minlength=len(table.length)) * _sample_bytes(table)
+    num_nodes, order = stretch.num_nodes, stretch.order
+    if order.shuffle.kind == "full":
+        due = float(_sample_bytes(table)[stretch.block].sum())
         read = np.bincount(reads.node, weights=reads.length, minlength=num_nodes)
-        return np.asarray(read * num_nodes / due.sum())
-    delivered = np.bincount(reads.block, weights=reads.samples, minlength=len(table.length))
-    full = ((delivered >= table.num_samples) | stretch.whole) & (table.num_samples > 0)
-    total = float(table.length[full].sum())
-    if not total:
-        return np.full(num_nodes, np.nan)
-    weights = np.where(full[reads.block], reads.length, 0)
-    return np.bincount(reads.node, weights=weights, minlength=num_nodes) * num_nodes / total
+    else:
+        due = float(table.length[table.num_samples > 0].sum())
+        read = reads_by_node(order, stretch.nodes.tolist(), batch_size, cost=table.length)
+    return np.asarray(read * (num_nodes / due))
 
 
 def _sample_bytes(table: BlockTable) -> NDArray[np.float64]:
@@ -147,52 +130,36 @@ def open_bytes(stretch: Stretch, reads: Reads, node: int) -> NDArray[np.int64]:
     return np.cumsum(change)[:-1]
 
 
-def hot_spot(
-    target: NDArray[np.integer], size: NDArray[np.floating] | NDArray[np.integer], read_ahead: int
-) -> HotSpot:
-    """The worst of all runs of `read_ahead` consecutive requests.
-
-    Args:
-        target: [requests], which shard, prefix or host each request goes to, in order of need.
-        size: [targets], what their fair shares are in proportion to (blocks, bytes); not all 0.
-        read_ahead: requests that are under way at a time.
-
-    Raises `ValueError` without requests, or for read_ahead < 1.
-    """
-    if not len(target) or read_ahead < 1:
-        raise ValueError(f"there must be requests, and read_ahead >= 1, got {len(target)} and {read_ahead}")
-    read_ahead = min(read_ahead, len(target))
-    # Requests of one target, side by side in order: key = target, then place in the sequence.
-    stride = len(target) + read_ahead
-    key = np.sort(target.astype(np.int64) * stride + np.arange(len(target)))
-    within = np.searchsorted(key, key + read_ahead) - np.arange(len(key))
-    fair = size * (read_ahead / size.sum())
-    ratio = within / np.maximum(1.0, fair[key // stride])
-    worst = int(ratio.argmax())
-    number = int(key[worst] // stride)
-    return HotSpot(float(ratio[worst]), int(within[worst]), float(fair[number]), number, read_ahead)
-
-
 def first_batch_bytes(
-    order: Order, positions: NDArray[np.int64], table: BlockTable, *, located: bool, together: int = TOGETHER
+    plans: Sequence[EpochPlan], table: BlockTable, *, located: bool, together: int = TOGETHER
 ) -> int:
-    """Bytes to read before the samples at `positions` (a batch's) can be delivered: their windows, whole."""
-    windows = np.unique(windows_of(order, positions, together)).tolist()
-    if order.shuffle.kind != "full":
-        return sum(int(table.length[order.window_blocks(window)].sum()) for window in windows)
-    starts = np.asarray(windows)[:, None] * together + np.arange(together)
-    samples = order.samples(starts[starts < order.num_samples])
-    blocks = np.searchsorted(table.first_sample, samples, side="right") - 1
-    return int(_sample_bytes(table)[blocks].sum() if located else table.length[np.unique(blocks)].sum())
+    """Bytes a node reads before the first batch: what `plans`, those of its ranks, take of its windows."""
+    order = plans[0].order
+    first = np.unique(windows_of(order, _delivered(plans, 1), together))
+    end = (
+        (int(first[-1]) + 1) * together
+        if order.shuffle.kind == "full"
+        else max(order.window_span(window)[1] for window in first.tolist())
+    )
+    positions = _delivered(plans, -(-(end - plans[0].start) // plans[0].global_batch_size))
+    positions = positions[np.isin(windows_of(order, positions, together), first)]
+    blocks = np.searchsorted(table.first_sample, order.samples(positions), side="right") - 1
+    if located and order.shuffle.kind == "full":
+        return int(_sample_bytes(table)[blocks].sum())
+    return int(table.length[np.unique(blocks)].sum())
+
+
+def _delivered(plans: Sequence[EpochPlan], num_batches: int) -> NDArray[np.int64]:
+    """Positions in the first batches, each once though padding may repeat some."""
+    taken = [plan.positions(0, min(num_batches, plan.num_batches))[0] for plan in plans]
+    return np.unique(np.concatenate(taken))
 
 
 __all__ = [
     "TOGETHER",
-    "HotSpot",
     "Reads",
     "amplification",
     "first_batch_bytes",
-    "hot_spot",
     "open_bytes",
     "reads_of",
     "windows_of",

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from sharding.block_table import BlockTable
+from sharding.shuffle import Shuffle
 
 WINDOW_BYTES = 64 << 20
 """What a window aims at."""
@@ -61,8 +62,26 @@ def choose_window_blocks(table: BlockTable, memory_limit: int | None = None) -> 
     return WindowSize(of_bytes, f"{_mib(WINDOW_BYTES)} of {blocks}")
 
 
+def resolve_windows(
+    shuffle: Shuffle, table: BlockTable, memory_limit: int | None = None
+) -> tuple[Shuffle, str]:
+    """The shuffle with nothing left open, and what set its window's size.
+
+    Arguments and errors as those of `choose_window_blocks`; a window has at least a block of every lane.
+    """
+    if shuffle.kind == "full":
+        return shuffle, "a full shuffle has no windows"
+    if shuffle.window_blocks is not None:
+        return shuffle.resolved(), "as given"
+    size = choose_window_blocks(table, memory_limit)
+    resolved = shuffle.resolved(size.window_blocks)
+    if resolved.num_lanes > size.window_blocks:
+        return resolved, f"one of each lane; without lanes {size.window_blocks:,}: {size.reason}"
+    return resolved, size.reason
+
+
 def _mib(count: int) -> str:
     return f"{count / (1 << 20):,.1f} MiB" if count >= 1 << 20 else f"{count / (1 << 10):,.1f} KiB"
 
 
-__all__ = ["DEFAULT_LIMIT", "WINDOW_BYTES", "WindowSize", "choose_window_blocks"]
+__all__ = ["DEFAULT_LIMIT", "WINDOW_BYTES", "WindowSize", "choose_window_blocks", "resolve_windows"]

@@ -56,7 +56,9 @@ def test_the_plan_and_a_full_shuffle_stand_side_by_side(parquet):
     code, text = run(parquet, "--batch-size", 16, "--window-blocks", 4, "--label", "label")
     assert code == 0
     assert "320 samples in 32 blocks of 4 shards" in text
-    assert "window, 4 blocks a window (as given)" in text
+    assert "shuffle window, 4 lanes" in text
+    assert "window 4 blocks: as given" in text
+    assert "topology one node of 1 ranks (assumed)" in text
     assert "the whole epoch" in text
     assert "column label, 10 values" in text
     assert "this plan full shuffle" in text
@@ -115,7 +117,7 @@ def test_labels_may_be_numbers_or_text(parquet, column):
     ("arguments", "says"),
     [
         (("--label", "nothing"), "there is no column 'nothing'; there are x, label, name"),
-        (("--ranks", "4", "--nodes", "3"), "nodes must divide ranks, got 4 ranks on 3 nodes"),
+        (("--ranks", "4", "--nodes", "3"), "num_nodes must be >= 1 and divide world_size=4, got 3"),
         (("--shuffle", "full", "--window-blocks", "3"), "a full shuffle has no windows"),
         (("--picture", "plan.gif"), "a picture must end in .png or .html, got 'plan.gif'"),
     ],
@@ -136,8 +138,32 @@ def test_a_node_reads_the_blocks_of_its_ranks_once(parquet):
     one = figures(parquet, "--ranks", 4, "--nodes", 1, "--batch-size", 4, "--window-blocks", 8)
     four = figures(parquet, "--ranks", 4, "--nodes", 4, "--batch-size", 4, "--window-blocks", 8)
     assert one["plan"]["amplification"] == pytest.approx(1)
-    assert 1 < four["plan"]["amplification"] <= 4
+    assert four["plan"]["amplification"] == pytest.approx(1)  # four lanes each for two, and eight at most
+    none = figures(parquet, "--nodes", 4, "--batch-size", 4, "--canonical-nodes", 1)
+    assert 2 < none["plan"]["amplification"] <= 4
     assert four["plan"]["hot_spots"]["host"]["name"] == "this machine"
+
+
+def test_eight_nodes_read_each_block_once_by_default(tmp_path):
+    table = pa.table({"x": np.arange(20_000)})
+    pq.write_table(table, tmp_path / "even.parquet", row_group_size=50)
+    for options, says in (
+        ((), "1.00"),
+        (("--ranks", 64), "1.00"),
+        (("--canonical-nodes", 1), "8.00"),
+        (("--exchange", 0.1), "1.00"),
+    ):
+        code, text = run(tmp_path / "even.parquet", "--nodes", 8, "--batch-size", 8, *options)
+        assert code == 0
+        assert f"amplification of reads {says} " in text
+    assert "8 lanes; 10% of the blocks dealt anew each epoch" in text
+    assert "topology 8 equal nodes of 1 ranks, numbered node by node (assumed)" in text
+
+
+def test_ranks_that_share_a_lane_each_read_it(parquet):
+    found = figures(parquet, "--nodes", 2, "--ranks", 8, "--batch-size", 4, "--canonical-nodes", 2)["plan"]
+    assert found["amplification"] == 1
+    assert found["rank_amplification"] == 4
 
 
 def test_a_long_epoch_is_sampled_and_that_is_said(parquet):
@@ -150,6 +176,7 @@ def test_the_window_chosen_is_the_loaders_and_tells_why(parquet):
     found = figures(parquet, "--memory-limit", "8KiB")
     with DataLoader(ShardedDataset(parquet), 1, memory_limit=8 << 10) as loader:
         assert found["shuffle"]["window_blocks"] == loader.shuffle.window_blocks
+        assert found["shuffle"]["reason"] == loader.window_reason == loader.stats().window_reason
     assert "a quarter of memory_limit (8.0 KiB)" in found["shuffle"]["reason"]
     everything = figures(parquet)["shuffle"]
     assert everything["window_blocks"] == 32
@@ -161,7 +188,7 @@ def test_json_goes_to_a_file_beside_the_table(parquet, tmp_path):
     assert code == 0
     assert "full shuffle" in text
     found = json.loads((tmp_path / "out.json").read_text())
-    assert set(found) == {"dataset", "asked", "shuffle", "measured_batches", "plan", "full"}
+    assert set(found) == {"dataset", "asked", "topology", "shuffle", "measured_batches", "plan", "full"}
     assert found["plan"]["hot_spots"]["shard"]["name"].endswith(".parquet")
 
 

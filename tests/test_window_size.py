@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from sharding.block_table import BlockTable
-from sharding.window_size import choose_window_blocks
+from sharding.shuffle import Shuffle
+from sharding.window_size import choose_window_blocks, resolve_windows
 
 MIB = 1 << 20
 
@@ -52,3 +53,23 @@ def test_blocks_without_samples_do_not_count():
 def test_a_limit_below_one_byte_is_refused(limit):
     with pytest.raises(ValueError, match=f"memory_limit must be >= 1 byte, got {limit}"):
         choose_window_blocks(table_of([1]), limit)
+
+
+@pytest.mark.parametrize(
+    ("shuffle", "resolved", "says"),
+    [
+        (Shuffle("full"), Shuffle("full"), "a full shuffle has no windows"),
+        (Shuffle("window", 3), Shuffle("window", 3, 2), "as given"),
+        (Shuffle(), Shuffle("window", 32, 8), "64.0 MiB of blocks of 2.0 MiB on average"),
+        (Shuffle(canonical_nodes=16), Shuffle("window", 32, 16), "64.0 MiB of blocks"),
+        (
+            Shuffle(canonical_nodes=64),
+            Shuffle("window", 64, 64),
+            "one of each lane; without lanes 32: 64.0 MiB",
+        ),
+    ],
+)
+def test_a_window_holds_a_block_of_every_lane(shuffle, resolved, says):
+    found, reason = resolve_windows(shuffle, table_of([2 * MIB] * 1000))
+    assert found == resolved
+    assert reason.startswith(says)
