@@ -233,6 +233,7 @@ def _cells(found: Inspection, f: Figures) -> list[tuple[str, str]]:
         ("lag-1 label correlation", _number(f.label_correlation)),
         ("label dispersion", _number(f.label_dispersion)),
         ("distinct labels a batch", _number(f.labels_per_batch)),
+        ("distinct labels a node's part", _number(f.labels_per_node)),
         ("requests per 1,000 samples", f"{f.requests_per_1000_samples:,.1f}"),
         ("amplification of reads", _ratio(f.amplification)),
         ("amplification, worst node", _ratio(f.worst_amplification)),

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from sharding.keyed import keyed_order
 from sharding.quality import distinct_per_batch
 from sharding.read_cost import open_bytes
 
@@ -56,7 +57,7 @@ def _drawn(found: Inspection) -> Any:
     sides = {"this plan": found.plan, "full shuffle": found.full}
     for name, side in sides.items():
         colour, stretch = _COLOURS[name], side.stretch
-        at = np.linspace(0, len(stretch.sample) - 1, min(_DOTS, len(stretch.sample))).astype(int)
+        at = keyed_order(len(stretch.sample), 0)[:_DOTS]  # even steps would see some lanes only
         axes[0, 0 if name == "this plan" else 1].plot(
             stretch.position[at], stretch.sample[at], ".", markersize=1.5, color=colour
         )

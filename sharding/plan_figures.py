@@ -6,7 +6,7 @@ Mixing comes from `sharding.quality`, cost from `sharding.read_cost` and `shardi
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from sharding.quality import (
     MAX_SAMPLES,
     Stretch,
     distinct_per_batch,
+    distinct_per_node,
     label_dispersion,
     lag1_correlation,
     neighbour_distances,
@@ -56,6 +57,8 @@ class Figures:
     label_dispersion: float | None
     """Of label counts per batch: 1 for independent draws, the batch size where each batch has one label."""
     labels_per_batch: float | None
+    labels_per_node: float | None
+    """Distinct labels in a node's part of a batch: what batch normalisation on one node sees."""
     requests_per_1000_samples: float
     amplification: float | None
     """Bytes read by all nodes over the bytes there are, where the ranks of a node share what they read."""
@@ -125,7 +128,8 @@ def figures_of(
         neighbour_distance_mean=_known(distances.mean()) if len(distances) else None,
         label_correlation=None if labels is None else _known(lag1_correlation(labels[stretch.sample])),
         label_dispersion=None if codes is None else _known(label_dispersion(stretch, codes)),
-        labels_per_batch=None if codes is None else _mean_distinct(stretch, codes[stretch.sample]),
+        labels_per_batch=None if codes is None else _mean(distinct_per_batch, stretch, codes),
+        labels_per_node=None if codes is None else _mean(distinct_per_node, stretch, codes),
         requests_per_1000_samples=1000 * len(reads.block) / len(stretch.sample),
         amplification=_known(read.mean()),
         worst_amplification=_known(read.max()),
@@ -138,8 +142,10 @@ def figures_of(
     return Inspected(figures, stretch, reads)
 
 
-def _mean_distinct(stretch: Stretch, of_row: NDArray[Any]) -> float:
-    return float(distinct_per_batch(stretch, of_row).mean())
+def _mean(
+    distinct: Callable[[Stretch, NDArray[Any]], NDArray[np.int64]], stretch: Stretch, codes: NDArray[Any]
+) -> float:
+    return float(distinct(stretch, codes[stretch.sample]).mean())
 
 
 def _rank_amplification(plans: Sequence[EpochPlan], table: BlockTable) -> float:

@@ -129,9 +129,20 @@ def _first_time(in_last: NDArray[np.bool_], position: NDArray[np.int64], begin: 
 
 def distinct_per_batch(stretch: Stretch, of_row: NDArray[np.integer]) -> NDArray[np.int64]:
     """Distinct values of `of_row` [m], integers >= 0, in each global batch; int64 [batches]."""
+    return _distinct(stretch.batch - stretch.first_batch, of_row, stretch.last_batch - stretch.first_batch)
+
+
+def distinct_per_node(stretch: Stretch, of_row: NDArray[np.integer]) -> NDArray[np.int64]:
+    """Distinct values of `of_row` [m], integers >= 0, in each node's part of each batch; int64 [parts]."""
+    of_part = _distinct(stretch.batch * stretch.num_nodes + stretch.node, of_row)
+    return of_part[of_part > 0]
+
+
+def _distinct(
+    group: NDArray[np.int64], of_row: NDArray[np.integer], num_groups: int = 0
+) -> NDArray[np.int64]:
     spread = int(of_row.max()) + 1
-    pairs = np.unique((stretch.batch - stretch.first_batch) * spread + of_row)
-    return np.bincount(pairs // spread, minlength=stretch.last_batch - stretch.first_batch)
+    return np.bincount(np.unique(group * spread + of_row) // spread, minlength=num_groups)
 
 
 def neighbour_distances(stretch: Stretch) -> NDArray[np.float64]:
@@ -184,6 +195,7 @@ __all__ = [
     "MAX_SAMPLES",
     "Stretch",
     "distinct_per_batch",
+    "distinct_per_node",
     "label_dispersion",
     "lag1_correlation",
     "neighbour_distances",

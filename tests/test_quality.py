@@ -15,6 +15,7 @@ from sharding.plan import EpochPlan
 from sharding.plan_figures import figures_of
 from sharding.quality import (
     distinct_per_batch,
+    distinct_per_node,
     label_dispersion,
     lag1_correlation,
     neighbour_distances,
@@ -112,6 +113,10 @@ def test_distinct_blocks_and_shards_are_those_of_each_batch(world):
         for row in rows:
             expected[row[0]].add(of_plain(row))
         assert distinct_per_batch(stretch, of_row).tolist() == [len(found) for found in expected]
+        parts = {}
+        for row in rows:
+            parts.setdefault((row[0], row[1]), set()).add(of_plain(row))
+        assert distinct_per_node(stretch, of_row).tolist() == [len(parts[part]) for part in sorted(parts)]
 
 
 @unhurried
