@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 
 from dataflow.dataset import ShardedDataset
@@ -34,15 +33,13 @@ from sharding.placement import seat_of
 from sharding.plan import EpochPlan, PlanState, Tail
 from sharding.topology import Topology
 from sharding.urls import is_local
+from sharding.window_size import DEFAULT_LIMIT, resolve_windows
 
 _CHUNK_BYTES = 8 << 20
 """Output of one chunk, once the stream runs: enough that its Python cost vanishes."""
 _CHUNKS_IN_LIMIT = 32
 """A chunk is no more than this part of the memory limit."""
 _MAX_CHUNK_BATCHES = 128
-_WINDOW_BYTES = 64 << 20
-_DEFAULT_LIMIT = 1 << 30
-_MIN_WINDOW_BLOCKS = 8
 _LISTED_ERRORS = 1000
 _LOCAL_READERS = 2
 _REMOTE_READERS = 16
@@ -107,7 +104,7 @@ class DataLoader:
         self._depth = fixed_depth(depth) if isinstance(depth, int) else depth
         self._num_threads = num_threads or _build_threads(dataset)
         self._num_readers = _num_readers(dataset)
-        self.shuffle = self._resolve_shuffle(shuffle)
+        self.shuffle, self.window_reason = self._resolve_shuffle(shuffle)
         self._epoch = 0
         self._start = 0
         self._in_epoch = False
@@ -124,24 +121,15 @@ class DataLoader:
 
     # ---- deciding -----------------------------------------------------------------------------------
 
-    def _resolve_shuffle(self, shuffle: bool | Shuffle | None) -> Shuffle:
-        if not isinstance(shuffle, Shuffle):
-            shuffle = Shuffle("window" if shuffle is None or shuffle else "none")
-        if shuffle.kind == "full":
-            return shuffle
-        return shuffle.resolved(shuffle.window_blocks or self._window_blocks())
-
-    def _window_blocks(self) -> int:
-        """Blocks in a window: about 64 MiB, at least 8 blocks, at most a quarter of a given memory limit.
+    def _resolve_shuffle(self, shuffle: bool | Shuffle | None) -> tuple[Shuffle, str]:
+        """The shuffle, and why its windows are as large as they are.
 
         It never depends on the machine: ranks of unlike machines must agree on the order.
         """
-        table = self.dataset.catalog.blocks
-        used = table.num_samples > 0
-        mean = max(1, int(np.maximum(table.length, table.nbytes)[used].mean()))
-        wanted = max(_MIN_WINDOW_BLOCKS, _WINDOW_BYTES // mean)
-        limit = _DEFAULT_LIMIT if self._given_limit is None else self.memory_limit
-        return max(1, min(wanted, limit // 4 // mean, int(used.sum())))
+        if not isinstance(shuffle, Shuffle):
+            shuffle = Shuffle("window" if shuffle is None or shuffle else "none")
+        limit = None if self._given_limit is None else self.memory_limit
+        return resolve_windows(shuffle, self.dataset.catalog.blocks, limit)
 
     def _stream_plan(self) -> StreamPlan:
         seat, world_size = seat_of(self.topology), self.topology.data_world_size
@@ -251,6 +239,7 @@ class DataLoader:
             )
         self.close()
         self.seed, self.shuffle = loaded.seed, loaded.shuffle
+        self.window_reason = "as in the loaded state"
         self._skipped.start(int(state.get("skipped_samples", 0)))
         self._plan = self._stream_plan()
         self._begin_epoch(loaded.epoch, loaded.position)
@@ -271,7 +260,7 @@ class DataLoader:
 
     def stats(self) -> LoaderStats:
         """A snapshot; cheap, any thread."""
-        return self._counts.snapshot(self._session, self.shuffle, self._skipped)
+        return self._counts.snapshot(self._session, self.shuffle, self.window_reason, self._skipped)
 
     def close(self) -> None:
         """Stop and join all threads, drop what is prefetched. Batches handed out stay valid. Idempotent."""
@@ -397,7 +386,9 @@ class _Counts:
         """Fold a session that ends into the totals: however many there were, one record is kept."""
         self._past = _Totals.of(session, self._past)
 
-    def snapshot(self, session: _Session | None, shuffle: Shuffle, skipped: _Skipped) -> LoaderStats:
+    def snapshot(
+        self, session: _Session | None, shuffle: Shuffle, window_reason: str, skipped: _Skipped
+    ) -> LoaderStats:
         """The totals, and the running (or last) engine's stages."""
         totals = _Totals.of(session, self._past) if session else self._past or _Totals()
         engine, elapsed, starved = totals.engine, totals.elapsed_s, totals.starved_s
@@ -417,6 +408,7 @@ class _Counts:
             depth=engine.depth,
             depth_reason=engine.depth_reason,
             window_blocks=shuffle.window_blocks or 0,
+            window_reason=window_reason,
             memory=engine.memory,
             skipped_samples=skipped.count,
             skipped=tuple(skipped.errors),
@@ -518,7 +510,7 @@ def _num_readers(dataset: ShardedDataset) -> int:
 
 def _memory_limit(limit: int | str | None, place: Topology) -> int:
     if limit is None:
-        return max(64 << 20, min(_DEFAULT_LIMIT, _machine_memory() // 8 // max(1, place.local_world_size)))
+        return max(64 << 20, min(DEFAULT_LIMIT, _machine_memory() // 8 // max(1, place.local_world_size)))
     if isinstance(limit, str):
         return parse_bytes(limit)
     if limit <= 0:

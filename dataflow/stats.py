@@ -43,6 +43,8 @@ class LoaderStats:
     """Why that many."""
     window_blocks: int
     """Blocks mixed together by the shuffle; 0 where the order has no windows."""
+    window_reason: str
+    """Why that many."""
     memory: MemoryHeld
     """Bytes held now, by state."""
     skipped_samples: int

@@ -22,9 +22,11 @@ from numpy.typing import ArrayLike, NDArray
 from sharding.keyed import (
     BLOCK_ORDER,
     FULL_ORDER,
+    LANE_ORDER,
     WINDOW_ORDER,
     feistel,
     keyed_order,
+    mix_runs,
     mix_key,
     splitmix64,
     spread_order,
@@ -87,7 +89,10 @@ class Order:
             return blocks
         if self.shuffle.kind == "full":  # block order has no meaning here
             return blocks[:0]
-        return blocks[spread_order(len(blocks), mix_key(self.seed, self.epoch, BLOCK_ORDER))]
+        order = spread_order(len(blocks), mix_key(self.seed, self.epoch, BLOCK_ORDER))
+        if self.num_lanes > 1:  # else each lane would get one contiguous part of equal blocks
+            order = mix_runs(order, self.num_lanes, mix_key(self.seed, self.epoch, LANE_ORDER))
+        return blocks[order]
 
     def _lanes(self, blocks: NDArray[np.int64], sizes: NDArray[np.int64]) -> Lanes:
         num_lanes, share = self.num_lanes, self.shuffle.exchange

@@ -26,7 +26,7 @@ from typing import Literal, Protocol, cast, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from sharding.order import Order, windows_touched
+from sharding.order import Order
 from sharding.shuffle import Shuffle
 
 Tail = Literal["drop", "pad", "uneven"]
@@ -45,17 +45,6 @@ class Windows(Protocol):
     def locate(self, positions: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Window and slot of each position."""
         ...
-
-
-@dataclass(frozen=True)
-class Segment:
-    """The part of a rank's batches that comes from one window: `dest[i]` takes the sample at `slot[i]`."""
-
-    window: int
-    dest: NDArray[np.int64]
-    """[n], ascending: rows counted from the first sample of the first batch asked for."""
-    slot: NDArray[np.int64]
-    """[n]: indexes what `Order.window_samples` returns."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -152,17 +141,6 @@ class EpochPlan:
         if not 0 <= num_batches <= self.num_global_batches:
             raise IndexError(f"num_batches must be in [0, {self.num_global_batches}], got {num_batches}")
         return min(self.order.num_samples, self.start + num_batches * self.global_batch_size)
-
-    def segments(self, first_batch: int, last_batch: int) -> list[Segment]:
-        """Split batches [first_batch, last_batch) by window, each window once, in order of first use.
-
-        Padding comes from the first windows again: within one range these join the window's own segment.
-        Raises as `positions` does, and `ValueError` for a "full" order, which has no windows.
-        """
-        positions, _ = self.positions(first_batch, last_batch)
-        windows, slots = self.order.locate(positions)
-        rows = np.arange(len(positions))
-        return [Segment(w, rows[at], slots[at]) for w, at in windows_touched(windows)]
 
     @property
     def padding(self) -> NDArray[np.int64]:

@@ -150,3 +150,12 @@ def test_in_the_long_run_a_block_is_in_every_lane_equally_often(num_lanes):
     statistic = ((seen - mean) ** 2 / mean).sum()
     freedom = len(table) * (num_lanes - 1)
     assert abs(statistic - freedom) < 5 * (2 * freedom) ** 0.5
+
+
+@pytest.mark.parametrize("num_blocks", [256, 512, 500])
+def test_each_lane_takes_blocks_from_all_parts_of_the_dataset(num_blocks):
+    order = Order([10] * num_blocks, Shuffle("window", 64, 8), seed=1, epoch=0)
+    samples = order.samples(np.arange(order.num_samples))
+    for lane in range(8):
+        parts = np.bincount(samples[lane::8] * 8 // order.num_samples, minlength=8)
+        assert np.count_nonzero(parts) >= 6
