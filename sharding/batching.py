@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Protocol, get_args
+from typing import Any, get_args
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -20,42 +20,6 @@ from sharding.units import DEFAULT_WINDOW_SAMPLES, Units
 Lengths = str | ArrayLike | Callable[[Any], ArrayLike]
 """Where lengths come from: a column (its values if they are integers, else their lengths), an array with
 one entry a sample in file order, or a function of the catalog that gives one."""
-
-
-class Batching(Protocol):
-    """One of the three values."""
-
-    @property
-    def column(self) -> str:
-        """The column whose lengths count."""
-        ...
-
-    @property
-    def window(self) -> int:
-        """Samples planned together."""
-        ...
-
-    @property
-    def sizes_multiple(self) -> int:
-        """What the sizes of planning windows are multiples of."""
-        ...
-
-    @property
-    def rows_are_units(self) -> bool:
-        """Whether a unit is one row of a batch; else it is a whole batch."""
-        ...
-
-    def resolved(self, lengths: NDArray[np.integer]) -> Batching:
-        """The value with what depends on all lengths filled in."""
-        ...
-
-    def cut(self, lengths: NDArray[np.integer], key: int) -> Units:
-        """The units of a planning window from the lengths of its samples."""
-        ...
-
-    def to_json(self) -> dict[str, object]:
-        """The value as JSON types, without `lengths`."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -83,7 +47,9 @@ class Packed:
             )
 
     sizes_multiple = 1
+    """Planning windows may have any size."""
     rows_are_units = True
+    """A unit is one row of a batch, not a whole batch."""
 
     def resolved(self, lengths: NDArray[np.integer]) -> Packed:
         """The value itself."""
@@ -129,7 +95,9 @@ class TokenBudget:
             raise ValueError(f"overlong must be truncate or error, got {self.overlong!r}")
 
     sizes_multiple = 1
+    """Planning windows may have any size."""
     rows_are_units = False
+    """A unit is a whole batch."""
 
     def resolved(self, lengths: NDArray[np.integer]) -> TokenBudget:
         """The value itself."""
@@ -176,6 +144,7 @@ class Bucketed:
         object.__setattr__(self, "boundaries", bounds)
 
     rows_are_units = False
+    """A unit is a whole batch."""
 
     @property
     def sizes_multiple(self) -> int:
@@ -199,6 +168,8 @@ class Bucketed:
         return _to_json(self)
 
 
+Batching = Packed | TokenBudget | Bucketed
+
 _KINDS: dict[str, type[Packed] | type[TokenBudget] | type[Bucketed]] = {
     "packed": Packed,
     "token_budget": TokenBudget,
@@ -218,7 +189,7 @@ def batching_from_json(value: object, lengths: Lengths | None = None) -> Batchin
     return made(**given, lengths=lengths)  # type: ignore[arg-type]
 
 
-def _to_json(value: Packed | TokenBudget | Bucketed) -> dict[str, object]:
+def _to_json(value: Batching) -> dict[str, object]:
     kind = next(name for name, made in _KINDS.items() if type(value) is made)
     given = {one.name: getattr(value, one.name) for one in fields(value) if one.name != "lengths"}
     return {"kind": kind} | {n: list(v) if isinstance(v, tuple) else v for n, v in given.items()}
