@@ -2,8 +2,8 @@
 
 A plan (`sharding.unit_plan`) says which pieces of which samples form each row; here their values become
 tensors, without a loop over rows or samples. Values arrive as `Ragged` rows in the order of the pieces, so
-a packed row is a run of them: they are laid into the rows through one mask, and segment ids and positions
-are counted out along the same mask.
+a packed row is a run of them, followed by padding: segment ids and positions are counted out by repeating
+numbers, and the values are laid in through one mask.
 """
 
 from __future__ import annotations
@@ -69,36 +69,29 @@ def packed(values: Ragged, pieces_of_row: NDArray[np.int64], length: int, pad: f
         pad: what fills rows up.
     """
     sizes, rows = values.lengths.numpy(), len(pieces_of_row)
-    ends = np.concatenate(([0], np.cumsum(pieces_of_row)))
-    before = values.offsets.numpy()[ends]  # elements ahead of each row
-    fill = np.diff(before)
+    after = np.cumsum(pieces_of_row)
+    fill = np.diff(values.offsets.numpy()[np.concatenate(([0], after))])
     if rows and int(fill.max()) > length:
         raise ValueError(f"a row of {int(fill.max())} elements exceeds length={length}")
-    inside = torch.from_numpy(np.arange(length) < fill[:, None])
-    segment = np.arange(len(sizes)) - np.repeat(ends[:-1], pieces_of_row) + 1
-    place = np.arange(int(sizes.sum()), dtype=np.int32)
-    place -= np.repeat(values.offsets.numpy()[:-1], sizes).astype(np.int32)
-    tokens = values.values.new_full((rows, length), pad)
-    tokens[inside] = values.values
-    segment_ids = torch.zeros((rows, length), dtype=torch.int32)
-    segment_ids[inside] = torch.from_numpy(np.repeat(segment, sizes).astype(np.int32))
-    positions = torch.zeros((rows, length), dtype=torch.int32)
-    positions[inside] = torch.from_numpy(place)
-    bounds = _bounds(sizes, pieces_of_row, fill, length)
-    longest = int(np.diff(bounds).max()) if rows else 0
-    return PackedRows(tokens, segment_ids, positions, torch.from_numpy(bounds), longest)
-
-
-def _bounds(
-    sizes: NDArray[np.int64], pieces_of_row: NDArray[np.int64], fill: NDArray[np.int64], length: int
-) -> NDArray[np.int32]:
-    """Where segments begin in the flat rows; what is left of each row is one more segment."""
-    after = np.cumsum(pieces_of_row)
-    with_rest = np.insert(sizes, after, length - fill)
-    rests = after + np.arange(len(after))
-    keep = np.ones(len(with_rest), bool)
-    keep[rests[fill == length]] = False
-    return np.concatenate(([0], np.cumsum(with_rest[keep]))).astype(np.int32)
+    # What is left of a row is one more segment, so that repeating numbers fills all rows without a mask.
+    ordinal = np.arange(len(sizes)) - np.repeat(after - pieces_of_row, pieces_of_row) + 1
+    sizes, ordinal = np.insert(sizes, after, length - fill), np.insert(ordinal, after, 0)
+    sizes, ordinal = sizes[sizes > 0], ordinal[sizes > 0].astype(np.int32)
+    bounds = np.concatenate(([0], np.cumsum(sizes))).astype(np.int32)
+    segment_ids = np.repeat(ordinal, sizes)
+    inside = segment_ids > 0
+    positions = np.arange(rows * length, dtype=np.int32)
+    positions -= np.repeat(bounds[:-1], sizes)
+    positions *= inside
+    tokens = values.values.new_full((rows * length,), pad)
+    tokens.numpy()[inside] = values.values.numpy()
+    return PackedRows(
+        tokens=tokens.reshape(rows, length),
+        segment_ids=torch.from_numpy(segment_ids.reshape(rows, length)),
+        positions=torch.from_numpy(positions.reshape(rows, length)),
+        cu_seqlens=torch.from_numpy(bounds),
+        max_seqlen=int(sizes.max()) if rows else 0,
+    )
 
 
 class PaddedRows(NamedTuple):

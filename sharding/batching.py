@@ -15,7 +15,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from sharding.length_batches import bucket, budget, equal_share_boundaries
 from sharding.packing import Overlong, pack
-from sharding.units import DEFAULT_WINDOW_SAMPLES, Units
+from sharding.units import DEFAULT_WINDOW_SAMPLES, NO_PIECES, Pieces, Units
 
 Lengths = str | ArrayLike | Callable[[Any], ArrayLike]
 """Where lengths come from: a column (its values if they are integers, else their lengths), an array with
@@ -55,9 +55,11 @@ class Packed:
         """The value itself."""
         return self
 
-    def cut(self, lengths: NDArray[np.integer], key: int) -> Units:
+    def cut(
+        self, lengths: NDArray[np.integer], key: int, carried: Pieces = NO_PIECES, last: bool = True
+    ) -> Units:
         """See `packing.pack`."""
-        return pack(lengths, self.length, self.overlong, key)
+        return pack(lengths, self.length, self.overlong, key, carried=carried, last=last)
 
     def to_json(self) -> dict[str, object]:
         """The value as JSON types, without `lengths`."""
@@ -103,8 +105,10 @@ class TokenBudget:
         """The value itself."""
         return self
 
-    def cut(self, lengths: NDArray[np.integer], key: int) -> Units:
-        """See `length_batches.budget`."""
+    def cut(
+        self, lengths: NDArray[np.integer], key: int, carried: Pieces = NO_PIECES, last: bool = True
+    ) -> Units:
+        """See `length_batches.budget`; nothing is carried."""
         truncate = self.overlong == "truncate"
         return budget(lengths, self.max_tokens, self.max_samples, self.multiple, truncate, key)
 
@@ -157,8 +161,10 @@ class Bucketed:
             return self
         return replace(self, boundaries=tuple(equal_share_boundaries(lengths, self.boundaries).tolist()))
 
-    def cut(self, lengths: NDArray[np.integer], key: int) -> Units:
-        """See `length_batches.bucket`. Needs boundaries: call it on what `resolved` gave."""
+    def cut(
+        self, lengths: NDArray[np.integer], key: int, carried: Pieces = NO_PIECES, last: bool = True
+    ) -> Units:
+        """See `length_batches.bucket`. Needs boundaries: call it on what `resolved` gave. Carries nothing."""
         assert not isinstance(self.boundaries, int)
         boundaries = np.array(self.boundaries, np.int64)
         return bucket(lengths, self.batch_size, boundaries, self.multiple, key)

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from sharding.errors import DataflowError
 from sharding.order import keyed_order
-from sharding.units import LengthStats, Pieces, Units, ranges
+from sharding.units import LengthStats, Pieces, Units, ranges, stable_order
 
 
 def bucket(
@@ -32,7 +32,7 @@ def bucket(
     """
     sizes = lengths.astype(np.int64)
     of = np.searchsorted(boundaries, sizes)
-    order = _sorted(of)
+    order = stable_order(of)
     count = np.bincount(of, minlength=len(boundaries) + 1)
     inside = ranges(np.zeros_like(count), count)  # place in the bucket
     over = inside >= (count - count % batch_size)[of[order]]
@@ -69,7 +69,7 @@ def budget(
             'raise it, or pass overlong="truncate" to cut such samples off'
         )
     kept = np.minimum(sizes, longest)
-    order = _sorted(int(kept.max(initial=0)) - kept)  # longest first: the first sample tells the padding
+    order = stable_order(int(kept.max(initial=0)) - kept)  # longest first: the first sample tells the padding
     room = max_tokens // np.maximum(_padded(kept[order], multiple), 1)
     room = np.minimum(room, len(order) if max_samples is None else max_samples).tolist()
     first = [0] if room else []
@@ -92,14 +92,6 @@ def equal_share_boundaries(lengths: NDArray[np.integer], num_buckets: int) -> ND
         return np.empty(0, np.int64)
     shares = [int(so_far[-1]) * i // num_buckets for i in range(1, num_buckets)]  # exact: no 64-bit overflow
     return np.unique(ordered[np.searchsorted(so_far, shares)]).astype(np.int64)
-
-
-def _sorted(key: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The stable order of keys >= 0; by one sort of integers, which numpy does faster than an argsort."""
-    n = max(1, len(key))
-    keyed = key * n + np.arange(len(key))
-    keyed.sort()
-    return keyed % n
 
 
 def _padded(lengths: NDArray[np.int64], multiple: int) -> NDArray[np.int64]:

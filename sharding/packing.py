@@ -22,15 +22,26 @@ from numpy.typing import NDArray
 
 from sharding.errors import DataflowError
 from sharding.order import keyed_order
-from sharding.units import LengthStats, Pieces, Units, ranges
+from sharding.units import NO_PIECES, LengthStats, Pieces, Units, joined, ranges, stable_order
 
 Overlong = Literal["split", "truncate", "error"]
 
 _CLASSES = 4096
 
 
-def pack(lengths: NDArray[np.integer], length: int, overlong: Overlong, key: int) -> Units:
+def pack(
+    lengths: NDArray[np.integer],
+    length: int,
+    overlong: Overlong,
+    key: int,
+    *,
+    carried: Pieces = NO_PIECES,
+    last: bool = True,
+) -> Units:
     """Pack the samples of one planning window into rows.
+
+    The emptiest row is not delivered but carried into the next window, unless it is the last one: else each
+    window would waste half a row. Pieces are carried once only, so they wait one window at most.
 
     Args:
         lengths: [n], elements of each sample, >= 0.
@@ -38,23 +49,38 @@ def pack(lengths: NDArray[np.integer], length: int, overlong: Overlong, key: int
         overlong: "split" cuts longer samples into full rows and a rest, "truncate" keeps their beginning,
             "error" raises `DataflowError`.
         key: decides the order of the rows.
+        carried: pieces left by the window before; their positions are negative.
+        last: whether no window follows.
 
     Returns:
         One unit a row; its pieces in order of position. Samples of length 0 are in no row.
     """
-    pieces, stats = pieces_of(lengths, length, overlong)
+    own, cut = pieces_of(lengths, length, overlong)
+    pieces = joined([carried, own])
     row, num_rows = best_fit_rows(pieces.length, length)
+    left = NO_PIECES
+    if not last and (waits := _emptiest(row, pieces.length, length, len(carried))) is not None:
+        left = pieces.take(row == waits).moved(-len(lengths))
+        pieces, row = pieces.take(row != waits), row[row != waits]
+        row, num_rows = row - (row > waits), num_rows - 1
     place = np.empty(num_rows, np.int64)
     place[keyed_order(num_rows, key)] = np.arange(num_rows)
     row = place[row]
-    # The piece's number is part of the sort key: there are no ties, so any sort will do.
-    keyed = row * max(1, len(row)) + np.arange(len(row))
-    keyed.sort()
-    order = keyed % max(1, len(row))
     first = np.concatenate(([0], np.cumsum(np.bincount(row, minlength=num_rows)))).astype(np.int64)
-    sums = {"units": num_rows, "pieces": len(pieces), "capacity": num_rows * length}
-    tokens = int(pieces.length.sum())
-    return Units(pieces.take(order), first, LengthStats.total([stats, LengthStats(**sums, tokens=tokens)]))
+    made = LengthStats(
+        units=num_rows,
+        pieces=len(pieces),
+        tokens=int(pieces.length.sum()),
+        capacity=num_rows * length,
+    )
+    return Units(pieces.take(stable_order(row)), first, LengthStats.total([cut, made]), left)
+
+
+def _emptiest(row: NDArray[np.int64], sizes: NDArray[np.int64], length: int, num_carried: int) -> int | None:
+    """The row with most room that holds no carried piece; None where no such row has room."""
+    room = length - np.bincount(row, sizes).astype(np.int64)
+    room[row[:num_carried]] = 0
+    return int(room.argmax()) if room.size and room.max() > 0 else None
 
 
 def pieces_of(lengths: NDArray[np.integer], length: int, overlong: Overlong) -> tuple[Pieces, LengthStats]:
@@ -92,10 +118,8 @@ def best_fit_rows(lengths: NDArray[np.int64], length: int) -> tuple[NDArray[np.i
     placed, num_rows = best_fit(np.bincount(classes, minlength=1), length // grain)
     first, rows, each = placed.T
     row = np.repeat(ranges(first, rows), np.repeat(each, rows))
-    keyed = (length // grain - classes) * max(1, len(classes)) + np.arange(len(classes))
-    keyed.sort()
     out = np.empty(len(classes), np.int64)
-    out[keyed % max(1, len(classes))] = row
+    out[stable_order(length // grain - classes)] = row
     return out, num_rows
 
 
@@ -123,24 +147,28 @@ def best_fit(counts: NDArray[np.integer], length: int) -> tuple[NDArray[np.int64
                 first, rows = free[room].pop()
                 if not free[room]:
                     rooms ^= 1 << room
+                each = room // size
             else:
-                room, first = length, num_rows
-                rows = -(-left // (room // size))
+                room, first, each = length, num_rows, length // size
+                rows = -(-left // each)
                 num_rows += rows
-            each = room // size
             full = min(rows, left // each)
-            # Rows that are filled, the one that gets what is left, and those that get nothing.
-            some = left - full * each if full < rows else 0
-            for begin, many, pieces in (
-                (first, full, each),
-                (first + full, min(1, some), some),
-                (first + full + min(1, some), rows - full - min(1, some), 0),
-            ):
-                rest = room - pieces * size
-                if many and pieces:
-                    placed.append((begin, many, pieces))
-                if many and rest:
-                    free[rest].append((begin, many))
+            left -= full * each
+            if full:
+                placed.append((first, full, each))
+                if rest := room - each * size:
+                    free[rest].append((first, full))
                     rooms |= 1 << rest
-            left -= full * each + some
+            if full == rows:
+                continue
+            # One more row gets what is left, which fills none; the others stay as they were.
+            if left:
+                placed.append((first + full, 1, left))
+                rest = room - left * size
+                free[rest].append((first + full, 1))
+                rooms |= 1 << rest
+                full, left = full + 1, 0
+            if full < rows:
+                free[room].append((first + full, rows - full))
+                rooms |= 1 << room
     return np.array(placed, np.int64).reshape(-1, 3), num_rows

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from sharding.batching import Batching
 from sharding.order import Order, mix_key
 from sharding.plan import EpochPlan, Tail
-from sharding.units import LengthStats, Pieces, Units, joined, planning_bounds, ranges
+from sharding.units import NO_PIECES, LengthStats, Pieces, Units, joined, planning_bounds, ranges
 
 _UNITS = 0x756E6974
 """Purpose of a key: the order of the units in a planning window."""
@@ -66,10 +66,15 @@ class UnitSequence:
         return planning_bounds(len(self.lengths), self.batching.window, self.batching.sizes_multiple)
 
     @cached_property
-    def _counted(self) -> tuple[NDArray[np.int64], LengthStats]:
-        units = [self._plan(window) for window in range(len(self.bounds) - 1)]
-        first = np.cumsum([0, *map(len, units)]).astype(np.int64)
-        return first, LengthStats.total(one.stats for one in units)
+    def _counted(self) -> tuple[NDArray[np.int64], LengthStats, list[Pieces]]:
+        """First units, sums, and what was left to each window."""
+        counts, stats, carried = [0], [], [NO_PIECES]
+        for window in range(len(self.bounds) - 1):
+            units = self._plan(window, carried[window])
+            counts.append(len(units))
+            stats.append(units.stats)
+            carried.append(units.carried)
+        return np.cumsum(counts).astype(np.int64), LengthStats.total(stats), carried
 
     @property
     def first_unit(self) -> NDArray[np.int64]:
@@ -105,11 +110,12 @@ class UnitSequence:
 
     @cached_property
     def _planned(self) -> Callable[[int], Units]:
-        return lru_cache(_KEPT_WINDOWS)(self._plan)
+        return lru_cache(_KEPT_WINDOWS)(lambda window: self._plan(window, self._counted[2][window]))
 
-    def _plan(self, window: int) -> Units:
-        first, last = self.bounds[window : window + 2].tolist()
-        return self.batching.cut(self.lengths[first:last], mix_key(self.seed, self.epoch, _UNITS, window))
+    def _plan(self, window: int, carried: Pieces) -> Units:
+        first, end = self.bounds[window : window + 2].tolist()
+        key, last = mix_key(self.seed, self.epoch, _UNITS, window), end == len(self.lengths)
+        return self.batching.cut(self.lengths[first:end], key, carried, last)
 
     def window_of_units(self, units: NDArray[np.int64]) -> NDArray[np.int64]:
         """The planning window of each unit, int64 [n]."""
@@ -253,6 +259,7 @@ class UnitPlan:
         bounds = self.sequence.bounds
         first, last = np.searchsorted(bounds, [begin, end - 1], side="right") - 1
         found = [np.empty(0, np.int64)]
+        last = min(last + 1, len(bounds) - 2)  # pieces may be carried to the planning window that follows
         for planned in range(int(first), int(last) + 1) if end > begin else ():
             positions = self.sequence.take(self._own_units(planned))[0].position
             found.append(positions[(positions >= begin) & (positions < end)])

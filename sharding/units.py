@@ -2,8 +2,8 @@
 
 An epoch's positions are cut into *planning windows* of consecutive positions, each planned on its own
 from the lengths of its samples. A plan of a window is a list of *units*, each a list of *pieces* of
-samples: a packed row, or a batch of samples of like length. Units never reach over the end of their window,
-so any of them is found by planning one window; their number in all windows before makes them countable.
+samples: a packed row, or a batch of samples of like length. A unit is found by planning one window, given
+the few pieces that the window before left to it; the number of units in all windows before counts them.
 
 The first windows of an epoch are small and double, so that the first batch waits for few reads.
 """
@@ -80,15 +80,22 @@ class Pieces:
         return Pieces(self.position + by, self.begin, self.length)
 
 
+_NONE = np.empty(0, np.int64)
+NO_PIECES = Pieces(_NONE, _NONE, _NONE)
+"""None at all."""
+
+
 @dataclass(frozen=True, eq=False)
 class Units:
     """The units of one planning window."""
 
     pieces: Pieces
-    """In unit order; positions count from the window's first."""
+    """In unit order; positions count from the window's first, and are negative where they were carried."""
     first: NDArray[np.int64]
     """[units + 1]: unit u has the pieces `first[u]` up to `first[u + 1]`."""
     stats: LengthStats
+    carried: Pieces = NO_PIECES
+    """What is left to the next window; positions count from that one's first, and are negative."""
 
     def __len__(self) -> int:
         return len(self.first) - 1
@@ -98,7 +105,7 @@ def joined(parts: list[Pieces]) -> Pieces:
     """Pieces one after the other."""
     if len(parts) == 1:
         return parts[0]
-    columns = [(p.position, p.begin, p.length) for p in parts] or [(_NONE, _NONE, _NONE)]
+    columns = [(p.position, p.begin, p.length) for p in parts or [NO_PIECES]]
     return Pieces(*(np.concatenate(column) for column in zip(*columns, strict=True)))
 
 
@@ -122,4 +129,12 @@ def ranges(starts: NDArray[np.int64], counts: NDArray[np.int64]) -> NDArray[np.i
     return np.repeat(starts - before, counts) + np.arange(int(counts.sum()))
 
 
-_NONE = np.empty(0, np.int64)
+def stable_order(key: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The stable order of keys >= 0, by one sort of integers: numpy sorts faster than it argsorts.
+
+    The number of keys times the largest one must fit 63 bits.
+    """
+    n = max(1, len(key))
+    keyed = key * n + np.arange(len(key))
+    keyed.sort()
+    return keyed % n

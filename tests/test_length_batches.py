@@ -65,8 +65,8 @@ def test_a_budget_bounds_every_padded_batch(lengths, max_tokens, max_samples, mu
 @given(samples, st.integers(60, 300))
 def test_no_batch_of_a_budget_has_room_for_the_next_longest_sample(lengths, max_tokens):
     units = budget(np.array(lengths, np.int64), max_tokens, None, 1, False, 3)
-    batches = sorted((sizes for _, sizes in batches_of(units)), key=max, reverse=True)
-    for sizes in sorted(batches, key=lambda sizes: (max(sizes), min(sizes)), reverse=True)[:-1]:
+    batches = [sizes for _, sizes in batches_of(units)]
+    for sizes in sorted(batches, key=lambda sizes: (max(sizes), min(sizes), len(sizes)), reverse=True)[:-1]:
         assert (len(sizes) + 1) * max(sizes) > max_tokens
 
 
