@@ -158,7 +158,7 @@ def grain_concat(documents: Documents, length: int) -> tuple[int, int]:
 
 
 def knapsack(path: Path, buffer: int) -> Callable[[Documents, int], tuple[int, int]]:
-    """The functions `search_for_fit` and `greedy_knapsack` of a file whose other imports need not be there."""
+    """Two functions of a file whose other imports need not be there."""
     wanted = {"search_for_fit", "greedy_knapsack"}
     body = [
         n for n in ast.parse(path.read_text()).body if isinstance(n, ast.FunctionDef) and n.name in wanted
@@ -202,12 +202,14 @@ def measured(
 
 @click.command()
 @click.option("--length", "lengths", type=int, multiple=True, default=(2048, 8192), show_default=True)
+@click.option("--only", default="", help="Distributions whose names contain this.")
 @click.option("--text", "texts", type=click.Path(exists=True, path_type=Path), multiple=True)
 @click.option("--knapsack", "knapsack_file", type=click.Path(exists=True, path_type=Path))
 @click.option("--repeats", type=click.IntRange(1), default=7, show_default=True)
 @click.option("--json", "output", type=click.Path(path_type=Path))
 def main(
     lengths: tuple[int, ...],
+    only: str,
     texts: tuple[Path, ...],
     knapsack_file: Path | None,
     repeats: int,
@@ -225,7 +227,8 @@ def main(
     if knapsack_file:
         packers["greedy knapsack (Energon), buffer 1,000"] = knapsack(knapsack_file, 1000)
         packers["greedy knapsack (Energon), buffer 16,384"] = knapsack(knapsack_file, 16_384)
-    rows, found = [], distributions(texts)
+    rows = list[Row]()
+    found = {name: ns for name, ns in distributions(texts).items() if only in name}
     for name, documents in found.items():
         print(f"{name}: {len(documents):,} documents, median {int(np.median(documents)):,} bytes")
         for length in lengths:

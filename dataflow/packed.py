@@ -43,7 +43,7 @@ def cut(values: Ragged, begin: NDArray[np.int64], length: NDArray[np.int64]) -> 
 
     Raises `ValueError` where a row is shorter than the plan says: lengths and data disagree.
     """
-    have = values.lengths.numpy()
+    have = np.diff(values.offsets.numpy())
     if len(have) != len(length) or (begin + length > have).any():
         wrong = int(np.argmax(begin + length > have)) if len(have) == len(length) else len(have)
         raise ValueError(
@@ -68,7 +68,7 @@ def packed(values: Ragged, pieces_of_row: NDArray[np.int64], length: int, pad: f
         length: elements of a row.
         pad: what fills rows up.
     """
-    sizes, rows = values.lengths.numpy(), len(pieces_of_row)
+    sizes, rows = np.diff(values.offsets.numpy()), len(pieces_of_row)
     after = np.cumsum(pieces_of_row)
     fill = np.diff(values.offsets.numpy()[np.concatenate(([0], after))])
     if rows and int(fill.max()) > length:
@@ -83,10 +83,12 @@ def packed(values: Ragged, pieces_of_row: NDArray[np.int64], length: int, pad: f
     positions = np.arange(rows * length, dtype=np.int32)
     positions -= np.repeat(bounds[:-1], sizes)
     positions *= inside
-    tokens = values.values.new_full((rows * length,), pad)
-    tokens.numpy()[inside] = values.values.numpy()
+    # numpy: torch would wake its thread pool for each of these, in every one of our threads.
+    given = values.values.numpy()
+    tokens = np.full(rows * length, pad, given.dtype)
+    tokens[inside] = given
     return PackedRows(
-        tokens=tokens.reshape(rows, length),
+        tokens=torch.from_numpy(tokens.reshape(rows, length)),
         segment_ids=torch.from_numpy(segment_ids.reshape(rows, length)),
         positions=torch.from_numpy(positions.reshape(rows, length)),
         cu_seqlens=torch.from_numpy(bounds),
