@@ -9,8 +9,8 @@ best-fit decreasing; the steps number a few for each distinct length, not one fo
 sufficient room is found by a bit trick on an integer with one bit a room. Actual pieces take their places
 afterwards, in bulk, equal lengths in the order of their positions.
 
-Above `_CLASSES` lengths are rounded up to that many classes while packing, which bounds the steps and wastes
-at most a 4096th of a row for each piece.
+A window with more than 8,192 distinct lengths has long documents: there they are rounded up to that many
+classes while packing, which bounds the steps and costs 1/16,384 of a row a piece on average.
 """
 
 from __future__ import annotations
@@ -26,7 +26,11 @@ from sharding.units import NO_PIECES, LengthStats, Pieces, Units, joined, ranges
 
 Overlong = Literal["split", "truncate", "error"]
 
-_CLASSES = 4096
+_CLASSES = 8192
+"""Distinct lengths packed exactly; where there are more, they are rounded up to that many."""
+_WORD = 10
+"""Bits of the number of a bit in a word."""
+_IN_WORD = (1 << _WORD) - 1
 
 
 def pack(
@@ -112,10 +116,13 @@ def best_fit_rows(lengths: NDArray[np.int64], length: int) -> tuple[NDArray[np.i
         lengths: [n], each in [1, length].
         length: elements of a row.
     """
-    grain = -(-length // _CLASSES)
-    # The longest pieces may be rounded up beyond a row: they take all of one anyway.
-    classes = np.minimum(-(-lengths // grain), length // grain)
-    placed, num_rows = best_fit(np.bincount(classes, minlength=1), length // grain)
+    counts = np.bincount(lengths, minlength=1)
+    grain = 1 if np.count_nonzero(counts) <= _CLASSES else -(-length // _CLASSES)
+    classes = lengths
+    if grain > 1:  # the longest pieces may be rounded up beyond a row: they take all of one anyway
+        classes = np.minimum(-(-lengths // grain), length // grain)
+        counts = np.bincount(classes)
+    placed, num_rows = best_fit(counts, length // grain)
     first, rows, each = placed.T
     row = np.repeat(ranges(first, rows), np.repeat(each, rows))
     out = np.empty(len(classes), np.int64)
@@ -134,41 +141,73 @@ def best_fit(counts: NDArray[np.integer], length: int) -> tuple[NDArray[np.int64
         Placements int64 [p, 3] and the number of rows. Pieces taken in descending order of size, the next
         `rows * each` go to rows `first` up to `first + rows`, `each` to a row: columns (first, rows, each).
     """
-    free: list[list[tuple[int, int]]] = [[] for _ in range(length + 1)]  # by room: (first row, rows)
-    rooms = 0  # bit r is set where free[r] is not empty
+    free = _FreeRows(length)
     placed: list[tuple[int, int, int]] = []
     num_rows = 0
     sizes = np.flatnonzero(counts)[::-1]
     for size, left in zip(sizes.tolist(), counts[sizes].tolist(), strict=True):
         while left:
-            enough = rooms >> size
-            if enough:
-                room = size + (enough & -enough).bit_length() - 1
-                first, rows = free[room].pop()
-                if not free[room]:
-                    rooms ^= 1 << room
-                each = room // size
-            else:
-                room, first, each = length, num_rows, length // size
-                rows = -(-left // each)
+            room, first, rows = free.tightest(size)
+            each = room // size
+            if not rows:
+                first, rows = num_rows, -(-left // each)
                 num_rows += rows
             full = min(rows, left // each)
             left -= full * each
             if full:
                 placed.append((first, full, each))
-                if rest := room - each * size:
-                    free[rest].append((first, full))
-                    rooms |= 1 << rest
-            if full == rows:
-                continue
-            # One more row gets what is left, which fills none; the others stay as they were.
-            if left:
+                free.add(room - each * size, first, full)
+            if full < rows and left:  # one more row gets what is left, which does not fill it
                 placed.append((first + full, 1, left))
-                rest = room - left * size
-                free[rest].append((first + full, 1))
-                rooms |= 1 << rest
+                free.add(room - left * size, first + full, 1)
                 full, left = full + 1, 0
             if full < rows:
-                free[room].append((first + full, rows - full))
-                rooms |= 1 << room
+                free.add(room, first + full, rows - full)
     return np.array(placed, np.int64).reshape(-1, 3), num_rows
+
+
+class _FreeRows:
+    """Rows by the room they have left, in ranges of row numbers; the smallest sufficient room is found fast.
+
+    A bit for each room says whether there are such rows: in words of 1,024 bits, and one bit for each word
+    in a summary, so that the integers stay short however long rows are.
+    """
+
+    def __init__(self, length: int) -> None:
+        self._length = length
+        self._ranges: dict[int, list[tuple[int, int]]] = {}
+        self._words, self._summary = [0] * ((length >> _WORD) + 1), 0
+
+    def add(self, room: int, first: int, rows: int) -> None:
+        """Keep rows; those without room are full, and forgotten."""
+        if not room:
+            return
+        held = self._ranges.get(room)
+        if held:
+            held.append((first, rows))
+            return
+        self._ranges[room] = [(first, rows)]
+        self._words[room >> _WORD] |= 1 << (room & _IN_WORD)
+        self._summary |= 1 << (room >> _WORD)
+
+    def tightest(self, size: int) -> tuple[int, int, int]:
+        """Take a range of rows with the least room of at least `size`: (room, first, rows).
+
+        (length, 0, 0) where none has that much: a new row is needed.
+        """
+        word = size >> _WORD
+        bits = self._words[word] >> (size & _IN_WORD) << (size & _IN_WORD)
+        if not bits:
+            above = self._summary >> (word + 1)
+            if not above:
+                return self._length, 0, 0
+            word += (above & -above).bit_length()
+            bits = self._words[word]
+        room = (word << _WORD) + (bits & -bits).bit_length() - 1
+        held = self._ranges[room]
+        first, rows = held.pop()
+        if not held:
+            self._words[word] ^= 1 << (room & _IN_WORD)
+            if not self._words[word]:
+                self._summary ^= 1 << word
+        return room, first, rows

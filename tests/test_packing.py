@@ -5,11 +5,12 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from sharding.errors import DataflowError
 from sharding.packing import best_fit_rows, pack, pieces_of
+from sharding.units import NO_PIECES, Pieces
 
 capacities = st.integers(1, 40)
 documents = st.lists(st.integers(0, 90), max_size=60)
@@ -122,14 +123,39 @@ def test_it_packs_no_worse_than_first_fit(capacity, seed):
     assert num_rows <= first_fit_rows(lengths.tolist(), capacity)
 
 
-@settings(max_examples=30)
-@given(st.lists(st.integers(1, 10_001), min_size=1, max_size=300))
-def test_classes_of_length_keep_long_rows_within_capacity(lengths):
-    units = pack(np.array(lengths), 10_001, "split", 1)
-    assert all(sum(length for _, _, length in row) <= 10_001 for row in rows_of(units))
-    rounded = len(lengths) * (10_001 // 4096 + 1)
-    exact = 10_001 * len(best_fit_decreasing(lengths, 10_001)) + rounded
-    assert units.stats.capacity <= exact * 11 / 9 + 10_001
+def test_very_many_distinct_lengths_are_packed_by_classes():
+    lengths = np.random.default_rng(0).permutation(np.arange(1, 40_001))[:12_000]
+    units = pack(lengths, 40_001, "split", 1)
+    assert all(sum(length for _, _, length in row) <= 40_001 for row in rows_of(units))
+    assert sorted(units.pieces.length.tolist()) == sorted(lengths.tolist())
+    assert units.stats.efficiency > 0.995
+
+
+@given(st.lists(st.integers(1, 4000), max_size=40), st.integers(1, 3), st.sampled_from([1000, 2048, 4001]))
+def test_free_rows_are_found_in_any_word(lengths, times, capacity):
+    lengths = np.array([n for n in lengths * times if n <= capacity], np.int64)
+    row, num_rows = best_fit_rows(lengths, capacity)
+    rooms = capacity - np.bincount(row, lengths, num_rows).astype(int)
+    assert sorted(rooms.tolist()) == best_fit_decreasing(lengths.tolist(), capacity)
+
+
+@given(documents, capacities, st.data())
+def test_only_the_emptiest_row_waits_for_the_next_window(lengths, capacity, data):
+    carried = Pieces(*np.array([[-3, -1], [0, 5], [1, 1]])) if data.draw(st.booleans()) else NO_PIECES
+    lengths = np.array(lengths, np.int64)
+    whole = pack(lengths, capacity, "split", 1, carried=carried)
+    units = pack(lengths, capacity, "split", 1, carried=carried, last=False)
+    assert len(units) in (len(whole), len(whole) - 1)
+    assert units.stats.tokens + units.carried.length.sum() == whole.stats.tokens
+    assert (units.carried.position >= -len(lengths)).all()
+    assert (units.carried.position < 0).all()
+    given_back = set(zip(carried.position.tolist(), carried.begin.tolist(), strict=True))
+    waiting = set(
+        zip((units.carried.position + len(lengths)).tolist(), units.carried.begin.tolist(), strict=True)
+    )
+    assert not given_back & waiting
+    free = [capacity - sum(length for _, _, length in row) for row in rows_of(units) if row[0][0] >= 0]
+    assert not free or not len(units.carried) or capacity - units.carried.length.sum() >= max(free)
 
 
 def test_the_key_orders_rows_and_changes_nothing_else():
