@@ -56,7 +56,7 @@ def cut(values: Ragged, begin: NDArray[np.int64], length: NDArray[np.int64]) -> 
     start = values.offsets.numpy()[:-1] + begin - offsets[:-1]
     source = np.repeat(start, length)
     source += np.arange(len(source))
-    return Ragged(values.values[torch.from_numpy(source)], torch.from_numpy(offsets))
+    return Ragged(torch.from_numpy(values.values.numpy()[source]), torch.from_numpy(offsets))
 
 
 def packed(values: Ragged, pieces_of_row: NDArray[np.int64], length: int, pad: float = 0) -> PackedRows:

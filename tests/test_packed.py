@@ -91,6 +91,15 @@ def test_padding_is_rounded_up():
     assert padded(ragged([]), 4).tokens.shape == (0, 0)
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.uint16, torch.uint32, torch.int64, torch.float32])
+def test_any_dtype_of_tokens_is_packed_and_padded(dtype):
+    values = ragged([[1, 2, 3], [4]], dtype)
+    assert cut(values, np.array([1, 0]), np.array([2, 1])).values.tolist() == [2, 3, 4]
+    assert packed(values, np.array([2]), 5).tokens.tolist() == [[1, 2, 3, 4, 0]]
+    assert padded(values).tokens.tolist() == [[1, 2, 3], [4, 0, 0]]
+    assert packed(values, np.array([2]), 5).tokens.dtype == padded(values).tokens.dtype == dtype
+
+
 def test_lengths_that_disagree_with_the_data_are_an_error():
     with pytest.raises(ValueError, match=r"piece 1 are shorter.*lengths="):
         cut(ragged([[1, 2], [3]]), np.array([0, 0]), np.array([2, 2]))
