@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from sharding.errors import DataflowError
 from sharding.length_batches import bucket, budget, equal_share_boundaries
 
-samples = st.lists(st.integers(0, 60), max_size=80)
+samples = st.lists(st.integers(0, 60), max_size=80) | st.lists(st.integers(0, 20), min_size=30, max_size=80)
 multiples = st.integers(1, 9)
 
 

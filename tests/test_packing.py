@@ -13,7 +13,7 @@ from sharding.packing import best_fit_rows, pack, pieces_of
 from sharding.units import NO_PIECES, Pieces
 
 capacities = st.integers(1, 40)
-documents = st.lists(st.integers(0, 90), max_size=60)
+documents = st.lists(st.integers(0, 90), max_size=60) | st.lists(st.integers(0, 30), min_size=20, max_size=60)
 
 
 def best_fit_decreasing(lengths, capacity):
@@ -137,6 +137,13 @@ def test_free_rows_are_found_in_any_word(lengths, times, capacity):
     row, num_rows = best_fit_rows(lengths, capacity)
     rooms = capacity - np.bincount(row, lengths, num_rows).astype(int)
     assert sorted(rooms.tolist()) == best_fit_decreasing(lengths.tolist(), capacity)
+
+
+def test_the_tightest_row_wins_across_words():
+    row, num_rows = best_fit_rows(np.array([3900, 2600, 900]), 5000)
+    assert (row.tolist(), num_rows) == ([0, 1, 0], 2)
+    row, num_rows = best_fit_rows(np.array([900, 2600, 3900, 5000]), 5000)
+    assert (row[0] == row[2], num_rows) == (True, 3)
 
 
 @given(documents, capacities, st.data())

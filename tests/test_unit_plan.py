@@ -24,7 +24,10 @@ BATCHINGS = [
 ]
 worlds = st.integers(1, 5)
 batchings = st.sampled_from(BATCHINGS)
-sample_lengths = st.lists(st.integers(0, 30), min_size=1, max_size=60)
+# Lists of any size are mostly short ones: half of them shall fill several windows.
+sample_lengths = st.lists(st.integers(0, 30), min_size=1, max_size=60) | st.lists(
+    st.integers(0, 12), min_size=30, max_size=60
+)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -163,6 +166,16 @@ def test_a_range_of_batches_is_its_batches_one_by_one(lengths, batching):
     assert sizes.sum() == len(positions)
     one_by_one = [plan.positions(b, b + 1)[0].tolist() for b in range(plan.num_batches)]
     assert [p for batch in one_by_one for p in batch] == positions.tolist()
+
+
+def test_small_windows_waste_no_rows_of_their_own():
+    """Each of 20 windows would waste half a row; the emptiest row of each waits for the next instead."""
+    lengths = np.random.default_rng(0).integers(1, 9, 316)
+    _, sequence = sequence_of(lengths, Packed(32, window=16))
+    parts = np.split(sequence.lengths, sequence.bounds[1:-1])
+    alone = sum(len(sequence.batching.cut(part, 0)) for part in parts)
+    best = -(-lengths.sum() // 32)
+    assert sequence.num_units - best < (alone - best) / 2
 
 
 @pytest.mark.parametrize("kind", ["window", "full", "blocks", "none"])
