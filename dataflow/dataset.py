@@ -24,6 +24,7 @@ from dataflow.decode import Output, resolve_outputs
 from dataflow.staging import Source, StagedWindow
 from dataflow.stream import sample_rng
 from prefetch.arena import Arena
+from prefetch.mapping import Mappings
 from prefetch.store import StoreReader
 from sharding.blocks import DEFAULT_BLOCK_BYTES, Format
 from sharding.catalog import (
@@ -176,10 +177,16 @@ class ShardedDataset(Dataset[Any]):
 
     # ---- streaming ----------------------------------------------------------------------------------
 
-    def source(self) -> Source:
+    def source(self, keep_mapped_bytes: int = 0) -> Source:
         """What the loader reads with; a new reader each, so nothing is shared between loaders."""
-        reader = StoreReader(self.storage_options)
-        return Source(self.catalog, self._codec, reader, self.outputs, all_columns=self._all_columns)
+        return Source(
+            self.catalog,
+            self._codec,
+            StoreReader(self.storage_options),
+            self.outputs,
+            Mappings(keep_mapped_bytes),
+            all_columns=self._all_columns,
+        )
 
     @property
     def transform_wants_rng(self) -> bool:
@@ -230,7 +237,7 @@ class ShardedDataset(Dataset[Any]):
         runs = []
         for at, (block, row) in enumerate(zip(blocks.tolist(), rows.tolist(), strict=True)):
             window, first = self._window(arena, block, row)
-            runs.append(Run(window, np.array([first], np.int64), at))
+            runs.append(Run(window, np.array([first], np.int64), slice(at, at + 1)))
         builder = ColumnBuilder(arena, runs, len(runs), Randomness(self.seed, self.epoch), None)
         built = [builder.build(output) for output in self.outputs]
         for column in built:

@@ -22,6 +22,7 @@ import torch
 from dataflow.dataset import ShardedDataset
 from dataflow.stats import LoaderStats
 from dataflow.stream import Delivered, Finishing, Stream, StreamPlan
+from dataflow.topology_exchange import detect_topology
 from prefetch.arena import Arena, rounded_bytes
 from prefetch.depth import Decision, DepthPolicy, Observation, fixed_depth
 from prefetch.device import CudaStreams, DeviceCopier, register_pinned
@@ -29,6 +30,7 @@ from prefetch.engine import NOT_STARTED, Engine, EngineOptions, EngineStats, Mem
 from prefetch.ledger import Ledger
 from sharding.errors import SampleError
 from sharding.order import Shuffle
+from sharding.placement import seat_of
 from sharding.plan import EpochPlan, PlanState, Tail
 from sharding.topology import Topology
 from sharding.urls import is_local
@@ -125,9 +127,9 @@ class DataLoader:
     def _resolve_shuffle(self, shuffle: bool | Shuffle | None) -> Shuffle:
         if not isinstance(shuffle, Shuffle):
             shuffle = Shuffle("window" if shuffle is None or shuffle else "none")
-        if shuffle.kind == "full" or shuffle.window_blocks is not None:
+        if shuffle.kind == "full":
             return shuffle
-        return Shuffle(shuffle.kind, self._window_blocks())
+        return shuffle.resolved(shuffle.window_blocks or self._window_blocks())
 
     def _window_blocks(self) -> int:
         """Blocks in a window: about 64 MiB, at least 8 blocks, at most a quarter of a given memory limit.
@@ -142,8 +144,8 @@ class DataLoader:
         return max(1, min(wanted, limit // 4 // mean, int(used.sum())))
 
     def _stream_plan(self) -> StreamPlan:
-        place = self.topology
-        return StreamPlan(self.shuffle, self.seed, self.batch_size, place.rank, place.world_size, self.tail)
+        seat, world_size = seat_of(self.topology), self.topology.data_world_size
+        return StreamPlan(self.shuffle, self.seed, self.batch_size, seat, world_size, self.tail)
 
     def _epoch_plan(self, epoch: int, start: int) -> EpochPlan:
         return self._plan.epoch(self.dataset.catalog.blocks.num_samples, epoch, start)
@@ -301,7 +303,7 @@ class _Session:
         register = register_pinned if on_cuda else None
         self.arena = Arena(limit_bytes=loader.memory_limit, register=register)
         self.copier = DeviceCopier(CudaStreams(loader.device)) if on_cuda else None
-        self.source = dataset.source()
+        self.source = dataset.source(keep_mapped_bytes=loader.memory_limit // 4)
         self._next = (epoch, start)
         ledger = self.ledger
         finishing = Finishing(
@@ -453,17 +455,6 @@ class _Skipped:
         return True
 
 
-def detect_topology() -> Topology:
-    """The place of this process: torch.distributed if initialised, else the environment."""
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
-        local = Topology.detect()
-        if (local.rank, local.world_size) == (rank, world):
-            return local
-        return Topology(rank=rank, world_size=world, source="torch.distributed")
-    return Topology.detect()
-
-
 def _checked_device(device: str | torch.device | None) -> torch.device:
     checked = torch.device("cpu" if device is None else device)
     if checked.type not in ("cpu", "cuda"):
@@ -476,7 +467,7 @@ def _checked_device(device: str | torch.device | None) -> torch.device:
 def _default_tail(drop_last: bool, place: Topology) -> Tail:
     if drop_last:
         return "drop"
-    return "pad" if place.world_size > 1 else "uneven"
+    return "pad" if place.data_world_size > 1 else "uneven"
 
 
 def _at_least(depth: DepthPolicy, batches: int) -> DepthPolicy:

@@ -11,6 +11,7 @@ Reads run on the reader threads, one task a block, and touch disjoint rows, so t
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -23,10 +24,12 @@ from numpy.typing import NDArray
 
 from dataflow.decode import BadRows, Output
 from prefetch.arena import Arena, rounded_bytes
+from prefetch.iovec import copy_spans
+from prefetch.mapping import Mappings
 from prefetch.store import StoreReader
 from sharding.blocks import Block, Column, Columns, Format, Spans
 from sharding.catalog import Catalog
-from sharding.errors import DataflowError, SampleError
+from sharding.errors import DataflowError, SampleError, ShardReadError
 
 Array = NDArray[Any]
 _ALIGN = 512
@@ -57,10 +60,12 @@ class Source:
     format: Format
     reader: StoreReader
     outputs: tuple[Output, ...]
+    mappings: Mappings = field(compare=False)
     traffic: Traffic = field(default_factory=Traffic)
     all_columns: bool = False
     """Whether every column was asked for, so that one of a type we cannot deliver is an error."""
     _locates: dict[str, bool] = field(default_factory=dict, compare=False)
+    _numbers: dict[str, dict[int, Array]] = field(default_factory=dict, compare=False)
     _found: dict[int, tuple[Block, dict[str, Spans] | None]] = field(default_factory=dict, compare=False)
 
     def found(self, number: int) -> tuple[Block, dict[str, Spans] | None]:
@@ -72,6 +77,12 @@ class Source:
             if 16 * self.catalog.num_samples * len(self.columns) <= _REMEMBERED_BYTES:
                 self._found[number] = known
         return known
+
+    def numbers(self, output: Output) -> dict[int, Array] | None:
+        """First sample of a block -> its parsed numbers; None where those of all blocks exceed 64 MiB."""
+        if self.catalog.num_samples * output.row_bytes > _REMEMBERED_BYTES:
+            return None
+        return self._numbers.setdefault(output.name, {})
 
     @cached_property
     def columns(self) -> list[str]:
@@ -157,6 +168,14 @@ class StagedSpans:
         return self._grid
 
     @cached_property
+    def pieces(self) -> NDArray[np.int64]:
+        """[rows, 2] address and length of each value, missing ones empty: what the kernel's copy takes."""
+        both = np.empty((len(self.addresses), 2), np.int64)
+        both[:, 0] = self.addresses
+        np.maximum(self.lengths, 0, out=both[:, 1])
+        return both
+
+    @cached_property
     def has_missing(self) -> bool:
         """Whether any row lacks the column; asked once the window is staged."""
         return bool((self.lengths < 0).any())
@@ -211,7 +230,8 @@ class StagedWindow:
         self._in_region = bool(self.blocks) and (sparse is not None or all(map(source.locates, self.blocks)))
         self._sizes = self._region_sizes()
         self.nbytes = self._bound(num_readers)
-        self.carried = False
+        self.mapped = False
+        """Whether values lie in mapped files, which only the kernel may touch."""
         self.chunk_list: list[Any] = []
         self.region: NDArray[np.uint8] | None = None
         self.staged: dict[str, StagedArray | StagedSpans] = {}
@@ -259,9 +279,6 @@ class StagedWindow:
     def chunks(self) -> Sequence[Any]:
         """The chunks whose last window this is."""
         return self.chunk_list
-
-    def plan(self) -> None:
-        """Called once `chunk_list` and `carried` are set, before admission."""
 
     def reads(self) -> Sequence[Callable[[], None]]:
         """One task a block."""
@@ -353,6 +370,51 @@ class StagedWindow:
         self._data = [None] * len(self.blocks)
         self.region = None
 
+    # ---- for the builder --------------------------------------------------------------------------------
+
+    def copy_values(
+        self, spans: StagedSpans, rows: NDArray[np.int64], out: NDArray[np.uint8], column: str
+    ) -> None:
+        """Copy the values of rows of a column, none missing, one after the other into `out`."""
+        copy_spans(spans.addresses[rows], spans.lengths[rows], out)
+
+    def buffer_of(
+        self, spans: StagedSpans, rows: NDArray[np.int64], column: str
+    ) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
+        """Memory that may be read and holds the rows' values, and the start of each in it."""
+        have = rows[spans.lengths[rows] >= 0]
+        addresses, lengths = spans.addresses[have], spans.lengths[have]
+        if not len(have):
+            return np.empty(0, np.uint8), np.zeros(len(rows), np.int64)
+        if self.region is not None and _inside(self.region, addresses, lengths):
+            return self.region, spans.addresses[rows] - self.region.ctypes.data
+        base, end = int(addresses.min()), int((addresses + lengths).max())
+        # Decoded blocks lie apart in memory: the view spans them all, but only the rows' own bytes are read.
+        view = np.ctypeslib.as_array((ctypes.c_uint8 * (end - base)).from_address(base))
+        return view, spans.addresses[rows] - base
+
+    def fetch(
+        self, spans: StagedSpans, rows: NDArray[np.int64], column: str
+    ) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
+        """A copy of the values of rows, and the start of each in it; missing ones take no room."""
+        lengths = np.maximum(spans.lengths[rows], 0)
+        ends = np.cumsum(lengths)
+        nbytes = int(ends[-1]) if len(ends) else 0
+        # A slab of the arena, not fresh memory: first touches cost more than the copy.
+        buffer = self.arena.lease(nbytes or 1)[:nbytes]
+        have = rows[spans.lengths[rows] >= 0]
+        self.copy_values(spans, have, buffer, column)
+        return buffer, ends - lengths
+
+    def truncated(self, row: int, column: str) -> ShardReadError:
+        """The error of a row whose bytes are gone: its file was cut while the window was open."""
+        where = self.sample_error(row, "its bytes are gone", column, stage="read")
+        reason = f"truncated while it was read: {where.reason}"
+        return ShardReadError(where.shard, reason, where.offset, where.key, stage="read")
+
+    def verify(self) -> None:
+        """Called when the last batch that needs the window is built. Raises if its bytes may have changed."""
+
     # ---- telling where a row came from ----------------------------------------------------------------
 
     def sample_error(self, row: int, reason: str, column: str, stage: str = "decode") -> SampleError:
@@ -388,6 +450,11 @@ class StagedWindow:
         if self._sparse is None:
             return first[ordinal] + in_block
         return first[ordinal] + self._row_in_block[rows]
+
+
+def _inside(region: NDArray[np.uint8], addresses: NDArray[np.int64], lengths: NDArray[np.int64]) -> bool:
+    first = region.ctypes.data
+    return bool((addresses >= first).all() and (addresses + lengths <= first + region.nbytes).all())
 
 
 def _aligned(nbytes: Any) -> Any:
