@@ -13,8 +13,6 @@ second, on first use); after that a batch costs planning its window again, if it
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
 from functools import cached_property, lru_cache
@@ -27,12 +25,13 @@ from numpy.typing import NDArray
 
 from sharding.batching import Batching
 from sharding.order import Order, mix_key
-from sharding.plan import EpochPlan, Tail
+from sharding.plan import EpochPlan, Tail, Windows
 from sharding.units import NO_PIECES, LengthStats, Pieces, Units, joined, planning_bounds, ranges
 
 _UNITS = 0x756E6974
 """Purpose of a key: the order of the units in a planning window."""
 _KEPT_WINDOWS = 4
+_KEPT_LOCATED = 64
 _CHUNK = 1 << 20
 
 
@@ -96,14 +95,6 @@ class UnitSequence:
         """Units but for a last batch that is short of samples, as `Bucketed` may have: what "drop" deals."""
         return self.num_units - (len(self.lengths) % self.batching.sizes_multiple > 0)
 
-    @cached_property
-    def fingerprint(self) -> str:
-        """16 hex digits over lengths and batching: what must agree for a state to mean the same units."""
-        digest = hashlib.blake2b(digest_size=8)
-        digest.update(json.dumps(self.batching.to_json(), sort_keys=True).encode())
-        digest.update(np.ascontiguousarray(self.lengths, "<i8").tobytes())
-        return digest.hexdigest()
-
     def units(self, window: int) -> Units:
         """The units of a planning window; the last few are kept."""
         return self._planned(window)
@@ -151,10 +142,25 @@ class BatchPieces:
     pieces_of_row: NDArray[np.int64]
     """[sum of rows]: pieces of each unit."""
 
+    def one(self, batch: int) -> BatchPieces:
+        """A batch alone, counted from 0."""
+        first, row = int(self.sizes[:batch].sum()), int(self.rows[:batch].sum())
+        own = slice(batch, batch + 1)
+        pieces = self.pieces.take(slice(first, first + int(self.sizes[batch])))
+        of_row = self.pieces_of_row[row : row + int(self.rows[batch])]
+        return BatchPieces(pieces, self.sizes[own], self.rows[own], of_row)
+
+    def keep(self, pieces: NDArray[np.int64]) -> BatchPieces:
+        """Only some pieces of one batch, ascending; its rows stay, if need be empty."""
+        num_rows = len(self.pieces_of_row)
+        row = np.repeat(np.arange(num_rows), self.pieces_of_row)[pieces]
+        of_row = np.bincount(row, minlength=num_rows).astype(np.int64)
+        return BatchPieces(self.pieces.take(pieces), np.array([len(pieces)]), self.rows, of_row)
+
 
 @dataclass(frozen=True, eq=False)
 class UnitPlan:
-    """One rank's batches of one epoch, from unit `start` on. A `RankPlan`; thread-safe.
+    """One rank's batches of one epoch, from unit `start` on. Thread-safe.
 
     Numbers called position here are as in `EpochPlan`, but `start` and `position_after` count units, so
     that a state may lie inside a planning window.
@@ -183,7 +189,7 @@ class UnitPlan:
         """How units are dealt: as samples are, by the same arithmetic, which only asks for their number."""
         sequence = self.sequence
         num_units = sequence.num_whole_units if self.tail == "drop" else sequence.num_units
-        counted = cast(Order, SimpleNamespace(num_samples=num_units))
+        counted = cast(Order, SimpleNamespace(num_samples=num_units, num_lanes=1))
         return EpochPlan(
             counted,
             batch_size=self.units_per_batch,
@@ -249,21 +255,36 @@ class UnitPlan:
         """Units done once all ranks have taken `num_batches` batches: what a state saves."""
         return self._cuts.position_after(num_batches)
 
-    def own_slots(self, window: int) -> NDArray[np.int64]:
+    @property
+    def padding(self) -> NDArray[np.int64]:
+        """Positions of the pieces that this rank gets as padding, in its last batch, int64 [k]."""
+        return self.sequence.take(self._cuts.padding)[0].position
+
+    def own_slots(self, window: int, windows: Windows | None = None) -> NDArray[np.int64]:
         """Slots of a window of the order whose pieces this rank's batches take, ascending, int64 [j].
 
         A slot comes once for each of its pieces: a window is done with when as many were delivered.
-        Padding is left out, which brings its windows once more.
+        Padding is left out, which brings its windows once more. `windows` is the order unless given.
         """
-        begin, end = self.order.window_start(window), self.order.window_start(window + 1)
+        windows = windows or self.order
+        begin, end = windows.window_span(window)
         bounds = self.sequence.bounds
-        first, last = np.searchsorted(bounds, [begin, end - 1], side="right") - 1
-        found = [np.empty(0, np.int64)]
+        first, last = (np.searchsorted(bounds, [begin, end - 1], side="right") - 1).tolist()
         last = min(last + 1, len(bounds) - 2)  # pieces may be carried to the planning window that follows
-        for planned in range(int(first), int(last) + 1) if end > begin else ():
-            positions = self.sequence.take(self._own_units(planned))[0].position
-            found.append(positions[(positions >= begin) & (positions < end)])
-        return np.sort(np.concatenate(found)) - begin
+        found = [np.empty(0, np.int64)]
+        for planned in range(first, last + 1):
+            numbers, slots = self._located(planned, windows)
+            found.append(slots[numbers == window])
+        return np.sort(np.concatenate(found))
+
+    @cached_property
+    def _located(self) -> Callable[[int, Windows], tuple[NDArray[np.int64], NDArray[np.int64]]]:
+        """Window and slot of this rank's pieces of a planning window; kept, as windows lie side by side."""
+
+        def locate(planned: int, windows: Windows) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+            return windows.locate(self.sequence.take(self._own_units(planned))[0].position)
+
+        return lru_cache(_KEPT_LOCATED)(locate)
 
     def _own_units(self, window: int) -> NDArray[np.int64]:
         """Units of a planning window that this rank's batches take, ascending; padding left out."""

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from sharding import units as units_module
 from sharding.batching import Bucketed, Packed, TokenBudget, batching_from_json
 from sharding.order import Order, Shuffle
+from sharding.unit_planner import UnitPlanner
 from sharding.unit_plan import UnitPlan, UnitSequence, epoch_lengths
 
 TAILS = ["drop", "pad", "uneven"]
@@ -37,9 +38,10 @@ def _small_first_windows():
         yield
 
 
-def order_of(num_samples, epoch=0, kind="window"):
+def order_of(num_samples, epoch=0, kind="window", lanes=1):
     blocks = [5] * (num_samples // 5) + [num_samples % 5]
-    return Order(blocks, Shuffle(kind, None if kind == "full" else 2), seed=1, epoch=epoch)
+    shuffle = Shuffle(kind) if kind == "full" else Shuffle(kind, 3, canonical_nodes=lanes)
+    return Order(blocks, shuffle, seed=1, epoch=epoch)
 
 
 def sequence_of(lengths, batching, order=None):
@@ -135,9 +137,15 @@ def test_a_position_resumes_in_any_world(lengths, batching, world_size, other, r
     assert Counter(head + rest) == Counter(delivered(plans_of(made, 1, "uneven")))
 
 
+def located(order, positions):
+    windows, slots = order.locate(np.array(positions, np.int64))
+    return Counter(zip(windows.tolist(), slots.tolist(), strict=True))
+
+
 @given(sample_lengths, batchings, worlds, st.integers(1, 3), st.sampled_from(TAILS), st.data())
 def test_own_slots_are_those_the_batches_take(lengths, batching, world_size, rows, tail, data):
-    order, sequence = made = sequence_of(lengths, batching)
+    order = order_of(len(lengths), lanes=data.draw(st.integers(1, 3)))
+    order, sequence = made = sequence_of(lengths, batching, order)
     start = data.draw(st.integers(0, sequence.num_units))
     for plan in plans_of(made, world_size, tail, start, rows):
         positions = [p for batch in units_of_batches(plan) for unit in batch for p, _, _ in unit]
@@ -148,8 +156,10 @@ def test_own_slots_are_those_the_batches_take(lengths, batching, world_size, row
         for window in range(order.num_windows):
             slots = plan.own_slots(window)
             assert slots.tolist() == sorted(slots.tolist())
-            found += (slots + order.window_start(window)).tolist()
-        assert Counter(found) == Counter(positions)
+            found += [(window, slot) for slot in slots.tolist()]
+        assert Counter(found) == located(order, positions)
+        padding = [p for unit in last for p, _, _ in unit] if plan.num_padded else []
+        assert plan.padding.tolist() == padding
 
 
 @given(sample_lengths, worlds)
@@ -211,10 +221,17 @@ def test_batchings_survive_json(batching):
 
 
 def test_a_fingerprint_tells_lengths_and_batching_apart():
-    lengths = list(range(1, 30))
-    marks = [sequence_of(ls, b)[1].fingerprint for ls in (lengths, lengths[::-1]) for b in BATCHINGS]
-    assert len(set(marks)) == len(marks)
-    assert sequence_of(lengths, BATCHINGS[0])[1].fingerprint == marks[0]
+    lengths = np.arange(1, 30)
+    marks = [UnitPlanner(ls, b).mark for ls in (lengths, lengths[::-1]) for b in BATCHINGS]
+    assert len({json.dumps(mark) for mark in marks}) == len(marks)
+    assert UnitPlanner(lengths.astype(np.int32), BATCHINGS[0]).mark == marks[0]
+
+
+def test_the_units_of_an_epoch_are_found_once():
+    planner, order = UnitPlanner(np.arange(1, 44), BATCHINGS[0]), order_of(43)
+    first, again, other = (planner.sequence(order_of(43, epoch)) for epoch in (0, 0, 1))
+    assert first is again is not other
+    assert first.lengths.tolist() == (order.samples(np.arange(43)) + 1).tolist()
 
 
 @pytest.mark.parametrize(
