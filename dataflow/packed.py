@@ -8,7 +8,7 @@ numbers, and the values are laid in through one mask.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,6 +19,13 @@ from torch import Tensor
 from dataflow.ragged import Ragged
 from sharding.batching import Batching, Packed
 from sharding.unit_plan import BatchPieces
+
+Allocate = Callable[[int], NDArray[np.uint8]]
+"""Bytes -> memory that is aligned to 16 bytes, of any content."""
+
+
+def _new(nbytes: int) -> NDArray[np.uint8]:
+    return np.empty(nbytes, np.uint8)
 
 
 class PackedRows(NamedTuple):
@@ -39,11 +46,13 @@ class PackedRows(NamedTuple):
 
 
 def cut(values: Ragged, begin: NDArray[np.int64], length: NDArray[np.int64]) -> Ragged:
-    """Of each row, `length[i]` elements from `begin[i]` on; the rows themselves where that is all of them.
+    """Of each row, `length[i]` elements from `begin[i]` on; a row of just that length is the piece itself.
 
     Raises `ValueError` where a row is shorter than the plan says: lengths and data disagree.
     """
     have = np.diff(values.offsets.numpy())
+    if len(have) == len(length):
+        begin = np.where(have == length, 0, begin)
     if len(have) != len(length) or (begin + length > have).any():
         wrong = int(np.argmax(begin + length > have)) if len(have) == len(length) else len(have)
         raise ValueError(
@@ -59,7 +68,13 @@ def cut(values: Ragged, begin: NDArray[np.int64], length: NDArray[np.int64]) -> 
     return Ragged(torch.from_numpy(values.values.numpy()[source]), torch.from_numpy(offsets))
 
 
-def packed(values: Ragged, pieces_of_row: NDArray[np.int64], length: int, pad: float = 0) -> PackedRows:
+def packed(
+    values: Ragged,
+    pieces_of_row: NDArray[np.int64],
+    length: int,
+    pad: float = 0,
+    allocate: Allocate = _new,
+) -> PackedRows:
     """Lay pieces into rows.
 
     Args:
@@ -67,6 +82,7 @@ def packed(values: Ragged, pieces_of_row: NDArray[np.int64], length: int, pad: f
         pieces_of_row: int64 [rows], how many belong to each row.
         length: elements of a row.
         pad: what fills rows up.
+        allocate: gives the memory of `tokens`, `segment_ids` and `positions` together.
     """
     sizes, rows = np.diff(values.offsets.numpy()), len(pieces_of_row)
     after = np.cumsum(pieces_of_row)
@@ -78,14 +94,17 @@ def packed(values: Ragged, pieces_of_row: NDArray[np.int64], length: int, pad: f
     sizes, ordinal = np.insert(sizes, after, length - fill), np.insert(ordinal, after, 0)
     sizes, ordinal = sizes[sizes > 0], ordinal[sizes > 0].astype(np.int32)
     bounds = np.concatenate(([0], np.cumsum(sizes))).astype(np.int32)
-    segment_ids = np.repeat(ordinal, sizes)
+    # numpy: torch would wake its thread pool for each of these, in every one of our threads.
+    given, total = values.values.numpy(), rows * length
+    memory = allocate(total * (given.itemsize + 8))
+    numbers, tokens = memory[: 8 * total].view(np.int32), memory[8 * total :].view(given.dtype)
+    segment_ids, positions = numbers[:total], numbers[total:]
+    segment_ids[:] = np.repeat(ordinal, sizes)
     inside = segment_ids > 0
-    positions = np.arange(rows * length, dtype=np.int32)
+    positions[:] = np.arange(total, dtype=np.int32)
     positions -= np.repeat(bounds[:-1], sizes)
     positions *= inside
-    # numpy: torch would wake its thread pool for each of these, in every one of our threads.
-    given = values.values.numpy()
-    tokens = np.full(rows * length, pad, given.dtype)
+    tokens[:] = pad
     tokens[inside] = given
     return PackedRows(
         tokens=torch.from_numpy(tokens.reshape(rows, length)),
@@ -105,39 +124,55 @@ class PaddedRows(NamedTuple):
     """int64 [n]: elements of each row that are not padding."""
 
 
-def padded(values: Ragged, multiple: int = 1, pad: float = 0) -> PaddedRows:
+def padded(values: Ragged, multiple: int = 1, pad: float = 0, allocate: Allocate = _new) -> PaddedRows:
     """Rows side by side, filled up to the longest, rounded up to `multiple`."""
-    lengths = values.lengths
-    longest = int(lengths.max()) if len(lengths) else 0
-    return PaddedRows(values.padded(pad, -(-longest // multiple) * multiple), lengths)
+    lengths, given = np.diff(values.offsets.numpy()), values.values.numpy()
+    width = _rounded(int(lengths.max(initial=0)), multiple)
+    tokens = allocate(len(lengths) * width * given.itemsize).view(given.dtype).reshape(len(lengths), width)
+    tokens[:] = pad
+    tokens[np.arange(width) < lengths[:, None]] = given
+    return PaddedRows(torch.from_numpy(tokens), torch.from_numpy(lengths))
+
+
+def _rounded(length: int, multiple: int) -> int:
+    return -(-length // multiple) * multiple
+
+
+def batch_bytes(batching: Batching, found: BatchPieces, itemsize: int) -> int:
+    """What `batch_columns` allocates for one batch alone."""
+    if isinstance(batching, Packed):
+        return len(found.pieces_of_row) * batching.length * (itemsize + 8)
+    longest = int(found.pieces.length.max(initial=0))
+    return len(found.pieces) * _rounded(longest, batching.multiple) * itemsize
 
 
 def batch_columns(
-    batching: Batching, found: BatchPieces, batch: int, columns: Mapping[str, Any]
+    batching: Batching, found: BatchPieces, columns: Mapping[str, Any], allocate: Allocate = _new
 ) -> dict[str, Any]:
     """Give one batch its form: the length column packed or padded, the others one entry a piece.
 
     Args:
         batching: what the plan was made with.
-        found: the pieces of some batches.
-        batch: which of them, from 0.
-        columns: gathered values, one entry (row of a tensor, of a `Ragged`, item of a list) a piece.
+        found: the pieces of the batch.
+        columns: gathered values, one entry (row of a tensor, of a `Ragged`, item of a list) a piece: whole
+            samples, or, of a `Ragged`, just the piece.
+        allocate: gives the memory of the new column.
 
     Returns:
         `columns` with the batching's column replaced by `PackedRows` or `PaddedRows`.
     """
-    first, row = int(found.sizes[:batch].sum()), int(found.rows[:batch].sum())
-    own = found.pieces.take(slice(first, first + int(found.sizes[batch])))
     values = columns[batching.column]
+    if isinstance(values, Tensor) and values.dim() == 2:  # samples of one length
+        offsets = torch.from_numpy(np.arange(len(values) + 1) * values.shape[1])
+        values = Ragged(values.reshape(-1), offsets)
     if not isinstance(values, Ragged):
         raise ValueError(
             f"column {batching.column!r} must be of variable length to be batched by length, "
             f"got {type(values).__name__}"
         )
-    values = cut(values, own.begin, own.length)
+    values = cut(values, found.pieces.begin, found.pieces.length)
     if isinstance(batching, Packed):
-        of_row = found.pieces_of_row[row : row + int(found.rows[batch])]
-        made: Any = packed(values, of_row, batching.length, batching.pad)
+        made: Any = packed(values, found.pieces_of_row, batching.length, batching.pad, allocate)
     else:
-        made = padded(values, batching.multiple, batching.pad)
+        made = padded(values, batching.multiple, batching.pad, allocate)
     return {**columns, batching.column: made}

@@ -18,7 +18,7 @@ from dataclasses import KW_ONLY, dataclass
 from functools import cached_property, lru_cache
 from itertools import pairwise
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -278,13 +278,11 @@ class UnitPlan:
         return np.sort(np.concatenate(found))
 
     @cached_property
-    def _located(self) -> Callable[[int, Windows], tuple[NDArray[np.int64], NDArray[np.int64]]]:
+    def _located(self) -> Callable[[int, Any], tuple[NDArray[np.int64], NDArray[np.int64]]]:
         """Window and slot of this rank's pieces of a planning window; kept, as windows lie side by side."""
-
-        def locate(planned: int, windows: Windows) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-            return windows.locate(self.sequence.take(self._own_units(planned))[0].position)
-
-        return lru_cache(_KEPT_LOCATED)(locate)
+        return lru_cache(_KEPT_LOCATED)(
+            lambda planned, windows: windows.locate(self.sequence.take(self._own_units(planned))[0].position)
+        )
 
     def _own_units(self, window: int) -> NDArray[np.int64]:
         """Units of a planning window that this rank's batches take, ascending; padding left out."""

@@ -67,10 +67,12 @@ class UnitPlanner:
             return self.batching.batch_size
         if isinstance(self.batching, Packed):
             return max(1, int(self.batching.length / mean))
-        return max(1, min(int(self.batching.max_tokens / mean), self.batching.max_samples or len(self.lengths)))
+        return max(
+            1, min(int(self.batching.max_tokens / mean), self.batching.max_samples or len(self.lengths))
+        )
 
     @cached_property
     def mark(self) -> dict[str, object]:
         """What must agree for a number of units to mean the same ones, as JSON types: a state keeps it."""
-        digest = hashlib.blake2b(np.ascontiguousarray(self.lengths, "<i8"), digest_size=8)
+        digest = hashlib.blake2b(self.lengths.astype("<i8").tobytes(), digest_size=8)
         return self.batching.to_json() | {"lengths": digest.hexdigest()}

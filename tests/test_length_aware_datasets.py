@@ -36,7 +36,7 @@ def batches_of(dataset, plan):
             for v in (sample[batching.column] for sample in samples)
         ]
         offsets = torch.tensor([0, *map(len, rows)]).cumsum(0)
-        yield batch_columns(batching, found, 0, {batching.column: Ragged(torch.cat(rows), offsets)})
+        yield batch_columns(batching, found, {batching.column: Ragged(torch.cat(rows), offsets)})
 
 
 def tokens_of(batching, batches):

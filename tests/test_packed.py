@@ -65,7 +65,7 @@ def test_an_epoch_of_batches_holds_every_token_once(lengths, batching):
     for b in range(plan.num_batches):
         samples = numbers[found.pieces.position[bounds[b] : bounds[b + 1]]].tolist()
         columns = {"tokens": ragged([tokens_of[i] for i in samples]), "id": samples}
-        batch = batch_columns(batching, found, b, columns)
+        batch = batch_columns(batching, found.one(b), columns)
         assert batch["id"] == samples
         made = batch["tokens"]
         if isinstance(batching, Packed):
@@ -113,4 +113,4 @@ def test_a_column_of_fixed_length_cannot_be_batched_by_length():
     sequence = UnitSequence(np.array([1, 2, 3]), batching, 0, 0)
     plan = UnitPlan(order, sequence, units_per_batch=1, rank=0, world_size=1, tail="pad")
     with pytest.raises(ValueError, match="variable length"):
-        batch_columns(batching, plan.batches(0, 1), 0, {"tokens": torch.zeros(3, 4)})
+        batch_columns(batching, plan.batches(0, 1), {"tokens": torch.zeros(3, 4, 2)})

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from sharding import units as units_module
 from sharding.batching import Bucketed, Packed, TokenBudget, batching_from_json
 from sharding.order import Order, Shuffle
-from sharding.unit_planner import UnitPlanner
 from sharding.unit_plan import UnitPlan, UnitSequence, epoch_lengths
+from sharding.unit_planner import UnitPlanner
 
 TAILS = ["drop", "pad", "uneven"]
 BATCHINGS = [
