@@ -6,11 +6,14 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import numpy as np
+
 from dataflow.dataset import ShardedDataset
 from dataflow.decode import Output
 from sharding.batching import Batching, Bucketed, Packed, TokenBudget
 from sharding.lengths import resolve_lengths
 from sharding.unit_planner import UnitPlanner
+from sharding.units import DEFAULT_WINDOW_SAMPLES
 
 _THREADS = 16
 
@@ -60,8 +63,10 @@ def _output(name: str, dataset: ShardedDataset) -> Output | None:
     return next((output for output in dataset.outputs if output.name == name), None)
 
 
-def make_planner(batching: Batching, dataset: ShardedDataset) -> UnitPlanner:
+def make_planner(batching: Batching, dataset: ShardedDataset, window_bytes: int) -> UnitPlanner:
     """Find the lengths, and plan with them. Reads shards where the catalog does not know.
+
+    Where `batching.window` is None, a planning window holds about `window_bytes` of blocks.
 
     Raises as `sharding.lengths.resolve_lengths` does.
     """
@@ -75,4 +80,7 @@ def make_planner(batching: Batching, dataset: ShardedDataset) -> UnitPlanner:
             storage_options=dataset.storage_options,
             map=pool.map,
         )
-    return UnitPlanner(lengths, batching)
+    blocks = dataset.catalog.blocks
+    held = max(1, int(np.maximum(blocks.length, blocks.nbytes).sum()))
+    window = max(1, min(DEFAULT_WINDOW_SAMPLES, window_bytes * len(lengths) // held))
+    return UnitPlanner(lengths, batching, window)

@@ -110,11 +110,13 @@ class DataLoader:
         self.topology = topology or detect_topology()
         self.device = _checked_device(device)
         self.batching = checked_batching(batching, dataset, batch_size, collate_fn)
-        self._planner = make_planner(self.batching, dataset) if self.batching else None
         self._length_stats: LengthStats | None = None
         self.tail: Tail = tail or _default_tail(drop_last, self.topology)
         self._given_limit = memory_limit
         self.memory_limit = _memory_limit(memory_limit, self.topology)
+        self._planner = (
+            make_planner(self.batching, dataset, self._window_limit // 8) if self.batching else None
+        )
         self._depth = fixed_depth(depth) if isinstance(depth, int) else depth
         self._num_threads = num_threads or _build_threads(dataset)
         self._num_readers = _num_readers(dataset)
@@ -151,8 +153,11 @@ class DataLoader:
         used = table.num_samples > 0
         mean = max(1, int(np.maximum(table.length, table.nbytes)[used].mean()))
         wanted = max(_MIN_WINDOW_BLOCKS, _WINDOW_BYTES // mean)
-        limit = _DEFAULT_LIMIT if self._given_limit is None else self.memory_limit
-        return max(1, min(wanted, limit // 4 // mean, int(used.sum())))
+        return max(1, min(wanted, self._window_limit // 4 // mean, int(used.sum())))
+
+    @property
+    def _window_limit(self) -> int:
+        return _DEFAULT_LIMIT if self._given_limit is None else self.memory_limit
 
     def _stream_plan(self) -> StreamPlan:
         seat, world_size = seat_of(self.topology), self.topology.data_world_size
@@ -268,17 +273,18 @@ class DataLoader:
                 "the state was taken over other shards (their names, sizes or blocks differ), where its "
                 f"position means other samples ({loaded.num_samples:,} samples, here {catalog.num_samples:,})"
             )
-        mark = self._planner.mark if self._planner else None
+        planner = self._planner and self._planner.resumed(loaded.batching or {})
+        mark = planner and planner.mark
         if loaded.batching != mark:
             raise ValueError(
                 "the state was taken with other batching or lengths, where its position means other rows or "
                 f"batches: it has {loaded.batching}, this loader {mark}"
             )
-        if self._planner:  # only a plan knows how many units there are: refuse before anything changes
-            plan = replace(self._plan, seed=loaded.seed, shuffle=loaded.shuffle)
+        if planner:  # only a plan knows how many units there are: refuse before anything changes
+            plan = replace(self._plan, seed=loaded.seed, shuffle=loaded.shuffle, planner=planner)
             plan.epoch(catalog.blocks.num_samples, loaded.epoch, loaded.position)
         self.close()
-        self.seed, self.shuffle = loaded.seed, loaded.shuffle
+        self.seed, self.shuffle, self._planner = loaded.seed, loaded.shuffle, planner
         self._skipped.start(int(state.get("skipped_samples", 0)))
         self._plan = self._stream_plan()
         self._begin_epoch(loaded.epoch, loaded.position)

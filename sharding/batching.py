@@ -36,11 +36,12 @@ class Packed:
     """What fills a row up."""
     lengths: Lengths | None = field(default=None, compare=False, repr=False)
     """Where lengths come from; None: `column`."""
-    window: int = DEFAULT_WINDOW_SAMPLES
-    """Consecutive samples of the epoch's order that are packed together; their blocks are held in memory."""
+    window: int | None = None
+    """Consecutive samples of the epoch's order that are packed together; their blocks are held in memory.
+    None: 16,384, less where samples are large for the memory limit."""
 
     def __post_init__(self) -> None:
-        _check_at_least(self, 1, "length", "window")
+        _check_at_least(self, 1, "length", *_given(self.window))
         if self.overlong not in get_args(Overlong):
             raise ValueError(
                 f"overlong must be one of {', '.join(get_args(Overlong))}, got {self.overlong!r}"
@@ -51,9 +52,9 @@ class Packed:
     rows_are_units = True
     """A unit is one row of a batch, not a whole batch."""
 
-    def resolved(self, lengths: NDArray[np.integer]) -> Packed:
-        """The value itself."""
-        return self
+    def resolved(self, lengths: NDArray[np.integer], window: int = DEFAULT_WINDOW_SAMPLES) -> Packed:
+        """The value with a window."""
+        return replace(self, window=self.window or window)
 
     def cut(
         self, lengths: NDArray[np.integer], key: int, carried: Pieces = NO_PIECES, last: bool = True
@@ -84,11 +85,12 @@ class TokenBudget:
     """What fills samples up."""
     lengths: Lengths | None = field(default=None, compare=False, repr=False)
     """Where lengths come from; None: `column`."""
-    window: int = DEFAULT_WINDOW_SAMPLES
-    """Consecutive samples of the epoch's order that are sorted together; their blocks are held in memory."""
+    window: int | None = None
+    """Consecutive samples of the epoch's order that are sorted together; their blocks are held in memory.
+    None: 16,384, less where samples are large for the memory limit."""
 
     def __post_init__(self) -> None:
-        _check_at_least(self, 1, "max_tokens", "window", "multiple")
+        _check_at_least(self, 1, "max_tokens", "multiple", *_given(self.window))
         if self.max_samples is not None:
             _check_at_least(self, 1, "max_samples")
         if self.multiple > self.max_tokens:
@@ -101,9 +103,9 @@ class TokenBudget:
     rows_are_units = False
     """A unit is a whole batch."""
 
-    def resolved(self, lengths: NDArray[np.integer]) -> TokenBudget:
-        """The value itself."""
-        return self
+    def resolved(self, lengths: NDArray[np.integer], window: int = DEFAULT_WINDOW_SAMPLES) -> TokenBudget:
+        """The value with a window."""
+        return replace(self, window=self.window or window)
 
     def cut(
         self, lengths: NDArray[np.integer], key: int, carried: Pieces = NO_PIECES, last: bool = True
@@ -134,11 +136,12 @@ class Bucketed:
     """What fills samples up."""
     lengths: Lengths | None = field(default=None, compare=False, repr=False)
     """Where lengths come from; None: `column`."""
-    window: int = DEFAULT_WINDOW_SAMPLES
-    """Consecutive samples of the epoch's order that are sorted together; their blocks are held in memory."""
+    window: int | None = None
+    """Consecutive samples of the epoch's order that are sorted together; their blocks are held in memory.
+    None: 16,384, less where samples are large for the memory limit."""
 
     def __post_init__(self) -> None:
-        _check_at_least(self, 1, "batch_size", "window", "multiple")
+        _check_at_least(self, 1, "batch_size", "multiple", *_given(self.window))
         if isinstance(self.boundaries, int):
             _check_at_least(self, 1, "boundaries")
             return
@@ -155,11 +158,12 @@ class Bucketed:
         """Whole batches, so that only the last planning window has a short one."""
         return self.batch_size
 
-    def resolved(self, lengths: NDArray[np.integer]) -> Bucketed:
-        """The value with boundaries chosen."""
-        if not isinstance(self.boundaries, int):
-            return self
-        return replace(self, boundaries=tuple(equal_share_boundaries(lengths, self.boundaries).tolist()))
+    def resolved(self, lengths: NDArray[np.integer], window: int = DEFAULT_WINDOW_SAMPLES) -> Bucketed:
+        """The value with a window, and boundaries chosen."""
+        bounds = self.boundaries
+        if isinstance(bounds, int):
+            bounds = tuple(equal_share_boundaries(lengths, bounds).tolist())
+        return replace(self, window=self.window or window, boundaries=bounds)
 
     def cut(
         self, lengths: NDArray[np.integer], key: int, carried: Pieces = NO_PIECES, last: bool = True
@@ -199,6 +203,10 @@ def _to_json(value: Batching) -> dict[str, object]:
     kind = next(name for name, made in _KINDS.items() if type(value) is made)
     given = {one.name: getattr(value, one.name) for one in fields(value) if one.name != "lengths"}
     return {"kind": kind} | {n: list(v) if isinstance(v, tuple) else v for n, v in given.items()}
+
+
+def _given(window: int | None) -> tuple[str, ...]:
+    return () if window is None else ("window",)
 
 
 def _check_at_least(value: object, least: int, *names: str) -> None:

@@ -26,7 +26,16 @@ from numpy.typing import NDArray
 from sharding.batching import Batching
 from sharding.order import Order, mix_key
 from sharding.plan import EpochPlan, Tail, Windows
-from sharding.units import NO_PIECES, LengthStats, Pieces, Units, joined, planning_bounds, ranges
+from sharding.units import (
+    DEFAULT_WINDOW_SAMPLES,
+    NO_PIECES,
+    LengthStats,
+    Pieces,
+    Units,
+    joined,
+    planning_bounds,
+    ranges,
+)
 
 _UNITS = 0x756E6974
 """Purpose of a key: the order of the units in a planning window."""
@@ -62,7 +71,9 @@ class UnitSequence:
     @cached_property
     def bounds(self) -> NDArray[np.int64]:
         """First position of every planning window, and the number of samples, int64 [windows + 1]."""
-        return planning_bounds(len(self.lengths), self.batching.window, self.batching.sizes_multiple)
+        return planning_bounds(
+            len(self.lengths), self.batching.window or DEFAULT_WINDOW_SAMPLES, self.batching.sizes_multiple
+        )
 
     @cached_property
     def _counted(self) -> tuple[NDArray[np.int64], LengthStats, list[Pieces]]:

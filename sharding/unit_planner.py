@@ -7,6 +7,7 @@ and its stream, which is an epoch ahead at times, ask for the same ones.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from functools import cached_property
 
 import numpy as np
@@ -16,6 +17,7 @@ from sharding.batching import Batching, Bucketed, Packed
 from sharding.order import Order
 from sharding.plan import Tail
 from sharding.unit_plan import UnitPlan, UnitSequence, epoch_lengths
+from sharding.units import DEFAULT_WINDOW_SAMPLES
 
 _KEPT_EPOCHS = 2
 
@@ -26,11 +28,14 @@ class UnitPlanner:
     Args:
         lengths: [num_samples] in file order, as `lengths.resolve_lengths` gives them.
         batching: as the user gives it.
+        window: the planning window where that leaves it open.
     """
 
-    def __init__(self, lengths: NDArray[np.integer], batching: Batching) -> None:
-        self.lengths = lengths
-        self.batching = batching.resolved(lengths)
+    def __init__(
+        self, lengths: NDArray[np.integer], batching: Batching, window: int = DEFAULT_WINDOW_SAMPLES
+    ) -> None:
+        self.lengths, self._given = lengths, batching
+        self.batching = batching.resolved(lengths, window)
         # Replaced, never changed: two threads may find the same units at the same time, no more.
         self._known: tuple[tuple[object, UnitSequence], ...] = ()
 
@@ -70,6 +75,13 @@ class UnitPlanner:
         return max(
             1, min(int(self.batching.max_tokens / mean), self.batching.max_samples or len(self.lengths))
         )
+
+    def resumed(self, mark: Mapping[str, object]) -> UnitPlanner:
+        """The planner of a state with this mark: its planning window is taken where the user gave none."""
+        window = mark.get("window")
+        if self._given.window is not None or type(window) is not int or window < 1:
+            return self
+        return self if window == self.batching.window else UnitPlanner(self.lengths, self._given, window)
 
     @cached_property
     def mark(self) -> dict[str, object]:

@@ -6,18 +6,21 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import chain, islice, pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from datasets_kit import MAKERS, Made, rank
+from datasets_kit import MAKERS, Made, rank, write_megatron
 
 from dataflow import Bucketed, DataLoader, Packed, Pad, ShardedDataset, Shuffle, TokenBudget
+from dataflow.length_aware import make_planner
 from dataflow.packed import PackedRows, PaddedRows
 from dataflow.stream import BatchChunk, Stream
 from dataflow.testing import run_ranks
+from prefetch.engine import MemoryLimitError
 from sharding import units as units_module
 from sharding.batching import Batching
 from sharding.errors import DataflowError, SampleError
@@ -408,6 +411,37 @@ def test_a_position_beyond_the_units_is_refused_and_changes_nothing(made: Make) 
         assert loader.state_dict() == state
         with pytest.raises(ValueError, match="batching must be an object"):
             loader.load_state_dict({**state, "batching": 3})
+
+
+def test_large_samples_are_planned_in_smaller_windows_which_a_state_keeps(made: Make) -> None:
+    data = made("megatron")
+    with loader_of(data, Packed(8), memory_limit=1 << 20) as loader:
+        whole = delivered(loader)
+    blocks = data.open().catalog.blocks
+    bytes_ = int(blocks.length.sum())
+    small = make_planner(Packed(8), data.open(), bytes_ // 4)
+    assert small.batching.window == 47 // 4
+    with loader_of(data, Packed(8)) as loader:
+        state = loader.state_dict()
+        loader.load_state_dict({**state, "batching": small.mark})
+        assert loader.state_dict()["batching"]["window"] == small.batching.window
+        assert delivered(loader) != whole
+    with loader_of(data, Packed(8, window=16)) as loader, pytest.raises(ValueError, match="other batching"):
+        loader.load_state_dict({**state, "batching": small.mark})
+
+
+def test_a_planning_window_that_memory_cannot_hold_is_an_error_that_says_so(tmp_path: Path) -> None:
+    lengths = np.full(64, 1 << 15, np.int32)
+    write_megatron(tmp_path / "shard-0.bin", [[0] * n for n in lengths.tolist()])
+    dataset = ShardedDataset(str(tmp_path / "*.bin"), format="megatron", block_bytes=1 << 17)
+    limit = {"memory_limit": 1 << 21, "topology": rank(0, 1), "shuffle": Shuffle("window", 4)}
+    with DataLoader(dataset, batching=Packed(1 << 12), **limit) as loader:
+        assert sum(1 for _ in loader) == 64 * 8
+    with (
+        DataLoader(dataset, batching=Packed(1 << 12, window=64), **limit) as loader,
+        pytest.raises(MemoryLimitError, match="window= of batching"),
+    ):
+        list(loader)
 
 
 # ---- figures, errors, the user's own functions ------------------------------------------------------------
