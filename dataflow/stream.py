@@ -36,6 +36,7 @@ _FULL_WINDOW_SAMPLES = 4096
 _SPAN_ROWS = 1 << 14
 """Samples located at a time, so that the cost of a call vanishes."""
 _MAX_SPAN_BATCHES = 1024
+_LOCATED_ROWS = 1 << 13
 _ALIGN = 512
 """Most that alignment adds to a value in a window."""
 _FIXED_KINDS = ("array", "spans", "image")
@@ -201,14 +202,14 @@ class BatchChunk:
         first_batch: int,
         sizes: NDArray[np.int64],
         windows: Mapping[int, StagedWindow],
-        numbers: NDArray[np.int64],
-        slots: NDArray[np.int64],
+        located: tuple[NDArray[np.int64], NDArray[np.int64]] | None = None,
     ) -> None:
+        """`located`: window and slot of each row; None: to be asked when it is built, all in one window."""
         self._stream, self._plan = stream, plan
         self._first_batch, self._sizes = first_batch, sizes
-        self._windows = dict(windows)
-        self._numbers, self._slots = numbers, slots
+        self._windows, self._located = dict(windows), located
         self.num_batches = len(sizes)
+        self._num_rows = int(sizes.sum())
         self.needs = tuple(windows.values())
         self.closes: list[StagedWindow] = []
         self._builder: ColumnBuilder | None = None
@@ -221,7 +222,7 @@ class BatchChunk:
     @cached_property
     def nbytes(self) -> int:
         """Output credits; known once the windows are staged."""
-        outputs, rows = self._stream.source.outputs, len(self._slots)
+        outputs, rows = self._stream.source.outputs, self._num_rows
         if self._pieces is not None:
             return sum(map(self._piece_bytes, outputs))
         if all(output.kind in _FIXED_KINDS for output in outputs):
@@ -233,13 +234,13 @@ class BatchChunk:
         found, finishing = self._pieces, self._stream.finishing
         assert found is not None
         if not finishing.forms(output.name):
-            return _output_bytes(output, self.runs(), len(self._slots))
+            return _output_bytes(output, self.runs(), self._num_rows)
         batching = finishing.batching
         assert batching is not None
         item = np.dtype(output.dtype).itemsize
         laid = (batch_bytes(batching, found.one(b), item) for b in range(self.num_batches))
         if output.kind in _FIXED_KINDS:
-            gathered = rounded_bytes(len(self._slots) * output.row_bytes)
+            gathered = rounded_bytes(self._num_rows * output.row_bytes)
         else:
             gathered = rounded_bytes(max(1, int(found.pieces.length.sum()) * item))
         return gathered + sum(map(rounded_bytes, laid))
@@ -261,19 +262,43 @@ class BatchChunk:
         return self._runs
 
     def _run(self, number: int, window: StagedWindow) -> Run:
+        if self._located is None:
+            return Run(window, self._rows_of(window), slice(0, self._num_rows))
+        numbers, slots = self._located
         if len(self._windows) == 1:
-            return Run(window, window.rows[self._slots], slice(0, len(self._slots)))
-        places = np.flatnonzero(self._numbers == number)
-        rows = window.rows[self._slots[places]]
+            return Run(window, window.rows[slots], slice(0, len(slots)))
+        places = np.flatnonzero(numbers == number)
+        rows = window.rows[slots[places]]
         first, last = int(places[0]), int(places[-1]) + 1
         return Run(window, rows, slice(first, last) if last - first == len(places) else places)
+
+    def _rows_of(self, window: StagedWindow) -> NDArray[np.int64]:
+        """Its rows, all in one window: few batches at a time, so that temporaries stay in the cache."""
+        assert isinstance(self._plan, EpochPlan)
+        rows = self._stream.arena.lease(8 * self._num_rows)[: 8 * self._num_rows].view(np.int64)
+        step, size = max(1, _LOCATED_ROWS // self._plan.batch_size), self._plan.batch_size
+        for done in range(0, self.num_batches, step):
+            first = self._first_batch + done
+            last = min(first + step, self._first_batch + self.num_batches)
+            slots = self._plan.order.locate(self._plan.positions(first, last)[0])[1]
+            np.take(window.rows, slots, out=rows[done * size : done * size + len(slots)], mode="clip")
+        return rows
+
+    @property
+    def _where(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Window and slot of each row."""
+        if self._located is None:
+            last = self._first_batch + self.num_batches
+            positions = self._plan.positions(self._first_batch, last)[0]
+            self._located = self._plan.order.locate(positions)
+        return self._located
 
     def begin(self) -> Sequence[Callable[[], None]]:
         """Gather every column; give the image parts."""
         stream, runs = self._stream, self.runs()
-        num_rows = len(self._slots)
         randomness = Randomness(stream.plan.seed, self._plan.order.epoch)
-        self._builder = ColumnBuilder(stream.arena, runs, num_rows, randomness, stream.on_return, self._cut())
+        rows, cut = self._num_rows, self._cut()
+        self._builder = ColumnBuilder(stream.arena, runs, rows, randomness, stream.on_return, cut)
         self._built = [self._builder.build(output) for output in stream.source.outputs]
         return [part for built in self._built for part in built.parts]
 
@@ -296,7 +321,7 @@ class BatchChunk:
             places = enumerate(zip(batches, sizes, strict=True), self._first_batch)
             delivered = [Delivered(epoch, number, batch, size) for number, (batch, size) in places]
         leased = self._builder.leased_bytes
-        self._builder, self._built, self._runs = None, [], None
+        self._builder, self._built, self._runs, self._located = None, [], None, None
         for window in self.closes:
             window.verify()
         return delivered, leased
@@ -331,9 +356,10 @@ class BatchChunk:
         self, batch: dict[str, Any], size: int, rows: NDArray[np.int64], skipped: list[SampleError]
     ) -> tuple[Any, int]:
         finishing, samples = self._stream.finishing, []
+        numbers, slots = self._where
         for sample, row in zip(samples_of(batch, self._stream.source.outputs, size), rows, strict=True):
-            window = self._windows[int(self._numbers[row])]
-            at = int(window.rows[self._slots[row]])
+            window = self._windows[int(numbers[row])]
+            at = int(window.rows[slots[row]])
             try:
                 samples.append(self._apply(sample, window.sample_number(at)))
             except Exception as error:
@@ -421,6 +447,15 @@ class Stream:
         newest: StagedWindow | None = None
         done = 0
         while done < plan.num_batches:
+            use = next((use for use in opened.values() if done in use.core), None)
+            if use is not None and isinstance(
+                plan, EpochPlan
+            ):  # most batches lie in one window, which needs no look at their samples
+                assert newest is not None
+                count = use.core.stop - done
+                self._cut_inside(plan, use, count, done, opened, newest.chunk_list)
+                done += count
+                continue
             span = self._span(plan, units, done, opened)
             if span.sizes.size:
                 assert newest is not None
@@ -456,6 +491,29 @@ class Stream:
             missing = [number for number in touched if number not in opened]
         return _Span(first, sizes, numbers, slots, touched, missing)
 
+    def _cut_inside(
+        self,
+        plan: EpochPlan,
+        use: _Use,
+        count: int,
+        first: int,
+        opened: dict[int, _Use],
+        chunks: list[BatchChunk],
+    ) -> None:
+        """Cut `count` full batches that lie in one window into chunks."""
+        done = 0
+        while done < count:
+            stop = min(done + self._next_chunk, count)
+            sizes = np.full(stop - done, plan.batch_size)
+            chunk = BatchChunk(self, plan, first + done, sizes, {use.number: use.window})
+            use.left -= len(sizes) * plan.batch_size
+            if not use.left or first + stop == plan.num_batches:
+                chunk.closes.append(opened.pop(use.number).window)
+            chunks.append(chunk)
+            # The stream's first batch waits for one batch's work only.
+            self._next_chunk = min(2 * self._next_chunk, self._batches_per_chunk)
+            done = stop
+
     def _cut(self, plan: RankPlan, span: _Span, opened: dict[int, _Use], chunks: list[BatchChunk]) -> None:
         """Cut a span into chunks, and close what no later batch needs."""
         ends = np.cumsum(span.sizes)
@@ -467,15 +525,13 @@ class Stream:
             numbers = span.numbers[part]
             taken = _counts(numbers, span.touched)
             windows = {number: opened[number].window for number in taken}
-            chunk = BatchChunk(
-                self, plan, span.first + batch, span.sizes[batch:stop], windows, numbers, span.slots[part]
-            )
+            located = numbers, span.slots[part]
+            chunk = BatchChunk(self, plan, span.first + batch, span.sizes[batch:stop], windows, located)
             for number, count in taken.items():
                 opened[number].left -= count
                 if opened[number].left <= 0 or span.first + stop == plan.num_batches:
                     chunk.closes.append(opened.pop(number).window)
             chunks.append(chunk)
-            # The stream's first batch waits for one batch's work only.
             self._next_chunk = min(2 * self._next_chunk, self._batches_per_chunk)
             batch, row = stop, end
 
@@ -483,13 +539,16 @@ class Stream:
         """Stage a window for the slots given, or else for all that this rank's batches take of it."""
         if slots is None:
             slots = plan.own_slots(number, units)
+        core = range(0)
+        if isinstance(units, Order) and isinstance(plan, EpochPlan):
+            core = plan.batches_within(*units.window_core(number))
         if slots is None:
-            return _Use(self._stage(units, number, None), units.num_slots(number))
+            return _Use(number, self._stage(units, number, None), units.num_slots(number), core)
         left = len(slots)
         if plan.num_padded:  # the last batch may come while the window is still open
             numbers, padded = units.locate(plan.padding)
             slots = np.concatenate((slots, padded[numbers == number]))
-        return _Use(self._stage(units, number, np.unique(slots)), left)
+        return _Use(number, self._stage(units, number, np.unique(slots)), left, core)
 
     def _units(self, order: Order) -> Windows:
         if order.shuffle.kind != "full":
@@ -508,6 +567,11 @@ class Stream:
 
     def _stage(self, units: Windows, number: int, slots: NDArray[np.int64] | None) -> StagedWindow:
         """A window of which only some slots are wanted; None for all."""
+        if slots is None and isinstance(units, Order):
+            nbytes = 8 * units.num_slots(number)  # recycled memory: first touches cost more than the mixing
+            rows = self.arena.lease(nbytes)[:nbytes].view(np.int64)
+            blocks = units.whole_window(number, self.source.catalog.blocks.num_samples, rows)
+            return self._stage_blocks(blocks, rows, None, True)
         blocks = units.window_blocks(number)
         ordinal, row = units.window_samples(number, slots)
         if slots is None:
@@ -530,9 +594,13 @@ class Stream:
         return [self.source.catalog.block(number) for number in numbers.tolist()]
 
     def _stage_blocks(
-        self, blocks: NDArray[np.int64], rows: NDArray[np.int64], wanted: NDArray[np.int64], whole: bool
+        self,
+        blocks: NDArray[np.int64],
+        rows: NDArray[np.int64],
+        wanted: NDArray[np.int64] | None,
+        whole: bool,
     ) -> StagedWindow:
-        """A window of whole blocks, of which only the rows `wanted` are used."""
+        """A window of whole blocks, of which only the rows `wanted` are used; None for all."""
         if self._mapped:
             with suppress(NotLocatableError):
                 return MappedWindow(self.source, self.arena, blocks, rows, wanted=wanted, whole=whole)
@@ -564,9 +632,12 @@ class Stream:
 class _Use:
     """A window that batches to come need."""
 
+    number: int
     window: StagedWindow
     left: int
     """Samples that these take of it."""
+    core: range
+    """Full batches, over all ranks, that need nothing else."""
 
 
 @dataclass(frozen=True)

@@ -56,22 +56,23 @@ def mix_key(*parts: int) -> int:
     return key
 
 
-def keyed_order(n: int, key: int) -> NDArray[np.int64]:
+def keyed_order(n: int, key: int, out: NDArray[np.int64] | None = None) -> NDArray[np.int64]:
     """The permutation of `range(n)` that `key` (64 bits) stands for, int64 [n].
 
     The low `ceil(log2 n)` bits of a sort key hold the index, so `64 - ceil(log2 n)` bits of hash decide.
-    Memory: 8 n bytes. Raises `ValueError` for n < 0.
+    Memory: 8 n bytes, or none beyond `out`, int64 [n] contiguous. Raises `ValueError` for n < 0.
     """
     if n < 0:
         raise ValueError(f"n must be >= 0, got {n}")
     low = (1 << max(n - 1, 0).bit_length()) - 1
-    out = np.arange(n, dtype=np.uint64)
+    bits = (np.empty(n, np.int64) if out is None else out).view(np.uint64)
     for start in range(0, n, _CHUNK):
-        part = out[start : start + _CHUNK]
+        part = bits[start : start + _CHUNK]
+        part[:] = np.arange(start, start + len(part), dtype=np.uint64)
         part |= splitmix64(part ^ np.uint64(key)) & np.uint64(_U64 ^ low)
-    out.sort()
-    out &= np.uint64(low)
-    return out.view(np.int64)
+    bits.sort()
+    bits &= np.uint64(low)
+    return bits.view(np.int64)
 
 
 def spread_order(n: int, key: int) -> NDArray[np.int64]:

@@ -170,6 +170,11 @@ class EpochPlan:
         last = self._last_batch if self.num_padded else np.zeros(0, np.int64)
         return last[last >= self.order.num_samples] % self.order.num_samples
 
+    def batches_within(self, first: int, end: int) -> range:
+        """The full batches whose positions, over all ranks, lie in [first, end)."""
+        begin = -(-max(0, first - self.start) // self.global_batch_size)
+        return range(begin, max(begin, min(self._num_full, (end - self.start) // self.global_batch_size)))
+
     def own_slots(self, window: int, windows: Windows | None = None) -> NDArray[np.int64] | None:
         """The slots of a window that this rank's batches take, ascending, each once, int64 [j]; None for all.
 

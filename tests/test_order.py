@@ -134,20 +134,36 @@ def test_with_one_lane_windows_follow_one_another(table, window_blocks):
     assert order.window_start(order.num_windows) == order.num_samples
 
 
-@given(tables, st.integers(1, 40), st.sampled_from(WINDOWED))
-def test_with_one_lane_rows_are_those_of_the_blocks_side_by_side(table, window_blocks, kind):
-    order = Order(table, Shuffle(kind, window_blocks, 1), seed=3, epoch=0)
+@given(tables, st.integers(1, 40), st.sampled_from(WINDOWED), st.sampled_from([None, 1, 3]))
+def test_a_whole_window_names_the_row_of_each_slot_in_its_blocks_side_by_side(
+    table, window_blocks, kind, lanes
+):
+    order = Order(table, Shuffle(kind, max(window_blocks, lanes or 1), lanes), seed=3, epoch=0)
     for w in range(order.num_windows):
-        counts = np.array(table)[order.window_blocks(w)]
+        rows = np.empty(order.num_slots(w), np.int64)
+        blocks = order.whole_window(w, np.array(table), rows)
+        assert sorted(blocks.tolist()) == sorted(order.window_blocks(w).tolist())
+        first = np.cumsum(table) - table
+        side_by_side = np.concatenate([first[b] + np.arange(table[b]) for b in blocks.tolist()])
         ordinal, row = order.window_samples(w)
-        assert order.window_rows(w).tolist() == ((np.cumsum(counts) - counts)[ordinal] + row).tolist()
+        assert side_by_side[rows].tolist() == (first[order.window_blocks(w)[ordinal]] + row).tolist()
+
+
+@given(tables, st.integers(1, 40), st.sampled_from([1, 2, 5]))
+def test_the_core_of_a_window_is_the_longest_range_of_positions_inside(table, window_blocks, lanes):
+    order = Order(table, Shuffle("window", max(window_blocks, lanes), lanes), seed=3, epoch=0)
+    windows = order.locate(np.arange(order.num_samples))[0].tolist()
+    for w in range(order.num_windows):
+        first, end = order.window_core(w)
+        assert all(windows[p] == w for p in range(max(first, 0), end))
+        if max(first, 0) < end:
+            assert end == order.num_samples or windows[end] != w
 
 
 def test_several_lanes_have_no_window_starts():
     order = Order([3] * 20, Shuffle("window", 8, 2), seed=0, epoch=0)
-    for call in (order.window_start, order.window_rows):
-        with pytest.raises(ValueError, match=r"use locate\(positions\)"):
-            call(0)
+    with pytest.raises(ValueError, match=r"use locate\(positions\)"):
+        order.window_start(0)
 
 
 # Facts
