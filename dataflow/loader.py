@@ -13,25 +13,29 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from dataflow.dataset import ShardedDataset
+from dataflow.length_aware import checked_batching, make_planner
 from dataflow.stats import LoaderStats
-from dataflow.stream import Delivered, Finishing, Stream, StreamPlan
+from dataflow.stream import Delivered, Finishing, RankPlan, Stream, StreamPlan
 from dataflow.topology_exchange import detect_topology
 from prefetch.arena import Arena, rounded_bytes
 from prefetch.depth import Decision, DepthPolicy, Observation, fixed_depth
 from prefetch.device import CudaStreams, DeviceCopier, register_pinned
 from prefetch.engine import NOT_STARTED, Engine, EngineOptions, EngineStats, MemoryLimitError, StallError
 from prefetch.ledger import Ledger
+from sharding.batching import Batching, Packed
 from sharding.errors import SampleError
 from sharding.order import Shuffle
 from sharding.placement import seat_of
-from sharding.plan import EpochPlan, PlanState, Tail
+from sharding.plan import PlanState, Tail
 from sharding.topology import Topology
+from sharding.unit_plan import UnitPlan
+from sharding.units import LengthStats
 from sharding.urls import is_local
 from sharding.window_size import DEFAULT_LIMIT, resolve_windows
 
@@ -40,6 +44,7 @@ _CHUNK_BYTES = 8 << 20
 _CHUNKS_IN_LIMIT = 32
 """A chunk is no more than this part of the memory limit."""
 _MAX_CHUNK_BATCHES = 128
+_PACKED_BYTES = 12
 _LISTED_ERRORS = 1000
 _LOCAL_READERS = 2
 _REMOTE_READERS = 16
@@ -50,7 +55,7 @@ class DataLoader:
 
     Args:
         dataset: a `ShardedDataset`.
-        batch_size: samples per batch and rank.
+        batch_size: samples per batch and rank; with `batching=Packed(...)` rows.
         shuffle: True or None: windowed shuffle; False: file order; or a `Shuffle`.
         drop_last: leave out the last, incomplete global batch (the same as `tail="drop"`).
         collate_fn: samples -> batch; None stacks columns (or torch's `default_collate` after a transform).
@@ -66,6 +71,8 @@ class DataLoader:
             "uneven" in one process and "pad" with several, so that no rank lacks a step.
         depth: batches kept ready; an int or a `DepthPolicy`.
         num_threads: threads that build batches; None: by the number of cores.
+        batching: `Packed(...)`, `TokenBudget(...)` or `Bucketed(...)`: batches by the lengths of samples.
+            `transform` and `collate_fn` then go together, and not with `Packed`. See docs/batching.md.
 
     A loader is used by one thread. `for batch in loader` runs one epoch; the next loop runs the next one.
     """
@@ -86,6 +93,7 @@ class DataLoader:
         tail: Tail | None = None,
         depth: int | DepthPolicy = 4,
         num_threads: int | None = None,
+        batching: Batching | None = None,
     ) -> None:
         if not isinstance(dataset, ShardedDataset):
             raise TypeError(
@@ -98,9 +106,14 @@ class DataLoader:
         self.drop_last, self.timeout, self.seed = drop_last, timeout, seed
         self.topology = topology or detect_topology()
         self.device = _checked_device(device)
+        self.batching = checked_batching(batching, dataset, batch_size, collate_fn)
+        self._length_stats: LengthStats | None = None
         self.tail: Tail = tail or _default_tail(drop_last, self.topology)
         self._given_limit = memory_limit
         self.memory_limit = _memory_limit(memory_limit, self.topology)
+        self._planner = (
+            make_planner(self.batching, dataset, self._window_limit // 8) if self.batching else None
+        )
         self._depth = fixed_depth(depth) if isinstance(depth, int) else depth
         self._num_threads = num_threads or _build_threads(dataset)
         self._num_readers = _num_readers(dataset)
@@ -110,7 +123,7 @@ class DataLoader:
         self._in_epoch = False
         self._loop: object | None = None
         """The loop that runs now: only one may."""
-        self._current: EpochPlan | None = None
+        self._current: RankPlan | None = None
         self._taken = 0
         self._session: _Session | None = None
         self._finalizer: weakref.finalize[Any, Any] | None = None
@@ -131,15 +144,26 @@ class DataLoader:
         limit = None if self._given_limit is None else self.memory_limit
         return resolve_windows(shuffle, self.dataset.catalog.blocks, limit)
 
+    @property
+    def _window_limit(self) -> int:
+        return DEFAULT_LIMIT if self._given_limit is None else self.memory_limit
+
     def _stream_plan(self) -> StreamPlan:
         seat, world_size = seat_of(self.topology), self.topology.data_world_size
-        return StreamPlan(self.shuffle, self.seed, self.batch_size, seat, world_size, self.tail)
+        return StreamPlan(
+            self.shuffle, self.seed, self.batch_size, seat, world_size, self.tail, self._planner
+        )
 
-    def _epoch_plan(self, epoch: int, start: int) -> EpochPlan:
-        return self._plan.epoch(self.dataset.catalog.blocks.num_samples, epoch, start)
+    def _epoch_plan(self, epoch: int, start: int) -> RankPlan:
+        plan = self._plan.epoch(self.dataset.catalog.blocks.num_samples, epoch, start)
+        if isinstance(plan, UnitPlan):
+            self._length_stats = plan.stats
+        return plan
 
-    def _check_plan(self, plan: EpochPlan) -> None:
-        rows = self.batch_size * sum(o.row_bytes for o in self.dataset.outputs if o.kind != "objects")
+    def _check_plan(self, plan: RankPlan) -> None:
+        rows = self._plan.samples_per_batch * sum(
+            o.row_bytes for o in self.dataset.outputs if o.kind != "objects"
+        )
         if rows > self.memory_limit:
             raise MemoryLimitError(
                 f"one batch of {self.batch_size} samples needs {rows:,} bytes, more than "
@@ -149,8 +173,8 @@ class DataLoader:
     # ---- iterating ----------------------------------------------------------------------------------
 
     def __len__(self) -> int:
-        """Batches of a whole epoch on this rank."""
-        return self._epoch_plan(0, 0).num_batches
+        """Batches of the whole epoch on this rank; with `batching=`, epochs may differ by a few."""
+        return self._epoch_plan(self._epoch, 0).num_batches
 
     def __iter__(self) -> Iterator[Any]:
         if self._in_epoch:  # the last loop was left early: a new loop is a new epoch
@@ -159,7 +183,7 @@ class DataLoader:
         self._loop = object()
         return self._batches(plan, self._epoch, self._loop)
 
-    def _batches(self, plan: EpochPlan, epoch: int, loop: object) -> Iterator[Any]:
+    def _batches(self, plan: RankPlan, epoch: int, loop: object) -> Iterator[Any]:
         self._in_epoch = True
         total = plan.num_batches
         began = time.perf_counter()
@@ -218,6 +242,7 @@ class DataLoader:
             num_samples=self.dataset.catalog.num_samples,
             shuffle=self.shuffle,
             fingerprint=self.dataset.catalog.fingerprint(),
+            batching=self._planner.mark if self._planner else None,
         )
         return {**state.to_json(), "skipped_samples": self._skipped.count}
 
@@ -225,7 +250,7 @@ class DataLoader:
         """Go on where `state_dict` was taken: seed and shuffle come from the state.
 
         Raises:
-            ValueError: the state is damaged or was taken over other data.
+            ValueError: the state is damaged or was taken over other data, or with another `batching`.
         """
         if not isinstance(state, Mapping):
             raise ValueError(f"a state must be a mapping, got {type(state).__name__}")
@@ -237,8 +262,18 @@ class DataLoader:
                 "the state was taken over other shards (their names, sizes or blocks differ), where its "
                 f"position means other samples ({loaded.num_samples:,} samples, here {catalog.num_samples:,})"
             )
+        planner = self._planner and self._planner.resumed(loaded.batching or {})
+        mark = planner and planner.mark
+        if loaded.batching != mark:
+            raise ValueError(
+                "the state was taken with other batching or lengths, where its position means other rows or "
+                f"batches: it has {loaded.batching}, this loader {mark}"
+            )
+        if planner:  # only a plan knows how many units there are: refuse before anything changes
+            plan = replace(self._plan, seed=loaded.seed, shuffle=loaded.shuffle, planner=planner)
+            plan.epoch(catalog.blocks.num_samples, loaded.epoch, loaded.position)
         self.close()
-        self.seed, self.shuffle = loaded.seed, loaded.shuffle
+        self.seed, self.shuffle, self._planner = loaded.seed, loaded.shuffle, planner
         self.window_reason = "as in the loaded state"
         self._skipped.start(int(state.get("skipped_samples", 0)))
         self._plan = self._stream_plan()
@@ -260,7 +295,8 @@ class DataLoader:
 
     def stats(self) -> LoaderStats:
         """A snapshot; cheap, any thread."""
-        return self._counts.snapshot(self._session, self.shuffle, self.window_reason, self._skipped)
+        counted = self._counts.snapshot(self._session, self.shuffle, self.window_reason, self._skipped)
+        return replace(counted, lengths=self._length_stats)
 
     def close(self) -> None:
         """Stop and join all threads, drop what is prefetched. Batches handed out stay valid. Idempotent."""
@@ -301,6 +337,7 @@ class _Session:
             loader.collate_fn,
             dataset.batch_transform,
             loader._skipped.decide,
+            loader._planner.batching if loader._planner else None,
         )
         per_chunk = _batches_per_chunk(loader)
         stream = Stream(
@@ -488,7 +525,10 @@ def _batch_bytes(loader: DataLoader) -> int:
     fixed = sum(o.row_bytes for o in loader.dataset.outputs if o.kind in ("array", "spans", "image"))
     ragged = any(o.kind in ("ragged", "pad", "objects", "images") for o in loader.dataset.outputs)
     mean = int(catalog.blocks.nbytes.sum()) // max(1, catalog.num_samples) if ragged else 0
-    return max(1, loader.batch_size * (fixed + mean))
+    laid = 0
+    if isinstance(loader.batching, Packed):  # segment ids and positions beside the tokens
+        laid = loader.batch_size * loader.batching.length * _PACKED_BYTES
+    return max(1, loader._plan.samples_per_batch * (fixed + mean) + laid)
 
 
 def _batches_per_chunk(loader: DataLoader) -> int:

@@ -18,15 +18,19 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from dataflow.batches import ColumnBuilder, Randomness, Run, drop_rows, samples_of
+from dataflow.batches import ColumnBuilder, Cut, Randomness, Run, drop_rows, samples_of
 from dataflow.decode import Output
 from dataflow.mapped import MappedWindow, can_map_windows
+from dataflow.packed import batch_bytes, batch_columns
 from dataflow.staging import NotLocatableError, Source, StagedSpans, StagedWindow
 from prefetch.arena import Arena, rounded_bytes
+from sharding.batching import Batching
 from sharding.blocks import Block
 from sharding.errors import SampleError
 from sharding.order import Order, Shuffle, windows_touched
 from sharding.plan import EpochPlan, Tail
+from sharding.unit_plan import UnitPlan
+from sharding.unit_planner import UnitPlanner
 
 _FULL_WINDOW_SAMPLES = 4096
 _SPAN_ROWS = 1 << 14
@@ -36,6 +40,9 @@ _LOCATED_ROWS = 1 << 13
 _ALIGN = 512
 """Most that alignment adds to a value in a window."""
 _FIXED_KINDS = ("array", "spans", "image")
+
+
+RankPlan = EpochPlan | UnitPlan
 
 
 class Windows(Protocol):
@@ -114,10 +121,26 @@ class StreamPlan:
     rank: int
     world_size: int
     tail: Tail
+    planner: UnitPlanner | None = None
+    """Of length-aware batches; `batch_size` then counts its units."""
 
-    def epoch(self, num_samples: NDArray[np.int64], epoch: int, start: int = 0) -> EpochPlan:
+    @property
+    def samples_per_batch(self) -> int:
+        """Samples of a batch; about how many, of length-aware ones."""
+        return self.batch_size * (self.planner.samples_per_unit if self.planner else 1)
+
+    def epoch(self, num_samples: NDArray[np.int64], epoch: int, start: int = 0) -> RankPlan:
         """The plan of one epoch over a block table's sample counts, from position `start` on."""
         order = Order(num_samples, self.shuffle, seed=self.seed, epoch=epoch)
+        if self.planner is not None:
+            return self.planner.plan(
+                order,
+                units_per_batch=self.batch_size,
+                rank=self.rank,
+                world_size=self.world_size,
+                tail=self.tail,
+                start=start,
+            )
         return EpochPlan(
             order,
             batch_size=self.batch_size,
@@ -144,11 +167,17 @@ class Finishing:
     batch_transform: BatchFn | None
     on_bad: Callable[[SampleError], bool]
     """Decides about a bad sample: True skips it; may raise."""
+    batching: Batching | None = None
+    """How batches depend on lengths."""
 
     @property
     def does_something(self) -> bool:
         """Whether the gathered columns are not yet the batch."""
-        return bool(self.transform or self.collate or self.batch_transform)
+        return bool(self.transform or self.collate or self.batch_transform or self.batching)
+
+    def forms(self, column: str) -> bool:
+        """Whether the column is packed or padded here; a user's `collate` does that by itself."""
+        return self.batching is not None and self.collate is None and column == self.batching.column
 
 
 class Delivered(NamedTuple):
@@ -169,7 +198,7 @@ class BatchChunk:
     def __init__(
         self,
         stream: Stream,
-        plan: EpochPlan,
+        plan: RankPlan,
         first_batch: int,
         sizes: NDArray[np.int64],
         windows: Mapping[int, StagedWindow],
@@ -186,14 +215,45 @@ class BatchChunk:
         self._builder: ColumnBuilder | None = None
         self._built: list[Any] = []
         self._runs: list[Run] | None = None
+        self._pieces = (
+            plan.batches(first_batch, first_batch + len(sizes)) if isinstance(plan, UnitPlan) else None
+        )
 
     @cached_property
     def nbytes(self) -> int:
         """Output credits; known once the windows are staged."""
         outputs, rows = self._stream.source.outputs, self._num_rows
+        if self._pieces is not None:
+            return sum(map(self._piece_bytes, outputs))
         if all(output.kind in _FIXED_KINDS for output in outputs):
             return sum(rounded_bytes(rows * output.row_bytes) for output in outputs)
         return sum(_output_bytes(output, self.runs(), rows) for output in outputs)
+
+    def _piece_bytes(self, output: Output) -> int:
+        """Credits of a column of length-aware batches: what is gathered, and what it is laid into."""
+        found, finishing = self._pieces, self._stream.finishing
+        assert found is not None
+        if not finishing.forms(output.name):
+            return _output_bytes(output, self.runs(), self._num_rows)
+        batching = finishing.batching
+        assert batching is not None
+        item = np.dtype(output.dtype).itemsize
+        laid = (batch_bytes(batching, found.one(b), item) for b in range(self.num_batches))
+        if output.kind in _FIXED_KINDS:
+            gathered = rounded_bytes(self._num_rows * output.row_bytes)
+        else:
+            gathered = rounded_bytes(max(1, int(found.pieces.length.sum()) * item))
+        return gathered + sum(map(rounded_bytes, laid))
+
+    def _cut(self) -> Cut | None:
+        """Which part of its column a length-aware batch takes."""
+        batching, found, plan = self._stream.finishing.batching, self._pieces, self._plan
+        if batching is None or found is None or not self._stream.finishing.forms(batching.column):
+            return None
+        assert isinstance(plan, UnitPlan)
+        pieces = found.pieces
+        whole = plan.sequence.lengths[pieces.position].astype(np.int64)
+        return Cut(batching.column, pieces.begin, pieces.length, whole)
 
     def runs(self) -> list[Run]:
         """Its rows, window by window."""
@@ -214,6 +274,7 @@ class BatchChunk:
 
     def _rows_of(self, window: StagedWindow) -> NDArray[np.int64]:
         """Its rows, all in one window: few batches at a time, so that temporaries stay in the cache."""
+        assert isinstance(self._plan, EpochPlan)
         rows = self._stream.arena.lease(8 * self._num_rows)[: 8 * self._num_rows].view(np.int64)
         step, size = max(1, _LOCATED_ROWS // self._plan.batch_size), self._plan.batch_size
         for done in range(0, self.num_batches, step):
@@ -236,7 +297,8 @@ class BatchChunk:
         """Gather every column; give the image parts."""
         stream, runs = self._stream, self.runs()
         randomness = Randomness(stream.plan.seed, self._plan.order.epoch)
-        self._builder = ColumnBuilder(stream.arena, runs, self._num_rows, randomness, stream.on_return)
+        rows, cut = self._num_rows, self._cut()
+        self._builder = ColumnBuilder(stream.arena, runs, rows, randomness, stream.on_return, cut)
         self._built = [self._builder.build(output) for output in stream.source.outputs]
         return [part for built in self._built for part in built.parts]
 
@@ -252,7 +314,7 @@ class BatchChunk:
             delivered, row = [], 0
             for number, (batch, size) in enumerate(zip(batches, sizes, strict=True), self._first_batch):
                 skipped: list[SampleError] = []
-                done, kept = self._finish_batch(batch, row, size, skipped)
+                done, kept = self._finish_batch(number, batch, row, size, skipped)
                 delivered.append(Delivered(epoch, number, done, kept, tuple(skipped)))
                 row += size
         else:
@@ -265,7 +327,7 @@ class BatchChunk:
         return delivered, leased
 
     def _finish_batch(
-        self, batch: dict[str, Any], row: int, size: int, skipped: list[SampleError]
+        self, number: int, batch: dict[str, Any], row: int, size: int, skipped: list[SampleError]
     ) -> tuple[Any, int]:
         finishing, builder = self._stream.finishing, self._builder
         assert builder is not None
@@ -277,6 +339,11 @@ class BatchChunk:
         keep = np.array([i for i in range(size) if i not in dropped], np.int64) if dropped else None
         if keep is not None:
             batch, size = drop_rows(batch, keep), len(keep)
+        if self._pieces is not None and finishing.collate is None:
+            assert finishing.batching is not None
+            found = self._pieces.one(number - self._first_batch)
+            found = found if keep is None else found.keep(keep)
+            batch = batch_columns(finishing.batching, found, batch, builder.slot)
         done: Any = batch
         if finishing.transform or finishing.collate:
             kept = np.arange(size) if keep is None else keep
@@ -359,7 +426,9 @@ class Stream:
         self._full_window_bytes = full_window_bytes
         self.on_return = on_return
         self._batches_per_chunk = batches_per_chunk
-        self._batches_per_span = max(batches_per_chunk, min(_SPAN_ROWS // plan.batch_size, _MAX_SPAN_BATCHES))
+        self._batches_per_span = max(
+            batches_per_chunk, min(_SPAN_ROWS // plan.samples_per_batch, _MAX_SPAN_BATCHES)
+        )
         self._next_chunk = 1
         self._num_readers = num_readers
         self._mapped = can_map_windows(source)
@@ -371,7 +440,7 @@ class Stream:
             yield from self._epoch(plan)
             epoch, start = epoch + 1, 0
 
-    def _epoch(self, plan: EpochPlan) -> Iterator[StagedWindow]:
+    def _epoch(self, plan: RankPlan) -> Iterator[StagedWindow]:
         units = self._units(plan.order)
         opened: dict[int, _Use] = {}
         known: set[int] = set()
@@ -379,7 +448,9 @@ class Stream:
         done = 0
         while done < plan.num_batches:
             use = next((use for use in opened.values() if done in use.core), None)
-            if use is not None:  # most batches lie in one window, which needs no look at their samples
+            if use is not None and isinstance(
+                plan, EpochPlan
+            ):  # most batches lie in one window, which needs no look at their samples
                 assert newest is not None
                 count = use.core.stop - done
                 self._cut_inside(plan, use, count, done, opened, newest.chunk_list)
@@ -402,7 +473,7 @@ class Stream:
         if newest is not None:
             yield newest
 
-    def _span(self, plan: EpochPlan, units: Windows, first: int, opened: Mapping[int, _Use]) -> _Span:
+    def _span(self, plan: RankPlan, units: Windows, first: int, opened: Mapping[int, _Use]) -> _Span:
         """Batches from `first` on that need open windows only; if none do, what the first one needs."""
         last = min(first + self._batches_per_span, plan.num_batches)
         if plan.num_padded:  # a padded batch comes alone: it may need windows that the others are done with
@@ -443,7 +514,7 @@ class Stream:
             self._next_chunk = min(2 * self._next_chunk, self._batches_per_chunk)
             done = stop
 
-    def _cut(self, plan: EpochPlan, span: _Span, opened: dict[int, _Use], chunks: list[BatchChunk]) -> None:
+    def _cut(self, plan: RankPlan, span: _Span, opened: dict[int, _Use], chunks: list[BatchChunk]) -> None:
         """Cut a span into chunks, and close what no later batch needs."""
         ends = np.cumsum(span.sizes)
         batch = row = 0
@@ -464,11 +535,13 @@ class Stream:
             self._next_chunk = min(2 * self._next_chunk, self._batches_per_chunk)
             batch, row = stop, end
 
-    def _open(self, plan: EpochPlan, units: Windows, number: int, slots: NDArray[np.int64] | None) -> _Use:
+    def _open(self, plan: RankPlan, units: Windows, number: int, slots: NDArray[np.int64] | None) -> _Use:
         """Stage a window for the slots given, or else for all that this rank's batches take of it."""
         if slots is None:
             slots = plan.own_slots(number, units)
-        core = plan.batches_within(*units.window_core(number)) if isinstance(units, Order) else range(0)
+        core = range(0)
+        if isinstance(units, Order) and isinstance(plan, EpochPlan):
+            core = plan.batches_within(*units.window_core(number))
         if slots is None:
             return _Use(number, self._stage(units, number, None), units.num_slots(number), core)
         left = len(slots)

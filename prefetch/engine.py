@@ -376,7 +376,7 @@ class Engine(Generic[T]):
             MemoryLimitError(
                 f"{what} need {nbytes:,} bytes beside {need - nbytes:,} held, more than "
                 f"memory_limit={held.limit_bytes:,}; raise memory_limit to at least {need:,}, "
-                "or lower batch_size or Shuffle(window_blocks=...)"
+                "or lower batch_size, Shuffle(window_blocks=...) or the window= of batching"
             )
         )
 

@@ -237,16 +237,20 @@ class PlanState:
     seed: int
     epoch: int
     position: int
-    """Global position: samples of this epoch that are done, in [0, num_samples]."""
+    """Global position: samples of this epoch that are done, in [0, num_samples]; units with a `batching`."""
     num_samples: int
     shuffle: Shuffle
     """As `Order.shuffle` gives it, with nothing left open: other windows or lanes are another order."""
     fingerprint: str = ""
     """What identifies the block table, at most 128 printable ASCII characters; "" where nothing does."""
     version: int = STATE_VERSION
+    batching: Mapping[str, object] | None = None
+    """What decides the units of a length-aware plan (`UnitPlanner.mark`); None: positions count samples."""
 
     def __post_init__(self) -> None:
         _check_version(self.version)
+        if self.batching is not None and not isinstance(self.batching, Mapping):
+            raise ValueError(f"batching must be an object or missing, got {self.batching!r}")
         for name in ("seed", "epoch", "position", "num_samples"):
             if type(getattr(self, name)) is not int:
                 raise ValueError(f"{name} must be an integer, got {getattr(self, name)!r}")
@@ -254,7 +258,9 @@ class PlanState:
             raise ValueError(f"seed must fit 64 bits, got {self.seed}")
         if not 0 <= self.epoch < 1 << 63:
             raise ValueError(f"epoch must be >= 0 and fit 63 bits, got {self.epoch}")
-        if not 0 <= self.position <= self.num_samples < 1 << 63:
+        # Samples that are split are in several units, so only the plan knows how many units there are.
+        most = self.num_samples if self.batching is None else (1 << 63) - 1
+        if not 0 <= self.num_samples < 1 << 63 or not 0 <= self.position <= most:
             raise ValueError(f"position must be in [0, num_samples={self.num_samples}], got {self.position}")
         if not isinstance(self.shuffle, Shuffle):
             raise ValueError(f"shuffle must be a Shuffle, got {self.shuffle!r}")
@@ -263,8 +269,9 @@ class PlanState:
             raise ValueError(f"fingerprint must be at most 128 printable ASCII characters, got {mark!r}")
 
     def to_json(self) -> dict[str, object]:
-        """The state as JSON types."""
-        return asdict(self) | {"shuffle": self.shuffle.to_json()}
+        """The state as JSON types; `batching` only where there is one."""
+        fields = asdict(self) | {"shuffle": self.shuffle.to_json()}
+        return fields if self.batching is not None else {k: v for k, v in fields.items() if k != "batching"}
 
     @classmethod
     def from_json(cls, value: object) -> PlanState:
@@ -273,7 +280,7 @@ class PlanState:
             raise ValueError(f"a state must be an object, got {type(value).__name__}")
         _check_version(value.get("version"))  # first, since another version may have other fields
         names = {field.name for field in fields(cls)}
-        if missing := sorted(names - set(value)):
+        if missing := sorted(names - {"batching"} - set(value)):
             raise ValueError(f"the state lacks {', '.join(missing)}")
         if unknown := sorted(set(value) - names, key=str):
             raise ValueError(f"the state has unknown fields: {', '.join(map(str, unknown))}")

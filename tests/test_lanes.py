@@ -7,6 +7,8 @@ from hypothesis import strategies as st
 
 from sharding.keyed import mix_key
 from sharding.lanes import cut_lanes, deal_evenly, deal_with_exchange, lane_bounds
+from sharding.order import Order
+from sharding.shuffle import Shuffle
 
 sizes = st.lists(st.integers(1, 30), max_size=60).map(lambda table: np.array(table, np.int64))
 lanes = st.integers(1, 12)
