@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,7 +36,6 @@ _FULL_WINDOW_SAMPLES = 4096
 _SPAN_ROWS = 1 << 14
 """Samples located at a time, so that the cost of a call vanishes."""
 _MAX_SPAN_BATCHES = 1024
-_LOCATED_ROWS = 1 << 13
 _ALIGN = 512
 """Most that alignment adds to a value in a window."""
 _FIXED_KINDS = ("array", "spans", "image")
@@ -263,7 +262,7 @@ class BatchChunk:
 
     def _run(self, number: int, window: StagedWindow) -> Run:
         if self._located is None:
-            return Run(window, self._rows_of(window), slice(0, self._num_rows))
+            return Run(window, self._rows_of(number, window), slice(0, self._num_rows))
         numbers, slots = self._located
         if len(self._windows) == 1:
             return Run(window, window.rows[slots], slice(0, len(slots)))
@@ -272,16 +271,18 @@ class BatchChunk:
         first, last = int(places[0]), int(places[-1]) + 1
         return Run(window, rows, slice(first, last) if last - first == len(places) else places)
 
-    def _rows_of(self, window: StagedWindow) -> NDArray[np.int64]:
-        """Its rows, all in one window: few batches at a time, so that temporaries stay in the cache."""
-        assert isinstance(self._plan, EpochPlan)
+    def _rows_of(self, number: int, window: StagedWindow) -> NDArray[np.int64]:
+        """Its rows, all in one window."""
+        plan = cast(EpochPlan, self._plan)
         rows = self._stream.arena.lease(8 * self._num_rows)[: 8 * self._num_rows].view(np.int64)
-        step, size = max(1, _LOCATED_ROWS // self._plan.batch_size), self._plan.batch_size
-        for done in range(0, self.num_batches, step):
-            first = self._first_batch + done
-            last = min(first + step, self._first_batch + self.num_batches)
-            slots = self._plan.order.locate(self._plan.positions(first, last)[0])[1]
-            np.take(window.rows, slots, out=rows[done * size : done * size + len(slots)], mode="clip")
+        whole = plan.whole_lanes(self._first_batch)
+        if whole is None:
+            np.take(window.rows, self._where[1], out=rows, mode="clip")
+            return rows
+        lanes, depths, each = whole  # a lane's samples follow one another: a copy for each lane
+        by_lane = rows.reshape(self.num_batches, len(lanes), each)
+        for i, slot in enumerate(plan.order.slots_at(number, lanes, depths).tolist()):
+            by_lane[:, i] = window.rows[slot : slot + self.num_batches * each].reshape(-1, each)
         return rows
 
     @property
@@ -476,6 +477,8 @@ class Stream:
     def _span(self, plan: RankPlan, units: Windows, first: int, opened: Mapping[int, _Use]) -> _Span:
         """Batches from `first` on that need open windows only; if none do, what the first one needs."""
         last = min(first + self._batches_per_span, plan.num_batches)
+        # Not into what lies in one window: that needs no look at its samples.
+        last = min([last, *(use.core.start for use in opened.values() if use.core.start > first)])
         if plan.num_padded:  # a padded batch comes alone: it may need windows that the others are done with
             last = min(last, max(first + 1, plan.num_batches - 1))
         positions, sizes = plan.positions(first, last)

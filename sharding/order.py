@@ -185,6 +185,11 @@ class Order:
             np.take(rows, out.copy(), out=out)
         return blocks
 
+    def slots_at(self, window: int, lane: NDArray[np.int64], depth: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Slots of samples of a window, told by lane and place in the lane, int64 [n]."""
+        table, cell = self.table, lane * self.num_windows + window
+        return depth + table.lane_bounds[lane] + table.slot_of_place[cell]
+
     def window_core(self, window: int) -> tuple[int, int]:
         """The longest range of positions [first, end) that all lie in the window; none where end <= first."""
         table, cells = self.table, self.table.cells(self._checked(window))

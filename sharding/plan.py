@@ -148,6 +148,22 @@ class EpochPlan:
         last = self._last_batch if self.num_padded else np.zeros(0, np.int64)
         return last[last >= self.order.num_samples] % self.order.num_samples
 
+    def whole_lanes(self, batch: int) -> tuple[NDArray[np.int64], NDArray[np.int64], int] | None:
+        """The lanes of which this rank takes the same share of every full batch, where it is so.
+
+        Returns:
+            lanes int64 [l], in the order in which a batch lists them; the depth int64 [l] in each at which
+            `batch` begins; the samples of each that a batch takes. From batch to batch, depths grow by these.
+        """
+        lanes, group = self.order.num_lanes, self.global_batch_size
+        each = group // lanes
+        if group % lanes or self.batch_size % each:
+            return None
+        first = self.rank * self.batch_size // each
+        own = np.arange(first, first + self.batch_size // each)
+        begin = self.start + batch * group
+        return own, -((own - begin) // lanes), each
+
     def batches_within(self, first: int, end: int) -> range:
         """The full batches whose positions, over all ranks, lie in [first, end)."""
         begin = -(-max(0, first - self.start) // self.global_batch_size)

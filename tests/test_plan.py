@@ -389,3 +389,18 @@ def test_json_that_is_no_state_is_refused():
 def test_a_state_made_by_hand_needs_a_shuffle():
     with pytest.raises(ValueError, match="shuffle must be a Shuffle, got 'none'"):
         PlanState(0, 0, 0, 0, "none")
+
+
+@given(st.integers(1, 400), st.integers(1, 12), small, st.integers(1, 8), st.data())
+def test_whole_lanes_spell_out_what_a_rank_takes_of_full_batches(n, batch_size, world_size, lanes, data):
+    order = order_of(n, lanes=lanes)
+    start = data.draw(st.integers(0, n))
+    for plan in plans_of(order, batch_size, world_size, "drop", start=start):
+        for batch in range(plan.num_batches):
+            found = plan.whole_lanes(batch)
+            if found is None:
+                assert plan.global_batch_size % lanes or batch_size * lanes % plan.global_batch_size
+                continue
+            own, depths, each = found
+            spelled = (own[:, None] + (depths[:, None] + np.arange(each)) * lanes).reshape(-1)
+            assert spelled.tolist() == plan.positions(batch, batch + 1)[0].tolist()
