@@ -4,6 +4,7 @@ from dataflow.dataset import ShardedDataset
 from dataflow.decode import Pad
 from dataflow.image import Image
 from dataflow.loader import DataLoader
+from dataflow.mixture import Mixture
 from dataflow.ragged import Ragged
 from sharding.errors import DataflowError
 from sharding.order import Shuffle
@@ -14,6 +15,7 @@ __all__ = [
     "DataLoader",
     "DataflowError",
     "Image",
+    "Mixture",
     "Pad",
     "Ragged",
     "ShardWriter",
