@@ -111,7 +111,14 @@ class Interleaving:
 
     def positions(self, source: int, index: NDArray[np.int64]) -> NDArray[np.int64]:
         """The inverse of `locate`, int64 [n]: where a source's samples come; -1: not in this epoch."""
-        index = np.asarray(index, np.int64) - self.first[source]
+        index = np.asarray(index, np.int64)
+        out = np.empty(len(index), np.int64)
+        for at in range(0, len(index), _CHUNK):
+            out[at : at + _CHUNK] = self._positions(source, index[at : at + _CHUNK])
+        return out
+
+    def _positions(self, source: int, index: NDArray[np.int64]) -> NDArray[np.int64]:
+        index = index - self.first[source]
         nth = index // self.run_length
         phase = np.searchsorted(self._before[1:, source], nth, side="right")
         out = np.full(len(index), _NEVER, np.int64)

@@ -65,6 +65,14 @@ def test_without_weights_every_sample_comes_once_an_epoch(abc: tuple[ShardedData
     assert samples_of(mixture, 0, seed=1) != orders[0]
 
 
+def test_sources_of_equal_shape_are_shuffled_apart(tmp_path: Path) -> None:
+    made = make_ints_tar(tmp_path, 30)
+    samples = samples_of(Mixture([made.open(), made.open()]), 0)
+    orders = [[n for source, n in samples if source == number] for number in (0, 1)]
+    assert orders[0] != orders[1]
+    assert sorted(orders[0]) == sorted(orders[1]) == list(range(30))
+
+
 def test_repeats_by_name_or_in_order(abc: tuple[ShardedDataset, ...]) -> None:
     a, b, c = abc
     mixture = Mixture(abc, repeats={a: 1, b: 2, c: Fraction(1, 3)})

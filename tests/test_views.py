@@ -321,12 +321,9 @@ def test_filter_looks_into_structs_and_skips_empty_row_groups(tmp_path: Path) ->
         [("n", pa.int64()), ("meta", pa.struct([("year", pa.int64()), ("name", pa.string())]))]
     )
     with pq.ParquetWriter(tmp_path / "a.parquet", schema) as writer:
-        for start in (0, 0, 3):
-            batch = [
-                {"n": i, "meta": {"year": 2000 + i, "name": "x"}} for i in range(start, start and start + 3)
-            ]
+        for numbers in ([], [0, 1], [3, 4, 5]):
+            batch = [{"n": n, "meta": {"year": 2000 + n, "name": "x"}} for n in numbers]
             writer.write_table(pa.Table.from_pylist(batch, schema))
-        writer.write_table(pa.Table.from_pylist([{"n": 9, "meta": {"year": 1990, "name": "y"}}], schema))
     dataset = ShardedDataset(str(tmp_path / "a.parquet"), catalog=str(tmp_path / "a.catalog"), columns=["n"])
     view = dataset.filter(pc.field("meta", "year") > 2003)
     assert [int(view[i]["n"]) for i in range(len(view))] == [4, 5]
