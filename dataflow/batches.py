@@ -11,12 +11,12 @@ rows of the slot, in parts that run in parallel.
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 import math
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -30,7 +30,7 @@ from dataflow.image import decode_image, decode_images
 from dataflow.ragged import Ragged
 from dataflow.staging import StagedArray, StagedSpans, StagedWindow
 from prefetch.arena import Arena, rounded_bytes
-from prefetch.iovec import copy_spans
+from prefetch.iovec import copy_mapped, copy_spans
 from sharding.errors import SampleError
 from sharding.order import uniform
 
@@ -43,18 +43,24 @@ _TILE_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class Run:
-    """Consecutive rows of a chunk that come from one window."""
+    """The rows of a chunk that come from one window."""
 
     window: StagedWindow
     rows: NDArray[np.int64]
     """[n] rows of the window."""
-    first: int
-    """First row of the chunk they fill."""
+    places: slice | NDArray[np.int64]
+    """The rows of the chunk that they fill, ascending; a slice where they follow one another."""
 
-    @property
-    def target(self) -> slice:
-        """The rows of the chunk."""
-        return slice(self.first, self.first + len(self.rows))
+    def place(self, at: int) -> int:
+        """The row of the chunk that `rows[at]` fills."""
+        return self.places.start + at if isinstance(self.places, slice) else int(self.places[at])
+
+    def part(self, start: int, stop: int) -> Run:
+        """Some of its rows."""
+        if isinstance(self.places, slice):
+            first, last = self.places.start + start, min(self.places.start + stop, self.places.stop)
+            return Run(self.window, self.rows[start:stop], slice(first, last))
+        return Run(self.window, self.rows[start:stop], self.places[start:stop])
 
 
 @dataclass(frozen=True)
@@ -63,6 +69,10 @@ class Randomness:
 
     seed: int
     epoch: int
+
+    def epoch_of(self, window: StagedWindow) -> int:
+        """The epoch that counts for samples of a window: a sample may come twice in one of a mixture."""
+        return self.epoch if window.source_epoch is None else window.source_epoch
 
 
 @dataclass
@@ -84,10 +94,7 @@ class ColumnBuilder:
         num_rows: int,
         randomness: Randomness,
         on_return: Callable[[int], Callable[[], None]] | None,
-        *,
-        slots: Mapping[str, NDArray[np.uint8]] | None = None,
     ) -> None:
-        self._slots = slots or {}
         self._arena, self._runs, self._num_rows = arena, runs, num_rows
         self._randomness = randomness
         self._on_return = on_return
@@ -124,7 +131,7 @@ class ColumnBuilder:
         error = run.window.sample_error(int(run.rows[at]), reason, output.name)
         error.__cause__ = cause
         with self._lock:
-            self.bad.setdefault(run.first + at, error)
+            self.bad.setdefault(run.place(at), error)
 
     def _note_missing(self, output: Output) -> None:
         for run in self._runs:
@@ -142,74 +149,76 @@ class ColumnBuilder:
         for run in self._runs:
             staged = run.window.staged[output.name]
             assert isinstance(staged, StagedArray)
-            _take_rows(staged.values, run.rows, out[run.target])
+            self._into(run, out, partial(_take_rows, staged.values, run.rows))
             if staged.bad:
                 for at in np.flatnonzero(np.isin(run.rows, list(staged.bad))).tolist():
                     self._note_bad(run, at, output, staged.bad[int(run.rows[at])], None)
         return _split_rows(out)
 
     def _spans(self, output: Output) -> Built:
-        if output.name in self._slots:
-            shape = (self._num_rows, *output.shape)
-            return _split_rows(self._slots[output.name].view(output.dtype).reshape(shape))
         out = self._fixed_slot(output)
-        stored = np.dtype(output.source_dtype)
-        row_bytes = int(np.prod(output.shape, dtype=np.int64)) * stored.itemsize
         for run in self._runs:
-            target = out[run.target]
-            if stored == out.dtype:
-                _take_spans(run, output, row_bytes, target.view(np.uint8).reshape(len(run.rows), -1))
-                continue
-            tile = max(1, _TILE_BYTES // row_bytes)
-            scratch = self._arena.lease(tile * row_bytes)[: tile * row_bytes].reshape(tile, row_bytes)
-            typed = scratch.view(stored).reshape(tile, *output.shape)
-            for start in range(0, len(run.rows), tile):
-                part = Run(run.window, run.rows[start : start + tile], 0)
-                num_rows = len(part.rows)
-                _take_spans(part, output, row_bytes, scratch[:num_rows])
-                np.copyto(target[start : start + num_rows], typed[:num_rows])
+            stored = output.source_dtype == output.dtype
+            self._into(run, out, partial(_take_spans if stored else _widen, run, output))
         return _split_rows(out)
+
+    def _into(self, run: Run, out: Array, fill: Callable[[Array], None]) -> None:
+        """Let `fill` write the rows of a run: in place where they follow one another, else through a copy."""
+        if isinstance(run.places, slice):
+            fill(out[run.places])
+            return
+        nbytes = len(run.rows) * (out.nbytes // max(1, len(out)))
+        part = self._arena.lease(nbytes or 1)[:nbytes].view(out.dtype).reshape(len(run.rows), *out.shape[1:])
+        fill(part)
+        out[run.places] = part
 
     # ---- variable rows --------------------------------------------------------------------------------
 
     def _ragged(self, output: Output) -> Built:
-        lengths = np.concatenate([_spans_of(run, output).lengths[run.rows] for run in self._runs])
-        lengths = np.maximum(lengths, 0)
-        ends = np.cumsum(lengths)
-        if output.name in self._slots:
-            values = torch.from_numpy(self._slots[output.name].view(output.source_dtype))
-            return Built(lambda sizes: _split_ragged(values, lengths, sizes, output))
-        out = self._slot(max(1, int(lengths.sum())))[: int(lengths.sum())]
+        pieces = np.empty((self._num_rows, 2), np.int64)
         for run in self._runs:
-            addresses = _spans_of(run, output).addresses[run.rows]
-            own = lengths[run.target]
-            first = int(ends[run.first] - lengths[run.first])
-            copy_spans(addresses, own, out[first : first + int(own.sum())])
+            pieces[run.places] = _spans_of(run, output).pieces[run.rows]
+        lengths = pieces[:, 1]
+        nbytes = int(lengths.sum())
+        out = self._slot(max(1, nbytes))[:nbytes]
+        self._copy(pieces, out, output)
         values = torch.from_numpy(out.view(output.source_dtype))
         return Built(lambda sizes: _split_ragged(values, lengths, sizes, output))
+
+    def _copy(self, pieces: NDArray[np.int64], out: NDArray[np.uint8], output: Output) -> None:
+        """Copy the values of all rows, one after the other."""
+        if not any(run.window.mapped for run in self._runs):
+            copy_spans(pieces[:, 0], pieces[:, 1], out)
+            return
+        done = copy_mapped(pieces, out)
+        if done < len(pieces):
+            for run in self._runs:
+                places = np.arange(self._num_rows)[run.places]
+                for at in np.flatnonzero(places == done).tolist():
+                    raise run.window.truncated(int(run.rows[at]), output.name)
 
     def _objects(self, output: Output) -> Built:
         """Python values, one by one: they are Python objects in the batch anyway."""
         values: list[Any] = [None] * self._num_rows
         for run in self._runs:
             spans = _spans_of(run, output)
-            for at, row in enumerate(run.rows.tolist()):
-                if spans.lengths[row] < 0:
+            buffer, starts = run.window.buffer_of(spans, run.rows, output.name)
+            ends = starts + spans.lengths[run.rows]
+            for at, (start, end) in enumerate(zip(starts.tolist(), ends.tolist(), strict=True)):
+                if end < start:
                     continue
                 try:
-                    values[run.first + at] = self._object(output, spans, run.window, row)
+                    values[run.place(at)] = self._object(output, buffer[start:end].data, run, at)
                 except Exception as error:
                     self._note_bad(run, at, output, _reason(error), error)
         return Built(lambda sizes: [_collate_objects(part) for part in _split_list(values, sizes)])
 
-    def _object(self, output: Output, spans: StagedSpans, window: StagedWindow, row: int) -> Any:
-        address, length = int(spans.addresses[row]), int(spans.lengths[row])
+    def _object(self, output: Output, data: memoryview, run: Run, at: int) -> Any:
         if output.image is not None:
-            draws = self._draws(output, window, np.array([row]))
-            data = memoryview((ctypes.c_uint8 * length).from_address(address)).cast("B")
+            draws = self._draws(output, run.window, run.rows[at : at + 1])
             return torch.from_numpy(decode_image(output.image, data, draws))
         assert output.convert is not None
-        return output.convert(ctypes.string_at(address, length))
+        return output.convert(data.tobytes())
 
     # ---- images ---------------------------------------------------------------------------------------
 
@@ -218,9 +227,9 @@ class ColumnBuilder:
         parts: list[Callable[[], None]] = []
         for run in self._runs:
             for start in range(0, len(run.rows), _IMAGE_PART):
-                rows = run.rows[start : start + _IMAGE_PART]
-                part = Run(run.window, rows, run.first + start)
-                parts.append(lambda p=part: self._decode_part(output, p, out[p.target]))  # type: ignore[misc]
+                part = run.part(start, start + _IMAGE_PART)
+                decode = partial(self._decode_part, output, part)
+                parts.append(partial(self._into, part, out, decode))
         built = _split_rows(out)
         built.parts = parts
         return built
@@ -228,8 +237,8 @@ class ColumnBuilder:
     def _decode_part(self, output: Output, run: Run, out: Array) -> None:
         assert output.image is not None
         spans = _spans_of(run, output)
-        buffer, base = _buffer_of(run.window, spans, run.rows)
-        starts, lengths = spans.addresses[run.rows] - base, spans.lengths[run.rows]
+        buffer, starts = run.window.buffer_of(spans, run.rows, output.name)
+        lengths = spans.lengths[run.rows]
         have = np.flatnonzero(lengths >= 0)
         rows = run.rows
         if len(have) < len(lengths):
@@ -247,7 +256,7 @@ class ColumnBuilder:
         if not output.image.random:
             return None
         samples = window.sample_numbers(rows)
-        seed, epoch = self._randomness.seed, self._randomness.epoch
+        seed, epoch = self._randomness.seed, self._randomness.epoch_of(window)
         return lambda k: uniform(seed, epoch, samples, k)
 
 
@@ -278,45 +287,52 @@ def _take_rows(values: Array, rows: NDArray[np.int64], out: Array) -> None:
     torch.index_select(torch.from_numpy(source), 0, torch.from_numpy(rows), out=torch.from_numpy(target))
 
 
-def _take_spans(run: Run, output: Output, row_bytes: int, out: NDArray[np.uint8]) -> None:
-    """Gather equally long spans into `out` [n, row_bytes]."""
-    spans, region = _spans_of(run, output), run.window.region
+def _scratch(nbytes: int) -> NDArray[np.uint8]:
+    """Memory of this thread that lasts until it asks again."""
+    known: NDArray[np.uint8] | None = getattr(_of_thread, "scratch", None)
+    if known is None or len(known) < nbytes:
+        known = _of_thread.scratch = np.empty(max(nbytes, _TILE_BYTES), np.uint8)
+    return known[:nbytes]
+
+
+_of_thread = threading.local()
+
+
+def _widen(run: Run, output: Output, out: Array) -> None:
+    """Gather rows as they are stored, tile by tile, and convert each tile while it is in the cache."""
+    tile = max(1, _TILE_BYTES // output.source_row_bytes)
+    scratch = _scratch(min(tile, len(run.rows)) * output.source_row_bytes)
+    for start in range(0, len(run.rows), tile):
+        part = run.part(start, start + tile)
+        stored = scratch[: len(part.rows) * output.source_row_bytes]
+        _take_spans(part, output, stored)
+        typed = stored.view(output.source_dtype).reshape(len(part.rows), *output.shape)
+        np.copyto(out[start : start + tile], typed)
+
+
+def _take_spans(run: Run, output: Output, out: Array) -> None:
+    """Gather equally long spans into `out`, of n rows as they are stored."""
+    out = out.reshape(-1).view(np.uint8).reshape(len(run.rows), -1)
+    spans, region, row_bytes = _spans_of(run, output), run.window.region, output.source_row_bytes
     if spans.uniform_bytes == row_bytes and region is not None and spans.in_region:
         view, places = spans.grid(region)
         torch.index_select(view, 0, torch.from_numpy(places[run.rows]), out=torch.from_numpy(out))
         return
-    addresses, lengths = spans.addresses[run.rows], spans.lengths[run.rows]
+    if spans.uniform_bytes == row_bytes:
+        run.window.copy_values(spans, run.rows, out.reshape(-1), output.name)
+        return
+    lengths = spans.lengths[run.rows]
     wrong = np.flatnonzero((lengths >= 0) & (lengths != row_bytes))
     if len(wrong):
         reason = f"holds {lengths[wrong[0]]} bytes where every other sample holds {row_bytes}"
         raise run.window.sample_error(int(run.rows[wrong[0]]), reason, output.name)
     have = np.flatnonzero(lengths >= 0)  # the others are reported as bad rows
     if len(have) == len(lengths):
-        copy_spans(addresses, lengths, out.reshape(-1))
+        run.window.copy_values(spans, run.rows, out.reshape(-1), output.name)
         return
     packed = np.empty((len(have), row_bytes), np.uint8)
-    copy_spans(addresses[have], lengths[have], packed.reshape(-1))
+    run.window.copy_values(spans, run.rows[have], packed.reshape(-1), output.name)
     out[have] = packed
-
-
-def _inside(region: NDArray[np.uint8], addresses: NDArray[np.int64], lengths: NDArray[np.int64]) -> bool:
-    first = region.ctypes.data
-    return bool((addresses >= first).all() and (addresses + lengths <= first + region.nbytes).all())
-
-
-def _buffer_of(
-    window: StagedWindow, spans: StagedSpans, rows: NDArray[np.int64]
-) -> tuple[NDArray[np.uint8], int]:
-    """A byte array that covers the rows' spans, and its address."""
-    have = rows[spans.lengths[rows] >= 0]
-    if window.region is not None and _inside(window.region, spans.addresses[have], spans.lengths[have]):
-        return window.region, window.region.ctypes.data
-    if not len(have):
-        return np.empty(0, np.uint8), 0
-    base = int(spans.addresses[have].min())
-    end = int((spans.addresses[have] + spans.lengths[have]).max())
-    # Decoded blocks lie apart in memory: the view spans them all, but only the rows' own bytes are read.
-    return np.ctypeslib.as_array((ctypes.c_uint8 * (end - base)).from_address(base)), base
 
 
 def _split_rows(out: Array) -> Built:

@@ -24,11 +24,13 @@ from dataflow.staging import Source, StagedWindow
 from dataflow.stream import sample_rng
 from dataflow.views import matching, picked, split_parts
 from prefetch.arena import Arena
+from prefetch.mapping import Mappings
 from prefetch.store import StoreReader
 from sharding.blocks import DEFAULT_BLOCK_BYTES, Format
 from sharding.catalog import Catalog
 from sharding.errors import SampleError
-from sharding.selection import Selection
+from sharding.order import Shuffle
+from sharding.selection import SelectedOrder, Selection
 from sharding.split import By
 
 _KEPT_BLOCKS = 4
@@ -109,15 +111,29 @@ class ShardedDataset(Dataset[Any]):
 
     # ---- streaming ----------------------------------------------------------------------------------
 
-    def source(self) -> Source:
+    def source(self, keep_mapped_bytes: int = 0) -> Source:
         """What the loader reads with; a new reader each, so nothing is shared between loaders."""
-        if not self.selection.is_whole:
-            raise NotImplementedError("streaming a view is not built yet; use torch's DataLoader for it")
-        return self._new_source()
+        return Source(
+            self.catalog,
+            self._codec,
+            StoreReader(self.storage_options),
+            self.outputs,
+            Mappings(keep_mapped_bytes),
+            all_columns=self._all_columns,
+        )
 
-    def _new_source(self) -> Source:
-        reader = StoreReader(self.storage_options)
-        return Source(self.catalog, self._codec, reader, self.outputs, all_columns=self._all_columns)
+    @property
+    def sources(self) -> tuple[ShardedDataset, ...]:
+        """Itself, as a `Mixture` has its datasets."""
+        return (self,)
+
+    def num_samples(self, epoch: int) -> int:
+        """Samples of an epoch: of any, the same."""
+        return len(self)
+
+    def windows(self, epoch: int, shuffle: Shuffle, *, seed: int) -> SelectedOrder:
+        """The order of one epoch."""
+        return SelectedOrder(self.selection, shuffle, seed=seed, epoch=epoch)
 
     @property
     def transform_wants_rng(self) -> bool:
@@ -183,7 +199,7 @@ class ShardedDataset(Dataset[Any]):
         out are not touched; of what remains, the columns in question are read now, in parallel. Raises
         `ValueError` for a format that is not tabular, or a condition that does not fit the columns.
         """
-        return self._view(matching(self._new_source(), self.selection, expression))
+        return self._view(matching(self.source(), self.selection, expression))
 
     def _view(self, selection: Selection) -> ShardedDataset:
         view = object.__new__(type(self))
@@ -228,7 +244,7 @@ class ShardedDataset(Dataset[Any]):
         runs = []
         for at, (block, row) in enumerate(zip(blocks.tolist(), rows.tolist(), strict=True)):
             window, first = self._window(arena, block, row)
-            runs.append(Run(window, np.array([first], np.int64), at))
+            runs.append(Run(window, np.array([first], np.int64), slice(at, at + 1)))
         builder = ColumnBuilder(arena, runs, len(runs), Randomness(self.seed, self.epoch), None)
         built = [builder.build(output) for output in self.outputs]
         for column in built:
@@ -260,7 +276,7 @@ class ShardedDataset(Dataset[Any]):
 
     def _source(self) -> Source:
         if getattr(self._local, "pid", None) != os.getpid():
-            self._local.pid, self._local.source = os.getpid(), self._new_source()
+            self._local.pid, self._local.source = os.getpid(), self.source()
         source: Source = self._local.source
         return source
 

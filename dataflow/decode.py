@@ -76,6 +76,11 @@ class Output:
         """Bytes of one delivered row of fixed size."""
         return int(np.prod(self.shape, dtype=np.int64)) * np.dtype(self.dtype).itemsize
 
+    @cached_property
+    def source_row_bytes(self) -> int:
+        """Bytes of one stored row of fixed size."""
+        return math.prod(self.shape) * np.dtype(self.source_dtype).itemsize
+
 
 def resolve_outputs(
     schema: Mapping[str, ColumnSpec],

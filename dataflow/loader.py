@@ -1,4 +1,4 @@
-"""`DataLoader` over a `ShardedDataset`: the one object that training code holds.
+"""`DataLoader` over a `ShardedDataset` or a `Mixture`: the one object that training code holds.
 
 It turns its arguments into a plan (which samples, in which order, for this rank), starts one engine
 (threads, credits, arena), and hands out batches. The engine lives from the first batch to `close`, across
@@ -13,22 +13,27 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 
 from dataflow.dataset import ShardedDataset
+from dataflow.mixture import Mixture
+from dataflow.staging import Source, Traffic
 from dataflow.stats import LoaderStats
 from dataflow.stream import Delivered, Finishing, Stream, StreamPlan
+from dataflow.topology_exchange import detect_topology
 from prefetch.arena import Arena, rounded_bytes
 from prefetch.depth import Decision, DepthPolicy, Observation, fixed_depth
 from prefetch.device import CudaStreams, DeviceCopier, register_pinned
 from prefetch.engine import NOT_STARTED, Engine, EngineOptions, EngineStats, MemoryLimitError, StallError
 from prefetch.ledger import Ledger
 from sharding.errors import SampleError
+from sharding.mixture import ENDLESS
 from sharding.order import Shuffle
+from sharding.placement import seat_of
 from sharding.plan import EpochPlan, PlanState, Tail
 from sharding.topology import Topology
 from sharding.urls import is_local
@@ -41,16 +46,18 @@ _MAX_CHUNK_BATCHES = 128
 _WINDOW_BYTES = 64 << 20
 _DEFAULT_LIMIT = 1 << 30
 _MIN_WINDOW_BLOCKS = 8
+_WINDOWS_AHEAD = 3
+"""Windows a source: one drained, one staged, one being read."""
 _LISTED_ERRORS = 1000
 _LOCAL_READERS = 2
 _REMOTE_READERS = 16
 
 
 class DataLoader:
-    """Batches of a `ShardedDataset`, in an order that is a function of (seed, epoch, position).
+    """Batches of a dataset or a mixture, in an order that is a function of (seed, epoch, position).
 
     Args:
-        dataset: a `ShardedDataset`.
+        dataset: a `ShardedDataset` (or a view of one), or a `Mixture`.
         batch_size: samples per batch and rank.
         shuffle: True or None: windowed shuffle; False: file order; or a `Shuffle`.
         drop_last: leave out the last, incomplete global batch (the same as `tail="drop"`).
@@ -69,11 +76,12 @@ class DataLoader:
         num_threads: threads that build batches; None: by the number of cores.
 
     A loader is used by one thread. `for batch in loader` runs one epoch; the next loop runs the next one.
+    A mixture with `stop="never"` has no length and one epoch: the next loop goes on where the last was left.
     """
 
     def __init__(
         self,
-        dataset: ShardedDataset,
+        dataset: ShardedDataset | Mixture,
         batch_size: int = 1,
         shuffle: bool | Shuffle | None = None,
         *,
@@ -88,9 +96,9 @@ class DataLoader:
         depth: int | DepthPolicy = 4,
         num_threads: int | None = None,
     ) -> None:
-        if not isinstance(dataset, ShardedDataset):
+        if not isinstance(dataset, ShardedDataset | Mixture):
             raise TypeError(
-                f"dataset must be a ShardedDataset, got {type(dataset).__name__}; "
+                f"dataset must be a ShardedDataset or a Mixture, got {type(dataset).__name__}; "
                 "for other datasets use torch.utils.data.DataLoader (this class does not serve them yet)"
             )
         if timeout < 0:
@@ -125,28 +133,29 @@ class DataLoader:
     def _resolve_shuffle(self, shuffle: bool | Shuffle | None) -> Shuffle:
         if not isinstance(shuffle, Shuffle):
             shuffle = Shuffle("window" if shuffle is None or shuffle else "none")
-        if shuffle.kind == "full" or shuffle.window_blocks is not None:
+        if shuffle.kind == "full":
             return shuffle
-        return Shuffle(shuffle.kind, self._window_blocks())
+        return shuffle.resolved(shuffle.window_blocks or self._window_blocks())
 
     def _window_blocks(self) -> int:
         """Blocks in a window: about 64 MiB, at least 8 blocks, at most a quarter of a given memory limit.
 
+        Each source of a mixture has windows of its own, and they share that quarter.
         It never depends on the machine: ranks of unlike machines must agree on the order.
         """
-        table = self.dataset.catalog.blocks
-        used = table.num_samples > 0
-        mean = max(1, int(np.maximum(table.length, table.nbytes)[used].mean()))
+        sources = self.dataset.sources
+        mean = max(map(_mean_block_bytes, sources))
         wanted = max(_MIN_WINDOW_BLOCKS, _WINDOW_BYTES // mean)
         limit = _DEFAULT_LIMIT if self._given_limit is None else self.memory_limit
-        return max(1, min(wanted, limit // 4 // mean, int(used.sum())))
+        used = max(int(np.count_nonzero(source.selection.num_samples)) for source in sources)
+        return max(1, min(wanted, limit // 4 // mean // len(sources), used))
 
     def _stream_plan(self) -> StreamPlan:
-        place = self.topology
-        return StreamPlan(self.shuffle, self.seed, self.batch_size, place.rank, place.world_size, self.tail)
+        seat, world_size = seat_of(self.topology), self.topology.data_world_size
+        return StreamPlan(self.dataset, self.shuffle, self.seed, self.batch_size, seat, world_size, self.tail)
 
     def _epoch_plan(self, epoch: int, start: int) -> EpochPlan:
-        return self._plan.epoch(self.dataset.catalog.blocks.num_samples, epoch, start)
+        return self._plan.epoch(epoch, start)
 
     def _check_plan(self, plan: EpochPlan) -> None:
         rows = self.batch_size * sum(o.row_bytes for o in self.dataset.outputs if o.kind != "objects")
@@ -159,12 +168,17 @@ class DataLoader:
     # ---- iterating ----------------------------------------------------------------------------------
 
     def __len__(self) -> int:
-        """Batches of a whole epoch on this rank."""
+        """Batches of a whole epoch on this rank: the first one's, where those of a mixture differ.
+
+        `TypeError` for a mixture that never ends.
+        """
+        len(self.dataset)
         return self._epoch_plan(0, 0).num_batches
 
     def __iter__(self) -> Iterator[Any]:
         if self._in_epoch:  # the last loop was left early: a new loop is a new epoch
-            self._begin_epoch(self._epoch + 1, 0)
+            endless = self.dataset.num_samples(self._epoch) >= ENDLESS
+            self._begin_epoch(*(self._epoch, self._position()) if endless else (self._epoch + 1, 0))
         plan = self._epoch_plan(self._epoch, self._start)
         self._loop = object()
         return self._batches(plan, self._epoch, self._loop)
@@ -224,12 +238,15 @@ class DataLoader:
         state = PlanState(
             seed=self.seed,
             epoch=self._epoch,
-            position=self._current.position_after(self._taken) if self._current else self._start,
-            num_samples=self.dataset.catalog.num_samples,
+            position=self._position(),
+            num_samples=self.dataset.num_samples(self._epoch),
             shuffle=self.shuffle,
-            fingerprint=self.dataset.catalog.fingerprint(),
+            fingerprint=self.dataset.fingerprint(),
         )
         return {**state.to_json(), "skipped_samples": self._skipped.count}
+
+    def _position(self) -> int:
+        return self._current.position_after(self._taken) if self._current else self._start
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where `state_dict` was taken: seed and shuffle come from the state.
@@ -241,11 +258,12 @@ class DataLoader:
             raise ValueError(f"a state must be a mapping, got {type(state).__name__}")
         fields = {k: v for k, v in state.items() if k != "skipped_samples"}
         loaded = PlanState.from_json(fields)
-        catalog = self.dataset.catalog
-        if loaded.fingerprint != catalog.fingerprint():
+        if loaded.fingerprint != self.dataset.fingerprint():
+            here = self.dataset.num_samples(0)
             raise ValueError(
-                "the state was taken over other shards (their names, sizes or blocks differ), where its "
-                f"position means other samples ({loaded.num_samples:,} samples, here {catalog.num_samples:,})"
+                "the state was taken over other shards (their names, sizes or blocks differ), another view "
+                "or other shares of a mixture, where its position means other samples "
+                f"({loaded.num_samples:,} samples, here {here:,})"
             )
         self.close()
         self.seed, self.shuffle = loaded.seed, loaded.shuffle
@@ -301,19 +319,19 @@ class _Session:
         register = register_pinned if on_cuda else None
         self.arena = Arena(limit_bytes=loader.memory_limit, register=register)
         self.copier = DeviceCopier(CudaStreams(loader.device)) if on_cuda else None
-        self.source = dataset.source()
+        self.traffic = Traffic()
+        self.sources = _open_sources(dataset, loader.memory_limit // 4, self.traffic)
         self._next = (epoch, start)
         ledger = self.ledger
         finishing = Finishing(
-            dataset.transform,
-            dataset.transform_wants_rng,
+            [(source.transform, source.transform_wants_rng) for source in dataset.sources],
             loader.collate_fn,
             dataset.batch_transform,
             loader._skipped.decide,
         )
         per_chunk = _batches_per_chunk(loader)
         stream = Stream(
-            self.source,
+            self.sources,
             self.arena,
             loader._plan,
             finishing,
@@ -327,6 +345,7 @@ class _Session:
             num_readers=loader._num_readers,
             num_workers=loader._num_threads,
             depth=_at_least(loader._depth, 3 * per_chunk),
+            max_windows=_WINDOWS_AHEAD * len(self.sources),
             keep_bytes=max(chunk_bytes, min(3 * chunk_bytes, loader.memory_limit // 4)),
             timeout_s=loader.timeout or 600.0,
             initializer=_one_torch_thread,
@@ -372,7 +391,7 @@ class _Totals:
     @classmethod
     def of(cls, session: _Session, past: _Totals | None) -> _Totals:
         """The totals with one more session."""
-        engine, traffic, past = session.engine.stats(), session.source.traffic, past or cls()
+        engine, traffic, past = session.engine.stats(), session.traffic, past or cls()
         return cls(
             engine,
             past.elapsed_s + engine.elapsed_s,
@@ -453,17 +472,6 @@ class _Skipped:
         return True
 
 
-def detect_topology() -> Topology:
-    """The place of this process: torch.distributed if initialised, else the environment."""
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
-        local = Topology.detect()
-        if (local.rank, local.world_size) == (rank, world):
-            return local
-        return Topology(rank=rank, world_size=world, source="torch.distributed")
-    return Topology.detect()
-
-
 def _checked_device(device: str | torch.device | None) -> torch.device:
     checked = torch.device("cpu" if device is None else device)
     if checked.type not in ("cpu", "cuda"):
@@ -476,7 +484,7 @@ def _checked_device(device: str | torch.device | None) -> torch.device:
 def _default_tail(drop_last: bool, place: Topology) -> Tail:
     if drop_last:
         return "drop"
-    return "pad" if place.world_size > 1 else "uneven"
+    return "pad" if place.data_world_size > 1 else "uneven"
 
 
 def _at_least(depth: DepthPolicy, batches: int) -> DepthPolicy:
@@ -501,10 +509,10 @@ def _one_torch_thread() -> None:
 
 def _batch_bytes(loader: DataLoader) -> int:
     """Bytes of one batch, from the catalog: exact for fixed rows, the mean for ragged ones."""
-    catalog = loader.dataset.catalog
     fixed = sum(o.row_bytes for o in loader.dataset.outputs if o.kind in ("array", "spans", "image"))
     ragged = any(o.kind in ("ragged", "pad", "objects", "images") for o in loader.dataset.outputs)
-    mean = int(catalog.blocks.nbytes.sum()) // max(1, catalog.num_samples) if ragged else 0
+    catalogs = [source.catalog for source in loader.dataset.sources]
+    mean = max(int(c.blocks.nbytes.sum()) // max(1, c.num_samples) for c in catalogs) if ragged else 0
     return max(1, loader.batch_size * (fixed + mean))
 
 
@@ -513,15 +521,27 @@ def _batches_per_chunk(loader: DataLoader) -> int:
     return max(1, min(_MAX_CHUNK_BATCHES, wanted // _batch_bytes(loader)))
 
 
-def _build_threads(dataset: ShardedDataset) -> int:
+def _mean_block_bytes(dataset: ShardedDataset) -> int:
+    table = dataset.catalog.blocks
+    used = dataset.selection.num_samples > 0
+    return max(1, int(np.maximum(table.length, table.nbytes)[used].mean())) if used.any() else 1
+
+
+def _open_sources(dataset: ShardedDataset | Mixture, keep_bytes: int, traffic: Traffic) -> list[Source]:
+    """What the stream reads, numbered, with one account of bytes."""
+    opened = [source.source(keep_bytes // len(dataset.sources)) for source in dataset.sources]
+    return [replace(source, number=number, traffic=traffic) for number, source in enumerate(opened)]
+
+
+def _build_threads(dataset: ShardedDataset | Mixture) -> int:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     images = any(o.image is not None for o in dataset.outputs)
     # Decoders take the GIL between images: one more thread than cores works while another waits for it.
     return cores + 1 if images else cores
 
 
-def _num_readers(dataset: ShardedDataset) -> int:
-    local = all(is_local(url) for url in dataset.catalog.urls[:1])
+def _num_readers(dataset: ShardedDataset | Mixture) -> int:
+    local = all(is_local(url) for source in dataset.sources for url in source.catalog.urls[:1])
     return _LOCAL_READERS if local else _REMOTE_READERS
 
 

@@ -8,16 +8,18 @@ another is spread out into its sources, each with the product of its weights.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
-from typing import Union
+from typing import Any, Union
 
-from dataflow.dataset import ShardedDataset
+import numpy as np
+
+from dataflow.dataset import OnError, ShardedDataset
 from dataflow.decode import Output
 from sharding.mixture import ENDLESS, MixtureSpec, Stop
-from sharding.mixture_windows import MixtureWindows, OrderWindows, source_seed
-from sharding.order import DEFAULT_WINDOW_BLOCKS, Order, Shuffle
+from sharding.mixture_windows import MixtureWindows, source_seed
+from sharding.order import Shuffle
 from sharding.selection import SelectedOrder
 from sharding.shares import Weight, exact_numbers, integer_shares, temperature_weights
 
@@ -109,6 +111,23 @@ class Mixture:
         pairs = zip(self.members, exact, strict=True)
         return [weight * part for member, weight in pairs for part in _parts(member)]
 
+    # ---- what the loader asks for, the same for all sources -----------------------------------------
+
+    @property
+    def on_error(self) -> OnError:
+        """What happens to bad samples."""
+        return self.sources[0].on_error
+
+    @property
+    def error_budget(self) -> int:
+        """Samples that may be skipped, of all sources together."""
+        return self.sources[0].error_budget
+
+    @property
+    def batch_transform(self) -> Callable[[Any], Any] | None:
+        """Called with each batch."""
+        return self.sources[0].batch_transform
+
     # ---- what it is ---------------------------------------------------------------------------------
 
     @property
@@ -121,7 +140,7 @@ class Mixture:
 
     def __len__(self) -> int:
         """Samples of the first epoch. `TypeError` for one that never ends."""
-        length = self.spec.epoch(0).num_samples
+        length = self.num_samples(0)
         if length == ENDLESS:
             raise TypeError('a mixture with stop="never" has no length')
         return length
@@ -131,27 +150,21 @@ class Mixture:
         marks = [source.fingerprint() for source in self.sources]
         return hashlib.blake2b(repr((marks, self.spec.digest)).encode(), digest_size=8).hexdigest()
 
-    def windows(
-        self, epoch: int, shuffle: Shuffle, *, seed: int, window_blocks: int = DEFAULT_WINDOW_BLOCKS
-    ) -> MixtureWindows:
-        """The order of one epoch. Every source has windows of its own of `window_blocks` blocks."""
+    def num_samples(self, epoch: int) -> int:
+        """Samples of an epoch; under a schedule they differ. 2**62 for one that never ends."""
+        return self.spec.epoch(epoch).num_samples
 
-        def order(source: int, source_epoch: int) -> SelectedOrder | OrderWindows:
-            selection = self.sources[source].selection
-            own = Order(
-                selection.num_samples,
-                shuffle,
-                seed=source_seed(seed, source),
-                epoch=source_epoch,
-                window_blocks=window_blocks,
-            )
-            windows = OrderWindows(own)
-            return windows if selection.is_whole else SelectedOrder(windows, selection)
+    def windows(self, epoch: int, shuffle: Shuffle, *, seed: int) -> MixtureWindows:
+        """The order of one epoch. Every source has windows of its own of `shuffle.window_blocks` blocks."""
+        shuffle = shuffle.resolved()
+
+        def order(source: int, source_epoch: int) -> SelectedOrder:
+            own = source_seed(seed, source)
+            return SelectedOrder(self.sources[source].selection, shuffle, seed=own, epoch=source_epoch)
 
         sizes = [len(source) for source in self.sources]
-        num_windows = [order(source, 0).num_windows for source in range(len(sizes))]
-        num_blocks = [source.catalog.num_blocks for source in self.sources]
-        return MixtureWindows(self.spec.epoch(epoch), sizes, num_windows, num_blocks, order)
+        num_blocks = [int(np.count_nonzero(source.selection.num_samples)) for source in self.sources]
+        return MixtureWindows(self.spec.epoch(epoch), epoch, shuffle, sizes, num_blocks, order)
 
     def __repr__(self) -> str:
         parts = ", ".join(

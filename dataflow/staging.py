@@ -11,6 +11,7 @@ Reads run on the reader threads, one task a block, and touch disjoint rows, so t
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -23,15 +24,18 @@ from numpy.typing import NDArray
 
 from dataflow.decode import BadRows, Output
 from prefetch.arena import Arena, rounded_bytes
+from prefetch.iovec import copy_spans
+from prefetch.mapping import Mappings
 from prefetch.store import StoreReader
 from sharding.blocks import Block, Column, Columns, Format, Spans
 from sharding.catalog import Catalog
-from sharding.errors import DataflowError, SampleError
+from sharding.errors import DataflowError, SampleError, ShardReadError
 
 Array = NDArray[Any]
 _ALIGN = 512
 _TILE_ROWS = 2048
 _REMEMBERED_BYTES = 64 << 20
+_SOURCE_SHIFT = 44  # 2**44 samples a source
 
 
 class Traffic:
@@ -57,10 +61,14 @@ class Source:
     format: Format
     reader: StoreReader
     outputs: tuple[Output, ...]
+    mappings: Mappings = field(compare=False)
     traffic: Traffic = field(default_factory=Traffic)
     all_columns: bool = False
     """Whether every column was asked for, so that one of a type we cannot deliver is an error."""
+    number: int = 0
+    """Which of a mixture's sources it is."""
     _locates: dict[str, bool] = field(default_factory=dict, compare=False)
+    _numbers: dict[str, dict[int, Array]] = field(default_factory=dict, compare=False)
     _found: dict[int, tuple[Block, dict[str, Spans] | None]] = field(default_factory=dict, compare=False)
 
     def found(self, number: int) -> tuple[Block, dict[str, Spans] | None]:
@@ -73,11 +81,22 @@ class Source:
                 self._found[number] = known
         return known
 
+    def numbers(self, output: Output) -> dict[int, Array] | None:
+        """First sample of a block -> its parsed numbers; None where those of all blocks exceed 64 MiB."""
+        if self.catalog.num_samples * output.row_bytes > _REMEMBERED_BYTES:
+            return None
+        return self._numbers.setdefault(output.name, {})
+
     @cached_property
     def columns(self) -> list[str]:
         """Dataset columns that the outputs need, "__url__" aside."""
         names = [s for output in self.outputs for s in output.sources if s != "__url__"]
         return list(dict.fromkeys(names))
+
+    @property
+    def first_number(self) -> int:
+        """What its samples are numbered from: their random numbers depend on no other source's size."""
+        return self.number << _SOURCE_SHIFT
 
     def locates(self, block: Block) -> bool:
         """Whether values of this block's shard lie in the stored bytes: not so in compressed shards."""
@@ -157,6 +176,14 @@ class StagedSpans:
         return self._grid
 
     @cached_property
+    def pieces(self) -> NDArray[np.int64]:
+        """[rows, 2] address and length of each value, missing ones empty: what the kernel's copy takes."""
+        both = np.empty((len(self.addresses), 2), np.int64)
+        both[:, 0] = self.addresses
+        np.maximum(self.lengths, 0, out=both[:, 1])
+        return both
+
+    @cached_property
     def has_missing(self) -> bool:
         """Whether any row lacks the column; asked once the window is staged."""
         return bool((self.lengths < 0).any())
@@ -211,7 +238,10 @@ class StagedWindow:
         self._in_region = bool(self.blocks) and (sparse is not None or all(map(source.locates, self.blocks)))
         self._sizes = self._region_sizes()
         self.nbytes = self._bound(num_readers)
-        self.carried = False
+        self.mapped = False
+        """Whether values lie in mapped files, which only the kernel may touch."""
+        self.source_epoch: int | None = None
+        """Epoch of its own that a mixture's source is in; None: the loader's."""
         self.chunk_list: list[Any] = []
         self.region: NDArray[np.uint8] | None = None
         self.staged: dict[str, StagedArray | StagedSpans] = {}
@@ -259,9 +289,6 @@ class StagedWindow:
     def chunks(self) -> Sequence[Any]:
         """The chunks whose last window this is."""
         return self.chunk_list
-
-    def plan(self) -> None:
-        """Called once `chunk_list` and `carried` are set, before admission."""
 
     def reads(self) -> Sequence[Callable[[], None]]:
         """One task a block."""
@@ -353,6 +380,51 @@ class StagedWindow:
         self._data = [None] * len(self.blocks)
         self.region = None
 
+    # ---- for the builder --------------------------------------------------------------------------------
+
+    def copy_values(
+        self, spans: StagedSpans, rows: NDArray[np.int64], out: NDArray[np.uint8], column: str
+    ) -> None:
+        """Copy the values of rows of a column, none missing, one after the other into `out`."""
+        copy_spans(spans.addresses[rows], spans.lengths[rows], out)
+
+    def buffer_of(
+        self, spans: StagedSpans, rows: NDArray[np.int64], column: str
+    ) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
+        """Memory that may be read and holds the rows' values, and the start of each in it."""
+        have = rows[spans.lengths[rows] >= 0]
+        addresses, lengths = spans.addresses[have], spans.lengths[have]
+        if not len(have):
+            return np.empty(0, np.uint8), np.zeros(len(rows), np.int64)
+        if self.region is not None and _inside(self.region, addresses, lengths):
+            return self.region, spans.addresses[rows] - self.region.ctypes.data
+        base, end = int(addresses.min()), int((addresses + lengths).max())
+        # Decoded blocks lie apart in memory: the view spans them all, but only the rows' own bytes are read.
+        view = np.ctypeslib.as_array((ctypes.c_uint8 * (end - base)).from_address(base))
+        return view, spans.addresses[rows] - base
+
+    def fetch(
+        self, spans: StagedSpans, rows: NDArray[np.int64], column: str
+    ) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
+        """A copy of the values of rows, and the start of each in it; missing ones take no room."""
+        lengths = np.maximum(spans.lengths[rows], 0)
+        ends = np.cumsum(lengths)
+        nbytes = int(ends[-1]) if len(ends) else 0
+        # A slab of the arena, not fresh memory: first touches cost more than the copy.
+        buffer = self.arena.lease(nbytes or 1)[:nbytes]
+        have = rows[spans.lengths[rows] >= 0]
+        self.copy_values(spans, have, buffer, column)
+        return buffer, ends - lengths
+
+    def truncated(self, row: int, column: str) -> ShardReadError:
+        """The error of a row whose bytes are gone: its file was cut while the window was open."""
+        where = self.sample_error(row, "its bytes are gone", column, stage="read")
+        reason = f"truncated while it was read: {where.reason}"
+        return ShardReadError(where.shard, reason, where.offset, where.key, stage="read")
+
+    def verify(self) -> None:
+        """Called when the last batch that needs the window is built. Raises if its bytes may have changed."""
+
     # ---- telling where a row came from ----------------------------------------------------------------
 
     def sample_error(self, row: int, reason: str, column: str, stage: str = "decode") -> SampleError:
@@ -373,21 +445,26 @@ class StagedWindow:
         return str(block.first_in_shard + in_block)
 
     def sample_number(self, row: int) -> int:
-        """Number in the dataset of a row of the window."""
+        """Number in the dataset of a row of the window; no two sources of a mixture share one."""
         ordinal = int(np.searchsorted(self.first_row, row, side="right")) - 1
         in_block = row - int(self.first_row[ordinal])
         if self._sparse is not None:
             in_block = int(self._row_in_block[row])
-        return self.blocks[ordinal].first_sample + in_block
+        return self.source.first_number + self.blocks[ordinal].first_sample + in_block
 
     def sample_numbers(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Numbers in the dataset of rows of the window, int64 [n]."""
+        """Numbers in the dataset of rows of the window, as `sample_number`, int64 [n]."""
         ordinal = np.searchsorted(self.first_row, rows, side="right") - 1
         in_block = rows - self.first_row[ordinal]
-        first = np.array([b.first_sample for b in self.blocks], np.int64)
+        first = np.array([b.first_sample for b in self.blocks], np.int64) + self.source.first_number
         if self._sparse is None:
             return first[ordinal] + in_block
         return first[ordinal] + self._row_in_block[rows]
+
+
+def _inside(region: NDArray[np.uint8], addresses: NDArray[np.int64], lengths: NDArray[np.int64]) -> bool:
+    first = region.ctypes.data
+    return bool((addresses >= first).all() and (addresses + lengths <= first + region.nbytes).all())
 
 
 def _aligned(nbytes: Any) -> Any:

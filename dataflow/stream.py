@@ -1,93 +1,115 @@
 """The endless stream of windows and chunks of one rank: epoch after epoch, in order.
 
-`StreamPlan` is everything that decides which samples come when; it is arithmetic over `sharding.plan`.
-The stream yields each window that holds samples of this rank, with the chunks (groups of whole batches)
-that are complete once the window is staged. A batch that straddles windows belongs to the last of
-them, and the earlier ones are *carried* until it is built. Padding at the end of an epoch wraps to its
-first windows, which then come once more.
+A plan tells which positions each batch takes, the order's windows where they lie. The stream walks through
+the batches and stages each window at its first use; it yields it with the *chunks* (groups of whole
+batches) that can be built from it and the windows before it, and says which chunk is the last that needs a
+window. Any number of windows may be in use side by side: lanes and mixtures advance in parallel. Padding at
+the end of an epoch wraps to its first windows, which then come once more.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dataflow.batches import ColumnBuilder, Randomness, Run, drop_rows, samples_of
 from dataflow.decode import Output
-from dataflow.direct import DirectWindow, direct_outputs, reads_directly
+from dataflow.mapped import MappedWindow, can_map_windows
 from dataflow.staging import NotLocatableError, Source, StagedSpans, StagedWindow
 from prefetch.arena import Arena, rounded_bytes
 from sharding.blocks import Block
 from sharding.errors import SampleError
-from sharding.order import Order, Shuffle, windows_touched
-from sharding.plan import EpochPlan, Tail
+from sharding.mixture_windows import MixturePlan, MixtureWindows
+from sharding.order import Shuffle, windows_touched
+from sharding.plan import EpochOrder, EpochPlan, Tail
+from sharding.selection import SelectedOrder
+
+if TYPE_CHECKING:
+    from dataflow.dataset import ShardedDataset
+    from dataflow.mixture import Mixture
 
 _FULL_WINDOW_SAMPLES = 4096
+_SPAN_ROWS = 1 << 14
+"""Samples located at a time, so that the cost of a call vanishes."""
+_MAX_SPAN_BATCHES = 1024
 _ALIGN = 512
 """Most that alignment adds to a value in a window."""
 _FIXED_KINDS = ("array", "spans", "image")
 
 
 class Windows(Protocol):
-    """What the stream needs of an order. `Order` is one; `FullWindows` makes one of a full shuffle."""
+    """What the stream needs of an order: `Order`, `MixtureWindows`, or `FullWindows` of a full shuffle."""
 
     num_windows: int
 
-    def window_start(self, window: int) -> int:
-        """First position of a window."""
+    def locate(self, positions: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Window and slot of each position."""
 
-    def window_of(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The window of each position."""
+    def window_span(self, window: int) -> tuple[int, int]:
+        """First position of a window, and the one after its last."""
+
+    def num_slots(self, window: int) -> int:
+        """Samples in a window."""
 
     def window_blocks(self, window: int) -> NDArray[np.int64]:
         """Blocks of a window in read order."""
 
-    def window_samples(self, window: int) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-        """Block ordinal and row in the block of each position."""
+    def window_samples(
+        self, window: int, slots: NDArray[np.int64] | None = None
+    ) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+        """Block ordinal and row in the block of each slot, or of those given."""
 
 
 class FullWindows:
     """Consecutive positions of a full shuffle, cut into windows so that the engine has units to stage."""
 
-    def __init__(self, order: Order, first_sample: NDArray[np.int64], size: int) -> None:
-        self._order, self._first_sample, self._size = order, first_sample, size
+    def __init__(self, order: SelectedOrder, size: int) -> None:
+        self._order, self._size = order, size
         self.num_windows = -(-order.num_samples // size)
 
-    def window_start(self, window: int) -> int:
-        """First position of a window."""
-        return min(window * self._size, self._order.num_samples)
+    def locate(self, positions: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Window and slot of each position."""
+        return positions // self._size, positions % self._size
 
-    def window_of(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The window of each position."""
-        return positions // self._size
+    def window_span(self, window: int) -> tuple[int, int]:
+        """First position of a window, and the one after its last."""
+        first = window * self._size
+        return first, min(first + self._size, self._order.num_samples)
+
+    def num_slots(self, window: int) -> int:
+        """Samples in a window."""
+        first, end = self.window_span(window)
+        return end - first
 
     def window_blocks(self, window: int) -> NDArray[np.int64]:
         """Blocks that hold the window's samples, ascending."""
-        return np.unique(self._blocks(self._samples(window)))
+        return np.unique(self._find(window)[0])
 
-    def window_samples(self, window: int) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-        """Block ordinal and row in the block of each position."""
-        samples = self._samples(window)
-        blocks = self._blocks(samples)
+    def window_samples(
+        self, window: int, slots: NDArray[np.int64] | None = None
+    ) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+        """Block ordinal and row in the block of each slot, or of those given."""
+        blocks, row = self._find(window)
         ordinal = np.searchsorted(np.unique(blocks), blocks).astype(np.int32)
-        return ordinal, samples - self._first_sample[blocks]
+        return (ordinal, row) if slots is None else (ordinal[slots], row[slots])
 
-    def _samples(self, window: int) -> NDArray[np.int64]:
-        return self._order.samples(np.arange(self.window_start(window), self.window_start(window + 1)))
-
-    def _blocks(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
-        return np.searchsorted(self._first_sample, samples, side="right") - 1
+    def _find(self, window: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Block and row in the block of each slot."""
+        samples = self._order.samples(np.arange(*self.window_span(window)))
+        return self._order.selection.locate(samples)
 
 
 @dataclass(frozen=True)
 class StreamPlan:
     """Everything that decides which samples come when, for one rank."""
 
+    dataset: ShardedDataset | Mixture
     shuffle: Shuffle
     """With `window_blocks` filled in."""
     seed: int
@@ -96,10 +118,11 @@ class StreamPlan:
     world_size: int
     tail: Tail
 
-    def epoch(self, num_samples: NDArray[np.int64], epoch: int, start: int = 0) -> EpochPlan:
-        """The plan of one epoch over a block table's sample counts, from position `start` on."""
-        order = Order(num_samples, self.shuffle, seed=self.seed, epoch=epoch)
-        return EpochPlan(
+    def epoch(self, epoch: int, start: int = 0) -> EpochPlan:
+        """The plan of one epoch, from position `start` on."""
+        order = self.dataset.windows(epoch, self.shuffle, seed=self.seed)
+        plan: Callable[..., EpochPlan] = MixturePlan if isinstance(order, MixtureWindows) else EpochPlan
+        return plan(
             order,
             batch_size=self.batch_size,
             rank=self.rank,
@@ -116,10 +139,8 @@ BatchFn = Callable[[Any], Any]
 class Finishing:
     """What happens to a batch after its columns are gathered."""
 
-    transform: Callable[..., Any] | None
-    """Per sample, in worker threads."""
-    wants_rng: bool
-    """Whether `transform` takes `rng=`."""
+    transforms: Sequence[tuple[Callable[..., Any] | None, bool]]
+    """Of each source: what is called with each sample, in worker threads, and whether it takes `rng=`."""
     collate: Callable[[list[Any]], Any] | None
     """Samples -> batch; None keeps the gathered columns."""
     batch_transform: BatchFn | None
@@ -127,9 +148,14 @@ class Finishing:
     """Decides about a bad sample: True skips it; may raise."""
 
     @property
+    def takes_samples(self) -> bool:
+        """Whether batches are made of single samples."""
+        return bool(self.collate) or any(transform for transform, _ in self.transforms)
+
+    @property
     def does_something(self) -> bool:
         """Whether the gathered columns are not yet the batch."""
-        return bool(self.transform or self.collate or self.batch_transform)
+        return self.takes_samples or self.batch_transform is not None
 
 
 class Delivered(NamedTuple):
@@ -151,21 +177,20 @@ class BatchChunk:
         self,
         stream: Stream,
         plan: EpochPlan,
-        units: Windows,
-        batches: tuple[int, int],
-        needs: Sequence[StagedWindow],
-        numbers: dict[int, StagedWindow],
-        rows: NDArray[np.int64] | None = None,
+        first_batch: int,
+        sizes: NDArray[np.int64],
+        windows: Mapping[int, StagedWindow],
+        numbers: NDArray[np.int64],
+        slots: NDArray[np.int64],
     ) -> None:
-        self._rows = rows
-        self._stream, self._plan, self._batches = stream, plan, batches
-        self.needs = tuple(needs)
-        self._units = units
-        self._numbers = numbers
-        self.num_batches = batches[1] - batches[0]
-        self.slots: dict[str, NDArray[np.uint8]] = {}
-        """Columns whose bytes the window reads straight into this chunk's place (`dataflow.direct`)."""
-        self.staged_bytes = 0
+        self._stream, self._plan = stream, plan
+        self._first_batch, self._sizes = first_batch, sizes
+        self._windows = dict(windows)
+        self._numbers, self._slots = numbers, slots
+        self.num_batches = len(sizes)
+        self.needs = tuple(windows.values())
+        self.closes: list[StagedWindow] = []
+        self._randomness = Randomness(stream.plan.seed, plan.order.epoch)
         self._builder: ColumnBuilder | None = None
         self._built: list[Any] = []
         self._runs: list[Run] | None = None
@@ -173,64 +198,55 @@ class BatchChunk:
     @cached_property
     def nbytes(self) -> int:
         """Output credits; known once the windows are staged."""
-        outputs = [output for output in self._stream.source.outputs if output.name not in self.slots]
+        outputs, rows = self._stream.outputs, len(self._slots)
         if all(output.kind in _FIXED_KINDS for output in outputs):
-            rows = self._plan.batch_size * self.num_batches
             return sum(rounded_bytes(rows * output.row_bytes) for output in outputs)
-        runs = self.runs()
-        rows = sum(len(run.rows) for run in runs)
-        return sum(_output_bytes(output, runs, rows) for output in outputs)
+        return sum(_output_bytes(output, self.runs(), rows) for output in outputs)
 
     def runs(self) -> list[Run]:
-        """The rows of its batches, in order."""
-        if self._runs is None and self._rows is not None:
-            self._runs = [Run(self.needs[-1], self._rows, 0)]
+        """Its rows, window by window."""
         if self._runs is None:
-            runs = []
-            positions, _ = self._plan.positions(*self._batches)
-            places = np.arange(len(positions))
-            for number, found in windows_touched(self._units.window_of(positions)):
-                window = self._numbers[number]
-                rows = window.rows[positions[found] - self._units.window_start(number)]
-                runs += _contiguous_runs(window, rows, places[found])
-            self._runs = sorted(runs, key=lambda run: run.first)
+            self._runs = [self._run(number, window) for number, window in self._windows.items()]
         return self._runs
+
+    def _run(self, number: int, window: StagedWindow) -> Run:
+        if len(self._windows) == 1:
+            return Run(window, window.rows[self._slots], slice(0, len(self._slots)))
+        places = np.flatnonzero(self._numbers == number)
+        rows = window.rows[self._slots[places]]
+        first, last = int(places[0]), int(places[-1]) + 1
+        return Run(window, rows, slice(first, last) if last - first == len(places) else places)
 
     def begin(self) -> Sequence[Callable[[], None]]:
         """Gather every column; give the image parts."""
         stream, runs = self._stream, self.runs()
-        num_rows = sum(len(run.rows) for run in runs)
-        randomness = Randomness(stream.plan.seed, self._plan.order.epoch)
-        self._builder = ColumnBuilder(
-            stream.arena, runs, num_rows, randomness, stream.on_return, slots=self.slots
-        )
-        self._built = [self._builder.build(output) for output in stream.source.outputs]
+        num_rows = len(self._slots)
+        self._builder = ColumnBuilder(stream.arena, runs, num_rows, self._randomness, stream.on_return)
+        self._built = [self._builder.build(output) for output in stream.outputs]
         return [part for built in self._built for part in built.parts]
 
     def finish(self) -> tuple[Sequence[Delivered], int]:
         """Split into batches, apply what the user gave."""
-        first, last = self._batches
-        sizes = [self._plan.batch_size] * (last - first)
-        if last == self._plan.num_batches:
-            sizes = self._plan.positions(first, last)[1].tolist()
+        sizes: list[int] = self._sizes.tolist()
         columns = [built.split(sizes) for built in self._built]
-        names = [output.name for output in self._stream.source.outputs]
+        names = [output.name for output in self._stream.outputs]
         batches = [dict(zip(names, values, strict=True)) for values in zip(*columns, strict=True)]
         assert self._builder is not None
         epoch, finishing = self._plan.order.epoch, self._stream.finishing
         if self._builder.bad or finishing.does_something:
             delivered, row = [], 0
-            for number, (batch, size) in enumerate(zip(batches, sizes, strict=True), first):
+            for number, (batch, size) in enumerate(zip(batches, sizes, strict=True), self._first_batch):
                 skipped: list[SampleError] = []
                 done, kept = self._finish_batch(batch, row, size, skipped)
                 delivered.append(Delivered(epoch, number, done, kept, tuple(skipped)))
                 row += size
         else:
-            places = zip(range(first, last), batches, sizes, strict=True)
-            delivered = [Delivered(epoch, number, batch, size) for number, batch, size in places]
-        leased = self._builder.leased_bytes + self.staged_bytes
+            places = enumerate(zip(batches, sizes, strict=True), self._first_batch)
+            delivered = [Delivered(epoch, number, batch, size) for number, (batch, size) in places]
+        leased = self._builder.leased_bytes
         self._builder, self._built, self._runs = None, [], None
-        self.slots = {}
+        for window in self.closes:
+            window.verify()
         return delivered, leased
 
     def _finish_batch(
@@ -247,7 +263,7 @@ class BatchChunk:
         if keep is not None:
             batch, size = drop_rows(batch, keep), len(keep)
         done: Any = batch
-        if finishing.transform or finishing.collate:
+        if finishing.takes_samples:
             kept = np.arange(size) if keep is None else keep
             done, size = self._transform(batch, size, row + kept, skipped)
         if finishing.batch_transform:
@@ -258,14 +274,14 @@ class BatchChunk:
         self, batch: dict[str, Any], size: int, rows: NDArray[np.int64], skipped: list[SampleError]
     ) -> tuple[Any, int]:
         finishing, samples = self._stream.finishing, []
-        for sample, row in zip(samples_of(batch, self._stream.source.outputs, size), rows, strict=True):
-            run = next(r for r in self.runs() if r.first <= row < r.first + len(r.rows))
-            at = int(run.rows[int(row) - run.first])
+        for sample, row in zip(samples_of(batch, self._stream.outputs, size), rows, strict=True):
+            window = self._windows[int(self._numbers[row])]
+            at = int(window.rows[self._slots[row]])
             try:
-                samples.append(self._apply(sample, run.window.sample_number(at)))
+                samples.append(self._apply(sample, window, at))
             except Exception as error:
                 reason = f"{type(error).__name__}: {error}"
-                bad = run.window.sample_error(at, reason, "*", stage="transform")
+                bad = window.sample_error(at, reason, "*", stage="transform")
                 bad.__cause__ = error
                 if not finishing.on_bad(bad):
                     raise bad from error
@@ -273,29 +289,14 @@ class BatchChunk:
         collate = finishing.collate or _default_collate
         return (collate(samples) if samples else {}), len(samples)
 
-    def _apply(self, sample: dict[str, Any], number: int) -> Any:
-        finishing = self._stream.finishing
-        if finishing.transform is None:
+    def _apply(self, sample: dict[str, Any], window: StagedWindow, row: int) -> Any:
+        transform, wants_rng = self._stream.finishing.transforms[window.source.number]
+        if transform is None:
             return sample
-        if not finishing.wants_rng:
-            return finishing.transform(sample)
-        return finishing.transform(
-            sample, rng=sample_rng(self._stream.plan.seed, self._plan.order.epoch, number)
-        )
-
-
-def _contiguous_runs(window: StagedWindow, rows: NDArray[np.int64], places: NDArray[np.int64]) -> list[Run]:
-    """Rows of a window and the ascending rows of the chunk they fill, cut where the latter jump."""
-    cuts = np.flatnonzero(np.diff(places) != 1) + 1
-    if not len(cuts):
-        return [Run(window, rows, int(places[0]))]
-    parts = zip(np.split(rows, cuts), np.split(places, cuts), strict=True)
-    return [Run(window, part, int(place[0])) for part, place in parts]
-
-
-def _takes_all(plan: EpochPlan) -> bool:
-    """Whether this rank takes every position once, in order (but for a dropped tail)."""
-    return plan.world_size == 1 and plan.start == 0 and not plan.num_padded
+        if not wants_rng:
+            return transform(sample)
+        seed, epoch = self._stream.plan.seed, self._randomness.epoch_of(window)
+        return transform(sample, rng=sample_rng(seed, epoch, window.sample_number(row)))
 
 
 def sample_rng(seed: int, epoch: int, sample: int) -> np.random.Generator:
@@ -327,7 +328,7 @@ class Stream:
 
     def __init__(
         self,
-        source: Source,
+        sources: Sequence[Source],
         arena: Arena,
         plan: StreamPlan,
         finishing: Finishing,
@@ -337,229 +338,214 @@ class Stream:
         num_readers: int,
         full_window_bytes: int,
     ) -> None:
-        self.source, self.arena, self.plan, self.finishing = source, arena, plan, finishing
+        self.sources, self.arena, self.plan, self.finishing = sources, arena, plan, finishing
+        self.outputs = plan.dataset.outputs
         self._full_window_bytes = full_window_bytes
         self.on_return = on_return
         self._batches_per_chunk = batches_per_chunk
+        self._batches_per_span = max(batches_per_chunk, min(_SPAN_ROWS // plan.batch_size, _MAX_SPAN_BATCHES))
         self._next_chunk = 1
         self._num_readers = num_readers
-        full_shuffle = plan.shuffle.kind == "full"
-        self._direct = reads_directly(source) and (full_shuffle or bool(direct_outputs(source)))
+        self._mapped = [can_map_windows(source) for source in sources]
 
     def windows(self, epoch: int, start: int = 0) -> Iterator[StagedWindow]:
         """From a position of an epoch on, for ever. A whole epoch must hold a batch for this rank."""
         while True:
-            plan = self.plan.epoch(self.source.catalog.blocks.num_samples, epoch, start)
-            yield from self._epoch(plan)
+            yield from self._epoch(self.plan.epoch(epoch, start))
             epoch, start = epoch + 1, 0
 
     def _epoch(self, plan: EpochPlan) -> Iterator[StagedWindow]:
-        order = self._units(plan.order)
-        carried: dict[int, StagedWindow] = {}
+        units = self._units(plan.order)
+        opened: dict[int, _Use] = {}
+        known: set[int] = set()
+        newest: StagedWindow | None = None
         done = 0
-        for number in self._window_numbers(plan, order):
-            slots = self._own_slots(plan, order, number)
-            if slots is not None and not len(slots):
+        while done < plan.num_batches:
+            span = self._span(plan, units, done, opened)
+            if span.sizes.size:
+                assert newest is not None
+                self._cut(plan, span, opened, newest.chunk_list)
+                done += len(span.sizes)
                 continue
-            window = self._stage(plan, order, number, slots)
-            complete = self._num_complete(plan, order, number)
-            carried[number] = window
-            window.carried = self._straddles(plan, order, number, complete)
-            if complete > done:
-                own = self._own_rows(plan, order, number, window, (done, complete))
-                window.chunk_list = self._chunks(plan, order, done, complete, carried, own)
-                carried = {number: window} if window.carried else {}
-                done = complete
-            window.plan()
-            yield window
-        yield from self._wrap(plan, order, done, carried)
+            for number in span.missing:  # what the next batch needs beside the windows that are open
+                if newest is not None:
+                    yield newest
+                # Padding comes back to windows that are done with: only its own rows are wanted then.
+                slots = np.sort(span.slots[span.numbers == number]) if number in known else None
+                opened[number] = self._open(plan, units, number, slots)
+                newest = opened[number].window
+                known.add(number)
+        if newest is not None:
+            yield newest
 
-    def _units(self, order: Order) -> Windows:
-        if order.shuffle.kind != "full":
-            return order
-        size = max(1, min(_FULL_WINDOW_SAMPLES, self._full_window_bytes // self._full_sample_bytes()))
-        return FullWindows(order, self.source.catalog.blocks.first_sample, size)
+    def _span(self, plan: EpochPlan, units: Windows, first: int, opened: Mapping[int, _Use]) -> _Span:
+        """Batches from `first` on that need open windows only; if none do, what the first one needs."""
+        last = min(first + self._batches_per_span, plan.num_batches)
+        if plan.num_padded:  # a padded batch comes alone: it may need windows that the others are done with
+            last = min(last, max(first + 1, plan.num_batches - 1))
+        positions, sizes = plan.positions(first, last)
+        numbers, slots = units.locate(positions)
+        touched = [number for number, _ in windows_touched(numbers)]
+        missing = [number for number in touched if number not in opened]
+        if missing:
+            at = int(np.flatnonzero(np.isin(numbers, missing))[0])
+            whole = int(np.searchsorted(np.cumsum(sizes), at, side="right"))
+            rows = int(sizes[:whole].sum()) if whole else int(sizes[0])
+            numbers, slots, sizes = numbers[:rows], slots[:rows], sizes[:whole]
+            touched = [number for number, _ in windows_touched(numbers)]
+            missing = [number for number in touched if number not in opened]
+        return _Span(first, sizes, numbers, slots, touched, missing)
+
+    def _cut(self, plan: EpochPlan, span: _Span, opened: dict[int, _Use], chunks: list[BatchChunk]) -> None:
+        """Cut a span into chunks, and close what no later batch needs."""
+        ends = np.cumsum(span.sizes)
+        batch = row = 0
+        while batch < len(span.sizes):
+            stop = min(batch + self._next_chunk, len(span.sizes))
+            end = int(ends[stop - 1])
+            part = slice(row, end)
+            numbers = span.numbers[part]
+            taken = _counts(numbers, span.touched)
+            windows = {number: opened[number].window for number in taken}
+            chunk = BatchChunk(
+                self, plan, span.first + batch, span.sizes[batch:stop], windows, numbers, span.slots[part]
+            )
+            for number, count in taken.items():
+                opened[number].left -= count
+                if opened[number].left <= 0 or span.first + stop == plan.num_batches:
+                    chunk.closes.append(opened.pop(number).window)
+            chunks.append(chunk)
+            # The stream's first batch waits for one batch's work only.
+            self._next_chunk = min(2 * self._next_chunk, self._batches_per_chunk)
+            batch, row = stop, end
+
+    def _open(self, plan: EpochPlan, units: Windows, number: int, slots: NDArray[np.int64] | None) -> _Use:
+        """Stage a window for the slots given, or else for all that this rank's batches take of it."""
+        if slots is None:
+            slots = plan.own_slots(number, units)
+        if slots is None:
+            return _Use(self._stage(units, number, None), units.num_slots(number))
+        left = len(slots)
+        if plan.num_padded:  # the last batch may come while the window is still open
+            numbers, padded = units.locate(plan.padding)
+            slots = np.concatenate((slots, padded[numbers == number]))
+        return _Use(self._stage(units, number, np.unique(slots)), left)
+
+    def _units(self, order: EpochOrder) -> Windows:
+        if isinstance(order, SelectedOrder) and order.shuffle.kind == "full":
+            size = max(1, min(_FULL_WINDOW_SAMPLES, self._full_window_bytes // self._full_sample_bytes()))
+            return FullWindows(order, size)
+        return cast(Windows, order)
 
     def _full_sample_bytes(self) -> int:
         """What one sample of a full shuffle takes in a window, on average: its values, or its whole block."""
-        table = self.source.catalog.blocks
+        source = self.sources[0]
+        table = source.catalog.blocks
         used = np.flatnonzero(table.num_samples)
-        if self.source.locates(self.source.catalog.block(int(used[0]))):
+        if source.locates(source.catalog.block(int(used[0]))):
             values = int(table.nbytes.sum()) // int(table.num_samples.sum())
-            return values + _ALIGN * len(self.source.columns)
+            return values + _ALIGN * len(source.columns)
         return 1 + int((table.length + table.nbytes)[used].mean())
 
-    def _window_numbers(self, plan: EpochPlan, order: Windows) -> range:
-        if plan.start >= plan.order.num_samples:
-            return range(0)
-        return range(int(order.window_of(np.array([plan.start]))[0]), order.num_windows)
+    def _stage(self, units: Windows, number: int, slots: NDArray[np.int64] | None) -> StagedWindow:
+        """A window of which only some slots are wanted; None for all."""
+        source, source_epoch = self.sources[0], None
+        if isinstance(units, MixtureWindows):
+            at, source_epoch, _ = units.source_of(number)
+            source = self.sources[at]
+        window = self._staged(source, units, number, slots)
+        window.source_epoch = source_epoch
+        return window
 
-    def _own_slots(self, plan: EpochPlan, order: Windows, number: int) -> NDArray[np.int64] | None:
-        """Slots of a window that this rank's batches take, each once; None for all (a dropped tail aside)."""
-        begin, end = order.window_start(number), order.window_start(number + 1)
-        if plan.num_batches == 0:
-            return np.zeros(0, np.int64)
-        if _takes_all(plan) and isinstance(order, Order):
-            return None if begin < plan.num_batches * plan.batch_size else np.zeros(0, np.int64)
-        group = plan.global_batch_size
-        first = max(0, (begin - plan.start) // group)
-        last = min(plan.num_batches, -(-(end - plan.start) // group))
-        positions = plan.positions(min(first, last), last)[0]
-        own = positions[(positions >= begin) & (positions < end)] - begin
-        return np.unique(own) if plan.num_padded else own  # padding comes back to the same slots
-
-    def _own_rows(
-        self, plan: EpochPlan, order: Windows, number: int, window: StagedWindow, batches: tuple[int, int]
-    ) -> NDArray[np.int64]:
-        """Rows of a window that some batches of this rank take, in their order."""
-        if _takes_all(plan):
-            return window.rows
-        begin, end = order.window_start(number), order.window_start(number + 1)
-        positions = plan.positions(*batches)[0]
-        return window.rows[positions[(positions >= begin) & (positions < end)] - begin]
-
-    def _num_complete(self, plan: EpochPlan, order: Windows, number: int) -> int:
-        """Batches of this rank that need nothing beyond this window."""
-        end = order.window_start(number + 1)
-        if number + 1 == order.num_windows:
-            return plan.num_batches - (plan.num_padded > 0)
-        whole = (end - plan.start - (plan.rank + 1) * plan.batch_size) // plan.global_batch_size + 1
-        num_full = (plan.order.num_samples - plan.start) // plan.global_batch_size
-        return int(np.clip(whole, 0, num_full))
-
-    def _straddles(self, plan: EpochPlan, order: Windows, number: int, complete: int) -> bool:
-        """Whether the next batch takes samples of this window; a padded one may begin behind it and wrap."""
-        if complete >= plan.num_batches:
-            return False
-        positions = plan.positions(complete, complete + 1)[0]
-        begin, end = order.window_start(number), order.window_start(number + 1)
-        return bool(((positions >= begin) & (positions < end)).any())
-
-    def _stage(
-        self, plan: EpochPlan, order: Windows, number: int, slots: NDArray[np.int64] | None
+    def _staged(
+        self, source: Source, units: Windows, number: int, slots: NDArray[np.int64] | None
     ) -> StagedWindow:
-        blocks = order.window_blocks(number)
+        blocks = units.window_blocks(number)
+        ordinal, row = units.window_samples(number, slots)
         if slots is None:
-            assert isinstance(order, Order)
-            return self._stage_blocks(blocks, order.window_rows(number), None)
-        ordinal, row = order.window_samples(number)
-        if isinstance(order, FullWindows) and not self._direct:
-            window = self._stage_sparse(blocks, ordinal, row, slots)
+            slots = np.arange(len(row))
+        whole = not isinstance(units, FullWindows)
+        if not whole and not self._mapped[source.number]:
+            window = self._stage_sparse(source, blocks, ordinal, row, slots, units.num_slots(number))
             if window is not None:
                 return window
         used = np.zeros(len(blocks), bool)
-        used[ordinal[slots]] = True
-        counts = np.where(used, self.source.catalog.blocks.num_samples[blocks], 0)
-        first_row = np.cumsum(counts) - counts
-        rows = first_row[ordinal]
-        rows += row
-        return self._stage_blocks(blocks[used], rows, rows[slots])
-
-    def _blocks(self, numbers: NDArray[np.int64]) -> list[Block]:
-        return [self.source.catalog.block(number) for number in numbers.tolist()]
+        used[ordinal] = True
+        counts = np.where(used, source.catalog.blocks.num_samples[blocks], 0)
+        wanted = (np.cumsum(counts) - counts)[ordinal]
+        wanted += row
+        rows = np.full(units.num_slots(number), -1)
+        rows[slots] = wanted
+        return self._stage_blocks(source, blocks[used], rows, wanted, whole)
 
     def _stage_blocks(
-        self, blocks: NDArray[np.int64], rows: NDArray[np.int64], wanted: NDArray[np.int64] | None
+        self,
+        source: Source,
+        blocks: NDArray[np.int64],
+        rows: NDArray[np.int64],
+        wanted: NDArray[np.int64],
+        whole: bool,
     ) -> StagedWindow:
-        """A window of whole blocks, of which only the rows `wanted` are used; None for all."""
-        if self._direct:
-            try:
-                return DirectWindow(
-                    self.source, self.arena, blocks, rows, wanted=wanted, on_return=self.on_return
-                )
-            except NotLocatableError:
-                pass
-        return StagedWindow(
-            self.source, self.arena, self._blocks(blocks), rows, num_readers=self._num_readers
-        )
+        """A window of whole blocks, of which only the rows `wanted` are used."""
+        if self._mapped[source.number]:
+            with suppress(NotLocatableError):
+                return MappedWindow(source, self.arena, blocks, rows, wanted=wanted, whole=whole)
+        return StagedWindow(source, self.arena, _blocks(source, blocks), rows, num_readers=self._num_readers)
 
     def _stage_sparse(
         self,
+        source: Source,
         blocks: NDArray[np.int64],
         ordinal: NDArray[np.int32],
         row: NDArray[np.int64],
         slots: NDArray[np.int64],
+        num_slots: int,
     ) -> StagedWindow | None:
         """A window that reads only the rows wanted; None where the format cannot say where they lie."""
-        by_place = np.lexsort((row[slots], ordinal[slots]))
-        order = slots[by_place]
-        rows = np.full(len(ordinal), -1, np.int64)
-        rows[order] = np.arange(len(order))
-        used, counts = np.unique(ordinal[order], return_counts=True)
-        sparse = np.split(row[order], np.cumsum(counts)[:-1])
+        by_place = np.lexsort((row, ordinal))
+        rows = np.full(num_slots, -1, np.int64)
+        rows[slots[by_place]] = np.arange(len(slots))
+        used, counts = np.unique(ordinal, return_counts=True)
+        sparse = np.split(row[by_place], np.cumsum(counts)[:-1])
         try:
-            return StagedWindow(self.source, self.arena, self._blocks(blocks[used]), rows, sparse=sparse)
+            return StagedWindow(source, self.arena, _blocks(source, blocks[used]), rows, sparse=sparse)
         except NotLocatableError:
             return None
 
-    def _chunks(
-        self,
-        plan: EpochPlan,
-        units: Windows,
-        first: int,
-        last: int,
-        windows: dict[int, StagedWindow],
-        rows: NDArray[np.int64],
-    ) -> list[BatchChunk]:
-        """Batches [first, last), the first of which may need every window given; the others the last one.
 
-        `rows` are the rows of the last window that this rank takes, in order.
-        """
-        own = next(reversed(windows.items()))
-        # Of the first batch, the rows in earlier windows: they shift all that follow.
-        before = max(0, units.window_start(own[0]) - int(plan.positions(first, first + 1)[0][0]))
-        size = plan.batch_size
-        start, chunks = first, []
-        while start < last:
-            needs = windows if start == first else dict([own])
-            stop = min(start + self._next_chunk, last)
-            chunk_rows = None
-            if len(needs) == 1:
-                at = (start - first) * size - before
-                chunk_rows = rows[at : at + self._num_rows(plan, start, stop)]
-            chunks.append(
-                BatchChunk(self, plan, units, (start, stop), tuple(needs.values()), dict(needs), chunk_rows)
-            )
-            # The stream's first batch waits for one batch's work only.
-            self._next_chunk = min(2 * self._next_chunk, self._batches_per_chunk)
-            start = stop
-        return chunks
-
-    @staticmethod
-    def _num_rows(plan: EpochPlan, start: int, stop: int) -> int:
-        """Samples of batches [start, stop)."""
-        if stop < plan.num_batches:
-            return (stop - start) * plan.batch_size
-        return int(plan.positions(start, stop)[1].sum())
-
-    def _wrap(
-        self, plan: EpochPlan, order: Windows, done: int, carried: dict[int, StagedWindow]
-    ) -> Iterator[StagedWindow]:
-        """The padded last batch: its windows come once more, the last of them brings the chunk."""
-        if done == plan.num_batches:
-            return
-        positions = plan.positions(done, done + 1)[0]
-        numbers = list(dict.fromkeys(order.window_of(positions).tolist()))
-        missing = [n for n in numbers if n not in carried]
-        if not missing:
-            # Everything is staged already: a window that brings only the chunk.
-            missing = [numbers[-1]]
-        needs = dict(carried)
-        for number in missing:
-            begin, end = order.window_start(number), order.window_start(number + 1)
-            inside = positions[(positions >= begin) & (positions < end)] - begin
-            window = self._stage(plan, order, number, np.unique(inside))
-            window.carried = number != missing[-1]
-            needs[number] = window
-            if not window.carried:
-                order_of_needs = {n: w for n, w in carried.items() if w is not window} | needs
-                window.chunk_list = [
-                    BatchChunk(self, plan, order, (done, done + 1), _needs(carried, needs), order_of_needs)
-                ]
-            window.plan()
-            yield window
+def _blocks(source: Source, numbers: NDArray[np.int64]) -> list[Block]:
+    return [source.catalog.block(number) for number in numbers.tolist()]
 
 
-def _needs(carried: dict[int, StagedWindow], needs: dict[int, StagedWindow]) -> tuple[StagedWindow, ...]:
-    """Every window that must be staged, each once, carried ones included."""
-    return tuple(dict.fromkeys((*carried.values(), *needs.values())))
+@dataclass
+class _Use:
+    """A window that batches to come need."""
+
+    window: StagedWindow
+    left: int
+    """Samples that these take of it."""
+
+
+@dataclass(frozen=True)
+class _Span:
+    """Consecutive batches, located."""
+
+    first: int
+    sizes: NDArray[np.int64]
+    """[batches] samples of each; none: the open windows do not even serve the first."""
+    numbers: NDArray[np.int64]
+    """[rows] the window of each sample."""
+    slots: NDArray[np.int64]
+    """[rows] its slot there."""
+    touched: list[int]
+    """The windows, in order of first use."""
+    missing: list[int]
+    """Those that are not open."""
+
+
+def _counts(numbers: NDArray[np.int64], candidates: Sequence[int]) -> dict[int, int]:
+    """How often each window comes, in order of the candidates; those that do not come are left out."""
+    if len(candidates) == 1:
+        return {candidates[0]: len(numbers)}
+    counts = {number: int(np.count_nonzero(numbers == number)) for number in candidates}
+    return {number: count for number, count in counts.items() if count}

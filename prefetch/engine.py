@@ -8,7 +8,7 @@ window names its chunks. The engine
 * starts a chunk when its windows are staged, the ready depth asks for it, and the ledger has credit for
   its output; its parts run on the worker threads, most urgent first;
 * hands chunks out in stream order, whatever order they finish in;
-* closes a window when the last chunk that needs it is built.
+* closes a window when the last chunk that needs it is built; a chunk may need any windows that are open.
 
 No thread coordinates: whoever changes the state (a finished task, the consumer) calls `_pump` under the
 one lock, so nothing polls. Progress: the head of the order is admitted without counting bytes that the
@@ -51,18 +51,18 @@ class Chunk(Protocol[T_co]):
 
     nbytes: int
     """Credits for its output; an upper bound."""
-    staged_bytes: int
-    """Output that its own window holds already: this part of the window's credit goes along with it."""
     num_batches: int
     needs: Sequence[Window]
-    """Staged windows it reads, its own (the one that listed it) last."""
+    """Staged windows it reads: the one that listed it, or earlier ones."""
+    closes: Sequence[Window]
+    """Those of `needs` that no later chunk needs."""
 
     def begin(self) -> Sequence[Task]:
         """Take slots and give the parts that may run in parallel. On a worker thread."""
         ...
 
     def finish(self) -> tuple[Sequence[T_co], int]:
-        """The batches in order, and how many of `nbytes + staged_bytes` stay leased until they die."""
+        """The batches in order, and how many of `nbytes` stay leased until they die."""
         ...
 
 
@@ -71,8 +71,6 @@ class Window(Protocol):
 
     nbytes: int
     """Credits from admission to `close`; an upper bound."""
-    carried: bool
-    """Whether exactly one chunk of a later window needs this one too."""
 
     def reads(self) -> Sequence[Task]:
         """Independent tasks that stage the window; they may raise. On reader threads."""
@@ -143,10 +141,10 @@ class _Open:
     window: Window
     left: int
     """Read tasks not finished."""
-    users: int
-    """Chunks that still need it."""
-    credit: int
-    """Bytes of the ledger's WINDOW state that it holds."""
+    users: int = 0
+    """Admitted chunks that still need it."""
+    last_user_seen: bool = False
+    """Whether no chunk to come needs it."""
     error: BaseException | None = None
 
 
@@ -356,15 +354,18 @@ class Engine(Generic[T]):
             self._ledger.release(State.WINDOW, window.nbytes)
             self._end(error)
             return
-        opened = _Open(window, len(reads), len(chunks) + window.carried, window.nbytes)
+        opened = _Open(window, len(reads))
         self._open[id(window)] = opened
+        for chunk in chunks:
+            for needed in chunk.needs:
+                self._open[id(needed)].users += 1
+            for closed in chunk.closes:
+                self._open[id(closed)].last_user_seen = True
         self._reads_left += len(reads)
         self._chunks.extend(chunks)  # type: ignore[arg-type]
         deadline = self._sequence + len(self._chunks) - len(chunks)
         for read in reads:
             self._readers.submit(deadline, partial(self._run_read, opened, read))
-        if not reads:
-            self._close_if_unused(opened)
 
     def _check_stuck(self, nbytes: int, what: str) -> None:
         if self._line or self._reads_left:
@@ -417,7 +418,6 @@ class Engine(Generic[T]):
             opened.left -= 1
             self._reads_left -= 1
             if opened.left == 0:
-                self._close_if_unused(opened)
                 self._pump()
                 self._wake()
 
@@ -483,10 +483,6 @@ class Engine(Generic[T]):
         chunk = started.chunk
         if started.error is None:
             self._ledger.move(State.BUILDING, State.READY, started.nbytes)
-            staged = chunk.staged_bytes
-            self._ledger.move(State.WINDOW, State.READY, staged)
-            self._open[id(chunk.needs[-1])].credit -= staged
-            started.nbytes += staged
         else:
             started.batches = ()
             self._ledger.release(State.BUILDING, started.nbytes)
@@ -497,10 +493,10 @@ class Engine(Generic[T]):
         started.done = True
 
     def _close_if_unused(self, opened: _Open) -> None:
-        if opened.left == 0 and opened.users == 0:
+        if opened.last_user_seen and opened.users == 0:
             del self._open[id(opened.window)]
             opened.window.close()
-            self._ledger.release(State.WINDOW, opened.credit)
+            self._ledger.release(State.WINDOW, opened.window.nbytes)
 
     def _account(self, stage: str, began: float) -> None:
         self._busy[stage].seconds += time.perf_counter() - began
@@ -510,6 +506,8 @@ class Engine(Generic[T]):
 
     def stats(self) -> EngineStats:
         """A snapshot; cheap."""
+        if os.getpid() != self._pid:
+            return NOT_STARTED  # a thread of the parent may have held the lock at the fork
         with self._changed:
             ready = sum(len(s.batches) for s in self._line if s.done)
             decision = self._options.depth(Observation(self._delivered, self._starved, ready, 0))

@@ -3,8 +3,8 @@
 Local files are read by `preadv` straight into the destination, with the GIL released, one descriptor per
 read (opening costs microseconds, and nothing can leak). After the read the descriptor's size and
 modification time must still be those of the catalog, so bytes of another version are never handed on;
-a file replaced by rename in the middle keeps serving the old bytes of the open descriptor. Mapping
-the file instead would save nothing (`preadv` copies once) and turn truncation into SIGBUS.
+a file replaced by rename in the middle keeps serving the old bytes of the open descriptor. Values that
+are wanted as they are stored are not read but mapped (`prefetch.mapping`).
 
 Every other store goes through fsspec's `cat_file` on the process's one filesystem object; a shard is
 checked against the store once per process, before its first range. Thread-safe.
@@ -21,7 +21,6 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from prefetch.iovec import ScatterPlan
 from sharding.blocks import Shard
 from sharding.errors import DataflowError, ShardChangedError, ShardReadError
 from sharding.storage import check_shard, failure_text, local_info, open_url
@@ -49,12 +48,6 @@ class StoreReader:
             _read_local(shard, offset, out)
         else:
             self._read_remote(shard, offset, out)
-
-    def scatter(self, shard: Shard, plan: ScatterPlan, stretch: int) -> None:
-        """Read one stretch of a plan from a local shard. Raises as `read_into`."""
-        offset = plan.offset(stretch)
-        if not _with_file(shard, offset, lambda descriptor: plan.read(descriptor, stretch)):
-            raise ShardReadError(shard.url, "truncated: it ends inside a block", offset, stage="read")
 
     def _read_remote(self, shard: Shard, offset: int, out: NDArray[np.uint8]) -> None:
         try:

@@ -1,10 +1,14 @@
 """A mixture as windows and a plan: what the stream stages, and what each rank takes of it.
 
-Each source keeps its own order for each of its epochs (seeded by the source's number) and its own windows.
-A window of the mixture is one window of one source in one source epoch; windows are numbered
-`(source epoch * sources' windows together) + windows of earlier sources + window`, and their blocks are
-numbered as if the sources' block tables stood one after the other. The positions of a window are scattered
-over the epoch: several windows, one a source or two, are open at any time.
+Each source keeps its own order for each of its epochs (seeded by the source's number), with its own windows
+and lanes. A window of the mixture is one window of one source in one source epoch; they are numbered
+`(source epoch * sources + source) * most windows of a source + window`. The positions of a window are
+scattered over the epoch: several windows, one a source or two, are open at any time.
+
+A batch lists its positions by their sample's lane in its own source, as the plan of a single source does; so
+the ranks' parts, one after the other, are one list in every world, and ranks that divide the lanes read
+different blocks of every source. Since turns of the sources do not divide evenly among lanes, a boundary
+between ranks lies up to a few samples inside a lane, whose blocks then two ranks read.
 """
 
 from __future__ import annotations
@@ -12,64 +16,19 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from sharding.mixture import Interleaving
-from sharding.order import Order, mix_key, windows_touched
-from sharding.plan import EpochPlan
+from sharding.order import Order, Shuffle, mix_key, windows_touched
+from sharding.plan import EpochPlan, Windows
+from sharding.windows import most_windows
 
 _KEPT_ORDERS = 2
 """Orders kept a source: the source epoch that ends and the one that begins."""
 _CHUNK = 1 << 15  # positions located at a time, so that the temporaries stay in the L2 cache
 _MIXTURE = 0x6D6978  # "mix", apart from the purposes of `sharding.order`
-
-
-class SourceOrder(Protocol):
-    """What a mixture needs of one source in one of its epochs."""
-
-    num_windows: int
-
-    def locate(self, positions: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Window and slot of each position."""
-        ...
-
-    def window_positions(self, window: int) -> NDArray[np.int64]:
-        """The inverse: position of each slot of a window."""
-        ...
-
-    def window_blocks(self, window: int) -> NDArray[np.int64]:
-        """Blocks of a window in read order."""
-        ...
-
-    def window_samples(self, window: int) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-        """Block ordinal, and row in the block, of each slot."""
-        ...
-
-
-class OrderWindows:
-    """An `Order` as a `SourceOrder`. Raises `ValueError` for a full shuffle, which has no windows."""
-
-    def __init__(self, order: Order) -> None:
-        if order.shuffle.kind == "full":
-            raise ValueError('a mixture needs windows: use another shuffle than "full"')
-        self.num_windows = order.num_windows
-        self.window_blocks, self.window_samples = order.window_blocks, order.window_samples
-        self._order = order
-        starts = [order.window_start(w) for w in range(order.num_windows + 1)]
-        self._start = np.array(starts, np.int64)
-
-    def locate(self, positions: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Window and slot of each position."""
-        window = self._order.window_of(positions)
-        return window, positions - self._start[window]
-
-    def window_positions(self, window: int) -> NDArray[np.int64]:
-        """Position of each slot of a window."""
-        return np.arange(self._start[window], self._start[window + 1])
 
 
 def source_seed(seed: int, source: int) -> int:
@@ -82,29 +41,34 @@ class MixtureWindows:
 
     Args:
         interleaving: the epoch.
+        epoch: its number.
+        shuffle: of all sources, with nothing left open.
         sizes: samples of each source.
-        num_windows: windows of each source in any of its epochs.
-        num_blocks: blocks of each source, for the numbers of the joint table.
+        num_blocks: blocks with samples of each source.
         orders: makes the order of (source, source epoch); called when one is first needed.
+
+    Raises `ValueError` for a full shuffle, which has no windows.
     """
 
     def __init__(
         self,
         interleaving: Interleaving,
+        epoch: int,
+        shuffle: Shuffle,
         sizes: Sequence[int],
-        num_windows: Sequence[int],
         num_blocks: Sequence[int],
-        orders: Callable[[int, int], SourceOrder],
+        orders: Callable[[int, int], Order],
     ) -> None:
+        if shuffle.kind == "full" or shuffle.window_blocks is None:
+            raise ValueError('a mixture needs windows: use another shuffle than "full"')
         self.interleaving, self.num_samples = interleaving, interleaving.num_samples
+        self.epoch, self.shuffle, self.num_lanes = epoch, shuffle, shuffle.num_lanes
         self._sizes = np.array(sizes, np.int64)
-        self._first_window = list(accumulate(num_windows, initial=0))
-        self._first_block = list(accumulate(num_blocks, initial=0))
-        self._round = self._first_window[-1]
-        """Windows of all sources in one source epoch each."""
+        self._stride = max(most_windows(n, shuffle.window_blocks, self.num_lanes) for n in num_blocks)
         self._orders = lru_cache(_KEPT_ORDERS * len(self._sizes))(orders)
         last = interleaving.first + interleaving.counts(interleaving.num_samples)
-        self.num_windows = (int((last // self._sizes).max()) + 1) * self._round
+        self.num_windows = (int((last // self._sizes).max()) + 1) * len(self._sizes) * self._stride
+        """Window numbers lie below; not every one is a window."""
 
     def locate(self, positions: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Window and slot of each position, two int64 [n]. `IndexError` outside [0, num_samples)."""
@@ -115,74 +79,125 @@ class MixtureWindows:
         return window, slot
 
     def _locate(self, positions: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        source, index = self.interleaving.locate(positions)
+        source, epoch, index = self._find(positions)
         window, slot = np.empty(len(source), np.int64), np.empty(len(source), np.int64)
-        epoch = index // self._sizes[source]
-        index -= epoch * self._sizes[source]
         for key, at in windows_touched(epoch * len(self._sizes) + source):
             turn, number = divmod(key, len(self._sizes))
             window[at], slot[at] = self._orders(number, turn).locate(index[at])
-            window[at] += turn * self._round + self._first_window[number]
+            window[at] += key * self._stride
         return window, slot
+
+    def _find(
+        self, positions: NDArray[np.int64]
+    ) -> tuple[NDArray[np.int32], NDArray[np.int64], NDArray[np.int64]]:
+        """Source, source epoch and position in it of each position."""
+        source, index = self.interleaving.locate(positions)
+        size = self._sizes[source]
+        epoch = index // size
+        return source, epoch, index - epoch * size
+
+    def lanes(self, positions: NDArray[np.int64]) -> NDArray[np.uint16]:
+        """The lane of each position's sample in its source, uint16 [n]."""
+        lanes = np.empty(len(positions), np.uint16)
+        for at in range(0, len(positions), _CHUNK):
+            lanes[at : at + _CHUNK] = self._find(positions[at : at + _CHUNK])[2] % self.num_lanes
+        return lanes
 
     def source_of(self, window: int) -> tuple[int, int, int]:
         """(source, source epoch, window of that source's order)."""
-        epoch, rest = divmod(window, self._round)
-        source = int(np.searchsorted(self._first_window, rest, side="right")) - 1
-        return source, epoch, rest - self._first_window[source]
+        key, own = divmod(window, self._stride)
+        epoch, source = divmod(key, len(self._sizes))
+        return source, epoch, own
 
     def num_slots(self, window: int) -> int:
-        """Samples of a window."""
-        return len(self._source_positions(window))
+        """Samples of a window, of which some may come in the epoch before or after this one."""
+        order, own = self._order_of(window)
+        return order.num_slots(own)
 
     def window_positions(self, window: int) -> NDArray[np.int64]:
         """The inverse of `locate`, int64 [slots]: where each slot comes; -1: not in this epoch."""
-        source, epoch, _ = self.source_of(window)
-        index = self._source_positions(window) + epoch * self._sizes[source]
+        source, epoch, own = self.source_of(window)
+        index = self._orders(source, epoch).window_positions(own)
+        index += epoch * self._sizes[source]
         return self.interleaving.positions(source, index)
 
+    def window_span(self, window: int) -> tuple[int, int]:
+        """First position of a window in this epoch, and the one after its last; other windows lie between."""
+        positions = self.window_positions(window)
+        positions = positions[positions >= 0]
+        return (int(positions.min()), int(positions.max()) + 1) if len(positions) else (0, 0)
+
     def window_blocks(self, window: int) -> NDArray[np.int64]:
-        """Blocks of a window in read order, int64 [b]: rows of the joint block table, all of one source."""
-        source, epoch, own = self.source_of(window)
-        return self._orders(source, epoch).window_blocks(own) + self._first_block[source]
+        """Blocks of a window in read order, int64 [b]: rows of its source's block table."""
+        order, own = self._order_of(window)
+        return order.window_blocks(own)
 
-    def window_samples(self, window: int) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-        """Block ordinal int32 [slots] and row in the block int64 [slots]."""
-        source, epoch, own = self.source_of(window)
-        return self._orders(source, epoch).window_samples(own)
+    def window_samples(
+        self, window: int, slots: NDArray[np.int64] | None = None
+    ) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+        """Block ordinal int32 [k] and row in the block int64 [k] of each slot, or of those given."""
+        order, own = self._order_of(window)
+        return order.window_samples(own, slots)
 
-    def source_block(self, block: int) -> tuple[int, int]:
-        """(source, row of its own block table) of a row of the joint table."""
-        source = int(np.searchsorted(self._first_block, block, side="right")) - 1
-        return source, block - self._first_block[source]
-
-    def _source_positions(self, window: int) -> NDArray[np.int64]:
+    def _order_of(self, window: int) -> tuple[Order, int]:
         source, epoch, own = self.source_of(window)
-        return self._orders(source, epoch).window_positions(own)
+        return self._orders(source, epoch), own
 
 
 @dataclass(frozen=True, eq=False)
 class MixturePlan(EpochPlan):
-    """One rank's batches of one epoch of a mixture: `EpochPlan`'s arithmetic over its positions."""
+    """One rank's batches of one epoch of a mixture: `EpochPlan`'s arithmetic, with the lanes of the sources.
 
-    order: MixtureWindows  # type: ignore[assignment]  # EpochPlan asks it for num_samples only
+    Costs O(global batch) a batch, some 50 ns a sample of all ranks: which of them are this rank's depends on
+    what the others get.
+    """
 
-    def own_slots(self, window: int) -> NDArray[np.int64]:
-        """Slots of a window that this rank's batches take, int64 [j] ascending."""
-        return np.flatnonzero(taken_by_rank(self, self.order.window_positions(window)))
+    order: MixtureWindows
+
+    def own_slots(self, window: int, windows: Windows | None = None) -> NDArray[np.int64] | None:
+        """The slots of a window that this rank's batches take, ascending, int64 [j]; None for all.
+
+        Padding is left out. `windows` is the order.
+        """
+        taken = self._takes(self.order.window_positions(window))
+        return None if taken.all() else np.flatnonzero(taken)
+
+    def _takes(self, positions: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Whether the rank's batches take each position, bool [n]; -1 never is."""
+        batch, offset = np.divmod(positions - self.start, self.global_batch_size)
+        taken = (positions >= self.start) & (batch < self._num_full)
+        if self.world_size > 1:
+            at = np.flatnonzero(taken)
+            numbers, which = np.unique(batch[at], return_inverse=True)
+            taken[at] = self._is_own(numbers, which, offset[at])
+        if self._last_share[1]:
+            last = self._last_batch
+            taken |= np.isin(positions, last[last < self.order.num_samples])
+        return taken
+
+    def _is_own(
+        self, batches: NDArray[np.int64], which: NDArray[np.int64], offset: NDArray[np.int64]
+    ) -> NDArray[np.bool_]:
+        """Whether the sample at each offset of the batch `batches[which]` is this rank's, bool [n]."""
+        own = np.zeros(len(which), bool)
+        group, first = self.global_batch_size, self.rank * self.batch_size
+        step = max(1, _CHUNK // group)
+        for start in range(0, len(batches), step):
+            some = batches[start : start + step]
+            mask = np.zeros((len(some), group), bool)
+            shares = self._shares(self.start + some * group, group, first, self.batch_size)
+            np.put_along_axis(mask, shares, True, axis=1)
+            here = np.flatnonzero((which >= start) & (which < start + step))
+            own[here] = mask[which[here] - start, offset[here]]
+        return own
+
+    def _shares(self, begin: NDArray[np.int64], size: int, first: int, count: int) -> NDArray[np.int64]:
+        """Offsets in batches of `size` that begin at these positions: `count` from the `first` by lane."""
+        if self.order.num_lanes == 1:
+            return np.broadcast_to(np.arange(first, first + count), (len(begin), count))
+        positions = (begin[:, None] + np.arange(size)).reshape(-1) % self.order.num_samples  # padding wraps
+        lanes = self.order.lanes(positions).reshape(len(begin), size)
+        return np.argsort(lanes, axis=1, kind="stable")[:, first : first + count]
 
 
-def taken_by_rank(plan: EpochPlan, positions: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Whether the batches of the plan's rank take each position; bool [n]. Negative ones never are."""
-    num_samples, batch, group = plan.order.num_samples, plan.batch_size, plan.global_batch_size
-    left = (num_samples - plan.start) % group
-    tail = num_samples - left  # first position of the incomplete global batch
-    taken = (positions >= plan.start) & (positions < tail)
-    taken &= (positions - plan.start) % group // batch == plan.rank
-    if plan.num_batches > (num_samples - plan.start) // group:
-        own, sizes = plan.positions(plan.num_batches - 1, plan.num_batches)
-        taken |= np.isin(positions, own) if sizes[0] else False
-    return taken
-
-
-__all__ = ["MixturePlan", "MixtureWindows", "OrderWindows", "SourceOrder", "source_seed", "taken_by_rank"]
+__all__ = ["MixturePlan", "MixtureWindows", "source_seed"]

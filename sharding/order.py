@@ -1,176 +1,49 @@
 """Order is arithmetic: `(seed, epoch, position) -> sample`, with no random-number state.
 
-A *keyed order* sorts `high bits of splitmix64(i ^ key) | i` and keeps the low `ceil(log2 n)` bits: the
-index is part of the sort key, so there are no ties, the result is a bijection, and it does not depend on the
-sorting algorithm, the machine or the numpy version. Block orders and windows use it: O(n log n).
-Where nothing may be materialised (`kind="full"`), a Feistel network over `ceil(log2 n)` bits with cycle
-walking (Black & Rogaway 2002) gives each position its sample on its own, in O(1).
+An epoch puts the non-empty blocks in a keyed *spread order*, in which any run of blocks takes from all parts
+of the dataset, and deals them to lanes (`sharding.lanes`): position p is sample `p // L` of lane `p % L`.
+Each lane is cut into *windows* of consecutive blocks, and samples are mixed inside their lane's window.
 
-An epoch puts the non-empty blocks in keyed order and cuts them into *windows* of consecutive blocks; samples
-are mixed inside their window. The first windows of an epoch are small (8, 16, 32 ... blocks), so that the
-first batch waits for few reads; the price is that the samples of these few blocks mix among fewer others.
+Window w of all lanes is one unit of staging. Lanes advance together, so each takes into window w the blocks
+whose middle lies in the same stretch of positions; where block sizes differ, windows of different lanes
+begin up to half a block apart, and around there two windows are in use at the same time. The first windows
+of an epoch are small (8, 16, 32 ... blocks), so that the first batch waits for few reads; the price is that
+the samples of these few blocks mix among fewer others.
 An `Order` holds O(blocks) memory and never changes: use it from any number of threads.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from itertools import pairwise
-from operator import index as exact_int
-from typing import Literal, cast, get_args
+from typing import cast
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-Kind = Literal["window", "full", "blocks", "none"]
+from sharding.keyed import (
+    BLOCK_ORDER,
+    FULL_ORDER,
+    WINDOW_ORDER,
+    feistel,
+    keyed_order,
+    mix_key,
+    splitmix64,
+    spread_order,
+    uniform,
+)
+from sharding.lanes import Lanes, cut_lanes, deal_evenly, deal_with_exchange
+from sharding.shuffle import DEFAULT_WINDOW_BLOCKS, Kind, Shuffle
+from sharding.windows import FIRST_WINDOW_BLOCKS, cut_windows, windows_touched
 
-DEFAULT_WINDOW_BLOCKS = 512
-"""Blocks mixed together where nobody says: trains like a full shuffle in published comparisons."""
-FIRST_WINDOW_BLOCKS = 8
-"""Blocks in the first window of an epoch; each next window doubles up to the full size."""
-
-_U64 = (1 << 64) - 1
-_GAMMA, _MUL1, _MUL2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
-_CHUNK = 1 << 14  # elements hashed at a time, so that the temporaries stay in the L2 cache
-_BLOCKS, _WINDOW, _FULL, _DRAW = 1, 2, 3, 4  # purposes of a key: no two share a stream
-
-
-def splitmix64(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """The bijective 64-bit hash of Steele, Lea & Flood (2014), element by element; `x` is any array."""
-    z = x + np.uint64(_GAMMA)
-    z ^= z >> np.uint64(30)
-    z *= np.uint64(_MUL1)
-    z ^= z >> np.uint64(27)
-    z *= np.uint64(_MUL2)
-    z ^= z >> np.uint64(31)
-    return z
-
-
-def mix_key(*parts: int) -> int:
-    """A 64-bit key from integers such as seed, epoch, purpose and window number; their order counts.
-
-    Each part lies in [-2**63, 2**64) and is taken modulo 2**64. Raises `ValueError` beyond that range.
-    """
-    key = len(parts)
-    for part in map(exact_int, parts):  # numpy integers become exact ones
-        if not -(1 << 63) <= part <= _U64:
-            raise ValueError(f"seeds and other key parts must fit 64 bits, got {part}")
-        z = ((key ^ (part & _U64)) + _GAMMA) & _U64
-        z = ((z ^ (z >> 30)) * _MUL1) & _U64
-        z = ((z ^ (z >> 27)) * _MUL2) & _U64
-        key = z ^ (z >> 31)
-    return key
-
-
-def keyed_order(n: int, key: int) -> NDArray[np.int64]:
-    """The permutation of `range(n)` that `key` (64 bits) stands for, int64 [n].
-
-    The low `ceil(log2 n)` bits of a sort key hold the index, so `64 - ceil(log2 n)` bits of hash decide.
-    Memory: 8 n bytes. Raises `ValueError` for n < 0.
-    """
-    if n < 0:
-        raise ValueError(f"n must be >= 0, got {n}")
-    low = (1 << max(n - 1, 0).bit_length()) - 1
-    out = np.arange(n, dtype=np.uint64)
-    for start in range(0, n, _CHUNK):
-        part = out[start : start + _CHUNK]
-        part |= splitmix64(part ^ np.uint64(key)) & np.uint64(_U64 ^ low)
-    out.sort()
-    out &= np.uint64(low)
-    return out.view(np.int64)
-
-
-def feistel(index: NDArray[np.uint64], n: int, key: int, rounds: int = 12) -> NDArray[np.uint64]:
-    """A keyed bijection of [0, n) applied to each element of `index` (any shape), uint64 of that shape.
-
-    n <= 2**62. The domain is rounded up to a power of two; values that fall outside [0, n) are mapped again
-    (less than one extra pass on average). Twelve rounds, because eight are visibly biased below n = 16.
-    Raises `ValueError` for a bad n, `IndexError` for an index >= n.
-    """
-    if not 0 <= n <= 1 << 62:
-        raise ValueError(f"n must be in [0, 2**62], got {n}")
-    if index.size and int(index.max()) >= n:  # such a value might walk for ever
-        raise IndexError(f"index {int(index.max())} is not in [0, {n})")
-    bits = max(n - 1, 0).bit_length()
-    keys = [np.uint64(mix_key(key, r)) for r in range(rounds)]
-    out = np.array(index, dtype=np.uint64).reshape(-1)
-    for start in range(0, out.size, _CHUNK):
-        part = out[start : start + _CHUNK]
-        part[:] = _feistel_pass(part, bits, keys)
-        outside = np.flatnonzero(part >= n)
-        while outside.size:
-            walked = _feistel_pass(part[outside], bits, keys)
-            part[outside] = walked
-            outside = outside[walked >= n]
-    return out.reshape(index.shape)
-
-
-def _feistel_pass(x: NDArray[np.uint64], bits: int, keys: list[np.uint64]) -> NDArray[np.uint64]:
-    """An alternating Feistel network on [0, 2**bits): each round changes one half by a hash of the other."""
-    width = bits - bits // 2
-    masks = np.uint64((1 << bits // 2) - 1), np.uint64((1 << width) - 1)
-    halves = [x >> np.uint64(width), x & masks[1]]
-    for r, key in enumerate(keys):
-        changed, kept = r % 2, halves[1 - r % 2]
-        h = (kept ^ key) * np.uint64(_MUL1)
-        h ^= h >> np.uint64(32)
-        h *= np.uint64(_MUL2)
-        h >>= np.uint64(32)
-        h &= masks[changed]
-        halves[changed] ^= h
-    return (halves[0] << np.uint64(width)) | halves[1]
-
-
-def uniform(seed: int, epoch: int, sample: NDArray[np.integer], draw: int) -> NDArray[np.float64]:
-    """Random numbers in [0, 1), a function of (seed, epoch, sample number, draw) alone; float64 [n].
-
-    For augmentation: the same sample of the same epoch draws the same numbers in any batch, rank or restart.
-    `sample` is an array of sample numbers; `draw` numbers the decisions made about one sample.
-    """
-    key = np.uint64(mix_key(seed, epoch, _DRAW, draw))
-    h = splitmix64(sample.astype(np.uint64) ^ key)
-    return (h >> np.uint64(11)).astype(np.float64) * 2.0**-53
-
-
-@dataclass(frozen=True)
-class Shuffle:
-    """How an epoch is mixed."""
-
-    kind: Kind = "window"
-    """"window": blocks in keyed order, samples mixed inside windows of `window_blocks` consecutive blocks.
-    "full": any sample anywhere, at one read per sample. "blocks": blocks in keyed order, the samples of a
-    block in file order. "none": everything in file order."""
-    window_blocks: int | None = None
-    """Blocks in a window; None leaves it to the loader. More mixes better and holds more memory. Under
-    "blocks" and "none" it only groups reads and never changes the order; "full" has no windows."""
-
-    def __post_init__(self) -> None:
-        if self.kind not in get_args(Kind):
-            raise ValueError(f"shuffle kind must be one of {', '.join(get_args(Kind))}, got {self.kind!r}")
-        if self.window_blocks is None:
-            return
-        if type(self.window_blocks) is not int or not 1 <= self.window_blocks < 1 << 31:
-            raise ValueError(f"window_blocks must be an integer in [1, 2**31), got {self.window_blocks!r}")
-        if self.kind == "full":
-            raise ValueError("a full shuffle has no windows: leave window_blocks out")
-
-    def to_json(self) -> dict[str, object]:
-        """The value as JSON types."""
-        return {"kind": self.kind, "window_blocks": self.window_blocks}
-
-    @classmethod
-    def from_json(cls, value: object) -> Shuffle:
-        """The inverse of `to_json`. Raises `ValueError` saying what is wrong."""
-        if not isinstance(value, Mapping) or set(value) != {"kind", "window_blocks"}:
-            raise ValueError(f"a shuffle must be an object with kind and window_blocks, got {value!r}")
-        return cls(cast(Kind, value["kind"]), value["window_blocks"])
+_SAMPLES_AT_ONCE = 1 << 21
+"""Samples tabulated together: 16 MiB."""
 
 
 class Order:
     """The order of the samples in one epoch. Positions count from 0 to `num_samples`.
 
-    Window w holds positions [window_start(w), window_start(w + 1)). Blocks without samples are in no window.
+    Every sample is in one slot of one window. A block is in one window and one lane, but for at most
+    `num_lanes` - 1 blocks that were cut to make the lanes equal: parts of these may be in several windows.
+    Blocks without samples are in no window.
 
     Args:
         num_samples_per_block: [blocks] integers >= 0, the block table's column.
@@ -195,109 +68,173 @@ class Order:
         if epoch < 0:
             raise ValueError(f"epoch must be >= 0, got {epoch}")
         self.seed, self.epoch = seed, epoch
-        self.shuffle = _resolved(shuffle, window_blocks)
-        """The shuffle with its `window_blocks` filled in: what a resume must use to get the same order."""
+        self.shuffle = shuffle.resolved(window_blocks)
+        """The shuffle with nothing left open: what a resume must use to get the same order."""
+        self.num_lanes = self.shuffle.num_lanes
         self.num_samples = int(counts.sum())
-        self._key = mix_key(seed, epoch, _FULL)
-        self._first_sample = _frozen(np.cumsum(counts) - counts)
-        self._block = _frozen(self._ordered(np.flatnonzero(counts)))
-        self._block_start = _frozen(np.concatenate(([0], np.cumsum(counts[self._block]))).astype(np.int64))
-        self._window_block = _frozen(_window_bounds(len(self._block), self.shuffle))
-        self._window_start = _frozen(self._block_start[self._window_block])
-        self.num_windows = len(self._window_block) - 1
+        self._key = mix_key(seed, epoch, FULL_ORDER)
+        self._first_sample = np.cumsum(counts) - counts
+        blocks = self._block_order(np.flatnonzero(counts))
+        sizes = counts[blocks]
+        self.table = cut_windows(
+            self._lanes(blocks, sizes), blocks, sizes, self.shuffle.window_blocks or DEFAULT_WINDOW_BLOCKS
+        )
+        """Where its windows lie; of a "full" order, none."""
+        self.num_windows = self.table.num_windows
 
-    def _ordered(self, blocks: NDArray[np.int64]) -> NDArray[np.int64]:
+    def _block_order(self, blocks: NDArray[np.int64]) -> NDArray[np.int64]:
         if self.shuffle.kind == "none":
             return blocks
         if self.shuffle.kind == "full":  # block order has no meaning here
             return blocks[:0]
-        return blocks[keyed_order(len(blocks), mix_key(self.seed, self.epoch, _BLOCKS))]
+        return blocks[spread_order(len(blocks), mix_key(self.seed, self.epoch, BLOCK_ORDER))]
 
-    def window_start(self, window: int) -> int:
-        """First position of the window; `num_samples` for window == `num_windows`."""
-        if not 0 <= window <= self.num_windows:
-            raise IndexError(f"window must be in [0, {self.num_windows}], got {window}")
-        return int(self._window_start[window]) if self.shuffle.kind != "full" else self.num_samples
+    def _lanes(self, blocks: NDArray[np.int64], sizes: NDArray[np.int64]) -> Lanes:
+        num_lanes, share = self.num_lanes, self.shuffle.exchange
+        if share == 1:
+            lane = deal_evenly(sizes, num_lanes)
+            # Their numbers mean nothing, and rotating them makes all lanes equally likely for a sample.
+            rotation = mix_key(self.seed, self.epoch, BLOCK_ORDER, num_lanes) % num_lanes
+            return cut_lanes(sizes, lane, num_lanes, 0 if self.shuffle.kind == "none" else rotation)
+        in_file_order = np.argsort(blocks)
+        lane = np.empty(len(blocks), np.uint16)
+        lane[in_file_order] = deal_with_exchange(
+            sizes[in_file_order], num_lanes, share, seed=self.seed, epoch=self.epoch
+        )
+        return cut_lanes(sizes, lane, num_lanes)
 
-    def window_of(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The window of each position, int64 [n]. Raises `ValueError` under "full", which has none."""
+    def locate(self, positions: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """The window of each position and the slot in it that holds its sample, both int64 [n].
+
+        Windows need not ascend with positions. Raises `IndexError` for a position that is not in
+        [0, num_samples), `ValueError` under "full", which has no windows.
+        """
         if self.shuffle.kind == "full":
             raise ValueError("a full shuffle has no windows: use samples(positions)")
         self._check_positions(positions)
-        return np.searchsorted(self._window_start, positions, side="right") - 1
+        return self.table.locate(positions)
+
+    def num_slots(self, window: int) -> int:
+        """Samples in the window."""
+        return int(self.table.num_slots[self._checked(window)])
+
+    def window_span(self, window: int) -> tuple[int, int]:
+        """First position of the window, and the one after its last; some in between may be other windows'."""
+        table, cells = self.table, self.table.cells(self._checked(window))
+        begin, end = table.cell_start[cells], table.cell_start[cells + 1]
+        lane = np.flatnonzero(end > begin)
+        first, last = (at[lane] - table.lane_bounds[lane] for at in (begin, end - 1))
+        num = self.num_lanes
+        return int((first * num + lane).min()), int((last * num + lane).max()) + 1
+
+    def window_positions(self, window: int) -> NDArray[np.int64]:
+        """The inverse of `locate`: the position of each slot, int64 [num_slots]."""
+        table, cells = self.table, self.table.cells(self._checked(window))
+        begin, lane = table.cell_start[cells], np.arange(self.num_lanes)
+        size = table.cell_start[cells + 1] - begin
+        first = (begin - table.lane_bounds[lane] - table.cell_slot[cells]) * self.num_lanes + lane
+        positions = np.arange(int(size.sum())) * self.num_lanes
+        positions += np.repeat(first, size)
+        return positions
 
     def window_blocks(self, window: int) -> NDArray[np.int64]:
         """Numbers of the window's blocks (rows of the block table) in read order, int64 [b], read-only."""
-        first, last = self._window(window)
-        return self._block[first:last]
+        self._checked(window)
+        start = self.table.read_start
+        return self.table.read_block[start[window] : start[window + 1]]
 
-    def window_samples(self, window: int) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-        """Where the window's samples lie, position by position.
+    def window_samples(
+        self, window: int, slots: NDArray[np.int64] | None = None
+    ) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+        """Where the window's samples lie, slot by slot.
+
+        Args:
+            window: in [0, num_windows).
+            slots: int64 [k], the slots asked for; None for all. Lanes before the first and after the last
+                of them cost nothing.
 
         Returns:
             block_ordinal int32 [k]: index into `window_blocks(window)`; row int64 [k]: sample of that block.
         """
-        starts, counts = self._window_table(window)
-        ordinal = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
-        if self.shuffle.kind != "window":
-            return ordinal, np.arange(len(ordinal)) - np.repeat(starts, counts)
-        mixed = self._mixed(window, len(ordinal))
-        ordinal = ordinal[mixed]
-        mixed -= starts[ordinal]
-        return ordinal, mixed
+        table, cells = self.table, self.table.cells(self._checked(window))
+        if slots is None:
+            return self._mixed(window, cells)
+        if not len(slots):
+            return np.empty(0, np.int32), np.empty(0, np.int64)
+        ends = np.searchsorted(table.cell_slot[cells], [slots.min(), slots.max()], side="right")
+        cells = cells[ends[0] - 1 : ends[1]]
+        ordinal, row = self._mixed(window, cells)
+        slots = slots - table.cell_slot[cells[0]]
+        return ordinal[slots], row[slots]
 
-    def window_rows(self, window: int) -> NDArray[np.int64]:
-        """Where the window's samples lie when its blocks stand side by side: row of each position, int64 [k].
-
-        The same as `window_samples`, for whoever stages whole windows: row `r` of block `b` of the window
-        is the number of samples in the blocks before `b`, plus `r`.
-        """
-        num_samples = self.window_start(window + 1) - self.window_start(window)
+    def _mixed(self, window: int, cells: NDArray[np.int64]) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+        """Block ordinal and row of all samples of some cells of a window, in their order."""
+        ordinal, row = self.table.samples_of(cells)
         if self.shuffle.kind != "window":
-            return np.arange(num_samples)
-        return self._mixed(window, num_samples)
+            return ordinal, row
+        order = self._mixing(window, cells)
+        return ordinal[order], row[order]
+
+    def _mixing(self, window: int, cells: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Keyed orders of the cells' samples, side by side."""
+        first, orders = 0, []
+        sizes = self.table.cell_start[cells + 1] - self.table.cell_start[cells]
+        for cell, size in zip(cells.tolist(), sizes.tolist(), strict=True):
+            lane = cell // self.num_windows
+            order = keyed_order(size, mix_key(self.seed, self.epoch, WINDOW_ORDER, lane, window))
+            order += first
+            orders.append(order)
+            first += size
+        return np.concatenate(orders)
 
     def samples(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
         """Sample numbers in the dataset at the positions, int64 [n]; positions may come in any order.
 
-        Costs one window's arithmetic for each window touched under "window", O(n log blocks) under "blocks".
+        Costs the arithmetic of each lane's window touched under "window", O(n log blocks) under "blocks".
         Raises `IndexError` for a position that is not in [0, num_samples).
         """
         self._check_positions(positions)
-        kind = self.shuffle.kind
-        if kind == "none":
-            return positions.astype(np.int64)
+        table, kind = self.table, self.shuffle.kind
         if kind == "full":
             return feistel(positions.astype(np.uint64), self.num_samples, self._key).view(np.int64)
-        if kind == "blocks":
-            at = np.searchsorted(self._block_start, positions, side="right") - 1
-            return self._first_sample[self._block[at]] + (positions - self._block_start[at])
+        if kind != "window":
+            place = table.place(positions)
+            piece = np.searchsorted(table.piece_start, place, side="right") - 1
+            place += table.piece_row[piece] - table.piece_start[piece]
+            return place + self._first_sample[table.piece_block[piece]]
+        cells, places = table.find(positions)
         out = np.empty(len(positions), np.int64)
-        for window, places in windows_touched(self.window_of(positions)):
-            slots = positions[places] - self._window_start[window]
-            out[places] = self._window_sample_numbers(window, slots)
+        for first, last in self._in_groups(cells):
+            found = (cells >= first) & (cells < last)
+            at = slice(None) if found.all() else np.flatnonzero(found)
+            out[at] = self._sample_numbers(cells[at], places[at], first, last)
         return out
 
-    def _window_sample_numbers(self, window: int, slots: NDArray[np.int64]) -> NDArray[np.int64]:
-        starts, counts = self._window_table(window)
-        mixed = self._mixed(window, int(counts.sum()))[slots]
-        shift = np.repeat(self._first_sample[self.window_blocks(window)] - starts, counts)
-        mixed += shift[mixed]
-        return mixed
+    def _in_groups(self, cells: NDArray[np.int64]) -> list[tuple[int, int]]:
+        """Ranges of cells [first, last) that cover those touched, each small enough to tabulate."""
+        touched = _which(cells, 0, len(self.table.cell_slot))
+        size = self.table.cell_start[touched + 1] - self.table.cell_start[touched]
+        ends = np.flatnonzero(np.diff(np.cumsum(size) // _SAMPLES_AT_ONCE)) + 1
+        return [(int(part[0]), int(part[-1]) + 1) for part in np.split(touched, ends) if len(part)]
 
-    def _mixed(self, window: int, k: int) -> NDArray[np.int64]:
-        return keyed_order(k, mix_key(self.seed, self.epoch, _WINDOW, window))
+    def _sample_numbers(
+        self, cells: NDArray[np.int64], places: NDArray[np.int64], first: int, last: int
+    ) -> NDArray[np.int64]:
+        """Sample numbers at places in cells of [first, last), by a table of all samples of those touched."""
+        shift, size, tables = np.zeros(last - first, np.int64), 0, []
+        for cell in _which(cells, first, last):
+            window = int(cell) % self.num_windows
+            ordinal, row = self._mixed(window, cell[None])
+            row += self._first_sample[self.window_blocks(window)][ordinal]
+            shift[cell - first] = size - self.table.cell_start[cell]
+            size += len(row)
+            tables.append(row)
+        return cast(NDArray[np.int64], np.concatenate(tables)[shift[cells - first] + places])
 
-    def _window(self, window: int) -> tuple[int, int]:
+    def _checked(self, window: int) -> int:
         if not 0 <= window < self.num_windows:
             raise IndexError(f"window must be in [0, {self.num_windows}), got {window}")
-        return int(self._window_block[window]), int(self._window_block[window + 1])
-
-    def _window_table(self, window: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """First sample of each block counted from the window's start, and samples of each block."""
-        first, last = self._window(window)
-        bounds = self._block_start[first : last + 1]
-        return bounds[:-1] - bounds[0], np.diff(bounds)
+        return window
 
     def _check_positions(self, positions: NDArray[np.int64]) -> None:
         if positions.size and not 0 <= int(positions.min()) <= int(positions.max()) < self.num_samples:
@@ -305,26 +242,36 @@ class Order:
                 f"positions must be in [0, {self.num_samples}), got {positions.min()} to {positions.max()}"
             )
 
+    # ---- orders with one lane, whose windows follow one another in positions ------------------------
 
-def windows_touched(windows: NDArray[np.int64]) -> list[tuple[int, NDArray[np.int64] | slice]]:
-    """Split places by window: (window, places with it, ascending), in order of first appearance.
+    def window_start(self, window: int) -> int:
+        """First position of the window; `num_samples` for window == `num_windows`. One lane only."""
+        if not 0 <= window <= self.num_windows:
+            raise IndexError(f"window must be in [0, {self.num_windows}], got {window}")
+        self._need_one_lane()
+        return int(self.table.cell_start[window]) if self.shuffle.kind != "full" else self.num_samples
 
-    A slice stands for consecutive places: neither it nor what it selects is a copy.
-    """
-    if not len(windows):
-        return []
-    if int(windows.min()) == int(windows.max()):
-        return [(int(windows[0]), slice(0, len(windows)))]
-    change = np.flatnonzero(windows[1:] != windows[:-1]) + 1
-    if np.all(windows[1:] >= windows[:-1]):
-        bounds = [0, *change.tolist(), len(windows)]
-        return [(int(windows[a]), slice(a, b)) for a, b in pairwise(bounds)]
-    # Sixteen-bit keys sort by radix, in linear time.
-    small = windows.astype(np.uint16) if int(windows.max()) < 1 << 16 else windows
-    by_window = np.argsort(small, kind="stable")
-    cuts = np.flatnonzero(np.diff(small[by_window])) + 1
-    groups = sorted(np.split(by_window, cuts), key=lambda places: int(places[0]))
-    return [(int(windows[places[0]]), places) for places in groups]
+    def window_of(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The window of each position, int64 [n]. Raises `ValueError` under "full", which has none."""
+        return self.locate(positions)[0]
+
+    def window_rows(self, window: int) -> NDArray[np.int64]:
+        """`window_samples` as rows of the window's blocks laid side by side, int64 [k]. One lane only."""
+        self._need_one_lane()
+        if self.shuffle.kind != "window":
+            return np.arange(self.num_slots(window))
+        return self._mixing(self._checked(window), self.table.cells(window))
+
+    def _need_one_lane(self) -> None:
+        if self.num_lanes > 1:
+            raise ValueError("windows of several lanes overlap in positions: use locate(positions)")
+
+
+def _which(numbers: NDArray[np.int64], first: int, last: int) -> NDArray[np.int64]:
+    """The different numbers in [first, last) among some of them, ascending."""
+    seen = np.zeros(last - first, bool)
+    seen[numbers - first] = True
+    return np.flatnonzero(seen) + first
 
 
 def _checked_counts(num_samples_per_block: ArrayLike) -> NDArray[np.int64]:
@@ -336,25 +283,16 @@ def _checked_counts(num_samples_per_block: ArrayLike) -> NDArray[np.int64]:
     return counts.astype(np.int64)
 
 
-def _resolved(shuffle: Shuffle, window_blocks: int) -> Shuffle:
-    if shuffle.kind == "full" or shuffle.window_blocks is not None:
-        return shuffle
-    return Shuffle(shuffle.kind, window_blocks)
-
-
-def _window_bounds(num_blocks: int, shuffle: Shuffle) -> NDArray[np.int64]:
-    """First block ordinal of every window, and `num_blocks` at the end: 0, 8, 24, 56 ..., then even steps."""
-    if not num_blocks or shuffle.window_blocks is None:
-        return np.zeros(1, np.int64)
-    full, size, start = shuffle.window_blocks, FIRST_WINDOW_BLOCKS, 0
-    bounds: list[int] = []
-    while size < full and start < num_blocks:
-        bounds.append(start)
-        start, size = start + size, size * 2
-    steady = np.arange(start, max(num_blocks, start), full)
-    return np.concatenate((bounds, steady, [num_blocks])).astype(np.int64)
-
-
-def _frozen(array: NDArray[np.int64]) -> NDArray[np.int64]:
-    array.setflags(write=False)
-    return array
+__all__ = [
+    "DEFAULT_WINDOW_BLOCKS",
+    "FIRST_WINDOW_BLOCKS",
+    "Kind",
+    "Order",
+    "Shuffle",
+    "feistel",
+    "keyed_order",
+    "mix_key",
+    "splitmix64",
+    "uniform",
+    "windows_touched",
+]

@@ -1,9 +1,15 @@
 """Which positions of an epoch each rank gets in which batch, and the state that resumes it.
 
-Global batch b holds positions [start + b*G, start + (b+1)*G) with G = batch_size * world_size, and rank r
-the r-th `batch_size` of them. So what forms global batch b depends on G alone, never on how many ranks,
-nodes or workers deliver it; and one number, the position, resumes an epoch under any other G with nothing
-lost or repeated. All of it is arithmetic on a few integers: O(1) memory, no communication.
+Global batch b holds positions [start + b*G, start + (b+1)*G) with G = batch_size * world_size. So what
+forms global batch b depends on G alone, never on how many ranks, nodes or workers deliver it; and one
+number, the position, resumes an epoch under any other G with nothing lost or repeated.
+
+A batch lists its positions *by lane*, and rank r takes the r-th `batch_size` of them: the ranks' parts one
+after the other are the same list for any world. Where the number of lanes divides G, each lane has the same
+part of every batch; ranks (and nodes, which are runs of ranks) that divide the lanes then read whole lanes,
+and no block twice. Otherwise a boundary between ranks falls inside
+a lane, whose blocks two ranks read: `sharding.placement` counts what that costs. With one lane, ranks take
+consecutive positions. All of it is arithmetic on a few integers: no communication, O(G) memory.
 
 The samples left over for the last, incomplete global batch follow the tail rule:
 "drop" leaves them out, "pad" fills up with the epoch's first positions, "uneven" shares them out as
@@ -14,14 +20,40 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, asdict, dataclass, fields
-from typing import Literal, cast, get_args
+from functools import cached_property, lru_cache
+from typing import Literal, Protocol, cast, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
-from sharding.order import Order, Shuffle, windows_touched
+from sharding.order import windows_touched
+from sharding.shuffle import Shuffle
 
 Tail = Literal["drop", "pad", "uneven"]
+
+STATE_VERSION = 2
+"""Version 2 knows lanes; the order of version 1 had none."""
+
+
+class Windows(Protocol):
+    """Where the positions of an order lie."""
+
+    def window_span(self, window: int) -> tuple[int, int]:
+        """First position of the window, and the one after its last."""
+        ...
+
+    def locate(self, positions: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Window and slot of each position."""
+        ...
+
+
+class EpochOrder(Windows, Protocol):
+    """What a plan needs of an order: `Order`, or `MixtureWindows`."""
+
+    num_samples: int
+    num_lanes: int
+    epoch: int
+    shuffle: Shuffle
 
 
 @dataclass(frozen=True)
@@ -32,7 +64,7 @@ class Segment:
     dest: NDArray[np.int64]
     """[n], ascending: rows counted from the first sample of the first batch asked for."""
     slot: NDArray[np.int64]
-    """[n]: position minus the window's first position; indexes what `Order.window_samples` returns."""
+    """[n]: indexes what `Order.window_samples` returns."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,11 +74,12 @@ class EpochPlan:
     Raises `ValueError` where an argument is out of range.
     """
 
-    order: Order
+    order: EpochOrder
     _: KW_ONLY
     batch_size: int
     """Samples of one rank in a full batch."""
     rank: int
+    """Place of this rank when ranks are listed rack by rack, node by node (`placement.seats`)."""
     world_size: int
     tail: Tail
     """What becomes of the last, incomplete global batch: "drop", "pad" or "uneven"."""
@@ -89,8 +122,7 @@ class EpochPlan:
     @property
     def num_padded(self) -> int:
         """Samples this rank gets a second time: the last ones of its last batch."""
-        first, size = self._last_share
-        return min(size, max(0, first + size - self.order.num_samples))
+        return int(np.count_nonzero(self._last_batch >= self.order.num_samples)) if self._num_left else 0
 
     @property
     def num_padded_global(self) -> int:
@@ -106,20 +138,19 @@ class EpochPlan:
         """Positions of this rank in its batches [first_batch, last_batch).
 
         Returns:
-            positions int64 [m], batch after batch, each in [0, num_samples); sizes int64 [batches], sum m.
+            positions int64 [m], batch after batch, by lane within a batch, each in [0, num_samples); sizes
+            int64 [batches], sum m.
 
         Raises `IndexError` unless 0 <= first_batch <= last_batch <= num_batches.
         """
         if not 0 <= first_batch <= last_batch <= self.num_batches:
             raise IndexError(f"batches [{first_batch}, {last_batch}) are not within [0, {self.num_batches})")
         sizes = np.full(last_batch - first_batch, self.batch_size, np.int64)
-        full = np.arange(first_batch, min(last_batch, self._num_full))
-        starts = self.start + full * self.global_batch_size + self.rank * self.batch_size
-        positions = (starts[:, None] + np.arange(self.batch_size)).reshape(-1)
+        positions = self._full_batches(first_batch, min(last_batch, self._num_full))
         if first_batch < last_batch and last_batch > self._num_full:
-            first, sizes[-1] = self._last_share
-            tail = np.arange(first, first + int(sizes[-1])) % self.order.num_samples  # padding wraps
-            positions = np.concatenate((positions, tail))
+            last = self._last_batch % self.order.num_samples  # padding wraps
+            sizes[-1] = len(last)
+            positions = np.concatenate((positions, last))
         return positions, sizes
 
     def position_after(self, num_batches: int) -> int:
@@ -138,8 +169,39 @@ class EpochPlan:
         Raises as `positions` does, and `ValueError` for a "full" order, which has no windows.
         """
         positions, _ = self.positions(first_batch, last_batch)
-        rows, found = np.arange(len(positions)), windows_touched(self.order.window_of(positions))
-        return [Segment(w, rows[at], positions[at] - self.order.window_start(w)) for w, at in found]
+        windows, slots = self.order.locate(positions)
+        rows = np.arange(len(positions))
+        return [Segment(w, rows[at], slots[at]) for w, at in windows_touched(windows)]
+
+    @property
+    def padding(self) -> NDArray[np.int64]:
+        """Positions that this rank gets as padding, in its last batch, int64 [num_padded]."""
+        last = self._last_batch if self.num_padded else np.zeros(0, np.int64)
+        return last[last >= self.order.num_samples] % self.order.num_samples
+
+    def own_slots(self, window: int, windows: Windows | None = None) -> NDArray[np.int64] | None:
+        """The slots of a window that this rank's batches take, ascending, each once, int64 [j]; None for all.
+
+        Padding, which comes back to the epoch's first windows, is left out. `windows` is the order unless
+        given. Costs O(samples of the window that are this rank's); nothing where one rank takes everything.
+        """
+        windows = windows or self.order
+        first, end = windows.window_span(window)
+        done = self.start + self._num_full * self.global_batch_size
+        if (
+            self.world_size == 1
+            and self.start <= first
+            and end <= (done if self.tail == "drop" else self.order.num_samples)
+        ):
+            return None
+        begin = max(0, (first - self.start) // self.global_batch_size)
+        stop = min(self._num_full, max(begin, -(-(end - self.start) // self.global_batch_size)))
+        positions = self._full_batches(begin, stop)
+        if end > done and self._last_share[1]:
+            last = self._last_batch
+            positions = np.concatenate((positions, last[last < self.order.num_samples]))
+        found, slots = windows.locate(positions)
+        return np.sort(slots[found == window])
 
     @property
     def _num_full(self) -> int:
@@ -151,14 +213,50 @@ class EpochPlan:
 
     @property
     def _last_share(self) -> tuple[int, int]:
-        """First position and size of this rank's batch in the incomplete global batch; size 0 for none."""
-        first, left = self.start + self._num_full * self.global_batch_size, self._num_left
-        if not left or self.tail == "drop":
-            return first, 0
+        """First and size of this rank's part of the incomplete global batch, by lane; size 0 for none."""
+        if not self._num_left or self.tail == "drop":
+            return 0, 0
         if self.tail == "pad":
-            return first + self.rank * self.batch_size, self.batch_size
-        each, extra = divmod(left, self.world_size)
-        return first + self.rank * each + min(self.rank, extra), each + (self.rank < extra)
+            return self.rank * self.batch_size, self.batch_size
+        each, extra = divmod(self._num_left, self.world_size)
+        return self.rank * each + min(self.rank, extra), each + (self.rank < extra)
+
+    @cached_property
+    def _last_batch(self) -> NDArray[np.int64]:
+        """Positions of this rank in the incomplete global batch; padding lies beyond the epoch."""
+        first, size = self._last_share
+        of_all = self.global_batch_size if self.tail == "pad" else self._num_left
+        begin = self.start + self._num_full * self.global_batch_size
+        return np.array(begin + self._shares(np.array([begin]), of_all, first, size)[0])
+
+    def _full_batches(self, first_batch: int, last_batch: int) -> NDArray[np.int64]:
+        """Positions of this rank in complete global batches, one after the other."""
+        if first_batch >= last_batch:
+            return np.empty(0, np.int64)
+        begin = self.start + np.arange(first_batch, last_batch) * self.global_batch_size
+        shares = self._shares(begin, self.global_batch_size, self.rank * self.batch_size, self.batch_size)
+        return (begin[:, None] + shares).reshape(-1)
+
+    def _shares(self, begin: NDArray[np.int64], size: int, first: int, count: int) -> NDArray[np.int64]:
+        """Offsets in batches of `size` that begin at these positions: `count` from the `first` by lane."""
+        lanes = self.order.num_lanes
+        # A batch's lanes depend on the lane it begins in: one and the same if the lanes divide the batch.
+        phases, which = np.unique(begin % lanes, return_inverse=True)
+        shares = [_share_by_lane(phase, size, lanes, first, count) for phase in phases.tolist()]
+        stacked: NDArray[np.int64] = np.stack(shares)[which]
+        return stacked
+
+
+@lru_cache(maxsize=64)
+def _share_by_lane(phase: int, size: int, num_lanes: int, first: int, count: int) -> NDArray[np.int64]:
+    """Offsets in a batch of `size` from lane `phase` on: `count` from the `first` by lane."""
+    if num_lanes == 1:
+        share = np.arange(first, first + count)
+    else:
+        lanes = (np.arange(phase, phase + size) % num_lanes).astype(np.uint16)
+        share = np.argsort(lanes, kind="stable")[first : first + count].copy()
+    share.setflags(write=False)
+    return share
 
 
 @dataclass(frozen=True)
@@ -171,14 +269,13 @@ class PlanState:
     """Global position: samples of this epoch that are done, in [0, num_samples]."""
     num_samples: int
     shuffle: Shuffle
-    """As `Order.shuffle` gives it, with `window_blocks` filled in: another window is another order."""
+    """As `Order.shuffle` gives it, with nothing left open: other windows or lanes are another order."""
     fingerprint: str = ""
-    """What identifies the block table, at most 128 ASCII characters; "" where nothing does."""
-    version: int = 1
+    """What identifies the block table, at most 128 printable ASCII characters; "" where nothing does."""
+    version: int = STATE_VERSION
 
     def __post_init__(self) -> None:
-        if self.version != 1 or type(self.version) is not int:
-            raise ValueError(f"this is state version {self.version!r}, and only version 1 can be read")
+        _check_version(self.version)
         for name in ("seed", "epoch", "position", "num_samples"):
             if type(getattr(self, name)) is not int:
                 raise ValueError(f"{name} must be an integer, got {getattr(self, name)!r}")
@@ -191,8 +288,8 @@ class PlanState:
         if not isinstance(self.shuffle, Shuffle):
             raise ValueError(f"shuffle must be a Shuffle, got {self.shuffle!r}")
         mark = self.fingerprint
-        if not isinstance(mark, str) or len(mark) > 128 or not mark.isascii():
-            raise ValueError(f"fingerprint must be text of at most 128 ASCII characters, got {mark!r}")
+        if not isinstance(mark, str) or len(mark) > 128 or not (mark.isascii() and mark.isprintable()):
+            raise ValueError(f"fingerprint must be at most 128 printable ASCII characters, got {mark!r}")
 
     def to_json(self) -> dict[str, object]:
         """The state as JSON types."""
@@ -203,10 +300,7 @@ class PlanState:
         """The inverse of `to_json`. Raises `ValueError` naming the field that is wrong."""
         if not isinstance(value, Mapping):
             raise ValueError(f"a state must be an object, got {type(value).__name__}")
-        if value.get("version") != 1:  # first, since another version may have other fields
-            raise ValueError(
-                f"this is state version {value.get('version')!r}, and only version 1 can be read"
-            )
+        _check_version(value.get("version"))  # first, since another version may have other fields
         names = {field.name for field in fields(cls)}
         if missing := sorted(names - set(value)):
             raise ValueError(f"the state lacks {', '.join(missing)}")
@@ -214,3 +308,8 @@ class PlanState:
             raise ValueError(f"the state has unknown fields: {', '.join(map(str, unknown))}")
         known = cast(Mapping[str, object], value)
         return cls(**{**known, "shuffle": Shuffle.from_json(known["shuffle"])})  # type: ignore[arg-type]
+
+
+def _check_version(version: object) -> None:
+    if version != STATE_VERSION or type(version) is not int:
+        raise ValueError(f"this is state version {version!r}, and only version {STATE_VERSION} can be read")

@@ -15,7 +15,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from sharding.mixture_windows import SourceOrder
+from sharding.order import DEFAULT_WINDOW_BLOCKS, Order, Shuffle
 
 _NO_BITS = -1
 Ints = NDArray[np.int64]
@@ -151,22 +151,33 @@ class Selection:
         return bool(self.num_samples[block] == self._total[block])
 
 
-class SelectedOrder:
-    """An order over kept samples, with rows of the stored blocks: what whoever stages blocks needs.
+class SelectedOrder(Order):
+    """An order over the samples that a selection keeps.
 
-    `order` was made over `selection.num_samples`, so its rows count kept samples.
+    Positions and `samples` count kept samples only, rows in `window_samples` those of the stored blocks: what
+    whoever stages blocks needs.
+
+    Args:
+        selection: what to order.
+        shuffle, seed, epoch, window_blocks: see `Order`.
     """
 
-    def __init__(self, order: SourceOrder, selection: Selection) -> None:
-        self.num_windows = order.num_windows
-        self.locate, self.window_positions = order.locate, order.window_positions
-        self.window_blocks = order.window_blocks
-        self._order, self._selection = order, selection
+    def __init__(
+        self,
+        selection: Selection,
+        shuffle: Shuffle,
+        *,
+        seed: int,
+        epoch: int,
+        window_blocks: int = DEFAULT_WINDOW_BLOCKS,
+    ) -> None:
+        super().__init__(selection.num_samples, shuffle, seed=seed, epoch=epoch, window_blocks=window_blocks)
+        self.selection = selection
 
-    def window_samples(self, window: int) -> tuple[NDArray[np.int32], Ints]:
-        """Block ordinal int32 [slots], and row in the stored block int64 [slots]."""
-        ordinal, nth = self._order.window_samples(window)
-        return ordinal, self._selection.rows_of(self._order.window_blocks(window), ordinal, nth)
+    def window_samples(self, window: int, slots: Ints | None = None) -> tuple[NDArray[np.int32], Ints]:
+        """Block ordinal int32 [k], and row in the stored block int64 [k], of each slot or of those given."""
+        ordinal, nth = super().window_samples(window, slots)
+        return ordinal, self.selection.rows_of(self.window_blocks(window), ordinal, nth)
 
 
 __all__ = ["SelectedOrder", "Selection"]

@@ -1,35 +1,46 @@
-"""Which of how many processes this is, and on which machine.
+"""Which of how many processes this is, on which machine, and what lies around it.
 
-A `Topology` is a frozen value. `detect` reads it from what the launcher left in the environment, and never
-guesses a rank: a partial or contradictory environment is an error, because a wrong rank trains silently on
-the wrong samples. An initialised `torch.distributed` is looked at by the dataflow package, not here.
+A `Topology` is a frozen value, the same for the same arguments and environment. Ranks come from the launcher
+(`sharding.launchers`), NUMA nodes and devices from sysfs (`sharding.hardware`), the other ranks' places from
+what the ranks told each other (`sharding.rank_facts`; the exchange itself is the dataflow package's).
 
-torchrun's variables come first, as torchrun is often started inside a Slurm step. Open MPI's come before
-Slurm's: under `mpirun` in a Slurm job, SLURM_PROCID is the rank of mpirun's daemon, one per node.
+Nothing is guessed: a fact that nobody told is None, and `why_unknown` says why. Facts about all ranks
+(`hosts`, `nodes_of_ranks`, `racks`) are the same on every rank that has them, so that a plan made from them
+agrees without a word; those about this process alone (`node`, `numa_node`, ...) differ.
 """
 
 from __future__ import annotations
 
 import os
-import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+import platform
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
 
-Env = Mapping[str, str]
+from sharding.hardware import read_hardware
+from sharding.launchers import Env, Place, detect_place, slurm_switch
+from sharding.replicas import Replicate, checked_replicate, data_place, data_ranks
+from sharding.topology_text import description
 
-_RESERVED_STEP = 0xFFFFFFF0
-"""Slurm's step ids from here on are batch scripts, interactive shells and the like, never `srun` tasks."""
-_CURE = "unset it, complete it, or pass topology=Topology(rank=..., world_size=...)"
+Racks = Mapping[str, str] | Callable[[str], str | None]
+"""Rack of a host: a mapping (looked up by full name, then by the part before the first dot) or a function."""
+
+_NO_NAMES = ("", "localhost", "localhost.localdomain")
+_OF_ALL_RANKS = ("hosts", "racks", "nodes_of_ranks", "numa_nodes_of_ranks")
+_NOT_GATHERED = (
+    "the ranks did not exchange it; with torch.distributed initialised, "
+    "dataflow.topology_exchange.detect_topology() does"
+)
 
 
 @dataclass(frozen=True)
 class Topology:
-    """One process among `world_size`. Raises `ValueError` for ranks outside their worlds."""
+    """One process among `world_size`. Raises `ValueError` for places outside their worlds."""
 
     rank: int = 0
     """This process, in [0, world_size)."""
     world_size: int = 1
-    """Processes that share the dataset."""
+    """Processes of the job; they share the dataset."""
     local_rank: int = 0
     """This process on its node, in [0, local_world_size)."""
     local_world_size: int = 1
@@ -39,6 +50,33 @@ class Topology:
     num_nodes: int = 1
     source: str = "given"
     """Where it was learned, for logs and error messages."""
+    replicate: Replicate = 1
+    """Which ranks get the same batches (see `sharding.replicas`); 1: no two."""
+    host: str | None = None
+    """Host name of this node."""
+    rack: str | None = None
+    """Rack (or switch, or block of nodes) of this node."""
+    hosts: tuple[str, ...] | None = field(default=None, repr=False)
+    """Host name of each node."""
+    racks: tuple[str, ...] | None = field(default=None, repr=False)
+    """Rack of each node."""
+    nodes_of_ranks: tuple[int, ...] | None = field(default=None, repr=False)
+    """Node of each rank."""
+    numa_nodes_of_ranks: tuple[int | None, ...] | None = field(default=None, repr=False)
+    """`numa_node` of each rank, None for a rank that is bound to none."""
+    numa_node: int | None = None
+    """NUMA node of all CPUs that this process may use."""
+    gpu_numa_node: int | None = None
+    """NUMA node of this rank's GPU."""
+    nic_numa_node: int | None = None
+    """NUMA node of this node's network cards."""
+    num_numa_nodes: int | None = None
+    num_gpus: int | None = None
+    """GPUs of the machine, as sysfs shows them: also those that this process may not use."""
+    num_nics: int | None = None
+    """Network interfaces of the machine with hardware behind them."""
+    reasons: tuple[tuple[str, str], ...] = field(default=(), repr=False, compare=False)
+    """(fact, why it is not known); read it as `why_unknown`."""
 
     def __post_init__(self) -> None:
         for name, of in (("rank", "world_size"), ("local_rank", "local_world_size"), ("node", "num_nodes")):
@@ -55,121 +93,198 @@ class Topology:
                 f"{self.local_world_size} processes on this node and {self.num_nodes} nodes do not fit "
                 f"world_size={self.world_size} (from {self.source})"
             )
+        checked = checked_replicate(self.replicate, self.rank, self.world_size)
+        object.__setattr__(self, "replicate", checked)
+        self._check_places()
+
+    def _check_places(self) -> None:
+        for name, size in (
+            ("hosts", self.num_nodes),
+            ("racks", self.num_nodes),
+            ("nodes_of_ranks", self.world_size),
+            ("numa_nodes_of_ranks", self.world_size),
+        ):
+            values = getattr(self, name)
+            if values is not None:
+                object.__setattr__(self, name, tuple(values))
+                if len(values) != size:
+                    raise ValueError(f"{name} must have {size} values, got {len(values)}")
+        nodes = self.nodes_of_ranks
+        if nodes is None:
+            return
+        if set(nodes) != set(range(self.num_nodes)):
+            raise ValueError(f"nodes_of_ranks must hold each of {self.num_nodes} nodes, got {set(nodes)}")
+        if nodes[self.rank] != self.node or nodes.count(self.node) != self.local_world_size:
+            raise ValueError(
+                f"nodes_of_ranks puts rank {self.rank} on node {nodes[self.rank]} and "
+                f"{nodes.count(self.node)} ranks on node {self.node}, which has {self.local_world_size}"
+            )
+
+    # ---- making one ---------------------------------------------------------------------------------
 
     @classmethod
-    def detect(cls, env: Env | None = None) -> Topology:
-        """Read the launcher's variables: torchrun's, Open MPI's, Slurm's, else a single process.
+    def detect(
+        cls,
+        env: Env | None = None,
+        *,
+        racks: Racks | None = None,
+        replicate: Replicate = 1,
+        sysfs: str = "/sys",
+        host: str | None = None,
+        cpus: Iterable[int] | None = None,
+        gpu: str | None = None,
+    ) -> Topology:
+        """What this process can learn alone: from its launcher's variables, its host name and sysfs.
+
+        Launchers: torchrun, DeepSpeed, Open MPI, MPICH and Intel MPI, Slurm; without any, a single process.
 
         Args:
             env: the environment to read; `os.environ` when None.
+            racks: host -> rack; None: Slurm's switches, where it has them.
+            replicate: which ranks get the same batches: R for each R consecutive ranks, the data rank of
+                every rank, or a `DataParallel(rank, size)`.
+            sysfs: where sysfs is mounted.
+            host: this host's name; None: ask the system.
+            cpus: CPUs this process may use; None: ask the system.
+            gpu: PCI address of this rank's GPU, such as "0000:17:00.0".
 
         Raises `ValueError` for a partial or contradictory environment, naming the variable and the cure.
         """
-        present = os.environ if env is None else env
-        env = {name: text for name, text in present.items() if text.strip()}
-        for launcher in (_torchrun, _open_mpi, _slurm):
-            if (found := launcher(env)) is not None:
-                return found
-        if "SLURM_JOB_ID" in env:
-            return cls(source="single process (in a Slurm allocation, but not a task started by srun)")
-        return cls(source="single process")
-
-
-def _torchrun(env: Env) -> Topology | None:
-    """RANK, WORLD_SIZE and friends, as torchrun, DeepSpeed, Kubernetes operators and job scripts set them."""
-    if "RANK" not in env and "WORLD_SIZE" not in env:
-        local = _number(env, "LOCAL_RANK")
-        if local is None or local < 0:  # -1 is how older launchers say "not distributed"
-            return None
-        raise ValueError(f"RANK and WORLD_SIZE are not set although LOCAL_RANK is: {_CURE}")
-    rank, world = _together(env, "RANK", "WORLD_SIZE")
-    deepspeed = "LOCAL_SIZE" in env and "LOCAL_WORLD_SIZE" not in env  # its own name for the same number
-    local_name = "LOCAL_SIZE" if deepspeed else "LOCAL_WORLD_SIZE"
-    if "LOCAL_RANK" not in env and local_name not in env:
-        # One process a node is what launchers without local ranks start; it shares nothing by mistake.
-        return Topology(rank, world, 0, 1, rank, world, "RANK and WORLD_SIZE (no LOCAL_RANK: one a node)")
-    if local_name not in env and (step := _slurm(env)) and (step.rank, step.world_size) == (rank, world):
-        return step  # a job script that copied Slurm's variables
-    local, local_world = _together(env, "LOCAL_RANK", local_name)
-    node, num_nodes = _number(env, "GROUP_RANK"), _number(env, "GROUP_WORLD_SIZE")
-    if node is None or num_nodes is None:
-        node, num_nodes = _placed(rank, world, local, local_world, "RANK")
-    return Topology(rank, world, local, local_world, node, num_nodes, "torchrun (RANK, WORLD_SIZE)")
-
-
-def _open_mpi(env: Env) -> Topology | None:
-    prefix = "OMPI_COMM_WORLD_"
-    if f"{prefix}RANK" not in env and f"{prefix}SIZE" not in env:
-        return None
-    rank, world = _together(env, f"{prefix}RANK", f"{prefix}SIZE")
-    local, local_world = _together(env, f"{prefix}LOCAL_RANK", f"{prefix}LOCAL_SIZE")
-    node, num_nodes = _placed(rank, world, local, local_world, f"{prefix}RANK")
-    return Topology(rank, world, local, local_world, node, num_nodes, "Open MPI (OMPI_COMM_WORLD_*)")
-
-
-def _slurm(env: Env) -> Topology | None:
-    """The task of an `srun` step.
-
-    sbatch and salloc set SLURM_NTASKS and even SLURM_PROCID=0 in their single shell, which is no task of a
-    step: only SLURM_STEP_ID tells. Taken for a rank, that shell would read one share and drop the others.
-    """
-    step = _number(env, "SLURM_STEP_ID")
-    if step is None or step >= _RESERVED_STEP:
-        return None
-    size_name = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in env else "SLURM_NTASKS"
-    rank, world = _together(env, "SLURM_PROCID", size_name)
-    nodes_name = "SLURM_STEP_NUM_NODES" if "SLURM_STEP_NUM_NODES" in env else "SLURM_NNODES"
-    if "SLURM_NODEID" not in env and nodes_name not in env and world == 1:
-        return Topology(source="Slurm (srun step)")
-    node, num_nodes = _together(env, "SLURM_NODEID", nodes_name)
-    if (local := _number(env, "SLURM_LOCALID")) is None:
-        raise ValueError(f"SLURM_LOCALID is not set in an srun step of {world} tasks: {_CURE}")
-    local_world = _slurm_tasks_on(env, node, num_nodes, world)
-    return Topology(rank, world, local, local_world, node, num_nodes, "Slurm (srun step)")
-
-
-def _slurm_tasks_on(env: Env, node: int, num_nodes: int, world: int) -> int:
-    """Tasks on a node from the run-length form "4(x2),3", else from an even spread."""
-    text = env.get("SLURM_STEP_TASKS_PER_NODE", "")
-    tasks: list[int] = []
-    for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
-        tasks += [int(count)] * int(times or 1)
-    if len(tasks) == num_nodes and sum(tasks) == world:
-        return tasks[node] if node < num_nodes else 1
-    if world % num_nodes:
-        raise ValueError(
-            f"{world} tasks on {num_nodes} nodes are uneven and SLURM_STEP_TASKS_PER_NODE={text!r} "
-            f"does not say how: {_CURE}"
+        env = given_variables(env)
+        return cls.at(
+            detect_place(env),
+            env,
+            racks=racks,
+            replicate=replicate,
+            sysfs=sysfs,
+            host=host,
+            cpus=cpus,
+            gpu=gpu,
         )
-    return world // num_nodes
+
+    @classmethod
+    def at(
+        cls,
+        place: Place,
+        env: Env,
+        *,
+        racks: Racks | None = None,
+        replicate: Replicate = 1,
+        sysfs: str = "/sys",
+        host: str | None = None,
+        cpus: Iterable[int] | None = None,
+        gpu: str | None = None,
+    ) -> Topology:
+        """As `detect`, for a process whose place is known already."""
+        host = platform.node() if host is None else host
+        known: dict[str, Any] = {"host": None if host in _NO_NAMES else host}
+        why = dict.fromkeys(_OF_ALL_RANKS, _NOT_GATHERED)
+        why["host"] = f"the host name is {host!r}, which does not tell machines apart"
+        if racks is None:
+            known["rack"], why["rack"] = slurm_switch(env)
+        else:
+            known["rack"], why["rack"] = rack_of(known["host"], racks)
+        for name, fact in read_hardware(sysfs, cpus, gpu).items():
+            known[name], why[name] = fact
+        if place.why_no_node:
+            why["node"] = place.why_no_node
+        elif place.num_nodes == 1:
+            known["nodes_of_ranks"] = (0,) * place.world_size
+            for one, every in (("host", "hosts"), ("rack", "racks")):
+                known[every] = None if known[one] is None else (known[one],)
+                why[every] = why[one]
+        if place.world_size == 1:
+            known["numa_nodes_of_ranks"] = (known["numa_node"],)
+        return cls(*place[:7], replicate, **known, reasons=tuple(why.items()))
+
+    @classmethod
+    def even(
+        cls, world_size: int, num_nodes: int = 1, rank: int = 0, *, replicate: Replicate = 1
+    ) -> Topology:
+        """A made-up job of equal nodes, ranks placed node by node: for planning without a cluster."""
+        if num_nodes < 1 or world_size % num_nodes:
+            raise ValueError(f"num_nodes must be >= 1 and divide world_size={world_size}, got {num_nodes}")
+        per_node = world_size // num_nodes
+        node, local = divmod(rank, per_node)
+        return cls(
+            rank,
+            world_size,
+            local,
+            per_node,
+            node,
+            num_nodes,
+            source="made up: equal nodes",
+            replicate=replicate,
+            hosts=tuple(f"node{i}" for i in range(num_nodes)),
+            nodes_of_ranks=tuple(i // per_node for i in range(world_size)),
+        )
+
+    # ---- who shares data ----------------------------------------------------------------------------
+
+    @property
+    def data_rank(self) -> int:
+        """Number of this rank's replica group, in [0, data_world_size): what the plan uses for a rank."""
+        return data_place(self.replicate, self.rank, self.world_size).rank
+
+    @property
+    def data_world_size(self) -> int:
+        """Number of replica groups: what the plan uses for a world size."""
+        return data_place(self.replicate, self.rank, self.world_size).size
+
+    @property
+    def data_ranks(self) -> tuple[int, ...] | None:
+        """Data rank of each rank; None if only this rank's is known."""
+        return data_ranks(self.replicate, self.world_size)
+
+    @property
+    def replica_group(self) -> tuple[int, ...] | None:
+        """The ranks that get the same batches as this one, itself among them, ascending."""
+        every = self.data_ranks
+        return None if every is None else tuple(r for r, d in enumerate(every) if d == self.data_rank)
+
+    @property
+    def nodes_of_data_ranks(self) -> tuple[tuple[int, ...], ...] | None:
+        """The nodes, ascending, on which each data rank has ranks: those that need its bytes."""
+        if self.data_ranks is None or self.nodes_of_ranks is None:
+            return None
+        nodes: list[set[int]] = [set() for _ in range(self.data_world_size)]
+        for data_rank, node in zip(self.data_ranks, self.nodes_of_ranks, strict=True):
+            nodes[data_rank].add(node)
+        return tuple(tuple(sorted(group)) for group in nodes)
+
+    # ---- telling ------------------------------------------------------------------------------------
+
+    @property
+    def why_unknown(self) -> dict[str, str]:
+        """Why each fact that is None is not known. "node": local rank and node are placeholders."""
+        given = dict(self.reasons)
+        missing = [f.name for f in fields(self) if getattr(self, f.name) is None]
+        why = {name: given.get(name, "not given") for name in missing}
+        if self.data_ranks is None:
+            why["data_ranks"] = "only this rank's data rank was given"
+        return why | ({"node": given["node"]} if "node" in given else {})
+
+    def to_json(self) -> dict[str, Any]:
+        """Every field and derived fact as plain JSON values, `why_unknown` included."""
+        facts = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "reasons"}
+        facts |= {"data_rank": self.data_rank, "data_world_size": self.data_world_size}
+        facts |= {"replica_group": self.replica_group, "why_unknown": self.why_unknown}
+        return {name: list(fact) if isinstance(fact, tuple) else fact for name, fact in facts.items()}
+
+    def describe(self) -> str:
+        """Some lines for people: this process, the nodes, its hardware, and what is not known."""
+        return description(self)
 
 
-def _placed(rank: int, world: int, local: int, local_world: int, name: str) -> tuple[int, int]:
-    """Node and number of nodes where the launcher does not say: ranks placed node by node, or dealt round."""
-    if local_world >= 1 and world % local_world == 0:
-        num_nodes = world // local_world
-        if rank % local_world == local:
-            return rank // local_world, num_nodes
-        if rank // num_nodes == local:
-            return rank % num_nodes, num_nodes
-    raise ValueError(
-        f"{name}={rank} of {world} with local rank {local} of {local_world} does not tell the node: {_CURE}"
-    )
+def given_variables(env: Env | None) -> Env:
+    """The environment without empty variables, which launchers mean as unset; `os.environ` when None."""
+    present = os.environ if env is None else env
+    return {name: text for name, text in present.items() if text.strip()}
 
 
-def _together(env: Env, rank_name: str, size_name: str) -> tuple[int, int]:
-    """A rank and its world, which come together or not at all."""
-    rank, size = _number(env, rank_name), _number(env, size_name)
-    if rank is None or size is None:
-        missing = [name for name in (rank_name, size_name) if name not in env]
-        raise ValueError(f"{' and '.join(missing)} missing beside other variables of its launcher: {_CURE}")
-    if not 0 <= rank < size:
-        raise ValueError(f"{rank_name}={rank} is not in [0, {size_name}={size}): {_CURE}")
-    return rank, size
-
-
-def _number(env: Env, name: str) -> int | None:
-    try:
-        return int(env[name]) if name in env else None
-    except ValueError as cause:
-        raise ValueError(f"{name} must be an integer, got {env[name]!r}") from cause
+def rack_of(host: str | None, racks: Racks) -> tuple[str | None, str]:
+    """Rack of a host, or None and why not."""
+    if host is None:
+        return None, "the host name is not known"
+    rack = racks(host) if callable(racks) else racks.get(host, racks.get(host.partition(".")[0]))
+    return rack, "" if rack is not None else f"the rack map has no host {host!r}"

@@ -198,3 +198,14 @@ def test_the_search_tries_a_peer_with_and_without_torch_threads_and_ours_only_as
     assert [(c.workers, c.omp_threads) for c in contestants["torch"].settings][-2:] == [(3, 1), (0, None)]
     assert contestants[OURS].settings == [contestants[OURS]]
     assert contestants[OURS].environment == {}
+
+
+@pytest.mark.parametrize("contestant", ["ours", "ours-uneven", "ours-exchange", "ours-full"])
+def test_the_scale_benchmark_measures_a_small_dataset(contestant: str) -> None:
+    from benchmarks.order_scale import measure, table
+
+    case = {"contestant": contestant, "samples": 10**6} | measure(contestant, 10**6, num_positions=2_000)
+    assert case["state_bytes"] < 1024
+    assert case["plan_s"] < 1
+    assert contestant in table([case])
+    assert "8 GB" in table([{"contestant": "mosaic", "samples": 10**9, "reason": "more than 8 GB"}])

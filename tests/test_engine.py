@@ -73,15 +73,15 @@ class FakeChunk:
         *,
         nbytes: int = 0,
         num_batches: int = 1,
-        staged_bytes: int = 0,
         leased: int | None = None,
         parts: Sequence[Action] = (),
         on_begin: Action = nothing,
         on_finish: Action = nothing,
     ) -> None:
-        self.name, self.nbytes, self.num_batches, self.staged_bytes = name, nbytes, num_batches, staged_bytes
-        self.leased = nbytes + staged_bytes if leased is None else leased
+        self.name, self.nbytes, self.num_batches = name, nbytes, num_batches
+        self.leased = nbytes if leased is None else leased
         self.needs: Sequence[FakeWindow] = ()
+        self.closes: Sequence[FakeWindow] = ()
         self.give_back: Callable[[int], None] = lambda _: None
         self._parts, self._on_begin, self._on_finish = parts, on_begin, on_finish
         self.begun = self.finished = 0
@@ -119,12 +119,17 @@ class FakeWindow:
     ) -> None:
         """`also`: carried windows that the first chunk needs too."""
         self.nbytes, self.carried = nbytes, carried
+        assert chunks or carried, "nobody would close it"
         self._chunks, self._reads = chunks, list(reads)
         self._on_admission, self._on_reads = on_admission, on_reads
         self._lock = threading.Lock()
         self.admitted = self.closed = self.reads_done = 0
         for i, chunk in enumerate(chunks):
             chunk.needs = (*also, self) if i == 0 else (self,)
+            chunk.closes = (
+                *(also if i == 0 else ()),
+                *((self,) if chunk is chunks[-1] and not carried else ()),
+            )
 
     @property
     def is_staged(self) -> bool:
@@ -277,17 +282,14 @@ def test_an_empty_source_ends_at_once() -> None:
         assert engine.next_batches() == ()
 
 
-def test_windows_without_chunks_or_without_reads_are_passed_over() -> None:
+def test_windows_may_come_without_reads() -> None:
     windows = [
-        FakeWindow(nbytes=400),
-        FakeWindow(nbytes=400, reads=()),
         FakeWindow(FakeChunk("a"), reads=(), nbytes=400),
-        FakeWindow(reads=(), nbytes=400),
         FakeWindow(FakeChunk("b"), nbytes=400),
     ]
     with running(windows, max_windows=1) as engine:
         assert outcomes(engine) == ["a.0", "b.0"]
-        assert [window.closed for window in windows] == [1] * 5
+        assert [window.closed for window in windows] == [1] * 2
         assert_nothing_held(engine)
 
 
@@ -667,39 +669,6 @@ def test_kept_batches_do_not_count_towards_the_memory_limit_error() -> None:
         kept = [engine.next_batches() for _ in range(3)]
         assert engine.next_batches() == ()
         assert [names(batches) for batches in kept] == [["0.0"], ["1.0"], ["2.0"]]
-
-
-def test_output_that_a_window_holds_already_goes_along_with_its_credit() -> None:
-    gate = Gate()
-    window = FakeWindow(
-        FakeChunk("a", nbytes=10, staged_bytes=30, leased=35),
-        FakeChunk("b", nbytes=20, staged_bytes=40, parts=[gate]),
-        nbytes=100,
-    )
-
-    def held() -> tuple[int, int, int, int]:
-        seen = ledger_of(engine).snapshot()
-        return seen.window_bytes, seen.building_bytes, seen.ready_bytes, seen.lent_bytes
-
-    with running([window], num_workers=1) as engine:
-        gate.wait_until_begun()  # the only worker is at "b": "a" is ready
-        assert held() == (70, 20, 40, 0)
-        batches = engine.next_batches()
-        assert held() == (70, 20, 0, 35)
-        del batches
-        assert held() == (70, 20, 0, 0)
-        when_the_consumer_waits(engine, gate.open)
-        batches = engine.next_batches()
-        assert held() == (0, 0, 0, 60)
-        del batches
-        assert held() == (0, 0, 0, 0)
-
-
-def test_a_failed_chunk_leaves_its_staged_output_with_the_window() -> None:
-    chunks = [FakeChunk("a", staged_bytes=30, on_finish=fail("finish")), FakeChunk("b", staged_bytes=70)]
-    with running([FakeWindow(*chunks, nbytes=100)]) as engine:
-        assert outcomes(engine) == ["error finish", "b.0"]
-        assert_nothing_held(engine)
 
 
 # ---- depth ------------------------------------------------------------------------------------------------
@@ -1084,7 +1053,6 @@ def test_ready_batches_are_counted_until_they_are_taken() -> None:
 @dataclass
 class ChunkPlan:
     nbytes: int
-    staged: int
     num_batches: int
     parts: int
     fails: str
@@ -1117,7 +1085,6 @@ def rarely(strategy: st.SearchStrategy[Any], otherwise: Any) -> st.SearchStrateg
 chunk_plans = st.builds(
     ChunkPlan,
     nbytes=st.integers(0, 40),
-    staged=st.integers(0, 10),
     num_batches=st.integers(1, 4),
     parts=st.integers(0, 3),
     fails=rarely(st.sampled_from(["begin", "part", "finish"]), ""),
@@ -1149,14 +1116,14 @@ def built(plan: Soak) -> tuple[list[FakeWindow], list[str], int, int]:
     carried: list[tuple[FakeWindow, bool]] = []
     need, last_with_chunks = 0, max((i for i, w in enumerate(plan.windows) if w.chunks), default=-1)
     largest = max((c.nbytes for w in plan.windows for c in w.chunks), default=0)
-    for number, spec in enumerate(plan.windows):
+    for number, spec in enumerate(plan.windows[: last_with_chunks + 1]):
         failed = spec.fails and spec.reads > 0
         chunks = [soak_chunk(f"{number}{i}", chunk) for i, chunk in enumerate(spec.chunks)]
         window = FakeWindow(
             *chunks,
             nbytes=spec.nbytes,
             reads=[fail(f"read {number}") if failed and i == 0 else nothing for i in range(spec.reads)],
-            carried=spec.carried and number < last_with_chunks,
+            carried=number < last_with_chunks and (spec.carried or not chunks),
             also=[w for w, _ in carried] if chunks else (),
         )
         windows.append(window)
@@ -1178,7 +1145,6 @@ def soak_chunk(name: str, plan: ChunkPlan) -> FakeChunk:
     return FakeChunk(
         name,
         nbytes=plan.nbytes,
-        staged_bytes=plan.staged,
         num_batches=plan.num_batches,
         on_begin=fail("begin") if plan.fails == "begin" else nothing,
         parts=[fail("part") if plan.fails == "part" else nothing] * plan.parts,

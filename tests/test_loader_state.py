@@ -247,7 +247,7 @@ def test_a_state_of_other_data_is_refused(ints: Made, tmp_path: Path) -> None:
         {"position": NUM_SAMPLES + 1},
         {"position": 1.5},
         {"epoch": -1},
-        {"version": 2},
+        {"version": 1},
         {"shuffle": {"kind": "magic", "window_blocks": 2}},
         {"extra": 1},
         {"seed": None},

@@ -15,7 +15,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from sharding.mixture import ENDLESS, Interleaving, MixtureSpec
-from sharding.mixture_windows import MixturePlan, MixtureWindows, OrderWindows, source_seed
+from sharding.mixture_windows import MixturePlan, MixtureWindows, source_seed
 from sharding.order import Order, Shuffle
 from sharding.plan import Tail
 from sharding.shares import (
@@ -274,25 +274,26 @@ BLOCKS = [[3, 4, 0, 5, 2, 6, 3, 3, 1, 2], [5, 6], [4, 4, 4]]
 SIZES = [sum(counts) for counts in BLOCKS]
 
 
-def windows_of(spec: MixtureSpec, epoch: int, seed: int = 1, blocks: Any = BLOCKS) -> MixtureWindows:
-    shuffle = Shuffle("window", 2)
-
-    def order(source: int, source_epoch: int) -> OrderWindows:
-        return OrderWindows(
-            Order(blocks[source], shuffle, seed=source_seed(seed, source), epoch=source_epoch)
-        )
-
-    num_windows = [order(source, 0).num_windows for source in range(len(blocks))]
-    num_blocks = [len(counts) for counts in blocks]
-    return MixtureWindows(spec.epoch(epoch), [sum(c) for c in blocks], num_windows, num_blocks, order)
+SHUFFLES = [Shuffle("window", 2, 1), Shuffle("window", 4, 4), Shuffle("window", 3, 3, exchange=0.5)]
 
 
-def samples_at(windows: MixtureWindows, positions: np.ndarray[Any, Any]) -> list[tuple[int, int]]:
-    """(row of the joint block table, row in the block) of each position, window by window."""
+def windows_of(
+    spec: MixtureSpec, epoch: int, seed: int = 1, blocks: Any = BLOCKS, shuffle: Shuffle = SHUFFLES[0]
+) -> MixtureWindows:
+    def order(source: int, source_epoch: int) -> Order:
+        return Order(blocks[source], shuffle, seed=source_seed(seed, source), epoch=source_epoch)
+
+    num_blocks = [np.count_nonzero(counts) for counts in blocks]
+    return MixtureWindows(spec.epoch(epoch), epoch, shuffle, [sum(c) for c in blocks], num_blocks, order)
+
+
+def samples_at(windows: MixtureWindows, positions: np.ndarray[Any, Any]) -> list[tuple[tuple[int, int], int]]:
+    """((source, block), row in the block) of each position, window by window."""
     found = []
     for window, slot in zip(*(a.tolist() for a in windows.locate(positions)), strict=True):
         ordinal, row = windows.window_samples(window)
-        found.append((int(windows.window_blocks(window)[ordinal[slot]]), int(row[slot])))
+        block = int(windows.window_blocks(window)[ordinal[slot]])
+        found.append(((windows.source_of(window)[0], block), int(row[slot])))
     return found
 
 
@@ -304,28 +305,29 @@ MIXES = [
 
 
 @pytest.mark.parametrize("spec", MIXES)
-def test_in_each_source_epoch_each_sample_comes_exactly_once(spec: MixtureSpec) -> None:
-    seen: Counter[tuple[int, tuple[int, int]]] = Counter()
+@pytest.mark.parametrize("shuffle", SHUFFLES, ids=str)
+def test_in_each_source_epoch_each_sample_comes_exactly_once(spec: MixtureSpec, shuffle: Shuffle) -> None:
+    seen: Counter[Any] = Counter()
     total = [0] * len(SIZES)
     for epoch in range(4):
-        windows = windows_of(spec, epoch)
+        windows = windows_of(spec, epoch, shuffle=shuffle)
         positions = np.arange(windows.num_samples)
         source, index = windows.interleaving.locate(positions)
         for number, nth, sample in zip(source, index, samples_at(windows, positions), strict=True):
-            assert windows.source_block(sample[0])[0] == number
+            assert sample[0][0] == number
             seen[int(nth) // SIZES[number], sample] += 1
             total[number] += 1
     assert set(seen.values()) == {1}
-    first_block = np.cumsum([0, *map(len, BLOCKS)])
     for number, counts in enumerate(BLOCKS):
         for source_epoch in range(total[number] // SIZES[number]):
             for block, rows in enumerate(counts):
-                assert all(seen[source_epoch, (first_block[number] + block, row)] for row in range(rows))
+                assert all(seen[source_epoch, ((number, block), row)] for row in range(rows))
 
 
 @pytest.mark.parametrize("spec", MIXES)
-def test_windows_know_where_their_slots_come(spec: MixtureSpec) -> None:
-    windows = windows_of(spec, 1)
+@pytest.mark.parametrize("shuffle", SHUFFLES, ids=str)
+def test_windows_know_where_their_slots_come(spec: MixtureSpec, shuffle: Shuffle) -> None:
+    windows = windows_of(spec, 1, shuffle=shuffle)
     window, slot = windows.locate(np.arange(windows.num_samples))
     assert window.max() < windows.num_windows
     for number in set(window.tolist()):
@@ -334,6 +336,7 @@ def test_windows_know_where_their_slots_come(spec: MixtureSpec) -> None:
         here = np.flatnonzero(window == number)
         assert positions[slot[here]].tolist() == here.tolist()
         assert (positions >= 0).sum() == len(here)
+        assert windows.window_span(number) == (here.min(), here.max() + 1)
 
 
 @settings(max_examples=60)
@@ -342,11 +345,12 @@ def test_windows_know_where_their_slots_come(spec: MixtureSpec) -> None:
     st.sampled_from([(12, 1), (6, 2), (4, 3), (2, 6)]),
     st.sampled_from(["drop", "pad", "uneven"]),
     st.integers(0, 40),
+    st.sampled_from(SHUFFLES),
 )
 def test_global_batches_are_the_same_in_every_world_and_ranks_own_what_they_take(
-    spec: MixtureSpec, world: tuple[int, int], tail: Tail, start: int
+    spec: MixtureSpec, world: tuple[int, int], tail: Tail, start: int, shuffle: Shuffle
 ) -> None:
-    windows = windows_of(spec, 0)
+    windows = windows_of(spec, 0, shuffle=shuffle)
     batch_size, world_size = world
     start = min(start, windows.num_samples)
 
@@ -358,18 +362,24 @@ def test_global_batches_are_the_same_in_every_world_and_ranks_own_what_they_take
     plans = [plan(rank) for rank in range(world_size)]
     for number in range((windows.num_samples - start) // 12):
         joint = np.concatenate([one.positions(number, number + 1)[0] for one in plans])
-        assert joint.tolist() == list(range(start + 12 * number, start + 12 * (number + 1)))
+        batch = np.arange(start + 12 * number, start + 12 * (number + 1))
+        assert joint.tolist() == batch[np.argsort(windows.lanes(batch), kind="stable")].tolist()
+    given, _ = windows.locate(np.arange(windows.num_samples))
     for one in plans:
         positions, _ = one.positions(0, one.num_batches)
-        window, slot = windows.locate(positions)
-        for number in range(windows.num_windows):
-            assert one.own_slots(number).tolist() == sorted(set(slot[window == number].tolist()))
+        taken = Counter(positions.tolist()) - Counter(one.padding.tolist())
+        window, slot = windows.locate(np.array(sorted(taken), np.int64))
+        for number in set(given.tolist()):
+            own = one.own_slots(number)
+            own = np.arange(windows.num_slots(number)) if own is None else own
+            assert own.tolist() == sorted(set(slot[window == number].tolist()))
 
 
 @pytest.mark.parametrize("spec", MIXES)
 def test_a_run_resumed_at_any_position_with_another_world_gives_the_same_samples(spec: MixtureSpec) -> None:
     windows = windows_of(spec, 1)
     whole = samples_at(windows, np.arange(windows.num_samples))
+    assert windows.num_lanes == 1
     for position in range(0, windows.num_samples, 5):
         again = windows_of(spec, 1)
         plans = [
@@ -390,13 +400,13 @@ def test_another_source_leaves_the_orders_of_the_others_alone() -> None:
     two = windows_of(MixtureSpec.weighted(SIZES[:2], [1, 1]), 0, blocks=BLOCKS[:2])
     three = windows_of(MixtureSpec.weighted(SIZES, [1, 1, 1]), 0)
 
-    def of_first(windows: MixtureWindows) -> list[tuple[int, int]]:
+    def of_first(windows: MixtureWindows) -> list[Any]:
         samples = samples_at(windows, np.arange(windows.num_samples))
-        return list(islice((s for s in samples if windows.source_block(s[0])[0] == 0), 10))
+        return list(islice((s for s in samples if s[0][0] == 0), 10))
 
     assert of_first(two) == of_first(three)
 
 
 def test_a_full_shuffle_is_refused_since_it_has_no_windows() -> None:
     with pytest.raises(ValueError, match="needs windows"):
-        OrderWindows(Order([3], Shuffle("full"), seed=0, epoch=0))
+        windows_of(MIXES[0], 0, shuffle=Shuffle("full"))

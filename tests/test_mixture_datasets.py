@@ -37,7 +37,7 @@ def samples_of(mixture: Mixture, epoch: int, seed: int = 0) -> list[tuple[int, i
         *(a.tolist() for a in windows.locate(np.arange(windows.num_samples))), strict=True
     ):
         ordinal, row = windows.window_samples(window)
-        source, block = windows.source_block(int(windows.window_blocks(window)[ordinal[slot]]))
+        source, block = windows.source_of(window)[0], windows.window_blocks(window)[ordinal[slot]]
         found.append((source, int(mixture.sources[source].catalog.blocks.first_sample[block] + row[slot])))
     return found
 
@@ -118,7 +118,7 @@ def test_an_endless_mixture_has_no_length(abc: tuple[ShardedDataset, ...]) -> No
     with pytest.raises(TypeError, match="no length"):
         len(mixture)
     window, _ = mixture.windows(0, Shuffle("window", 2), seed=0).locate(np.arange(10**9, 10**9 + 4))
-    assert (window > 10**6).all()
+    assert (window > 10**5).all()
 
 
 def test_the_fingerprint_follows_shards_shares_and_rules(abc: tuple[ShardedDataset, ...]) -> None:

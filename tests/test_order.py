@@ -1,289 +1,200 @@
 """Order against a plain-Python oracle written from the specification, and against pinned vectors."""
 
-import json
 from collections import Counter
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
-from sharding.order import Order, Shuffle, feistel, keyed_order, mix_key, splitmix64, uniform
+from sharding.order import Order, Shuffle, feistel, uniform, windows_touched
+from tests.plain_order import PlainOrder, chi_square
 
 KINDS = ["window", "full", "blocks", "none"]
 WINDOWED = ["window", "blocks", "none"]
 keys = st.integers(0, 2**64 - 1)
-tables = st.lists(st.integers(0, 7), max_size=60)
-M = 2**64 - 1
-
-
-def shuffle_of(kind, window_blocks=None):
-    return Shuffle(kind, None if kind == "full" else window_blocks)
+tables = st.lists(st.integers(0, 7), max_size=60) | st.lists(st.integers(0, 300), max_size=9)
+windowed = st.builds(
+    lambda kind, window, lanes: Shuffle(kind, max(window, lanes), lanes),
+    st.sampled_from(WINDOWED),
+    st.integers(1, 40),
+    st.integers(1, 9),
+)
+mixings = windowed | st.builds(
+    lambda kind, window, lanes, share: Shuffle(kind, max(window, lanes), lanes, share),
+    st.sampled_from(["window", "blocks"]),
+    st.integers(1, 40),
+    st.integers(1, 9),
+    st.sampled_from([0, 0.1, 0.5, 0.999]),
+)
 
 
 def every_sample(order):
     return order.samples(np.arange(order.num_samples))
 
 
-# The oracle: Python integers, one sample at a time.
+def samples_of_slots(order, table):
+    """Sample number of every slot, window by window."""
+    first = np.cumsum(table) - table
+    out = []
+    for w in range(order.num_windows):
+        ordinal, row = order.window_samples(w)
+        assert (ordinal.dtype, row.dtype) == (np.int32, np.int64)
+        assert len(ordinal) == order.num_slots(w)
+        out.append((first[order.window_blocks(w)][ordinal] + row).tolist())
+    return out
 
 
-def plain_splitmix64(x):
-    z = (x + 0x9E3779B97F4A7C15) & M
-    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & M
-    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & M
-    return z ^ (z >> 31)
-
-
-def plain_key(*parts):
-    key = len(parts)
-    for part in parts:
-        key = plain_splitmix64(key ^ part)
-    return key
-
-
-def plain_keyed_order(n, key):
-    bits = 0
-    while 2**bits < n:
-        bits += 1
-    return sorted(range(n), key=lambda i: (plain_splitmix64(i ^ key) >> bits, i))
-
-
-def plain_windows(table, kind, seed, epoch, window_blocks):
-    """Each window as a list of (block, row), in order."""
-    blocks = [b for b, count in enumerate(table) if count]
-    if kind != "none":
-        blocks = [blocks[i] for i in plain_keyed_order(len(blocks), plain_key(seed, epoch, 1))]
-    windows, size = [], 8
-    while blocks:
-        size = min(size, window_blocks)
-        rows = [(b, row) for b in blocks[:size] for row in range(table[b])]
-        if kind == "window":
-            rows = [rows[i] for i in plain_keyed_order(len(rows), plain_key(seed, epoch, 2, len(windows)))]
-        windows.append(rows)
-        blocks, size = blocks[size:], size * 2
-    return windows
-
-
-# Keyed arithmetic
-
-
-def test_splitmix64_gives_the_published_sequence():
-    # Outputs of the reference C generator for seed 1234567 (Vigna).
-    states = np.array([(1234567 + i * 0x9E3779B97F4A7C15) & M for i in range(3)], np.uint64)
-    assert splitmix64(states).tolist() == [6457827717110365317, 3203168211198807973, 9817491932198370423]
-
-
-@given(st.integers(0, 300), keys)
-def test_a_keyed_order_is_a_permutation_as_specified(n, key):
-    order = keyed_order(n, key)
-    assert order.dtype == np.int64
-    assert order.tolist() == plain_keyed_order(n, key)
-
-
-@pytest.mark.parametrize("n", [65_535, 65_536, 65_537])
-def test_a_keyed_order_is_a_permutation_across_chunks_and_powers_of_two(n):
-    assert np.array_equal(np.sort(keyed_order(n, mix_key(n))), np.arange(n))
-
-
-@given(st.integers(1, 700), keys, st.integers(0, 9))
-def test_feistel_is_a_bijection(n, key, rounds):
-    out = feistel(np.arange(n, dtype=np.uint64), n, key, rounds)
-    assert out.dtype == np.uint64
-    assert sorted(out.tolist()) == list(range(n))
-
-
-@given(st.integers(1, 2**62), keys, st.data())
-def test_feistel_stays_inside_huge_ranges_and_keeps_indices_apart(n, key, data):
-    index = data.draw(st.lists(st.integers(0, n - 1), unique=True, max_size=20))
-    out = feistel(np.array(index, np.uint64), n, key).tolist()
-    assert len(set(out)) == len(index)
-    assert all(0 <= value < n for value in out)
-
-
-def test_feistel_keeps_shape_and_leaves_its_argument_alone():
-    index = np.arange(6, dtype=np.uint64).reshape(2, 3)
-    assert feistel(index, 6, 1).shape == (2, 3)
-    assert index.ravel().tolist() == list(range(6))
-    assert feistel(index[:0], 0, 1).size == 0
-
-
-def test_bad_sizes_and_indices_are_refused():
-    with pytest.raises(ValueError, match="n must be >= 0, got -1"):
-        keyed_order(-1, 0)
-    with pytest.raises(ValueError, match="n must be in"):
-        feistel(np.zeros(1, np.uint64), 2**63, 0)
-    with pytest.raises(IndexError, match=r"index 5 is not in \[0, 5\)"):
-        feistel(np.array([5], np.uint64), 5, 0)
-
-
-def chi_square(table):
-    """Statistic divided by its standard deviation around its mean, for a doubly stochastic count table."""
-    expected = table.sum() / table.size
-    freedom = (len(table) - 1) ** 2
-    return (((table - expected) ** 2 / expected).sum() - freedom) / (2 * freedom) ** 0.5
-
-
-def every_feistel(n, key):
-    return feistel(np.arange(n, dtype=np.uint64), n, key).view(np.int64)
-
-
-@pytest.mark.parametrize("n", [3, 10, 16])
-@pytest.mark.parametrize("permute", [keyed_order, every_feistel])
-def test_every_index_lands_everywhere_equally_often(permute, n):
-    landed = np.zeros((n, n))
-    for trial in range(1000):
-        landed[np.arange(n), permute(n, mix_key(99, trial))] += 1
-    assert abs(chi_square(landed)) < 4
-
-
-@pytest.mark.parametrize("permute", [keyed_order, every_feistel])
-def test_every_permutation_of_five_is_equally_likely(permute):
-    seen = Counter(tuple(permute(5, mix_key(99, trial)).tolist()) for trial in range(2400))
-    assert len(seen) == 120
-    statistic = sum((count - 20) ** 2 / 20 for count in seen.values())
-    assert abs(statistic - 119) < 4 * (2 * 119) ** 0.5
-
-
-@pytest.mark.parametrize("permute", [keyed_order, every_feistel])
-def test_distances_between_neighbours_are_uniform(permute):
-    n = 100_003
-    order = permute(n, mix_key(5, 6))
-    steps = (order[1:] - order[:-1]) % n
-    seen = np.bincount(steps * 64 // n, minlength=64)
-    statistic = ((seen - n / 64) ** 2 / (n / 64)).sum()
-    assert abs(statistic - 63) < 4 * (2 * 63) ** 0.5
-
-
-@given(st.lists(keys, max_size=5))
-def test_keys_mix_as_specified(parts):
-    assert mix_key(*parts) == plain_key(*parts)
-
-
-def test_keys_depend_on_order_and_number_of_their_parts():
-    assert len({mix_key(1, 2), mix_key(2, 1), mix_key(1), mix_key(1, 2, 0), mix_key()}) == 5
-    assert mix_key(-1) == mix_key(2**64 - 1)
-    assert mix_key(np.int64(7)) == mix_key(7)
-    for part in (2**64, -(2**63) - 1):
-        with pytest.raises(ValueError, match="must fit 64 bits"):
-            mix_key(part)
-
-
-def test_draws_depend_on_nothing_but_seed_epoch_sample_and_number():
-    samples = np.arange(1000)
-    whole = uniform(1, 2, samples, 3)
-    assert np.array_equal(uniform(1, 2, samples[::-7], 3), whole[::-7])
-    assert whole.dtype == np.float64
-    for other in (uniform(2, 2, samples, 3), uniform(1, 3, samples, 3), uniform(1, 2, samples, 4)):
-        assert not np.any(other == whole)
-        assert abs(np.corrcoef(other, whole)[0, 1]) < 0.15
-
-
-def test_draws_are_uniform_on_the_half_open_unit_interval():
-    draws = uniform(0, 0, np.arange(64_000), 0)
-    assert 0 <= draws.min() < draws.max() < 1
-    statistic = ((np.bincount((draws * 64).astype(int)) - 1000) ** 2 / 1000).sum()
-    assert abs(statistic - 63) < 4 * (2 * 63) ** 0.5
-
-
-# Shuffle
-
-
-@pytest.mark.parametrize("shuffle", [Shuffle(), Shuffle("full"), Shuffle("none", 4), Shuffle("blocks")])
-def test_a_shuffle_survives_json(shuffle):
-    assert Shuffle.from_json(json.loads(json.dumps(shuffle.to_json()))) == shuffle
-
-
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (("random",), "window, full, blocks, none, got 'random'"),
-        (("window", 0), r"window_blocks must be an integer in \[1, 2\*\*31\), got 0"),
-        (("window", 1.5), "got 1.5"),
-        (("window", 2**31), "got 2147483648"),
-        (("window", True), "got True"),
-        (("full", 3), "no windows"),
-        ((["window"],), "shuffle kind must be"),
-    ],
-)
-def test_bad_shuffles_are_refused(arguments, says):
-    with pytest.raises(ValueError, match=says):
-        Shuffle(*arguments)
-
-
-@pytest.mark.parametrize("value", [None, [], {"kind": "none"}, {"kind": "none", "window_blocks": 1, "x": 1}])
-def test_json_that_is_no_shuffle_is_refused(value):
-    with pytest.raises(ValueError, match="a shuffle must be an object with kind and window_blocks"):
-        Shuffle.from_json(value)
-
-
-# Order
-
-
-@given(tables, st.sampled_from(KINDS), keys, st.integers(0, 5), st.integers(1, 40))
-def test_an_epoch_holds_every_sample_once(table, kind, seed, epoch, window_blocks):
-    order = Order(table, shuffle_of(kind, window_blocks), seed=seed, epoch=epoch)
+@given(tables, mixings | st.just(Shuffle("full")), keys, st.integers(0, 5))
+def test_an_epoch_holds_every_sample_once(table, shuffle, seed, epoch):
+    order = Order(table, shuffle, seed=seed, epoch=epoch)
     assert order.num_samples == sum(table)
     assert sorted(every_sample(order).tolist()) == list(range(sum(table)))
 
 
-@given(tables, st.sampled_from(WINDOWED), keys, st.integers(0, 5), st.integers(1, 40))
-def test_windows_are_as_specified(table, kind, seed, epoch, window_blocks):
-    order = Order(table, Shuffle(kind), seed=seed, epoch=epoch, window_blocks=window_blocks)
-    expected = plain_windows(table, kind, seed, epoch, window_blocks)
-    assert order.num_windows == len(expected)
-    for w, rows in enumerate(expected):
-        ordinal, row = order.window_samples(w)
-        assert (ordinal.dtype, row.dtype) == (np.int32, np.int64)
-        blocks = order.window_blocks(w)
-        assert list(zip(blocks[ordinal].tolist(), row.tolist(), strict=True)) == rows
-        assert order.window_start(w + 1) - order.window_start(w) == len(rows)
-
-
-@given(tables, st.sampled_from(WINDOWED), keys, st.integers(1, 40), st.data())
-def test_samples_agree_with_the_windows_for_any_positions(table, kind, seed, window_blocks, data):
-    order = Order(table, Shuffle(kind, window_blocks), seed=seed, epoch=0)
+@given(tables, windowed, keys, st.integers(0, 5))
+@example([2] + [1] * 15, Shuffle("none", 8, 2), 0, 0)  # the middle of a block is where a window begins
+@example([100] + [1] * 100, Shuffle("none", 2, 2), 0, 0)  # one lane is in its first window, one in its 60th
+def test_the_order_and_its_windows_are_as_specified(table, shuffle, seed, epoch):
+    order = Order(table, shuffle, seed=seed, epoch=epoch)
+    plain = PlainOrder(table, shuffle.kind, seed, epoch, shuffle.window_blocks, shuffle.canonical_nodes)
     first = np.cumsum(table) - table
-    expected = []
+    expected = [[[int(first[b]) + row for b, row in cell] for cell in cells] for cells in plain.windows]
+    assert samples_of_slots(order, table) == [[s for cell in cells for s in cell] for cells in expected]
+    assert every_sample(order).tolist() == [int(first[b]) + row for b, row in plain.samples()]
+
+
+@given(tables, mixings, keys, st.data())
+def test_locate_and_samples_agree_for_any_positions(table, shuffle, seed, data):
+    order = Order(table, shuffle, seed=seed, epoch=0)
+    n = order.num_samples
+    asked = np.array(data.draw(st.lists(st.integers(0, n - 1), max_size=30) if n else st.just([])), np.int64)
+    slots = samples_of_slots(order, table)
+    window, slot = order.locate(asked)
+    got = order.samples(asked)
+    assert window.dtype == slot.dtype == got.dtype == np.int64
+    assert got.tolist() == [slots[w][s] for w, s in zip(window, slot, strict=True)]
+
+
+@given(tables, mixings, keys)
+def test_every_slot_of_every_window_has_one_position(table, shuffle, seed):
+    order = Order(table, shuffle, seed=seed, epoch=1)
+    window, slot = order.locate(np.arange(order.num_samples))
     for w in range(order.num_windows):
-        ordinal, row = order.window_samples(w)
-        expected += (first[order.window_blocks(w)][ordinal] + row).tolist()
-    asked = data.draw(
-        st.lists(st.sampled_from(range(len(expected))), max_size=30) if expected else st.just([])
-    )
-    got = order.samples(np.array(asked, np.int64))
-    assert got.dtype == np.int64
-    assert got.tolist() == [expected[p] for p in asked]
-    assert every_sample(order).tolist() == expected
+        positions = np.flatnonzero(window == w)
+        assert sorted(slot[positions].tolist()) == list(range(order.num_slots(w)))
+        assert order.window_span(w) == (positions[0], positions[-1] + 1)
+
+
+@given(tables, mixings, keys)
+def test_a_block_is_in_one_window_but_for_one_less_than_the_lanes(table, shuffle, seed):
+    order = Order(table, shuffle, seed=seed, epoch=1)
+    reads = [b for w in range(order.num_windows) for b in order.window_blocks(w).tolist()]
+    used = {b for b, count in enumerate(table) if count}
+    assert set(reads) == used
+    assert len(reads) - len(used) <= order.num_lanes - 1
+    for w in range(order.num_windows):
+        blocks = order.window_blocks(w).tolist()
+        assert len(set(blocks)) == len(blocks)
+
+
+@given(tables, mixings, keys, st.data())
+def test_some_slots_of_a_window_are_those_of_all_slots(table, shuffle, seed, data):
+    order = Order(table, shuffle, seed=seed, epoch=2)
+    if not order.num_windows:
+        return
+    window = data.draw(st.integers(0, order.num_windows - 1))
+    slots = data.draw(st.lists(st.integers(0, order.num_slots(window) - 1), max_size=9))
+    slots = np.array(slots, np.int64)
+    for whole, part in zip(order.window_samples(window), order.window_samples(window, slots), strict=True):
+        assert part.dtype == whole.dtype
+        assert part.tolist() == whole[slots].tolist()
+
+
+@given(st.lists(st.integers(1, 50), min_size=20, max_size=80), st.integers(1, 9), st.integers(9, 40))
+def test_windows_begin_where_the_block_order_says_to_one_block(table, lanes, window_blocks):
+    """Lanes drift apart by no more than the largest block, however long the epoch is."""
+    order = Order(table, Shuffle("blocks", window_blocks, lanes), seed=5, epoch=0)
+    window, _ = order.locate(np.arange(order.num_samples))
+    for w in range(1, order.num_windows):
+        late = np.flatnonzero(window < w)[-1]
+        early = np.flatnonzero(window >= w)[0]
+        assert late - early <= (max(table) + 1) * lanes
+
+
+# One lane
 
 
 @given(tables, st.integers(1, 40))
-def test_window_of_is_the_window_that_holds_the_position(table, window_blocks):
-    order = Order(table, Shuffle("window", window_blocks), seed=3, epoch=0)
+def test_with_one_lane_windows_follow_one_another(table, window_blocks):
+    order = Order(table, Shuffle("window", window_blocks, 1), seed=3, epoch=0)
     windows = order.window_of(np.arange(order.num_samples)).tolist()
     for position, w in enumerate(windows):
         assert order.window_start(w) <= position < order.window_start(w + 1)
     assert order.window_start(order.num_windows) == order.num_samples
 
 
+@given(tables, st.integers(1, 40), st.sampled_from(WINDOWED))
+def test_with_one_lane_rows_are_those_of_the_blocks_side_by_side(table, window_blocks, kind):
+    order = Order(table, Shuffle(kind, window_blocks, 1), seed=3, epoch=0)
+    for w in range(order.num_windows):
+        counts = np.array(table)[order.window_blocks(w)]
+        ordinal, row = order.window_samples(w)
+        assert order.window_rows(w).tolist() == ((np.cumsum(counts) - counts)[ordinal] + row).tolist()
+
+
+def test_several_lanes_have_no_window_starts():
+    order = Order([3] * 20, Shuffle("window", 8, 2), seed=0, epoch=0)
+    for call in (order.window_start, order.window_rows):
+        with pytest.raises(ValueError, match=r"use locate\(positions\)"):
+            call(0)
+
+
+# Facts
+
+
+def test_each_run_of_positions_takes_one_sample_of_every_lane():
+    order = Order([10] * 32, Shuffle("window", 32, 8), seed=0, epoch=0)
+    lanes = [set((every_sample(order)[lane::8] // 10).tolist()) for lane in range(8)]
+    assert [len(blocks) for blocks in lanes] == [4] * 8
+    assert set.union(*lanes) == set(range(32))
+
+
 def test_the_first_windows_are_small_and_double():
-    order = Order(np.ones(400, int), Shuffle("window", 100), seed=0, epoch=0)
-    assert [len(order.window_blocks(w)) for w in range(order.num_windows)] == [8, 16, 32, 64, 100, 100, 80]
+    order = Order(np.ones(400, int), Shuffle("window", 96), seed=0, epoch=0)
+    assert [len(order.window_blocks(w)) for w in range(order.num_windows)] == [8, 16, 32, 64, 96, 96, 88]
+    one = Order(np.ones(400, int), Shuffle("window", 100, 1), seed=0, epoch=0)
+    assert [len(one.window_blocks(w)) for w in range(one.num_windows)] == [8, 16, 32, 64, 100, 100, 80]
     few = Order(np.ones(10, int), Shuffle("window", 4), seed=0, epoch=0)
     assert [len(few.window_blocks(w)) for w in range(few.num_windows)] == [4, 4, 2]
+    many = Order(np.ones(200, int), Shuffle("window", 64, 32), seed=0, epoch=0)
+    assert [len(many.window_blocks(w)) for w in range(many.num_windows)] == [32, 64, 64, 40]
+
+
+@pytest.mark.parametrize("lanes", [1, 8])
+def test_windows_hold_about_the_blocks_they_should_when_sizes_differ(lanes):
+    table = 1 + np.arange(3000) * 7919 % 100
+    order = Order(table, Shuffle("window", 64, lanes), seed=0, epoch=0)
+    blocks = [len(order.window_blocks(w)) for w in range(4, order.num_windows - 1)]
+    assert 64 - lanes <= min(blocks) <= max(blocks) <= 64 + lanes
 
 
 def test_no_window_holds_an_empty_block_and_empty_blocks_do_not_change_the_order():
     with_empty = Order([0, 3, 0, 0, 2, 5, 0], Shuffle("window", 2), seed=1, epoch=0)
     without = Order([3, 2, 5], Shuffle("window", 2), seed=1, epoch=0)
     assert np.array_equal(every_sample(with_empty), every_sample(without))
-    blocks = [with_empty.window_blocks(w).tolist() for w in range(with_empty.num_windows)]
-    assert sorted(b for window in blocks for b in window) == [1, 4, 5]
+    blocks = {b for w in range(with_empty.num_windows) for b in with_empty.window_blocks(w).tolist()}
+    assert blocks == {1, 4, 5}
 
 
 def test_none_is_file_order():
     order = Order([3, 0, 4], Shuffle("none"), seed=5, epoch=9)
     assert every_sample(order).tolist() == list(range(7))
+
+
+def test_none_with_lanes_is_file_order_in_each_lane():
+    order = Order([3, 3, 3, 3], Shuffle("none", 8, 2), seed=5, epoch=9)
+    assert every_sample(order).tolist() == [0, 3, 1, 4, 2, 5, 6, 9, 7, 10, 8, 11]
 
 
 def test_blocks_keeps_the_samples_of_a_block_together_and_in_file_order():
@@ -311,27 +222,51 @@ def test_epochs_and_seeds_differ_and_repeated_construction_is_equal(kind):
     assert len({samples(seed, epoch) for seed in (0, 1, -1, 2**64 - 2) for epoch in range(3)}) == 12
 
 
-@pytest.mark.parametrize("kind", ["window", "full"])
-def test_each_sample_lands_everywhere_equally_often_over_epochs(kind):
-    landed = np.zeros((12, 12))
+@pytest.mark.parametrize(
+    ("table", "shuffle"),
+    [
+        ([3, 4, 5], Shuffle("full")),
+        ([3, 4, 5], Shuffle("window", 8, 1)),
+        ([3, 4, 5], Shuffle("window", 8, 3)),  # lanes that divide the epoch
+        ([3, 4, 5], Shuffle("window", 8, 4)),
+        ([2] * 20, Shuffle("window", 8, 2)),  # three windows
+        ([2] * 24, Shuffle("window", 8, 8)),
+    ],
+)
+def test_each_sample_lands_everywhere_equally_often_over_epochs(table, shuffle):
+    n = sum(table)
+    landed = np.zeros((n, n))
     for epoch in range(1000):
-        samples = every_sample(Order([3, 4, 5], Shuffle(kind), seed=8, epoch=epoch))
-        landed[np.arange(12), samples] += 1
+        landed[np.arange(n), every_sample(Order(table, shuffle, seed=8, epoch=epoch))] += 1
     assert abs(chi_square(landed)) < 4
 
 
-def test_the_order_of_version_1_never_changes():
+@pytest.mark.parametrize("share", [1, 0.25])
+def test_blocks_of_unlike_sizes_come_at_any_time_of_an_epoch(share):
+    table = 3 + np.arange(400) * 7 % 5
+    block_of = np.repeat(np.arange(400), table)
+    quarters = np.zeros((400, 4))
+    for epoch in range(400):
+        order = Order(table, Shuffle("blocks", 8, 8, share), seed=8, epoch=epoch)
+        _, first = np.unique(block_of[every_sample(order)], return_index=True)
+        quarters[np.arange(400), first * 4 // len(block_of)] += 1
+    assert abs(chi_square(quarters)) < 4
+
+
+def test_the_order_of_version_2_never_changes():
     """A change here breaks every saved state: give the state a new version instead."""
     table = [3, 0, 2, 4, 1, 5]
 
-    def samples(kind, window_blocks=None):
-        return every_sample(Order(table, Shuffle(kind, window_blocks), seed=7, epoch=1)).tolist()
+    def samples(kind, *rest):
+        return every_sample(Order(table, Shuffle(kind, *rest), seed=7, epoch=1)).tolist()
 
-    assert samples("window", 3) == [10, 2, 1, 14, 0, 9, 12, 11, 13, 4, 8, 6, 5, 3, 7]
+    assert samples("window", 3) == [5, 9, 0, 12, 2, 10, 8, 14, 7, 13, 1, 11, 6, 3, 4]
+    assert samples("window", 8, 4) == [0, 4, 7, 12, 13, 9, 5, 11, 2, 14, 8, 10, 1, 3, 6]
+    assert samples("window", 8, 4, 0.5) == [3, 7, 12, 2, 9, 5, 10, 1, 14, 8, 13, 0, 4, 6, 11]
     assert samples("full") == [12, 7, 9, 13, 6, 3, 1, 11, 5, 4, 8, 10, 14, 2, 0]
-    assert samples("blocks") == [10, 11, 12, 13, 14, 0, 1, 2, 9, 3, 4, 5, 6, 7, 8]
+    assert samples("blocks") == [5, 6, 7, 8, 10, 11, 12, 13, 14, 0, 1, 2, 9, 3, 4]
     large = Order(np.full(10**5, 10_000), Shuffle("window", 64), seed=2**40, epoch=3)
-    assert large.samples(np.array([0, 10**8, 10**9 - 1])).tolist() == [526242893, 40348730, 81587059]
+    assert large.samples(np.array([0, 10**8, 10**9 - 1])).tolist() == [44872759, 101457556, 963881779]
     full = Order(np.full(10**5, 10_000), Shuffle("full"), seed=2**40, epoch=3)
     assert full.samples(np.array([0, 10**8, 10**9 - 1])).tolist() == [758404552, 234745595, 181479141]
     assert feistel(np.array([0, 1, 999_999_999], np.uint64), 10**9, 42).tolist() == [
@@ -350,14 +285,16 @@ def test_an_epoch_without_samples_has_no_windows():
     for table in ([], [0, 0, 0], np.empty(0)):
         for kind in KINDS:
             order = Order(table, Shuffle(kind), seed=0, epoch=0)
-            assert (order.num_samples, order.num_windows, order.window_start(0)) == (0, 0, 0)
+            assert (order.num_samples, order.num_windows) == (0, 0)
             assert order.samples(np.empty(0, np.int64)).size == 0
             with pytest.raises(IndexError):
                 order.samples(np.array([0]))
+            if kind != "full":
+                assert [part.size for part in order.locate(np.empty(0, np.int64))] == [0, 0]
 
 
-def test_an_order_tells_the_window_size_it_used():
-    assert Order([1], Shuffle(), seed=0, epoch=0, window_blocks=77).shuffle == Shuffle("window", 77)
+def test_an_order_tells_what_was_left_open():
+    assert Order([1], Shuffle(), seed=0, epoch=0, window_blocks=77).shuffle == Shuffle("window", 77, 8)
     assert Order([1], Shuffle("window", 5), seed=0, epoch=0, window_blocks=77).shuffle.window_blocks == 5
     assert Order([1], Shuffle("full"), seed=0, epoch=0, window_blocks=77).shuffle == Shuffle("full")
 
@@ -381,15 +318,15 @@ def test_positions_outside_the_epoch_are_refused(kind, position):
 
 
 def test_bad_arguments_are_refused():
-    order = Order([2, 4], Shuffle(), seed=0, epoch=0)
-    for call in (order.window_blocks, order.window_samples):
+    order = Order([2, 4], Shuffle("window", 8, 1), seed=0, epoch=0)
+    for call in (order.window_blocks, order.window_samples, order.num_slots, order.window_span):
         for window in (-1, 1):
             with pytest.raises(IndexError, match=r"window must be in \[0, 1\)"):
                 call(window)
     with pytest.raises(IndexError, match=r"window must be in \[0, 1\], got 2"):
         order.window_start(2)
     with pytest.raises(ValueError, match="a full shuffle has no windows"):
-        Order([2], Shuffle("full"), seed=0, epoch=0).window_of(np.array([0]))
+        Order([2], Shuffle("full"), seed=0, epoch=0).locate(np.array([0]))
     for table in ([-1], [1.5], [[1]]):
         with pytest.raises(ValueError, match=r"cannot hold -1 samples|1-D integers"):
             Order(table, Shuffle(), seed=0, epoch=0)
@@ -397,10 +334,17 @@ def test_bad_arguments_are_refused():
         Order([1], Shuffle(), seed=0, epoch=-1)
 
 
-def test_mixing_inside_a_window_reaches_across_its_blocks():
-    order = Order([100] * 64, Shuffle("window", 32), seed=0, epoch=0)
-    ordinal, _ = order.window_samples(2)
-    assert len(ordinal) == 3200
-    spread = Counter(ordinal[:320].tolist())
+@pytest.mark.parametrize("lanes", [1, 8])
+def test_mixing_inside_a_window_reaches_across_its_blocks(lanes):
+    order = Order([100] * 64, Shuffle("window", 32, lanes), seed=0, epoch=0)
+    spread = Counter((order.samples(np.arange(2400, 2400 + 320)) // 100).tolist())
     assert len(spread) == 32
     assert max(spread.values()) < 30
+
+
+@given(st.lists(st.integers(0, 5), max_size=40))
+def test_windows_touched_groups_places_by_window(windows):
+    got = windows_touched(np.array(windows, np.int64))
+    assert [w for w, _ in got] == list(dict.fromkeys(windows))
+    for w, places in got:
+        assert np.arange(len(windows))[places].tolist() == [i for i, x in enumerate(windows) if x == w]

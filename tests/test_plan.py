@@ -16,9 +16,10 @@ tables = st.lists(st.integers(0, 6), max_size=25)
 small = st.integers(1, 7)
 
 
-def order_of(num_samples, kind="window"):
+def order_of(num_samples, kind="window", lanes=None):
     blocks = [3] * (num_samples // 3) + [num_samples % 3]
-    return Order(blocks, Shuffle(kind, None if kind == "full" else 4), seed=1, epoch=0)
+    shuffle = Shuffle("full") if kind == "full" else Shuffle(kind, 8, lanes)
+    return Order(blocks, shuffle, seed=1, epoch=0)
 
 
 def plans_of(order, batch_size, world_size, tail, start=0):
@@ -35,10 +36,11 @@ def batches_of(plan):
 
 
 def global_batches(plans):
-    """Positions of each global batch: the ranks' batches put together in rank order."""
+    """Positions of each global batch, ascending: the ranks' batches put together."""
     of_rank = [batches_of(plan) for plan in plans]
     num = plans[0].num_global_batches
-    return [[p for batches in of_rank for p in (batches[b] if b < len(batches) else [])] for b in range(num)]
+    parts = [[p for batches in of_rank for p in (batches[b] if b < len(batches) else [])] for b in range(num)]
+    return [sorted(part) for part in parts]
 
 
 def expected_batches(n, start, size, tail):
@@ -49,13 +51,13 @@ def expected_batches(n, start, size, tail):
             whole.pop()
         elif tail == "pad":
             whole[-1] += [i % n for i in range(size - len(whole[-1]))]
-    return whole
+    return [sorted(part) for part in whole]
 
 
-@given(st.integers(0, 60), small, small, st.sampled_from(TAILS), st.data())
-def test_global_batches_are_consecutive_positions(n, batch_size, world_size, tail, data):
+@given(st.integers(0, 60), small, small, st.sampled_from(TAILS), st.integers(1, 8), st.data())
+def test_global_batches_are_consecutive_positions(n, batch_size, world_size, tail, lanes, data):
     start = data.draw(st.integers(0, n))
-    plans = plans_of(order_of(n), batch_size, world_size, tail, start)
+    plans = plans_of(order_of(n, lanes=lanes), batch_size, world_size, tail, start)
     expected = expected_batches(n, start, batch_size * world_size, tail)
     assert global_batches(plans) == expected
     assert [plan.num_global_batches for plan in plans] == [len(expected)] * world_size
@@ -65,11 +67,13 @@ def test_global_batches_are_consecutive_positions(n, batch_size, world_size, tai
 @given(st.integers(0, 60), small, small, st.sampled_from(TAILS))
 def test_no_rank_gets_an_empty_batch_or_too_large_a_one(n, batch_size, world_size, tail):
     for plan in plans_of(order_of(n), batch_size, world_size, tail):
-        _, sizes = plan.positions(0, plan.num_batches)
+        positions, sizes = plan.positions(0, plan.num_batches)
         assert all(1 <= size <= batch_size for size in sizes.tolist())
         if tail != "uneven":
             assert all(size == batch_size for size in sizes.tolist())
         assert all(size == batch_size for size in sizes[:-1].tolist())
+        for batch in np.split(positions, np.cumsum(sizes))[: plan.num_batches - (plan.num_padded > 0)]:
+            assert len(set(batch.tolist())) == len(batch)
 
 
 @given(st.integers(0, 60), small, small, st.sampled_from(TAILS))
@@ -107,11 +111,80 @@ def test_steps_agree_exactly_where_all_ranks_have_the_same_number(n, batch_size,
 def test_the_world_size_changes_no_global_batch(tail, n, kind):
     order = order_of(n, kind)
     delivered = []
-    for world_size in (1, 2, 3, 4, 6):
+    for world_size in (1, 2, 3, 4, 6, 12):
         plans = plans_of(order, 12 // world_size, world_size, tail)
         batches = global_batches(plans)
         delivered.append([order.samples(np.array(batch, np.int64)).tolist() for batch in batches])
     assert all(other == delivered[0] for other in delivered[1:])
+
+
+# Lanes
+
+
+def owned_lanes(plan, lanes=8):
+    return {p % lanes for p in plan.positions(0, plan.num_batches)[0].tolist()}
+
+
+@pytest.mark.parametrize("start", [0, 5, 96])
+@pytest.mark.parametrize(("world_size", "each"), [(1, 8), (2, 4), (4, 2), (8, 1)])
+def test_ranks_that_divide_the_lanes_read_whole_lanes(world_size, each, start):
+    plans = plans_of(order_of(960), 48 // world_size, world_size, "drop", start)
+    lanes = [owned_lanes(plan) for plan in plans]
+    assert lanes == [set(range(r * each, (r + 1) * each)) for r in range(world_size)]
+
+
+def test_more_ranks_than_lanes_share_each_lane_with_neighbours_only():
+    lanes = [owned_lanes(plan) for plan in plans_of(order_of(960), 2, 24, "drop")]
+    assert lanes == [{rank // 3} for rank in range(24)]
+
+
+def test_a_world_that_does_not_divide_the_lanes_shares_lanes_at_its_boundaries():
+    lanes = [owned_lanes(plan) for plan in plans_of(order_of(960), 8, 3, "drop")]
+    assert lanes == [{0, 1, 2}, {2, 3, 4, 5}, {5, 6, 7}]
+
+
+@given(st.integers(1, 200), small, small, st.integers(1, 8))
+def test_a_rank_takes_its_part_of_each_batch_sorted_by_lane(n, batch_size, world_size, lanes):
+    group = batch_size * world_size
+    plans = plans_of(order_of(n, lanes=lanes), batch_size, world_size, "drop", start=n % 7)
+    for batch in range(plans[0].num_batches):
+        positions = range(n % 7 + batch * group, n % 7 + (batch + 1) * group)
+        by_lane = sorted(positions, key=lambda p: (p % lanes, p))
+        for rank, plan in enumerate(plans):
+            own = by_lane[rank * batch_size : (rank + 1) * batch_size]
+            assert plan.positions(batch, batch + 1)[0].tolist() == own
+
+
+@given(
+    tables,
+    small,
+    small,
+    st.sampled_from(TAILS),
+    st.integers(1, 8),
+    st.sampled_from(["window", "blocks"]),
+    st.sampled_from([0, 1]),
+    st.data(),
+)
+def test_own_slots_are_the_slots_that_the_batches_take(
+    table, batch_size, world_size, tail, lanes, kind, share, data
+):
+    order = Order(table, Shuffle(kind, 8, lanes, share), seed=6, epoch=1)
+    start = data.draw(st.integers(0, order.num_samples))
+    for plan in plans_of(order, batch_size, world_size, tail, start):
+        taken = Counter(plan.positions(0, plan.num_batches)[0].tolist()) - Counter(plan.padding.tolist())
+        windows, slots = order.locate(np.array(sorted(taken.elements()), np.int64))
+        for window in range(order.num_windows):
+            expected = sorted(set(slots[windows == window].tolist()))
+            own = plan.own_slots(window)
+            assert expected == (list(range(order.num_slots(window))) if own is None else own.tolist())
+
+
+def test_one_rank_takes_whole_windows_but_for_the_first_and_last():
+    order = Order([10] * 64, Shuffle("window", 16), seed=0, epoch=0)
+    (plan,) = plans_of(order, 7, 1, "drop", start=100)
+    partial = [w for w in range(order.num_windows) if plan.own_slots(w) is not None]
+    assert partial == [0, 1, order.num_windows - 1]
+    assert len(plan.own_slots(0)) == 0
 
 
 @given(tables, small, small, st.sampled_from(TAILS))
@@ -125,17 +198,47 @@ def test_resuming_after_any_batch_gives_the_rest(table, batch_size, world_size, 
         assert whole[:done] + global_batches(resumed) == whole, f"differs when resumed after {done}"
 
 
-@given(st.integers(0, 80), st.lists(st.tuples(small, small, st.integers(0, 3)), max_size=5))
-def test_resuming_with_other_batch_sizes_loses_and_repeats_nothing(n, runs):
-    order, position, seen = order_of(n), 0, []
-    for batch_size, world_size, steps in runs:
-        plans = plans_of(order, batch_size, world_size, "uneven", position)
-        batches = global_batches(plans)[:steps]
-        seen += [p for batch in batches for p in batch]
-        position = plans[0].position_after(len(batches))
-    rest = plans_of(order, 5, 2, "uneven", position)
-    seen += [p for batch in global_batches(rest) for p in batch]
-    assert seen == list(range(n))
+worlds = st.tuples(small, small, st.integers(0, 4))
+
+
+@given(tables, st.integers(1, 8), st.sampled_from([0, 0.5, 1]), st.lists(worlds, max_size=8))
+def test_runs_of_any_worlds_one_after_the_other_lose_and_repeat_nothing(table, lanes, share, runs):
+    """Each resumes the last one's state, under another batch size, across the ends of epochs."""
+    table = [*table, 1]
+
+    def order_of_epoch(epoch):
+        return Order(table, Shuffle("window", 8, lanes, share), seed=3, epoch=epoch)
+
+    epoch, position, seen = 0, 0, []
+    for batch_size, world_size, steps in [*runs, (5, 2, 10**6)]:
+        while steps:
+            order = order_of_epoch(epoch)
+            plans = plans_of(order, batch_size, world_size, "uneven", position)
+            batches = global_batches(plans)[:steps]
+            seen += [s for batch in batches for s in order.samples(np.array(batch, np.int64)).tolist()]
+            steps -= len(batches)
+            position = plans[0].position_after(len(batches))
+            if position < order.num_samples:
+                break
+            epoch, position = epoch + 1, 0
+            if (batch_size, world_size) == (5, 2):
+                break
+    whole = [order_of_epoch(e).samples(np.arange(sum(table))).tolist() for e in range(epoch)]
+    assert seen == [s for samples in whole for s in samples]
+
+
+@given(st.integers(0, 40), small, st.integers(1, 9), st.sampled_from(TAILS), st.integers(1, 8))
+def test_all_ranks_know_the_steps_of_all_ranks(n, batch_size, world_size, tail, lanes):
+    """Fewer samples, blocks or lanes than ranks: what each rank computes alone is what all of them do."""
+    plans = plans_of(order_of(n, lanes=lanes), batch_size, world_size, tail)
+    steps = [len(batches_of(plan)) for plan in plans]
+    assert [plan.num_batches for plan in plans] == steps
+    for plan in plans:
+        assert plan.num_global_batches == max(steps)
+        assert plan.steps_agree == (min(steps) == max(steps))
+        assert plan.position_after(max(steps)) == n - plan.num_dropped_global
+    if tail != "uneven":
+        assert all(plan.steps_agree for plan in plans)
 
 
 @given(st.integers(0, 60), small, small, st.sampled_from(TAILS), st.data())
@@ -173,7 +276,7 @@ def test_segments_put_every_sample_in_its_row(table, batch_size, world_size, tai
 
 
 def test_padding_that_wraps_joins_the_first_windows_segment():
-    order = Order([2] * 12, Shuffle("window", 8), seed=0, epoch=0)  # windows of 16 and 8 samples
+    order = Order([2] * 12, Shuffle("window", 8, 1), seed=0, epoch=0)  # windows of 16 and 8 samples
     plan = EpochPlan(order, batch_size=9, rank=0, world_size=1, tail="pad")
     assert [(s.window, len(s.dest)) for s in plan.segments(0, 3)] == [(0, 19), (1, 8)]
     last = plan.segments(2, 3)
@@ -196,7 +299,7 @@ def test_one_sample_among_ranks_under_the_other_rules():
 
 def test_a_padded_resume_fills_up_with_the_epochs_first_positions():
     (plan,) = plans_of(order_of(10), 4, 1, "pad", start=5)
-    assert batches_of(plan) == [[5, 6, 7, 8], [9, 0, 1, 2]]
+    assert [sorted(batch) for batch in batches_of(plan)] == [[5, 6, 7, 8], [0, 1, 2, 9]]
 
 
 def test_a_billion_samples_plan_at_once():
@@ -245,15 +348,15 @@ def test_bad_plans_are_refused(fields, says):
 # State
 
 STATE = PlanState(
-    seed=7, epoch=3, position=40, num_samples=100, shuffle=Shuffle("window", 64), fingerprint="ab"
+    seed=7, epoch=3, position=40, num_samples=100, shuffle=Shuffle("window", 64, 8), fingerprint="ab"
 )
 
 
 @pytest.mark.parametrize("seed", [-(2**63), 0, 2**64 - 1])
-@pytest.mark.parametrize("fingerprint", ["", "f" * 128, "\x01" * 128])
+@pytest.mark.parametrize("fingerprint", ["", "f" * 128, '"' * 128])
 def test_a_state_survives_json_and_stays_small(seed, fingerprint):
     most = 2**63 - 1
-    state = PlanState(seed, most, most, most, Shuffle("window", 2**31 - 1), fingerprint)
+    state = PlanState(seed, most, most, most, Shuffle("window", 2**31 - 1, 4096, 1 / 3), fingerprint)
     text = json.dumps(state.to_json())
     assert PlanState.from_json(json.loads(text)) == state
     assert len(text) < 1024
@@ -261,12 +364,12 @@ def test_a_state_survives_json_and_stays_small(seed, fingerprint):
 
 def test_the_states_json_is_pinned():
     assert STATE.to_json() == {
-        "version": 1,
+        "version": 2,
         "seed": 7,
         "epoch": 3,
         "position": 40,
         "num_samples": 100,
-        "shuffle": {"kind": "window", "window_blocks": 64},
+        "shuffle": {"kind": "window", "window_blocks": 64, "canonical_nodes": 8, "exchange": 1.0},
         "fingerprint": "ab",
     }
 
@@ -284,9 +387,9 @@ def test_a_state_rebuilds_the_order_it_was_made_with():
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"version": 2}, "state version 2, and only version 1"),
+        ({"version": 1}, "state version 1, and only version 2"),
         ({"version": True}, "state version True"),
-        ({"version": 1.0}, "state version 1.0"),
+        ({"version": 2.0}, "state version 2.0"),
         ({"seed": "7"}, "seed must be an integer, got '7'"),
         ({"seed": 2**64}, "seed must fit 64 bits"),
         ({"epoch": -1}, "epoch must be >= 0"),
@@ -295,10 +398,11 @@ def test_a_state_rebuilds_the_order_it_was_made_with():
         ({"position": True}, "position must be an integer, got True"),
         ({"num_samples": None}, "num_samples must be an integer, got None"),
         ({"shuffle": "window"}, "a shuffle must be an object"),
-        ({"shuffle": {"kind": "mixed", "window_blocks": 1}}, "shuffle kind must be one of"),
-        ({"fingerprint": 5}, "fingerprint must be text of at most 128 ASCII characters, got 5"),
-        ({"fingerprint": "x" * 129}, "at most 128 ASCII"),
-        ({"fingerprint": "\u00e9"}, "at most 128 ASCII"),
+        ({"shuffle": STATE.to_json()["shuffle"] | {"kind": "mixed"}}, "shuffle kind must be one of"),
+        ({"fingerprint": 5}, "fingerprint must be at most 128 printable ASCII characters, got 5"),
+        ({"fingerprint": "x" * 129}, "at most 128 printable"),
+        ({"fingerprint": "\u00e9"}, "at most 128 printable"),
+        ({"fingerprint": "\n"}, "at most 128 printable"),
         ({"rank": 0}, "the state has unknown fields: rank"),
     ],
 )

@@ -13,10 +13,8 @@ import pytest
 from fsspec import AbstractFileSystem
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from numpy.typing import NDArray
 
 from prefetch import store
-from prefetch.iovec import ScatterPlan, plan_scatter
 from prefetch.store import StoreReader
 from sharding.blocks import Shard
 from sharding.errors import ShardChangedError, ShardError, ShardReadError
@@ -231,36 +229,6 @@ def test_a_shard_renamed_over_during_the_read_gives_the_old_bytes(
     other.write_bytes(b"new")
     during_the_read(monkeypatch, lambda: other.exists() and other.replace(path) and None)
     assert read(shard, 30) == CONTENT[30:40]
-
-
-# ---- scattering --------------------------------------------------------------------------------------------
-
-
-def scattering(starts: list[int], nbytes: int = 10) -> tuple[ScatterPlan, NDArray[np.uint8]]:
-    memory = np.full((len(starts), nbytes), 0xA5, np.uint8)
-    addresses = memory.ctypes.data + np.arange(len(starts)) * nbytes
-    lengths, bounds = np.full(len(starts), nbytes), np.arange(len(starts) + 1)
-    return plan_scatter(np.array(starts), lengths, addresses, bounds), memory
-
-
-def test_a_stretch_of_a_plan_is_read_from_a_shard(path: Path) -> None:
-    plan, memory = scattering([3, 500])
-    StoreReader().scatter(indexed(str(path)), plan, 1)
-    assert memory.tobytes() == b"\xa5" * 10 + CONTENT[500:510]
-
-
-def test_a_stretch_beyond_the_end_is_truncated(path: Path) -> None:
-    shard, (plan, _) = indexed(str(path)), scattering([3, len(CONTENT) - 5])
-    with pytest.raises(ShardReadError, match="truncated") as caught:
-        StoreReader().scatter(shard, plan, 1)
-    assert_names_the_place(caught.value, shard, len(CONTENT) - 5)
-
-
-def test_a_scattering_read_of_a_changed_shard_is_refused(path: Path) -> None:
-    shard, (plan, _) = indexed(str(path)), scattering([3])
-    touch(path)
-    with pytest.raises(ShardChangedError, match="modification time"):
-        StoreReader().scatter(shard, plan, 0)
 
 
 # ---- other stores ------------------------------------------------------------------------------------------

@@ -20,6 +20,10 @@ SRUN = {
     "SLURM_NODEID": "1",
     "SLURM_NNODES": "2",
 }
+DEEPSPEED = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_SIZE": "4"}
+DEEPSPEED |= {"CROSS_RANK": "1", "CROSS_SIZE": "2"}
+HYDRA = {"PMI_RANK": "5", "PMI_SIZE": "8", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "4"}
+PALS = {"PMI_RANK": "5", "PMI_SIZE": "8", "PMI_LOCAL_RANK": "1", "PMI_LOCAL_SIZE": "4"}
 SBATCH_SHELL = {"SLURM_JOB_ID": "17", "SLURM_NTASKS": "8", "SLURM_NNODES": "2", "SLURM_PROCID": "0"}
 
 
@@ -28,19 +32,24 @@ def numbers(topology):
     return t.rank, t.world_size, t.local_rank, t.local_world_size, t.node, t.num_nodes
 
 
-@pytest.mark.parametrize("env", [TORCHRUN, MPI, SRUN], ids=["torchrun", "mpi", "srun"])
+@pytest.mark.parametrize(
+    "env",
+    [TORCHRUN, DEEPSPEED, MPI, HYDRA, PALS, SRUN],
+    ids=["torchrun", "deepspeed", "mpi", "hydra", "pals", "srun"],
+)
 def test_each_launcher_gives_the_same_place(env):
     assert numbers(Topology.detect(env)) == (5, 8, 1, 4, 1, 2)
 
 
 def test_an_empty_environment_is_a_single_process():
-    assert Topology.detect({}) == Topology(source="single process")
+    assert numbers(Topology.detect({})) == (0, 1, 0, 1, 0, 1)
+    assert Topology.detect({}).source == "single process"
     assert Topology.detect({"RANK": "", "WORLD_SIZE": " "}).world_size == 1
 
 
 def test_the_process_environment_is_read_by_default(monkeypatch):
     for name in list(os.environ):
-        if name.endswith(("RANK", "WORLD_SIZE")) or name.startswith(("SLURM_", "OMPI_")):
+        if name.endswith(("RANK", "WORLD_SIZE")) or name.startswith(("SLURM_", "OMPI_", "PMI_")):
             monkeypatch.delenv(name)
     for name, text in TORCHRUN.items():
         monkeypatch.setenv(name, text)
@@ -57,6 +66,28 @@ def test_mpirun_in_a_slurm_job_is_not_taken_for_its_daemon():
     assert numbers(Topology.detect(daemon | MPI)) == (5, 8, 1, 4, 1, 2)
 
 
+def test_hydra_in_a_slurm_job_is_not_taken_for_its_proxy():
+    proxy = SRUN | {"SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_LOCALID": "0"}
+    assert numbers(Topology.detect(proxy | HYDRA)) == (5, 8, 1, 4, 1, 2)
+
+
+def test_pmi_variables_of_srun_give_slurms_place():
+    assert numbers(Topology.detect(SRUN | {"PMI_RANK": "5", "PMI_SIZE": "8"})) == (5, 8, 1, 4, 1, 2)
+    assert numbers(Topology.detect(SRUN | {"PMI_RANK": "5"})) == (5, 8, 1, 4, 1, 2)
+    assert numbers(Topology.detect(SRUN | {"PMI_SIZE": "8"})) == (5, 8, 1, 4, 1, 2)
+
+
+def test_pmi_variables_of_another_rank_than_srun_s_are_not_mixed_with_its_nodes():
+    mixed = Topology.detect(SRUN | {"PMI_RANK": "4", "PMI_SIZE": "16"})
+    assert numbers(mixed) == (4, 16, 0, 1, 4, 16)
+    assert "node" in mixed.why_unknown
+
+
+def test_deepspeeds_uneven_nodes_come_from_its_cross_rank():
+    env = DEEPSPEED | {"RANK": "4", "WORLD_SIZE": "5", "LOCAL_RANK": "0", "LOCAL_SIZE": "1"}
+    assert numbers(Topology.detect(env)) == (4, 5, 0, 1, 1, 2)
+
+
 def test_torchruns_node_number_wins_over_arithmetic():
     uneven = {"RANK": "4", "WORLD_SIZE": "5", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
     uneven |= {"GROUP_RANK": "1", "GROUP_WORLD_SIZE": "2"}
@@ -69,7 +100,9 @@ def test_ranks_dealt_round_the_nodes_are_recognised():
 
 
 def test_a_rank_without_local_ranks_is_alone_on_its_node():
-    assert numbers(Topology.detect({"RANK": "2", "WORLD_SIZE": "3"})) == (2, 3, 0, 1, 2, 3)
+    for env in ({"RANK": "2", "WORLD_SIZE": "3"}, {"PMI_RANK": "2", "PMI_SIZE": "3"}):
+        assert numbers(Topology.detect(env)) == (2, 3, 0, 1, 2, 3)
+        assert "set no local ranks" in Topology.detect(env).why_unknown["node"]
 
 
 def test_deepspeeds_local_size_is_understood():
@@ -128,6 +161,10 @@ def test_a_one_task_step_needs_no_node_variables():
         (TORCHRUN | {"GROUP_WORLD_SIZE": "7"}, "do not fit world_size=8"),
         ({"OMPI_COMM_WORLD_RANK": "0"}, "OMPI_COMM_WORLD_SIZE missing"),
         ({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"}, "LOCAL_RANK and .*LOCAL_SIZE missing"),
+        ({"PMI_RANK": "0"}, "PMI_SIZE missing"),
+        (HYDRA | {"MPI_LOCALNRANKS": ""}, "MPI_LOCALNRANKS missing"),
+        (HYDRA | {"MPI_LOCALRANKID": ""}, "MPI_LOCALRANKID missing"),
+        (HYDRA | {"MPI_LOCALNRANKS": "3"}, "PMI_RANK=5 of 8 .* does not tell the node"),
         (SRUN | {"SLURM_PROCID": "8"}, "SLURM_PROCID=8 is not in"),
         (SRUN | {"SLURM_PROCID": ""}, "SLURM_PROCID missing"),
         (SRUN | {"SLURM_NODEID": "2"}, "SLURM_NODEID=2 is not in"),

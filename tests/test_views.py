@@ -18,10 +18,9 @@ from datasets_kit import Made, make_arrow, make_ints_tar, make_jsonl, make_parqu
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dataflow import DataLoader, ShardedDataset
+from dataflow import ShardedDataset
 from prefetch.store import StoreReader
-from sharding.mixture_windows import OrderWindows
-from sharding.order import Order, Shuffle
+from sharding.order import Shuffle
 from sharding.selection import SelectedOrder, Selection
 
 
@@ -95,8 +94,7 @@ def test_the_same_samples_have_the_same_digest_however_they_were_selected(
 def test_an_order_over_a_selection_delivers_each_kept_sample_once() -> None:
     total = np.array([5, 0, 7, 3, 9])
     selection = Selection.whole(total).at(np.array([0, 3, 4, 6, 11, 12, 13, 14, 17, 22]))
-    order = Order(selection.num_samples, Shuffle("window", 2), seed=3, epoch=1)
-    chosen = SelectedOrder(OrderWindows(order), selection)
+    chosen = SelectedOrder(selection, Shuffle("window", 2, 2), seed=3, epoch=1)
     seen = []
     for window in range(chosen.num_windows):
         ordinal, row = chosen.window_samples(window)
@@ -347,8 +345,3 @@ def test_conditions_that_mean_nothing_are_refused(dataset: ShardedDataset, condi
 def test_formats_without_columns_cannot_be_filtered(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no columns to filter by"):
         make_ints_tar(tmp_path).open().filter(pc.field("cls") > 3)
-
-
-def test_a_view_is_not_streamed_as_if_it_were_whole(dataset: ShardedDataset) -> None:
-    with pytest.raises(NotImplementedError, match="view"), DataLoader(dataset.take(5)) as loader:
-        next(iter(loader))

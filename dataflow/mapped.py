@@ -1,0 +1,220 @@
+"""Windows of local files whose values lie in the stored bytes: mapped, not read.
+
+The page cache holds a local shard's bytes anyway; staging them would copy them a second time. Such a window
+maps its blocks, waits for their pages, and notes where each value lies; a batch is then one copy by the
+kernel from the page cache to its slot (`prefetch.mapping` says why by the kernel). Only numbers that
+must be parsed are copied out when the window is staged, all at once.
+
+For files that a plain `mmap` serves; everything else is staged (`dataflow.staging`).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dataflow.decode import BadRows, Output
+from dataflow.staging import NotLocatableError, Source, StagedArray, StagedSpans, StagedWindow
+from prefetch.arena import Arena, rounded_bytes
+from prefetch.iovec import copy_mapped
+from prefetch.mapping import MappedShard, can_map, will_need
+from sharding.blocks import Spans
+from sharding.errors import DataflowError
+
+
+def can_map_windows(source: Source) -> bool:
+    """Whether this dataset's windows may be mapped: local files whose values lie in the stored bytes."""
+    first = int(np.flatnonzero(source.catalog.blocks.num_samples)[0])
+    return can_map(source.catalog.shard(0).url) and source.locates(source.catalog.block(first))
+
+
+class MappedWindow(StagedWindow):
+    """A window over mapped blocks.
+
+    Args:
+        numbers: [b] numbers of the blocks, in read order.
+        rows: as for `StagedWindow`; rows count over whole blocks.
+        wanted: rows that this rank takes; None for all.
+        whole: whether all pages are waited for; else only those of the rows wanted are asked for.
+
+    Raises `NotLocatableError` where the format cannot tell where values lie.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        arena: Arena,
+        numbers: NDArray[np.int64],
+        rows: NDArray[np.int64],
+        *,
+        wanted: NDArray[np.int64] | None,
+        whole: bool = True,
+    ) -> None:
+        found = [source.found(number) for number in numbers.tolist()]
+        located = [spans for _, spans in found if spans is not None]
+        if len(located) < len(found):
+            raise NotLocatableError(f"format {source.format.name} cannot tell where values lie")
+        super().__init__(source, arena, [block for block, _ in found], rows)
+        self.mapped = True
+        self._wanted, self._whole = wanted, whole
+        self._located = located
+        self._shards: list[MappedShard | None] = [None] * len(self.blocks)
+        first = {block.shard.url: i for i, block in reversed(list(enumerate(self.blocks)))}
+        self._checked_by = set(first.values())
+        self._lock = threading.Lock()  # guards _blocks_left
+        self._blocks_left = len(self.blocks)
+
+    def _bound(self, num_readers: int) -> int:
+        outputs = self.source.outputs
+        arrays = sum(rounded_bytes(self.num_rows * o.row_bytes) for o in outputs if o.kind == "array")
+        return int(self._sizes.sum()) + arrays + 16 * self.num_rows * len(self.source.columns)
+
+    def reads(self) -> Sequence[Callable[[], None]]:
+        """One task a block."""
+        for output in self.source.outputs:
+            if output.kind == "array":
+                nbytes = self.num_rows * output.row_bytes
+                used = self.arena.lease(nbytes or 1)[:nbytes].view(output.dtype)
+                self.staged[output.name] = StagedArray(used.reshape(self.num_rows, *output.shape))
+            else:
+                self.staged[output.name] = self._offsets(output)
+        return [partial(self._map, i) for i in range(len(self.blocks))]
+
+    def _offsets(self, output: Output) -> StagedSpans:
+        """Offsets in the blocks; `_map` turns them into addresses."""
+        spans = StagedSpans(np.zeros(self.num_rows, np.int64), np.full(self.num_rows, -1, np.int64))
+        if output.sources[0] == "__url__":
+            for ordinal in range(len(self.blocks)):
+                spans.put(int(self.first_row[ordinal]), self._urls(ordinal))
+        elif self._located:
+            name = output.sources[0]
+            spans.addresses = np.concatenate([found[name].starts for found in self._located])
+            spans.lengths = np.concatenate([found[name].lengths for found in self._located])
+        return spans
+
+    # ---- on reader threads ------------------------------------------------------------------------------
+
+    def _map(self, ordinal: int) -> None:
+        block = self.blocks[ordinal]
+        mapped = self.source.mappings.get(block.shard)
+        self._shards[ordinal] = mapped
+        if ordinal in self._checked_by:
+            mapped.check()
+        if self._whole:
+            self.source.mappings.populate(mapped, block.offset, block.length)
+        self.source.traffic.add(block.length, block.nbytes)
+        rows = slice(int(self.first_row[ordinal]), int(self.first_row[ordinal + 1]))
+        for output in self.source.outputs:
+            staged = self.staged[output.name]
+            if isinstance(staged, StagedSpans) and output.sources[0] != "__url__":
+                staged.addresses[rows] += mapped.address + block.offset
+        with self._lock:
+            self._blocks_left -= 1
+            last = self._blocks_left == 0
+        if last:
+            self._stage_rest()
+
+    def _stage_rest(self) -> None:
+        """What the whole window needs at once, by the thread that mapped the last block."""
+        rows = np.arange(self.num_rows) if self._wanted is None else self._wanted
+        if not self._whole:
+            for staged in self.staged.values():
+                if isinstance(staged, StagedSpans):
+                    will_need(staged.addresses[rows], staged.lengths[rows])
+        for output in self.source.outputs:
+            if output.kind == "array":
+                self._parse(output, rows)
+
+    def _parse(self, output: Output, rows: NDArray[np.int64]) -> None:
+        """Numbers from the bytes of all rows wanted; once a dataset where they can be remembered."""
+        staged = self.staged[output.name]
+        assert isinstance(staged, StagedArray)
+        known = self.source.numbers(output)
+        if known is not None:
+            rows = self._fill(staged, known)
+            if not len(rows):
+                return
+        values, bad = self._parsed(output, rows)
+        staged.values[rows] = values
+        staged.bad.update((int(rows[row]), reason) for row, reason in bad)
+        if known is not None:
+            self._remember(staged, known)
+
+    def _parsed(self, output: Output, rows: NDArray[np.int64]) -> tuple[NDArray[Any], BadRows]:
+        name = output.sources[0]
+        assert output.parse is not None
+        bases = [
+            m.address + b.offset for m, b in zip(self._shards, self.blocks, strict=True) if m is not None
+        ]
+        starts = np.concatenate([found[name].starts for found in self._located])
+        starts += np.repeat(bases, np.diff(self.first_row))
+        column = StagedSpans(starts, np.concatenate([found[name].lengths for found in self._located]))
+        buffer, places = self.fetch(column, rows, name)
+        return output.parse(Spans(buffer, places, column.lengths[rows]))
+
+    def _fill(self, staged: StagedArray, known: dict[int, NDArray[Any]]) -> NDArray[np.int64]:
+        """Take what is known; gives the rows of the blocks that are not."""
+        unknown = [np.zeros(0, np.int64)]
+        for ordinal, block in enumerate(self.blocks):
+            first, last = int(self.first_row[ordinal]), int(self.first_row[ordinal + 1])
+            values = known.get(block.first_sample)
+            if values is None:
+                unknown.append(np.arange(first, last))
+            else:
+                staged.values[first:last] = values
+        return np.concatenate(unknown)
+
+    def _remember(self, staged: StagedArray, known: dict[int, NDArray[Any]]) -> None:
+        bad = np.array(sorted(staged.bad), np.int64)
+        for ordinal, block in enumerate(self.blocks):
+            first, last = int(self.first_row[ordinal]), int(self.first_row[ordinal + 1])
+            if not ((bad >= first) & (bad < last)).any():
+                known[block.first_sample] = staged.values[first:last].copy()
+
+    # ---- for the builder --------------------------------------------------------------------------------
+
+    def copy_values(
+        self, spans: StagedSpans, rows: NDArray[np.int64], out: NDArray[np.uint8], column: str
+    ) -> None:
+        """Copy the values of rows, one after the other, straight from the page cache."""
+        done = copy_mapped(spans.pieces[rows], out, spans.uniform_bytes)
+        if done < len(rows):
+            raise self.truncated(int(rows[done]), column)
+
+    def buffer_of(
+        self, spans: StagedSpans, rows: NDArray[np.int64], column: str
+    ) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
+        """A private copy of the values: only the kernel may touch mapped pages."""
+        return self.fetch(spans, rows, column)
+
+    def verify(self) -> None:
+        """Raise `ShardChangedError` if a shard was written in place since it was indexed."""
+        seen: set[str] = set()
+        for mapped in self._shards:
+            if mapped is not None and mapped.shard.url not in seen:
+                seen.add(mapped.shard.url)
+                mapped.check()
+
+    def close(self) -> None:
+        """Leave the pages to the page cache."""
+        super().close()
+        for mapped, block in zip(self._shards, self.blocks, strict=False):
+            if mapped is not None:
+                self.source.mappings.leave(mapped, block.offset, block.length)
+        self._shards, self._located = [], []
+
+    def _key(self, ordinal: int, in_block: int) -> str:
+        block = self.blocks[ordinal]
+        keys = getattr(self.source.format, "keys", None)
+        if keys is not None:
+            with suppress(DataflowError):
+                data = np.empty(block.length, np.uint8)
+                self.source.reader.read_into(block.shard, block.offset, data)
+                return str(keys(block, data.data)[in_block])
+        return str(block.first_in_shard + in_block)

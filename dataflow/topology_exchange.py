@@ -1,0 +1,115 @@
+"""The place of this process and of all others: the launcher's environment, and what ranks tell each other.
+
+With `torch.distributed` initialised, its rank and world size are the truth, and each rank's host name, node
+and rack are gathered by one collective, once a process group. Every rank must take part: the first loader of
+a job that finds its topology by itself has to be made on all ranks (a loader of one rank only is given
+`topology=Topology()`). Without `torch.distributed`, nothing is exchanged and nothing is guessed.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch.distributed as dist
+
+from sharding.errors import DataflowError
+from sharding.launchers import Env, Place, detect_place, slurm_switch
+from sharding.rank_facts import RankFacts, facts_of, placed
+from sharding.replicas import Replicate
+from sharding.topology import Racks, Topology, given_variables
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+_GATHERED: WeakKeyDictionary[dist.ProcessGroup, list[RankFacts]] = WeakKeyDictionary()
+"""What the ranks of a process group said; it goes with the group."""
+
+
+def detect_topology(
+    env: Env | None = None,
+    *,
+    racks: Racks | None = None,
+    replicate: Replicate = 1,
+    sysfs: str = "/sys",
+    host: str | None = None,
+    gpu: str | None = None,
+) -> Topology:
+    """`Topology.detect`, completed by the other ranks if `torch.distributed` is initialised.
+
+    The first call in a process group is a collective: all ranks must make it. Arguments as those of
+    `Topology.detect`; `racks` and `replicate` must be the same on all ranks.
+
+    Raises:
+        ValueError: contradictory launcher variables, and no `torch.distributed` to tell better.
+        DataflowError: the exchange failed or timed out.
+    """
+    env = given_variables(env)
+    if not (dist.is_available() and dist.is_initialized()):
+        return Topology.detect(env, racks=racks, replicate=replicate, sysfs=sysfs, host=host, gpu=gpu)
+    place = _place_in_group(env)
+    here = Topology.at(place, env, racks=racks, replicate=replicate, sysfs=sysfs, host=host, gpu=gpu)
+    if place.world_size == 1:
+        return here
+    # What is gathered holds Slurm's racks, not this call's: a rack map is looked up here, by host.
+    return placed(here, _gathered(facts_of(here)._replace(rack=slurm_switch(env)[0])), racks)
+
+
+def data_ranks_of_mesh(mesh: DeviceMesh, *data_dims: str) -> list[int]:
+    """The data rank of every rank, for `replicate=`: ranks that differ only in other dimensions share data.
+
+    Args:
+        mesh: the whole mesh, over all ranks of the job.
+        data_dims: names of the dimensions along which data differs, such as "dp", the outermost first.
+    """
+    names = mesh.mesh_dim_names or ()
+    if not data_dims or not set(data_dims) <= set(names):
+        raise ValueError(f"data_dims must be among the mesh's dimensions {names}, got {data_dims}")
+    ranks = mesh.mesh.numpy()
+    if sorted(ranks.ravel()) != list(range(dist.get_world_size())):
+        raise ValueError("the mesh must have every rank of the job: pass the whole mesh, not a part of it")
+    axes = [names.index(dim) for dim in data_dims]
+    places = np.indices(ranks.shape)[axes]
+    found = np.empty(ranks.size, np.int64)
+    found[ranks] = np.ravel_multi_index(tuple(places), tuple(ranks.shape[axis] for axis in axes))
+    return [int(rank) for rank in found]
+
+
+def _place_in_group(env: Env) -> Place:
+    """The launcher's word if it has this rank, else torch.distributed's, which knows no nodes."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    try:
+        place = detect_place(env)
+        why = f"the launcher's variables tell of rank {place.rank} of {place.world_size}"
+    except ValueError as error:
+        place, why = None, str(error)
+    if place is not None and (place.rank, place.world_size) == (rank, world):
+        return place
+    return Place.alone_on_its_node(rank, world, "torch.distributed", why)
+
+
+def _gathered(own: RankFacts) -> list[RankFacts]:
+    """The facts of all ranks, in rank order."""
+    group = dist.group.WORLD
+    assert group is not None
+    if group not in _GATHERED:
+        try:
+            _GATHERED[group] = _all_gather(own)
+        except RuntimeError as error:
+            raise DataflowError(
+                "the ranks could not exchange their places: all of them must make their first DataLoader "
+                "(or call detect_topology); give topology= to a loader that only some ranks make"
+            ) from error
+    return _GATHERED[group]
+
+
+def _all_gather(own: RankFacts) -> list[RankFacts]:
+    """By the job's own group if that serves host memory; else (NCCL alone) by a gloo group made for it."""
+    on_host = "cpu:" in dist.get_backend_config()
+    group = None if on_host else dist.new_group(backend="gloo")
+    found: list[RankFacts] = [own] * dist.get_world_size()
+    dist.all_gather_object(found, own, group)
+    if group is not None:
+        dist.destroy_process_group(group)
+    return found

@@ -1,0 +1,213 @@
+"""Local shards, mapped: the page cache is the staging buffer.
+
+A block that is mapped costs no memory of its own and no copy: its pages are the kernel's. They are brought in
+by `populate` (`MADV_POPULATE_READ`, which waits for the disk and reports what it cannot read) and copied
+straight to their final place by `prefetch.iovec.copy_spans`. Nobody may touch the mapping otherwise: a
+load from a page behind the end of a truncated file is SIGBUS, which ends the process, while the
+kernel's copy only fails with EFAULT, an error like any other.
+
+A mapping outlives its descriptor and its name, so a file that is replaced by rename keeps serving the bytes
+that were indexed; one that is written in place does not, which `check` notices afterwards.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+import threading
+import weakref
+from collections import OrderedDict
+from functools import cache
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from prefetch.iovec import copies_by_kernel
+from sharding.blocks import Shard
+from sharding.errors import ShardChangedError, ShardReadError
+from sharding.storage import check_shard, failure_text, local_info
+from sharding.urls import is_local, local_path
+
+_PAGE = mmap.PAGESIZE
+_POPULATE_READ = 22
+"""MADV_POPULATE_READ, Linux 5.14; Python has no name for it yet."""
+_PROCESS_MADVISE = 440
+"""System call number on every architecture; glibc before 2.36 has no wrapper."""
+_PIDFD_OPEN = 434
+_IOV_MAX = 1024
+_MAX_SHARDS = 4096
+_REMEMBERED = 1 << 16
+"""Ranges known to have been read: beyond this many the page cache hardly holds them all."""
+_FAILED = ctypes.c_void_p(-1).value
+
+
+def _libc() -> Any:
+    library = ctypes.CDLL(None, use_errno=True)
+    library.mmap.restype = ctypes.c_void_p
+    library.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long)
+    library.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+    library.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    return library
+
+
+@cache
+def can_map(url: str) -> bool:
+    """Whether shards like this one can be mapped and copied from safely."""
+    return is_local(url) and hasattr(mmap, "MADV_WILLNEED") and copies_by_kernel()
+
+
+class MappedShard:
+    """A local shard as memory that only the kernel may read; unmapped when nobody refers to it any more.
+
+    Raises:
+        ShardReadError: missing, forbidden, or shorter than the catalog says.
+        ShardChangedError: it is not the file that was indexed.
+    """
+
+    def __init__(self, shard: Shard) -> None:
+        self.shard = shard
+        try:
+            descriptor = os.open(local_path(shard.url), os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                self._compare(os.fstat(descriptor))
+                self.address = _mapped(descriptor, shard.size)
+                """Of the first byte."""
+            finally:
+                os.close(descriptor)
+        except OSError as error:
+            raise ShardReadError(shard.url, failure_text(error), 0, stage="read") from error
+        weakref.finalize(self, _shared_libc().munmap, self.address, shard.size).atexit = False
+
+    def _compare(self, seen: os.stat_result) -> None:
+        shard = self.shard
+        if seen.st_size != shard.size or shard.version != f"mtime:{seen.st_mtime_ns}":
+            changed = check_shard(shard, local_info(seen))
+            if changed:
+                raise ShardChangedError(shard.url, changed, stage="read")
+
+    def check(self) -> None:
+        """Raise `ShardChangedError` if the file is no longer the one that was indexed."""
+        try:
+            self._compare(os.stat(local_path(self.shard.url)))
+        except OSError as error:
+            raise ShardReadError(self.shard.url, failure_text(error), 0, stage="read") from error
+
+    def populate(self, offset: int, length: int, *, ahead: bool) -> None:
+        """Wait until a range's pages are in memory; `ahead` asks the disk for all before the first wait.
+
+        Raises `ShardReadError` for what cannot be read.
+        """
+        madvise = _shared_libc().madvise
+        start, nbytes = self._pages(offset, length)
+        if ahead:
+            madvise(start, nbytes, mmap.MADV_WILLNEED)
+        if madvise(start, nbytes, _POPULATE_READ) == 0:
+            return
+        number = ctypes.get_errno()
+        if number != errno.EINVAL:  # EINVAL: an older kernel; the pages come when they are copied
+            reason = "truncated, or its disk fails" if number == errno.EFAULT else os.strerror(number)
+            raise ShardReadError(self.shard.url, reason, offset, stage="read")
+
+    def leave(self, offset: int, length: int) -> None:
+        """Take the pages of a range out of this process; the page cache keeps them while it has room."""
+        _shared_libc().madvise(*self._pages(offset, length), mmap.MADV_DONTNEED)
+
+    def _pages(self, offset: int, length: int) -> tuple[int, int]:
+        before = offset % _PAGE
+        return self.address + offset - before, length + before
+
+
+def _mapped(descriptor: int, nbytes: int) -> int:
+    start = _shared_libc().mmap(None, nbytes, mmap.PROT_READ, mmap.MAP_SHARED, descriptor, 0)
+    if start == _FAILED:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    return int(start)
+
+
+class Mappings:
+    """The mapped shards of one dataset, and which of their ranges have pages in this process. Thread-safe.
+
+    A shard is mapped once, because mapping stops all threads that touch memory; at most `_MAX_SHARDS` stay
+    mapped beyond the windows that use them (the system allows 65,530 mappings). The pages of ranges that
+    no window uses stay up to `keep_bytes`, oldest first out: taking them out and in again costs as
+    much as a tenth of copying them.
+    """
+
+    def __init__(self, keep_bytes: int = 0) -> None:
+        self._keep_bytes = keep_bytes
+        self._lock = threading.Lock()  # guards what follows
+        self._shards: OrderedDict[str, MappedShard] = OrderedDict()
+        self._seen: set[tuple[str, int]] = set()
+        self._kept: OrderedDict[tuple[str, int], tuple[MappedShard, int]] = OrderedDict()
+        self._kept_bytes = 0
+
+    def get(self, shard: Shard) -> MappedShard:
+        """The shard, mapped; the caller checks it. Raises as `MappedShard`."""
+        with self._lock:
+            known = self._shards.get(shard.url)
+            if known is not None:
+                self._shards.move_to_end(shard.url)
+                return known
+        mapped = MappedShard(shard)
+        with self._lock:
+            mapped = self._shards.setdefault(shard.url, mapped)
+            if len(self._shards) > _MAX_SHARDS:
+                self._shards.popitem(last=False)
+        return mapped
+
+    def populate(self, mapped: MappedShard, offset: int, length: int) -> None:
+        """Wait until a range's pages are in memory. Raises `ShardReadError` for what cannot be read."""
+        key = mapped.shard.url, offset
+        with self._lock:
+            kept = self._kept.pop(key, None)
+            self._kept_bytes -= kept[1] if kept else 0
+            seen = key in self._seen
+            if len(self._seen) < _REMEMBERED:
+                self._seen.add(key)
+        mapped.populate(offset, length, ahead=not seen)
+
+    def leave(self, mapped: MappedShard, offset: int, length: int) -> None:
+        """No window uses a range any more."""
+        with self._lock:
+            self._kept[mapped.shard.url, offset] = mapped, length
+            self._kept_bytes += length
+            gone = []
+            while self._kept_bytes > self._keep_bytes:
+                key, (shard, nbytes) = self._kept.popitem(last=False)
+                self._kept_bytes -= nbytes
+                gone.append((shard, key[1], nbytes))
+        for shard, at, nbytes in gone:
+            shard.leave(at, nbytes)
+
+
+@cache
+def _shared_libc() -> Any:
+    return _libc()
+
+
+def will_need(addresses: NDArray[np.int64], lengths: NDArray[np.int64]) -> None:
+    """Ask for the pages of spans of mapped ranges, without waiting: a hint, 1,024 spans a system call."""
+    try:
+        descriptor = _shared_libc().syscall(_PIDFD_OPEN, os.getpid(), 0)
+        if descriptor < 0:
+            return
+        try:
+            _advise(descriptor, addresses, lengths)
+        finally:
+            os.close(descriptor)
+    except OSError:
+        return
+
+
+def _advise(descriptor: int, addresses: NDArray[np.int64], lengths: NDArray[np.int64]) -> None:
+    pages = np.empty((len(addresses), 2), np.int64)
+    pages[:, 0] = addresses // _PAGE * _PAGE
+    pages[:, 1] = addresses + np.maximum(lengths, 1) - pages[:, 0]
+    call = _shared_libc().syscall
+    for first in range(0, len(pages), _IOV_MAX):
+        count = min(_IOV_MAX, len(pages) - first)
+        at = ctypes.c_void_p(pages.ctypes.data + first * 16)
+        call(_PROCESS_MADVISE, descriptor, at, ctypes.c_size_t(count), mmap.MADV_WILLNEED, 0)

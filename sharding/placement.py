@@ -1,0 +1,168 @@
+"""Which node reads what: the seats of ranks, reads by more than one node, and hot spots.
+
+`EpochPlan` gives runs of lanes to runs of ranks. So ranks are seated rack by rack, node by node and NUMA
+node by NUMA node, and lanes with neighbouring numbers are read near each other. Blocks that change lane
+(`Shuffle(exchange=...)`) mostly go to a neighbouring lane: to the same node first, then to the same rack.
+
+With n nodes, L lanes and B blocks, each of the n - 1 boundaries between nodes falls between two lanes, which
+costs nothing, or inside a lane, whose blocks two nodes then read. And at most L - 1 blocks are cut between
+lanes. So there are at most `(n - 1) * (B / L + 1) + L - 1` reads more than blocks: 1 + (n - 1) / L reads a
+block. If n divides L and the lanes divide blocks of one size, there is exactly one. All this if L divides
+the global batch G; if not, boundaries wander between two lanes and cost twice that (more if G < L * L).
+`reads_by_node` counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import lcm
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from sharding.order import Order
+from sharding.topology import Topology
+
+
+def seats(places: Sequence[tuple[object, ...]]) -> list[int]:
+    """The seat of each rank, for `EpochPlan(rank=...)`: ranks in the order of their places, then of rank.
+
+    Args:
+        places: one a rank, from far to near, such as (rack, node) or (rack, node, numa). Racks, and nodes in
+            them, are listed as they first appear. Nodes may have different numbers of ranks.
+
+    Raises `ValueError` if places have different lengths.
+    """
+    if len({len(place) for place in places}) > 1:
+        raise ValueError("all ranks need the same facts, such as (rack, node); leave out what some lack")
+    first: dict[tuple[object, ...], int] = {}
+    for rank, place in enumerate(places):
+        for depth in range(1, len(place) + 1):
+            first.setdefault(place[:depth], rank)
+
+    def key(rank: int) -> tuple[int, ...]:
+        place = places[rank]
+        return (*(first[place[:depth]] for depth in range(1, len(place) + 1)), rank)
+
+    out = [0] * len(places)
+    for seat, rank in enumerate(sorted(range(len(places)), key=key)):
+        out[rank] = seat
+    return out
+
+
+def seat_of(topology: Topology) -> int:
+    """The seat of a process: by rack and node where they are known for all ranks, else its data rank.
+
+    Ranks of a replica group share a seat. All ranks must know the same facts, or all must lack them.
+    """
+    nodes = topology.nodes_of_data_ranks
+    if nodes is None:
+        return topology.data_rank
+    racks = topology.racks or ("",) * topology.num_nodes
+    return seats([(racks[group[0]], group[0]) for group in nodes])[topology.data_rank]
+
+
+def reads_by_node(
+    order: Order, nodes: Sequence[int], batch_size: int, *, start: int = 0, cost: ArrayLike | None = None
+) -> NDArray[np.int64]:
+    """What each node reads in an epoch: blocks it takes samples of, each once; int64 [nodes].
+
+    Their sum over the number of blocks (or over the sum of `cost`) is the read amplification: 1.0 if every
+    block is read by one node. Never too low, and exact but for two things: an incomplete last batch counts
+    as if it were complete, and under "window" a node that takes some samples of a lane's window counts as a
+    reader of all its blocks. O(blocks) for every node that shares a lane with another.
+
+    Args:
+        order: the epoch's; any kind but "full", which reads samples.
+        nodes: the node of each seat, [world_size], numbered from 0.
+        batch_size: samples of one rank in a batch.
+        start: position from which the epoch is read.
+        cost: [blocks] integers, such as bytes; 1 for each block when None.
+    """
+    if order.shuffle.kind == "full":
+        raise ValueError("a full shuffle reads samples, not blocks: nothing is shared by design")
+    owner = _owner_of_position(start, nodes, batch_size, order.num_lanes)
+    read: list[list[NDArray[np.int64]]] = [[] for _ in range(max(nodes) + 1)]
+    for lane in range(order.num_lanes):
+        blocks, begin, end, first = _pieces_from(order, lane, start)
+        of_depth = owner[(np.arange(len(owner) // order.num_lanes) + first) * order.num_lanes + lane - start]
+        for node in np.unique(of_depth).tolist():
+            before = _counter(of_depth == node)
+            read[node].append(blocks[before(end) > before(begin)])
+    each = [np.unique(np.concatenate(blocks)) if blocks else np.empty(0, np.int64) for blocks in read]
+    if cost is None:
+        return np.array([len(blocks) for blocks in each], np.int64)
+    return np.array([int(np.asarray(cost)[blocks].sum()) for blocks in each], np.int64)
+
+
+def _owner_of_position(start: int, nodes: Sequence[int], batch_size: int, lanes: int) -> NDArray[np.int64]:
+    """The node that takes each position, counted from `start`, until the pattern repeats in every lane."""
+    group = batch_size * len(nodes)
+    owner = np.empty(lcm(group, lanes), np.int64)
+    of_place = np.repeat(np.asarray(nodes, np.int64), batch_size)
+    for begin in range(0, len(owner), group):
+        lane = ((start + begin + np.arange(group)) % lanes).astype(np.uint16)
+        owner[begin + np.argsort(lane, kind="stable")] = of_place
+    return owner
+
+
+def _pieces_from(
+    order: Order, lane: int, start: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], int]:
+    """Blocks of a lane, between which depths their samples are, and the first depth that is not done.
+
+    Depths count from that first one. Under "window" a block's samples may be anywhere in its window.
+    """
+    table = order.table
+    cells = table.num_windows * np.array([lane, lane + 1])
+    pieces = np.arange(*table.cell_piece[cells])
+    begin, end = table.piece_start[pieces], table.piece_start[pieces + 1]
+    if order.shuffle.kind == "window":
+        cell = np.searchsorted(table.cell_piece, pieces, side="right") - 1
+        begin, end = table.cell_start[cell], table.cell_start[cell + 1]
+    first = max(0, -(-(start - lane) // order.num_lanes))
+    done = table.lane_bounds[lane] + first
+    return table.piece_block[pieces], np.maximum(begin - done, 0), np.maximum(end - done, 0), first
+
+
+def _counter(mine: NDArray[np.bool_]) -> Callable[[NDArray[np.int64]], NDArray[np.int64]]:
+    """How many of the first n of a pattern that repeats are mine."""
+    before = np.concatenate(([0], np.cumsum(mine)))
+    return lambda n: n // len(mine) * before[-1] + before[n % len(mine)]
+
+
+@dataclass(frozen=True)
+class HotSpot:
+    """What is asked of one shard (folder, host) at the worst moment."""
+
+    label: int
+    """Which one."""
+    most: int
+    """Blocks of it in the worst run of reads."""
+    share: float
+    """Blocks of it in a run of reads on average. `most` far above it: one server works, others wait."""
+
+
+def hot_spot(order: Order, labels: ArrayLike, *, ahead: int | None = None) -> HotSpot:
+    """The label that is most above its share in any `ahead` consecutive reads of all nodes together.
+
+    Args:
+        order: the epoch's; any kind but "full".
+        labels: [blocks] integers >= 0: the shard, folder or host of each block.
+        ahead: reads in flight or read ahead; a whole window when None.
+
+    O(blocks log blocks). Raises `ValueError` for an order without reads.
+    """
+    reads = order.table.read_block
+    if not len(reads):
+        raise ValueError("the order reads no blocks: it is empty, or a full shuffle")
+    run = min(len(reads), ahead or order.shuffle.window_blocks or 1)
+    label = np.asarray(labels)[reads].astype(np.int64)
+    by_label = np.argsort(label, kind="stable")
+    label = label[by_label]
+    place = label * (len(reads) + run) + by_label  # runs of different labels never touch
+    most = np.searchsorted(place, place + run) - np.arange(len(place))
+    share = np.bincount(label)[label] * (run / len(reads))
+    worst = int(np.argmax(most - share))
+    return HotSpot(int(label[worst]), int(most[worst]), float(share[worst]))
