@@ -360,8 +360,11 @@ class Stream:
         known: set[int] = set()
         newest: StagedWindow | None = None
         done = 0
+        ahead = _Located.none()
         while done < plan.num_batches:
-            span = self._span(plan, units, done, opened)
+            if not len(ahead.sizes):
+                ahead = self._locate(plan, units, done)
+            span, ahead = _span(ahead, done, opened)
             if span.sizes.size:
                 assert newest is not None
                 self._cut(plan, span, opened, newest.chunk_list)
@@ -378,23 +381,13 @@ class Stream:
         if newest is not None:
             yield newest
 
-    def _span(self, plan: EpochPlan, units: Windows, first: int, opened: Mapping[int, _Use]) -> _Span:
-        """Batches from `first` on that need open windows only; if none do, what the first one needs."""
+    def _locate(self, plan: EpochPlan, units: Windows, first: int) -> _Located:
+        """Where the samples of the batches from `first` on lie."""
         last = min(first + self._batches_per_span, plan.num_batches)
         if plan.num_padded:  # a padded batch comes alone: it may need windows that the others are done with
             last = min(last, max(first + 1, plan.num_batches - 1))
         positions, sizes = plan.positions(first, last)
-        numbers, slots = units.locate(positions)
-        touched = [number for number, _ in windows_touched(numbers)]
-        missing = [number for number in touched if number not in opened]
-        if missing:
-            at = int(np.flatnonzero(np.isin(numbers, missing))[0])
-            whole = int(np.searchsorted(np.cumsum(sizes), at, side="right"))
-            rows = int(sizes[:whole].sum()) if whole else int(sizes[0])
-            numbers, slots, sizes = numbers[:rows], slots[:rows], sizes[:whole]
-            touched = [number for number, _ in windows_touched(numbers)]
-            missing = [number for number in touched if number not in opened]
-        return _Span(first, sizes, numbers, slots, touched, missing)
+        return _Located(sizes, *units.locate(positions))
 
     def _cut(self, plan: EpochPlan, span: _Span, opened: dict[int, _Use], chunks: list[BatchChunk]) -> None:
         """Cut a span into chunks, and close what no later batch needs."""
@@ -527,6 +520,28 @@ class _Use:
 
 
 @dataclass(frozen=True)
+class _Located:
+    """Consecutive batches, and where their samples lie."""
+
+    sizes: NDArray[np.int64]
+    """[batches] samples of each."""
+    numbers: NDArray[np.int64]
+    """[rows] the window of each sample."""
+    slots: NDArray[np.int64]
+    """[rows] its slot there."""
+
+    @classmethod
+    def none(cls) -> _Located:
+        """No batches."""
+        return cls(*(np.zeros(0, np.int64) for _ in range(3)))
+
+    def split(self, batches: int, rows: int) -> tuple[_Located, _Located]:
+        """The first batches, which have so many rows, and the others."""
+        first = _Located(self.sizes[:batches], self.numbers[:rows], self.slots[:rows])
+        return first, _Located(self.sizes[batches:], self.numbers[rows:], self.slots[rows:])
+
+
+@dataclass(frozen=True)
 class _Span:
     """Consecutive batches, located."""
 
@@ -541,6 +556,22 @@ class _Span:
     """The windows, in order of first use."""
     missing: list[int]
     """Those that are not open."""
+
+
+def _span(ahead: _Located, first: int, opened: Mapping[int, _Use]) -> tuple[_Span, _Located]:
+    """Batches from `first` on that need open windows only, and the rest; if none do, what `first` needs."""
+    touched = [number for number, _ in windows_touched(ahead.numbers)]
+    missing = [number for number in touched if number not in opened]
+    if not missing:
+        return _Span(first, ahead.sizes, ahead.numbers, ahead.slots, touched, []), _Located.none()
+    at = int(np.flatnonzero(np.isin(ahead.numbers, missing))[0])
+    whole = int(np.searchsorted(np.cumsum(ahead.sizes), at, side="right"))
+    rows = int(ahead.sizes[: max(1, whole)].sum())
+    served, rest = ahead.split(whole, rows)
+    touched = [number for number, _ in windows_touched(served.numbers)]
+    missing = [number for number in touched if number not in opened]
+    span = _Span(first, served.sizes, served.numbers, served.slots, touched, missing)
+    return span, rest if whole else ahead
 
 
 def _counts(numbers: NDArray[np.int64], candidates: Sequence[int]) -> dict[int, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 from collections import Counter
@@ -12,13 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import PIL.Image
 import pytest
 import torch
-from datasets_kit import make_ints_tar, make_jsonl, make_parquet, rank
+from datasets_kit import make_ints_tar, make_jsonl, make_parquet, rank, write_tar
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dataflow import DataLoader, Mixture, ShardedDataset, Shuffle
+from dataflow import DataLoader, Image, Mixture, ShardedDataset, Shuffle
 from dataflow.testing import run_ranks
 from sharding.errors import SampleError
 from sharding.mixture_windows import MixturePlan, source_seed
@@ -73,7 +75,7 @@ def delivered(loader: DataLoader) -> list[list[Sample]]:
 
 
 def by_plan(loader: DataLoader, epoch: int, start: int = 0) -> list[list[Sample]]:
-    """The oracle: this rank's positions, their source and index, and that source's order, sample by sample."""
+    """The oracle: this rank's positions, their source and index, that source's order, sample by sample."""
     mixture, found = loader.dataset, []
     plan = loader._epoch_plan(epoch, start)
     assert isinstance(mixture, Mixture)
@@ -236,9 +238,10 @@ def test_no_chain_of_restarts_loses_or_repeats_a_sample(
 
 def test_a_state_of_other_shares_is_refused(abc: list[ShardedDataset]) -> None:
     a, b, _ = abc
-    with DataLoader(Mixture({a: 1, b: 1}), 4) as loader, DataLoader(Mixture({a: 2, b: 1}), 4) as other:
-        with pytest.raises(ValueError, match="other shares of a mixture"):
-            other.load_state_dict(loader.state_dict())
+    with DataLoader(Mixture({a: 1, b: 1}), 4) as loader:
+        state = loader.state_dict()
+    with DataLoader(Mixture({a: 2, b: 1}), 4) as other, pytest.raises(ValueError, match="other shares"):
+        other.load_state_dict(state)
 
 
 def test_an_endless_mixture_has_no_length_and_goes_on_where_a_loop_was_left(
@@ -305,6 +308,18 @@ def test_no_two_appearances_of_a_sample_draw_the_same_numbers(tmp_path: Path) ->
     assert set(alone) < set(two), "another source changes nothing"
 
 
+def test_random_crops_differ_by_source_and_by_each_time_a_source_comes_round(tmp_path: Path) -> None:
+    pixels = np.random.default_rng(0).integers(0, 256, (40, 60, 3), np.uint8)
+    data = io.BytesIO()
+    PIL.Image.fromarray(pixels).save(data, "JPEG", quality=95)
+    write_tar(tmp_path / "shard-0.tar", [("0.jpg", data.getvalue())])
+    crop = {"jpg": Image(size=8, crop="random_resized")}
+    sources = [ShardedDataset(str(tmp_path / "shard-0.tar"), decode=crop) for _ in range(2)]
+    with DataLoader(Mixture(sources, repeats=[3, 2]), 5) as loader:
+        crops = [image.numpy().tobytes() for _ in range(2) for batch in loader for image in batch["jpg"]]
+    assert len(set(crops)) == len(crops) == 10
+
+
 def test_a_bad_sample_is_told_with_its_source_and_can_be_skipped(tmp_path: Path) -> None:
     for name in "gb":
         (tmp_path / name).mkdir()
@@ -358,13 +373,13 @@ def test_ranks_that_divide_the_lanes_read_little_twice(tmp_path: Path) -> None:
     for r in range(4):
         with DataLoader(Mixture(sources), 16, Shuffle("window", 64, 8), topology=rank(r, 4)) as loader:
             plan = loader._epoch_plan(0, 0)
-            windows = plan.order
+            windows: Any = plan.order
             touched = set(windows.locate(plan.positions(0, plan.num_batches)[0])[0].tolist())
             mine = set()
             for window in touched:
-                ordinal, _ = windows.window_samples(window, plan.own_slots(window))  # type: ignore[attr-defined]
-                source = windows.source_of(window)[0]  # type: ignore[attr-defined]
-                mine |= {(source, b) for b in windows.window_blocks(window)[ordinal].tolist()}  # type: ignore[attr-defined]
+                ordinal, _ = windows.window_samples(window, plan.own_slots(window))
+                source = windows.source_of(window)[0]
+                mine |= {(source, b) for b in windows.window_blocks(window)[ordinal].tolist()}
             opened.update(mine)
     assert len(opened) == blocks
     assert sum(opened.values()) < 1.3 * blocks

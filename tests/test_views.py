@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import pickle
 from collections.abc import Callable
-from itertools import chain
+from functools import cache
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,23 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
-from datasets_kit import Made, make_arrow, make_ints_tar, make_jsonl, make_parquet, plain
+from datasets_kit import (
+    MAKERS,
+    Made,
+    delivered,
+    make_arrow,
+    make_ints_tar,
+    make_jsonl,
+    make_parquet,
+    plain,
+    rank,
+    rows_of,
+    sort_key,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dataflow import ShardedDataset
+from dataflow import DataLoader, ShardedDataset
 from prefetch.store import StoreReader
 from sharding.order import Shuffle
 from sharding.selection import SelectedOrder, Selection
@@ -345,3 +358,113 @@ def test_conditions_that_mean_nothing_are_refused(dataset: ShardedDataset, condi
 def test_formats_without_columns_cannot_be_filtered(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no columns to filter by"):
         make_ints_tar(tmp_path).open().filter(pc.field("cls") > 3)
+
+
+# ---- through the loader ----------------------------------------------------------------------------------
+
+VIEWS: dict[str, Callable[[ShardedDataset], ShardedDataset]] = {
+    "take": lambda dataset: dataset.take(17),
+    "skip": lambda dataset: dataset.skip(30),
+    "every third": lambda dataset: dataset.subset(slice(1, None, 3)),
+    "scattered": lambda dataset: dataset.subset([0, 4, 5, 11, 12, 13, 29, 45]),
+    "hash": lambda dataset: dataset.split({"train": 0.7, "val": 0.3})["train"],
+    "shards": lambda dataset: dataset.split({"train": 0.5, "val": 0.5}, by="shard")["val"],
+}
+LOADER_SHUFFLES = [Shuffle("none"), Shuffle("blocks", 2), Shuffle("window", 4, 4), Shuffle("full")]
+
+
+@pytest.fixture(scope="module")
+def by_format(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Made]:
+    return cache(lambda name: MAKERS[name](tmp_path_factory.mktemp(name.replace(".", "-"))))
+
+
+def expected_rows(made: Made, view: ShardedDataset) -> list[Any]:
+    blocks, rows = view.selection.locate(np.arange(len(view)))
+    return [made.samples[n] for n in (view.catalog.blocks.first_sample[blocks] + rows).tolist()]
+
+
+def text_of(rows: list[Any]) -> list[str]:
+    return sorted(map(sort_key, rows))
+
+
+@pytest.mark.parametrize("name", ["tar", "tar.gz", "parquet", "arrow", "jsonl", "tokens.bin", "megatron"])
+@pytest.mark.parametrize("view", VIEWS)
+def test_the_loader_delivers_each_sample_of_a_view_once(
+    by_format: Callable[[str], Made], name: str, view: str
+) -> None:
+    made = by_format(name)
+    dataset = VIEWS[view](made.open())
+    for shuffle in LOADER_SHUFFLES:
+        with DataLoader(dataset, 4, shuffle, seed=1) as loader:
+            assert len(loader) == -(-len(dataset) // 4)
+            rows = list(chain(*delivered(loader)))
+        assert text_of(rows) == text_of(expected_rows(made, dataset))
+        if shuffle.kind == "none":
+            assert rows == expected_rows(made, dataset)
+
+
+@pytest.mark.parametrize("shuffle", LOADER_SHUFFLES, ids=str)
+def test_a_view_resumes_at_every_position_in_any_world(
+    by_format: Callable[[str], Made], shuffle: Shuffle
+) -> None:
+    dataset = VIEWS["every third"](by_format("parquet").open())
+
+    def run(world_size: int, steps: int, state: Any) -> tuple[list[Any], Any]:
+        ranks, after = [], None
+        for r in range(world_size):
+            with DataLoader(
+                dataset, 6 // world_size, shuffle, topology=rank(r, world_size), tail="uneven"
+            ) as loader:
+                if state:
+                    loader.load_state_dict(state)
+                ranks.append([rows_of(batch) for batch in islice(loader, steps)])
+                after = after or loader.state_dict()
+        return [[row for part in ranks for row in part[i]] for i in range(max(map(len, ranks)))], after
+
+    whole, _ = run(1, 100, None)
+    for cut in range(len(whole)):
+        for world_size in (2, 3):
+            head, state = run(world_size, cut, None)
+            assert head + run(1, 100, state)[0] == whole
+
+
+def test_a_state_of_another_view_is_refused(dataset: ShardedDataset) -> None:
+    with DataLoader(dataset.take(20), 4) as loader:
+        state = loader.state_dict()
+    with DataLoader(dataset.take(21), 4) as other, pytest.raises(ValueError, match="another view"):
+        other.load_state_dict(state)
+
+
+def test_an_empty_view_is_an_empty_epoch(dataset: ShardedDataset) -> None:
+    with DataLoader(dataset.take(0), 4) as loader:
+        assert len(loader) == 0
+        assert list(loader) == []
+
+
+@pytest.mark.parametrize("make", [make_parquet, make_arrow, make_jsonl])
+@pytest.mark.parametrize(
+    "condition",
+    [
+        pc.field("label") > 20,
+        (pc.field("label") % 2 == 0) if hasattr(pc.Expression, "__mod__") else pc.field("x") < 2,
+        (pc.field("x") >= 1.5) & ~pc.field("txt").isin(["text 20 "]),
+    ],
+    ids=str,
+)
+def test_a_filter_delivers_what_pyarrow_filters(
+    tmp_path: Path, make: Callable[..., Made], condition: Any
+) -> None:
+    made = make(tmp_path)
+    table = pa.Table.from_pylist([{k: s[k] for k in ("label", "x", "txt")} for s in made.samples])
+    expected = table.filter(condition)["label"].to_pylist()
+    with DataLoader(made.open(columns=["label"]).filter(condition), 5, shuffle=False) as loader:
+        assert [int(n) for batch in loader for n in batch["label"]] == expected
+    with DataLoader(made.open(columns=["label"]).filter(condition), 5) as loader:
+        assert sorted(int(n) for batch in loader for n in batch["label"]) == expected
+
+
+def test_selected_columns_stream(made: Made) -> None:
+    with DataLoader(made.open().select(["x", "label"]).take(9), 4, shuffle=False) as loader:
+        batches = list(loader)
+    assert [list(batch) for batch in batches] == [["x", "label"]] * 3
+    assert [int(n) for batch in batches for n in batch["label"]] == list(range(9))
