@@ -14,7 +14,7 @@ between ranks lies up to a few samples inside a lane, whose blocks then two rank
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 import numpy as np
@@ -28,6 +28,8 @@ from sharding.windows import most_windows
 _KEPT_ORDERS = 2
 """Orders kept a source: the source epoch that ends and the one that begins."""
 _CHUNK = 1 << 15  # positions located at a time, so that the temporaries stay in the L2 cache
+_KEPT_OFFSETS = 1 << 21
+"""Samples of this rank whose places in their batches are kept: 8 MiB."""
 _MIXTURE = 0x6D6978  # "mix", apart from the purposes of `sharding.order`
 
 
@@ -148,11 +150,12 @@ class MixtureWindows:
 class MixturePlan(EpochPlan):
     """One rank's batches of one epoch of a mixture: `EpochPlan`'s arithmetic, with the lanes of the sources.
 
-    Costs O(global batch) a batch, some 50 ns a sample of all ranks: which of them are this rank's depends on
-    what the others get.
+    Costs O(global batch) a batch, some 25 ns a sample of all ranks for `positions` and 80 for `own_slots`:
+    which samples are this rank's depends on what the others get.
     """
 
     order: MixtureWindows
+    _kept: dict[int, NDArray[np.int32]] = field(default_factory=dict, init=False, repr=False)
 
     def own_slots(self, window: int, windows: Windows | None = None) -> NDArray[np.int64] | None:
         """The slots of a window that this rank's batches take, ascending, int64 [j]; None for all.
@@ -180,16 +183,46 @@ class MixturePlan(EpochPlan):
     ) -> NDArray[np.bool_]:
         """Whether the sample at each offset of the batch `batches[which]` is this rank's, bool [n]."""
         own = np.zeros(len(which), bool)
-        group, first = self.global_batch_size, self.rank * self.batch_size
-        step = max(1, _CHUNK // group)
-        for start in range(0, len(batches), step):
-            some = batches[start : start + step]
-            mask = np.zeros((len(some), group), bool)
-            shares = self._shares(self.start + some * group, group, first, self.batch_size)
+        parts = batches // self._part
+        for part in np.unique(parts).tolist():
+            shares = self._own_offsets(part)
+            mask = np.zeros((len(shares), self.global_batch_size), bool)
             np.put_along_axis(mask, shares, True, axis=1)
-            here = np.flatnonzero((which >= start) & (which < start + step))
-            own[here] = mask[which[here] - start, offset[here]]
+            here = np.flatnonzero(parts[which] == part)
+            own[here] = mask[batches[which[here]] - part * self._part, offset[here]]
         return own
+
+    def _full_batches(self, first_batch: int, last_batch: int) -> NDArray[np.int64]:
+        """Positions of this rank in complete global batches, one after the other."""
+        if first_batch >= last_batch:
+            return np.empty(0, np.int64)
+        first, last = first_batch // self._part, (last_batch - 1) // self._part
+        shares = np.concatenate([self._own_offsets(part) for part in range(first, last + 1)])
+        shares = shares[first_batch - first * self._part :][: last_batch - first_batch]
+        begin = self.start + np.arange(first_batch, last_batch) * self.global_batch_size
+        return np.asarray(begin[:, None] + shares).reshape(-1)
+
+    @property
+    def _part(self) -> int:
+        """Batches whose shares are worked out together."""
+        return max(1, _CHUNK // self.global_batch_size)
+
+    def _own_offsets(self, part: int) -> NDArray[np.int32]:
+        """Offsets of this rank's samples in each complete batch of a part, [batches, batch_size].
+
+        The windows of all sources ask for the same batches, so the last ones are kept.
+        """
+        known = self._kept.get(part)
+        if known is None:
+            numbers = np.arange(part * self._part, min((part + 1) * self._part, self._num_full))
+            begin = self.start + numbers * self.global_batch_size
+            first, count = self.rank * self.batch_size, self.batch_size
+            known = self._shares(begin, self.global_batch_size, first, count).astype(np.int32)
+            self._kept[part] = known
+            most = max(8, _KEPT_OFFSETS // known.size)
+            for old in list(self._kept)[:-most]:
+                self._kept.pop(old, None)
+        return known
 
     def _shares(self, begin: NDArray[np.int64], size: int, first: int, count: int) -> NDArray[np.int64]:
         """Offsets in batches of `size` that begin at these positions: `count` from the `first` by lane."""
