@@ -6,20 +6,24 @@ from dataflow.image import Image
 from dataflow.loader import DataLoader
 from dataflow.mixture import Mixture
 from dataflow.ragged import Ragged
+from sharding.batching import Bucketed, Packed, TokenBudget
 from sharding.errors import DataflowError
 from sharding.order import Shuffle
 from sharding.topology import Topology
 from sharding.writer import ShardWriter
 
 __all__ = [
+    "Bucketed",
     "DataLoader",
     "DataflowError",
     "Image",
     "Mixture",
+    "Packed",
     "Pad",
     "Ragged",
     "ShardWriter",
     "ShardedDataset",
     "Shuffle",
+    "TokenBudget",
     "Topology",
 ]

@@ -75,6 +75,25 @@ class Randomness:
         return self.epoch if window.source_epoch is None else window.source_epoch
 
 
+@dataclass(frozen=True)
+class Cut:
+    """Of one column only pieces of the values are wanted, [rows] each; all in elements."""
+
+    column: str
+    begin: NDArray[np.int64]
+    length: NDArray[np.int64]
+    whole: NDArray[np.int64]
+    """The whole value's, as the plan knows it."""
+
+    def apply(self, pieces: NDArray[np.int64], itemsize: int) -> NDArray[np.int64]:
+        """Make pieces of whole values ([rows, 2] address and bytes), and tell the rows of another length."""
+        wrong = np.flatnonzero(pieces[:, 1] != self.whole * itemsize)
+        pieces[:, 0] += self.begin * itemsize
+        pieces[:, 1] = self.length * itemsize
+        pieces[wrong, 1] = 0
+        return wrong
+
+
 @dataclass
 class Built:
     """One output column of a chunk."""
@@ -94,9 +113,10 @@ class ColumnBuilder:
         num_rows: int,
         randomness: Randomness,
         on_return: Callable[[int], Callable[[], None]] | None,
+        cut: Cut | None = None,
     ) -> None:
         self._arena, self._runs, self._num_rows = arena, runs, num_rows
-        self._randomness = randomness
+        self._randomness, self._cut = randomness, cut
         self._on_return = on_return
         self._lock = threading.Lock()  # guards bad
         self.bad: dict[int, SampleError] = {}
@@ -117,6 +137,10 @@ class ColumnBuilder:
             "objects": self._objects,
         }[output.kind]
         return build(output)
+
+    def slot(self, nbytes: int) -> NDArray[np.uint8]:
+        """Memory of the batch, given back when its last view dies."""
+        return self._slot(max(1, nbytes))[:nbytes]
 
     def _slot(self, nbytes: int) -> NDArray[np.uint8]:
         size = rounded_bytes(nbytes)
@@ -178,12 +202,27 @@ class ColumnBuilder:
         pieces = np.empty((self._num_rows, 2), np.int64)
         for run in self._runs:
             pieces[run.places] = _spans_of(run, output).pieces[run.rows]
+        if self._cut is not None and self._cut.column == output.name:
+            self._apply_cut(self._cut, pieces, output)
         lengths = pieces[:, 1]
         nbytes = int(lengths.sum())
         out = self._slot(max(1, nbytes))[:nbytes]
         self._copy(pieces, out, output)
         values = torch.from_numpy(out.view(output.source_dtype))
         return Built(lambda sizes: _split_ragged(values, lengths, sizes, output))
+
+    def _apply_cut(self, cut: Cut, pieces: NDArray[np.int64], output: Output) -> None:
+        item = np.dtype(output.source_dtype).itemsize
+        have = pieces[:, 1].copy()
+        wrong = cut.apply(pieces, item)
+        if not len(wrong):
+            return
+        for run in self._runs:
+            places = np.arange(self._num_rows)[run.places]
+            for at in np.flatnonzero(np.isin(places, wrong)).tolist():
+                row = int(places[at])
+                reason = f"holds {have[row] // item} elements, but lengths= says {cut.whole[row]}"
+                self._note_bad(run, at, output, reason, None)
 
     def _copy(self, pieces: NDArray[np.int64], out: NDArray[np.uint8], output: Output) -> None:
         """Copy the values of all rows, one after the other."""

@@ -1,4 +1,4 @@
-"""The command line: `dataflow demo` and `dataflow index`.
+"""The command line: `dataflow demo`, `dataflow index` and `dataflow inspect`.
 
 Commands import what they need when they run, so that `--help` is quick. What a user can cure (wrong
 arguments, missing or broken files, packages that are not installed) ends as one line and exit code 1;
@@ -36,6 +36,10 @@ def main() -> None:
     Index shards once, so that every training run starts at once:
       dataflow index 's3://bucket/train-{0000..1023}.tar'
       dataflow index data/ --output data/train.catalog
+
+    \b
+    See how well a shuffle mixes, and what it costs to read:
+      dataflow inspect data/train.catalog
 
     \b
     Then, in Python:
@@ -167,6 +171,76 @@ def index(
         storage_options=storage_options,
         block_bytes=block_bytes,
     )
+
+
+@main.command("inspect")
+@click.argument("source", nargs=-1, required=True)
+@click.option("--batch-size", type=click.IntRange(min=1), default=64, show_default=True, help="A rank's.")
+@click.option("--nodes", type=click.IntRange(min=1), default=1, show_default=True)
+@click.option("--ranks", type=click.IntRange(min=1), help="Of all nodes together.  [default: one a node]")
+@click.option(
+    "--shuffle",
+    "kind",
+    type=click.Choice(["window", "full", "blocks", "none"]),
+    default="window",
+    show_default=True,
+)
+@click.option("--window-blocks", type=click.IntRange(min=1), help="Blocks a window.  [default: chosen]")
+@click.option("--canonical-nodes", type=click.IntRange(min=1), help="Lanes.  [default: 8, or 1 unmixed]")
+@click.option(
+    "--exchange",
+    type=click.FloatRange(0, 1),
+    default=1.0,
+    show_default=True,
+    help="Share of the blocks that may change lane from epoch to epoch.",
+)
+@click.option("--memory-limit", callback=_size, metavar="SIZE", help="As given to the DataLoader.")
+@click.option("--seed", type=int, default=0, show_default=True)
+@click.option("--epoch", type=click.IntRange(min=0), default=0, show_default=True)
+@click.option("--label", metavar="COLUMN", help="Read this column too, and tell how labels are mixed.")
+@click.option("--max-samples", type=click.IntRange(min=1), help="Of an epoch to look at.  [default: 2 M]")
+@click.option("--json", "json_path", metavar="PATH", help='Write all figures to a file; "-": print them.')
+@click.option("--picture", metavar="PATH", help="Draw the figures, as .png or .html (extra: plot).")
+@click.option("--format", "format_", default="auto", show_default=True, metavar="NAME", help="As for index.")
+@click.option("--dtype", metavar="TYPE", help="Type of a token in .bin files, such as uint16.")
+@click.option("--length", type=click.IntRange(min=1), metavar="N", help="Tokens a sample, for token files.")
+@click.option("--storage-option", "storage_options", callback=_settings, multiple=True, metavar="NAME=VALUE")
+@plain_errors
+def inspect_(
+    source: tuple[str, ...],
+    format_: str,
+    dtype: str | None,
+    length: int | None,
+    storage_options: dict[str, Any],
+    kind: Any,
+    window_blocks: int | None,
+    canonical_nodes: int | None,
+    exchange: float,
+    max_samples: int | None,
+    json_path: str | None,
+    picture: str | None,
+    **wish: Any,
+) -> None:
+    """Tell how well a plan mixes and what it costs to read, beside a full shuffle.
+
+    SOURCE is what `dataflow index` takes. Only the catalog is used, no sample is read (but for --label): what
+    is in each batch and who reads what when is arithmetic. Long epochs are sampled, which is then said.
+
+    \b
+    Examples:
+      dataflow inspect data/ --batch-size 256 --ranks 64 --nodes 8
+      dataflow inspect train.catalog --nodes 16 --canonical-nodes 16
+      dataflow inspect train.catalog --shuffle blocks --label cls
+      dataflow inspect train.catalog --memory-limit 256MiB --picture plan.html
+    """  # noqa: D301 - click wants the control character
+    from dataflow.inspect_command import Wish, inspect_source
+    from sharding.order import Shuffle
+
+    if max_samples is not None:
+        wish["max_samples"] = max_samples
+    reading = {"format": format_, "dtype": dtype, "length": length, "storage_options": storage_options}
+    asked = Wish(shuffle=Shuffle(kind, window_blocks, canonical_nodes, exchange), **wish)
+    inspect_source(source, reading, asked, json_path=json_path, picture=picture)
 
 
 @main.command()

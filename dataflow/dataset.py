@@ -12,6 +12,7 @@ import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,7 @@ from dataflow.views import matching, picked, split_parts
 from prefetch.arena import Arena
 from prefetch.mapping import Mappings
 from prefetch.store import StoreReader
+from sharding.block_table import BlockTable
 from sharding.blocks import DEFAULT_BLOCK_BYTES, Format
 from sharding.catalog import Catalog
 from sharding.errors import SampleError
@@ -126,6 +128,11 @@ class ShardedDataset(Dataset[Any]):
     def sources(self) -> tuple[ShardedDataset, ...]:
         """Itself, as a `Mixture` has its datasets."""
         return (self,)
+
+    @property
+    def kept_blocks(self) -> BlockTable:
+        """The blocks, and how many samples of each are in the view."""
+        return replace(self.catalog.blocks, num_samples=self.selection.num_samples)
 
     def num_samples(self, epoch: int) -> int:
         """Samples of an epoch: of any, the same."""

@@ -16,38 +16,40 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import torch
 
 from dataflow.dataset import ShardedDataset
+from dataflow.length_aware import checked_batching, make_planner
 from dataflow.mixture import Mixture
 from dataflow.staging import Source, Traffic
 from dataflow.stats import LoaderStats
-from dataflow.stream import Delivered, Finishing, Stream, StreamPlan
+from dataflow.stream import Delivered, Finishing, RankPlan, Stream, StreamPlan
 from dataflow.topology_exchange import detect_topology
 from prefetch.arena import Arena, rounded_bytes
 from prefetch.depth import Decision, DepthPolicy, Observation, fixed_depth
 from prefetch.device import CudaStreams, DeviceCopier, register_pinned
 from prefetch.engine import NOT_STARTED, Engine, EngineOptions, EngineStats, MemoryLimitError, StallError
 from prefetch.ledger import Ledger
+from sharding.batching import Batching, Packed
 from sharding.errors import SampleError
 from sharding.mixture import ENDLESS
 from sharding.order import Shuffle
 from sharding.placement import seat_of
-from sharding.plan import EpochPlan, PlanState, Tail
+from sharding.plan import PlanState, Tail
 from sharding.topology import Topology
+from sharding.unit_plan import UnitPlan
+from sharding.units import LengthStats
 from sharding.urls import is_local
+from sharding.window_size import DEFAULT_LIMIT, deciding_table, resolve_windows
 
 _CHUNK_BYTES = 8 << 20
 """Output of one chunk, once the stream runs: enough that its Python cost vanishes."""
 _CHUNKS_IN_LIMIT = 32
 """A chunk is no more than this part of the memory limit."""
 _MAX_CHUNK_BATCHES = 128
-_WINDOW_BYTES = 64 << 20
-_DEFAULT_LIMIT = 1 << 30
-_MIN_WINDOW_BLOCKS = 8
 _WINDOWS_AHEAD = 3
 """Windows a source: one drained, one staged, one being read."""
+_PACKED_BYTES = 12
 _LISTED_ERRORS = 1000
 _LOCAL_READERS = 2
 _REMOTE_READERS = 16
@@ -58,7 +60,7 @@ class DataLoader:
 
     Args:
         dataset: a `ShardedDataset` (or a view of one), or a `Mixture`.
-        batch_size: samples per batch and rank.
+        batch_size: samples per batch and rank; with `batching=Packed(...)` rows.
         shuffle: True or None: windowed shuffle; False: file order; or a `Shuffle`.
         drop_last: leave out the last, incomplete global batch (the same as `tail="drop"`).
         collate_fn: samples -> batch; None stacks columns (or torch's `default_collate` after a transform).
@@ -74,6 +76,8 @@ class DataLoader:
             "uneven" in one process and "pad" with several, so that no rank lacks a step.
         depth: batches kept ready; an int or a `DepthPolicy`.
         num_threads: threads that build batches; None: by the number of cores.
+        batching: `Packed(...)`, `TokenBudget(...)` or `Bucketed(...)`: batches by the lengths of samples.
+            `transform` and `collate_fn` then go together, and not with `Packed`. See docs/batching.md.
 
     A loader is used by one thread. `for batch in loader` runs one epoch; the next loop runs the next one.
     A mixture with `stop="never"` has no length and one epoch: the next loop goes on where the last was left.
@@ -95,6 +99,7 @@ class DataLoader:
         tail: Tail | None = None,
         depth: int | DepthPolicy = 4,
         num_threads: int | None = None,
+        batching: Batching | None = None,
     ) -> None:
         if not isinstance(dataset, ShardedDataset | Mixture):
             raise TypeError(
@@ -107,19 +112,26 @@ class DataLoader:
         self.drop_last, self.timeout, self.seed = drop_last, timeout, seed
         self.topology = topology or detect_topology()
         self.device = _checked_device(device)
+        self.batching = checked_batching(batching, dataset, batch_size, collate_fn)
+        self._length_stats: LengthStats | None = None
         self.tail: Tail = tail or _default_tail(drop_last, self.topology)
         self._given_limit = memory_limit
         self.memory_limit = _memory_limit(memory_limit, self.topology)
+        self._planner = (
+            make_planner(self.batching, dataset, self._window_limit // 8)
+            if self.batching and isinstance(dataset, ShardedDataset)
+            else None
+        )
         self._depth = fixed_depth(depth) if isinstance(depth, int) else depth
         self._num_threads = num_threads or _build_threads(dataset)
         self._num_readers = _num_readers(dataset)
-        self.shuffle = self._resolve_shuffle(shuffle)
+        self.shuffle, self.window_reason = self._resolve_shuffle(shuffle)
         self._epoch = 0
         self._start = 0
         self._in_epoch = False
         self._loop: object | None = None
         """The loop that runs now: only one may."""
-        self._current: EpochPlan | None = None
+        self._current: RankPlan | None = None
         self._taken = 0
         self._session: _Session | None = None
         self._finalizer: weakref.finalize[Any, Any] | None = None
@@ -130,35 +142,45 @@ class DataLoader:
 
     # ---- deciding -----------------------------------------------------------------------------------
 
-    def _resolve_shuffle(self, shuffle: bool | Shuffle | None) -> Shuffle:
-        if not isinstance(shuffle, Shuffle):
-            shuffle = Shuffle("window" if shuffle is None or shuffle else "none")
-        if shuffle.kind == "full":
-            return shuffle
-        return shuffle.resolved(shuffle.window_blocks or self._window_blocks())
-
-    def _window_blocks(self) -> int:
-        """Blocks in a window: about 64 MiB, at least 8 blocks, at most a quarter of a given memory limit.
+    def _resolve_shuffle(self, shuffle: bool | Shuffle | None) -> tuple[Shuffle, str]:
+        """The shuffle, and why its windows are as large as they are.
 
         Each source of a mixture has windows of its own, and they share that quarter.
         It never depends on the machine: ranks of unlike machines must agree on the order.
         """
-        sources = self.dataset.sources
-        mean = max(map(_mean_block_bytes, sources))
-        wanted = max(_MIN_WINDOW_BLOCKS, _WINDOW_BYTES // mean)
-        limit = _DEFAULT_LIMIT if self._given_limit is None else self.memory_limit
-        used = max(int(np.count_nonzero(source.selection.num_samples)) for source in sources)
-        return max(1, min(wanted, limit // 4 // mean // len(sources), used))
+        if not isinstance(shuffle, Shuffle):
+            shuffle = Shuffle("window" if shuffle is None or shuffle else "none")
+        limit = None if self._given_limit is None else self.memory_limit
+        tables = [source.kept_blocks for source in self.dataset.sources]
+        return resolve_windows(shuffle, *deciding_table(tables, limit))
+
+    @property
+    def _window_limit(self) -> int:
+        return DEFAULT_LIMIT if self._given_limit is None else self.memory_limit
 
     def _stream_plan(self) -> StreamPlan:
         seat, world_size = seat_of(self.topology), self.topology.data_world_size
-        return StreamPlan(self.dataset, self.shuffle, self.seed, self.batch_size, seat, world_size, self.tail)
+        return StreamPlan(
+            self.dataset,
+            self.shuffle,
+            self.seed,
+            self.batch_size,
+            seat,
+            world_size,
+            self.tail,
+            self._planner,
+        )
 
-    def _epoch_plan(self, epoch: int, start: int) -> EpochPlan:
-        return self._plan.epoch(epoch, start)
+    def _epoch_plan(self, epoch: int, start: int) -> RankPlan:
+        plan = self._plan.epoch(epoch, start)
+        if isinstance(plan, UnitPlan):
+            self._length_stats = plan.stats
+        return plan
 
-    def _check_plan(self, plan: EpochPlan) -> None:
-        rows = self.batch_size * sum(o.row_bytes for o in self.dataset.outputs if o.kind != "objects")
+    def _check_plan(self, plan: RankPlan) -> None:
+        rows = self._plan.samples_per_batch * sum(
+            o.row_bytes for o in self.dataset.outputs if o.kind != "objects"
+        )
         if rows > self.memory_limit:
             raise MemoryLimitError(
                 f"one batch of {self.batch_size} samples needs {rows:,} bytes, more than "
@@ -168,12 +190,12 @@ class DataLoader:
     # ---- iterating ----------------------------------------------------------------------------------
 
     def __len__(self) -> int:
-        """Batches of a whole epoch on this rank: the first one's, where those of a mixture differ.
+        """Batches of the whole epoch on this rank; with `batching=`, or in a mixture, epochs may differ.
 
         `TypeError` for a mixture that never ends.
         """
         len(self.dataset)
-        return self._epoch_plan(0, 0).num_batches
+        return self._epoch_plan(self._epoch, 0).num_batches
 
     def __iter__(self) -> Iterator[Any]:
         if self._in_epoch:  # the last loop was left early: a new loop is a new epoch
@@ -183,7 +205,7 @@ class DataLoader:
         self._loop = object()
         return self._batches(plan, self._epoch, self._loop)
 
-    def _batches(self, plan: EpochPlan, epoch: int, loop: object) -> Iterator[Any]:
+    def _batches(self, plan: RankPlan, epoch: int, loop: object) -> Iterator[Any]:
         self._in_epoch = True
         total = plan.num_batches
         began = time.perf_counter()
@@ -242,6 +264,7 @@ class DataLoader:
             num_samples=self.dataset.num_samples(self._epoch),
             shuffle=self.shuffle,
             fingerprint=self.dataset.fingerprint(),
+            batching=self._planner.mark if self._planner else None,
         )
         return {**state.to_json(), "skipped_samples": self._skipped.count}
 
@@ -252,7 +275,7 @@ class DataLoader:
         """Go on where `state_dict` was taken: seed and shuffle come from the state.
 
         Raises:
-            ValueError: the state is damaged or was taken over other data.
+            ValueError: the state is damaged or was taken over other data, or with another `batching`.
         """
         if not isinstance(state, Mapping):
             raise ValueError(f"a state must be a mapping, got {type(state).__name__}")
@@ -265,8 +288,19 @@ class DataLoader:
                 "or other shares of a mixture, where its position means other samples "
                 f"({loaded.num_samples:,} samples, here {here:,})"
             )
+        planner = self._planner and self._planner.resumed(loaded.batching or {})
+        mark = planner and planner.mark
+        if loaded.batching != mark:
+            raise ValueError(
+                "the state was taken with other batching or lengths, where its position means other rows or "
+                f"batches: it has {loaded.batching}, this loader {mark}"
+            )
+        if planner:  # only a plan knows how many units there are: refuse before anything changes
+            plan = replace(self._plan, seed=loaded.seed, shuffle=loaded.shuffle, planner=planner)
+            plan.epoch(loaded.epoch, loaded.position)
         self.close()
-        self.seed, self.shuffle = loaded.seed, loaded.shuffle
+        self.seed, self.shuffle, self._planner = loaded.seed, loaded.shuffle, planner
+        self.window_reason = "as in the loaded state"
         self._skipped.start(int(state.get("skipped_samples", 0)))
         self._plan = self._stream_plan()
         self._begin_epoch(loaded.epoch, loaded.position)
@@ -287,7 +321,8 @@ class DataLoader:
 
     def stats(self) -> LoaderStats:
         """A snapshot; cheap, any thread."""
-        return self._counts.snapshot(self._session, self.shuffle, self._skipped)
+        counted = self._counts.snapshot(self._session, self.shuffle, self.window_reason, self._skipped)
+        return replace(counted, lengths=self._length_stats)
 
     def close(self) -> None:
         """Stop and join all threads, drop what is prefetched. Batches handed out stay valid. Idempotent."""
@@ -328,6 +363,7 @@ class _Session:
             loader.collate_fn,
             dataset.batch_transform,
             loader._skipped.decide,
+            loader._planner.batching if loader._planner else None,
         )
         per_chunk = _batches_per_chunk(loader)
         stream = Stream(
@@ -414,7 +450,9 @@ class _Counts:
         """Fold a session that ends into the totals: however many there were, one record is kept."""
         self._past = _Totals.of(session, self._past)
 
-    def snapshot(self, session: _Session | None, shuffle: Shuffle, skipped: _Skipped) -> LoaderStats:
+    def snapshot(
+        self, session: _Session | None, shuffle: Shuffle, window_reason: str, skipped: _Skipped
+    ) -> LoaderStats:
         """The totals, and the running (or last) engine's stages."""
         totals = _Totals.of(session, self._past) if session else self._past or _Totals()
         engine, elapsed, starved = totals.engine, totals.elapsed_s, totals.starved_s
@@ -434,6 +472,7 @@ class _Counts:
             depth=engine.depth,
             depth_reason=engine.depth_reason,
             window_blocks=shuffle.window_blocks or 0,
+            window_reason=window_reason,
             memory=engine.memory,
             skipped_samples=skipped.count,
             skipped=tuple(skipped.errors),
@@ -513,18 +552,15 @@ def _batch_bytes(loader: DataLoader) -> int:
     ragged = any(o.kind in ("ragged", "pad", "objects", "images") for o in loader.dataset.outputs)
     catalogs = [source.catalog for source in loader.dataset.sources]
     mean = max(int(c.blocks.nbytes.sum()) // max(1, c.num_samples) for c in catalogs) if ragged else 0
-    return max(1, loader.batch_size * (fixed + mean))
+    laid = 0
+    if isinstance(loader.batching, Packed):  # segment ids and positions beside the tokens
+        laid = loader.batch_size * loader.batching.length * _PACKED_BYTES
+    return max(1, loader._plan.samples_per_batch * (fixed + mean) + laid)
 
 
 def _batches_per_chunk(loader: DataLoader) -> int:
     wanted = min(_CHUNK_BYTES, loader.memory_limit // _CHUNKS_IN_LIMIT)
     return max(1, min(_MAX_CHUNK_BATCHES, wanted // _batch_bytes(loader)))
-
-
-def _mean_block_bytes(dataset: ShardedDataset) -> int:
-    table = dataset.catalog.blocks
-    used = dataset.selection.num_samples > 0
-    return max(1, int(np.maximum(table.length, table.nbytes)[used].mean())) if used.any() else 1
 
 
 def _open_sources(dataset: ShardedDataset | Mixture, keep_bytes: int, traffic: Traffic) -> list[Source]:
@@ -547,7 +583,7 @@ def _num_readers(dataset: ShardedDataset | Mixture) -> int:
 
 def _memory_limit(limit: int | str | None, place: Topology) -> int:
     if limit is None:
-        return max(64 << 20, min(_DEFAULT_LIMIT, _machine_memory() // 8 // max(1, place.local_world_size)))
+        return max(64 << 20, min(DEFAULT_LIMIT, _machine_memory() // 8 // max(1, place.local_world_size)))
     if isinstance(limit, str):
         return parse_bytes(limit)
     if limit <= 0:

@@ -8,6 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+_SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
+"""torch indexes few of its unsigned types; the bits are the same."""
+
 
 class Ragged(NamedTuple):
     """n rows of different lengths; row i is `values[offsets[i] : offsets[i + 1]]`.
@@ -41,5 +44,6 @@ class Ragged(NamedTuple):
         out = self.values.new_full((len(self.offsets) - 1, width), value)
         inside = torch.arange(width) < self.lengths[:, None]
         at = (self.offsets[:-1, None] + torch.arange(width))[inside]
-        out[inside] = self.values[at]
+        bits = _SIGNED.get(self.values.dtype, self.values.dtype)
+        out.view(bits)[inside] = self.values.view(bits)[at]
         return out

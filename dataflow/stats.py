@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from prefetch.engine import StageStats
 from prefetch.ledger import MemoryHeld
+from sharding.units import LengthStats
 
 
 @dataclass(frozen=True)
@@ -13,7 +14,7 @@ class LoaderStats:
     """A snapshot of a `DataLoader`, counted since it was made."""
 
     samples: int
-    """Samples delivered to the training code, on this rank."""
+    """Samples delivered to the training code, on this rank; with `batching=`, pieces of samples."""
     batches: int
     """Batches delivered on this rank."""
     read_bytes: int
@@ -43,9 +44,14 @@ class LoaderStats:
     """Why that many."""
     window_blocks: int
     """Blocks mixed together by the shuffle; 0 where the order has no windows."""
+    window_reason: str
+    """Why that many."""
     memory: MemoryHeld
     """Bytes held now, by state."""
     skipped_samples: int
     """Samples left out by `on_error`."""
     skipped: tuple[str, ...]
     """The first 1,000 of them: shard, offset, key, reason."""
+    lengths: LengthStats | None = None
+    """What `batching=` makes of the lengths of the epoch that was begun last, over all ranks: efficiency,
+    elements cut off, and more. None without `batching=`."""

@@ -18,17 +18,21 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from dataflow.batches import ColumnBuilder, Randomness, Run, drop_rows, samples_of
+from dataflow.batches import ColumnBuilder, Cut, Randomness, Run, drop_rows, samples_of
 from dataflow.decode import Output
 from dataflow.mapped import MappedWindow, can_map_windows
+from dataflow.packed import batch_bytes, batch_columns
 from dataflow.staging import NotLocatableError, Source, StagedSpans, StagedWindow
 from prefetch.arena import Arena, rounded_bytes
+from sharding.batching import Batching
 from sharding.blocks import Block
 from sharding.errors import SampleError
 from sharding.mixture_windows import MixturePlan, MixtureWindows
-from sharding.order import Shuffle, windows_touched
-from sharding.plan import EpochOrder, EpochPlan, Tail
+from sharding.order import Order, Shuffle, windows_touched
+from sharding.plan import EpochPlan, Tail
 from sharding.selection import SelectedOrder
+from sharding.unit_plan import UnitPlan
+from sharding.unit_planner import UnitPlanner
 
 if TYPE_CHECKING:
     from dataflow.dataset import ShardedDataset
@@ -38,9 +42,13 @@ _FULL_WINDOW_SAMPLES = 4096
 _SPAN_ROWS = 1 << 14
 """Samples located at a time, so that the cost of a call vanishes."""
 _MAX_SPAN_BATCHES = 1024
+_LOCATED_ROWS = 1 << 13
 _ALIGN = 512
 """Most that alignment adds to a value in a window."""
 _FIXED_KINDS = ("array", "spans", "image")
+
+
+RankPlan = EpochPlan | UnitPlan
 
 
 class Windows(Protocol):
@@ -117,10 +125,26 @@ class StreamPlan:
     rank: int
     world_size: int
     tail: Tail
+    planner: UnitPlanner | None = None
+    """Of length-aware batches; `batch_size` then counts its units."""
 
-    def epoch(self, epoch: int, start: int = 0) -> EpochPlan:
+    @property
+    def samples_per_batch(self) -> int:
+        """Samples of a batch; about how many, of length-aware ones."""
+        return self.batch_size * (self.planner.samples_per_unit if self.planner else 1)
+
+    def epoch(self, epoch: int, start: int = 0) -> RankPlan:
         """The plan of one epoch, from position `start` on."""
         order = self.dataset.windows(epoch, self.shuffle, seed=self.seed)
+        if self.planner is not None:
+            return self.planner.plan(
+                cast(Order, order),
+                units_per_batch=self.batch_size,
+                rank=self.rank,
+                world_size=self.world_size,
+                tail=self.tail,
+                start=start,
+            )
         plan: Callable[..., EpochPlan] = MixturePlan if isinstance(order, MixtureWindows) else EpochPlan
         return plan(
             order,
@@ -146,6 +170,8 @@ class Finishing:
     batch_transform: BatchFn | None
     on_bad: Callable[[SampleError], bool]
     """Decides about a bad sample: True skips it; may raise."""
+    batching: Batching | None = None
+    """How batches depend on lengths."""
 
     @property
     def takes_samples(self) -> bool:
@@ -155,7 +181,11 @@ class Finishing:
     @property
     def does_something(self) -> bool:
         """Whether the gathered columns are not yet the batch."""
-        return self.takes_samples or self.batch_transform is not None
+        return bool(self.takes_samples or self.batch_transform or self.batching)
+
+    def forms(self, column: str) -> bool:
+        """Whether the column is packed or padded here; a user's `collate` does that by itself."""
+        return self.batching is not None and self.collate is None and column == self.batching.column
 
 
 class Delivered(NamedTuple):
@@ -176,32 +206,63 @@ class BatchChunk:
     def __init__(
         self,
         stream: Stream,
-        plan: EpochPlan,
+        plan: RankPlan,
         first_batch: int,
         sizes: NDArray[np.int64],
         windows: Mapping[int, StagedWindow],
-        numbers: NDArray[np.int64],
-        slots: NDArray[np.int64],
+        located: tuple[NDArray[np.int64], NDArray[np.int64]] | None = None,
     ) -> None:
+        """`located`: window and slot of each row; None: to be asked when it is built, all in one window."""
         self._stream, self._plan = stream, plan
         self._first_batch, self._sizes = first_batch, sizes
-        self._windows = dict(windows)
-        self._numbers, self._slots = numbers, slots
+        self._windows, self._located = dict(windows), located
         self.num_batches = len(sizes)
+        self._num_rows = int(sizes.sum())
         self.needs = tuple(windows.values())
         self.closes: list[StagedWindow] = []
         self._randomness = Randomness(stream.plan.seed, plan.order.epoch)
         self._builder: ColumnBuilder | None = None
         self._built: list[Any] = []
         self._runs: list[Run] | None = None
+        self._pieces = (
+            plan.batches(first_batch, first_batch + len(sizes)) if isinstance(plan, UnitPlan) else None
+        )
 
     @cached_property
     def nbytes(self) -> int:
         """Output credits; known once the windows are staged."""
-        outputs, rows = self._stream.outputs, len(self._slots)
+        outputs, rows = self._stream.outputs, self._num_rows
+        if self._pieces is not None:
+            return sum(map(self._piece_bytes, outputs))
         if all(output.kind in _FIXED_KINDS for output in outputs):
             return sum(rounded_bytes(rows * output.row_bytes) for output in outputs)
         return sum(_output_bytes(output, self.runs(), rows) for output in outputs)
+
+    def _piece_bytes(self, output: Output) -> int:
+        """Credits of a column of length-aware batches: what is gathered, and what it is laid into."""
+        found, finishing = self._pieces, self._stream.finishing
+        assert found is not None
+        if not finishing.forms(output.name):
+            return _output_bytes(output, self.runs(), self._num_rows)
+        batching = finishing.batching
+        assert batching is not None
+        item = np.dtype(output.dtype).itemsize
+        laid = (batch_bytes(batching, found.one(b), item) for b in range(self.num_batches))
+        if output.kind in _FIXED_KINDS:
+            gathered = rounded_bytes(self._num_rows * output.row_bytes)
+        else:
+            gathered = rounded_bytes(max(1, int(found.pieces.length.sum()) * item))
+        return gathered + sum(map(rounded_bytes, laid))
+
+    def _cut(self) -> Cut | None:
+        """Which part of its column a length-aware batch takes."""
+        batching, found, plan = self._stream.finishing.batching, self._pieces, self._plan
+        if batching is None or found is None or not self._stream.finishing.forms(batching.column):
+            return None
+        assert isinstance(plan, UnitPlan)
+        pieces = found.pieces
+        whole = plan.sequence.lengths[pieces.position].astype(np.int64)
+        return Cut(batching.column, pieces.begin, pieces.length, whole)
 
     def runs(self) -> list[Run]:
         """Its rows, window by window."""
@@ -210,18 +271,42 @@ class BatchChunk:
         return self._runs
 
     def _run(self, number: int, window: StagedWindow) -> Run:
+        if self._located is None:
+            return Run(window, self._rows_of(window), slice(0, self._num_rows))
+        numbers, slots = self._located
         if len(self._windows) == 1:
-            return Run(window, window.rows[self._slots], slice(0, len(self._slots)))
-        places = np.flatnonzero(self._numbers == number)
-        rows = window.rows[self._slots[places]]
+            return Run(window, window.rows[slots], slice(0, len(slots)))
+        places = np.flatnonzero(numbers == number)
+        rows = window.rows[slots[places]]
         first, last = int(places[0]), int(places[-1]) + 1
         return Run(window, rows, slice(first, last) if last - first == len(places) else places)
+
+    def _rows_of(self, window: StagedWindow) -> NDArray[np.int64]:
+        """Its rows, all in one window: few batches at a time, so that temporaries stay in the cache."""
+        assert isinstance(self._plan, EpochPlan)
+        rows = self._stream.arena.lease(8 * self._num_rows)[: 8 * self._num_rows].view(np.int64)
+        step, size = max(1, _LOCATED_ROWS // self._plan.batch_size), self._plan.batch_size
+        for done in range(0, self.num_batches, step):
+            first = self._first_batch + done
+            last = min(first + step, self._first_batch + self.num_batches)
+            slots = self._plan.order.locate(self._plan.positions(first, last)[0])[1]
+            np.take(window.rows, slots, out=rows[done * size : done * size + len(slots)], mode="clip")
+        return rows
+
+    @property
+    def _where(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Window and slot of each row."""
+        if self._located is None:
+            last = self._first_batch + self.num_batches
+            positions = self._plan.positions(self._first_batch, last)[0]
+            self._located = self._plan.order.locate(positions)
+        return self._located
 
     def begin(self) -> Sequence[Callable[[], None]]:
         """Gather every column; give the image parts."""
         stream, runs = self._stream, self.runs()
-        num_rows = len(self._slots)
-        self._builder = ColumnBuilder(stream.arena, runs, num_rows, self._randomness, stream.on_return)
+        rows, cut, draws = self._num_rows, self._cut(), self._randomness
+        self._builder = ColumnBuilder(stream.arena, runs, rows, draws, stream.on_return, cut)
         self._built = [self._builder.build(output) for output in stream.outputs]
         return [part for built in self._built for part in built.parts]
 
@@ -237,20 +322,20 @@ class BatchChunk:
             delivered, row = [], 0
             for number, (batch, size) in enumerate(zip(batches, sizes, strict=True), self._first_batch):
                 skipped: list[SampleError] = []
-                done, kept = self._finish_batch(batch, row, size, skipped)
+                done, kept = self._finish_batch(number, batch, row, size, skipped)
                 delivered.append(Delivered(epoch, number, done, kept, tuple(skipped)))
                 row += size
         else:
             places = enumerate(zip(batches, sizes, strict=True), self._first_batch)
             delivered = [Delivered(epoch, number, batch, size) for number, (batch, size) in places]
         leased = self._builder.leased_bytes
-        self._builder, self._built, self._runs = None, [], None
+        self._builder, self._built, self._runs, self._located = None, [], None, None
         for window in self.closes:
             window.verify()
         return delivered, leased
 
     def _finish_batch(
-        self, batch: dict[str, Any], row: int, size: int, skipped: list[SampleError]
+        self, number: int, batch: dict[str, Any], row: int, size: int, skipped: list[SampleError]
     ) -> tuple[Any, int]:
         finishing, builder = self._stream.finishing, self._builder
         assert builder is not None
@@ -262,6 +347,11 @@ class BatchChunk:
         keep = np.array([i for i in range(size) if i not in dropped], np.int64) if dropped else None
         if keep is not None:
             batch, size = drop_rows(batch, keep), len(keep)
+        if self._pieces is not None and finishing.collate is None:
+            assert finishing.batching is not None
+            found = self._pieces.one(number - self._first_batch)
+            found = found if keep is None else found.keep(keep)
+            batch = batch_columns(finishing.batching, found, batch, builder.slot)
         done: Any = batch
         if finishing.takes_samples:
             kept = np.arange(size) if keep is None else keep
@@ -274,9 +364,10 @@ class BatchChunk:
         self, batch: dict[str, Any], size: int, rows: NDArray[np.int64], skipped: list[SampleError]
     ) -> tuple[Any, int]:
         finishing, samples = self._stream.finishing, []
+        numbers, slots = self._where
         for sample, row in zip(samples_of(batch, self._stream.outputs, size), rows, strict=True):
-            window = self._windows[int(self._numbers[row])]
-            at = int(window.rows[self._slots[row]])
+            window = self._windows[int(numbers[row])]
+            at = int(window.rows[slots[row]])
             try:
                 samples.append(self._apply(sample, window, at))
             except Exception as error:
@@ -343,7 +434,9 @@ class Stream:
         self._full_window_bytes = full_window_bytes
         self.on_return = on_return
         self._batches_per_chunk = batches_per_chunk
-        self._batches_per_span = max(batches_per_chunk, min(_SPAN_ROWS // plan.batch_size, _MAX_SPAN_BATCHES))
+        self._batches_per_span = max(
+            batches_per_chunk, min(_SPAN_ROWS // plan.samples_per_batch, _MAX_SPAN_BATCHES)
+        )
         self._next_chunk = 1
         self._num_readers = num_readers
         self._mapped = [can_map_windows(source) for source in sources]
@@ -354,7 +447,7 @@ class Stream:
             yield from self._epoch(self.plan.epoch(epoch, start))
             epoch, start = epoch + 1, 0
 
-    def _epoch(self, plan: EpochPlan) -> Iterator[StagedWindow]:
+    def _epoch(self, plan: RankPlan) -> Iterator[StagedWindow]:
         units = self._units(plan.order)
         opened: dict[int, _Use] = {}
         known: set[int] = set()
@@ -362,6 +455,14 @@ class Stream:
         done = 0
         ahead = _Located.none()
         while done < plan.num_batches:
+            use = next((use for use in opened.values() if done in use.core), None)
+            if use is not None and isinstance(plan, EpochPlan):
+                # Most batches lie in one window, which needs no look at their samples.
+                assert newest is not None
+                count = use.core.stop - done
+                self._cut_inside(plan, use, count, done, opened, newest.chunk_list)
+                done, ahead = done + count, _Located.none()
+                continue
             if not len(ahead.sizes):
                 ahead = self._locate(plan, units, done)
             span, ahead = _span(ahead, done, opened)
@@ -381,7 +482,7 @@ class Stream:
         if newest is not None:
             yield newest
 
-    def _locate(self, plan: EpochPlan, units: Windows, first: int) -> _Located:
+    def _locate(self, plan: RankPlan, units: Windows, first: int) -> _Located:
         """Where the samples of the batches from `first` on lie."""
         last = min(first + self._batches_per_span, plan.num_batches)
         if plan.num_padded:  # a padded batch comes alone: it may need windows that the others are done with
@@ -389,7 +490,30 @@ class Stream:
         positions, sizes = plan.positions(first, last)
         return _Located(sizes, *units.locate(positions))
 
-    def _cut(self, plan: EpochPlan, span: _Span, opened: dict[int, _Use], chunks: list[BatchChunk]) -> None:
+    def _cut_inside(
+        self,
+        plan: EpochPlan,
+        use: _Use,
+        count: int,
+        first: int,
+        opened: dict[int, _Use],
+        chunks: list[BatchChunk],
+    ) -> None:
+        """Cut `count` full batches that lie in one window into chunks."""
+        done = 0
+        while done < count:
+            stop = min(done + self._next_chunk, count)
+            sizes = np.full(stop - done, plan.batch_size)
+            chunk = BatchChunk(self, plan, first + done, sizes, {use.number: use.window})
+            use.left -= len(sizes) * plan.batch_size
+            if not use.left or first + stop == plan.num_batches:
+                chunk.closes.append(opened.pop(use.number).window)
+            chunks.append(chunk)
+            # The stream's first batch waits for one batch's work only.
+            self._next_chunk = min(2 * self._next_chunk, self._batches_per_chunk)
+            done = stop
+
+    def _cut(self, plan: RankPlan, span: _Span, opened: dict[int, _Use], chunks: list[BatchChunk]) -> None:
         """Cut a span into chunks, and close what no later batch needs."""
         ends = np.cumsum(span.sizes)
         batch = row = 0
@@ -400,35 +524,36 @@ class Stream:
             numbers = span.numbers[part]
             taken = _counts(numbers, span.touched)
             windows = {number: opened[number].window for number in taken}
-            chunk = BatchChunk(
-                self, plan, span.first + batch, span.sizes[batch:stop], windows, numbers, span.slots[part]
-            )
+            located = numbers, span.slots[part]
+            chunk = BatchChunk(self, plan, span.first + batch, span.sizes[batch:stop], windows, located)
             for number, count in taken.items():
                 opened[number].left -= count
                 if opened[number].left <= 0 or span.first + stop == plan.num_batches:
                     chunk.closes.append(opened.pop(number).window)
             chunks.append(chunk)
-            # The stream's first batch waits for one batch's work only.
             self._next_chunk = min(2 * self._next_chunk, self._batches_per_chunk)
             batch, row = stop, end
 
-    def _open(self, plan: EpochPlan, units: Windows, number: int, slots: NDArray[np.int64] | None) -> _Use:
+    def _open(self, plan: RankPlan, units: Windows, number: int, slots: NDArray[np.int64] | None) -> _Use:
         """Stage a window for the slots given, or else for all that this rank's batches take of it."""
         if slots is None:
             slots = plan.own_slots(number, units)
+        core = range(0)
+        if isinstance(units, Order) and isinstance(plan, EpochPlan):
+            core = plan.batches_within(*units.window_core(number))
         if slots is None:
-            return _Use(self._stage(units, number, None), units.num_slots(number))
+            return _Use(number, self._stage(units, number, None), units.num_slots(number), core)
         left = len(slots)
         if plan.num_padded:  # the last batch may come while the window is still open
             numbers, padded = units.locate(plan.padding)
             slots = np.concatenate((slots, padded[numbers == number]))
-        return _Use(self._stage(units, number, np.unique(slots)), left)
+        return _Use(number, self._stage(units, number, np.unique(slots)), left, core)
 
-    def _units(self, order: EpochOrder) -> Windows:
+    def _units(self, order: Order) -> Windows:
         if isinstance(order, SelectedOrder) and order.shuffle.kind == "full":
             size = max(1, min(_FULL_WINDOW_SAMPLES, self._full_window_bytes // self._full_sample_bytes()))
             return FullWindows(order, size)
-        return cast(Windows, order)
+        return order
 
     def _full_sample_bytes(self) -> int:
         """What one sample of a full shuffle takes in a window, on average: its values, or its whole block."""
@@ -442,17 +567,21 @@ class Stream:
 
     def _stage(self, units: Windows, number: int, slots: NDArray[np.int64] | None) -> StagedWindow:
         """A window of which only some slots are wanted; None for all."""
-        source, source_epoch = self.sources[0], None
         if isinstance(units, MixtureWindows):
-            at, source_epoch, _ = units.source_of(number)
-            source = self.sources[at]
-        window = self._staged(source, units, number, slots)
-        window.source_epoch = source_epoch
-        return window
+            at, epoch, own = units.source_of(number)
+            window = self._staged(self.sources[at], units.order_of(at, epoch), own, slots)
+            window.source_epoch = epoch
+            return window
+        return self._staged(self.sources[0], units, number, slots)
 
     def _staged(
         self, source: Source, units: Windows, number: int, slots: NDArray[np.int64] | None
     ) -> StagedWindow:
+        if slots is None and isinstance(units, SelectedOrder) and units.selection.is_whole:
+            nbytes = 8 * units.num_slots(number)  # recycled memory: first touches cost more than the mixing
+            rows = self.arena.lease(nbytes)[:nbytes].view(np.int64)
+            blocks = units.whole_window(number, source.catalog.blocks.num_samples, rows)
+            return self._stage_blocks(source, blocks, rows, None, True)
         blocks = units.window_blocks(number)
         ordinal, row = units.window_samples(number, slots)
         if slots is None:
@@ -476,10 +605,10 @@ class Stream:
         source: Source,
         blocks: NDArray[np.int64],
         rows: NDArray[np.int64],
-        wanted: NDArray[np.int64],
+        wanted: NDArray[np.int64] | None,
         whole: bool,
     ) -> StagedWindow:
-        """A window of whole blocks, of which only the rows `wanted` are used."""
+        """A window of whole blocks, of which only the rows `wanted` are used; None for all."""
         if self._mapped[source.number]:
             with suppress(NotLocatableError):
                 return MappedWindow(source, self.arena, blocks, rows, wanted=wanted, whole=whole)
@@ -514,9 +643,12 @@ def _blocks(source: Source, numbers: NDArray[np.int64]) -> list[Block]:
 class _Use:
     """A window that batches to come need."""
 
+    number: int
     window: StagedWindow
     left: int
     """Samples that these take of it."""
+    core: range
+    """Full batches, over all ranks, that need nothing else."""
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Generic, Protocol, TypeVar
@@ -376,7 +376,7 @@ class Engine(Generic[T]):
             MemoryLimitError(
                 f"{what} need {nbytes:,} bytes beside {need - nbytes:,} held, more than "
                 f"memory_limit={held.limit_bytes:,}; raise memory_limit to at least {need:,}, "
-                "or lower batch_size or Shuffle(window_blocks=...)"
+                "or lower batch_size, Shuffle(window_blocks=...) or the window= of batching"
             )
         )
 
@@ -549,6 +549,10 @@ class Engine(Generic[T]):
         with self._changed:
             for opened in self._open.values():
                 opened.window.close()
+            if self._waiting_window is not None:
+                self._waiting_window.close()
+            if isinstance(self._windows, Generator):  # its frame refers to the windows that it made
+                self._windows.close()
             self._open.clear()
             self._chunks.clear()
             self._line.clear()

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 _U64 = (1 << 64) - 1
 _GAMMA, _MUL1, _MUL2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _CHUNK = 1 << 14  # elements hashed at a time, so that the temporaries stay in the L2 cache
-BLOCK_ORDER, WINDOW_ORDER, FULL_ORDER, DRAW, EXCHANGE = 1, 2, 3, 4, 5
+BLOCK_ORDER, WINDOW_ORDER, FULL_ORDER, DRAW, EXCHANGE, LANE_ORDER = 1, 2, 3, 4, 5, 6
 """Purposes of a key: part of it, so that no two share a stream."""
 
 
@@ -56,22 +56,23 @@ def mix_key(*parts: int) -> int:
     return key
 
 
-def keyed_order(n: int, key: int) -> NDArray[np.int64]:
+def keyed_order(n: int, key: int, out: NDArray[np.int64] | None = None) -> NDArray[np.int64]:
     """The permutation of `range(n)` that `key` (64 bits) stands for, int64 [n].
 
     The low `ceil(log2 n)` bits of a sort key hold the index, so `64 - ceil(log2 n)` bits of hash decide.
-    Memory: 8 n bytes. Raises `ValueError` for n < 0.
+    Memory: 8 n bytes, or none beyond `out`, int64 [n] contiguous. Raises `ValueError` for n < 0.
     """
     if n < 0:
         raise ValueError(f"n must be >= 0, got {n}")
     low = (1 << max(n - 1, 0).bit_length()) - 1
-    out = np.arange(n, dtype=np.uint64)
+    bits = (np.empty(n, np.int64) if out is None else out).view(np.uint64)
     for start in range(0, n, _CHUNK):
-        part = out[start : start + _CHUNK]
+        part = bits[start : start + _CHUNK]
+        part[:] = np.arange(start, start + len(part), dtype=np.uint64)
         part |= splitmix64(part ^ np.uint64(key)) & np.uint64(_U64 ^ low)
-    out.sort()
-    out &= np.uint64(low)
-    return out.view(np.int64)
+    bits.sort()
+    bits &= np.uint64(low)
+    return bits.view(np.int64)
 
 
 def spread_order(n: int, key: int) -> NDArray[np.int64]:
@@ -92,6 +93,19 @@ def spread_order(n: int, key: int) -> NDArray[np.int64]:
         out = np.concatenate((out | second, out | (second ^ np.uint64(1))))
     out = out[out < n]
     return np.roll(out, mix_key(key, n) % n if n else 0).view(np.int64)
+
+
+def mix_runs(order: NDArray[np.int64], run: int, key: int) -> NDArray[np.int64]:
+    """`order` with every `run` places from the first on permuted among themselves, int64 of its shape [n].
+
+    What deals a spread order out in turn needs it: every 2**k-th place names one part of the range only.
+    """
+    n = len(order)
+    whole, tail = np.split(splitmix64(np.arange(n, dtype=np.uint64) ^ np.uint64(key)), [n // run * run])
+    places = np.argsort(whole.reshape(-1, run), axis=1, kind="stable")
+    places += np.arange(0, len(whole), run)[:, None]
+    last = np.argsort(tail, kind="stable") + len(whole)
+    return order[np.concatenate((places.reshape(-1), last))]
 
 
 def feistel(index: NDArray[np.uint64], n: int, key: int, rounds: int = 12) -> NDArray[np.uint64]:

@@ -67,7 +67,8 @@ class MixtureWindows:
         self.epoch, self.shuffle, self.num_lanes = epoch, shuffle, shuffle.num_lanes
         self._sizes = np.array(sizes, np.int64)
         self._stride = max(most_windows(n, shuffle.window_blocks, self.num_lanes) for n in num_blocks)
-        self._orders = lru_cache(_KEPT_ORDERS * len(self._sizes))(orders)
+        self.order_of = lru_cache(_KEPT_ORDERS * len(self._sizes))(orders)
+        """(source, source epoch) -> its order."""
         last = interleaving.first + interleaving.counts(interleaving.num_samples)
         self.num_windows = (int((last // self._sizes).max()) + 1) * len(self._sizes) * self._stride
         """Window numbers lie below; not every one is a window."""
@@ -85,7 +86,7 @@ class MixtureWindows:
         window, slot = np.empty(len(source), np.int64), np.empty(len(source), np.int64)
         for key, at in windows_touched(epoch * len(self._sizes) + source):
             turn, number = divmod(key, len(self._sizes))
-            window[at], slot[at] = self._orders(number, turn).locate(index[at])
+            window[at], slot[at] = self.order_of(number, turn).locate(index[at])
             window[at] += key * self._stride
         return window, slot
 
@@ -113,13 +114,13 @@ class MixtureWindows:
 
     def num_slots(self, window: int) -> int:
         """Samples of a window, of which some may come in the epoch before or after this one."""
-        order, own = self._order_of(window)
+        order, own = self._own_order(window)
         return order.num_slots(own)
 
     def window_positions(self, window: int) -> NDArray[np.int64]:
         """The inverse of `locate`, int64 [slots]: where each slot comes; -1: not in this epoch."""
         source, epoch, own = self.source_of(window)
-        index = self._orders(source, epoch).window_positions(own)
+        index = self.order_of(source, epoch).window_positions(own)
         index += epoch * self._sizes[source]
         return self.interleaving.positions(source, index)
 
@@ -131,19 +132,19 @@ class MixtureWindows:
 
     def window_blocks(self, window: int) -> NDArray[np.int64]:
         """Blocks of a window in read order, int64 [b]: rows of its source's block table."""
-        order, own = self._order_of(window)
+        order, own = self._own_order(window)
         return order.window_blocks(own)
 
     def window_samples(
         self, window: int, slots: NDArray[np.int64] | None = None
     ) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
         """Block ordinal int32 [k] and row in the block int64 [k] of each slot, or of those given."""
-        order, own = self._order_of(window)
+        order, own = self._own_order(window)
         return order.window_samples(own, slots)
 
-    def _order_of(self, window: int) -> tuple[Order, int]:
+    def _own_order(self, window: int) -> tuple[Order, int]:
         source, epoch, own = self.source_of(window)
-        return self._orders(source, epoch), own
+        return self.order_of(source, epoch), own
 
 
 @dataclass(frozen=True, eq=False)
@@ -154,7 +155,7 @@ class MixturePlan(EpochPlan):
     which samples are this rank's depends on what the others get.
     """
 
-    order: MixtureWindows
+    order: MixtureWindows  # type: ignore[assignment]  # the plan asks it what it asks an `Order`
     _kept: dict[int, NDArray[np.int32]] = field(default_factory=dict, init=False, repr=False)
 
     def own_slots(self, window: int, windows: Windows | None = None) -> NDArray[np.int64] | None:

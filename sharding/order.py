@@ -22,10 +22,12 @@ from numpy.typing import ArrayLike, NDArray
 from sharding.keyed import (
     BLOCK_ORDER,
     FULL_ORDER,
+    LANE_ORDER,
     WINDOW_ORDER,
     feistel,
     keyed_order,
     mix_key,
+    mix_runs,
     splitmix64,
     spread_order,
     uniform,
@@ -87,7 +89,10 @@ class Order:
             return blocks
         if self.shuffle.kind == "full":  # block order has no meaning here
             return blocks[:0]
-        return blocks[spread_order(len(blocks), mix_key(self.seed, self.epoch, BLOCK_ORDER))]
+        order = spread_order(len(blocks), mix_key(self.seed, self.epoch, BLOCK_ORDER))
+        if self.num_lanes > 1:  # else each lane would get one contiguous part of equal blocks
+            order = mix_runs(order, self.num_lanes, mix_key(self.seed, self.epoch, LANE_ORDER))
+        return blocks[order]
 
     def _lanes(self, blocks: NDArray[np.int64], sizes: NDArray[np.int64]) -> Lanes:
         num_lanes, share = self.num_lanes, self.shuffle.exchange
@@ -167,25 +172,54 @@ class Order:
         slots = slots - table.cell_slot[cells[0]]
         return ordinal[slots], row[slots]
 
+    def whole_window(
+        self, window: int, num_samples: NDArray[np.int64], out: NDArray[np.int64]
+    ) -> NDArray[np.int64]:
+        """A window for whoever stages all of its blocks, side by side in an order that makes this cheap.
+
+        Args:
+            window: in [0, num_windows).
+            num_samples: int64 [blocks], the block table's column.
+            out: int64 [num_slots(window)]; gets the row of each slot's sample, counting the samples of all
+                blocks through.
+
+        Returns the blocks, int64 [b], as `window_blocks` in another order.
+        """
+        cells = self.table.cells(self._checked(window))
+        blocks, rows = self.table.rows_of(cells, num_samples)
+        if self.shuffle.kind != "window":
+            out[:] = np.arange(len(out)) if rows is None else rows
+            return blocks
+        self._mixing(window, cells, out)
+        if rows is not None:
+            np.take(rows, out.copy(), out=out)
+        return blocks
+
+    def window_core(self, window: int) -> tuple[int, int]:
+        """The longest range of positions [first, end) that all lie in the window; none where end <= first."""
+        table, cells = self.table, self.table.cells(self._checked(window))
+        lane, num = np.arange(self.num_lanes), self.num_lanes
+        first, end = (table.cell_start[at] - table.lane_bounds[:-1] for at in (cells, cells + 1))
+        return int(((first - 1) * num + lane).max()) + 1, int((end * num + lane).min())
+
     def _mixed(self, window: int, cells: NDArray[np.int64]) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
         """Block ordinal and row of all samples of some cells of a window, in their order."""
         ordinal, row = self.table.samples_of(cells)
         if self.shuffle.kind != "window":
             return ordinal, row
-        order = self._mixing(window, cells)
+        order = np.empty(len(row), np.int64)
+        self._mixing(window, cells, order)
         return ordinal[order], row[order]
 
-    def _mixing(self, window: int, cells: NDArray[np.int64]) -> NDArray[np.int64]:
+    def _mixing(self, window: int, cells: NDArray[np.int64], out: NDArray[np.int64]) -> None:
         """Keyed orders of the cells' samples, side by side."""
-        first, orders = 0, []
         sizes = self.table.cell_start[cells + 1] - self.table.cell_start[cells]
+        first = 0
         for cell, size in zip(cells.tolist(), sizes.tolist(), strict=True):
-            lane = cell // self.num_windows
-            order = keyed_order(size, mix_key(self.seed, self.epoch, WINDOW_ORDER, lane, window))
+            key = mix_key(self.seed, self.epoch, WINDOW_ORDER, cell // self.num_windows, window)
+            order = keyed_order(size, key, out[first : first + size])
             order += first
-            orders.append(order)
             first += size
-        return np.concatenate(orders)
 
     def samples(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
         """Sample numbers in the dataset at the positions, int64 [n]; positions may come in any order.
@@ -254,13 +288,6 @@ class Order:
     def window_of(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
         """The window of each position, int64 [n]. Raises `ValueError` under "full", which has none."""
         return self.locate(positions)[0]
-
-    def window_rows(self, window: int) -> NDArray[np.int64]:
-        """`window_samples` as rows of the window's blocks laid side by side, int64 [k]. One lane only."""
-        self._need_one_lane()
-        if self.shuffle.kind != "window":
-            return np.arange(self.num_slots(window))
-        return self._mixing(self._checked(window), self.table.cells(window))
 
     def _need_one_lane(self) -> None:
         if self.num_lanes > 1:

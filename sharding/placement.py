@@ -139,30 +139,36 @@ class HotSpot:
     label: int
     """Which one."""
     most: int
-    """Blocks of it in the worst run of reads."""
+    """Reads of it in the worst run."""
     share: float
-    """Blocks of it in a run of reads on average. `most` far above it: one server works, others wait."""
+    """Reads of it in a run on average. `most` far above it: one server works, others wait."""
+    ahead: int
+    """Reads in a run."""
+
+    @property
+    def ratio(self) -> float:
+        """`most` over the share, or over 1 where that is less. 1: nobody could do better."""
+        return self.most / max(1.0, self.share)
 
 
-def hot_spot(order: Order, labels: ArrayLike, *, ahead: int | None = None) -> HotSpot:
-    """The label that is most above its share in any `ahead` consecutive reads of all nodes together.
+def hot_spot(labels: ArrayLike, ahead: int) -> HotSpot:
+    """The label that is most above its share in any `ahead` consecutive reads.
 
     Args:
-        order: the epoch's; any kind but "full".
-        labels: [blocks] integers >= 0: the shard, folder or host of each block.
-        ahead: reads in flight or read ahead; a whole window when None.
+        labels: [reads] integers >= 0: the shard, folder or host of each read, in order of need, such as
+            `shard[order.table.read_block]` for the reads of all nodes together.
+        ahead: reads in flight or read ahead, such as a window's blocks; all of them if there are fewer.
 
-    O(blocks log blocks). Raises `ValueError` for an order without reads.
+    O(reads log reads). Raises `ValueError` without reads, or for ahead < 1.
     """
-    reads = order.table.read_block
-    if not len(reads):
-        raise ValueError("the order reads no blocks: it is empty, or a full shuffle")
-    run = min(len(reads), ahead or order.shuffle.window_blocks or 1)
-    label = np.asarray(labels)[reads].astype(np.int64)
+    label = np.asarray(labels).astype(np.int64)
+    if not len(label) or ahead < 1:
+        raise ValueError(f"there must be reads, and ahead >= 1, got {len(label)} and {ahead}")
+    num_reads, run = len(label), min(len(label), ahead)
     by_label = np.argsort(label, kind="stable")
     label = label[by_label]
-    place = label * (len(reads) + run) + by_label  # runs of different labels never touch
-    most = np.searchsorted(place, place + run) - np.arange(len(place))
-    share = np.bincount(label)[label] * (run / len(reads))
+    place = label * (num_reads + run) + by_label  # runs of different labels never touch
+    most = np.searchsorted(place, place + run) - np.arange(num_reads)
+    share = np.bincount(label)[label] * (run / num_reads)
     worst = int(np.argmax(most - share))
-    return HotSpot(int(label[worst]), int(most[worst]), float(share[worst]))
+    return HotSpot(int(label[worst]), int(most[worst]), float(share[worst]), run)

@@ -26,7 +26,7 @@ from typing import Literal, Protocol, cast, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from sharding.order import windows_touched
+from sharding.order import Order
 from sharding.shuffle import Shuffle
 
 Tail = Literal["drop", "pad", "uneven"]
@@ -47,26 +47,6 @@ class Windows(Protocol):
         ...
 
 
-class EpochOrder(Windows, Protocol):
-    """What a plan needs of an order: `Order`, or `MixtureWindows`."""
-
-    num_samples: int
-    num_lanes: int
-    epoch: int
-    shuffle: Shuffle
-
-
-@dataclass(frozen=True)
-class Segment:
-    """The part of a rank's batches that comes from one window: `dest[i]` takes the sample at `slot[i]`."""
-
-    window: int
-    dest: NDArray[np.int64]
-    """[n], ascending: rows counted from the first sample of the first batch asked for."""
-    slot: NDArray[np.int64]
-    """[n]: indexes what `Order.window_samples` returns."""
-
-
 @dataclass(frozen=True, eq=False)
 class EpochPlan:
     """One rank's batches of one epoch, from `start` on. Batches count from 0 at `start`; thread-safe.
@@ -74,7 +54,7 @@ class EpochPlan:
     Raises `ValueError` where an argument is out of range.
     """
 
-    order: EpochOrder
+    order: Order
     _: KW_ONLY
     batch_size: int
     """Samples of one rank in a full batch."""
@@ -162,22 +142,16 @@ class EpochPlan:
             raise IndexError(f"num_batches must be in [0, {self.num_global_batches}], got {num_batches}")
         return min(self.order.num_samples, self.start + num_batches * self.global_batch_size)
 
-    def segments(self, first_batch: int, last_batch: int) -> list[Segment]:
-        """Split batches [first_batch, last_batch) by window, each window once, in order of first use.
-
-        Padding comes from the first windows again: within one range these join the window's own segment.
-        Raises as `positions` does, and `ValueError` for a "full" order, which has no windows.
-        """
-        positions, _ = self.positions(first_batch, last_batch)
-        windows, slots = self.order.locate(positions)
-        rows = np.arange(len(positions))
-        return [Segment(w, rows[at], slots[at]) for w, at in windows_touched(windows)]
-
     @property
     def padding(self) -> NDArray[np.int64]:
         """Positions that this rank gets as padding, in its last batch, int64 [num_padded]."""
         last = self._last_batch if self.num_padded else np.zeros(0, np.int64)
         return last[last >= self.order.num_samples] % self.order.num_samples
+
+    def batches_within(self, first: int, end: int) -> range:
+        """The full batches whose positions, over all ranks, lie in [first, end)."""
+        begin = -(-max(0, first - self.start) // self.global_batch_size)
+        return range(begin, max(begin, min(self._num_full, (end - self.start) // self.global_batch_size)))
 
     def own_slots(self, window: int, windows: Windows | None = None) -> NDArray[np.int64] | None:
         """The slots of a window that this rank's batches take, ascending, each once, int64 [j]; None for all.
@@ -266,16 +240,20 @@ class PlanState:
     seed: int
     epoch: int
     position: int
-    """Global position: samples of this epoch that are done, in [0, num_samples]."""
+    """Global position: samples of this epoch that are done, in [0, num_samples]; units with a `batching`."""
     num_samples: int
     shuffle: Shuffle
     """As `Order.shuffle` gives it, with nothing left open: other windows or lanes are another order."""
     fingerprint: str = ""
     """What identifies the block table, at most 128 printable ASCII characters; "" where nothing does."""
     version: int = STATE_VERSION
+    batching: Mapping[str, object] | None = None
+    """What decides the units of a length-aware plan (`UnitPlanner.mark`); None: positions count samples."""
 
     def __post_init__(self) -> None:
         _check_version(self.version)
+        if self.batching is not None and not isinstance(self.batching, Mapping):
+            raise ValueError(f"batching must be an object or missing, got {self.batching!r}")
         for name in ("seed", "epoch", "position", "num_samples"):
             if type(getattr(self, name)) is not int:
                 raise ValueError(f"{name} must be an integer, got {getattr(self, name)!r}")
@@ -283,7 +261,9 @@ class PlanState:
             raise ValueError(f"seed must fit 64 bits, got {self.seed}")
         if not 0 <= self.epoch < 1 << 63:
             raise ValueError(f"epoch must be >= 0 and fit 63 bits, got {self.epoch}")
-        if not 0 <= self.position <= self.num_samples < 1 << 63:
+        # Samples that are split are in several units, so only the plan knows how many units there are.
+        most = self.num_samples if self.batching is None else (1 << 63) - 1
+        if not 0 <= self.num_samples < 1 << 63 or not 0 <= self.position <= most:
             raise ValueError(f"position must be in [0, num_samples={self.num_samples}], got {self.position}")
         if not isinstance(self.shuffle, Shuffle):
             raise ValueError(f"shuffle must be a Shuffle, got {self.shuffle!r}")
@@ -292,8 +272,9 @@ class PlanState:
             raise ValueError(f"fingerprint must be at most 128 printable ASCII characters, got {mark!r}")
 
     def to_json(self) -> dict[str, object]:
-        """The state as JSON types."""
-        return asdict(self) | {"shuffle": self.shuffle.to_json()}
+        """The state as JSON types; `batching` only where there is one."""
+        fields = asdict(self) | {"shuffle": self.shuffle.to_json()}
+        return fields if self.batching is not None else {k: v for k, v in fields.items() if k != "batching"}
 
     @classmethod
     def from_json(cls, value: object) -> PlanState:
@@ -302,7 +283,7 @@ class PlanState:
             raise ValueError(f"a state must be an object, got {type(value).__name__}")
         _check_version(value.get("version"))  # first, since another version may have other fields
         names = {field.name for field in fields(cls)}
-        if missing := sorted(names - set(value)):
+        if missing := sorted(names - {"batching"} - set(value)):
             raise ValueError(f"the state lacks {', '.join(missing)}")
         if unknown := sorted(set(value) - names, key=str):
             raise ValueError(f"the state has unknown fields: {', '.join(map(str, unknown))}")

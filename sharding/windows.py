@@ -99,12 +99,36 @@ class WindowTable:
 
     def samples_of(self, cells: NDArray[np.int64]) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
         """Block ordinal and row of every sample of some cells, in the order of their blocks."""
+        pieces, size = self._pieces(cells)
+        return np.repeat(self.piece_ordinal[pieces], size), _ranges(self.piece_row[pieces], size)
+
+    def rows_of(
+        self, cells: NDArray[np.int64], num_samples: NDArray[np.int64]
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64] | None]:
+        """The blocks of some cells in the order of their pieces, and the rows of all samples in these.
+
+        Rows count the samples of the blocks through; None where they are 0, 1, 2 ...: no block is cut.
+        """
+        pieces, size = self._pieces(cells)
+        blocks, row = self.piece_block[pieces], self.piece_row[pieces]
+        if (num_samples[blocks] == size).all():
+            return blocks, None
+        once, which = np.unique(blocks, return_inverse=True)
+        counts = num_samples[once]
+        return once, _ranges((np.cumsum(counts) - counts)[which] + row, size)
+
+    def _pieces(self, cells: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """The pieces of some cells, and their samples."""
         bounds = zip(self.cell_piece[cells].tolist(), self.cell_piece[cells + 1].tolist(), strict=True)
         pieces = np.concatenate([np.arange(first, last) for first, last in bounds])
-        size = self.piece_start[pieces + 1] - self.piece_start[pieces]
-        row = np.arange(int(size.sum()))
-        row += np.repeat(self.piece_row[pieces] - (np.cumsum(size) - size), size)
-        return np.repeat(self.piece_ordinal[pieces], size), row
+        return pieces, self.piece_start[pieces + 1] - self.piece_start[pieces]
+
+
+def _ranges(first: NDArray[np.int64], size: NDArray[np.int64]) -> NDArray[np.int64]:
+    """`size[i]` consecutive numbers from `first[i]` on, for each i."""
+    out = np.arange(int(size.sum()))
+    out += np.repeat(first - (np.cumsum(size) - size), size)
+    return out
 
 
 def cut_windows(

@@ -51,6 +51,10 @@ class PlainOrder:
         rotation = 0
         if kind != "none":
             blocks = [blocks[i] for i in plain_spread_order(len(blocks), plain_key(seed, epoch, 1))]
+            if num_lanes > 1:
+                key = plain_key(seed, epoch, 6)
+                rank = {i: (i // num_lanes, plain_splitmix64(i ^ key)) for i in range(len(blocks))}
+                blocks = [blocks[i] for i in sorted(range(len(blocks)), key=rank.get)]
             rotation = plain_key(seed, epoch, 1, num_lanes) % num_lanes
         dealt = [[] for _ in range(num_lanes)]
         for b in blocks:

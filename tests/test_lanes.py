@@ -7,6 +7,8 @@ from hypothesis import strategies as st
 
 from sharding.keyed import mix_key
 from sharding.lanes import cut_lanes, deal_evenly, deal_with_exchange, lane_bounds
+from sharding.order import Order
+from sharding.shuffle import Shuffle
 
 sizes = st.lists(st.integers(1, 30), max_size=60).map(lambda table: np.array(table, np.int64))
 lanes = st.integers(1, 12)
@@ -150,3 +152,12 @@ def test_in_the_long_run_a_block_is_in_every_lane_equally_often(num_lanes):
     statistic = ((seen - mean) ** 2 / mean).sum()
     freedom = len(table) * (num_lanes - 1)
     assert abs(statistic - freedom) < 5 * (2 * freedom) ** 0.5
+
+
+@pytest.mark.parametrize("num_blocks", [256, 512, 500])
+def test_each_lane_takes_blocks_from_all_parts_of_the_dataset(num_blocks):
+    order = Order([10] * num_blocks, Shuffle("window", 64, 8), seed=1, epoch=0)
+    samples = order.samples(np.arange(order.num_samples))
+    for lane in range(8):
+        parts = np.bincount(samples[lane::8] * 8 // order.num_samples, minlength=8)
+        assert np.count_nonzero(parts) >= 6

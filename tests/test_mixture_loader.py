@@ -20,7 +20,7 @@ from datasets_kit import make_ints_tar, make_jsonl, make_parquet, rank, write_ta
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dataflow import DataLoader, Image, Mixture, ShardedDataset, Shuffle
+from dataflow import DataLoader, Image, Mixture, ShardedDataset, Shuffle, TokenBudget
 from dataflow.testing import run_ranks
 from sharding.errors import SampleError
 from sharding.mixture_windows import MixturePlan, source_seed
@@ -422,3 +422,8 @@ def test_processes_deliver_one_list_and_one_of_them_can_go_on(tmp_path: Path) ->
         loader.load_state_dict(ranks[0][1])
         joint = [[*one, *other] for one, other in zip(ranks[0][0], ranks[1][0], strict=True)]
         assert joint + delivered(loader) == whole
+
+
+def test_length_aware_batches_of_a_mixture_are_refused(abc: list[ShardedDataset]) -> None:
+    with pytest.raises(ValueError, match="does not take a Mixture"):
+        DataLoader(Mixture(abc), batching=TokenBudget(12, column="n"))

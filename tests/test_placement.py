@@ -87,8 +87,6 @@ def test_a_full_shuffle_has_no_block_reads_to_count():
     order = Order([4] * 16, Shuffle("full"), seed=0, epoch=0)
     with pytest.raises(ValueError, match="reads samples, not blocks"):
         reads_by_node(order, [0], 8)
-    with pytest.raises(ValueError, match="reads no blocks"):
-        hot_spot(order, np.zeros(16, int))
 
 
 # Seats
@@ -124,28 +122,31 @@ def test_seats_are_a_permutation_in_which_nodes_and_racks_are_runs(places):
 # Hot spots
 
 
-@given(tables, st.integers(1, 9), st.integers(1, 20), st.integers(1, 4))
-def test_the_hot_spot_is_the_worst_of_all_runs_of_reads(table, lanes, ahead, per_shard):
-    order = Order(table, Shuffle("window", 16, lanes), seed=4, epoch=0)
-    labels = np.arange(len(table)) // per_shard
-    reads = np.concatenate([order.window_blocks(w) for w in range(order.num_windows)])
-    ahead = min(ahead, len(reads))
-    found, excess = hot_spot(order, labels, ahead=ahead), []
-    for first in range(len(reads)):
-        run = labels[reads[first : first + ahead]]
-        share = np.bincount(labels[reads]) * ahead / len(reads)
-        excess.append((np.bincount(run, minlength=len(share)) - share).max())
-    assert found.most - found.share == pytest.approx(max(excess))
+@given(st.lists(st.integers(0, 4), min_size=1, max_size=40), st.integers(1, 50))
+def test_the_hot_spot_is_the_worst_of_all_runs_of_reads(labels, ahead):
+    run = min(ahead, len(labels))
+    share = np.bincount(labels) * run / len(labels)
+    runs = [np.bincount(labels[at : at + run], minlength=len(share)) for at in range(len(labels) - run + 1)]
+    found = hot_spot(labels, ahead)
+    assert found.ahead == run
+    assert found.most == max(counts[found.label] for counts in runs)
+    assert found.share == pytest.approx(share[found.label])
+    assert found.most - found.share == pytest.approx(max((counts - share).max() for counts in runs))
+    assert found.ratio == found.most / max(1, found.share)
+
+
+@pytest.mark.parametrize(("labels", "ahead"), [([], 3), ([1], 0)])
+def test_a_hot_spot_needs_reads(labels, ahead):
+    with pytest.raises(ValueError, match="there must be reads, and ahead >= 1"):
+        hot_spot(labels, ahead)
 
 
 @pytest.mark.parametrize("window", [32, 64, 512])
 def test_no_shard_or_folder_is_asked_for_much_more_than_its_share(window):
-    order = Order([100] * 4096, Shuffle("window", window), seed=1, epoch=2)
-    shard, folder = np.arange(4096) // 16, np.arange(4096) // 512
-    for labels in (shard, folder):
-        found = hot_spot(order, labels)
-        assert found.most <= np.ceil(found.share) + 1
+    even = Order([100] * 4096, Shuffle("window", window), seed=1, epoch=2)
     uneven = Order(50 + np.arange(4096) % 100, Shuffle("window", window), seed=1, epoch=2)
-    for labels in (shard, folder):
-        found = hot_spot(uneven, labels)
-        assert found.most <= np.ceil(found.share) + 4
+    shard, folder = np.arange(4096) // 16, np.arange(4096) // 512
+    for order, more in ((even, 1), (uneven, 4)):
+        for labels in (shard, folder):
+            found = hot_spot(labels[order.table.read_block], window)
+            assert found.most <= np.ceil(found.share) + more

@@ -253,39 +253,6 @@ def test_a_range_of_batches_is_that_part_of_all_batches(n, batch_size, world_siz
     assert positions.tolist() == [p for batch in whole for p in batch]
 
 
-@given(tables, small, small, st.sampled_from(TAILS), st.sampled_from(["window", "blocks", "none"]), st.data())
-def test_segments_put_every_sample_in_its_row(table, batch_size, world_size, tail, kind, data):
-    order = Order(table, Shuffle(kind, data.draw(st.integers(1, 20))), seed=6, epoch=1)
-    rank = data.draw(st.integers(0, world_size - 1))
-    plan = plans_of(order, batch_size, world_size, tail)[rank]
-    last = data.draw(st.integers(0, plan.num_batches))
-    first = data.draw(st.integers(0, last))
-    positions, _ = plan.positions(first, last)
-    got = np.full(len(positions), -1)
-    first_sample = np.cumsum(table) - table
-    segments = plan.segments(first, last)
-    for segment in segments:
-        ordinal, row = order.window_samples(segment.window)
-        assert np.all(np.diff(segment.dest) > 0)
-        assert np.all(got[segment.dest] == -1)
-        block = order.window_blocks(segment.window)[ordinal[segment.slot]]
-        got[segment.dest] = first_sample[block] + row[segment.slot]
-    assert got.tolist() == order.samples(positions).tolist()
-    assert len({segment.window for segment in segments}) == len(segments)
-    assert [s.dest[0] for s in segments] == sorted(s.dest[0] for s in segments)
-
-
-def test_padding_that_wraps_joins_the_first_windows_segment():
-    order = Order([2] * 12, Shuffle("window", 8, 1), seed=0, epoch=0)  # windows of 16 and 8 samples
-    plan = EpochPlan(order, batch_size=9, rank=0, world_size=1, tail="pad")
-    assert [(s.window, len(s.dest)) for s in plan.segments(0, 3)] == [(0, 19), (1, 8)]
-    last = plan.segments(2, 3)
-    assert [(s.window, s.dest.tolist(), s.slot.tolist()) for s in last] == [
-        (1, [0, 1, 2, 3, 4, 5], [2, 3, 4, 5, 6, 7]),
-        (0, [6, 7, 8], [0, 1, 2]),
-    ]
-
-
 def test_one_sample_fills_a_padded_batch_of_every_rank():
     plans = plans_of(order_of(1), 3, 2, "pad")
     assert [batches_of(plan) for plan in plans] == [[[0, 0, 0]], [[0, 0, 0]]]
@@ -310,11 +277,9 @@ def test_a_billion_samples_plan_at_once():
     assert plan.position_after(plan.num_batches) + plan.num_dropped_global == 10**9
 
 
-def test_a_full_order_has_positions_but_no_segments():
+def test_a_full_order_has_positions():
     (plan,) = plans_of(order_of(10, "full"), 5, 1, "drop")
     assert batches_of(plan) == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
-    with pytest.raises(ValueError, match="a full shuffle has no windows"):
-        plan.segments(0, 1)
 
 
 def test_batches_outside_the_epoch_are_refused():

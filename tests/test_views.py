@@ -31,7 +31,7 @@ from datasets_kit import (
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dataflow import DataLoader, ShardedDataset
+from dataflow import DataLoader, ShardedDataset, TokenBudget
 from prefetch.store import StoreReader
 from sharding.order import Shuffle
 from sharding.selection import SelectedOrder, Selection
@@ -468,3 +468,12 @@ def test_selected_columns_stream(made: Made) -> None:
         batches = list(loader)
     assert [list(batch) for batch in batches] == [["x", "label"]] * 3
     assert [int(n) for batch in batches for n in batch["label"]] == list(range(9))
+
+
+def test_length_aware_batches_of_a_view_hold_its_samples_once(by_format: Callable[[str], Made]) -> None:
+    made = by_format("megatron")
+    for view in ("every third", "shards", "take"):
+        dataset = VIEWS[view](made.open())
+        with DataLoader(dataset, batching=TokenBudget(12, column="tokens"), collate_fn=list) as loader:
+            rows = [{"tokens": plain(sample["tokens"])} for batch in loader for sample in batch]
+        assert text_of(rows) == text_of(expected_rows(made, dataset))

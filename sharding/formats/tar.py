@@ -93,6 +93,11 @@ class TarFormat:
             return None
         return index.columns(columns, _NOTHING, block)
 
+    def value_bytes(self, block: Block, column: str) -> NDArray[np.int64]:
+        """Bytes of each sample's value, from the index alone, for compressed shards too; -1: it has none."""
+        found: Spans = _Index.of(block).columns([column], _NOTHING, block)[column]
+        return found.lengths
+
     def decode(self, block: Block, data: memoryview, columns: Sequence[str] | None) -> Columns:
         """Views of the wanted values in `data`; see `Format.decode`.
 

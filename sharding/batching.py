@@ -1,0 +1,216 @@
+"""What a user says about length-aware batches: three frozen values, and how each cuts a planning window.
+
+`Packed` fills rows of a fixed length with several documents each, `TokenBudget` makes batches of like
+padded size, `Bucketed` batches of a fixed number of samples of like length. See docs/batching.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, get_args
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from sharding.length_batches import bucket, budget, equal_share_boundaries
+from sharding.packing import Overlong, pack
+from sharding.units import DEFAULT_WINDOW_SAMPLES, NO_PIECES, Pieces, Units
+
+Lengths = str | ArrayLike | Callable[[Any], ArrayLike]
+"""Where lengths come from: a column (its values if they are integers, else their lengths), an array with
+one entry a sample in file order, or a function of the catalog that gives one."""
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Rows of `length` elements, filled with several samples each. The loader's batch_size counts rows."""
+
+    length: int
+    """Elements of a row."""
+    column: str = "tokens"
+    """The column to pack."""
+    overlong: Overlong = "split"
+    """Samples longer than a row: "split" over several rows, "truncate" (what is lost is counted), "error"."""
+    pad: int = 0
+    """What fills a row up."""
+    lengths: Lengths | None = field(default=None, compare=False, repr=False)
+    """Where lengths come from; None: `column`."""
+    window: int | None = None
+    """Consecutive samples of the epoch's order that are packed together; their blocks are held in memory.
+    None: 16,384, less where samples are large for the memory limit."""
+
+    def __post_init__(self) -> None:
+        _check_at_least(self, 1, "length", *_given(self.window))
+        if self.overlong not in get_args(Overlong):
+            raise ValueError(
+                f"overlong must be one of {', '.join(get_args(Overlong))}, got {self.overlong!r}"
+            )
+
+    sizes_multiple = 1
+    """Planning windows may have any size."""
+    rows_are_units = True
+    """A unit is one row of a batch, not a whole batch."""
+
+    def resolved(self, lengths: NDArray[np.integer], window: int = DEFAULT_WINDOW_SAMPLES) -> Packed:
+        """The value with a window."""
+        return replace(self, window=self.window or window)
+
+    def cut(
+        self, lengths: NDArray[np.integer], key: int, carried: Pieces = NO_PIECES, last: bool = True
+    ) -> Units:
+        """See `packing.pack`."""
+        return pack(lengths, self.length, self.overlong, key, carried=carried, last=last)
+
+    def to_json(self) -> dict[str, object]:
+        """The value as JSON types, without `lengths`."""
+        return _to_json(self)
+
+
+@dataclass(frozen=True)
+class TokenBudget:
+    """Batches of as many samples of like length as fit `max_tokens`, padding included."""
+
+    max_tokens: int
+    """Most elements of a padded batch: samples x padded length."""
+    column: str = "tokens"
+    """The column whose lengths count, and which is padded."""
+    max_samples: int | None = None
+    """Most samples of a batch."""
+    multiple: int = 1
+    """Padded lengths are rounded up to a multiple of this; 8 suits tensor cores."""
+    overlong: Overlong = "error"
+    """Samples that do not fit alone: "error", or "truncate" (what is lost is counted)."""
+    pad: int = 0
+    """What fills samples up."""
+    lengths: Lengths | None = field(default=None, compare=False, repr=False)
+    """Where lengths come from; None: `column`."""
+    window: int | None = None
+    """Consecutive samples of the epoch's order that are sorted together; their blocks are held in memory.
+    None: 16,384, less where samples are large for the memory limit."""
+
+    def __post_init__(self) -> None:
+        _check_at_least(self, 1, "max_tokens", "multiple", *_given(self.window))
+        if self.max_samples is not None:
+            _check_at_least(self, 1, "max_samples")
+        if self.multiple > self.max_tokens:
+            raise ValueError(f"multiple={self.multiple} exceeds max_tokens={self.max_tokens}")
+        if self.overlong not in ("truncate", "error"):
+            raise ValueError(f"overlong must be truncate or error, got {self.overlong!r}")
+
+    sizes_multiple = 1
+    """Planning windows may have any size."""
+    rows_are_units = False
+    """A unit is a whole batch."""
+
+    def resolved(self, lengths: NDArray[np.integer], window: int = DEFAULT_WINDOW_SAMPLES) -> TokenBudget:
+        """The value with a window."""
+        return replace(self, window=self.window or window)
+
+    def cut(
+        self, lengths: NDArray[np.integer], key: int, carried: Pieces = NO_PIECES, last: bool = True
+    ) -> Units:
+        """See `length_batches.budget`; nothing is carried."""
+        truncate = self.overlong == "truncate"
+        return budget(lengths, self.max_tokens, self.max_samples, self.multiple, truncate, key)
+
+    def to_json(self) -> dict[str, object]:
+        """The value as JSON types, without `lengths`."""
+        return _to_json(self)
+
+
+@dataclass(frozen=True)
+class Bucketed:
+    """Batches of `batch_size` samples whose lengths lie in one bucket."""
+
+    batch_size: int
+    """Samples of a batch, and of one rank."""
+    column: str = "tokens"
+    """The column whose lengths count, and which is padded."""
+    boundaries: int | tuple[int, ...] = 16
+    """Greatest length of each bucket but the last, ascending; or a number of buckets, which then get about
+    the same number of elements each."""
+    multiple: int = 1
+    """Padded lengths are rounded up to a multiple of this; 8 suits tensor cores."""
+    pad: int = 0
+    """What fills samples up."""
+    lengths: Lengths | None = field(default=None, compare=False, repr=False)
+    """Where lengths come from; None: `column`."""
+    window: int | None = None
+    """Consecutive samples of the epoch's order that are sorted together; their blocks are held in memory.
+    None: 16,384, less where samples are large for the memory limit."""
+
+    def __post_init__(self) -> None:
+        _check_at_least(self, 1, "batch_size", "multiple", *_given(self.window))
+        if isinstance(self.boundaries, int):
+            _check_at_least(self, 1, "boundaries")
+            return
+        bounds = tuple(self.boundaries)
+        if any(type(b) is not int or b < 0 for b in bounds) or list(bounds) != sorted(set(bounds)):
+            raise ValueError(f"boundaries must be ascending integers >= 0, got {self.boundaries!r}")
+        object.__setattr__(self, "boundaries", bounds)
+
+    rows_are_units = False
+    """A unit is a whole batch."""
+
+    @property
+    def sizes_multiple(self) -> int:
+        """Whole batches, so that only the last planning window has a short one."""
+        return self.batch_size
+
+    def resolved(self, lengths: NDArray[np.integer], window: int = DEFAULT_WINDOW_SAMPLES) -> Bucketed:
+        """The value with a window, and boundaries chosen."""
+        bounds = self.boundaries
+        if isinstance(bounds, int):
+            bounds = tuple(equal_share_boundaries(lengths, bounds).tolist())
+        return replace(self, window=self.window or window, boundaries=bounds)
+
+    def cut(
+        self, lengths: NDArray[np.integer], key: int, carried: Pieces = NO_PIECES, last: bool = True
+    ) -> Units:
+        """See `length_batches.bucket`. Needs boundaries: call it on what `resolved` gave. Carries nothing."""
+        assert not isinstance(self.boundaries, int)
+        boundaries = np.array(self.boundaries, np.int64)
+        return bucket(lengths, self.batch_size, boundaries, self.multiple, key)
+
+    def to_json(self) -> dict[str, object]:
+        """The value as JSON types, without `lengths`."""
+        return _to_json(self)
+
+
+Batching = Packed | TokenBudget | Bucketed
+
+_KINDS: dict[str, type[Packed] | type[TokenBudget] | type[Bucketed]] = {
+    "packed": Packed,
+    "token_budget": TokenBudget,
+    "bucketed": Bucketed,
+}
+
+
+def batching_from_json(value: object, lengths: Lengths | None = None) -> Batching:
+    """The inverse of `to_json`, with the lengths to use. Raises `ValueError` saying what is wrong."""
+    if not isinstance(value, Mapping) or value.get("kind") not in _KINDS:
+        raise ValueError(f"a batching must be an object of kind {', '.join(_KINDS)}, got {value!r}")
+    made = _KINDS[value["kind"]]
+    names = {one.name for one in fields(made)} - {"lengths"}
+    if set(value) != names | {"kind"}:
+        raise ValueError(f"a batching of kind {value['kind']} has {', '.join(sorted(names))}, got {value!r}")
+    given = {name: tuple(v) if isinstance(v := value[name], list) else v for name in names}
+    return made(**given, lengths=lengths)  # type: ignore[arg-type]
+
+
+def _to_json(value: Batching) -> dict[str, object]:
+    kind = next(name for name, made in _KINDS.items() if type(value) is made)
+    given = {one.name: getattr(value, one.name) for one in fields(value) if one.name != "lengths"}
+    return {"kind": kind} | {n: list(v) if isinstance(v, tuple) else v for n, v in given.items()}
+
+
+def _given(window: int | None) -> tuple[str, ...]:
+    return () if window is None else ("window",)
+
+
+def _check_at_least(value: object, least: int, *names: str) -> None:
+    for name in names:
+        given = getattr(value, name)
+        if type(given) is not int or given < least:
+            raise ValueError(f"{name} must be an integer >= {least}, got {given!r}")

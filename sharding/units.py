@@ -1,0 +1,140 @@
+"""Units of delivery cut from a planning window: what length-aware batching plans with.
+
+An epoch's positions are cut into *planning windows* of consecutive positions, each planned on its own
+from the lengths of its samples. A plan of a window is a list of *units*, each a list of *pieces* of
+samples: a packed row, or a batch of samples of like length. A unit is found by planning one window, given
+the few pieces that the window before left to it; the number of units in all windows before counts them.
+
+The first windows of an epoch are small and double, so that the first batch waits for few reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+
+import numpy as np
+from numpy.typing import NDArray
+
+FIRST_WINDOW_SAMPLES = 1024
+"""Samples in the first planning window of an epoch; each next one doubles up to the full size."""
+DEFAULT_WINDOW_SAMPLES = 16_384
+"""Samples planned together where nobody says; more pack no better in practice and hold more memory."""
+
+
+@dataclass(frozen=True)
+class LengthStats:
+    """What a plan makes of the lengths; sums over windows. Lengths count elements of the length column."""
+
+    units: int = 0
+    """Packed rows, or batches."""
+    pieces: int = 0
+    """Pieces of samples in them."""
+    tokens: int = 0
+    """Elements that are delivered."""
+    capacity: int = 0
+    """Elements that the units have room for, padding included."""
+    split: int = 0
+    """Samples cut into several pieces; all their elements are delivered."""
+    truncated: int = 0
+    """Samples cut off at the end."""
+    truncated_tokens: int = 0
+    """Elements lost by that."""
+    empty: int = 0
+    """Samples of length 0, which a packed row has no place for."""
+
+    @property
+    def efficiency(self) -> float:
+        """Share of the capacity that holds elements: 1.0 means no padding; 0.0 for an empty plan."""
+        return self.tokens / self.capacity if self.capacity else 0.0
+
+    @classmethod
+    def total(cls, parts: Iterable[LengthStats]) -> LengthStats:
+        """Sums, field by field."""
+        names, sums = [field.name for field in fields(cls)], cls()
+        for part in parts:
+            sums = cls(*(getattr(sums, name) + getattr(part, name) for name in names))
+        return sums
+
+
+@dataclass(frozen=True, eq=False)
+class Pieces:
+    """e pieces of samples, in order."""
+
+    position: NDArray[np.int64]
+    """[e]: the sample; counted in its window, or in the epoch."""
+    begin: NDArray[np.int64]
+    """[e]: first element of the sample that the piece takes."""
+    length: NDArray[np.int64]
+    """[e]: elements it takes."""
+
+    def __len__(self) -> int:
+        return len(self.position)
+
+    def take(self, rows: NDArray[np.int64] | slice) -> Pieces:
+        """Some of the pieces."""
+        return Pieces(self.position[rows], self.begin[rows], self.length[rows])
+
+    def moved(self, by: int) -> Pieces:
+        """The same pieces of positions that count from elsewhere."""
+        return Pieces(self.position + by, self.begin, self.length)
+
+
+_NONE = np.empty(0, np.int64)
+NO_PIECES = Pieces(_NONE, _NONE, _NONE)
+"""None at all."""
+
+
+@dataclass(frozen=True, eq=False)
+class Units:
+    """The units of one planning window."""
+
+    pieces: Pieces
+    """In unit order; positions count from the window's first, and are negative where they were carried."""
+    first: NDArray[np.int64]
+    """[units + 1]: unit u has the pieces `first[u]` up to `first[u + 1]`."""
+    stats: LengthStats
+    carried: Pieces = NO_PIECES
+    """What is left to the next window; positions count from that one's first, and are negative."""
+
+    def __len__(self) -> int:
+        return len(self.first) - 1
+
+
+def joined(parts: list[Pieces]) -> Pieces:
+    """Pieces one after the other."""
+    if len(parts) == 1:
+        return parts[0]
+    columns = [(p.position, p.begin, p.length) for p in parts or [NO_PIECES]]
+    return Pieces(*(np.concatenate(column) for column in zip(*columns, strict=True)))
+
+
+def planning_bounds(num_samples: int, window: int, multiple: int = 1) -> NDArray[np.int64]:
+    """First position of every planning window, and `num_samples` at the end, int64 [windows + 1].
+
+    Sizes are multiples of `multiple`, but for the last one.
+    """
+    size, start, bounds = min(window, FIRST_WINDOW_SAMPLES), 0, list[int]()
+    full = -(-window // multiple) * multiple
+    while size < window and start < num_samples:
+        bounds.append(start)
+        start, size = start + -(-size // multiple) * multiple, size * 2
+    steady = np.arange(start, max(num_samples, start), full)
+    return np.concatenate((bounds, steady, [num_samples])).astype(np.int64)
+
+
+def ranges(starts: NDArray[np.int64], counts: NDArray[np.int64]) -> NDArray[np.int64]:
+    """`starts[i], starts[i] + 1, ...`, `counts[i]` of them for each i, one after the other."""
+    before = np.cumsum(counts) - counts
+    return np.repeat(starts - before, counts) + np.arange(int(counts.sum()))
+
+
+def stable_order(key: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The stable order of keys >= 0, by one sort of integers: numpy sorts faster than it argsorts.
+
+    The number of keys times the largest one must fit 63 bits.
+    """
+    n = max(1, len(key))
+    keyed = key * n + np.arange(len(key))
+    keyed.sort()
+    return keyed % n
