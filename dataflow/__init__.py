@@ -4,6 +4,7 @@ from dataflow.dataset import ShardedDataset
 from dataflow.decode import Pad
 from dataflow.image import Image
 from dataflow.loader import DataLoader
+from dataflow.mixture import Mixture
 from dataflow.ragged import Ragged
 from sharding.batching import Bucketed, Packed, TokenBudget
 from sharding.errors import DataflowError
@@ -16,6 +17,7 @@ __all__ = [
     "DataLoader",
     "DataflowError",
     "Image",
+    "Mixture",
     "Packed",
     "Pad",
     "Ragged",

@@ -70,6 +70,10 @@ class Randomness:
     seed: int
     epoch: int
 
+    def epoch_of(self, window: StagedWindow) -> int:
+        """The epoch that counts for samples of a window: a sample may come twice in one of a mixture."""
+        return self.epoch if window.source_epoch is None else window.source_epoch
+
 
 @dataclass(frozen=True)
 class Cut:
@@ -291,7 +295,7 @@ class ColumnBuilder:
         if not output.image.random:
             return None
         samples = window.sample_numbers(rows)
-        seed, epoch = self._randomness.seed, self._randomness.epoch
+        seed, epoch = self._randomness.seed, self._randomness.epoch_of(window)
         return lambda k: uniform(seed, epoch, samples, k)
 
 

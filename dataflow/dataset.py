@@ -10,10 +10,9 @@ from __future__ import annotations
 import inspect
 import os
 import threading
-import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -21,29 +20,21 @@ from torch.utils.data import Dataset
 
 from dataflow.batches import ColumnBuilder, Randomness, Run, samples_of
 from dataflow.decode import Output, resolve_outputs
+from dataflow.opening import Opening
 from dataflow.staging import Source, StagedWindow
 from dataflow.stream import sample_rng
+from dataflow.views import matching, picked, split_parts
 from prefetch.arena import Arena
 from prefetch.mapping import Mappings
 from prefetch.store import StoreReader
+from sharding.block_table import BlockTable
 from sharding.blocks import DEFAULT_BLOCK_BYTES, Format
-from sharding.catalog import (
-    Catalog,
-    build_catalog,
-    changes,
-    changes_text,
-    default_catalog_path,
-    find_catalog,
-    is_catalog,
-    options_of,
-)
-from sharding.errors import SampleError, ShardChangedError
-from sharding.formats import resolve_format
-from sharding.source import expand
-from sharding.storage import open_url
-from sharding.urls import is_local
+from sharding.catalog import Catalog
+from sharding.errors import SampleError
+from sharding.order import Shuffle
+from sharding.selection import SelectedOrder, Selection
+from sharding.split import By
 
-_INDEX_THREADS = 16
 _KEPT_BLOCKS = 4
 
 OnError = str | Callable[[SampleError], bool]
@@ -97,7 +88,8 @@ class ShardedDataset(Dataset[Any]):
         if on_error not in ("raise", "skip") and not callable(on_error):
             raise ValueError(f'on_error must be "raise", "skip" or a function, got {on_error!r}')
         self.storage_options = dict(storage_options or {})
-        self.catalog = self._find_catalog(source, format, catalog, dtype, length, block_bytes, progress)
+        opening = Opening(format, catalog, dtype, length, block_bytes, progress, self.storage_options)
+        self.catalog = opening.find(source)
         self.transform, self.batch_transform = transform, batch_transform
         self.on_error, self.error_budget = on_error, error_budget
         self._codec = self.catalog.codec() if isinstance(format, str) else format
@@ -105,70 +97,14 @@ class ShardedDataset(Dataset[Any]):
             self.catalog.schema, columns, decode, format_name=self.catalog.format
         )
         self._all_columns = columns is None
+        self.selection = Selection.whole(self.catalog.blocks.num_samples)
+        """The samples this dataset consists of: all of the catalog's, or fewer in a view."""
+        self._num_splits = 0
         self.seed = 0
         self.epoch = 0
         self._local = threading.local()
         self._lock = threading.Lock()  # guards _windows
         self._windows: OrderedDict[int, StagedWindow] = OrderedDict()
-
-    # ---- catalog ------------------------------------------------------------------------------------
-
-    def _find_catalog(
-        self,
-        source: Any,
-        format_: str | Format,
-        catalog: str | os.PathLike[str] | Catalog | None,
-        dtype: str | None,
-        length: int | None,
-        block_bytes: int,
-        progress: bool | None,
-    ) -> Catalog:
-        if isinstance(catalog, Catalog):
-            return catalog
-        if catalog is None and is_catalog(source):
-            catalog = source
-            return self._checked(Catalog.load(os.fspath(source), self.storage_options), rebuild=None)
-        urls = expand(source, self.storage_options)
-        codec = resolve_format(format_, urls, dtype=dtype, length=length, exists=self._exists)
-        path = os.fspath(catalog) if catalog is not None else default_catalog_path(urls, codec, block_bytes)
-
-        def build() -> Catalog:
-            built = index(
-                urls, codec, storage_options=self.storage_options, block_bytes=block_bytes, progress=progress
-            )
-            _save_quietly(built, path, required=catalog is not None, options=self.storage_options)
-            return built
-
-        if catalog is None:
-            found = find_catalog(urls, codec, block_bytes)
-        else:
-            found = Catalog.load(path, self.storage_options) if self._exists(path) else None
-        if found is None or (found.urls, found.format, found.options) != (
-            urls,
-            codec.name,
-            options_of(codec),
-        ):
-            return build()
-        return self._checked(found, rebuild=build)
-
-    def _exists(self, url: str) -> bool:
-        fs, path = open_url(url, self.storage_options)
-        return bool(fs.exists(path))
-
-    def _checked(self, found: Catalog, rebuild: Callable[[], Catalog] | None) -> Catalog:
-        """The catalog if its shards are as indexed; says so if not, and indexes again where it may."""
-        if all(map(is_local, found.urls)):
-            changed = changes(found)
-        else:
-            with ThreadPoolExecutor(_INDEX_THREADS, thread_name_prefix="dataflow-index") as pool:
-                changed = changes(found, self.storage_options, pool.map, fresh=False)
-        if not changed:
-            return found
-        text = changes_text(changed, found.num_shards)
-        if rebuild is None:
-            raise ShardChangedError(changed[0].url, f"{text}; index the dataset again: dataflow index")
-        warnings.warn(f"{text}; indexing again", stacklevel=4)
-        return rebuild()
 
     @property
     def schema(self) -> Mapping[str, Any]:
@@ -189,6 +125,24 @@ class ShardedDataset(Dataset[Any]):
         )
 
     @property
+    def sources(self) -> tuple[ShardedDataset, ...]:
+        """Itself, as a `Mixture` has its datasets."""
+        return (self,)
+
+    @property
+    def kept_blocks(self) -> BlockTable:
+        """The blocks, and how many samples of each are in the view."""
+        return replace(self.catalog.blocks, num_samples=self.selection.num_samples)
+
+    def num_samples(self, epoch: int) -> int:
+        """Samples of an epoch: of any, the same."""
+        return len(self)
+
+    def windows(self, epoch: int, shuffle: Shuffle, *, seed: int) -> SelectedOrder:
+        """The order of one epoch."""
+        return SelectedOrder(self.selection, shuffle, seed=seed, epoch=epoch)
+
+    @property
     def transform_wants_rng(self) -> bool:
         """Whether `transform` takes `rng=`."""
         if self.transform is None:
@@ -198,10 +152,72 @@ class ShardedDataset(Dataset[Any]):
         except (TypeError, ValueError):
             return False
 
+    def fingerprint(self) -> str:
+        """What identifies shards and selection in a state: another one means other samples."""
+        whole = self.selection.is_whole
+        return self.catalog.fingerprint() + ("" if whole else f"-{self.selection.digest}")
+
+    # ---- views --------------------------------------------------------------------------------------
+
+    def subset(self, indices: slice | Sequence[int] | Any) -> ShardedDataset:
+        """The samples at some indices: a slice, or ascending integers, or a bool for every sample.
+
+        A view, like all that follow: it reads nothing, and shares catalog and settings with this dataset.
+        Samples keep their order, so indices may neither fall nor repeat. Raises `ValueError` if they do.
+        """
+        return self._view(picked(self.selection, indices))
+
+    def take(self, n: int) -> ShardedDataset:
+        """The first n samples, or all if there are fewer."""
+        return self.subset(slice(0, _not_negative(n)))
+
+    def skip(self, n: int) -> ShardedDataset:
+        """All but the first n samples."""
+        return self.subset(slice(_not_negative(n), None))
+
+    def split(
+        self, fractions: Mapping[str, float], *, by: By = "hash", seed: int = 0
+    ) -> dict[str, ShardedDataset]:
+        """Parts of about these fractions, none of which shares a sample: `split({"train": .9, "val": .1})`.
+
+        A sample's part depends on the seed, its shard's file name and its row in the shard: it stays when
+        shards are added. `by="shard"` gives whole shards to a part. See `sharding.split`.
+        """
+        parts = split_parts(self, fractions, by=by, seed=seed, level=self._num_splits)
+        views = {name: self._view(selection) for name, selection in parts.items()}
+        for view in views.values():
+            view._num_splits += 1
+        return views
+
+    def select(self, columns: Sequence[str]) -> ShardedDataset:
+        """Only these columns of what this dataset delivers, in this order. `ValueError` for unknown ones."""
+        known = {output.name: output for output in self.outputs}
+        unknown = [name for name in columns if name not in known]
+        if unknown or not columns or isinstance(columns, str):
+            raise ValueError(f"columns must be a list out of {', '.join(known)}; got {columns!r}")
+        view = self._view(self.selection)
+        view.outputs, view._all_columns = tuple(known[name] for name in columns), False
+        return view
+
+    def filter(self, expression: Any) -> ShardedDataset:
+        """The samples for which a pyarrow expression is true: `filter(pyarrow.compute.field("n") > 3)`.
+
+        The columns are the stored ones, whether delivered or not. Row groups that Parquet statistics rule
+        out are not touched; of what remains, the columns in question are read now, in parallel. Raises
+        `ValueError` for a format that is not tabular, or a condition that does not fit the columns.
+        """
+        return self._view(matching(self.source(), self.selection, expression))
+
+    def _view(self, selection: Selection) -> ShardedDataset:
+        view = object.__new__(type(self))
+        view.__setstate__(self.__getstate__())
+        view.selection = selection
+        return view
+
     # ---- random access ------------------------------------------------------------------------------
 
     def __len__(self) -> int:
-        return self.catalog.num_samples
+        return len(self.selection)
 
     def __getitem__(self, index: int) -> Any:
         """One sample: a dict of its columns, transformed. Negative indices count from the end."""
@@ -215,11 +231,12 @@ class ShardedDataset(Dataset[Any]):
             return []
         if ((samples < -total) | (samples >= total)).any():
             raise IndexError(f"sample index out of range: {indices} in a dataset of {total}")
-        samples = np.where(samples < 0, samples + total, samples)
-        builder, values = self._gather(samples)
+        blocks, rows = self.selection.locate(np.where(samples < 0, samples + total, samples))
+        builder, values = self._gather(blocks, rows)
         if builder.bad:
             raise builder.bad[min(builder.bad)]
-        return [self._apply(value, int(n)) for value, n in zip(values, samples, strict=True)]
+        numbers = (self.catalog.blocks.first_sample[blocks] + rows).tolist()
+        return [self._apply(value, number) for value, number in zip(values, numbers, strict=True)]
 
     def _apply(self, sample: dict[str, Any], number: int) -> Any:
         if self.transform is None:
@@ -228,11 +245,8 @@ class ShardedDataset(Dataset[Any]):
             return self.transform(sample, rng=sample_rng(self.seed, self.epoch, number))
         return self.transform(sample)
 
-    def _gather(self, samples: Any) -> tuple[ColumnBuilder, list[dict[str, Any]]]:
-        """Stage the blocks of the samples in this thread, and build their columns as a batch would."""
-        table = self.catalog.blocks
-        blocks = np.searchsorted(table.first_sample, samples, side="right") - 1
-        rows = samples - table.first_sample[blocks]
+    def _gather(self, blocks: Any, rows: Any) -> tuple[ColumnBuilder, list[dict[str, Any]]]:
+        """Stage the blocks in this thread, and build the columns of the rows as a batch would."""
         arena = self._arena()
         runs = []
         for at, (block, row) in enumerate(zip(blocks.tolist(), rows.tolist(), strict=True)):
@@ -291,57 +305,19 @@ class ShardedDataset(Dataset[Any]):
         self._local, self._lock, self._windows = threading.local(), threading.Lock(), OrderedDict()
 
     def __repr__(self) -> str:
+        of = "" if self.selection.is_whole else f"of {self.catalog.num_samples:,} "
         return (
-            f"ShardedDataset({len(self):,} samples in {self.catalog.num_shards:,} shards, "
+            f"ShardedDataset({len(self):,} samples {of}in {self.catalog.num_shards:,} shards, "
             f"{self.catalog.format}, columns {', '.join(o.name for o in self.outputs)})"
         )
 
 
-def index(
-    urls: Sequence[str],
-    codec: Format,
-    *,
-    storage_options: Mapping[str, Any] | None = None,
-    block_bytes: int = DEFAULT_BLOCK_BYTES,
-    progress: bool | None = None,
-) -> Catalog:
-    """Build a catalog in parallel, with a progress bar (None: on a terminal)."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    console = Console(stderr=True)
-    hidden = not (console.is_terminal if progress is None else progress)
-    look = (TextColumn("indexing"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
-    with (
-        Progress(*look, TimeRemainingColumn(), console=console, disable=hidden, transient=True) as bar,
-        ThreadPoolExecutor(_INDEX_THREADS, thread_name_prefix="dataflow-index") as pool,
-    ):
-        task = bar.add_task("", total=len(urls))
-
-        def show(done: int, total: int, samples: int) -> None:
-            bar.update(task, completed=done, total=total, description=f"{samples:,} samples")
-
-        return build_catalog(
-            urls,
-            codec,
-            storage_options=storage_options,
-            block_bytes=block_bytes,
-            map=pool.map,
-            progress=show,
-        )
+def _not_negative(n: int) -> int:
+    if n < 0:
+        raise ValueError(f"a number of samples must be >= 0, got {n}")
+    return n
 
 
 def _stage(window: StagedWindow) -> None:
     for read in window.reads():
         read()
-
-
-def _save_quietly(catalog: Catalog, path: str, *, required: bool, options: Mapping[str, Any]) -> None:
-    """Keep a catalog; a cache folder that cannot be written costs only the next start's indexing."""
-    try:
-        if is_local(path):
-            os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
-        catalog.save(path, options)
-    except Exception:
-        if required:
-            raise

@@ -14,7 +14,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from dataflow.dataset import index
+from dataflow.opening import index
 from sharding.block_table import options_of
 from sharding.blocks import DEFAULT_BLOCK_BYTES, ColumnSpec, Format, spec_text
 from sharding.catalog import CATALOG_SUFFIX, Catalog, changes, default_catalog_path, is_catalog

@@ -10,6 +10,7 @@ import numpy as np
 
 from dataflow.dataset import ShardedDataset
 from dataflow.decode import Output
+from dataflow.mixture import Mixture
 from sharding.batching import Batching, Bucketed, Packed, TokenBudget
 from sharding.lengths import resolve_lengths
 from sharding.unit_planner import UnitPlanner
@@ -20,13 +21,15 @@ _THREADS = 16
 
 def checked_batching(
     batching: Batching | None,
-    dataset: ShardedDataset,
+    dataset: ShardedDataset | Mixture,
     batch_size: int,
     collate_fn: Callable[[list[Any]], Any] | None,
 ) -> Batching | None:
     """The batching, if the loader's other arguments go with it. Raises `ValueError` saying what does not."""
     if batching is None:
         return None
+    if isinstance(dataset, Mixture):
+        raise ValueError("batching= does not take a Mixture yet: lengths are known of one dataset at a time")
     name = type(batching).__name__
     if not isinstance(batching, Packed | TokenBudget | Bucketed):
         raise ValueError(f"batching must be Packed(...), TokenBudget(...) or Bucketed(...), got {batching!r}")
@@ -81,6 +84,9 @@ def make_planner(batching: Batching, dataset: ShardedDataset, window_bytes: int)
             map=pool.map,
         )
     blocks = dataset.catalog.blocks
+    if not dataset.selection.is_whole:  # `lengths` are of all samples; a plan wants those of the view
+        at, row = dataset.selection.locate(np.arange(len(dataset)))
+        lengths = lengths[blocks.first_sample[at] + row]
     held = max(1, int(np.maximum(blocks.length, blocks.nbytes).sum()))
     window = max(1, min(DEFAULT_WINDOW_SAMPLES, window_bytes * len(lengths) // held))
     return UnitPlanner(lengths, batching, window)

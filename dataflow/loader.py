@@ -1,4 +1,4 @@
-"""`DataLoader` over a `ShardedDataset`: the one object that training code holds.
+"""`DataLoader` over a `ShardedDataset` or a `Mixture`: the one object that training code holds.
 
 It turns its arguments into a plan (which samples, in which order, for this rank), starts one engine
 (threads, credits, arena), and hands out batches. The engine lives from the first batch to `close`, across
@@ -20,6 +20,8 @@ import torch
 
 from dataflow.dataset import ShardedDataset
 from dataflow.length_aware import checked_batching, make_planner
+from dataflow.mixture import Mixture
+from dataflow.staging import Source, Traffic
 from dataflow.stats import LoaderStats
 from dataflow.stream import Delivered, Finishing, RankPlan, Stream, StreamPlan
 from dataflow.topology_exchange import detect_topology
@@ -30,6 +32,7 @@ from prefetch.engine import NOT_STARTED, Engine, EngineOptions, EngineStats, Mem
 from prefetch.ledger import Ledger
 from sharding.batching import Batching, Packed
 from sharding.errors import SampleError
+from sharding.mixture import ENDLESS
 from sharding.order import Shuffle
 from sharding.placement import seat_of
 from sharding.plan import PlanState, Tail
@@ -37,13 +40,15 @@ from sharding.topology import Topology
 from sharding.unit_plan import UnitPlan
 from sharding.units import LengthStats
 from sharding.urls import is_local
-from sharding.window_size import DEFAULT_LIMIT, resolve_windows
+from sharding.window_size import DEFAULT_LIMIT, deciding_table, resolve_windows
 
 _CHUNK_BYTES = 8 << 20
 """Output of one chunk, once the stream runs: enough that its Python cost vanishes."""
 _CHUNKS_IN_LIMIT = 32
 """A chunk is no more than this part of the memory limit."""
 _MAX_CHUNK_BATCHES = 128
+_WINDOWS_AHEAD = 3
+"""Windows a source: one drained, one staged, one being read."""
 _PACKED_BYTES = 12
 _LISTED_ERRORS = 1000
 _LOCAL_READERS = 2
@@ -51,10 +56,10 @@ _REMOTE_READERS = 16
 
 
 class DataLoader:
-    """Batches of a `ShardedDataset`, in an order that is a function of (seed, epoch, position).
+    """Batches of a dataset or a mixture, in an order that is a function of (seed, epoch, position).
 
     Args:
-        dataset: a `ShardedDataset`.
+        dataset: a `ShardedDataset` (or a view of one), or a `Mixture`.
         batch_size: samples per batch and rank; with `batching=Packed(...)` rows.
         shuffle: True or None: windowed shuffle; False: file order; or a `Shuffle`.
         drop_last: leave out the last, incomplete global batch (the same as `tail="drop"`).
@@ -75,11 +80,12 @@ class DataLoader:
             `transform` and `collate_fn` then go together, and not with `Packed`. See docs/batching.md.
 
     A loader is used by one thread. `for batch in loader` runs one epoch; the next loop runs the next one.
+    A mixture with `stop="never"` has no length and one epoch: the next loop goes on where the last was left.
     """
 
     def __init__(
         self,
-        dataset: ShardedDataset,
+        dataset: ShardedDataset | Mixture,
         batch_size: int = 1,
         shuffle: bool | Shuffle | None = None,
         *,
@@ -95,9 +101,9 @@ class DataLoader:
         num_threads: int | None = None,
         batching: Batching | None = None,
     ) -> None:
-        if not isinstance(dataset, ShardedDataset):
+        if not isinstance(dataset, ShardedDataset | Mixture):
             raise TypeError(
-                f"dataset must be a ShardedDataset, got {type(dataset).__name__}; "
+                f"dataset must be a ShardedDataset or a Mixture, got {type(dataset).__name__}; "
                 "for other datasets use torch.utils.data.DataLoader (this class does not serve them yet)"
             )
         if timeout < 0:
@@ -112,7 +118,9 @@ class DataLoader:
         self._given_limit = memory_limit
         self.memory_limit = _memory_limit(memory_limit, self.topology)
         self._planner = (
-            make_planner(self.batching, dataset, self._window_limit // 8) if self.batching else None
+            make_planner(self.batching, dataset, self._window_limit // 8)
+            if self.batching and isinstance(dataset, ShardedDataset)
+            else None
         )
         self._depth = fixed_depth(depth) if isinstance(depth, int) else depth
         self._num_threads = num_threads or _build_threads(dataset)
@@ -137,12 +145,14 @@ class DataLoader:
     def _resolve_shuffle(self, shuffle: bool | Shuffle | None) -> tuple[Shuffle, str]:
         """The shuffle, and why its windows are as large as they are.
 
+        Each source of a mixture has windows of its own, and they share that quarter.
         It never depends on the machine: ranks of unlike machines must agree on the order.
         """
         if not isinstance(shuffle, Shuffle):
             shuffle = Shuffle("window" if shuffle is None or shuffle else "none")
         limit = None if self._given_limit is None else self.memory_limit
-        return resolve_windows(shuffle, self.dataset.catalog.blocks, limit)
+        tables = [source.kept_blocks for source in self.dataset.sources]
+        return resolve_windows(shuffle, *deciding_table(tables, limit))
 
     @property
     def _window_limit(self) -> int:
@@ -151,11 +161,18 @@ class DataLoader:
     def _stream_plan(self) -> StreamPlan:
         seat, world_size = seat_of(self.topology), self.topology.data_world_size
         return StreamPlan(
-            self.shuffle, self.seed, self.batch_size, seat, world_size, self.tail, self._planner
+            self.dataset,
+            self.shuffle,
+            self.seed,
+            self.batch_size,
+            seat,
+            world_size,
+            self.tail,
+            self._planner,
         )
 
     def _epoch_plan(self, epoch: int, start: int) -> RankPlan:
-        plan = self._plan.epoch(self.dataset.catalog.blocks.num_samples, epoch, start)
+        plan = self._plan.epoch(epoch, start)
         if isinstance(plan, UnitPlan):
             self._length_stats = plan.stats
         return plan
@@ -173,12 +190,17 @@ class DataLoader:
     # ---- iterating ----------------------------------------------------------------------------------
 
     def __len__(self) -> int:
-        """Batches of the whole epoch on this rank; with `batching=`, epochs may differ by a few."""
+        """Batches of the whole epoch on this rank; with `batching=`, or in a mixture, epochs may differ.
+
+        `TypeError` for a mixture that never ends.
+        """
+        len(self.dataset)
         return self._epoch_plan(self._epoch, 0).num_batches
 
     def __iter__(self) -> Iterator[Any]:
         if self._in_epoch:  # the last loop was left early: a new loop is a new epoch
-            self._begin_epoch(self._epoch + 1, 0)
+            endless = self.dataset.num_samples(self._epoch) >= ENDLESS
+            self._begin_epoch(*(self._epoch, self._position()) if endless else (self._epoch + 1, 0))
         plan = self._epoch_plan(self._epoch, self._start)
         self._loop = object()
         return self._batches(plan, self._epoch, self._loop)
@@ -238,13 +260,16 @@ class DataLoader:
         state = PlanState(
             seed=self.seed,
             epoch=self._epoch,
-            position=self._current.position_after(self._taken) if self._current else self._start,
-            num_samples=self.dataset.catalog.num_samples,
+            position=self._position(),
+            num_samples=self.dataset.num_samples(self._epoch),
             shuffle=self.shuffle,
-            fingerprint=self.dataset.catalog.fingerprint(),
+            fingerprint=self.dataset.fingerprint(),
             batching=self._planner.mark if self._planner else None,
         )
         return {**state.to_json(), "skipped_samples": self._skipped.count}
+
+    def _position(self) -> int:
+        return self._current.position_after(self._taken) if self._current else self._start
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where `state_dict` was taken: seed and shuffle come from the state.
@@ -256,11 +281,12 @@ class DataLoader:
             raise ValueError(f"a state must be a mapping, got {type(state).__name__}")
         fields = {k: v for k, v in state.items() if k != "skipped_samples"}
         loaded = PlanState.from_json(fields)
-        catalog = self.dataset.catalog
-        if loaded.fingerprint != catalog.fingerprint():
+        if loaded.fingerprint != self.dataset.fingerprint():
+            here = self.dataset.num_samples(0)
             raise ValueError(
-                "the state was taken over other shards (their names, sizes or blocks differ), where its "
-                f"position means other samples ({loaded.num_samples:,} samples, here {catalog.num_samples:,})"
+                "the state was taken over other shards (their names, sizes or blocks differ), another view "
+                "or other shares of a mixture, where its position means other samples "
+                f"({loaded.num_samples:,} samples, here {here:,})"
             )
         planner = self._planner and self._planner.resumed(loaded.batching or {})
         mark = planner and planner.mark
@@ -271,7 +297,7 @@ class DataLoader:
             )
         if planner:  # only a plan knows how many units there are: refuse before anything changes
             plan = replace(self._plan, seed=loaded.seed, shuffle=loaded.shuffle, planner=planner)
-            plan.epoch(catalog.blocks.num_samples, loaded.epoch, loaded.position)
+            plan.epoch(loaded.epoch, loaded.position)
         self.close()
         self.seed, self.shuffle, self._planner = loaded.seed, loaded.shuffle, planner
         self.window_reason = "as in the loaded state"
@@ -328,12 +354,12 @@ class _Session:
         register = register_pinned if on_cuda else None
         self.arena = Arena(limit_bytes=loader.memory_limit, register=register)
         self.copier = DeviceCopier(CudaStreams(loader.device)) if on_cuda else None
-        self.source = dataset.source(keep_mapped_bytes=loader.memory_limit // 4)
+        self.traffic = Traffic()
+        self.sources = _open_sources(dataset, loader.memory_limit // 4, self.traffic)
         self._next = (epoch, start)
         ledger = self.ledger
         finishing = Finishing(
-            dataset.transform,
-            dataset.transform_wants_rng,
+            [(source.transform, source.transform_wants_rng) for source in dataset.sources],
             loader.collate_fn,
             dataset.batch_transform,
             loader._skipped.decide,
@@ -341,7 +367,7 @@ class _Session:
         )
         per_chunk = _batches_per_chunk(loader)
         stream = Stream(
-            self.source,
+            self.sources,
             self.arena,
             loader._plan,
             finishing,
@@ -355,6 +381,7 @@ class _Session:
             num_readers=loader._num_readers,
             num_workers=loader._num_threads,
             depth=_at_least(loader._depth, 3 * per_chunk),
+            max_windows=_WINDOWS_AHEAD * len(self.sources),
             keep_bytes=max(chunk_bytes, min(3 * chunk_bytes, loader.memory_limit // 4)),
             timeout_s=loader.timeout or 600.0,
             initializer=_one_torch_thread,
@@ -400,7 +427,7 @@ class _Totals:
     @classmethod
     def of(cls, session: _Session, past: _Totals | None) -> _Totals:
         """The totals with one more session."""
-        engine, traffic, past = session.engine.stats(), session.source.traffic, past or cls()
+        engine, traffic, past = session.engine.stats(), session.traffic, past or cls()
         return cls(
             engine,
             past.elapsed_s + engine.elapsed_s,
@@ -521,10 +548,10 @@ def _one_torch_thread() -> None:
 
 def _batch_bytes(loader: DataLoader) -> int:
     """Bytes of one batch, from the catalog: exact for fixed rows, the mean for ragged ones."""
-    catalog = loader.dataset.catalog
     fixed = sum(o.row_bytes for o in loader.dataset.outputs if o.kind in ("array", "spans", "image"))
     ragged = any(o.kind in ("ragged", "pad", "objects", "images") for o in loader.dataset.outputs)
-    mean = int(catalog.blocks.nbytes.sum()) // max(1, catalog.num_samples) if ragged else 0
+    catalogs = [source.catalog for source in loader.dataset.sources]
+    mean = max(int(c.blocks.nbytes.sum()) // max(1, c.num_samples) for c in catalogs) if ragged else 0
     laid = 0
     if isinstance(loader.batching, Packed):  # segment ids and positions beside the tokens
         laid = loader.batch_size * loader.batching.length * _PACKED_BYTES
@@ -536,15 +563,21 @@ def _batches_per_chunk(loader: DataLoader) -> int:
     return max(1, min(_MAX_CHUNK_BATCHES, wanted // _batch_bytes(loader)))
 
 
-def _build_threads(dataset: ShardedDataset) -> int:
+def _open_sources(dataset: ShardedDataset | Mixture, keep_bytes: int, traffic: Traffic) -> list[Source]:
+    """What the stream reads, numbered, with one account of bytes."""
+    opened = [source.source(keep_bytes // len(dataset.sources)) for source in dataset.sources]
+    return [replace(source, number=number, traffic=traffic) for number, source in enumerate(opened)]
+
+
+def _build_threads(dataset: ShardedDataset | Mixture) -> int:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     images = any(o.image is not None for o in dataset.outputs)
     # Decoders take the GIL between images: one more thread than cores works while another waits for it.
     return cores + 1 if images else cores
 
 
-def _num_readers(dataset: ShardedDataset) -> int:
-    local = all(is_local(url) for url in dataset.catalog.urls[:1])
+def _num_readers(dataset: ShardedDataset | Mixture) -> int:
+    local = all(is_local(url) for source in dataset.sources for url in source.catalog.urls[:1])
     return _LOCAL_READERS if local else _REMOTE_READERS
 
 

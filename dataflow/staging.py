@@ -35,6 +35,7 @@ Array = NDArray[Any]
 _ALIGN = 512
 _TILE_ROWS = 2048
 _REMEMBERED_BYTES = 64 << 20
+_SOURCE_SHIFT = 44  # 2**44 samples a source
 
 
 class Traffic:
@@ -64,6 +65,8 @@ class Source:
     traffic: Traffic = field(default_factory=Traffic)
     all_columns: bool = False
     """Whether every column was asked for, so that one of a type we cannot deliver is an error."""
+    number: int = 0
+    """Which of a mixture's sources it is."""
     _locates: dict[str, bool] = field(default_factory=dict, compare=False)
     _numbers: dict[str, dict[int, Array]] = field(default_factory=dict, compare=False)
     _found: dict[int, tuple[Block, dict[str, Spans] | None]] = field(default_factory=dict, compare=False)
@@ -89,6 +92,11 @@ class Source:
         """Dataset columns that the outputs need, "__url__" aside."""
         names = [s for output in self.outputs for s in output.sources if s != "__url__"]
         return list(dict.fromkeys(names))
+
+    @property
+    def first_number(self) -> int:
+        """What its samples are numbered from: their random numbers depend on no other source's size."""
+        return self.number << _SOURCE_SHIFT
 
     def locates(self, block: Block) -> bool:
         """Whether values of this block's shard lie in the stored bytes: not so in compressed shards."""
@@ -232,6 +240,8 @@ class StagedWindow:
         self.nbytes = self._bound(num_readers)
         self.mapped = False
         """Whether values lie in mapped files, which only the kernel may touch."""
+        self.source_epoch: int | None = None
+        """Epoch of its own that a mixture's source is in; None: the loader's."""
         self.chunk_list: list[Any] = []
         self.region: NDArray[np.uint8] | None = None
         self.staged: dict[str, StagedArray | StagedSpans] = {}
@@ -435,18 +445,18 @@ class StagedWindow:
         return str(block.first_in_shard + in_block)
 
     def sample_number(self, row: int) -> int:
-        """Number in the dataset of a row of the window."""
+        """Number in the dataset of a row of the window; no two sources of a mixture share one."""
         ordinal = int(np.searchsorted(self.first_row, row, side="right")) - 1
         in_block = row - int(self.first_row[ordinal])
         if self._sparse is not None:
             in_block = int(self._row_in_block[row])
-        return self.blocks[ordinal].first_sample + in_block
+        return self.source.first_number + self.blocks[ordinal].first_sample + in_block
 
     def sample_numbers(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Numbers in the dataset of rows of the window, int64 [n]."""
+        """Numbers in the dataset of rows of the window, as `sample_number`, int64 [n]."""
         ordinal = np.searchsorted(self.first_row, rows, side="right") - 1
         in_block = rows - self.first_row[ordinal]
-        first = np.array([b.first_sample for b in self.blocks], np.int64)
+        first = np.array([b.first_sample for b in self.blocks], np.int64) + self.source.first_number
         if self._sparse is None:
             return first[ordinal] + in_block
         return first[ordinal] + self._row_in_block[rows]

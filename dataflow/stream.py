@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple, Protocol, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,10 +27,16 @@ from prefetch.arena import Arena, rounded_bytes
 from sharding.batching import Batching
 from sharding.blocks import Block
 from sharding.errors import SampleError
+from sharding.mixture_windows import MixturePlan, MixtureWindows
 from sharding.order import Order, Shuffle, windows_touched
 from sharding.plan import EpochPlan, Tail
+from sharding.selection import SelectedOrder
 from sharding.unit_plan import UnitPlan
 from sharding.unit_planner import UnitPlanner
+
+if TYPE_CHECKING:
+    from dataflow.dataset import ShardedDataset
+    from dataflow.mixture import Mixture
 
 _FULL_WINDOW_SAMPLES = 4096
 _SPAN_ROWS = 1 << 14
@@ -45,7 +51,7 @@ RankPlan = EpochPlan | UnitPlan
 
 
 class Windows(Protocol):
-    """What the stream needs of an order. `Order` is one; `FullWindows` makes one of a full shuffle."""
+    """What the stream needs of an order: `Order`, `MixtureWindows`, or `FullWindows` of a full shuffle."""
 
     num_windows: int
 
@@ -70,8 +76,8 @@ class Windows(Protocol):
 class FullWindows:
     """Consecutive positions of a full shuffle, cut into windows so that the engine has units to stage."""
 
-    def __init__(self, order: Order, first_sample: NDArray[np.int64], size: int) -> None:
-        self._order, self._first_sample, self._size = order, first_sample, size
+    def __init__(self, order: SelectedOrder, size: int) -> None:
+        self._order, self._size = order, size
         self.num_windows = -(-order.num_samples // size)
 
     def locate(self, positions: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -90,29 +96,27 @@ class FullWindows:
 
     def window_blocks(self, window: int) -> NDArray[np.int64]:
         """Blocks that hold the window's samples, ascending."""
-        return np.unique(self._blocks(self._samples(window)))
+        return np.unique(self._find(window)[0])
 
     def window_samples(
         self, window: int, slots: NDArray[np.int64] | None = None
     ) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
         """Block ordinal and row in the block of each slot, or of those given."""
-        samples = self._samples(window)
-        blocks = self._blocks(samples)
+        blocks, row = self._find(window)
         ordinal = np.searchsorted(np.unique(blocks), blocks).astype(np.int32)
-        row = samples - self._first_sample[blocks]
         return (ordinal, row) if slots is None else (ordinal[slots], row[slots])
 
-    def _samples(self, window: int) -> NDArray[np.int64]:
-        return self._order.samples(np.arange(*self.window_span(window)))
-
-    def _blocks(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
-        return np.searchsorted(self._first_sample, samples, side="right") - 1
+    def _find(self, window: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Block and row in the block of each slot."""
+        samples = self._order.samples(np.arange(*self.window_span(window)))
+        return self._order.selection.locate(samples)
 
 
 @dataclass(frozen=True)
 class StreamPlan:
     """Everything that decides which samples come when, for one rank."""
 
+    dataset: ShardedDataset | Mixture
     shuffle: Shuffle
     """With `window_blocks` filled in."""
     seed: int
@@ -128,19 +132,20 @@ class StreamPlan:
         """Samples of a batch; about how many, of length-aware ones."""
         return self.batch_size * (self.planner.samples_per_unit if self.planner else 1)
 
-    def epoch(self, num_samples: NDArray[np.int64], epoch: int, start: int = 0) -> RankPlan:
-        """The plan of one epoch over a block table's sample counts, from position `start` on."""
-        order = Order(num_samples, self.shuffle, seed=self.seed, epoch=epoch)
+    def epoch(self, epoch: int, start: int = 0) -> RankPlan:
+        """The plan of one epoch, from position `start` on."""
+        order = self.dataset.windows(epoch, self.shuffle, seed=self.seed)
         if self.planner is not None:
             return self.planner.plan(
-                order,
+                cast(Order, order),
                 units_per_batch=self.batch_size,
                 rank=self.rank,
                 world_size=self.world_size,
                 tail=self.tail,
                 start=start,
             )
-        return EpochPlan(
+        plan: Callable[..., EpochPlan] = MixturePlan if isinstance(order, MixtureWindows) else EpochPlan
+        return plan(
             order,
             batch_size=self.batch_size,
             rank=self.rank,
@@ -157,10 +162,8 @@ BatchFn = Callable[[Any], Any]
 class Finishing:
     """What happens to a batch after its columns are gathered."""
 
-    transform: Callable[..., Any] | None
-    """Per sample, in worker threads."""
-    wants_rng: bool
-    """Whether `transform` takes `rng=`."""
+    transforms: Sequence[tuple[Callable[..., Any] | None, bool]]
+    """Of each source: what is called with each sample, in worker threads, and whether it takes `rng=`."""
     collate: Callable[[list[Any]], Any] | None
     """Samples -> batch; None keeps the gathered columns."""
     batch_transform: BatchFn | None
@@ -170,9 +173,14 @@ class Finishing:
     """How batches depend on lengths."""
 
     @property
+    def takes_samples(self) -> bool:
+        """Whether batches are made of single samples."""
+        return bool(self.collate) or any(transform for transform, _ in self.transforms)
+
+    @property
     def does_something(self) -> bool:
         """Whether the gathered columns are not yet the batch."""
-        return bool(self.transform or self.collate or self.batch_transform or self.batching)
+        return bool(self.takes_samples or self.batch_transform or self.batching)
 
     def forms(self, column: str) -> bool:
         """Whether the column is packed or padded here; a user's `collate` does that by itself."""
@@ -211,6 +219,7 @@ class BatchChunk:
         self._num_rows = int(sizes.sum())
         self.needs = tuple(windows.values())
         self.closes: list[StagedWindow] = []
+        self._randomness = Randomness(stream.plan.seed, plan.order.epoch)
         self._builder: ColumnBuilder | None = None
         self._built: list[Any] = []
         self._runs: list[Run] | None = None
@@ -221,7 +230,7 @@ class BatchChunk:
     @cached_property
     def nbytes(self) -> int:
         """Output credits; known once the windows are staged."""
-        outputs, rows = self._stream.source.outputs, self._num_rows
+        outputs, rows = self._stream.outputs, self._num_rows
         if self._pieces is not None:
             return sum(map(self._piece_bytes, outputs))
         if all(output.kind in _FIXED_KINDS for output in outputs):
@@ -297,17 +306,16 @@ class BatchChunk:
     def begin(self) -> Sequence[Callable[[], None]]:
         """Gather every column; give the image parts."""
         stream, runs = self._stream, self.runs()
-        randomness = Randomness(stream.plan.seed, self._plan.order.epoch)
-        rows, cut = self._num_rows, self._cut()
-        self._builder = ColumnBuilder(stream.arena, runs, rows, randomness, stream.on_return, cut)
-        self._built = [self._builder.build(output) for output in stream.source.outputs]
+        rows, cut, draws = self._num_rows, self._cut(), self._randomness
+        self._builder = ColumnBuilder(stream.arena, runs, rows, draws, stream.on_return, cut)
+        self._built = [self._builder.build(output) for output in stream.outputs]
         return [part for built in self._built for part in built.parts]
 
     def finish(self) -> tuple[Sequence[Delivered], int]:
         """Split into batches, apply what the user gave."""
         sizes: list[int] = self._sizes.tolist()
         columns = [built.split(sizes) for built in self._built]
-        names = [output.name for output in self._stream.source.outputs]
+        names = [output.name for output in self._stream.outputs]
         batches = [dict(zip(names, values, strict=True)) for values in zip(*columns, strict=True)]
         assert self._builder is not None
         epoch, finishing = self._plan.order.epoch, self._stream.finishing
@@ -346,7 +354,7 @@ class BatchChunk:
             found = found if keep is None else found.keep(keep)
             batch = batch_columns(finishing.batching, found, batch, builder.slot)
         done: Any = batch
-        if finishing.transform or finishing.collate:
+        if finishing.takes_samples:
             kept = np.arange(size) if keep is None else keep
             done, size = self._transform(batch, size, row + kept, skipped)
         if finishing.batch_transform:
@@ -358,11 +366,11 @@ class BatchChunk:
     ) -> tuple[Any, int]:
         finishing, samples = self._stream.finishing, []
         numbers, slots = self._where
-        for sample, row in zip(samples_of(batch, self._stream.source.outputs, size), rows, strict=True):
+        for sample, row in zip(samples_of(batch, self._stream.outputs, size), rows, strict=True):
             window = self._windows[int(numbers[row])]
             at = int(window.rows[slots[row]])
             try:
-                samples.append(self._apply(sample, window.sample_number(at)))
+                samples.append(self._apply(sample, window, at))
             except Exception as error:
                 reason = f"{type(error).__name__}: {error}"
                 bad = window.sample_error(at, reason, "*", stage="transform")
@@ -373,15 +381,14 @@ class BatchChunk:
         collate = finishing.collate or _default_collate
         return (collate(samples) if samples else {}), len(samples)
 
-    def _apply(self, sample: dict[str, Any], number: int) -> Any:
-        finishing = self._stream.finishing
-        if finishing.transform is None:
+    def _apply(self, sample: dict[str, Any], window: StagedWindow, row: int) -> Any:
+        transform, wants_rng = self._stream.finishing.transforms[window.source.number]
+        if transform is None:
             return sample
-        if not finishing.wants_rng:
-            return finishing.transform(sample)
-        return finishing.transform(
-            sample, rng=sample_rng(self._stream.plan.seed, self._plan.order.epoch, number)
-        )
+        if not wants_rng:
+            return transform(sample)
+        seed, epoch = self._stream.plan.seed, self._randomness.epoch_of(window)
+        return transform(sample, rng=sample_rng(seed, epoch, window.sample_number(row)))
 
 
 def sample_rng(seed: int, epoch: int, sample: int) -> np.random.Generator:
@@ -413,7 +420,7 @@ class Stream:
 
     def __init__(
         self,
-        source: Source,
+        sources: Sequence[Source],
         arena: Arena,
         plan: StreamPlan,
         finishing: Finishing,
@@ -423,7 +430,8 @@ class Stream:
         num_readers: int,
         full_window_bytes: int,
     ) -> None:
-        self.source, self.arena, self.plan, self.finishing = source, arena, plan, finishing
+        self.sources, self.arena, self.plan, self.finishing = sources, arena, plan, finishing
+        self.outputs = plan.dataset.outputs
         self._full_window_bytes = full_window_bytes
         self.on_return = on_return
         self._batches_per_chunk = batches_per_chunk
@@ -432,13 +440,12 @@ class Stream:
         )
         self._next_chunk = 1
         self._num_readers = num_readers
-        self._mapped = can_map_windows(source)
+        self._mapped = [can_map_windows(source) for source in sources]
 
     def windows(self, epoch: int, start: int = 0) -> Iterator[StagedWindow]:
         """From a position of an epoch on, for ever. A whole epoch must hold a batch for this rank."""
         while True:
-            plan = self.plan.epoch(self.source.catalog.blocks.num_samples, epoch, start)
-            yield from self._epoch(plan)
+            yield from self._epoch(self.plan.epoch(epoch, start))
             epoch, start = epoch + 1, 0
 
     def _epoch(self, plan: RankPlan) -> Iterator[StagedWindow]:
@@ -447,17 +454,22 @@ class Stream:
         known: set[int] = set()
         newest: StagedWindow | None = None
         done = 0
+        ahead = _Located.none()
         while done < plan.num_batches:
             use = next((use for use in opened.values() if done in use.core), None)
-            if use is not None and isinstance(
-                plan, EpochPlan
-            ):  # most batches lie in one window, which needs no look at their samples
+            if use is not None and isinstance(plan, EpochPlan):
+                # Most batches lie in one window, which needs no look at their samples.
                 assert newest is not None
                 count = use.core.stop - done
                 self._cut_inside(plan, use, count, done, opened, newest.chunk_list)
-                done += count
+                done, ahead = done + count, _Located.none()
                 continue
-            span = self._span(plan, units, done, opened)
+            if not len(ahead.sizes):
+                ahead = self._locate(plan, units, done)
+            cores = [use.core.start - done for use in opened.values() if use.core.start > done]
+            if cores and min(cores) < len(ahead.sizes):  # what comes then needs no look at its samples
+                ahead = ahead.split(min(cores), int(ahead.sizes[: min(cores)].sum()))[0]
+            span, ahead = _span(ahead, done, opened)
             if span.sizes.size:
                 assert newest is not None
                 self._cut(plan, span, opened, newest.chunk_list)
@@ -474,25 +486,13 @@ class Stream:
         if newest is not None:
             yield newest
 
-    def _span(self, plan: RankPlan, units: Windows, first: int, opened: Mapping[int, _Use]) -> _Span:
-        """Batches from `first` on that need open windows only; if none do, what the first one needs."""
+    def _locate(self, plan: RankPlan, units: Windows, first: int) -> _Located:
+        """Where the samples of the batches from `first` on lie."""
         last = min(first + self._batches_per_span, plan.num_batches)
-        # Not into what lies in one window: that needs no look at its samples.
-        last = min([last, *(use.core.start for use in opened.values() if use.core.start > first)])
         if plan.num_padded:  # a padded batch comes alone: it may need windows that the others are done with
             last = min(last, max(first + 1, plan.num_batches - 1))
         positions, sizes = plan.positions(first, last)
-        numbers, slots = units.locate(positions)
-        touched = [number for number, _ in windows_touched(numbers)]
-        missing = [number for number in touched if number not in opened]
-        if missing:
-            at = int(np.flatnonzero(np.isin(numbers, missing))[0])
-            whole = int(np.searchsorted(np.cumsum(sizes), at, side="right"))
-            rows = int(sizes[:whole].sum()) if whole else int(sizes[0])
-            numbers, slots, sizes = numbers[:rows], slots[:rows], sizes[:whole]
-            touched = [number for number, _ in windows_touched(numbers)]
-            missing = [number for number in touched if number not in opened]
-        return _Span(first, sizes, numbers, slots, touched, missing)
+        return _Located(sizes, *units.locate(positions))
 
     def _cut_inside(
         self,
@@ -554,65 +554,73 @@ class Stream:
         return _Use(number, self._stage(units, number, np.unique(slots)), left, core)
 
     def _units(self, order: Order) -> Windows:
-        if order.shuffle.kind != "full":
-            return order
-        size = max(1, min(_FULL_WINDOW_SAMPLES, self._full_window_bytes // self._full_sample_bytes()))
-        return FullWindows(order, self.source.catalog.blocks.first_sample, size)
+        if isinstance(order, SelectedOrder) and order.shuffle.kind == "full":
+            size = max(1, min(_FULL_WINDOW_SAMPLES, self._full_window_bytes // self._full_sample_bytes()))
+            return FullWindows(order, size)
+        return order
 
     def _full_sample_bytes(self) -> int:
         """What one sample of a full shuffle takes in a window, on average: its values, or its whole block."""
-        table = self.source.catalog.blocks
+        source = self.sources[0]
+        table = source.catalog.blocks
         used = np.flatnonzero(table.num_samples)
-        if self.source.locates(self.source.catalog.block(int(used[0]))):
+        if source.locates(source.catalog.block(int(used[0]))):
             values = int(table.nbytes.sum()) // int(table.num_samples.sum())
-            return values + _ALIGN * len(self.source.columns)
+            return values + _ALIGN * len(source.columns)
         return 1 + int((table.length + table.nbytes)[used].mean())
 
     def _stage(self, units: Windows, number: int, slots: NDArray[np.int64] | None) -> StagedWindow:
         """A window of which only some slots are wanted; None for all."""
-        if slots is None and isinstance(units, Order):
+        if isinstance(units, MixtureWindows):
+            at, epoch, own = units.source_of(number)
+            window = self._staged(self.sources[at], units.order_of(at, epoch), own, slots)
+            window.source_epoch = epoch
+            return window
+        return self._staged(self.sources[0], units, number, slots)
+
+    def _staged(
+        self, source: Source, units: Windows, number: int, slots: NDArray[np.int64] | None
+    ) -> StagedWindow:
+        if slots is None and isinstance(units, SelectedOrder) and units.selection.is_whole:
             nbytes = 8 * units.num_slots(number)  # recycled memory: first touches cost more than the mixing
             rows = self.arena.lease(nbytes)[:nbytes].view(np.int64)
-            blocks = units.whole_window(number, self.source.catalog.blocks.num_samples, rows)
-            return self._stage_blocks(blocks, rows, None, True)
+            blocks = units.whole_window(number, source.catalog.blocks.num_samples, rows)
+            return self._stage_blocks(source, blocks, rows, None, True)
         blocks = units.window_blocks(number)
         ordinal, row = units.window_samples(number, slots)
         if slots is None:
             slots = np.arange(len(row))
         whole = not isinstance(units, FullWindows)
-        if not whole and not self._mapped:
-            window = self._stage_sparse(blocks, ordinal, row, slots, units.num_slots(number))
+        if not whole and not self._mapped[source.number]:
+            window = self._stage_sparse(source, blocks, ordinal, row, slots, units.num_slots(number))
             if window is not None:
                 return window
         used = np.zeros(len(blocks), bool)
         used[ordinal] = True
-        counts = np.where(used, self.source.catalog.blocks.num_samples[blocks], 0)
+        counts = np.where(used, source.catalog.blocks.num_samples[blocks], 0)
         wanted = (np.cumsum(counts) - counts)[ordinal]
         wanted += row
         rows = np.full(units.num_slots(number), -1)
         rows[slots] = wanted
-        return self._stage_blocks(blocks[used], rows, wanted, whole)
-
-    def _blocks(self, numbers: NDArray[np.int64]) -> list[Block]:
-        return [self.source.catalog.block(number) for number in numbers.tolist()]
+        return self._stage_blocks(source, blocks[used], rows, wanted, whole)
 
     def _stage_blocks(
         self,
+        source: Source,
         blocks: NDArray[np.int64],
         rows: NDArray[np.int64],
         wanted: NDArray[np.int64] | None,
         whole: bool,
     ) -> StagedWindow:
         """A window of whole blocks, of which only the rows `wanted` are used; None for all."""
-        if self._mapped:
+        if self._mapped[source.number]:
             with suppress(NotLocatableError):
-                return MappedWindow(self.source, self.arena, blocks, rows, wanted=wanted, whole=whole)
-        return StagedWindow(
-            self.source, self.arena, self._blocks(blocks), rows, num_readers=self._num_readers
-        )
+                return MappedWindow(source, self.arena, blocks, rows, wanted=wanted, whole=whole)
+        return StagedWindow(source, self.arena, _blocks(source, blocks), rows, num_readers=self._num_readers)
 
     def _stage_sparse(
         self,
+        source: Source,
         blocks: NDArray[np.int64],
         ordinal: NDArray[np.int32],
         row: NDArray[np.int64],
@@ -626,9 +634,13 @@ class Stream:
         used, counts = np.unique(ordinal, return_counts=True)
         sparse = np.split(row[by_place], np.cumsum(counts)[:-1])
         try:
-            return StagedWindow(self.source, self.arena, self._blocks(blocks[used]), rows, sparse=sparse)
+            return StagedWindow(source, self.arena, _blocks(source, blocks[used]), rows, sparse=sparse)
         except NotLocatableError:
             return None
+
+
+def _blocks(source: Source, numbers: NDArray[np.int64]) -> list[Block]:
+    return [source.catalog.block(number) for number in numbers.tolist()]
 
 
 @dataclass
@@ -641,6 +653,28 @@ class _Use:
     """Samples that these take of it."""
     core: range
     """Full batches, over all ranks, that need nothing else."""
+
+
+@dataclass(frozen=True)
+class _Located:
+    """Consecutive batches, and where their samples lie."""
+
+    sizes: NDArray[np.int64]
+    """[batches] samples of each."""
+    numbers: NDArray[np.int64]
+    """[rows] the window of each sample."""
+    slots: NDArray[np.int64]
+    """[rows] its slot there."""
+
+    @classmethod
+    def none(cls) -> _Located:
+        """No batches."""
+        return cls(*(np.zeros(0, np.int64) for _ in range(3)))
+
+    def split(self, batches: int, rows: int) -> tuple[_Located, _Located]:
+        """The first batches, which have so many rows, and the others."""
+        first = _Located(self.sizes[:batches], self.numbers[:rows], self.slots[:rows])
+        return first, _Located(self.sizes[batches:], self.numbers[rows:], self.slots[rows:])
 
 
 @dataclass(frozen=True)
@@ -658,6 +692,22 @@ class _Span:
     """The windows, in order of first use."""
     missing: list[int]
     """Those that are not open."""
+
+
+def _span(ahead: _Located, first: int, opened: Mapping[int, _Use]) -> tuple[_Span, _Located]:
+    """Batches from `first` on that need open windows only, and the rest; if none do, what `first` needs."""
+    touched = [number for number, _ in windows_touched(ahead.numbers)]
+    missing = [number for number in touched if number not in opened]
+    if not missing:
+        return _Span(first, ahead.sizes, ahead.numbers, ahead.slots, touched, []), _Located.none()
+    at = int(np.flatnonzero(np.isin(ahead.numbers, missing))[0])
+    whole = int(np.searchsorted(np.cumsum(ahead.sizes), at, side="right"))
+    rows = int(ahead.sizes[: max(1, whole)].sum())
+    served, rest = ahead.split(whole, rows)
+    touched = [number for number, _ in windows_touched(served.numbers)]
+    missing = [number for number in touched if number not in opened]
+    span = _Span(first, served.sizes, served.numbers, served.slots, touched, missing)
+    return span, rest if whole else ahead
 
 
 def _counts(numbers: NDArray[np.int64], candidates: Sequence[int]) -> dict[int, int]:

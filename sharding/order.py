@@ -132,6 +132,16 @@ class Order:
         num = self.num_lanes
         return int((first * num + lane).min()), int((last * num + lane).max()) + 1
 
+    def window_positions(self, window: int) -> NDArray[np.int64]:
+        """The inverse of `locate`: the position of each slot, int64 [num_slots]."""
+        table, cells = self.table, self.table.cells(self._checked(window))
+        begin, lane = table.cell_start[cells], np.arange(self.num_lanes)
+        size = table.cell_start[cells + 1] - begin
+        first = (begin - table.lane_bounds[lane] - table.cell_slot[cells]) * self.num_lanes + lane
+        positions = np.arange(int(size.sum())) * self.num_lanes
+        positions += np.repeat(first, size)
+        return positions
+
     def window_blocks(self, window: int) -> NDArray[np.int64]:
         """Numbers of the window's blocks (rows of the block table) in read order, int64 [b], read-only."""
         self._checked(window)

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, asdict, dataclass, fields
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Literal, Protocol, cast, get_args
 
 import numpy as np
@@ -211,27 +211,30 @@ class EpochPlan:
         each, extra = divmod(self._num_left, self.world_size)
         return self.rank * each + min(self.rank, extra), each + (self.rank < extra)
 
-    @property
+    @cached_property
     def _last_batch(self) -> NDArray[np.int64]:
         """Positions of this rank in the incomplete global batch; padding lies beyond the epoch."""
         first, size = self._last_share
         of_all = self.global_batch_size if self.tail == "pad" else self._num_left
         begin = self.start + self._num_full * self.global_batch_size
-        return begin + _share_by_lane(begin % self.order.num_lanes, of_all, self.order.num_lanes, first, size)
+        return np.array(begin + self._shares(np.array([begin]), of_all, first, size)[0])
 
     def _full_batches(self, first_batch: int, last_batch: int) -> NDArray[np.int64]:
         """Positions of this rank in complete global batches, one after the other."""
-        lanes, first = self.order.num_lanes, self.rank * self.batch_size
-        begin = self.start + np.arange(first_batch, max(first_batch, last_batch)) * self.global_batch_size
+        if first_batch >= last_batch:
+            return np.empty(0, np.int64)
+        begin = self.start + np.arange(first_batch, last_batch) * self.global_batch_size
+        shares = self._shares(begin, self.global_batch_size, self.rank * self.batch_size, self.batch_size)
+        return (begin[:, None] + shares).reshape(-1)
+
+    def _shares(self, begin: NDArray[np.int64], size: int, first: int, count: int) -> NDArray[np.int64]:
+        """Offsets in batches of `size` that begin at these positions: `count` from the `first` by lane."""
+        lanes = self.order.num_lanes
         # A batch's lanes depend on the lane it begins in: one and the same if the lanes divide the batch.
         phases, which = np.unique(begin % lanes, return_inverse=True)
-        shares = [
-            _share_by_lane(phase, self.global_batch_size, lanes, first, self.batch_size)
-            for phase in phases.tolist()
-        ]
-        if not shares:
-            return np.empty(0, np.int64)
-        return (begin[:, None] + np.stack(shares)[which]).reshape(-1)
+        shares = [_share_by_lane(phase, size, lanes, first, count) for phase in phases.tolist()]
+        stacked: NDArray[np.int64] = np.stack(shares)[which]
+        return stacked
 
 
 @lru_cache(maxsize=64)

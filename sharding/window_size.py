@@ -8,6 +8,7 @@ the machine: ranks of unlike machines must agree on the order.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -62,6 +63,22 @@ def choose_window_blocks(table: BlockTable, memory_limit: int | None = None) -> 
     return WindowSize(of_bytes, f"{_mib(WINDOW_BYTES)} of {blocks}")
 
 
+def deciding_table(
+    tables: Sequence[BlockTable], memory_limit: int | None = None
+) -> tuple[BlockTable, int | None]:
+    """Of several sources that share a memory limit, the one that decides, and its share of the limit.
+
+    It is the one with the smallest window, of those that do not fit into one; of the others, the largest.
+    """
+    if len(tables) == 1:
+        return tables[0], memory_limit
+    share = max(1, (memory_limit or DEFAULT_LIMIT) // len(tables))
+    sizes = [choose_window_blocks(table, share).window_blocks for table in tables]
+    fits = [size >= np.count_nonzero(table.num_samples) for size, table in zip(sizes, tables, strict=True)]
+    best = min(range(len(tables)), key=lambda i: (fits[i], -sizes[i] if fits[i] else sizes[i]))
+    return tables[best], share
+
+
 def resolve_windows(
     shuffle: Shuffle, table: BlockTable, memory_limit: int | None = None
 ) -> tuple[Shuffle, str]:
@@ -84,4 +101,11 @@ def _mib(count: int) -> str:
     return f"{count / (1 << 20):,.1f} MiB" if count >= 1 << 20 else f"{count / (1 << 10):,.1f} KiB"
 
 
-__all__ = ["DEFAULT_LIMIT", "WINDOW_BYTES", "WindowSize", "choose_window_blocks", "resolve_windows"]
+__all__ = [
+    "DEFAULT_LIMIT",
+    "WINDOW_BYTES",
+    "WindowSize",
+    "choose_window_blocks",
+    "deciding_table",
+    "resolve_windows",
+]

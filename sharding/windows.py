@@ -216,6 +216,11 @@ def _first_blocks(num_blocks: int, window_blocks: int, num_lanes: int) -> NDArra
     return np.concatenate((bounds, steady)).astype(np.int64)
 
 
+def most_windows(num_blocks: int, window_blocks: int, num_lanes: int) -> int:
+    """Windows that so many blocks with samples can be cut into, at most, whatever their order."""
+    return len(_first_blocks(num_blocks, window_blocks, num_lanes))
+
+
 def _grid(
     cell_start: NDArray[np.int64], lane_bounds: NDArray[np.int64], num_windows: int
 ) -> tuple[NDArray[np.int64], int]:

@@ -94,7 +94,7 @@ def test_the_catalog_in_the_cache_is_the_one_that_a_dataset_finds(tmp_path, monk
     assert code == 0
     saved = text.splitlines()[-1].removeprefix("saved ")
     assert saved.startswith(str(tmp_path / "cache"))
-    monkeypatch.setattr("dataflow.dataset.index", None)  # indexing again would fail
+    monkeypatch.setattr("dataflow.opening.index", None)  # indexing again would fail
     dataset = ShardedDataset(folder, format="tokens", dtype="uint16", length=8)
     assert dataset.catalog.fingerprint() == Catalog.load(saved).fingerprint()
 

@@ -7,7 +7,7 @@ import pytest
 
 from sharding.block_table import BlockTable
 from sharding.shuffle import Shuffle
-from sharding.window_size import choose_window_blocks, resolve_windows
+from sharding.window_size import choose_window_blocks, deciding_table, resolve_windows
 
 MIB = 1 << 20
 
@@ -73,3 +73,13 @@ def test_a_window_holds_a_block_of_every_lane(shuffle, resolved, says):
     found, reason = resolve_windows(shuffle, table_of([2 * MIB] * 1000))
     assert found == resolved
     assert reason.startswith(says)
+
+
+def test_of_sources_that_share_a_limit_the_one_with_the_smallest_window_decides():
+    small, medium, large = (table_of([size] * n) for size, n in ((MIB, 3), (2 * MIB, 900), (8 * MIB, 900)))
+    table, limit = deciding_table([small, medium, large], 384 * MIB)
+    assert (table, limit) == (large, 128 * MIB)
+    assert choose_window_blocks(table, limit).window_blocks == 4
+    both_fit = deciding_table([table_of([MIB] * 3), table_of([MIB] * 5)], None)
+    assert len(both_fit[0].length) == 5
+    assert deciding_table([small], None) == (small, None)

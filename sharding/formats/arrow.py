@@ -78,13 +78,17 @@ class ArrowFileFormat:
             CorruptShardError: a column is not there, or the batches cannot be read.
             SampleError, ShardError: see `columns_of`.
         """
+        if columns is not None and not columns:
+            return {}
+        return columns_of(self.table(block, data, columns), columns, block)
+
+    def table(self, block: Block, data: memoryview, columns: Sequence[str] | None) -> pa.Table:
+        """The wanted columns as Arrow has them, structs not flattened; raises as `decode` does."""
         footer = bytes(block.footer)
         try:
             names, roots = _names(footer)
             check_columns(columns, names, block)
             wanted = None if columns is None else sorted({roots[names.index(name)] for name in columns})
-            if wanted == []:
-                return {}
             table = _read(footer, data, wanted)
             table.validate()  # Arrow trusts lengths in the message, and aborts the process where they lie
         except _BROKEN as error:
@@ -93,7 +97,11 @@ class ArrowFileFormat:
         if table.num_rows != block.num_samples:
             reason = f"record batches of {table.num_rows} rows where {block.num_samples} were indexed"
             raise CorruptShardError(block.shard.url, reason, block.offset, stage="decode")
-        return columns_of(table, columns, block)
+        return table
+
+    def schema(self, footer: bytes) -> pa.Schema:
+        """Columns of a shard, from its footer."""
+        return pa.ipc.read_schema(pa.BufferReader(footer))
 
 
 class ArrowStreamFormat(ArrowFileFormat):

@@ -78,6 +78,10 @@ class JsonlFormat:
             CorruptShardError: a line is broken or does not fit the schema, or a column is not there.
             SampleError, ShardError: see `columns_of`.
         """
+        return columns_of(self.table(block, data, columns), columns, block)
+
+    def table(self, block: Block, data: memoryview, columns: Sequence[str] | None) -> pa.Table:
+        """The wanted columns as Arrow has them, structs not flattened; raises as `decode` does."""
         schema = _schema(bytes(block.footer))
         check_columns(columns, [name for name, _ in leaves(schema)], block)
         if compression_of(block.shard.url) is not None:
@@ -91,7 +95,11 @@ class JsonlFormat:
         if table.num_rows != block.num_samples:
             reason = f"{table.num_rows} samples where {block.num_samples} were indexed"
             raise CorruptShardError(block.shard.url, reason, block.offset, stage="decode")
-        return columns_of(table, columns, block)
+        return table
+
+    def schema(self, footer: bytes) -> pa.Schema:
+        """Columns of a shard, from its footer."""
+        return _schema(footer)
 
 
 @dataclass(frozen=True)

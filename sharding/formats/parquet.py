@@ -19,6 +19,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 
 from sharding.blocks import Block, Columns, ColumnSpec, Shard, ShardScan, Spans
@@ -95,6 +96,13 @@ class ParquetFormat:
             CorruptShardError: a column is not there, or pages are broken or encrypted.
             SampleError, ShardError: see `columns_of`.
         """
+        return columns_of(self.table(block, data, columns), columns, block)
+
+    def table(self, block: Block, data: memoryview, columns: Sequence[str] | None) -> pa.Table:
+        """The wanted columns as Arrow has them, structs not flattened. Only their bytes need be in `data`.
+
+        Raises `CorruptShardError` as `decode` does.
+        """
         footer = _parse(bytes(block.footer))
         check_columns(columns, footer.names, block)
         group = _group_of(block)
@@ -114,7 +122,19 @@ class ParquetFormat:
         if table.num_rows != block.num_samples:
             reason = f"row group {group} gives {table.num_rows} rows instead of {block.num_samples}"
             raise CorruptShardError(block.shard.url, reason, block.offset, stage="decode")
-        return columns_of(table, columns, block)
+        return table
+
+    def schema(self, footer: bytes) -> pa.Schema:
+        """Columns of a shard, from its footer."""
+        return _parse(footer).metadata.schema.to_arrow_schema()
+
+    def matching_groups(self, footer: bytes, expression: Any) -> list[int]:
+        """Row groups that may hold rows for which a pyarrow expression is true, by their statistics.
+
+        pyarrow reads the statistics from a file that consists of the footer alone.
+        """
+        fragment = ds.ParquetFileFormat().make_fragment(pa.BufferReader(_MAGIC + footer))
+        return [group.id for group in fragment.subset(expression).row_groups]
 
     def select(self, block: Block, columns: Sequence[str]) -> list[tuple[int, int]]:
         """Byte ranges (offset in the file, length) that hold the wanted columns of a block.

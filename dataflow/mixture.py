@@ -1,0 +1,228 @@
+"""`Mixture`: several datasets delivered as one, in given shares, without any random-number state.
+
+The shares are exact by construction (`sharding.shares`), each source keeps its own shuffled order and its own
+epochs, and one position says where a run stands, whatever the number of ranks. Mixtures nest: one inside
+another is spread out into its sources, each with the product of its weights.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from fractions import Fraction
+from typing import Any, Union
+
+import numpy as np
+
+from dataflow.dataset import OnError, ShardedDataset
+from dataflow.decode import Output
+from sharding.mixture import ENDLESS, MixtureSpec, Stop
+from sharding.mixture_windows import MixtureWindows, source_seed
+from sharding.order import Shuffle
+from sharding.selection import SelectedOrder
+from sharding.shares import Weight, exact_numbers, integer_shares, temperature_weights
+
+Member = Union[ShardedDataset, "Mixture"]
+Weights = Mapping[Member, Weight] | Sequence[Weight]
+
+
+class Mixture:
+    """Datasets mixed in fixed shares, for `DataLoader`.
+
+        Mixture({web: 0.7, code: 0.3})                          shares of the samples
+        Mixture([web, code])                                    every sample of each once an epoch
+        Mixture([web, code], repeats=[1, 2.5])                  web once, code two and a half times an epoch
+        Mixture([web, code], temperature=3)                     shares in proportion to size ** (1 / 3)
+        Mixture([web, code], schedule={0: [1, 0], 10_000_000: [0.5, 0.5]})   shares from these samples on
+
+    Every prefix of the sequence holds of each source its share, to less than one sample; shares whose common
+    denominator exceeds 65,536 are rounded to it (`shares` says to what). Each source is shuffled by itself,
+    in source epochs that each hold every sample once. What an epoch of the mixture leaves of a source comes
+    first in the next.
+
+    Args:
+        members: datasets or mixtures; a mapping gives each its weight. All deliver the same columns.
+        repeats: how often each member comes in an epoch, for each member in order, or as a mapping.
+        temperature: weights by size: 1 in proportion to it, larger ones evener, infinity all equal.
+        schedule: {samples of all ranks since the training began: weights from there on}; members that a
+            mapping leaves out have weight 0. Steps round up to whole runs.
+        stop: when an epoch ends: "first", as soon as one source was seen once; "all", as soon as every source
+            was, while smaller ones repeat; "never". With `repeats` or without weights, an epoch is all of it.
+        run_length: consecutive samples of one source. 1 mixes inside batches; the global batch size (batch
+            size times ranks) makes every batch one of a single source. It belongs to the order: keep it when
+            the number of ranks changes.
+
+    Raises `ValueError` for weights that do not fit, members without samples, members that deliver unlike
+    columns. A value; thread-safe.
+    """
+
+    def __init__(
+        self,
+        members: Mapping[Member, Weight] | Sequence[Member],
+        *,
+        repeats: Weights | None = None,
+        temperature: float | None = None,
+        schedule: Mapping[int, Weights] | None = None,
+        stop: Stop = "first",
+        run_length: int = 1,
+    ) -> None:
+        given = members if isinstance(members, Mapping) else None
+        self.members = tuple(members)
+        _check_members(self.members)
+        rules = {"weights": given, "repeats": repeats, "temperature": temperature, "schedule": schedule}
+        named = [name for name, rule in rules.items() if rule is not None]
+        if len(named) > 1:
+            raise ValueError(f"a mixture has one rule for its shares, got {' and '.join(named)}")
+        self.sources: tuple[ShardedDataset, ...] = tuple(s for m in self.members for s in _sources(m))
+        """The datasets, those of nested mixtures in their place."""
+        sizes = [len(source) for source in self.sources]
+        if given is not None:
+            schedule = {0: given}
+        elif temperature is not None:
+            schedule = {
+                0: temperature_weights([sum(map(len, _sources(m))) for m in self.members], temperature)
+            }
+        if schedule is not None:
+            steps = {step: self._of_sources(weights) for step, weights in schedule.items()}
+            self.spec = MixtureSpec.weighted(sizes, steps, stop=stop, run_length=run_length)
+        elif stop != "first":
+            raise ValueError(f"without weights an epoch has a fixed length: leave out stop={stop!r}")
+        elif any(isinstance(member, Mixture) for member in self.members):
+            raise ValueError("a mixture of mixtures needs weights; repeats are for datasets only")
+        else:
+            times = [1] * len(sizes) if repeats is None else self._in_order(repeats)
+            self.spec = MixtureSpec.repeated(sizes, times, run_length=run_length)
+        self.outputs = _common_outputs(self.sources)
+
+    def _in_order(self, weights: Weights) -> Sequence[Weight]:
+        """One weight a member."""
+        if isinstance(weights, Mapping):
+            if unknown := [member for member in weights if member not in self.members]:
+                raise ValueError(f"weights name {unknown[0]!r}, which is no member of the mixture")
+            return [weights.get(member, 0) for member in self.members]
+        if len(weights) != len(self.members):
+            raise ValueError(f"a mixture of {len(self.members)} members got {len(weights)} weights")
+        return weights
+
+    def _of_sources(self, weights: Weights) -> list[Fraction]:
+        """One weight a source: a nested mixture's weight goes to its sources in its own shares."""
+        exact = exact_numbers(self._in_order(weights))
+        pairs = zip(self.members, exact, strict=True)
+        return [weight * part for member, weight in pairs for part in _parts(member)]
+
+    # ---- what the loader asks for, the same for all sources -----------------------------------------
+
+    @property
+    def on_error(self) -> OnError:
+        """What happens to bad samples."""
+        return self.sources[0].on_error
+
+    @property
+    def error_budget(self) -> int:
+        """Samples that may be skipped, of all sources together."""
+        return self.sources[0].error_budget
+
+    @property
+    def batch_transform(self) -> Callable[[Any], Any] | None:
+        """Called with each batch."""
+        return self.sources[0].batch_transform
+
+    # ---- what it is ---------------------------------------------------------------------------------
+
+    @property
+    def shares(self) -> tuple[Fraction, ...]:
+        """The share of each source, as it is delivered (at the first step of a schedule)."""
+        if self.spec.stop is None:
+            return self.spec.steps[0][1]
+        turns = integer_shares(self.spec.steps[0][1])
+        return tuple(Fraction(n, sum(turns)) for n in turns)
+
+    def __len__(self) -> int:
+        """Samples of the first epoch. `TypeError` for one that never ends."""
+        length = self.num_samples(0)
+        if length == ENDLESS:
+            raise TypeError('a mixture with stop="never" has no length')
+        return length
+
+    def fingerprint(self) -> str:
+        """16 hex digits over sources, shares and rules: what identifies the mixture in a state."""
+        marks = [source.fingerprint() for source in self.sources]
+        return hashlib.blake2b(repr((marks, self.spec.digest)).encode(), digest_size=8).hexdigest()
+
+    def num_samples(self, epoch: int) -> int:
+        """Samples of an epoch; under a schedule they differ. 2**62 for one that never ends."""
+        return self.spec.epoch(epoch).num_samples
+
+    def windows(self, epoch: int, shuffle: Shuffle, *, seed: int) -> MixtureWindows:
+        """The order of one epoch. Every source has windows of its own of `shuffle.window_blocks` blocks."""
+        shuffle = shuffle.resolved()
+
+        def order(source: int, source_epoch: int) -> SelectedOrder:
+            own = source_seed(seed, source)
+            return SelectedOrder(self.sources[source].selection, shuffle, seed=own, epoch=source_epoch)
+
+        sizes = [len(source) for source in self.sources]
+        num_blocks = [int(np.count_nonzero(source.selection.num_samples)) for source in self.sources]
+        return MixtureWindows(self.spec.epoch(epoch), epoch, shuffle, sizes, num_blocks, order)
+
+    def __repr__(self) -> str:
+        parts = ", ".join(
+            f"{float(share):.3g} of {len(source):,} samples"
+            for share, source in zip(self.shares, self.sources, strict=True)
+        )
+        return f"Mixture({parts}; stop={self.spec.stop or 'repeats'})"
+
+
+def _check_members(members: Sequence[object]) -> None:
+    if not members:
+        raise ValueError("a mixture needs a dataset, got none")
+    for member in members:
+        if not isinstance(member, (ShardedDataset, Mixture)):
+            raise TypeError(f"a mixture is made of ShardedDataset and Mixture, got {type(member).__name__}")
+
+
+def _sources(member: Member) -> tuple[ShardedDataset, ...]:
+    return member.sources if isinstance(member, Mixture) else (member,)
+
+
+def _parts(member: Member) -> Sequence[Fraction]:
+    """What a member's weight is multiplied with for each of its sources."""
+    if not isinstance(member, Mixture):
+        return [Fraction(1)]
+    spec = member.spec
+    if len(spec.steps) > 1 or spec.stop in ("all", "never") or spec.run_length > 1:
+        raise ValueError("a nested mixture gives shares only: set schedule, stop and run_length on the outer")
+    return spec.steps[0][1]
+
+
+def _common_outputs(sources: Sequence[ShardedDataset]) -> tuple[Output, ...]:
+    """What all sources deliver. Which stored columns it comes from may differ."""
+    first = sources[0].outputs
+    for number, source in enumerate(sources[1:], 1):
+        names, expected = [o.name for o in source.outputs], [o.name for o in first]
+        if names != expected:
+            cure = "choose and rename them with columns= or select()"
+            raise ValueError(f"source {number} delivers {names}, source 0 {expected}: {cure}")
+        for output, other in zip(source.outputs, first, strict=True):
+            if _delivered(output) != _delivered(other):
+                raise ValueError(
+                    f"column {output.name!r} is {_text(output)} in source {number} and {_text(other)} in "
+                    "source 0: give both the same decode="
+                )
+        if (source.on_error, source.error_budget) != (sources[0].on_error, sources[0].error_budget):
+            raise ValueError(f"source {number} has another on_error or error_budget than source 0")
+        if source.batch_transform is not sources[0].batch_transform:
+            raise ValueError(f"source {number} has another batch_transform than source 0, but shares batches")
+    return first
+
+
+def _delivered(output: Output) -> Output:
+    """An output without what each source does by itself while staging."""
+    return replace(output, sources=(), parse=None)
+
+
+def _text(output: Output) -> str:
+    shape = list(output.shape) if output.kind in ("array", "spans", "image") else ""
+    decoder: object = output.image or output.pad or getattr(output.convert, "__name__", "")
+    return " ".join(str(part) for part in (output.kind, output.dtype, shape, decoder) if part != "")

@@ -1,0 +1,142 @@
+"""From a source to its catalog: the one that is kept, if it is still true, else a new one.
+
+A kept catalog is believed only after every shard was asked for its size and version. Indexing runs on a
+thread pool that lives as long as the call.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from sharding.blocks import DEFAULT_BLOCK_BYTES, Format
+from sharding.catalog import (
+    Catalog,
+    build_catalog,
+    changes,
+    changes_text,
+    default_catalog_path,
+    find_catalog,
+    is_catalog,
+    options_of,
+)
+from sharding.errors import ShardChangedError
+from sharding.formats import resolve_format
+from sharding.source import expand
+from sharding.storage import open_url
+from sharding.urls import is_local
+
+_INDEX_THREADS = 16
+
+
+@dataclass(frozen=True)
+class Opening:
+    """How a dataset is opened; see `ShardedDataset` for what the fields mean."""
+
+    format: str | Format
+    catalog: str | os.PathLike[str] | Catalog | None
+    dtype: str | None
+    length: int | None
+    block_bytes: int
+    progress: bool | None
+    storage_options: Mapping[str, Any]
+
+    def find(self, source: Any) -> Catalog:
+        """The catalog of a source; indexes what has no true one."""
+        if isinstance(self.catalog, Catalog):
+            return self.catalog
+        if self.catalog is None and is_catalog(source):
+            return self._checked(Catalog.load(os.fspath(source), self.storage_options), rebuild=None)
+        urls = expand(source, self.storage_options)
+        codec = resolve_format(self.format, urls, dtype=self.dtype, length=self.length, exists=self._exists)
+        path = default_catalog_path(urls, codec, self.block_bytes)
+        if self.catalog is not None:
+            path = os.fspath(self.catalog)
+
+        def build() -> Catalog:
+            built = index(
+                urls,
+                codec,
+                storage_options=self.storage_options,
+                block_bytes=self.block_bytes,
+                progress=self.progress,
+            )
+            _save_quietly(built, path, required=self.catalog is not None, options=self.storage_options)
+            return built
+
+        if self.catalog is None:
+            found = find_catalog(urls, codec, self.block_bytes)
+        else:
+            found = Catalog.load(path, self.storage_options) if self._exists(path) else None
+        same = (urls, codec.name, options_of(codec))
+        if found is None or (found.urls, found.format, found.options) != same:
+            return build()
+        return self._checked(found, rebuild=build)
+
+    def _exists(self, url: str) -> bool:
+        fs, path = open_url(url, self.storage_options)
+        return bool(fs.exists(path))
+
+    def _checked(self, found: Catalog, rebuild: Callable[[], Catalog] | None) -> Catalog:
+        """The catalog if its shards are as indexed; says so if not, and indexes again where it may."""
+        if all(map(is_local, found.urls)):
+            changed = changes(found)
+        else:
+            with ThreadPoolExecutor(_INDEX_THREADS, thread_name_prefix="dataflow-index") as pool:
+                changed = changes(found, self.storage_options, pool.map, fresh=False)
+        if not changed:
+            return found
+        text = changes_text(changed, found.num_shards)
+        if rebuild is None:
+            raise ShardChangedError(changed[0].url, f"{text}; index the dataset again: dataflow index")
+        warnings.warn(f"{text}; indexing again", stacklevel=4)
+        return rebuild()
+
+
+def index(
+    urls: Sequence[str],
+    codec: Format,
+    *,
+    storage_options: Mapping[str, Any] | None = None,
+    block_bytes: int = DEFAULT_BLOCK_BYTES,
+    progress: bool | None = None,
+) -> Catalog:
+    """Build a catalog in parallel, with a progress bar (None: on a terminal)."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    console = Console(stderr=True)
+    hidden = not (console.is_terminal if progress is None else progress)
+    look = (TextColumn("indexing"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
+    with (
+        Progress(*look, TimeRemainingColumn(), console=console, disable=hidden, transient=True) as bar,
+        ThreadPoolExecutor(_INDEX_THREADS, thread_name_prefix="dataflow-index") as pool,
+    ):
+        task = bar.add_task("", total=len(urls))
+
+        def show(done: int, total: int, samples: int) -> None:
+            bar.update(task, completed=done, total=total, description=f"{samples:,} samples")
+
+        return build_catalog(
+            urls,
+            codec,
+            storage_options=storage_options,
+            block_bytes=block_bytes,
+            map=pool.map,
+            progress=show,
+        )
+
+
+def _save_quietly(catalog: Catalog, path: str, *, required: bool, options: Mapping[str, Any]) -> None:
+    """Keep a catalog; a cache folder that cannot be written costs only the next start's indexing."""
+    try:
+        if is_local(path):
+            os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
+        catalog.save(path, options)
+    except Exception:
+        if required:
+            raise

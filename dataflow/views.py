@@ -1,0 +1,94 @@
+"""The selections behind the views of a `ShardedDataset`: by index, by hash, by condition.
+
+Only a condition reads data: the columns it looks at, of the blocks that their statistics do not rule out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dataflow.staging import Source
+from sharding.order import mix_key
+from sharding.predicate import Predicate, Tabular, blocks_that_may_match
+from sharding.selection import Selection
+from sharding.split import By, split_selection
+
+if TYPE_CHECKING:
+    from dataflow.dataset import ShardedDataset
+
+_FILTER_THREADS = 16
+
+
+def picked(selection: Selection, indices: Any) -> Selection:
+    """The samples at a slice, at strictly ascending integers, or where an array of bool says so."""
+    if isinstance(indices, slice):
+        start, stop, step = indices.indices(len(selection))
+        if step < 1:
+            raise ValueError(f"samples keep their order, so a slice must ascend; got {indices}")
+        if step == 1:
+            return selection.between(start, max(start, stop))
+        return selection.at(np.arange(start, stop, step))
+    given = np.asarray(indices)
+    if given.dtype == bool:
+        if given.shape != (len(selection),):
+            raise ValueError(f"a mask must have one bool for each of {len(selection)} samples")
+        return selection.at(np.flatnonzero(given))
+    if given.ndim != 1 or (given.size and given.dtype.kind not in "iu"):
+        raise ValueError(f"indices must be a slice or a list of integers, got {given.ndim}-D {given.dtype}")
+    return selection.at(_ascending(given.astype(np.int64), len(selection)))
+
+
+def _ascending(indices: NDArray[np.int64], total: int) -> NDArray[np.int64]:
+    if ((indices < -total) | (indices >= total)).any():
+        raise IndexError(f"an index lies outside a dataset of {total} samples")
+    indices = np.where(indices < 0, indices + total, indices)
+    if (np.diff(indices) <= 0).any():
+        cure = "sort them with numpy.unique; shuffling is the loader's, repeating is a Mixture's"
+        raise ValueError(f"samples keep their order, so indices must ascend and not repeat: {cure}")
+    return indices
+
+
+def split_parts(
+    dataset: ShardedDataset, fractions: Mapping[str, float], *, by: By, seed: int, level: int
+) -> dict[str, Selection]:
+    """The parts of a split. A part that is split again (`level`) draws anew, or its parts would be skewed."""
+    drawn = mix_key(seed, level) if level else seed
+    return split_selection(dataset.selection, dataset.catalog, fractions, by=by, seed=drawn)
+
+
+def matching(source: Source, selection: Selection, expression: Any) -> Selection:
+    """The samples for which a pyarrow expression is true."""
+    codec, catalog = source.format, source.catalog
+    if not isinstance(codec, Tabular):
+        raise ValueError(f"format {codec.name!r} has no columns to filter by; Parquet, Arrow and JSONL have")
+
+    @lru_cache(maxsize=64)
+    def predicate(footer: bytes) -> Predicate:
+        return Predicate(expression, codec.schema(footer))
+
+    def matches(number: int) -> NDArray[np.bool_]:
+        block = catalog.block(number)
+        condition = predicate(bytes(block.footer))
+        data = np.empty(
+            block.length, np.uint8
+        )  # pages that no column of the condition lies on stay untouched
+        ranges = [(block.offset, block.length)]
+        if hasattr(codec, "select"):
+            ranges = codec.select(block, condition.columns)
+        for offset, length in ranges:
+            at = offset - block.offset
+            source.reader.read_into(block.shard, offset, data[at : at + length])
+        return condition.holds(codec.table(block, data.data, condition.columns))
+
+    predicate(bytes(catalog.block(0).footer))  # a condition that does not fit is an error before any read
+    left = selection.of_blocks(blocks_that_may_match(catalog, expression))
+    blocks = np.flatnonzero(left.num_samples).tolist()
+    with ThreadPoolExecutor(_FILTER_THREADS, thread_name_prefix="dataflow-filter") as pool:
+        masks = dict(zip(blocks, pool.map(matches, blocks), strict=True))
+    return left.where(lambda block, rows: masks[block][rows])

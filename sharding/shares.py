@@ -1,0 +1,273 @@
+"""Fair shares: who comes when, so that every prefix of the sequence is within one of each source's share.
+
+This is the chairman assignment problem. Tijdeman (1980) solves it with two bounds: of k sources, turn j of
+the source with weight w may not come before position `(j + d) / w` and must come by `(j + 1 - d) / w`, where
+d = 1 / (2k - 2); among the turns that may come, the one that must come soonest is taken. Then
+
+    |count(p) - w * p| <= 1 - 1 / (2k - 2) < 1      for every source, every prefix p and every k,
+
+which no rule can better. (Taking the source with the largest deficit, the usual rule, exceeds 1 for many
+sources.) With integer shares of a sum N the sequence repeats every N positions, so one table of N entries
+gives source and index of any position, and back, in O(1). Weights whose common denominator exceeds
+`MAX_PERIOD` are rounded to that denominator.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import lru_cache
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+MAX_PERIOD = 1 << 16
+"""Entries of a table at most: shares are exact, or within about 1 / 65536 of the weights."""
+
+ENDLESS = 1 << 62
+"""Turns of a sequence that never ends."""
+
+Weight = int | float | Fraction
+
+
+class Turns(Protocol):
+    """A sequence of turns: `Pattern` repeats for ever, `QuotaPattern` ends. Turns count from 0."""
+
+    @property
+    def totals(self) -> NDArray[np.int64]:
+        """Turns that each source ever has, int64 [sources]; `ENDLESS` for no end."""
+        ...
+
+    def locate(self, turns: NDArray[np.int64]) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+        """Whose turns these are, int32 [n], and how many turns that source had before, int64 [n]."""
+        ...
+
+    def turns(self, source: int, index: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The inverse of `locate`, int64 [n]; indices are below the source's total."""
+        ...
+
+    def counts(self, turn: int) -> NDArray[np.int64]:
+        """Turns of each source before this one, int64 [sources]."""
+        ...
+
+
+def exact_weights(weights: Sequence[Weight]) -> tuple[Fraction, ...]:
+    """Weights as fractions of sum 1. Raises as `exact_numbers` does."""
+    exact = exact_numbers(weights)
+    total = sum(exact)
+    return tuple(w / total for w in exact)
+
+
+def exact_numbers(weights: Sequence[Weight]) -> tuple[Fraction, ...]:
+    """Numbers as fractions: 0.7 is 7/10, and 1/3 as a float is one third again.
+
+    Raises `ValueError` unless all are finite and >= 0, and one is positive.
+    """
+    if not all(isinstance(w, (int, float, Fraction)) and 0 <= w < math.inf for w in weights):
+        raise ValueError(f"weights must be finite numbers >= 0, got {list(weights)}")
+    if not any(weights):
+        raise ValueError(f"at least one weight must be positive, got {list(weights)}")
+    return tuple(map(_fraction, weights))
+
+
+def _fraction(weight: Weight) -> Fraction:
+    exact = Fraction(repr(weight)) if isinstance(weight, float) else Fraction(weight)
+    simple = exact.limit_denominator(MAX_PERIOD)
+    return simple if abs(simple - exact) * (1 << 50) <= exact else exact
+
+
+def temperature_weights(sizes: Sequence[int], temperature: float) -> tuple[Fraction, ...]:
+    """Weights in proportion to `size ** (1 / temperature)`: 1 by size, infinity all equal.
+
+    Raises `ValueError` unless temperature > 0.
+    """
+    if not temperature > 0:
+        raise ValueError(f"temperature must be > 0, got {temperature}")
+    if temperature == 1:
+        return exact_weights(sizes)
+    return exact_weights([float(size) ** (1 / temperature) for size in sizes])
+
+
+def integer_shares(weights: Sequence[Fraction], limit: int = MAX_PERIOD) -> tuple[int, ...]:
+    """Turns of each source in one period.
+
+    Exact where the weights have a common denominator <= limit. Else the period is `limit`, by largest
+    remainder: each share is within 1 / limit of its weight, but that no positive weight gets less than one
+    turn, which the largest shares pay for. Raises `ValueError` for more sources than `limit`.
+    """
+    used = sum(w > 0 for w in weights)
+    if used > limit:
+        raise ValueError(f"at most {limit} sources can be mixed, got {used}")
+    common = math.lcm(*(w.denominator for w in weights))
+    if common <= limit:
+        return tuple(int(w * common) for w in weights)
+    shares = [max(math.floor(w * limit), int(w > 0)) for w in weights]
+    owed = [weight * limit - share for weight, share in zip(weights, shares, strict=True)]
+    left = limit - sum(shares)
+    for i in sorted(range(len(shares)), key=lambda i: (-owed[i], i))[: max(left, 0)]:
+        shares[i] += 1
+    for _ in range(-left):
+        shares[shares.index(max(shares))] -= 1
+    return tuple(shares)
+
+
+@dataclass(frozen=True, eq=False)
+class Pattern:
+    """A sequence of turns that repeats. Turns count from 0; thread-safe, O(period) memory."""
+
+    shares: NDArray[np.int64]
+    """[sources] turns of each source in one period."""
+    source: NDArray[np.int32]
+    """[period] whose turn it is."""
+    nth: NDArray[np.int64]
+    """[period] turns that this source had before, in the same period."""
+    place: NDArray[np.int64]
+    """[period] turns of the period in order of source, then of time."""
+    first: NDArray[np.int64]
+    """[sources + 1] where a source's turns begin in `place`."""
+
+    @property
+    def period(self) -> int:
+        """Turns until the sequence repeats."""
+        return len(self.source)
+
+    @property
+    def totals(self) -> NDArray[np.int64]:
+        """Turns that each source ever has, int64 [sources]."""
+        return np.where(self.shares > 0, ENDLESS, 0)
+
+    def locate(self, turns: NDArray[np.int64]) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+        """Whose turns these are, int32 [n], and how many turns that source had before, int64 [n]."""
+        cycle = turns // self.period
+        within = turns - cycle * self.period
+        source = self.source[within]
+        cycle *= self.shares[source]
+        cycle += self.nth[within]
+        return source, cycle
+
+    def turns(self, source: int, index: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The inverse of `locate`: when a source of a positive share has its turns, int64 [n]."""
+        share = int(self.shares[source])
+        cycle = index // share
+        place: NDArray[np.int64] = self.place[self.first[source] + index - cycle * share]
+        return place + cycle * self.period
+
+    def counts(self, turn: int) -> NDArray[np.int64]:
+        """Turns of each source before this one, int64 [sources]."""
+        cycle, within = divmod(turn, self.period)
+        counts: NDArray[np.int64] = np.bincount(self.source[:within], minlength=len(self.shares))
+        return counts + self.shares * cycle
+
+
+@lru_cache(maxsize=64)
+def fair_pattern(shares: tuple[int, ...]) -> Pattern:
+    """The fair sequence of integer shares >= 0, one of them positive. About 1 microsecond a turn."""
+    source = _chairman_assignment(np.array(shares, np.int64))
+    place = np.argsort(source, kind="stable")
+    first = np.concatenate(([0], np.cumsum(shares))).astype(np.int64)
+    nth = np.empty(len(source), np.int64)
+    nth[place] = np.arange(len(source)) - first[source[place]]
+    arrays = (np.array(shares, np.int64), source, nth, place, first)
+    for array in arrays:
+        array.flags.writeable = False
+    return Pattern(*arrays)
+
+
+class QuotaPattern:
+    """A sequence in which each source has exactly its quota of turns. Thread-safe.
+
+    Up to `limit` turns (a common divisor aside) are one fair sequence. More are cut into cycles: each is one
+    period of rounded shares, followed by the few turns (less than one a source, on average) that the rounding
+    left, which are themselves in fair order. Every prefix is then within sources + 3 turns of the shares.
+    O(limit + sources * quota / limit) memory.
+    """
+
+    def __init__(self, quota: Sequence[int], limit: int = MAX_PERIOD) -> None:
+        self.totals = np.array(quota, np.int64)
+        cycles = max(int(np.gcd.reduce(self.totals)), -(-int(self.totals.sum()) // limit))
+        shares = self.totals // cycles
+        extra = self.totals - shares * cycles
+        self._base = fair_pattern(tuple(shares.tolist()))
+        self._extra = fair_pattern(tuple(extra.tolist())) if extra.any() else None
+        cycle = np.arange(cycles + 1)
+        self._extra_start = cycle * int(extra.sum()) // cycles
+        """[cycles + 1] extra turns before each cycle."""
+        self._start = cycle * self._base.period + self._extra_start
+        before = [np.searchsorted(self._extra_places(i), self._extra_start) for i in range(len(shares))]
+        self._extra_before = np.stack(before, axis=1)
+        self._before = cycle[:, None] * shares + self._extra_before
+        """[cycles + 1, sources] turns of each source before each cycle."""
+
+    def _extra_places(self, source: int) -> NDArray[np.int64]:
+        extra = self._extra
+        return extra.place[extra.first[source] : extra.first[source + 1]] if extra else np.zeros(0, np.int64)
+
+    def locate(self, turns: NDArray[np.int64]) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+        """Whose turns these are, int32 [n], and how many turns that source had before, int64 [n]."""
+        cycle = np.searchsorted(self._start, turns, side="right") - 1
+        within, period = turns - self._start[cycle], self._base.period
+        source, index = self._base.locate(np.minimum(within, period - 1))
+        index += self._before[cycle, source]
+        late = np.flatnonzero(within >= period)
+        if len(late) and self._extra:
+            at = cycle[late]
+            source[late], nth = self._extra.locate(self._extra_start[at] + within[late] - period)
+            index[late] = (at + 1) * self._base.shares[source[late]] + nth
+        return source, index
+
+    def turns(self, source: int, index: NDArray[np.int64]) -> NDArray[np.int64]:
+        """When a source has its turns, int64 [n]; indices are below its quota."""
+        cycle = np.searchsorted(self._before[:, source], index, side="right") - 1
+        nth, share = index - self._before[cycle, source], int(self._base.shares[source])
+        out = np.empty(len(index), np.int64)
+        early, late = nth < share, nth >= share
+        out[early] = self._base.turns(source, nth[early]) if share else 0
+        if self._extra and late.any():
+            at = cycle[late]
+            extra = self._extra.turns(source, self._extra_before[at, source] + nth[late] - share)
+            out[late] = extra - self._extra_start[at] + self._base.period
+        return out + self._start[cycle]
+
+    def counts(self, turn: int) -> NDArray[np.int64]:
+        """Turns of each source before this one, int64 [sources]."""
+        cycle = int(np.searchsorted(self._start, turn, side="right")) - 1
+        within, period = turn - int(self._start[cycle]), self._base.period
+        counts: NDArray[np.int64] = self._before[cycle] + self._base.counts(min(within, period))
+        if within > period and self._extra:
+            start = int(self._extra_start[cycle])
+            counts += self._extra.counts(start + within - period) - self._extra.counts(start)
+        return counts
+
+
+@lru_cache(maxsize=8)
+def quota_pattern(quota: tuple[int, ...]) -> QuotaPattern:
+    """The sequence in which each source has exactly its quota of turns, one of them positive."""
+    return QuotaPattern(quota)
+
+
+def _chairman_assignment(shares: NDArray[np.int64]) -> NDArray[np.int32]:
+    """Tijdeman's rule on whole numbers: int32 [sum of shares]."""
+    period, slack = int(shares.sum()), 2 * int((shares > 0).sum()) - 2
+    source = np.repeat(np.arange(len(shares), dtype=np.int32), shares)
+    if not slack:
+        return source
+    nth = np.arange(period) - np.repeat(np.cumsum(shares) - shares, shares)
+    share = shares[source] * slack
+    may_come = -(-(nth * slack + 1) * period // share) - 1  # turns from 0
+    must_come = ((nth + 1) * slack - 1) * period // share
+    order = np.argsort(may_come, kind="stable")
+    # One integer a candidate compares faster than a pair: what must come soonest, then the source.
+    urgency = (must_come * len(shares) + source)[order].tolist()
+    coming = np.searchsorted(may_come[order], np.arange(period), side="right").tolist()
+    waiting: list[int] = []
+    turns, seen = [], 0
+    for stop in coming:
+        for candidate in urgency[seen:stop]:
+            heapq.heappush(waiting, candidate)
+        seen = stop
+        turns.append(heapq.heappop(waiting))
+    return (np.array(turns) % len(shares)).astype(np.int32)
