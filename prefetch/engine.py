@@ -29,6 +29,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Generic, Protocol, TypeVar
 
+from prefetch import switching
 from prefetch.depth import DepthPolicy, Observation
 from prefetch.ledger import Ledger, MemoryHeld, State
 from prefetch.pool import PriorityPool, Task
@@ -213,6 +214,7 @@ class Engine(Generic[T]):
         self._pid = os.getpid()
         self._readers = PriorityPool(options.num_readers, "dataflow-read", initializer=options.initializer)
         self._workers = PriorityPool(options.num_workers, "dataflow-build", initializer=options.initializer)
+        switching.begin()
         with self._changed:
             self._pump()
 
@@ -538,6 +540,8 @@ class Engine(Generic[T]):
         if os.getpid() != self._pid:
             return  # the threads belong to the parent, and one of them may have held the lock at the fork
         with self._changed:
+            if not self._closed:
+                switching.end()
             self._closed = True
             self._changed.notify_all()
         if not join or self._readers.runs_here or self._workers.runs_here:

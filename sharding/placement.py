@@ -52,15 +52,20 @@ def seats(places: Sequence[tuple[object, ...]]) -> list[int]:
 
 
 def seat_of(topology: Topology) -> int:
-    """The seat of a process: by rack and node where they are known for all ranks, else its data rank.
+    """The seat of a process: by rack, node and NUMA node as far as all ranks know them, else its data rank.
 
     Ranks of a replica group share a seat. All ranks must know the same facts, or all must lack them.
     """
-    nodes = topology.nodes_of_data_ranks
-    if nodes is None:
+    nodes, of_rank = topology.nodes_of_data_ranks, topology.data_ranks
+    if nodes is None or of_rank is None:
         return topology.data_rank
     racks = topology.racks or ("",) * topology.num_nodes
-    return seats([(racks[group[0]], group[0]) for group in nodes])[topology.data_rank]
+    numa = topology.numa_nodes_of_ranks
+    if numa is None or None in numa:  # ranks that are bound to no NUMA node are equally near to all
+        numa = (0,) * topology.world_size
+    first = [of_rank.index(data_rank) for data_rank in range(topology.data_world_size)]
+    places = [(racks[group[0]], group[0], numa[rank]) for group, rank in zip(nodes, first, strict=True)]
+    return seats(places)[topology.data_rank]
 
 
 def reads_by_node(

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 import torch.distributed as dist
 
 from dataflow import DataLoader, ShardedDataset, Shuffle, Topology
@@ -63,3 +64,32 @@ def test_each_sample_comes_once_and_each_block_is_read_by_one_node(
                 readers.setdefault(sample // PER_BLOCK, set()).add(rank * num_nodes // world_size)
         assert all(len(nodes) == 1 for nodes in readers.values())
         assert len(readers) == NUM_BLOCKS
+
+
+def stepping_together(path: str, batch_size: int, tail: str) -> tuple[int, list[int]]:
+    """Steps, each with a reduction that hangs if a rank lacks one; and the samples."""
+    samples = []
+    dataset = ShardedDataset(path, format="tokens", dtype="uint16", length=LENGTH, catalog=path + ".catalog")
+    with DataLoader(dataset, batch_size, tail=tail) as loader:  # type: ignore[arg-type]
+        for batch in loader:
+            count = torch.ones(1)
+            dist.all_reduce(count)
+            assert int(count) == dist.get_world_size()
+            samples += samples_of(batch)
+        return len(loader), samples
+
+
+@pytest.mark.parametrize(
+    ("num_samples", "batch_size", "tail"), [(1, 2, "pad"), (2, 1, "drop"), (7, 2, "pad")]
+)
+def test_ranks_take_the_same_number_of_steps_with_fewer_samples_than_ranks_or_a_rest(
+    tmp_path: Path, num_samples: int, batch_size: int, tail: str
+) -> None:
+    path = str(tmp_path / "few.bin")
+    np.arange(num_samples * LENGTH + 1, dtype=np.uint16).tofile(path)
+    ShardedDataset(path, format="tokens", dtype="uint16", length=LENGTH, catalog=path + ".catalog")
+    ranks = run_ranks(stepping_together, 3, args=(path, batch_size, tail), timeout_s=90)
+    steps = -(-num_samples // (3 * batch_size)) if tail == "pad" else num_samples // (3 * batch_size)
+    assert [found[0] for found in ranks] == [steps] * 3
+    taken = set(chain(*(found[1] for found in ranks)))
+    assert taken == (set(range(num_samples)) if tail == "pad" else set())
