@@ -281,23 +281,6 @@ class Order:
                 f"positions must be in [0, {self.num_samples}), got {positions.min()} to {positions.max()}"
             )
 
-    # ---- orders with one lane, whose windows follow one another in positions ------------------------
-
-    def window_start(self, window: int) -> int:
-        """First position of the window; `num_samples` for window == `num_windows`. One lane only."""
-        if not 0 <= window <= self.num_windows:
-            raise IndexError(f"window must be in [0, {self.num_windows}], got {window}")
-        self._need_one_lane()
-        return int(self.table.cell_start[window]) if self.shuffle.kind != "full" else self.num_samples
-
-    def window_of(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The window of each position, int64 [n]. Raises `ValueError` under "full", which has none."""
-        return self.locate(positions)[0]
-
-    def _need_one_lane(self) -> None:
-        if self.num_lanes > 1:
-            raise ValueError("windows of several lanes overlap in positions: use locate(positions)")
-
 
 def _which(numbers: NDArray[np.int64], first: int, last: int) -> NDArray[np.int64]:
     """The different numbers in [first, last) among some of them, ascending."""

@@ -128,10 +128,13 @@ def test_windows_begin_where_the_block_order_says_to_one_block(table, lanes, win
 @given(tables, st.integers(1, 40))
 def test_with_one_lane_windows_follow_one_another(table, window_blocks):
     order = Order(table, Shuffle("window", window_blocks, 1), seed=3, epoch=0)
-    windows = order.window_of(np.arange(order.num_samples)).tolist()
-    for position, w in enumerate(windows):
-        assert order.window_start(w) <= position < order.window_start(w + 1)
-    assert order.window_start(order.num_windows) == order.num_samples
+    windows = order.locate(np.arange(order.num_samples))[0]
+    assert (
+        windows.tolist()
+        == np.repeat(
+            np.arange(order.num_windows), [order.num_slots(w) for w in range(order.num_windows)]
+        ).tolist()
+    )
 
 
 @given(tables, st.integers(1, 40), st.sampled_from(WINDOWED), st.sampled_from([None, 1, 3]))
@@ -158,12 +161,6 @@ def test_the_core_of_a_window_is_the_longest_range_of_positions_inside(table, wi
         assert all(windows[p] == w for p in range(max(first, 0), end))
         if max(first, 0) < end:
             assert end == order.num_samples or windows[end] != w
-
-
-def test_several_lanes_have_no_window_starts():
-    order = Order([3] * 20, Shuffle("window", 8, 2), seed=0, epoch=0)
-    with pytest.raises(ValueError, match=r"use locate\(positions\)"):
-        order.window_start(0)
 
 
 # Facts
@@ -340,8 +337,6 @@ def test_bad_arguments_are_refused():
         for window in (-1, 1):
             with pytest.raises(IndexError, match=r"window must be in \[0, 1\)"):
                 call(window)
-    with pytest.raises(IndexError, match=r"window must be in \[0, 1\], got 2"):
-        order.window_start(2)
     with pytest.raises(ValueError, match="a full shuffle has no windows"):
         Order([2], Shuffle("full"), seed=0, epoch=0).locate(np.array([0]))
     for table in ([-1], [1.5], [[1]]):
