@@ -77,7 +77,7 @@ def _size(_ctx: click.Context, _param: click.Parameter, value: str | None) -> in
     """Bytes, from text such as "4MiB"."""
     if value is None:
         return None
-    from dataflow.loader import parse_bytes
+    from dataflow.memory_limit import parse_bytes
 
     try:
         size = parse_bytes(value)

@@ -1,615 +1,229 @@
-"""`DataLoader` over a `ShardedDataset` or a `Mixture`: the one object that training code holds.
-
-It turns its arguments into a plan (which samples, in which order, for this rank), starts one engine
-(threads, credits, arena), and hands out batches. The engine lives from the first batch to `close`, across
-epochs: while the last batches of an epoch train, the first ones of the next are read. The loader's state
-is the position of the batches that were handed out, never of those that were prefetched.
-"""
+"""`DataLoader`: torch's class, that streams a `ShardedDataset` and hands over any other dataset's batches faster."""
 
 from __future__ import annotations
 
-import os
-import threading
-import time
-import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Literal, TypeVar
 
 import torch
+from torch.utils.data import DataLoader as TorchDataLoader
+from torch.utils.data import _DatasetKind
 
 from dataflow.dataset import ShardedDataset
-from dataflow.length_aware import checked_batching, make_planner
+from dataflow.loader_state import Progress, Resumed, resumed_from
+from dataflow.memory_limit import memory_limit_bytes
 from dataflow.mixture import Mixture
-from dataflow.staging import Source, Traffic
-from dataflow.stats import LoaderStats
-from dataflow.stream import Delivered, Finishing, RankPlan, Stream, StreamPlan
-from dataflow.topology_exchange import detect_topology
-from prefetch.arena import Arena, rounded_bytes
-from prefetch.depth import Decision, DepthPolicy, Observation, fixed_depth
-from prefetch.device import CudaStreams, DeviceCopier, register_pinned
-from prefetch.engine import NOT_STARTED, Engine, EngineOptions, EngineStats, MemoryLimitError, StallError
-from prefetch.ledger import Ledger
-from sharding.batching import Batching, Packed
-from sharding.errors import SampleError
-from sharding.mixture import ENDLESS
+from dataflow.stream_loader import StreamLoader
+from dataflow.worker_loader import MainIterator, Timing, WorkerIterator
+from prefetch.depth import DepthPolicy
+from sharding.batching import Batching
 from sharding.order import Shuffle
-from sharding.placement import seat_of
-from sharding.plan import PlanState, Tail
+from sharding.plan import Tail
 from sharding.topology import Topology
-from sharding.unit_plan import UnitPlan
-from sharding.units import LengthStats
-from sharding.urls import is_local
-from sharding.window_size import DEFAULT_LIMIT, deciding_table, resolve_windows
 
-_CHUNK_BYTES = 8 << 20
-"""Output of one chunk, once the stream runs: enough that its Python cost vanishes."""
-_CHUNKS_IN_LIMIT = 32
-"""A chunk is no more than this part of the memory limit."""
-_MAX_CHUNK_BATCHES = 128
-_WINDOWS_AHEAD = 3
-"""Windows a source: one drained, one staged, one being read."""
-_PACKED_BYTES = 12
-_LISTED_ERRORS = 1000
-_LOCAL_READERS = 2
-_REMOTE_READERS = 16
+T = TypeVar("T")
 
 
-class DataLoader:
-    """Batches of a dataset or a mixture, in an order that is a function of (seed, epoch, position).
+class DataLoader(TorchDataLoader[T]):
+    """Batches of any dataset.
+
+    Over a `ShardedDataset` or a `Mixture` it streams shards, in an order that is a function of (seed, epoch,
+    position); see docs/design.md. Over any other dataset it does what `torch.utils.data.DataLoader` 2.13 does,
+    argument by argument, with a faster hand-over from worker processes and a `state_dict`; what differs on
+    purpose is listed in docs/differences.md.
 
     Args:
-        dataset: a `ShardedDataset` (or a view of one), or a `Mixture`.
-        batch_size: samples per batch and rank; with `batching=Packed(...)` rows.
-        shuffle: True or None: windowed shuffle; False: file order; or a `Shuffle`.
-        drop_last: leave out the last, incomplete global batch (the same as `tail="drop"`).
-        collate_fn: samples -> batch; None stacks columns (or torch's `default_collate` after a transform).
-        timeout: seconds to wait for one batch; 0: 600.
-        seed: any 64-bit integer; with the epoch it decides order and augmentation.
-        topology: this rank's place; None: torch.distributed if initialised, else the environment.
-        device: where batches go; None or "cpu": host memory. "cuda": page-locked slots, copied on a side
-            stream.
+        dataset: a `ShardedDataset`, a `Mixture`, or any map-style or iterable dataset.
+        batch_size: samples per batch (and rank).
+        shuffle: as in torch; over shards also a `Shuffle`, and None means a windowed shuffle.
+        sampler, batch_sampler, num_workers, collate_fn, pin_memory, drop_last, timeout, worker_init_fn,
+        multiprocessing_context, generator, prefetch_factor, persistent_workers, pin_memory_device, in_order:
+            as in torch. Without `multiprocessing_context`, workers come from a fork server that has torch
+            imported; they are forked from this process if the dataset cannot be pickled.
+        snapshot_every_n_steps: datasets with a `state_dict` tell it every so many batches; between them a
+            resumed loader fetches again what was delivered. As in torchdata's `StatefulDataLoader`.
         memory_limit: bytes, or text such as "2GB", that the loader may hold; None: 1 GiB or an eighth of
-            the memory of the machine (or its cgroup) per local rank, whichever is less.
-        tail: what happens to the last, incomplete global batch: "drop", "pad" (repeat the epoch's first
-            samples), "uneven" (a short batch, shared out over the ranks). None: "drop" if drop_last, else
-            "uneven" in one process and "pad" with several, so that no rank lacks a step.
-        depth: batches kept ready; an int or a `DepthPolicy`.
-        num_threads: threads that build batches; None: by the number of cores.
-        batching: `Packed(...)`, `TokenBudget(...)` or `Bucketed(...)`: batches by the lengths of samples.
-            `transform` and `collate_fn` then go together, and not with `Packed`. See docs/batching.md.
+            the machine's memory per local rank, whichever is less.
+        seed, topology, device, tail, depth, num_threads, batching: over shards only; see `StreamLoader`.
 
-    A loader is used by one thread. `for batch in loader` runs one epoch; the next loop runs the next one.
-    A mixture with `stop="never"` has no length and one epoch: the next loop goes on where the last was left.
+    Used by one thread. `for batch in loader` runs one epoch.
     """
 
     def __init__(
         self,
-        dataset: ShardedDataset | Mixture,
-        batch_size: int = 1,
+        dataset: Any,
+        batch_size: int | None = 1,
         shuffle: bool | Shuffle | None = None,
-        *,
-        drop_last: bool = False,
+        sampler: Any = None,
+        batch_sampler: Any = None,
+        num_workers: int = 0,
         collate_fn: Callable[[list[Any]], Any] | None = None,
+        pin_memory: bool = False,
+        drop_last: bool = False,
         timeout: float = 0,
+        worker_init_fn: Callable[[int], Any] | None = None,
+        multiprocessing_context: Any = None,
+        generator: torch.Generator | None = None,
+        *,
+        prefetch_factor: int | None = None,
+        persistent_workers: bool = False,
+        pin_memory_device: str = "",
+        in_order: bool = True,
+        snapshot_every_n_steps: int = 1,
+        memory_limit: int | str | None = None,
         seed: int = 0,
         topology: Topology | None = None,
         device: str | torch.device | None = None,
-        memory_limit: int | str | None = None,
         tail: Tail | None = None,
         depth: int | DepthPolicy = 4,
         num_threads: int | None = None,
         batching: Batching | None = None,
     ) -> None:
-        if not isinstance(dataset, ShardedDataset | Mixture):
-            raise TypeError(
-                f"dataset must be a ShardedDataset or a Mixture, got {type(dataset).__name__}; "
-                "for other datasets use torch.utils.data.DataLoader (this class does not serve them yet)"
+        self._stream: StreamLoader | None = None
+        if isinstance(dataset, ShardedDataset | Mixture):
+            _refuse(
+                f"a {type(dataset).__name__} has an order of its own and is read by threads: ",
+                sampler=sampler,
+                batch_sampler=batch_sampler,
+                worker_init_fn=worker_init_fn,
+                multiprocessing_context=multiprocessing_context,
+                generator=generator,
+                in_order=None if in_order else False,
             )
-        if timeout < 0:
-            raise ValueError(f"timeout must be >= 0 seconds, got {timeout}")
-        self.dataset, self.batch_size, self.collate_fn = dataset, batch_size, collate_fn
-        self.drop_last, self.timeout, self.seed = drop_last, timeout, seed
-        self.topology = topology or detect_topology()
-        self.device = _checked_device(device)
-        self.batching = checked_batching(batching, dataset, batch_size, collate_fn)
-        self._length_stats: LengthStats | None = None
-        self.tail: Tail = tail or _default_tail(drop_last, self.topology)
-        self._given_limit = memory_limit
-        self.memory_limit = _memory_limit(memory_limit, self.topology)
-        self._planner = (
-            make_planner(self.batching, dataset, self._window_limit // 8)
-            if self.batching and isinstance(dataset, ShardedDataset)
-            else None
-        )
-        self._depth = fixed_depth(depth) if isinstance(depth, int) else depth
-        self._num_threads = num_threads or _build_threads(dataset)
-        self._num_readers = _num_readers(dataset)
-        self.shuffle, self.window_reason = self._resolve_shuffle(shuffle)
-        self._epoch = 0
-        self._start = 0
-        self._in_epoch = False
-        self._loop: object | None = None
-        """The loop that runs now: only one may."""
-        self._current: RankPlan | None = None
-        self._taken = 0
-        self._session: _Session | None = None
-        self._finalizer: weakref.finalize[Any, Any] | None = None
-        self._skipped = _Skipped(dataset.on_error, dataset.error_budget)
-        self._counts = _Counts()
-        self._plan = self._stream_plan()
-        self._check_plan(self._epoch_plan(0, 0))
-
-    # ---- deciding -----------------------------------------------------------------------------------
-
-    def _resolve_shuffle(self, shuffle: bool | Shuffle | None) -> tuple[Shuffle, str]:
-        """The shuffle, and why its windows are as large as they are.
-
-        Each source of a mixture has windows of its own, and they share that quarter.
-        It never depends on the machine: ranks of unlike machines must agree on the order.
-        """
-        if not isinstance(shuffle, Shuffle):
-            shuffle = Shuffle("window" if shuffle is None or shuffle else "none")
-        limit = None if self._given_limit is None else self.memory_limit
-        tables = [source.kept_blocks for source in self.dataset.sources]
-        return resolve_windows(shuffle, *deciding_table(tables, limit))
-
-    @property
-    def _window_limit(self) -> int:
-        return DEFAULT_LIMIT if self._given_limit is None else self.memory_limit
-
-    def _stream_plan(self) -> StreamPlan:
-        seat, world_size = seat_of(self.topology), self.topology.data_world_size
-        return StreamPlan(
-            self.dataset,
-            self.shuffle,
-            self.seed,
-            self.batch_size,
-            seat,
-            world_size,
-            self.tail,
-            self._planner,
-        )
-
-    def _epoch_plan(self, epoch: int, start: int) -> RankPlan:
-        plan = self._plan.epoch(epoch, start)
-        if isinstance(plan, UnitPlan):
-            self._length_stats = plan.stats
-        return plan
-
-    def _check_plan(self, plan: RankPlan) -> None:
-        rows = self._plan.samples_per_batch * sum(
-            o.row_bytes for o in self.dataset.outputs if o.kind != "objects"
-        )
-        if rows > self.memory_limit:
-            raise MemoryLimitError(
-                f"one batch of {self.batch_size} samples needs {rows:,} bytes, more than "
-                f"memory_limit={self.memory_limit:,}; lower batch_size or raise memory_limit"
+            if batch_size is None:
+                raise ValueError("batch_size=None is not for shards: they are read in batches")
+            self._stream = StreamLoader(
+                dataset,
+                batch_size,
+                shuffle,
+                drop_last=drop_last,
+                collate_fn=collate_fn,
+                timeout=timeout,
+                seed=seed,
+                topology=topology,
+                device=device,
+                memory_limit=memory_limit,
+                tail=tail,
+                depth=depth,
+                num_threads=num_threads or num_workers or None,
+                batching=batching,
+                pin_memory=pin_memory,
             )
+            super().__init__(dataset, batch_size, drop_last=drop_last, collate_fn=collate_fn)  # type: ignore[arg-type]
+            return
+        _refuse(
+            "only a ShardedDataset or a Mixture has ",
+            topology=topology,
+            device=device,
+            tail=tail,
+            batching=batching,
+            shuffle=shuffle if isinstance(shuffle, Shuffle) else None,
+        )
+        self.snapshot_every_n_steps = snapshot_every_n_steps
+        self.memory_limit = memory_limit_bytes(memory_limit, 1)
+        self._timing = Timing()
+        self._progress: Progress = Progress()
+        self._resumed: Resumed | None = None
+        super().__init__(
+            dataset,
+            batch_size,
+            shuffle,  # type: ignore[arg-type]
+            sampler,
+            batch_sampler,
+            num_workers,
+            collate_fn,
+            pin_memory,
+            drop_last,
+            timeout,
+            worker_init_fn,
+            multiprocessing_context,
+            generator,
+            prefetch_factor=prefetch_factor,
+            persistent_workers=persistent_workers,
+            pin_memory_device=pin_memory_device,
+            in_order=in_order,
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        stream = self.__dict__.get("_stream")
+        if stream is not None and not name.startswith("_"):
+            return getattr(stream, name)
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     # ---- iterating ----------------------------------------------------------------------------------
 
     def __len__(self) -> int:
-        """Batches of the whole epoch on this rank; with `batching=`, or in a mixture, epochs may differ.
+        """Batches of an epoch (on this rank). `TypeError` where it cannot be known."""
+        return super().__len__() if self._stream is None else len(self._stream)
 
-        `TypeError` for a mixture that never ends.
-        """
-        len(self.dataset)
-        return self._epoch_plan(self._epoch, 0).num_batches
+    def __iter__(self) -> Any:
+        if self._stream is not None:
+            return iter(self._stream)
+        if self._resumed is not None:
+            self._iterator = None  # persistent workers stand elsewhere
+        return super().__iter__()
 
-    def __iter__(self) -> Iterator[Any]:
-        if self._in_epoch:  # the last loop was left early: a new loop is a new epoch
-            endless = self.dataset.num_samples(self._epoch) >= ENDLESS
-            self._begin_epoch(*(self._epoch, self._position()) if endless else (self._epoch + 1, 0))
-        plan = self._epoch_plan(self._epoch, self._start)
-        self._loop = object()
-        return self._batches(plan, self._epoch, self._loop)
+    def _get_iterator(self) -> Any:
+        if self.num_workers == 0:
+            return MainIterator(self)
+        self.check_worker_number_rationality()
+        return WorkerIterator(self)
 
-    def _batches(self, plan: RankPlan, epoch: int, loop: object) -> Iterator[Any]:
-        self._in_epoch = True
-        total = plan.num_batches
-        began = time.perf_counter()
-        session = self._open(epoch, plan.start) if total else None
-        on_device = session.copier.to_device if session and session.copier else None
-        self._current, taken = plan, 0
-        try:
-            while taken < total:
-                assert session is not None
-                batches = session.next_batches()
-                self._counts.first_batch_s = self._counts.first_batch_s or time.perf_counter() - began
-                for delivered in batches:
-                    self._taken = taken = taken + 1
-                    self._counts.batches += 1
-                    self._counts.samples += delivered.num_samples
-                    if delivered.skipped:
-                        self._skipped.add(delivered.skipped)
-                    yield delivered.batch if on_device is None else on_device(delivered.batch)
-                    if self._loop is not loop:
-                        raise RuntimeError("two loops ran over one loader at the same time; make two loaders")
-                    if session is not self._session or self._epoch != epoch:
-                        return  # the loader was closed or moved elsewhere inside the loop
-        except BaseException as error:  # Ctrl-C or the end of the loop (GeneratorExit) among them
-            if self._loop is loop:
-                self._stop(join=not isinstance(error, StallError))  # what hangs cannot be joined
-            raise
-        if session is not None:
-            session.epoch_done(epoch)
-        self._begin_epoch(epoch + 1, 0)
-
-    def _begin_epoch(self, epoch: int, start: int) -> None:
-        self._epoch, self._start, self._in_epoch = epoch, start, False
-        self._current, self._taken = None, 0
+    def _take_resumed(self) -> Resumed | None:
+        resumed, self._resumed = self._resumed, None
+        return resumed
 
     def set_epoch(self, epoch: int) -> None:
-        """The next loop runs this epoch, from its beginning. Costs nothing if it is the next one anyway."""
-        if epoch < 0:
-            raise ValueError(f"epoch must be >= 0, got {epoch}")
-        if epoch != self._epoch or self._in_epoch:
-            if self._session is not None and (self._in_epoch or epoch != self._epoch):
-                self.close()
-            self._begin_epoch(epoch, 0)
+        """Choose the epoch: of the order over shards; else of the sampler and the dataset, if they have one."""
+        if self._stream is not None:
+            self._stream.set_epoch(epoch)
+            return
+        for part in (self.sampler, self.batch_sampler, self.dataset):
+            if callable(getattr(part, "set_epoch", None)):
+                part.set_epoch(epoch)
 
     # ---- state --------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the batches handed out so far end: a small JSON value, the same on every rank.
+        """Where the batches handed out so far end, as a small JSON value (if a dataset's own state is one).
 
-        It resumes under any number of ranks, threads or nodes. Taken inside a loop after the last batch of
-        an epoch, it resumes to nothing more of that epoch; taken after the loop, to the next epoch.
+        Taken inside a loop after the last batch, it resumes to nothing more of that epoch; taken after the
+        loop, to a new epoch. Valid with any number of workers.
         """
-        state = PlanState(
-            seed=self.seed,
-            epoch=self._epoch,
-            position=self._position(),
-            num_samples=self.dataset.num_samples(self._epoch),
-            shuffle=self.shuffle,
-            fingerprint=self.dataset.fingerprint(),
-            batching=self._planner.mark if self._planner else None,
-        )
-        return {**state.to_json(), "skipped_samples": self._skipped.count}
-
-    def _position(self) -> int:
-        return self._current.position_after(self._taken) if self._current else self._start
+        return self._stream.state_dict() if self._stream is not None else self._progress.to_json(self)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state_dict` was taken: seed and shuffle come from the state.
+        """Let the next loop go on where `state_dict` was taken.
 
         Raises:
-            ValueError: the state is damaged or was taken over other data, or with another `batching`.
+            ValueError: the state is damaged or of another kind of loader or dataset.
         """
-        if not isinstance(state, Mapping):
-            raise ValueError(f"a state must be a mapping, got {type(state).__name__}")
-        fields = {k: v for k, v in state.items() if k != "skipped_samples"}
-        loaded = PlanState.from_json(fields)
-        if loaded.fingerprint != self.dataset.fingerprint():
-            here = self.dataset.num_samples(0)
-            raise ValueError(
-                "the state was taken over other shards (their names, sizes or blocks differ), another view "
-                "or other shares of a mixture, where its position means other samples "
-                f"({loaded.num_samples:,} samples, here {here:,})"
-            )
-        planner = self._planner and self._planner.resumed(loaded.batching or {})
-        mark = planner and planner.mark
-        if loaded.batching != mark:
-            raise ValueError(
-                "the state was taken with other batching or lengths, where its position means other rows or "
-                f"batches: it has {loaded.batching}, this loader {mark}"
-            )
-        if planner:  # only a plan knows how many units there are: refuse before anything changes
-            plan = replace(self._plan, seed=loaded.seed, shuffle=loaded.shuffle, planner=planner)
-            plan.epoch(loaded.epoch, loaded.position)
-        self.close()
-        self.seed, self.shuffle, self._planner = loaded.seed, loaded.shuffle, planner
-        self.window_reason = "as in the loaded state"
-        self._skipped.start(int(state.get("skipped_samples", 0)))
-        self._plan = self._stream_plan()
-        self._begin_epoch(loaded.epoch, loaded.position)
+        if self._stream is not None:
+            self._stream.load_state_dict(state)
+            return
+        kind = "iterable" if self._dataset_kind == _DatasetKind.Iterable else "map"
+        self._resumed = resumed_from(state, kind)
+        self._progress = Progress.loaded(state)
 
     # ---- engine -------------------------------------------------------------------------------------
 
-    def _open(self, epoch: int, start: int) -> _Session:
-        """The running session if it stands at this place, else a new one."""
-        session = self._session
-        if session is not None and session.stands_at(epoch, start):
-            return session
-        self.close()
-        session = _Session(self, epoch, start)
-        self._session = session
-        # The finaliser, not __del__: it also runs at interpreter exit, and joins the threads.
-        self._finalizer = weakref.finalize(self, session.close)
-        return session
-
-    def stats(self) -> LoaderStats:
-        """A snapshot; cheap, any thread."""
-        counted = self._counts.snapshot(self._session, self.shuffle, self.window_reason, self._skipped)
-        return replace(counted, lengths=self._length_stats)
-
     def close(self) -> None:
-        """Stop and join all threads, drop what is prefetched. Batches handed out stay valid. Idempotent."""
-        self._stop(join=True)
+        """End workers and threads. Batches handed out stay valid, and another loop may follow. Idempotent."""
+        if self._stream is not None:
+            self._stream.close()
+            return
+        iterator, self._iterator = self._iterator, None
+        if isinstance(iterator, WorkerIterator):
+            iterator.close()
 
-    def _stop(self, *, join: bool) -> None:
-        session, self._session = self._session, None
-        if session is not None:
-            assert self._finalizer is not None
-            self._finalizer.detach()
-            session.close(join=join)
-            self._skipped.start(self._skipped.count)
-            self._counts.keep(session)
-
-    def __enter__(self) -> DataLoader:
+    def __enter__(self) -> DataLoader[T]:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
 
-class _Session:
-    """One engine with its arena and ledger, from a place in the stream on. Knows no loader."""
-
-    def __init__(self, loader: DataLoader, epoch: int, start: int) -> None:
-        dataset = loader.dataset
-        self.ledger = Ledger(loader.memory_limit)
-        on_cuda = loader.device.type == "cuda"
-        register = register_pinned if on_cuda else None
-        self.arena = Arena(limit_bytes=loader.memory_limit, register=register)
-        self.copier = DeviceCopier(CudaStreams(loader.device)) if on_cuda else None
-        self.traffic = Traffic()
-        self.sources = _open_sources(dataset, loader.memory_limit // 4, self.traffic)
-        self._next = (epoch, start)
-        ledger = self.ledger
-        finishing = Finishing(
-            [(source.transform, source.transform_wants_rng) for source in dataset.sources],
-            loader.collate_fn,
-            dataset.batch_transform,
-            loader._skipped.decide,
-            loader._planner.batching if loader._planner else None,
-        )
-        per_chunk = _batches_per_chunk(loader)
-        stream = Stream(
-            self.sources,
-            self.arena,
-            loader._plan,
-            finishing,
-            on_return=lambda nbytes: lambda: ledger.give_back_lent(nbytes),
-            batches_per_chunk=per_chunk,
-            num_readers=loader._num_readers,
-            full_window_bytes=loader.memory_limit // 8,
-        )
-        chunk_bytes = rounded_bytes(per_chunk * _batch_bytes(loader))
-        options = EngineOptions(
-            num_readers=loader._num_readers,
-            num_workers=loader._num_threads,
-            depth=_at_least(loader._depth, 3 * per_chunk),
-            max_windows=_WINDOWS_AHEAD * len(self.sources),
-            keep_bytes=max(chunk_bytes, min(3 * chunk_bytes, loader.memory_limit // 4)),
-            timeout_s=loader.timeout or 600.0,
-            initializer=_one_torch_thread,
-        )
-        torch_threads = torch.get_num_threads()
-        self.engine: Engine[Delivered] = Engine(stream.windows(epoch, start), self.ledger, options)
-        torch.set_num_threads(torch_threads)
-
-    def next_batches(self) -> Sequence[Delivered]:
-        """The batches of the next chunk."""
-        batches = self.engine.next_batches()
-        if batches:
-            self._next = (batches[-1].epoch, -1)
-        return batches
-
-    def stands_at(self, epoch: int, start: int) -> bool:
-        """Whether the next batch is the first from `start` of the epoch."""
-        return self._next == (epoch, start)
-
-    def epoch_done(self, epoch: int) -> None:
-        """All batches of the epoch were taken."""
-        self._next = (epoch + 1, 0)
-
-    def close(self, *, join: bool = True) -> None:
-        """Stop everything; see `Engine.close`."""
-        if self.copier:
-            self.copier.close()
-        self.engine.close(join=join)
-        self.arena.close()
-
-
-@dataclass(frozen=True)
-class _Totals:
-    """Sums over sessions, and the last one's engine."""
-
-    engine: EngineStats = NOT_STARTED
-    elapsed_s: float = 0.0
-    starved_s: float = 0.0
-    read_bytes: int = 0
-    decoded_bytes: int = 0
-    delivered_bytes: int = 0
-
-    @classmethod
-    def of(cls, session: _Session, past: _Totals | None) -> _Totals:
-        """The totals with one more session."""
-        engine, traffic, past = session.engine.stats(), session.traffic, past or cls()
-        return cls(
-            engine,
-            past.elapsed_s + engine.elapsed_s,
-            past.starved_s + engine.starved_s,
-            past.read_bytes + traffic.read_bytes,
-            past.decoded_bytes + traffic.decoded_bytes,
-            past.delivered_bytes + engine.delivered_bytes,
-        )
-
-
-class _Counts:
-    """What was delivered, over all sessions."""
-
-    def __init__(self) -> None:
-        self.samples = self.batches = 0
-        self.first_batch_s = 0.0
-        self._past: _Totals | None = None
-
-    def keep(self, session: _Session) -> None:
-        """Fold a session that ends into the totals: however many there were, one record is kept."""
-        self._past = _Totals.of(session, self._past)
-
-    def snapshot(
-        self, session: _Session | None, shuffle: Shuffle, window_reason: str, skipped: _Skipped
-    ) -> LoaderStats:
-        """The totals, and the running (or last) engine's stages."""
-        totals = _Totals.of(session, self._past) if session else self._past or _Totals()
-        engine, elapsed, starved = totals.engine, totals.elapsed_s, totals.starved_s
-        return LoaderStats(
-            samples=self.samples,
-            batches=self.batches,
-            read_bytes=totals.read_bytes,
-            decoded_bytes=totals.decoded_bytes,
-            delivered_bytes=totals.delivered_bytes,
-            elapsed_s=elapsed,
-            starved_s=starved,
-            stall_share=starved / elapsed if elapsed else 0.0,
-            first_batch_s=self.first_batch_s,
-            read=engine.read,
-            build=engine.build,
-            ready_batches=engine.ready_batches,
-            depth=engine.depth,
-            depth_reason=engine.depth_reason,
-            window_blocks=shuffle.window_blocks or 0,
-            window_reason=window_reason,
-            memory=engine.memory,
-            skipped_samples=skipped.count,
-            skipped=tuple(skipped.errors),
-        )
-
-
-class _Skipped:
-    """The account of samples left out by policy: decided ahead by many threads, counted as delivered."""
-
-    def __init__(self, on_error: Any, budget: int) -> None:
-        self._on_error, self._budget = on_error, budget
-        self._lock = threading.Lock()  # guards _decided
-        self._decided = 0
-        self.count = 0
-        self.errors: list[str] = []
-
-    def start(self, count: int) -> None:
-        """Forget what was decided about batches that were never delivered."""
-        self.count = self._decided = count
-
-    def add(self, errors: Sequence[SampleError]) -> None:
-        """Count what is missing from a batch that is handed out."""
-        self.count += len(errors)
-        self.errors += map(str, errors[: _LISTED_ERRORS - len(self.errors)])
-
-    def decide(self, error: SampleError) -> bool:
-        """Whether to leave the sample out."""
-        skip = self._on_error == "skip" or (callable(self._on_error) and bool(self._on_error(error)))
-        if not skip:
-            return False
-        with self._lock:
-            if self._decided >= self._budget:
-                error.add_note(f"{self._decided} samples were skipped before; error_budget={self._budget}")
-                return False
-            self._decided += 1
-        return True
-
-
-def _checked_device(device: str | torch.device | None) -> torch.device:
-    checked = torch.device("cpu" if device is None else device)
-    if checked.type not in ("cpu", "cuda"):
-        raise ValueError(f"device must be a CPU or CUDA device, got {checked}; copy batches to it yourself")
-    if checked.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"device is {checked}, but torch sees no CUDA device")
-    return checked
-
-
-def _default_tail(drop_last: bool, place: Topology) -> Tail:
-    if drop_last:
-        return "drop"
-    return "pad" if place.data_world_size > 1 else "uneven"
-
-
-def _at_least(depth: DepthPolicy, batches: int) -> DepthPolicy:
-    """A depth in whole chunks: fewer than three would leave threads without work."""
-
-    def decide(seen: Observation) -> Decision:
-        decision = depth(seen)
-        if decision.value >= batches:
-            return decision
-        return Decision(batches, f"{decision.reason}; raised to three chunks")
-
-    return decide
-
-
-def _one_torch_thread() -> None:
-    # Each of our threads is one unit of parallelism. torch keeps this setting per thread, and remembers
-    # the last one for threads to come: `_Session` sets that back. Asking first makes this thread take over
-    # the remembered number now, instead of at its first operation, which would undo the setting.
-    torch.get_num_threads()
-    torch.set_num_threads(1)
-
-
-def _batch_bytes(loader: DataLoader) -> int:
-    """Bytes of one batch, from the catalog: exact for fixed rows, the mean for ragged ones."""
-    fixed = sum(o.row_bytes for o in loader.dataset.outputs if o.kind in ("array", "spans", "image"))
-    ragged = any(o.kind in ("ragged", "pad", "objects", "images") for o in loader.dataset.outputs)
-    catalogs = [source.catalog for source in loader.dataset.sources]
-    mean = max(int(c.blocks.nbytes.sum()) // max(1, c.num_samples) for c in catalogs) if ragged else 0
-    laid = 0
-    if isinstance(loader.batching, Packed):  # segment ids and positions beside the tokens
-        laid = loader.batch_size * loader.batching.length * _PACKED_BYTES
-    return max(1, loader._plan.samples_per_batch * (fixed + mean) + laid)
-
-
-def _batches_per_chunk(loader: DataLoader) -> int:
-    wanted = min(_CHUNK_BYTES, loader.memory_limit // _CHUNKS_IN_LIMIT)
-    return max(1, min(_MAX_CHUNK_BATCHES, wanted // _batch_bytes(loader)))
-
-
-def _open_sources(dataset: ShardedDataset | Mixture, keep_bytes: int, traffic: Traffic) -> list[Source]:
-    """What the stream reads, numbered, with one account of bytes."""
-    opened = [source.source(keep_bytes // len(dataset.sources)) for source in dataset.sources]
-    return [replace(source, number=number, traffic=traffic) for number, source in enumerate(opened)]
-
-
-def _build_threads(dataset: ShardedDataset | Mixture) -> int:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    images = any(o.image is not None for o in dataset.outputs)
-    # Decoders take the GIL between images: one more thread than cores works while another waits for it.
-    return cores + 1 if images else cores
-
-
-def _num_readers(dataset: ShardedDataset | Mixture) -> int:
-    local = all(is_local(url) for source in dataset.sources for url in source.catalog.urls[:1])
-    return _LOCAL_READERS if local else _REMOTE_READERS
-
-
-def _memory_limit(limit: int | str | None, place: Topology) -> int:
-    if limit is None:
-        return max(64 << 20, min(DEFAULT_LIMIT, _machine_memory() // 8 // max(1, place.local_world_size)))
-    if isinstance(limit, str):
-        return parse_bytes(limit)
-    if limit <= 0:
-        raise ValueError(f"memory_limit must be > 0 bytes, got {limit}")
-    return int(limit)
-
-
-def parse_bytes(text: str) -> int:
-    """Bytes of a size such as "512MB" or "2GiB": MB is 10**6, MiB is 2**20."""
-    units = {"": 1, "b": 1}
-    for power, letter in enumerate("kmgt", 1):
-        units[letter] = units[letter + "b"] = 1000**power
-        units[letter + "ib"] = 1024**power
-    number = text.strip().lower().rstrip("bikmgt")
-    unit = text.strip().lower()[len(number) :]
-    try:
-        return int(float(number) * units[unit])
-    except (KeyError, ValueError):
-        raise ValueError(f'a size must be like 1000000, "512MB" or "2GiB", got {text!r}') from None
-
-
-def _machine_memory() -> int:
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    try:
-        with open("/sys/fs/cgroup/memory.max") as file:
-            text = file.read().strip()
-        return min(total, int(text)) if text != "max" else total
-    except (OSError, ValueError):
-        return total
+def _refuse(why: str, **arguments: Any) -> None:
+    given = [name for name, value in arguments.items() if value is not None]
+    if given:
+        raise ValueError(f"{why}{', '.join(f'{name}=' for name in given)} cannot be used here")

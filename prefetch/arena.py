@@ -9,6 +9,7 @@ while their pages are warm; before a new slab is mapped, the coldest free ones a
 mappings together fit `limit_bytes` (leases alone may exceed it: batches that the user keeps).
 
 With CUDA each slab is page-locked once, when it is mapped (`register`), and unlocked when unmapped.
+Slabs may also come from elsewhere (`map_slab`): worker processes carve theirs from shared memory.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,8 +28,18 @@ from numpy.typing import NDArray
 _HUGE = 2 << 20
 
 
-class _Slab:
-    """One mapping. Its address is fixed for life."""
+class Slab(Protocol):
+    """Memory of a fixed size at a fixed address."""
+
+    nbytes: int
+    address: int
+
+    def unmap(self) -> None:
+        """Give the memory back to the system."""
+
+
+class _Mapping:
+    """A slab that is an anonymous mapping of its own."""
 
     def __init__(self, nbytes: int, register: Callable[[int, int], Callable[[], None]] | None) -> None:
         self.nbytes = nbytes
@@ -49,7 +60,7 @@ class Lease:
 
     __slots__ = ("__array_interface__", "__weakref__", "slab")
 
-    def __init__(self, slab: _Slab, nbytes: int) -> None:
+    def __init__(self, slab: Slab, nbytes: int) -> None:
         self.slab = slab
         self.__array_interface__: dict[str, Any] = {
             "shape": (nbytes,),
@@ -63,19 +74,23 @@ class Arena:
     """Slabs by size class. Thread-safe. `close` unmaps what is free now and the rest as it comes back."""
 
     def __init__(
-        self, *, limit_bytes: int, register: Callable[[int, int], Callable[[], None]] | None = None
+        self,
+        *,
+        limit_bytes: int,
+        register: Callable[[int, int], Callable[[], None]] | None = None,
+        map_slab: Callable[[int], Slab] | None = None,
     ) -> None:
         self._limit_bytes = limit_bytes
-        self._register = register
+        self._map_slab = map_slab or (lambda size: _Mapping(size, register))
         self._lock = (
             threading.RLock()
         )  # a finaliser may close us inside `lease`; guards _free, _free_bytes, _leased_bytes, _closed
-        self._free: OrderedDict[int, list[_Slab]] = OrderedDict()  # size class -> stack; coldest class first
+        self._free: OrderedDict[int, list[Slab]] = OrderedDict()  # size class -> stack; coldest class first
         self._free_bytes = 0
         self._leased_bytes = 0
         self._closed = False
-        self._returned: deque[_Slab] = deque()
-        self._alive: dict[weakref.ref[Lease], tuple[_Slab, Callable[[], None] | None]] = {}
+        self._returned: deque[Slab] = deque()
+        self._alive: dict[weakref.ref[Lease], tuple[Slab, Callable[[], None] | None]] = {}
 
     def lease(self, nbytes: int, on_return: Callable[[], None] | None = None) -> NDArray[np.uint8]:
         """Take a writable, page-aligned uint8 array of `nbytes`; its content is arbitrary.
@@ -102,9 +117,9 @@ class Arena:
         self._alive[weakref.ref(lease, self._on_death)] = (slab, on_return)
         return np.asarray(lease)
 
-    def _map(self, size: int) -> _Slab:
+    def _map(self, size: int) -> Slab:
         try:
-            return _Slab(size, self._register)
+            return self._map_slab(size)
         except BaseException:
             with self._lock:
                 self._leased_bytes -= size
@@ -132,7 +147,7 @@ class Arena:
             self._free_bytes += slab.nbytes
             self._leased_bytes -= slab.nbytes
 
-    def _take_cold(self) -> list[_Slab]:
+    def _take_cold(self) -> list[Slab]:
         """Free slabs that no longer fit the limit, coldest first. Under the lock."""
         cold = []
         while self._free_bytes and self._free_bytes + self._leased_bytes > self._limit_bytes:

@@ -627,7 +627,7 @@ def test_a_garbage_collected_loader_does_not_disturb_its_own_worker(ints: Made) 
 
 
 def start_and_wait(trainer: Any, begun: threading.Event) -> list[threading.Thread]:
-    trainer.loader._open(0, 0)
+    trainer.loader._stream._open(0, 0)
     assert begun.wait(10)
     return [t for t in threading.enumerate() if t.name.startswith("dataflow")]
 

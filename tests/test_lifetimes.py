@@ -34,7 +34,7 @@ from datasets_kit import (
 )
 
 from dataflow import DataLoader, ShardedDataset, Shuffle
-from dataflow.loader import _Session
+from dataflow.stream_loader import _Session
 
 HERE = Path(__file__).parent
 
@@ -48,8 +48,8 @@ def num_descriptors() -> int:
 
 
 def session_of(loader: DataLoader) -> _Session:
-    assert loader._session is not None
-    return loader._session
+    assert loader._stream._session is not None
+    return loader._stream._session
 
 
 @pytest.fixture
@@ -135,7 +135,7 @@ def test_close_frees_what_windows_hold_for_batches_that_were_never_built(tmp_pat
 
     dataset = made.open(columns=["bin"], transform=transform)
     loader = DataLoader(dataset, 1, Shuffle("window", 3), num_threads=1, collate_fn=len)
-    session = loader._open(0, 0)
+    session = loader._stream._open(0, 0)
     assert begun.wait(10)
     assert session.engine._open
     assert session.arena.num_leased > 0

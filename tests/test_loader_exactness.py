@@ -110,7 +110,7 @@ def test_ranks_together_deliver_every_sample_of_every_format(
     data = made(name)
     ranks, loader = epoch_of_all_ranks(data, world_size, 4, shuffle=Shuffle("window", 2), tail=tail, seed=1)
     got, want = counted(chain(*chain(*ranks))), counted(data.samples)
-    plan = loader._epoch_plan(0, 0)
+    plan = loader._stream._epoch_plan(0, 0)
     if tail == "uneven":
         assert got == want
     elif tail == "pad":
@@ -219,7 +219,7 @@ def test_plain_and_compressed_shards_may_be_mixed(tmp_path: Path) -> None:
 def test_epochs_follow_without_a_break_and_differ(tokens: Made, tail: str, shuffle: Shuffle) -> None:
     with DataLoader(tokens.open(), 5, shuffle, tail=tail, topology=rank(1, 2)) as loader:
         epochs = [delivered(loader) for _ in range(5)]
-        assert loader._session is not None
+        assert loader._stream._session is not None
         assert epochs == [by_plan(loader, tokens.samples, epoch) for epoch in range(5)]
     firsts = {str(epoch[0]) for epoch in epochs}
     assert len(firsts) == 5
@@ -228,11 +228,11 @@ def test_epochs_follow_without_a_break_and_differ(tokens: Made, tail: str, shuff
 def test_one_engine_serves_all_epochs(ints: Made) -> None:
     with DataLoader(ints.open(), 5) as loader:
         list(loader)
-        session = loader._session
+        session = loader._stream._session
         list(loader)
         loader.set_epoch(2)  # the next one anyway
         list(loader)
-        assert loader._session is session
+        assert loader._stream._session is session
 
 
 def test_set_epoch_gives_that_epoch_before_between_and_within_loops(ints: Made) -> None:
@@ -333,7 +333,7 @@ def test_the_memory_of_the_machine_does_not_change_the_order_of_the_default_shuf
     data = make_parquet(tmp_path, 200)
     orders = []
     for memory in (1 << 29, 1 << 40):
-        monkeypatch.setattr("dataflow.loader._machine_memory", lambda memory=memory: memory)
+        monkeypatch.setattr("dataflow.memory_limit._machine_memory", lambda memory=memory: memory)
         with DataLoader(data.open(), 4, topology=rank(0, 2)) as loader:
             orders.append((loader.shuffle, loader.memory_limit))
     assert orders[0][0] == orders[1][0]

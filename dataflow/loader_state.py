@@ -1,0 +1,355 @@
+"""Where a loader over a map-style or iterable dataset stands, as a JSON value.
+
+Kept are: how many batches of the epoch were handed out; what decided their order (the seed or state of the
+generator that the sampler began with, the sampler's own state where it has one, a `DistributedSampler`'s
+epoch); and for datasets or iterators with a `state_dict`, their state on each lane. Nothing of what was
+merely prefetched is in it. Resuming draws the same order again and leaves out what was handed out,
+without touching the dataset; an iterable without a state is read again up to the place.
+"""
+
+from __future__ import annotations
+
+import base64
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DistributedSampler,
+    RandomSampler,
+    SequentialSampler,
+    _DatasetKind,
+)
+
+from dataflow.worker_process import LaneState, has_state, random_state, set_random_state
+
+if TYPE_CHECKING:
+    from dataflow.loader import DataLoader
+
+VERSION = 1
+
+
+@dataclass
+class ResumedLane:
+    """Where a lane goes on."""
+
+    batches: int = 0
+    """Delivered in this epoch."""
+    since: int = 0
+    """Of those, delivered after `state` was taken."""
+    state: LaneState = field(default_factory=LaneState)
+
+    def to_json(self) -> dict[str, Any]:
+        """As part of a state."""
+        return {
+            "batches": self.batches,
+            "since": self.since,
+            "ended": self.state.ended,
+            "dataset": encoded(self.state.dataset),
+            "iterator": encoded(self.state.iterator),
+        }
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> ResumedLane:
+        """Inverse of `to_json`."""
+        state = LaneState(decoded(value["dataset"]), decoded(value["iterator"]), ended=bool(value["ended"]))
+        return cls(int(value["batches"]), int(value["since"]), state)
+
+
+@dataclass
+class Resumed:
+    """A loaded state, until an iterator goes on from it."""
+
+    kind: str
+    batches: int
+    base_seed: int
+    num_lanes: int
+    next_lane: int
+    generator: Any
+    sampler: Mapping[str, Any]
+    lanes: dict[int, ResumedLane]
+
+    def skips(self, lane: int) -> int:
+        """Batches that a lane must fetch again and drop."""
+        there = self.lanes.get(lane)
+        return there.since if there and self.kind == "iterable" and not there.state.ended else 0
+
+
+class Progress:
+    """What has been delivered of an epoch. Written by the iterator, read by `state_dict`."""
+
+    def __init__(self) -> None:
+        self.batches = 0
+        self.complete = True
+        """No epoch is under way: the next loop begins one."""
+        self.base_seed = 0
+        self.num_lanes = 0
+        self.kind = "map"
+        self._generator: Any = None
+        self._mark: dict[str, Any] = {}
+        self._sampler_state: Any = None
+        self._stateful: Any = None
+        self._order: Any = None
+        self.next_lane = 0
+        self.lanes: dict[int, ResumedLane] = {}
+        self._loaded: Mapping[str, Any] | None = None
+
+    @classmethod
+    def begin(cls, loader: DataLoader[Any], resumed: Resumed | None) -> Progress:
+        """An epoch that begins, or goes on. Sets generators back to where the epoch began."""
+        made = cls()
+        made.complete = False
+        made.kind = "iterable" if loader._dataset_kind == _DatasetKind.Iterable else "map"
+        if resumed:
+            made.batches = resumed.batches
+            made.lanes = resumed.lanes
+            made.next_lane = resumed.next_lane
+            if resumed.generator is not None and loader.generator is not None:
+                loader.generator.set_state(resumed.generator)
+        if loader.generator is not None:
+            made._generator = loader.generator.get_state()
+        return made
+
+    @classmethod
+    def loaded(cls, state: Mapping[str, Any]) -> Progress:
+        """What a state that was loaded, and not yet used, tells."""
+        made = cls()
+        made._loaded = state
+        return made
+
+    def seeded(self, base_seed: int, num_lanes: int) -> None:
+        """What the iterator has drawn."""
+        self.base_seed, self.num_lanes = base_seed, num_lanes
+
+    # ---- the sampler ---------------------------------------------------------------------------
+
+    def sampler_iterator(self, loader: DataLoader[Any], resumed: Resumed | None, skip: int) -> Iterator[Any]:
+        """The sampler's indices, from the place on, taking note of what decides them.
+
+        `skip`: batches that were delivered.
+        """
+        sampler: Any = loader._index_sampler
+        core = sampler.sampler if type(sampler) is BatchSampler else sampler
+        if self.kind == "iterable":
+            return iter(sampler)
+        mark = resumed.sampler if resumed else {}
+        iterator, skipped = self._iterator(sampler, core, mark, skip)
+        return itertools.islice(iterator, skip - skipped, None) if skip > skipped else iterator
+
+    def _iterator(self, sampler: Any, core: Any, mark: Mapping[str, Any], skip: int) -> tuple[Iterator[Any], int]:
+        """The iterator, and how many batches are left out already."""
+        if "state" in mark or has_state(sampler) or has_state(core):
+            owner = sampler if has_state(sampler) else core
+            if "state" in mark and has_state(owner):
+                owner.load_state_dict(decoded(mark["state"]))
+            iterator = iter(sampler)
+            if has_state(iterator) and owner is not iterator:
+                pass
+            self._stateful = owner
+            self._sampler_state = owner.state_dict()
+            return iterator, skip if "state" in mark else 0
+        iterator = iter(sampler)
+        if has_state(iterator):
+            self._stateful = iterator
+            if "iterator" in mark:
+                iterator.load_state_dict(decoded(mark["iterator"]))
+            self._sampler_state = iterator.state_dict()
+            return iterator, skip if "iterator" in mark else 0
+        if type(core) is SequentialSampler:
+            if not skip:
+                return iterator, 0
+            rest = range(skip * (sampler.batch_size if core is not sampler else 1), len(core))
+            if core is sampler:
+                return iter(rest), skip
+            return iter(BatchSampler(rest, sampler.batch_size, sampler.drop_last)), skip
+        if type(core) is DistributedSampler:
+            if "epoch" in mark:
+                core.set_epoch(int(mark["epoch"]))
+            self._mark = {"epoch": core.epoch}
+            return iter(sampler), 0
+        if type(core) is RandomSampler and core.generator is None:
+            if "seed" in mark:
+                self._mark = dict(mark)
+                again = RandomSampler(
+                    core.data_source,
+                    core.replacement,
+                    core.num_samples,
+                    torch.Generator().manual_seed(int(mark["seed"])),
+                )
+                if core is sampler:
+                    return iter(again), 0
+                return iter(BatchSampler(again, sampler.batch_size, sampler.drop_last)), 0
+            return self._noting_seed(iterator), 0
+        return self._noting_random(iterator, core, mark), 0
+
+    def _noting_seed(self, iterator: Iterator[Any]) -> Iterator[Any]:
+        """A `RandomSampler` draws its seed when it is first asked: look at the draw beforehand."""
+        peeked = torch.Generator()
+        peeked.set_state(torch.get_rng_state())
+        self._mark = {"seed": int(torch.empty((), dtype=torch.int64).random_(generator=peeked).item())}
+        yield from iterator
+
+    def _noting_random(self, iterator: Iterator[Any], core: Any, mark: Mapping[str, Any]) -> Iterator[Any]:
+        """For other samplers: the state of the generators that they may draw from."""
+        generator = getattr(core, "generator", None)
+        generator = generator if isinstance(generator, torch.Generator) else None
+        before = None
+        if "generator" in mark and generator is not None:
+            generator.set_state(decoded(mark["generator"]))
+        elif "random" in mark:
+            before = random_state()
+            set_random_state(decoded(mark["random"]))
+        self._mark = (
+            {"generator": generator.get_state()} if generator is not None else {"random": random_state()}
+        )
+        try:
+            first = list(itertools.islice(iterator, 1))
+        finally:
+            if before is not None:
+                set_random_state(before)
+        yield from first
+        yield from iterator
+
+    def sampled(self) -> Any:
+        """The sampler's state after the index just taken; None without one."""
+        return self._stateful.state_dict() if self._stateful is not None else None
+
+    # ---- lanes ---------------------------------------------------------------------------------
+
+    def lanes_begin(self, order: Any, states: list[LaneState] | None) -> None:
+        """The lanes of this epoch."""
+        self._order = order
+        for number in range(order.count):
+            lane = self.lanes.setdefault(number, ResumedLane())
+            if states is not None and not lane.batches:
+                lane.state = states[number]
+            if lane.state.ended:
+                order.end(number)
+
+    def lane_ended(self, lane: int) -> None:
+        """A lane's iterable is exhausted. Told when it is known, so maybe before its last batches are out."""
+
+    def delivered(self, lane: int, state: LaneState | None, sampled: Any = None) -> None:
+        """One more batch, or an error in its place, was handed out."""
+        self.batches += 1
+        there = self.lanes[lane]
+        there.batches += 1
+        there.since += 1
+        if state is not None:
+            there.state, there.since = state, 0
+        if sampled is not None:
+            self._sampler_state = sampled
+        self.next_lane = (lane + 1) % self._order.count
+
+    def end(self) -> None:
+        """The epoch was handed out to its end."""
+        self.complete = True
+
+    # ---- as JSON -------------------------------------------------------------------------------
+
+    def to_json(self, loader: DataLoader[Any]) -> dict[str, Any]:
+        """The state."""
+        if self._loaded is not None:
+            return dict(self._loaded)
+        state: dict[str, Any] = {"version": VERSION, "kind": self.kind, "complete": self.complete}
+        generator = self._generator
+        if self.complete:
+            generator = loader.generator.get_state() if loader.generator is not None else None
+        state["generator"] = encoded(generator)
+        if self.complete:
+            return state
+        mark = dict(self._mark)
+        if self._sampler_state is not None:
+            own = has_state(loader._index_sampler) or has_state(getattr(loader._index_sampler, "sampler", None))
+            mark["state" if own else "iterator"] = self._sampler_state
+        state |= {
+            "batches": self.batches,
+            "base_seed": self.base_seed,
+            "num_lanes": self.num_lanes,
+            "next_lane": self.next_lane,
+            "sampler": {name: encoded(value) for name, value in mark.items()},
+            "lanes": [],
+        }
+        stateful = any(x.state.dataset is not None or x.state.iterator is not None for x in self.lanes.values())
+        if self.kind == "iterable" or stateful:
+            state["lanes"] = [self.lanes[number].to_json() for number in sorted(self.lanes)]
+        return state
+
+
+def resumed_from(state: Mapping[str, Any], kind: str) -> Resumed | None:
+    """What a state says; None: the next epoch begins.
+
+    Raises:
+        ValueError: this is no state of such a loader.
+    """
+    if not isinstance(state, Mapping) or state.get("version") != VERSION or "complete" not in state:
+        raise ValueError(f"not a state of this kind of DataLoader (version {VERSION}): {str(state)[:200]}")
+    if state["kind"] != kind:
+        raise ValueError(f"the state is of a loader over a dataset of the {state['kind']} kind, this one's is {kind}")
+    generator = decoded(state["generator"])
+    if state["complete"]:
+        return Resumed(kind, 0, 0, 0, 0, generator, {}, {}) if generator is not None else None
+    lanes = {number: ResumedLane.from_json(value) for number, value in enumerate(state["lanes"])}
+    return Resumed(
+        kind,
+        int(state["batches"]),
+        int(state["base_seed"]),
+        int(state["num_lanes"]),
+        int(state["next_lane"]),
+        generator,
+        state["sampler"],
+        lanes,
+    )
+
+
+_TAG = "__dataflow__"
+
+
+def encoded(value: Any) -> Any:
+    """A JSON value for tensors, arrays, bytes, tuples and mappings with other keys than text.
+
+    What JSON and this function do not know is left as it is: such a state can be saved with torch, not as JSON.
+    """
+    if isinstance(value, torch.Tensor):
+        return {_TAG: "tensor", "value": encoded(value.detach().cpu().numpy())}
+    if isinstance(value, np.ndarray) and not value.dtype.hasobject:
+        data = base64.b64encode(np.ascontiguousarray(value).tobytes()).decode()
+        return {_TAG: "array", "dtype": value.dtype.str, "shape": list(value.shape), "value": data}
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, bytes):
+        return {_TAG: "bytes", "value": base64.b64encode(value).decode()}
+    if type(value) is tuple:
+        return {_TAG: "tuple", "value": [encoded(item) for item in value]}
+    if type(value) is list:
+        return [encoded(item) for item in value]
+    if type(value) is dict:
+        if all(type(key) is str for key in value) and _TAG not in value:
+            return {key: encoded(item) for key, item in value.items()}
+        return {_TAG: "dict", "value": [[encoded(key), encoded(item)] for key, item in value.items()]}
+    return value
+
+
+def decoded(value: Any) -> Any:
+    """Inverse of `encoded`."""
+    if type(value) is list:
+        return [decoded(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    tag = value.get(_TAG)
+    if tag is None:
+        return {key: decoded(item) for key, item in value.items()}
+    if tag == "tensor":
+        return torch.from_numpy(decoded(value["value"]))
+    if tag == "array":
+        data = bytearray(base64.b64decode(value["value"]))
+        return np.frombuffer(data, np.dtype(value["dtype"])).reshape(value["shape"])
+    if tag == "bytes":
+        return base64.b64decode(value["value"])
+    if tag == "tuple":
+        return tuple(decoded(item) for item in value["value"])
+    return {decoded(key): decoded(item) for key, item in value["value"]}

@@ -1,0 +1,228 @@
+"""Objects as a pickle beside raw bytes: tensors and arrays are copied once, into memory that both sides map.
+
+`pack` pickles an object; the content of CPU tensors and numpy arrays, and whatever else offers its
+buffers out of band (protocol 5), is not in the pickle but listed as parts to copy. `unpack` makes the
+same object again whose tensors and arrays are views of the buffer, writable and without a copy.
+
+Classes and functions of the main module, closures and lambdas go by value (cloudpickle), so the other side
+need not import the main module; classes keep their identity when objects come back.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import ctypes
+import io
+import pickle
+import struct
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import cloudpickle
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+_ALIGN = 64
+_SPAN = struct.Struct("<qq")
+
+Buffer = NDArray[np.uint8]
+Place = Callable[[Tensor], int | None]
+"""Where a tensor's bytes lie already in memory that both sides map, as an offset; None: nowhere."""
+Borrow = Callable[[int, int], Buffer]
+"""(offset, bytes) -> that memory."""
+
+
+@dataclass
+class Packed:
+    """An object taken apart: `nbytes` bytes are needed for all of it."""
+
+    meta: bytes | memoryview
+    parts: list[tuple[int, int, int, Any]]
+    """(offset, address, bytes, what keeps the address valid)."""
+    spans: bytes
+    """Offset and length of each out-of-band buffer."""
+    meta_offset: int
+    placed: list[Tensor]
+    """Tensors that stay where they are."""
+    by_value: bool
+    """Whether cloudpickle had to help."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole, parts and pickle."""
+        return self.meta_offset + len(self.meta) + len(self.spans)
+
+    def copy_to(self, address: int) -> None:
+        """Write everything to memory of at least `nbytes`."""
+        for offset, source, nbytes, _ in self.parts:
+            ctypes.memmove(address + offset, source, nbytes)
+        tail = bytes(self.meta) + self.spans
+        ctypes.memmove(address + self.meta_offset, tail, len(tail))
+
+
+class _Packer:
+    """Collects parts while a pickler runs."""
+
+    def __init__(self, place: Place | None) -> None:
+        self.parts: list[tuple[int, int, int, Any]] = []
+        self.spans: list[tuple[int, int]] = []
+        self.placed: list[Tensor] = []
+        self.end = 0
+        self._place = place
+        self.dispatch: Any = copyreg.dispatch_table.copy()
+        self.dispatch[Tensor] = self._tensor
+        self.dispatch[np.ndarray] = self._array
+
+    def _add(self, address: int, nbytes: int, keep: Any) -> int:
+        offset = -(-self.end // _ALIGN) * _ALIGN
+        self.end = offset + nbytes
+        self.parts.append((offset, address, nbytes, keep))
+        return offset
+
+    def _tensor(self, tensor: Tensor) -> Any:
+        if (
+            tensor.device.type != "cpu"
+            or tensor.layout is not torch.strided
+            or tensor.is_quantized
+            or tensor.requires_grad
+            or tensor.is_conj()
+            or tensor.is_neg()
+            or tensor.__dict__
+        ):
+            if tensor.requires_grad and not tensor.is_leaf:
+                raise RuntimeError(
+                    "Cowardly refusing to serialize non-leaf tensor which requires_grad, since autograd does "
+                    "not support crossing process boundaries. If you just want to transfer the data, call "
+                    "detach() on the tensor before serializing (e.g., putting it on the queue)."
+                )
+            return tensor.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+        shape, stride, numel = tuple(tensor.shape), None, tensor.numel()
+        size = tensor.element_size()
+        if not tensor.is_contiguous():
+            stride = tuple(tensor.stride())
+            span = 1 + sum((n - 1) * s for n, s in zip(shape, stride, strict=True))
+            if span > numel:
+                tensor, stride = tensor.contiguous(), None
+            else:
+                numel = span
+        nbytes = numel * size
+        if self._place is not None and nbytes:
+            offset = self._place(tensor)
+            if offset is not None:
+                self.placed.append(tensor)
+                return _placed, (tensor.dtype, shape, stride, numel, offset, nbytes)
+        offset = self._add(tensor.data_ptr(), nbytes, tensor)
+        return _tensor, (tensor.dtype, shape, stride, numel, offset)
+
+    def _array(self, array: NDArray[Any]) -> Any:
+        if array.dtype.hasobject or array.dtype.metadata:
+            return array.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+        order = "C"
+        if not array.flags.c_contiguous:
+            if array.flags.f_contiguous:
+                order = "F"
+            else:
+                array = np.ascontiguousarray(array)
+        offset = self._add(array.ctypes.data, array.nbytes, array)
+        return _array, (array.shape, array.dtype, order, offset, array.flags.writeable)
+
+    def buffer(self, buffer: pickle.PickleBuffer) -> bool:
+        """Take an out-of-band buffer; True leaves it in the pickle."""
+        try:
+            raw = buffer.raw()
+        except BufferError:
+            return True
+        array = np.frombuffer(raw, np.uint8) if len(raw) else np.empty(0, np.uint8)
+        self.spans.append((self._add(array.ctypes.data, len(raw), (buffer, array)), len(raw)))
+        return False
+
+
+class _CloudPickler(cloudpickle.Pickler):  # type: ignore[misc]
+    def __init__(self, file: io.BytesIO, packer: _Packer) -> None:
+        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL, buffer_callback=packer.buffer)
+        self._packer = packer
+
+    def reducer_override(self, obj: Any) -> Any:
+        if type(obj) is Tensor:
+            return self._packer.dispatch[Tensor](obj)
+        if type(obj) is np.ndarray:
+            return self._packer.dispatch[np.ndarray](obj)
+        return super().reducer_override(obj)
+
+
+def pack(obj: Any, *, place: Place | None = None, by_value: bool = False) -> Packed:
+    """Take an object apart.
+
+    Args:
+        obj: anything that pickles.
+        place: tells of tensors that need no copy.
+        by_value: whether to expect objects of the main module; otherwise they are tried second.
+
+    Raises whatever pickling raises.
+    """
+    if not by_value:
+        packer, file = _Packer(place), io.BytesIO()
+        pickler = pickle.Pickler(file, pickle.HIGHEST_PROTOCOL, buffer_callback=packer.buffer)
+        pickler.dispatch_table = packer.dispatch
+        try:
+            pickler.dump(obj)
+            return _packed(packer, file, by_value=False)
+        except (pickle.PicklingError, AttributeError, TypeError):
+            pass  # a class or function that cannot be named: by value
+    packer, file = _Packer(place), io.BytesIO()
+    _CloudPickler(file, packer).dump(obj)
+    return _packed(packer, file, by_value=True)
+
+
+def _packed(packer: _Packer, file: io.BytesIO, *, by_value: bool) -> Packed:
+    spans = b"".join(_SPAN.pack(*span) for span in packer.spans)
+    meta_offset = -(-packer.end // _ALIGN) * _ALIGN
+    return Packed(file.getbuffer(), packer.parts, spans, meta_offset, packer.placed, by_value)
+
+
+_current = threading.local()
+
+
+def unpack(
+    buffer: Buffer, meta_offset: int, meta_bytes: int, spans_bytes: int, borrow: Borrow | None = None
+) -> Any:
+    """The object that was packed into `buffer`, viewing it."""
+    spans: Sequence[tuple[int, int]] = ()
+    if spans_bytes:
+        start = meta_offset + meta_bytes
+        spans = list(_SPAN.iter_unpack(buffer[start : start + spans_bytes].tobytes()))
+    before = getattr(_current, "place", None)
+    _current.place = (buffer, borrow)
+    try:
+        meta = buffer[meta_offset : meta_offset + meta_bytes]
+        return pickle.loads(meta.data, buffers=[buffer[at : at + length] for at, length in spans])
+    finally:
+        _current.place = before
+
+
+def _view(buffer: Buffer, dtype: torch.dtype, shape: Any, stride: Any, numel: int, offset: int) -> Tensor:
+    if not numel:
+        return torch.empty(shape, dtype=dtype)
+    flat = torch.frombuffer(buffer, dtype=dtype, count=numel, offset=offset)
+    return flat.view(shape) if stride is None else flat.as_strided(shape, stride)
+
+
+def _tensor(dtype: torch.dtype, shape: Any, stride: Any, numel: int, offset: int) -> Tensor:
+    return _view(_current.place[0], dtype, shape, stride, numel, offset)
+
+
+def _placed(dtype: torch.dtype, shape: Any, stride: Any, numel: int, offset: int, nbytes: int) -> Tensor:
+    return _view(_current.place[1](offset, nbytes), dtype, shape, stride, numel, 0)
+
+
+def _array(
+    shape: tuple[int, ...], dtype: np.dtype[Any], order: Any, offset: int, writeable: bool
+) -> NDArray[Any]:
+    array: NDArray[Any] = np.ndarray(shape, dtype, _current.place[0], offset, order=order)
+    if not writeable:
+        array.flags.writeable = False
+    return array

@@ -1,0 +1,483 @@
+"""Iterators of `DataLoader` over any map-style or iterable dataset: in this process, or with worker processes.
+
+They follow `torch.utils.data.DataLoader` in what can be observed: the order of batches, what worker k
+fetches, the seeds, the errors. Batch b belongs to lane b mod n (of the lanes that have not ended), so
+random augmentation gives the values that it gives with torch. Beyond torch's look-ahead of
+`prefetch_factor` batches a worker, a worker that has nothing left to do while the consumer waits for
+another one goes on with its own later batches, within a bound of batches and bytes.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import pickle
+import time
+import warnings
+from dataclasses import dataclass
+from multiprocessing import util
+from typing import TYPE_CHECKING, Any
+
+import cloudpickle
+import numpy as np
+import torch
+from torch._utils import ExceptionWrapper
+from torch.utils.data import IterDataPipe, MapDataPipe, _DatasetKind
+from torch.utils.data._utils import pin_memory as torch_pin
+from torch.utils.data._utils import worker as torch_worker
+from torch.utils.data.dataloader import _BaseDataLoaderIter, _sharding_worker_init_fn
+
+from dataflow.loader_state import Progress, Resumed
+from dataflow.payload import pack, unpack
+from dataflow.worker_process import (
+    END,
+    RESET,
+    SKIP,
+    TASK,
+    Job,
+    Lane,
+    collate_map_changes,
+    has_state,
+    run,
+)
+from prefetch.device import register_pinned
+from prefetch.shared_arena import Header, SharedFile
+from prefetch.workers import Answer, WorkerDiedError, WorkerPool
+
+if TYPE_CHECKING:
+    from dataflow.loader import DataLoader
+
+_log = logging.getLogger("dataflow")
+
+_NOTICE_S = 300.0
+"""Without a time-out, stacks are printed after waiting this long for one batch."""
+_AHEAD = 8
+"""A waiting consumer lets idle workers run ahead, up to this many times torch's look-ahead."""
+_OBJECT_BYTES = 256 << 20
+"""Python objects of a dataset above this size are worth a word: each worker has its own."""
+_MESSAGE_HEAD = 4096
+
+
+@dataclass
+class Timing:
+    """Seconds, over all iterators of a loader."""
+
+    starved_s: float = 0.0
+
+
+class _Iterator(_BaseDataLoaderIter):
+    """What both kinds share: the sampler's place and what a state needs."""
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        resumed = loader._take_resumed()
+        self._progress = Progress.begin(loader, resumed)
+        loader._progress = self._progress
+        super().__init__(loader)
+        self._timing = loader._timing
+        self._num_lanes = resumed.num_lanes if resumed and resumed.lanes else self._num_workers
+        if resumed:
+            self._base_seed = resumed.base_seed
+        self._progress.seeded(self._base_seed, self._num_lanes)
+        self._resume_sampler(loader, resumed)
+
+    def _resume_sampler(self, loader: DataLoader[Any], resumed: Resumed | None) -> None:
+        iterable = self._dataset_kind == _DatasetKind.Iterable
+        skip = resumed.batches if resumed and not iterable else 0
+        self._sampler_iter = self._progress.sampler_iterator(loader, resumed, skip)
+        self._num_yielded = resumed.batches if resumed else 0
+
+    def _job(self, loader: DataLoader[Any], resumed: Resumed | None) -> Job:
+        init_fn = loader.worker_init_fn
+        if isinstance(self._dataset, IterDataPipe | MapDataPipe):
+            init_fn = functools.partial(_sharding_worker_init_fn, init_fn, self._world_size, self._rank)
+        iterable = self._dataset_kind == _DatasetKind.Iterable
+        return Job(
+            self._dataset_kind,
+            self._dataset,
+            self._auto_collation,
+            self._collate_fn,
+            self._drop_last,
+            init_fn,
+            self._base_seed,
+            self._num_lanes,
+            self._shared_seed,
+            collate_map_changes(),
+            torch.get_default_dtype(),
+            loader.snapshot_every_n_steps if iterable or has_state(self._dataset) else 0,
+            {number: lane.state for number, lane in resumed.lanes.items()} if resumed else {},
+        )
+
+    def __next__(self) -> Any:
+        if self._IterableDataset_len_called is not None or torch.autograd._profiler_enabled():
+            return super().__next__()
+        data = self._next_data()
+        self._num_yielded += 1
+        return data
+
+
+class MainIterator(_Iterator):
+    """`num_workers=0`: batches are fetched when they are asked for."""
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        resumed = loader._resumed
+        super().__init__(loader)
+        if isinstance(self._dataset, IterDataPipe | MapDataPipe):
+            torch.utils.data.graph_settings.apply_sharding(self._dataset, self._world_size, self._rank)
+        job = self._job(loader, resumed)
+        job.init_fn = None
+        self._every = job.state_every
+        count = max(1, self._num_lanes)
+        states = job.resumed
+        self._lanes = [
+            Lane(job, n, self._dataset if count == 1 else pickle.loads(cloudpickle.dumps(self._dataset)), states.get(n))
+            for n in range(count)
+        ]
+        self._order = LaneOrder(count, resumed)
+        for number, lane in enumerate(self._lanes):
+            self._enter(lane)
+            lane.open(None, first=True)
+            for _ in range(resumed.skips(number) if resumed else 0):
+                lane.skip(next(self._sampler_iter))
+            self._leave()
+        self._progress.lanes_begin(self._order, [lane.first_state() for lane in self._lanes])
+
+    def _enter(self, lane: Lane) -> None:
+        if lane.info is not None:
+            torch_worker._worker_info = lane.info
+
+    def _leave(self) -> None:
+        if self._num_lanes:
+            torch_worker._worker_info = None
+
+    def _next_data(self) -> Any:
+        index = self._next_index_or_end()
+        while True:
+            number = self._order.next()
+            if number is None:
+                self._progress.end()
+                raise StopIteration
+            lane = self._lanes[number]
+            self._enter(lane)
+            try:
+                data = lane.fetch(index)
+                state = lane.state() if self._every else None
+                break
+            except StopIteration:
+                self._order.end(number)
+            except BaseException:
+                self._progress.delivered(number, None)
+                raise
+            finally:
+                self._leave()
+        self._progress.delivered(number, state)
+        if self._pin_memory:
+            data = torch_pin.pin_memory(data, self._pin_memory_device)
+        return data
+
+    def _next_index_or_end(self) -> Any:
+        try:
+            return self._next_index()
+        except StopIteration:
+            self._progress.end()
+            raise
+
+
+class LaneOrder:
+    """Whose turn it is: lanes one after another, without those that have ended."""
+
+    def __init__(self, count: int, resumed: Resumed | None) -> None:
+        self.count = count
+        self.active = [True] * count
+        self._at = resumed.next_lane if resumed and resumed.lanes else (resumed.batches if resumed else 0)
+        self._at %= count
+
+    def next(self) -> int | None:
+        """The next lane; None when all have ended."""
+        for _ in range(self.count):
+            lane, self._at = self._at, (self._at + 1) % self.count
+            if self.active[lane]:
+                return lane
+        return None
+
+    def end(self, lane: int) -> None:
+        """A lane has no more."""
+        self.active[lane] = False
+
+
+class _Task:
+    """A batch on its way."""
+
+    __slots__ = ("answer", "lane", "sampled")
+
+    def __init__(self, lane: int, sampled: Any) -> None:
+        self.lane, self.sampled = lane, sampled
+        self.answer: Answer | None = None
+
+
+class WorkerIterator(_Iterator):
+    """Batches from worker processes. Used by one thread at a time."""
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        resumed = loader._resumed
+        super().__init__(loader)
+        if loader.prefetch_factor is None or loader.prefetch_factor <= 0:
+            raise AssertionError("prefetch_factor must be greater than 0 for worker processes")
+        self._max_tasks = loader.prefetch_factor * self._num_workers
+        self._in_order = loader.in_order
+        self._memory_limit = loader.memory_limit
+        self._failed: BaseException | None = None
+        self._generation = 0
+        job = self._job(loader, resumed)
+        self._every = job.state_every
+        self._file, self._pool = start_workers(loader, job, pin=self._pin_memory)
+        # Runs when the iterator dies, and before multiprocessing joins its children at exit.
+        self._closer = util.Finalize(self, _close, (self._pool, self._file), exitpriority=10)
+        self._begin(resumed)
+
+    def close(self) -> None:
+        """End the workers; what was handed out stays valid. Idempotent."""
+        self._failed = self._failed or RuntimeError("the loader was closed inside this loop")
+        self._closer()
+
+    @property
+    def _workers(self) -> Any:
+        return self._pool.processes
+
+    def _begin(self, resumed: Resumed | None) -> None:
+        self._order = LaneOrder(max(1, self._num_lanes), resumed)
+        self._tasks: dict[int, _Task] = {}
+        self._sent = self._next = self._outstanding = 0
+        self._held_bytes = 0
+        self._unfinished = [0] * self._num_workers
+        self._lane_tasks = [0] * self._order.count
+        self._exhausted = False
+        self._progress.lanes_begin(self._order, None)
+        for lane in range(self._order.count):
+            for _ in range(resumed.skips(lane) if resumed else 0):
+                self._send(lane, SKIP, -1, next(self._sampler_iter))
+        self._fill(waiting=False)
+
+    def _reset(self, loader: Any, first_iter: bool = False) -> None:
+        """The next epoch with the workers there are."""
+        resumed = loader._take_resumed()
+        assert resumed is None, "a loaded state needs new workers"
+        self._progress = Progress.begin(loader, None)
+        loader._progress = self._progress
+        super()._reset(loader, first_iter)
+        self._progress.seeded(self._base_seed, self._num_lanes)
+        self._resume_sampler(loader, None)
+        self._raise_if_failed()
+        self._generation += 1
+        self._file.header.set(Header.GENERATION, self._generation)
+        for worker in range(self._num_workers):
+            self._post(worker, RESET, worker, -1, self._shared_seed)
+        self._begin(None)
+
+    # ---- sending -------------------------------------------------------------------------------
+
+    def _post(self, worker: int, kind: int, lane: int, task: int, index: Any) -> None:
+        message = (kind, self._generation, lane, task, index, self._file.take_returned(worker))
+        self._pool.send(worker, cloudpickle.dumps(message))
+
+    def _send(self, lane: int, kind: int, task: int, index: Any) -> None:
+        self._post(lane % self._num_workers, kind, lane, task, index)
+
+    def _fill(self, *, waiting: bool) -> None:
+        """Give out work: torch's look-ahead; more when a worker is idle while the consumer waits."""
+        while not self._exhausted:
+            if self._outstanding >= self._max_tasks and not (waiting and self._may_run_ahead()):
+                return
+            try:
+                index = next(self._sampler_iter)
+            except StopIteration:
+                self._exhausted = True
+                return
+            lane = self._order.next() if self._in_order else self._free_lane()
+            if lane is None:
+                return
+            self._tasks[self._sent] = _Task(lane, self._progress.sampled())
+            self._unfinished[lane % self._num_workers] += 1
+            self._lane_tasks[lane] += 1
+            self._outstanding += 1
+            self._send(lane, TASK, self._sent, index)
+            self._sent += 1
+
+    def _may_run_ahead(self) -> bool:
+        return (
+            self._in_order
+            and self._outstanding < _AHEAD * self._max_tasks
+            and self._held_bytes < self._memory_limit
+            and any(
+                not count and any(self._order.active[worker :: self._num_workers])
+                for worker, count in enumerate(self._unfinished)
+            )
+        )
+
+    def _free_lane(self) -> int | None:
+        bound = self._max_tasks // max(1, sum(self._order.active))
+        for _ in range(self._order.count):
+            lane = self._order.next()
+            if lane is None or self._lane_tasks[lane] < bound:
+                return lane
+        return None
+
+    # ---- receiving -----------------------------------------------------------------------------
+
+    def _raise_if_failed(self) -> None:
+        if self._failed is not None:
+            raise self._failed
+
+    def _next_data(self) -> Any:
+        self._raise_if_failed()
+        self._take(self._pool.receive())
+        while True:
+            task = self._ready()
+            if task is not None:
+                break
+            if not self._tasks:
+                self._fill(waiting=False)
+                if not self._tasks:
+                    self._progress.end()
+                    if not self._persistent_workers:
+                        self._closer()
+                    raise StopIteration
+                continue
+            self._wait()
+        self._lane_tasks[task.lane] -= 1
+        self._outstanding -= 1
+        answer = task.answer
+        assert answer is not None
+        self._held_bytes -= answer.total
+        data, state = self._unpack(answer)
+        self._fill(waiting=False)
+        self._progress.delivered(task.lane, state, task.sampled)
+        if isinstance(data, ExceptionWrapper):
+            data.reraise()
+        if self._pin_memory:
+            data = torch_pin.pin_memory(data, self._pin_memory_device)
+        return data
+
+    def _ready(self) -> _Task | None:
+        """The next task to deliver, if its answer is here."""
+        if not self._in_order:
+            for number, task in self._tasks.items():
+                if task.answer is not None:
+                    return self._tasks.pop(number)
+            return None
+        while self._next < self._sent:
+            there = self._tasks.get(self._next)
+            if there is not None and there.answer is None:
+                return None
+            self._next += 1
+            if there is not None:
+                del self._tasks[self._next - 1]
+                return there
+        return None
+
+    def _wait(self) -> None:
+        began = time.perf_counter()
+        limit = self._timeout if self._timeout > 0 else None
+        while True:
+            self._fill(waiting=True)
+            waited = time.perf_counter() - began
+            try:
+                answers = self._pool.wait(_NOTICE_S if limit is None else limit - waited)
+            except WorkerDiedError as error:
+                self._failed = error
+                self._closer()
+                raise
+            if answers:
+                self._take(answers)
+                self._timing.starved_s += time.perf_counter() - began
+                return
+            stacks = self._pool.stacks()
+            if limit is not None:
+                raise RuntimeError(
+                    f"DataLoader timed out after {self._timeout} seconds. What the workers are doing:\n{stacks}"
+                )
+            _log.warning("no batch for %d s; what the workers are doing:\n%s", _NOTICE_S, stacks)
+
+    def _take(self, answers: list[Answer]) -> None:
+        for answer in answers:
+            task = None
+            if answer.generation == self._generation:
+                self._unfinished[answer.worker] -= 1
+                task = self._tasks.get(answer.task)
+            if task is None or answer.kind == END:
+                self._unpack(answer)  # of no use to anyone: its memory goes back
+                if task is not None:
+                    self._end(task.lane)
+                continue
+            task.answer = answer
+            self._held_bytes += answer.total
+            if not self._in_order:  # in order of arrival
+                self._tasks[answer.task] = self._tasks.pop(answer.task)
+
+    def _end(self, lane: int) -> None:
+        """Forget the tasks of a lane whose iterable has ended."""
+        self._order.end(lane)
+        self._progress.lane_ended(lane)
+        for number in [n for n, task in self._tasks.items() if task.lane == lane and task.answer is None]:
+            del self._tasks[number]
+            self._outstanding -= 1
+            self._lane_tasks[lane] -= 1
+        self._fill(waiting=False)
+
+    def _unpack(self, answer: Answer) -> Any:
+        buffer = self._file.borrow(answer.worker, answer.offset, answer.nbytes)
+        borrow = functools.partial(self._file.borrow, answer.worker)
+        return unpack(buffer, answer.meta, answer.meta_bytes, answer.table, borrow)
+
+
+def _close(pool: WorkerPool, file: SharedFile) -> None:
+    pool.close()
+    file.close()
+
+
+def start_workers(loader: DataLoader[Any], job: Job, *, pin: bool) -> tuple[SharedFile, WorkerPool]:
+    """Worker processes for a job, which is serialised once for all of them."""
+    context = loader.multiprocessing_context
+    forked = context is not None and context.get_start_method() == "fork"
+    packed = None
+    if not forked:
+        try:
+            packed = pack(job, by_value=context is None)
+        except Exception as error:
+            if context is not None:
+                raise
+            warnings.warn(
+                f"the dataset, or a function given to the loader, cannot be sent to worker processes ({error}); "
+                "they are forked from this process instead, which copies its locks, threads' state and clients. "
+                'Make it picklable, or ask for this with multiprocessing_context="fork".',
+                stacklevel=4,
+            )
+            context, forked = torch.multiprocessing.get_context("fork"), True
+    if packed is not None and len(packed.meta) > _OBJECT_BYTES:
+        warnings.warn(
+            f"the dataset holds {len(packed.meta):,} bytes of Python objects, which every worker holds again "
+            f"({loader.num_workers} workers). Arrays and tensors are shared: keep the data in those, or in "
+            "Arrow or a file that is mapped.",
+            stacklevel=4,
+        )
+    nbytes = _MESSAGE_HEAD + packed.nbytes if packed else 0
+    file = SharedFile(loader.num_workers, nbytes, register_pinned if pin else None)
+    try:
+        if packed is not None:
+            head = np.array([packed.meta_offset, len(packed.meta), len(packed.spans)], np.int64)
+            file.write_message(0, head.tobytes())
+            for offset, address, length, _ in packed.parts:
+                file.write_memory(_MESSAGE_HEAD + offset, address, length)
+            file.write_message(_MESSAGE_HEAD + packed.meta_offset, packed.meta)
+            file.write_message(_MESSAGE_HEAD + packed.meta_offset + len(packed.meta), packed.spans)
+        pool = WorkerPool(
+            run,
+            loader.num_workers,
+            file,
+            context=context,
+            inherited=job if forked else None,
+            region_limit=loader.memory_limit if not pin else 1 << 60,
+        )
+    except BaseException:
+        file.close()
+        raise
+    return file, pool

@@ -1,0 +1,355 @@
+"""What a worker process does: fetch batches of a dataset and hand them over in shared memory.
+
+A worker serves one or more *lanes*. Lane k of n is what PyTorch calls worker k of n: it has its own copy of
+the dataset, its own `get_worker_info()`, its own random state, and takes every n-th batch. There are as many
+lanes as workers, unless a state is resumed that was taken with another number of workers: then the
+lanes of the state go on, on the processes there are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import pickle
+import random
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch._utils import ExceptionWrapper
+from torch.utils.data import _DatasetKind
+from torch.utils.data._utils import collate, signal_handling
+from torch.utils.data._utils import worker as torch_worker
+
+from dataflow.payload import Buffer, Packed, pack, unpack
+from prefetch.shared_arena import Header, Region, read_message
+from prefetch.workers import Answer, WorkerStart, begin
+
+BATCH, ERROR, END = range(3)
+"""Kinds of answers. END: the lane's iterable has no more."""
+
+TASK, SKIP, RESET = range(3)
+"""Kinds of messages to a worker: fetch a batch; fetch one and drop it; begin the next epoch."""
+
+_DIRECT_BYTES = 32 << 10
+"""Tensors of at least this size are collated in shared memory at once; smaller ones are copied together."""
+
+
+@dataclass
+class Job:
+    """What all workers of a loader need to know."""
+
+    kind: int
+    dataset: Any
+    auto_collation: bool
+    collate_fn: Callable[[Any], Any]
+    drop_last: bool
+    init_fn: Callable[[int], Any] | None
+    base_seed: int
+    num_lanes: int
+    """As `get_worker_info().num_workers` tells; 0: fetching as if there were no workers."""
+    shared_seed: int | None = None
+    collate_map: Mapping[Any, Any] = field(default_factory=dict)
+    """What the parent has registered with torch's `default_collate`."""
+    default_dtype: torch.dtype = torch.float32
+    state_every: int = 0
+    """Ship the state of the dataset with every so many batches; 0: never."""
+    resumed: Mapping[int, LaneState] = field(default_factory=dict)
+
+
+@dataclass
+class LaneState:
+    """Where a lane stands, for a dataset or an iterator that tells its own state."""
+
+    dataset: Any = None
+    iterator: Any = None
+    random: Any = None
+    ended: bool = False
+
+
+def collate_map_changes() -> dict[Any, Any]:
+    """What was registered with `default_collate` beside what torch registers itself."""
+    own = collate.__name__
+    return {
+        kind: function
+        for kind, function in collate.default_collate_fn_map.items()
+        if getattr(function, "__module__", None) != own
+    }
+
+
+def seed_all(base_seed: int, lane: int) -> None:
+    """Seed the global generators as PyTorch seeds worker `lane`."""
+    random.seed(base_seed + lane)
+    torch.manual_seed(base_seed + lane)
+    np.random.seed(torch_worker._generate_state(base_seed, lane))
+
+
+def has_state(thing: Any) -> bool:
+    """Whether a dataset, iterator or sampler follows the `state_dict` protocol."""
+    return callable(getattr(thing, "state_dict", None)) and callable(getattr(thing, "load_state_dict", None))
+
+
+class Lane:
+    """One lane's dataset and the place in it."""
+
+    def __init__(self, job: Job, number: int, dataset: Any, state: LaneState | None) -> None:
+        self._job, self._number = job, number
+        self._dataset: Any = dataset
+        self._fetcher: Any = None
+        self._shared_rng = torch.Generator()
+        self._fetched = self._since_state = 0
+        self._state = LaneState()
+        self._ended = False
+        self.info: Any = None
+        if job.num_lanes:
+            self.info = torch_worker.WorkerInfo(
+                id=number, num_workers=job.num_lanes, seed=job.base_seed + number, dataset=dataset
+            )
+        self._resumed = state
+
+    def open(self, shared_seed: int | None, *, first: bool) -> None:
+        """Begin an epoch."""
+        self._ended, self._since_state = False, 0
+        if isinstance(self._dataset, torch.utils.data.IterDataPipe) and shared_seed is not None:
+            self._shared_rng.manual_seed(shared_seed)
+            graph = torch.utils.data.graph_settings
+            self._dataset = graph.apply_random_seed(self._dataset, self._shared_rng)
+        if first and self._job.init_fn is not None:
+            self._job.init_fn(self._number)
+        resumed, self._resumed = self._resumed, None
+        if resumed is not None and resumed.dataset is not None:
+            self._dataset.load_state_dict(resumed.dataset)
+        job = self._job
+        self._fetcher = _DatasetKind.create_fetcher(
+            job.kind, self._dataset, job.auto_collation, job.collate_fn, job.drop_last
+        )
+        if resumed is not None:
+            self._resume(resumed)
+        self._state = self._snapshot() if job.state_every else LaneState()
+
+    def _resume(self, state: LaneState) -> None:
+        iterator = getattr(self._fetcher, "dataset_iter", None)
+        if state.iterator is not None:
+            if has_state(iterator):
+                iterator.load_state_dict(state.iterator)
+        self._ended = state.ended
+        if state.random is not None:
+            set_random_state(state.random)
+
+    def skip(self, index: Any) -> None:
+        """Fetch a batch that was delivered before, and drop it, with the error that it may have been."""
+        with contextlib.suppress(Exception):
+            self._fetcher.fetch(index)
+
+    def fetch(self, index: Any) -> Any:
+        """The next batch. `StopIteration` at the end of an iterable."""
+        if self._ended:
+            raise StopIteration
+        try:
+            return self._fetcher.fetch(index)
+        except StopIteration:
+            self._ended = self._job.kind == _DatasetKind.Iterable
+            raise
+
+    def state(self) -> LaneState | None:
+        """Where the lane stands after the batch just fetched; None when it is not its turn to tell."""
+        self._since_state += 1
+        if not self._job.state_every or self._since_state < self._job.state_every:
+            return None
+        self._since_state = 0
+        return self._snapshot()
+
+    def _snapshot(self) -> LaneState:
+        iterator = getattr(self._fetcher, "dataset_iter", None)
+        return LaneState(
+            dataset=self._dataset.state_dict() if has_state(self._dataset) else None,
+            iterator=iterator.state_dict() if has_state(iterator) and iterator is not self._dataset else None,
+            ended=getattr(self._fetcher, "ended", False),
+        )
+
+    def first_state(self) -> LaneState:
+        """The state before the first batch of the epoch."""
+        return self._state
+
+
+def random_state() -> Any:
+    """The state of the three global generators."""
+    return random.getstate(), torch.get_rng_state(), np.random.get_state()
+
+
+def set_random_state(state: Any) -> None:
+    """Set the three global generators."""
+    random.setstate(state[0])
+    torch.set_rng_state(state[1])
+    np.random.set_state(state[2])
+
+
+class _Hand:
+    """Puts objects into this worker's region."""
+
+    def __init__(self, region: Region) -> None:
+        self._region = region
+        self._direct: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+        self._by_value = False
+        self._stack = collate.collate_tensor_fn
+        if collate.default_collate_fn_map.get(torch.Tensor) is self._stack:
+            collate.default_collate_fn_map[torch.Tensor] = self._collate_tensor
+
+    def _collate_tensor(self, batch: Any, *, collate_fn_map: Any = None) -> torch.Tensor:
+        """torch's, but into our shared memory instead of a new shared object a tensor."""
+        elem = batch[0]
+        if elem.layout is not torch.strided or elem.is_nested or elem.device.type != "cpu":
+            stacked: torch.Tensor = self._stack(batch, collate_fn_map=collate_fn_map)
+            return stacked
+        nbytes = len(batch) * elem.numel() * elem.element_size()
+        if nbytes < _DIRECT_BYTES:
+            return torch.stack(batch, 0)
+        leased = self._region.arena.lease(nbytes)
+        self._direct[leased.ctypes.data] = leased
+        out = torch.from_numpy(leased).view(elem.dtype).view(len(batch), *elem.shape)
+        return torch.stack(batch, 0, out=out)
+
+    def _place(self, tensor: torch.Tensor) -> int | None:
+        address = tensor.data_ptr()
+        if address in self._direct and self._direct[address].nbytes == tensor.untyped_storage().nbytes():
+            return self._region.offset_of(address)
+        return None
+
+    def put(self, obj: Any) -> tuple[int, Packed]:
+        """Copy an object into shared memory; gives its offset in the file."""
+        packed = pack(obj, place=self._place, by_value=self._by_value)
+        self._by_value = packed.by_value
+        leased: Buffer = self._region.arena.lease(packed.nbytes)
+        packed.copy_to(leased.ctypes.data)
+        for tensor in packed.placed:
+            self._region.lend(self._direct[tensor.data_ptr()])
+        return self._region.lend(leased), packed
+
+
+def run(start: WorkerStart) -> None:
+    """A worker process, from its start to its end."""
+    begin(start)
+    try:
+        signal_handling._set_worker_signal_handlers()
+        torch.set_num_threads(1)
+        _serve(start)
+    except (KeyboardInterrupt, BrokenPipeError):
+        pass  # the parent hears Ctrl-C itself, or has gone
+
+
+def _serve(start: WorkerStart) -> None:
+    memory = start.memory.fd
+    header = Header(memory)
+    hand = _Hand(Region(memory, start.region_offset, start.region_bytes, start.region_limit))
+    region = hand._region
+    job: Job | None = None
+    lanes: dict[int, Lane] = {}
+    broken: dict[int, ExceptionWrapper] = {}
+    randoms: dict[int, Any] = {}
+    running = -1
+
+    def load() -> Job:
+        if start.inherited is not None:
+            inherited: Job = start.inherited
+            return inherited
+        buffer = read_message(memory, start.message_offset, start.message_bytes)
+        meta, meta_bytes, spans = np.frombuffer(buffer[:24], np.int64).tolist()
+        loaded: Job = unpack(buffer[4096:], meta, meta_bytes, spans)
+        torch.set_default_dtype(loaded.default_dtype)
+        collate.default_collate_fn_map.update(loaded.collate_map)
+        return loaded
+
+    def switch(lane: int) -> None:
+        nonlocal running
+        if lane != running:
+            if running >= 0:
+                randoms[running] = random_state()
+            if lane in randoms:
+                set_random_state(randoms[lane])
+            else:
+                seed_all(current.base_seed, lane)
+            running = lane
+        torch_worker._worker_info = lanes[lane].info
+
+    def wrapped(lane: int) -> ExceptionWrapper:
+        return ExceptionWrapper(where=f"in DataLoader worker process {lane}")
+
+    def open_lane(lane: int, shared_seed: int | None, *, first: bool) -> None:
+        try:
+            switch(lane)
+            lanes[lane].open(shared_seed, first=first)
+        except Exception:
+            broken[lane] = wrapped(lane)
+
+    def answer(kind: int, generation: int, lane: int, task: int, obj: Any) -> None:
+        try:
+            offset, packed = hand.put(obj)
+        except Exception:
+            kind = ERROR
+            offset, packed = hand.put((wrapped(lane), None))
+        start.answer(
+            Answer(
+                kind,
+                start.worker,
+                generation,
+                task,
+                offset,
+                packed.nbytes,
+                packed.meta_offset,
+                len(packed.meta),
+                len(packed.spans),
+                packed.nbytes + sum(tensor.nbytes for tensor in packed.placed),
+            )
+        )
+
+    try:
+        current = job = load()
+        for number in range(start.worker, max(1, job.num_lanes), start.num_workers):
+            dataset = copy.deepcopy(job.dataset) if lanes else job.dataset
+            lanes[number] = Lane(job, number, dataset, job.resumed.get(number))
+            open_lane(number, job.shared_seed, first=True)
+    except Exception:
+        failure = wrapped(start.worker)
+        broken = dict.fromkeys(range(4096), failure)
+    while True:
+        try:
+            message = start.tasks.recv_bytes()
+        except (EOFError, OSError):
+            return
+        kind, generation, lane, task, index, returned = pickle.loads(message)
+        for offset in returned:
+            region.take_back(offset)
+        if header.get(Header.STOP):
+            return
+        if kind == RESET:
+            for number, there in lanes.items():
+                open_lane(number, index, first=False)
+            continue
+        if generation != header.get(Header.GENERATION):
+            continue
+        if kind == SKIP:
+            if lane not in broken:
+                switch(lane)
+                lanes[lane].skip(index)
+            continue
+        if lane in broken:
+            answer(ERROR, generation, lane, task, (broken.pop(lane), None))
+            continue
+        try:
+            switch(lane)
+            there = lanes[lane]
+            data = there.fetch(index)
+            state = there.state()
+        except Exception as error:
+            if isinstance(error, StopIteration) and current.kind == _DatasetKind.Iterable:
+                answer(END, generation, lane, task, None)
+            else:
+                answer(ERROR, generation, lane, task, (wrapped(lane), None))
+        else:
+            answer(BATCH, generation, lane, task, (data, state))
+            del data
+        del index
+

@@ -1,0 +1,285 @@
+"""Batches cross from worker processes in one shared-memory file, without a copy by the receiver.
+
+The file is anonymous (`memfd_create`, so the size of `/dev/shm` does not bound it) and sparse: pages exist
+where something was written. It begins with a header page, then what the parent sends to every worker
+alike, then one *region* a worker. A worker carves slabs from its own region and is the only one who
+hands them out; the parent *borrows* a range by offset and, when the last array or tensor viewing it has
+died, sends the offset back with the next task. So no lock is shared between processes, and a worker
+that is killed leaves none behind.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import tempfile
+import weakref
+from collections import defaultdict, deque
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from prefetch.arena import Arena, rounded_bytes
+
+_PAGE = mmap.PAGESIZE
+HEADER_BYTES = _PAGE
+REGION_BYTES = 1 << 36
+"""Address space of one worker's region: 64 GiB, of which only touched pages exist."""
+_MIN_REGION_BYTES = 1 << 30
+
+Borrowed = NDArray[np.uint8]
+
+
+def page_rounded(nbytes: int) -> int:
+    """The next multiple of the page size."""
+    return -(-nbytes // _PAGE) * _PAGE
+
+
+def create_file(nbytes: int) -> int:
+    """Descriptor of an anonymous shared-memory file of `nbytes`, all of it holes.
+
+    Raises:
+        OSError: there is no `memfd_create` and the folder for temporary files cannot hold such a file.
+    """
+    if hasattr(os, "memfd_create"):
+        fd = os.memfd_create("dataflow", os.MFD_CLOEXEC)
+    else:
+        with tempfile.TemporaryFile() as file:
+            fd = os.dup(file.fileno())
+    try:
+        os.ftruncate(fd, nbytes)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+class Header:
+    """A page of int64 that the parent writes and all workers read: single words, so no lock is needed."""
+
+    STOP, GENERATION = 0, 1
+
+    def __init__(self, fd: int) -> None:
+        self.words = np.frombuffer(mmap.mmap(fd, HEADER_BYTES), np.int64)
+
+    def get(self, word: int) -> int:
+        """The value of one word."""
+        return int(self.words[word])
+
+    def set(self, word: int, value: int) -> None:
+        """Write one word."""
+        self.words[word] = value
+
+
+class _RegionSlab:
+    """A slab inside a worker's region; unmapped, its pages go and its range waits for the next of its size."""
+
+    def __init__(self, region: Region, start: int, nbytes: int) -> None:
+        self._region, self.start, self.nbytes = region, start, nbytes
+        self.address = region.address + start
+
+    def unmap(self) -> None:
+        self._region.drop(self)
+
+
+class Region:
+    """A worker's part of the shared file, and the arena over it. Used by that worker's process only.
+
+    Args:
+        fd: the shared file.
+        offset: where the region begins in the file, in bytes.
+        nbytes: its length.
+        limit_bytes: free slabs beyond this are given back to the system.
+    """
+
+    def __init__(self, fd: int, offset: int, nbytes: int, limit_bytes: int) -> None:
+        self._memory = mmap.mmap(fd, nbytes, offset=offset)
+        self.address = np.frombuffer(self._memory, np.uint8).ctypes.data
+        self._offset, self._nbytes = offset, nbytes
+        self._end = 0
+        self._dropped: defaultdict[int, list[int]] = defaultdict(list)
+        self.arena = Arena(limit_bytes=limit_bytes, map_slab=self._carve)
+        self._lent: dict[int, list[Any]] = {}
+
+    def _carve(self, nbytes: int) -> _RegionSlab:
+        if dropped := self._dropped[nbytes]:
+            return _RegionSlab(self, dropped.pop(), nbytes)
+        if self._end + nbytes > self._nbytes:
+            raise MemoryError(
+                f"a worker's batches need more than {self._nbytes:,} bytes of shared memory; "
+                "lower batch_size or prefetch_factor, or keep fewer batches"
+            )
+        slab = _RegionSlab(self, self._end, nbytes)
+        self._end += nbytes
+        return slab
+
+    def drop(self, slab: _RegionSlab) -> None:
+        """Give a slab's pages back to the system."""
+        self._memory.madvise(mmap.MADV_REMOVE, slab.start, slab.nbytes)
+        self._dropped[slab.nbytes].append(slab.start)
+
+    def offset_of(self, address: int) -> int:
+        """Where an address of this region lies in the file."""
+        return address - self.address + self._offset
+
+    def lend(self, leased: Borrowed) -> int:
+        """Keep a leased array until the parent gives it back; returns its offset in the file."""
+        offset = self.offset_of(leased.ctypes.data)
+        self._lent.setdefault(offset, []).append(leased)
+        return offset
+
+    def take_back(self, offset: int) -> None:
+        """The parent's last view of what was lent at `offset` has died."""
+        held = self._lent[offset]
+        held.pop()
+        if not held:
+            del self._lent[offset]
+
+
+class _Loan:
+    """The base object of a borrowed array; holds the mapping."""
+
+    __slots__ = ("__array_interface__", "__weakref__", "memory")
+
+    def __init__(self, memory: mmap.mmap, address: int, nbytes: int) -> None:
+        self.memory = memory
+        self.__array_interface__: dict[str, Any] = {
+            "shape": (nbytes,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "version": 3,
+        }
+
+
+class SharedFile:
+    """The parent's side: the file, its mapping, and what is borrowed from which worker.
+
+    Args:
+        num_workers: regions.
+        message: bytes for every worker alike; see `message_span`.
+        register: page-locks a range for CUDA, once per range borrowed, and gives the unlocking function.
+
+    Not thread-safe, but arrays may die in any thread.
+    """
+
+    def __init__(
+        self,
+        num_workers: int,
+        message_bytes: int,
+        register: Callable[[int, int], Callable[[], None]] | None = None,
+    ) -> None:
+        self.message_offset = HEADER_BYTES
+        self.message_bytes = message_bytes
+        self._first_region = HEADER_BYTES + page_rounded(message_bytes)
+        self._num_workers = num_workers
+        self.region_bytes = REGION_BYTES
+        while True:
+            try:
+                self._nbytes = self._first_region + num_workers * self.region_bytes
+                self.fd = create_file(self._nbytes)
+                break
+            except OSError:
+                if self.region_bytes <= _MIN_REGION_BYTES:
+                    raise
+                self.region_bytes //= 2
+        try:
+            self._memory = self._map(self._nbytes)
+        except BaseException:
+            os.close(self.fd)
+            raise
+        self._address = np.frombuffer(self._memory, np.uint8).ctypes.data
+        self.header = Header(self.fd)
+        self._register = register
+        self._registered: dict[int, Callable[[], None]] = {}
+        self._loans: dict[weakref.ref[_Loan], tuple[int, int, int]] = {}
+        self._returned: list[deque[int]] = [deque() for _ in range(num_workers)]
+        self._closed = False
+
+    def _map(self, nbytes: int) -> mmap.mmap:
+        try:
+            return mmap.mmap(self.fd, nbytes)
+        except OSError as error:
+            raise OSError(
+                error.errno,
+                f"cannot map {nbytes:,} bytes of address space for {self._num_workers} workers; "
+                "raise the limit on virtual memory (ulimit -v) or use fewer workers",
+            ) from error
+
+    def region_span(self, worker: int) -> tuple[int, int]:
+        """Offset and length of a worker's region."""
+        return self._first_region + worker * self.region_bytes, self.region_bytes
+
+    def write_message(self, offset: int, data: bytes | memoryview) -> None:
+        """Fill a part of the message, without mapping its pages here."""
+        view = memoryview(data).cast("B")
+        done = 0
+        while done < len(view):
+            done += os.pwrite(self.fd, view[done:], self.message_offset + offset + done)
+
+    def write_memory(self, offset: int, address: int, nbytes: int) -> None:
+        """Fill a part of the message from memory."""
+        if nbytes:
+            self.write_message(offset, memoryview((ctypes.c_char * nbytes).from_address(address)))
+
+    def borrow(self, worker: int, offset: int, nbytes: int) -> Borrowed:
+        """A writable uint8 array over what the worker lent; given back when its last view dies."""
+        if self._register is not None and offset not in self._registered:
+            whole = rounded_bytes(nbytes)  # a slab keeps its place and size for life
+            self._registered[offset] = self._register(self._address + offset, whole)
+        loan = _Loan(self._memory, self._address + offset, nbytes)
+        self._loans[weakref.ref(loan, self._on_death)] = (worker, offset, nbytes)
+        return np.asarray(loan)
+
+    def _on_death(self, ref: weakref.ref[_Loan]) -> None:
+        # May run in any thread, inside any lock: only appends, until nobody else works with the file.
+        worker, offset, nbytes = self._loans.pop(ref)
+        self._returned[worker].append(offset)
+        if self._closed and all(offset != other for _, other, _ in list(self._loans.values())):
+            self._forget(offset, nbytes)
+
+    def _forget(self, offset: int, nbytes: int) -> None:
+        if unregister := self._registered.pop(offset, None):
+            unregister()
+        self._memory.madvise(mmap.MADV_REMOVE, offset, page_rounded(nbytes))
+
+    def give_back(self, worker: int, offset: int) -> None:
+        """Return what was lent without looking at it."""
+        self._returned[worker].append(offset)
+
+    def take_returned(self, worker: int) -> list[int]:
+        """Offsets to tell the worker about."""
+        queue, taken = self._returned[worker], []
+        while queue:
+            taken.append(queue.popleft())
+        return taken
+
+    @property
+    def num_borrowed(self) -> int:
+        """Arrays that are alive."""
+        return len(self._loans)
+
+    def close(self) -> None:
+        """Give all memory back but what is borrowed, and that as it dies. Idempotent; workers must be gone."""
+        if self._closed:
+            return
+        self._closed = True
+        held = sorted({(offset, page_rounded(nbytes)) for _, offset, nbytes in list(self._loans.values())})
+        for offset in self._registered.keys() - {offset for offset, _ in held}:
+            self._registered.pop(offset)()
+        start = 0
+        for offset, nbytes in [*held, (self._nbytes, 0)]:
+            if offset > start:
+                self._memory.madvise(mmap.MADV_REMOVE, start, offset - start)
+            start = max(start, offset + nbytes)
+        os.close(self.fd)
+
+
+def read_message(fd: int, offset: int, nbytes: int) -> NDArray[np.uint8]:
+    """A private, writable view of the message: pages are shared until they are written to."""
+    if not nbytes:
+        return np.empty(0, np.uint8)
+    memory = mmap.mmap(fd, nbytes, access=mmap.ACCESS_COPY, offset=offset)
+    return np.frombuffer(memory, np.uint8)
