@@ -1,9 +1,9 @@
-"""`DataLoader`: torch's class, that streams a `ShardedDataset` and hands over any other dataset's batches faster."""
+"""`DataLoader`: torch's class, that streams shards and hands over other datasets' batches faster."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Literal, TypeVar
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch.utils.data import DataLoader as TorchDataLoader
@@ -21,14 +21,17 @@ from sharding.order import Shuffle
 from sharding.plan import Tail
 from sharding.topology import Topology
 
-T = TypeVar("T")
+if TYPE_CHECKING:
+    _Base = TorchDataLoader[Any]  # what a batch is, only the dataset and collate_fn know
+else:
+    _Base = TorchDataLoader[TypeVar("T")]  # `DataLoader[Tensor]` may be written, as with torch
 
 
-class DataLoader(TorchDataLoader[T]):
+class DataLoader(_Base):
     """Batches of any dataset.
 
-    Over a `ShardedDataset` or a `Mixture` it streams shards, in an order that is a function of (seed, epoch,
-    position); see docs/design.md. Over any other dataset it does what `torch.utils.data.DataLoader` 2.13 does,
+    Over a `ShardedDataset` or a `Mixture` it streams shards, in an order that is a function of
+    (seed, epoch, position); see docs/design.md. Over any other dataset it does what `torch.utils.data.DataLoader` 2.13 does,
     argument by argument, with a faster hand-over from worker processes and a `state_dict`; what differs on
     purpose is listed in docs/differences.md.
 
@@ -124,6 +127,7 @@ class DataLoader(TorchDataLoader[T]):
         self._timing = Timing()
         self._progress: Progress = Progress()
         self._resumed: Resumed | None = None
+        self._chain: torch.Generator | None = None
         super().__init__(
             dataset,
             batch_size,
@@ -174,11 +178,12 @@ class DataLoader(TorchDataLoader[T]):
         return resumed
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch: of the order over shards; else of the sampler and the dataset, if they have one."""
+        """Choose the epoch: of the order over shards, else of the sampler and the dataset that have one."""
         if self._stream is not None:
             self._stream.set_epoch(epoch)
             return
-        for part in (self.sampler, self.batch_sampler, self.dataset):
+        parts: list[Any] = [self.sampler, self.batch_sampler, self.dataset]
+        for part in parts:
             if callable(getattr(part, "set_epoch", None)):
                 part.set_epoch(epoch)
 
@@ -203,7 +208,8 @@ class DataLoader(TorchDataLoader[T]):
             return
         kind = "iterable" if self._dataset_kind == _DatasetKind.Iterable else "map"
         self._resumed = resumed_from(state, kind)
-        self._progress = Progress.loaded(state)
+        self._progress = Progress.loaded(state) if state else Progress()
+        self._chain = self._resumed.chain if self._resumed else None
 
     # ---- engine -------------------------------------------------------------------------------------
 
@@ -216,7 +222,7 @@ class DataLoader(TorchDataLoader[T]):
         if isinstance(iterator, WorkerIterator):
             iterator.close()
 
-    def __enter__(self) -> DataLoader[T]:
+    def __enter__(self) -> DataLoader:
         return self
 
     def __exit__(self, *_: object) -> None:

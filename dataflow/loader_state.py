@@ -10,8 +10,9 @@ without touching the dataset; an iterable without a state is read again up to th
 from __future__ import annotations
 
 import base64
+import copy
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -35,29 +36,33 @@ VERSION = 1
 
 @dataclass
 class ResumedLane:
-    """Where a lane goes on."""
+    """Where a lane stands."""
 
     batches: int = 0
     """Delivered in this epoch."""
     since: int = 0
     """Of those, delivered after `state` was taken."""
     state: LaneState = field(default_factory=LaneState)
+    random: Any = None
+    """State of the worker's global generators after the last batch, if the batches draw from them."""
+    at_end: tuple[LaneState | None, Any] | None = None
+    """State and generators when the iterable had ended: what the next epoch begins with."""
 
     def to_json(self) -> dict[str, Any]:
         """As part of a state."""
         return {
             "batches": self.batches,
             "since": self.since,
-            "ended": self.state.ended,
             "dataset": encoded(self.state.dataset),
             "iterator": encoded(self.state.iterator),
+            "random": encoded(self.random),
         }
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> ResumedLane:
         """Inverse of `to_json`."""
-        state = LaneState(decoded(value["dataset"]), decoded(value["iterator"]), ended=bool(value["ended"]))
-        return cls(int(value["batches"]), int(value["since"]), state)
+        state = LaneState(decoded(value["dataset"]), decoded(value["iterator"]))
+        return cls(int(value["batches"]), int(value["since"]), state, decoded(value["random"]))
 
 
 @dataclass
@@ -70,13 +75,19 @@ class Resumed:
     num_lanes: int
     next_lane: int
     generator: Any
+    chain: torch.Generator | None
     sampler: Mapping[str, Any]
     lanes: dict[int, ResumedLane]
+    complete: bool = False
+    persistent: bool = False
+    """Of workers that outlive epochs: nothing is seeded anew."""
+    ahead: frozenset[int] = frozenset()
+    """Batches delivered beyond the first `batches`."""
 
     def skips(self, lane: int) -> int:
         """Batches that a lane must fetch again and drop."""
         there = self.lanes.get(lane)
-        return there.since if there and self.kind == "iterable" and not there.state.ended else 0
+        return there.since if there and self.kind == "iterable" else 0
 
 
 class Progress:
@@ -84,12 +95,15 @@ class Progress:
 
     def __init__(self) -> None:
         self.batches = 0
+        self._ahead: set[int] = set()
         self.complete = True
         """No epoch is under way: the next loop begins one."""
         self.base_seed = 0
         self.num_lanes = 0
         self.kind = "map"
         self._generator: Any = None
+        self._chain: torch.Generator | None = None
+        """After resuming: what seeds are drawn from, in place of torch's global generator."""
         self._mark: dict[str, Any] = {}
         self._sampler_state: Any = None
         self._stateful: Any = None
@@ -97,17 +111,23 @@ class Progress:
         self.next_lane = 0
         self.lanes: dict[int, ResumedLane] = {}
         self._loaded: Mapping[str, Any] | None = None
+        self.live = False
+        """Nothing runs ahead of what was delivered."""
+        self.look: Callable[[], list[LaneState | None]] | None = None
+        """Takes the states of all lanes now."""
 
     @classmethod
-    def begin(cls, loader: DataLoader[Any], resumed: Resumed | None) -> Progress:
+    def begin(cls, loader: DataLoader, resumed: Resumed | None) -> Progress:
         """An epoch that begins, or goes on. Sets generators back to where the epoch began."""
         made = cls()
         made.complete = False
+        made._chain = loader._chain
         made.kind = "iterable" if loader._dataset_kind == _DatasetKind.Iterable else "map"
         if resumed:
             made.batches = resumed.batches
-            made.lanes = resumed.lanes
+            made.lanes = dict(resumed.lanes)
             made.next_lane = resumed.next_lane
+            made._ahead = set(resumed.ahead)
             if resumed.generator is not None and loader.generator is not None:
                 loader.generator.set_state(resumed.generator)
         if loader.generator is not None:
@@ -121,13 +141,20 @@ class Progress:
         made._loaded = state
         return made
 
-    def seeded(self, base_seed: int, num_lanes: int) -> None:
-        """What the iterator has drawn."""
-        self.base_seed, self.num_lanes = base_seed, num_lanes
+    def seeded(self, loader: DataLoader, drawn: int, num_lanes: int, resumed: Resumed | None) -> int:
+        """The seed of the workers: what the iterator has drawn, unless the epoch began elsewhere."""
+        if resumed and (resumed.persistent or not resumed.complete):
+            drawn = resumed.base_seed
+            if resumed.complete and loader.generator is not None and resumed.generator is not None:
+                loader.generator.set_state(resumed.generator)
+        elif self._chain is not None:
+            drawn = _draw(self._chain)
+        self.base_seed, self.num_lanes = drawn, num_lanes
+        return drawn
 
     # ---- the sampler ---------------------------------------------------------------------------
 
-    def sampler_iterator(self, loader: DataLoader[Any], resumed: Resumed | None, skip: int) -> Iterator[Any]:
+    def sampler_iterator(self, loader: DataLoader, resumed: Resumed | None, skip: int) -> Iterator[Any]:
         """The sampler's indices, from the place on, taking note of what decides them.
 
         `skip`: batches that were delivered.
@@ -138,17 +165,22 @@ class Progress:
             return iter(sampler)
         mark = resumed.sampler if resumed else {}
         iterator, skipped = self._iterator(sampler, core, mark, skip)
-        return itertools.islice(iterator, skip - skipped, None) if skip > skipped else iterator
+        if skip > skipped:
+            iterator = itertools.islice(iterator, skip - skipped, None)
+        if not self._ahead:
+            return iterator
+        ahead = frozenset(self._ahead)
+        return (index for number, index in enumerate(iterator, skip) if number not in ahead)
 
-    def _iterator(self, sampler: Any, core: Any, mark: Mapping[str, Any], skip: int) -> tuple[Iterator[Any], int]:
+    def _iterator(
+        self, sampler: Any, core: Any, mark: Mapping[str, Any], skip: int
+    ) -> tuple[Iterator[Any], int]:
         """The iterator, and how many batches are left out already."""
         if "state" in mark or has_state(sampler) or has_state(core):
             owner = sampler if has_state(sampler) else core
             if "state" in mark and has_state(owner):
                 owner.load_state_dict(decoded(mark["state"]))
             iterator = iter(sampler)
-            if has_state(iterator) and owner is not iterator:
-                pass
             self._stateful = owner
             self._sampler_state = owner.state_dict()
             return iterator, skip if "state" in mark else 0
@@ -172,42 +204,39 @@ class Progress:
             self._mark = {"epoch": core.epoch}
             return iter(sampler), 0
         if type(core) is RandomSampler and core.generator is None:
-            if "seed" in mark:
-                self._mark = dict(mark)
-                again = RandomSampler(
-                    core.data_source,
-                    core.replacement,
-                    core.num_samples,
-                    torch.Generator().manual_seed(int(mark["seed"])),
-                )
-                if core is sampler:
-                    return iter(again), 0
-                return iter(BatchSampler(again, sampler.batch_size, sampler.drop_last)), 0
-            return self._noting_seed(iterator), 0
+            # The sampler draws its seed when it is first asked: drawn here instead, it can be told.
+            self._mark = {"seed": int(mark["seed"]) if "seed" in mark else _draw(self._chain)}
+            again = RandomSampler(
+                core.data_source,
+                core.replacement,
+                core.num_samples,
+                torch.Generator().manual_seed(self._mark["seed"]),
+            )
+            if core is sampler:
+                return iter(again), 0
+            return iter(BatchSampler(again, sampler.batch_size, sampler.drop_last)), 0
         return self._noting_random(iterator, core, mark), 0
-
-    def _noting_seed(self, iterator: Iterator[Any]) -> Iterator[Any]:
-        """A `RandomSampler` draws its seed when it is first asked: look at the draw beforehand."""
-        peeked = torch.Generator()
-        peeked.set_state(torch.get_rng_state())
-        self._mark = {"seed": int(torch.empty((), dtype=torch.int64).random_(generator=peeked).item())}
-        yield from iterator
 
     def _noting_random(self, iterator: Iterator[Any], core: Any, mark: Mapping[str, Any]) -> Iterator[Any]:
         """For other samplers: the state of the generators that they may draw from."""
         generator = getattr(core, "generator", None)
-        generator = generator if isinstance(generator, torch.Generator) else None
         before = None
-        if "generator" in mark and generator is not None:
-            generator.set_state(decoded(mark["generator"]))
-        elif "random" in mark:
-            before = random_state()
-            set_random_state(decoded(mark["random"]))
-        self._mark = (
-            {"generator": generator.get_state()} if generator is not None else {"random": random_state()}
-        )
+        if isinstance(generator, torch.Generator):
+            if "generator" in mark:
+                generator.set_state(decoded(mark["generator"]))
+            self._mark = {"generator": generator.get_state()}
+        else:
+            if "random" in mark or self._chain is not None:
+                before = random_state()
+            if "random" in mark:
+                set_random_state(decoded(mark["random"]))
+            elif self._chain is not None:
+                torch.set_rng_state(self._chain.get_state())
+            self._mark = {"random": random_state()}
         try:
             first = list(itertools.islice(iterator, 1))
+            if before is not None and "random" not in mark and self._chain is not None:
+                self._chain.set_state(torch.get_rng_state())
         finally:
             if before is not None:
                 set_random_state(before)
@@ -220,27 +249,44 @@ class Progress:
 
     # ---- lanes ---------------------------------------------------------------------------------
 
-    def lanes_begin(self, order: Any, states: list[LaneState] | None) -> None:
+    def lanes_begin(self, order: Any) -> None:
         """The lanes of this epoch."""
         self._order = order
         for number in range(order.count):
-            lane = self.lanes.setdefault(number, ResumedLane())
-            if states is not None and not lane.batches:
-                lane.state = states[number]
-            if lane.state.ended:
-                order.end(number)
+            self.lanes.setdefault(number, ResumedLane())
 
-    def lane_ended(self, lane: int) -> None:
-        """A lane's iterable is exhausted. Told when it is known, so maybe before its last batches are out."""
+    def lane_opened(self, lane: int, state: LaneState | None) -> None:
+        """What a lane tells before its first batch."""
+        if state is not None and not self.lanes[lane].batches:
+            self.lanes[lane].state = state
 
-    def delivered(self, lane: int, state: LaneState | None, sampled: Any = None) -> None:
+    def lane_ended(self, lane: int, state: LaneState | None, random: Any) -> None:
+        """A lane's iterable is exhausted. Its last batches may not be out yet."""
+        self.lanes[lane].at_end = (state, random)
+
+    def delivered(
+        self,
+        lane: int,
+        state: LaneState | None = None,
+        random: Any = None,
+        sampled: Any = None,
+        number: int | None = None,
+    ) -> None:
         """One more batch, or an error in its place, was handed out."""
-        self.batches += 1
+        if number is None or number == self.batches:
+            self.batches += 1
+        else:
+            self._ahead.add(number)
+        while self.batches in self._ahead:
+            self._ahead.remove(self.batches)
+            self.batches += 1
         there = self.lanes[lane]
         there.batches += 1
         there.since += 1
         if state is not None:
             there.state, there.since = state, 0
+        if random is not None:
+            there.random = random
         if sampled is not None:
             self._sampler_state = sampled
         self.next_lane = (lane + 1) % self._order.count
@@ -248,62 +294,111 @@ class Progress:
     def end(self) -> None:
         """The epoch was handed out to its end."""
         self.complete = True
+        for lane in self.lanes.values():
+            if lane.at_end is not None:
+                lane.state = lane.at_end[0] or lane.state
+                lane.random = lane.at_end[1] or lane.random
 
     # ---- as JSON -------------------------------------------------------------------------------
 
-    def to_json(self, loader: DataLoader[Any]) -> dict[str, Any]:
+    def to_json(self, loader: DataLoader) -> dict[str, Any]:
         """The state."""
         if self._loaded is not None:
-            return dict(self._loaded)
-        state: dict[str, Any] = {"version": VERSION, "kind": self.kind, "complete": self.complete}
-        generator = self._generator
+            return copy.deepcopy(dict(self._loaded))
+        generator, chain = self._generator, None
         if self.complete:
             generator = loader.generator.get_state() if loader.generator is not None else None
-        state["generator"] = encoded(generator)
-        if self.complete:
-            return state
+        if self._draws(loader):
+            chain = torch.get_rng_state() if self._chain is None else self._chain.get_state()
         mark = dict(self._mark)
+        if self.live and self._stateful is not None:
+            self._sampler_state = copy.deepcopy(self._stateful.state_dict())
         if self._sampler_state is not None:
-            own = has_state(loader._index_sampler) or has_state(getattr(loader._index_sampler, "sampler", None))
+            own = has_state(loader._index_sampler) or has_state(
+                getattr(loader._index_sampler, "sampler", None)
+            )
             mark["state" if own else "iterator"] = self._sampler_state
-        state |= {
-            "batches": self.batches,
+        state: dict[str, Any] = {
+            "version": VERSION,
+            "kind": self.kind,
+            "complete": self.complete,
+            "persistent": bool(loader.persistent_workers) and self._order is not None,
+            "generator": encoded(generator),
+            "chain": encoded(chain),
+            "batches": 0 if self.complete else self.batches,
+            "ahead": [] if self.complete else sorted(self._ahead),
             "base_seed": self.base_seed,
             "num_lanes": self.num_lanes,
-            "next_lane": self.next_lane,
-            "sampler": {name: encoded(value) for name, value in mark.items()},
+            "next_lane": 0 if self.complete else self.next_lane,
+            "sampler": {} if self.complete else {name: encoded(value) for name, value in mark.items()},
             "lanes": [],
         }
-        stateful = any(x.state.dataset is not None or x.state.iterator is not None for x in self.lanes.values())
-        if self.kind == "iterable" or stateful:
-            state["lanes"] = [self.lanes[number].to_json() for number in sorted(self.lanes)]
+        lanes = [self.lanes[number] for number in sorted(self.lanes)]
+        if self.look is not None:
+            for lane, now in zip(lanes, self.look(), strict=True):
+                if now is not None:
+                    lane.state, lane.since = now, 0
+        stateful = any(lane.state.dataset is not None or lane.state.iterator is not None for lane in lanes)
+        stateful = stateful or any(lane.random is not None for lane in lanes)
+        if self.complete:  # what outlives the epoch: the dataset in this process or in persistent workers
+            if stateful and (loader.num_workers == 0 or loader.persistent_workers):
+                lanes = [ResumedLane(0, 0, LaneState(x.state.dataset), x.random) for x in lanes]
+                state["lanes"] = [lane.to_json() for lane in lanes]
+        elif self.kind == "iterable" or stateful:
+            state["lanes"] = [lane.to_json() for lane in lanes]
         return state
+
+    def _draws(self, loader: DataLoader) -> bool:
+        """Whether seeds of later epochs come from torch's global generator."""
+        if loader.generator is not None:
+            return False
+        if loader.num_workers:  # the seeds of workers
+            return True
+        if self.kind == "iterable" or self._sampler_state is not None:
+            return False
+        sampler: Any = loader._index_sampler
+        core = sampler.sampler if type(sampler) is BatchSampler else sampler
+        known = type(core) in (SequentialSampler, DistributedSampler)
+        return not known and getattr(core, "generator", None) is None
 
 
 def resumed_from(state: Mapping[str, Any], kind: str) -> Resumed | None:
-    """What a state says; None: the next epoch begins.
+    """What a state says; None: nothing, as an empty one.
 
     Raises:
         ValueError: this is no state of such a loader.
     """
+    if not state:
+        return None
     if not isinstance(state, Mapping) or state.get("version") != VERSION or "complete" not in state:
         raise ValueError(f"not a state of this kind of DataLoader (version {VERSION}): {str(state)[:200]}")
     if state["kind"] != kind:
-        raise ValueError(f"the state is of a loader over a dataset of the {state['kind']} kind, this one's is {kind}")
-    generator = decoded(state["generator"])
-    if state["complete"]:
-        return Resumed(kind, 0, 0, 0, 0, generator, {}, {}) if generator is not None else None
-    lanes = {number: ResumedLane.from_json(value) for number, value in enumerate(state["lanes"])}
+        raise ValueError(
+            f"the state is of a loader over a dataset of the {state['kind']} kind, this one's is {kind}"
+        )
+    chain = None
+    if state["chain"] is not None:
+        chain = torch.Generator()
+        chain.set_state(decoded(state["chain"]))
     return Resumed(
         kind,
         int(state["batches"]),
         int(state["base_seed"]),
         int(state["num_lanes"]),
         int(state["next_lane"]),
-        generator,
+        decoded(state["generator"]),
+        chain,
         state["sampler"],
-        lanes,
+        {number: ResumedLane.from_json(value) for number, value in enumerate(state["lanes"])},
+        bool(state["complete"]),
+        bool(state["persistent"]),
+        frozenset(state["ahead"]),
     )
+
+
+def _draw(generator: torch.Generator | None) -> int:
+    """A seed, as torch's loader and samplers draw it."""
+    return int(torch.empty((), dtype=torch.int64).random_(generator=generator).item())
 
 
 _TAG = "__dataflow__"
@@ -312,7 +407,7 @@ _TAG = "__dataflow__"
 def encoded(value: Any) -> Any:
     """A JSON value for tensors, arrays, bytes, tuples and mappings with other keys than text.
 
-    What JSON and this function do not know is left as it is: such a state can be saved with torch, not as JSON.
+    What JSON and this function do not know is left as it is: such a state is for `torch.save`.
     """
     if isinstance(value, torch.Tensor):
         return {_TAG: "tensor", "value": encoded(value.detach().cpu().numpy())}

@@ -8,7 +8,7 @@ from sharding.window_size import DEFAULT_LIMIT
 
 
 def memory_limit_bytes(limit: int | str | None, local_world_size: int) -> int:
-    """A given limit in bytes; by default 1 GiB or an eighth of the machine's memory per rank, if that is less."""
+    """The limit in bytes; without one 1 GiB, or an eighth of the machine's memory per rank if less."""
     if limit is None:
         return max(64 << 20, min(DEFAULT_LIMIT, _machine_memory() // 8 // max(1, local_world_size)))
     if isinstance(limit, str):

@@ -154,13 +154,14 @@ class _CloudPickler(cloudpickle.Pickler):  # type: ignore[misc]
         return super().reducer_override(obj)
 
 
-def pack(obj: Any, *, place: Place | None = None, by_value: bool = False) -> Packed:
+def pack(obj: Any, *, place: Place | None = None, by_value: bool | None = None) -> Packed:
     """Take an object apart.
 
     Args:
         obj: anything that pickles.
         place: tells of tensors that need no copy.
-        by_value: whether to expect objects of the main module; otherwise they are tried second.
+        by_value: whether objects of the main module, and those without a name, go by value; None: only if
+            they cannot go by name.
 
     Raises whatever pickling raises.
     """
@@ -172,7 +173,8 @@ def pack(obj: Any, *, place: Place | None = None, by_value: bool = False) -> Pac
             pickler.dump(obj)
             return _packed(packer, file, by_value=False)
         except (pickle.PicklingError, AttributeError, TypeError):
-            pass  # a class or function that cannot be named: by value
+            if by_value is False:
+                raise
     packer, file = _Packer(place), io.BytesIO()
     _CloudPickler(file, packer).dump(obj)
     return _packed(packer, file, by_value=True)

@@ -1,4 +1,4 @@
-"""Iterators of `DataLoader` over any map-style or iterable dataset: in this process, or with worker processes.
+"""Iterators of `DataLoader` over any map-style or iterable dataset: in this process, or in workers.
 
 They follow `torch.utils.data.DataLoader` in what can be observed: the order of batches, what worker k
 fetches, the seeds, the errors. Batch b belongs to lane b mod n (of the lanes that have not ended), so
@@ -9,6 +9,7 @@ another one goes on with its own later batches, within a bound of batches and by
 
 from __future__ import annotations
 
+import copy
 import functools
 import logging
 import pickle
@@ -31,6 +32,8 @@ from dataflow.loader_state import Progress, Resumed
 from dataflow.payload import pack, unpack
 from dataflow.worker_process import (
     END,
+    OPENED,
+    RANDOM,
     RESET,
     SKIP,
     TASK,
@@ -68,25 +71,23 @@ class Timing:
 class _Iterator(_BaseDataLoaderIter):
     """What both kinds share: the sampler's place and what a state needs."""
 
-    def __init__(self, loader: DataLoader[Any]) -> None:
+    def __init__(self, loader: DataLoader) -> None:
         resumed = loader._take_resumed()
         self._progress = Progress.begin(loader, resumed)
         loader._progress = self._progress
         super().__init__(loader)
         self._timing = loader._timing
         self._num_lanes = resumed.num_lanes if resumed and resumed.lanes else self._num_workers
-        if resumed:
-            self._base_seed = resumed.base_seed
-        self._progress.seeded(self._base_seed, self._num_lanes)
+        self._base_seed = self._progress.seeded(loader, int(self._base_seed), self._num_lanes, resumed)
         self._resume_sampler(loader, resumed)
 
-    def _resume_sampler(self, loader: DataLoader[Any], resumed: Resumed | None) -> None:
+    def _resume_sampler(self, loader: DataLoader, resumed: Resumed | None) -> None:
         iterable = self._dataset_kind == _DatasetKind.Iterable
         skip = resumed.batches if resumed and not iterable else 0
         self._sampler_iter = self._progress.sampler_iterator(loader, resumed, skip)
         self._num_yielded = resumed.batches if resumed else 0
 
-    def _job(self, loader: DataLoader[Any], resumed: Resumed | None) -> Job:
+    def _job(self, loader: DataLoader, resumed: Resumed | None) -> Job:
         init_fn = loader.worker_init_fn
         if isinstance(self._dataset, IterDataPipe | MapDataPipe):
             init_fn = functools.partial(_sharding_worker_init_fn, init_fn, self._world_size, self._rank)
@@ -98,19 +99,20 @@ class _Iterator(_BaseDataLoaderIter):
             self._collate_fn,
             self._drop_last,
             init_fn,
-            self._base_seed,
+            int(self._base_seed),
             self._num_lanes,
             self._shared_seed,
             collate_map_changes(),
             torch.get_default_dtype(),
             loader.snapshot_every_n_steps if iterable or has_state(self._dataset) else 0,
+            has_state(self._dataset),
             {number: lane.state for number, lane in resumed.lanes.items()} if resumed else {},
         )
 
     def __next__(self) -> Any:
-        if self._IterableDataset_len_called is not None or torch.autograd._profiler_enabled():
+        if self._IterableDataset_len_called is not None or torch._C._autograd._profiler_enabled():
             return super().__next__()
-        data = self._next_data()
+        data: Any = self._next_data()
         self._num_yielded += 1
         return data
 
@@ -118,7 +120,7 @@ class _Iterator(_BaseDataLoaderIter):
 class MainIterator(_Iterator):
     """`num_workers=0`: batches are fetched when they are asked for."""
 
-    def __init__(self, loader: DataLoader[Any]) -> None:
+    def __init__(self, loader: DataLoader) -> None:
         resumed = loader._resumed
         super().__init__(loader)
         if isinstance(self._dataset, IterDataPipe | MapDataPipe):
@@ -129,7 +131,12 @@ class MainIterator(_Iterator):
         count = max(1, self._num_lanes)
         states = job.resumed
         self._lanes = [
-            Lane(job, n, self._dataset if count == 1 else pickle.loads(cloudpickle.dumps(self._dataset)), states.get(n))
+            Lane(
+                job,
+                n,
+                self._dataset if count == 1 else pickle.loads(cloudpickle.dumps(self._dataset)),
+                states.get(n),
+            )
             for n in range(count)
         ]
         self._order = LaneOrder(count, resumed)
@@ -139,7 +146,10 @@ class MainIterator(_Iterator):
             for _ in range(resumed.skips(number) if resumed else 0):
                 lane.skip(next(self._sampler_iter))
             self._leave()
-        self._progress.lanes_begin(self._order, [lane.first_state() for lane in self._lanes])
+        self._progress.lanes_begin(self._order)
+        self._progress.live = True
+        if self._every:
+            self._progress.look = lambda lanes=self._lanes: [copy.deepcopy(lane.snapshot()) for lane in lanes]
 
     def _enter(self, lane: Lane) -> None:
         if lane.info is not None:
@@ -160,23 +170,22 @@ class MainIterator(_Iterator):
             self._enter(lane)
             try:
                 data = lane.fetch(index)
-                state = lane.state() if self._every else None
                 break
             except StopIteration:
                 self._order.end(number)
             except BaseException:
-                self._progress.delivered(number, None)
+                self._progress.delivered(number)
                 raise
             finally:
                 self._leave()
-        self._progress.delivered(number, state)
+        self._progress.delivered(number)
         if self._pin_memory:
             data = torch_pin.pin_memory(data, self._pin_memory_device)
         return data
 
     def _next_index_or_end(self) -> Any:
         try:
-            return self._next_index()
+            return next(self._sampler_iter)
         except StopIteration:
             self._progress.end()
             raise
@@ -207,17 +216,17 @@ class LaneOrder:
 class _Task:
     """A batch on its way."""
 
-    __slots__ = ("answer", "lane", "sampled")
+    __slots__ = ("answer", "lane", "number", "sampled")
 
-    def __init__(self, lane: int, sampled: Any) -> None:
-        self.lane, self.sampled = lane, sampled
+    def __init__(self, number: int, lane: int, sampled: Any) -> None:
+        self.number, self.lane, self.sampled = number, lane, sampled
         self.answer: Answer | None = None
 
 
 class WorkerIterator(_Iterator):
     """Batches from worker processes. Used by one thread at a time."""
 
-    def __init__(self, loader: DataLoader[Any]) -> None:
+    def __init__(self, loader: DataLoader) -> None:
         resumed = loader._resumed
         super().__init__(loader)
         if loader.prefetch_factor is None or loader.prefetch_factor <= 0:
@@ -228,7 +237,7 @@ class WorkerIterator(_Iterator):
         self._failed: BaseException | None = None
         self._generation = 0
         job = self._job(loader, resumed)
-        self._every = job.state_every
+        self._announced = job.announce
         self._file, self._pool = start_workers(loader, job, pin=self._pin_memory)
         # Runs when the iterator dies, and before multiprocessing joins its children at exit.
         self._closer = util.Finalize(self, _close, (self._pool, self._file), exitpriority=10)
@@ -238,6 +247,8 @@ class WorkerIterator(_Iterator):
         """End the workers; what was handed out stays valid. Idempotent."""
         self._failed = self._failed or RuntimeError("the loader was closed inside this loop")
         self._closer()
+
+    _shutdown_workers = close  # torch's name, which others call
 
     @property
     def _workers(self) -> Any:
@@ -251,11 +262,19 @@ class WorkerIterator(_Iterator):
         self._unfinished = [0] * self._num_workers
         self._lane_tasks = [0] * self._order.count
         self._exhausted = False
-        self._progress.lanes_begin(self._order, None)
+        self._ahead = resumed.ahead if resumed else frozenset()
+        self._next_number = resumed.batches if resumed else 0
+        self._progress.lanes_begin(self._order)
+        self._opening = set(range(self._order.count)) if self._announced else set()
         for lane in range(self._order.count):
             for _ in range(resumed.skips(lane) if resumed else 0):
                 self._send(lane, SKIP, -1, next(self._sampler_iter))
+            random = resumed.lanes[lane].random if resumed and lane in resumed.lanes else None
+            if random is not None:
+                self._send(lane, RANDOM, -1, random)
         self._fill(waiting=False)
+        while self._opening:
+            self._wait()
 
     def _reset(self, loader: Any, first_iter: bool = False) -> None:
         """The next epoch with the workers there are."""
@@ -264,7 +283,7 @@ class WorkerIterator(_Iterator):
         self._progress = Progress.begin(loader, None)
         loader._progress = self._progress
         super()._reset(loader, first_iter)
-        self._progress.seeded(self._base_seed, self._num_lanes)
+        self._progress.seeded(loader, int(self._base_seed), self._num_lanes, None)
         self._resume_sampler(loader, None)
         self._raise_if_failed()
         self._generation += 1
@@ -295,12 +314,20 @@ class WorkerIterator(_Iterator):
             lane = self._order.next() if self._in_order else self._free_lane()
             if lane is None:
                 return
-            self._tasks[self._sent] = _Task(lane, self._progress.sampled())
+            self._tasks[self._sent] = _Task(self._number(), lane, self._progress.sampled())
             self._unfinished[lane % self._num_workers] += 1
             self._lane_tasks[lane] += 1
             self._outstanding += 1
             self._send(lane, TASK, self._sent, index)
             self._sent += 1
+
+    def _number(self) -> int:
+        """The number in the epoch of the batch that is sent now."""
+        number = self._next_number
+        self._next_number += 1
+        while self._next_number in self._ahead:
+            self._next_number += 1
+        return number
 
     def _may_run_ahead(self) -> bool:
         return (
@@ -348,9 +375,10 @@ class WorkerIterator(_Iterator):
         answer = task.answer
         assert answer is not None
         self._held_bytes -= answer.total
-        data, state = self._unpack(answer)
+        data, state, random = self._unpack(answer)
         self._fill(waiting=False)
-        self._progress.delivered(task.lane, state, task.sampled)
+        number = None if self._in_order or self._dataset_kind == _DatasetKind.Iterable else task.number
+        self._progress.delivered(task.lane, state, random, task.sampled, number)
         if isinstance(data, ExceptionWrapper):
             data.reraise()
         if self._pin_memory:
@@ -393,19 +421,24 @@ class WorkerIterator(_Iterator):
             stacks = self._pool.stacks()
             if limit is not None:
                 raise RuntimeError(
-                    f"DataLoader timed out after {self._timeout} seconds. What the workers are doing:\n{stacks}"
+                    f"DataLoader timed out after {self._timeout} seconds. The workers are doing:\n{stacks}"
                 )
             _log.warning("no batch for %d s; what the workers are doing:\n%s", _NOTICE_S, stacks)
 
     def _take(self, answers: list[Answer]) -> None:
         for answer in answers:
-            task = None
-            if answer.generation == self._generation:
-                self._unfinished[answer.worker] -= 1
-                task = self._tasks.get(answer.task)
-            if task is None or answer.kind == END:
-                self._unpack(answer)  # of no use to anyone: its memory goes back
+            if answer.generation != self._generation:
+                self._unpack(answer)  # of an epoch that was left: its memory goes back
+                continue
+            if answer.kind == OPENED:
+                self._opened(answer)
+                continue
+            self._unfinished[answer.worker] -= 1
+            task = self._tasks.get(answer.task)
+            if answer.kind == END or task is None:
+                _, state, random = self._unpack(answer)
                 if task is not None:
+                    self._progress.lane_ended(task.lane, state, random)
                     self._end(task.lane)
                 continue
             task.answer = answer
@@ -413,10 +446,19 @@ class WorkerIterator(_Iterator):
             if not self._in_order:  # in order of arrival
                 self._tasks[answer.task] = self._tasks.pop(answer.task)
 
+    def _opened(self, answer: Answer) -> None:
+        """A lane stands at its beginning, or could not get there."""
+        error, state, _ = self._unpack(answer)
+        self._opening.discard(answer.task)
+        if isinstance(error, ExceptionWrapper):
+            self._opening.clear()
+            self._closer()
+            error.reraise()
+        self._progress.lane_opened(answer.task, state)
+
     def _end(self, lane: int) -> None:
         """Forget the tasks of a lane whose iterable has ended."""
         self._order.end(lane)
-        self._progress.lane_ended(lane)
         for number in [n for n, task in self._tasks.items() if task.lane == lane and task.answer is None]:
             del self._tasks[number]
             self._outstanding -= 1
@@ -434,24 +476,36 @@ def _close(pool: WorkerPool, file: SharedFile) -> None:
     file.close()
 
 
-def start_workers(loader: DataLoader[Any], job: Job, *, pin: bool) -> tuple[SharedFile, WorkerPool]:
+def start_workers(loader: DataLoader, job: Job, *, pin: bool) -> tuple[SharedFile, WorkerPool]:
     """Worker processes for a job, which is serialised once for all of them."""
     context = loader.multiprocessing_context
-    forked = context is not None and context.get_start_method() == "fork"
-    packed = None
-    if not forked:
+    if context is None and (method := torch.multiprocessing.get_start_method(allow_none=True)):
+        context = torch.multiprocessing.get_context(method)  # somebody has chosen it for the process
+    packed, inherited = None, None
+    if context is not None and context.get_start_method() == "fork":
+        inherited = job
+    else:
         try:
             packed = pack(job, by_value=context is None)
         except Exception as error:
-            if context is not None:
+            inherited = job
+            if context is None:
+                warnings.warn(
+                    "the dataset, or a function given to the loader, cannot be sent to worker processes "
+                    f"({error}); they are forked from this process instead, with its locks and clients "
+                    "as they are. Make it picklable, or ask for this: "
+                    'DataLoader(..., multiprocessing_context="fork").',
+                    stacklevel=4,
+                )
+                context = torch.multiprocessing.get_context("fork")
+            elif isinstance(error, TypeError | AttributeError | pickle.PicklingError):
+                warnings.warn(
+                    "Got pickle error when attempting to start a worker Process. This might be because the "
+                    f"worker Process arguments are not picklable: {error}. Without "
+                    "multiprocessing_context= and multiprocessing.set_start_method they need not be.",
+                    stacklevel=4,
+                )
                 raise
-            warnings.warn(
-                f"the dataset, or a function given to the loader, cannot be sent to worker processes ({error}); "
-                "they are forked from this process instead, which copies its locks, threads' state and clients. "
-                'Make it picklable, or ask for this with multiprocessing_context="fork".',
-                stacklevel=4,
-            )
-            context, forked = torch.multiprocessing.get_context("fork"), True
     if packed is not None and len(packed.meta) > _OBJECT_BYTES:
         warnings.warn(
             f"the dataset holds {len(packed.meta):,} bytes of Python objects, which every worker holds again "
@@ -474,7 +528,7 @@ def start_workers(loader: DataLoader[Any], job: Job, *, pin: bool) -> tuple[Shar
             loader.num_workers,
             file,
             context=context,
-            inherited=job if forked else None,
+            inherited=inherited,
             region_limit=loader.memory_limit if not pin else 1 << 60,
         )
     except BaseException:

@@ -28,11 +28,11 @@ from dataflow.payload import Buffer, Packed, pack, unpack
 from prefetch.shared_arena import Header, Region, read_message
 from prefetch.workers import Answer, WorkerStart, begin
 
-BATCH, ERROR, END = range(3)
-"""Kinds of answers. END: the lane's iterable has no more."""
+BATCH, ERROR, END, OPENED = range(4)
+"""Kinds of answers. END: the lane's iterable has no more. OPENED: the lane stands at its beginning."""
 
-TASK, SKIP, RESET = range(3)
-"""Kinds of messages to a worker: fetch a batch; fetch one and drop it; begin the next epoch."""
+TASK, SKIP, RANDOM, RESET = range(4)
+"""Kinds of messages to a worker: fetch a batch; fetch one and drop it; set the generators; next epoch."""
 
 _DIRECT_BYTES = 32 << 10
 """Tensors of at least this size are collated in shared memory at once; smaller ones are copied together."""
@@ -57,6 +57,8 @@ class Job:
     default_dtype: torch.dtype = torch.float32
     state_every: int = 0
     """Ship the state of the dataset with every so many batches; 0: never."""
+    announce: bool = False
+    """Tell when a lane is open, with its state or what went wrong."""
     resumed: Mapping[int, LaneState] = field(default_factory=dict)
 
 
@@ -66,8 +68,6 @@ class LaneState:
 
     dataset: Any = None
     iterator: Any = None
-    random: Any = None
-    ended: bool = False
 
 
 def collate_map_changes() -> dict[Any, Any]:
@@ -100,8 +100,7 @@ class Lane:
         self._dataset: Any = dataset
         self._fetcher: Any = None
         self._shared_rng = torch.Generator()
-        self._fetched = self._since_state = 0
-        self._state = LaneState()
+        self._since_state = 0
         self._ended = False
         self.info: Any = None
         if job.num_lanes:
@@ -128,16 +127,11 @@ class Lane:
         )
         if resumed is not None:
             self._resume(resumed)
-        self._state = self._snapshot() if job.state_every else LaneState()
 
     def _resume(self, state: LaneState) -> None:
-        iterator = getattr(self._fetcher, "dataset_iter", None)
-        if state.iterator is not None:
-            if has_state(iterator):
-                iterator.load_state_dict(state.iterator)
-        self._ended = state.ended
-        if state.random is not None:
-            set_random_state(state.random)
+        iterator: Any = getattr(self._fetcher, "dataset_iter", None)
+        if state.iterator is not None and has_state(iterator):
+            iterator.load_state_dict(state.iterator)
 
     def skip(self, index: Any) -> None:
         """Fetch a batch that was delivered before, and drop it, with the error that it may have been."""
@@ -160,19 +154,17 @@ class Lane:
         if not self._job.state_every or self._since_state < self._job.state_every:
             return None
         self._since_state = 0
-        return self._snapshot()
+        return self.snapshot()
 
-    def _snapshot(self) -> LaneState:
-        iterator = getattr(self._fetcher, "dataset_iter", None)
-        return LaneState(
-            dataset=self._dataset.state_dict() if has_state(self._dataset) else None,
-            iterator=iterator.state_dict() if has_state(iterator) and iterator is not self._dataset else None,
-            ended=getattr(self._fetcher, "ended", False),
-        )
-
-    def first_state(self) -> LaneState:
-        """The state before the first batch of the epoch."""
-        return self._state
+    def snapshot(self) -> LaneState | None:
+        """Where the lane stands now; None if neither dataset nor iterator tells."""
+        iterator: Any = getattr(self._fetcher, "dataset_iter", None)
+        if iterator is self._dataset and has_state(iterator):
+            return LaneState(iterator=iterator.state_dict())
+        dataset = self._dataset.state_dict() if has_state(self._dataset) else None
+        if has_state(iterator):
+            return LaneState(dataset, iterator.state_dict())
+        return LaneState(dataset) if dataset is not None else None
 
 
 def random_state() -> Any:
@@ -187,13 +179,24 @@ def set_random_state(state: Any) -> None:
     np.random.set_state(state[2])
 
 
+def same_random_state(one: Any, other: Any) -> bool:
+    """Whether nothing was drawn between."""
+    same: bool = (
+        torch.equal(one[1], other[1])
+        and one[0] == other[0]
+        and one[2][2:] == other[2][2:]
+        and np.array_equal(one[2][1], other[2][1])
+    )
+    return same
+
+
 class _Hand:
     """Puts objects into this worker's region."""
 
     def __init__(self, region: Region) -> None:
         self._region = region
         self._direct: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-        self._by_value = False
+        self._by_value: bool | None = None
         self._stack = collate.collate_tensor_fn
         if collate.default_collate_fn_map.get(torch.Tensor) is self._stack:
             collate.default_collate_fn_map[torch.Tensor] = self._collate_tensor
@@ -221,7 +224,7 @@ class _Hand:
     def put(self, obj: Any) -> tuple[int, Packed]:
         """Copy an object into shared memory; gives its offset in the file."""
         packed = pack(obj, place=self._place, by_value=self._by_value)
-        self._by_value = packed.by_value
+        self._by_value = packed.by_value or None
         leased: Buffer = self._region.arena.lease(packed.nbytes)
         packed.copy_to(leased.ctypes.data)
         for tensor in packed.placed:
@@ -233,7 +236,7 @@ def run(start: WorkerStart) -> None:
     """A worker process, from its start to its end."""
     begin(start)
     try:
-        signal_handling._set_worker_signal_handlers()
+        signal_handling._set_worker_signal_handlers()  # type: ignore[attr-defined]
         torch.set_num_threads(1)
         _serve(start)
     except (KeyboardInterrupt, BrokenPipeError):
@@ -249,6 +252,8 @@ def _serve(start: WorkerStart) -> None:
     lanes: dict[int, Lane] = {}
     broken: dict[int, ExceptionWrapper] = {}
     randoms: dict[int, Any] = {}
+    drawn: dict[int, Any] = {}
+    seeded: dict[int, Any] = {}
     running = -1
 
     def load() -> Job:
@@ -271,25 +276,37 @@ def _serve(start: WorkerStart) -> None:
                 set_random_state(randoms[lane])
             else:
                 seed_all(current.base_seed, lane)
+                seeded[lane] = random_state()
             running = lane
         torch_worker._worker_info = lanes[lane].info
+
+    def drawn_since(lane: int) -> Any:
+        """The state of the generators, if anything was drawn since it was last told."""
+        now = random_state()
+        if lane in drawn and same_random_state(now, drawn[lane]):
+            return None
+        before, drawn[lane] = drawn.get(lane, seeded.get(lane)), now
+        return None if before is not None and same_random_state(now, before) else now
 
     def wrapped(lane: int) -> ExceptionWrapper:
         return ExceptionWrapper(where=f"in DataLoader worker process {lane}")
 
-    def open_lane(lane: int, shared_seed: int | None, *, first: bool) -> None:
+    def open_lane(lane: int, shared_seed: int | None, generation: int, *, first: bool) -> None:
         try:
             switch(lane)
             lanes[lane].open(shared_seed, first=first)
         except Exception:
             broken[lane] = wrapped(lane)
+        if current.announce:
+            state = lanes[lane].snapshot() if lane not in broken and current.state_every else None
+            answer(OPENED, generation, lane, lane, (broken.get(lane), state, None))
 
     def answer(kind: int, generation: int, lane: int, task: int, obj: Any) -> None:
         try:
             offset, packed = hand.put(obj)
         except Exception:
             kind = ERROR
-            offset, packed = hand.put((wrapped(lane), None))
+            offset, packed = hand.put((wrapped(lane), None, None))
         start.answer(
             Answer(
                 kind,
@@ -310,7 +327,7 @@ def _serve(start: WorkerStart) -> None:
         for number in range(start.worker, max(1, job.num_lanes), start.num_workers):
             dataset = copy.deepcopy(job.dataset) if lanes else job.dataset
             lanes[number] = Lane(job, number, dataset, job.resumed.get(number))
-            open_lane(number, job.shared_seed, first=True)
+            open_lane(number, job.shared_seed, 0, first=True)
     except Exception:
         failure = wrapped(start.worker)
         broken = dict.fromkeys(range(4096), failure)
@@ -319,14 +336,16 @@ def _serve(start: WorkerStart) -> None:
             message = start.tasks.recv_bytes()
         except (EOFError, OSError):
             return
+        if not message:
+            return
         kind, generation, lane, task, index, returned = pickle.loads(message)
         for offset in returned:
             region.take_back(offset)
         if header.get(Header.STOP):
             return
         if kind == RESET:
-            for number, there in lanes.items():
-                open_lane(number, index, first=False)
+            for number in lanes:
+                open_lane(number, index, generation, first=False)
             continue
         if generation != header.get(Header.GENERATION):
             continue
@@ -335,8 +354,13 @@ def _serve(start: WorkerStart) -> None:
                 switch(lane)
                 lanes[lane].skip(index)
             continue
+        if kind == RANDOM:
+            switch(lane)
+            set_random_state(index)
+            drawn.pop(lane, None)
+            continue
         if lane in broken:
-            answer(ERROR, generation, lane, task, (broken.pop(lane), None))
+            answer(ERROR, generation, lane, task, (broken.pop(lane), None, None))
             continue
         try:
             switch(lane)
@@ -345,11 +369,11 @@ def _serve(start: WorkerStart) -> None:
             state = there.state()
         except Exception as error:
             if isinstance(error, StopIteration) and current.kind == _DatasetKind.Iterable:
-                answer(END, generation, lane, task, None)
+                state = there.snapshot() if current.state_every else None
+                answer(END, generation, lane, task, (None, state, drawn_since(lane)))
             else:
-                answer(ERROR, generation, lane, task, (wrapped(lane), None))
+                answer(ERROR, generation, lane, task, (wrapped(lane), None, drawn_since(lane)))
         else:
-            answer(BATCH, generation, lane, task, (data, state))
+            answer(BATCH, generation, lane, task, (data, state, drawn_since(lane)))
             del data
         del index
-

@@ -75,7 +75,7 @@ class Header:
 
 
 class _RegionSlab:
-    """A slab inside a worker's region; unmapped, its pages go and its range waits for the next of its size."""
+    """A slab inside a worker's region; unmapped, its pages go and the range waits for its like."""
 
     def __init__(self, region: Region, start: int, nbytes: int) -> None:
         self._region, self.start, self.nbytes = region, start, nbytes
@@ -262,7 +262,10 @@ class SharedFile:
         return len(self._loans)
 
     def close(self) -> None:
-        """Give all memory back but what is borrowed, and that as it dies. Idempotent; workers must be gone."""
+        """Give back all memory but what is borrowed, and that as it dies. Idempotent.
+
+        The workers must be gone.
+        """
         if self._closed:
             return
         self._closed = True

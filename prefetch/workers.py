@@ -148,9 +148,9 @@ class _ServerPopen(popen_forkserver.Popen):
             reduction.dump(process_obj, buffer)
         finally:
             set_spawning_popen(None)
-        self.sentinel, writer = _our_server().connect_to_new_process(self._fds)
+        self.sentinel, writer = _our_server().connect_to_new_process(self._fds)  # type: ignore[attr-defined]
         parent_writer = os.dup(writer)
-        self.finalizer = util.Finalize(self, util.close_fds, (parent_writer, self.sentinel))
+        self.finalizer = util.Finalize(self, util.close_fds, (parent_writer, self.sentinel))  # type: ignore[attr-defined]
         with open(writer, "wb", closefd=True) as file:
             file.write(buffer.getbuffer())
         self.pid = forkserver.read_signed(self.sentinel)
@@ -294,7 +294,10 @@ class WorkerPool:
         return "\n".join(texts)
 
     def close(self) -> None:
-        """End all workers: by request, then by signal. Idempotent, thread-safe; does nothing in a forked child."""
+        """End all workers: by request, then by signal.
+
+        Idempotent, thread-safe; does nothing in a forked child.
+        """
         if self._owner != os.getpid():
             return
         with self._closing:
@@ -303,6 +306,9 @@ class WorkerPool:
             self._closed = True
         self._file.header.set(self._file.header.STOP, 1)
         for tasks in self._tasks:
+            with contextlib.suppress(OSError):  # full: the worker looks at STOP after its next message
+                os.set_blocking(tasks.fileno(), False)
+                tasks.send_bytes(b"")  # another process may hold this end: closing it alone would not tell
             with contextlib.suppress(OSError):
                 tasks.close()
         self._join(_STOP_S, None)
@@ -361,13 +367,13 @@ def _memory_said() -> str:
         return "SIGKILL often means that the machine ran out of memory."
     current, limit = " ".join(facts.get("memory.current", "?")), " ".join(facts.get("memory.max", "?"))
     return (
-        f"SIGKILL often means out of memory: this cgroup counts {counts.get('oom_kill', '?')} processes killed "
-        f"for memory; it uses {current} bytes now, of at most {limit}."
+        f"SIGKILL often means out of memory: this cgroup counts {counts.get('oom_kill', '?')} processes "
+        f"killed for memory; it uses {current} bytes now, of at most {limit}."
     )
 
 
 def _stdio() -> tuple[Descriptor, ...]:
-    """This process's standard output and error now: the fork server's are those of its start."""
+    """Our standard output and error as they are now: the fork server has those of its start."""
     found = []
     for fd in (1, 2):
         try:
@@ -379,7 +385,7 @@ def _stdio() -> tuple[Descriptor, ...]:
 
 
 def begin(start: WorkerStart) -> None:
-    """First thing in a worker: its output goes where the parent's goes, and it can be asked for its stacks."""
+    """First thing in a worker: its output goes where the parent's goes, and it answers with its stacks."""
     for end in start.parent_ends:
         end.close()
     for fd, given in zip((1, 2), start.stdio, strict=False):
