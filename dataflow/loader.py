@@ -31,9 +31,9 @@ class DataLoader(_Base):
     """Batches of any dataset.
 
     Over a `ShardedDataset` or a `Mixture` it streams shards, in an order that is a function of
-    (seed, epoch, position); see docs/design.md. Over any other dataset it does what `torch.utils.data.DataLoader` 2.13 does,
-    argument by argument, with a faster hand-over from worker processes and a `state_dict`; what differs on
-    purpose is listed in docs/differences.md.
+    (seed, epoch, position); see docs/design.md. Over any other dataset it does what
+    `torch.utils.data.DataLoader` 2.13 does, argument by argument, with a faster hand-over from worker
+    processes and a `state_dict`; what differs on purpose is listed in docs/differences.md.
 
     Args:
         dataset: a `ShardedDataset`, a `Mixture`, or any map-style or iterable dataset.
