@@ -181,6 +181,7 @@ def pack(obj: Any, *, place: Place | None = None, by_value: bool | None = None) 
 
 
 def _packed(packer: _Packer, file: io.BytesIO, *, by_value: bool) -> Packed:
+    packer.dispatch.clear()  # no cycle may keep the parts: they hold memory of the arena
     spans = b"".join(_SPAN.pack(*span) for span in packer.spans)
     meta_offset = -(-packer.end // _ALIGN) * _ALIGN
     return Packed(file.getbuffer(), packer.parts, spans, meta_offset, packer.placed, by_value)
