@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import ctypes
 import pickle
 import random
 import weakref
@@ -34,6 +35,8 @@ BATCH, ERROR, END, OPENED = range(4)
 TASK, SKIP, RANDOM, RESET = range(4)
 """Kinds of messages to a worker: fetch a batch; fetch one and drop it; set the generators; next epoch."""
 
+_NUMPY_STATE_BYTES = 625 * 4
+"""MT19937: 624 words and the place in them."""
 _DIRECT_BYTES = 32 << 10
 """Tensors of at least this size are collated in shared memory at once; smaller ones are copied together."""
 
@@ -179,15 +182,30 @@ def set_random_state(state: Any) -> None:
     np.random.set_state(state[2])
 
 
-def same_random_state(one: Any, other: Any) -> bool:
-    """Whether nothing was drawn between."""
-    same: bool = (
-        torch.equal(one[1], other[1])
-        and one[0] == other[0]
-        and one[2][2:] == other[2][2:]
-        and np.array_equal(one[2][1], other[2][1])
-    )
-    return same
+class Draws:
+    """Notices whether anything was drawn from the three global generators.
+
+    numpy's state is looked at where it lies: asking for it takes longer than handing over a small batch.
+    """
+
+    def __init__(self) -> None:
+        generator = np.random.mtrand._rand._bit_generator  # type: ignore[attr-defined]
+        self._numpy_at: int = generator.ctypes.state_address
+        self._words, self._pair = b"", False
+        self._last = self._look()
+
+    def _look(self) -> Any:
+        words = ctypes.string_at(self._numpy_at, _NUMPY_STATE_BYTES)
+        # Normal numbers are made in pairs, and handing out the second changes no word.
+        if words != self._words or self._pair:
+            self._pair = bool(np.random.get_state(legacy=False)["has_gauss"])  # type: ignore[index]
+        self._words = words
+        return words, self._pair, torch.get_rng_state().numpy().tobytes(), random.getstate()
+
+    def since(self) -> Any:
+        """The state of the generators if anything was drawn since the last call, else None."""
+        before, self._last = self._last, self._look()
+        return None if self._last == before else random_state()
 
 
 class _Hand:
@@ -252,8 +270,7 @@ def _serve(start: WorkerStart) -> None:
     lanes: dict[int, Lane] = {}
     broken: dict[int, ExceptionWrapper] = {}
     randoms: dict[int, Any] = {}
-    drawn: dict[int, Any] = {}
-    seeded: dict[int, Any] = {}
+    draws: dict[int, Draws] = {}
     running = -1
 
     def load() -> Job:
@@ -276,17 +293,9 @@ def _serve(start: WorkerStart) -> None:
                 set_random_state(randoms[lane])
             else:
                 seed_all(current.base_seed, lane)
-                seeded[lane] = random_state()
+                draws[lane] = Draws()
             running = lane
         torch_worker._worker_info = lanes[lane].info
-
-    def drawn_since(lane: int) -> Any:
-        """The state of the generators, if anything was drawn since it was last told."""
-        now = random_state()
-        if lane in drawn and same_random_state(now, drawn[lane]):
-            return None
-        before, drawn[lane] = drawn.get(lane, seeded.get(lane)), now
-        return None if before is not None and same_random_state(now, before) else now
 
     def wrapped(lane: int) -> ExceptionWrapper:
         return ExceptionWrapper(where=f"in DataLoader worker process {lane}")
@@ -357,7 +366,7 @@ def _serve(start: WorkerStart) -> None:
         if kind == RANDOM:
             switch(lane)
             set_random_state(index)
-            drawn.pop(lane, None)
+            draws[lane].since()
             continue
         if lane in broken:
             answer(ERROR, generation, lane, task, (broken.pop(lane), None, None))
@@ -370,10 +379,10 @@ def _serve(start: WorkerStart) -> None:
         except Exception as error:
             if isinstance(error, StopIteration) and current.kind == _DatasetKind.Iterable:
                 state = there.snapshot() if current.state_every else None
-                answer(END, generation, lane, task, (None, state, drawn_since(lane)))
+                answer(END, generation, lane, task, (None, state, draws[lane].since()))
             else:
-                answer(ERROR, generation, lane, task, (wrapped(lane), None, drawn_since(lane)))
+                answer(ERROR, generation, lane, task, (wrapped(lane), None, draws[lane].since()))
         else:
-            answer(BATCH, generation, lane, task, (data, state, drawn_since(lane)))
+            answer(BATCH, generation, lane, task, (data, state, draws[lane].since()))
             del data
         del index
