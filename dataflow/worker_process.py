@@ -189,7 +189,7 @@ class Draws:
     """
 
     def __init__(self) -> None:
-        generator = np.random.mtrand._rand._bit_generator  # type: ignore[attr-defined]
+        generator = np.random.mtrand._rand._bit_generator
         self._numpy_at: int = generator.ctypes.state_address
         self._words, self._pair = b"", False
         self._last = self._look()
@@ -198,7 +198,7 @@ class Draws:
         words = ctypes.string_at(self._numpy_at, _NUMPY_STATE_BYTES)
         # Normal numbers are made in pairs, and handing out the second changes no word.
         if words != self._words or self._pair:
-            self._pair = bool(np.random.get_state(legacy=False)["has_gauss"])  # type: ignore[index]
+            self._pair = bool(np.random.get_state(legacy=False)["has_gauss"])
         self._words = words
         return words, self._pair, torch.get_rng_state().numpy().tobytes(), random.getstate()
 
