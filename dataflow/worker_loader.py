@@ -54,6 +54,8 @@ _log = logging.getLogger("dataflow")
 
 _NOTICE_S = 300.0
 """Without a time-out, stacks are printed after waiting this long for one batch."""
+_START_S = 120.0
+"""Workers may take so long to start before that counts as a time-out."""
 _AHEAD = 8
 """A waiting consumer lets idle workers run ahead, up to this many times torch's look-ahead."""
 _OBJECT_BYTES = 256 << 20
@@ -418,6 +420,9 @@ class WorkerIterator(_Iterator):
                 self._take(answers)
                 self._timing.starved_s += time.perf_counter() - began
                 return
+            if limit is not None and not self._pool.started and time.perf_counter() - began < _START_S:
+                limit += self._timeout  # it is for batches, not for starting processes
+                continue
             stacks = self._pool.stacks()
             if limit is not None:
                 raise RuntimeError(

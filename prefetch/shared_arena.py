@@ -1,7 +1,7 @@
 """Batches cross from worker processes in one shared-memory file, without a copy by the receiver.
 
 The file is anonymous (`memfd_create`, so the size of `/dev/shm` does not bound it) and sparse: pages exist
-where something was written. It begins with a header page, then what the parent sends to every worker
+where something was written. It begins with a header, then what the parent sends to every worker
 alike, then one *region* a worker. A worker carves slabs from its own region and is the only one who
 hands them out; the parent *borrows* a range by offset and, when the last array or tensor viewing it has
 died, sends the offset back with the next task. So no lock is shared between processes, and a worker
@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from prefetch.arena import Arena, rounded_bytes
 
 _PAGE = mmap.PAGESIZE
-HEADER_BYTES = _PAGE
+HEADER_BYTES = 16 * _PAGE
 REGION_BYTES = 1 << 36
 """Address space of one worker's region: 64 GiB, of which only touched pages exist."""
 _MIN_REGION_BYTES = 1 << 30
@@ -58,9 +58,11 @@ def create_file(nbytes: int) -> int:
 
 
 class Header:
-    """A page of int64 that the parent writes and all workers read: single words, so no lock is needed."""
+    """Words of int64 that everybody sees. Each has one writer, so no lock is needed."""
 
     STOP, GENERATION = 0, 1
+    WORKERS = 8
+    """The first of one word a worker, which it sets when it can answer signals."""
 
     def __init__(self, fd: int) -> None:
         self.words = np.frombuffer(mmap.mmap(fd, HEADER_BYTES), np.int64)

@@ -20,7 +20,6 @@ import os
 import select
 import signal
 import struct
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -29,7 +28,7 @@ from multiprocessing import connection, forkserver, popen_forkserver, process, r
 from multiprocessing.context import BaseContext, set_spawning_popen
 from typing import Any
 
-from prefetch.shared_arena import SharedFile
+from prefetch.shared_arena import Header, SharedFile
 
 STACKS_SIGNAL = signal.SIGUSR2
 _QUIET_S = 0.25
@@ -277,19 +276,30 @@ class WorkerPool:
         made.join(_KILL_S)
         return made.exitcode
 
+    @property
+    def started(self) -> bool:
+        """Whether every worker runs."""
+        first = Header.WORKERS
+        return bool(self._file.header.words[first : first + self.num_workers].all())
+
     def stacks(self) -> str:
         """What every worker is doing now: the stacks of all its threads."""
         texts = []
         for worker, made in enumerate(self.processes):
             text = b""
-            try:
-                os.kill(made.pid or 0, STACKS_SIGNAL)
-            except (ProcessLookupError, PermissionError) as error:
-                text = f"  no answer: {error}\n".encode()
+            header = self._file.header
+            if not header.get(header.WORKERS + worker):
+                said = "it has not started yet"  # and the signal would end it
+            elif made.exitcode is not None:
+                said = f"it has ended with exit code {made.exitcode}"
             else:
+                os.kill(made.pid or 0, STACKS_SIGNAL)
                 while select.select([self._stacks], [], [], _QUIET_S)[0]:
-                    text += os.read(self._stacks, 1 << 16)
-            said = text.decode(errors="replace").strip() or "did not answer"
+                    more = os.read(self._stacks, 1 << 16)
+                    if not more:
+                        break
+                    text += more
+                said = text.decode(errors="replace").strip() or "it does not answer"
             texts.append(f"worker {worker} (pid {made.pid}):\n{said}")
         return "\n".join(texts)
 
@@ -395,4 +405,5 @@ def begin(start: WorkerStart) -> None:
         os.environ.clear()
         os.environ.update(start.environment)
     faulthandler.register(STACKS_SIGNAL, file=start.stacks.fd, all_threads=True, chain=False)
-    sys.stdout.flush()
+    header = Header(start.memory.fd)
+    header.set(header.WORKERS + start.worker, 1)
