@@ -102,7 +102,7 @@ class Progress:
         self.num_lanes = 0
         self.kind = "map"
         self._generator: Any = None
-        self._chain: torch.Generator | None = None
+        self.chain: torch.Generator | None = None
         """After resuming: what seeds are drawn from, in place of torch's global generator."""
         self._mark: dict[str, Any] = {}
         self._sampler_state: Any = None
@@ -117,11 +117,19 @@ class Progress:
         """Takes the states of all lanes now."""
 
     @classmethod
-    def begin(cls, loader: DataLoader, resumed: Resumed | None) -> Progress:
-        """An epoch that begins, or goes on. Sets generators back to where the epoch began."""
+    def begin(cls, loader: DataLoader, resumed: Resumed | None, before: Progress | None = None) -> Progress:
+        """An epoch that begins, or goes on. Sets generators back to where the epoch began.
+
+        `before`: the epoch whose workers go on.
+        """
         made = cls()
+        if before is not None:
+            made.lanes = {
+                number: ResumedLane(state=LaneState(lane.state.dataset), random=lane.random)
+                for number, lane in before.lanes.items()
+            }
         made.complete = False
-        made._chain = loader._chain
+        made.chain = loader._chain
         made.kind = "iterable" if loader._dataset_kind == _DatasetKind.Iterable else "map"
         if resumed:
             made.batches = resumed.batches
@@ -147,8 +155,8 @@ class Progress:
             drawn = resumed.base_seed
             if resumed.complete and loader.generator is not None and resumed.generator is not None:
                 loader.generator.set_state(resumed.generator)
-        elif self._chain is not None:
-            drawn = _draw(self._chain)
+        elif self.chain is not None:
+            drawn = _draw(self.chain)
         self.base_seed, self.num_lanes = drawn, num_lanes
         return drawn
 
@@ -205,7 +213,7 @@ class Progress:
             return iter(sampler), 0
         if type(core) is RandomSampler and core.generator is None:
             # The sampler draws its seed when it is first asked: drawn here instead, it can be told.
-            self._mark = {"seed": int(mark["seed"]) if "seed" in mark else _draw(self._chain)}
+            self._mark = {"seed": int(mark["seed"]) if "seed" in mark else _draw(self.chain)}
             again = RandomSampler(
                 core.data_source,
                 core.replacement,
@@ -226,17 +234,17 @@ class Progress:
                 generator.set_state(decoded(mark["generator"]))
             self._mark = {"generator": generator.get_state()}
         else:
-            if "random" in mark or self._chain is not None:
+            if "random" in mark or self.chain is not None:
                 before = random_state()
             if "random" in mark:
                 set_random_state(decoded(mark["random"]))
-            elif self._chain is not None:
-                torch.set_rng_state(self._chain.get_state())
+            elif self.chain is not None:
+                torch.set_rng_state(self.chain.get_state())
             self._mark = {"random": random_state()}
         try:
             first = list(itertools.islice(iterator, 1))
-            if before is not None and "random" not in mark and self._chain is not None:
-                self._chain.set_state(torch.get_rng_state())
+            if before is not None and "random" not in mark and self.chain is not None:
+                self.chain.set_state(torch.get_rng_state())
         finally:
             if before is not None:
                 set_random_state(before)
@@ -309,7 +317,7 @@ class Progress:
         if self.complete:
             generator = loader.generator.get_state() if loader.generator is not None else None
         if self._draws(loader):
-            chain = torch.get_rng_state() if self._chain is None else self._chain.get_state()
+            chain = torch.get_rng_state() if self.chain is None else self.chain.get_state()
         mark = dict(self._mark)
         if self.live and self._stateful is not None:
             self._sampler_state = copy.deepcopy(self._stateful.state_dict())

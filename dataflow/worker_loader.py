@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import logging
+import multiprocessing
 import pickle
 import time
 import warnings
@@ -29,9 +31,12 @@ from torch.utils.data._utils import worker as torch_worker
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _sharding_worker_init_fn
 
 from dataflow.loader_state import Progress, Resumed
+from dataflow.next_epoch import NextEpoch, predicted_indices
 from dataflow.payload import pack, unpack
 from dataflow.worker_process import (
+    BACK,
     END,
+    MARK,
     OPENED,
     RANDOM,
     RESET,
@@ -196,10 +201,12 @@ class MainIterator(_Iterator):
 class LaneOrder:
     """Whose turn it is: lanes one after another, without those that have ended."""
 
-    def __init__(self, count: int, resumed: Resumed | None) -> None:
+    def __init__(self, count: int, resumed: Resumed | None, given: int = 0) -> None:
         self.count = count
         self.active = [True] * count
-        self._at = resumed.next_lane if resumed and resumed.lanes else (resumed.batches if resumed else 0)
+        self._at = given
+        if resumed:
+            self._at = resumed.next_lane if resumed.lanes else resumed.batches
         self._at %= count
 
     def next(self) -> int | None:
@@ -243,6 +250,14 @@ class WorkerIterator(_Iterator):
         self._file, self._pool = start_workers(loader, job, pin=self._pin_memory)
         # Runs when the iterator dies, and before multiprocessing joins its children at exit.
         self._closer = util.Finalize(self, _close, (self._pool, self._file), exitpriority=10)
+        self._next_epoch: NextEpoch | None = None
+        self._speculates = (
+            self._persistent_workers
+            and self._in_order
+            and self._dataset_kind == _DatasetKind.Map
+            and not has_state(self._dataset)
+        )
+        self._epochs = [self._sampler_epoch()]
         self._begin(resumed)
 
     def close(self) -> None:
@@ -256,16 +271,20 @@ class WorkerIterator(_Iterator):
     def _workers(self) -> Any:
         return self._pool.processes
 
-    def _begin(self, resumed: Resumed | None) -> None:
-        self._order = LaneOrder(max(1, self._num_lanes), resumed)
-        self._tasks: dict[int, _Task] = {}
-        self._sent = self._next = self._outstanding = 0
-        self._held_bytes = 0
+    def _begin(self, resumed: Resumed | None, given: NextEpoch | None = None) -> None:
+        self._tasks: dict[int, _Task] = given.tasks if given else {}
+        self._order = LaneOrder(max(1, self._num_lanes), resumed, len(self._tasks))
+        self._sent = self._outstanding = len(self._tasks)
+        self._next = 0
+        self._held_bytes = sum(task.answer.total for task in self._tasks.values() if task.answer)
         self._unfinished = [0] * self._num_workers
         self._lane_tasks = [0] * self._order.count
+        for task in self._tasks.values():
+            self._lane_tasks[task.lane] += 1
+            self._unfinished[task.lane % self._num_workers] += task.answer is None
         self._exhausted = False
         self._ahead = resumed.ahead if resumed else frozenset()
-        self._next_number = resumed.batches if resumed else 0
+        self._next_number = resumed.batches if resumed else self._sent
         self._progress.lanes_begin(self._order)
         self._opening = set(range(self._order.count)) if self._announced else set()
         for lane in range(self._order.count):
@@ -282,22 +301,38 @@ class WorkerIterator(_Iterator):
         """The next epoch with the workers there are."""
         resumed = loader._take_resumed()
         assert resumed is None, "a loaded state needs new workers"
-        self._progress = Progress.begin(loader, None)
+        self._raise_if_failed()
+        self._progress = Progress.begin(loader, None, self._progress)
         loader._progress = self._progress
         super()._reset(loader, first_iter)
         self._progress.seeded(loader, int(self._base_seed), self._num_lanes, None)
         self._resume_sampler(loader, None)
-        self._raise_if_failed()
-        self._generation += 1
+        self._epochs.append(self._sampler_epoch())
+        given, self._next_epoch = self._next_epoch, None
+        if given is not None:
+            real = list(itertools.islice(self._sampler_iter, len(given.indices)))
+            if real == given.indices:
+                self._generation += 1
+                self._file.header.set(Header.GENERATION, self._generation)
+                self._begin(None, given)
+                return
+            self._sampler_iter = itertools.chain(real, self._sampler_iter)
+            for task in given.tasks.values():
+                if task.answer is not None:
+                    self._unpack(task.answer)
+        self._generation += 2  # the one between was the guess
         self._file.header.set(Header.GENERATION, self._generation)
         for worker in range(self._num_workers):
-            self._post(worker, RESET, worker, -1, self._shared_seed)
+            self._post(worker, RESET if given is None else BACK, worker, -1, self._shared_seed)
         self._begin(None)
+
+    def _sampler_epoch(self) -> int:
+        return int(getattr(getattr(self._index_sampler, "sampler", self._index_sampler), "epoch", 0))
 
     # ---- sending -------------------------------------------------------------------------------
 
-    def _post(self, worker: int, kind: int, lane: int, task: int, index: Any) -> None:
-        message = (kind, self._generation, lane, task, index, self._file.take_returned(worker))
+    def _post(self, worker: int, kind: int, lane: int, task: int, index: Any, later: int = 0) -> None:
+        message = (kind, self._generation + later, lane, task, index, self._file.take_returned(worker))
         self._pool.send(worker, cloudpickle.dumps(message))
 
     def _send(self, lane: int, kind: int, task: int, index: Any) -> None:
@@ -312,7 +347,7 @@ class WorkerIterator(_Iterator):
                 index = next(self._sampler_iter)
             except StopIteration:
                 self._exhausted = True
-                return
+                break
             lane = self._order.next() if self._in_order else self._free_lane()
             if lane is None:
                 return
@@ -322,6 +357,33 @@ class WorkerIterator(_Iterator):
             self._outstanding += 1
             self._send(lane, TASK, self._sent, index)
             self._sent += 1
+        if self._speculates:
+            self._fill_next_epoch()
+
+    def _fill_next_epoch(self) -> None:
+        """Workers that have nothing left to do in this epoch begin the next."""
+        ahead = self._next_epoch
+        if ahead is None:
+            step = self._epochs[-1] - self._epochs[-2] if len(self._epochs) > 1 else 0
+            predicted = predicted_indices(self._index_sampler, self._progress.chain, step)
+            if predicted is None:
+                self._speculates = False
+                return
+            ahead = self._next_epoch = NextEpoch(predicted)
+            for worker in range(self._num_workers):
+                self._post(worker, MARK, worker, -1, None)
+        while (
+            self._outstanding + len(ahead.tasks) < self._max_tasks and self._held_bytes < self._memory_limit
+        ):
+            index = next(ahead.predicted, None)
+            if index is None:
+                return
+            number = len(ahead.tasks)
+            lane = number % self._order.count
+            ahead.tasks[number] = _Task(number, lane, None)
+            ahead.indices.append(index)
+            self._unfinished[lane % self._num_workers] += 1
+            self._post(lane % self._num_workers, TASK, lane, number, index, later=1)
 
     def _number(self) -> int:
         """The number in the epoch of the batch that is sent now."""
@@ -432,6 +494,11 @@ class WorkerIterator(_Iterator):
 
     def _take(self, answers: list[Answer]) -> None:
         for answer in answers:
+            if self._next_epoch is not None and answer.generation == self._generation + 1:
+                self._unfinished[answer.worker] -= 1
+                self._held_bytes += answer.total
+                self._next_epoch.tasks[answer.task].answer = answer
+                continue
             if answer.generation != self._generation:
                 self._unpack(answer)  # of an epoch that was left: its memory goes back
                 continue
@@ -484,8 +551,11 @@ def _close(pool: WorkerPool, file: SharedFile) -> None:
 def start_workers(loader: DataLoader, job: Job, *, pin: bool) -> tuple[SharedFile, WorkerPool]:
     """Worker processes for a job, which is serialised once for all of them."""
     context = loader.multiprocessing_context
-    if context is None and (method := torch.multiprocessing.get_start_method(allow_none=True)):
-        context = torch.multiprocessing.get_context(method)  # somebody has chosen it for the process
+    if (
+        context is None and multiprocessing.parent_process() is None
+    ):  # a child's was not chosen, but inherited
+        method = multiprocessing.get_start_method(allow_none=True)
+        context = torch.multiprocessing.get_context(method) if method else None
     packed, inherited = None, None
     if context is not None and context.get_start_method() == "fork":
         inherited = job

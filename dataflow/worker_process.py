@@ -32,8 +32,9 @@ from prefetch.workers import Answer, WorkerStart, begin
 BATCH, ERROR, END, OPENED = range(4)
 """Kinds of answers. END: the lane's iterable has no more. OPENED: the lane stands at its beginning."""
 
-TASK, SKIP, RANDOM, RESET = range(4)
-"""Kinds of messages to a worker: fetch a batch; fetch one and drop it; set the generators; next epoch."""
+TASK, SKIP, RANDOM, MARK, RESET, BACK = range(6)
+"""Kinds of messages to a worker: fetch a batch; fetch one and drop it; set the generators; remember them;
+begin the next epoch; do so with the generators that were remembered."""
 
 _NUMPY_STATE_BYTES = 625 * 4
 """MT19937: 624 words and the place in them."""
@@ -270,6 +271,7 @@ def _serve(start: WorkerStart) -> None:
     lanes: dict[int, Lane] = {}
     broken: dict[int, ExceptionWrapper] = {}
     randoms: dict[int, Any] = {}
+    marked: dict[int, Any] = {}
     draws: dict[int, Draws] = {}
     running = -1
 
@@ -352,21 +354,28 @@ def _serve(start: WorkerStart) -> None:
             region.take_back(offset)
         if header.get(Header.STOP):
             return
-        if kind == RESET:
+        if kind == RANDOM:
+            switch(lane)
+            set_random_state(index)
+            draws[lane].since()
+            continue
+        if kind == MARK:
+            marked = {number: randoms[number] if number != running else random_state() for number in lanes}
+            continue
+        if kind in (RESET, BACK):
             for number in lanes:
+                if kind == BACK:
+                    switch(number)
+                    set_random_state(marked[number])
+                    draws[number].since()
                 open_lane(number, index, generation, first=False)
             continue
-        if generation != header.get(Header.GENERATION):
+        if generation < header.get(Header.GENERATION):
             continue
         if kind == SKIP:
             if lane not in broken:
                 switch(lane)
                 lanes[lane].skip(index)
-            continue
-        if kind == RANDOM:
-            switch(lane)
-            set_random_state(index)
-            draws[lane].since()
             continue
         if lane in broken:
             answer(ERROR, generation, lane, task, (broken.pop(lane), None, None))
