@@ -162,8 +162,7 @@ class Mappings:
         """Wait until a range's pages are in memory. Raises `ShardReadError` for what cannot be read."""
         key = mapped.shard.url, offset
         with self._lock:
-            kept = self._kept.pop(key, None)
-            self._kept_bytes -= kept[1] if kept else 0
+            self._forget(key)
             seen = key in self._seen
             if len(self._seen) < _REMEMBERED:
                 self._seen.add(key)
@@ -171,8 +170,10 @@ class Mappings:
 
     def leave(self, mapped: MappedShard, offset: int, length: int) -> None:
         """No window uses a range any more."""
+        key = mapped.shard.url, offset
         with self._lock:
-            self._kept[mapped.shard.url, offset] = mapped, length
+            self._forget(key)  # windows that overlap leave a block one after the other
+            self._kept[key] = mapped, length
             self._kept_bytes += length
             gone = []
             while self._kept_bytes > self._keep_bytes:
@@ -181,6 +182,10 @@ class Mappings:
                 gone.append((shard, key[1], nbytes))
         for shard, at, nbytes in gone:
             shard.leave(at, nbytes)
+
+    def _forget(self, key: tuple[str, int]) -> None:
+        kept = self._kept.pop(key, None)
+        self._kept_bytes -= kept[1] if kept else 0
 
 
 @cache

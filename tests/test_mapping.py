@@ -125,6 +125,21 @@ def test_ranges_that_no_window_uses_leave_the_process_oldest_first(shard: Shard)
     assert copied(mapped, 0, len(CONTENT)) == CONTENT
 
 
+def test_a_range_that_two_windows_left_counts_once(shard: Shard) -> None:
+    mappings = Mappings(keep_bytes=3 * PAGE)
+    mapped = mappings.get(shard)
+    mappings.populate(mapped, 0, len(CONTENT))
+    used = resident_kb()
+    for _ in range(5):
+        mappings.leave(mapped, 0, 2 * PAGE)
+        mappings.leave(mapped, 0, 2 * PAGE)
+        mappings.populate(mapped, 0, 2 * PAGE)
+    mappings.leave(mapped, 0, 2 * PAGE)
+    assert resident_kb() == used
+    mappings.leave(mapped, 4 * PAGE, 2 * PAGE)
+    assert used - resident_kb() == 2 * PAGE // 1024
+
+
 def test_pages_may_be_asked_for_without_waiting(shard: Shard) -> None:
     mapped = MappedShard(shard)
     starts = np.arange(0, len(CONTENT), 7, dtype=np.int64)
