@@ -7,7 +7,7 @@ load from a page behind the end of a truncated file is SIGBUS, which ends the pr
 kernel's copy only fails with EFAULT, an error like any other.
 
 A mapping outlives its descriptor and its name, so a file that is replaced by rename keeps serving the bytes
-that were indexed; one that is written in place does not, which `check` notices afterwards.
+that were indexed; one that is written in place does not. `check` notices both afterwards.
 """
 
 from __future__ import annotations
@@ -132,8 +132,8 @@ class Mappings:
 
     A shard is mapped once, because mapping stops all threads that touch memory; at most `_MAX_SHARDS` stay
     mapped beyond the windows that use them (the system allows 65,530 mappings). The pages of ranges that
-    no window uses stay up to `keep_bytes`, oldest first out: taking them out and in again costs as
-    much as a tenth of copying them.
+    no window uses stay up to `keep_bytes`, oldest first out: taking them out and in again costs a sixth to
+    a quarter of copying them.
     """
 
     def __init__(self, keep_bytes: int = 0) -> None:
