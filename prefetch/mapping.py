@@ -132,8 +132,8 @@ class Mappings:
 
     A shard is mapped once, because mapping stops all threads that touch memory; at most `_MAX_SHARDS` stay
     mapped beyond the windows that use them (the system allows 65,530 mappings). The pages of ranges that
-    no window uses stay up to `keep_bytes`, oldest first out: taking them out and in again costs a sixth to
-    a quarter of copying them.
+    no window uses stay up to `keep_bytes`, oldest first out: taking them out and in again costs an eighth
+    to a quarter of copying them.
     """
 
     def __init__(self, keep_bytes: int = 0) -> None:
