@@ -8,7 +8,6 @@ An image that fails is reported and its row is zero; nothing is raised, so one b
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from types import ModuleType
@@ -237,28 +236,8 @@ def decode_image(
     return image
 
 
-def image_sizes(
-    buffer: NDArray[np.uint8],
-    starts: NDArray[np.int64],
-    lengths: NDArray[np.int64],
-    *,
-    name: Callable[[int], str],
-) -> tuple[NDArray[np.int64], Failures]:
-    """Sizes of n encoded images from their headers, without decoding them; 4 us a JPEG.
-
-    Returns:
-        int64 [n, 2] (height, width), (1, 1) for an image that failed; and the failures as `decode_images`'s.
-
-    Raises:
-        MissingImageSupportError: the extra `image` is not installed.
-    """
-    images = [buffer[start : start + max(length, 0)] for start, length in zip(starts, lengths, strict=True)]
-    sizes, failed = _sizes(images, name)
-    return sizes, sorted(failed.items())
-
-
 def _sizes(
-    images: list[NDArray[np.uint8]], name: Callable[[int], str], max_pixels: float = math.inf
+    images: list[NDArray[np.uint8]], name: Callable[[int], str], max_pixels: float
 ) -> tuple[NDArray[np.int64], dict[int, Exception]]:
     codec, sizes, failed = _codec(), np.ones((len(images), 2), np.int64), dict[int, Exception]()
     for i, data in enumerate(images):

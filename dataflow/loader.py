@@ -14,7 +14,7 @@ from dataflow.loader_state import Progress, Resumed, resumed_from
 from dataflow.memory_limit import memory_limit_bytes
 from dataflow.mixture import Mixture
 from dataflow.stream_loader import StreamLoader
-from dataflow.worker_loader import MainIterator, Timing, WorkerIterator
+from dataflow.worker_loader import MainIterator, Timing, WorkerIterator, begin_to_start
 from prefetch.depth import DepthPolicy
 from sharding.batching import Batching
 from sharding.order import Shuffle
@@ -147,6 +147,8 @@ class DataLoader(_Base):
             pin_memory_device=pin_memory_device,
             in_order=in_order,
         )
+        if num_workers:
+            begin_to_start(self.multiprocessing_context)
 
     def __getattr__(self, name: str) -> Any:
         stream = self.__dict__.get("_stream")

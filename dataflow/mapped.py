@@ -132,10 +132,10 @@ class MappedWindow(StagedWindow):
                 self._parse(output, rows)
 
     def _parse(self, output: Output, rows: NDArray[np.int64]) -> None:
-        """Numbers from the bytes of all rows wanted; once a dataset where they can be remembered."""
+        """Numbers of the rows wanted; those of whole blocks only once, where they can be remembered."""
         staged = self.staged[output.name]
         assert isinstance(staged, StagedArray)
-        known = self.source.numbers(output)
+        known = self.source.numbers(output) if self._whole else None  # else few rows of many blocks
         if known is not None:
             rows = self._fill(staged, known)
             if not len(rows):

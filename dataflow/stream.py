@@ -29,7 +29,7 @@ from sharding.blocks import Block
 from sharding.errors import SampleError
 from sharding.mixture_windows import MixturePlan, MixtureWindows
 from sharding.order import Order, Shuffle, windows_touched
-from sharding.plan import EpochPlan, Tail
+from sharding.plan import EpochPlan, Tail, Windows
 from sharding.selection import SelectedOrder
 from sharding.unit_plan import UnitPlan
 from sharding.unit_planner import UnitPlanner
@@ -46,20 +46,13 @@ _ALIGN = 512
 """Most that alignment adds to a value in a window."""
 _FIXED_KINDS = ("array", "spans", "image")
 
-
 RankPlan = EpochPlan | UnitPlan
+Located = tuple[NDArray[np.int64], NDArray[np.int64]]
+"""Window and slot of each of some samples, both [rows]."""
 
 
-class Windows(Protocol):
+class BlockWindows(Windows, Protocol):
     """What the stream needs of an order: `Order`, `MixtureWindows`, or `FullWindows` of a full shuffle."""
-
-    num_windows: int
-
-    def locate(self, positions: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Window and slot of each position."""
-
-    def window_span(self, window: int) -> tuple[int, int]:
-        """First position of a window, and the one after its last."""
 
     def num_slots(self, window: int) -> int:
         """Samples in a window."""
@@ -78,9 +71,8 @@ class FullWindows:
 
     def __init__(self, order: SelectedOrder, size: int) -> None:
         self._order, self._size = order, size
-        self.num_windows = -(-order.num_samples // size)
 
-    def locate(self, positions: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def locate(self, positions: NDArray[np.int64]) -> Located:
         """Window and slot of each position."""
         return positions // self._size, positions % self._size
 
@@ -209,7 +201,7 @@ class BatchChunk:
         first_batch: int,
         sizes: NDArray[np.int64],
         windows: Mapping[int, StagedWindow],
-        located: tuple[NDArray[np.int64], NDArray[np.int64]] | None = None,
+        located: Located | None = None,
     ) -> None:
         """`located`: window and slot of each row; None: to be asked when it is built, all in one window."""
         self._stream, self._plan = stream, plan
@@ -295,7 +287,7 @@ class BatchChunk:
         return rows
 
     @property
-    def _where(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def _where(self) -> Located:
         """Window and slot of each row."""
         if self._located is None:
             last = self._first_batch + self.num_batches
@@ -454,91 +446,71 @@ class Stream:
         known: set[int] = set()
         newest: StagedWindow | None = None
         done = 0
-        ahead = _Located.none()
+        ahead = _NO_BATCHES
         while done < plan.num_batches:
-            use = next((use for use in opened.values() if done in use.core), None)
-            if use is not None and isinstance(plan, EpochPlan):
-                # Most batches lie in one window, which needs no look at their samples.
-                assert newest is not None
-                count = use.core.stop - done
-                self._cut_inside(plan, use, count, done, opened, newest.chunk_list)
-                done, ahead = done + count, _Located.none()
-                continue
-            if not len(ahead.sizes):
-                ahead = self._locate(plan, units, done)
-            cores = [use.core.start - done for use in opened.values() if use.core.start > done]
-            if cores and min(cores) < len(ahead.sizes):  # what comes then needs no look at its samples
-                ahead = ahead.split(min(cores), int(ahead.sizes[: min(cores)].sum()))[0]
-            span, ahead = _span(ahead, done, opened)
-            if span.sizes.size:
+            span = self._inside(opened, done)
+            if span is None:
+                ahead = ahead or self._locate(plan, units, done)
+                span, ahead = ahead.split(_servable(ahead, opened))
+            else:
+                ahead = _NO_BATCHES
+            if span:
                 assert newest is not None
                 self._cut(plan, span, opened, newest.chunk_list)
-                done += len(span.sizes)
+                done += len(span)
                 continue
-            for number in span.missing:  # what the next batch needs beside the windows that are open
+            needs, _ = ahead.split(1)
+            for number in needs.windows:
+                if number in opened:
+                    continue
                 if newest is not None:
                     yield newest
                 # Padding comes back to windows that are done with: only its own rows are wanted then.
-                slots = np.sort(span.slots[span.numbers == number]) if number in known else None
+                slots = needs.slots_of(number) if number in known else None
                 opened[number] = self._open(plan, units, number, slots)
                 newest = opened[number].window
                 known.add(number)
         if newest is not None:
             yield newest
 
-    def _locate(self, plan: RankPlan, units: Windows, first: int) -> _Located:
-        """Where the samples of the batches from `first` on lie."""
+    def _inside(self, opened: Mapping[int, _Use], first: int) -> _Span | None:
+        """The full batches from `first` on that lie in one open window: most do, and are not looked up."""
+        for use in opened.values():
+            if first in use.core:
+                sizes = np.full(use.core.stop - first, self.plan.batch_size)
+                return _Span(first, sizes, [use.number], None)
+        return None
+
+    def _locate(self, plan: RankPlan, units: BlockWindows, first: int) -> _Span:
+        """The batches from `first` on, looked up."""
         last = min(first + self._batches_per_span, plan.num_batches)
         if plan.num_padded:  # a padded batch comes alone: it may need windows that the others are done with
             last = min(last, max(first + 1, plan.num_batches - 1))
         positions, sizes = plan.positions(first, last)
-        return _Located(sizes, *units.locate(positions))
-
-    def _cut_inside(
-        self,
-        plan: EpochPlan,
-        use: _Use,
-        count: int,
-        first: int,
-        opened: dict[int, _Use],
-        chunks: list[BatchChunk],
-    ) -> None:
-        """Cut `count` full batches that lie in one window into chunks."""
-        done = 0
-        while done < count:
-            stop = min(done + self._next_chunk, count)
-            sizes = np.full(stop - done, plan.batch_size)
-            chunk = BatchChunk(self, plan, first + done, sizes, {use.number: use.window})
-            use.left -= len(sizes) * plan.batch_size
-            if not use.left or first + stop == plan.num_batches:
-                chunk.closes.append(opened.pop(use.number).window)
-            chunks.append(chunk)
-            # The stream's first batch waits for one batch's work only.
-            self._next_chunk = min(2 * self._next_chunk, self._batches_per_chunk)
-            done = stop
+        return _Span.of(first, sizes, units.locate(positions))
 
     def _cut(self, plan: RankPlan, span: _Span, opened: dict[int, _Use], chunks: list[BatchChunk]) -> None:
         """Cut a span into chunks, and close what no later batch needs."""
         ends = np.cumsum(span.sizes)
         batch = row = 0
-        while batch < len(span.sizes):
-            stop = min(batch + self._next_chunk, len(span.sizes))
+        while batch < len(span):
+            stop = min(batch + self._next_chunk, len(span))
             end = int(ends[stop - 1])
-            part = slice(row, end)
-            numbers = span.numbers[part]
-            taken = _counts(numbers, span.touched)
+            taken, located = span.rows(row, end)
             windows = {number: opened[number].window for number in taken}
-            located = numbers, span.slots[part]
             chunk = BatchChunk(self, plan, span.first + batch, span.sizes[batch:stop], windows, located)
             for number, count in taken.items():
                 opened[number].left -= count
                 if opened[number].left <= 0 or span.first + stop == plan.num_batches:
                     chunk.closes.append(opened.pop(number).window)
             chunks.append(chunk)
+            # The stream's first batch waits for one batch's work only.
             self._next_chunk = min(2 * self._next_chunk, self._batches_per_chunk)
             batch, row = stop, end
 
-    def _open(self, plan: RankPlan, units: Windows, number: int, slots: NDArray[np.int64] | None) -> _Use:
+    def _open(
+        self, plan: RankPlan, units: BlockWindows, number: int, slots: NDArray[np.int64] | None
+    ) -> _Use:
         """Stage a window for the slots given, or else for all that this rank's batches take of it."""
         if slots is None:
             slots = plan.own_slots(number, units)
@@ -553,7 +525,7 @@ class Stream:
             slots = np.concatenate((slots, padded[numbers == number]))
         return _Use(number, self._stage(units, number, np.unique(slots)), left, core)
 
-    def _units(self, order: Order) -> Windows:
+    def _units(self, order: Order) -> BlockWindows:
         if isinstance(order, SelectedOrder) and order.shuffle.kind == "full":
             size = max(1, min(_FULL_WINDOW_SAMPLES, self._full_window_bytes // self._full_sample_bytes()))
             return FullWindows(order, size)
@@ -569,7 +541,7 @@ class Stream:
             return values + _ALIGN * len(source.columns)
         return 1 + int((table.length + table.nbytes)[used].mean())
 
-    def _stage(self, units: Windows, number: int, slots: NDArray[np.int64] | None) -> StagedWindow:
+    def _stage(self, units: BlockWindows, number: int, slots: NDArray[np.int64] | None) -> StagedWindow:
         """A window of which only some slots are wanted; None for all."""
         if isinstance(units, MixtureWindows):
             at, epoch, own = units.source_of(number)
@@ -579,7 +551,7 @@ class Stream:
         return self._staged(self.sources[0], units, number, slots)
 
     def _staged(
-        self, source: Source, units: Windows, number: int, slots: NDArray[np.int64] | None
+        self, source: Source, units: BlockWindows, number: int, slots: NDArray[np.int64] | None
     ) -> StagedWindow:
         if slots is None and isinstance(units, SelectedOrder) and units.selection.is_whole:
             nbytes = 8 * units.num_slots(number)  # recycled memory: first touches cost more than the mixing
@@ -656,63 +628,61 @@ class _Use:
 
 
 @dataclass(frozen=True)
-class _Located:
-    """Consecutive batches, and where their samples lie."""
-
-    sizes: NDArray[np.int64]
-    """[batches] samples of each."""
-    numbers: NDArray[np.int64]
-    """[rows] the window of each sample."""
-    slots: NDArray[np.int64]
-    """[rows] its slot there."""
-
-    @classmethod
-    def none(cls) -> _Located:
-        """No batches."""
-        return cls(*(np.zeros(0, np.int64) for _ in range(3)))
-
-    def split(self, batches: int, rows: int) -> tuple[_Located, _Located]:
-        """The first batches, which have so many rows, and the others."""
-        first = _Located(self.sizes[:batches], self.numbers[:rows], self.slots[:rows])
-        return first, _Located(self.sizes[batches:], self.numbers[rows:], self.slots[rows:])
-
-
-@dataclass(frozen=True)
 class _Span:
-    """Consecutive batches, located."""
+    """Consecutive batches."""
 
     first: int
     sizes: NDArray[np.int64]
-    """[batches] samples of each; none: the open windows do not even serve the first."""
-    numbers: NDArray[np.int64]
-    """[rows] the window of each sample."""
-    slots: NDArray[np.int64]
-    """[rows] its slot there."""
-    touched: list[int]
-    """The windows, in order of first use."""
-    missing: list[int]
-    """Those that are not open."""
+    """[batches] samples of each."""
+    windows: list[int]
+    """Those they need, in order of first use."""
+    located: Located | None
+    """None: not looked up, as all lie in one window."""
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+    @classmethod
+    def of(cls, first: int, sizes: NDArray[np.int64], located: Located) -> _Span:
+        """Batches that were looked up."""
+        return cls(first, sizes, [number for number, _ in windows_touched(located[0])], located)
+
+    def split(self, batches: int) -> tuple[_Span, _Span]:
+        """The first batches, looked up, and the others."""
+        assert self.located is not None
+        (numbers, slots), rows = self.located, int(self.sizes[:batches].sum())
+        return (
+            _Span.of(self.first, self.sizes[:batches], (numbers[:rows], slots[:rows])),
+            _Span.of(self.first + batches, self.sizes[batches:], (numbers[rows:], slots[rows:])),
+        )
+
+    def rows(self, begin: int, end: int) -> tuple[dict[int, int], Located | None]:
+        """How many samples each window has of some rows, and where these lie."""
+        if self.located is None:
+            return {self.windows[0]: end - begin}, None
+        numbers, slots = (column[begin:end] for column in self.located)
+        if len(self.windows) == 1:
+            return {self.windows[0]: end - begin}, (numbers, slots)
+        counts = {number: int(np.count_nonzero(numbers == number)) for number in self.windows}
+        return {number: count for number, count in counts.items() if count}, (numbers, slots)
+
+    def slots_of(self, window: int) -> NDArray[np.int64]:
+        """The slots of a window that they take, looked up, ascending."""
+        assert self.located is not None
+        numbers, slots = self.located
+        return np.sort(slots[numbers == window])
 
 
-def _span(ahead: _Located, first: int, opened: Mapping[int, _Use]) -> tuple[_Span, _Located]:
-    """Batches from `first` on that need open windows only, and the rest; if none do, what `first` needs."""
-    touched = [number for number, _ in windows_touched(ahead.numbers)]
-    missing = [number for number in touched if number not in opened]
-    if not missing:
-        return _Span(first, ahead.sizes, ahead.numbers, ahead.slots, touched, []), _Located.none()
-    at = int(np.flatnonzero(np.isin(ahead.numbers, missing))[0])
-    whole = int(np.searchsorted(np.cumsum(ahead.sizes), at, side="right"))
-    rows = int(ahead.sizes[: max(1, whole)].sum())
-    served, rest = ahead.split(whole, rows)
-    touched = [number for number, _ in windows_touched(served.numbers)]
-    missing = [number for number in touched if number not in opened]
-    span = _Span(first, served.sizes, served.numbers, served.slots, touched, missing)
-    return span, rest if whole else ahead
+_NO_BATCHES = _Span(0, np.zeros(0, np.int64), [], None)
 
 
-def _counts(numbers: NDArray[np.int64], candidates: Sequence[int]) -> dict[int, int]:
-    """How often each window comes, in order of the candidates; those that do not come are left out."""
-    if len(candidates) == 1:
-        return {candidates[0]: len(numbers)}
-    counts = {number: int(np.count_nonzero(numbers == number)) for number in candidates}
-    return {number: count for number, count in counts.items() if count}
+def _servable(ahead: _Span, opened: Mapping[int, _Use]) -> int:
+    """How many of the batches need open windows only, up to where one of these serves alone."""
+    count = len(ahead)
+    missing = [number for number in ahead.windows if number not in opened]
+    if missing:
+        assert ahead.located is not None
+        at = int(np.flatnonzero(np.isin(ahead.located[0], missing))[0])
+        count = int(np.searchsorted(np.cumsum(ahead.sizes), at, side="right"))
+    cores = [use.core.start - ahead.first for use in opened.values() if use.core.start > ahead.first]
+    return min(count, *cores) if cores else count

@@ -137,7 +137,8 @@ class StreamLoader:
         self._skipped = _Skipped(dataset.on_error, dataset.error_budget)
         self._counts = _Counts()
         self._plan = self._stream_plan()
-        self._check_plan(self._epoch_plan(0, 0))
+        self._epoch_plan(0, 0)  # raises if the arguments make no plan
+        self._check_batch_fits()
 
     # ---- deciding -----------------------------------------------------------------------------------
 
@@ -176,7 +177,7 @@ class StreamLoader:
             self._length_stats = plan.stats
         return plan
 
-    def _check_plan(self, plan: RankPlan) -> None:
+    def _check_batch_fits(self) -> None:
         rows = self._plan.samples_per_batch * sum(
             o.row_bytes for o in self.dataset.outputs if o.kind != "objects"
         )

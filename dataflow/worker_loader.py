@@ -50,7 +50,7 @@ from dataflow.worker_process import (
 )
 from prefetch.device import register_pinned
 from prefetch.shared_arena import Header, SharedFile
-from prefetch.workers import Answer, WorkerDiedError, WorkerPool
+from prefetch.workers import Answer, WorkerDiedError, WorkerPool, warm_up
 
 if TYPE_CHECKING:
     from dataflow.loader import DataLoader
@@ -548,14 +548,26 @@ def _close(pool: WorkerPool, file: SharedFile) -> None:
     file.close()
 
 
+def _start_context(given: Any) -> Any:
+    """How worker processes start; None: from our fork server."""
+    if given is not None or multiprocessing.parent_process() is not None:
+        return given  # a child process has inherited its method, not chosen it
+    chosen = multiprocessing.get_start_method(allow_none=True)
+    # The platform's default is nobody's choice: it is fixed as soon as somebody asks for it.
+    if chosen in (None, multiprocessing.get_all_start_methods()[0]):
+        return None
+    return torch.multiprocessing.get_context(chosen)
+
+
+def begin_to_start(context: Any) -> None:
+    """Start what workers will come from, without waiting for it."""
+    if _start_context(context) is None:
+        warm_up()
+
+
 def start_workers(loader: DataLoader, job: Job, *, pin: bool) -> tuple[SharedFile, WorkerPool]:
     """Worker processes for a job, which is serialised once for all of them."""
-    context = loader.multiprocessing_context
-    if (
-        context is None and multiprocessing.parent_process() is None
-    ):  # a child's was not chosen, but inherited
-        method = multiprocessing.get_start_method(allow_none=True)
-        context = torch.multiprocessing.get_context(method) if method else None
+    context = _start_context(loader.multiprocessing_context)
     packed, inherited = None, None
     if context is not None and context.get_start_method() == "fork":
         inherited = job

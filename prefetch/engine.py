@@ -420,6 +420,7 @@ class Engine(Generic[T]):
             opened.left -= 1
             self._reads_left -= 1
             if opened.left == 0:
+                self._close_if_unused(opened)  # one that failed may have lost its users before
                 self._pump()
                 self._wake()
 
@@ -495,7 +496,8 @@ class Engine(Generic[T]):
         started.done = True
 
     def _close_if_unused(self, opened: _Open) -> None:
-        if opened.last_user_seen and opened.users == 0:
+        # The chunks of a window that failed do not wait for its other reads, which still write into it.
+        if opened.left == 0 and opened.last_user_seen and opened.users == 0:
             del self._open[id(opened.window)]
             opened.window.close()
             self._ledger.release(State.WINDOW, opened.window.nbytes)

@@ -7,7 +7,7 @@ load from a page behind the end of a truncated file is SIGBUS, which ends the pr
 kernel's copy only fails with EFAULT, an error like any other.
 
 A mapping outlives its descriptor and its name, so a file that is replaced by rename keeps serving the bytes
-that were indexed; one that is written in place does not, which `check` notices afterwards.
+that were indexed; one that is written in place does not. `check` notices both afterwards.
 """
 
 from __future__ import annotations
@@ -132,8 +132,8 @@ class Mappings:
 
     A shard is mapped once, because mapping stops all threads that touch memory; at most `_MAX_SHARDS` stay
     mapped beyond the windows that use them (the system allows 65,530 mappings). The pages of ranges that
-    no window uses stay up to `keep_bytes`, oldest first out: taking them out and in again costs as
-    much as a tenth of copying them.
+    no window uses stay up to `keep_bytes`, oldest first out: taking them out and in again costs an eighth
+    to a quarter of copying them.
     """
 
     def __init__(self, keep_bytes: int = 0) -> None:
@@ -162,8 +162,7 @@ class Mappings:
         """Wait until a range's pages are in memory. Raises `ShardReadError` for what cannot be read."""
         key = mapped.shard.url, offset
         with self._lock:
-            kept = self._kept.pop(key, None)
-            self._kept_bytes -= kept[1] if kept else 0
+            self._forget(key)
             seen = key in self._seen
             if len(self._seen) < _REMEMBERED:
                 self._seen.add(key)
@@ -171,8 +170,10 @@ class Mappings:
 
     def leave(self, mapped: MappedShard, offset: int, length: int) -> None:
         """No window uses a range any more."""
+        key = mapped.shard.url, offset
         with self._lock:
-            self._kept[mapped.shard.url, offset] = mapped, length
+            self._forget(key)  # windows that overlap leave a block one after the other
+            self._kept[key] = mapped, length
             self._kept_bytes += length
             gone = []
             while self._kept_bytes > self._keep_bytes:
@@ -181,6 +182,10 @@ class Mappings:
                 gone.append((shard, key[1], nbytes))
         for shard, at, nbytes in gone:
             shard.leave(at, nbytes)
+
+    def _forget(self, key: tuple[str, int]) -> None:
+        kept = self._kept.pop(key, None)
+        self._kept_bytes -= kept[1] if kept else 0
 
 
 @cache

@@ -3,8 +3,8 @@
 A thread that comes back from a call without the interpreter lock waits until its holder has run for a *switch
 interval*, 5 ms unless told otherwise. Beside code that computes in Python, every copy or image that a thread
 finished would wait that long: with a consumer that burns 20 ms a batch, image batches waited for were 54 %
-of the time at 5 ms and 3 % at 0.1 ms, at 1.13 times the throughput. A hand-over costs some 10 us, and only
-happens when a thread waits.
+of the time at 5 ms and 3 % at 0.1 ms, at 1.13 times the throughput. A hand-over cost
+20 to 40 us on the virtual machine where it was measured, and only happens when a thread waits.
 
 The interval belongs to the whole process: it is lowered when the first engine starts and set back when
 the last one is closed, unless somebody else has changed it meanwhile.

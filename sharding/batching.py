@@ -6,7 +6,7 @@ padded size, `Bucketed` batches of a fixed number of samples of like length. See
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, get_args
 
@@ -180,29 +180,13 @@ class Bucketed:
 
 Batching = Packed | TokenBudget | Bucketed
 
-_KINDS: dict[str, type[Packed] | type[TokenBudget] | type[Bucketed]] = {
-    "packed": Packed,
-    "token_budget": TokenBudget,
-    "bucketed": Bucketed,
-}
-
-
-def batching_from_json(value: object, lengths: Lengths | None = None) -> Batching:
-    """The inverse of `to_json`, with the lengths to use. Raises `ValueError` saying what is wrong."""
-    if not isinstance(value, Mapping) or value.get("kind") not in _KINDS:
-        raise ValueError(f"a batching must be an object of kind {', '.join(_KINDS)}, got {value!r}")
-    made = _KINDS[value["kind"]]
-    names = {one.name for one in fields(made)} - {"lengths"}
-    if set(value) != names | {"kind"}:
-        raise ValueError(f"a batching of kind {value['kind']} has {', '.join(sorted(names))}, got {value!r}")
-    given = {name: tuple(v) if isinstance(v := value[name], list) else v for name in names}
-    return made(**given, lengths=lengths)  # type: ignore[arg-type]
+_KINDS: dict[type[Batching], str] = {Packed: "packed", TokenBudget: "token_budget", Bucketed: "bucketed"}
 
 
 def _to_json(value: Batching) -> dict[str, object]:
-    kind = next(name for name, made in _KINDS.items() if type(value) is made)
     given = {one.name: getattr(value, one.name) for one in fields(value) if one.name != "lengths"}
-    return {"kind": kind} | {n: list(v) if isinstance(v, tuple) else v for n, v in given.items()}
+    values = {name: list(v) if isinstance(v, tuple) else v for name, v in given.items()}
+    return {"kind": _KINDS[type(value)]} | values
 
 
 def _given(window: int | None) -> tuple[str, ...]:

@@ -52,6 +52,10 @@ class Made:
         return sorted(path for path in self.folder.iterdir() if path.name.startswith("shard"))
 
 
+Make = Callable[[str], Made]
+"""The fixture `made`: a dataset of the format named, one of `MAKERS`."""
+
+
 # ---- the samples --------------------------------------------------------------------------------------
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from datasets_kit import (
     MAKERS,
     NUM_SAMPLES,
     Made,
+    Make,
     by_plan,
     delivered,
     make_ints_tar,
@@ -31,7 +32,6 @@ from hypothesis import strategies as st
 
 from dataflow import DataLoader, Shuffle
 
-Make = Callable[[str], Made]
 SHUFFLES = [
     Shuffle("none"),
     Shuffle("blocks", 2),
@@ -42,19 +42,6 @@ SHUFFLES = [
     Shuffle("full"),
 ]
 WORLDS = (1, 2, 3, 4)
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Make:
-    """One dataset a format, made when first asked for."""
-    kept: dict[str, Made] = {}
-
-    def get(name: str) -> Made:
-        if name not in kept:
-            kept[name] = MAKERS[name](tmp_path_factory.mktemp(name.replace(".", "-")))
-        return kept[name]
-
-    return get
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from datasets_kit import MAKERS, Made, rank, write_megatron
+from datasets_kit import Made, Make, rank, write_megatron
 
 from dataflow import Bucketed, DataLoader, Packed, Pad, ShardedDataset, Shuffle, TokenBudget
 from dataflow.length_aware import make_planner
@@ -27,7 +27,6 @@ from sharding.errors import DataflowError, SampleError
 from sharding.order import Order
 from sharding.unit_plan import UnitSequence
 
-Make = Callable[[str], Made]
 FORMATS = {
     "megatron": "tokens",
     "parquet": "lst",
@@ -59,18 +58,6 @@ def _small_first_windows() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(units_module, "FIRST_WINDOW_SAMPLES", 4)
         yield
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Make:
-    kept: dict[str, Made] = {}
-
-    def get(name: str) -> Made:
-        if name not in kept:
-            kept[name] = MAKERS[name](tmp_path_factory.mktemp(name.replace(".", "-")))
-        return kept[name]
-
-    return get
 
 
 def loader_of(data: Made, batching: Batching, r: int = 0, world_size: int = 1, **options: Any) -> DataLoader:

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 from datasets_kit import (
-    MAKERS,
     NUM_SAMPLES,
     Made,
+    Make,
     Row,
     by_plan,
     delivered,
@@ -30,18 +30,6 @@ from dataflow import DataLoader, Shuffle
 
 FORMATS = ["tar", "tar.gz", "parquet", "tokens.bin", "megatron"]
 SHUFFLES = [Shuffle("none"), Shuffle("blocks", 2), Shuffle("window", 2), Shuffle("full")]
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Made]:
-    kept: dict[str, Made] = {}
-
-    def get(name: str) -> Made:
-        if name not in kept:
-            kept[name] = MAKERS[name](tmp_path_factory.mktemp(name.replace(".", "-")))
-        return kept[name]
-
-    return get
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +64,7 @@ def through_json(state: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("tail", ["drop", "pad", "uneven"])
-def test_resumes_at_every_position(made: Callable[[str], Made], name: str, tail: str) -> None:
+def test_resumes_at_every_position(made: Make, name: str, tail: str) -> None:
     dataset = made(name).open()
     assert_resumes_everywhere(lambda: DataLoader(dataset, 6, Shuffle("window", 2), tail=tail, seed=5))
 
@@ -159,7 +147,7 @@ def test_the_state_brings_seed_shuffle_and_epoch_of_its_run(ints: Made) -> None:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_other_ranks_go_on_with_the_same_global_batches(made: Callable[[str], Made], name: str) -> None:
+def test_other_ranks_go_on_with_the_same_global_batches(made: Make, name: str) -> None:
     data = made(name)
     dataset, shuffle = data.open(), Shuffle("window", 2)
 

@@ -6,7 +6,6 @@ import copy
 import pickle
 import subprocess
 import sys
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -14,24 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from datasets_kit import MAKERS, NUM_SAMPLES, Made, make_tar, npy, plain, rows_of, write_tar
+from datasets_kit import MAKERS, NUM_SAMPLES, Make, make_tar, npy, plain, rows_of, write_tar
 
 from dataflow import DataLoader, Image, Ragged, ShardedDataset, Shuffle
 from sharding.errors import SampleError, ShardChangedError, ShardReadError
-
-Make = Callable[[str], Made]
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Make:
-    kept: dict[str, Made] = {}
-
-    def get(name: str) -> Made:
-        if name not in kept:
-            kept[name] = MAKERS[name](tmp_path_factory.mktemp(name.replace(".", "-")))
-        return kept[name]
-
-    return get
 
 
 def plain_of(sample: dict[str, Any]) -> dict[str, Any]:

@@ -9,14 +9,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from dataflow import DataLoader, Shuffle
+from dataflow.decode import BadRows, parse_ints
 from prefetch.iovec import copies_by_kernel, copy_mapped
 from prefetch.mapping import MappedShard, Mappings, can_map, will_need
-from sharding.blocks import Shard
+from sharding.blocks import Shard, Spans
 from sharding.errors import ShardChangedError, ShardReadError
 from sharding.storage import local_info
-from tests.datasets_kit import make_tar, make_tokens_bin
+from tests.datasets_kit import make_ints_tar, make_tar, make_tokens_bin
 
 PAGE = os.sysconf("SC_PAGE_SIZE")
 CONTENT = np.random.default_rng(0).integers(0, 256, 8 * PAGE + 100, np.uint8).tobytes()
@@ -125,6 +127,21 @@ def test_ranges_that_no_window_uses_leave_the_process_oldest_first(shard: Shard)
     assert copied(mapped, 0, len(CONTENT)) == CONTENT
 
 
+def test_a_range_that_two_windows_left_counts_once(shard: Shard) -> None:
+    mappings = Mappings(keep_bytes=3 * PAGE)
+    mapped = mappings.get(shard)
+    mappings.populate(mapped, 0, len(CONTENT))
+    used = resident_kb()
+    for _ in range(5):
+        mappings.leave(mapped, 0, 2 * PAGE)
+        mappings.leave(mapped, 0, 2 * PAGE)
+        mappings.populate(mapped, 0, 2 * PAGE)
+    mappings.leave(mapped, 0, 2 * PAGE)
+    assert resident_kb() == used
+    mappings.leave(mapped, 4 * PAGE, 2 * PAGE)
+    assert used - resident_kb() == 2 * PAGE // 1024
+
+
 def test_pages_may_be_asked_for_without_waiting(shard: Shard) -> None:
     mapped = MappedShard(shard)
     starts = np.arange(0, len(CONTENT), 7, dtype=np.int64)
@@ -149,6 +166,24 @@ def test_a_shard_written_in_place_while_its_window_is_open_is_an_error(tmp_path:
         os.utime(path, ns=(7, 7))
         with pytest.raises(ShardChangedError):
             list(itertools.chain(batches, *[loader] * 20))
+
+
+def test_a_full_shuffle_parses_the_numbers_of_its_own_samples_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parsed: list[int] = []
+
+    def counting(column: Spans) -> tuple[NDArray[np.int64], BadRows]:
+        parsed.append(len(column))
+        return parse_ints(column)
+
+    monkeypatch.setattr("dataflow.decode.parse_ints", counting)
+    monkeypatch.setattr("dataflow.stream._FULL_WINDOW_SAMPLES", 2)
+    made = make_ints_tar(tmp_path)
+    with DataLoader(made.open(), 1, Shuffle("full")) as loader:
+        seen = sorted(int(batch["cls"]) for batch in loader)
+    assert seen == [row["cls"] for row in made.samples]
+    assert max(parsed) == 2
 
 
 @pytest.mark.parametrize("kind", ["window", "full", "none"])
