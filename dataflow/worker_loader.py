@@ -254,8 +254,8 @@ class WorkerIterator(_Iterator):
         self._speculates = (
             self._persistent_workers
             and self._in_order
-            and self._dataset_kind == _DatasetKind.Map
             and not has_state(self._dataset)
+            and not isinstance(self._dataset, IterDataPipe)
         )
         self._epochs = [self._sampler_epoch()]
         self._begin(resumed)
@@ -286,6 +286,12 @@ class WorkerIterator(_Iterator):
         self._ahead = resumed.ahead if resumed else frozenset()
         self._next_number = resumed.batches if resumed else self._sent
         self._progress.lanes_begin(self._order)
+        for number, task in list(self._tasks.items()):
+            if task.answer is not None and task.answer.kind == END:
+                del self._tasks[number]
+                self._outstanding -= 1
+                self._lane_tasks[task.lane] -= 1
+                self._lane_end(task.lane, task.answer)
         self._opening = set(range(self._order.count)) if self._announced else set()
         for lane in range(self._order.count):
             for _ in range(resumed.skips(lane) if resumed else 0):
@@ -350,7 +356,7 @@ class WorkerIterator(_Iterator):
                 break
             lane = self._order.next() if self._in_order else self._free_lane()
             if lane is None:
-                return
+                break
             self._tasks[self._sent] = _Task(self._number(), lane, self._progress.sampled())
             self._unfinished[lane % self._num_workers] += 1
             self._lane_tasks[lane] += 1
@@ -365,13 +371,18 @@ class WorkerIterator(_Iterator):
         ahead = self._next_epoch
         if ahead is None:
             step = self._epochs[-1] - self._epochs[-2] if len(self._epochs) > 1 else 0
-            predicted = predicted_indices(self._index_sampler, self._progress.chain, step)
+            iterable = self._dataset_kind == _DatasetKind.Iterable
+            predicted = (
+                iter(self._index_sampler)
+                if iterable  # what its workers do depends on nothing here
+                else predicted_indices(self._index_sampler, self._progress.chain, step)
+            )
             if predicted is None:
                 self._speculates = False
                 return
             ahead = self._next_epoch = NextEpoch(predicted)
             for worker in range(self._num_workers):
-                self._post(worker, MARK, worker, -1, None)
+                self._post(worker, RESET if iterable else MARK, worker, -1, None, later=1)
         while (
             self._outstanding + len(ahead.tasks) < self._max_tasks and self._held_bytes < self._memory_limit
         ):
@@ -508,10 +519,10 @@ class WorkerIterator(_Iterator):
             self._unfinished[answer.worker] -= 1
             task = self._tasks.get(answer.task)
             if answer.kind == END or task is None:
-                _, state, random = self._unpack(answer)
-                if task is not None:
-                    self._progress.lane_ended(task.lane, state, random)
-                    self._end(task.lane)
+                if task is None:
+                    self._unpack(answer)
+                else:
+                    self._lane_end(task.lane, answer)
                 continue
             task.answer = answer
             self._held_bytes += answer.total
@@ -528,8 +539,10 @@ class WorkerIterator(_Iterator):
             error.reraise()
         self._progress.lane_opened(answer.task, state)
 
-    def _end(self, lane: int) -> None:
-        """Forget the tasks of a lane whose iterable has ended."""
+    def _lane_end(self, lane: int, answer: Answer) -> None:
+        """A lane's iterable has ended: forget its tasks."""
+        _, state, random = self._unpack(answer)
+        self._progress.lane_ended(lane, state, random)
         self._order.end(lane)
         for number in [n for n, task in self._tasks.items() if task.lane == lane and task.answer is None]:
             del self._tasks[number]

@@ -394,3 +394,29 @@ class Large(Dataset[Any]):
 
     def __getitem__(self, index: int) -> torch.Tensor:
         return torch.full((100, 100), index)
+
+
+class DrawnIterable(IterableDataset[Any]):
+    """Draws, and counts the epochs in its own copy."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        self.epoch += 1
+        info = get_worker_info()
+        for number in range(3 + 4 * (info.id if info else 0)):
+            yield [number, self.epoch, random.random(), float(torch.rand(()))]
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_persistent_workers_of_iterables_begin_the_next_epoch_too(workers: int) -> None:
+    def loader(kind: Any) -> Any:
+        generator = torch.Generator().manual_seed(1)
+        return kind(DrawnIterable(), 2, num_workers=workers, persistent_workers=True, generator=generator)
+
+    ours = loader(DataLoader)
+    assert epochs(ours, 4) == epochs(loader(TorchDataLoader), 4)
+    ahead = iterator_of(ours)._next_epoch
+    assert ahead is not None
+    assert len(ahead.tasks) == 2 * workers
