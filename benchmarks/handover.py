@@ -24,10 +24,11 @@ cases (batches; the consumer takes one after the other and reads two elements of
   delay        share of throughput lost when one sample in 100 takes 5 ms longer; a sample sleeps 1 ms,
                batches of 32, 2, 4 and 8 workers. Workers that wait for their own delayed samples lose 5 ms
                in 105, 4.8 %; what is lost beyond that, the loader lost by waiting for the batch in turn.
+               Ours and torch only.
 
 loaders:
   in-process       torch without workers: what building the batches costs where nothing is handed over
-  ours             dataflow.DataLoader(workers="process"); ours-thread: workers="thread"
+  ours             dataflow.DataLoader; ours-thread: with workers="thread"
   torch            torch.utils.data.DataLoader; torch-any-order (delay only): in_order=False
   stateful         torchdata.stateful_dataloader.StatefulDataLoader
   nodes-process    torchdata.nodes, the recipe of its migration guide; nodes-thread: the same with threads
@@ -49,7 +50,7 @@ from typing import Any
 
 from benchmarks.handover_bars import FIGURES, medians, table, verdict_table, verdicts
 from benchmarks.handover_child import MEASURES, Point
-from benchmarks.handover_loaders import IN_PROCESS, LOADERS, TORCH
+from benchmarks.handover_loaders import LOADERS, TORCH
 from benchmarks.harness import bare_torch, run_child
 from benchmarks.memory import Memory
 from benchmarks.report import commit, machine, versions
@@ -66,9 +67,8 @@ def points(case: str, loader: str) -> Iterator[Point]:
     kind = LOADERS[loader]
     point = Point(case, loader)
     if case == "delay":
-        if loader != IN_PROCESS:
-            variants = ("plain", "delayed")
-            yield from (replace(point, workers=n, variant=v) for n in (2, 4, 8) for v in variants)
+        variants = ("plain", "delayed") if kind.delays else ()
+        yield from (replace(point, workers=n, variant=v) for n in (2, 4, 8) for v in variants)
     elif not kind.rate:
         return
     elif case == "startup":

@@ -67,7 +67,7 @@ def _stateful(feed: Feed, how: How) -> Iterable[Any]:
 def _ours(feed: Feed, how: How) -> Iterable[Any]:
     from dataflow import DataLoader
 
-    return DataLoader(feed.dataset, workers="process", **_torch_options(feed, how))
+    return DataLoader(feed.dataset, **_torch_options(feed, how))
 
 
 def _ours_thread(feed: Feed, how: How) -> Iterable[Any]:
@@ -217,17 +217,19 @@ class Loader:
     """Start methods whose time to the first batch is measured."""
     turns: tuple[bool, ...] = ()
     """Whether workers are persistent in the epoch turns that are measured."""
+    delays: bool = False
+    """Whether the effect of delayed samples is measured."""
     rate: bool = True
-    """Whether its throughput is measured; if not, only the effect of delays is."""
+    """Whether anything else is."""
 
 
 OURS, OURS_THREAD, TORCH, IN_PROCESS = "ours", "ours-thread", "torch", "in-process"
 LOADERS: Mapping[str, Loader] = {
     IN_PROCESS: Loader(_in_process, "torch.utils.data"),
-    OURS: Loader(_ours, "dataflow", ("default", "fork", "spawn"), (True, False)),
-    OURS_THREAD: Loader(_ours_thread, "dataflow", ("default",), (True, False)),
-    TORCH: Loader(_torch, "torch.utils.data", ("fork", "forkserver", "spawn"), (True, False)),
-    "torch-any-order": Loader(_torch_any_order, "torch.utils.data", rate=False),
+    OURS: Loader(_ours, "dataflow", ("default", "fork", "spawn"), (True, False), delays=True),
+    OURS_THREAD: Loader(_ours_thread, "dataflow", ("default",), (True, False), delays=True),
+    TORCH: Loader(_torch, "torch.utils.data", ("fork", "forkserver", "spawn"), (True, False), delays=True),
+    "torch-any-order": Loader(_torch_any_order, "torch.utils.data", delays=True, rate=False),
     "stateful": Loader(_stateful, "torchdata.stateful_dataloader", ("fork",), (True, False)),
     "nodes-process": Loader(_nodes_process, "torchdata.nodes", ("fork",), (False,)),
     "nodes-thread": Loader(_nodes_thread, "torchdata.nodes", ("default",), (False,)),
