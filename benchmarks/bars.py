@@ -29,6 +29,8 @@ class Verdict:
             return "not measured"
         if self.measured <= self.wanted if self.at_most else self.measured >= self.wanted:
             return "reached"
+        if not self.wanted:
+            return f"short by {self.measured:g}"
         gap = self.measured / self.wanted - 1 if self.at_most else 1 - self.measured / self.wanted
         return f"short by {100 * gap:.1f} %"
 

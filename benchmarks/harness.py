@@ -24,6 +24,8 @@ from benchmarks.child import Job
 from benchmarks.memory import Memory, tree_memory
 
 SAMPLE_EVERY_S = 0.02
+EXIT_S = 5.0
+"""A child that has told everything may take this long to exit."""
 REPOSITORY = Path(__file__).resolve().parent.parent
 
 
@@ -60,9 +62,16 @@ class Run:
 
 
 def run_job(job: Job, environment: Mapping[str, str], *, limit_s: float) -> tuple[dict[str, Any], Memory]:
-    """Run one child to its end; return its events merged into one dict, and its peak memory."""
+    """Run one contestant; return its events merged into one dict, and its peak memory."""
+    return run_child("benchmarks.child", asdict(job), environment, limit_s=limit_s)
+
+
+def run_child(
+    module: str, argument: Mapping[str, Any], environment: Mapping[str, str], *, limit_s: float
+) -> tuple[dict[str, Any], Memory]:
+    """Run a module with one JSON argument to its end; return its events merged, and its peak memory."""
     with subprocess.Popen(
-        [sys.executable, "-W", "ignore", "-m", "benchmarks.child", json.dumps(asdict(job))],
+        [sys.executable, "-W", "ignore", "-m", module, json.dumps(argument)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         cwd=REPOSITORY,
@@ -72,6 +81,8 @@ def run_job(job: Job, environment: Mapping[str, str], *, limit_s: float) -> tupl
         try:
             return _follow(child, time.monotonic() + limit_s)
         finally:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.wait(EXIT_S)  # what it shares with its workers is removed at its exit
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(child.pid, signal.SIGKILL)  # its own group: ends workers it left behind
 

@@ -104,7 +104,7 @@ def write_json(
     result = {
         "command": " ".join(["python", "-m", "benchmarks", *sys.argv[1:]]),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "commit": _commit(),
+        "commit": commit(),
         "machine": machine(),
         "versions": versions(),
         "arguments": dict(arguments),
@@ -143,7 +143,7 @@ def versions() -> dict[str, str]:
     return found
 
 
-def _commit() -> str:
+def commit() -> str:
     """The commit, with "+changes" when the tree differs from it."""
 
     def git(*arguments: str) -> str:

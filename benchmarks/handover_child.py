@@ -1,0 +1,249 @@
+"""The measured process of `benchmarks.handover`: one loader, one case, started afresh.
+
+Its argument is a `Point` as JSON; it writes JSON events to stdout, as `child` does. Memory is sampled by the
+parent, and only where memory is the question, because reading page tables slows a loader down. What a
+spawned worker imports again is this module, so its imports are few.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from benchmarks import handover_feeds as feeds
+from benchmarks.handover_loaders import LOADERS, How
+
+clock = time.perf_counter
+STEP_S = 0.010
+"""A training step on a device, in the epoch-turn case: the consumer sleeps."""
+TURN_BATCHES, TURNS = 24, 3
+HELD = 20
+
+
+@dataclass(frozen=True)
+class Point:
+    """One measurement: what is handed over, by whom, to whom."""
+
+    case: str
+    loader: str
+    workers: int = 2
+    variant: str = ""
+    """Start method, "persistent" or "anew", number of tensors, or "delayed", by the case."""
+    warmup_s: float = 0.5
+    timed_s: float = 1.5
+
+
+Tell = Callable[..., None]
+
+
+def main() -> None:
+    point = Point(**json.loads(sys.argv[1]))
+    # Loaders print to stdout; events keep a descriptor of their own.
+    events = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+
+    def tell(event: str, **values: Any) -> None:
+        events.write(json.dumps({"event": event, **values}) + "\n")
+
+    try:
+        importlib.import_module(LOADERS[point.loader].package)
+        MEASURES[point.case](point, tell)
+    except BaseException as error:  # whatever a loader raises is a result of the benchmark
+        lines = str(error).strip().splitlines() or [""]  # a worker's error ends with its cause
+        tell("failed", reason=f"{type(error).__name__}: {lines[-1]}"[:300])
+        raise
+    finally:
+        events.close()
+
+
+@contextlib.contextmanager
+def loading(point: Point, feed: feeds.Feed, **how: Any) -> Iterator[Iterator[Any]]:
+    """The batches of a new loader, epoch after epoch; the loader is closed in the end."""
+    loader = LOADERS[point.loader].make(feed, How(point.workers, **how))
+    batches = forever(loader)
+    try:
+        yield batches
+    finally:
+        batches.close()
+        getattr(loader, "close", lambda: None)()
+        del batches, loader
+        gc.collect()
+
+
+def forever(loader: Iterable[Any]) -> Iterator[Any]:
+    """Epoch after epoch; the time a loader needs between epochs counts as waiting for a batch."""
+    while True:
+        empty = True
+        for batch in loader:
+            empty = False
+            yield batch
+        if empty:
+            raise RuntimeError("the loader gave an empty epoch")
+
+
+def checked(batch: Any, feed: feeds.Feed) -> None:
+    if (got := feeds.described(batch)) != feed.delivers:
+        raise RuntimeError(f"the loader delivers {got} instead of {feed.delivers}")
+
+
+def touch(batch: Any) -> None:
+    """Read the first and the last element of the first tensor."""
+    flat = feeds.first_tensor(batch).view(-1)
+    _ = flat[0].item(), flat[-1].item()
+
+
+def consume(batches: Iterator[Any], seconds: float, use: Callable[[Any], Any]) -> tuple[int, float]:
+    """Take batches until `seconds` have passed: (number, seconds)."""
+    number, started = 0, clock()
+    while clock() - started < seconds:
+        use(next(batches))
+        number += 1
+    return number, clock() - started
+
+
+def rate_of(feed: feeds.Feed, point: Point, use: Callable[[Any], Any] = touch) -> dict[str, float]:
+    from benchmarks.memory import machine_cpu_s, tree_cpu_s
+
+    with loading(point, feed) as batches:
+        checked(next(batches), feed)
+        consume(batches, point.warmup_s, use)
+        own_s, all_s = tree_cpu_s(os.getpid()), machine_cpu_s()
+        number, elapsed_s = consume(batches, point.timed_s, use)
+        own_s, all_s = tree_cpu_s(os.getpid()) - own_s, machine_cpu_s() - all_s
+    return {
+        "batches_per_s": number / elapsed_s,
+        "cpu_ms_per_batch": 1e3 * own_s / number,
+        "others_cpu_s_per_s": max(0.0, all_s - own_s) / elapsed_s,
+    }
+
+
+def large(point: Point, tell: Tell) -> None:
+    tell("watched", **rate_of(feeds.images(), point))
+
+
+def large_read(point: Point, tell: Tell) -> None:
+    """The consumer reads every byte, as a copy to a device does."""
+    target = torch.empty(64, *feeds.IMAGE, dtype=torch.uint8)
+    tell("watched", **rate_of(feeds.images(), point, target.copy_))
+
+
+def many(point: Point, tell: Tell) -> None:
+    tell("watched", **rate_of(feeds.fields(200), point))
+
+
+def scalars(point: Point, tell: Tell) -> None:
+    tell("watched", **rate_of(feeds.scalars(), point))
+
+
+def tiny(point: Point, tell: Tell) -> None:
+    tell("watched", **rate_of(feeds.tokens(), point))
+
+
+def delay(point: Point, tell: Tell) -> None:
+    """Timed for twice as long: the question is one of a few percent."""
+    longer = Point(point.case, point.loader, point.workers, "", point.warmup_s, 2 * point.timed_s)
+    tell("watched", **rate_of(feeds.waits(delayed=point.variant == "delayed"), longer))
+
+
+def startup(point: Point, tell: Tell) -> None:
+    """From making the loader to its first batch, then the same with a second loader of the same process."""
+    feed, taken_ms = feeds.scalars(), []
+    for _ in range(2):
+        started = clock()
+        with loading(point, feed, start=point.variant) as batches:
+            first = next(batches)
+            taken_ms.append(1e3 * (clock() - started))
+            checked(first, feed)
+            del first
+    tell("watched", first_batch_ms=taken_ms[0], second_loader_ms=taken_ms[1])
+
+
+def turn(point: Point, tell: Tell) -> None:
+    """From asking for a batch after the last one of an epoch to having the first of the next."""
+    feed, taken_ms = feeds.images(TURN_BATCHES), []
+    with loading(point, feed, persistent=point.variant == "persistent") as batches:
+        for _ in range(TURNS + 1):
+            started = clock()
+            first = next(batches)
+            taken_ms.append(1e3 * (clock() - started))
+            checked(first, feed)
+            del first  # the arena of spdl-subprocess stands still while an old batch is held
+            for _ in range(TURN_BATCHES - 1):
+                time.sleep(STEP_S)
+                touch(next(batches))
+            time.sleep(STEP_S)
+    later = sorted(taken_ms[2:])
+    tell("watched", second_epoch_ms=taken_ms[1], later_epochs_ms=later[len(later) // 2])
+
+
+def descriptors(point: Point, tell: Tell) -> None:
+    """Descriptors and shared-memory objects of this process while it holds 20 batches."""
+    feed = feeds.fields(int(point.variant), held=HELD)
+    fds_before, objects_before = len(os.listdir("/proc/self/fd")), shared_objects()
+    with loading(point, feed) as batches:
+        held = [next(batches) for _ in range(HELD)]
+        fds, objects = len(os.listdir("/proc/self/fd")), shared_objects()
+        checked(held[-1], feed)
+        del held
+    tell("watched", descriptors=fds - fds_before, shared_objects=len(objects - objects_before))
+
+
+def shared_objects() -> set[tuple[int, int]]:
+    """(device, inode) of the shared memory that this process maps or holds open, semaphores left out."""
+    found = set()
+    with open("/proc/self/maps") as lines:
+        for line in lines:
+            _, _, _, device, inode, *path = line.split(maxsplit=5)
+            if path and is_shared_memory(path[0]):
+                major, minor = (int(part, 16) for part in device.split(":"))
+                found.add((os.makedev(major, minor), int(inode)))
+    for name in os.listdir("/proc/self/fd"):
+        path = f"/proc/self/fd/{name}"
+        with contextlib.suppress(OSError):  # the descriptor of this very listing
+            if is_shared_memory(os.readlink(path)):
+                status = os.stat(path)
+                found.add((status.st_dev, status.st_ino))
+    return found
+
+
+def is_shared_memory(path: str) -> bool:
+    """Whether a path of /proc/self/maps is a POSIX or anonymous shared memory object."""
+    in_folder = path.startswith("/dev/shm/") and not path.startswith("/dev/shm/sem.")
+    return in_folder or path.startswith(("/memfd:", "/dev/zero"))
+
+
+def memory(point: Point, tell: Tell) -> None:
+    """The parent samples the memory of all processes from before the loader until the end."""
+    feed = feeds.images()
+    tell("imported")
+    with loading(point, feed) as batches:
+        consume(batches, point.warmup_s + point.timed_s, touch)
+        tell("watched")
+
+
+MEASURES: dict[str, Callable[[Point, Tell], None]] = {
+    "large": large,
+    "large-read": large_read,
+    "many": many,
+    "scalars": scalars,
+    "tiny": tiny,
+    "startup": startup,
+    "turn": turn,
+    "descriptors": descriptors,
+    "memory": memory,
+    "delay": delay,
+}
+
+
+if __name__ == "__main__":
+    main()
