@@ -26,7 +26,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing import connection, forkserver, popen_forkserver, process, reduction, spawn, util
 from multiprocessing.context import BaseContext, set_spawning_popen
-from typing import Any
+from typing import Any, NamedTuple
 
 from prefetch.shared_arena import Header, SharedFile
 
@@ -40,8 +40,7 @@ _PIPE_BYTES = 1 << 20
 _PRELOADED = ["torch", "numpy", "dataflow.worker_process"]
 
 
-@dataclass(frozen=True)
-class Answer:
+class Answer(NamedTuple):
     """What a worker says about a task.
 
     Offsets count from the beginning of the shared file.
@@ -102,9 +101,7 @@ class WorkerStart:
 
     def answer(self, answer: Answer) -> None:
         """Tell the parent. Raises BrokenPipeError when it has gone."""
-        a = answer
-        where = (a.offset, a.nbytes, a.meta, a.meta_bytes, a.table, a.total)
-        os.write(self.answers.fd, _ANSWER.pack(a.kind, a.worker, a.generation, a.task, *where))
+        os.write(self.answers.fd, _ANSWER.pack(*answer))
 
 
 class _Server(forkserver.ForkServer):
@@ -255,7 +252,7 @@ class WorkerPool:
             data = os.read(self._answers, _ANSWER.size * 1024)
         except BlockingIOError:
             return []
-        return [Answer(*record) for record in _ANSWER.iter_unpack(data)]
+        return [Answer._make(record) for record in _ANSWER.iter_unpack(data)]
 
     def wait(self, timeout_s: float | None) -> list[Answer]:
         """Wait for answers; [] when none came in time.

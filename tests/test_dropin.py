@@ -22,6 +22,7 @@ from torch.utils.data import (
     get_worker_info,
 )
 from torch.utils.data import DataLoader as TorchDataLoader
+from torch.utils.data._utils.collate import default_collate_fn_map
 
 from dataflow import DataLoader
 from dataflow.worker_loader import WorkerIterator
@@ -378,6 +379,32 @@ class Objects(Dataset[Any]):
 
     def __getitem__(self, index: int) -> Thing:
         return Thing(torch.full((2,), index))
+
+
+class Point:
+    """A type that only `default_collate` with our entry knows."""
+
+    def __init__(self, x: float) -> None:
+        self.x = x
+
+
+class Points(Dataset[Any]):
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, index: int) -> dict[str, Point]:
+        return {"point": Point(index)}
+
+
+def test_types_registered_with_default_collate_are_known_to_the_workers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def collate_points(batch: list[Point], *, collate_fn_map: Any = None) -> torch.Tensor:
+        return torch.tensor([point.x for point in batch])
+
+    monkeypatch.setitem(default_collate_fn_map, Point, collate_points)
+    loader = DataLoader(Points(), 3, num_workers=2)
+    assert [batch["point"].tolist() for batch in loader] == [[0, 1, 2], [3, 4, 5]]
 
 
 def test_kept_batches_keep_their_content() -> None:
