@@ -484,8 +484,10 @@ def _close(pool: WorkerPool, file: SharedFile) -> None:
 def start_workers(loader: DataLoader, job: Job, *, pin: bool) -> tuple[SharedFile, WorkerPool]:
     """Worker processes for a job, which is serialised once for all of them."""
     context = loader.multiprocessing_context
-    if context is None and (method := torch.multiprocessing.get_start_method(allow_none=True)):
-        context = torch.multiprocessing.get_context(method)  # somebody has chosen it for the process
+    chosen = torch.multiprocessing.get_start_method(allow_none=True)
+    # The platform's default is nobody's choice: it is fixed as soon as somebody asks, as Lightning does.
+    if context is None and chosen not in (None, torch.multiprocessing.get_all_start_methods()[0]):
+        context = torch.multiprocessing.get_context(chosen)
     packed, inherited = None, None
     if context is not None and context.get_start_method() == "fork":
         inherited = job
