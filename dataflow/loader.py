@@ -13,6 +13,7 @@ from dataflow.dataset import ShardedDataset
 from dataflow.loader_state import Progress, Resumed, resumed_from
 from dataflow.memory_limit import memory_limit_bytes
 from dataflow.mixture import Mixture
+from dataflow.shard_order import ShardOrder, order_given
 from dataflow.stream_loader import StreamLoader
 from dataflow.worker_loader import MainIterator, Timing, WorkerIterator, begin_to_start
 from prefetch.depth import DepthPolicy
@@ -84,35 +85,49 @@ class DataLoader(_Base):
     ) -> None:
         self._stream: StreamLoader | None = None
         if isinstance(dataset, ShardedDataset | Mixture):
-            _refuse(
-                f"a {type(dataset).__name__} has an order of its own and is read by threads: ",
-                sampler=sampler,
-                batch_sampler=batch_sampler,
-                worker_init_fn=worker_init_fn,
-                multiprocessing_context=multiprocessing_context,
-                generator=generator,
-                in_order=None if in_order else False,
-            )
-            if batch_size is None:
-                raise ValueError("batch_size=None is not for shards: they are read in batches")
-            self._stream = StreamLoader(
-                dataset,
-                batch_size,
-                shuffle,
-                drop_last=drop_last,
-                collate_fn=collate_fn,
+            order = order_given(sampler, batch_sampler)
+            if order is None:
+                _refuse(
+                    f"a {type(dataset).__name__} has an order of its own and is read by threads: ",
+                    sampler=sampler,
+                    batch_sampler=batch_sampler,
+                    worker_init_fn=worker_init_fn,
+                    multiprocessing_context=multiprocessing_context,
+                    generator=generator,
+                    in_order=None if in_order else False,
+                )
+                if batch_size is None:
+                    raise ValueError("batch_size=None is not for shards: they are read in batches")
+                arguments: Mapping[str, Any] = {
+                    "batch_size": batch_size,
+                    "shuffle": shuffle,
+                    "drop_last": drop_last,
+                    "collate_fn": collate_fn,
+                    "timeout": timeout,
+                    "seed": seed,
+                    "topology": topology,
+                    "device": device,
+                    "memory_limit": memory_limit,
+                    "tail": tail,
+                    "depth": depth,
+                    "num_threads": num_threads or num_workers or None,
+                    "batching": batching,
+                    "pin_memory": pin_memory,
+                }
+            else:
+                arguments = order.arguments
+            self._stream = stream = StreamLoader(dataset, **arguments)
+            super().__init__(
+                dataset,  # type: ignore[arg-type]
+                stream.batch_size,
+                sampler=ShardOrder(stream, arguments),
+                drop_last=stream.drop_last,
+                collate_fn=stream.collate_fn,
                 timeout=timeout,
-                seed=seed,
-                topology=topology,
-                device=device,
-                memory_limit=memory_limit,
-                tail=tail,
-                depth=depth,
-                num_threads=num_threads or num_workers or None,
-                batching=batching,
-                pin_memory=pin_memory,
             )
-            super().__init__(dataset, batch_size, drop_last=drop_last, collate_fn=collate_fn)  # type: ignore[arg-type]
+            if batch_sampler is not None:  # the one who gave it looks for it
+                self.__dict__["batch_sampler"] = batch_sampler
+            self.num_workers, self.pin_memory = num_workers, pin_memory
             return
         _refuse(
             "only a ShardedDataset or a Mixture has ",

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from dataflow.loader import DataLoader
 
 VERSION = 1
+_MAX_PARTS = 8
+"""Samplers inside samplers that are looked at."""
 
 
 @dataclass
@@ -184,6 +186,23 @@ class Progress:
         self, sampler: Any, core: Any, mark: Mapping[str, Any], skip: int
     ) -> tuple[Iterator[Any], int]:
         """The iterator, and how many batches are left out already."""
+        counting = [part for part in _parts(sampler) if _counts_epochs(part)]
+        if "epoch" in mark:
+            for part in counting:
+                part.set_epoch(int(mark["epoch"]))
+        iterator, skipped = self._begun(sampler, core, mark, skip)
+        if not counting:
+            return iterator, skipped
+        self._mark["epoch"] = counting[0].epoch
+        return self._noting_epoch(iterator, counting[0]), skipped
+
+    def _noting_epoch(self, iterator: Iterator[Any], counting: Any) -> Iterator[Any]:
+        self._mark["epoch"] = counting.epoch  # some training loops set it after `iter`, before `next`
+        yield from iterator
+
+    def _begun(
+        self, sampler: Any, core: Any, mark: Mapping[str, Any], skip: int
+    ) -> tuple[Iterator[Any], int]:
         if "state" in mark or has_state(sampler) or has_state(core):
             owner = sampler if has_state(sampler) else core
             if "state" in mark and has_state(owner):
@@ -206,11 +225,8 @@ class Progress:
             if core is sampler:
                 return iter(rest), skip
             return iter(BatchSampler(rest, sampler.batch_size, sampler.drop_last)), skip
-        if type(core) is DistributedSampler:
-            if "epoch" in mark:
-                core.set_epoch(int(mark["epoch"]))
-            self._mark = {"epoch": core.epoch}
-            return iter(sampler), 0
+        if _is_distributed(core):
+            return iterator, 0
         if type(core) is RandomSampler and core.generator is None:
             # The sampler draws its seed when it is first asked: drawn here instead, it can be told.
             self._mark = {"seed": int(mark["seed"]) if "seed" in mark else _draw(self.chain)}
@@ -223,16 +239,17 @@ class Progress:
             if core is sampler:
                 return iter(again), 0
             return iter(BatchSampler(again, sampler.batch_size, sampler.drop_last)), 0
-        return self._noting_random(iterator, core, mark), 0
+        return self._noting_random(iterator, _generator_of(sampler), mark), 0
 
-    def _noting_random(self, iterator: Iterator[Any], core: Any, mark: Mapping[str, Any]) -> Iterator[Any]:
+    def _noting_random(
+        self, iterator: Iterator[Any], generator: torch.Generator | None, mark: Mapping[str, Any]
+    ) -> Iterator[Any]:
         """For other samplers: the state of the generators that they may draw from."""
-        generator = getattr(core, "generator", None)
         before = None
-        if isinstance(generator, torch.Generator):
+        if generator is not None:
             if "generator" in mark:
                 generator.set_state(decoded(mark["generator"]))
-            self._mark = {"generator": generator.get_state()}
+            self._mark["generator"] = generator.get_state()
         else:
             if "random" in mark or self.chain is not None:
                 before = random_state()
@@ -240,7 +257,7 @@ class Progress:
                 set_random_state(decoded(mark["random"]))
             elif self.chain is not None:
                 torch.set_rng_state(self.chain.get_state())
-            self._mark = {"random": random_state()}
+            self._mark["random"] = random_state()
         try:
             first = list(itertools.islice(iterator, 1))
             if before is not None and "random" not in mark and self.chain is not None:
@@ -366,8 +383,32 @@ class Progress:
             return False
         sampler: Any = loader._index_sampler
         core = sampler.sampler if type(sampler) is BatchSampler else sampler
-        known = type(core) in (SequentialSampler, DistributedSampler)
-        return not known and getattr(core, "generator", None) is None
+        known = type(core) is SequentialSampler or _is_distributed(core)
+        return not known and _generator_of(sampler) is None
+
+
+def _parts(sampler: Any) -> Iterator[Any]:
+    """A sampler and what it takes its indices from: a batch sampler's sampler, a wrapper's batch sampler."""
+    for _ in range(_MAX_PARTS):
+        if sampler is None:
+            return
+        yield sampler
+        inner = getattr(sampler, "batch_sampler", None)
+        sampler = getattr(sampler, "sampler", None) if inner is None else inner
+
+
+def _counts_epochs(sampler: Any) -> bool:
+    return callable(getattr(sampler, "set_epoch", None)) and isinstance(getattr(sampler, "epoch", None), int)
+
+
+def _generator_of(sampler: Any) -> torch.Generator | None:
+    found = (getattr(part, "generator", None) for part in _parts(sampler))
+    return next((generator for generator in found if isinstance(generator, torch.Generator)), None)
+
+
+def _is_distributed(sampler: Any) -> bool:
+    """Whether its order is a function of its seed and epoch."""
+    return getattr(type(sampler), "__iter__", None) is DistributedSampler.__iter__
 
 
 def resumed_from(state: Mapping[str, Any], kind: str) -> Resumed | None:

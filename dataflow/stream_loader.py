@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from dataflow.dataset import ShardedDataset
 from dataflow.length_aware import checked_batching, make_planner
@@ -108,14 +109,18 @@ class StreamLoader:
             raise ValueError(f"timeout must be >= 0 seconds, got {timeout}")
         self.dataset, self.batch_size, self.collate_fn = dataset, batch_size, collate_fn
         self.drop_last, self.timeout, self.seed = drop_last, timeout, seed
-        self.topology = topology or detect_topology()
+        self._unplaced: ValueError | None = None
+        """Why the launcher's variables alone do not tell this rank's place."""
+        self._alone = topology is None and not _is_distributed()
+        """Whether the place was found before torch.distributed was there to ask."""
+        self._topology = topology or self._first_place()
         self.device = _checked_device(device)
         self.pin_memory = pin_memory and torch.cuda.is_available()
         self.batching = checked_batching(batching, dataset, batch_size, collate_fn)
         self._length_stats: LengthStats | None = None
-        self.tail: Tail = tail or _default_tail(drop_last, self.topology)
+        self._given_tail = tail
         self._given_limit = memory_limit
-        self.memory_limit = memory_limit_bytes(memory_limit, self.topology.local_world_size)
+        self._take_place(self._topology)
         self._planner = (
             make_planner(self.batching, dataset, self._window_limit // 8)
             if self.batching and isinstance(dataset, ShardedDataset)
@@ -127,6 +132,8 @@ class StreamLoader:
         self.shuffle, self.window_reason = self._resolve_shuffle(shuffle)
         self._epoch = 0
         self._start = 0
+        self.resumed = False
+        """A state was loaded and no batch asked for since."""
         self._in_epoch = False
         self._loop: object | None = None
         """The loop that runs now: only one may."""
@@ -141,6 +148,38 @@ class StreamLoader:
         self._check_batch_fits()
 
     # ---- deciding -----------------------------------------------------------------------------------
+
+    def _first_place(self) -> Topology:
+        try:
+            return detect_topology()
+        except ValueError as error:
+            if not self._alone or not dist.is_available():
+                raise
+            self._unplaced = error  # Lightning sets a part of the variables, and torch.distributed later
+            return Topology()
+
+    def _take_place(self, topology: Topology) -> None:
+        self._topology = topology
+        self.tail: Tail = self._given_tail or _default_tail(self.drop_last, topology)
+        self.memory_limit = memory_limit_bytes(self._given_limit, topology.local_world_size)
+
+    def _settle(self) -> None:
+        """Find this rank's place again, if torch.distributed came up after the loader was made."""
+        if self._alone and _is_distributed():
+            self._alone, self._unplaced = False, None
+            self._take_place(detect_topology())
+            self._plan = self._stream_plan()
+        if self._unplaced is not None:
+            raise self._unplaced
+
+    @property
+    def topology(self) -> Topology:
+        """The place of this rank.
+
+        Found when the loader is made, and once more if torch.distributed is initialised afterwards.
+        """
+        self._settle()
+        return self._topology
 
     def _resolve_shuffle(self, shuffle: bool | Shuffle | None) -> tuple[Shuffle, str]:
         """The shuffle, and why its windows are as large as they are.
@@ -159,7 +198,7 @@ class StreamLoader:
         return DEFAULT_LIMIT if self._given_limit is None else self.memory_limit
 
     def _stream_plan(self) -> StreamPlan:
-        seat, world_size = seat_of(self.topology), self.topology.data_world_size
+        seat, world_size = seat_of(self._topology), self._topology.data_world_size
         return StreamPlan(
             self.dataset,
             self.shuffle,
@@ -195,23 +234,30 @@ class StreamLoader:
         `TypeError` for a mixture that never ends.
         """
         len(self.dataset)
+        self._settle()
         return self._epoch_plan(self._epoch, 0).num_batches
 
     def __iter__(self) -> Iterator[Any]:
-        if self._in_epoch:  # the last loop was left early: a new loop is a new epoch
+        self._settle()
+        if self._is_whole():
+            self._end_epoch()
+        elif self._in_epoch:  # the last loop was left early: a new loop is a new epoch
             endless = self.dataset.num_samples(self._epoch) >= ENDLESS
             self._begin_epoch(*(self._epoch, self._position()) if endless else (self._epoch + 1, 0))
-        plan = self._epoch_plan(self._epoch, self._start)
         self._loop = object()
-        return self._batches(plan, self._epoch, self._loop)
+        return self._batches(self._loop)
 
-    def _batches(self, plan: RankPlan, epoch: int, loop: object) -> Iterator[Any]:
-        self._in_epoch = True
+    def _batches(self, loop: object) -> Iterator[Any]:
+        # What is to be delivered is looked up at the first `next`: training loops set the epoch after `iter`.
+        epoch = self._epoch
+        plan = self._epoch_plan(epoch, self._start)
+        self._in_epoch, self.resumed = True, False
         total = plan.num_batches
         began = time.perf_counter()
         session = self._open(epoch, plan.start) if total else None
         on_device = session.copier.to_device if session and session.copier else None
-        self._current, taken = plan, 0
+        self._current, self._taken = plan, 0
+        taken = 0
         try:
             while taken < total:
                 assert session is not None
@@ -228,7 +274,11 @@ class StreamLoader:
                         raise RuntimeError("two loops ran over one loader at the same time; make two loaders")
                     if session is not self._session or self._epoch != epoch:
                         return  # the loader was closed or moved elsewhere inside the loop
-        except BaseException as error:  # Ctrl-C or the end of the loop (GeneratorExit) among them
+        except GeneratorExit:
+            if self._loop is loop and taken < total:  # left at the last batch, the next epoch is read on
+                self._stop(join=True)
+            raise
+        except BaseException as error:  # Ctrl-C among them
             if self._loop is loop:
                 self._stop(join=not isinstance(error, StallError))  # what hangs cannot be joined
             raise
@@ -236,14 +286,35 @@ class StreamLoader:
             session.epoch_done(epoch)
         self._begin_epoch(epoch + 1, 0)
 
+    @property
+    def epoch(self) -> int:
+        """The epoch that runs, or runs next."""
+        return self._epoch
+
+    @property
+    def nothing_left(self) -> bool:
+        """Whether no batches are left of the epoch that the next loop runs."""
+        return self._epoch_plan(self._epoch, self._start).num_batches == 0
+
+    def _is_whole(self) -> bool:
+        """Whether the loop has all batches of the epoch; those that count batches do not ask for the end."""
+        return self._in_epoch and self._current is not None and self._taken == self._current.num_batches
+
+    def _end_epoch(self) -> None:
+        if self._session is not None:
+            self._session.epoch_done(self._epoch)
+        self._begin_epoch(self._epoch + 1, 0)
+
     def _begin_epoch(self, epoch: int, start: int) -> None:
         self._epoch, self._start, self._in_epoch = epoch, start, False
-        self._current, self._taken = None, 0
+        self._current, self._taken, self.resumed = None, 0, False
 
     def set_epoch(self, epoch: int) -> None:
         """The next loop runs this epoch, from its beginning. Costs nothing if it is the next one anyway."""
         if epoch < 0:
             raise ValueError(f"epoch must be >= 0, got {epoch}")
+        if self._is_whole():
+            self._end_epoch()
         if epoch != self._epoch or self._in_epoch:
             if self._session is not None and (self._in_epoch or epoch != self._epoch):
                 self.close()
@@ -304,6 +375,7 @@ class StreamLoader:
         self._skipped.start(int(state.get("skipped_samples", 0)))
         self._plan = self._stream_plan()
         self._begin_epoch(loaded.epoch, loaded.position)
+        self.resumed = True
 
     # ---- engine -------------------------------------------------------------------------------------
 
@@ -503,6 +575,10 @@ class _Skipped:
                 return False
             self._decided += 1
         return True
+
+
+def _is_distributed() -> bool:
+    return dist.is_available() and dist.is_initialized()
 
 
 def _checked_device(device: str | torch.device | None) -> torch.device:

@@ -593,8 +593,8 @@ def start_workers(loader: DataLoader, job: Job, *, pin: bool) -> tuple[SharedFil
                 warnings.warn(
                     "the dataset, or a function given to the loader, cannot be sent to worker processes "
                     f"({error}); they are forked from this process instead, with its locks and clients "
-                    "as they are, and copy the pages of its objects as they touch them. Make it picklable, or "
-                    'ask for this: DataLoader(..., multiprocessing_context="fork").',
+                    "as they are, and copy the pages of its objects as they touch them. Make it picklable, "
+                    'or ask for this: DataLoader(..., multiprocessing_context="fork").',
                     stacklevel=4,
                 )
                 context = torch.multiprocessing.get_context("fork")

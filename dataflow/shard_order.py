@@ -1,0 +1,95 @@
+"""The order of a loader over shards, in the place where training frameworks look for a sampler.
+
+It is a `DistributedSampler` because its loader deals samples out to ranks by itself: Lightning puts its own
+in the place of any other kind of sampler, and tells this one the epoch. Nobody but the loader reads in this
+order: to iterate over it is an error, so that a framework that took the dataset and this sampler into a
+loader of its own (as Accelerate does) cannot train on other samples than were planned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch.utils.data import DistributedSampler
+
+from dataflow.stream_loader import StreamLoader
+
+
+class ShardOrder(DistributedSampler[int]):
+    """`.sampler` of a `DataLoader` over shards.
+
+    Attributes:
+        arguments: what its `StreamLoader` was made with. A `DataLoader` that is given this order, or a batch
+            sampler over it, is made with the same, whatever else it is given.
+    """
+
+    def __init__(self, stream: StreamLoader, arguments: Mapping[str, Any]) -> None:
+        # Not DistributedSampler's: it asks torch.distributed for a rank now, and the dataset for a length.
+        self._stream = stream
+        self.arguments = arguments
+        self._ahead = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """The next loop runs this epoch; after a state was loaded, counted from the state's epoch on.
+
+        Frameworks count from 0 in a new process, or call again for the epoch that the state is in.
+        """
+        stream = self._stream
+        if not stream.resumed:
+            stream.set_epoch(epoch + self._ahead)
+        elif epoch == stream.epoch + 1 and stream.nothing_left:
+            self._ahead = 0
+            stream.set_epoch(epoch)
+        else:
+            self._ahead = stream.epoch - epoch
+
+    def __iter__(self) -> Iterator[int]:
+        raise TypeError(
+            "a loader over shards is read as a whole, not sample by sample through its sampler; "
+            "with Accelerate, use dataflow.accelerate.prepare_loader(accelerator, loader)"
+        )
+
+    def __len__(self) -> int:
+        raise TypeError("the sampler of a loader over shards has no length; use len(loader)")
+
+    @property
+    def epoch(self) -> int:  # type: ignore[override]
+        """The epoch that runs, or runs next."""
+        return self._stream.epoch
+
+    @property
+    def dataset(self) -> Any:  # type: ignore[override]
+        """The loader's dataset."""
+        return self._stream.dataset
+
+    @property
+    def seed(self) -> int:  # type: ignore[override]
+        """Of the order."""
+        return self._stream.seed
+
+    @property
+    def shuffle(self) -> bool:  # type: ignore[override]
+        """Whether the order is another one than that of the shards."""
+        return self._stream.shuffle.kind != "none"
+
+    @property
+    def drop_last(self) -> bool:  # type: ignore[override]
+        """Whether the last, incomplete global batch is left out."""
+        return self._stream.tail == "drop"
+
+    @property
+    def num_replicas(self) -> int:  # type: ignore[override]
+        """Ranks that get different batches."""
+        return self._stream.topology.data_world_size
+
+    @property
+    def rank(self) -> int:  # type: ignore[override]
+        """The number of this process among them."""
+        return self._stream.topology.data_rank
+
+
+def order_given(sampler: Any, batch_sampler: Any) -> ShardOrder | None:
+    """The order that a framework hands back, as it is or inside a batch sampler of its own; None: none."""
+    found = getattr(batch_sampler, "sampler", None) if sampler is None else sampler
+    return found if isinstance(found, ShardOrder) else None
