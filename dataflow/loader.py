@@ -163,7 +163,7 @@ class DataLoader(_Base):
             in_order=in_order,
         )
         if num_workers:
-            begin_to_start(self.multiprocessing_context)
+            begin_to_start(self)
 
     def __getattr__(self, name: str) -> Any:
         stream = self.__dict__.get("_stream")

@@ -17,7 +17,8 @@ import pickle
 import struct
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from types import FunctionType
 from typing import Any
 
 import cloudpickle
@@ -50,6 +51,8 @@ class Packed:
     """Tensors that stay where they are."""
     by_value: bool
     """Whether cloudpickle had to help."""
+    modules: set[str] = field(default_factory=set)
+    """Modules of the classes and functions in it, if it went by value."""
 
     @property
     def nbytes(self) -> int:
@@ -145,8 +148,11 @@ class _CloudPickler(cloudpickle.Pickler):  # type: ignore[misc]
     def __init__(self, file: io.BytesIO, packer: _Packer) -> None:
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL, buffer_callback=packer.buffer)
         self._packer = packer
+        self.modules: set[str] = set()
 
     def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, type | FunctionType):
+            self.modules.add(obj.__module__)
         if type(obj) is Tensor:
             return self._packer.dispatch[Tensor](obj)
         if type(obj) is np.ndarray:
@@ -176,8 +182,11 @@ def pack(obj: Any, *, place: Place | None = None, by_value: bool | None = None) 
             if by_value is False:
                 raise
     packer, file = _Packer(place), io.BytesIO()
-    _CloudPickler(file, packer).dump(obj)
-    return _packed(packer, file, by_value=True)
+    cloud = _CloudPickler(file, packer)
+    cloud.dump(obj)
+    packed = _packed(packer, file, by_value=True)
+    packed.modules = cloud.modules
+    return packed
 
 
 def _packed(packer: _Packer, file: io.BytesIO, *, by_value: bool) -> Packed:

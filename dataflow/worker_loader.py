@@ -9,12 +9,15 @@ another one goes on with its own later batches, within a bound of batches and by
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import itertools
 import logging
 import multiprocessing
+import os
 import pickle
+import sys
 import time
 import warnings
 from dataclasses import dataclass
@@ -50,7 +53,7 @@ from dataflow.worker_process import (
 )
 from prefetch.device import register_pinned
 from prefetch.shared_arena import Header, SharedFile
-from prefetch.workers import Answer, WorkerDiedError, WorkerPool, warm_up
+from prefetch.workers import Answer, Modules, WorkerDiedError, WorkerPool, warm_up
 
 if TYPE_CHECKING:
     from dataflow.loader import DataLoader
@@ -66,6 +69,7 @@ _AHEAD = 8
 _OBJECT_BYTES = 256 << 20
 """Python objects of a dataset above this size are worth a word: each worker has its own."""
 _MESSAGE_HEAD = 4096
+_IN_SERVER = {*sys.stdlib_module_names, "torch", "numpy", "cloudpickle", "dataflow", "prefetch", "sharding"}
 
 
 @dataclass
@@ -572,10 +576,24 @@ def _start_context(given: Any) -> Any:
     return torch.multiprocessing.get_context(chosen)
 
 
-def begin_to_start(context: Any) -> None:
+def begin_to_start(loader: DataLoader) -> None:
     """Start what workers will come from, without waiting for it."""
-    if _start_context(context) is None:
-        warm_up()
+    if _start_context(loader.multiprocessing_context) is None:
+        parts = [loader.dataset, *getattr(loader.dataset, "__dict__", {}).values()]
+        functions = [f for f in (loader.collate_fn, loader.worker_init_fn) if hasattr(f, "__module__")]
+        warm_up(_importable({type(part).__module__ for part in parts} | {f.__module__ for f in functions}))
+
+
+def _importable(names: set[str]) -> Modules:
+    """Which of these modules a fork server should import; what it has anyway is left out."""
+    found = set()
+    for name in names:
+        spec = getattr(sys.modules.get(name), "__spec__", None)
+        if name.partition(".")[0] in _IN_SERVER or spec is None or not spec.origin:
+            continue
+        with contextlib.suppress(OSError):
+            found.add((name, os.stat(spec.origin).st_mtime_ns))
+    return frozenset(found)
 
 
 def start_workers(loader: DataLoader, job: Job, *, pin: bool) -> tuple[SharedFile, WorkerPool]:
@@ -629,6 +647,7 @@ def start_workers(loader: DataLoader, job: Job, *, pin: bool) -> tuple[SharedFil
             file,
             context=context,
             inherited=inherited,
+            modules=_importable(packed.modules) if packed else frozenset(),
             region_limit=loader.memory_limit if not pin else 1 << 60,
         )
     except BaseException:

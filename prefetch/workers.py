@@ -104,30 +104,56 @@ class WorkerStart:
         os.write(self.answers.fd, _ANSWER.pack(*answer))
 
 
+Modules = frozenset[tuple[str, int]]
+"""Names of modules, each with the time its file was changed."""
+
+
 class _Server(forkserver.ForkServer):
-    """One for the process; started when first needed, ended with the process."""
+    """A process with modules imported, from which workers are forked; started when first needed."""
 
-    def __init__(self) -> None:
+    def __init__(self, modules: Modules) -> None:
         super().__init__()
-        self.set_forkserver_preload(_PRELOADED)
+        self.modules = modules
+        self.owner = os.getpid()
+        self.set_forkserver_preload([*_PRELOADED, *sorted(name for name, _ in modules)])
+
+    def retire(self) -> None:
+        """End it with its last worker."""
+        if self._forkserver_alive_fd is not None:  # type: ignore[has-type]
+            os.close(self._forkserver_alive_fd)  # type: ignore[has-type]
+            self._forkserver_alive_fd = None
+            _retired.append(self._forkserver_pid)  # type: ignore[attr-defined]
 
 
-_server = _Server()
-_server_pid = os.getpid()
-_server_lock = threading.Lock()
+_server: _Server | None = None
+_server_lock = threading.Lock()  # guards _server and _retired
+_retired: list[int] = []
+"""Servers that will end, to be waited for."""
 
 
-def _our_server() -> _Server:
-    global _server, _server_pid
+def warm_up(modules: Modules = frozenset()) -> None:
+    """Start the fork server, without waiting for it, with these modules imported besides torch.
+
+    One that runs already is kept if it has them; otherwise the next workers come from a new one.
+    """
+    global _server
     with _server_lock:
-        if _server_pid != os.getpid():  # a forked child starts its own
-            _server, _server_pid = _Server(), os.getpid()
-        return _server
+        _retired[:] = [pid for pid in _retired if not _has_ended(pid)]
+        if _server is None or _server.owner != os.getpid():  # a forked child starts its own
+            _server = _Server(modules)
+        elif not modules <= _server.modules:
+            names = {name for name, _ in modules}
+            kept = {(name, changed) for name, changed in _server.modules if name not in names}
+            _server.retire()
+            _server = _Server(modules | kept)
+        _server.ensure_running()
 
 
-def warm_up() -> None:
-    """Start the fork server, without waiting for it."""
-    _our_server().ensure_running()
+def _has_ended(pid: int) -> bool:
+    try:
+        return os.waitpid(pid, os.WNOHANG)[0] == pid
+    except ChildProcessError:
+        return True
 
 
 class _ServerPopen(popen_forkserver.Popen):
@@ -144,7 +170,8 @@ class _ServerPopen(popen_forkserver.Popen):
             reduction.dump(process_obj, buffer)
         finally:
             set_spawning_popen(None)
-        self.sentinel, writer = _our_server().connect_to_new_process(self._fds)  # type: ignore[attr-defined]
+        assert _server is not None
+        self.sentinel, writer = _server.connect_to_new_process(self._fds)  # type: ignore[attr-defined]
         parent_writer = os.dup(writer)
         self.finalizer = util.Finalize(self, util.close_fds, (parent_writer, self.sentinel))  # type: ignore[attr-defined]
         with open(writer, "wb", closefd=True) as file:
@@ -169,6 +196,7 @@ class WorkerPool:
         context: how processes start; None: from our fork server.
         inherited: handed to forked workers as it is.
         region_limit: bytes of free slabs that a worker keeps.
+        modules: what the processes will import, for our fork server to have imported already.
 
     Used by one thread, except that `close` may run in a finaliser.
     """
@@ -182,6 +210,7 @@ class WorkerPool:
         context: BaseContext | None,
         inherited: Any = None,
         region_limit: int,
+        modules: Modules = frozenset(),
     ) -> None:
         self.num_workers = num_workers
         self._file = file
@@ -190,6 +219,8 @@ class WorkerPool:
         self._closed = False
         self.processes: list[process.BaseProcess] = []
         self._tasks: list[connection.Connection] = []
+        if context is None:
+            warm_up(modules)
         forked = context is not None and context.get_start_method() == "fork"
         self._answers, writer = os.pipe()
         self._stacks, stacks_writer = os.pipe()
