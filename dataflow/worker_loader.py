@@ -22,6 +22,7 @@ import time
 import warnings
 from dataclasses import dataclass
 from multiprocessing import util
+from multiprocessing.process import BaseProcess
 from typing import TYPE_CHECKING, Any
 
 import cloudpickle
@@ -251,9 +252,9 @@ class WorkerIterator(_Iterator):
         self._generation = 0
         job = self._job(loader, resumed)
         self._announced = job.announce
-        self._file, self._pool = start_workers(loader, job, pin=self._pin_memory)
+        self._crew = self._start(loader, job)
         # Runs when the iterator dies, and before multiprocessing joins its children at exit.
-        self._closer = util.Finalize(self, _close, (self._pool, self._file), exitpriority=10)
+        self._closer = util.Finalize(self, self._crew.close, exitpriority=10)
         self._next_epoch: NextEpoch | None = None
         self._speculates = (
             self._persistent_workers
@@ -264,6 +265,9 @@ class WorkerIterator(_Iterator):
         self._epochs = [self._sampler_epoch()]
         self._begin(resumed)
 
+    def _start(self, loader: DataLoader, job: Job) -> ProcessWorkers:
+        return ProcessWorkers(*start_workers(loader, job, pin=self._pin_memory))
+
     def close(self) -> None:
         """End the workers; what was handed out stays valid. Idempotent."""
         self._failed = self._failed or RuntimeError("the loader was closed inside this loop")
@@ -273,7 +277,7 @@ class WorkerIterator(_Iterator):
 
     @property
     def _workers(self) -> Any:
-        return self._pool.processes
+        return self._crew.processes
 
     def _begin(self, resumed: Resumed | None, given: NextEpoch | None = None) -> None:
         self._tasks: dict[int, _Task] = given.tasks if given else {}
@@ -323,15 +327,15 @@ class WorkerIterator(_Iterator):
             real = list(itertools.islice(self._sampler_iter, len(given.indices)))
             if real == given.indices:
                 self._generation += 1
-                self._file.header.set(Header.GENERATION, self._generation)
+                self._crew.begin_epoch(self._generation)
                 self._begin(None, given)
                 return
             self._sampler_iter = itertools.chain(real, self._sampler_iter)
             for task in given.tasks.values():
                 if task.answer is not None:
-                    self._unpack(task.answer)
+                    self._crew.unpack(task.answer)
         self._generation += 2  # the one between was the guess
-        self._file.header.set(Header.GENERATION, self._generation)
+        self._crew.begin_epoch(self._generation)
         for worker in range(self._num_workers):
             self._post(worker, RESET if given is None else BACK, worker, -1, self._shared_seed)
         self._begin(None)
@@ -342,8 +346,7 @@ class WorkerIterator(_Iterator):
     # ---- sending -------------------------------------------------------------------------------
 
     def _post(self, worker: int, kind: int, lane: int, task: int, index: Any, later: int = 0) -> None:
-        message = (kind, self._generation + later, lane, task, index, self._file.take_returned(worker))
-        self._pool.send(worker, cloudpickle.dumps(message))
+        self._crew.post(worker, (kind, self._generation + later, lane, task, index))
 
     def _send(self, lane: int, kind: int, task: int, index: Any) -> None:
         self._post(lane % self._num_workers, kind, lane, task, index)
@@ -435,7 +438,7 @@ class WorkerIterator(_Iterator):
 
     def _next_data(self) -> Any:
         self._raise_if_failed()
-        self._take(self._pool.receive())
+        self._take(self._crew.receive())
         while True:
             task = self._ready()
             if task is not None:
@@ -454,7 +457,7 @@ class WorkerIterator(_Iterator):
         answer = task.answer
         assert answer is not None
         self._held_bytes -= answer.total
-        data, state, random = self._unpack(answer)
+        data, state, random = self._crew.unpack(answer)
         self._fill(waiting=False)
         number = None if self._in_order or self._dataset_kind == _DatasetKind.Iterable else task.number
         self._progress.delivered(task.lane, state, random, task.sampled, number)
@@ -488,7 +491,7 @@ class WorkerIterator(_Iterator):
             self._fill(waiting=True)
             waited = time.perf_counter() - began
             try:
-                answers = self._pool.wait(_NOTICE_S if limit is None else limit - waited)
+                answers = self._crew.wait(_NOTICE_S if limit is None else limit - waited)
             except WorkerDiedError as error:
                 self._failed = error
                 self._closer()
@@ -497,10 +500,10 @@ class WorkerIterator(_Iterator):
                 self._take(answers)
                 self._timing.starved_s += time.perf_counter() - began
                 return
-            if limit is not None and not self._pool.started and time.perf_counter() - began < _START_S:
+            if limit is not None and not self._crew.started and time.perf_counter() - began < _START_S:
                 limit += self._timeout  # it is for batches, not for starting processes
                 continue
-            stacks = self._pool.stacks()
+            stacks = self._crew.stacks()
             if limit is not None:
                 raise RuntimeError(
                     f"DataLoader timed out after {self._timeout} seconds. The workers are doing:\n{stacks}"
@@ -515,7 +518,7 @@ class WorkerIterator(_Iterator):
                 self._next_epoch.tasks[answer.task].answer = answer
                 continue
             if answer.generation != self._generation:
-                self._unpack(answer)  # of an epoch that was left: its memory goes back
+                self._crew.unpack(answer)  # of an epoch that was left: its memory goes back
                 continue
             if answer.kind == OPENED:
                 self._opened(answer)
@@ -524,7 +527,7 @@ class WorkerIterator(_Iterator):
             task = self._tasks.get(answer.task)
             if answer.kind == END or task is None:
                 if task is None:
-                    self._unpack(answer)
+                    self._crew.unpack(answer)
                 else:
                     self._lane_end(task.lane, answer)
                 continue
@@ -535,7 +538,7 @@ class WorkerIterator(_Iterator):
 
     def _opened(self, answer: Answer) -> None:
         """A lane stands at its beginning, or could not get there."""
-        error, state, _ = self._unpack(answer)
+        error, state, _ = self._crew.unpack(answer)
         self._opening.discard(answer.task)
         if isinstance(error, ExceptionWrapper):
             self._opening.clear()
@@ -545,7 +548,7 @@ class WorkerIterator(_Iterator):
 
     def _lane_end(self, lane: int, answer: Answer) -> None:
         """A lane's iterable has ended: forget its tasks."""
-        _, state, random = self._unpack(answer)
+        _, state, random = self._crew.unpack(answer)
         self._progress.lane_ended(lane, state, random)
         self._order.end(lane)
         for number in [n for n, task in self._tasks.items() if task.lane == lane and task.answer is None]:
@@ -554,15 +557,42 @@ class WorkerIterator(_Iterator):
             self._lane_tasks[lane] -= 1
         self._fill(waiting=False)
 
-    def _unpack(self, answer: Answer) -> Any:
+
+class ProcessWorkers:
+    """Worker processes and the file that their batches lie in."""
+
+    def __init__(self, file: SharedFile, pool: WorkerPool) -> None:
+        self._file, self._pool = file, pool
+        self.receive, self.wait, self.stacks = pool.receive, pool.wait, pool.stacks
+
+    @property
+    def processes(self) -> list[BaseProcess]:
+        """One a worker."""
+        return self._pool.processes
+
+    @property
+    def started(self) -> bool:
+        """Whether all can take work."""
+        return self._pool.started
+
+    def post(self, worker: int, message: tuple[Any, ...]) -> None:
+        """Send (kind, generation, lane, task, index)."""
+        self._pool.send(worker, cloudpickle.dumps((*message, self._file.take_returned(worker))))
+
+    def unpack(self, answer: Answer) -> Any:
+        """What an answer brings; see `worker_process`."""
         buffer = self._file.borrow(answer.worker, answer.offset, answer.nbytes)
         borrow = functools.partial(self._file.borrow, answer.worker)
         return unpack(buffer, answer.meta, answer.meta_bytes, answer.table, borrow)
 
+    def begin_epoch(self, generation: int) -> None:
+        """Let workers pass over tasks of earlier generations."""
+        self._file.header.set(Header.GENERATION, generation)
 
-def _close(pool: WorkerPool, file: SharedFile) -> None:
-    pool.close()
-    file.close()
+    def close(self) -> None:
+        """End them. Batches that are still used keep their memory. Idempotent."""
+        self._pool.close()
+        self._file.close()
 
 
 def _start_context(given: Any) -> Any:
