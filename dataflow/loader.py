@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 from torch.utils.data import DataLoader as TorchDataLoader
@@ -44,6 +44,7 @@ class DataLoader(_Base):
         multiprocessing_context, generator, prefetch_factor, persistent_workers, pin_memory_device, in_order:
             as in torch. Without `multiprocessing_context`, workers come from a fork server that has torch
             imported; they are forked from this process if the dataset cannot be pickled.
+        workers: what `num_workers` counts: "process" (or None), or "thread". See docs/workers.md.
         snapshot_every_n_steps: datasets with a `state_dict` tell it every so many batches; between them a
             resumed loader fetches again what was delivered. As in torchdata's `StatefulDataLoader`.
         memory_limit: bytes, or text such as "2GB", that the loader may hold; None: 1 GiB or an eighth of
@@ -73,6 +74,7 @@ class DataLoader(_Base):
         persistent_workers: bool = False,
         pin_memory_device: str = "",
         in_order: bool = True,
+        workers: Literal["process", "thread"] | None = None,
         snapshot_every_n_steps: int = 1,
         memory_limit: int | str | None = None,
         seed: int = 0,
@@ -95,6 +97,7 @@ class DataLoader(_Base):
                     multiprocessing_context=multiprocessing_context,
                     generator=generator,
                     in_order=None if in_order else False,
+                    workers=workers,
                 )
                 if batch_size is None:
                     raise ValueError("batch_size=None is not for shards: they are read in batches")
@@ -116,6 +119,7 @@ class DataLoader(_Base):
                 }
             else:
                 arguments = order.arguments
+            self.workers = "thread"
             self._stream = stream = StreamLoader(dataset, **arguments)
             super().__init__(
                 dataset,  # type: ignore[arg-type]
@@ -137,6 +141,7 @@ class DataLoader(_Base):
             batching=batching,
             shuffle=shuffle if isinstance(shuffle, Shuffle) else None,
         )
+        self.workers = _checked_workers(workers, num_workers, multiprocessing_context)
         self.snapshot_every_n_steps = snapshot_every_n_steps
         self.memory_limit = memory_limit_bytes(memory_limit, 1)
         self._timing = Timing()
@@ -162,7 +167,7 @@ class DataLoader(_Base):
             pin_memory_device=pin_memory_device,
             in_order=in_order,
         )
-        if num_workers:
+        if num_workers and self.workers == "process":
             begin_to_start(self)
 
     def __getattr__(self, name: str) -> Any:
@@ -189,6 +194,11 @@ class DataLoader(_Base):
             return MainIterator(self)
         self.check_worker_number_rationality()
         return WorkerIterator(self)
+
+    def check_worker_number_rationality(self) -> None:
+        """Warn of more processes than cores, as torch does. More threads than cores are usual for reading."""
+        if self.workers != "thread":
+            super().check_worker_number_rationality()
 
     def _take_resumed(self) -> Resumed | None:
         resumed, self._resumed = self._resumed, None
@@ -244,6 +254,16 @@ class DataLoader(_Base):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _checked_workers(workers: Any, num_workers: int, context: Any) -> str:
+    if workers not in (None, "process", "thread"):
+        raise ValueError(f'workers must be "process" or "thread", got {workers!r}')
+    if workers is not None and num_workers == 0:
+        raise ValueError(f"workers={workers!r} needs num_workers > 0")
+    if workers == "thread" and context is not None:
+        raise ValueError('multiprocessing_context cannot be used with workers="thread"')
+    return workers or "process"
 
 
 def _refuse(why: str, **arguments: Any) -> None:

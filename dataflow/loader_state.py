@@ -83,6 +83,8 @@ class Resumed:
     complete: bool = False
     persistent: bool = False
     """Of workers that outlive epochs: nothing is seeded anew."""
+    turn: int = 0
+    """Epochs that were begun with this base seed before."""
     ahead: frozenset[int] = frozenset()
     """Batches delivered beyond the first `batches`."""
 
@@ -102,6 +104,8 @@ class Progress:
         """No epoch is under way: the next loop begins one."""
         self.base_seed = 0
         self.num_lanes = 0
+        self.turn = 0
+        """Epochs that were begun with this base seed before."""
         self.kind = "map"
         self._generator: Any = None
         self.chain: torch.Generator | None = None
@@ -155,6 +159,7 @@ class Progress:
         """The seed of the workers: what the iterator has drawn, unless the epoch began elsewhere."""
         if resumed and (resumed.persistent or not resumed.complete):
             drawn = resumed.base_seed
+            self.turn = resumed.turn + resumed.complete
             if resumed.complete and loader.generator is not None and resumed.generator is not None:
                 loader.generator.set_state(resumed.generator)
         elif self.chain is not None:
@@ -353,6 +358,7 @@ class Progress:
             "batches": 0 if self.complete else self.batches,
             "ahead": [] if self.complete else sorted(self._ahead),
             "base_seed": self.base_seed,
+            "turn": self.turn,
             "num_lanes": self.num_lanes,
             "next_lane": 0 if self.complete else self.next_lane,
             "sampler": {} if self.complete else {name: encoded(value) for name, value in mark.items()},
@@ -441,6 +447,7 @@ def resumed_from(state: Mapping[str, Any], kind: str) -> Resumed | None:
         {number: ResumedLane.from_json(value) for number, value in enumerate(state["lanes"])},
         bool(state["complete"]),
         bool(state["persistent"]),
+        int(state["turn"]),
         frozenset(state["ahead"]),
     )
 

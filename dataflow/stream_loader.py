@@ -27,6 +27,7 @@ from dataflow.staging import Source, Traffic
 from dataflow.stats import LoaderStats
 from dataflow.stream import Delivered, Finishing, RankPlan, Stream, StreamPlan
 from dataflow.topology_exchange import detect_topology
+from dataflow.torch_threads import one_torch_thread, setting_kept
 from prefetch.arena import Arena, rounded_bytes
 from prefetch.depth import Decision, DepthPolicy, Observation, fixed_depth
 from prefetch.device import CudaStreams, DeviceCopier, register_pinned
@@ -450,11 +451,10 @@ class _Session:
             max_windows=_WINDOWS_AHEAD * len(self.sources),
             keep_bytes=max(chunk_bytes, min(3 * chunk_bytes, loader.memory_limit // 4)),
             timeout_s=loader.timeout or 600.0,
-            initializer=_one_torch_thread,
+            initializer=one_torch_thread,
         )
-        torch_threads = torch.get_num_threads()
-        self.engine: Engine[Delivered] = Engine(stream.windows(epoch, start), self.ledger, options)
-        torch.set_num_threads(torch_threads)
+        with setting_kept():
+            self.engine: Engine[Delivered] = Engine(stream.windows(epoch, start), self.ledger, options)
 
     def next_batches(self) -> Sequence[Delivered]:
         """The batches of the next chunk."""
@@ -606,14 +606,6 @@ def _at_least(depth: DepthPolicy, batches: int) -> DepthPolicy:
         return Decision(batches, f"{decision.reason}; raised to three chunks")
 
     return decide
-
-
-def _one_torch_thread() -> None:
-    # Each of our threads is one unit of parallelism. torch keeps this setting per thread, and remembers
-    # the last one for threads to come: `_Session` sets that back. Asking first makes this thread take over
-    # the remembered number now, instead of at its first operation, which would undo the setting.
-    torch.get_num_threads()
-    torch.set_num_threads(1)
 
 
 def _batch_bytes(loader: StreamLoader) -> int:

@@ -37,6 +37,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter, _sharding_worker_in
 from dataflow.loader_state import Progress, Resumed
 from dataflow.next_epoch import NextEpoch, predicted_indices
 from dataflow.payload import pack, unpack
+from dataflow.thread_workers import Finished, ItemThreads, LaneThreads, needs_lanes
 from dataflow.worker_process import (
     BACK,
     END,
@@ -234,7 +235,7 @@ class _Task:
 
     def __init__(self, number: int, lane: int, sampled: Any) -> None:
         self.number, self.lane, self.sampled = number, lane, sampled
-        self.answer: Answer | None = None
+        self.answer: Answer | Finished | None = None
 
 
 class WorkerIterator(_Iterator):
@@ -252,7 +253,7 @@ class WorkerIterator(_Iterator):
         self._generation = 0
         job = self._job(loader, resumed)
         self._announced = job.announce
-        self._crew = self._start(loader, job)
+        self._crew: Crew = self._start(loader, job, resumed)
         # Runs when the iterator dies, and before multiprocessing joins its children at exit.
         self._closer = util.Finalize(self, self._crew.close, exitpriority=10)
         self._next_epoch: NextEpoch | None = None
@@ -265,8 +266,14 @@ class WorkerIterator(_Iterator):
         self._epochs = [self._sampler_epoch()]
         self._begin(resumed)
 
-    def _start(self, loader: DataLoader, job: Job) -> ProcessWorkers:
-        return ProcessWorkers(*start_workers(loader, job, pin=self._pin_memory))
+    def _start(self, loader: DataLoader, job: Job, resumed: Resumed | None) -> Crew:
+        if loader.workers == "process":
+            return ProcessWorkers(*start_workers(loader, job, pin=self._pin_memory))
+        if not needs_lanes(job):
+            return ItemThreads(job, self._num_workers, self._progress.turn)
+        lanes = resumed.lanes if resumed else {}
+        fetched = {n: lane.batches - resumed.skips(n) for n, lane in lanes.items()} if resumed else {}
+        return LaneThreads(job, self._num_workers, self._progress.turn, fetched)
 
     def close(self) -> None:
         """End the workers; what was handed out stays valid. Idempotent."""
@@ -316,7 +323,9 @@ class WorkerIterator(_Iterator):
         resumed = loader._take_resumed()
         assert resumed is None, "a loaded state needs new workers"
         self._raise_if_failed()
+        turn = self._progress.turn + 1
         self._progress = Progress.begin(loader, None, self._progress)
+        self._progress.turn = turn
         loader._progress = self._progress
         super()._reset(loader, first_iter)
         self._progress.seeded(loader, int(self._base_seed), self._num_lanes, None)
@@ -345,11 +354,13 @@ class WorkerIterator(_Iterator):
 
     # ---- sending -------------------------------------------------------------------------------
 
-    def _post(self, worker: int, kind: int, lane: int, task: int, index: Any, later: int = 0) -> None:
-        self._crew.post(worker, (kind, self._generation + later, lane, task, index))
+    def _post(
+        self, worker: int, kind: int, lane: int, task: int, index: Any, later: int = 0, number: int = -1
+    ) -> None:
+        self._crew.post(worker, (kind, self._generation + later, lane, task, index), number)
 
-    def _send(self, lane: int, kind: int, task: int, index: Any) -> None:
-        self._post(lane % self._num_workers, kind, lane, task, index)
+    def _send(self, lane: int, kind: int, task: int, index: Any, number: int = -1) -> None:
+        self._post(lane % self._num_workers, kind, lane, task, index, 0, number)
 
     def _fill(self, *, waiting: bool) -> None:
         """Give out work: torch's look-ahead; more when a worker is idle while the consumer waits."""
@@ -364,11 +375,12 @@ class WorkerIterator(_Iterator):
             lane = self._order.next() if self._in_order else self._free_lane()
             if lane is None:
                 break
-            self._tasks[self._sent] = _Task(self._number(), lane, self._progress.sampled())
+            number = self._number()
+            self._tasks[self._sent] = _Task(number, lane, self._progress.sampled())
             self._unfinished[lane % self._num_workers] += 1
             self._lane_tasks[lane] += 1
             self._outstanding += 1
-            self._send(lane, TASK, self._sent, index)
+            self._send(lane, TASK, self._sent, index, number)
             self._sent += 1
         if self._speculates:
             self._fill_next_epoch()
@@ -401,7 +413,7 @@ class WorkerIterator(_Iterator):
             ahead.tasks[number] = _Task(number, lane, None)
             ahead.indices.append(index)
             self._unfinished[lane % self._num_workers] += 1
-            self._post(lane % self._num_workers, TASK, lane, number, index, later=1)
+            self._post(lane % self._num_workers, TASK, lane, number, index, later=1, number=number)
 
     def _number(self) -> int:
         """The number in the epoch of the batch that is sent now."""
@@ -412,14 +424,17 @@ class WorkerIterator(_Iterator):
         return number
 
     def _may_run_ahead(self) -> bool:
-        return (
-            self._in_order
-            and self._outstanding < _AHEAD * self._max_tasks
-            and self._held_bytes < self._memory_limit
-            and any(
-                not count and any(self._order.active[worker :: self._num_workers])
-                for worker, count in enumerate(self._unfinished)
-            )
+        if (
+            not self._in_order
+            or self._outstanding >= _AHEAD * self._max_tasks
+            or self._held_bytes >= self._memory_limit
+        ):
+            return False
+        if self._crew.shares_work:
+            return sum(self._unfinished) < self._max_tasks
+        return any(
+            not count and any(self._order.active[worker :: self._num_workers])
+            for worker, count in enumerate(self._unfinished)
         )
 
     def _free_lane(self) -> int | None:
@@ -510,7 +525,7 @@ class WorkerIterator(_Iterator):
                 )
             _log.warning("no batch for %d s; what the workers are doing:\n%s", _NOTICE_S, stacks)
 
-    def _take(self, answers: list[Answer]) -> None:
+    def _take(self, answers: list[Answer] | list[Finished]) -> None:
         for answer in answers:
             if self._next_epoch is not None and answer.generation == self._generation + 1:
                 self._unfinished[answer.worker] -= 1
@@ -536,7 +551,7 @@ class WorkerIterator(_Iterator):
             if not self._in_order:  # in order of arrival
                 self._tasks[answer.task] = self._tasks.pop(answer.task)
 
-    def _opened(self, answer: Answer) -> None:
+    def _opened(self, answer: Answer | Finished) -> None:
         """A lane stands at its beginning, or could not get there."""
         error, state, _ = self._crew.unpack(answer)
         self._opening.discard(answer.task)
@@ -546,7 +561,7 @@ class WorkerIterator(_Iterator):
             error.reraise()
         self._progress.lane_opened(answer.task, state)
 
-    def _lane_end(self, lane: int, answer: Answer) -> None:
+    def _lane_end(self, lane: int, answer: Answer | Finished) -> None:
         """A lane's iterable has ended: forget its tasks."""
         _, state, random = self._crew.unpack(answer)
         self._progress.lane_ended(lane, state, random)
@@ -560,6 +575,9 @@ class WorkerIterator(_Iterator):
 
 class ProcessWorkers:
     """Worker processes and the file that their batches lie in."""
+
+    shares_work = False
+    """A task is for one worker."""
 
     def __init__(self, file: SharedFile, pool: WorkerPool) -> None:
         self._file, self._pool = file, pool
@@ -575,11 +593,11 @@ class ProcessWorkers:
         """Whether all can take work."""
         return self._pool.started
 
-    def post(self, worker: int, message: tuple[Any, ...]) -> None:
+    def post(self, worker: int, message: tuple[Any, ...], number: int) -> None:
         """Send (kind, generation, lane, task, index)."""
         self._pool.send(worker, cloudpickle.dumps((*message, self._file.take_returned(worker))))
 
-    def unpack(self, answer: Answer) -> Any:
+    def unpack(self, answer: Any) -> Any:
         """What an answer brings; see `worker_process`."""
         buffer = self._file.borrow(answer.worker, answer.offset, answer.nbytes)
         borrow = functools.partial(self._file.borrow, answer.worker)
@@ -593,6 +611,9 @@ class ProcessWorkers:
         """End them. Batches that are still used keep their memory. Idempotent."""
         self._pool.close()
         self._file.close()
+
+
+Crew = ProcessWorkers | ItemThreads | LaneThreads
 
 
 def _start_context(given: Any) -> Any:

@@ -106,6 +106,7 @@ class Lane:
         self._shared_rng = torch.Generator()
         self._since_state = 0
         self._ended = False
+        self.where = f"in DataLoader worker process {number}"
         self.info: Any = None
         if job.num_lanes:
             self.info = torch_worker.WorkerInfo(
@@ -151,6 +152,16 @@ class Lane:
         except StopIteration:
             self._ended = self._job.kind == _DatasetKind.Iterable
             raise
+
+    def answer(self, index: Any) -> tuple[int, Any, LaneState | None]:
+        """The next batch as kind of answer, batch or error, and the state if it is its turn."""
+        try:
+            data = self.fetch(index)
+            return BATCH, data, self.state()
+        except Exception as error:
+            if isinstance(error, StopIteration) and self._job.kind == _DatasetKind.Iterable:
+                return END, None, self.snapshot() if self._job.state_every else None
+            return ERROR, ExceptionWrapper(where=self.where), None
 
     def state(self) -> LaneState | None:
         """Where the lane stands after the batch just fetched; None when it is not its turn to tell."""
@@ -380,18 +391,8 @@ def _serve(start: WorkerStart) -> None:
         if lane in broken:
             answer(ERROR, generation, lane, task, (broken.pop(lane), None, None))
             continue
-        try:
-            switch(lane)
-            there = lanes[lane]
-            data = there.fetch(index)
-            state = there.state()
-        except Exception as error:
-            if isinstance(error, StopIteration) and current.kind == _DatasetKind.Iterable:
-                state = there.snapshot() if current.state_every else None
-                answer(END, generation, lane, task, (None, state, draws[lane].since()))
-            else:
-                answer(ERROR, generation, lane, task, (wrapped(lane), None, draws[lane].since()))
-        else:
-            answer(BATCH, generation, lane, task, (data, state, draws[lane].since()))
-            del data
+        switch(lane)
+        kind, data, state = lanes[lane].answer(index)
+        answer(kind, generation, lane, task, (data, state, draws[lane].since()))
+        del data
         del index

@@ -52,6 +52,11 @@ class PriorityPool:
                 self._ready.notify()
 
     @property
+    def idents(self) -> list[int]:
+        """Of the threads, as `sys._current_frames` knows them."""
+        return [thread.ident for thread in self._threads if thread.ident is not None]
+
+    @property
     def runs_here(self) -> bool:
         """Whether the caller is a task of this pool: a finaliser may run in any thread."""
         return threading.current_thread() in self._threads
@@ -63,12 +68,16 @@ class PriorityPool:
             self._heap.clear()
             self._ready.notify_all()
 
-    def close(self) -> None:
-        """Drop waiting tasks, wait for running ones. Idempotent."""
+    def close(self, timeout_s: float | None = None) -> bool:
+        """Drop waiting tasks, wait for running ones. Idempotent.
+
+        `timeout_s`: seconds to wait for each thread; False if one still runs.
+        """
         self.stop()
-        for thread in self._threads:
-            if thread is not threading.current_thread():  # a finaliser may run in one of our own threads
-                thread.join()
+        others = [thread for thread in self._threads if thread is not threading.current_thread()]
+        for thread in others:  # a finaliser may run in one of our own threads
+            thread.join(timeout_s)
+        return not any(thread.is_alive() for thread in others)
 
     def _run(self) -> None:
         if self._initializer:

@@ -1,0 +1,27 @@
+"""torch runs one thread in each of our threads: its own pool on top would run cores squared."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+
+def one_torch_thread() -> None:
+    """Let torch's operations in the calling thread run on that thread alone."""
+    # torch keeps this setting per thread, and remembers the last one for threads to come; `setting_kept`
+    # sets that back. Asking first makes this thread take over the remembered number now, instead of at its
+    # first operation, which would undo the setting.
+    torch.get_num_threads()
+    torch.set_num_threads(1)
+
+
+@contextmanager
+def setting_kept() -> Iterator[None]:
+    """Around starting threads that call `one_torch_thread`."""
+    number = torch.get_num_threads()
+    try:
+        yield
+    finally:
+        torch.set_num_threads(number)
