@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from dataflow.payload import pack, unpack
+from dataflow.payload import Packed, pack, unpack
 from prefetch.shared_arena import create_file, read_message
 
 
@@ -17,7 +17,11 @@ def copies(obj: Any, count: int) -> list[Any]:
 
     Raises whatever pickling raises.
     """
-    packed = pack(obj)
+    return copies_of(pack(obj), count)
+
+
+def copies_of(packed: Packed, count: int) -> list[Any]:
+    """`count` copies of what was packed."""
     fd = create_file(packed.nbytes)
     try:
         with mmap.mmap(fd, packed.nbytes) as memory:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+import weakref
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -14,8 +16,10 @@ from dataflow.loader_state import Progress, Resumed, resumed_from
 from dataflow.memory_limit import memory_limit_bytes
 from dataflow.mixture import Mixture
 from dataflow.shard_order import ShardOrder, order_given
+from dataflow.stats import WorkerStats
 from dataflow.stream_loader import StreamLoader
-from dataflow.worker_loader import MainIterator, Timing, WorkerIterator, begin_to_start
+from dataflow.worker_choice import Decision
+from dataflow.worker_loader import MainIterator, Tally, WorkerIterator, begin_to_start
 from prefetch.depth import DepthPolicy
 from sharding.batching import Batching
 from sharding.order import Shuffle
@@ -44,7 +48,8 @@ class DataLoader(_Base):
         multiprocessing_context, generator, prefetch_factor, persistent_workers, pin_memory_device, in_order:
             as in torch. Without `multiprocessing_context`, workers come from a fork server that has torch
             imported; they are forked from this process if the dataset cannot be pickled.
-        workers: what `num_workers` counts: "process" (or None), or "thread". See docs/workers.md.
+        workers: what `num_workers` counts: "process" (or None); "thread", where items are fetched by threads
+            that all use `dataset` as it is, or "auto", which tries both; see docs/workers.md.
         snapshot_every_n_steps: datasets with a `state_dict` tell it every so many batches; between them a
             resumed loader fetches again what was delivered. As in torchdata's `StatefulDataLoader`.
         memory_limit: bytes, or text such as "2GB", that the loader may hold; None: 1 GiB or an eighth of
@@ -74,7 +79,7 @@ class DataLoader(_Base):
         persistent_workers: bool = False,
         pin_memory_device: str = "",
         in_order: bool = True,
-        workers: Literal["process", "thread"] | None = None,
+        workers: Literal["process", "thread", "auto"] | None = None,
         snapshot_every_n_steps: int = 1,
         memory_limit: int | str | None = None,
         seed: int = 0,
@@ -144,7 +149,9 @@ class DataLoader(_Base):
         self.workers = _checked_workers(workers, num_workers, multiprocessing_context)
         self.snapshot_every_n_steps = snapshot_every_n_steps
         self.memory_limit = memory_limit_bytes(memory_limit, 1)
-        self._timing = Timing()
+        self._tally = Tally()
+        self._choice = _choice(self.workers, num_workers)
+        self._latest: Callable[[], MainIterator | WorkerIterator | None] = lambda: None
         self._progress: Progress = Progress()
         self._resumed: Resumed | None = None
         self._chain: torch.Generator | None = None
@@ -187,13 +194,17 @@ class DataLoader(_Base):
             return iter(self._stream)
         if self._resumed is not None:
             self._iterator = None  # persistent workers stand elsewhere
-        return super().__iter__()
+        began = time.perf_counter()
+        iterator = super().__iter__()
+        self._tally.waited(began)
+        return iterator
 
     def _get_iterator(self) -> Any:
-        if self.num_workers == 0:
-            return MainIterator(self)
-        self.check_worker_number_rationality()
-        return WorkerIterator(self)
+        if self.num_workers:
+            self.check_worker_number_rationality()
+        iterator = WorkerIterator(self) if self.num_workers else MainIterator(self)
+        self._latest = weakref.ref(iterator)
+        return iterator
 
     def check_worker_number_rationality(self) -> None:
         """Warn of more processes than cores, as torch does. More threads than cores are usual for reading."""
@@ -238,6 +249,32 @@ class DataLoader(_Base):
         self._progress = Progress.loaded(state) if state else Progress()
         self._chain = self._resumed.chain if self._resumed else None
 
+    # ---- statistics ---------------------------------------------------------------------------------
+
+    def stats(self) -> Any:
+        """How the loader fares: a `LoaderStats` over shards, otherwise a `WorkerStats`."""
+        if self._stream is not None:
+            return self._stream.stats()
+        iterator, tally = self._latest(), self._tally
+        crew = iterator.crew if iterator is not None else None
+        ahead, ready = iterator.num_ahead if iterator is not None else (0, 0)
+        elapsed_s = tally.elapsed_s
+        return WorkerStats(
+            batches=tally.batches,
+            delivered_bytes=tally.bytes,
+            elapsed_s=elapsed_s,
+            starved_s=tally.starved_s,
+            stall_share=tally.starved_s / elapsed_s if elapsed_s else 0.0,
+            first_batch_s=tally.first_batch_s,
+            num_workers=self.num_workers,
+            workers=self._choice.value,
+            workers_reason=self._choice.reason,
+            ahead_batches=ahead,
+            ready_batches=ready,
+            shared_bytes=crew.shared_bytes if crew else 0,
+            worker_pids=tuple(process.pid or 0 for process in crew.processes) if crew else (),
+        )
+
     # ---- engine -------------------------------------------------------------------------------------
 
     def close(self) -> None:
@@ -257,13 +294,21 @@ class DataLoader(_Base):
 
 
 def _checked_workers(workers: Any, num_workers: int, context: Any) -> str:
-    if workers not in (None, "process", "thread"):
-        raise ValueError(f'workers must be "process" or "thread", got {workers!r}')
+    if workers not in (None, "process", "thread", "auto"):
+        raise ValueError(f'workers must be "process", "thread" or "auto", got {workers!r}')
     if workers is not None and num_workers == 0:
         raise ValueError(f"workers={workers!r} needs num_workers > 0")
     if workers == "thread" and context is not None:
         raise ValueError('multiprocessing_context cannot be used with workers="thread"')
     return workers or "process"
+
+
+def _choice(workers: str, num_workers: int) -> Decision:
+    if num_workers == 0:
+        return Decision("main", "num_workers=0")
+    if workers == "auto":
+        return Decision("auto", "the first loop decides")
+    return Decision(workers, f"workers={workers!r}")
 
 
 def _refuse(why: str, **arguments: Any) -> None:

@@ -55,3 +55,40 @@ class LoaderStats:
     lengths: LengthStats | None = None
     """What `batching=` makes of the lengths of the epoch that was begun last, over all ranks: efficiency,
     elements cut off, and more. None without `batching=`."""
+
+
+@dataclass(frozen=True)
+class WorkerStats:
+    """A snapshot of a `DataLoader` over any other dataset, counted since it was made."""
+
+    batches: int
+    """Batches handed to the training code."""
+    delivered_bytes: int
+    """Bytes of those batches. From processes, all that crossed; otherwise tensors and arrays in lists, tuples
+    and mappings. 0 with many batches: they are made of other objects."""
+    elapsed_s: float
+    """Seconds since the first loop began; 0 before."""
+    starved_s: float
+    """Seconds the training code waited in `iter` and `next`. Near 0: the loader keeps up. Near `elapsed_s`:
+    it is the bottleneck, as it is by nature where the batches are made in this process."""
+    stall_share: float
+    """`starved_s / elapsed_s`, in [0, 1]."""
+    first_batch_s: float
+    """Seconds from the beginning of the first loop to its first batch; 0 before that. Large: the workers'
+    start, or the first items, take long."""
+    num_workers: int
+    """Processes or threads; 0: none."""
+    workers: str
+    """Who fetches: "main" (this process), "process" or "thread"; "auto" until that is decided."""
+    workers_reason: str
+    """Why."""
+    ahead_batches: int
+    """Batches of the loop begun last that are in work or ready. 0: none is fetched before it is asked for."""
+    ready_batches: int
+    """Those of them that are ready. 0 while training: the workers are behind. At `ahead_batches`: they are
+    ahead, and wait for the training code."""
+    shared_bytes: int
+    """Bytes of memory that the workers' shared file takes now, batches that are still used included. 0
+    without worker processes. Grows with every batch that is kept."""
+    worker_pids: tuple[int, ...]
+    """Process ids of the workers of the loop begun last; empty without worker processes."""

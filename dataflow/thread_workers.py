@@ -51,8 +51,10 @@ class ThreadWorkers:
     `turn` is the number of epochs that were begun before with the same seed.
     """
 
+    kind = "thread"
     processes: Sequence[Any] = ()
     started = True
+    shared_bytes = 0
 
     def __init__(self, job: Job, num_workers: int, turn: int) -> None:
         self._job, self._num_workers, self._turn = job, num_workers, turn

@@ -20,7 +20,6 @@ import pickle
 import sys
 import time
 import warnings
-from dataclasses import dataclass
 from multiprocessing import util
 from multiprocessing.process import BaseProcess
 from typing import TYPE_CHECKING, Any
@@ -34,10 +33,12 @@ from torch.utils.data._utils import pin_memory as torch_pin
 from torch.utils.data._utils import worker as torch_worker
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _sharding_worker_init_fn
 
+from dataflow.copies import copies
 from dataflow.loader_state import Progress, Resumed
 from dataflow.next_epoch import NextEpoch, predicted_indices
-from dataflow.payload import pack, unpack
+from dataflow.payload import array_bytes, pack, unpack
 from dataflow.thread_workers import Finished, ItemThreads, LaneThreads, needs_lanes
+from dataflow.worker_choice import Decision, decide
 from dataflow.worker_process import (
     BACK,
     END,
@@ -53,6 +54,7 @@ from dataflow.worker_process import (
     has_state,
     run,
 )
+from dataflow.worker_trial import observe
 from prefetch.device import register_pinned
 from prefetch.shared_arena import Header, SharedFile
 from prefetch.workers import Answer, Modules, WorkerDiedError, WorkerPool, warm_up
@@ -74,11 +76,32 @@ _MESSAGE_HEAD = 4096
 _IN_SERVER = {*sys.stdlib_module_names, "torch", "numpy", "cloudpickle", "dataflow", "prefetch", "sharding"}
 
 
-@dataclass
-class Timing:
-    """Seconds, over all iterators of a loader."""
+class Tally:
+    """What was handed out, and what that took, over all iterators of a loader."""
 
-    starved_s: float = 0.0
+    def __init__(self) -> None:
+        self.batches = self.bytes = 0
+        self.starved_s = self.first_batch_s = 0.0
+        self._began: float | None = None
+
+    def waited(self, since: float) -> None:
+        """The training code has waited for an iterator."""
+        if self._began is None:
+            self._began = since
+        self.starved_s += time.perf_counter() - since
+
+    def handed_out(self, since: float, nbytes: int) -> None:
+        """The training code has waited for a batch."""
+        self.waited(since)
+        self.batches += 1
+        self.bytes += nbytes
+        if self.batches == 1 and self._began is not None:
+            self.first_batch_s = time.perf_counter() - self._began
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds since the first iterator was asked for."""
+        return 0.0 if self._began is None else time.perf_counter() - self._began
 
 
 class _Iterator(_BaseDataLoaderIter):
@@ -89,7 +112,8 @@ class _Iterator(_BaseDataLoaderIter):
         self._progress = Progress.begin(loader, resumed)
         loader._progress = self._progress
         super().__init__(loader)
-        self._timing = loader._timing
+        self._tally = loader._tally
+        self._handed_bytes = 0
         self._num_lanes = resumed.num_lanes if resumed and resumed.lanes else self._num_workers
         self._base_seed = self._progress.seeded(loader, int(self._base_seed), self._num_lanes, resumed)
         self._resume_sampler(loader, resumed)
@@ -122,11 +146,24 @@ class _Iterator(_BaseDataLoaderIter):
             {number: lane.state for number, lane in resumed.lanes.items()} if resumed else {},
         )
 
+    @property
+    def crew(self) -> Crew | None:
+        """Who fetches; None: this process."""
+        return None
+
+    @property
+    def num_ahead(self) -> tuple[int, int]:
+        """Batches in work or ready, and ready."""
+        return 0, 0
+
     def __next__(self) -> Any:
+        began = time.perf_counter()
         if self._IterableDataset_len_called is not None or torch._C._autograd._profiler_enabled():
-            return super().__next__()
-        data: Any = self._next_data()
-        self._num_yielded += 1
+            data: Any = super().__next__()
+        else:
+            data = self._next_data()
+            self._num_yielded += 1
+        self._tally.handed_out(began, self._handed_bytes)
         return data
 
 
@@ -192,6 +229,7 @@ class MainIterator(_Iterator):
             finally:
                 self._leave()
         self._progress.delivered(number)
+        self._handed_bytes = array_bytes(data)
         if self._pin_memory:
             data = torch_pin.pin_memory(data, self._pin_memory_device)
         return data
@@ -267,13 +305,25 @@ class WorkerIterator(_Iterator):
         self._begin(resumed)
 
     def _start(self, loader: DataLoader, job: Job, resumed: Resumed | None) -> Crew:
-        if loader.workers == "process":
+        if loader._choice.value == "auto":
+            loader._choice = self._chosen(job)
+        if loader._choice.value == "process":
             return ProcessWorkers(*start_workers(loader, job, pin=self._pin_memory))
         if not needs_lanes(job):
-            return ItemThreads(job, self._num_workers, self._progress.turn)
+            # Nobody has said that the dataset may be used by several threads.
+            datasets = copies(job.dataset, self._num_workers) if loader.workers == "auto" else None
+            return ItemThreads(job, self._num_workers, self._progress.turn, datasets)
         lanes = resumed.lanes if resumed else {}
         fetched = {n: lane.batches - resumed.skips(n) for n, lane in lanes.items()} if resumed else {}
         return LaneThreads(job, self._num_workers, self._progress.turn, fetched)
+
+    def _chosen(self, job: Job) -> Decision:
+        first = list(itertools.islice(self._sampler_iter, 1))
+        self._sampler_iter = itertools.chain(first, self._sampler_iter)
+        if not first:
+            return Decision("process", "there was no batch to try")
+        seen = observe(job, first[0], self._timeout)
+        return decide(seen, num_workers=self._num_workers, num_cores=len(os.sched_getaffinity(0)))
 
     def close(self) -> None:
         """End the workers; what was handed out stays valid. Idempotent."""
@@ -281,6 +331,16 @@ class WorkerIterator(_Iterator):
         self._closer()
 
     _shutdown_workers = close  # torch's name, which others call
+
+    @property
+    def crew(self) -> Crew:
+        """Who fetches."""
+        return self._crew
+
+    @property
+    def num_ahead(self) -> tuple[int, int]:
+        """Batches in work or ready, and ready."""
+        return len(self._tasks), sum(task.answer is not None for task in self._tasks.values())
 
     @property
     def _workers(self) -> Any:
@@ -472,6 +532,7 @@ class WorkerIterator(_Iterator):
         answer = task.answer
         assert answer is not None
         self._held_bytes -= answer.total
+        self._handed_bytes = answer.total
         data, state, random = self._crew.unpack(answer)
         self._fill(waiting=False)
         number = None if self._in_order or self._dataset_kind == _DatasetKind.Iterable else task.number
@@ -513,7 +574,6 @@ class WorkerIterator(_Iterator):
                 raise
             if answers:
                 self._take(answers)
-                self._timing.starved_s += time.perf_counter() - began
                 return
             if limit is not None and not self._crew.started and time.perf_counter() - began < _START_S:
                 limit += self._timeout  # it is for batches, not for starting processes
@@ -576,6 +636,7 @@ class WorkerIterator(_Iterator):
 class ProcessWorkers:
     """Worker processes and the file that their batches lie in."""
 
+    kind = "process"
     shares_work = False
     """A task is for one worker."""
 
@@ -602,6 +663,11 @@ class ProcessWorkers:
         buffer = self._file.borrow(answer.worker, answer.offset, answer.nbytes)
         borrow = functools.partial(self._file.borrow, answer.worker)
         return unpack(buffer, answer.meta, answer.meta_bytes, answer.table, borrow)
+
+    @property
+    def shared_bytes(self) -> int:
+        """Memory that the file takes now."""
+        return self._file.held_bytes
 
     def begin_epoch(self, generation: int) -> None:
         """Let workers pass over tasks of earlier generations."""

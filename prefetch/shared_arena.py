@@ -263,6 +263,13 @@ class SharedFile:
         """Arrays that are alive."""
         return len(self._loans)
 
+    @property
+    def held_bytes(self) -> int:
+        """Memory that the file takes now: free slabs, batches in work, what is borrowed."""
+        if self._closed:
+            return sum(page_rounded(nbytes) for _, _, nbytes in list(self._loans.values()))
+        return os.fstat(self.fd).st_blocks * 512
+
     def close(self) -> None:
         """Give back all memory but what is borrowed, and that as it dies. Idempotent.
 
