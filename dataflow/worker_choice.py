@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-_CROSSING_S = 1e-4
+_CROSSING_S = 3e-5
 """What a batch from a process costs this one beside unpacking: the task, the pipes, being woken."""
 _MARGIN = 1.1
 """Threads may be slower by this factor: their batches do not wait for a worker's next batch, and they take
