@@ -57,13 +57,14 @@ class ResumedLane:
             "since": self.since,
             "dataset": encoded(self.state.dataset),
             "iterator": encoded(self.state.iterator),
+            "ended": self.state.ended,
             "random": encoded(self.random),
         }
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> ResumedLane:
         """Inverse of `to_json`."""
-        state = LaneState(decoded(value["dataset"]), decoded(value["iterator"]))
+        state = LaneState(decoded(value["dataset"]), decoded(value["iterator"]), value["ended"])
         return cls(int(value["batches"]), int(value["since"]), state, decoded(value["random"]))
 
 
@@ -126,7 +127,7 @@ class Progress:
     def begin(cls, loader: DataLoader, resumed: Resumed | None, before: Progress | None = None) -> Progress:
         """An epoch that begins, or goes on. Sets generators back to where the epoch began.
 
-        `before`: the epoch whose workers go on.
+        `before`: the epoch whose workers go on, with the seed that they have.
         """
         made = cls()
         if before is not None:
@@ -134,6 +135,7 @@ class Progress:
                 number: ResumedLane(state=LaneState(lane.state.dataset), random=lane.random)
                 for number, lane in before.lanes.items()
             }
+            made.base_seed, made.num_lanes, made.turn = before.base_seed, before.num_lanes, before.turn + 1
         made.complete = False
         made.chain = loader._chain
         made.kind = "iterable" if loader._dataset_kind == _DatasetKind.Iterable else "map"

@@ -383,12 +383,9 @@ class WorkerIterator(_Iterator):
         resumed = loader._take_resumed()
         assert resumed is None, "a loaded state needs new workers"
         self._raise_if_failed()
-        turn = self._progress.turn + 1
         self._progress = Progress.begin(loader, None, self._progress)
-        self._progress.turn = turn
         loader._progress = self._progress
         super()._reset(loader, first_iter)
-        self._progress.seeded(loader, int(self._base_seed), self._num_lanes, None)
         self._resume_sampler(loader, None)
         self._epochs.append(self._sampler_epoch())
         given, self._next_epoch = self._next_epoch, None

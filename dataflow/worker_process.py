@@ -72,6 +72,8 @@ class LaneState:
 
     dataset: Any = None
     iterator: Any = None
+    ended: bool = False
+    """The iterable was exhausted while its last batch was made."""
 
 
 def collate_map_changes() -> dict[Any, Any]:
@@ -135,6 +137,7 @@ class Lane:
 
     def _resume(self, state: LaneState) -> None:
         iterator: Any = getattr(self._fetcher, "dataset_iter", None)
+        self._ended = state.ended
         if state.iterator is not None and has_state(iterator):
             iterator.load_state_dict(state.iterator)
 
@@ -174,12 +177,13 @@ class Lane:
     def snapshot(self) -> LaneState | None:
         """Where the lane stands now; None if neither dataset nor iterator tells."""
         iterator: Any = getattr(self._fetcher, "dataset_iter", None)
+        ended = bool(getattr(self._fetcher, "ended", False))
         if iterator is self._dataset and has_state(iterator):
-            return LaneState(iterator=iterator.state_dict())
+            return LaneState(iterator=iterator.state_dict(), ended=ended)
         dataset = self._dataset.state_dict() if has_state(self._dataset) else None
         if has_state(iterator):
-            return LaneState(dataset, iterator.state_dict())
-        return LaneState(dataset) if dataset is not None else None
+            return LaneState(dataset, iterator.state_dict(), ended)
+        return LaneState(dataset, ended=ended) if dataset is not None else None
 
 
 def random_state() -> Any:
