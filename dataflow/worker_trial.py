@@ -64,40 +64,42 @@ def observe(job: Job, index: Any, timeout_s: float) -> Observed | str:
     except Exception as error:
         return f"the dataset cannot be copied: {error}"
     state, draws = random_state(), Draws()
-    threads = WorkerThreads(2, "dataflow-trial")
+    threads, counter = WorkerThreads(2, "dataflow-trial"), Counter()
     install()
     try:
         with setting_kept():
             threads.on_all(lambda _: one_torch_thread())
-        threads.submit(0, partial(_run, threads, job, index, dataset))
+        threads.submit(1, counter.run)
+        threads.submit(0, lambda: threads.put(_tried(counter, job, index, dataset)))
         answers = threads.wait(timeout_s or None)
         if not answers:
             raise RuntimeError(f"DataLoader timed out after {timeout_s} seconds:\n{threads.stacks()}")
         seen: Observed | str = answers[0]
     finally:
-        uninstall()
+        counter.cancel()
         threads.close()
+        uninstall()
     if draws.since() is not None:
         set_random_state(state)
         return "a fetch draws from the global random generators, which all threads would share"
     return seen
 
 
-def _run(threads: WorkerThreads, job: Job, index: Any, dataset: Any) -> None:
+def _tried(counter: Counter, job: Job, index: Any, dataset: Any) -> Observed | str:
     become(thread_info(job, 0, dataset, Generators()))
     try:
         before = _content(dataset)
-        seen = _measured(threads, job, index, dataset)
+        seen = _measured(counter, job, index, dataset)
         if was_asked():
-            seen = "the dataset or collate_fn asks get_worker_info() which worker it is in"
-        elif _content(dataset) != before:
-            seen = "a fetch changes the dataset, so items may depend on who has fetched before"
+            return "the dataset or collate_fn asks get_worker_info() which worker it is in"
+        if _content(dataset) != before:
+            return "a fetch changes the dataset, so items may depend on who has fetched before"
+        return seen
     except BaseException as error:
-        seen = f"a trial in a thread failed: {type(error).__name__}: {error}"
-    threads.put(seen)
+        return f"a trial in a thread failed: {type(error).__name__}: {error}"
 
 
-def _measured(threads: WorkerThreads, job: Job, index: Any, dataset: Any) -> Observed | str:
+def _measured(counter: Counter, job: Job, index: Any, dataset: Any) -> Observed | str:
     units: list[Any] = [index]
     get: Callable[[Any], Any] = _fetcher(job, dataset)
     collate: Callable[[list[Any]], Any] = _only
@@ -114,8 +116,6 @@ def _measured(threads: WorkerThreads, job: Job, index: Any, dataset: Any) -> Obs
             break
     batch = collate(items)
     work_s, cpu_s = time.perf_counter() - began, time.thread_time() - ran_s
-    counter = Counter()
-    threads.submit(1, counter.run)
     again: list[Any] = []
     locked_s = counter.locked_s(lambda: again.append(collate([get(unit) for unit in units[: len(items)]])))
     if shares_memory(batch, again[0]):

@@ -19,17 +19,23 @@ _FREE = 0.9
 
 
 class Counter:
-    """Runs in one thread, beside work in another. Used once."""
+    """Runs in one thread, beside work in another. Used once.
+
+    Without `run`, `locked_s` waits for ever, until `cancel`.
+    """
 
     def __init__(self) -> None:
         self.is_bound = False
         """Other processes were in the way: the work holds the lock for at most as long as was measured."""
-        self._running, self._ended = threading.Event(), threading.Event()
+        self._wanted, self._running, self._ended = (threading.Event() for _ in range(3))
         self._stop = False
         self._kept_s = 0.0
 
     def run(self) -> None:
-        """Count alone for a moment, then until the work is done."""
+        """When there is work, count alone for a moment, then until it is done."""
+        self._wanted.wait()
+        if self._stop:
+            return
         ran_s, began = time.thread_time(), time.perf_counter()
         while time.perf_counter() - began < _ALONE_S:
             pass
@@ -44,6 +50,7 @@ class Counter:
 
     def locked_s(self, work: Callable[[], object]) -> float:
         """Do the work, in another thread than `run`; seconds in which it held the lock."""
+        self._wanted.set()
         self._running.wait()
         ran_s = time.thread_time()
         try:
@@ -53,3 +60,9 @@ class Counter:
             self._stop = True
         self._ended.wait()
         return min(self._kept_s, ran_s)
+
+    def cancel(self) -> None:
+        """Let nobody wait for the other."""
+        self._stop = True
+        for event in (self._wanted, self._running, self._ended):
+            event.set()

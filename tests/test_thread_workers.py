@@ -1,4 +1,4 @@
-"""Threads as workers: the batches of the plain loop, whichever thread fetches what, and nothing left behind."""
+"""Threads as workers: the batches of the plain loop, whoever fetches what, and nothing left behind."""
 
 from __future__ import annotations
 
@@ -484,10 +484,10 @@ def test_a_collate_fn_draws_for_its_batch() -> None:
 def test_the_global_generators_are_not_seeded() -> None:
     random.seed(1)
     torch.manual_seed(1)
-    np.random.seed(1)  # noqa: NPY002
-    states = random.getstate(), np.random.get_state()[1].tolist()  # noqa: NPY002
+    np.random.seed(1)
+    states = random.getstate(), np.random.get_state()[1].tolist()
     list(threaded(range(8), 2, generator=seeded()))
-    assert (random.getstate(), np.random.get_state()[1].tolist()) == states  # noqa: NPY002
+    assert (random.getstate(), np.random.get_state()[1].tolist()) == states
 
 
 # ---- errors -----------------------------------------------------------------------------------------------
