@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
@@ -272,7 +272,7 @@ class DataLoader(_Base):
             ahead_batches=ahead,
             ready_batches=ready,
             shared_bytes=crew.shared_bytes if crew else 0,
-            worker_pids=tuple(process.pid or 0 for process in crew.processes) if crew else (),
+            worker_pids=_alive(crew.processes) if crew else (),
         )
 
     # ---- engine -------------------------------------------------------------------------------------
@@ -301,6 +301,10 @@ def _checked_workers(workers: Any, num_workers: int, context: Any) -> str:
     if workers == "thread" and context is not None:
         raise ValueError('multiprocessing_context cannot be used with workers="thread"')
     return workers or "process"
+
+
+def _alive(processes: Sequence[Any]) -> tuple[int, ...]:
+    return tuple(process.pid for process in processes if process.is_alive())
 
 
 def _choice(workers: str, num_workers: int) -> Decision:

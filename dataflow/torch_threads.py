@@ -1,4 +1,4 @@
-"""torch runs one thread in each of our threads: its own pool on top would run cores squared."""
+"""One thread of torch in each of ours: its own pool on top would run cores squared."""
 
 from __future__ import annotations
 

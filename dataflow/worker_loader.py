@@ -340,6 +340,8 @@ class WorkerIterator(_Iterator):
     @property
     def num_ahead(self) -> tuple[int, int]:
         """Batches in work or ready, and ready."""
+        if self._failed is not None:
+            return 0, 0
         return len(self._tasks), sum(task.answer is not None for task in self._tasks.values())
 
     @property

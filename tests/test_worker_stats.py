@@ -1,0 +1,107 @@
+"""`loader.stats()` of loaders over datasets that are no shards."""
+
+from __future__ import annotations
+
+import os
+import threading
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import Dataset
+
+from dataflow import DataLoader, stats
+from dataflow.stats import WorkerStats
+
+TIMEOUT_S = 20
+
+
+class Rows(Dataset):
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, i: int) -> torch.Tensor:
+        return torch.full((1000,), i, dtype=torch.int32)
+
+
+def test_before_the_first_loop_there_is_nothing() -> None:
+    before = DataLoader(Rows(), 3).stats()
+    assert before == WorkerStats(0, 0, 0.0, 0.0, 0.0, 0.0, 0, "main", "num_workers=0", 0, 0, 0, ())
+
+
+@pytest.mark.parametrize("workers", [None, "thread", "process"])
+def test_what_was_delivered_is_counted_over_all_loops(workers: Any) -> None:
+    loader = DataLoader(Rows(), 3, num_workers=2 if workers else 0, workers=workers)
+    for _ in range(2):
+        assert len(list(loader)) == 4
+    seen = loader.stats()
+    assert seen.batches == 8
+    assert seen.delivered_bytes >= 2 * 12 * 4000
+    assert seen.delivered_bytes < 1.2 * 2 * 12 * 4000
+    assert seen.workers == (workers or "main")
+    assert 0 < seen.first_batch_s <= seen.starved_s <= seen.elapsed_s
+    assert seen.stall_share <= 1
+    assert seen.num_workers == (2 if workers else 0)
+
+
+def test_batches_ahead_are_told_while_the_loop_runs() -> None:
+    gate, there = threading.Event(), threading.Semaphore(0)
+
+    class Gated(Rows):
+        def __getitem__(self, i: int) -> torch.Tensor:
+            if i == 11:
+                assert gate.wait(TIMEOUT_S)
+            return super().__getitem__(i)
+
+    def collate(items: list[Any]) -> int:
+        there.release()
+        return len(items)
+
+    loader = DataLoader(Gated(), 3, num_workers=2, workers="thread", collate_fn=collate)
+    it = iter(loader)
+    for _ in range(3):
+        assert there.acquire(timeout=TIMEOUT_S)
+    assert next(it) == 3  # and it looks at what has come
+    ahead = loader.stats()
+    assert ahead.ahead_batches == 3
+    assert ahead.ready_batches <= 2
+    gate.set()
+    assert list(it) == [3, 3, 3]
+    after = loader.stats()
+    assert (after.ahead_batches, after.ready_batches) == (0, 0)
+
+
+def test_memory_of_worker_processes_is_told_and_kept_by_batches() -> None:
+    loader = DataLoader(Rows(), 3, num_workers=2, persistent_workers=True)
+    with loader:
+        it = iter(loader)
+        kept = [next(it)]
+        during = loader.stats()
+        assert during.shared_bytes >= 12_000
+        assert len(during.worker_pids) == 2
+        assert all(os.path.exists(f"/proc/{pid}") for pid in during.worker_pids)
+    after = loader.stats()
+    assert after.shared_bytes == 12_288, "the pages of the batch that is kept"
+    assert (after.ahead_batches, after.ready_batches, after.worker_pids) == (0, 0, ())
+    assert kept[0].sum() == 3000
+    kept.clear()
+    assert loader.stats().shared_bytes == 0
+    del it
+
+
+def test_without_worker_processes_no_memory_is_shared() -> None:
+    for options in ({}, {"num_workers": 2, "workers": "thread"}):
+        loader = DataLoader(Rows(), 3, **options)
+        it = iter(loader)
+        next(it)
+        assert loader.stats().shared_bytes == 0
+        assert loader.stats().worker_pids == ()
+
+
+def test_every_field_says_what_it_means() -> None:
+    text = Path(stats.__file__).read_text().partition("class WorkerStats")[2]
+    for field in fields(WorkerStats):
+        after = text.partition(f"    {field.name}: ")[2].split("\n", 2)[1]
+        assert after.strip().startswith('"""'), field.name
