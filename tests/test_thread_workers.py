@@ -28,6 +28,7 @@ from torch.utils.data import (
 from torch.utils.data import DataLoader as TorchDataLoader
 
 from dataflow import DataLoader
+from prefetch.pool import PriorityPool
 
 TIMEOUT_S = 20
 OWN_CODE = get_worker_info.__code__
@@ -112,7 +113,8 @@ def plain(value: Any) -> Any:
 
 
 def threaded(dataset: Any, *arguments: Any, num_workers: int = 2, **options: Any) -> DataLoader:
-    return DataLoader(dataset, *arguments, num_workers=num_workers, workers="thread", **options)
+    options = {"num_workers": num_workers, "workers": "thread", **options}
+    return DataLoader(dataset, *arguments, **options)
 
 
 def numbers(loader: Any) -> list[list[int]]:
@@ -192,6 +194,16 @@ def test_a_growing_dataset_is_seen_by_the_next_loop() -> None:
     assert numbers(loader) == [[0, 1], [2]]
     dataset.append(3)
     assert numbers(loader) == [[0, 1], [2, 3]]
+
+
+@pytest.mark.parametrize("case", ["shuffled", "by batch", "iterable", "iterable with a state"])
+def test_worker_processes_give_the_same_batches(case: str) -> None:
+    def epochs(**options: Any) -> list[Any]:
+        torch.manual_seed(11)
+        with STATEFUL[case](**options) as loader:
+            return [draws(loader) for _ in range(2)]
+
+    assert epochs() == epochs(workers="process")
 
 
 # ---- iterable datasets ----------------------------------------------------------------------------------
@@ -763,11 +775,12 @@ def test_closing_ends_persistent_threads_and_the_loop() -> None:
     loader.close()
 
 
-def test_what_is_not_begun_when_the_loop_is_left_is_not_fetched() -> None:
+def test_what_is_not_begun_when_the_loop_is_left_is_not_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
     dataset = Gated(40, 0)
     it = iter(threaded(dataset, 20, num_workers=1))
     assert dataset.begun[0].wait(TIMEOUT_S)
-    threading.Timer(0, lambda: dataset.gates[0].set()).start()  # while the next line waits for item 0
+    join, opened = PriorityPool.close, dataset.gates[0].set
+    monkeypatch.setattr(PriorityPool, "close", lambda pool, limit: opened() or join(pool, limit))
     del it
     assert dataset.fetched == [0]
 
