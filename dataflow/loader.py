@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -140,6 +141,7 @@ class DataLoader(_Base):
         self.snapshot_every_n_steps = snapshot_every_n_steps
         self.memory_limit = memory_limit_bytes(memory_limit, 1)
         self._timing = Timing()
+        self._iterators: weakref.WeakSet[WorkerIterator] = weakref.WeakSet()
         self._progress: Progress = Progress()
         self._resumed: Resumed | None = None
         self._chain: torch.Generator | None = None
@@ -180,15 +182,17 @@ class DataLoader(_Base):
     def __iter__(self) -> Any:
         if self._stream is not None:
             return iter(self._stream)
-        if self._resumed is not None:
-            self._iterator = None  # persistent workers stand elsewhere
+        if self._resumed is not None or getattr(self._iterator, "failed", False):
+            self._iterator = None  # persistent workers stand elsewhere, or have ended
         return super().__iter__()
 
     def _get_iterator(self) -> Any:
         if self.num_workers == 0:
             return MainIterator(self)
         self.check_worker_number_rationality()
-        return WorkerIterator(self)
+        iterator = WorkerIterator(self)
+        self._iterators.add(iterator)
+        return iterator
 
     def _take_resumed(self) -> Resumed | None:
         resumed, self._resumed = self._resumed, None
@@ -235,9 +239,22 @@ class DataLoader(_Base):
         if self._stream is not None:
             self._stream.close()
             return
-        iterator, self._iterator = self._iterator, None
-        if isinstance(iterator, WorkerIterator):
+        self._iterator = None
+        for iterator in list(self._iterators):
             iterator.close()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy begins with an epoch of its own, or where a loaded state says."""
+        state = self.__dict__.copy()
+        if self._stream is None:
+            loaded = self._progress if self._resumed is not None else Progress()
+            state.update(_iterator=None, _iterators=None, _timing=Timing(), _progress=loaded)
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        if self._stream is None:
+            self.__dict__["_iterators"] = weakref.WeakSet()
 
     def __enter__(self) -> DataLoader:
         return self
