@@ -151,7 +151,8 @@ class DataLoader(_Base):
         self.memory_limit = memory_limit_bytes(memory_limit, 1)
         self._tally = Tally()
         self._choice = _choice(self.workers, num_workers)
-        self._latest: Callable[[], MainIterator | WorkerIterator | None] = lambda: None
+        self._latest: weakref.ref[MainIterator | WorkerIterator] | None = None
+        self._iterators: weakref.WeakSet[WorkerIterator] = weakref.WeakSet()
         self._progress: Progress = Progress()
         self._resumed: Resumed | None = None
         self._chain: torch.Generator | None = None
@@ -192,17 +193,21 @@ class DataLoader(_Base):
     def __iter__(self) -> Any:
         if self._stream is not None:
             return iter(self._stream)
-        if self._resumed is not None:
-            self._iterator = None  # persistent workers stand elsewhere
+        if self._resumed is not None or getattr(self._iterator, "failed", False):
+            self._iterator = None  # persistent workers stand elsewhere, or have ended
         began = time.perf_counter()
         iterator = super().__iter__()
         self._tally.waited(began)
         return iterator
 
     def _get_iterator(self) -> Any:
-        if self.num_workers:
-            self.check_worker_number_rationality()
-        iterator = WorkerIterator(self) if self.num_workers else MainIterator(self)
+        if self.num_workers == 0:
+            main = MainIterator(self)
+            self._latest = weakref.ref(main)
+            return main
+        self.check_worker_number_rationality()
+        iterator = WorkerIterator(self)
+        self._iterators.add(iterator)
         self._latest = weakref.ref(iterator)
         return iterator
 
@@ -255,7 +260,7 @@ class DataLoader(_Base):
         """How the loader fares: a `LoaderStats` over shards, otherwise a `WorkerStats`."""
         if self._stream is not None:
             return self._stream.stats()
-        iterator, tally = self._latest(), self._tally
+        iterator, tally = self._latest() if self._latest else None, self._tally
         crew = iterator.crew if iterator is not None else None
         ahead, ready = iterator.num_ahead if iterator is not None else (0, 0)
         elapsed_s = tally.elapsed_s
@@ -282,9 +287,22 @@ class DataLoader(_Base):
         if self._stream is not None:
             self._stream.close()
             return
-        iterator, self._iterator = self._iterator, None
-        if isinstance(iterator, WorkerIterator):
+        self._iterator = None
+        for iterator in list(self._iterators):
             iterator.close()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy begins with an epoch of its own, or where a loaded state says."""
+        state = self.__dict__.copy()
+        if self._stream is None:
+            loaded = self._progress if self._resumed is not None else Progress()
+            state.update(_iterator=None, _iterators=None, _latest=None, _tally=Tally(), _progress=loaded)
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        if self._stream is None:
+            self.__dict__["_iterators"] = weakref.WeakSet()
 
     def __enter__(self) -> DataLoader:
         return self

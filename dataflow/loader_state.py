@@ -246,12 +246,15 @@ class Progress:
             if core is sampler:
                 return iter(again), 0
             return iter(BatchSampler(again, sampler.batch_size, sampler.drop_last)), 0
-        return self._noting_random(iterator, _generator_of(sampler), mark), 0
+        # No generator function: an error of the sampler would end it, and the sampler may go on.
+        generator = _generator_of(sampler)
+        steps = (lambda: self._first_noting_random(iterator, generator, mark), lambda: iterator)
+        return itertools.chain.from_iterable(map(_called, steps)), 0
 
-    def _noting_random(
+    def _first_noting_random(
         self, iterator: Iterator[Any], generator: torch.Generator | None, mark: Mapping[str, Any]
     ) -> Iterator[Any]:
-        """For other samplers: the state of the generators that they may draw from."""
+        """The first element of other samplers, and the state of the generators that they may draw from."""
         before = None
         if generator is not None:
             if "generator" in mark:
@@ -272,8 +275,7 @@ class Progress:
         finally:
             if before is not None:
                 set_random_state(before)
-        yield from first
-        yield from iterator
+        return iter(first)
 
     def sampled(self) -> Any:
         """The sampler's state after the index just taken; None without one."""
@@ -452,6 +454,10 @@ def resumed_from(state: Mapping[str, Any], kind: str) -> Resumed | None:
         int(state["turn"]),
         frozenset(state["ahead"]),
     )
+
+
+def _called(step: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+    return step()
 
 
 def _draw(generator: torch.Generator | None) -> int:

@@ -29,6 +29,7 @@ from torch import Tensor
 
 _ALIGN = 64
 _SPAN = struct.Struct("<qq")
+_OFFSET = struct.Struct("<q")
 
 Buffer = NDArray[np.uint8]
 Place = Callable[[Tensor], int | None]
@@ -47,8 +48,8 @@ class Packed:
     spans: bytes
     """Offset and length of each out-of-band buffer."""
     meta_offset: int
-    placed: list[Tensor]
-    """Tensors that stay where they are."""
+    placed: list[tuple[Tensor, int]]
+    """Tensors that stay where they are, and where."""
     by_value: bool
     """Whether cloudpickle had to help."""
     modules: set[str] = field(default_factory=set)
@@ -57,13 +58,13 @@ class Packed:
     @property
     def nbytes(self) -> int:
         """Bytes of the whole, parts and pickle."""
-        return self.meta_offset + len(self.meta) + len(self.spans)
+        return self.meta_offset + len(self.meta) + len(self.spans) + _OFFSET.size * len(self.placed)
 
     def copy_to(self, address: int) -> None:
         """Write everything to memory of at least `nbytes`."""
         for offset, source, nbytes, _ in self.parts:
             ctypes.memmove(address + offset, source, nbytes)
-        tail = bytes(self.meta) + self.spans
+        tail = bytes(self.meta) + self.spans + b"".join(_OFFSET.pack(at) for _, at in self.placed)
         ctypes.memmove(address + self.meta_offset, tail, len(tail))
 
 
@@ -73,7 +74,7 @@ class _Packer:
     def __init__(self, place: Place | None) -> None:
         self.parts: list[tuple[int, int, int, Any]] = []
         self.spans: list[tuple[int, int]] = []
-        self.placed: list[Tensor] = []
+        self.placed: list[tuple[Tensor, int]] = []
         self.end = 0
         self._place = place
         self.dispatch: Any = copyreg.dispatch_table.copy()
@@ -116,7 +117,7 @@ class _Packer:
         if self._place is not None and nbytes:
             offset = self._place(tensor)
             if offset is not None:
-                self.placed.append(tensor)
+                self.placed.append((tensor, offset))
                 return _placed, (tensor.dtype, shape, stride, numel, offset, nbytes)
         offset = self._add(tensor.data_ptr(), nbytes, tensor)
         return _tensor, (tensor.dtype, shape, stride, numel, offset)
@@ -196,6 +197,15 @@ def _packed(packer: _Packer, file: io.BytesIO, *, by_value: bool) -> Packed:
     return Packed(file.getbuffer(), packer.parts, spans, meta_offset, packer.placed, by_value)
 
 
+def dumps_by_value(obj: Any) -> bytes:
+    """A plain pickle for a process without our main module: what lies there goes by value."""
+    try:
+        data = pickle.dumps(obj, pickle.HIGHEST_PROTOCOL)
+    except Exception:
+        return bytes(cloudpickle.dumps(obj))
+    return bytes(cloudpickle.dumps(obj)) if b"__main__" in data else data
+
+
 _current = threading.local()
 
 
@@ -214,6 +224,12 @@ def unpack(
         return pickle.loads(meta.data, buffers=[buffer[at : at + length] for at, length in spans])
     finally:
         _current.place = before
+
+
+def placed_offsets(buffer: Buffer, count: int) -> list[int]:
+    """Where the tensors lie that were not copied into `buffer`; `count`: how many there are."""
+    tail = buffer[len(buffer) - count * _OFFSET.size :].tobytes()
+    return [offset for (offset,) in _OFFSET.iter_unpack(tail)]
 
 
 def _view(buffer: Buffer, dtype: torch.dtype, shape: Any, stride: Any, numel: int, offset: int) -> Tensor:

@@ -56,6 +56,11 @@ class ThreadWorkers:
     started = True
     shared_bytes = 0
 
+    @staticmethod
+    def dumps(index: Any) -> Any:
+        """Nothing has to be sent anywhere."""
+        return index
+
     def __init__(self, job: Job, num_workers: int, turn: int) -> None:
         self._job, self._num_workers, self._turn = job, num_workers, turn
         self._generation = 0
@@ -69,13 +74,16 @@ class ThreadWorkers:
         """What a finished task brings."""
         return answer.value
 
+    def discard(self, answer: Any) -> None:
+        """A finished task that nobody wants."""
+
     def begin_epoch(self, generation: int) -> None:
         """Pass over tasks of earlier generations; those of the next may be here already."""
         self._generation = generation
         self._turn += 1
 
-    def close(self) -> None:
-        """End the threads, after the items they work on. Idempotent."""
+    def close(self, *, hurry: bool = False) -> None:
+        """End the threads, after the items they work on; nothing can hurry those. Idempotent."""
         if self._generation < sys.maxsize:
             self._generation = sys.maxsize
             self._threads.close()
@@ -149,8 +157,7 @@ class _Hand:
     def fetch(self, batch: _Batch, place: int) -> None:
         """Fetch one item."""
         if self._broken is not None:
-            broken, self._broken = self._broken, None
-            batch.fail(-1, broken)
+            batch.fail(-1, self._broken)
         if place > batch.failed_at:
             return
         self._rng.begin(self._job.base_seed, *batch.key, place)
@@ -248,8 +255,7 @@ class LaneThreads(ThreadWorkers):
             if job.num_lanes:
                 lane.info = thread_info(job, number, dataset, self._rngs[number])
             self._lanes.append(lane)
-            opening = partial(self._open, number, job.shared_seed, 0, turn, first=True)
-            self._threads.submit(number % num_workers, opening)
+            self._threads.submit(number % num_workers, partial(self._open, number, job.shared_seed, 0, turn))
 
     def post(self, worker: int, message: tuple[Any, ...], number: int) -> None:
         """Hand out (kind, generation, lane, task, index)."""
@@ -261,25 +267,22 @@ class LaneThreads(ThreadWorkers):
         elif kind in (TASK, SKIP):
             self._threads.submit(worker, partial(self._serve, kind, generation, lane, task, index))
 
-    def _open(
-        self, number: int, shared_seed: Any, generation: int, turn: int, *, first: bool = False
-    ) -> None:
+    def _open(self, number: int, shared_seed: Any, generation: int, turn: int) -> None:
         lane = self._lanes[number]
         become(lane.info)
-        self._turns[number] = turn
-        if not first:
-            self._fetched[number] = 0
+        if turn != self._turns[number]:
+            self._turns[number], self._fetched[number] = turn, 0
+        self._broken.pop(number, None)
         self._rngs[number].begin(self._job.base_seed, turn, "lane", number)
         try:
-            lane.open(shared_seed, first=first)
+            lane.open(shared_seed)
         except BaseException:
             self._broken[number] = ExceptionWrapper(where=lane.where)
         if self._job.announce:
             error = self._broken.get(number)
             state = lane.snapshot() if error is None and self._job.state_every else None
-            self._put(
-                OPENED, number % self._num_workers, number, (error, copy.deepcopy(state), None), generation
-            )
+            value = error, copy.deepcopy(state), None
+            self._put(OPENED, number % self._num_workers, number, value, generation)
 
     def _serve(self, kind: int, generation: int, number: int, task: int, index: Any) -> None:
         if generation < self._generation:
@@ -288,7 +291,7 @@ class LaneThreads(ThreadWorkers):
         become(lane.info)
         if number in self._broken:
             if kind == TASK:
-                self._put(ERROR, worker, task, (self._broken.pop(number), None, None), generation)
+                self._put(ERROR, worker, task, (self._broken[number], None, None), generation)
             return
         key = self._turns[number], "lane", number, self._fetched[number]
         self._rngs[number].begin(self._job.base_seed, *key)

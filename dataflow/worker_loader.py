@@ -20,6 +20,8 @@ import pickle
 import sys
 import time
 import warnings
+from collections import Counter
+from collections.abc import Sequence
 from multiprocessing import util
 from multiprocessing.process import BaseProcess
 from typing import TYPE_CHECKING, Any
@@ -36,12 +38,13 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter, _sharding_worker_in
 from dataflow.copies import copies
 from dataflow.loader_state import Progress, Resumed
 from dataflow.next_epoch import NextEpoch, predicted_indices
-from dataflow.payload import array_bytes, pack, unpack
+from dataflow.payload import Buffer, array_bytes, dumps_by_value, pack, placed_offsets, unpack
 from dataflow.thread_workers import Finished, ItemThreads, LaneThreads, needs_lanes
 from dataflow.worker_choice import Decision, decide
 from dataflow.worker_process import (
     BACK,
     END,
+    ERROR,
     MARK,
     OPENED,
     RANDOM,
@@ -56,8 +59,10 @@ from dataflow.worker_process import (
 )
 from dataflow.worker_trial import observe
 from prefetch.device import register_pinned
+from prefetch.fork_server import Modules, warm_up
 from prefetch.shared_arena import Header, SharedFile
-from prefetch.workers import Answer, Modules, WorkerDiedError, WorkerPool, warm_up
+from prefetch.worker_death import WorkerDiedError
+from prefetch.workers import Answer, WorkerPool
 
 if TYPE_CHECKING:
     from dataflow.loader import DataLoader
@@ -192,7 +197,7 @@ class MainIterator(_Iterator):
         self._order = LaneOrder(count, resumed)
         for number, lane in enumerate(self._lanes):
             self._enter(lane)
-            lane.open(None, first=True)
+            lane.open(None)
             for _ in range(resumed.skips(number) if resumed else 0):
                 lane.skip(next(self._sampler_iter))
             self._leave()
@@ -277,13 +282,13 @@ class _Task:
 
 
 class WorkerIterator(_Iterator):
-    """Batches from worker processes. Used by one thread at a time."""
+    """Batches from worker processes or threads. Used by one thread at a time."""
 
     def __init__(self, loader: DataLoader) -> None:
         resumed = loader._resumed
         super().__init__(loader)
         if loader.prefetch_factor is None or loader.prefetch_factor <= 0:
-            raise AssertionError("prefetch_factor must be greater than 0 for worker processes")
+            raise AssertionError("prefetch_factor must be greater than 0 for workers")
         self._max_tasks = loader.prefetch_factor * self._num_workers
         self._in_order = loader.in_order
         self._memory_limit = loader.memory_limit
@@ -291,8 +296,10 @@ class WorkerIterator(_Iterator):
         self._generation = 0
         job = self._job(loader, resumed)
         self._announced = job.announce
+        self._sampler_error: Exception | None = None
         self._crew: Crew = self._start(loader, job, resumed)
-        # Runs when the iterator dies, and before multiprocessing joins its children at exit.
+        self._dumps = self._crew.dumps
+        # Runs when the iterator dies, and at exit.
         self._closer = util.Finalize(self, self._crew.close, exitpriority=10)
         self._next_epoch: NextEpoch | None = None
         self._speculates = (
@@ -302,7 +309,11 @@ class WorkerIterator(_Iterator):
             and not isinstance(self._dataset, IterDataPipe)
         )
         self._epochs = [self._sampler_epoch()]
-        self._begin(resumed)
+        try:
+            self._begin(resumed)
+        except BaseException as error:
+            self._fail(error)
+            raise
 
     def _start(self, loader: DataLoader, job: Job, resumed: Resumed | None) -> Crew:
         if loader._choice.value == "auto":
@@ -328,6 +339,19 @@ class WorkerIterator(_Iterator):
     def close(self) -> None:
         """End the workers; what was handed out stays valid. Idempotent."""
         self._failed = self._failed or RuntimeError("the loader was closed inside this loop")
+        self._closer()
+
+    @property
+    def failed(self) -> bool:
+        """Whether nothing more can come from these workers."""
+        return self._failed is not None
+
+    def _fail(self, error: BaseException) -> None:
+        """End the workers; from now on `next` raises this error."""
+        if not isinstance(error, Exception):
+            self._crew.close(hurry=True)  # Ctrl-C: nobody wants to wait
+            error = RuntimeError(f"this loop was interrupted by {type(error).__name__}; begin a new one")
+        self._failed = error
         self._closer()
 
     _shutdown_workers = close  # torch's name, which others call
@@ -359,7 +383,7 @@ class WorkerIterator(_Iterator):
         for task in self._tasks.values():
             self._lane_tasks[task.lane] += 1
             self._unfinished[task.lane % self._num_workers] += task.answer is None
-        self._exhausted = False
+        self._exhausted, self._sampler_error = False, None
         self._ahead = resumed.ahead if resumed else frozenset()
         self._next_number = resumed.batches if resumed else self._sent
         self._progress.lanes_begin(self._order)
@@ -372,10 +396,10 @@ class WorkerIterator(_Iterator):
         self._opening = set(range(self._order.count)) if self._announced else set()
         for lane in range(self._order.count):
             for _ in range(resumed.skips(lane) if resumed else 0):
-                self._send(lane, SKIP, -1, next(self._sampler_iter))
+                self._send(lane, SKIP, -1, self._dumps(next(self._sampler_iter)))
             random = resumed.lanes[lane].random if resumed and lane in resumed.lanes else None
             if random is not None:
-                self._send(lane, RANDOM, -1, random)
+                self._send(lane, RANDOM, -1, self._dumps(random))
         self._fill(waiting=False)
         while self._opening:
             self._wait()
@@ -390,6 +414,7 @@ class WorkerIterator(_Iterator):
         super()._reset(loader, first_iter)
         self._resume_sampler(loader, None)
         self._epochs.append(self._sampler_epoch())
+        self._discard_tasks(self._tasks)
         given, self._next_epoch = self._next_epoch, None
         if given is not None:
             real = list(itertools.islice(self._sampler_iter, len(given.indices)))
@@ -399,14 +424,18 @@ class WorkerIterator(_Iterator):
                 self._begin(None, given)
                 return
             self._sampler_iter = itertools.chain(real, self._sampler_iter)
-            for task in given.tasks.values():
-                if task.answer is not None:
-                    self._crew.unpack(task.answer)
+            self._discard_tasks(given.tasks)
         self._generation += 2  # the one between was the guess
         self._crew.begin_epoch(self._generation)
         for worker in range(self._num_workers):
-            self._post(worker, RESET if given is None else BACK, worker, -1, self._shared_seed)
+            kind = RESET if given is None else BACK
+            self._post(worker, kind, worker, -1, self._dumps(self._shared_seed))
         self._begin(None)
+
+    def _discard_tasks(self, tasks: dict[int, _Task]) -> None:
+        for task in tasks.values():
+            if task.answer is not None:
+                self._crew.discard(task.answer)
 
     def _sampler_epoch(self) -> int:
         return int(getattr(getattr(self._index_sampler, "sampler", self._index_sampler), "epoch", 0))
@@ -414,23 +443,26 @@ class WorkerIterator(_Iterator):
     # ---- sending -------------------------------------------------------------------------------
 
     def _post(
-        self, worker: int, kind: int, lane: int, task: int, index: Any, later: int = 0, number: int = -1
+        self, worker: int, kind: int, lane: int, task: int, index: Any, *, later: int = 0, number: int = -1
     ) -> None:
         self._crew.post(worker, (kind, self._generation + later, lane, task, index), number)
 
     def _send(self, lane: int, kind: int, task: int, index: Any, number: int = -1) -> None:
-        self._post(lane % self._num_workers, kind, lane, task, index, 0, number)
+        self._post(lane % self._num_workers, kind, lane, task, index, number=number)
 
     def _fill(self, *, waiting: bool) -> None:
         """Give out work: torch's look-ahead; more when a worker is idle while the consumer waits."""
-        while not self._exhausted:
+        while not self._exhausted and self._sampler_error is None:
             if self._outstanding >= self._max_tasks and not (waiting and self._may_run_ahead()):
                 return
             try:
-                index = next(self._sampler_iter)
+                index = self._dumps(next(self._sampler_iter))
             except StopIteration:
                 self._exhausted = True
                 break
+            except Exception as error:
+                self._sampler_error = error  # raised in its place, behind the batches that come before it
+                return
             lane = self._order.next() if self._in_order else self._free_lane()
             if lane is None:
                 break
@@ -460,7 +492,7 @@ class WorkerIterator(_Iterator):
                 return
             ahead = self._next_epoch = NextEpoch(predicted)
             for worker in range(self._num_workers):
-                self._post(worker, RESET if iterable else MARK, worker, -1, None, later=1)
+                self._post(worker, RESET if iterable else MARK, worker, -1, self._dumps(None), later=1)
         while (
             self._outstanding + len(ahead.tasks) < self._max_tasks and self._held_bytes < self._memory_limit
         ):
@@ -472,7 +504,8 @@ class WorkerIterator(_Iterator):
             ahead.tasks[number] = _Task(number, lane, None)
             ahead.indices.append(index)
             self._unfinished[lane % self._num_workers] += 1
-            self._post(lane % self._num_workers, TASK, lane, number, index, later=1, number=number)
+            worker = lane % self._num_workers
+            self._post(worker, TASK, lane, number, self._dumps(index), later=1, number=number)
 
     def _number(self) -> int:
         """The number in the epoch of the batch that is sent now."""
@@ -512,35 +545,62 @@ class WorkerIterator(_Iterator):
 
     def _next_data(self) -> Any:
         self._raise_if_failed()
+        try:
+            task = self._next_task()
+            answer = task.answer
+            assert answer is not None
+            self._lane_tasks[task.lane] -= 1
+            self._outstanding -= 1
+            self._held_bytes -= answer.total
+            self._handed_bytes = answer.total
+            data: Any = None
+            state = random = failure = None
+            try:
+                data, state, random = self._crew.unpack(answer)
+            except Exception as error:
+                error.add_note("raised in the main process, while it rebuilt a batch from a worker")
+                failure = error
+            self._fill(waiting=False)
+        except BaseException as error:
+            if not isinstance(error, Exception):
+                self._fail(error)
+            raise
+        number = None if self._in_order or self._dataset_kind == _DatasetKind.Iterable else task.number
+        self._progress.delivered(task.lane, state, random, task.sampled, number)
+        if failure is None and answer.kind == ERROR:
+            failure = _exception_of(data)
+        if failure is not None:
+            try:
+                raise failure
+            finally:
+                del failure  # no cycle with this frame: the workers end when the iterator dies
+        if self._pin_memory:
+            data = torch_pin.pin_memory(data, self._pin_memory_device)
+        return data
+
+    def _next_task(self) -> _Task:
+        """Wait for the next batch. `StopIteration` after the last."""
         self._take(self._crew.receive())
         while True:
             task = self._ready()
             if task is not None:
-                break
-            if not self._tasks:
-                self._fill(waiting=False)
-                if not self._tasks:
-                    self._progress.end()
-                    if not self._persistent_workers:
-                        self._closer()
-                    raise StopIteration
+                return task
+            if self._tasks:
+                self._wait()
                 continue
-            self._wait()
-        self._lane_tasks[task.lane] -= 1
-        self._outstanding -= 1
-        answer = task.answer
-        assert answer is not None
-        self._held_bytes -= answer.total
-        self._handed_bytes = answer.total
-        data, state, random = self._crew.unpack(answer)
-        self._fill(waiting=False)
-        number = None if self._in_order or self._dataset_kind == _DatasetKind.Iterable else task.number
-        self._progress.delivered(task.lane, state, random, task.sampled, number)
-        if isinstance(data, ExceptionWrapper):
-            data.reraise()
-        if self._pin_memory:
-            data = torch_pin.pin_memory(data, self._pin_memory_device)
-        return data
+            self._fill(waiting=False)
+            if self._tasks:
+                continue
+            if self._sampler_error is not None:
+                error, self._sampler_error = self._sampler_error, None
+                try:
+                    raise error
+                finally:
+                    del error
+            self._progress.end()
+            if not self._persistent_workers:
+                self._closer()
+            raise StopIteration
 
     def _ready(self) -> _Task | None:
         """The next task to deliver, if its answer is here."""
@@ -568,8 +628,7 @@ class WorkerIterator(_Iterator):
             try:
                 answers = self._crew.wait(_NOTICE_S if limit is None else limit - waited)
             except WorkerDiedError as error:
-                self._failed = error
-                self._closer()
+                self._fail(error)
                 raise
             if answers:
                 self._take(answers)
@@ -592,18 +651,18 @@ class WorkerIterator(_Iterator):
                 self._next_epoch.tasks[answer.task].answer = answer
                 continue
             if answer.generation != self._generation:
-                self._crew.unpack(answer)  # of an epoch that was left: its memory goes back
+                self._crew.discard(answer)  # of an epoch that was left
                 continue
             if answer.kind == OPENED:
                 self._opened(answer)
                 continue
             self._unfinished[answer.worker] -= 1
             task = self._tasks.get(answer.task)
-            if answer.kind == END or task is None:
-                if task is None:
-                    self._crew.unpack(answer)
-                else:
-                    self._lane_end(task.lane, answer)
+            if task is None:
+                self._crew.discard(answer)
+                continue
+            if answer.kind == END:
+                self._lane_end(task.lane, answer)
                 continue
             task.answer = answer
             self._held_bytes += answer.total
@@ -616,8 +675,8 @@ class WorkerIterator(_Iterator):
         self._opening.discard(answer.task)
         if isinstance(error, ExceptionWrapper):
             self._opening.clear()
-            self._closer()
-            error.reraise()
+            self._fail(_exception_of(error))
+            self._raise_if_failed()
         self._progress.lane_opened(answer.task, state)
 
     def _lane_end(self, lane: int, answer: Answer | Finished) -> None:
@@ -642,9 +701,10 @@ class ProcessWorkers:
     def __init__(self, file: SharedFile, pool: WorkerPool) -> None:
         self._file, self._pool = file, pool
         self.receive, self.wait, self.stacks = pool.receive, pool.wait, pool.stacks
+        self.dumps = dumps_by_value if pool.context is None else pickle.dumps
 
     @property
-    def processes(self) -> list[BaseProcess]:
+    def processes(self) -> Sequence[BaseProcess]:
         """One a worker."""
         return self._pool.processes
 
@@ -653,32 +713,62 @@ class ProcessWorkers:
         """Whether all can take work."""
         return self._pool.started
 
-    def post(self, worker: int, message: tuple[Any, ...], number: int) -> None:
-        """Send (kind, generation, lane, task, index)."""
-        self._pool.send(worker, cloudpickle.dumps((*message, self._file.take_returned(worker))))
-
-    def unpack(self, answer: Any) -> Any:
-        """What an answer brings; see `worker_process`."""
-        buffer = self._file.borrow(answer.worker, answer.offset, answer.nbytes)
-        borrow = functools.partial(self._file.borrow, answer.worker)
-        return unpack(buffer, answer.meta, answer.meta_bytes, answer.table, borrow)
-
     @property
     def shared_bytes(self) -> int:
         """Memory that the file takes now."""
         return self._file.held_bytes
 
+    def post(self, worker: int, message: tuple[Any, ...], number: int) -> None:
+        """Send (kind, generation, lane, task, index as `dumps` gives it)."""
+        self._pool.send(worker, pickle.dumps((*message, self._file.take_returned(worker))))
+
     def begin_epoch(self, generation: int) -> None:
         """Let workers pass over tasks of earlier generations."""
         self._file.header.set(Header.GENERATION, generation)
 
-    def close(self) -> None:
-        """End them. Batches that are still used keep their memory. Idempotent."""
-        self._pool.close()
-        self._file.close()
+    def unpack(self, answer: Any) -> Any:
+        """What an answer brings; see `worker_process`."""
+        borrowed: list[int] = []
+
+        def borrow(offset: int, nbytes: int) -> Buffer:
+            borrowed.append(offset)
+            return self._file.borrow(answer.worker, offset, nbytes)
+
+        buffer = self._file.borrow(answer.worker, answer.offset, answer.nbytes)
+        try:
+            return unpack(buffer, answer.meta, answer.meta_bytes, answer.table, borrow)
+        except BaseException:
+            rest = Counter(placed_offsets(buffer, answer.placed)) - Counter(borrowed)
+            for offset in rest.elements():
+                self._file.give_back(answer.worker, offset)
+            raise
+
+    def discard(self, answer: Any) -> None:
+        """Give the memory of an answer back without looking at it: its objects may have opinions."""
+        buffer = self._file.borrow(answer.worker, answer.offset, answer.nbytes)
+        for offset in placed_offsets(buffer, answer.placed):
+            self._file.give_back(answer.worker, offset)
+
+    def close(self, *, hurry: bool = False) -> None:
+        """End them. Batches that are still used keep their memory. Idempotent.
+
+        `hurry`: do not let them finish what they are doing.
+        """
+        try:
+            self._pool.close(stop_s=0 if hurry else None)
+        finally:
+            self._file.close()
 
 
 Crew = ProcessWorkers | ItemThreads | LaneThreads
+
+
+def _exception_of(error: ExceptionWrapper) -> Exception:
+    try:
+        error.reraise()
+    except Exception as raised:
+        return raised.with_traceback(None)
+    raise AssertionError("nothing was raised")
 
 
 def _start_context(given: Any) -> Any:
@@ -686,7 +776,8 @@ def _start_context(given: Any) -> Any:
     if given is not None or multiprocessing.parent_process() is not None:
         return given  # a child process has inherited its method, not chosen it
     chosen = multiprocessing.get_start_method(allow_none=True)
-    # The platform's default is nobody's choice: it is fixed as soon as somebody asks for it.
+    # The platform's default is nobody's choice: it is fixed as soon as anything is used that comes from it,
+    # the lock of a progress bar for instance.
     if chosen in (None, multiprocessing.get_all_start_methods()[0]):
         return None
     return torch.multiprocessing.get_context(chosen)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import ctypes
+import os
 import pickle
 import random
 import weakref
@@ -107,7 +108,7 @@ class Lane:
         self._fetcher: Any = None
         self._shared_rng = torch.Generator()
         self._since_state = 0
-        self._ended = False
+        self._ended = self._initialised = False
         self.where = f"in DataLoader worker process {number}"
         self.info: Any = None
         if job.num_lanes:
@@ -116,15 +117,16 @@ class Lane:
             )
         self._resumed = state
 
-    def open(self, shared_seed: int | None, *, first: bool) -> None:
+    def open(self, shared_seed: int | None) -> None:
         """Begin an epoch."""
         self._ended, self._since_state = False, 0
         if isinstance(self._dataset, torch.utils.data.IterDataPipe) and shared_seed is not None:
             self._shared_rng.manual_seed(shared_seed)
             graph = torch.utils.data.graph_settings
             self._dataset = graph.apply_random_seed(self._dataset, self._shared_rng)
-        if first and self._job.init_fn is not None:
+        if not self._initialised and self._job.init_fn is not None:
             self._job.init_fn(self._number)
+        self._initialised = True
         resumed, self._resumed = self._resumed, None
         if resumed is not None and resumed.dataset is not None:
             self._dataset.load_state_dict(resumed.dataset)
@@ -234,6 +236,12 @@ class _Hand:
         self._stack = collate.collate_tensor_fn
         if collate.default_collate_fn_map.get(torch.Tensor) is self._stack:
             collate.default_collate_fn_map[torch.Tensor] = self._collate_tensor
+            os.register_at_fork(after_in_child=self._release)
+
+    def _release(self) -> None:
+        """In a process that is forked from this one, whose region it is not."""
+        if collate.default_collate_fn_map.get(torch.Tensor) == self._collate_tensor:
+            collate.default_collate_fn_map[torch.Tensor] = self._stack
 
     def _collate_tensor(self, batch: Any, *, collate_fn_map: Any = None) -> torch.Tensor:
         """torch's, but into our shared memory instead of a new shared object a tensor."""
@@ -242,7 +250,7 @@ class _Hand:
             stacked: torch.Tensor = self._stack(batch, collate_fn_map=collate_fn_map)
             return stacked
         nbytes = len(batch) * elem.numel() * elem.element_size()
-        if nbytes < _DIRECT_BYTES:
+        if nbytes < _DIRECT_BYTES or type(elem) is not torch.Tensor:
             return torch.stack(batch, 0)
         leased = self._region.arena.lease(nbytes)
         self._direct[leased.ctypes.data] = leased
@@ -261,15 +269,15 @@ class _Hand:
         self._by_value = packed.by_value or None
         leased: Buffer = self._region.arena.lease(packed.nbytes)
         packed.copy_to(leased.ctypes.data)
-        for tensor in packed.placed:
+        for tensor, _ in packed.placed:
             self._region.lend(self._direct[tensor.data_ptr()])
         return self._region.lend(leased), packed
 
 
 def run(start: WorkerStart) -> None:
     """A worker process, from its start to its end."""
-    begin(start)
     try:
+        begin(start)
         signal_handling._set_worker_signal_handlers()  # type: ignore[attr-defined]
         torch.set_num_threads(1)
         _serve(start)
@@ -282,8 +290,8 @@ def _serve(start: WorkerStart) -> None:
     header = Header(memory)
     hand = _Hand(Region(memory, start.region_offset, start.region_bytes, start.region_limit))
     region = hand._region
-    job: Job | None = None
     lanes: dict[int, Lane] = {}
+    failure: ExceptionWrapper | None = None
     broken: dict[int, ExceptionWrapper] = {}
     randoms: dict[int, Any] = {}
     marked: dict[int, Any] = {}
@@ -317,22 +325,28 @@ def _serve(start: WorkerStart) -> None:
     def wrapped(lane: int) -> ExceptionWrapper:
         return ExceptionWrapper(where=f"in DataLoader worker process {lane}")
 
-    def open_lane(lane: int, shared_seed: int | None, generation: int, *, first: bool) -> None:
+    def open_lane(lane: int, shared_seed: int | None, generation: int) -> None:
+        broken.pop(lane, None)
         try:
             switch(lane)
-            lanes[lane].open(shared_seed, first=first)
+            lanes[lane].open(shared_seed)
         except Exception:
             broken[lane] = wrapped(lane)
         if current.announce:
             state = lanes[lane].snapshot() if lane not in broken and current.state_every else None
-            answer(OPENED, generation, lane, lane, (broken.get(lane), state, None))
+            answer(OPENED, generation, lane, lane, broken.get(lane), state)
 
-    def answer(kind: int, generation: int, lane: int, task: int, obj: Any) -> None:
+    def answer(
+        kind: int, generation: int, lane: int, task: int, data: Any, state: Any = None, random: Any = None
+    ) -> None:
         try:
-            offset, packed = hand.put(obj)
+            offset, packed = hand.put((data, state, random))
         except Exception:
-            kind = ERROR
-            offset, packed = hand.put((wrapped(lane), None, None))
+            kind = ERROR if kind == BATCH else kind
+            try:
+                offset, packed = hand.put((wrapped(lane), state, random))
+            except Exception:
+                offset, packed = hand.put((wrapped(lane), None, None))
         start.answer(
             Answer(
                 kind,
@@ -344,19 +358,20 @@ def _serve(start: WorkerStart) -> None:
                 packed.meta_offset,
                 len(packed.meta),
                 len(packed.spans),
-                packed.nbytes + sum(tensor.nbytes for tensor in packed.placed),
+                len(packed.placed),
+                packed.nbytes + sum(tensor.nbytes for tensor, _ in packed.placed),
             )
         )
 
     try:
-        current = job = load()
-        for number in range(start.worker, max(1, job.num_lanes), start.num_workers):
-            dataset = copy.deepcopy(job.dataset) if lanes else job.dataset
-            lanes[number] = Lane(job, number, dataset, job.resumed.get(number))
-            open_lane(number, job.shared_seed, 0, first=True)
+        current = load()
+        for number in range(start.worker, max(1, current.num_lanes), start.num_workers):
+            dataset = copy.deepcopy(current.dataset) if lanes else current.dataset
+            lanes[number] = Lane(current, number, dataset, current.resumed.get(number))
+            open_lane(number, current.shared_seed, 0)
     except Exception:
         failure = wrapped(start.worker)
-        broken = dict.fromkeys(range(4096), failure)
+        answer(OPENED, 0, start.worker, start.worker, failure)
     while True:
         try:
             message = start.tasks.recv_bytes()
@@ -364,14 +379,16 @@ def _serve(start: WorkerStart) -> None:
             return
         if not message:
             return
-        kind, generation, lane, task, index, returned = pickle.loads(message)
+        kind, generation, lane, task, sent, returned = pickle.loads(message)
         for offset in returned:
             region.take_back(offset)
         if header.get(Header.STOP):
             return
+        if failure is not None:
+            continue  # the parent has been told
         if kind == RANDOM:
             switch(lane)
-            set_random_state(index)
+            set_random_state(pickle.loads(sent))
             draws[lane].since()
             continue
         if kind == MARK:
@@ -383,20 +400,25 @@ def _serve(start: WorkerStart) -> None:
                     switch(number)
                     set_random_state(marked[number])
                     draws[number].since()
-                open_lane(number, index, generation, first=False)
+                open_lane(number, pickle.loads(sent), generation)
             continue
         if generation < header.get(Header.GENERATION):
             continue
         if kind == SKIP:
             if lane not in broken:
                 switch(lane)
-                lanes[lane].skip(index)
+                with contextlib.suppress(Exception):
+                    lanes[lane].skip(pickle.loads(sent))
             continue
         if lane in broken:
-            answer(ERROR, generation, lane, task, (broken.pop(lane), None, None))
+            answer(ERROR, generation, lane, task, broken[lane])
+            continue
+        try:
+            index = pickle.loads(sent)
+        except Exception:
+            answer(ERROR, generation, lane, task, wrapped(lane))
             continue
         switch(lane)
         kind, data, state = lanes[lane].answer(index)
-        answer(kind, generation, lane, task, (data, state, draws[lane].since()))
-        del data
-        del index
+        answer(kind, generation, lane, task, data, state, draws[lane].since())
+        del data, index, sent, message

@@ -10,9 +10,11 @@ that is killed leaves none behind.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 import os
+import resource
 import tempfile
 import weakref
 from collections import defaultdict, deque
@@ -28,7 +30,7 @@ _PAGE = mmap.PAGESIZE
 HEADER_BYTES = 16 * _PAGE
 REGION_BYTES = 1 << 36
 """Address space of one worker's region: 64 GiB, of which only touched pages exist."""
-_MIN_REGION_BYTES = 1 << 30
+_MIN_REGION_BYTES = 1 << 26
 
 Borrowed = NDArray[np.uint8]
 
@@ -41,20 +43,34 @@ def page_rounded(nbytes: int) -> int:
 def create_file(nbytes: int) -> int:
     """Descriptor of an anonymous shared-memory file of `nbytes`, all of it holes.
 
+    Without `memfd_create` (an old kernel, or a sandbox that forbids it) it is a file without a name in the
+    folder for temporary files, whose free space then bounds it.
+
     Raises:
-        OSError: there is no `memfd_create` and the folder for temporary files cannot hold such a file.
+        OSError: that folder cannot hold such a file.
     """
-    if hasattr(os, "memfd_create"):
+    try:
         fd = os.memfd_create("dataflow", os.MFD_CLOEXEC)
-    else:
-        with tempfile.TemporaryFile() as file:
+    except (OSError, AttributeError):
+        with tempfile.TemporaryFile(prefix="dataflow-") as file:
             fd = os.dup(file.fileno())
     try:
         os.ftruncate(fd, nbytes)
-    except BaseException:
+    except BaseException as error:
         os.close(fd)
+        if isinstance(error, OSError):
+            error.add_note(
+                f"shared memory for {nbytes:,} bytes of address space is a sparse file here; if memfd_create "
+                f"is forbidden, it lies in {tempfile.gettempdir()}: set TMPDIR to another folder"
+            )
         raise
     return fd
+
+
+def give_pages_back(memory: mmap.mmap, start: int, nbytes: int) -> None:
+    """Take the pages of a range out of the file; they read as zeros."""
+    with contextlib.suppress(OSError):  # not every file system can: then they stay until the file goes
+        memory.madvise(mmap.MADV_REMOVE, start, nbytes)
 
 
 class Header:
@@ -120,7 +136,7 @@ class Region:
 
     def drop(self, slab: _RegionSlab) -> None:
         """Give a slab's pages back to the system."""
-        self._memory.madvise(mmap.MADV_REMOVE, slab.start, slab.nbytes)
+        give_pages_back(self._memory, slab.start, slab.nbytes)
         self._dropped[slab.nbytes].append(slab.start)
 
     def offset_of(self, address: int) -> int:
@@ -142,12 +158,12 @@ class Region:
 
 
 class _Loan:
-    """The base object of a borrowed array; holds the mapping."""
+    """The base object of a borrowed array; holds the file, which looks after the loan's end."""
 
-    __slots__ = ("__array_interface__", "__weakref__", "memory")
+    __slots__ = ("__array_interface__", "__weakref__", "file")
 
-    def __init__(self, memory: mmap.mmap, address: int, nbytes: int) -> None:
-        self.memory = memory
+    def __init__(self, file: SharedFile, address: int, nbytes: int) -> None:
+        self.file = file
         self.__array_interface__: dict[str, Any] = {
             "shape": (nbytes,),
             "typestr": "|u1",
@@ -177,21 +193,17 @@ class SharedFile:
         self.message_bytes = message_bytes
         self._first_region = HEADER_BYTES + page_rounded(message_bytes)
         self._num_workers = num_workers
-        self.region_bytes = REGION_BYTES
+        self.region_bytes = _region_bytes(num_workers)
         while True:
             try:
                 self._nbytes = self._first_region + num_workers * self.region_bytes
-                self.fd = create_file(self._nbytes)
+                self._create()
                 break
             except OSError:
                 if self.region_bytes <= _MIN_REGION_BYTES:
                     raise
                 self.region_bytes //= 2
-        try:
-            self._memory = self._map(self._nbytes)
-        except BaseException:
-            os.close(self.fd)
-            raise
+        self._owner = os.getpid()
         self._address = np.frombuffer(self._memory, np.uint8).ctypes.data
         self.header = Header(self.fd)
         self._register = register
@@ -200,13 +212,17 @@ class SharedFile:
         self._returned: list[deque[int]] = [deque() for _ in range(num_workers)]
         self._closed = False
 
-    def _map(self, nbytes: int) -> mmap.mmap:
+    def _create(self) -> None:
+        self.fd = create_file(self._nbytes)
         try:
-            return mmap.mmap(self.fd, nbytes)
-        except OSError as error:
+            self._memory = mmap.mmap(self.fd, self._nbytes)
+        except BaseException as error:
+            os.close(self.fd)
+            if not isinstance(error, OSError):
+                raise
             raise OSError(
                 error.errno,
-                f"cannot map {nbytes:,} bytes of address space for {self._num_workers} workers; "
+                f"cannot map {self._nbytes:,} bytes of address space for {self._num_workers} workers; "
                 "raise the limit on virtual memory (ulimit -v) or use fewer workers",
             ) from error
 
@@ -231,7 +247,7 @@ class SharedFile:
         if self._register is not None and offset not in self._registered:
             whole = rounded_bytes(nbytes)  # a slab keeps its place and size for life
             self._registered[offset] = self._register(self._address + offset, whole)
-        loan = _Loan(self._memory, self._address + offset, nbytes)
+        loan = _Loan(self, self._address + offset, nbytes)
         self._loans[weakref.ref(loan, self._on_death)] = (worker, offset, nbytes)
         return np.asarray(loan)
 
@@ -243,9 +259,11 @@ class SharedFile:
             self._forget(offset, nbytes)
 
     def _forget(self, offset: int, nbytes: int) -> None:
+        if self._owner != os.getpid():  # a forked child's loan has died, but the pages are the parent's too
+            return
         if unregister := self._registered.pop(offset, None):
             unregister()
-        self._memory.madvise(mmap.MADV_REMOVE, offset, page_rounded(nbytes))
+        give_pages_back(self._memory, offset, page_rounded(nbytes))
 
     def give_back(self, worker: int, offset: int) -> None:
         """Return what was lent without looking at it."""
@@ -278,15 +296,27 @@ class SharedFile:
         if self._closed:
             return
         self._closed = True
+        if self._owner != os.getpid():
+            return
         held = sorted({(offset, page_rounded(nbytes)) for _, offset, nbytes in list(self._loans.values())})
         for offset in self._registered.keys() - {offset for offset, _ in held}:
-            self._registered.pop(offset)()
+            if unregister := self._registered.pop(offset, None):
+                unregister()
         start = 0
         for offset, nbytes in [*held, (self._nbytes, 0)]:
             if offset > start:
-                self._memory.madvise(mmap.MADV_REMOVE, start, offset - start)
+                give_pages_back(self._memory, start, offset - start)
             start = max(start, offset + nbytes)
         os.close(self.fd)
+
+
+def _region_bytes(num_workers: int) -> int:
+    """Address space for a region: all of them take at most a quarter of what the process may have."""
+    most, _ = resource.getrlimit(resource.RLIMIT_AS)
+    nbytes = REGION_BYTES
+    while most != resource.RLIM_INFINITY and 4 * num_workers * nbytes > most and nbytes > _MIN_REGION_BYTES:
+        nbytes //= 2
+    return nbytes
 
 
 def read_message(fd: int, offset: int, nbytes: int) -> NDArray[np.uint8]:

@@ -2,42 +2,62 @@
 
 Answers are fixed-size records, shorter than `PIPE_BUF`: the kernel writes each as a whole, so workers need
 no lock, the parent reads many with one call, and a worker that is killed cannot leave half a record or a
-held lock behind. What a record describes lies in the shared file (see `shared_arena`).
+held lock behind. What a record describes lies in the shared file (see `shared_arena`). Messages to a
+worker never block the parent: what a pipe does not hold yet waits here.
 
-Processes come from a fork server of our own unless the caller names a start method: it has torch
-imported and no threads, so a worker starts in milliseconds and inherits nothing of the parent's locks,
-clients and CUDA context. It does not import the parent's main module, whose objects travel by value;
-so a script needs no `if __name__ == "__main__"`.
+Processes come from our own fork server (see `fork_server`) unless the caller names a start method. The
+parent's main module is not imported there, its objects travel by value; so a script needs no
+`if __name__ == "__main__"`.
+
+Workers end with the parent, however it ends: its ends of the pipes close, since processes forked from it
+close theirs at once; and where the kernel can watch the process that started them, it kills even
+those that hang.
 """
 
 from __future__ import annotations
 
 import contextlib
 import faulthandler
-import io
 import multiprocessing
 import os
+import resource
 import select
 import signal
 import struct
 import threading
 import time
-from collections.abc import Callable, Sequence
+import weakref
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
-from multiprocessing import connection, forkserver, popen_forkserver, process, reduction, spawn, util
-from multiprocessing.context import BaseContext, set_spawning_popen
+from multiprocessing import connection, process, reduction
+from multiprocessing.context import BaseContext
 from typing import Any, NamedTuple
 
+from prefetch.fork_server import (
+    Modules,
+    ServerProcess,
+    begin_to_use,
+    end_with_parent,
+    interrupts_held,
+    let_interrupt,
+    release_server,
+    stop_using,
+)
 from prefetch.shared_arena import Header, SharedFile
+from prefetch.worker_death import WorkerDiedError
 
 STACKS_SIGNAL = signal.SIGUSR2
+_ANSWER_S = 2.0
+"""A worker begins to write its stacks within this time."""
 _QUIET_S = 0.25
-"""Stacks have arrived when none came for this long."""
+"""Stacks have arrived when nothing more came for this long."""
 _STOP_S = 5.0
 """Time that workers have to end by themselves, together."""
 _KILL_S = 2.0
 _PIPE_BYTES = 1 << 20
-_PRELOADED = ["torch", "numpy", "dataflow.worker_process"]
+_LONGEST_S = 1e6
+"""`poll` takes no longer times."""
 
 
 class Answer(NamedTuple):
@@ -56,11 +76,15 @@ class Answer(NamedTuple):
     meta_bytes: int
     table: int
     """Bytes behind the pickle that list its out-of-band buffers."""
+    placed: int
+    """Ranges of shared memory that it holds beside its own, listed at its end."""
     total: int
     """All bytes of shared memory that the answer holds."""
 
 
-_ANSWER = struct.Struct("<iiqqqqqqqq")
+_ANSWER = struct.Struct("<iiqqqqqqqqq")
+_FRAME = struct.Struct("!i")
+"""What `Connection.recv_bytes` expects before a message: its length."""
 
 
 class Descriptor:
@@ -96,95 +120,14 @@ class WorkerStart:
     environment: dict[str, str] | None
     inherited: Any
     """What a forked worker takes from the parent as it is; None: the message in the shared file."""
-    parent_ends: tuple[connection.Connection, ...]
-    """Ends of pipes that a forked worker must close: it would keep itself alive when the parent dies."""
+    watched: bool
+    """The thread that starts this process lives as long as the parent: the kernel may watch it."""
+    interruptible: bool
+    """Ctrl-C interrupts the parent, so it may interrupt this process; else the parent has other plans."""
 
     def answer(self, answer: Answer) -> None:
         """Tell the parent. Raises BrokenPipeError when it has gone."""
         os.write(self.answers.fd, _ANSWER.pack(*answer))
-
-
-Modules = frozenset[tuple[str, int]]
-"""Names of modules, each with the time its file was changed."""
-
-
-class _Server(forkserver.ForkServer):
-    """A process with modules imported, from which workers are forked; started when first needed."""
-
-    def __init__(self, modules: Modules) -> None:
-        super().__init__()
-        self.modules = modules
-        self.owner = os.getpid()
-        self.set_forkserver_preload([*_PRELOADED, *sorted(name for name, _ in modules)])
-
-    def retire(self) -> None:
-        """End it with its last worker."""
-        if self._forkserver_alive_fd is not None:  # type: ignore[has-type]
-            os.close(self._forkserver_alive_fd)  # type: ignore[has-type]
-            self._forkserver_alive_fd = None
-            _retired.append(self._forkserver_pid)  # type: ignore[attr-defined]
-
-
-_server: _Server | None = None
-_server_lock = threading.Lock()  # guards _server and _retired
-_retired: list[int] = []
-"""Servers that will end, to be waited for."""
-
-
-def warm_up(modules: Modules = frozenset()) -> None:
-    """Start the fork server, without waiting for it, with these modules imported besides torch.
-
-    One that runs already is kept if it has them; otherwise the next workers come from a new one.
-    """
-    global _server
-    with _server_lock:
-        _retired[:] = [pid for pid in _retired if not _has_ended(pid)]
-        if _server is None or _server.owner != os.getpid():  # a forked child starts its own
-            _server = _Server(modules)
-        elif not modules <= _server.modules:
-            names = {name for name, _ in modules}
-            kept = {(name, changed) for name, changed in _server.modules if name not in names}
-            _server.retire()
-            _server = _Server(modules | kept)
-        _server.ensure_running()
-
-
-def _has_ended(pid: int) -> bool:
-    try:
-        return os.waitpid(pid, os.WNOHANG)[0] == pid
-    except ChildProcessError:
-        return True
-
-
-class _ServerPopen(popen_forkserver.Popen):
-    """The standard library's, but from our server and without importing the main module."""
-
-    def _launch(self, process_obj: Any) -> None:
-        preparation = spawn.get_preparation_data(process_obj.name)
-        preparation.pop("init_main_from_name", None)
-        preparation.pop("init_main_from_path", None)
-        buffer = io.BytesIO()
-        set_spawning_popen(self)
-        try:
-            reduction.dump(preparation, buffer)
-            reduction.dump(process_obj, buffer)
-        finally:
-            set_spawning_popen(None)
-        assert _server is not None
-        self.sentinel, writer = _server.connect_to_new_process(self._fds)  # type: ignore[attr-defined]
-        parent_writer = os.dup(writer)
-        self.finalizer = util.Finalize(self, util.close_fds, (parent_writer, self.sentinel))  # type: ignore[attr-defined]
-        with open(writer, "wb", closefd=True) as file:
-            file.write(buffer.getbuffer())
-        self.pid = forkserver.read_signed(self.sentinel)
-
-
-class _ServerProcess(process.BaseProcess):
-    _start_method = "forkserver"
-
-    @staticmethod
-    def _Popen(process_obj: Any) -> _ServerPopen:  # noqa: N802  (the standard library's name)
-        return _ServerPopen(process_obj)
 
 
 class WorkerPool:
@@ -198,7 +141,11 @@ class WorkerPool:
         region_limit: bytes of free slabs that a worker keeps.
         modules: what the processes will import, for our fork server to have imported already.
 
-    Used by one thread, except that `close` may run in a finaliser.
+    Used by one thread, except that `close` may run in another or in a finaliser. In a forked child all
+    methods but `close` raise RuntimeError.
+
+    Raises:
+        RuntimeError: the limit on file descriptors leaves too few. Nothing was started.
     """
 
     def __init__(
@@ -212,78 +159,139 @@ class WorkerPool:
         region_limit: int,
         modules: Modules = frozenset(),
     ) -> None:
-        self.num_workers = num_workers
+        require_descriptors(num_workers)
+        self.num_workers, self.context = num_workers, context
         self._file = file
         self._owner = os.getpid()
         self._closing = threading.Lock()
+        self._using = threading.RLock()  # guards the pipes' parent ends while they are in use
         self._closed = False
         self.processes: list[process.BaseProcess] = []
         self._tasks: list[connection.Connection] = []
-        if context is None:
-            warm_up(modules)
-        forked = context is not None and context.get_start_method() == "fork"
+        self._waiting: list[deque[memoryview]] = [deque() for _ in range(num_workers)]
+        self._poll = select.poll()
+        self._server = begin_to_use(modules) if context is None else None
         self._answers, writer = os.pipe()
         self._stacks, stacks_writer = os.pipe()
+        _pools.add(self)
         try:
-            with contextlib.suppress(OSError, AttributeError):
-                import fcntl
-
-                fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
-            os.set_blocking(self._answers, False)
-            os.set_blocking(self._stacks, False)
+            for fd in (writer, stacks_writer):
+                _enlarge(fd)
+            for fd in (self._answers, self._stacks, stacks_writer):  # stacks nobody reads are dropped
+                os.set_blocking(fd, False)
             for worker in range(num_workers):
-                start, length = file.region_span(worker)
-                reader, tasks = multiprocessing.Pipe(duplex=False)
-                self._tasks.append(tasks)
-                given = WorkerStart(
-                    worker,
-                    num_workers,
-                    Descriptor(file.fd),
-                    file.message_offset,
-                    file.message_bytes,
-                    start,
-                    length,
-                    region_limit,
-                    reader,
-                    Descriptor(writer),
-                    Descriptor(stacks_writer),
-                    () if context else _stdio(),
-                    None if context else dict(os.environ),
-                    inherited,
-                    tuple(self._tasks) if forked else (),
-                )
-                make: Any = _ServerProcess if context is None else context.Process  # type: ignore[attr-defined]
-                made = make(target=target, args=(given,), name=f"dataflow-worker-{worker}")
-                made.start()
-                self.processes.append(made)
-                reader.close()
+                self._start(worker, target, writer, stacks_writer, context, inherited, region_limit)
         except BaseException:
-            self.close()
+            self.close(stop_s=0)
             raise
         finally:
             os.close(writer)
             os.close(stacks_writer)
-        self._poll = select.poll()
         self._poll.register(self._answers, select.POLLIN)
         self._sentinels = {made.sentinel: worker for worker, made in enumerate(self.processes)}
         for sentinel in self._sentinels:
             self._poll.register(sentinel, select.POLLIN)
+        self._blocked: dict[int, int] = {}
+        """Workers whose pipe is full, by the descriptor of our end of it."""
+
+    def _start(
+        self,
+        worker: int,
+        target: Callable[[WorkerStart], None],
+        answers: int,
+        stacks: int,
+        context: BaseContext | None,
+        inherited: Any,
+        region_limit: int,
+    ) -> None:
+        file = self._file
+        start, length = file.region_span(worker)
+        reader, tasks = multiprocessing.Pipe(duplex=False)
+        self._tasks.append(tasks)
+        os.set_blocking(tasks.fileno(), False)
+        method = context.get_start_method() if context else None
+        given = WorkerStart(
+            worker,
+            self.num_workers,
+            Descriptor(file.fd),
+            file.message_offset,
+            file.message_bytes,
+            start,
+            length,
+            region_limit,
+            reader,
+            Descriptor(answers),
+            Descriptor(stacks),
+            () if context else _stdio(),
+            None if context else dict(os.environ),
+            inherited,
+            method in (None, "forkserver") or threading.current_thread() is threading.main_thread(),
+            signal.getsignal(signal.SIGINT) is signal.default_int_handler,
+        )
+        made: process.BaseProcess
+        name = f"dataflow-worker-{worker}"
+        if self._server is not None:
+            made = ServerProcess(self._server, target, given, name)
+        else:
+            made = context.Process(target=target, args=(given,), name=name)  # type: ignore[union-attr]
+        with reader, interrupts_held() if method == "fork" else contextlib.nullcontext():
+            made.start()
+        self.processes.append(made)
+        # We end it ourselves. A forked child of ours that exits must neither wait for it nor end it.
+        process._children.discard(made)  # type: ignore[attr-defined]
+
+    def _require_open(self) -> None:
+        if self._closed:
+            if self._owner != os.getpid():
+                raise RuntimeError(
+                    f"the workers of this iterator belong to process {self._owner}; in a process forked "
+                    "from it, begin a new loop"
+                )
+            raise RuntimeError("the loader was closed inside this loop")
 
     def send(self, worker: int, message: bytes) -> None:
-        """Give a message to a worker; it waits in the pipe until the worker is free.
+        """Give a message to a worker; it waits until the worker is free.
 
         What a dead worker will never read is dropped: `wait` tells of its death.
         """
-        with contextlib.suppress(BrokenPipeError):
-            self._tasks[worker].send_bytes(message)
+        with self._using:
+            self._require_open()
+            self._waiting[worker].append(memoryview(_FRAME.pack(len(message)) + message))
+            self._flush(worker)
+
+    def _flush(self, worker: int) -> None:
+        """Write what the pipe takes; under the lock."""
+        waiting, fd = self._waiting[worker], self._tasks[worker].fileno()
+        while waiting:
+            try:
+                rest = waiting[0][os.write(fd, waiting[0]) :]
+            except BlockingIOError:
+                if _enlarge(fd):
+                    continue
+                self._blocked[fd] = worker
+                self._poll.register(fd, select.POLLOUT)
+                return
+            except BrokenPipeError:
+                waiting.clear()
+                break
+            if rest:
+                waiting[0] = rest
+            else:
+                waiting.popleft()
+        if self._blocked.pop(fd, None) is not None:
+            self._poll.unregister(fd)
 
     def receive(self) -> list[Answer]:
         """The answers that are there, without waiting."""
-        try:
-            data = os.read(self._answers, _ANSWER.size * 1024)
-        except BlockingIOError:
-            return []
-        return [Answer._make(record) for record in _ANSWER.iter_unpack(data)]
+        with self._using:
+            self._require_open()
+            for worker in list(self._blocked.values()):
+                self._flush(worker)
+            try:
+                data = os.read(self._answers, _ANSWER.size * 1024)
+            except BlockingIOError:
+                return []
+            return [Answer._make(record) for record in _ANSWER.iter_unpack(data)]
 
     def wait(self, timeout_s: float | None) -> list[Answer]:
         """Wait for answers; [] when none came in time.
@@ -291,13 +299,20 @@ class WorkerPool:
         Raises:
             WorkerDiedError: a worker has ended, and all that it had answered was received.
         """
-        ready = self._poll.poll(None if timeout_s is None else max(0.0, timeout_s * 1000))
-        answers = self.receive()
-        if not answers:
-            dead = [self._sentinels[fd] for fd, _ in ready if fd in self._sentinels]
-            if dead:
-                raise WorkerDiedError([(w, self.processes[w].pid or 0, self._exit_code(w)) for w in dead])
-        return answers
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        with self._using:
+            while True:
+                left = _LONGEST_S if deadline is None else deadline - time.monotonic()
+                ready = dict(self._poll.poll(1000 * min(max(0.0, left), _LONGEST_S)))
+                if answers := self.receive():
+                    return answers
+                dead = [worker for fd, worker in self._sentinels.items() if fd in ready]
+                if dead:
+                    raise WorkerDiedError([(w, self.processes[w].pid or 0, self._exit_code(w)) for w in dead])
+                if ready.get(self._answers, 0) & select.POLLHUP:  # all have ended; we shall hear of it
+                    self._poll.unregister(self._answers)
+                if not ready and left <= 0:
+                    return []
 
     def _exit_code(self, worker: int) -> int | None:
         made = self.processes[worker]
@@ -313,47 +328,57 @@ class WorkerPool:
     def stacks(self) -> str:
         """What every worker is doing now: the stacks of all its threads."""
         texts = []
-        for worker, made in enumerate(self.processes):
-            text = b""
-            header = self._file.header
-            if not header.get(header.WORKERS + worker):
-                said = "it has not started yet"  # and the signal would end it
-            elif made.exitcode is not None:
-                said = f"it has ended with exit code {made.exitcode}"
-            else:
-                os.kill(made.pid or 0, STACKS_SIGNAL)
-                while select.select([self._stacks], [], [], _QUIET_S)[0]:
-                    more = os.read(self._stacks, 1 << 16)
-                    if not more:
-                        break
-                    text += more
-                said = text.decode(errors="replace").strip() or "it does not answer"
-            texts.append(f"worker {worker} (pid {made.pid}):\n{said}")
+        with self._using:
+            self._require_open()
+            self._read_stacks(0)  # what somebody else's signal has brought
+            for worker, made in enumerate(self.processes):
+                header = self._file.header
+                if not header.get(header.WORKERS + worker):
+                    said = "it has not started yet"  # and the signal would end it
+                elif made.exitcode is not None:
+                    said = f"it has ended with exit code {made.exitcode}"
+                else:
+                    os.kill(made.pid or 0, STACKS_SIGNAL)
+                    said = self._read_stacks(_ANSWER_S).strip() or "it does not answer"
+                texts.append(f"worker {worker} (pid {made.pid}):\n{said}")
         return "\n".join(texts)
 
-    def close(self) -> None:
+    def _read_stacks(self, first_s: float) -> str:
+        text, patience_s = b"", first_s
+        while select.select([self._stacks], [], [], patience_s)[0]:
+            more = os.read(self._stacks, 1 << 16)
+            if not more:
+                break
+            text += more
+            patience_s = _QUIET_S
+        return text.decode(errors="replace")
+
+    def close(self, *, stop_s: float | None = None) -> None:
         """End all workers: by request, then by signal.
 
         Idempotent, thread-safe; does nothing in a forked child.
+
+        Args:
+            stop_s: time that they have to finish what they are doing; None: some seconds.
         """
-        if self._owner != os.getpid():
-            return
         with self._closing:
             if self._closed:
                 return
             self._closed = True
         self._file.header.set(self._file.header.STOP, 1)
-        for tasks in self._tasks:
-            with contextlib.suppress(OSError):  # full: the worker looks at STOP after its next message
-                os.set_blocking(tasks.fileno(), False)
-                tasks.send_bytes(b"")  # another process may hold this end: closing it alone would not tell
-            with contextlib.suppress(OSError):
+        try:
+            for tasks in self._tasks:
+                with contextlib.suppress(OSError):  # full: the worker looks at STOP after its next message
+                    os.write(tasks.fileno(), _FRAME.pack(0))  # where another process may hold this end
                 tasks.close()
-        self._join(_STOP_S, None)
-        self._join(_KILL_S, process.BaseProcess.terminate)
-        self._join(_KILL_S, process.BaseProcess.kill)
-        os.close(self._answers)
-        os.close(self._stacks)
+            self._join(_STOP_S if stop_s is None else stop_s, None)
+            self._join(_KILL_S, process.BaseProcess.terminate)
+        finally:  # interrupted: at once
+            self._join(_KILL_S, process.BaseProcess.kill)
+            # A thread that waits for answers has been woken by the end of the workers.
+            if self._using.acquire(timeout=_KILL_S):
+                self._close_ends()
+                self._using.release()
 
     def _join(self, seconds: float, first: Callable[[process.BaseProcess], None] | None) -> None:
         alive = [made for made in self.processes if made.exitcode is None]
@@ -364,50 +389,62 @@ class WorkerPool:
         for made in alive:
             made.join(max(0.0, deadline - time.monotonic()))
 
+    def _close_ends(self) -> None:
+        if self._server is not None:
+            stop_using(self._server)
+        os.close(self._answers)
+        os.close(self._stacks)
+        for made in self.processes:
+            if made.exitcode is not None:
+                made._popen.close()  # type: ignore[attr-defined]
 
-class WorkerDiedError(RuntimeError):
-    """Worker processes ended that should not have.
-
-    Attributes:
-        workers: (number, process id, exit code) of each; a negative exit code is a signal's number.
-    """
-
-    def __init__(self, workers: Sequence[tuple[int, int, int | None]]) -> None:
-        super().__init__(workers)
-        self.workers = list(workers)
-
-    def __str__(self) -> str:
-        pids = ", ".join(str(pid) for _, pid, _ in self.workers)
-        parts = [f"DataLoader worker (pid(s) {pids}) exited unexpectedly."]
-        for _, pid, code in self.workers:
-            if code is not None and code < 0:
-                name = signal.strsignal(-code) or f"signal {-code}"
-                parts.append(f"DataLoader worker (pid {pid}) is killed by signal: {name}.")
-                if -code == signal.SIGKILL:
-                    parts.append(_memory_said())
-            elif code is not None:
-                parts.append(
-                    f"DataLoader worker (pid {pid}) exited unexpectedly with exit code {code}. Its output "
-                    "may tell why; num_workers=0 runs the same code in this process."
-                )
-        return " ".join(filter(None, parts))
+    def leave_to_parent(self) -> None:
+        """In a forked child: close our copies of the parent's ends, lest workers think that it lives."""
+        if not self._closed:
+            self._closed = True
+            for tasks in self._tasks:
+                tasks.close()
+            os.close(self._answers)
+            os.close(self._stacks)
 
 
-def _memory_said() -> str:
-    """What the cgroup says about memory, as far as it says anything."""
-    facts = {}
-    for name in ("memory.events", "memory.current", "memory.max"):
-        with contextlib.suppress(OSError), open(f"/sys/fs/cgroup/{name}") as file:
-            facts[name] = file.read().split()
-    events = facts.get("memory.events", [])
-    counts = dict(zip(events[::2], events[1::2], strict=False))
-    if not counts:
-        return "SIGKILL often means that the machine ran out of memory."
-    current, limit = " ".join(facts.get("memory.current", "?")), " ".join(facts.get("memory.max", "?"))
-    return (
-        f"SIGKILL often means out of memory: this cgroup counts {counts.get('oom_kill', '?')} processes "
-        f"killed for memory; it uses {current} bytes now, of at most {limit}."
-    )
+_pools: weakref.WeakSet[WorkerPool] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for pool in list(_pools):
+        pool.leave_to_parent()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+def require_descriptors(num_workers: int) -> None:
+    """Raise RuntimeError if the process may not open what so many workers need."""
+    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        used = sum(int(fd) < most for fd in os.listdir("/proc/self/fd"))
+    except OSError:
+        return
+    needed = 3 * num_workers + 16
+    if most != resource.RLIM_INFINITY and used + needed > most:
+        raise RuntimeError(
+            f"{num_workers} workers need {needed} file descriptors, and {used} of at most {most} are open in "
+            "this process; raise the limit (ulimit -n) or lower num_workers"
+        )
+
+
+def _enlarge(pipe: int) -> bool:
+    """Let a pipe hold more, if it may; whether it holds more now."""
+    try:
+        import fcntl
+
+        if fcntl.fcntl(pipe, fcntl.F_GETPIPE_SZ) < _PIPE_BYTES:
+            fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
+            return True
+    except (OSError, AttributeError):  # as much as this user may have, or another system
+        pass
+    return False
 
 
 def _stdio() -> tuple[Descriptor, ...]:
@@ -423,9 +460,10 @@ def _stdio() -> tuple[Descriptor, ...]:
 
 
 def begin(start: WorkerStart) -> None:
-    """First thing in a worker: its output goes where the parent's goes, and it answers with its stacks."""
-    for end in start.parent_ends:
-        end.close()
+    """First thing in a worker: it ends with its parent, writes where it writes, and tells its stacks."""
+    if start.watched:
+        end_with_parent()
+    release_server()
     for fd, given in zip((1, 2), start.stdio, strict=False):
         os.dup2(given.fd, fd)
         os.close(given.fd)
@@ -435,3 +473,10 @@ def begin(start: WorkerStart) -> None:
     faulthandler.register(STACKS_SIGNAL, file=start.stacks.fd, all_threads=True, chain=False)
     header = Header(start.memory.fd)
     header.set(header.WORKERS + start.worker, 1)
+    signal.signal(signal.SIGINT, _interrupted if start.interruptible else signal.SIG_IGN)
+    let_interrupt()
+
+
+def _interrupted(*_: object) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second one would strike while we end
+    raise KeyboardInterrupt
