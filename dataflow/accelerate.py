@@ -47,16 +47,16 @@ def prepare_loader(
         raise TypeError(
             f"prepare_loader is for dataflow.DataLoader, got {type(loader).__name__}; use accelerator.prepare"
         )
-    over_shards = isinstance(loader.sampler, ShardOrder)
-    # A loader over shards is not to be taken apart: Accelerate makes a wrapper for another one.
-    given = TorchDataLoader(range(1)) if over_shards else loader
-    made = accelerator.prepare_data_loader(given, device_placement)
-    if over_shards:
+    order: Any = loader.sampler
+    if isinstance(order, ShardOrder):
+        # It is not to be taken apart: Accelerate makes a wrapper for another one.
+        made = accelerator.prepare_data_loader(TorchDataLoader([0]), device_placement)  # type: ignore[arg-type]
         base = loader
         loader.batch_sampler.num_processes = accelerator.num_processes  # type: ignore[union-attr]
-        # Where the last, padded samples of an epoch are not the last of a batch, none may be cut off.
-        made._drop_last = loader.drop_last or loader.sampler.shuffle
+        # Where the padding of an epoch is not the end of its last batch, no samples may be cut off there.
+        made._drop_last = order.drop_last or order.shuffle
     else:
+        made = accelerator.prepare_data_loader(loader, device_placement)
         base = copy.copy(loader)
         base.__dict__.update({name: made.base_dataloader.__dict__[name] for name in _REPLACED})
     kind = _Dispatcher if type(made) is DataLoaderDispatcher else _Shard
