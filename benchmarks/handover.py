@@ -6,7 +6,8 @@
 
 The datasets cost next to nothing, so a loader's rate is what its hand-over lets through. Each measurement is
 a fresh process with OMP_NUM_THREADS=1, warmed up; repeats are interleaved (A B C A B C ...) and medians
-shown, each beside torch's DataLoader with the same dataset and number of workers. The bars come last.
+shown, each beside torch's DataLoader with the same dataset and number of workers. The bars come last. Runs
+during which other processes used more than a tenth of a core count only where a point has no others.
 
 cases (batches; the consumer takes one after the other and reads two elements of it):
   large        uint8 [64, 3, 224, 224], default collate, 2 workers
@@ -48,7 +49,7 @@ from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.handover_bars import FIGURES, medians, table, verdict_table, verdicts
+from benchmarks.handover_bars import FIGURES, disturbed, medians, table, verdict_table, verdicts
 from benchmarks.handover_child import MEASURES, Point
 from benchmarks.handover_loaders import LOADERS, TORCH
 from benchmarks.harness import bare_torch, run_child
@@ -58,8 +59,6 @@ from benchmarks.report import commit, machine, versions
 ENVIRONMENT = {"OMP_NUM_THREADS": "1"}
 LIMIT_S = 60.0
 """A measurement that takes longer is ended and named."""
-DISTURBED = 0.1
-"""Cores that other processes may use before a run counts as disturbed."""
 
 
 def points(case: str, loader: str) -> Iterator[Point]:
@@ -112,8 +111,8 @@ def said(run: dict[str, Any]) -> str:
     if run["reason"]:
         return f"{name}: not measured: {run['reason']}"
     figures = ", ".join(f"{n} {run['figures'][n]:,.4g}" for n in FIGURES[run["case"]])
-    busy = run["figures"].get("others_cpu_s_per_s", 0)
-    return f"{name}: {figures}" + (f" (disturbed: others used {busy:.2f} cores)" if busy > DISTURBED else "")
+    busy = f" (disturbed: others used {run['figures']['others_cores']:.2f} cores)"
+    return f"{name}: {figures}{busy if disturbed(run['figures']) else ''}"
 
 
 class Results:
@@ -203,6 +202,8 @@ def main() -> None:
             print(said(run), flush=True)
         results.save(began)
     rows = medians(results.runs)
+    if noisy := sum(row["disturbed_runs"] > 0 for row in rows.values()):
+        print(f"\nDISTURBED: {noisy} of {len(rows)} points were measured beside other work only")
     for case in MEASURES:
         if shown := table(case, rows):
             print(f"\n{case}\n\n{shown}")
