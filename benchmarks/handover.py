@@ -3,6 +3,7 @@
     python -m benchmarks.handover                                   everything; about an hour on two cores
     python -m benchmarks.handover --cases many --loaders ours torch --seconds 1 --repeats 1
     python -m benchmarks.handover --cases tiny --json tiny.json     again: adds to the runs in tiny.json
+    python -m benchmarks.handover --repeats 0 --json tiny.json      shows what is in tiny.json, runs nothing
 
 The datasets cost next to nothing, so a loader's rate is what its hand-over lets through. Each measurement is
 a fresh process with OMP_NUM_THREADS=1, warmed up; repeats are interleaved (A B C A B C ...) and medians
@@ -167,12 +168,15 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         metavar="LOADER",
         help="torch is always run beside them: every ratio is to it",
     )
-    parser.add_argument("--repeats", type=_positive_int, default=3, help="interleaved (default: 3)")
+    parser.add_argument("--repeats", type=_count, default=3, help="interleaved (default: 3)")
     parser.add_argument("--seconds", type=_positive, default=1.5, help="timed, each run (default: 1.5)")
     parser.add_argument(
         "--json", type=Path, help="keep all runs here; runs in it already count towards the medians"
     )
-    return parser.parse_args(arguments)
+    parsed = parser.parse_args(arguments)
+    if parsed.repeats == 0 and parsed.json is None:
+        parser.error("--repeats 0 shows what is in a file: name it with --json")
+    return parsed
 
 
 def _positive(text: str) -> float:
@@ -181,12 +185,28 @@ def _positive(text: str) -> float:
     return number
 
 
-def _positive_int(text: str) -> int:
-    return int(_positive(text))
+def _count(text: str) -> int:
+    if (number := int(text)) < 0:
+        raise argparse.ArgumentTypeError(f"must be 0 or more, got {text}")
+    return number
+
+
+def show(runs: Sequence[dict[str, Any]]) -> None:
+    """Print the tables and the bars."""
+    rows = medians(runs)
+    if noisy := sum(row["disturbed_runs"] > 0 for row in rows.values()):
+        print(f"\nDISTURBED: {noisy} of {len(rows)} points were measured beside other work only")
+    for case in MEASURES:
+        if shown := table(case, rows):
+            print(f"\n{case}\n\n{shown}")
+    print(f"\nbars\n\n{verdict_table(verdicts(rows))}")
 
 
 def main() -> None:
     arguments = parse(sys.argv[1:])
+    if arguments.repeats == 0:
+        show(json.loads(arguments.json.read_text())["runs"])
+        return
     settings = {"machine": machine(), "versions": versions(), "timed_s": arguments.seconds}
     results = Results(arguments.json, settings)
     began = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
@@ -201,13 +221,7 @@ def main() -> None:
             results.runs.append(run)
             print(said(run), flush=True)
         results.save(began)
-    rows = medians(results.runs)
-    if noisy := sum(row["disturbed_runs"] > 0 for row in rows.values()):
-        print(f"\nDISTURBED: {noisy} of {len(rows)} points were measured beside other work only")
-    for case in MEASURES:
-        if shown := table(case, rows):
-            print(f"\n{case}\n\n{shown}")
-    print(f"\nbars\n\n{verdict_table(verdicts(rows))}")
+    show(results.runs)
 
 
 if __name__ == "__main__":

@@ -108,7 +108,7 @@ def test_arguments_choose_cases_and_loaders_and_wrong_ones_are_named(capsys: Any
     assert (chosen.repeats, chosen.seconds, chosen.json) == (1, 0.5, None)
     assert parse([]).cases == list(MEASURES)
     assert parse([]).loaders == list(LOADERS)
-    for wrong in (["--cases", "fast"], ["--repeats", "0"], ["--seconds", "-1"]):
+    for wrong in (["--cases", "fast"], ["--repeats", "-1"], ["--seconds", "0"], ["--repeats", "0"]):
         with pytest.raises(SystemExit):
             parse(wrong)
         assert wrong[1] in capsys.readouterr().err
