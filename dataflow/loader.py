@@ -173,13 +173,6 @@ class DataLoader(_Base):
             return getattr(stream, name)
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
-    def __getstate__(self) -> dict[str, Any]:
-        # A copy has the settings, and a loaded state that is not begun; workers and batches stay here.
-        if self._stream is not None:
-            return self.__dict__
-        progress = Progress() if self._resumed is None else self._progress
-        return {**self.__dict__, "_iterator": None, "_timing": Timing(), "_progress": progress}
-
     # ---- iterating ----------------------------------------------------------------------------------
 
     def __len__(self) -> int:
