@@ -3,10 +3,12 @@
     python -m benchmarks.handover                                   everything; about an hour on two cores
     python -m benchmarks.handover --cases many --loaders ours torch --seconds 1 --repeats 1
     python -m benchmarks.handover --cases tiny --json tiny.json     again: adds to the runs in tiny.json
+    python -m benchmarks.handover --repeats 0 --json tiny.json      shows what is in tiny.json, runs nothing
 
 The datasets cost next to nothing, so a loader's rate is what its hand-over lets through. Each measurement is
 a fresh process with OMP_NUM_THREADS=1, warmed up; repeats are interleaved (A B C A B C ...) and medians
-shown, each beside torch's DataLoader with the same dataset and number of workers. The bars come last.
+shown, each beside torch's DataLoader with the same dataset and number of workers. The bars come last. Runs
+during which other processes used more than a tenth of a core count only where a point has no others.
 
 cases (batches; the consumer takes one after the other and reads two elements of it):
   large        uint8 [64, 3, 224, 224], default collate, 2 workers
@@ -48,7 +50,7 @@ from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.handover_bars import FIGURES, medians, table, verdict_table, verdicts
+from benchmarks.handover_bars import FIGURES, disturbed, medians, table, verdict_table, verdicts
 from benchmarks.handover_child import MEASURES, Point
 from benchmarks.handover_loaders import LOADERS, TORCH
 from benchmarks.harness import bare_torch, run_child
@@ -58,8 +60,6 @@ from benchmarks.report import commit, machine, versions
 ENVIRONMENT = {"OMP_NUM_THREADS": "1"}
 LIMIT_S = 60.0
 """A measurement that takes longer is ended and named."""
-DISTURBED = 0.1
-"""Cores that other processes may use before a run counts as disturbed."""
 
 
 def points(case: str, loader: str) -> Iterator[Point]:
@@ -112,8 +112,8 @@ def said(run: dict[str, Any]) -> str:
     if run["reason"]:
         return f"{name}: not measured: {run['reason']}"
     figures = ", ".join(f"{n} {run['figures'][n]:,.4g}" for n in FIGURES[run["case"]])
-    busy = run["figures"].get("others_cpu_s_per_s", 0)
-    return f"{name}: {figures}" + (f" (disturbed: others used {busy:.2f} cores)" if busy > DISTURBED else "")
+    busy = f" (disturbed: others used {run['figures']['others_cores']:.2f} cores)"
+    return f"{name}: {figures}{busy if disturbed(run['figures']) else ''}"
 
 
 class Results:
@@ -168,12 +168,15 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         metavar="LOADER",
         help="torch is always run beside them: every ratio is to it",
     )
-    parser.add_argument("--repeats", type=_positive_int, default=3, help="interleaved (default: 3)")
+    parser.add_argument("--repeats", type=_count, default=3, help="interleaved (default: 3)")
     parser.add_argument("--seconds", type=_positive, default=1.5, help="timed, each run (default: 1.5)")
     parser.add_argument(
         "--json", type=Path, help="keep all runs here; runs in it already count towards the medians"
     )
-    return parser.parse_args(arguments)
+    parsed = parser.parse_args(arguments)
+    if parsed.repeats == 0 and parsed.json is None:
+        parser.error("--repeats 0 shows what is in a file: name it with --json")
+    return parsed
 
 
 def _positive(text: str) -> float:
@@ -182,12 +185,28 @@ def _positive(text: str) -> float:
     return number
 
 
-def _positive_int(text: str) -> int:
-    return int(_positive(text))
+def _count(text: str) -> int:
+    if (number := int(text)) < 0:
+        raise argparse.ArgumentTypeError(f"must be 0 or more, got {text}")
+    return number
+
+
+def show(runs: Sequence[dict[str, Any]]) -> None:
+    """Print the tables and the bars."""
+    rows = medians(runs)
+    if noisy := sum(row["disturbed_runs"] > 0 for row in rows.values()):
+        print(f"\nDISTURBED: {noisy} of {len(rows)} points were measured beside other work only")
+    for case in MEASURES:
+        if shown := table(case, rows):
+            print(f"\n{case}\n\n{shown}")
+    print(f"\nbars\n\n{verdict_table(verdicts(rows))}")
 
 
 def main() -> None:
     arguments = parse(sys.argv[1:])
+    if arguments.repeats == 0:
+        show(json.loads(arguments.json.read_text())["runs"])
+        return
     settings = {"machine": machine(), "versions": versions(), "timed_s": arguments.seconds}
     results = Results(arguments.json, settings)
     began = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
@@ -202,11 +221,7 @@ def main() -> None:
             results.runs.append(run)
             print(said(run), flush=True)
         results.save(began)
-    rows = medians(results.runs)
-    for case in MEASURES:
-        if shown := table(case, rows):
-            print(f"\n{case}\n\n{shown}")
-    print(f"\nbars\n\n{verdict_table(verdicts(rows))}")
+    show(results.runs)
 
 
 if __name__ == "__main__":

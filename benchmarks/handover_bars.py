@@ -30,6 +30,8 @@ FIGURES: Mapping[str, Sequence[str]] = {
 }
 """What each case measures; the first figure is the one that is compared."""
 LARGEST_LOSS = 0.05
+QUIET_CORES = 0.1
+"""Cores that other processes may use before a run counts as disturbed."""
 
 
 def key_of(run: Mapping[str, Any]) -> Key:
@@ -37,15 +39,25 @@ def key_of(run: Mapping[str, Any]) -> Key:
 
 
 def medians(runs: Iterable[Mapping[str, Any]]) -> dict[Key, dict[str, float]]:
-    """The median of each figure over the runs of one point; runs that failed are left out."""
+    """The median of each figure over the runs of one point, and how many of these runs were disturbed.
+
+    Runs that failed are left out, and disturbed ones too where a point has others.
+    """
     groups: dict[Key, list[Mapping[str, float]]] = {}
     for run in runs:
         if not run["reason"]:
             groups.setdefault(key_of(run), []).append(run["figures"])
-    return {
-        key: {name: statistics.median(figures[name] for figures in group) for name in group[0]}
-        for key, group in groups.items()
-    }
+    return {key: _median([f for f in group if not disturbed(f)] or group) for key, group in groups.items()}
+
+
+def _median(group: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    figures = {name: statistics.median(figures[name] for figures in group) for name in group[0]}
+    return figures | {"runs": len(group), "disturbed_runs": sum(map(disturbed, group))}
+
+
+def disturbed(figures: Mapping[str, float]) -> bool:
+    """Whether other processes used more of the machine than a quiet one shows."""
+    return figures.get("others_cores", 0.0) > QUIET_CORES
 
 
 def ratio(a: float | None, b: float | None) -> float | None:

@@ -12,6 +12,7 @@ import gc
 import importlib
 import json
 import os
+import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -111,19 +112,36 @@ def consume(batches: Iterator[Any], seconds: float, use: Callable[[Any], Any]) -
     return number, clock() - started
 
 
-def rate_of(feed: feeds.Feed, point: Point, use: Callable[[Any], Any] = touch) -> dict[str, float]:
-    from benchmarks.memory import machine_cpu_s, tree_cpu_s
+class Processor:
+    """CPU seconds from now on: those of this process and its workers, and those of everything else."""
 
+    def __init__(self) -> None:
+        self._own_s, self._all_s, self._at = *self._spent(), clock()
+
+    def _spent(self) -> tuple[float, float]:
+        from benchmarks.memory import machine_cpu_s, tree_cpu_s
+
+        return tree_cpu_s(os.getpid()), machine_cpu_s()
+
+    def spent(self) -> tuple[float, float]:
+        """(own CPU seconds, cores that all others used on average); to be asked while the workers live."""
+        elapsed_s = clock() - self._at
+        own_s, all_s = self._spent()
+        own_s, all_s = own_s - self._own_s, all_s - self._all_s
+        return own_s, max(0.0, all_s - own_s) / elapsed_s
+
+
+def rate_of(feed: feeds.Feed, point: Point, use: Callable[[Any], Any] = touch) -> dict[str, float]:
     with loading(point, feed) as batches:
         checked(next(batches), feed)
         consume(batches, point.warmup_s, use)
-        own_s, all_s = tree_cpu_s(os.getpid()), machine_cpu_s()
+        processor = Processor()
         number, elapsed_s = consume(batches, point.timed_s, use)
-        own_s, all_s = tree_cpu_s(os.getpid()) - own_s, machine_cpu_s() - all_s
+        own_s, others = processor.spent()
     return {
         "batches_per_s": number / elapsed_s,
         "cpu_ms_per_batch": 1e3 * own_s / number,
-        "others_cpu_s_per_s": max(0.0, all_s - own_s) / elapsed_s,
+        "others_cores": others,
     }
 
 
@@ -157,20 +175,23 @@ def delay(point: Point, tell: Tell) -> None:
 
 def startup(point: Point, tell: Tell) -> None:
     """From making the loader to its first batch, then the same with a second loader of the same process."""
-    feed, taken_ms = feeds.scalars(), []
+    feed, taken_ms, others = feeds.scalars(), [], 0.0
     for _ in range(2):
+        processor = Processor()
         started = clock()
         with loading(point, feed, start=point.variant) as batches:
             first = next(batches)
             taken_ms.append(1e3 * (clock() - started))
+            others = max(others, processor.spent()[1])
             checked(first, feed)
             del first
-    tell("watched", first_batch_ms=taken_ms[0], second_loader_ms=taken_ms[1])
+    tell("watched", first_batch_ms=taken_ms[0], second_loader_ms=taken_ms[1], others_cores=others)
 
 
 def turn(point: Point, tell: Tell) -> None:
     """From asking for a batch after the last one of an epoch to having the first of the next."""
     feed, taken_ms = feeds.images(TURN_BATCHES), []
+    processor = Processor()
     with loading(point, feed, persistent=point.variant == "persistent") as batches:
         for _ in range(TURNS + 1):
             started = clock()
@@ -182,8 +203,9 @@ def turn(point: Point, tell: Tell) -> None:
                 time.sleep(STEP_S)
                 touch(next(batches))
             time.sleep(STEP_S)
-    later = sorted(taken_ms[2:])
-    tell("watched", second_epoch_ms=taken_ms[1], later_epochs_ms=later[len(later) // 2])
+        _, others = processor.spent()
+    later = statistics.median(taken_ms[2:])
+    tell("watched", second_epoch_ms=taken_ms[1], later_epochs_ms=later, others_cores=others)
 
 
 def descriptors(point: Point, tell: Tell) -> None:

@@ -31,7 +31,12 @@ _ALIGN = 64
 _SPAN = struct.Struct("<qq")
 _OFFSET = struct.Struct("<q")
 
+_MOST_SHARED = 64
+"""A process can be handed some 250 descriptors at its start."""
+
 Buffer = NDArray[np.uint8]
+Shared = tuple[int, int]
+"""Descriptor and bytes of a tensor's storage in torch's shared memory."""
 Place = Callable[[Tensor], int | None]
 """Where a tensor's bytes lie already in memory that both sides map, as an offset; None: nowhere."""
 Borrow = Callable[[int, int], Buffer]
@@ -52,6 +57,8 @@ class Packed:
     """Tensors that stay where they are, and where."""
     by_value: bool
     """Whether cloudpickle had to help."""
+    shared: list[Shared]
+    """What crosses as a file descriptor, if that was asked for."""
     modules: set[str] = field(default_factory=set)
     """Modules of the classes and functions in it, if it went by value."""
 
@@ -71,7 +78,8 @@ class Packed:
 class _Packer:
     """Collects parts while a pickler runs."""
 
-    def __init__(self, place: Place | None) -> None:
+    def __init__(self, place: Place | None, share: bool) -> None:
+        self.shared: dict[int, Shared] | None = {} if share else None
         self.parts: list[tuple[int, int, int, Any]] = []
         self.spans: list[tuple[int, int]] = []
         self.placed: list[tuple[Tensor, int]] = []
@@ -104,6 +112,8 @@ class _Packer:
                     "detach() on the tensor before serializing (e.g., putting it on the queue)."
                 )
             return tensor.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+        if self.shared is not None and tensor.is_shared() and tensor.numel():
+            return self._shared_tensor(tensor, self.shared)
         shape, stride, numel = tuple(tensor.shape), None, tensor.numel()
         size = tensor.element_size()
         if not tensor.is_contiguous():
@@ -121,6 +131,18 @@ class _Packer:
                 return _placed, (tensor.dtype, shape, stride, numel, offset, nbytes)
         offset = self._add(tensor.data_ptr(), nbytes, tensor)
         return _tensor, (tensor.dtype, shape, stride, numel, offset)
+
+    def _shared_tensor(self, tensor: Tensor, shared: dict[int, Shared]) -> Any:
+        """What one process writes to it, all others see: both sides must map the same memory."""
+        if torch.multiprocessing.get_sharing_strategy() != "file_descriptor":
+            raise ValueError("it has tensors in shared memory, whose sharing strategy is not file_descriptor")
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in shared:
+            if len(shared) == _MOST_SHARED:
+                raise ValueError(f"it has more than {_MOST_SHARED} tensors in shared memory (share_memory_)")
+            shared[storage.data_ptr()] = storage._share_fd_cpu_()
+        index = list(shared).index(storage.data_ptr())
+        return _shared, (tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset(), index)
 
     def _array(self, array: NDArray[Any]) -> Any:
         if array.dtype.hasobject or array.dtype.metadata:
@@ -161,7 +183,9 @@ class _CloudPickler(cloudpickle.Pickler):  # type: ignore[misc]
         return super().reducer_override(obj)
 
 
-def pack(obj: Any, *, place: Place | None = None, by_value: bool | None = None) -> Packed:
+def pack(
+    obj: Any, *, place: Place | None = None, by_value: bool | None = None, share: bool = False
+) -> Packed:
     """Take an object apart.
 
     Args:
@@ -169,11 +193,12 @@ def pack(obj: Any, *, place: Place | None = None, by_value: bool | None = None) 
         place: tells of tensors that need no copy.
         by_value: whether objects of the main module, and those without a name, go by value; None: only if
             they cannot go by name.
+        share: whether tensors in torch's shared memory stay the same memory on both sides.
 
     Raises whatever pickling raises.
     """
     if not by_value:
-        packer, file = _Packer(place), io.BytesIO()
+        packer, file = _Packer(place, share), io.BytesIO()
         pickler = pickle.Pickler(file, pickle.HIGHEST_PROTOCOL, buffer_callback=packer.buffer)
         pickler.dispatch_table = packer.dispatch
         try:
@@ -182,7 +207,7 @@ def pack(obj: Any, *, place: Place | None = None, by_value: bool | None = None) 
         except (pickle.PicklingError, AttributeError, TypeError):
             if by_value is False:
                 raise
-    packer, file = _Packer(place), io.BytesIO()
+    packer, file = _Packer(place, share), io.BytesIO()
     cloud = _CloudPickler(file, packer)
     cloud.dump(obj)
     packed = _packed(packer, file, by_value=True)
@@ -194,7 +219,8 @@ def _packed(packer: _Packer, file: io.BytesIO, *, by_value: bool) -> Packed:
     packer.dispatch.clear()  # no cycle may keep the parts: they hold memory of the arena
     spans = b"".join(_SPAN.pack(*span) for span in packer.spans)
     meta_offset = -(-packer.end // _ALIGN) * _ALIGN
-    return Packed(file.getbuffer(), packer.parts, spans, meta_offset, packer.placed, by_value)
+    shared = list((packer.shared or {}).values())
+    return Packed(file.getbuffer(), packer.parts, spans, meta_offset, packer.placed, by_value, shared)
 
 
 def dumps_by_value(obj: Any) -> bytes:
@@ -210,7 +236,12 @@ _current = threading.local()
 
 
 def unpack(
-    buffer: Buffer, meta_offset: int, meta_bytes: int, spans_bytes: int, borrow: Borrow | None = None
+    buffer: Buffer,
+    meta_offset: int,
+    meta_bytes: int,
+    spans_bytes: int,
+    borrow: Borrow | None = None,
+    shared: Sequence[Shared] = (),
 ) -> Any:
     """The object that was packed into `buffer`, viewing it."""
     spans: Sequence[tuple[int, int]] = ()
@@ -218,7 +249,7 @@ def unpack(
         start = meta_offset + meta_bytes
         spans = list(_SPAN.iter_unpack(buffer[start : start + spans_bytes].tobytes()))
     before = getattr(_current, "place", None)
-    _current.place = (buffer, borrow)
+    _current.place = (buffer, borrow, shared)
     try:
         meta = buffer[meta_offset : meta_offset + meta_bytes]
         return pickle.loads(meta.data, buffers=[buffer[at : at + length] for at, length in spans])
@@ -245,6 +276,12 @@ def _tensor(dtype: torch.dtype, shape: Any, stride: Any, numel: int, offset: int
 
 def _placed(dtype: torch.dtype, shape: Any, stride: Any, numel: int, offset: int, nbytes: int) -> Tensor:
     return _view(_current.place[1](offset, nbytes), dtype, shape, stride, numel, 0)
+
+
+def _shared(dtype: torch.dtype, shape: Any, stride: Any, offset: int, index: int) -> Tensor:
+    fd, nbytes = _current.place[2][index]
+    storage = torch.UntypedStorage._new_shared_fd_cpu(fd, nbytes)  # type: ignore[attr-defined]
+    return torch.empty(0, dtype=dtype).set_(storage, offset, shape, stride)
 
 
 def _array(

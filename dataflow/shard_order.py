@@ -15,6 +15,11 @@ from torch.utils.data import DistributedSampler
 
 from dataflow.stream_loader import StreamLoader
 
+_NOT_READ = (
+    "a loader over shards is iterated over (and measured) itself, not through its sampler or in another "
+    "loader; with Accelerate, use dataflow.accelerate.prepare_loader(accelerator, loader)"
+)
+
 
 class ShardOrder(DistributedSampler[int]):
     """`.sampler` of a `DataLoader` over shards.
@@ -45,13 +50,10 @@ class ShardOrder(DistributedSampler[int]):
             self._ahead = stream.epoch - epoch
 
     def __iter__(self) -> Iterator[int]:
-        raise TypeError(
-            "a loader over shards is read as a whole, not sample by sample through its sampler; "
-            "with Accelerate, use dataflow.accelerate.prepare_loader(accelerator, loader)"
-        )
+        raise TypeError(_NOT_READ)
 
     def __len__(self) -> int:
-        raise TypeError("the sampler of a loader over shards has no length; use len(loader)")
+        raise TypeError(_NOT_READ)
 
     @property
     def epoch(self) -> int:  # type: ignore[override]

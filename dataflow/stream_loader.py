@@ -148,6 +148,10 @@ class StreamLoader:
         self._epoch_plan(0, 0)  # raises if the arguments make no plan
         self._check_batch_fits()
 
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy stands where this loader stands, and reads with threads of its own.
+        return {**self.__dict__, "_session": None, "_finalizer": None}
+
     # ---- deciding -----------------------------------------------------------------------------------
 
     def _first_place(self) -> Topology:
@@ -554,6 +558,12 @@ class _Skipped:
         self._decided = 0
         self.count = 0
         self.errors: list[str] = []
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_lock": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__ = {**state, "_lock": threading.Lock()}
 
     def start(self, count: int) -> None:
         """Forget what was decided about batches that were never delivered."""

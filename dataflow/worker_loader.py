@@ -305,6 +305,7 @@ class WorkerIterator(_Iterator):
         self._speculates = (
             self._persistent_workers
             and self._in_order
+            and self._pool.isolated  # else the caller may change what workers see between epochs
             and not has_state(self._dataset)
             and not isinstance(self._dataset, IterDataPipe)
         )
@@ -811,7 +812,7 @@ def start_workers(loader: DataLoader, job: Job, *, pin: bool) -> tuple[SharedFil
         inherited = job
     else:
         try:
-            packed = pack(job, by_value=context is None)
+            packed = pack(job, by_value=context is None, share=True)
         except Exception as error:
             inherited = job
             if context is None:
@@ -842,7 +843,8 @@ def start_workers(loader: DataLoader, job: Job, *, pin: bool) -> tuple[SharedFil
     file = SharedFile(loader.num_workers, nbytes, register_pinned if pin else None)
     try:
         if packed is not None:
-            head = np.array([packed.meta_offset, len(packed.meta), len(packed.spans)], np.int64)
+            sizes = [nbytes for _, nbytes in packed.shared]
+            head = np.array([packed.meta_offset, len(packed.meta), len(packed.spans), *sizes], np.int64)
             file.write_message(0, head.tobytes())
             for offset, address, length, _ in packed.parts:
                 file.write_memory(_MESSAGE_HEAD + offset, address, length)
@@ -855,6 +857,7 @@ def start_workers(loader: DataLoader, job: Job, *, pin: bool) -> tuple[SharedFil
             context=context,
             inherited=inherited,
             modules=_importable(packed.modules) if packed else frozenset(),
+            passed=[fd for fd, _ in packed.shared] if packed else [],
             region_limit=loader.memory_limit if not pin else 1 << 60,
         )
     except BaseException:

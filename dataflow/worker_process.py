@@ -304,7 +304,12 @@ def _serve(start: WorkerStart) -> None:
             return inherited
         buffer = read_message(memory, start.message_offset, start.message_bytes)
         meta, meta_bytes, spans = np.frombuffer(buffer[:24], np.int64).tolist()
-        loaded: Job = unpack(buffer[4096:], meta, meta_bytes, spans)
+        fds = [passed.fd for passed in start.passed]
+        sizes = np.frombuffer(buffer[24 : 24 + 8 * len(fds)], np.int64).tolist()
+        shared = list(zip(fds, sizes, strict=True))
+        loaded: Job = unpack(buffer[4096:], meta, meta_bytes, spans, shared=shared)
+        for fd in fds:
+            os.close(fd)
         torch.set_default_dtype(loaded.default_dtype)
         collate.default_collate_fn_map.update(loaded.collate_map)
         return loaded

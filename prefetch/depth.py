@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 
 @dataclass(frozen=True)
@@ -39,5 +40,8 @@ def fixed_depth(batches: int) -> DepthPolicy:
     """Always the same depth."""
     if batches < 1:
         raise ValueError(f"depth must be >= 1 batch, got {batches}")
-    decision = Decision(batches, f"fixed at {batches}")
-    return lambda _seen: decision
+    return partial(_always, Decision(batches, f"fixed at {batches}"))
+
+
+def _always(decision: Decision, _seen: Observation) -> Decision:
+    return decision

@@ -28,7 +28,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing import connection, process, reduction
 from multiprocessing.context import BaseContext
@@ -120,6 +120,8 @@ class WorkerStart:
     environment: dict[str, str] | None
     inherited: Any
     """What a forked worker takes from the parent as it is; None: the message in the shared file."""
+    passed: tuple[Descriptor, ...]
+    """Further descriptors that the target asked for."""
     watched: bool
     """The thread that starts this process lives as long as the parent: the kernel may watch it."""
     interruptible: bool
@@ -138,6 +140,7 @@ class WorkerPool:
         file: the shared file.
         context: how processes start; None: from our fork server.
         inherited: handed to forked workers as it is.
+        passed: descriptors that every worker gets a copy of.
         region_limit: bytes of free slabs that a worker keeps.
         modules: what the processes will import, for our fork server to have imported already.
 
@@ -156,6 +159,7 @@ class WorkerPool:
         *,
         context: BaseContext | None,
         inherited: Any = None,
+        passed: Sequence[int] = (),
         region_limit: int,
         modules: Modules = frozenset(),
     ) -> None:
@@ -163,6 +167,8 @@ class WorkerPool:
         self.num_workers, self.context = num_workers, context
         self._file = file
         self._owner = os.getpid()
+        self.isolated = inherited is None and not passed
+        """Whether what this process does with its objects cannot be seen by the workers."""
         self._closing = threading.Lock()
         self._using = threading.RLock()  # guards the pipes' parent ends while they are in use
         self._closed = False
@@ -180,7 +186,7 @@ class WorkerPool:
             for fd in (self._answers, self._stacks, stacks_writer):  # stacks nobody reads are dropped
                 os.set_blocking(fd, False)
             for worker in range(num_workers):
-                self._start(worker, target, writer, stacks_writer, context, inherited, region_limit)
+                self._start(worker, target, writer, stacks_writer, context, inherited, passed, region_limit)
         except BaseException:
             self.close(stop_s=0)
             raise
@@ -202,6 +208,7 @@ class WorkerPool:
         stacks: int,
         context: BaseContext | None,
         inherited: Any,
+        passed: Sequence[int],
         region_limit: int,
     ) -> None:
         file = self._file
@@ -225,6 +232,7 @@ class WorkerPool:
             () if context else _stdio(),
             None if context else dict(os.environ),
             inherited,
+            tuple(map(Descriptor, passed)),
             method in (None, "forkserver") or threading.current_thread() is threading.main_thread(),
             signal.getsignal(signal.SIGINT) is signal.default_int_handler,
         )

@@ -69,10 +69,18 @@ def test_delays_cost_what_is_missing_from_the_rate_without_them() -> None:
 
 def test_a_run_that_failed_has_no_part_in_the_medians() -> None:
     failed = run("tiny", "grain") | {"reason": "no"}
-    assert medians([failed, run("tiny", "grain", batches_per_s=5.0)]) == {
-        ("tiny", "grain", 2, ""): {"batches_per_s": 5.0}
-    }
+    rows = medians([failed, run("tiny", "grain", batches_per_s=5.0)])
+    assert rows == {("tiny", "grain", 2, ""): {"batches_per_s": 5.0, "runs": 1, "disturbed_runs": 0}}
     assert medians([failed]) == {}
+
+
+def test_disturbed_runs_count_only_where_a_point_has_no_others() -> None:
+    noisy = run("turn", "torch", 8, "anew", second_epoch_ms=900.0, others_cores=0.5)
+    quiet = run("turn", "torch", 8, "anew", second_epoch_ms=400.0, others_cores=0.05)
+    key = ("turn", "torch", 8, "anew")
+    assert medians([noisy, quiet, noisy])[key]["second_epoch_ms"] == 400.0
+    assert medians([noisy, quiet, noisy])[key]["disturbed_runs"] == 0
+    assert medians([noisy])[key]["disturbed_runs"] == 1
 
 
 def test_tables_show_each_loader_beside_torch() -> None:
@@ -100,7 +108,7 @@ def test_arguments_choose_cases_and_loaders_and_wrong_ones_are_named(capsys: Any
     assert (chosen.repeats, chosen.seconds, chosen.json) == (1, 0.5, None)
     assert parse([]).cases == list(MEASURES)
     assert parse([]).loaders == list(LOADERS)
-    for wrong in (["--cases", "fast"], ["--repeats", "0"], ["--seconds", "-1"]):
+    for wrong in (["--cases", "fast"], ["--repeats", "-1"], ["--seconds", "0"], ["--repeats", "0"]):
         with pytest.raises(SystemExit):
             parse(wrong)
         assert wrong[1] in capsys.readouterr().err

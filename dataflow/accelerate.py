@@ -1,0 +1,108 @@
+"""Hugging Face Accelerate around this package's loaders.
+
+`Accelerator.prepare` takes a loader's dataset and settings into torch's `DataLoader`, inside a wrapper that
+shards, moves batches to the device and tells gradient accumulation where an epoch ends. `prepare_loader`
+leaves all that to Accelerate, and puts a loader of the user's own class into the wrapper: with its hand-over
+from workers, and with a state that `Accelerator.save_state` and `load_state` keep.
+
+Over shards the loader deals samples out to ranks itself, so that the wrapper shards nothing.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+from accelerate import Accelerator
+from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard
+from torch.utils.data import DataLoader as TorchDataLoader
+
+from dataflow.loader import DataLoader
+from dataflow.shard_order import ShardOrder
+
+_REPLACED = ("dataset", "_dataset_kind", "sampler", "batch_sampler", "batch_size", "drop_last", "generator")
+_FINISHED = "_iterator_finished"
+"""Accelerate's mark in a state: the last batch of the epoch is out."""
+
+
+def prepare_loader(
+    accelerator: Accelerator, loader: DataLoader, *, device_placement: bool | None = None
+) -> DataLoader:
+    """What `accelerator.prepare(loader)` does, with a loader of this package inside.
+
+    Args:
+        accelerator: used as it is configured, except that states are the loader's own whatever
+            `use_stateful_dataloader` says.
+        loader: over any dataset. It is not used itself, unless it is over shards.
+        device_placement: whether batches are moved to the accelerator's device; None: as it is configured.
+
+    Returns:
+        Accelerate's `DataLoaderShard` or `DataLoaderDispatcher`; `.base_dataloader` is the loader inside.
+
+    Raises:
+        TypeError: `loader` is not one of this package.
+    """
+    if not isinstance(loader, DataLoader):
+        raise TypeError(
+            f"prepare_loader is for dataflow.DataLoader, got {type(loader).__name__}; use accelerator.prepare"
+        )
+    order: Any = loader.sampler
+    if isinstance(order, ShardOrder):
+        # It is not to be taken apart: Accelerate makes a wrapper for another one.
+        made = accelerator.prepare_data_loader(TorchDataLoader([0]), device_placement)  # type: ignore[arg-type]
+        base = loader
+        loader.batch_sampler.num_processes = accelerator.num_processes  # type: ignore[union-attr]
+        # Where the padding of an epoch is not the end of its last batch, no samples may be cut off there.
+        made._drop_last = order.drop_last or order.shuffle
+    else:
+        made = accelerator.prepare_data_loader(loader, device_placement)
+        base = copy.copy(loader)
+        base.__dict__.update({name: made.base_dataloader.__dict__[name] for name in _REPLACED})
+    kind = _Dispatcher if type(made) is DataLoaderDispatcher else _Shard
+    prepared: Any = kind.__new__(kind)
+    prepared.take(made, base)
+    accelerator._dataloaders[accelerator._dataloaders.index(made)] = prepared
+    return prepared  # type: ignore[no-any-return]
+
+
+class _Keeping:
+    """A wrapper whose state holds the epoch too, which Accelerate counts and sets samplers by."""
+
+    def take(self, made: Any, base: DataLoader) -> None:
+        self.__dict__.update(made.__dict__)
+        self.base_dataloader: Any = base
+        self.use_stateful_dataloader = True  # so that save_state and load_state ask for states
+        self._is_accelerate_prepared = True
+        self.end_of_dataloader = False
+        self.iteration: int
+        self._update_state_dict()
+
+    def _update_state_dict(self) -> None:
+        ended = bool(self.end_of_dataloader)
+        told = {_FINISHED: ended, "iteration": self.iteration + ended}
+        self.dl_state_dict = {**self.base_dataloader.state_dict(), **told}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        own = dict(state)
+        del own[_FINISHED]
+        self.iteration = own.pop("iteration")
+        self.base_dataloader.load_state_dict(own)
+        self.dl_state_dict = dict(state)
+
+
+class _Shard(_Keeping, DataLoaderShard):  # type: ignore[misc]
+    pass
+
+
+class _Dispatcher(_Keeping, DataLoaderDispatcher):  # type: ignore[misc]
+    def _fetch_batches(self, iterator: Any) -> Any:
+        # A batch for every process is fetched while those before are handed out: the state is that of now.
+        state = self.dl_state_dict
+        if not self.end_of_dataloader:
+            self._update_state_dict()
+            state = self.dl_state_dict
+        try:
+            return super()._fetch_batches(iterator)
+        finally:
+            self.dl_state_dict = state
