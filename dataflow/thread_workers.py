@@ -21,7 +21,7 @@ from functools import partial
 from typing import Any
 
 from torch._utils import ExceptionWrapper
-from torch.utils.data import MapDataPipe, Subset, _DatasetKind
+from torch.utils.data import MapDataPipe, Subset, _DatasetKind, default_collate, default_convert
 
 from dataflow.copies import copies
 from dataflow.payload import array_bytes
@@ -61,8 +61,10 @@ class ThreadWorkers:
         """Nothing has to be sent anywhere."""
         return index
 
-    def __init__(self, job: Job, num_workers: int, turn: int) -> None:
+    def __init__(self, job: Job, num_workers: int, turn: int, *, copied: bool) -> None:
         self._job, self._num_workers, self._turn = job, num_workers, turn
+        self.isolated = copied and job.collate_fn in (default_collate, default_convert)
+        """Whether nothing that the training code changes reaches them."""
         self._generation = 0
         self._threads = WorkerThreads(num_workers, "dataflow-worker")
         self.receive, self.wait, self.stacks = self._threads.receive, self._threads.wait, self._threads.stacks
@@ -194,7 +196,7 @@ class ItemThreads(ThreadWorkers):
     shares_work = True
 
     def __init__(self, job: Job, num_workers: int, turn: int, datasets: Sequence[Any] | None = None) -> None:
-        super().__init__(job, num_workers, turn)
+        super().__init__(job, num_workers, turn, copied=datasets is not None)
         self._hands = [
             _Hand(job, number, datasets[number] if datasets else job.dataset) for number in range(num_workers)
         ]
@@ -243,7 +245,7 @@ class LaneThreads(ThreadWorkers):
 
     def __init__(self, job: Job, num_workers: int, turn: int, fetched: dict[int, int]) -> None:
         datasets = _lane_datasets(job)
-        super().__init__(job, num_workers, turn)
+        super().__init__(job, num_workers, turn, copied=datasets[0] is not job.dataset)
         self._fetched = [fetched.get(number, 0) for number in range(len(datasets))]
         self._turns = [turn] * len(datasets)
         self._rngs = [Generators() for _ in datasets]

@@ -305,7 +305,7 @@ class WorkerIterator(_Iterator):
         self._speculates = (
             self._persistent_workers
             and self._in_order
-            and self._pool.isolated  # else the caller may change what workers see between epochs
+            and self._crew.isolated  # else the caller may change what workers see between epochs
             and not has_state(self._dataset)
             and not isinstance(self._dataset, IterDataPipe)
         )
@@ -713,6 +713,11 @@ class ProcessWorkers:
     def started(self) -> bool:
         """Whether all can take work."""
         return self._pool.started
+
+    @property
+    def isolated(self) -> bool:
+        """Whether nothing that this process changes reaches them."""
+        return self._pool.isolated
 
     @property
     def shared_bytes(self) -> int:

@@ -274,7 +274,7 @@ def test_a_worker_that_has_not_started_is_not_asked_for_its_stacks(gate: Callabl
     dataset.slow = Slow(never)  # type: ignore[attr-defined]
     loader = DataLoader(dataset, None, num_workers=1, multiprocessing_context="spawn")
     iterator = iter(loader)
-    pool = iterator._pool
+    pool = iterator.crew._pool
     if not pool.started:
         assert "it has not started yet" in pool.stacks()
     never.open()
@@ -567,7 +567,7 @@ def test_a_batch_that_cannot_be_rebuilt_is_an_error_and_its_memory_comes_back() 
             del caught
         else:
             assert int(next(iterator)[1][0, 5]) == index
-        most = max(most, os.fstat(iterator._file.fd).st_blocks * 512)
+        most = max(most, iterator.crew.shared_bytes)
     assert most < 10 << 20  # 100 batches of 256 KiB have passed
     with pytest.raises(StopIteration):
         next(iterator)
@@ -615,7 +615,7 @@ def test_batches_of_an_epoch_that_was_left_are_not_looked_at_and_give_their_memo
         for _ in range(20):
             iterator = iter(loader)
             assert int(next(iterator)[1][0, 5]) == 0
-        assert os.fstat(iterator._file.fd).st_blocks * 512 < 10 << 20
+        assert iterator.crew.shared_bytes < 10 << 20
         assert len(outcomes(iter(loader))) == 8
 
 
