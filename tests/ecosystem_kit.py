@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch.utils.data import BatchSampler, Dataset, IterableDataset, Sampler, get_worker_info
+from torch.utils.data import BatchSampler, Dataset, IterableDataset, get_worker_info
 
 from dataflow import ShardedDataset, ShardWriter
 
@@ -86,16 +86,12 @@ def random_noise(image: torch.Tensor) -> torch.Tensor:
     return image + torch.from_numpy(np.random.standard_normal(image.shape).astype(np.float32))
 
 
-class Pairs(BatchSampler):
-    """A batch sampler of its own making: batches of a sampler's indices and their mirror images."""
-
-    def __init__(self, sampler: Sampler[int], size: int) -> None:
-        super().__init__(sampler, 2, drop_last=False)
-        self._size = size
+class Twins(BatchSampler):
+    """A batch sampler of its own making: each index several times."""
 
     def __iter__(self) -> Iterator[list[int]]:
         for index in self.sampler:
-            yield [index, self._size - 1 - index]
+            yield [index] * self.batch_size
 
     def __len__(self) -> int:
         return len(self.sampler)  # type: ignore[arg-type]
