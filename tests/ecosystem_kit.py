@@ -194,6 +194,17 @@ def as_list(samples: list[Any]) -> list[Any]:
     return samples
 
 
+def named(samples: list[Any]) -> dict[str, torch.Tensor]:
+    """A collate function for models that take their batch by name."""
+    numbers = [sample["x.cls"] if isinstance(sample, dict) else sample for sample in samples]
+    return {"numbers": torch.tensor([float(number) for number in numbers])[:, None]}
+
+
+def doubled(batch: dict[str, list[Any]]) -> dict[str, Any]:
+    """A batch-wise transform of Hugging Face datasets."""
+    return {"twice": [2 * label for label in batch["label"]]}
+
+
 def plain(value: Any) -> Any:
     """What a batch consists of, in plain values that compare."""
     if isinstance(value, torch.Tensor):
