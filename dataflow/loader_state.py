@@ -225,6 +225,7 @@ class Progress:
                 iterator.load_state_dict(decoded(mark["iterator"]))
             self._sampler_state = iterator.state_dict()
             return iterator, skip if "iterator" in mark else 0
+        iterator = _once(iterator)
         if type(core) is SequentialSampler:
             if not skip:
                 return iterator, 0
@@ -395,6 +396,16 @@ class Progress:
         core = sampler.sampler if type(sampler) is BatchSampler else sampler
         known = type(core) is SequentialSampler or _is_distributed(core)
         return not known and _generator_of(sampler) is None
+
+
+def _once(iterator: Iterator[Any]) -> Iterator[Any]:
+    """The same items, without a second `iter`, which begins Lightning's iterator for predictions anew."""
+    while True:
+        try:
+            item = next(iterator)
+        except StopIteration:
+            return
+        yield item
 
 
 def _parts(sampler: Any) -> Iterator[Any]:

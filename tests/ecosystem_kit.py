@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch.utils.data import BatchSampler, Dataset, IterableDataset, Sampler, get_worker_info
+from torch.utils.data import BatchSampler, Dataset, IterableDataset, get_worker_info
 
 from dataflow import ShardedDataset, ShardWriter
 
@@ -86,16 +86,12 @@ def random_noise(image: torch.Tensor) -> torch.Tensor:
     return image + torch.from_numpy(np.random.standard_normal(image.shape).astype(np.float32))
 
 
-class Pairs(BatchSampler):
-    """A batch sampler of its own making: batches of a sampler's indices and their mirror images."""
-
-    def __init__(self, sampler: Sampler[int], size: int) -> None:
-        super().__init__(sampler, 2, drop_last=False)
-        self._size = size
+class Twins(BatchSampler):
+    """A batch sampler of its own making: each index several times."""
 
     def __iter__(self) -> Iterator[list[int]]:
         for index in self.sampler:
-            yield [index, self._size - 1 - index]
+            yield [index] * self.batch_size
 
     def __len__(self) -> int:
         return len(self.sampler)  # type: ignore[arg-type]
@@ -196,6 +192,17 @@ class Items(Dataset[Any]):
 def as_list(samples: list[Any]) -> list[Any]:
     """A collate function that leaves samples as they are."""
     return samples
+
+
+def named(samples: list[Any]) -> dict[str, torch.Tensor]:
+    """A collate function for models that take their batch by name."""
+    numbers = [sample["x.cls"] if isinstance(sample, dict) else sample for sample in samples]
+    return {"numbers": torch.tensor([float(number) for number in numbers])[:, None]}
+
+
+def doubled(batch: dict[str, list[Any]]) -> dict[str, Any]:
+    """A batch-wise transform of Hugging Face datasets."""
+    return {"twice": [2 * label for label in batch["label"]]}
 
 
 def plain(value: Any) -> Any:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from ecosystem_kit import Mapped, as_list, plain
+from ecosystem_kit import Mapped, as_list, doubled, plain
 from torch.utils.data import DataLoader as TorchDataLoader
 
 from dataflow import DataLoader
@@ -104,10 +104,6 @@ def test_transforms_and_mapped_columns_are_applied_in_the_workers(saved: str) ->
     dataset = datasets.load_from_disk(saved).with_transform(doubled)
     batches = list(DataLoader(dataset, 10, num_workers=2))
     assert torch.cat([batch["twice"] for batch in batches]).tolist() == [2 * i for i in range(SIZE)]
-
-
-def doubled(batch: dict[str, list[Any]]) -> dict[str, Any]:
-    return {"twice": [2 * label for label in batch["label"]]}
 
 
 # ---- iterable -------------------------------------------------------------------------------------------

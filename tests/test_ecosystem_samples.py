@@ -14,9 +14,9 @@ from ecosystem_kit import (
     Graphs,
     Items,
     Numbers,
-    Pairs,
     Told,
     Transformed,
+    Twins,
     as_list,
     batch_graphs,
     plain,
@@ -54,10 +54,12 @@ SAMPLERS: dict[str, Callable[[], dict[str, Any]]] = {
     "subset, generator": lambda: {"batch_size": 3, "sampler": SubsetRandomSampler(range(9), seeded())},
     "weighted": lambda: {"batch_size": 5, "sampler": WeightedRandomSampler([0.1, 2.0, 1.0], 17)},
     "replacement": lambda: {"batch_size": 5, "sampler": RandomSampler(range(SIZE), replacement=True)},
-    "pairs": lambda: {"batch_sampler": Pairs(RandomSampler(range(SIZE)), SIZE)},
-    "pairs, generator": lambda: {"batch_sampler": Pairs(RandomSampler(range(9), generator=seeded()), SIZE)},
+    "twins": lambda: {"batch_sampler": Twins(RandomSampler(range(SIZE)), 2, False)},
+    "twins, generator": lambda: {
+        "batch_sampler": Twins(RandomSampler(range(9), generator=seeded()), 2, False)
+    },
     "distributed": lambda: {"batch_size": 2, "sampler": DistributedSampler(range(SIZE), 3, 1, seed=5)},
-    "pairs, distributed": lambda: {"batch_sampler": Pairs(DistributedSampler(range(SIZE), 2, 0), SIZE)},
+    "twins, distributed": lambda: {"batch_sampler": Twins(DistributedSampler(range(SIZE), 2, 0), 2, False)},
 }
 
 
@@ -86,7 +88,7 @@ def test_samplers_give_the_order_that_they_give_with_torch(kind: str, workers: i
     assert ours[0] != ours[1]
 
 
-@pytest.mark.parametrize("kind", ["pairs", "pairs, generator", "pairs, distributed"])
+@pytest.mark.parametrize("kind", ["twins", "twins, generator", "twins, distributed"])
 def test_states_hold_what_decides_the_order_of_samplers_inside_samplers(kind: str) -> None:
     def make() -> tuple[DataLoader, Any]:
         arguments = SAMPLERS[kind]()
