@@ -305,7 +305,7 @@ class WorkerIterator(_Iterator):
         self._speculates = (
             self._persistent_workers
             and self._in_order
-            and self._pool.isolated  # else the caller may change what workers see between epochs
+            and self._crew.isolated  # else the caller may change what workers see between epochs
             and not has_state(self._dataset)
             and not isinstance(self._dataset, IterDataPipe)
         )
@@ -700,7 +700,7 @@ class ProcessWorkers:
     """A task is for one worker."""
 
     def __init__(self, file: SharedFile, pool: WorkerPool) -> None:
-        self._file, self._pool = file, pool
+        self._file, self._pool, self.isolated = file, pool, pool.isolated
         self.receive, self.wait, self.stacks = pool.receive, pool.wait, pool.stacks
         self.dumps = dumps_by_value if pool.context is None else pickle.dumps
 
