@@ -314,7 +314,7 @@ class DataLoader(_Base):
 def _checked_workers(workers: Any, num_workers: int, context: Any) -> str:
     if workers not in (None, "process", "thread", "auto"):
         raise ValueError(f'workers must be "process", "thread" or "auto", got {workers!r}')
-    if workers is not None and num_workers == 0:
+    if workers in ("thread", "auto") and num_workers == 0:
         raise ValueError(f"workers={workers!r} needs num_workers > 0")
     if workers == "thread" and context is not None:
         raise ValueError('multiprocessing_context cannot be used with workers="thread"')

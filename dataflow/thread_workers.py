@@ -52,6 +52,8 @@ class ThreadWorkers:
     """
 
     kind = "thread"
+    isolated = False
+    """What the caller changes in the dataset, the threads see."""
     processes: Sequence[Any] = ()
     started = True
     shared_bytes = 0
