@@ -127,7 +127,7 @@ class FakeWindow:
         self._chunks, self._reads = chunks, list(reads)
         self._on_admission, self._on_reads = on_admission, on_reads
         self._lock = threading.Lock()
-        self.admitted = self.closed = self.reads_done = 0
+        self.admitted = self.closed = self.reads_done = self.hurried = 0
         for i, chunk in enumerate(chunks):
             chunk.needs = (*also, self) if i == 0 else (self,)
             chunk.closes = (
@@ -156,6 +156,9 @@ class FakeWindow:
             READS_AFTER_CLOSE.append(self)
         with self._lock:
             self.reads_done += 1
+
+    def hurry(self) -> None:
+        self.hurried += 1
 
     def close(self) -> None:
         self.closed += 1
