@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from dataflow.opening import index
+from prefetch.again import until_answered
 from prefetch.store import StoreReader
 from sharding.block_table import options_of
 from sharding.blocks import DEFAULT_BLOCK_BYTES, ColumnSpec, Format, spec_text
@@ -123,7 +124,7 @@ def _stale(catalog: Catalog, wanted: Wanted) -> Iterator[str]:
     if known == urls and catalog.urls != wanted.urls:
         yield "the shards come in another order"
     with ThreadPoolExecutor(_CHECK_THREADS, thread_name_prefix="dataflow-index") as pool:
-        for change in changes(catalog, wanted.storage_options, pool.map):
+        for change in changes(catalog, wanted.storage_options, pool.map, again=until_answered):
             if change.url in urls:
                 yield f"{file_name(change.url)}: {change.what}"
 

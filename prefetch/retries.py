@@ -38,6 +38,8 @@ _CONNECTION_ERRNOS = {
 }
 """Those that are not a `ConnectionError` anyway; s3fs says EBUSY and EIO of a server that fails."""
 _FINAL = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
+_LAST_START = 0.9
+"""Share of the deadline after which no attempt begins: one that gets milliseconds would hide the error."""
 # By name, because the clients are optional packages. What is not listed here and is none of Python's own
 # errors for a connection is taken for a mistake that would only happen again.
 _BY_NAME: dict[str, Kind] = {
@@ -190,7 +192,7 @@ class RetryPolicy:
         longest = min(self.cap_s, self.base_s * 2.0 ** min(failures - 1, 60))
         drawn = random.Random(f"{self.seed}/{key}/{failures}").random()
         delay_s = max(longest * drawn, failure.retry_after_s)
-        if idle_s + delay_s >= self.deadline_s:
+        if idle_s + delay_s > _LAST_START * self.deadline_s:
             return Decision(None, f"no byte came within the deadline of {self.deadline_s:g} s")
         return Decision(delay_s, f"{failure.kind}, failure {failures} in a row")
 
@@ -238,10 +240,6 @@ class HedgeBudget:
             return False
         self._taken_bytes += nbytes
         return True
-
-    def settle(self, taken: int, cost: int) -> None:
-        """The second request is over: `cost` of the `taken` bytes came twice."""
-        self._taken_bytes += cost - taken
 
 
 __all__ = [

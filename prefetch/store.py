@@ -181,7 +181,7 @@ class StoreReader:
             self._count(checksum_failures=1)
             reason = (
                 f"bytes {offset} to {offset + out.nbytes - 1} have checksum {got:08x}, read twice, and had "
-                f"{checksum:08x} when they were indexed; copy the shard again, or index it anew if it is right"
+                f"{checksum:08x} when they were indexed; copy the shard again, or index it if it is right"
             )
             raise ShardReadError(shard.url, reason, offset, stage="read")
 
