@@ -137,6 +137,11 @@ def _json_or_text(text: str) -> Any:
     metavar="SIZE",
     help=f"Bytes a block aims at.  [default: {DEFAULT_BLOCK_BYTES >> 20}MiB]",
 )
+@click.option(
+    "--checksum",
+    is_flag=True,
+    help="Read all data once and keep a CRC-32 of each block, which every later read must have.",
+)
 @plain_errors
 def index(
     source: tuple[str, ...],
@@ -146,12 +151,14 @@ def index(
     output: str | None,
     storage_options: dict[str, Any],
     block_bytes: int | None,
+    checksum: bool,
 ) -> None:
     """Build or refresh the catalog of a dataset.
 
     SOURCE is a file, a directory, a URL, a glob or a brace pattern (quote those two), several of them, or
-    a catalog to bring up to date. Only headers and footers are read. Nothing is done if the catalog is up
-    to date; shards that changed are named, and the dataset is indexed again.
+    a catalog to bring up to date. Only headers and footers are read, but for --checksum, which a catalog that
+    has checksums keeps. Nothing is done if the catalog is up to date; shards that changed are named, and the
+    dataset is indexed again.
 
     \b
     Examples:
@@ -170,6 +177,7 @@ def index(
         output=output,
         storage_options=storage_options,
         block_bytes=block_bytes,
+        checksum=checksum,
     )
 
 

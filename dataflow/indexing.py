@@ -6,15 +6,20 @@ A saved catalog is believed only after every shard was asked for its size and ve
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 
 from dataflow.opening import index
+from prefetch.again import until_answered
+from prefetch.store import StoreReader
 from sharding.block_table import options_of
 from sharding.blocks import DEFAULT_BLOCK_BYTES, ColumnSpec, Format, spec_text
 from sharding.catalog import CATALOG_SUFFIX, Catalog, changes, default_catalog_path, is_catalog
@@ -24,6 +29,7 @@ from sharding.source import exists, expand
 from sharding.urls import file_name
 
 _CHECK_THREADS = 16
+_CHECKSUM_THREADS = 8
 _NAMED = 10
 """Stale shards that are named one by one."""
 
@@ -48,6 +54,7 @@ def index_source(
     output: str | None,
     storage_options: Mapping[str, Any],
     block_bytes: int | None,
+    checksum: bool = False,
 ) -> Catalog:
     """Bring the catalog of a source up to date and print what it holds; returns it."""
     console = Console(highlight=False)
@@ -60,12 +67,15 @@ def index_source(
     else:
         wanted = _of_shards(source, format_, dtype, length, output, storage_options, block_bytes)
     catalog, stale = _saved(wanted)
-    if catalog is not None and not stale:
+    if catalog is not None:
+        checksum = checksum or catalog.checksums is not None
+    if catalog is not None and not stale and checksum == (catalog.checksums is not None):
         console.print("[bold]up to date[/bold]: nothing changed since it was indexed")
     else:
         for line in _shortened(stale):
             console.print(line, markup=False, soft_wrap=True)
-        catalog = _indexed(wanted)
+        kept = catalog if catalog is not None and not stale else None
+        catalog = _indexed(wanted, kept, checksum)
     _show(console, catalog, wanted.path)
     return catalog
 
@@ -114,7 +124,7 @@ def _stale(catalog: Catalog, wanted: Wanted) -> Iterator[str]:
     if known == urls and catalog.urls != wanted.urls:
         yield "the shards come in another order"
     with ThreadPoolExecutor(_CHECK_THREADS, thread_name_prefix="dataflow-index") as pool:
-        for change in changes(catalog, wanted.storage_options, pool.map):
+        for change in changes(catalog, wanted.storage_options, pool.map, again=until_answered):
             if change.url in urls:
                 yield f"{file_name(change.url)}: {change.what}"
 
@@ -125,15 +135,38 @@ def _shortened(stale: Sequence[str]) -> list[str]:
     return [*stale[:_NAMED], f"and {len(stale) - _NAMED:,} more"]
 
 
-def _indexed(wanted: Wanted) -> Catalog:
-    catalog = index(
+def _indexed(wanted: Wanted, kept: Catalog | None, checksum: bool) -> Catalog:
+    catalog = kept or index(
         wanted.urls,
         wanted.codec,
         storage_options=wanted.storage_options,
         block_bytes=wanted.block_bytes,
     )
+    if checksum:
+        catalog = catalog.with_checksums(checksums_of(catalog, wanted.storage_options))
     catalog.save(wanted.path, wanted.storage_options)
     return catalog
+
+
+def checksums_of(catalog: Catalog, storage_options: Mapping[str, Any] | None = None) -> NDArray[np.uint32]:
+    """[num_blocks] the CRC-32 of every block, by reading them all; some at a time are in memory.
+
+    Bytes that the store sends wrong now are what later reads are held to: index where the data lies safe.
+    """
+    reader = StoreReader(storage_options)
+
+    def checksum(number: int) -> int:
+        block = catalog.block(number)
+        data = np.empty(block.length, np.uint8)
+        reader.read_into(block.shard, block.offset, data)
+        return zlib.crc32(data.data)
+
+    with ThreadPoolExecutor(_CHECKSUM_THREADS, thread_name_prefix="dataflow-index") as pool:
+        try:
+            found = pool.map(checksum, range(catalog.num_blocks))
+            return np.fromiter(found, np.uint32, catalog.num_blocks)
+        finally:
+            reader.close()
 
 
 def _show(console: Console, catalog: Catalog, path: str) -> None:
@@ -146,6 +179,8 @@ def _show(console: Console, catalog: Catalog, path: str) -> None:
     table.add_row(
         "blocks", f"{catalog.num_blocks:,}, {bytes_text(stored / catalog.num_blocks)} each on average"
     )
+    if catalog.checksums is not None:
+        table.add_row("checksums", "CRC-32 of each block")
     table.add_row(
         "samples", f"{catalog.num_samples:,}, {bytes_text(stored / catalog.num_samples)} each on average"
     )

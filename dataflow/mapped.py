@@ -29,7 +29,12 @@ from sharding.errors import DataflowError
 
 
 def can_map_windows(source: Source) -> bool:
-    """Whether this dataset's windows may be mapped: local files whose values lie in the stored bytes."""
+    """Whether this dataset's windows may be mapped: local files whose values lie in the stored bytes.
+
+    Blocks with checksums are read, because all their bytes must be seen before any is used.
+    """
+    if source.catalog.checksums is not None:
+        return False
     first = int(np.flatnonzero(source.catalog.blocks.num_samples)[0])
     return can_map(source.catalog.shard(0).url) and source.locates(source.catalog.block(first))
 

@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
+from prefetch.again import until_answered
 from sharding.blocks import DEFAULT_BLOCK_BYTES, Format
 from sharding.catalog import (
     Catalog,
@@ -50,7 +51,7 @@ class Opening:
         if isinstance(self.catalog, Catalog):
             return self.catalog
         if self.catalog is None and is_catalog(source):
-            return self._checked(Catalog.load(os.fspath(source), self.storage_options), rebuild=None)
+            return self._checked(self._load(os.fspath(source)), rebuild=None)
         urls = expand(source, self.storage_options)
         codec = resolve_format(self.format, urls, dtype=self.dtype, length=self.length, exists=self._exists)
         path = default_catalog_path(urls, codec, self.block_bytes)
@@ -71,11 +72,14 @@ class Opening:
         if self.catalog is None:
             found = find_catalog(urls, codec, self.block_bytes)
         else:
-            found = Catalog.load(path, self.storage_options) if self._exists(path) else None
+            found = self._load(path) if self._exists(path) else None
         same = (urls, codec.name, options_of(codec))
         if found is None or (found.urls, found.format, found.options) != same:
             return build()
         return self._checked(found, rebuild=build)
+
+    def _load(self, path: str) -> Catalog:
+        return until_answered(lambda: Catalog.load(path, self.storage_options))
 
     def _exists(self, url: str) -> bool:
         fs, path = open_url(url, self.storage_options)
@@ -87,7 +91,7 @@ class Opening:
             changed = changes(found)
         else:
             with ThreadPoolExecutor(_INDEX_THREADS, thread_name_prefix="dataflow-index") as pool:
-                changed = changes(found, self.storage_options, pool.map, fresh=False)
+                changed = changes(found, self.storage_options, pool.map, fresh=False, again=until_answered)
         if not changed:
             return found
         text = changes_text(changed, found.num_shards)
@@ -128,6 +132,7 @@ def index(
             block_bytes=block_bytes,
             map=pool.map,
             progress=show,
+            again=until_answered,
         )
 
 

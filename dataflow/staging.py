@@ -14,6 +14,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -26,7 +27,7 @@ from dataflow.decode import BadRows, Output
 from prefetch.arena import Arena, rounded_bytes
 from prefetch.iovec import copy_spans
 from prefetch.mapping import Mappings
-from prefetch.store import StoreReader
+from prefetch.store import Awaited, StoreReader
 from sharding.blocks import Block, Column, Columns, Format, Spans
 from sharding.catalog import Catalog
 from sharding.errors import DataflowError, SampleError, ShardReadError
@@ -246,6 +247,7 @@ class StagedWindow:
         self.region: NDArray[np.uint8] | None = None
         self.staged: dict[str, StagedArray | StagedSpans] = {}
         self._data: list[memoryview | None] = [None] * len(self.blocks)
+        self._awaited: Awaited = Future()
 
     # ---- geometry, before anything is read ----------------------------------------------------------
 
@@ -322,7 +324,9 @@ class StagedWindow:
                 data = self.region[at : at + block.length]
             else:
                 data = self.arena.lease(block.length)
-            self.source.reader.read_into(block.shard, block.offset, data)
+            self.source.reader.read_into(
+                block.shard, block.offset, data, checksum=block.checksum, awaited=self._awaited
+            )
             self._data[ordinal] = data.data
             wanted = None if self.source.all_columns else self.source.columns
             columns = self.source.format.decode(block, data.data, wanted)
@@ -344,7 +348,9 @@ class StagedWindow:
                 starts[i] = at
                 if length > 0:
                     view = self.region[at : at + length]
-                    self.source.reader.read_into(block.shard, block.offset + start, view)
+                    self.source.reader.read_into(
+                        block.shard, block.offset + start, view, awaited=self._awaited
+                    )
                     at += int(_aligned(length))
             read = int(np.maximum(spans.lengths, 0).sum())
             self.source.traffic.add(read, read)
@@ -372,6 +378,11 @@ class StagedWindow:
         """A column that this block's shard lacks altogether."""
         n = int(self.first_row[ordinal + 1] - self.first_row[ordinal])
         return Spans(np.zeros(0, np.uint8), np.zeros(n, np.int64), np.full(n, -1, np.int64))
+
+    def hurry(self) -> None:
+        """The training code waits for its reads."""
+        if not self._awaited.done():
+            self._awaited.set_result(None)
 
     def close(self) -> None:
         """Drop every buffer."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from prefetch.engine import StageStats
 from prefetch.ledger import MemoryHeld
+from prefetch.store import NO_FAULTS, ReadStats
 from sharding.units import LengthStats
 
 
@@ -52,6 +53,8 @@ class LoaderStats:
     """Samples left out by `on_error`."""
     skipped: tuple[str, ...]
     """The first 1,000 of them: shard, offset, key, reason."""
+    faults: ReadStats = NO_FAULTS
+    """What went wrong with remote reads: retries, throttling, second requests, wrong checksums."""
     lengths: LengthStats | None = None
     """What `batching=` makes of the lengths of the epoch that was begun last, over all ranks: efficiency,
     elements cut off, and more. None without `batching=`."""

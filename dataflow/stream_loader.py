@@ -33,6 +33,7 @@ from prefetch.depth import Decision, DepthPolicy, Observation, fixed_depth
 from prefetch.device import CudaStreams, DeviceCopier, register_pinned
 from prefetch.engine import NOT_STARTED, Engine, EngineOptions, EngineStats, MemoryLimitError, StallError
 from prefetch.ledger import Ledger
+from prefetch.store import NO_FAULTS, ReadStats
 from sharding.batching import Batching, Packed
 from sharding.errors import SampleError
 from sharding.mixture import ENDLESS
@@ -447,6 +448,12 @@ class _Session:
             num_readers=loader._num_readers,
             full_window_bytes=loader.memory_limit // 8,
         )
+        readers = [source.reader for source in self.sources]
+
+        def end_reads() -> None:
+            for reader in readers:
+                reader.close()
+
         chunk_bytes = rounded_bytes(per_chunk * _batch_bytes(loader))
         options = EngineOptions(
             num_readers=loader._num_readers,
@@ -456,6 +463,7 @@ class _Session:
             keep_bytes=max(chunk_bytes, min(3 * chunk_bytes, loader.memory_limit // 4)),
             timeout_s=loader.timeout or 600.0,
             initializer=one_torch_thread,
+            interrupt=end_reads,
         )
         with setting_kept():
             self.engine: Engine[Delivered] = Engine(stream.windows(epoch, start), self.ledger, options)
@@ -475,6 +483,10 @@ class _Session:
         """All batches of the epoch were taken."""
         self._next = (epoch + 1, 0)
 
+    def faults(self) -> ReadStats:
+        """Of all sources."""
+        return sum((source.reader.stats() for source in self.sources), NO_FAULTS)
+
     def close(self, *, join: bool = True) -> None:
         """Stop everything; see `Engine.close`."""
         if self.copier:
@@ -493,6 +505,7 @@ class _Totals:
     read_bytes: int = 0
     decoded_bytes: int = 0
     delivered_bytes: int = 0
+    faults: ReadStats = NO_FAULTS
 
     @classmethod
     def of(cls, session: _Session, past: _Totals | None) -> _Totals:
@@ -505,6 +518,7 @@ class _Totals:
             past.read_bytes + traffic.read_bytes,
             past.decoded_bytes + traffic.decoded_bytes,
             past.delivered_bytes + engine.delivered_bytes,
+            past.faults + session.faults(),
         )
 
 
@@ -546,6 +560,7 @@ class _Counts:
             memory=engine.memory,
             skipped_samples=skipped.count,
             skipped=tuple(skipped.errors),
+            faults=totals.faults,
         )
 
 

@@ -81,6 +81,10 @@ class Window(Protocol):
         """Its chunks in stream order; called once, at admission. Cheap."""
         ...
 
+    def hurry(self) -> None:
+        """The consumer waits for its reads. Called under the engine's lock, maybe often. Cheap."""
+        ...
+
     def close(self) -> None:
         """Give the staging memory back."""
         ...
@@ -184,6 +188,8 @@ class EngineOptions:
     """After this wait the stacks of all threads are printed, once a wait."""
     initializer: Task | None = field(default=None)
     """Runs first in each worker thread."""
+    interrupt: Task | None = field(default=None)
+    """Ends running reads early, as errors; called when the engine closes, before threads are joined."""
 
 
 class Engine(Generic[T]):
@@ -206,6 +212,7 @@ class Engine(Generic[T]):
         self._failure: BaseException | None = None
         self._plan_error: BaseException | None = None
         self._closed = False
+        self._consumer_waits = False
         self._delivered = 0
         self._delivered_bytes = 0
         self._starved = 0.0
@@ -263,17 +270,23 @@ class Engine(Generic[T]):
         began = time.perf_counter()
         watchdog = began + self._options.watchdog_s
         deadline = began + self._options.timeout_s
-        while not self._deliverable():
-            now = time.perf_counter()
-            if self._closed:
-                raise RuntimeError("the loader was closed while a batch was awaited")
-            if now >= deadline:
-                self._print_stacks(now - began)
-                raise StallError(f"no batch within {now - began:.0f} s; stacks of all threads are on stderr")
-            if now >= watchdog:
-                self._print_stacks(now - began)
-                watchdog = deadline
-            self._changed.wait(min(watchdog, deadline) - now)
+        self._consumer_waits = True
+        self._hurry()
+        try:
+            while not self._deliverable():
+                now = time.perf_counter()
+                if self._closed:
+                    raise RuntimeError("the loader was closed while a batch was awaited")
+                if now >= deadline:
+                    self._print_stacks(now - began)
+                    text = f"no batch within {now - began:.0f} s; stacks of all threads are on stderr"
+                    raise StallError(text)
+                if now >= watchdog:
+                    self._print_stacks(now - began)
+                    watchdog = deadline
+                self._changed.wait(min(watchdog, deadline) - now)
+        finally:
+            self._consumer_waits = False
         self._starved += time.perf_counter() - began
 
     def _print_stacks(self, waited_s: float) -> None:
@@ -289,8 +302,16 @@ class Engine(Generic[T]):
         try:
             self._start_chunks()
             self._admit_windows()
+            self._hurry()
         except Exception as error:  # a thread that ended here would leave the consumer waiting
             self._fail(error)
+
+    def _hurry(self) -> None:
+        """Tell the windows whose reads the consumer waits for."""
+        if self._consumer_waits and not self._line and self._chunks:
+            for window in self._chunks[0].needs:
+                if self._open[id(window)].left:
+                    window.hurry()
 
     def _start_chunks(self) -> None:
         while self._chunks:
@@ -546,6 +567,8 @@ class Engine(Generic[T]):
                 switching.end()
             self._closed = True
             self._changed.notify_all()
+        if self._options.interrupt:
+            self._options.interrupt()
         if not join or self._readers.runs_here or self._workers.runs_here:
             self._readers.stop()
             self._workers.stop()

@@ -1,4 +1,4 @@
-"""Read byte ranges of shards into given memory, and notice a shard that is not the indexed one.
+"""Read byte ranges of shards into given memory, through faults; notice a shard that is not the indexed one.
 
 Local files are read by `preadv` straight into the destination, with the GIL released, one descriptor per
 read (opening costs microseconds, and nothing can leak). After the read the descriptor's size and
@@ -6,70 +6,449 @@ modification time must still be those of the catalog, so bytes of another versio
 a file replaced by rename in the middle keeps serving the old bytes of the open descriptor. Values that
 are wanted as they are stored are not read but mapped (`prefetch.mapping`).
 
-Every other store goes through fsspec's `cat_file` on the process's one filesystem object; a shard is
-checked against the store once per process, before its first range. Thread-safe.
+Remote ranges are copied into the destination as they arrive (`prefetch.bodies`). What fails is tried again
+as `prefetch.retries` decides, from the byte that was reached; a range of several parts has them in flight
+together. The reading thread waits outside the event loop and ends waits of any kind when the reader is
+closed; it returns only when nothing writes into its memory any more. Filesystems that are not asynchronous
+can be neither interrupted nor timed in the middle of a `cat_file`. Thread-safe.
 """
 
 from __future__ import annotations
 
+import asyncio
 import os
 import threading
-from collections.abc import Callable, Mapping
+import time
+import zlib
+from collections.abc import Callable, Coroutine, Mapping
+from concurrent.futures import Future
+from contextlib import aclosing
+from dataclasses import dataclass, field, fields
 from functools import lru_cache
 from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from prefetch.bodies import Info, OpenBody, body_of
+from prefetch.retries import CutBodyError, HedgeBudget, ReadTimes, RetryPolicy, failure_of
 from sharding.blocks import Shard
 from sharding.errors import DataflowError, ShardChangedError, ShardReadError
 from sharding.storage import check_shard, failure_text, local_info, open_url
 from sharding.urls import is_local, local_path
 
 R = TypeVar("R")
+Awaited = Future[None]
+"""Done when the consumer waits for what is being read."""
+
+_PART_BYTES = 4 << 20
+_PARTS_AT_ONCE = 4
+_WHOLE_PART_PATIENCE = 6
+"""How many times the stall time-out a part may take that comes in one piece: 4 MiB in 30 s."""
+
+
+class ReaderClosedError(DataflowError):
+    """The reader was closed while it read."""
+
+
+@dataclass(frozen=True)
+class ReadStats:
+    """What went wrong with remote reads, and what was done about it; all counts since the start."""
+
+    retries: int = 0
+    """Attempts after a read's first. 0: no faults."""
+    throttled: int = 0
+    """Answers 429 and 503: the store was asked more than it serves. Many: fewer reads should be in flight."""
+    timeouts: int = 0
+    """Requests given up because no byte came, and answers 408."""
+    resumed: int = 0
+    """Bodies that broke off and were continued from the byte reached."""
+    hedges: int = 0
+    """Second requests for reads that the training code waited for."""
+    hedges_won: int = 0
+    """Those that were faster than the first request."""
+    hedge_bytes: int = 0
+    """Bytes that second requests asked for: at most 2 % of all bytes read."""
+    checksum_failures: int = 0
+    """Blocks that came with other bytes than were indexed. Each was read again once, and is an error if it
+    differed again."""
+
+    def __add__(self, other: ReadStats) -> ReadStats:
+        return ReadStats(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+
+
+NO_FAULTS = ReadStats()
+
+
+@dataclass
+class _Part:
+    """A piece of a range: the bytes [at, end) of the destination are still to come."""
+
+    begin: int
+    at: int
+    end: int
+
+    @property
+    def left(self) -> int:
+        return self.end - self.at
+
+
+@dataclass
+class _Range:
+    """One read on its way."""
+
+    shard: Shard
+    offset: int
+    out: NDArray[np.uint8]
+    awaited: Awaited | None
+    began_s: float
+    parts: list[_Part] = field(default_factory=list)
+
+    @property
+    def left(self) -> int:
+        return sum(part.left for part in self.parts)
+
+    def take(self, part: _Part, piece: bytes) -> None:
+        """Put the next bytes of a part where they belong; a server may send more than was asked."""
+        wanted = piece[: part.left]
+        self.out[part.at : part.at + len(wanted)] = np.frombuffer(wanted, np.uint8)
+        part.at += len(wanted)
 
 
 class StoreReader:
-    """Reads ranges of the shards of one dataset, wherever they lie. Thread-safe."""
+    """Reads ranges of the shards of one dataset, wherever they lie. Thread-safe.
 
-    def __init__(self, storage_options: Mapping[str, Any] | None = None) -> None:
+    Args:
+        storage_options: keyword arguments of the fsspec filesystem.
+        policy: when a remote read is tried again.
+        hedge_share: share of all bytes that may be asked for a second time.
+        now: seconds on a clock that only goes forward.
+        wait: waits so many seconds, or until the reader is closed; whether it is. None: on a real clock.
+    """
+
+    def __init__(
+        self,
+        storage_options: Mapping[str, Any] | None = None,
+        *,
+        policy: RetryPolicy | None = None,
+        hedge_share: float = 0.02,
+        now: Callable[[], float] = time.monotonic,
+        wait: Callable[[float], bool] | None = None,
+    ) -> None:
         self._options = dict(storage_options or {})
-        self._lock = threading.Lock()  # guards _checked
+        self._policy = policy or RetryPolicy()
+        self._now = now
+        self._closed = threading.Event()
+        self._wait = wait or self._closed.wait
+        self._lock = threading.Lock()  # guards everything below
         self._checked: set[str] = set()
+        self._running: set[_OnLoop] = set()
+        self._counts = NO_FAULTS
+        self._times = ReadTimes()
+        self._budget = HedgeBudget(hedge_share)
 
-    def read_into(self, shard: Shard, offset: int, out: NDArray[np.uint8]) -> None:
+    def read_into(
+        self,
+        shard: Shard,
+        offset: int,
+        out: NDArray[np.uint8],
+        *,
+        checksum: int | None = None,
+        awaited: Awaited | None = None,
+    ) -> None:
         """Fill `out` with the shard's bytes from `offset`.
 
+        Args:
+            shard: as it was indexed.
+            offset: first byte in the shard.
+            out: [n] contiguous; where the n bytes go. Holds anything after an error.
+            checksum: what `zlib.crc32` of the bytes must be; bytes that differ are read again once.
+            awaited: becomes done when the consumer waits for this read, which may then be asked twice.
+
         Raises:
-            ShardReadError: missing, forbidden, or shorter than the catalog says.
+            ShardReadError: missing, forbidden, shorter than the catalog says, failing for as long as the
+                policy allows, or other bytes than `checksum` twice.
             ShardChangedError: size, time or etag differ from the catalog.
+            ReaderClosedError: `close` was called.
         """
+        self._read(shard, offset, out, awaited)
+        if checksum is None or zlib.crc32(out.data) == checksum:
+            return
+        self._count(checksum_failures=1)
+        self._read(shard, offset, out, awaited)
+        got = zlib.crc32(out.data)
+        if got != checksum:
+            self._count(checksum_failures=1)
+            reason = (
+                f"bytes {offset} to {offset + out.nbytes - 1} have checksum {got:08x}, read twice, and had "
+                f"{checksum:08x} when they were indexed; copy the shard again, or index it if it is right"
+            )
+            raise ShardReadError(shard.url, reason, offset, stage="read")
+
+    def stats(self) -> ReadStats:
+        """What went wrong so far."""
+        with self._lock:
+            return self._counts
+
+    def close(self) -> None:
+        """End all reads that run, with `ReaderClosedError`. Idempotent, thread-safe, does not wait."""
+        self._closed.set()
+        with self._lock:
+            running = list(self._running)
+        for call in running:
+            call.cancel()
+
+    def _read(self, shard: Shard, offset: int, out: NDArray[np.uint8], awaited: Awaited | None) -> None:
         if is_local(shard.url):
             _read_local(shard, offset, out)
         else:
-            self._read_remote(shard, offset, out)
+            self._read_remote(shard, offset, out, awaited)
 
-    def _read_remote(self, shard: Shard, offset: int, out: NDArray[np.uint8]) -> None:
-        try:
-            fs, path = open_url(shard.url, self._options)
-            self._check(shard, fs, path)
-            data = fs.cat_file(path, start=offset, end=offset + out.nbytes)
-        except DataflowError:
-            raise
-        except Exception as error:
-            raise ShardReadError(shard.url, failure_text(error), offset, stage="read") from error
-        if len(data) != out.nbytes:
-            raise _truncated(shard, offset, out.nbytes, len(data))
-        np.copyto(out, np.frombuffer(data, np.uint8))
+    def _count(self, **more: int) -> None:
+        with self._lock:
+            self._counts += ReadStats(**more)
 
-    def _check(self, shard: Shard, fs: Any, path: str) -> None:
-        if shard.url in self._checked:
+    # ---- attempts ---------------------------------------------------------------------------------------
+
+    def _read_remote(
+        self, shard: Shard, offset: int, out: NDArray[np.uint8], awaited: Awaited | None
+    ) -> None:
+        if offset + out.nbytes > shard.size:
+            raise _truncated(shard, offset, out.nbytes, max(0, shard.size - offset))
+        began_s = last_byte_s = self._now()
+        starts = range(0, out.nbytes, _PART_BYTES)
+        parts = [_Part(at, at, min(at + _PART_BYTES, out.nbytes)) for at in starts]
+        read = _Range(shard, offset, out, awaited, began_s, parts)
+        failures = attempts = 0
+        while read.left or not attempts:
+            if self._closed.is_set():
+                raise _closed()
+            attempts, left = attempts + 1, read.left
+            stall_s = self._policy.stall_timeout_s(failures, self._now() - last_byte_s)
+            try:
+                self._attempt(read, stall_s)
+                continue
+            except DataflowError:
+                raise
+            except Exception as caught:
+                error = caught  # deleted below: its traceback leads back here
+            now = self._now()
+            if read.left < left:
+                failures, last_byte_s = 0, now
+            failures += 1
+            failure = failure_of(error)
+            self._count(throttled=failure.kind == "throttled", timeouts=failure.kind == "timeout")
+            key = f"{shard.url} {offset}"
+            decision = self._policy.next_attempt(key, failures, failure, now - last_byte_s)
+            if decision.delay_s is None:
+                reason = failure_text(error)
+                if failure.kind != "final":
+                    last = offset + out.nbytes - 1
+                    reason = (
+                        f"bytes {offset} to {last} were given up after {attempts} attempts in "
+                        f"{now - began_s:.1f} s: {decision.reason}; the last one: {reason}"
+                    )
+                raise ShardReadError(shard.url, reason, offset, stage="read") from error
+            del error
+            resumed = sum(part.begin < part.at < part.end for part in read.parts)
+            self._count(retries=1, resumed=resumed)
+            if self._wait(decision.delay_s):
+                raise _closed()
+        with self._lock:
+            self._budget.read(out.nbytes)
+            if attempts == 1:  # what others took says how long a read takes that nothing befalls
+                self._times.add(out.nbytes, self._now() - began_s)
+
+    def _attempt(self, read: _Range, stall_s: float) -> None:
+        """Ask once for all that is missing. Raises what the store's client raises."""
+        fs, path = open_url(read.shard.url, self._options)
+        body = body_of(fs)
+        if body is not None:
+            call = _OnLoop(fs.loop)
+            with self._lock:
+                self._running.add(call)
+            try:
+                call.run(self._fetch(read, fs, path, *body, stall_s), cancelled=self._closed.is_set)
+            finally:
+                with self._lock:
+                    self._running.discard(call)
             return
-        what = check_shard(shard, fs.info(path))
+        if not self._is_checked(read.shard):
+            self._check(read.shard, fs.info(path))
+        for part in read.parts:
+            if part.left:
+                start = read.offset + part.at
+                read.take(part, fs.cat_file(path, start=start, end=start + part.left))
+                _whole(part)
+
+    # ---- in the event loop ------------------------------------------------------------------------------
+
+    async def _fetch(
+        self, read: _Range, fs: Any, path: str, open_body: OpenBody, streams: bool, stall_s: float
+    ) -> None:
+        if not streams:
+            stall_s *= _WHOLE_PART_PATIENCE
+            if not self._is_checked(read.shard):
+                async with asyncio.timeout(stall_s):
+                    self._check(read.shard, await fs._info(path))
+        turns = asyncio.Semaphore(_PARTS_AT_ONCE)
+
+        async def fetch(part: _Part) -> None:
+            async with turns:
+                await self._fetch_part(read, part, fs, path, open_body, stall_s)
+
+        # All end before the first error is raised: nothing may write into `out` after that.
+        missing = [fetch(part) for part in read.parts if part.left]
+        ended = await asyncio.gather(*missing, return_exceptions=True)
+        errors = [error for error in ended if error is not None]
+        try:
+            if errors:
+                raise next((e for e in errors if isinstance(e, DataflowError)), errors[0])
+        finally:
+            del ended, errors  # no cycle from an error's traceback back to it
+
+    async def _fetch_part(
+        self, read: _Range, part: _Part, fs: Any, path: str, open_body: OpenBody, stall_s: float
+    ) -> None:
+        with self._lock:
+            late_s = self._times.long_s(read.out.nbytes)
+        if read.awaited is None or late_s is None:
+            await self._stream(read, part, fs, path, open_body, stall_s)
+            return
+        loop = asyncio.get_running_loop()
+        first = loop.create_task(self._stream(read, part, fs, path, open_body, stall_s))
+        tasks: list[asyncio.Task[Any]] = [first]
+        try:
+            await asyncio.wait([first], timeout=max(0.0, late_s - (self._now() - read.began_s)))
+            if not first.done():
+                tasks.append(loop.create_task(_heard(read.awaited)))
+                await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            if not first.done() and self._may_hedge(part.left):
+                other = _Part(part.at, part.at, part.end)
+                second = loop.create_task(self._stream(read, other, fs, path, open_body, stall_s))
+                tasks.append(second)
+                await asyncio.wait([first, second], return_when=asyncio.FIRST_COMPLETED)
+                if not _succeeded(first):
+                    await asyncio.wait([second])
+                if _succeeded(second) and not _succeeded(first):
+                    part.at = part.end
+                    self._count(hedges_won=1)
+                    return
+            await first
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            tasks.clear()
+            del first
+
+    def _may_hedge(self, nbytes: int) -> bool:
+        with self._lock:
+            if not self._budget.take(nbytes):
+                return False
+        self._count(hedges=1, hedge_bytes=nbytes)
+        return True
+
+    async def _stream(
+        self, read: _Range, part: _Part, fs: Any, path: str, open_body: OpenBody, stall_s: float
+    ) -> None:
+        """Copy a part's bytes as they come; it is whole, or an error says why not."""
+        loop = asyncio.get_running_loop()
+        start, end = read.offset + part.at, read.offset + part.end
+
+        def check(info: Info) -> None:
+            self._check(read.shard, info)
+
+        try:
+            async with (
+                asyncio.timeout(stall_s) as patience,
+                aclosing(open_body(fs, path, start, end, check)) as pieces,  # type: ignore[type-var]
+            ):
+                async for piece in pieces:
+                    read.take(part, piece)
+                    patience.reschedule(loop.time() + stall_s)
+                    if not part.left:
+                        break
+        except TimeoutError as error:
+            if patience.expired():
+                raise TimeoutError(f"no byte came for {stall_s:g} s") from None
+            raise error
+        _whole(part)
+
+    # ---- the object -------------------------------------------------------------------------------------
+
+    def _is_checked(self, shard: Shard) -> bool:
+        return shard.url in self._checked
+
+    def _check(self, shard: Shard, info: Info) -> None:
+        what = check_shard(shard, info)
         if what:
             raise ShardChangedError(shard.url, what, stage="read")
         with self._lock:
             self._checked.add(shard.url)
+
+
+class _OnLoop:
+    """A coroutine that one thread runs in an event loop, waits for, and others may cancel."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._task: asyncio.Task[None] | None = None
+        self._ended: Future[None] = Future()
+
+    def run(self, coroutine: Coroutine[Any, Any, None], *, cancelled: Callable[[], bool]) -> None:
+        """Wait for its end; raises what it raises, `ReaderClosedError` if it was cancelled."""
+        self._loop.call_soon_threadsafe(self._start, coroutine)
+        if cancelled():  # before `cancel` could know of this call
+            self.cancel()
+        try:
+            self._ended.result()
+        except BaseException:
+            # Interrupted from outside: the memory it writes into is the caller's again only at its end.
+            self.cancel()
+            self._ended.exception()
+            raise
+        finally:  # an error's traceback leads here: without this, garbage collection had to free its buffers
+            self._ended, self._task = Future(), None
+
+    def cancel(self) -> None:
+        """End it soon. Any thread; does not wait."""
+        self._loop.call_soon_threadsafe(self._cancel)
+
+    def _start(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        self._task = self._loop.create_task(coroutine)
+        self._task.add_done_callback(self._settle)
+
+    def _cancel(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+
+    def _settle(self, task: asyncio.Task[None]) -> None:
+        error = _closed() if task.cancelled() else task.exception()
+        if error is None:
+            self._ended.set_result(None)
+        else:
+            self._ended.set_exception(error)
+
+
+async def _heard(signal: Awaited) -> None:
+    """Wait in the event loop for what another thread sets."""
+    loop, heard = asyncio.get_running_loop(), asyncio.Event()
+    signal.add_done_callback(lambda _: loop.call_soon_threadsafe(heard.set))
+    await heard.wait()
+
+
+def _succeeded(task: asyncio.Task[Any]) -> bool:
+    return task.done() and not task.cancelled() and task.exception() is None
+
+
+def _whole(part: _Part) -> None:
+    if part.left:
+        raise CutBodyError(f"the body ended {part.left} bytes too early")
+
+
+def _closed() -> ReaderClosedError:
+    return ReaderClosedError("the loader was closed while a shard was being read")
 
 
 def _read_local(shard: Shard, offset: int, out: NDArray[np.uint8]) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -19,7 +19,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from sharding.blocks import Block, ColumnSpec, Format, Shard
-from sharding.catalog_file import read_table, write_table
+from sharding.catalog_file import CHECKSUMS, read_table, with_checksums, write_table
 from sharding.errors import CorruptShardError
 from sharding.formats import resolve_format
 from sharding.schema import schema_from_json, schema_to_json
@@ -126,7 +126,21 @@ class Catalog:
             number_in_shard=number - first,
             index=_blob(self._indexes[number]),
             footer=_blob(self.rows.column("footer")[shard]),
+            checksum=None if self.checksums is None else int(self.checksums[number]),
         )
+
+    @cached_property
+    def checksums(self) -> NDArray[np.uint32] | None:
+        """[num_blocks] CRC-32 of each block's stored bytes; None where they were not computed."""
+        if CHECKSUMS.name not in self.rows.column_names:
+            return None
+        return _numpy(self.rows.column(CHECKSUMS.name).chunk(0).values)
+
+    def with_checksums(self, checksums: NDArray[np.uint32]) -> Catalog:
+        """The catalog with the CRC-32 of every block's stored bytes, [num_blocks]: reads are held to it."""
+        if checksums.shape != (self.num_blocks,):
+            raise ValueError(f"checksums must have shape ({self.num_blocks},), got {checksums.shape}")
+        return replace(self, rows=with_checksums(self.rows, checksums.astype(np.uint32)))
 
     def codec(self) -> Format:
         """The format, made again from its name and options. `ValueError` if it is none of ours."""
@@ -201,6 +215,8 @@ class Catalog:
             raise ValueError("a size is negative")
         if (table.length > sizes[table.shard] - table.offset).any():
             raise ValueError("a block lies outside its shard")
+        if self.checksums is not None and len(self.checksums) != self.num_blocks:
+            raise ValueError("it has not one checksum a block")
 
 
 def _numpy(array: pa.Array) -> NDArray[Any]:

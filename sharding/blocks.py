@@ -86,6 +86,8 @@ class Block:
     """Ordinal of the block in its shard (a Parquet row group's number)."""
     index: bytes | memoryview = b""
     footer: bytes | memoryview = b""
+    checksum: int | None = None
+    """CRC-32 (`zlib.crc32`) of the stored bytes; None where the catalog has none."""
 
 
 @dataclass(frozen=True)

@@ -46,6 +46,19 @@ class Map(Protocol):
         ...
 
 
+class Again(Protocol):
+    """Calls, and may call again what failed; this package knows no clock to do so with."""
+
+    def __call__(self, call: Callable[[], R], /) -> R:
+        """What the call returns in the end."""
+        ...
+
+
+def once(call: Callable[[], R], /) -> R:
+    """Call without a second chance."""
+    return call()
+
+
 @dataclass(frozen=True)
 class ShardChange:
     """One shard that is not as it was when it was indexed."""
@@ -72,6 +85,7 @@ def build_catalog(
     block_bytes: int = DEFAULT_BLOCK_BYTES,
     map: Map = map,  # noqa: A002
     progress: Callable[[int, int, int], None] | None = None,
+    again: Again = once,
 ) -> Catalog:
     """Index all shards.
 
@@ -82,6 +96,7 @@ def build_catalog(
         block_bytes: bytes a block aims at.
         map: calls a function on every shard; pass an executor's to index in parallel.
         progress: called in this thread after each shard with (shards done, shards, samples so far).
+        again: indexes a shard, again if it failed and that may help.
 
     Raises:
         ShardReadError: a shard is missing, forbidden or failing; a note counts the others.
@@ -94,7 +109,7 @@ def build_catalog(
 
     def index(place: _Place) -> tuple[Shard, ShardScan] | ShardError:
         try:
-            return _index_shard(place, codec, storage_options, block_bytes)
+            return again(lambda: _index_shard(place, codec, storage_options, block_bytes))
         except ShardError as error:
             return error
 
@@ -155,6 +170,7 @@ def changes(
     map: Map = map,  # noqa: A002
     *,
     fresh: bool = True,
+    again: Again = once,
 ) -> list[ShardChange]:
     """What differs between a catalog's shards and the store, in shard order; one request a shard.
 
@@ -168,7 +184,8 @@ def changes(
     def change(numbered: tuple[int, _Place]) -> ShardChange | None:
         number, place = numbered
         try:
-            what = check_shard(catalog.shard(number), shard_info(place.url, place.fs, place.path))
+            info = again(lambda: shard_info(place.url, place.fs, place.path))
+            what = check_shard(catalog.shard(number), info)
         except ShardReadError as error:
             what = error.reason
         return None if what is None else ShardChange(place.url, what)

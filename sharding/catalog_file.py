@@ -36,6 +36,8 @@ COLUMNS = pa.schema(
         ("blocks", pa.large_list(BLOCK_TYPE)),
     ]
 )
+CHECKSUMS = pa.field("checksums", pa.large_list(pa.uint32()))
+"""An optional last column: CRC-32 of the stored bytes of each block."""
 
 
 def arrow_rows(shards: Sequence[Shard], scans: Sequence[ShardScan]) -> pa.Table:
@@ -52,6 +54,12 @@ def arrow_rows(shards: Sequence[Shard], scans: Sequence[ShardScan]) -> pa.Table:
         pa.LargeListArray.from_arrays(pa.array(ends), blocks),
     ]
     return pa.Table.from_arrays(columns, schema=COLUMNS)
+
+
+def with_checksums(rows: pa.Table, checksums: NDArray[np.uint32]) -> pa.Table:
+    """The rows with one checksum a block, [num_blocks] in their order."""
+    per_shard = pa.LargeListArray.from_arrays(rows.column("blocks").chunk(0).offsets, pa.array(checksums))
+    return rows.select(COLUMNS.names).append_column(CHECKSUMS, per_shard)
 
 
 def _joined(arrays: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
@@ -101,7 +109,8 @@ def read_table(url: str, options: Mapping[str, Any] | None) -> tuple[pa.Table, d
             table.validate(full=True)  # Offsets that lead outside a buffer would crash, not raise.
     except (pa.ArrowException, OSError, KeyError, TypeError, ValueError) as error:
         raise CorruptShardError(url, "is not a catalog, or is damaged; index the shards again") from error
-    if version != VERSION or not table.schema.equals(COLUMNS):
+    known = table.schema.equals(COLUMNS) or table.schema.equals(COLUMNS.append(CHECKSUMS))
+    if version != VERSION or not known:
         reason = (
             f"is a catalog of version {version}, and this release reads {VERSION}; index the shards again"
         )

@@ -469,6 +469,20 @@ def test_a_loaded_catalog_equals_the_saved_one(tmp_path_factory, drawn):
     assert loaded.num_blocks == number
 
 
+def test_checksums_are_kept_with_the_blocks_and_change_no_fingerprint(shards, tmp_path):
+    plain = build(shards)
+    assert plain.checksums is None
+    assert plain.block(0).checksum is None
+    given = np.arange(plain.num_blocks, dtype=np.uint32) + 2**31
+    catalog = plain.with_checksums(given).with_checksums(given + np.uint32(1))
+    catalog.save(str(tmp_path / "x.catalog"))
+    loaded = Catalog.load(str(tmp_path / "x.catalog"))
+    assert [loaded.block(i).checksum for i in range(loaded.num_blocks)] == (given + 1).tolist()
+    assert loaded.fingerprint() == plain.fingerprint()
+    with pytest.raises(ValueError, match="checksums must have shape"):
+        plain.with_checksums(given[1:])
+
+
 def test_a_catalog_saved_in_a_store_loads_from_there(shards):
     url = f"memory://{uuid.uuid4().hex}/x.catalog"
     catalog = build(shards)

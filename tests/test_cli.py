@@ -4,7 +4,9 @@ import os
 import subprocess
 import sys
 import tarfile
+import zlib
 from io import BytesIO
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -77,6 +79,20 @@ def test_index_tells_shards_blocks_samples_bytes_and_column_types(tmp_path):
     assert "samples 300," in text
     assert "column x: float32" in text
     assert "column name: text" in text
+
+
+def test_checksums_are_of_the_stored_bytes_and_are_kept_when_indexed_again(tmp_path):
+    folder, output = write_tokens(tmp_path / "d", 100, 200), tmp_path / "t.catalog"
+    given = (*tokens(folder), "--output", output)
+    assert "CRC-32" not in run("index", *given)[1]
+    assert "checksums CRC-32 of each block" in run("index", *given, "--checksum")[1]
+    assert "up to date" in run("index", output)[1]
+    write_tokens(tmp_path / "d", 150)
+    assert "checksums CRC-32 of each block" in run("index", output)[1]
+    catalog = Catalog.load(str(output))
+    for block in map(catalog.block, range(catalog.num_blocks)):
+        stored = Path(block.shard.url).read_bytes()[block.offset : block.offset + block.length]
+        assert block.checksum == zlib.crc32(stored)
 
 
 def test_a_column_that_some_samples_lack_is_marked(tmp_path):

@@ -127,7 +127,8 @@ class FakeWindow:
         self._chunks, self._reads = chunks, list(reads)
         self._on_admission, self._on_reads = on_admission, on_reads
         self._lock = threading.Lock()
-        self.admitted = self.closed = self.reads_done = 0
+        self.when_hurried: Action = nothing
+        self.admitted = self.closed = self.reads_done = self.hurried = 0
         for i, chunk in enumerate(chunks):
             chunk.needs = (*also, self) if i == 0 else (self,)
             chunk.closes = (
@@ -156,6 +157,10 @@ class FakeWindow:
             READS_AFTER_CLOSE.append(self)
         with self._lock:
             self.reads_done += 1
+
+    def hurry(self) -> None:
+        self.hurried += 1
+        self.when_hurried()
 
     def close(self) -> None:
         self.closed += 1
@@ -1202,3 +1207,24 @@ def test_any_stream_runs_to_its_end_in_order_and_gives_everything_back(plan: Soa
         kept.clear()
         assert_nothing_held(engine)
     assert [window.closed for window in windows] == [1] * len(windows)
+
+
+def test_windows_are_hurried_only_while_the_consumer_waits_for_their_reads() -> None:
+    gates = [Gate(), Gate()]
+    windows = [FakeWindow(FakeChunk(str(i)), reads=[gate]) for i, gate in enumerate(gates)]
+    windows[0].when_hurried = gates[0].open  # what a second request would bring about
+    with running(windows) as engine:
+        assert [window.hurried for window in windows] == [0, 0]
+        assert [batch.name for batch in engine.next_batches()] == ["0.0"]
+        assert windows[0].hurried >= 1
+        assert windows[1].hurried == 0
+        gates[1].open()
+
+
+def test_closing_interrupts_reads_before_it_waits_for_them() -> None:
+    gate = Gate()
+    window = FakeWindow(FakeChunk("a"), reads=[gate])
+    with running([window], interrupt=gate.open) as engine:
+        gate.wait_until_begun()
+        engine.close()
+    assert window.closed

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from prefetch import store
-from prefetch.store import StoreReader
+from prefetch.retries import RetryPolicy
+from prefetch.store import ReaderClosedError, ReadStats, StoreReader
 from sharding.blocks import Shard
 from sharding.errors import ShardChangedError, ShardError, ShardReadError
 from sharding.storage import open_url, shard_info, shard_of
@@ -32,6 +34,27 @@ def read(shard: Shard, offset: int = 0, nbytes: int = 10, reader: StoreReader | 
     out = np.full(nbytes, 0xA5, np.uint8)
     (reader or StoreReader()).read_into(shard, offset, out)
     return out.tobytes()
+
+
+class FakeTime:
+    """A clock that only waiting moves, and what was waited for. Says "closed" after `close_after` waits."""
+
+    def __init__(self, *, close_after: int | None = None) -> None:
+        self.now_s = 0.0
+        self.waits: list[float] = []
+        self._close_after = close_after
+
+    def now(self) -> float:
+        return self.now_s
+
+    def wait(self, seconds: float) -> bool:
+        self.waits.append(seconds)
+        self.now_s += seconds
+        return len(self.waits) == self._close_after
+
+
+def reader_on(time: FakeTime, **policy: Any) -> StoreReader:
+    return StoreReader(policy=RetryPolicy(**policy), now=time.now, wait=time.wait)
 
 
 @pytest.fixture
@@ -235,7 +258,7 @@ def test_a_shard_renamed_over_during_the_read_gives_the_old_bytes(
 
 
 def test_a_missing_object_is_named() -> None:
-    shard = Shard("memory://test_store/none.bin", 10, "")
+    shard = Shard("memory://test_store/none.bin", 100, "")
     with pytest.raises(ShardReadError, match="no such file") as caught:
         read(shard, 3)
     assert_names_the_place(caught.value, shard, 3)
@@ -248,18 +271,24 @@ def test_an_object_of_another_size_is_refused(memory_url: str) -> None:
     assert_names_the_place(caught.value, shard, None)
 
 
-def test_a_failing_store_is_named_with_its_cause(failing: type[FailingFileSystem]) -> None:
-    shard = indexed("failing://shard.bin")
+def test_a_store_that_stays_down_is_one_error_within_its_deadline(failing: type[FailingFileSystem]) -> None:
+    shard, time = indexed("failing://shard.bin"), FakeTime()
     failure = ConnectionResetError("the peer hung up")
 
     def fail() -> None:
         raise failure
 
     failing.failure = staticmethod(fail)
-    with pytest.raises(ShardReadError, match="ConnectionResetError: the peer hung up") as caught:
-        read(shard, 7)
+    expected = (
+        r"bytes 7 to 16 were given up after \d+ attempts in \d+\.\d s: no byte came within the deadline of "
+        r"60 s; the last one: .*ConnectionResetError: the peer hung up"
+    )
+    with pytest.raises(ShardReadError, match=expected) as caught:
+        read(shard, 7, reader=reader_on(time, deadline_s=60))
     assert_names_the_place(caught.value, shard, 7)
     assert caught.value.__cause__ is failure
+    assert len(time.waits) > 10
+    assert 30 < time.now_s <= 60
 
 
 def test_a_store_that_forbids_says_so(failing: type[FailingFileSystem]) -> None:
@@ -273,17 +302,119 @@ def test_a_store_that_forbids_says_so(failing: type[FailingFileSystem]) -> None:
         read(shard)
 
 
-def test_a_store_that_recovers_is_read_again(failing: type[FailingFileSystem]) -> None:
-    shard, reader, failures = indexed("failing://shard.bin"), StoreReader(), [TimeoutError("slow")]
+@pytest.mark.parametrize("num_failures", [1, 8])
+def test_a_store_that_comes_back_is_read_by_the_same_call(
+    failing: type[FailingFileSystem], num_failures: int
+) -> None:
+    time, failures = FakeTime(), [TimeoutError("slow")] * num_failures
 
-    def fail_once() -> None:
+    def fail_at_first() -> None:
         if failures:
             raise failures.pop()
 
-    failing.failure = staticmethod(fail_once)
-    with pytest.raises(ShardReadError, match="TimeoutError: slow"):
-        read(shard, reader=reader)
-    assert read(shard, 5, reader=reader) == CONTENT[5:15]
+    failing.failure = staticmethod(fail_at_first)
+    reader = reader_on(time)
+    assert read(indexed("failing://shard.bin"), reader=reader) == CONTENT[:10]
+    assert len(time.waits) == num_failures
+    assert reader.stats() == ReadStats(retries=num_failures, timeouts=num_failures)
+
+
+def test_what_cannot_get_better_is_not_tried_again(failing: type[FailingFileSystem]) -> None:
+    shard, time = indexed("failing://shard.bin"), FakeTime()
+
+    def fail() -> None:
+        raise PermissionError("no")
+
+    failing.failure = staticmethod(fail)
+    with pytest.raises(ShardReadError, match="permission denied"):
+        read(shard, reader=reader_on(time))
+    assert time.waits == []
+
+
+def test_a_body_that_ends_early_is_continued_where_it_ended(
+    failing: type[FailingFileSystem], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shard, time, asked = indexed("failing://shard.bin"), FakeTime(), []
+
+    def cat_file(self: Any, path: str, start: int, end: int) -> bytes:
+        asked.append(start)
+        return CONTENT[start : min(end, start + 40)]
+
+    monkeypatch.setattr(FailingFileSystem, "cat_file", cat_file)
+    reader = reader_on(time)
+    assert read(shard, 5, 100, reader) == CONTENT[5:105]
+    assert asked == [5, 45, 85]
+    assert reader.stats() == ReadStats(retries=2, resumed=2)
+
+
+def test_closing_ends_the_wait_before_the_next_attempt(failing: type[FailingFileSystem]) -> None:
+    shard, time = indexed("failing://shard.bin"), FakeTime(close_after=2)
+
+    def fail() -> None:
+        raise ConnectionRefusedError
+
+    failing.failure = staticmethod(fail)
+    with pytest.raises(ReaderClosedError):
+        read(shard, reader=reader_on(time))
+    assert len(time.waits) == 2
+
+
+def test_a_closed_reader_reads_nothing_remote(memory_url: str) -> None:
+    reader = StoreReader()
+    reader.close()
+    with pytest.raises(ReaderClosedError):
+        read(indexed(memory_url), reader=reader)
+
+
+# ---- checksums ---------------------------------------------------------------------------------------------
+
+
+class FlippingFileSystem(FailingFileSystem):
+    """Flips the first byte of its first `flips` answers."""
+
+    protocol = "flipping"
+    flips = 0
+
+    def cat_file(self, path: str, start: Any = None, end: Any = None, **kwargs: Any) -> bytes:
+        data = bytearray(CONTENT[start:end])
+        if type(self).flips:
+            type(self).flips -= 1
+            data[0] ^= 1
+        return bytes(data)
+
+
+@pytest.fixture
+def flipping(monkeypatch: pytest.MonkeyPatch) -> type[FlippingFileSystem]:
+    fsspec.register_implementation("flipping", FlippingFileSystem, clobber=True)
+    monkeypatch.setattr(FlippingFileSystem, "flips", 0)
+    return FlippingFileSystem
+
+
+@pytest.mark.parametrize("flips", [0, 1])
+def test_wrong_bytes_are_read_again(flipping: type[FlippingFileSystem], flips: int) -> None:
+    shard, reader, out = indexed("flipping://shard.bin"), StoreReader(), np.empty(10, np.uint8)
+    flipping.flips = flips
+    reader.read_into(shard, 5, out, checksum=zlib.crc32(CONTENT[5:15]))
+    assert out.tobytes() == CONTENT[5:15]
+    assert reader.stats() == ReadStats(checksum_failures=flips)
+
+
+def test_bytes_that_are_wrong_twice_are_an_error(flipping: type[FlippingFileSystem]) -> None:
+    shard, reader, out = indexed("flipping://shard.bin"), StoreReader(), np.empty(10, np.uint8)
+    flipping.flips = 2
+    with pytest.raises(ShardReadError, match=r"bytes 5 to 14 have checksum .* read twice, and had") as caught:
+        reader.read_into(shard, 5, out, checksum=zlib.crc32(CONTENT[5:15]))
+    assert_names_the_place(caught.value, shard, 5)
+    assert reader.stats().checksum_failures == 2
+
+
+def test_local_bytes_are_held_to_the_checksum_too(path: Path) -> None:
+    out = np.empty(10, np.uint8)
+    with pytest.raises(ShardReadError, match="have checksum"):
+        StoreReader().read_into(indexed(str(path)), 5, out, checksum=zlib.crc32(b"other"))
+
+
+# ---- the object --------------------------------------------------------------------------------------------
 
 
 def test_an_object_with_another_etag_is_refused_until_it_is_back(failing: type[FailingFileSystem]) -> None:

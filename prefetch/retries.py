@@ -1,0 +1,254 @@
+"""What to do about a failed read, and when to ask twice: decisions only, no clock, no thread.
+
+A failure is sorted into a kind; whether it is worth another attempt depends on the kind alone, and after
+which pause on how often the read failed since it last got a byte: exponential backoff with full jitter
+(Brooker, "Exponential Backoff And Jitter", 2015), drawn from (seed, key, count), so a run can be repeated. A
+read is given up when it got nothing for `deadline_s`; as long as bytes come it may take what it takes.
+
+A read that the consumer waits for may be asked a second time when it is older than nearly all reads of its
+size ("The Tail at Scale", Dean & Barroso, 2013), as long as second requests stay a small share of all bytes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import random
+import socket
+from collections import defaultdict, deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+Kind = Literal["connection", "timeout", "throttled", "server", "cut", "final"]
+
+_THROTTLED = (429, 503)
+_SERVER = (500, 502, 504)
+_CONNECTION_ERRNOS = {
+    errno.EADDRNOTAVAIL,
+    errno.EAGAIN,
+    errno.EBUSY,
+    errno.EHOSTDOWN,
+    errno.EHOSTUNREACH,
+    errno.EIO,
+    errno.ENETDOWN,
+    errno.ENETRESET,
+    errno.ENETUNREACH,
+    errno.ENOTCONN,
+}
+"""Those that are not a `ConnectionError` anyway; s3fs says EBUSY and EIO of a server that fails."""
+_FINAL = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
+_LAST_START = 0.9
+"""Share of the deadline after which no attempt begins: one that gets milliseconds would hide the error."""
+# By name, because the clients are optional packages. What is not listed here and is none of Python's own
+# errors for a connection is taken for a mistake that would only happen again.
+_BY_NAME: dict[str, Kind] = {
+    "ClientPayloadError": "cut",
+    "IncompleteRead": "cut",
+    "IncompleteReadError": "cut",
+    "ResponseStreamingError": "cut",
+    "ProtocolError": "cut",
+    "ClientConnectionError": "connection",
+    "ServerDisconnectedError": "connection",
+    "HTTPClientError": "connection",
+    "EndpointConnectionError": "connection",
+    "ConnectionClosedError": "connection",
+    "ServiceRequestError": "connection",
+    "ServiceResponseError": "connection",
+    "ReadTimeoutError": "timeout",
+    "ConnectTimeoutError": "timeout",
+    "TooManyRequests": "throttled",
+    "ThrottlingException": "throttled",
+}
+
+
+class CutBodyError(ConnectionError):
+    """A body ended before its last byte."""
+
+
+class StatusError(Exception):
+    """An HTTP status that is no success."""
+
+    def __init__(self, status: int, text: str = "", retry_after_s: float = 0.0) -> None:
+        super().__init__(status, text, retry_after_s)
+        self.status, self.text, self.retry_after_s = status, text, retry_after_s
+
+    def __str__(self) -> str:
+        return f"HTTP {self.status} {self.text}".rstrip()
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why an attempt failed."""
+
+    kind: Kind
+    """"final" is not tried again; "throttled" says that the store is asked too much."""
+    retry_after_s: float = 0.0
+    """Seconds that the store asked to be left alone; 0: it did not say."""
+
+
+def failure_of(error: BaseException) -> Failure:
+    """Sort what a store's client raised: the outermost of its causes that is worth another attempt decides.
+
+    A cause counts because fsspec says `FileNotFoundError` of a server that does not answer, too.
+    """
+    for one in _with_causes(error):
+        status = _status(one)
+        kind = _kind_of_type(one) if status is None else _kind_of_status(status)
+        if kind not in (None, "final"):
+            return Failure(kind, float(getattr(one, "retry_after_s", 0.0)))
+    return Failure("final")
+
+
+def _with_causes(error: BaseException) -> Iterator[BaseException]:
+    seen: set[int] = set()
+    one: BaseException | None = error
+    while one is not None and id(one) not in seen:
+        seen.add(id(one))
+        yield one
+        one = one.__cause__
+
+
+def _status(error: BaseException) -> int | None:
+    response = getattr(error, "response", None)
+    if isinstance(response, dict):  # botocore
+        found = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
+        return found if isinstance(found, int) else None
+    for name in ("status", "status_code", "code"):  # aiohttp and ours, Azure and requests, gcsfs
+        found = getattr(error, name, None)
+        if isinstance(found, int) and 300 <= found < 600:
+            return found
+    return None
+
+
+def _kind_of_status(status: int) -> Kind:
+    if status in _THROTTLED:
+        return "throttled"
+    if status == 408:
+        return "timeout"
+    return "server" if status in _SERVER else "final"
+
+
+def _kind_of_type(error: BaseException) -> Kind | None:
+    """None where the type says nothing."""
+    if isinstance(error, _FINAL):
+        return "final"
+    if isinstance(error, (TimeoutError, asyncio.TimeoutError)):
+        return "timeout"
+    if isinstance(error, CutBodyError):
+        return "cut"
+    if isinstance(error, (ConnectionError, socket.gaierror)):
+        return "connection"
+    for base in type(error).__mro__:
+        if base.__name__ in _BY_NAME:
+            return _BY_NAME[base.__name__]
+    if isinstance(error, OSError):
+        if error.errno == errno.ETIMEDOUT:
+            return "timeout"
+        return "connection" if error.errno in _CONNECTION_ERRNOS else None
+    return None
+
+
+@dataclass(frozen=True)
+class Decision:
+    """Whether to try again, and why."""
+
+    delay_s: float | None
+    """Seconds to wait before the next attempt; None: give up."""
+    reason: str
+
+
+@dataclass(frozen=True)
+class RetryPolicy:
+    """When a failed read is tried again."""
+
+    deadline_s: float = 120.0
+    """Seconds without one new byte after which a read is given up."""
+    base_s: float = 0.1
+    """Longest pause after the first failure; it doubles with each failure that follows it."""
+    cap_s: float = 10.0
+    """Longest pause of all, but for a `Retry-After`."""
+    stall_s: float = 5.0
+    """Seconds without a byte after which a request is given up and asked again from where it stood; doubles
+    with each failure in a row, so that a store that is merely slow gets the time it needs."""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("deadline_s", "base_s", "cap_s", "stall_s"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be > 0, got {getattr(self, name)}")
+
+    def next_attempt(self, key: str, failures: int, failure: Failure, idle_s: float) -> Decision:
+        """Decide after a failure.
+
+        Args:
+            key: names the read; reads with different keys wait differently.
+            failures: how many in a row, this one included, since the read last got a byte.
+            failure: this one.
+            idle_s: seconds since the read last got a byte, or began.
+        """
+        if failure.kind == "final":
+            return Decision(None, "another attempt would fail, too")
+        longest = min(self.cap_s, self.base_s * 2.0 ** min(failures - 1, 60))
+        drawn = random.Random(f"{self.seed}/{key}/{failures}").random()
+        delay_s = max(longest * drawn, failure.retry_after_s)
+        if idle_s + delay_s > _LAST_START * self.deadline_s:
+            return Decision(None, f"no byte came within the deadline of {self.deadline_s:g} s")
+        return Decision(delay_s, f"{failure.kind}, failure {failures} in a row")
+
+    def stall_timeout_s(self, failures: int, idle_s: float) -> float:
+        """Seconds without a byte after which the next request is given up; never beyond the deadline."""
+        patient = self.stall_s * 2.0 ** min(failures, 60)
+        return max(min(patient, self.deadline_s - idle_s), 1e-3)
+
+
+class ReadTimes:
+    """How long reads took lately, by size class (powers of two). Not thread-safe."""
+
+    def __init__(self, *, quantile: float = 0.95, at_least: int = 20, keep: int = 256) -> None:
+        self._quantile, self._at_least = quantile, at_least
+        self._seen: dict[int, deque[float]] = defaultdict(lambda: deque(maxlen=keep))
+
+    def add(self, nbytes: int, seconds: float) -> None:
+        """Count a read that succeeded."""
+        self._seen[nbytes.bit_length()].append(seconds)
+
+    def long_s(self, nbytes: int) -> float | None:
+        """Longer than nearly all reads of this size; None before enough were seen."""
+        seen = self._seen.get(nbytes.bit_length(), ())
+        if len(seen) < self._at_least:
+            return None
+        return sorted(seen)[int(self._quantile * len(seen))]
+
+
+class HedgeBudget:
+    """Bytes that second requests may take: at most a share of all bytes that were read. Not thread-safe."""
+
+    def __init__(self, share: float = 0.02) -> None:
+        if not 0 <= share <= 1:
+            raise ValueError(f"share must be in [0, 1], got {share}")
+        self._share = share
+        self._read_bytes = self._taken_bytes = 0
+
+    def read(self, nbytes: int) -> None:
+        """Count bytes that a read delivered."""
+        self._read_bytes += nbytes
+
+    def take(self, nbytes: int) -> bool:
+        """Reserve bytes for a second request, all that it may cost; False: it would be too many."""
+        if self._taken_bytes + nbytes > self._share * self._read_bytes:
+            return False
+        self._taken_bytes += nbytes
+        return True
+
+
+__all__ = [
+    "CutBodyError",
+    "Decision",
+    "Failure",
+    "HedgeBudget",
+    "ReadTimes",
+    "RetryPolicy",
+    "StatusError",
+    "failure_of",
+]

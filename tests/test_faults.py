@@ -1,0 +1,443 @@
+"""Remote reads over real HTTP while the server fails: what is asked again, and that every sample arrives."""
+
+from __future__ import annotations
+
+import http.server
+import shutil
+import socket
+import struct
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from click.testing import CliRunner
+
+import dataflow.dataset as dataset_module
+from dataflow import DataLoader, ShardedDataset, ShardWriter, Shuffle
+from dataflow.cli import main
+from prefetch import store
+from prefetch.retries import RetryPolicy
+from prefetch.store import Awaited, ReaderClosedError, ReadStats, StoreReader
+from sharding.blocks import Shard
+from sharding.errors import ShardChangedError, ShardReadError
+
+pytest.importorskip("aiohttp")
+
+HERE = Path(__file__).parent
+CONTENT = np.random.default_rng(0).bytes(100_000)
+WAIT_S = 20.0
+QUICK = RetryPolicy(base_s=0.001, stall_s=WAIT_S, deadline_s=WAIT_S)
+HASTY = RetryPolicy(base_s=0.001, stall_s=0.1, deadline_s=WAIT_S)
+"""For stalls that are to be noticed; a busy machine may stall, too, so no counts are exact under it."""
+
+Answer = Callable[["Handler", int, int], None]
+"""Answers a request for the bytes [start, end)."""
+
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    """Gives each request to the next answer of the script; then answers rightly."""
+
+    protocol_version = "HTTP/1.1"
+    server: ScriptedServer
+
+    def do_GET(self) -> None:
+        first, last = self.headers["Range"].removeprefix("bytes=").split("-")
+        start, end = int(first), int(last) + 1
+        with self.server.lock:
+            self.server.asked.append((start, end))
+            answer = self.server.script.pop(0) if self.server.script else whole
+        answer(self, start, end)
+
+    def head(self, start: int, end: int, etag: str = "one") -> None:
+        self.send_response(206)
+        self.send_header("ETag", etag)
+        self.send_header("Content-Range", f"bytes {start}-{end - 1}/{len(CONTENT)}")
+        self.send_header("Content-Length", str(end - start))
+        self.end_headers()
+
+    def send(self, start: int, end: int) -> None:
+        self.wfile.write(CONTENT[start:end])
+        self.wfile.flush()
+
+    def hang_up(self) -> None:
+        self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self.close_connection = True
+        self.connection.close()
+        self.wfile = self.rfile = open("/dev/null", "r+b", buffering=0)  # noqa: SIM115 - closed by the base class
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+class ScriptedServer(http.server.ThreadingHTTPServer):
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.lock = threading.Lock()  # guards both
+        self.script: list[Answer] = []
+        self.asked: list[tuple[int, int]] = []
+
+    def shard(self, version: str = "etag:one") -> Shard:
+        return Shard(f"http://127.0.0.1:{self.server_port}/x.bin", len(CONTENT), version)
+
+
+@pytest.fixture
+def server() -> Iterator[ScriptedServer]:
+    with ScriptedServer() as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+def whole(handler: Handler, start: int, end: int) -> None:
+    handler.head(start, end)
+    handler.send(start, end)
+
+
+def status(code: int, **headers: str) -> Answer:
+    def answer(handler: Handler, start: int, end: int) -> None:
+        handler.send_response(code)
+        for name, value in {"Content-Length": "0", **headers}.items():
+            handler.send_header(name.replace("_", "-"), value)
+        handler.end_headers()
+
+    return answer
+
+
+def cut_after(nbytes: int, etag: str = "one") -> Answer:
+    """An orderly end of the connection, so that the client sees every byte that was sent."""
+
+    def answer(handler: Handler, start: int, end: int) -> None:
+        handler.head(start, end, etag)
+        handler.send(start, start + nbytes)
+        handler.close_connection = True
+
+    return answer
+
+
+def reset(handler: Handler, start: int, end: int) -> None:
+    handler.hang_up()
+
+
+def stall_after(nbytes: int, over: threading.Event, stalls: threading.Event | None = None) -> Answer:
+    """Send some bytes, then nothing until `over`; `stalls` is set between."""
+
+    def answer(handler: Handler, start: int, end: int) -> None:
+        handler.head(start, end)
+        handler.send(start, start + nbytes)
+        if stalls:
+            stalls.set()
+        assert over.wait(WAIT_S)
+        handler.close_connection = True
+
+    return answer
+
+
+def read(
+    server: ScriptedServer, reader: StoreReader, offset: int = 10, nbytes: int = 50_000, **more: Any
+) -> None:
+    out = np.zeros(nbytes, np.uint8)
+    reader.read_into(more.pop("shard", server.shard()), offset, out, **more)
+    assert out.tobytes() == CONTENT[offset : offset + nbytes]
+
+
+# ---- one read ----------------------------------------------------------------------------------------------
+
+
+def test_a_read_without_faults_is_one_request(server: ScriptedServer) -> None:
+    reader = StoreReader()
+    read(server, reader)
+    assert server.asked == [(10, 50_010)]
+    assert reader.stats() == ReadStats()
+
+
+def test_a_cut_body_is_continued_at_its_byte(server: ScriptedServer) -> None:
+    server.script = [cut_after(30_000), cut_after(100)]
+    reader = StoreReader(policy=QUICK)
+    read(server, reader)
+    assert server.asked == [(10, 50_010), (30_010, 50_010), (30_110, 50_010)]
+    assert reader.stats() == ReadStats(retries=2, resumed=2)
+
+
+@pytest.mark.parametrize("code", [429, 503])
+def test_throttling_is_counted_and_waited_for_as_told(server: ScriptedServer, code: int) -> None:
+    waits = list[float]()
+    server.script = [status(code, Retry_After="7"), status(code)]
+    reader = StoreReader(policy=QUICK, wait=lambda s: bool(waits.append(s)))
+    read(server, reader)
+    assert waits[0] == 7.0
+    assert waits[1] < 1
+    assert reader.stats() == ReadStats(retries=2, throttled=2)
+
+
+def test_a_refused_connection_is_tried_again(server: ScriptedServer) -> None:
+    server.script = [reset, reset, reset]
+    reader = StoreReader(policy=QUICK)
+    read(server, reader)
+    assert reader.stats().retries >= 1  # aiohttp asks once again by itself
+
+
+def test_a_stalled_body_is_given_up_and_continued(server: ScriptedServer) -> None:
+    over = threading.Event()
+    server.script = [stall_after(20_000, over)]
+    reader = StoreReader(policy=HASTY)
+    read(server, reader)
+    over.set()
+    assert (10, 50_010) in server.asked
+    assert (20_010, 50_010) in server.asked
+    assert reader.stats().timeouts >= 1
+    assert reader.stats().resumed >= 1
+
+
+@pytest.mark.parametrize(
+    ("code", "reason"),
+    [(401, "permission denied"), (403, "permission denied"), (404, "no such file"), (416, "416")],
+)
+def test_what_cannot_get_better_is_asked_once(server: ScriptedServer, code: int, reason: str) -> None:
+    server.script = [status(code)]
+    with pytest.raises(ShardReadError, match=reason):
+        read(server, StoreReader())
+    assert len(server.asked) == 1
+
+
+def test_a_body_is_never_continued_from_another_version(server: ScriptedServer) -> None:
+    server.script = [cut_after(30_000), cut_after(0, etag="two")]
+    with pytest.raises(ShardChangedError, match="its etag is two; it was one"):
+        read(server, StoreReader(policy=QUICK))
+
+
+def test_an_object_of_another_size_is_refused(server: ScriptedServer) -> None:
+    shard = Shard(server.shard().url, len(CONTENT) + 1, "etag:one")
+    with pytest.raises(ShardChangedError, match=f"its size is {len(CONTENT)}"):
+        read(server, StoreReader(), shard=shard)
+
+
+def test_a_server_that_ignores_ranges_is_named_with_the_cure(server: ScriptedServer) -> None:
+    server.script = [status(200)]
+    with pytest.raises(ShardReadError, match="the server gives no byte ranges; put 'simplecache::'"):
+        read(server, StoreReader())
+
+
+def test_a_large_range_is_asked_in_parts_and_each_is_continued(
+    server: ScriptedServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store, "_PART_BYTES", 20_000)
+    server.script = [cut_after(100)] * 3
+    reader = StoreReader(policy=QUICK)
+    read(server, reader)
+    assert sorted(server.asked[:3]) == [(10, 20_010), (20_010, 40_010), (40_010, 50_010)]
+    assert sorted(server.asked[3:]) == [(110, 20_010), (20_110, 40_010), (40_110, 50_010)]
+    assert reader.stats() == ReadStats(retries=1, resumed=3)
+
+
+def test_closing_ends_a_read_that_waits_for_bytes(server: ScriptedServer) -> None:
+    over, stalls = threading.Event(), threading.Event()
+    server.script = [stall_after(20_000, over, stalls)]
+    reader = StoreReader()
+    with ThreadPoolExecutor(1) as pool:
+        reading = pool.submit(read, server, reader)
+        assert stalls.wait(WAIT_S)
+        reader.close()
+        with pytest.raises(ReaderClosedError):
+            reading.result(WAIT_S)
+        over.set()
+    assert len(server.asked) == 1
+
+
+# ---- second requests ---------------------------------------------------------------------------------------
+
+
+def experienced(server: ScriptedServer, policy: RetryPolicy = QUICK, share: float = 1.0) -> StoreReader:
+    """A reader that knows how long reads take."""
+    reader = StoreReader(policy=policy, hedge_share=share)
+    for _ in range(20):
+        read(server, reader)
+    server.asked.clear()
+    return reader
+
+
+def awaited() -> Awaited:
+    signal: Awaited = Future()
+    signal.set_result(None)
+    return signal
+
+
+def test_a_late_read_that_is_waited_for_is_asked_twice_and_the_first_answer_counts(
+    server: ScriptedServer,
+) -> None:
+    reader, over = experienced(server), threading.Event()
+    server.script = [stall_after(20_000, over)]
+    read(server, reader, awaited=awaited())
+    over.set()
+    assert server.asked == [(10, 50_010), (20_010, 50_010)]
+    assert reader.stats() == ReadStats(hedges=1, hedges_won=1, hedge_bytes=30_000)
+
+
+def test_a_read_becomes_waited_for_while_it_is_late(server: ScriptedServer) -> None:
+    reader, over, stalls = experienced(server), threading.Event(), threading.Event()
+    server.script = [stall_after(20_000, over, stalls)]
+    signal: Awaited = Future()
+    with ThreadPoolExecutor(1) as pool:
+        reading = pool.submit(read, server, reader, awaited=signal)
+        assert stalls.wait(WAIT_S)
+        signal.set_result(None)
+        reading.result(WAIT_S)
+        over.set()
+    assert reader.stats().hedges_won == 1
+
+
+@pytest.mark.parametrize(("share", "signal"), [(0.0, awaited()), (1.0, Future()), (1.0, None)])
+def test_without_budget_or_waiting_there_is_no_second_request(
+    server: ScriptedServer, share: float, signal: Awaited | None
+) -> None:
+    reader, over = experienced(server, HASTY, share), threading.Event()
+    server.script = [stall_after(20_000, over)]
+    read(server, reader, awaited=signal)
+    over.set()
+    assert reader.stats().hedges == 0
+    assert reader.stats().timeouts >= 1
+
+
+def test_a_second_request_that_fails_leaves_the_first_alone(server: ScriptedServer) -> None:
+    reader, refused = experienced(server), threading.Event()
+
+    def slow(handler: Handler, start: int, end: int) -> None:
+        handler.head(start, end)
+        handler.send(start, start + 1000)
+        assert refused.wait(WAIT_S)
+        handler.send(start + 1000, end)
+
+    def refuse(handler: Handler, start: int, end: int) -> None:
+        status(503)(handler, start, end)
+        refused.set()
+
+    server.script = [slow, refuse]
+    read(server, reader, awaited=awaited())
+    assert reader.stats() == ReadStats(hedges=1, hedge_bytes=49_000)
+
+
+# ---- whole epochs ------------------------------------------------------------------------------------------
+
+NUM_SAMPLES, SAMPLE_BYTES = 2000, 1000
+RATES = {"error-rate": 0.05, "reset-rate": 0.02, "stall-rate": 0.01, "stall-s": 30, "corrupt-rate": 0.01}
+FAULTS = [f"--{name}={value}" for name, value in RATES.items()]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Shards of numbered samples, beside them "x.catalog" with checksums: some 250 blocks."""
+    folder = tmp_path_factory.mktemp("faulty")
+    noise = np.random.default_rng(1)
+    with ShardWriter(str(folder / "x-{:02d}.tar"), max_count=250) as writer:
+        for i in range(NUM_SAMPLES):
+            writer.write({"__key__": f"{i:06d}", "bin": i.to_bytes(4, "big") + noise.bytes(SAMPLE_BYTES)})
+    command = ["index", str(folder), "--output", str(folder / "x.catalog"), "--block-bytes", "16KiB"]
+    assert CliRunner().invoke(main, [*command, "--checksum"]).exit_code == 0
+    return folder
+
+
+@pytest.fixture(scope="module")
+def samples(folder: Path) -> list[bytes]:
+    dataset = ShardedDataset(str(folder / "x.catalog"))
+    return [sample["bin"].numpy().tobytes() for sample in dataset.__getitems__(range(NUM_SAMPLES))]
+
+
+@contextmanager
+def slowstore(folder: Path, *options: str) -> Iterator[str]:
+    command = [sys.executable, str(HERE / "slowstore.py"), str(folder), *options]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            yield process.stdout.readline().split()[-1]
+        finally:
+            process.terminate()
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loaders that wait milliseconds where they would wait seconds."""
+    policy = RetryPolicy(base_s=0.01, stall_s=0.2, deadline_s=WAIT_S)
+    monkeypatch.setattr(dataset_module, "StoreReader", partial(StoreReader, policy=policy))
+
+
+@pytest.mark.usefixtures("quick")
+def test_under_all_faults_every_sample_arrives_once_and_bit_exact(folder: Path, samples: list[bytes]) -> None:
+    with slowstore(folder, *FAULTS) as url:
+        dataset = ShardedDataset(f"{url}/x.catalog")
+        with DataLoader(dataset, 50, Shuffle("window", 64)) as loader:
+            got = [value.tobytes() for batch in loader for value in batch["bin"].numpy()]
+            faults = loader.stats().faults
+    assert sorted(got) == sorted(samples)
+    assert faults.throttled > 5
+    assert faults.checksum_failures > 0
+    assert faults.timeouts + faults.hedges > 0
+    assert faults.retries >= faults.throttled
+    assert faults.hedge_bytes <= 0.02 * loader.stats().read_bytes
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_block_that_is_always_wrong_is_named(folder: Path, tmp_path: Path) -> None:
+    for path in [*folder.glob("*.tar"), folder / "x.catalog"]:
+        shutil.copy(path, tmp_path)
+    damaged = tmp_path / "x-03.tar"
+    data = bytearray(damaged.read_bytes())
+    data[700] ^= 1
+    damaged.write_bytes(data)
+    with slowstore(tmp_path) as url, DataLoader(ShardedDataset(f"{url}/x.catalog"), 50) as loader:
+        with pytest.raises(ShardReadError, match=r"x-03\.tar, byte 0: bytes 0 to \d+ have checksum"):
+            list(loader)
+        assert loader.stats().faults == ReadStats(checksum_failures=2)
+
+
+def test_local_blocks_are_held_to_their_checksums(folder: Path, samples: list[bytes]) -> None:
+    with DataLoader(ShardedDataset(str(folder / "x.catalog")), 50) as loader:
+        got = [value.tobytes() for batch in loader for value in batch["bin"].numpy()]
+        assert loader.stats().read_bytes > NUM_SAMPLES * SAMPLE_BYTES  # read, not mapped
+    assert sorted(got) == sorted(samples)
+
+
+@pytest.mark.usefixtures("quick")
+def test_opening_gets_through_a_store_that_fails_often(folder: Path, tmp_path: Path) -> None:
+    with slowstore(folder, "--error-rate", "0.2") as url:
+        shards = [f"{url}/{path.name}" for path in sorted(folder.glob("*.tar"))]
+        dataset = ShardedDataset(shards, catalog=str(tmp_path / "new.catalog"))
+        assert len(dataset) == len(ShardedDataset(f"{url}/x.catalog")) == NUM_SAMPLES
+
+
+def test_a_store_that_is_down_is_one_error_and_the_loader_goes_on_when_it_is_back(
+    server: ScriptedServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = RetryPolicy(base_s=0.001, cap_s=0.01, deadline_s=0.5)
+    monkeypatch.setattr(dataset_module, "StoreReader", partial(StoreReader, policy=policy))
+    path = tmp_path / "x.bin"
+    path.write_bytes(CONTENT)
+    local = ShardedDataset(
+        str(path), format="tokens", dtype="uint8", length=1000, catalog=str(tmp_path / "l.catalog")
+    )
+    rows = local.catalog.rows.set_column(0, "url", pa.array([server.shard().url], pa.large_string()))
+    rows = rows.set_column(2, "version", pa.array(["etag:one"], pa.large_string()))
+    dataset = ShardedDataset(server.shard().url, catalog=replace(local.catalog, rows=rows))
+    with DataLoader(dataset, 10, Shuffle("none")) as loader:
+        server.script = [status(503)] * 100_000
+        with pytest.raises(
+            ShardReadError, match=r"were given up after \d+ attempts in .* HTTP 503"
+        ) as caught:
+            list(loader)
+        assert caught.value.shard == server.shard().url
+        server.script = []
+        got = np.concatenate([batch["tokens"].numpy()[:, :1000].reshape(-1) for batch in loader])
+        assert got.astype(np.uint8).tobytes() == CONTENT[: len(got)]
+        assert len(got) == 99_000
