@@ -700,7 +700,7 @@ class ProcessWorkers:
     """A task is for one worker."""
 
     def __init__(self, file: SharedFile, pool: WorkerPool) -> None:
-        self._file, self._pool, self.isolated = file, pool, pool.isolated
+        self._file, self._pool = file, pool
         self.receive, self.wait, self.stacks = pool.receive, pool.wait, pool.stacks
         self.dumps = dumps_by_value if pool.context is None else pickle.dumps
 
