@@ -8,12 +8,14 @@ lanes of the state go on, on the processes there are.
 
 from __future__ import annotations
 
+import _random
 import contextlib
 import copy
 import ctypes
 import os
 import pickle
 import random
+import sys
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -37,7 +39,7 @@ TASK, SKIP, RANDOM, MARK, RESET, BACK = range(6)
 """Kinds of messages to a worker: fetch a batch; fetch one and drop it; set the generators; remember them;
 begin the next epoch; do so with the generators that were remembered."""
 
-_NUMPY_STATE_BYTES = 625 * 4
+_STATE_BYTES = 625 * 4
 """MT19937: 624 words and the place in them."""
 _DIRECT_BYTES = 32 << 10
 """Tensors of at least this size are collated in shared memory at once; smaller ones are copied together."""
@@ -200,25 +202,44 @@ def set_random_state(state: Any) -> None:
     np.random.set_state(state[2])
 
 
+def _address_of_python_state() -> int | None:
+    """Where CPython keeps the state of `random`, behind the head of the object; None if not found there."""
+    address = id(random._inst) + object.__basicsize__
+    if (
+        sys.implementation.name != "cpython"
+        or _random.Random.__basicsize__ < object.__basicsize__ + _STATE_BYTES
+    ):
+        return None
+    place, *words = np.frombuffer(ctypes.string_at(address, _STATE_BYTES), np.uint32).tolist()
+    return address if (*words, place) == random.getstate()[1] else None
+
+
 class Draws:
     """Notices whether anything was drawn from the three global generators.
 
-    numpy's state is looked at where it lies: asking for it takes longer than handing over a small batch.
+    The states of numpy and of `random` are looked at where they lie: asking for them takes as long as
+    handing over a small batch.
     """
 
     def __init__(self) -> None:
         generator = np.random.mtrand._rand._bit_generator
         self._numpy_at: int = generator.ctypes.state_address
+        self._python_at = _address_of_python_state()
         self._words, self._pair = b"", False
         self._last = self._look()
 
     def _look(self) -> Any:
-        words = ctypes.string_at(self._numpy_at, _NUMPY_STATE_BYTES)
+        words = ctypes.string_at(self._numpy_at, _STATE_BYTES)
         # Normal numbers are made in pairs, and handing out the second changes no word.
         if words != self._words or self._pair:
             self._pair = bool(np.random.get_state(legacy=False)["has_gauss"])
         self._words = words
-        return words, self._pair, torch.get_rng_state().numpy().tobytes(), random.getstate()
+        return words, self._pair, torch.get_rng_state().numpy().tobytes(), self._look_at_python()
+
+    def _look_at_python(self) -> Any:
+        if self._python_at is None:
+            return random.getstate()
+        return ctypes.string_at(self._python_at, _STATE_BYTES), random._inst.gauss_next  # type: ignore[attr-defined]
 
     def since(self) -> Any:
         """The state of the generators if anything was drawn since the last call, else None."""

@@ -26,6 +26,7 @@ from torch.utils.data._utils.collate import default_collate_fn_map
 
 from dataflow import DataLoader
 from dataflow.worker_loader import WorkerIterator
+from dataflow.worker_process import Draws
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
 
@@ -447,3 +448,17 @@ def test_persistent_workers_of_iterables_begin_the_next_epoch_too(workers: int) 
     ahead = iterator_of(ours)._next_epoch
     assert ahead is not None
     assert len(ahead.tasks) == 2 * workers
+
+
+def test_every_draw_from_a_global_generator_is_noticed() -> None:
+    draws = Draws()
+    assert draws.since() is None
+    python_looked_up = draws._python_at
+    ways = [random.random, np.random.rand, torch.seed, np.random.randn, np.random.randn, np.random.randn]
+    for place in (python_looked_up, None):
+        draws._python_at = place
+        draws.since()
+        for draw in [*ways, lambda: torch.rand(()), lambda: random.gauss(0, 1), lambda: random.gauss(0, 1)]:
+            draw()
+            assert draws.since() is not None, draw
+            assert draws.since() is None
