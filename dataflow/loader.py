@@ -48,7 +48,7 @@ class DataLoader(_Base):
         multiprocessing_context, generator, prefetch_factor, persistent_workers, pin_memory_device, in_order:
             as in torch. Without `multiprocessing_context`, workers come from a fork server that has torch
             imported; they are forked from this process if the dataset cannot be pickled.
-        workers: what `num_workers` counts: "process" (or None), "thread", or "auto", which tries what is better.
+        workers: what `num_workers` counts: "process" (or None), "thread", or "auto": a trial decides.
             With "thread", items are fetched by threads that all use `dataset` as it is, and share the global
             random generators with this code: what a fetch draws from those differs from run to run, so it
             should draw from `get_worker_info().rng`. "auto" stays with processes where values might differ.
