@@ -48,8 +48,11 @@ class DataLoader(_Base):
         multiprocessing_context, generator, prefetch_factor, persistent_workers, pin_memory_device, in_order:
             as in torch. Without `multiprocessing_context`, workers come from a fork server that has torch
             imported; they are forked from this process if the dataset cannot be pickled.
-        workers: what `num_workers` counts: "process" (or None); "thread", where items are fetched by threads
-            that all use `dataset` as it is, or "auto", which tries both; see docs/workers.md.
+        workers: what `num_workers` counts: "process" (or None), "thread", or "auto": a trial decides.
+            With "thread", items are fetched by threads that all use `dataset` as it is, and share the global
+            random generators with this code: what a fetch draws from those differs from run to run, so it
+            should draw from `get_worker_info().rng`. "auto" stays with processes where values might differ.
+            See docs/workers.md.
         snapshot_every_n_steps: datasets with a `state_dict` tell it every so many batches; between them a
             resumed loader fetches again what was delivered. As in torchdata's `StatefulDataLoader`.
         memory_limit: bytes, or text such as "2GB", that the loader may hold; None: 1 GiB or an eighth of
