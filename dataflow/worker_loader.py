@@ -54,6 +54,7 @@ from dataflow.worker_process import (
     Job,
     Lane,
     collate_map_changes,
+    copied_random_state,
     has_state,
     run,
 )
@@ -742,7 +743,9 @@ class ProcessWorkers:
 
         buffer = self._file.borrow(answer.worker, answer.offset, answer.nbytes)
         try:
-            return unpack(buffer, answer.meta, answer.meta_bytes, answer.table, borrow)
+            data, state, random = unpack(buffer, answer.meta, answer.meta_bytes, answer.table, borrow)
+            # These are kept for long, and must not keep the memory of the batch they came with.
+            return data, copy.deepcopy(state), random and copied_random_state(random)
         except BaseException:
             rest = Counter(placed_offsets(buffer, answer.placed)) - Counter(borrowed)
             for offset in rest.elements():

@@ -81,11 +81,11 @@ class LaneState:
 
 def collate_map_changes() -> dict[Any, Any]:
     """What was registered with `default_collate` beside what torch registers itself."""
-    own = collate.__name__
+    own = (collate.__name__, __name__)  # in a worker, ours is registered
     return {
         kind: function
         for kind, function in collate.default_collate_fn_map.items()
-        if getattr(function, "__module__", None) != own
+        if getattr(function, "__module__", None) not in own
     }
 
 
@@ -163,11 +163,14 @@ class Lane:
     def answer(self, index: Any) -> tuple[int, Any, LaneState | None]:
         """The next batch as kind of answer, batch or error, and the state if it is its turn."""
         try:
-            data = self.fetch(index)
-            return BATCH, data, self.state()
-        except Exception as error:
-            if isinstance(error, StopIteration) and self._job.kind == _DatasetKind.Iterable:
+            try:
+                data = self.fetch(index)
+            except StopIteration:
+                if self._job.kind != _DatasetKind.Iterable:
+                    raise
                 return END, None, self.snapshot() if self._job.state_every else None
+            return BATCH, data, self.state()
+        except Exception:
             return ERROR, ExceptionWrapper(where=self.where), None
 
     def state(self) -> LaneState | None:
@@ -212,6 +215,12 @@ def _address_of_python_state() -> int | None:
         return None
     place, *words = np.frombuffer(ctypes.string_at(address, _STATE_BYTES), np.uint32).tolist()
     return address if (*words, place) == random.getstate()[1] else None
+
+
+def copied_random_state(state: Any) -> Any:
+    """The same with arrays of its own."""
+    kind, words, *rest = state[2]
+    return state[0], state[1].clone(), (kind, words.copy(), *rest)
 
 
 class Draws:
@@ -353,13 +362,15 @@ def _serve(start: WorkerStart) -> None:
 
     def open_lane(lane: int, shared_seed: int | None, generation: int) -> None:
         broken.pop(lane, None)
+        state = None
         try:
             switch(lane)
             lanes[lane].open(shared_seed)
+            if current.announce and current.state_every:
+                state = lanes[lane].snapshot()
         except Exception:
             broken[lane] = wrapped(lane)
         if current.announce:
-            state = lanes[lane].snapshot() if lane not in broken and current.state_every else None
             answer(OPENED, generation, lane, lane, broken.get(lane), state)
 
     def answer(
