@@ -5,8 +5,10 @@ which pause on how often the read failed since it last got a byte: exponential b
 (Brooker, "Exponential Backoff And Jitter", 2015), drawn from (seed, key, count), so a run can be repeated. A
 read is given up when it got nothing for `deadline_s`; as long as bytes come it may take what it takes.
 
-A read that the consumer waits for may be asked a second time when it is older than nearly all reads of its
-size ("The Tail at Scale", Dean & Barroso, 2013), as long as second requests stay a small share of all bytes.
+A read that the consumer waits for may be asked a second time ("The Tail at Scale", Dean & Barroso, 2013) when
+it was silent for as long as nearly all reads of its size take, or is several times as old; as long as second
+requests stay a small share of all bytes. Age alone would not do: where the store is the limit, the consumer
+waits all the time, and reads that are only slow would use up the share before one stalls.
 """
 
 from __future__ import annotations
@@ -38,6 +40,10 @@ _CONNECTION_ERRNOS = {
 }
 """Those that are not a `ConnectionError` anyway; s3fs says EBUSY and EIO of a server that fails."""
 _FINAL = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
+SILENCE = 4.0
+"""A request without a byte for so many times the duration of nearly all whole reads is taken for dead."""
+_OLD = 3.0
+"""A read so many times as old as nearly all others get is late, even if bytes come."""
 _LAST_START = 0.9
 """Share of the deadline after which no attempt begins: one that gets milliseconds would hide the error."""
 # By name, because the clients are optional packages. What is not listed here and is none of Python's own
@@ -149,6 +155,17 @@ def _kind_of_type(error: BaseException) -> Kind | None:
     return None
 
 
+def hedge_due_s(began_s: float, heard_s: float, long_s: float) -> float:
+    """When a read is late enough for a second request: times on one clock.
+
+    Args:
+        began_s: when it began.
+        heard_s: when its last byte came, or it began.
+        long_s: what nearly all reads of its size take.
+    """
+    return min(heard_s + long_s, began_s + _OLD * long_s)
+
+
 @dataclass(frozen=True)
 class Decision:
     """Whether to try again, and why."""
@@ -169,12 +186,15 @@ class RetryPolicy:
     cap_s: float = 10.0
     """Longest pause of all, but for a `Retry-After`."""
     stall_s: float = 5.0
-    """Seconds without a byte after which a request is given up and asked again from where it stood; doubles
+    """Longest silence, in seconds, before a request is given up and asked again from where it stood. Where
+    reads of its size are known to be quick, it is `SILENCE` times what nearly all of them take. It doubles
     with each failure in a row, so that a store that is merely slow gets the time it needs."""
+    least_stall_s: float = 0.5
+    """No silence shorter than this is given up, however quick reads are."""
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("deadline_s", "base_s", "cap_s", "stall_s"):
+        for name in ("deadline_s", "base_s", "cap_s", "stall_s", "least_stall_s"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be > 0, got {getattr(self, name)}")
 
@@ -196,9 +216,13 @@ class RetryPolicy:
             return Decision(None, f"no byte came within the deadline of {self.deadline_s:g} s")
         return Decision(delay_s, f"{failure.kind}, failure {failures} in a row")
 
-    def stall_timeout_s(self, failures: int, idle_s: float) -> float:
-        """Seconds without a byte after which the next request is given up; never beyond the deadline."""
-        patient = self.stall_s * 2.0 ** min(failures, 60)
+    def stall_timeout_s(self, failures: int, idle_s: float, long_s: float | None = None) -> float:
+        """Seconds without a byte after which the next request is given up; never beyond the deadline.
+
+        `long_s`: what nearly all reads of this size take, whole; None where it is not known.
+        """
+        known = self.stall_s if long_s is None else max(self.least_stall_s, SILENCE * long_s)
+        patient = min(self.stall_s, known) * 2.0 ** min(failures, 60)
         return max(min(patient, self.deadline_s - idle_s), 1e-3)
 
 
@@ -251,4 +275,5 @@ __all__ = [
     "RetryPolicy",
     "StatusError",
     "failure_of",
+    "hedge_due_s",
 ]

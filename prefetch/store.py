@@ -31,7 +31,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from prefetch.bodies import Info, OpenBody, body_of
-from prefetch.retries import CutBodyError, HedgeBudget, ReadTimes, RetryPolicy, failure_of
+from prefetch.retries import CutBodyError, HedgeBudget, ReadTimes, RetryPolicy, failure_of, hedge_due_s
 from sharding.blocks import Shard
 from sharding.errors import DataflowError, ShardChangedError, ShardReadError
 from sharding.storage import check_shard, failure_text, local_info, open_url
@@ -87,6 +87,8 @@ class _Part:
     begin: int
     at: int
     end: int
+    heard_s: float
+    """When its last byte came, or it was asked."""
 
     @property
     def left(self) -> int:
@@ -108,11 +110,12 @@ class _Range:
     def left(self) -> int:
         return sum(part.left for part in self.parts)
 
-    def take(self, part: _Part, piece: bytes) -> None:
+    def take(self, part: _Part, piece: bytes, now_s: float) -> None:
         """Put the next bytes of a part where they belong; a server may send more than was asked."""
         wanted = piece[: part.left]
         self.out[part.at : part.at + len(wanted)] = np.frombuffer(wanted, np.uint8)
         part.at += len(wanted)
+        part.heard_s = now_s
 
 
 class StoreReader:
@@ -217,14 +220,16 @@ class StoreReader:
             raise _truncated(shard, offset, out.nbytes, max(0, shard.size - offset))
         began_s = last_byte_s = self._now()
         starts = range(0, out.nbytes, _PART_BYTES)
-        parts = [_Part(at, at, min(at + _PART_BYTES, out.nbytes)) for at in starts]
+        parts = [_Part(at, at, min(at + _PART_BYTES, out.nbytes), began_s) for at in starts]
         read = _Range(shard, offset, out, awaited, began_s, parts)
         failures = attempts = 0
         while read.left or not attempts:
             if self._closed.is_set():
                 raise _closed()
             attempts, left = attempts + 1, read.left
-            stall_s = self._policy.stall_timeout_s(failures, self._now() - last_byte_s)
+            with self._lock:
+                long_s = self._times.long_s(out.nbytes)
+            stall_s = self._policy.stall_timeout_s(failures, self._now() - last_byte_s, long_s)
             try:
                 self._attempt(read, stall_s)
                 continue
@@ -278,7 +283,7 @@ class StoreReader:
         for part in read.parts:
             if part.left:
                 start = read.offset + part.at
-                read.take(part, fs.cat_file(path, start=start, end=start + part.left))
+                read.take(part, fs.cat_file(path, start=start, end=start + part.left), self._now())
                 _whole(part)
 
     # ---- in the event loop ------------------------------------------------------------------------------
@@ -311,20 +316,25 @@ class StoreReader:
         self, read: _Range, part: _Part, fs: Any, path: str, open_body: OpenBody, stall_s: float
     ) -> None:
         with self._lock:
-            late_s = self._times.long_s(read.out.nbytes)
-        if read.awaited is None or late_s is None:
+            long_s = self._times.long_s(read.out.nbytes)
+        if read.awaited is None or long_s is None:
             await self._stream(read, part, fs, path, open_body, stall_s)
             return
         loop = asyncio.get_running_loop()
         first = loop.create_task(self._stream(read, part, fs, path, open_body, stall_s))
         tasks: list[asyncio.Task[Any]] = [first]
         try:
-            await asyncio.wait([first], timeout=max(0.0, late_s - (self._now() - read.began_s)))
+            asked_s = part.heard_s = self._now()
+            while not first.done():  # each byte puts it off
+                wait_s = hedge_due_s(asked_s, part.heard_s, long_s) - self._now()
+                if wait_s <= 0:
+                    break
+                await asyncio.wait([first], timeout=wait_s)
             if not first.done():
                 tasks.append(loop.create_task(_heard(read.awaited)))
                 await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             if not first.done() and self._may_hedge(part.left):
-                other = _Part(part.at, part.at, part.end)
+                other = _Part(part.at, part.at, part.end, self._now())
                 second = loop.create_task(self._stream(read, other, fs, path, open_body, stall_s))
                 tasks.append(second)
                 await asyncio.wait([first, second], return_when=asyncio.FIRST_COMPLETED)
@@ -365,7 +375,7 @@ class StoreReader:
                 aclosing(open_body(fs, path, start, end, check)) as pieces,  # type: ignore[type-var]
             ):
                 async for piece in pieces:
-                    read.take(part, piece)
+                    read.take(part, piece, self._now())
                     patience.reschedule(loop.time() + stall_s)
                     if not part.left:
                         break

@@ -36,7 +36,7 @@ pytest.importorskip("aiohttp")
 HERE = Path(__file__).parent
 CONTENT = np.random.default_rng(0).bytes(100_000)
 WAIT_S = 20.0
-QUICK = RetryPolicy(base_s=0.001, stall_s=WAIT_S, deadline_s=WAIT_S)
+QUICK = RetryPolicy(base_s=0.001, stall_s=WAIT_S, least_stall_s=WAIT_S, deadline_s=WAIT_S)
 HASTY = RetryPolicy(base_s=0.001, stall_s=0.1, deadline_s=WAIT_S)
 """For stalls that are to be noticed; a busy machine may stall, too, so no counts are exact under it."""
 

@@ -16,6 +16,7 @@ from prefetch.retries import (
     RetryPolicy,
     StatusError,
     failure_of,
+    hedge_due_s,
 )
 from sharding.errors import ShardReadError
 
@@ -131,7 +132,22 @@ def test_patience_doubles_and_ends_at_the_deadline(failures: int, idle_s: float,
     assert RetryPolicy(deadline_s=60, stall_s=5).stall_timeout_s(failures, idle_s) == expected
 
 
-@pytest.mark.parametrize("name", ["deadline_s", "base_s", "cap_s", "stall_s"])
+@pytest.mark.parametrize(
+    ("long_s", "failures", "expected"),
+    [(None, 0, 5.0), (0.01, 0, 0.5), (0.5, 0, 2.0), (0.5, 1, 4.0), (0.5, 3, 16.0), (10.0, 0, 5.0)],
+)
+def test_silence_is_judged_by_how_long_reads_take(long_s: float, failures: int, expected: float) -> None:
+    assert RetryPolicy().stall_timeout_s(failures, 0, long_s) == expected
+
+
+@pytest.mark.parametrize(
+    ("heard_s", "due_s"), [(100.0, 102.0), (101.0, 103.0), (103.9, 105.9), (105.0, 106.0), (110.0, 106.0)]
+)
+def test_a_second_request_is_due_after_silence_or_great_age(heard_s: float, due_s: float) -> None:
+    assert hedge_due_s(100.0, heard_s, 2.0) == due_s
+
+
+@pytest.mark.parametrize("name", ["deadline_s", "base_s", "cap_s", "stall_s", "least_stall_s"])
 def test_times_are_positive(name: str) -> None:
     with pytest.raises(ValueError, match=f"{name} must be > 0, got 0"):
         RetryPolicy(**{name: 0})
