@@ -24,10 +24,11 @@ from numpy.typing import NDArray
 
 from dataflow.decode import BadRows, Output
 from prefetch.arena import Arena, rounded_bytes
+from prefetch.gate import ReadGate
 from prefetch.iovec import copy_spans
 from prefetch.mapping import Mappings
 from prefetch.store import StoreReader
-from sharding.blocks import Block, Column, Columns, Format, Spans
+from sharding.blocks import Block, Column, Columns, Format, Shard, Spans
 from sharding.catalog import Catalog
 from sharding.errors import DataflowError, SampleError, ShardReadError
 
@@ -63,6 +64,8 @@ class Source:
     outputs: tuple[Output, ...]
     mappings: Mappings = field(compare=False)
     traffic: Traffic = field(default_factory=Traffic)
+    gate: ReadGate | None = field(default=None, compare=False)
+    """Says how many reads may run; None: as many as there are threads."""
     all_columns: bool = False
     """Whether every column was asked for, so that one of a type we cannot deliver is an error."""
     number: int = 0
@@ -86,6 +89,14 @@ class Source:
         if self.catalog.num_samples * output.row_bytes > _REMEMBERED_BYTES:
             return None
         return self._numbers.setdefault(output.name, {})
+
+    def read_into(self, shard: Shard, offset: int, out: NDArray[np.uint8]) -> None:
+        """Fill `out` with the shard's bytes from `offset`, when the gate says so."""
+        if self.gate is None:
+            self.reader.read_into(shard, offset, out)
+            return
+        with self.gate.read(out.nbytes):
+            self.reader.read_into(shard, offset, out)
 
     @cached_property
     def columns(self) -> list[str]:
@@ -322,7 +333,7 @@ class StagedWindow:
                 data = self.region[at : at + block.length]
             else:
                 data = self.arena.lease(block.length)
-            self.source.reader.read_into(block.shard, block.offset, data)
+            self.source.read_into(block.shard, block.offset, data)
             self._data[ordinal] = data.data
             wanted = None if self.source.all_columns else self.source.columns
             columns = self.source.format.decode(block, data.data, wanted)
@@ -344,7 +355,7 @@ class StagedWindow:
                 starts[i] = at
                 if length > 0:
                     view = self.region[at : at + length]
-                    self.source.reader.read_into(block.shard, block.offset + start, view)
+                    self.source.read_into(block.shard, block.offset + start, view)
                     at += int(_aligned(length))
             read = int(np.maximum(spans.lengths, 0).sum())
             self.source.traffic.add(read, read)
