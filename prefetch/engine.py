@@ -284,7 +284,8 @@ class Engine(Generic[T]):
         deadline = began + self._options.timeout_s
         if self._delivered:
             self._waits += 1
-            self._limit = "" if self._held_back else "building" if self._line else "reading"
+            busy = self._running >= self._workers.num_threads
+            self._limit = "" if self._held_back else "building" if busy else "reading"
             self._held_back = False
         while not self._deliverable():
             now = time.perf_counter()
