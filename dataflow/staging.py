@@ -25,10 +25,11 @@ from numpy.typing import NDArray
 
 from dataflow.decode import BadRows, Output
 from prefetch.arena import Arena, rounded_bytes
+from prefetch.gate import ReadGate
 from prefetch.iovec import copy_spans
 from prefetch.mapping import Mappings
 from prefetch.store import Awaited, StoreReader
-from sharding.blocks import Block, Column, Columns, Format, Spans
+from sharding.blocks import Block, Column, Columns, Format, Shard, Spans
 from sharding.catalog import Catalog
 from sharding.errors import DataflowError, SampleError, ShardReadError
 
@@ -64,6 +65,8 @@ class Source:
     outputs: tuple[Output, ...]
     mappings: Mappings = field(compare=False)
     traffic: Traffic = field(default_factory=Traffic)
+    gate: ReadGate | None = field(default=None, compare=False)
+    """Says how many reads may run; None: as many as there are threads."""
     all_columns: bool = False
     """Whether every column was asked for, so that one of a type we cannot deliver is an error."""
     number: int = 0
@@ -87,6 +90,22 @@ class Source:
         if self.catalog.num_samples * output.row_bytes > _REMEMBERED_BYTES:
             return None
         return self._numbers.setdefault(output.name, {})
+
+    def read_into(
+        self,
+        shard: Shard,
+        offset: int,
+        out: NDArray[np.uint8],
+        *,
+        checksum: int | None = None,
+        awaited: Awaited | None = None,
+    ) -> None:
+        """What `StoreReader.read_into` does, when the gate says so."""
+        if self.gate is None:
+            self.reader.read_into(shard, offset, out, checksum=checksum, awaited=awaited)
+            return
+        with self.gate.read(out.nbytes, refusals=lambda: self.reader.stats().throttled):
+            self.reader.read_into(shard, offset, out, checksum=checksum, awaited=awaited)
 
     @cached_property
     def columns(self) -> list[str]:
@@ -324,7 +343,7 @@ class StagedWindow:
                 data = self.region[at : at + block.length]
             else:
                 data = self.arena.lease(block.length)
-            self.source.reader.read_into(
+            self.source.read_into(
                 block.shard, block.offset, data, checksum=block.checksum, awaited=self._awaited
             )
             self._data[ordinal] = data.data
@@ -348,9 +367,7 @@ class StagedWindow:
                 starts[i] = at
                 if length > 0:
                     view = self.region[at : at + length]
-                    self.source.reader.read_into(
-                        block.shard, block.offset + start, view, awaited=self._awaited
-                    )
+                    self.source.read_into(block.shard, block.offset + start, view, awaited=self._awaited)
                     at += int(_aligned(length))
             read = int(np.maximum(spans.lengths, 0).sum())
             self.source.traffic.add(read, read)

@@ -29,9 +29,11 @@ from dataflow.stream import Delivered, Finishing, RankPlan, Stream, StreamPlan
 from dataflow.topology_exchange import detect_topology
 from dataflow.torch_threads import one_torch_thread, setting_kept
 from prefetch.arena import Arena, rounded_bytes
-from prefetch.depth import Decision, DepthPolicy, Observation, fixed_depth
+from prefetch.depth import AdaptiveDepth, Decision, DepthPolicy, Observation, fixed_depth
 from prefetch.device import CudaStreams, DeviceCopier, register_pinned
 from prefetch.engine import NOT_STARTED, Engine, EngineOptions, EngineStats, MemoryLimitError, StallError
+from prefetch.gate import ReadGate
+from prefetch.inflight import Inflight
 from prefetch.ledger import Ledger
 from prefetch.store import NO_FAULTS, ReadStats
 from sharding.batching import Batching, Packed
@@ -57,6 +59,9 @@ _PACKED_BYTES = 12
 _LISTED_ERRORS = 1000
 _LOCAL_READERS = 2
 _REMOTE_READERS = 16
+"""The most; how many read at a time is for the in-flight control to say."""
+_START_IN_FLIGHT = 16 << 20
+_DEPTH = 4
 
 
 class StreamLoader:
@@ -78,7 +83,8 @@ class StreamLoader:
         tail: what happens to the last, incomplete global batch: "drop", "pad" (repeat the epoch's first
             samples), "uneven" (a short batch, shared out over the ranks). None: "drop" if drop_last, else
             "uneven" in one process and "pad" with several, so that no rank lacks a step.
-        depth: batches kept ready; an int or a `DepthPolicy`.
+        depth: batches kept ready: an int, a `DepthPolicy`, or None: 4 over local shards, and over remote ones
+            what `AdaptiveDepth` decides (docs/adaptive.md).
         num_threads: threads that build batches; None: by the number of cores.
         batching: `Packed(...)`, `TokenBudget(...)` or `Bucketed(...)`: batches by the lengths of samples.
             `transform` and `collate_fn` then go together, and not with `Packed`. See docs/batching.md.
@@ -102,7 +108,7 @@ class StreamLoader:
         device: str | torch.device | None = None,
         memory_limit: int | str | None = None,
         tail: Tail | None = None,
-        depth: int | DepthPolicy = 4,
+        depth: int | DepthPolicy | None = None,
         num_threads: int | None = None,
         batching: Batching | None = None,
         pin_memory: bool = False,
@@ -129,8 +135,9 @@ class StreamLoader:
             else None
         )
         self._depth = fixed_depth(depth) if isinstance(depth, int) else depth
+        self._local = all(is_local(url) for source in dataset.sources for url in source.catalog.urls[:1])
         self._num_threads = num_threads or _build_threads(dataset)
-        self._num_readers = _num_readers(dataset)
+        self._num_readers = _LOCAL_READERS if self._local else _REMOTE_READERS
         self.shuffle, self.window_reason = self._resolve_shuffle(shuffle)
         self._epoch = 0
         self._start = 0
@@ -427,7 +434,8 @@ class _Session:
         self.arena = Arena(limit_bytes=loader.memory_limit, register=register)
         self.copier = DeviceCopier(CudaStreams(loader.device)) if on_cuda else None
         self.traffic = Traffic()
-        self.sources = _open_sources(dataset, loader.memory_limit // 4, self.traffic)
+        self.gate = None if loader._local else _open_gate(loader.memory_limit)
+        self.sources = _open_sources(dataset, loader.memory_limit // 4, self.traffic, self.gate)
         self._next = (epoch, start)
         ledger = self.ledger
         finishing = Finishing(
@@ -458,7 +466,7 @@ class _Session:
         options = EngineOptions(
             num_readers=loader._num_readers,
             num_workers=loader._num_threads,
-            depth=_at_least(loader._depth, 3 * per_chunk),
+            depth=_at_least(loader._depth or _default_depth(loader), 3 * per_chunk),
             max_windows=_WINDOWS_AHEAD * len(self.sources),
             keep_bytes=max(chunk_bytes, min(3 * chunk_bytes, loader.memory_limit // 4)),
             timeout_s=loader.timeout or 600.0,
@@ -491,6 +499,8 @@ class _Session:
         """Stop everything; see `Engine.close`."""
         if self.copier:
             self.copier.close()
+        if self.gate:
+            self.gate.close()
         self.engine.close(join=join)
         self.arena.close()
 
@@ -650,10 +660,25 @@ def _batches_per_chunk(loader: StreamLoader) -> int:
     return max(1, min(_MAX_CHUNK_BATCHES, wanted // _batch_bytes(loader)))
 
 
-def _open_sources(dataset: ShardedDataset | Mixture, keep_bytes: int, traffic: Traffic) -> list[Source]:
-    """What the stream reads, numbered, with one account of bytes."""
+def _default_depth(loader: StreamLoader) -> DepthPolicy:
+    # Local values are mapped or read within milliseconds: four batches never ran dry there.
+    if loader._local:
+        return fixed_depth(_DEPTH)
+    return AdaptiveDepth(start=_DEPTH, limit_bytes=loader.memory_limit // 2)
+
+
+def _open_gate(limit_bytes: int) -> ReadGate:
+    return ReadGate(Inflight(start_bytes=min(_START_IN_FLIGHT, limit_bytes), max_bytes=limit_bytes))
+
+
+def _open_sources(
+    dataset: ShardedDataset | Mixture, keep_bytes: int, traffic: Traffic, gate: ReadGate | None
+) -> list[Source]:
+    """What the stream reads, numbered, with one account of bytes and one gate."""
     opened = [source.source(keep_bytes // len(dataset.sources)) for source in dataset.sources]
-    return [replace(source, number=number, traffic=traffic) for number, source in enumerate(opened)]
+    return [
+        replace(source, number=number, traffic=traffic, gate=gate) for number, source in enumerate(opened)
+    ]
 
 
 def _build_threads(dataset: ShardedDataset | Mixture) -> int:
@@ -661,8 +686,3 @@ def _build_threads(dataset: ShardedDataset | Mixture) -> int:
     images = any(o.image is not None for o in dataset.outputs)
     # Decoders take the GIL between images: one more thread than cores works while another waits for it.
     return cores + 1 if images else cores
-
-
-def _num_readers(dataset: ShardedDataset | Mixture) -> int:
-    local = all(is_local(url) for source in dataset.sources for url in source.catalog.urls[:1])
-    return _LOCAL_READERS if local else _REMOTE_READERS

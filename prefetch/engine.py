@@ -157,6 +157,7 @@ class _Open:
 class _Started(Generic[T]):
     chunk: Chunk[T]
     nbytes: int
+    began: float = 0.0
     left: int = 0
     batches: Sequence[T] = ()
     leased: int = 0
@@ -215,6 +216,17 @@ class Engine(Generic[T]):
         self._consumer_waits = False
         self._delivered = 0
         self._delivered_bytes = 0
+        self._finished = 0
+        self._waits = 0
+        self._limit = ""
+        self._held_back = False
+        """Whether the depth has kept idle workers from work since the last wait."""
+        self._leads: list[float] = []
+        self._steps: list[float] = []
+        self._handed_out: tuple[float, int] | None = None
+        """When the consumer last got batches, and how many."""
+        self._running = 0
+        """Chunks begun and not done."""
         self._starved = 0.0
         self._began = time.perf_counter()
         self._busy = {"read": _Busy(), "build": _Busy()}
@@ -235,6 +247,9 @@ class Engine(Generic[T]):
         if os.getpid() != self._pid:
             raise RuntimeError("a loader's threads do not survive a fork; make the loader in the child")
         with self._changed:
+            if self._handed_out is not None:
+                since, batches = self._handed_out
+                self._steps.append((time.perf_counter() - since) / batches)
             if not self._deliverable():
                 self._pump()  # batches that the consumer dropped since may have made room
             if not self._deliverable():
@@ -247,6 +262,8 @@ class Engine(Generic[T]):
                 return ()
             started = self._line.popleft()
             self._line_batches -= started.chunk.num_batches
+            self._finished -= len(started.batches)
+            self._handed_out = None
             if started.error:
                 raise started.error
             self._ledger.move(State.READY, State.LENT, started.leased)
@@ -254,6 +271,8 @@ class Engine(Generic[T]):
             self._delivered += len(started.batches)
             self._delivered_bytes += started.leased
             self._pump()
+            if started.batches:
+                self._handed_out = time.perf_counter(), len(started.batches)
             return started.batches
 
     def _deliverable(self) -> bool:
@@ -270,6 +289,10 @@ class Engine(Generic[T]):
         began = time.perf_counter()
         watchdog = began + self._options.watchdog_s
         deadline = began + self._options.timeout_s
+        if self._delivered:
+            self._waits += 1
+            self._limit = "" if self._held_back else "building" if self._line else "reading"
+            self._held_back = False
         self._consumer_waits = True
         self._hurry()
         try:
@@ -322,6 +345,7 @@ class Engine(Generic[T]):
                 return
             nbytes = 0 if failed else chunk.nbytes
             if self._line and self._line_batches + chunk.num_batches > self._depth(nbytes):
+                self._held_back |= self._running < self._workers.num_threads
                 return
             credited = self._ledger.reserve(State.BUILDING, nbytes) or (
                 not self._line and self._ledger.reserve(State.BUILDING, nbytes, head_of_order=True)
@@ -330,7 +354,9 @@ class Engine(Generic[T]):
                 self._check_stuck(nbytes, "the next batches")
                 return
             self._chunks.popleft()
-            started: _Started[T] = _Started(chunk, nbytes, sequence=self._sequence, error=failed)
+            started: _Started[T] = _Started(
+                chunk, nbytes, sequence=self._sequence, error=failed, began=time.perf_counter()
+            )
             self._sequence += 1
             self._line.append(started)
             self._line_batches += chunk.num_batches
@@ -338,11 +364,28 @@ class Engine(Generic[T]):
                 self._settle(started)
                 self._changed.notify_all()
             else:
+                self._running += 1
                 self._workers.submit(started.sequence, partial(self._run_begin, started))
 
     def _depth(self, nbytes: int) -> int:
-        seen = Observation(self._delivered, self._starved, self._line_batches, nbytes)
-        return self._options.depth(seen).value
+        return self._options.depth(self._observe(nbytes)).value
+
+    def _observe(self, nbytes: int) -> Observation:
+        leads, steps = tuple(self._leads), tuple(self._steps)
+        self._leads.clear()
+        self._steps.clear()
+        return Observation(
+            self._delivered,
+            self._starved,
+            self._line_batches,
+            nbytes,
+            time.perf_counter(),
+            self._waits,
+            self._limit,
+            self._finished,
+            leads,
+            steps,
+        )
 
     def _admit_windows(self) -> None:
         while not self._exhausted and self._failure is None:
@@ -493,6 +536,7 @@ class Engine(Generic[T]):
 
     def _complete(self, started: _Started[T]) -> None:
         """The chunk is built, or failed. Under the lock."""
+        self._running -= 1
         self._settle(started)
         self._pump()
         self._wake()
@@ -507,6 +551,8 @@ class Engine(Generic[T]):
         chunk = started.chunk
         if started.error is None:
             self._ledger.move(State.BUILDING, State.READY, started.nbytes)
+            self._leads.append(time.perf_counter() - started.began)
+            self._finished += len(started.batches)
         else:
             started.batches = ()
             self._ledger.release(State.BUILDING, started.nbytes)
@@ -535,7 +581,7 @@ class Engine(Generic[T]):
             return NOT_STARTED  # a thread of the parent may have held the lock at the fork
         with self._changed:
             ready = sum(len(s.batches) for s in self._line if s.done)
-            decision = self._options.depth(Observation(self._delivered, self._starved, ready, 0))
+            decision = self._options.depth(self._observe(0))
             return EngineStats(
                 elapsed_s=time.perf_counter() - self._began,
                 starved_s=self._starved,

@@ -1,0 +1,82 @@
+"""Let as many reads of a store run as its in-flight control says: the shell around `prefetch.inflight`.
+
+Reader threads are the most that may run; a thread that may not read yet waits here, first come first served,
+which is the order of urgency in which the pool gave out the work. Nothing polls: a read that ends wakes them.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from prefetch.depth import Decision
+from prefetch.inflight import Inflight
+from prefetch.store import ReaderClosedError
+
+
+class ReadGate:
+    """Admits reads of one store. Thread-safe."""
+
+    def __init__(self, control: Inflight, *, now: Callable[[], float] = time.perf_counter) -> None:
+        self._control, self._now = control, now
+        self._changed = threading.Condition()  # guards the control and everything below
+        self._line: deque[object] = deque()
+        self._closed = False
+
+    @contextmanager
+    def read(self, nbytes: int, *, refusals: Callable[[], int] = lambda: 0) -> Iterator[None]:
+        """A read of that many bytes, when it may begin.
+
+        Args:
+            nbytes: what is asked of the store.
+            refusals: how often it has refused requests so far; the read may have been tried again.
+
+        Raises:
+            ReaderClosedError: the gate was closed while the read waited.
+        """
+        ticket = object()
+        with self._changed:
+            self._line.append(ticket)
+            while not self._closed and not self._may_go(ticket, nbytes):
+                self._changed.wait()
+            self._line.remove(ticket)
+            if self._closed:
+                raise ReaderClosedError("the loader was closed while a read waited for its turn")
+            sent = self._control.sent(self._now(), nbytes)
+            if self._line:
+                self._changed.notify_all()  # the next one may go too
+            else:
+                self._control.drained(self._now())
+        refused = refusals()
+        try:
+            yield
+        except BaseException:
+            with self._changed:
+                self._control.failed(sent)
+                self._changed.notify_all()
+            raise
+        with self._changed:
+            now = self._now()
+            self._control.done(now, sent)
+            if refusals() > refused:
+                self._control.refused(now)
+            if self._line:
+                self._changed.notify_all()
+
+    def _may_go(self, ticket: object, nbytes: int) -> bool:
+        return self._line[0] is ticket and self._control.admits(self._now(), nbytes)
+
+    @property
+    def decision(self) -> Decision:
+        """Bytes that may be in flight now, and why."""
+        with self._changed:
+            return self._control.decision
+
+    def close(self) -> None:
+        """Refuse the reads that wait and all to come. Those that run end by themselves. Idempotent."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()

@@ -1,0 +1,154 @@
+"""The gate: reads run as the in-flight control says, in the order they came; closing frees who waits."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from prefetch.depth import Decision
+from prefetch.gate import ReadGate
+from prefetch.inflight import Inflight
+from prefetch.store import ReaderClosedError
+
+TIMEOUT_S = 10
+
+
+class Line(deque[object]):
+    """The gate's line; a test can wait until so many stand in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._grew = threading.Condition()
+
+    def append(self, ticket: object) -> None:
+        with self._grew:
+            super().append(ticket)
+            self._grew.notify_all()
+
+    def wait_for(self, count: int) -> None:
+        with self._grew:
+            assert self._grew.wait_for(lambda: len(self) >= count, TIMEOUT_S)
+
+
+class Reads:
+    """Threads that read through a gate and end when they are told to."""
+
+    def __init__(self, gate: ReadGate) -> None:
+        self.gate = gate
+        self.line = Line()
+        gate._line = self.line
+        self.begun: list[str] = []
+        self.errors: list[BaseException] = []
+        self._changed = threading.Condition()
+        self._ends: dict[str, threading.Event] = {}
+        self._threads: list[threading.Thread] = []
+
+    def start(self, name: str, nbytes: int) -> None:
+        self._ends[name] = threading.Event()
+        thread = threading.Thread(target=self._read, args=(name, nbytes))
+        self._threads.append(thread)
+        thread.start()
+
+    def _read(self, name: str, nbytes: int) -> None:
+        try:
+            with self.gate.read(nbytes):
+                with self._changed:
+                    self.begun.append(name)
+                    self._changed.notify_all()
+                assert self._ends[name].wait(TIMEOUT_S)
+                if name == "bad":
+                    raise OSError("the store is gone")
+        except Exception as error:
+            self.errors.append(error)
+
+    def wait_for(self, *names: str) -> None:
+        with self._changed:
+            assert self._changed.wait_for(lambda: len(self.begun) >= len(names), TIMEOUT_S), self.begun
+            assert self.begun == list(names)
+
+    def end(self, *names: str) -> None:
+        for name in names:
+            self._ends[name].set()
+
+    def join(self) -> None:
+        for event in self._ends.values():
+            event.set()
+        for thread in self._threads:
+            thread.join(TIMEOUT_S)
+            assert not thread.is_alive()
+
+
+@contextmanager
+def reads_through(limit_bytes: int) -> Iterator[Reads]:
+    reads = Reads(ReadGate(Inflight(start_bytes=limit_bytes, max_bytes=limit_bytes), now=lambda: 0.0))
+    try:
+        yield reads
+    finally:
+        reads.gate.close()
+        reads.join()
+
+
+def test_no_more_bytes_are_read_at_a_time_than_the_control_allows() -> None:
+    with reads_through(10) as reads:
+        reads.start("a", 6)
+        reads.wait_for("a")
+        reads.start("b", 4)
+        reads.wait_for("a", "b")
+        reads.start("c", 1)
+        reads.line.wait_for(1)
+        assert reads.begun == ["a", "b"]
+        reads.end("a")
+        reads.wait_for("a", "b", "c")
+
+
+def test_a_small_read_does_not_overtake_a_large_one() -> None:
+    with reads_through(10) as reads:
+        reads.start("a", 6)
+        reads.wait_for("a")
+        reads.start("large", 8)
+        reads.line.wait_for(1)
+        reads.start("small", 1)
+        reads.line.wait_for(2)
+        assert reads.begun == ["a"]
+        reads.end("a")
+        reads.wait_for("a", "large", "small")
+
+
+def test_a_read_that_fails_makes_room() -> None:
+    with reads_through(10) as reads:
+        reads.start("bad", 10)
+        reads.wait_for("bad")
+        reads.start("next", 10)
+        reads.line.wait_for(1)
+        reads.end("bad")
+        reads.wait_for("bad", "next")
+    assert [type(e) for e in reads.errors] == [OSError]
+
+
+def test_closing_refuses_who_waits_and_who_comes() -> None:
+    with reads_through(10) as reads:
+        reads.start("a", 10)
+        reads.wait_for("a")
+        reads.start("b", 10)
+        reads.line.wait_for(1)
+        reads.gate.close()
+        reads.end("a")
+        reads.join()
+        assert reads.begun == ["a"]
+        assert [str(e) for e in reads.errors] == ["the loader was closed while a read waited for its turn"]
+        with pytest.raises(ReaderClosedError, match="closed"), reads.gate.read(1):
+            pass
+
+
+def test_a_read_that_the_store_refused_on_its_way_cuts_the_limit() -> None:
+    gate, refusals = ReadGate(Inflight(start_bytes=1000, max_bytes=1000), now=lambda: 0.0), [0, 0, 0, 1]
+    with gate.read(10, refusals=lambda: refusals.pop(0)):
+        pass
+    assert gate.decision.value == 1000
+    with gate.read(10, refusals=lambda: refusals.pop(0)):
+        pass
+    assert gate.decision == Decision(700, "the store refused requests")
