@@ -291,7 +291,8 @@ class Engine(Generic[T]):
         deadline = began + self._options.timeout_s
         if self._delivered:
             self._waits += 1
-            self._limit = "" if self._held_back else "building" if self._line else "reading"
+            busy = self._running >= self._workers.num_threads
+            self._limit = "" if self._held_back else "building" if busy else "reading"
             self._held_back = False
         self._consumer_waits = True
         self._hurry()

@@ -738,6 +738,67 @@ def test_the_depth_policy_sees_what_was_delivered_and_what_comes() -> None:
     assert all(o.starved_s >= 0 and o.ready_batches >= 0 for o in seen)
 
 
+def observing(seen: list[Observation], depth: int = 1) -> Callable[[Observation], Decision]:
+    def policy(observation: Observation) -> Decision:
+        seen.append(observation)
+        return Decision(depth, "as told")
+
+    return policy
+
+
+def wait_for_batch(engine: Engine[Batch], gate: Gate) -> None:
+    """Ask for a batch whose gate opens only when the consumer begins to wait."""
+    gate.wait_until_begun()
+    wait = engine._changed.wait
+
+    def opening(timeout: float | None = None) -> bool:
+        gate.open()
+        return wait(timeout)
+
+    engine._changed.wait = opening  # type: ignore[method-assign]
+    next_names(engine)
+    engine._changed.wait = wait  # type: ignore[method-assign]
+
+
+def test_the_depth_policy_sees_lead_times_steps_and_what_is_finished() -> None:
+    seen: list[Observation] = []
+    chunks = [FakeChunk(str(i)) for i in range(5)]
+    with running([FakeWindow(*chunks)], depth=observing(seen, 2)) as engine:
+        assert len(outcomes(engine)) == 5
+        engine.stats()
+    assert sum(len(o.leads_s) for o in seen) == 5
+    assert sum(len(o.steps_s) for o in seen) == 5  # before the 2nd to the 5th batch, and before the end
+    assert all(value >= 0 for o in seen for value in (*o.leads_s, *o.steps_s))
+    assert all(0 <= o.finished_batches <= o.ready_batches for o in seen)
+    times = [o.now_s for o in seen]
+    assert times == sorted(times)
+    assert seen[-1].finished_batches == 0
+
+
+@pytest.mark.parametrize(("depth", "num_workers", "limit"), [(1, 2, ""), (9, 1, "building")])
+def test_a_wait_says_whether_more_depth_would_have_helped(depth: int, num_workers: int, limit: str) -> None:
+    seen: list[Observation] = []
+    gate = Gate()
+    chunks = [FakeChunk("0"), FakeChunk("1", parts=[gate]), FakeChunk("2")]
+    with running([FakeWindow(*chunks)], depth=observing(seen, depth), num_workers=num_workers) as engine:
+        next_names(engine)
+        wait_for_batch(engine, gate)
+        next_names(engine)
+        engine.stats()
+    assert (seen[-1].waits >= 1, next(o.limit for o in seen if o.waits == 1)) == (True, limit)
+
+
+def test_a_wait_for_storage_is_told_as_such() -> None:
+    seen: list[Observation] = []
+    gate = Gate()
+    windows = [FakeWindow(FakeChunk("0")), FakeWindow(FakeChunk("1"), reads=[gate])]
+    with running(windows, depth=observing(seen, 9)) as engine:
+        next_names(engine)
+        wait_for_batch(engine, gate)
+        engine.stats()
+    assert (seen[-1].waits, seen[-1].limit) == (1, "reading")
+
+
 # ---- life -------------------------------------------------------------------------------------------------
 
 
