@@ -15,7 +15,6 @@ import ctypes
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -101,8 +100,11 @@ class Source:
         checksum: int | None = None,
         awaited: Awaited | None = None,
     ) -> None:
-        """Fill `out` with the shard's bytes from `offset`, when the gate says so."""
-        with self.gate.read(out.nbytes) if self.gate else nullcontext():
+        """What `StoreReader.read_into` does, when the gate says so."""
+        if self.gate is None:
+            self.reader.read_into(shard, offset, out, checksum=checksum, awaited=awaited)
+            return
+        with self.gate.read(out.nbytes, refusals=lambda: self.reader.stats().throttled):
             self.reader.read_into(shard, offset, out, checksum=checksum, awaited=awaited)
 
     @cached_property

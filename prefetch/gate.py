@@ -14,6 +14,7 @@ from contextlib import contextmanager
 
 from prefetch.depth import Decision
 from prefetch.inflight import Inflight
+from prefetch.store import ReaderClosedError
 
 
 class ReadGate:
@@ -26,11 +27,15 @@ class ReadGate:
         self._closed = False
 
     @contextmanager
-    def read(self, nbytes: int) -> Iterator[None]:
+    def read(self, nbytes: int, *, refusals: Callable[[], int] = lambda: 0) -> Iterator[None]:
         """A read of that many bytes, when it may begin.
 
+        Args:
+            nbytes: what is asked of the store.
+            refusals: how often it has refused requests so far; the read may have been tried again.
+
         Raises:
-            RuntimeError: the gate was closed while the read waited.
+            ReaderClosedError: the gate was closed while the read waited.
         """
         ticket = object()
         with self._changed:
@@ -39,12 +44,13 @@ class ReadGate:
                 self._changed.wait()
             self._line.remove(ticket)
             if self._closed:
-                raise RuntimeError("the loader was closed while a read waited for its turn")
+                raise ReaderClosedError("the loader was closed while a read waited for its turn")
             sent = self._control.sent(self._now(), nbytes)
             if self._line:
                 self._changed.notify_all()  # the next one may go too
             else:
                 self._control.drained(self._now())
+        refused = refusals()
         try:
             yield
         except BaseException:
@@ -53,7 +59,10 @@ class ReadGate:
                 self._changed.notify_all()
             raise
         with self._changed:
-            self._control.done(self._now(), sent)
+            now = self._now()
+            self._control.done(now, sent)
+            if refusals() > refused:
+                self._control.refused(now)
             if self._line:
                 self._changed.notify_all()
 

@@ -141,6 +141,10 @@ class Inflight:
     def throttled(self, now_s: float, request: Sent) -> None:
         """The store refused it (429, 503) or did not answer in time."""
         self.in_flight_bytes -= request.nbytes
+        self.refused(now_s)
+
+    def refused(self, now_s: float) -> None:
+        """A refusal, whatever became of the request. Counts once a round."""
         if not self._throttled:
             self._throttled, self._starting = True, False
             self._ceiling = max(1.0, _BACK_OFF * self.decision.value)

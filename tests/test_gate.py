@@ -9,8 +9,10 @@ from contextlib import contextmanager
 
 import pytest
 
+from prefetch.depth import Decision
 from prefetch.gate import ReadGate
 from prefetch.inflight import Inflight
+from prefetch.store import ReaderClosedError
 
 TIMEOUT_S = 10
 
@@ -138,5 +140,15 @@ def test_closing_refuses_who_waits_and_who_comes() -> None:
         reads.join()
         assert reads.begun == ["a"]
         assert [str(e) for e in reads.errors] == ["the loader was closed while a read waited for its turn"]
-        with pytest.raises(RuntimeError, match="closed"), reads.gate.read(1):
+        with pytest.raises(ReaderClosedError, match="closed"), reads.gate.read(1):
             pass
+
+
+def test_a_read_that_the_store_refused_on_its_way_cuts_the_limit() -> None:
+    gate, refusals = ReadGate(Inflight(start_bytes=1000, max_bytes=1000), now=lambda: 0.0), [0, 0, 0, 1]
+    with gate.read(10, refusals=lambda: refusals.pop(0)):
+        pass
+    assert gate.decision.value == 1000
+    with gate.read(10, refusals=lambda: refusals.pop(0)):
+        pass
+    assert gate.decision == Decision(700, "the store refused requests")
