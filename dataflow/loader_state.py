@@ -225,7 +225,7 @@ class Progress:
                 iterator.load_state_dict(decoded(mark["iterator"]))
             self._sampler_state = iterator.state_dict()
             return iterator, skip if "iterator" in mark else 0
-        iterator = _once(iterator)
+        iterator = _Once(iterator)
         if type(core) is SequentialSampler:
             if not skip:
                 return iterator, 0
@@ -398,14 +398,17 @@ class Progress:
         return not known and _generator_of(sampler) is None
 
 
-def _once(iterator: Iterator[Any]) -> Iterator[Any]:
-    """The same items, without a second `iter`, which begins Lightning's iterator for predictions anew."""
-    while True:
-        try:
-            item = next(iterator)
-        except StopIteration:
-            return
-        yield item
+class _Once(Iterator[Any]):
+    """The same items without a second `iter`, which begins Lightning's iterator for predictions anew.
+
+    No generator function: an error of the sampler would end it, and the sampler may go on.
+    """
+
+    def __init__(self, iterator: Iterator[Any]) -> None:
+        self._next = iterator.__next__
+
+    def __next__(self) -> Any:
+        return self._next()
 
 
 def _parts(sampler: Any) -> Iterator[Any]:
