@@ -323,32 +323,53 @@ def test_while_the_training_code_waits_threads_run_ahead_of_the_usual() -> None:
     assert numbers(threaded(dataset, 4)) == numbers(range_batches(100, 4))
 
 
+class Sampler:
+    """Indices in order; notes how many were asked for."""
+
+    def __init__(self, count: int) -> None:
+        self.count, self.drawn = count, 0
+
+    def __iter__(self) -> Iterator[int]:
+        for i in range(self.count):
+            self.drawn += 1
+            yield i
+
+
+def drawn_while_item_0_is_away(**options: Any) -> int:
+    """How many items are asked for, one a batch, until nothing more happens without item 0."""
+    dataset, sampler, received = Gated(400, 0), Sampler(400), 0
+    it = iter(threaded(dataset, 1, sampler=sampler, **options))
+    wait, drawn = it.crew.wait, 0
+
+    def wait_or_let_it_come(timeout_s: float | None) -> list[Any]:
+        nonlocal received, drawn
+        if not drawn and received == sampler.drawn - 1:  # all but item 0 are here, and nothing more was asked for
+            drawn = sampler.drawn
+            dataset.gates[0].set()
+        answers: list[Any] = wait(timeout_s)
+        received += len(answers)
+        return answers
+
+    receive = it.crew.receive
+
+    def receive_counted() -> list[Any]:
+        nonlocal received
+        answers: list[Any] = receive()
+        received += len(answers)
+        return answers
+
+    it.crew.wait, it.crew.receive = wait_or_let_it_come, receive_counted
+    assert next(it) == 0
+    assert len(list(it)) == 399
+    return drawn
+
+
 def test_but_not_without_a_bound() -> None:
-    bound = 8 * 2 * 2 * 4
-    dataset = Chained(400, waits_for=bound - 1)
-    it = iter(threaded(dataset, 4))
-    assert next(it).tolist() == [0, 1, 2, 3]
-    assert dataset.at_release == bound - 1
-    assert sum(len(batch) for batch in it) == 396
+    assert drawn_while_item_0_is_away() == 8 * 2 * 2
 
 
 def test_nor_beyond_the_memory_limit() -> None:
-    drawn: list[int] = []
-
-    def indices() -> Iterator[int]:
-        for i in range(40):
-            drawn.append(i)
-            yield i
-
-    class Sampler:
-        def __iter__(self) -> Iterator[int]:
-            return indices()
-
-    loader = threaded(Chained(40, waits_for=7), 1, sampler=Sampler(), prefetch_factor=4, memory_limit=1)
-    it = iter(loader)
-    before = next(it), len(drawn)
-    assert before == (0, 9), "one more was handed out for the one that was delivered"
-    assert len(list(it)) == 39
+    assert drawn_while_item_0_is_away(memory_limit=1) == 2 * 2
 
 
 def test_without_order_batches_come_as_they_finish() -> None:
@@ -539,17 +560,22 @@ def test_an_error_stands_in_for_its_batch_and_the_loop_goes_on() -> None:
     assert "raise KeyError" in text, "with the stack of where it happened"
 
 
-def test_of_several_errors_in_a_batch_the_first_item_counts() -> None:
-    together = threading.Barrier(2, timeout=TIMEOUT_S)
+@pytest.mark.parametrize("early", [0, 1])
+def test_of_several_errors_in_a_batch_the_first_item_counts(early: int) -> None:
+    both, next_batch = threading.Barrier(2, timeout=TIMEOUT_S), threading.Event()
 
     class Both(Failing):
         def __getitem__(self, i: int) -> int:
             if i < 2:
-                together.wait()
+                both.wait()
+                assert i == early or next_batch.wait(TIMEOUT_S)
+            if i == 11:  # the thread that has failed is here
+                next_batch.set()
             return super().__getitem__(i)
 
-    (error,) = outcomes(threaded(Both(0, 1, 7), 12))
+    error, last = outcomes(threaded(Both(0, 1, 7), 11))
     assert "no item 0" in str(error)
+    assert last == [11]
 
 
 def test_every_batch_may_fail() -> None:
@@ -623,20 +649,28 @@ class Counting(IterableDataset):
     """An iterable that knows its place."""
 
     def __init__(self) -> None:
-        self.at = 0
+        self.place = {"at": 0}
 
-    def __iter__(self) -> Iterator[list[int]]:
+    def __iter__(self) -> Iterator[list[float]]:
         info = get_worker_info()
-        while self.at < 7:
-            self.at += 1
-            yield [info.id if info else 0, self.at]
-        self.at = 0
+        while self.place["at"] < 7:
+            self.place["at"] += 1
+            yield [info.id, self.place["at"], *self.draw(info)]
+        self.place["at"] = 0
+
+    def draw(self, info: Any) -> list[float]:
+        return []
 
     def state_dict(self) -> dict[str, Any]:
-        return {"at": self.at}
+        return self.place
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.at = state["at"]
+        self.place = dict(state)
+
+
+class DrawingCount(Counting):
+    def draw(self, info: Any) -> list[float]:
+        return [info.rng.random_generator.random(), info.rng.numpy_generator.random()]
 
 
 class Remembering(Squares):
@@ -665,6 +699,7 @@ STATEFUL: dict[str, Any] = {
     "iterable": lambda **o: threaded(Lines(20), 3, **o),
     "random iterable": lambda **o: threaded(DrawingLines(), 3, **o),
     "iterable with a state": lambda **o: threaded(Counting(), 2, **o),
+    "random iterable with a state": lambda **o: threaded(DrawingCount(), 2, **o),
     "map-style with a state": lambda **o: threaded(Remembering(), 3, shuffle=True, **o),
 }
 
