@@ -176,6 +176,8 @@ class _CloudPickler(cloudpickle.Pickler):  # type: ignore[misc]
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, type | FunctionType):
             self.modules.add(obj.__module__)
+        if isinstance(obj, io.TextIOWrapper):
+            raise TypeError("cannot pickle an open file")  # cloudpickle would read all of it
         if type(obj) is Tensor:
             return self._packer.dispatch[Tensor](obj)
         if type(obj) is np.ndarray:

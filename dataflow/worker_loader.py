@@ -18,6 +18,7 @@ import multiprocessing
 import os
 import pickle
 import sys
+import threading
 import time
 import warnings
 from collections import Counter
@@ -564,6 +565,8 @@ class WorkerIterator(_Iterator):
                 failure = error
             self._fill(waiting=False)
         except BaseException as error:
+            if util.is_exiting() and threading.current_thread().daemon:
+                threading.Event().wait()  # the program ends, and nobody wants to hear what becomes of this
             if not isinstance(error, Exception):
                 self._fail(error)
             raise
