@@ -343,7 +343,9 @@ def drawn_while_item_0_is_away(**options: Any) -> int:
 
     def wait_or_let_it_come(timeout_s: float | None) -> list[Any]:
         nonlocal received, drawn
-        if not drawn and received == sampler.drawn - 1:  # all but item 0 are here, and nothing more was asked for
+        if (
+            not drawn and received == sampler.drawn - 1
+        ):  # all but item 0 are here, and nothing more was asked for
             drawn = sampler.drawn
             dataset.gates[0].set()
         answers: list[Any] = wait(timeout_s)
