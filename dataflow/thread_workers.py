@@ -134,41 +134,29 @@ class _Hand:
 
     def __init__(self, job: Job, number: int, dataset: Any) -> None:
         self._job, self._number, self._dataset = job, number, dataset
-        self._rng = Generators()
-        self._info = thread_info(job, number, dataset, self._rng)
-        self._broken: ExceptionWrapper | None = None
-        self._get: Any = partial(operator.getitem, dataset)
+        self.rng = Generators()
+        self._info = thread_info(job, number, dataset, self.rng)
+        self.broken: ExceptionWrapper | None = None
+        self.get: Any = partial(operator.getitem, dataset)
         if not by_item(job):
             fetcher = _DatasetKind.create_fetcher(
                 job.kind, dataset, job.auto_collation, job.collate_fn, job.drop_last
             )
-            self._get = fetcher.fetch
+            self.get = fetcher.fetch
 
     def begin(self) -> None:
         """First thing in the thread."""
         become(self._info)
-        self._rng.begin(self._job.base_seed, "worker", self._number)
+        self.rng.begin(self._job.base_seed, "worker", self._number)
         try:
             if self._job.init_fn is not None:
                 self._job.init_fn(self._number)
         except BaseException:
-            self._broken = self.error()
+            self.broken = self.error()
 
     def error(self) -> ExceptionWrapper:
         """The exception being handled."""
         return ExceptionWrapper(where=f"in DataLoader worker thread {self._number}")
-
-    def fetch(self, batch: _Batch, place: int) -> None:
-        """Fetch one item."""
-        if self._broken is not None:
-            batch.fail(-1, self._broken)
-        if place > batch.failed_at:
-            return
-        self._rng.begin(self._job.base_seed, *batch.key, place)
-        try:
-            batch.items[place] = self._get(batch.units[place])
-        except BaseException:
-            batch.fail(place, self.error())
 
     def collate(self, batch: _Batch) -> tuple[int, Any]:
         """The batch of items that are all there, or the first error."""
@@ -177,7 +165,7 @@ class _Hand:
             return ERROR, batch.error
         if not by_item(self._job):
             return BATCH, items[0]
-        self._rng.begin(self._job.base_seed, *batch.key, "collate")
+        self.rng.go_to(-1)
         try:
             return BATCH, self._job.collate_fn(items)
         except BaseException:
@@ -217,11 +205,19 @@ class ItemThreads(ThreadWorkers):
 
     def _help(self, hand: _Hand, batch: _Batch) -> None:
         """Take items of a batch until none is left to take."""
-        count = 0
+        get, rng, count = hand.get, hand.rng, 0
+        rng.begin(self._job.base_seed, *batch.key)
+        if hand.broken is not None:
+            batch.fail(-1, hand.broken)
         for place in batch.takes:
             if batch.generation < self._generation:
                 return
-            hand.fetch(batch, place)
+            if place <= batch.failed_at:
+                rng.go_to(place)
+                try:
+                    batch.items[place] = get(batch.units[place])
+                except BaseException:
+                    batch.fail(place, hand.error())
             count += 1
         if count and batch.done(count):
             kind, data = hand.collate(batch)

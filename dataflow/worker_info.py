@@ -95,6 +95,8 @@ class Generators:
 
     def __init__(self) -> None:
         self._key: tuple[Any, ...] = ()
+        self._place = 0
+        self._used = False
         self._random: random.Random | None = None
         self._torch: torch.Generator | None = None
         self._numpy: np.random.Generator | None = None
@@ -102,6 +104,15 @@ class Generators:
     def begin(self, *key: Any) -> None:
         """Work on something else."""
         self._key = key
+        self.go_to(0)
+
+    def go_to(self, place: int) -> None:
+        """Work on another part of it."""
+        self._place = place
+        if self._used:
+            self._seed_again()
+
+    def _seed_again(self) -> None:
         if self._random is not None:
             self._random.seed(self._seed(16))
         if self._torch is not None:
@@ -110,7 +121,9 @@ class Generators:
             self._numpy.bit_generator.state = np.random.PCG64(self._seed(16)).state
 
     def _seed(self, num_bytes: int) -> int:
-        return int.from_bytes(blake2b(repr(self._key).encode(), digest_size=num_bytes).digest())
+        self._used = True
+        text = repr((self._key, self._place))
+        return int.from_bytes(blake2b(text.encode(), digest_size=num_bytes).digest())
 
     @property
     def random_generator(self) -> random.Random:
