@@ -104,7 +104,7 @@ class Source:
         if self.gate is None:
             self.reader.read_into(shard, offset, out, checksum=checksum, awaited=awaited)
             return
-        with self.gate.read(out.nbytes, refusals=lambda: self.reader.stats().throttled):
+        with self.gate.read(out.nbytes):
             self.reader.read_into(shard, offset, out, checksum=checksum, awaited=awaited)
 
     @cached_property

@@ -434,7 +434,7 @@ class _Session:
         self.arena = Arena(limit_bytes=loader.memory_limit, register=register)
         self.copier = DeviceCopier(CudaStreams(loader.device)) if on_cuda else None
         self.traffic = Traffic()
-        self.gate = None if loader._local else _open_gate(loader.memory_limit)
+        self.gate = None if loader._local else _open_gate(loader.memory_limit, self._refusals)
         self.sources = _open_sources(dataset, loader.memory_limit // 4, self.traffic, self.gate)
         self._next = (epoch, start)
         ledger = self.ledger
@@ -475,6 +475,9 @@ class _Session:
         )
         with setting_kept():
             self.engine: Engine[Delivered] = Engine(stream.windows(epoch, start), self.ledger, options)
+
+    def _refusals(self) -> int:
+        return sum(source.reader.stats().throttled for source in self.sources)
 
     def next_batches(self) -> Sequence[Delivered]:
         """The batches of the next chunk."""
@@ -667,8 +670,9 @@ def _default_depth(loader: StreamLoader) -> DepthPolicy:
     return AdaptiveDepth(start=_DEPTH, limit_bytes=loader.memory_limit // 2)
 
 
-def _open_gate(limit_bytes: int) -> ReadGate:
-    return ReadGate(Inflight(start_bytes=min(_START_IN_FLIGHT, limit_bytes), max_bytes=limit_bytes))
+def _open_gate(limit_bytes: int, refusals: Callable[[], int]) -> ReadGate:
+    control = Inflight(start_bytes=min(_START_IN_FLIGHT, limit_bytes), max_bytes=limit_bytes)
+    return ReadGate(control, refusals=refusals)
 
 
 def _open_sources(

@@ -18,21 +18,30 @@ from prefetch.store import ReaderClosedError
 
 
 class ReadGate:
-    """Admits reads of one store. Thread-safe."""
+    """Admits reads of one store. Thread-safe.
 
-    def __init__(self, control: Inflight, *, now: Callable[[], float] = time.perf_counter) -> None:
-        self._control, self._now = control, now
+    Args:
+        control: how many bytes may be in flight; the gate's own.
+        refusals: how many requests the store has refused so far, those that were tried again included.
+        now: seconds on a clock that only goes forward.
+    """
+
+    def __init__(
+        self,
+        control: Inflight,
+        *,
+        refusals: Callable[[], int] = lambda: 0,
+        now: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._control, self._refusals, self._now = control, refusals, now
+        self._refused = 0
         self._changed = threading.Condition()  # guards the control and everything below
         self._line: deque[object] = deque()
         self._closed = False
 
     @contextmanager
-    def read(self, nbytes: int, *, refusals: Callable[[], int] = lambda: 0) -> Iterator[None]:
+    def read(self, nbytes: int) -> Iterator[None]:
         """A read of that many bytes, when it may begin.
-
-        Args:
-            nbytes: what is asked of the store.
-            refusals: how often it has refused requests so far; the read may have been tried again.
 
         Raises:
             ReaderClosedError: the gate was closed while the read waited.
@@ -50,7 +59,6 @@ class ReadGate:
                 self._changed.notify_all()  # the next one may go too
             else:
                 self._control.drained(self._now())
-        refused = refusals()
         try:
             yield
         except BaseException:
@@ -61,8 +69,10 @@ class ReadGate:
         with self._changed:
             now = self._now()
             self._control.done(now, sent)
-            if refusals() > refused:
-                self._control.refused(now)
+            refused = self._refusals()
+            if refused > self._refused:
+                self._control.refused(now, refused - self._refused)
+                self._refused = refused
             if self._line:
                 self._changed.notify_all()
 

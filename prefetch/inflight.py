@@ -33,6 +33,9 @@ _CYCLE = (1.25, 0.5, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0)
 _GROWTH = 1.25
 """A start-up round that did not deliver this much more found the limit."""
 _BACK_OFF = 0.7
+_REFUSED_SHARE = 0.2
+"""Of recent answers. Stores refuse a few at any load; backing off for each of those would stop the flow."""
+_ANSWERS = 64
 _RECOVERY = 1.05
 """A round after a back-off."""
 _DEMAND = 2.0
@@ -94,6 +97,7 @@ class Inflight:
         self._delivered = self._completed = 0  # in the round
         self._blocked_s, self._blocked_since = 0.0, None  # type: float, float | None
         self._throttled = False
+        self._answers: deque[bool] = deque(maxlen=_ANSWERS)  # whether each was a refusal
 
     @property
     def rate_bytes_per_s(self) -> float:
@@ -134,6 +138,7 @@ class Inflight:
         self._pool.append((request.nbytes, now_s - request.sent_s))
         self._delivered += request.nbytes
         self._completed += 1
+        self._answers.append(False)
         assert self._began is not None
         if request.sent_s >= self._began and self._completed >= _ROUND_REQUESTS:
             self._end_round(now_s)
@@ -143,9 +148,12 @@ class Inflight:
         self.in_flight_bytes -= request.nbytes
         self.refused(now_s)
 
-    def refused(self, now_s: float) -> None:
-        """A refusal, whatever became of the request. Counts once a round."""
-        if not self._throttled:
+    def refused(self, now_s: float, count: int = 1) -> None:
+        """Refusals, whatever became of the requests. Where they are many, the limit is cut once a round."""
+        self._answers.extend([True] * count)
+        many = sum(self._answers) > _REFUSED_SHARE * len(self._answers)
+        if many and len(self._answers) >= _ANSWERS // 2 and not self._throttled:
+            self._answers.clear()
             self._throttled, self._starting = True, False
             self._ceiling = max(1.0, _BACK_OFF * self.decision.value)
             self._decide()

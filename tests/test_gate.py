@@ -144,11 +144,18 @@ def test_closing_refuses_who_waits_and_who_comes() -> None:
             pass
 
 
-def test_a_read_that_the_store_refused_on_its_way_cuts_the_limit() -> None:
-    gate, refusals = ReadGate(Inflight(start_bytes=1000, max_bytes=1000), now=lambda: 0.0), [0, 0, 0, 1]
-    with gate.read(10, refusals=lambda: refusals.pop(0)):
+def test_many_refusals_on_the_way_of_reads_cut_the_limit() -> None:
+    refused = [0]
+    control = Inflight(start_bytes=1000, max_bytes=1000)
+    gate = ReadGate(control, refusals=lambda: refused[0], now=lambda: 0.0)
+    for _ in range(40):
+        with gate.read(10):
+            pass
+    refused[0] = 8
+    with gate.read(10):
         pass
     assert gate.decision.value == 1000
-    with gate.read(10, refusals=lambda: refusals.pop(0)):
+    refused[0] = 16
+    with gate.read(10):
         pass
     assert gate.decision == Decision(700, "the store refused requests")
