@@ -220,8 +220,8 @@ def main() -> None:
         ]
         for run in interleaved(chosen, arguments.repeats, bare):
             results.runs.append(run)
+            results.save(began)
             print(said(run), flush=True)
-        results.save(began)
     show(results.runs)
 
 
