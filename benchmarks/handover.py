@@ -112,8 +112,9 @@ def said(run: dict[str, Any]) -> str:
     if run["reason"]:
         return f"{name}: not measured: {run['reason']}"
     figures = ", ".join(f"{n} {run['figures'][n]:,.4g}" for n in FIGURES[run["case"]])
-    busy = f" (disturbed: others used {run['figures']['others_cores']:.2f} cores)"
-    return f"{name}: {figures}{busy if disturbed(run['figures']) else ''}"
+    if disturbed(run["figures"]):
+        figures += f" (disturbed: others used {run['figures']['others_cores']:.2f} cores)"
+    return f"{name}: {figures}"
 
 
 class Results:
@@ -219,8 +220,8 @@ def main() -> None:
         ]
         for run in interleaved(chosen, arguments.repeats, bare):
             results.runs.append(run)
+            results.save(began)
             print(said(run), flush=True)
-        results.save(began)
     show(results.runs)
 
 

@@ -12,7 +12,7 @@ from torch.utils.data import default_collate
 pytest.importorskip("psutil")
 
 from benchmarks import handover_feeds as feeds
-from benchmarks.handover import Results, interleaved, parse, points
+from benchmarks.handover import Results, interleaved, parse, points, said
 from benchmarks.handover_bars import FIGURES, loss, medians, table, verdict_table, verdicts
 from benchmarks.handover_child import MEASURES, is_shared_memory
 from benchmarks.handover_loaders import LOADERS
@@ -72,6 +72,13 @@ def test_a_run_that_failed_has_no_part_in_the_medians() -> None:
     rows = medians([failed, run("tiny", "grain", batches_per_s=5.0)])
     assert rows == {("tiny", "grain", 2, ""): {"batches_per_s": 5.0, "runs": 1, "disturbed_runs": 0}}
     assert medians([failed]) == {}
+
+
+def test_a_run_is_told_in_one_line_with_what_disturbed_it_where_that_is_known() -> None:
+    assert said(run("memory", "ours", 8, held_mb=1.0, pss_mb=2.0)) == "memory ours 8: held_mb 1, pss_mb 2"
+    noisy = run("tiny", "ours", batches_per_s=5.0, cpu_ms_per_batch=1.0, others_cores=0.5)
+    assert said(noisy).endswith("(disturbed: others used 0.50 cores)")
+    assert said(noisy | {"reason": "no such thing"}) == "tiny ours 2: not measured: no such thing"
 
 
 def test_disturbed_runs_count_only_where_a_point_has_no_others() -> None:
