@@ -95,6 +95,7 @@ def test_states_hold_what_decides_the_order_of_samplers_inside_samplers(kind: st
         return DataLoader(Numbers(SIZE), **arguments), arguments["batch_sampler"].sampler
 
     loader, sampler = make()
+    assert len(list(loader)) == len(loader)  # generators go on to another epoch
     if hasattr(sampler, "set_epoch"):
         sampler.set_epoch(4)
     batches = iter(loader)

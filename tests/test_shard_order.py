@@ -81,14 +81,17 @@ def test_after_the_last_batch_of_an_epoch_the_next_one_may_be_told(shards: Shard
         assert [numbers_of(batch) for batch in batches] == epoch_of(shards, 1)
 
 
-def test_a_loop_that_counts_batches_leaves_the_threads_reading(shards: ShardedDataset) -> None:
+@pytest.mark.parametrize("keep", [True, False], ids=["iterator kept", "iterator dropped"])
+def test_a_loop_that_counts_batches_leaves_the_threads_reading(shards: ShardedDataset, keep: bool) -> None:
     with DataLoader(shards, 4, seed=3) as loader:
-        engines, found = set(), []
+        engines, found, kept = set(), [], []
         for epoch in range(3):
             if epoch == 2:
                 loader.set_epoch(2)
             batches = iter(loader)
             found.append([numbers_of(next(batches)) for _ in range(len(loader))])
+            kept.append(batches if keep else None)
+            del batches
             engines.add(id(loader._stream._session))  # type: ignore[union-attr]
         assert found == [epoch_of(shards, epoch) for epoch in range(3)]
         assert len(engines) == 1
