@@ -85,9 +85,12 @@ class _Packer:
         self.placed: list[tuple[Tensor, int]] = []
         self.end = 0
         self._place = place
-        self.dispatch: Any = copyreg.dispatch_table.copy()
-        self.dispatch[Tensor] = self._tensor
-        self.dispatch[np.ndarray] = self._array
+        self.reducers: dict[type, Callable[[Any], Any]] = {
+            Tensor: self._tensor,
+            torch.UntypedStorage: self._storage,
+            torch.TypedStorage: self._typed_storage,
+            np.ndarray: self._array,
+        }
 
     def _add(self, address: int, nbytes: int, keep: Any) -> int:
         offset = -(-self.end // _ALIGN) * _ALIGN
@@ -99,6 +102,7 @@ class _Packer:
         if (
             tensor.device.type != "cpu"
             or tensor.layout is not torch.strided
+            or tensor.is_nested
             or tensor.is_quantized
             or tensor.requires_grad
             or tensor.is_conj()
@@ -111,7 +115,7 @@ class _Packer:
                     "not support crossing process boundaries. If you just want to transfer the data, call "
                     "detach() on the tensor before serializing (e.g., putting it on the queue)."
                 )
-            return tensor.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+            return _with_typed_storages(tensor.__reduce_ex__(pickle.HIGHEST_PROTOCOL))
         if self.shared is not None and tensor.is_shared() and tensor.numel():
             return self._shared_tensor(tensor, self.shared)
         shape, stride, numel = tuple(tensor.shape), None, tensor.numel()
@@ -144,6 +148,15 @@ class _Packer:
         index = list(shared).index(storage.data_ptr())
         return _shared, (tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset(), index)
 
+    def _storage(self, storage: torch.UntypedStorage) -> Any:
+        """Of tensors that torch reduces: with a gradient, quantized, sparse."""
+        if storage.device.type != "cpu":
+            return storage.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+        return _storage, (self._add(storage.data_ptr(), storage.nbytes(), storage), storage.nbytes())
+
+    def _typed_storage(self, storage: torch.TypedStorage) -> Any:
+        return _typed_storage, (storage._untyped_storage, storage.dtype)
+
     def _array(self, array: NDArray[Any]) -> Any:
         if array.dtype.hasobject or array.dtype.metadata:
             return array.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
@@ -167,6 +180,15 @@ class _Packer:
         return False
 
 
+def _with_typed_storages(reduced: Any) -> Any:
+    """What torch 2.13 expects where it rebuilds tensors of its newer dtypes, though it gives others."""
+    if isinstance(reduced, torch.UntypedStorage):
+        return _typed_storage(reduced, torch.uint8)
+    if type(reduced) is tuple:
+        return tuple(map(_with_typed_storages, reduced))
+    return reduced
+
+
 class _CloudPickler(cloudpickle.Pickler):  # type: ignore[misc]
     def __init__(self, file: io.BytesIO, packer: _Packer) -> None:
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL, buffer_callback=packer.buffer)
@@ -178,11 +200,8 @@ class _CloudPickler(cloudpickle.Pickler):  # type: ignore[misc]
             self.modules.add(obj.__module__)
         if isinstance(obj, io.TextIOWrapper):
             raise TypeError("cannot pickle an open file")  # cloudpickle would read all of it
-        if type(obj) is Tensor:
-            return self._packer.dispatch[Tensor](obj)
-        if type(obj) is np.ndarray:
-            return self._packer.dispatch[np.ndarray](obj)
-        return super().reducer_override(obj)
+        reducer = self._packer.reducers.get(type(obj))
+        return super().reducer_override(obj) if reducer is None else reducer(obj)
 
 
 def pack(
@@ -202,7 +221,7 @@ def pack(
     if not by_value:
         packer, file = _Packer(place, share), io.BytesIO()
         pickler = pickle.Pickler(file, pickle.HIGHEST_PROTOCOL, buffer_callback=packer.buffer)
-        pickler.dispatch_table = packer.dispatch
+        pickler.dispatch_table = {**copyreg.dispatch_table, **packer.reducers}
         try:
             pickler.dump(obj)
             return _packed(packer, file, by_value=False)
@@ -218,7 +237,7 @@ def pack(
 
 
 def _packed(packer: _Packer, file: io.BytesIO, *, by_value: bool) -> Packed:
-    packer.dispatch.clear()  # no cycle may keep the parts: they hold memory of the arena
+    packer.reducers.clear()  # no cycle may keep the parts: they hold memory of the arena
     spans = b"".join(_SPAN.pack(*span) for span in packer.spans)
     meta_offset = -(-packer.end // _ALIGN) * _ALIGN
     shared = list((packer.shared or {}).values())
@@ -278,6 +297,14 @@ def _tensor(dtype: torch.dtype, shape: Any, stride: Any, numel: int, offset: int
 
 def _placed(dtype: torch.dtype, shape: Any, stride: Any, numel: int, offset: int, nbytes: int) -> Tensor:
     return _view(_current.place[1](offset, nbytes), dtype, shape, stride, numel, 0)
+
+
+def _storage(offset: int, nbytes: int) -> torch.UntypedStorage:
+    return _view(_current.place[0], torch.uint8, (nbytes,), None, nbytes, offset).untyped_storage()
+
+
+def _typed_storage(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.TypedStorage:
+    return torch.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
 
 
 def _shared(dtype: torch.dtype, shape: Any, stride: Any, offset: int, index: int) -> Tensor:
