@@ -185,7 +185,7 @@ class RetryPolicy:
     """Longest pause after the first failure; it doubles with each failure that follows it."""
     cap_s: float = 10.0
     """Longest pause of all, but for a `Retry-After`."""
-    stall_s: float = 5.0
+    stall_s: float = 2.0
     """Longest silence, in seconds, before a request is given up and asked again from where it stood. Where
     reads of its size are known to be quick, it is `SILENCE` times what nearly all of them take. It doubles
     with each failure in a row, so that a store that is merely slow gets the time it needs."""

@@ -44,7 +44,7 @@ Awaited = Future[None]
 _PART_BYTES = 4 << 20
 _PARTS_AT_ONCE = 4
 _WHOLE_PART_PATIENCE = 6
-"""How many times the stall time-out a part may take that comes in one piece: 4 MiB in 30 s."""
+"""How many times the stall time-out a part may take that comes in one piece: 4 MiB in 12 s."""
 
 
 class ReaderClosedError(DataflowError):

@@ -134,7 +134,7 @@ def test_patience_doubles_and_ends_at_the_deadline(failures: int, idle_s: float,
 
 @pytest.mark.parametrize(
     ("long_s", "failures", "expected"),
-    [(None, 0, 5.0), (0.01, 0, 0.5), (0.5, 0, 2.0), (0.5, 1, 4.0), (0.5, 3, 16.0), (10.0, 0, 5.0)],
+    [(None, 0, 2.0), (0.01, 0, 0.5), (0.25, 0, 1.0), (0.25, 1, 2.0), (0.25, 3, 8.0), (10.0, 0, 2.0)],
 )
 def test_silence_is_judged_by_how_long_reads_take(long_s: float, failures: int, expected: float) -> None:
     assert RetryPolicy().stall_timeout_s(failures, 0, long_s) == expected
