@@ -266,7 +266,7 @@ def test_an_endless_mixture_starts_anywhere_at_once(abc: list[ShardedDataset]) -
     with DataLoader(mixture, 6) as resumed:
         resumed.load_state_dict(state)
         batch = samples_of(next(iter(resumed)))
-        positions = resumed._epoch_plan(0, 10**12).positions(0, 1)[0]
+        positions = resumed._stream._epoch_plan(0, 10**12).positions(0, 1)[0]
         source, index = mixture.spec.epoch(0).locate(positions)
         assert batch == [sample_at(resumed, int(s), int(i)) for s, i in zip(source, index, strict=True)]
 
