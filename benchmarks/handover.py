@@ -111,9 +111,10 @@ def said(run: dict[str, Any]) -> str:
     name = f"{run['case']} {run['loader']} {run['workers']} {run['variant']}".strip()
     if run["reason"]:
         return f"{name}: not measured: {run['reason']}"
-    figures = ", ".join(f"{n} {run['figures'][n]:,.4g}" for n in FIGURES[run["case"]])
-    if disturbed(run["figures"]):
-        figures += f" (disturbed: others used {run['figures']['others_cores']:.2f} cores)"
+    measured = run["figures"]  # not every loader has every figure of a case
+    figures = ", ".join(f"{n} {measured[n]:,.4g}" for n in FIGURES[run["case"]] if n in measured)
+    if disturbed(measured):
+        figures += f" (disturbed: others used {measured['others_cores']:.2f} cores)"
     return f"{name}: {figures}"
 
 

@@ -119,7 +119,7 @@ def table(case: str, rows: Rows) -> str:
         theirs = rows.get((case, TORCH, workers, variant), {}).get(first)
         beside = ratio(rows[key][first], theirs)
         cells = [loader, str(workers), *([variant] if with_variant else []), _shown(rows[key][first])]
-        lines.append(f"| {' | '.join([*cells, _shown(beside), _shown(rows[key][second])])} |")
+        lines.append(f"| {' | '.join([*cells, _shown(beside), _shown(rows[key].get(second))])} |")
     return "\n".join(lines)
 
 

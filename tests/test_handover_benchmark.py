@@ -76,6 +76,7 @@ def test_a_run_that_failed_has_no_part_in_the_medians() -> None:
 
 def test_a_run_is_told_in_one_line_with_what_disturbed_it_where_that_is_known() -> None:
     assert said(run("memory", "ours", 8, held_mb=1.0, pss_mb=2.0)) == "memory ours 8: held_mb 1, pss_mb 2"
+    assert said(run("memory", "spdl", 8, held_mb=1.0)) == "memory spdl 8: held_mb 1"
     noisy = run("tiny", "ours", batches_per_s=5.0, cpu_ms_per_batch=1.0, others_cores=0.5)
     assert said(noisy).endswith("(disturbed: others used 0.50 cores)")
     assert said(noisy | {"reason": "no such thing"}) == "tiny ours 2: not measured: no such thing"
