@@ -12,14 +12,16 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import _DatasetKind
 
 from dataflow.dataset import ShardedDataset
+from dataflow.fetching import MainIterator, Tally
 from dataflow.loader_state import Progress, Resumed, resumed_from
 from dataflow.memory_limit import memory_limit_bytes
 from dataflow.mixture import Mixture
+from dataflow.process_workers import begin_to_start
 from dataflow.shard_order import ShardOrder, order_given
 from dataflow.stats import WorkerStats
 from dataflow.stream_loader import StreamLoader
 from dataflow.worker_choice import Decision
-from dataflow.worker_loader import MainIterator, Tally, WorkerIterator, begin_to_start
+from dataflow.worker_loader import WorkerIterator
 from prefetch.depth import DepthPolicy
 from sharding.batching import Batching
 from sharding.order import Shuffle

@@ -1,70 +1,34 @@
-"""Iterators of `DataLoader` over any map-style or iterable dataset: in this process, or in workers.
+"""The iterator of `DataLoader` with workers, processes or threads.
 
-They follow `torch.utils.data.DataLoader` in what can be observed: the order of batches, what worker k
-fetches, the seeds, the errors. Batch b belongs to lane b mod n (of the lanes that have not ended), so
-random augmentation gives the values that it gives with torch. Beyond torch's look-ahead of
-`prefetch_factor` batches a worker, a worker that has nothing left to do while the consumer waits for
-another one goes on with its own later batches, within a bound of batches and bytes.
+Beyond torch's look-ahead of `prefetch_factor` batches a worker, a worker that has nothing left to do while
+the consumer waits for another one goes on with its own later batches, within a bound of batches and bytes.
 """
 
 from __future__ import annotations
 
-import contextlib
-import copy
-import functools
 import itertools
 import logging
-import multiprocessing
 import os
-import pickle
-import sys
 import threading
 import time
-import warnings
-from collections import Counter
-from collections.abc import Sequence
 from multiprocessing import util
-from multiprocessing.process import BaseProcess
 from typing import TYPE_CHECKING, Any
 
-import cloudpickle
-import numpy as np
-import torch
 from torch._utils import ExceptionWrapper
-from torch.utils.data import IterDataPipe, MapDataPipe, _DatasetKind
+from torch.utils.data import IterDataPipe, _DatasetKind
 from torch.utils.data._utils import pin_memory as torch_pin
-from torch.utils.data._utils import worker as torch_worker
-from torch.utils.data.dataloader import _BaseDataLoaderIter, _sharding_worker_init_fn
 
 from dataflow.copies import copies
+from dataflow.fetching import FetchIterator, LaneOrder
 from dataflow.loader_state import Progress, Resumed
 from dataflow.next_epoch import NextEpoch, predicted_indices
-from dataflow.payload import Buffer, array_bytes, dumps_by_value, pack, placed_offsets, unpack
+from dataflow.process_workers import ProcessWorkers, start_workers
 from dataflow.thread_workers import Finished, ItemThreads, LaneThreads, needs_lanes
 from dataflow.worker_choice import Decision, decide
-from dataflow.worker_process import (
-    BACK,
-    END,
-    ERROR,
-    MARK,
-    OPENED,
-    RANDOM,
-    RESET,
-    SKIP,
-    TASK,
-    Job,
-    Lane,
-    collate_map_changes,
-    copied_random_state,
-    has_state,
-    run,
-)
+from dataflow.worker_process import BACK, END, ERROR, MARK, OPENED, RANDOM, RESET, SKIP, TASK, Job, has_state
 from dataflow.worker_trial import observe
-from prefetch.device import register_pinned
-from prefetch.fork_server import Modules, warm_up
-from prefetch.shared_arena import Header, SharedFile
 from prefetch.worker_death import WorkerDiedError
-from prefetch.workers import Answer, WorkerPool
+from prefetch.workers import Answer
 
 if TYPE_CHECKING:
     from dataflow.loader import DataLoader
@@ -77,200 +41,8 @@ _START_S = 120.0
 """Workers may take so long to start before that counts as a time-out."""
 _AHEAD = 8
 """A waiting consumer lets idle workers run ahead, up to this many times torch's look-ahead."""
-_OBJECT_BYTES = 256 << 20
-"""Python objects of a dataset above this size are worth a word: each worker has its own."""
-_MESSAGE_HEAD = 4096
-_IN_SERVER = {*sys.stdlib_module_names, "torch", "numpy", "cloudpickle", "dataflow", "prefetch", "sharding"}
 
-
-class Tally:
-    """What was handed out, and what that took, over all iterators of a loader."""
-
-    def __init__(self) -> None:
-        self.batches = self.bytes = 0
-        self.starved_s = self.first_batch_s = 0.0
-        self._began: float | None = None
-
-    def waited(self, since: float) -> None:
-        """The training code has waited for an iterator."""
-        if self._began is None:
-            self._began = since
-        self.starved_s += time.perf_counter() - since
-
-    def handed_out(self, since: float, nbytes: int) -> None:
-        """The training code has waited for a batch."""
-        self.waited(since)
-        self.batches += 1
-        self.bytes += nbytes
-        if self.batches == 1 and self._began is not None:
-            self.first_batch_s = time.perf_counter() - self._began
-
-    @property
-    def elapsed_s(self) -> float:
-        """Seconds since the first iterator was asked for."""
-        return 0.0 if self._began is None else time.perf_counter() - self._began
-
-
-class _Iterator(_BaseDataLoaderIter):
-    """What both kinds share: the sampler's place and what a state needs."""
-
-    def __init__(self, loader: DataLoader) -> None:
-        resumed = loader._take_resumed()
-        self._progress = Progress.begin(loader, resumed)
-        loader._progress = self._progress
-        super().__init__(loader)
-        self._tally = loader._tally
-        self._handed_bytes = 0
-        self._num_lanes = resumed.num_lanes if resumed and resumed.lanes else self._num_workers
-        self._base_seed = self._progress.seeded(loader, int(self._base_seed), self._num_lanes, resumed)
-        self._resume_sampler(loader, resumed)
-
-    def _resume_sampler(self, loader: DataLoader, resumed: Resumed | None) -> None:
-        iterable = self._dataset_kind == _DatasetKind.Iterable
-        skip = resumed.batches if resumed and not iterable else 0
-        self._sampler_iter = self._progress.sampler_iterator(loader, resumed, skip)
-        self._num_yielded = resumed.batches if resumed else 0
-
-    def _job(self, loader: DataLoader, resumed: Resumed | None) -> Job:
-        init_fn = loader.worker_init_fn
-        if isinstance(self._dataset, IterDataPipe | MapDataPipe):
-            init_fn = functools.partial(_sharding_worker_init_fn, init_fn, self._world_size, self._rank)
-        iterable = self._dataset_kind == _DatasetKind.Iterable
-        return Job(
-            self._dataset_kind,
-            self._dataset,
-            self._auto_collation,
-            self._collate_fn,
-            self._drop_last,
-            init_fn,
-            int(self._base_seed),
-            self._num_lanes,
-            self._shared_seed,
-            collate_map_changes(),
-            torch.get_default_dtype(),
-            loader.snapshot_every_n_steps if iterable or has_state(self._dataset) else 0,
-            has_state(self._dataset),
-            {number: lane.state for number, lane in resumed.lanes.items()} if resumed else {},
-        )
-
-    @property
-    def crew(self) -> Crew | None:
-        """Who fetches; None: this process."""
-        return None
-
-    @property
-    def num_ahead(self) -> tuple[int, int]:
-        """Batches in work or ready, and ready."""
-        return 0, 0
-
-    def __next__(self) -> Any:
-        began = time.perf_counter()
-        if self._IterableDataset_len_called is not None or torch._C._autograd._profiler_enabled():
-            data: Any = super().__next__()
-        else:
-            data = self._next_data()
-            self._num_yielded += 1
-        self._tally.handed_out(began, self._handed_bytes)
-        return data
-
-
-class MainIterator(_Iterator):
-    """`num_workers=0`: batches are fetched when they are asked for."""
-
-    def __init__(self, loader: DataLoader) -> None:
-        resumed = loader._resumed
-        super().__init__(loader)
-        if isinstance(self._dataset, IterDataPipe | MapDataPipe):
-            torch.utils.data.graph_settings.apply_sharding(self._dataset, self._world_size, self._rank)
-        job = self._job(loader, resumed)
-        job.init_fn = None
-        self._every = job.state_every
-        count = max(1, self._num_lanes)
-        states = job.resumed
-        self._lanes = [
-            Lane(
-                job,
-                n,
-                self._dataset if count == 1 else pickle.loads(cloudpickle.dumps(self._dataset)),
-                states.get(n),
-            )
-            for n in range(count)
-        ]
-        self._order = LaneOrder(count, resumed)
-        for number, lane in enumerate(self._lanes):
-            self._enter(lane)
-            lane.open(None)
-            for _ in range(resumed.skips(number) if resumed else 0):
-                lane.skip(next(self._sampler_iter))
-            self._leave()
-        self._progress.lanes_begin(self._order)
-        self._progress.live = True
-        if self._every:
-            self._progress.look = lambda lanes=self._lanes: [copy.deepcopy(lane.snapshot()) for lane in lanes]
-
-    def _enter(self, lane: Lane) -> None:
-        if lane.info is not None:
-            torch_worker._worker_info = lane.info
-
-    def _leave(self) -> None:
-        if self._num_lanes:
-            torch_worker._worker_info = None
-
-    def _next_data(self) -> Any:
-        index = self._next_index_or_end()
-        while True:
-            number = self._order.next()
-            if number is None:
-                self._progress.end()
-                raise StopIteration
-            lane = self._lanes[number]
-            self._enter(lane)
-            try:
-                data = lane.fetch(index)
-                break
-            except StopIteration:
-                self._order.end(number)
-            except BaseException:
-                self._progress.delivered(number)
-                raise
-            finally:
-                self._leave()
-        self._progress.delivered(number)
-        self._handed_bytes = array_bytes(data)
-        if self._pin_memory:
-            data = torch_pin.pin_memory(data, self._pin_memory_device)
-        return data
-
-    def _next_index_or_end(self) -> Any:
-        try:
-            return next(self._sampler_iter)
-        except StopIteration:
-            self._progress.end()
-            raise
-
-
-class LaneOrder:
-    """Whose turn it is: lanes one after another, without those that have ended."""
-
-    def __init__(self, count: int, resumed: Resumed | None, given: int = 0) -> None:
-        self.count = count
-        self.active = [True] * count
-        self._at = given
-        if resumed:
-            self._at = resumed.next_lane if resumed.lanes else resumed.batches
-        self._at %= count
-
-    def next(self) -> int | None:
-        """The next lane; None when all have ended."""
-        for _ in range(self.count):
-            lane, self._at = self._at, (self._at + 1) % self.count
-            if self.active[lane]:
-                return lane
-        return None
-
-    def end(self, lane: int) -> None:
-        """A lane has no more."""
-        self.active[lane] = False
+Crew = ProcessWorkers | ItemThreads | LaneThreads
 
 
 class _Task:
@@ -283,7 +55,7 @@ class _Task:
         self.answer: Answer | Finished | None = None
 
 
-class WorkerIterator(_Iterator):
+class WorkerIterator(FetchIterator):
     """Batches from worker processes or threads. Used by one thread at a time."""
 
     def __init__(self, loader: DataLoader) -> None:
@@ -696,182 +468,9 @@ class WorkerIterator(_Iterator):
         self._fill(waiting=False)
 
 
-class ProcessWorkers:
-    """Worker processes and the file that their batches lie in."""
-
-    kind = "process"
-    shares_work = False
-    """A task is for one worker."""
-
-    def __init__(self, file: SharedFile, pool: WorkerPool) -> None:
-        self._file, self._pool = file, pool
-        self.receive, self.wait, self.stacks = pool.receive, pool.wait, pool.stacks
-        self.dumps = dumps_by_value if pool.context is None else pickle.dumps
-
-    @property
-    def processes(self) -> Sequence[BaseProcess]:
-        """One a worker."""
-        return self._pool.processes
-
-    @property
-    def started(self) -> bool:
-        """Whether all can take work."""
-        return self._pool.started
-
-    @property
-    def isolated(self) -> bool:
-        """Whether nothing that this process changes reaches them."""
-        return self._pool.isolated
-
-    @property
-    def shared_bytes(self) -> int:
-        """Memory that the file takes now."""
-        return self._file.held_bytes
-
-    def post(self, worker: int, message: tuple[Any, ...], number: int) -> None:
-        """Send (kind, generation, lane, task, index as `dumps` gives it)."""
-        self._pool.send(worker, pickle.dumps((*message, self._file.take_returned(worker))))
-
-    def begin_epoch(self, generation: int) -> None:
-        """Let workers pass over tasks of earlier generations."""
-        self._file.header.set(Header.GENERATION, generation)
-
-    def unpack(self, answer: Any) -> Any:
-        """What an answer brings; see `worker_process`."""
-        borrowed: list[int] = []
-
-        def borrow(offset: int, nbytes: int) -> Buffer:
-            borrowed.append(offset)
-            return self._file.borrow(answer.worker, offset, nbytes)
-
-        buffer = self._file.borrow(answer.worker, answer.offset, answer.nbytes)
-        try:
-            data, state, random = unpack(buffer, answer.meta, answer.meta_bytes, answer.table, borrow)
-            # These are kept for long, and must not keep the memory of the batch they came with.
-            return data, copy.deepcopy(state), random and copied_random_state(random)
-        except BaseException:
-            rest = Counter(placed_offsets(buffer, answer.placed)) - Counter(borrowed)
-            for offset in rest.elements():
-                self._file.give_back(answer.worker, offset)
-            raise
-
-    def discard(self, answer: Any) -> None:
-        """Give the memory of an answer back without looking at it: its objects may have opinions."""
-        buffer = self._file.borrow(answer.worker, answer.offset, answer.nbytes)
-        for offset in placed_offsets(buffer, answer.placed):
-            self._file.give_back(answer.worker, offset)
-
-    def close(self, *, hurry: bool = False) -> None:
-        """End them. Batches that are still used keep their memory. Idempotent.
-
-        `hurry`: do not let them finish what they are doing.
-        """
-        try:
-            self._pool.close(stop_s=0 if hurry else None)
-        finally:
-            self._file.close()
-
-
-Crew = ProcessWorkers | ItemThreads | LaneThreads
-
-
 def _exception_of(error: ExceptionWrapper) -> Exception:
     try:
         error.reraise()
     except Exception as raised:
         return raised.with_traceback(None)
     raise AssertionError("nothing was raised")
-
-
-def _start_context(given: Any) -> Any:
-    """How worker processes start; None: from our fork server."""
-    if given is not None or multiprocessing.parent_process() is not None:
-        return given  # a child process has inherited its method, not chosen it
-    chosen = multiprocessing.get_start_method(allow_none=True)
-    # The platform's default is nobody's choice: it is fixed as soon as anything is used that comes from it,
-    # the lock of a progress bar for instance.
-    if chosen in (None, multiprocessing.get_all_start_methods()[0]):
-        return None
-    return torch.multiprocessing.get_context(chosen)
-
-
-def begin_to_start(loader: DataLoader) -> None:
-    """Start what workers will come from, without waiting for it."""
-    if _start_context(loader.multiprocessing_context) is None:
-        parts = [loader.dataset, *getattr(loader.dataset, "__dict__", {}).values()]
-        functions = [f for f in (loader.collate_fn, loader.worker_init_fn) if hasattr(f, "__module__")]
-        warm_up(_importable({type(part).__module__ for part in parts} | {f.__module__ for f in functions}))
-
-
-def _importable(names: set[str]) -> Modules:
-    """Which of these modules a fork server should import; what it has anyway is left out."""
-    found = set()
-    for name in names:
-        spec = getattr(sys.modules.get(name), "__spec__", None)
-        if name.partition(".")[0] in _IN_SERVER or spec is None or not spec.origin:
-            continue
-        with contextlib.suppress(OSError):
-            found.add((name, os.stat(spec.origin).st_mtime_ns))
-    return frozenset(found)
-
-
-def start_workers(loader: DataLoader, job: Job, *, pin: bool) -> tuple[SharedFile, WorkerPool]:
-    """Worker processes for a job, which is serialised once for all of them."""
-    context = _start_context(loader.multiprocessing_context)
-    packed, inherited = None, None
-    if context is not None and context.get_start_method() == "fork":
-        inherited = job
-    else:
-        try:
-            packed = pack(job, by_value=context is None, share=True)
-        except Exception as error:
-            inherited = job
-            if context is None:
-                warnings.warn(
-                    "the dataset, or a function given to the loader, cannot be sent to worker processes "
-                    f"({error}); they are forked from this process instead, with its locks and clients "
-                    "as they are, and copy the pages of its objects as they touch them. Make it picklable, "
-                    'or ask for this: DataLoader(..., multiprocessing_context="fork").',
-                    stacklevel=4,
-                )
-                context = torch.multiprocessing.get_context("fork")
-            elif isinstance(error, TypeError | AttributeError | pickle.PicklingError):
-                warnings.warn(
-                    "Got pickle error when attempting to start a worker Process. This might be because the "
-                    f"worker Process arguments are not picklable: {error}. Without "
-                    "multiprocessing_context= and multiprocessing.set_start_method they need not be.",
-                    stacklevel=4,
-                )
-                raise
-    if packed is not None and len(packed.meta) > _OBJECT_BYTES:
-        warnings.warn(
-            f"the dataset holds {len(packed.meta):,} bytes of Python objects, which every worker holds again "
-            f"({loader.num_workers} workers). Arrays and tensors are shared: keep the data in those, or in "
-            "Arrow or a file that is mapped.",
-            stacklevel=4,
-        )
-    nbytes = _MESSAGE_HEAD + packed.nbytes if packed else 0
-    file = SharedFile(loader.num_workers, nbytes, register_pinned if pin else None)
-    try:
-        if packed is not None:
-            sizes = [nbytes for _, nbytes in packed.shared]
-            head = np.array([packed.meta_offset, len(packed.meta), len(packed.spans), *sizes], np.int64)
-            file.write_message(0, head.tobytes())
-            for offset, address, length, _ in packed.parts:
-                file.write_memory(_MESSAGE_HEAD + offset, address, length)
-            file.write_message(_MESSAGE_HEAD + packed.meta_offset, packed.meta)
-            file.write_message(_MESSAGE_HEAD + packed.meta_offset + len(packed.meta), packed.spans)
-        pool = WorkerPool(
-            run,
-            loader.num_workers,
-            file,
-            context=context,
-            inherited=inherited,
-            modules=_importable(packed.modules) if packed else frozenset(),
-            passed=[fd for fd, _ in packed.shared] if packed else [],
-            region_limit=loader.memory_limit if not pin else 1 << 60,
-        )
-    except BaseException:
-        file.close()
-        raise
-    return file, pool

@@ -20,7 +20,7 @@ import pytest
 import torch
 from worker_kit import HERE, Does, Gate, nothing_left, run_script, workers_of_this_process
 
-import dataflow.worker_loader
+import dataflow.process_workers
 from dataflow import DataLoader
 from prefetch.shared_arena import SharedFile, create_file
 
@@ -355,7 +355,7 @@ class Writes(Does):
 
 
 def test_many_python_objects_are_worth_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dataflow.worker_loader, "_OBJECT_BYTES", 100_000)
+    monkeypatch.setattr(dataflow.process_workers, "_OBJECT_BYTES", 100_000)
     loader = DataLoader(Holds([str(number) for number in range(100_000)]), None, num_workers=1)
     with pytest.warns(UserWarning, match=r"bytes of Python objects, which every worker holds again"):
         assert len(list(loader)) == 2
