@@ -31,10 +31,12 @@ from dataflow.ragged import Ragged
 from dataflow.staging import StagedArray, StagedSpans, StagedWindow
 from prefetch.arena import Arena, rounded_bytes
 from prefetch.iovec import copy_mapped, copy_spans
-from sharding.errors import SampleError
+from sharding.errors import SampleError, ShardReadError
 from sharding.order import uniform
 
 Array = NDArray[Any]
+Take = Callable[[int, int, Array], None]
+"""Writes rows [start, stop) as they are stored."""
 _IMAGE_PART = 8
 """Images decoded by one task: small enough to share a batch among threads."""
 _TILE_BYTES = 1 << 20
@@ -181,10 +183,40 @@ class ColumnBuilder:
 
     def _spans(self, output: Output) -> Built:
         out = self._fixed_slot(output)
+        pieces = self._joined_pieces(output)
+        if pieces is not None:
+            self._fill(output, partial(self._copy_rows, pieces, output), out)
+            return _split_rows(out)
         for run in self._runs:
-            stored = output.source_dtype == output.dtype
-            self._into(run, out, partial(_take_spans if stored else _widen, run, output))
+            self._into(run, out, partial(self._fill, output, partial(_take_spans, run, output)))
         return _split_rows(out)
+
+    def _fill(self, output: Output, take: Take, out: Array) -> None:
+        if output.source_dtype == output.dtype:
+            take(0, len(out), out)
+        else:
+            _widen(output, take, out)
+
+    def _joined_pieces(self, output: Output) -> NDArray[np.int64] | None:
+        """Where the rows of several mapped windows lie, [rows, 2]: one copy puts them in their places."""
+        if len(self._runs) == 1:
+            return None
+        staged = [(run, _spans_of(run, output)) for run in self._runs]
+        if not all(run.window.mapped and s.uniform_bytes == output.source_row_bytes for run, s in staged):
+            return None
+        pieces = np.empty((self._num_rows, 2), np.int64)
+        for run, spans in staged:
+            pieces[run.places] = spans.pieces[run.rows]
+        return pieces
+
+    def _copy_rows(
+        self, pieces: NDArray[np.int64], output: Output, start: int, stop: int, out: Array
+    ) -> None:
+        done = start + copy_mapped(
+            pieces[start:stop], out.reshape(-1).view(np.uint8), output.source_row_bytes
+        )
+        if done < stop:
+            raise self._truncated(done, output)
 
     def _into(self, run: Run, out: Array, fill: Callable[[Array], None]) -> None:
         """Let `fill` write the rows of a run: in place where they follow one another, else through a copy."""
@@ -231,10 +263,15 @@ class ColumnBuilder:
             return
         done = copy_mapped(pieces, out)
         if done < len(pieces):
-            for run in self._runs:
-                places = np.arange(self._num_rows)[run.places]
-                for at in np.flatnonzero(places == done).tolist():
-                    raise run.window.truncated(int(run.rows[at]), output.name)
+            raise self._truncated(done, output)
+
+    def _truncated(self, row: int, output: Output) -> ShardReadError:
+        """The error of a row of the chunk whose bytes are gone."""
+        for run in self._runs:
+            places = np.arange(self._num_rows)[run.places]
+            for at in np.flatnonzero(places == row).tolist():
+                return run.window.truncated(int(run.rows[at]), output.name)
+        raise AssertionError(f"row {row} is in no window")
 
     def _objects(self, output: Output) -> Built:
         """Python values, one by one: they are Python objects in the batch anyway."""
@@ -337,20 +374,20 @@ def _scratch(nbytes: int) -> NDArray[np.uint8]:
 _of_thread = threading.local()
 
 
-def _widen(run: Run, output: Output, out: Array) -> None:
+def _widen(output: Output, take: Take, out: Array) -> None:
     """Gather rows as they are stored, tile by tile, and convert each tile while it is in the cache."""
     tile = max(1, _TILE_BYTES // output.source_row_bytes)
-    scratch = _scratch(min(tile, len(run.rows)) * output.source_row_bytes)
-    for start in range(0, len(run.rows), tile):
-        part = run.part(start, start + tile)
-        stored = scratch[: len(part.rows) * output.source_row_bytes]
-        _take_spans(part, output, stored)
-        typed = stored.view(output.source_dtype).reshape(len(part.rows), *output.shape)
-        np.copyto(out[start : start + tile], typed)
+    scratch = _scratch(min(tile, len(out)) * output.source_row_bytes)
+    for start in range(0, len(out), tile):
+        stop = min(start + tile, len(out))
+        stored = scratch[: (stop - start) * output.source_row_bytes]
+        take(start, stop, stored)
+        np.copyto(out[start:stop], stored.view(output.source_dtype).reshape(stop - start, *output.shape))
 
 
-def _take_spans(run: Run, output: Output, out: Array) -> None:
-    """Gather equally long spans into `out`, of n rows as they are stored."""
+def _take_spans(whole: Run, output: Output, start: int, stop: int, out: Array) -> None:
+    """Gather equally long spans, rows [start, stop) of a run, into `out` as they are stored."""
+    run = whole.part(start, stop)
     out = out.reshape(-1).view(np.uint8).reshape(len(run.rows), -1)
     spans, region, row_bytes = _spans_of(run, output), run.window.region, output.source_row_bytes
     if spans.uniform_bytes == row_bytes and region is not None and spans.in_region:

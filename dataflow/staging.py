@@ -35,7 +35,8 @@ from sharding.errors import DataflowError, SampleError, ShardReadError
 
 Array = NDArray[Any]
 _ALIGN = 512
-_TILE_ROWS = 2048
+_TILE_BYTES = 1 << 20
+"""Columns become rows by tiles of this size: they stay in the L2 cache, and take the GIL seldom."""
 _REMEMBERED_BYTES = 64 << 20
 _SOURCE_SHIFT = 44  # 2**44 samples a source
 
@@ -148,9 +149,10 @@ class StagedArray:
         # columns of a tile first and transposing it is twice as fast as writing each column strided.
         arrays = [np.asarray(column) for column in columns]
         num_rows = len(arrays[0])
-        tile = np.empty((len(arrays), min(_TILE_ROWS, num_rows), *arrays[0].shape[1:]), arrays[0].dtype)
-        for start in range(0, num_rows, _TILE_ROWS):
-            stop = min(start + _TILE_ROWS, num_rows)
+        tile_rows = max(1, _TILE_BYTES // max(1, output.row_bytes))
+        tile = np.empty((len(arrays), min(tile_rows, num_rows), *arrays[0].shape[1:]), arrays[0].dtype)
+        for start in range(0, num_rows, tile_rows):
+            stop = min(start + tile_rows, num_rows)
             part = np.stack([array[start:stop] for array in arrays], out=tile[:, : stop - start])
             np.copyto(self.values[first + start : first + stop], np.moveaxis(part, 0, -1))
 
@@ -263,6 +265,8 @@ class StagedWindow:
         self.source_epoch: int | None = None
         """Epoch of its own that a mixture's source is in; None: the loader's."""
         self.chunk_list: list[Any] = []
+        self.in_batches: tuple[int, NDArray[np.int64]] | None = None
+        """Its rows in the order of the batches that lie in it alone, once known, and the first of these."""
         self.region: NDArray[np.uint8] | None = None
         self.staged: dict[str, StagedArray | StagedSpans] = {}
         self._data: list[memoryview | None] = [None] * len(self.blocks)
@@ -405,6 +409,7 @@ class StagedWindow:
         """Drop every buffer."""
         self.chunk_list = []  # chunks and windows refer to each other: let reference counts free both
         self.staged.clear()
+        self.in_batches = None
         self._data = [None] * len(self.blocks)
         self.region = None
 

@@ -69,8 +69,9 @@ class MappedShard:
 
     def __init__(self, shard: Shard) -> None:
         self.shard = shard
+        self._path = local_path(shard.url)
         try:
-            descriptor = os.open(local_path(shard.url), os.O_RDONLY | os.O_CLOEXEC)
+            descriptor = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
             try:
                 self._compare(os.fstat(descriptor))
                 self.address = _mapped(descriptor, shard.size)
@@ -91,7 +92,7 @@ class MappedShard:
     def check(self) -> None:
         """Raise `ShardChangedError` if the file is no longer the one that was indexed."""
         try:
-            self._compare(os.stat(local_path(self.shard.url)))
+            self._compare(os.stat(self._path))
         except OSError as error:
             raise ShardReadError(self.shard.url, failure_text(error), 0, stage="read") from error
 
