@@ -13,7 +13,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -23,6 +23,7 @@ from dataflow.decode import BadRows, Output
 from dataflow.staging import NotLocatableError, Source, StagedArray, StagedSpans, StagedWindow
 from prefetch.arena import Arena, rounded_bytes
 from prefetch.iovec import copy_mapped
+from prefetch.leases import Lease
 from prefetch.mapping import MappedShard, can_map, will_need
 from sharding.blocks import Spans
 from sharding.errors import DataflowError
@@ -183,6 +184,15 @@ class MappedWindow(StagedWindow):
                 known[block.first_sample] = staged.values[first:last].copy()
 
     # ---- for the builder --------------------------------------------------------------------------------
+
+    @cached_property
+    def _leases(self) -> set[Lease | None]:
+        return {shard.lease for shard in self._shards if shard is not None}
+
+    @property
+    def may_load(self) -> bool:
+        """While all its files are leased. To be asked inside `FileLeases.loading`."""
+        return all(lease is not None and lease.held for lease in self._leases)
 
     def copy_values(
         self, spans: StagedSpans, rows: NDArray[np.int64], out: NDArray[np.uint8], column: str

@@ -24,6 +24,7 @@ from dataflow.mapped import MappedWindow, can_map_windows
 from dataflow.packed import batch_bytes, batch_columns
 from dataflow.staging import NotLocatableError, Source, StagedSpans, StagedWindow
 from prefetch.arena import Arena, rounded_bytes
+from prefetch.leases import FileLeases
 from sharding.batching import Batching
 from sharding.blocks import Block
 from sharding.errors import SampleError
@@ -294,8 +295,12 @@ class BatchChunk:
         """Gather every column; give the image parts."""
         stream, runs = self._stream, self.runs()
         rows, cut, draws = self._num_rows, self._cut(), self._randomness
-        self._builder = ColumnBuilder(stream.arena, runs, rows, draws, stream.on_return, cut)
-        self._built = [self._builder.build(output) for output in stream.outputs]
+        with stream.leases.loading():
+            may_load = all(run.window.may_load for run in runs)
+            self._builder = ColumnBuilder(
+                stream.arena, runs, rows, draws, stream.on_return, cut, may_load=may_load
+            )
+            self._built = [self._builder.build(output) for output in stream.outputs]
         return [part for built in self._built for part in built.parts]
 
     def finish(self) -> tuple[Sequence[Delivered], int]:
@@ -431,6 +436,7 @@ class Stream:
         self,
         sources: Sequence[Source],
         arena: Arena,
+        leases: FileLeases,
         plan: StreamPlan,
         finishing: Finishing,
         *,
@@ -439,7 +445,8 @@ class Stream:
         num_readers: int,
         full_window_bytes: int,
     ) -> None:
-        self.sources, self.arena, self.plan, self.finishing = sources, arena, plan, finishing
+        self.sources, self.arena, self.leases = sources, arena, leases
+        self.plan, self.finishing = plan, finishing
         self.outputs = plan.dataset.outputs
         self._full_window_bytes = full_window_bytes
         self.on_return = on_return

@@ -34,6 +34,7 @@ from prefetch.device import CudaStreams, DeviceCopier, register_pinned
 from prefetch.engine import NOT_STARTED, Engine, EngineOptions, EngineStats, MemoryLimitError, StallError
 from prefetch.gate import ReadGate
 from prefetch.inflight import Inflight
+from prefetch.leases import FileLeases
 from prefetch.ledger import Ledger
 from prefetch.store import NO_FAULTS, ReadStats
 from sharding.batching import Batching, Packed
@@ -435,7 +436,8 @@ class _Session:
         self.copier = DeviceCopier(CudaStreams(loader.device)) if on_cuda else None
         self.traffic = Traffic()
         self.gate = None if loader._local else _open_gate(loader.memory_limit, self._refusals)
-        self.sources = _open_sources(dataset, loader.memory_limit // 4, self.traffic, self.gate)
+        self.leases = FileLeases()
+        self.sources = _open_sources(dataset, loader.memory_limit // 4, self.traffic, self.gate, self.leases)
         self._next = (epoch, start)
         ledger = self.ledger
         finishing = Finishing(
@@ -449,6 +451,7 @@ class _Session:
         stream = Stream(
             self.sources,
             self.arena,
+            self.leases,
             loader._plan,
             finishing,
             on_return=lambda nbytes: lambda: ledger.give_back_lent(nbytes),
@@ -505,6 +508,7 @@ class _Session:
         if self.gate:
             self.gate.close()
         self.engine.close(join=join)
+        self.leases.close(join=join)
         self.arena.close()
 
 
@@ -676,10 +680,14 @@ def _open_gate(limit_bytes: int, refusals: Callable[[], int]) -> ReadGate:
 
 
 def _open_sources(
-    dataset: ShardedDataset | Mixture, keep_bytes: int, traffic: Traffic, gate: ReadGate | None
+    dataset: ShardedDataset | Mixture,
+    keep_bytes: int,
+    traffic: Traffic,
+    gate: ReadGate | None,
+    leases: FileLeases,
 ) -> list[Source]:
     """What the stream reads, numbered, with one account of bytes and one gate."""
-    opened = [source.source(keep_bytes // len(dataset.sources)) for source in dataset.sources]
+    opened = [source.source(keep_bytes // len(dataset.sources), leases) for source in dataset.sources]
     return [
         replace(source, number=number, traffic=traffic, gate=gate) for number, source in enumerate(opened)
     ]
