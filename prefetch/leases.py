@@ -24,7 +24,7 @@ import struct
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Final
 
 _F_SETOWN_EX: Final = 15
@@ -56,11 +56,11 @@ class Lease:
         """Tell the kernel, once."""
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
-            try:
-                # Closing would not do: a forked child has the same open file.
+            # Closing would not do: a forked child has the same open file. It fails in such a child, and
+            # where the kernel has ended the lease itself.
+            with suppress(OSError):
                 fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_UNLCK)
-            finally:
-                os.close(descriptor)
+            os.close(descriptor)
 
 
 class FileLeases:
