@@ -4,13 +4,14 @@ A chunk is a few consecutive batches of one rank, built together: one slot, one 
 column, however many batches it holds; so the Python cost is paid per chunk. Every batch is a dict of
 views of the chunk's slots, and a slot comes back when the last of its views dies.
 
-Fixed-size rows are gathered by one `index_select` over absolute offsets in the window's region (a strided
-view whose rows may overlap), ragged rows by one vectorised copy. Images are decoded straight into their
+Fixed-size rows are gathered by one `index_select` over a strided view of all memory between them (its rows
+may overlap), ragged rows by one vectorised copy. Images are decoded straight into their
 rows of the slot, in parts that run in parallel.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import threading
@@ -28,13 +29,15 @@ from dataflow.crop import Draws
 from dataflow.decode import MISSING, Output
 from dataflow.image import decode_image, decode_images
 from dataflow.ragged import Ragged
-from dataflow.staging import StagedArray, StagedSpans, StagedWindow
+from dataflow.staging import Grid, StagedArray, StagedSpans, StagedWindow, lowest_bit
 from prefetch.arena import Arena, rounded_bytes
 from prefetch.iovec import copy_mapped, copy_spans
-from sharding.errors import SampleError
+from sharding.errors import SampleError, ShardReadError
 from sharding.order import uniform
 
 Array = NDArray[Any]
+Take = Callable[[int, int, Array], None]
+"""Writes rows [start, stop) as they are stored."""
 _IMAGE_PART = 8
 """Images decoded by one task: small enough to share a batch among threads."""
 _TILE_BYTES = 1 << 20
@@ -114,7 +117,11 @@ class ColumnBuilder:
         randomness: Randomness,
         on_return: Callable[[int], Callable[[], None]] | None,
         cut: Cut | None = None,
+        *,
+        may_load: bool,
     ) -> None:
+        """`may_load`: whether values of all windows may be touched where they lie, until `build` returns."""
+        self._may_load = may_load
         self._arena, self._runs, self._num_rows = arena, runs, num_rows
         self._randomness, self._cut = randomness, cut
         self._on_return = on_return
@@ -181,10 +188,55 @@ class ColumnBuilder:
 
     def _spans(self, output: Output) -> Built:
         out = self._fixed_slot(output)
+        take = self._take_of_all(output)
+        if take is not None:
+            self._fill(output, take, out)
+            return _split_rows(out)
         for run in self._runs:
-            stored = output.source_dtype == output.dtype
-            self._into(run, out, partial(_take_spans if stored else _widen, run, output))
+            self._into(run, out, partial(self._fill, output, partial(_take_spans, run, output)))
         return _split_rows(out)
+
+    def _fill(self, output: Output, take: Take, out: Array) -> None:
+        if output.source_dtype == output.dtype:
+            take(0, len(out), out)
+        else:
+            _widen(output, take, out)
+
+    def _take_of_all(self, output: Output) -> Take | None:
+        """How to take rows of any window in the order of the chunk; None: window by window."""
+        staged = [_spans_of(run, output) for run in self._runs]
+        if not all(spans.uniform_bytes == output.source_row_bytes for spans in staged):
+            return None
+        if self._may_load:
+            return partial(_gather, *self._joined_grid(staged, output.source_row_bytes))
+        if not all(run.window.mapped for run in self._runs):
+            return None
+        pieces = np.empty((self._num_rows, 2), np.int64)
+        for run, spans in zip(self._runs, staged, strict=True):
+            pieces[run.places] = spans.pieces[run.rows]
+        return partial(self._copy_rows, pieces, output)
+
+    def _joined_grid(self, staged: Sequence[StagedSpans], row_bytes: int) -> tuple[Tensor, Tensor]:
+        """One view of the memory of all windows, and which of its rows each row of the chunk is."""
+        if len(staged) == 1:
+            grid = staged[0].grid
+            return grid.view, torch.from_numpy(grid.places[self._runs[0].rows])
+        grids = [spans.grid for spans in staged]
+        base = min(grid.base for grid in grids)
+        step = lowest_bit(functools.reduce(int.__or__, (g.step | (g.base - base) for g in grids)))
+        places = np.empty(self._num_rows, np.int64)
+        for run, grid in zip(self._runs, grids, strict=True):
+            places[run.places] = grid.places[run.rows] * (grid.step // step) + (grid.base - base) // step
+        return Grid.of(base, step, places, row_bytes).view, torch.from_numpy(places)
+
+    def _copy_rows(
+        self, pieces: NDArray[np.int64], output: Output, start: int, stop: int, out: Array
+    ) -> None:
+        done = start + copy_mapped(
+            pieces[start:stop], out.reshape(-1).view(np.uint8), output.source_row_bytes
+        )
+        if done < stop:
+            raise self._truncated(done, output)
 
     def _into(self, run: Run, out: Array, fill: Callable[[Array], None]) -> None:
         """Let `fill` write the rows of a run: in place where they follow one another, else through a copy."""
@@ -231,10 +283,15 @@ class ColumnBuilder:
             return
         done = copy_mapped(pieces, out)
         if done < len(pieces):
-            for run in self._runs:
-                places = np.arange(self._num_rows)[run.places]
-                for at in np.flatnonzero(places == done).tolist():
-                    raise run.window.truncated(int(run.rows[at]), output.name)
+            raise self._truncated(done, output)
+
+    def _truncated(self, row: int, output: Output) -> ShardReadError:
+        """The error of a row of the chunk whose bytes are gone."""
+        for run in self._runs:
+            places = np.arange(self._num_rows)[run.places]
+            for at in np.flatnonzero(places == row).tolist():
+                return run.window.truncated(int(run.rows[at]), output.name)
+        raise AssertionError(f"row {row} is in no window")
 
     def _objects(self, output: Output) -> Built:
         """Python values, one by one: they are Python objects in the batch anyway."""
@@ -337,26 +394,28 @@ def _scratch(nbytes: int) -> NDArray[np.uint8]:
 _of_thread = threading.local()
 
 
-def _widen(run: Run, output: Output, out: Array) -> None:
+def _widen(output: Output, take: Take, out: Array) -> None:
     """Gather rows as they are stored, tile by tile, and convert each tile while it is in the cache."""
     tile = max(1, _TILE_BYTES // output.source_row_bytes)
-    scratch = _scratch(min(tile, len(run.rows)) * output.source_row_bytes)
-    for start in range(0, len(run.rows), tile):
-        part = run.part(start, start + tile)
-        stored = scratch[: len(part.rows) * output.source_row_bytes]
-        _take_spans(part, output, stored)
-        typed = stored.view(output.source_dtype).reshape(len(part.rows), *output.shape)
-        np.copyto(out[start : start + tile], typed)
+    scratch = _scratch(min(tile, len(out)) * output.source_row_bytes)
+    for start in range(0, len(out), tile):
+        stop = min(start + tile, len(out))
+        stored = scratch[: (stop - start) * output.source_row_bytes]
+        take(start, stop, stored)
+        np.copyto(out[start:stop], stored.view(output.source_dtype).reshape(stop - start, *output.shape))
 
 
-def _take_spans(run: Run, output: Output, out: Array) -> None:
-    """Gather equally long spans into `out`, of n rows as they are stored."""
+def _gather(view: Tensor, places: Tensor, start: int, stop: int, out: Array) -> None:
+    """Rows [start, stop) of `places`, of the rows of a view."""
+    rows = out.reshape(-1).view(np.uint8).reshape(stop - start, -1)
+    torch.index_select(view, 0, places[start:stop], out=torch.from_numpy(rows))
+
+
+def _take_spans(whole: Run, output: Output, start: int, stop: int, out: Array) -> None:
+    """Gather equally long spans, rows [start, stop) of a run, into `out` as they are stored."""
+    run = whole.part(start, stop)
     out = out.reshape(-1).view(np.uint8).reshape(len(run.rows), -1)
-    spans, region, row_bytes = _spans_of(run, output), run.window.region, output.source_row_bytes
-    if spans.uniform_bytes == row_bytes and region is not None and spans.in_region:
-        view, places = spans.grid(region)
-        torch.index_select(view, 0, torch.from_numpy(places[run.rows]), out=torch.from_numpy(out))
-        return
+    spans, row_bytes = _spans_of(run, output), output.source_row_bytes
     if spans.uniform_bytes == row_bytes:
         run.window.copy_values(spans, run.rows, out.reshape(-1), output.name)
         return

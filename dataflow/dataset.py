@@ -25,6 +25,7 @@ from dataflow.staging import Source, StagedWindow
 from dataflow.stream import sample_rng
 from dataflow.views import matching, picked, split_parts
 from prefetch.arena import Arena
+from prefetch.leases import FileLeases
 from prefetch.mapping import Mappings
 from prefetch.store import StoreReader
 from sharding.block_table import BlockTable
@@ -113,14 +114,14 @@ class ShardedDataset(Dataset[Any]):
 
     # ---- streaming ----------------------------------------------------------------------------------
 
-    def source(self, keep_mapped_bytes: int = 0) -> Source:
+    def source(self, keep_mapped_bytes: int = 0, leases: FileLeases | None = None) -> Source:
         """What the loader reads with; a new reader each, so nothing is shared between loaders."""
         return Source(
             self.catalog,
             self._codec,
             StoreReader(self.storage_options),
             self.outputs,
-            Mappings(keep_mapped_bytes),
+            Mappings(keep_mapped_bytes, leases),
             all_columns=self._all_columns,
         )
 
@@ -252,7 +253,8 @@ class ShardedDataset(Dataset[Any]):
         for at, (block, row) in enumerate(zip(blocks.tolist(), rows.tolist(), strict=True)):
             window, first = self._window(arena, block, row)
             runs.append(Run(window, np.array([first], np.int64), slice(at, at + 1)))
-        builder = ColumnBuilder(arena, runs, len(runs), Randomness(self.seed, self.epoch), None)
+        randomness = Randomness(self.seed, self.epoch)
+        builder = ColumnBuilder(arena, runs, len(runs), randomness, None, may_load=True)
         built = [builder.build(output) for output in self.outputs]
         for column in built:
             for part in column.parts:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -23,6 +23,7 @@ from dataflow.decode import BadRows, Output
 from dataflow.staging import NotLocatableError, Source, StagedArray, StagedSpans, StagedWindow
 from prefetch.arena import Arena, rounded_bytes
 from prefetch.iovec import copy_mapped
+from prefetch.leases import Lease
 from prefetch.mapping import MappedShard, can_map, will_need
 from sharding.blocks import Spans
 from sharding.errors import DataflowError
@@ -47,6 +48,7 @@ class MappedWindow(StagedWindow):
         rows: as for `StagedWindow`; rows count over whole blocks.
         wanted: rows that this rank takes; None for all.
         whole: whether all pages are waited for; else only those of the rows wanted are asked for.
+        num_readers: threads that map the blocks.
 
     Raises `NotLocatableError` where the format cannot tell where values lie.
     """
@@ -60,6 +62,7 @@ class MappedWindow(StagedWindow):
         *,
         wanted: NDArray[np.int64] | None,
         whole: bool = True,
+        num_readers: int = 1,
     ) -> None:
         found = [source.found(number) for number in numbers.tolist()]
         located = [spans for _, spans in found if spans is not None]
@@ -72,8 +75,8 @@ class MappedWindow(StagedWindow):
         self._shards: list[MappedShard | None] = [None] * len(self.blocks)
         first = {block.shard.url: i for i, block in reversed(list(enumerate(self.blocks)))}
         self._checked_by = set(first.values())
-        self._lock = threading.Lock()  # guards _blocks_left
-        self._blocks_left = len(self.blocks)
+        self._lock = threading.Lock()  # guards _tasks_left
+        self._tasks_left = min(num_readers, len(self.blocks))
 
     def _bound(self, num_readers: int) -> int:
         outputs = self.source.outputs
@@ -81,31 +84,27 @@ class MappedWindow(StagedWindow):
         return int(self._sizes.sum()) + arrays + 16 * self.num_rows * len(self.source.columns)
 
     def reads(self) -> Sequence[Callable[[], None]]:
-        """One task a block."""
+        """One task a thread: to map a block takes less time than to wake a thread."""
         for output in self.source.outputs:
             if output.kind == "array":
                 nbytes = self.num_rows * output.row_bytes
                 used = self.arena.lease(nbytes or 1)[:nbytes].view(output.dtype)
                 self.staged[output.name] = StagedArray(used.reshape(self.num_rows, *output.shape))
-            else:
-                self.staged[output.name] = self._offsets(output)
-        return [partial(self._map, i) for i in range(len(self.blocks))]
-
-    def _offsets(self, output: Output) -> StagedSpans:
-        """Offsets in the blocks; `_map` turns them into addresses."""
-        spans = StagedSpans(np.zeros(self.num_rows, np.int64), np.full(self.num_rows, -1, np.int64))
-        if output.sources[0] == "__url__":
-            for ordinal in range(len(self.blocks)):
-                spans.put(int(self.first_row[ordinal]), self._urls(ordinal))
-        elif self._located:
-            name = output.sources[0]
-            spans.addresses = np.concatenate([found[name].starts for found in self._located])
-            spans.lengths = np.concatenate([found[name].lengths for found in self._located])
-        return spans
+        tasks, ordinals = self._tasks_left, range(len(self.blocks))
+        return [partial(self._map, ordinals[i::tasks]) for i in range(tasks)]
 
     # ---- on reader threads ------------------------------------------------------------------------------
 
-    def _map(self, ordinal: int) -> None:
+    def _map(self, ordinals: range) -> None:
+        for ordinal in ordinals:
+            self._map_block(ordinal)
+        with self._lock:
+            self._tasks_left -= 1
+            last = self._tasks_left == 0
+        if last:
+            self._stage_rest()
+
+    def _map_block(self, ordinal: int) -> None:
         block = self.blocks[ordinal]
         mapped = self.source.mappings.get(block.shard)
         self._shards[ordinal] = mapped
@@ -114,19 +113,12 @@ class MappedWindow(StagedWindow):
         if self._whole:
             self.source.mappings.populate(mapped, block.offset, block.length)
         self.source.traffic.add(block.length, block.nbytes)
-        rows = slice(int(self.first_row[ordinal]), int(self.first_row[ordinal + 1]))
-        for output in self.source.outputs:
-            staged = self.staged[output.name]
-            if isinstance(staged, StagedSpans) and output.sources[0] != "__url__":
-                staged.addresses[rows] += mapped.address + block.offset
-        with self._lock:
-            self._blocks_left -= 1
-            last = self._blocks_left == 0
-        if last:
-            self._stage_rest()
 
     def _stage_rest(self) -> None:
         """What the whole window needs at once, by the thread that mapped the last block."""
+        for output in self.source.outputs:
+            if output.kind != "array":
+                self.staged[output.name] = self._spans_of(output.sources[0])
         rows = np.arange(self.num_rows) if self._wanted is None else self._wanted
         if not self._whole:
             for staged in self.staged.values():
@@ -154,14 +146,23 @@ class MappedWindow(StagedWindow):
     def _parsed(self, output: Output, rows: NDArray[np.int64]) -> tuple[NDArray[Any], BadRows]:
         name = output.sources[0]
         assert output.parse is not None
+        column = self._spans_of(name)
+        buffer, places = self.fetch(column, rows, name)
+        return output.parse(Spans(buffer, places, column.lengths[rows]))
+
+    def _spans_of(self, name: str) -> StagedSpans:
+        """Where the values of a column lie in the mappings."""
+        if name == "__url__" or not self._located:
+            spans = StagedSpans(np.zeros(self.num_rows, np.int64), np.full(self.num_rows, -1, np.int64))
+            for ordinal in range(len(self.blocks)):
+                spans.put(int(self.first_row[ordinal]), self._urls(ordinal))
+            return spans
         bases = [
             m.address + b.offset for m, b in zip(self._shards, self.blocks, strict=True) if m is not None
         ]
         starts = np.concatenate([found[name].starts for found in self._located])
         starts += np.repeat(bases, np.diff(self.first_row))
-        column = StagedSpans(starts, np.concatenate([found[name].lengths for found in self._located]))
-        buffer, places = self.fetch(column, rows, name)
-        return output.parse(Spans(buffer, places, column.lengths[rows]))
+        return StagedSpans(starts, np.concatenate([found[name].lengths for found in self._located]))
 
     def _fill(self, staged: StagedArray, known: dict[int, NDArray[Any]]) -> NDArray[np.int64]:
         """Take what is known; gives the rows of the blocks that are not."""
@@ -183,6 +184,15 @@ class MappedWindow(StagedWindow):
                 known[block.first_sample] = staged.values[first:last].copy()
 
     # ---- for the builder --------------------------------------------------------------------------------
+
+    @cached_property
+    def _leases(self) -> set[Lease | None]:
+        return {shard.lease for shard in self._shards if shard is not None}
+
+    @property
+    def may_load(self) -> bool:
+        """While all its files are leased. To be asked inside `FileLeases.loading`."""
+        return all(lease is not None and lease.held for lease in self._leases)
 
     def copy_values(
         self, spans: StagedSpans, rows: NDArray[np.int64], out: NDArray[np.uint8], column: str

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -35,7 +35,8 @@ from sharding.errors import DataflowError, SampleError, ShardReadError
 
 Array = NDArray[Any]
 _ALIGN = 512
-_TILE_ROWS = 2048
+_TILE_BYTES = 1 << 20
+"""Columns become rows by tiles of this size: they stay in the L2 cache, and take the GIL seldom."""
 _REMEMBERED_BYTES = 64 << 20
 _SOURCE_SHIFT = 44  # 2**44 samples a source
 
@@ -148,9 +149,10 @@ class StagedArray:
         # columns of a tile first and transposing it is twice as fast as writing each column strided.
         arrays = [np.asarray(column) for column in columns]
         num_rows = len(arrays[0])
-        tile = np.empty((len(arrays), min(_TILE_ROWS, num_rows), *arrays[0].shape[1:]), arrays[0].dtype)
-        for start in range(0, num_rows, _TILE_ROWS):
-            stop = min(start + _TILE_ROWS, num_rows)
+        tile_rows = max(1, _TILE_BYTES // max(1, output.row_bytes))
+        tile = np.empty((len(arrays), min(tile_rows, num_rows), *arrays[0].shape[1:]), arrays[0].dtype)
+        for start in range(0, num_rows, tile_rows):
+            stop = min(start + tile_rows, num_rows)
             part = np.stack([array[start:stop] for array in arrays], out=tile[:, : stop - start])
             np.copyto(self.values[first + start : first + stop], np.moveaxis(part, 0, -1))
 
@@ -160,6 +162,44 @@ def _numbers(output: Output, column: Column) -> tuple[Array, BadRows]:
         assert output.parse is not None
         return output.parse(column)
     return column, ()
+
+
+def lowest_bit(number: int) -> int:
+    """The largest power of two that divides it."""
+    return number & -number
+
+
+class Grid(NamedTuple):
+    """Where equally long values lie: at `base + step * places`."""
+
+    base: int
+    step: int
+    """Bytes, a power of two."""
+    places: NDArray[np.int64]
+    """[rows]."""
+    view: torch.Tensor
+    """uint8 [places, bytes of a value]: rows that start `step` bytes apart and may overlap.
+
+    It spans everything between the values; only the values themselves may be touched."""
+
+    @classmethod
+    def of(cls, base: int, step: int, places: NDArray[np.int64], row_bytes: int) -> Grid:
+        """A grid over memory that others keep alive."""
+        num = int(places.max()) + 1
+        memory = np.asarray(_Memory(base, (num - 1) * step + row_bytes))
+        return cls(base, step, places, torch.from_numpy(memory).as_strided((num, row_bytes), (step, 1)))
+
+
+class _Memory:
+    """Memory that others keep alive."""
+
+    def __init__(self, address: int, nbytes: int) -> None:
+        self.__array_interface__ = {
+            "shape": (nbytes,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "version": 3,
+        }
 
 
 @dataclass
@@ -172,9 +212,6 @@ class StagedSpans:
     """[rows] bytes; -1 where the sample lacks the column."""
     keep: list[Any] = field(default_factory=list)
     """What keeps the memory alive."""
-    in_region: bool = False
-    """Whether all values lie in the window's region."""
-    _grid: tuple[torch.Tensor, NDArray[np.int64]] | None = None
 
     @cached_property
     def uniform_bytes(self) -> int:
@@ -182,18 +219,13 @@ class StagedSpans:
         first = int(self.lengths[0]) if len(self.lengths) else -1
         return first if (self.lengths == first).all() else -1
 
-    def grid(self, region: NDArray[np.uint8]) -> tuple[torch.Tensor, NDArray[np.int64]]:
-        """Equally long values as rows of one strided view of the region: the view, and the row of each value.
-
-        The rows of the view start `step` bytes apart and may overlap. Made once a window.
-        """
-        if self._grid is None:
-            offsets = self.addresses - region.ctypes.data
-            step = int(np.gcd.reduce(offsets, initial=_ALIGN))
-            num = (len(region) - self.uniform_bytes) // step + 1
-            view = torch.from_numpy(region).as_strided((num, self.uniform_bytes), (step, 1))
-            self._grid = view, offsets // step
-        return self._grid
+    @cached_property
+    def grid(self) -> Grid:
+        """Equally long values as rows of one strided view of memory. Only where loads are allowed."""
+        base = int(self.addresses.min())
+        offsets = self.addresses - base
+        step = lowest_bit(int(np.bitwise_or.reduce(offsets)) | _ALIGN)
+        return Grid.of(base, step, offsets // step, self.uniform_bytes)
 
     @cached_property
     def pieces(self) -> NDArray[np.int64]:
@@ -259,10 +291,12 @@ class StagedWindow:
         self._sizes = self._region_sizes()
         self.nbytes = self._bound(num_readers)
         self.mapped = False
-        """Whether values lie in mapped files, which only the kernel may touch."""
+        """Whether values lie in mapped files."""
         self.source_epoch: int | None = None
         """Epoch of its own that a mixture's source is in; None: the loader's."""
         self.chunk_list: list[Any] = []
+        self.in_batches: tuple[int, NDArray[np.int64]] | None = None
+        """Its rows in the order of the batches that lie in it alone, once known, and the first of these."""
         self.region: NDArray[np.uint8] | None = None
         self.staged: dict[str, StagedArray | StagedSpans] = {}
         self._data: list[memoryview | None] = [None] * len(self.blocks)
@@ -330,9 +364,7 @@ class StagedWindow:
                 self.staged[output.name] = StagedArray(used.reshape(self.num_rows, *output.shape))
             else:
                 lengths = np.full(self.num_rows, -1, np.int64)
-                spans = StagedSpans(np.zeros(self.num_rows, np.int64), lengths)
-                spans.in_region = self._in_region and output.sources[0] != "__url__"
-                self.staged[output.name] = spans
+                self.staged[output.name] = StagedSpans(np.zeros(self.num_rows, np.int64), lengths)
 
     def _read(self, ordinal: int, at: int) -> None:
         block = self.blocks[ordinal]
@@ -396,6 +428,11 @@ class StagedWindow:
         n = int(self.first_row[ordinal + 1] - self.first_row[ordinal])
         return Spans(np.zeros(0, np.uint8), np.zeros(n, np.int64), np.full(n, -1, np.int64))
 
+    @property
+    def may_load(self) -> bool:
+        """Whether values may be touched where they lie; else only the kernel may copy them."""
+        return True
+
     def hurry(self) -> None:
         """The training code waits for its reads."""
         if not self._awaited.done():
@@ -405,6 +442,7 @@ class StagedWindow:
         """Drop every buffer."""
         self.chunk_list = []  # chunks and windows refer to each other: let reference counts free both
         self.staged.clear()
+        self.in_batches = None
         self._data = [None] * len(self.blocks)
         self.region = None
 

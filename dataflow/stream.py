@@ -24,6 +24,7 @@ from dataflow.mapped import MappedWindow, can_map_windows
 from dataflow.packed import batch_bytes, batch_columns
 from dataflow.staging import NotLocatableError, Source, StagedSpans, StagedWindow
 from prefetch.arena import Arena, rounded_bytes
+from prefetch.leases import FileLeases
 from sharding.batching import Batching
 from sharding.blocks import Block
 from sharding.errors import SampleError
@@ -275,16 +276,11 @@ class BatchChunk:
     def _rows_of(self, number: int, window: StagedWindow) -> NDArray[np.int64]:
         """Its rows, all in one window."""
         plan = cast(EpochPlan, self._plan)
-        rows = self._stream.arena.lease(8 * self._num_rows)[: 8 * self._num_rows].view(np.int64)
-        whole = plan.whole_lanes(self._first_batch)
-        if whole is None:
-            np.take(window.rows, self._where[1], out=rows, mode="clip")
-            return rows
-        lanes, depths, each = whole  # a lane's samples follow one another: a copy for each lane
-        by_lane = rows.reshape(self.num_batches, len(lanes), each)
-        for i, slot in enumerate(plan.order.slots_at(number, lanes, depths).tolist()):
-            by_lane[:, i] = window.rows[slot : slot + self.num_batches * each].reshape(-1, each)
-        return rows
+        if window.in_batches is None:
+            window.in_batches = _rows_in_batches(plan, number, window, self._stream.arena)
+        first, rows = window.in_batches
+        begin = (self._first_batch - first) * plan.batch_size
+        return rows[begin : begin + self._num_rows]
 
     @property
     def _where(self) -> Located:
@@ -299,8 +295,12 @@ class BatchChunk:
         """Gather every column; give the image parts."""
         stream, runs = self._stream, self.runs()
         rows, cut, draws = self._num_rows, self._cut(), self._randomness
-        self._builder = ColumnBuilder(stream.arena, runs, rows, draws, stream.on_return, cut)
-        self._built = [self._builder.build(output) for output in stream.outputs]
+        with stream.leases.loading():
+            may_load = all(run.window.may_load for run in runs)
+            self._builder = ColumnBuilder(
+                stream.arena, runs, rows, draws, stream.on_return, cut, may_load=may_load
+            )
+            self._built = [self._builder.build(output) for output in stream.outputs]
         return [part for built in self._built for part in built.parts]
 
     def finish(self) -> tuple[Sequence[Delivered], int]:
@@ -383,6 +383,28 @@ class BatchChunk:
         return transform(sample, rng=sample_rng(seed, epoch, window.sample_number(row)))
 
 
+def _rows_in_batches(
+    plan: EpochPlan, number: int, window: StagedWindow, arena: Arena
+) -> tuple[int, NDArray[np.int64]]:
+    """The first full batch that lies in the window alone, and the rows of all such batches one after another.
+
+    For all of them at once: a chunk would pay the same few calls for its own batches.
+    """
+    core = plan.batches_within(*plan.order.window_core(number))
+    num_rows = len(core) * plan.batch_size
+    rows = arena.lease(8 * num_rows)[: 8 * num_rows].view(np.int64)
+    whole = plan.whole_lanes(core.start)
+    if whole is None:
+        slots = plan.order.locate(plan.positions(core.start, core.stop)[0])[1]
+        np.take(window.rows, slots, out=rows, mode="clip")
+        return core.start, rows
+    lanes, depths, each = whole  # a lane's samples follow one another: a copy for each lane
+    by_lane = rows.reshape(len(core), len(lanes), each)
+    for i, slot in enumerate(plan.order.slots_at(number, lanes, depths).tolist()):
+        by_lane[:, i] = window.rows[slot : slot + len(core) * each].reshape(-1, each)
+    return core.start, rows
+
+
 def sample_rng(seed: int, epoch: int, sample: int) -> np.random.Generator:
     """The random numbers of one sample in one epoch: Philox keyed by (seed, epoch, sample)."""
     return np.random.Generator(np.random.Philox(key=[seed & (1 << 64) - 1, epoch], counter=[0, 0, 0, sample]))
@@ -414,6 +436,7 @@ class Stream:
         self,
         sources: Sequence[Source],
         arena: Arena,
+        leases: FileLeases,
         plan: StreamPlan,
         finishing: Finishing,
         *,
@@ -422,7 +445,8 @@ class Stream:
         num_readers: int,
         full_window_bytes: int,
     ) -> None:
-        self.sources, self.arena, self.plan, self.finishing = sources, arena, plan, finishing
+        self.sources, self.arena, self.leases = sources, arena, leases
+        self.plan, self.finishing = plan, finishing
         self.outputs = plan.dataset.outputs
         self._full_window_bytes = full_window_bytes
         self.on_return = on_return
@@ -587,7 +611,15 @@ class Stream:
         """A window of whole blocks, of which only the rows `wanted` are used; None for all."""
         if self._mapped[source.number]:
             with suppress(NotLocatableError):
-                return MappedWindow(source, self.arena, blocks, rows, wanted=wanted, whole=whole)
+                return MappedWindow(
+                    source,
+                    self.arena,
+                    blocks,
+                    rows,
+                    wanted=wanted,
+                    whole=whole,
+                    num_readers=self._num_readers,
+                )
         return StagedWindow(source, self.arena, _blocks(source, blocks), rows, num_readers=self._num_readers)
 
     def _stage_sparse(

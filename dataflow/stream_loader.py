@@ -27,13 +27,14 @@ from dataflow.staging import Source, Traffic
 from dataflow.stats import LoaderStats
 from dataflow.stream import Delivered, Finishing, RankPlan, Stream, StreamPlan
 from dataflow.topology_exchange import detect_topology
-from dataflow.torch_threads import one_torch_thread, setting_kept
+from dataflow.torch_threads import one_torch_thread, run_with_one_torch_thread, setting_kept
 from prefetch.arena import Arena, rounded_bytes
 from prefetch.depth import AdaptiveDepth, Decision, DepthPolicy, Observation, fixed_depth
 from prefetch.device import CudaStreams, DeviceCopier, register_pinned
 from prefetch.engine import NOT_STARTED, Engine, EngineOptions, EngineStats, MemoryLimitError, StallError
 from prefetch.gate import ReadGate
 from prefetch.inflight import Inflight
+from prefetch.leases import FileLeases
 from prefetch.ledger import Ledger
 from prefetch.store import NO_FAULTS, ReadStats
 from sharding.batching import Batching, Packed
@@ -136,7 +137,8 @@ class StreamLoader:
         )
         self._depth = fixed_depth(depth) if isinstance(depth, int) else depth
         self._local = all(is_local(url) for source in dataset.sources for url in source.catalog.urls[:1])
-        self._num_threads = num_threads or _build_threads(dataset)
+        self._copies_only = not (collate_fn or batching) and _copies_only(dataset)
+        self._num_threads = num_threads or _build_threads(dataset, self._copies_only)
         self._num_readers = _LOCAL_READERS if self._local else _REMOTE_READERS
         self.shuffle, self.window_reason = self._resolve_shuffle(shuffle)
         self._epoch = 0
@@ -435,7 +437,8 @@ class _Session:
         self.copier = DeviceCopier(CudaStreams(loader.device)) if on_cuda else None
         self.traffic = Traffic()
         self.gate = None if loader._local else _open_gate(loader.memory_limit, self._refusals)
-        self.sources = _open_sources(dataset, loader.memory_limit // 4, self.traffic, self.gate)
+        self.leases = FileLeases()
+        self.sources = _open_sources(dataset, loader.memory_limit // 4, self.traffic, self.gate, self.leases)
         self._next = (epoch, start)
         ledger = self.ledger
         finishing = Finishing(
@@ -449,6 +452,7 @@ class _Session:
         stream = Stream(
             self.sources,
             self.arena,
+            self.leases,
             loader._plan,
             finishing,
             on_return=lambda nbytes: lambda: ledger.give_back_lent(nbytes),
@@ -471,6 +475,7 @@ class _Session:
             keep_bytes=max(chunk_bytes, min(3 * chunk_bytes, loader.memory_limit // 4)),
             timeout_s=loader.timeout or 600.0,
             initializer=one_torch_thread,
+            in_consumer=run_with_one_torch_thread if loader._copies_only else None,
             interrupt=end_reads,
         )
         with setting_kept():
@@ -505,6 +510,7 @@ class _Session:
         if self.gate:
             self.gate.close()
         self.engine.close(join=join)
+        self.leases.close(join=join)
         self.arena.close()
 
 
@@ -676,17 +682,30 @@ def _open_gate(limit_bytes: int, refusals: Callable[[], int]) -> ReadGate:
 
 
 def _open_sources(
-    dataset: ShardedDataset | Mixture, keep_bytes: int, traffic: Traffic, gate: ReadGate | None
+    dataset: ShardedDataset | Mixture,
+    keep_bytes: int,
+    traffic: Traffic,
+    gate: ReadGate | None,
+    leases: FileLeases,
 ) -> list[Source]:
     """What the stream reads, numbered, with one account of bytes and one gate."""
-    opened = [source.source(keep_bytes // len(dataset.sources)) for source in dataset.sources]
+    opened = [source.source(keep_bytes // len(dataset.sources), leases) for source in dataset.sources]
     return [
         replace(source, number=number, traffic=traffic, gate=gate) for number, source in enumerate(opened)
     ]
 
 
-def _build_threads(dataset: ShardedDataset | Mixture) -> int:
+def _copies_only(dataset: ShardedDataset | Mixture) -> bool:
+    """Whether batches are made by copying alone: no decoder, and nothing of the user's, runs."""
+    transforms = [dataset.batch_transform, *(source.transform for source in dataset.sources)]
+    copied = ("array", "spans", "ragged")
+    return not any(transforms) and all(output.kind in copied for output in dataset.outputs)
+
+
+def _build_threads(dataset: ShardedDataset | Mixture, copies_only: bool) -> int:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if copies_only:  # the consumer's thread copies too while it waits
+        return max(1, cores - 1)
     images = any(o.image is not None for o in dataset.outputs)
     # Decoders take the GIL between images: one more thread than cores works while another waits for it.
     return cores + 1 if images else cores

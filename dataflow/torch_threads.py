@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -23,5 +23,15 @@ def setting_kept() -> Iterator[None]:
     number = torch.get_num_threads()
     try:
         yield
+    finally:
+        torch.set_num_threads(number)
+
+
+def run_with_one_torch_thread(task: Callable[[], None]) -> None:
+    """Run a task in a thread of the user's, as in one of ours."""
+    number = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        task()
     finally:
         torch.set_num_threads(number)

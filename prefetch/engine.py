@@ -24,7 +24,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Generic, Protocol, TypeVar
@@ -191,6 +191,9 @@ class EngineOptions:
     """Runs first in each worker thread."""
     interrupt: Task | None = field(default=None)
     """Ends running reads early, as errors; called when the engine closes, before threads are joined."""
+    in_consumer: Callable[[Task], None] | None = None
+    """Runs a chunk's work in the consumer's thread, where it would only wait; None: it waits. For chunks
+    that are copies: what may hang has no time-out there."""
 
 
 class Engine(Generic[T]):
@@ -210,6 +213,9 @@ class Engine(Generic[T]):
         self._sequence = 0
         self._line: deque[_Started[T]] = deque()
         self._line_batches = 0
+        self._unbegun: deque[_Started[T]] = deque()
+        self._builds_here: threading.Thread | None = None
+        """The consumer's thread while it builds a chunk."""
         self._failure: BaseException | None = None
         self._plan_error: BaseException | None = None
         self._closed = False
@@ -246,34 +252,71 @@ class Engine(Generic[T]):
         """
         if os.getpid() != self._pid:
             raise RuntimeError("a loader's threads do not survive a fork; make the loader in the child")
-        with self._changed:
-            if self._handed_out is not None:
-                since, batches = self._handed_out
-                self._steps.append((time.perf_counter() - since) / batches)
-            if not self._deliverable():
-                self._pump()  # batches that the consumer dropped since may have made room
-            if not self._deliverable():
-                self._wait()
-            if self._failure and not (self._line and self._line[0].done):
-                raise self._failure
-            if not self._line:
-                if self._plan_error:
-                    raise self._plan_error
-                return ()
-            started = self._line.popleft()
-            self._line_batches -= started.chunk.num_batches
-            self._finished -= len(started.batches)
-            self._handed_out = None
-            if started.error:
-                raise started.error
-            self._ledger.move(State.READY, State.LENT, started.leased)
-            self._ledger.release(State.READY, started.nbytes - started.leased)
-            self._delivered += len(started.batches)
-            self._delivered_bytes += started.leased
-            self._pump()
-            if started.batches:
-                self._handed_out = time.perf_counter(), len(started.batches)
-            return started.batches
+        while True:
+            with self._changed:
+                if self._handed_out is not None:
+                    since, batches = self._handed_out
+                    self._steps.append((time.perf_counter() - since) / batches)
+                    self._handed_out = None
+                if not self._deliverable():
+                    self._pump()  # batches that the consumer dropped since may have made room
+                if not self._deliverable() and not self._may_build_here():
+                    self._wait()
+                if self._deliverable():
+                    return self._deliver()
+                self._builds_here = threading.current_thread()
+            self._build_here()
+
+    def _deliver(self) -> Sequence[T]:
+        """Hand out the chunk at the head, or say why there is none. Under the lock."""
+        if self._failure and not (self._line and self._line[0].done):
+            raise self._failure
+        if not self._line:
+            if self._plan_error:
+                raise self._plan_error
+            return ()
+        started = self._line.popleft()
+        self._line_batches -= started.chunk.num_batches
+        self._finished -= len(started.batches)
+        if started.error:
+            raise started.error
+        self._ledger.move(State.READY, State.LENT, started.leased)
+        self._ledger.release(State.READY, started.nbytes - started.leased)
+        self._delivered += len(started.batches)
+        self._delivered_bytes += started.leased
+        self._pump()
+        if started.batches:
+            self._handed_out = time.perf_counter(), len(started.batches)
+        return started.batches
+
+    def _may_build_here(self) -> bool:
+        """Whether the consumer, which would wait, can build a chunk that no thread has begun.
+
+        With few cores, one builder more would share a core with the consumer and be woken for every chunk.
+        """
+        return self._options.in_consumer is not None and bool(self._unbegun)
+
+    def _build_here(self) -> None:
+        began, started = time.perf_counter(), self._next_unbegun()
+        try:
+            if started is not None:
+                assert self._options.in_consumer is not None
+                self._options.in_consumer(partial(self._build, started))
+                if isinstance(started.error, KeyboardInterrupt):
+                    raise started.error
+        finally:
+            with self._changed:
+                self._builds_here = None
+                self._starved += time.perf_counter() - began
+                if self._closed:
+                    self._changed.notify_all()
+
+    def _next_unbegun(self) -> _Started[T] | None:
+        """The most urgent chunk that no thread has begun."""
+        try:
+            return self._unbegun.popleft()
+        except IndexError:
+            return None
 
     def _deliverable(self) -> bool:
         if self._line:
@@ -297,7 +340,7 @@ class Engine(Generic[T]):
         self._consumer_waits = True
         self._hurry()
         try:
-            while not self._deliverable():
+            while not self._deliverable() and not self._may_build_here():
                 now = time.perf_counter()
                 if self._closed:
                     raise RuntimeError("the loader was closed while a batch was awaited")
@@ -366,7 +409,10 @@ class Engine(Generic[T]):
                 self._changed.notify_all()
             else:
                 self._running += 1
-                self._workers.submit(started.sequence, partial(self._run_begin, started))
+                self._unbegun.append(started)
+                self._workers.submit(started.sequence, self._run_begin)
+                if len(self._unbegun) > 1 and self._options.in_consumer:
+                    self._changed.notify_all()
 
     def _depth(self, nbytes: int) -> int:
         return self._options.depth(self._observe(nbytes)).value
@@ -489,7 +535,12 @@ class Engine(Generic[T]):
                 self._pump()
                 self._wake()
 
-    def _run_begin(self, started: _Started[T]) -> None:
+    def _run_begin(self) -> None:
+        started = self._next_unbegun()
+        if started is not None:  # else the consumer took it
+            self._build(started)
+
+    def _build(self, started: _Started[T]) -> None:
         began = time.perf_counter()
         try:
             parts = started.chunk.begin()
@@ -616,13 +667,16 @@ class Engine(Generic[T]):
             self._changed.notify_all()
         if self._options.interrupt:
             self._options.interrupt()
-        if not join or self._readers.runs_here or self._workers.runs_here:
+        builds_here = self._builds_here is threading.current_thread()
+        if not join or self._readers.runs_here or self._workers.runs_here or builds_here:
             self._readers.stop()
             self._workers.stop()
             return
         self._readers.close()
         self._workers.close()
         with self._changed:
+            while self._builds_here is not None:
+                self._changed.wait()
             for opened in self._open.values():
                 opened.window.close()
             if self._waiting_window is not None:
@@ -632,5 +686,6 @@ class Engine(Generic[T]):
             self._open.clear()
             self._chunks.clear()
             self._line.clear()
+            self._unbegun.clear()
             self._line_batches = 0
             self._waiting_window = None

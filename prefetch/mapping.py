@@ -2,9 +2,9 @@
 
 A block that is mapped costs no memory of its own and no copy: its pages are the kernel's. They are brought in
 by `populate` (`MADV_POPULATE_READ`, which waits for the disk and reports what it cannot read) and copied
-straight to their final place by `prefetch.iovec.copy_spans`. Nobody may touch the mapping otherwise: a
-load from a page behind the end of a truncated file is SIGBUS, which ends the process, while the
-kernel's copy only fails with EFAULT, an error like any other.
+straight to their final place by `prefetch.iovec.copy_mapped`. Only while we hold a lease on the file
+(`prefetch.leases`) may the mapping be touched otherwise: a load from a page behind the end of a truncated
+file is SIGBUS, which ends the process, while the kernel's copy fails with EFAULT, an error like any other.
 
 A mapping outlives its descriptor and its name, so a file that is replaced by rename keeps serving the bytes
 that were indexed; one that is written in place does not. `check` notices both afterwards.
@@ -26,6 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from prefetch.iovec import copies_by_kernel
+from prefetch.leases import FileLeases, Lease
 from sharding.blocks import Shard
 from sharding.errors import ShardChangedError, ShardReadError
 from sharding.storage import check_shard, failure_text, local_info
@@ -60,26 +61,39 @@ def can_map(url: str) -> bool:
 
 
 class MappedShard:
-    """A local shard as memory that only the kernel may read; unmapped when nobody refers to it any more.
+    """A local shard as memory; unmapped when nobody refers to it any more.
+
+    Args:
+        shard: what was indexed.
+        leases: where to ask for a lease; None: only the kernel may read the memory.
 
     Raises:
         ShardReadError: missing, forbidden, or shorter than the catalog says.
         ShardChangedError: it is not the file that was indexed.
     """
 
-    def __init__(self, shard: Shard) -> None:
+    def __init__(self, shard: Shard, leases: FileLeases | None = None) -> None:
         self.shard = shard
+        self.lease: Lease | None = None
+        """While it is `held`, the file keeps its length."""
+        self._path = local_path(shard.url)
         try:
-            descriptor = os.open(local_path(shard.url), os.O_RDONLY | os.O_CLOEXEC)
+            descriptor = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
             try:
+                if leases is not None:
+                    self.lease = leases.take(descriptor)
                 self._compare(os.fstat(descriptor))
                 self.address = _mapped(descriptor, shard.size)
                 """Of the first byte."""
             finally:
                 os.close(descriptor)
-        except OSError as error:
+        except (OSError, ShardChangedError) as error:
+            if self.lease is not None:
+                self.lease.let_go()
+            if isinstance(error, ShardChangedError):
+                raise
             raise ShardReadError(shard.url, failure_text(error), 0, stage="read") from error
-        weakref.finalize(self, _shared_libc().munmap, self.address, shard.size).atexit = False
+        weakref.finalize(self, _unmap, self.address, shard.size, self.lease).atexit = False
 
     def _compare(self, seen: os.stat_result) -> None:
         shard = self.shard
@@ -91,7 +105,7 @@ class MappedShard:
     def check(self) -> None:
         """Raise `ShardChangedError` if the file is no longer the one that was indexed."""
         try:
-            self._compare(os.stat(local_path(self.shard.url)))
+            self._compare(os.stat(self._path))
         except OSError as error:
             raise ShardReadError(self.shard.url, failure_text(error), 0, stage="read") from error
 
@@ -120,6 +134,12 @@ class MappedShard:
         return self.address + offset - before, length + before
 
 
+def _unmap(address: int, nbytes: int, lease: Lease | None) -> None:
+    _shared_libc().munmap(address, nbytes)
+    if lease is not None:
+        lease.let_go()
+
+
 def _mapped(descriptor: int, nbytes: int) -> int:
     start = _shared_libc().mmap(None, nbytes, mmap.PROT_READ, mmap.MAP_SHARED, descriptor, 0)
     if start == _FAILED:
@@ -136,8 +156,8 @@ class Mappings:
     to a quarter of copying them.
     """
 
-    def __init__(self, keep_bytes: int = 0) -> None:
-        self._keep_bytes = keep_bytes
+    def __init__(self, keep_bytes: int = 0, leases: FileLeases | None = None) -> None:
+        self._keep_bytes, self._leases = keep_bytes, leases
         self._lock = threading.Lock()  # guards what follows
         self._shards: OrderedDict[str, MappedShard] = OrderedDict()
         self._seen: set[tuple[str, int]] = set()
@@ -151,7 +171,7 @@ class Mappings:
             if known is not None:
                 self._shards.move_to_end(shard.url)
                 return known
-        mapped = MappedShard(shard)
+        mapped = MappedShard(shard, self._leases)
         with self._lock:
             mapped = self._shards.setdefault(shard.url, mapped)
             if len(self._shards) > _MAX_SHARDS:

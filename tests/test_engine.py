@@ -1289,3 +1289,62 @@ def test_closing_interrupts_reads_before_it_waits_for_them() -> None:
         gate.wait_until_begun()
         engine.close()
     assert window.closed
+
+
+# ---- building in the consumer's thread ------------------------------------------------------------------
+
+
+def run_here(task: Action) -> None:
+    task()
+
+
+def test_the_consumer_builds_a_chunk_that_no_thread_has_begun():
+    gate = Gate()  # whoever begins the first chunk waits for another thread to begin the second
+    first, second = FakeChunk("0", on_begin=gate), FakeChunk("1", on_begin=gate.open)
+    with running([FakeWindow(first, second)], num_workers=1, in_consumer=run_here) as engine:
+        assert next_names(engine) == ["0.0"]
+        assert next_names(engine) == ["1.0"]
+        assert first.begun == second.begun == 1
+
+
+def test_ctrl_c_while_the_consumer_builds_is_raised_at_once():
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    gate = Gate()
+    window = FakeWindow(FakeChunk("0", on_begin=gate), FakeChunk("1", on_begin=interrupt))
+    with running([window], num_workers=1, in_consumer=run_here) as engine:
+        gate.wait_until_begun()
+        with pytest.raises(KeyboardInterrupt):
+            engine.next_batches()
+        gate.open()
+
+
+def test_close_waits_for_the_chunk_that_the_consumer_builds():
+    in_worker, in_consumer = Gate(), Gate()
+    chunks = FakeChunk("0", on_begin=in_worker), FakeChunk("1", on_begin=in_consumer)
+    with running([FakeWindow(*chunks)], num_workers=1, in_consumer=run_here) as engine:
+        in_worker.wait_until_begun()
+        consumer = threading.Thread(target=lambda: suppressed(engine.next_batches))
+        consumer.start()
+        in_consumer.wait_until_begun()
+        engine._readers.close = in_worker.open  # type: ignore[method-assign]
+        engine._workers.close = after(engine._workers.close, in_consumer.open)  # type: ignore[method-assign]
+        readers = engine._readers
+        engine.close()
+        type(readers).close(readers)
+        consumer.join(TIMEOUT_S)
+        assert chunks[1].finished == 1  # which asserts that its window was open
+
+
+def suppressed(action: Callable[[], object]) -> None:
+    with suppress(RuntimeError):
+        action()
+
+
+def after(first: Action, then: Action) -> Action:
+    def both() -> None:
+        first()
+        then()
+
+    return both

@@ -1,0 +1,168 @@
+"""Leases on files: while we hold one, nobody cuts the file or opens it for writing.
+
+A load from a mapped page behind the end of a truncated file is SIGBUS, which ends the process. Linux has a
+means against it, `fcntl(F_SETLEASE)`: who wants to truncate a leased file or open it for writing is made to
+wait until the holder lets go, `/proc/sys/fs/lease-break-time` seconds (45) at most. Renaming and deleting do
+not wait: they harm no mapping. So mapped pages of a leased file may be loaded from directly, which
+spares the kernel's copy; of others only the kernel may copy (`prefetch.iovec`).
+
+One thread waits for the signal that the kernel sends to it alone when somebody else waits: SIGURG, blocked in
+that thread, so that no handler of the program ever sees it. It lets the lease go as soon as the loads that
+may touch the file have ended: milliseconds. From then on the file is copied from by the kernel.
+
+Granted are leases on local filesystems to the owner of the file (or with CAP_LEASE), while nobody has it
+open for writing. Everywhere else there is none, and nothing is lost but time. Thread-safe.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import resource
+import signal
+import struct
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Final
+
+_F_SETOWN_EX: Final = 15
+_F_OWNER_TID: Final = 0
+_MOST: Final = 4096
+_SIGNAL: Final = signal.SIGURG
+"""Ignored by default, so no mishap can end the process; real-time signals may turn into SIGIO, which does."""
+
+
+class Lease:
+    """One file's. `held` turns False for ever when it must be given up."""
+
+    __slots__ = ("_descriptor", "_leases", "held")
+
+    def __init__(self, leases: FileLeases, descriptor: int) -> None:
+        self._leases, self._descriptor = leases, descriptor
+        self.held = True
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether somebody waits for its end."""
+        return fcntl.fcntl(self._descriptor, fcntl.F_GETLEASE) != fcntl.F_RDLCK
+
+    def let_go(self) -> None:
+        """End it. Idempotent."""
+        self._leases.let_go(self)
+
+    def close(self) -> None:
+        """Tell the kernel, once."""
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            # Closing would not do: a forked child has the same open file. It fails in such a child, and
+            # where the kernel has ended the lease itself.
+            with suppress(OSError):
+                fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+            os.close(descriptor)
+
+
+class FileLeases:
+    """The leases of one loader, with the thread that lets them go. `close` ends both."""
+
+    def __init__(self) -> None:
+        soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        self._most = min(_MOST, soft // 4) if soft > 0 else _MOST
+        # Re-entrant: a finaliser may let a lease go inside `take`.
+        self._lock = threading.RLock()  # guards what follows
+        self._held: set[Lease] = set()
+        self._loading: set[object] = set()
+        self._given_up: list[tuple[Lease, set[object]]] = []
+        """Leases that end when the loads that may touch their files have ended."""
+        self._thread: threading.Thread | None = None
+        self._closed = False
+
+    def take(self, descriptor: int) -> Lease | None:
+        """A lease on an open file (a duplicate of the descriptor is kept), or None where there is none."""
+        if sys.platform != "linux":
+            return None
+        with self._lock:
+            if self._closed or len(self._held) >= self._most:
+                return None
+            owner = self._listener()
+            own = os.dup(descriptor)
+            try:
+                fcntl.fcntl(own, _F_SETOWN_EX, struct.pack("ii", _F_OWNER_TID, owner))
+                fcntl.fcntl(own, fcntl.F_SETSIG, _SIGNAL)
+                fcntl.fcntl(own, fcntl.F_SETLEASE, fcntl.F_RDLCK)
+            except OSError:
+                os.close(own)
+                return None
+            lease = Lease(self, own)
+            self._held.add(lease)
+            return lease
+
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        """Inside, files whose lease is `held` when it is looked at keep their length."""
+        token = object()
+        with self._lock:
+            self._loading.add(token)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._loading.discard(token)
+                if self._given_up:
+                    self._settle(token)
+
+    def let_go(self, lease: Lease) -> None:
+        """End a lease as soon as no load may touch its file."""
+        with self._lock:
+            if lease not in self._held:
+                return
+            self._held.discard(lease)
+            lease.held = False
+            self._given_up.append((lease, set(self._loading)))
+            self._settle(None)
+
+    def _settle(self, token: object) -> None:
+        left = []
+        for lease, loads in self._given_up:
+            loads.discard(token)
+            if loads:
+                left.append((lease, loads))
+            else:
+                lease.close()
+        self._given_up = left
+
+    def _listener(self) -> int:
+        """The thread that waits for the kernel's word; its number."""
+        if self._thread is None:
+            # A daemon only for programs that exit without closing their loader.
+            self._thread = threading.Thread(target=self._listen, name="dataflow-leases", daemon=True)
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, {_SIGNAL})  # the thread inherits it
+            try:
+                self._thread.start()
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        number = self._thread.native_id
+        assert number is not None
+        return number
+
+    def _listen(self) -> None:
+        while True:
+            signal.sigwait({_SIGNAL})
+            with self._lock:
+                if self._closed:
+                    return
+                for lease in [lease for lease in self._held if lease.is_wanted]:
+                    self.let_go(lease)
+
+    def close(self, *, join: bool = True) -> None:
+        """End all leases and the thread, which a finaliser must not wait for (`join=False`). Idempotent."""
+        with self._lock:
+            self._closed = True
+            for lease in list(self._held):
+                self.let_go(lease)
+            thread, self._thread = self._thread, None
+        if thread is not None and thread.is_alive() and thread.ident is not None:
+            signal.pthread_kill(thread.ident, _SIGNAL)
+            if join:
+                thread.join()
