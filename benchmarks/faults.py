@@ -70,6 +70,12 @@ def expected(numbers: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     return numbers.astype(np.uint32)[:, None] + columns
 
 
+def numbers_of(num_shards: int) -> np.ndarray[Any, Any]:
+    """The samples there are: the last one of a shard has no token after it."""
+    everything = np.arange(num_shards * _PER_SHARD)
+    return everything[(everything + 1) % _PER_SHARD != 0]
+
+
 @contextlib.contextmanager
 def serving(folder: Path, options: dict[str, float], seed: int) -> Iterator[str]:
     given = [f"--{name}={value}" for name, value in options.items()]
@@ -96,9 +102,7 @@ def epoch(url: str) -> dict[str, Any]:
             assert (tokens == expected(tokens[:, 0])).all()
         seconds, cpu = time.perf_counter() - began, time.process_time() - cpu
         stats = loader.stats()
-    everything = np.arange(dataset.catalog.num_shards * _PER_SHARD)
-    wanted = everything[(everything + 1) % _PER_SHARD != 0]  # the last one of a shard has no token after it
-    assert (np.sort(np.concatenate(numbers)) == wanted).all()
+    assert (np.sort(np.concatenate(numbers)) == numbers_of(dataset.catalog.num_shards)).all()
     return {
         "mb_per_s": round(stats.read_bytes / seconds / 1e6, 1),
         "seconds": round(seconds, 2),

@@ -164,8 +164,11 @@ class Inflight:
 
     def demand(self, bytes_per_s: float | None) -> None:
         """What the consumer uses; None while it waits for data, and the store should give what it can."""
-        was, self._demand = self._demand, bytes_per_s
+        was = self._demand
+        if bytes_per_s == was:
+            return
         if was is None or bytes_per_s is None or abs(bytes_per_s - was) > 0.1 * was:
+            self._demand = bytes_per_s
             self._decide()
 
     # ---- a round: about one latency --------------------------------------------------------------------
