@@ -225,6 +225,13 @@ class RetryPolicy:
         patient = min(self.stall_s, known) * 2.0 ** min(failures, 60)
         return max(min(patient, self.deadline_s - idle_s), 1e-3)
 
+    def awaited_stall_s(self, failures: int, long_s: float) -> float:
+        """Seconds without a byte after which a request that the consumer waits for is asked anew.
+
+        `long_s`: what nearly all reads of this size take, whole.
+        """
+        return max(long_s, self.least_stall_s) * 2.0 ** min(failures, 60)
+
 
 class ReadTimes:
     """How long reads took lately, by size class (powers of two). Not thread-safe."""

@@ -81,6 +81,9 @@ class RangeServer(http.server.ThreadingHTTPServer):
         self.asked: list[Asked] = []
         self.may_answer: Callable[[Asked], None] = lambda asked: None
 
+    def handle_error(self, *_: Any) -> None:
+        """Clients that were closed hang up: nothing to say."""
+
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.server_port}"

@@ -25,9 +25,6 @@ from benchmarks.storage_traces import INFLIGHTS, MIB, TRACES
 from prefetch.depth import AdaptiveDepth, Observation
 from prefetch.inflight import Inflight
 
-SHORT_OF_BEST = {"ranks-short": 0.9}
-"""Measured below the bar of 0.95: without a broker, ranks that outbid a link share it by chance."""
-
 
 @cache
 def ran(name: str, **switches: bool) -> list[RankResult]:
@@ -40,8 +37,7 @@ def ran(name: str, **switches: bool) -> list[RankResult]:
 @pytest.mark.parametrize("name", TRACES)
 def test_it_is_near_the_best_static_setting_in_hindsight(name: str) -> None:
     row = judged(name, 0, exhaustive=False)
-    bar = SHORT_OF_BEST.get(name, 0.95 if row["stationary"] else 0.9)
-    assert row["ratio"] >= bar, row
+    assert row["ratio"] >= (0.95 if row["stationary"] else 0.9), row
     assert row["over_bound"] == 0
     assert row["peak_mib"] <= row["memory_mib"]
     if row["stationary"]:

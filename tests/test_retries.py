@@ -141,6 +141,13 @@ def test_silence_is_judged_by_how_long_reads_take(long_s: float, failures: int, 
 
 
 @pytest.mark.parametrize(
+    ("long_s", "failures", "expected"), [(0.01, 0, 0.5), (0.8, 0, 0.8), (0.8, 3, 6.4)]
+)
+def test_what_is_waited_for_is_given_less_time(long_s: float, failures: int, expected: float) -> None:
+    assert RetryPolicy().awaited_stall_s(failures, long_s) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
     ("heard_s", "due_s"), [(100.0, 102.0), (101.0, 103.0), (103.9, 105.9), (105.0, 106.0), (110.0, 106.0)]
 )
 def test_a_second_request_is_due_after_silence_or_great_age(heard_s: float, due_s: float) -> None:
