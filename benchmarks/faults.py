@@ -112,11 +112,16 @@ def epoch(url: str) -> dict[str, Any]:
     }
 
 
+def warmed_up(folder: Path, url: str) -> None:
+    """Ask for every file once: the server computes etags at the first request."""
+    for path in sorted(folder.glob("x*")):
+        with contextlib.suppress(urllib.error.HTTPError):
+            urllib.request.urlopen(urllib.request.Request(f"{url}/{path.name}", method="HEAD")).close()
+
+
 def run(folder: Path, options: dict[str, float], seed: int) -> dict[str, Any]:
     with serving(folder, options, seed) as url:
-        for path in sorted(folder.glob("x*")):  # the server computes etags at the first request
-            with contextlib.suppress(urllib.error.HTTPError):
-                urllib.request.urlopen(urllib.request.Request(f"{url}/{path.name}", method="HEAD")).close()
+        warmed_up(folder, url)
         urllib.request.urlopen(f"{url}/__stats?reset=1").close()
         command = [sys.executable, "-m", "benchmarks.faults", "--epoch-of", url]
         done = subprocess.run(

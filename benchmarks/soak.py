@@ -145,7 +145,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 url, num_shards=asked.shards, minutes=asked.minutes, bytes_per_s=1e6 * asked.mb_per_s
             )
     notes = told.pop("notes")
-    told["verdict"] = judged(Notes(**notes), warm_up_s=min(WARM_UP_S, 6 * asked.minutes))
+    short = min(1.0, asked.minutes / 20)
+    told["verdict"] = judged(Notes(**notes), warm_up_s=short * WARM_UP_S, bin_s=short * BIN_S)
     print(json.dumps(told, indent=1))
     if asked.json:
         about = {

@@ -58,7 +58,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self.send_response(206 if wanted else 200)
         if wanted:
             self.send_header("Content-Range", f"bytes {start}-{end - 1}/{len(content)}")
-        for name, value in (("ETag", '"1"'), ("Accept-Ranges", "bytes"), ("Content-Length", str(end - start))):
+        version = self.server.versions.get(path.name, "1")
+        for name, value in (("ETag", f'"{version}"'), ("Accept-Ranges", "bytes"), ("Content-Length", str(end - start))):
             self.send_header(name, value)
         self.end_headers()
         if not head:
@@ -79,6 +80,8 @@ class RangeServer(http.server.ThreadingHTTPServer):
         self.folder = folder
         self.lock = threading.Lock()  # guards `asked`
         self.asked: list[Asked] = []
+        self.versions: dict[str, str] = {}
+        """Etags, where they are not "1"."""
         self.may_answer: Callable[[Asked], None] = lambda asked: None
 
     def handle_error(self, *_: Any) -> None:

@@ -16,11 +16,14 @@ import numpy as np
 import pytest
 
 from dataflow import DataLoader, ShardedDataset, Shuffle
+from sharding.errors import ShardChangedError
 from sharding.order import windows_touched
 from tests.datasets_kit import MAKERS, rows_of
 from tests.http_kit import WAIT_S, Asked, RangeServer, serving
 
 pytest.importorskip("aiohttp")
+
+TOKENS = {"format": "tokens", "dtype": "uint16", "length": 4, "block_bytes": 64}
 
 
 class RoundTrips:
@@ -103,18 +106,39 @@ def test_the_first_batch_comes_after_two_round_trips(format_: str, tmp_path: Pat
     assert all(row in made.samples for row in batch)
 
 
+def test_opening_a_catalog_is_one_round_trip_however_many_shards_there_are(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    for i in range(50):
+        np.arange(9, dtype=np.uint16).tofile(tmp_path / "data" / f"shard-{i:02}.bin")
+    with serving(RangeServer(tmp_path / "data")) as server:
+        catalog = tmp_path / "x.catalog"
+        indexed(server, TOKENS, catalog)
+        some = {Asked("HEAD", f"shard-{49 * i // 15:02}.bin", 0, 0) for i in range(16)}
+        server.asked.clear()
+        with answering_in(server, [some]):
+            assert len(ShardedDataset(str(catalog))) == 100
+        assert set(server.asked) == some
+        # A change of any other is noticed when it is read.
+        server.versions["shard-01.bin"] = "2"
+        dataset = ShardedDataset(str(catalog))
+        with (
+            pytest.raises(ShardChangedError, match="shard-01"),
+            DataLoader(dataset, 10, timeout=WAIT_S) as loader,
+        ):
+            list(loader)
+
+
 def test_near_the_end_of_an_epoch_the_first_batch_costs_what_it_costs_at_its_beginning(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "data").mkdir()
     for i in range(4):  # 20 blocks of 8 samples each, and the one token that the last sample needs
         np.arange(i, i + 20 * 8 * 4 + 1, dtype=np.uint16).tofile(tmp_path / "data" / f"shard-{i}.bin")
-    tokens = {"format": "tokens", "dtype": "uint16", "length": 4, "block_bytes": 64}
     eighty_blocks = Shuffle("window", window_blocks=8)
     costs = []
     with serving(RangeServer(tmp_path / "data")) as server:
         catalog = tmp_path / "x.catalog"
-        known = DataLoader(indexed(server, tokens, catalog), 16, eighty_blocks)
+        known = DataLoader(indexed(server, TOKENS, catalog), 16, eighty_blocks)
         assert len(known) == 40
         for number in (0, 36):
             needed = [versions(known.dataset), blocks_of_batch(known, number)]
