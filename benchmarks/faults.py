@@ -98,7 +98,7 @@ def epoch(url: str) -> dict[str, Any]:
         began, cpu = time.perf_counter(), time.process_time()
         for batch in loader:
             tokens = batch["tokens"].numpy()[:, :LENGTH].astype(np.uint32)  # without the token to predict
-            numbers.append(tokens[:, 0])
+            numbers.append(tokens[:, 0].copy())
             assert (tokens == expected(tokens[:, 0])).all()
         seconds, cpu = time.perf_counter() - began, time.process_time() - cpu
         stats = loader.stats()

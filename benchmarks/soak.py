@@ -82,7 +82,7 @@ class Epochs:
     def check(self, tokens: np.ndarray[Any, Any]) -> None:
         values = tokens[:, :LENGTH].astype(np.uint32)
         assert (values == expected(values[:, 0])).all(), "wrong values"
-        self._numbers.append(values[:, 0])
+        self._numbers.append(values[:, 0].copy())  # not a view, which would keep all values
         self.samples += len(values)
 
     def ended(self) -> None:

@@ -30,6 +30,7 @@ class Asked:
 
 class _Handler(http.server.BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # a head and a body in two writes would wait 40 ms for each other
     server: RangeServer
 
     def do_HEAD(self) -> None:

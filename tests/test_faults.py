@@ -49,6 +49,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
     """Gives each request to the next answer of the script; then answers rightly."""
 
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # a head and a body in two writes would wait 40 ms for each other
     server: ScriptedServer
 
     def do_GET(self) -> None:
