@@ -325,6 +325,8 @@ class StoreReader:
         try:
             asked_s = part.heard_s = self._now()
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            if self._long_s(read) is None:  # a second look: others may have told by then
+                await asyncio.wait([first], timeout=self._policy.least_stall_s)
             while not first.done():
                 long_s = self._long_s(read)
                 if long_s is None:
@@ -377,9 +379,10 @@ class StoreReader:
         def check(info: Info) -> None:
             self._check(read.shard, info)
 
+        patience, failure = asyncio.timeout(stall_s), None  # type: asyncio.Timeout, Exception | None
         try:
             async with (
-                asyncio.timeout(stall_s) as patience,
+                patience,
                 aclosing(open_body(fs, path, start, end, check)) as pieces,  # type: ignore[type-var]
             ):
                 async for piece in pieces:
@@ -387,10 +390,18 @@ class StoreReader:
                     patience.reschedule(loop.time() + stall_s)
                     if not part.left:
                         break
-        except TimeoutError as error:
-            if patience.expired():
-                raise TimeoutError(f"no byte came for {stall_s:g} s") from None
-            raise error
+        except Exception as error:
+            silent = patience.expired()
+            failure = TimeoutError(f"no byte came for {stall_s:g} s") if silent else error
+        finally:
+            del patience
+        if failure is not None:
+            # The error is kept by the task, and by the body that it broke. With the traceback that leads to
+            # these (the time-out knows its task) it would keep itself, and with it the memory read into.
+            try:
+                raise failure.with_traceback(None)
+            finally:
+                del failure
         _whole(part)
 
     # ---- the object -------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import http.server
 import shutil
 import socket
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -346,6 +348,30 @@ def test_a_second_request_that_fails_leaves_the_first_alone(server: ScriptedServ
     server.script = [slow, refuse]
     read(server, reader, awaited=awaited())
     assert reader.stats() == ReadStats(hedges=1, hedge_bytes=49_000)
+
+
+@pytest.mark.parametrize("fault", ["cut", "503", "reset", "stall", "late", "late, no budget"])
+def test_a_read_that_met_a_fault_leaves_no_cycle_that_keeps_its_memory(
+    server: ScriptedServer, fault: str
+) -> None:
+    # Windows of 64 MiB would stay until a garbage collection.
+    quick_to_stall = RetryPolicy(base_s=0.001, stall_s=0.1, least_stall_s=0.1)
+    reader = experienced(server, quick_to_stall, share=0.0 if "no budget" in fault else 1.0)
+    over, signal = threading.Event(), awaited() if "late" in fault else None
+    stalls = stall_after(20_000, over)
+    answers: dict[str, Answer] = {"cut": cut_after(10_000), "503": status(503), "reset": reset}
+    gc.collect()
+    gc.disable()
+    try:
+        out = np.zeros(50_000, np.uint8)
+        memory = weakref.ref(out)
+        server.script = [answers.get(fault, stalls)] * (1 if fault in ("stall", "late") else 2)
+        reader.read_into(server.shard(), 10, out, awaited=signal)
+        over.set()
+        del out
+        assert memory() is None
+    finally:
+        gc.enable()
 
 
 # ---- whole epochs ------------------------------------------------------------------------------------------
