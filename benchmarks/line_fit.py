@@ -37,7 +37,9 @@ def slope(x: ArrayLike, y: ArrayLike) -> Slope:
     return Slope(value, value - margin, value + margin)
 
 
-def means_of_bins(x: ArrayLike, y: ArrayLike, width: float) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+def means_of_bins(
+    x: ArrayLike, y: ArrayLike, width: float
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Means over bins of x. Measurements one after the other are alike: means of long bins nearly are not."""
     xs, ys = np.asarray(x, np.float64), np.asarray(y, np.float64)
     bins = np.floor((xs - xs.min()) / width).astype(np.int64)

@@ -3,10 +3,10 @@
     python -m benchmarks.restart                          a dataset of 1 GB, made anew; about a minute
     python -m benchmarks.restart --json restart.json      also saves the figures
 
-The store is that of `benchmarks.faults` without faults: 30 ms, 400 Mbit/s a connection, 2 Gbit/s in all. Each run
-is a process of its own that opens the catalog, loads a state (of the beginning, or of 90 % of the epoch), and
-waits for its first batch; the time counts from opening, imports left out. Beginnings and restarts take turns,
-with the default windows, whose first are small, and with windows of 8 blocks throughout.
+The store is that of `benchmarks.faults` without faults: 30 ms, 400 Mbit/s a connection, 2 Gbit/s in all. Each
+run is a process of its own that opens the catalog, loads a state (of the beginning, or of 90 % of the epoch),
+and waits for its first batch; the time counts from the opened catalog, imports left out. Beginnings and restarts
+take turns, with the default windows, whose first are small, and with windows of 8 blocks throughout.
 """
 
 from __future__ import annotations
