@@ -327,12 +327,14 @@ class StoreReader:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             if self._long_s(read) is None:  # a second look: others may have told by then
                 await asyncio.wait([first], timeout=self._policy.least_stall_s)
+            hedged = False
             while not first.done():
                 long_s = self._long_s(read)
                 if long_s is None:
                     break
                 now_s, due_s = self._now(), hedge_due_s(asked_s, part.heard_s, long_s)
-                if now_s >= due_s and self._may_hedge(part.left):
+                if not hedged and now_s >= due_s and self._may_hedge(part.left):
+                    hedged = True
                     other = _Part(part.at, part.at, part.end, now_s)
                     second = loop.create_task(self._stream(read, other, fs, path, open_body, stall_s))
                     tasks.append(second)
@@ -343,13 +345,13 @@ class StoreReader:
                         part.at = part.end
                         self._count(hedges_won=1)
                         return
-                    break
+                    continue  # the second failed, and the first may be silent for ever
                 # Asking anew in its place costs no bytes, so no budget.
                 silent_s = self._policy.awaited_stall_s(read.failures, long_s)
                 if now_s >= part.heard_s + silent_s:
                     raise TimeoutError(f"no byte came for {silent_s:.3g} s, and the training waits")
-                wait_s = (due_s if due_s > now_s else part.heard_s + silent_s) - now_s
-                await asyncio.wait([first], timeout=wait_s)  # each byte puts it off
+                next_s = due_s if due_s > now_s and not hedged else part.heard_s + silent_s
+                await asyncio.wait([first], timeout=next_s - now_s)  # each byte puts it off
             await first
         finally:
             for task in tasks:

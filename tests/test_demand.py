@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from dataflow import DataLoader, ShardedDataset
+from dataflow.staging import StagedWindow
+from prefetch.arena import Arena
 from prefetch.demand import CALM, Demand
 from prefetch.gate import ReadGate
 from prefetch.inflight import Inflight
 from tests.http_kit import RangeServer, serving
+
+pytest.importorskip("aiohttp")
 
 MIB = 1 << 20
 
@@ -58,6 +63,20 @@ def test_a_gate_is_capped_by_what_is_used_until_the_training_waits() -> None:
     assert gate.decision.reason == "the training uses 0.1 MB/s"
     gate.hurry()
     assert gate.decision == free
+
+
+def test_a_window_that_is_waited_for_tells_the_gate_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    np.arange(100, dtype=np.uint16).tofile(tmp_path / "x.bin")
+    dataset = ShardedDataset(str(tmp_path / "x.bin"), format="tokens", dtype="uint16", length=4)
+    gate, told = gate_that_knows_its_store(), list[str]()
+    monkeypatch.setattr(gate, "hurry", lambda: told.append("hurry"))
+    source = replace(dataset.source(1 << 20), gate=gate)
+    window = StagedWindow(source, Arena(limit_bytes=1 << 20), [dataset.catalog.block(0)], np.arange(1))
+    window.hurry()
+    window.hurry()
+    assert told == ["hurry"]
 
 
 def test_a_loader_asks_its_store_for_little_more_than_a_slow_consumer_uses(tmp_path: Path) -> None:

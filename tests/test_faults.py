@@ -316,20 +316,21 @@ def test_without_budget_or_waiting_there_is_no_second_request(
     assert reader.stats().timeouts >= 1
 
 
-def test_without_budget_a_silent_read_that_is_waited_for_is_soon_asked_anew(
-    server: ScriptedServer, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("hedged", [False, True])
+def test_a_silent_read_that_is_waited_for_is_soon_asked_anew_where_no_second_request_helps(
+    server: ScriptedServer, monkeypatch: pytest.MonkeyPatch, hedged: bool
 ) -> None:
     monkeypatch.setattr(retries, "SILENCE", 1e6)  # one that nobody waits for is given up after 20 s
     policy = RetryPolicy(base_s=0.001, stall_s=WAIT_S, least_stall_s=0.1)
-    reader, over = experienced(server, policy, share=0.0), threading.Event()
-    server.script = [stall_after(20_000, over)]
+    reader, over = experienced(server, policy, share=float(hedged)), threading.Event()
+    server.script = [stall_after(20_000, over), *[status(503)] * hedged]
     began = time.monotonic()
     read(server, reader, awaited=awaited())
     assert time.monotonic() - began < WAIT_S / 2
     over.set()
     assert server.asked[:2] == [(10, 50_010), (20_010, 50_010)]
     assert reader.stats().resumed >= 1
-    assert reader.stats().hedges == 0
+    assert (reader.stats().hedges > 0) == hedged
 
 
 def test_a_second_request_that_fails_leaves_the_first_alone(server: ScriptedServer) -> None:

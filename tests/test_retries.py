@@ -177,9 +177,15 @@ def test_long_is_the_95th_percentile_of_reads_of_about_the_size() -> None:
     for i in range(100):
         times.add(1000, float(i))
         times.add(100_000, 1000.0)
-    assert times.long_s(600) == 95.0
+    assert times.long_s(800) == times.long_s(1500) == 95.0
     assert times.long_s(100_000) == 1000.0
     assert times.long_s(1 << 30) is None
+
+
+def test_blocks_a_little_below_and_above_a_power_of_two_are_of_about_a_size() -> None:
+    times = ReadTimes(at_least=1)
+    times.add((2 << 20) - 8188, 1.0)
+    assert times.long_s((2 << 20) + 4) == 1.0
 
 
 def test_only_late_reads_count() -> None:
