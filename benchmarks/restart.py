@@ -5,8 +5,8 @@
 
 The store is that of `benchmarks.faults` without faults: 30 ms, 400 Mbit/s a connection, 2 Gbit/s in all. Each
 run is a process of its own that opens the catalog, loads a state (of the beginning, or of 90 % of the epoch),
-and waits for its first batch; the time counts from the opened catalog, imports left out. Beginnings and restarts
-take turns, with the default windows, whose first are small, and with windows of 8 blocks throughout.
+and waits for its first batch; the time counts from the opened catalog, imports left out. Beginnings and
+restarts take turns, with the default windows, whose first are small, and with windows of 8 blocks throughout.
 """
 
 from __future__ import annotations

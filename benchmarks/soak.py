@@ -4,9 +4,10 @@
 
 The store is tests/slowstore.py with all its faults (those of `benchmarks.faults`), the data 256 MiB of
 tokens, read again and again in a new order. The consumer checks every value and then rests until 20 MB/s are
-used up, as if an accelerator made a step. Once a second resident memory, descriptors and threads of this process are noted. After
-two minutes of warming up, a line is fitted to the means of half minutes; memory grows if the 95 % confidence
-interval of its slope lies above zero, and descriptors likewise.
+used up, as if an accelerator made a step. Once a second resident memory,
+descriptors and threads of this process are noted. After two minutes of warming up, a line is fitted to the
+means of half minutes; memory grows if the 95 % confidence interval of its slope lies above zero, and
+descriptors likewise.
 """
 
 from __future__ import annotations
@@ -141,9 +142,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with tempfile.TemporaryDirectory() as name:
         make_shards(Path(name), asked.shards)
         with serving(Path(name), STORE | FAULTS, seed=0) as url:
-            told = soak(
-                url, num_shards=asked.shards, minutes=asked.minutes, bytes_per_s=1e6 * asked.mb_per_s
-            )
+            told = soak(url, num_shards=asked.shards, minutes=asked.minutes, bytes_per_s=1e6 * asked.mb_per_s)
     notes = told.pop("notes")
     short = min(1.0, asked.minutes / 20)
     told["verdict"] = judged(Notes(**notes), warm_up_s=short * WARM_UP_S, bin_s=short * BIN_S)

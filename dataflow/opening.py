@@ -1,8 +1,8 @@
 """From a source to its catalog: the one that is kept, if it is still true, else a new one.
 
 A kept catalog is believed only after every shard was asked for its size and version. Of a catalog that was
-named as the source, only some remote shards are asked, all at once: one round trip, however many there are. It
-would not be made anew anyway, and every read compares what the store says with the catalog. Indexing runs on
+named as the source, only some remote shards are asked, all at once: one round trip, however many there are.
+It would not be made anew anyway, and every read compares what the store says with the catalog. Indexing runs on
 a thread pool that lives as long as the call.
 """
 

@@ -62,6 +62,7 @@ _REMOTE_READERS = 32
 """The most; how many read at a time is for the in-flight control to say."""
 _START_IN_FLIGHT = 64 << 20
 _DEPTH = 4
+_NOT_IN_FLIGHT = Decision(0, "not started")
 _NO_GATE = Decision(0, "local shards are read without a limit")
 
 
@@ -534,7 +535,7 @@ class _Totals:
     decoded_bytes: int = 0
     delivered_bytes: int = 0
     faults: ReadStats = NO_FAULTS
-    in_flight: Decision = Decision(0, "not started")
+    in_flight: Decision = _NOT_IN_FLIGHT
 
     @classmethod
     def of(cls, session: _Session, past: _Totals | None) -> _Totals:

@@ -79,7 +79,7 @@ class ReadGate:
                 self._changed.notify_all()
 
     def took(self, nbytes: int, gap_s: float) -> None:
-        """The training code took what `nbytes` of the store were read for, `gap_s` after it had taken other."""
+        """The training code took what `nbytes` were read for, after `gap_s` of work on what it had."""
         with self._changed:
             self._tell(self._demand.took(nbytes, gap_s))
 

@@ -31,8 +31,8 @@ _QUEUE = 3
 _CYCLE = (1.25, 0.5, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0)
 """Probe for more rate, then drain below R x T to see the latency without a queue."""
 _GROWTH = 1.75
-"""A start-up round with twice the limit that did not deliver this much more found the store's rate. Ranks that
-start together find less than a store's rate, and all would overshoot if little growth were enough."""
+"""A start-up round with twice the limit that did not deliver this much more found the store's rate. Ranks
+that start together share it, and all would overshoot if little growth were enough."""
 _BACK_OFF = 0.7
 _REFUSED_SHARE = 0.2
 """Of recent answers. Stores refuse a few at any load; backing off for each of those would stop the flow."""

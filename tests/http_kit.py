@@ -60,7 +60,11 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         if wanted:
             self.send_header("Content-Range", f"bytes {start}-{end - 1}/{len(content)}")
         version = self.server.versions.get(path.name, "1")
-        for name, value in (("ETag", f'"{version}"'), ("Accept-Ranges", "bytes"), ("Content-Length", str(end - start))):
+        for name, value in (
+            ("ETag", f'"{version}"'),
+            ("Accept-Ranges", "bytes"),
+            ("Content-Length", str(end - start)),
+        ):
             self.send_header(name, value)
         self.end_headers()
         if not head:

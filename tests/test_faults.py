@@ -476,9 +476,7 @@ def over_http(server: ScriptedServer, folder: Path) -> ShardedDataset:
 
 
 def delivered(loader: DataLoader) -> bytes:
-    return b"".join(
-        batch["tokens"].numpy()[:, :1000].astype(np.uint8).tobytes() for batch in loader
-    )
+    return b"".join(batch["tokens"].numpy()[:, :1000].astype(np.uint8).tobytes() for batch in loader)
 
 
 @pytest.fixture
@@ -519,6 +517,8 @@ def test_a_host_that_does_not_answer_is_one_error(server: ScriptedServer, tmp_pa
     server.socket.close()  # connections are refused from now on
     with (
         DataLoader(dataset, 10, timeout=WAIT_S) as loader,
-        pytest.raises(ShardReadError, match=r"given up after \d+ attempts in .*no byte came within the deadline"),
+        pytest.raises(
+            ShardReadError, match=r"given up after \d+ attempts in .*no byte came within the deadline"
+        ),
     ):
         list(loader)

@@ -1,4 +1,4 @@
-"""What a store is asked before the first batch: two round trips, at the beginning of an epoch and near its end.
+"""What a store is asked before the first batch: two round trips, at the start of an epoch and near its end.
 
 The server holds every answer back until all requests of the same round trip have come, and never answers what
 the first batch does not need: a loader that asked one after the other, or for more, would wait for ever.
@@ -73,10 +73,7 @@ def blocks_of_batch(loader: DataLoader, number: int) -> set[Asked]:
     positions = np.arange(number * loader.batch_size, (number + 1) * loader.batch_size)
     windows = [window for window, _ in windows_touched(order.locate(positions)[0])]
     blocks = [dataset.catalog.block(int(b)) for window in windows for b in order.window_blocks(window)]
-    return {
-        Asked("GET", b.shard.url.rsplit("/", 1)[-1], b.offset, b.offset + b.length)
-        for b in blocks
-    }
+    return {Asked("GET", b.shard.url.rsplit("/", 1)[-1], b.offset, b.offset + b.length) for b in blocks}
 
 
 def indexed(server: RangeServer, kwargs: Mapping[str, Any], catalog: Path) -> ShardedDataset:

@@ -140,9 +140,7 @@ def test_silence_is_judged_by_how_long_reads_take(long_s: float, failures: int, 
     assert RetryPolicy().stall_timeout_s(failures, 0, long_s) == expected
 
 
-@pytest.mark.parametrize(
-    ("long_s", "failures", "expected"), [(0.01, 0, 0.5), (0.8, 0, 0.8), (0.8, 3, 6.4)]
-)
+@pytest.mark.parametrize(("long_s", "failures", "expected"), [(0.01, 0, 0.5), (0.8, 0, 0.8), (0.8, 3, 6.4)])
 def test_what_is_waited_for_is_given_less_time(long_s: float, failures: int, expected: float) -> None:
     assert RetryPolicy().awaited_stall_s(failures, long_s) == pytest.approx(expected)
 
