@@ -2,8 +2,8 @@
 
 A kept catalog is believed only after every shard was asked for its size and version. Of a catalog that was
 named as the source, only some remote shards are asked, all at once: one round trip, however many there are.
-It would not be made anew anyway, and every read compares what the store says with the catalog. Indexing runs on
-a thread pool that lives as long as the call.
+It is not made anew if they changed, and every read compares what the store says with the catalog. Indexing
+runs on a thread pool that lives as long as the call.
 """
 
 from __future__ import annotations
