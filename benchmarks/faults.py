@@ -70,6 +70,12 @@ def expected(numbers: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     return numbers.astype(np.uint32)[:, None] + columns
 
 
+def numbers_of(num_shards: int) -> np.ndarray[Any, Any]:
+    """The samples there are: the last one of a shard has no token after it."""
+    everything = np.arange(num_shards * _PER_SHARD)
+    return everything[(everything + 1) % _PER_SHARD != 0]
+
+
 @contextlib.contextmanager
 def serving(folder: Path, options: dict[str, float], seed: int) -> Iterator[str]:
     given = [f"--{name}={value}" for name, value in options.items()]
@@ -92,13 +98,11 @@ def epoch(url: str) -> dict[str, Any]:
         began, cpu = time.perf_counter(), time.process_time()
         for batch in loader:
             tokens = batch["tokens"].numpy()[:, :LENGTH].astype(np.uint32)  # without the token to predict
-            numbers.append(tokens[:, 0])
+            numbers.append(tokens[:, 0].copy())
             assert (tokens == expected(tokens[:, 0])).all()
         seconds, cpu = time.perf_counter() - began, time.process_time() - cpu
         stats = loader.stats()
-    everything = np.arange(dataset.catalog.num_shards * _PER_SHARD)
-    wanted = everything[(everything + 1) % _PER_SHARD != 0]  # the last one of a shard has no token after it
-    assert (np.sort(np.concatenate(numbers)) == wanted).all()
+    assert (np.sort(np.concatenate(numbers)) == numbers_of(dataset.catalog.num_shards)).all()
     return {
         "mb_per_s": round(stats.read_bytes / seconds / 1e6, 1),
         "seconds": round(seconds, 2),
@@ -108,11 +112,16 @@ def epoch(url: str) -> dict[str, Any]:
     }
 
 
+def warmed_up(folder: Path, url: str) -> None:
+    """Ask for every file once: the server computes etags at the first request."""
+    for path in sorted(folder.glob("x*")):
+        with contextlib.suppress(urllib.error.HTTPError):
+            urllib.request.urlopen(urllib.request.Request(f"{url}/{path.name}", method="HEAD")).close()
+
+
 def run(folder: Path, options: dict[str, float], seed: int) -> dict[str, Any]:
     with serving(folder, options, seed) as url:
-        for path in sorted(folder.glob("x*")):  # the server computes etags at the first request
-            with contextlib.suppress(urllib.error.HTTPError):
-                urllib.request.urlopen(urllib.request.Request(f"{url}/{path.name}", method="HEAD")).close()
+        warmed_up(folder, url)
         urllib.request.urlopen(f"{url}/__stats?reset=1").close()
         command = [sys.executable, "-m", "benchmarks.faults", "--epoch-of", url]
         done = subprocess.run(

@@ -19,15 +19,10 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from prefetch.demand import Demand
 from prefetch.depth import AdaptiveDepth, DepthPolicy, Observation, fixed_depth
 from prefetch.inflight import Inflight, Sent
 from prefetch.ledger import Ledger, State
-
-CALM_STEPS = 20
-"""Steps without a wait after which the store is told what training uses, as `prefetch.engine` does."""
-
-LONG_STEP_S = 1.0
-"""What is longer is a pause, which says nothing about what training uses."""
 
 
 @dataclass(frozen=True)
@@ -239,9 +234,8 @@ class _Rank:
         self._starved = 0.0
         self._finished = 0
         self._waits, self._limit_of_wait, self._held_back = 0, "", False
-        self._calm = 0
-        self._taken_bytes: deque[int] = deque(maxlen=64)
-        self._gaps: deque[float] = deque(maxlen=64)
+        self._demand = Demand()
+        self._gap_s = 0.0
         self._leads: list[float] = []
         self._steps: list[float] = []
         self.result = RankResult()
@@ -371,7 +365,7 @@ class _Rank:
         self._finished -= 1
         self._ledger.move(State.READY, State.LENT, batch.nbytes)
         self._held -= batch.nbytes
-        self._taken_bytes.append(batch.nbytes)
+        self._flow.demand(self._demand.took(batch.nbytes, self._gap_s))
         result.taken_s.append(now)
         if isinstance(self._flow, Inflight):
             result.limits.append((now, self._flow.decision.value))
@@ -382,7 +376,7 @@ class _Rank:
         result = self.result
         self._ledger.give_back_lent(batch.nbytes)
         self._steps.append(self._work.step_s[batch.number])
-        self._gaps.append(min(self._steps[-1], LONG_STEP_S))
+        self._gap_s = self._steps[-1]
         result.steps += 1
         if result.steps == len(self._work.sizes):
             result.finished_s = self._sim.now
@@ -391,23 +385,18 @@ class _Rank:
             return
         self._waiting_since = self._sim.now
         if self._line and self._line[0].ready:
-            self._calm += 1
-            self._tell_demand()
             self._take()
             return
         self._waits += 1
-        self._calm = 0
         self._limit_of_wait = "" if self._held_back else self._busy_stage()
         self._held_back = False
-        self._flow.demand(None)
+        if not self._line or self._line[0].left:
+            self._demand.waited()
+            self._flow.demand(None)
         self._pump()
 
     def _busy_stage(self) -> str:
         return "decoding" if self._to_decode or self._decoding >= self._sim.trace.decoders else "reading"
-
-    def _tell_demand(self) -> None:
-        if self._calm >= CALM_STEPS and self._calm % 8 == 4:
-            self._flow.demand(sum(self._taken_bytes) / max(sum(self._gaps), 1e-6))
 
 
 # ---- the best static setting in hindsight ------------------------------------------------------------------

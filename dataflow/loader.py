@@ -91,7 +91,7 @@ class DataLoader(_Base):
         topology: Topology | None = None,
         device: str | torch.device | None = None,
         tail: Tail | None = None,
-        depth: int | DepthPolicy = 4,
+        depth: int | DepthPolicy | None = None,
         num_threads: int | None = None,
         batching: Batching | None = None,
     ) -> None:

@@ -1,7 +1,9 @@
 """From a source to its catalog: the one that is kept, if it is still true, else a new one.
 
-A kept catalog is believed only after every shard was asked for its size and version. Indexing runs on a
-thread pool that lives as long as the call.
+A kept catalog is believed only after every shard was asked for its size and version. Of a catalog that was
+named as the source, only some remote shards are asked, all at once: one round trip, however many there are.
+It is not made anew if they changed, and every read compares what the store says with the catalog. Indexing
+runs on a thread pool that lives as long as the call.
 """
 
 from __future__ import annotations
@@ -87,18 +89,28 @@ class Opening:
 
     def _checked(self, found: Catalog, rebuild: Callable[[], Catalog] | None) -> Catalog:
         """The catalog if its shards are as indexed; says so if not, and indexes again where it may."""
-        if all(map(is_local, found.urls)):
+        local = all(map(is_local, found.urls))
+        shards = range(found.num_shards) if local or rebuild else _some(found.num_shards)
+        if local:
             changed = changes(found)
         else:
             with ThreadPoolExecutor(_INDEX_THREADS, thread_name_prefix="dataflow-index") as pool:
-                changed = changes(found, self.storage_options, pool.map, fresh=False, again=until_answered)
+                changed = changes(
+                    found, self.storage_options, pool.map, fresh=False, again=until_answered, shards=shards
+                )
         if not changed:
             return found
-        text = changes_text(changed, found.num_shards)
+        text = changes_text(changed, len(shards))
         if rebuild is None:
             raise ShardChangedError(changed[0].url, f"{text}; index the dataset again: dataflow index")
         warnings.warn(f"{text}; indexing again", stacklevel=4)
         return rebuild()
+
+
+def _some(num_shards: int) -> Sequence[int]:
+    """As many shards as are asked at once, the first and the last among them."""
+    asked = min(num_shards, _INDEX_THREADS)
+    return [i * (num_shards - 1) // max(1, asked - 1) for i in range(asked)]
 
 
 def index(

@@ -437,6 +437,8 @@ class StagedWindow:
         """The training code waits for its reads."""
         if not self._awaited.done():
             self._awaited.set_result(None)
+            if self.source.gate is not None:
+                self.source.gate.hurry()
 
     def close(self) -> None:
         """Drop every buffer."""

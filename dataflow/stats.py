@@ -43,6 +43,10 @@ class LoaderStats:
     """Batches kept ready or in work."""
     depth_reason: str
     """Why that many."""
+    in_flight_limit: int
+    """Bytes that may be in flight at a remote store; 0: local shards, read without such a limit."""
+    in_flight_reason: str
+    """Why that many."""
     window_blocks: int
     """Blocks mixed together by the shuffle; 0 where the order has no windows."""
     window_reason: str

@@ -63,6 +63,8 @@ _REMOTE_READERS = 32
 """The most; how many read at a time is for the in-flight control to say."""
 _START_IN_FLIGHT = 64 << 20
 _DEPTH = 4
+_NOT_IN_FLIGHT = Decision(0, "not started")
+_NO_GATE = Decision(0, "local shards are read without a limit")
 
 
 class StreamLoader:
@@ -440,6 +442,7 @@ class _Session:
         self.leases = FileLeases()
         self.sources = _open_sources(dataset, loader.memory_limit // 4, self.traffic, self.gate, self.leases)
         self._next = (epoch, start)
+        self._taken, self._took_s = 0, time.perf_counter()
         ledger = self.ledger
         finishing = Finishing(
             [(source.transform, source.transform_wants_rng) for source in dataset.sources],
@@ -486,10 +489,23 @@ class _Session:
 
     def next_batches(self) -> Sequence[Delivered]:
         """The batches of the next chunk."""
+        gap_s = time.perf_counter() - self._took_s
         batches = self.engine.next_batches()
         if batches:
             self._next = (batches[-1].epoch, -1)
+            self._took_s = time.perf_counter()
+            self._tell_demand(len(batches), gap_s)
         return batches
+
+    def _tell_demand(self, taken: int, gap_s: float) -> None:
+        if self.gate:
+            self._taken += taken
+            # What is read ahead counts, too: that makes the demand too high at first, which does no harm.
+            self.gate.took(self.traffic.read_bytes * taken // self._taken, gap_s)
+
+    def in_flight(self) -> Decision:
+        """Bytes that may be in flight at the store, and why."""
+        return self.gate.decision if self.gate else _NO_GATE
 
     def stands_at(self, epoch: int, start: int) -> bool:
         """Whether the next batch is the first from `start` of the epoch."""
@@ -525,6 +541,7 @@ class _Totals:
     decoded_bytes: int = 0
     delivered_bytes: int = 0
     faults: ReadStats = NO_FAULTS
+    in_flight: Decision = _NOT_IN_FLIGHT
 
     @classmethod
     def of(cls, session: _Session, past: _Totals | None) -> _Totals:
@@ -538,6 +555,7 @@ class _Totals:
             past.decoded_bytes + traffic.decoded_bytes,
             past.delivered_bytes + engine.delivered_bytes,
             past.faults + session.faults(),
+            session.in_flight(),
         )
 
 
@@ -574,6 +592,8 @@ class _Counts:
             ready_batches=engine.ready_batches,
             depth=engine.depth,
             depth_reason=engine.depth_reason,
+            in_flight_limit=totals.in_flight.value,
+            in_flight_reason=totals.in_flight.reason,
             window_blocks=shuffle.window_blocks or 0,
             window_reason=window_reason,
             memory=engine.memory,

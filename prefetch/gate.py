@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from prefetch.demand import Demand
 from prefetch.depth import Decision
 from prefetch.inflight import Inflight
 from prefetch.store import ReaderClosedError
@@ -36,6 +37,7 @@ class ReadGate:
         self._control, self._refusals, self._now = control, refusals, now
         self._refused = 0
         self._changed = threading.Condition()  # guards the control and everything below
+        self._demand = Demand()
         self._line: deque[object] = deque()
         self._closed = False
 
@@ -75,6 +77,23 @@ class ReadGate:
                 self._refused = refused
             if self._line:
                 self._changed.notify_all()
+
+    def took(self, nbytes: int, gap_s: float) -> None:
+        """The training code took what `nbytes` were read for, after `gap_s` of work on what it had."""
+        with self._changed:
+            self._tell(self._demand.took(nbytes, gap_s))
+
+    def hurry(self) -> None:
+        """The training code waits for reads: what it used so far caps them no more."""
+        with self._changed:
+            self._demand.waited()
+            self._tell(None)
+
+    def _tell(self, bytes_per_s: float | None) -> None:
+        before = self._control.decision.value
+        self._control.demand(bytes_per_s)
+        if self._line and self._control.decision.value > before:
+            self._changed.notify_all()
 
     def _may_go(self, ticket: object, nbytes: int) -> bool:
         return self._line[0] is ticket and self._control.admits(self._now(), nbytes)

@@ -30,8 +30,9 @@ _QUEUE = 3
 """Requests beyond that, as in Vegas."""
 _CYCLE = (1.25, 0.5, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0)
 """Probe for more rate, then drain below R x T to see the latency without a queue."""
-_GROWTH = 1.25
-"""A start-up round that did not deliver this much more found the limit."""
+_GROWTH = 1.75
+"""A start-up round with twice the limit that did not deliver this much more found the store's rate. Ranks
+that start together share it, and all would overshoot if little growth were enough."""
 _BACK_OFF = 0.7
 _REFUSED_SHARE = 0.2
 """Of recent answers. Stores refuse a few at any load; backing off for each of those would stop the flow."""
@@ -88,7 +89,7 @@ class Inflight:
         self._rates: deque[float] = deque(maxlen=_RATE_ROUNDS)
         self._lows: deque[tuple[float, float]] = deque()  # (time, seconds), a rising minimum
         self._pool: deque[tuple[int, float]] = deque(maxlen=_POOL)  # (bytes, seconds)
-        self._latency = self._unqueued = self._mean_bytes = 0.0
+        self._latency = self._mean_bytes = 0.0
         self._low_before_drain = math.inf
         self._ceiling: float | None = None
         self._demand: float | None = None
@@ -164,8 +165,11 @@ class Inflight:
 
     def demand(self, bytes_per_s: float | None) -> None:
         """What the consumer uses; None while it waits for data, and the store should give what it can."""
-        was, self._demand = self._demand, bytes_per_s
+        was = self._demand
+        if bytes_per_s == was:
+            return
         if was is None or bytes_per_s is None or abs(bytes_per_s - was) > 0.1 * was:
+            self._demand = bytes_per_s
             self._decide()
 
     # ---- a round: about one latency --------------------------------------------------------------------
@@ -186,13 +190,17 @@ class Inflight:
         best, rate = self.rate_bytes_per_s, self._delivered / took
         if used or rate > best or not self._filters:
             self._rates.append(rate)
-        self._measure_latency(now_s)
+        mean_s = self._measure_latency(now_s)
         if self._starting:
             self._start_up(used, grew=rate >= _GROWTH * best)
         if not self._starting:
             gain = _CYCLE[self._phase]
-            latency = self._unqueued if gain < 1 else self._latency
-            self._limit = gain * (_GAIN * self.rate_bytes_per_s * latency + _QUEUE * self._mean_bytes)
+            needed = self.rate_bytes_per_s * self._latency
+            if gain >= 1:
+                # A store that became slower for good looks like a queue: halve at most what was in flight, by
+                # Little's law, until the lows are forgotten.
+                needed = max(needed, rate * mean_s / 2)
+            self._limit = gain * (_GAIN * needed + _QUEUE * self._mean_bytes)
             self._phase = (self._phase + 1) % len(_CYCLE)
         if self._ceiling is not None and not self._throttled:
             self._ceiling = self._ceiling * _RECOVERY if self._ceiling < 2 * self._limit else None
@@ -208,8 +216,8 @@ class Inflight:
         if grew:
             self._limit *= 2
 
-    def _measure_latency(self, now_s: float) -> None:
-        """The mean time that a byte is in flight, less our own queue."""
+    def _measure_latency(self, now_s: float) -> float:
+        """Find the mean time that a byte is in flight, less our own queue. Returns it with the queue."""
         times = sorted(seconds for _, seconds in self._pool)
         low = times[len(times) // 10]
         while self._lows and (self._lows[-1][1] >= low):
@@ -221,9 +229,8 @@ class Inflight:
         total = sum(nbytes for nbytes, _ in self._pool)
         mean = sum(nbytes * seconds for nbytes, seconds in self._pool) / max(1, total)
         self._mean_bytes = total / len(self._pool)
-        self._unqueued = mean - (low - self._lows[0][1])
-        # A store that became slower for good looks like a queue: halve at most, until the lows are forgotten.
-        self._latency = max(mean / 2, self._unqueued)
+        self._latency = mean - (low - self._lows[0][1])
+        return mean
 
     def _try_latency(self, now_s: float) -> None:
         """If draining did not shorten the latency, the queue is not ours: the store is that slow now."""

@@ -225,9 +225,16 @@ class RetryPolicy:
         patient = min(self.stall_s, known) * 2.0 ** min(failures, 60)
         return max(min(patient, self.deadline_s - idle_s), 1e-3)
 
+    def awaited_stall_s(self, failures: int, long_s: float) -> float:
+        """Seconds without a byte after which a request that the consumer waits for is asked anew.
+
+        `long_s`: what nearly all reads of this size take, whole.
+        """
+        return max(long_s, self.least_stall_s) * 2.0 ** min(failures, 60)
+
 
 class ReadTimes:
-    """How long reads took lately, by size class (powers of two). Not thread-safe."""
+    """How long reads took lately, by size class. Not thread-safe."""
 
     def __init__(self, *, quantile: float = 0.95, at_least: int = 20, keep: int = 256) -> None:
         self._quantile, self._at_least = quantile, at_least
@@ -235,14 +242,19 @@ class ReadTimes:
 
     def add(self, nbytes: int, seconds: float) -> None:
         """Count a read that succeeded."""
-        self._seen[nbytes.bit_length()].append(seconds)
+        self._seen[_size_class(nbytes)].append(seconds)
 
     def long_s(self, nbytes: int) -> float | None:
         """Longer than nearly all reads of this size; None before enough were seen."""
-        seen = self._seen.get(nbytes.bit_length(), ())
+        seen = self._seen.get(_size_class(nbytes), ())
         if len(seen) < self._at_least:
             return None
         return sorted(seen)[int(self._quantile * len(seen))]
+
+
+def _size_class(nbytes: int) -> int:
+    """From 3/4 of a power of two up to 3/2: blocks are cut near powers of two, some a little below."""
+    return (4 * nbytes // 3).bit_length()
 
 
 class HedgeBudget:

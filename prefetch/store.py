@@ -105,6 +105,8 @@ class _Range:
     awaited: Awaited | None
     began_s: float
     parts: list[_Part] = field(default_factory=list)
+    failures: int = 0
+    """In a row, without a byte between them."""
 
     @property
     def left(self) -> int:
@@ -222,14 +224,13 @@ class StoreReader:
         starts = range(0, out.nbytes, _PART_BYTES)
         parts = [_Part(at, at, min(at + _PART_BYTES, out.nbytes), began_s) for at in starts]
         read = _Range(shard, offset, out, awaited, began_s, parts)
-        failures = attempts = 0
+        attempts = 0
         while read.left or not attempts:
             if self._closed.is_set():
                 raise _closed()
             attempts, left = attempts + 1, read.left
-            with self._lock:
-                long_s = self._times.long_s(out.nbytes)
-            stall_s = self._policy.stall_timeout_s(failures, self._now() - last_byte_s, long_s)
+            idle_s = self._now() - last_byte_s
+            stall_s = self._policy.stall_timeout_s(read.failures, idle_s, self._long_s(read))
             try:
                 self._attempt(read, stall_s)
                 continue
@@ -239,12 +240,12 @@ class StoreReader:
                 error = caught  # deleted below: its traceback leads back here
             now = self._now()
             if read.left < left:
-                failures, last_byte_s = 0, now
-            failures += 1
+                read.failures, last_byte_s = 0, now
+            read.failures += 1
             failure = failure_of(error)
             self._count(throttled=failure.kind == "throttled", timeouts=failure.kind == "timeout")
             key = f"{shard.url} {offset}"
-            decision = self._policy.next_attempt(key, failures, failure, now - last_byte_s)
+            decision = self._policy.next_attempt(key, read.failures, failure, now - last_byte_s)
             if decision.delay_s is None:
                 reason = failure_text(error)
                 if failure.kind != "final":
@@ -315,35 +316,42 @@ class StoreReader:
     async def _fetch_part(
         self, read: _Range, part: _Part, fs: Any, path: str, open_body: OpenBody, stall_s: float
     ) -> None:
-        with self._lock:
-            long_s = self._times.long_s(read.out.nbytes)
-        if read.awaited is None or long_s is None:
+        if read.awaited is None:
             await self._stream(read, part, fs, path, open_body, stall_s)
             return
         loop = asyncio.get_running_loop()
         first = loop.create_task(self._stream(read, part, fs, path, open_body, stall_s))
-        tasks: list[asyncio.Task[Any]] = [first]
+        tasks: list[asyncio.Task[Any]] = [first, loop.create_task(_heard(read.awaited))]
         try:
             asked_s = part.heard_s = self._now()
-            while not first.done():  # each byte puts it off
-                wait_s = hedge_due_s(asked_s, part.heard_s, long_s) - self._now()
-                if wait_s <= 0:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            if self._long_s(read) is None:  # a second look: others may have told by then
+                await asyncio.wait([first], timeout=self._policy.least_stall_s)
+            hedged = False
+            while not first.done():
+                long_s = self._long_s(read)
+                if long_s is None:
                     break
-                await asyncio.wait([first], timeout=wait_s)
-            if not first.done():
-                tasks.append(loop.create_task(_heard(read.awaited)))
-                await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            if not first.done() and self._may_hedge(part.left):
-                other = _Part(part.at, part.at, part.end, self._now())
-                second = loop.create_task(self._stream(read, other, fs, path, open_body, stall_s))
-                tasks.append(second)
-                await asyncio.wait([first, second], return_when=asyncio.FIRST_COMPLETED)
-                if not _succeeded(first):
-                    await asyncio.wait([second])
-                if _succeeded(second) and not _succeeded(first):
-                    part.at = part.end
-                    self._count(hedges_won=1)
-                    return
+                now_s, due_s = self._now(), hedge_due_s(asked_s, part.heard_s, long_s)
+                if not hedged and now_s >= due_s and self._may_hedge(part.left):
+                    hedged = True
+                    other = _Part(part.at, part.at, part.end, now_s)
+                    second = loop.create_task(self._stream(read, other, fs, path, open_body, stall_s))
+                    tasks.append(second)
+                    await asyncio.wait([first, second], return_when=asyncio.FIRST_COMPLETED)
+                    if not _succeeded(first):
+                        await asyncio.wait([second])
+                    if _succeeded(second) and not _succeeded(first):
+                        part.at = part.end
+                        self._count(hedges_won=1)
+                        return
+                    continue  # the second failed, and the first may be silent for ever
+                # Asking anew in its place costs no bytes, so no budget.
+                silent_s = self._policy.awaited_stall_s(read.failures, long_s)
+                if now_s >= part.heard_s + silent_s:
+                    raise TimeoutError(f"no byte came for {silent_s:.3g} s, and the training waits")
+                next_s = due_s if due_s > now_s and not hedged else part.heard_s + silent_s
+                await asyncio.wait([first], timeout=next_s - now_s)  # each byte puts it off
             await first
         finally:
             for task in tasks:
@@ -351,6 +359,10 @@ class StoreReader:
             await asyncio.gather(*tasks, return_exceptions=True)
             tasks.clear()
             del first
+
+    def _long_s(self, read: _Range) -> float | None:
+        with self._lock:
+            return self._times.long_s(read.out.nbytes)
 
     def _may_hedge(self, nbytes: int) -> bool:
         with self._lock:
@@ -369,9 +381,10 @@ class StoreReader:
         def check(info: Info) -> None:
             self._check(read.shard, info)
 
+        patience, failure = asyncio.timeout(stall_s), None  # type: asyncio.Timeout, Exception | None
         try:
             async with (
-                asyncio.timeout(stall_s) as patience,
+                patience,
                 aclosing(open_body(fs, path, start, end, check)) as pieces,  # type: ignore[type-var]
             ):
                 async for piece in pieces:
@@ -379,10 +392,18 @@ class StoreReader:
                     patience.reschedule(loop.time() + stall_s)
                     if not part.left:
                         break
-        except TimeoutError as error:
-            if patience.expired():
-                raise TimeoutError(f"no byte came for {stall_s:g} s") from None
-            raise error
+        except Exception as error:
+            silent = patience.expired()
+            failure = TimeoutError(f"no byte came for {stall_s:g} s") if silent else error
+        finally:
+            del patience
+        if failure is not None:
+            # The error is kept by the task, and by the body that it broke. With the traceback that leads to
+            # these (the time-out knows its task) it would keep itself, and with it the memory read into.
+            try:
+                raise failure.with_traceback(None)
+            finally:
+                del failure
         _whole(part)
 
     # ---- the object -------------------------------------------------------------------------------------

@@ -171,12 +171,15 @@ def changes(
     *,
     fresh: bool = True,
     again: Again = once,
+    shards: Iterable[int] | None = None,
 ) -> list[ShardChange]:
     """What differs between a catalog's shards and the store, in shard order; one request a shard.
 
-    `fresh=False` believes listings that fsspec still holds, which makes it free right after a glob.
+    `fresh=False` believes listings that fsspec still holds, which makes it free right after a glob. `shards`
+    are those to ask for; None: all.
     """
-    places = _places(catalog.urls, storage_options)
+    numbers = range(catalog.num_shards) if shards is None else list(shards)
+    places = _places([catalog.urls[number] for number in numbers], storage_options)
     if fresh:
         for fs in {id(place.fs): place.fs for place in places if place.fs is not None}.values():
             fs.invalidate_cache()
@@ -190,7 +193,7 @@ def changes(
             what = error.reason
         return None if what is None else ShardChange(place.url, what)
 
-    return [found for found in map(change, enumerate(places)) if found is not None]
+    return [found for found in map(change, zip(numbers, places, strict=True)) if found is not None]
 
 
 def changes_text(found: Sequence[ShardChange], num_shards: int) -> str:

@@ -140,6 +140,11 @@ def test_silence_is_judged_by_how_long_reads_take(long_s: float, failures: int, 
     assert RetryPolicy().stall_timeout_s(failures, 0, long_s) == expected
 
 
+@pytest.mark.parametrize(("long_s", "failures", "expected"), [(0.01, 0, 0.5), (0.8, 0, 0.8), (0.8, 3, 6.4)])
+def test_what_is_waited_for_is_given_less_time(long_s: float, failures: int, expected: float) -> None:
+    assert RetryPolicy().awaited_stall_s(failures, long_s) == pytest.approx(expected)
+
+
 @pytest.mark.parametrize(
     ("heard_s", "due_s"), [(100.0, 102.0), (101.0, 103.0), (103.9, 105.9), (105.0, 106.0), (110.0, 106.0)]
 )
@@ -170,9 +175,15 @@ def test_long_is_the_95th_percentile_of_reads_of_about_the_size() -> None:
     for i in range(100):
         times.add(1000, float(i))
         times.add(100_000, 1000.0)
-    assert times.long_s(600) == 95.0
+    assert times.long_s(800) == times.long_s(1500) == 95.0
     assert times.long_s(100_000) == 1000.0
     assert times.long_s(1 << 30) is None
+
+
+def test_blocks_a_little_below_and_above_a_power_of_two_are_of_about_a_size() -> None:
+    times = ReadTimes(at_least=1)
+    times.add((2 << 20) - 8188, 1.0)
+    assert times.long_s((2 << 20) + 4) == 1.0
 
 
 def test_only_late_reads_count() -> None:

@@ -1,0 +1,110 @@
+"""A folder over HTTP for tests that look at what is asked, and may hold answers back."""
+
+from __future__ import annotations
+
+import http.server
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+WAIT_S = 20.0
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One request."""
+
+    method: str
+    name: str
+    start: int
+    end: int
+    """Bytes [start, end) of the file; (0, 0) where none were asked for."""
+
+    @property
+    def nbytes(self) -> int:
+        return self.end - self.start
+
+
+class _Handler(http.server.BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # a head and a body in two writes would wait 40 ms for each other
+    server: RangeServer
+
+    def do_HEAD(self) -> None:
+        self._answer()
+
+    def do_GET(self) -> None:
+        self._answer()
+
+    def _answer(self) -> None:
+        path = self.server.folder / self.path.strip("/")
+        if not path.is_file():
+            self.send_response(404)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+            return
+        content = path.read_bytes()
+        start, end, wanted = 0, len(content), self.headers.get("Range")
+        if wanted:
+            first, last = wanted.removeprefix("bytes=").split("-")
+            start, end = int(first), int(last) + 1 if last else len(content)
+        head = self.command == "HEAD"
+        asked = Asked(self.command, path.name, 0 if head else start, 0 if head else end)
+        with self.server.lock:
+            self.server.asked.append(asked)
+        self.server.may_answer(asked)
+        self.send_response(206 if wanted else 200)
+        if wanted:
+            self.send_header("Content-Range", f"bytes {start}-{end - 1}/{len(content)}")
+        version = self.server.versions.get(path.name, "1")
+        for name, value in (
+            ("ETag", f'"{version}"'),
+            ("Accept-Ranges", "bytes"),
+            ("Content-Length", str(end - start)),
+        ):
+            self.send_header(name, value)
+        self.end_headers()
+        if not head:
+            self.wfile.write(content[start:end])
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+class RangeServer(http.server.ThreadingHTTPServer):
+    """Serves the files of a folder. `may_answer` is called before each answer and may block."""
+
+    daemon_threads = True
+    request_queue_size = 128
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.folder = folder
+        self.lock = threading.Lock()  # guards `asked`
+        self.asked: list[Asked] = []
+        self.versions: dict[str, str] = {}
+        """Etags, where they are not "1"."""
+        self.may_answer: Callable[[Asked], None] = lambda asked: None
+
+    def handle_error(self, *_: Any) -> None:
+        """Clients that were closed hang up: nothing to say."""
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}"
+
+
+@contextmanager
+def serving(server: RangeServer) -> Iterator[RangeServer]:
+    with server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        try:
+            yield server
+        finally:
+            server.may_answer = lambda asked: None
+            server.shutdown()
+            thread.join()
