@@ -86,7 +86,13 @@ class Opening:
         return bool(fs.exists(path))
 
     def _checked(self, found: Catalog, rebuild: Callable[[], Catalog] | None) -> Catalog:
-        """The catalog if its shards are as indexed; says so if not, and indexes again where it may."""
+        """The catalog if its shards are as indexed; says so if not, and indexes again where it may.
+
+        Where it may not, remote shards are not asked: every read is held to the catalog, and the answer to
+        one request a shard would come after many round trips.
+        """
+        if rebuild is None and not any(map(is_local, found.urls)):
+            return found
         if all(map(is_local, found.urls)):
             changed = changes(found)
         else:

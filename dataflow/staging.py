@@ -28,6 +28,7 @@ from prefetch.arena import Arena, rounded_bytes
 from prefetch.gate import ReadGate
 from prefetch.iovec import copy_spans
 from prefetch.mapping import Mappings
+from prefetch.ranges import coalesce
 from prefetch.store import Awaited, StoreReader
 from sharding.blocks import Block, Column, Columns, Format, Shard, Spans
 from sharding.catalog import Catalog
@@ -281,10 +282,7 @@ class StagedWindow:
     def _region_sizes(self) -> NDArray[np.int64]:
         """Bytes each block takes in the region."""
         if self._sparse is not None:
-            sizes = [
-                sum(int(_aligned(np.maximum(s.lengths, 0)).sum()) for s in spans.values())
-                for spans in self._spans
-            ]
+            sizes = [int(_aligned(self._joined(i)[1]).sum()) for i in range(len(self.blocks))]
         else:
             sizes = [block.length for block in self.blocks]
         return np.asarray(_aligned(np.array(sizes, np.int64)))
@@ -354,24 +352,33 @@ class StagedWindow:
         if self.region is None and not any(isinstance(s, StagedSpans) for s in self.staged.values()):
             self._data[ordinal] = None
 
+    def _joined(self, ordinal: int) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+        """The ranges of a block that are asked for, and which holds each located value, column by column."""
+        spans = list(self._spans[ordinal].values())
+        starts = np.concatenate([s.starts for s in spans] or [np.zeros(0, np.int64)])
+        lengths = np.concatenate([s.lengths for s in spans] or [np.zeros(0, np.int64)])
+        return coalesce(starts, np.maximum(lengths, 0))
+
     def _read_sparse(self, ordinal: int, at: int) -> Columns:
-        """Read only the located values, one request a value."""
+        """Read only the located values, those that lie near each other in one request."""
         block = self.blocks[ordinal]
-        columns: Columns = {}
         assert self.region is not None
+        firsts, lengths, joined_of = self._joined(ordinal)
+        places = at + np.cumsum(_aligned(lengths)) - _aligned(lengths)
+        for first, length, place in zip(firsts.tolist(), lengths.tolist(), places.tolist(), strict=True):
+            view = self.region[place : place + length]
+            self.source.read_into(block.shard, block.offset + first, view, awaited=self._awaited)
+        columns: Columns = {}
+        done = 0
         for name, spans in self._spans[ordinal].items():
-            starts = np.empty(len(spans), np.int64)
-            for i, (start, length) in enumerate(
-                zip(spans.starts.tolist(), spans.lengths.tolist(), strict=True)
-            ):
-                starts[i] = at
-                if length > 0:
-                    view = self.region[at : at + length]
-                    self.source.read_into(block.shard, block.offset + start, view, awaited=self._awaited)
-                    at += int(_aligned(length))
-            read = int(np.maximum(spans.lengths, 0).sum())
-            self.source.traffic.add(read, read)
+            joined = joined_of[done : done + len(spans)]
+            done += len(spans)
+            moved = spans.starts + (places - firsts)[joined] if len(firsts) else spans.starts
+            starts = np.where(spans.lengths > 0, moved, at)
             columns[name] = Spans(self.region, starts, spans.lengths)
+            wanted = int(np.maximum(spans.lengths, 0).sum())
+            self.source.traffic.add(0, wanted)
+        self.source.traffic.add(int(lengths.sum()), 0)
         return columns
 
     def _stage(self, ordinal: int, columns: Columns) -> None:
