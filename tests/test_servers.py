@@ -1,4 +1,4 @@
-"""Real stores (nginx, Ceph radosgw, Azurite): the samples are those of local files, through a restart, too."""
+"""Real stores (nginx, Ceph radosgw, Azurite): the samples are those of local files, through a restart too."""
 
 from __future__ import annotations
 
