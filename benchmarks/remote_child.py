@@ -67,6 +67,7 @@ def run(job: dict[str, Any], remote: Remote, tell: Callable[..., None]) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, max(soft, 4096)), hard))
     tell("imported")
+    asked = _count_reads() if target == "ours" else []
     cpu_s, began = tree_cpu_s(os.getpid()), time.perf_counter()
     loader = getattr(remote_peers, target)(remote, job["workers"])
     first_s, samples = 0.0, 0
@@ -82,9 +83,24 @@ def run(job: dict[str, Any], remote: Remote, tell: Callable[..., None]) -> None:
         elapsed_s=elapsed_s,
         first_batch_s=first_s,
         cpu_s=tree_cpu_s(os.getpid()) - cpu_s,
-        read_bytes=loader.stats().read_bytes if target == "ours" else None,
+        planned={"requests": len(asked), "bytes": sum(asked)},
     )
     tell("watched")
+
+
+def _count_reads() -> list[int]:
+    """Bytes of each read that our loader plans, those for the next epoch included, which it begins early."""
+    from prefetch.store import StoreReader
+
+    asked: list[int] = []
+    read_into = StoreReader.read_into
+
+    def counting(self: StoreReader, shard: Any, offset: int, out: Any, **more: Any) -> None:
+        asked.append(out.nbytes)
+        read_into(self, shard, offset, out, **more)
+
+    StoreReader.read_into = counting  # type: ignore[method-assign]
+    return asked
 
 
 if __name__ == "__main__":

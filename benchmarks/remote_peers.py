@@ -6,6 +6,7 @@ Nothing is cached from an earlier run: caches lie in a folder of the run.
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import tarfile
@@ -114,7 +115,9 @@ class _Tars(IterableDataset):
         worker = get_worker_info()
         urls = self._remote.urls[worker.id :: worker.num_workers] if worker else self._remote.urls
         for url in urls:
-            with fsspec.open(url) as stored, tarfile.open(fileobj=stored, mode="r|") as tar:
+            with fsspec.open(url) as stored:
+                whole = io.BytesIO(stored.read())  # one request: faster than reading ahead in pieces
+            with tarfile.open(fileobj=whole, mode="r:") as tar:
                 value = b""
                 for member in tar:
                     extracted = tar.extractfile(member)
@@ -129,24 +132,7 @@ class _Tars(IterableDataset):
 
 
 def torch_fsspec(remote: Remote, workers: int) -> Any:
-    context = "spawn" if workers else None  # fsspec's event loop does not survive a fork
-    return DataLoader(
-        _Tars(remote),
-        remote.batch,
-        num_workers=workers,
-        collate_fn=_Collate(remote),
-        multiprocessing_context=context,
-    )
-
-
-class _Collate:
-    """`collated` as a value that can be sent to a spawned worker."""
-
-    def __init__(self, remote: Remote) -> None:
-        self._remote = remote
-
-    def __call__(self, samples: list[Any]) -> Any:
-        return collated(self._remote)(samples)
+    return DataLoader(_Tars(remote), remote.batch, num_workers=workers, collate_fn=collated(remote))
 
 
 def hf(remote: Remote, workers: int) -> Any:
@@ -222,7 +208,7 @@ def litdata(remote: Remote, workers: int) -> Any:
     def collate(rows: list[Any]) -> Any:
         return collated(remote)([(row[remote.field], row["cls"]) for row in rows])
 
-    return lit.StreamingDataLoader(dataset, remote.batch, num_workers=workers, collate_fn=collate)
+    return lit.StreamingDataLoader(dataset, batch_size=remote.batch, num_workers=workers, collate_fn=collate)
 
 
 def prepare_mosaic(remote: Remote) -> None:
