@@ -52,10 +52,10 @@ CONTESTANTS = (
     Contestant(OURS, "ours", 0, (0,)),
     Contestant("WebDataset, curl", "webdataset", 8, (2, 4, 8)),
     Contestant("torch, fsspec", "torch_fsspec", 8, (2, 4, 8)),
-    Contestant("HF datasets", "hf", 4, (2, 4, 8)),
-    Contestant("SPDL", "spdl", 8, (4, 8, 16)),
+    Contestant("HF datasets", "hf", 8, (2, 4, 8)),
+    Contestant("SPDL", "spdl", 16, (8, 16, 32)),
     Contestant("LitData, S3", "litdata", 4, (2, 4, 8)),
-    Contestant("Mosaic, S3", "mosaic", 4, (2, 4, 8)),
+    Contestant("Mosaic, S3", "mosaic", 2, (2, 4, 8)),
 )
 BARS = {"W1": 3.0, "W4": 6.0}
 """Times the best peer."""
