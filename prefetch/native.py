@@ -107,7 +107,7 @@ async def _store_of(fs: Any, path: str) -> tuple[Any, str]:
 def _make_store(fs: Any, bucket: str, meta: Any) -> Any:
     from obstore.store import S3Store
 
-    async def credentials() -> dict[str, Any]:
+    async def credentials() -> Any:
         """As s3fs has them; asked for again every few minutes, as they may expire."""
         found = {"access_key_id": fs.key, "secret_access_key": fs.secret, "token": fs.token}
         if not fs.key:
@@ -124,17 +124,21 @@ def _make_store(fs: Any, bucket: str, meta: Any) -> Any:
             }
         return {**found, "expires_at": datetime.now(UTC) + _CREDENTIALS_LAST}
 
-    config: dict[str, Any] = {"region": meta.region_name or "us-east-1"}
+    config: Any = {"region": meta.region_name or "us-east-1"}
     if not meta.endpoint_url.partition("/?")[0].endswith((".amazonaws.com", ".amazonaws.com.cn")):
         config |= {"endpoint": meta.endpoint_url, "virtual_hosted_style_request": False}
     if fs.anon:
         config["skip_signature"] = True
     # Only silence is too long, and `prefetch.store` watches for that.
-    limits = {"timeout": timedelta(days=1), "connect_timeout": timedelta(minutes=1)}
+    client: Any = {
+        "allow_http": meta.endpoint_url.startswith("http://"),
+        "timeout": timedelta(days=1),
+        "connect_timeout": timedelta(minutes=1),
+    }
     return S3Store(
         bucket,
         config=config,
-        client_options={"allow_http": meta.endpoint_url.startswith("http://"), **limits},
+        client_options=client,
         retry_config={"max_retries": 0, "retry_timeout": timedelta(0)},
         credential_provider=None if fs.anon else credentials,
     )

@@ -6,6 +6,7 @@ What is not installed skips, with the reason; `tests/servers/install.sh` install
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import shutil
 import signal
@@ -29,6 +30,8 @@ class Store:
     """A server with an empty place for objects."""
 
     url: str
+    names: str
+    """All of its tars, in the way that it allows: HTTP servers cannot be listed."""
     options: dict[str, Any]
     put: Callable[[str, bytes], None]
     """Store an object under a name below `url`."""
@@ -73,8 +76,12 @@ def nginx(scratch: Path) -> Iterator[Store]:
     folder, run, port = scratch / "files", scratch / "run", free_port()
     folder.mkdir()
 
+    written = itertools.count(1_000_000_000)
+
     def put(name: str, content: bytes) -> None:
         (folder / name).write_bytes(content)
+        second = next(written)  # nginx makes its etags of size and second
+        os.utime(folder / name, (second, second))
 
     def start() -> None:
         _script("nginx.sh", "up", folder, run, port)
@@ -88,7 +95,7 @@ def nginx(scratch: Path) -> Iterator[Store]:
 
     start()
     try:
-        yield Store(f"http://127.0.0.1:{port}", {}, put, kill, start)
+        yield Store(f"http://127.0.0.1:{port}", "x-{0..2}.tar", {}, put, kill, start)
     finally:
         _script("nginx.sh", "down", run)
 
@@ -105,6 +112,7 @@ def radosgw(scratch: Path) -> Iterator[Store]:
         fs.mkdir("bucket")
         yield Store(
             "s3://bucket",
+            "x-*.tar",
             options,
             lambda name, content: fs.pipe_file(f"bucket/{name}", content),
             lambda: _script("radosgw.sh", "kill", run),
@@ -134,7 +142,7 @@ def azurite(scratch: Path) -> Iterator[Store]:
 
     def kill() -> None:
         process = running.pop()
-        process.kill()
+        process.terminate()  # it writes its table of objects at its end only
         process.wait(10)
 
     def connection(key: str) -> str:
@@ -151,7 +159,7 @@ def azurite(scratch: Path) -> Iterator[Store]:
         def put(name: str, content: bytes) -> None:
             fs.pipe_file(f"box/{name}", content, overwrite=True)
 
-        yield Store("abfs://box", options, put, kill, start, wrong)
+        yield Store("abfs://box", "x-*.tar", options, put, kill, start, wrong)
     finally:
         kill()
 

@@ -26,7 +26,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rng = np.random.default_rng(0)
     with ShardWriter(str(folder / "x-{:02d}.tar"), max_bytes=1 << 20) as writer:
         for i in range(NUM):
-            writer.write({"bin": rng.bytes(4096), "cls": i})
+            writer.write({"__key__": f"{i:05d}", "bin": rng.bytes(4096), "cls": i})
     return folder
 
 
