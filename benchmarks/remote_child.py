@@ -28,8 +28,6 @@ IMPORTS = {
     "torch_fsspec": ("fsspec", "aiohttp"),
     "hf": ("datasets",),
     "spdl": ("spdl.io", "spdl.pipeline"),
-    "litdata": ("litdata", "boto3"),
-    "mosaic": ("benchmarks.peers_mosaic", "boto3"),
 }
 
 

@@ -1,4 +1,4 @@
-"""The loaders of W5: tars behind HTTP, read as each project documents it; LitData and Mosaic over S3.
+"""The loaders of W5: tars behind HTTP, read as each project documents it.
 
 Each takes a `Remote` and a number of workers, and returns an iterable of batches that is run through once.
 Nothing is cached from an earlier run: caches lie in a folder of the run.
@@ -7,7 +7,6 @@ Nothing is cached from an earlier run: caches lie in a folder of the run.
 from __future__ import annotations
 
 import io
-import json
 import os
 import tarfile
 from collections.abc import Callable, Iterable, Iterator
@@ -172,60 +171,3 @@ def spdl(remote: Remote, workers: int) -> Iterable[Any]:
     with built.auto_stop():
         for batches in built:
             yield from batches
-
-
-def _keys() -> dict[str, str]:
-    return {"AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "x", "AWS_DEFAULT_REGION": "us-east-1"}
-
-
-def _local_data(remote: Remote) -> Any:
-    from benchmarks.data import Data, Sizes
-
-    stamp = json.loads((Path(remote.root) / remote.workload / "done.json").read_text())
-    sizes = {name: value for name, value in stamp.items() if name not in ("layout", "jpegs")}
-    return Data(Path(remote.root), Sizes(**sizes), Path(stamp["jpegs"]) if stamp.get("jpegs") else None)
-
-
-def prepare_litdata(remote: Remote) -> None:
-    from benchmarks import peers_litdata
-
-    getattr(peers_litdata, f"prepare_{remote.workload.lower()}")(_local_data(remote))
-
-
-def litdata(remote: Remote, workers: int) -> Any:
-    os.environ |= _keys()
-    import litdata as lit
-
-    options = {"endpoint_url": remote.server, "aws_access_key_id": "x", "aws_secret_access_key": "x"}
-    dataset = lit.StreamingDataset(
-        f"s3://converted/litdata-{remote.workload}",
-        cache_dir=remote.scratch,
-        storage_options=options,
-        shuffle=True,
-        drop_last=True,
-    )
-
-    def collate(rows: list[Any]) -> Any:
-        return collated(remote)([(row[remote.field], row["cls"]) for row in rows])
-
-    return lit.StreamingDataLoader(dataset, batch_size=remote.batch, num_workers=workers, collate_fn=collate)
-
-
-def prepare_mosaic(remote: Remote) -> None:
-    from benchmarks import peers_mosaic
-
-    getattr(peers_mosaic, f"prepare_{remote.workload.lower()}")(_local_data(remote))
-
-
-def mosaic(remote: Remote, workers: int) -> Any:
-    os.environ |= _keys() | {"S3_ENDPOINT_URL": remote.server}
-    from benchmarks.peers_mosaic import StreamingDataLoader, StreamingDataset, clean_stale_shared_memory
-
-    clean_stale_shared_memory()
-    folder = f"s3://converted/mosaic-{remote.workload}"
-    dataset = StreamingDataset(remote=folder, local=remote.scratch, shuffle=True, batch_size=remote.batch)
-
-    def collate(rows: list[Any]) -> Any:
-        return collated(remote)([(row[remote.field], row["cls"]) for row in rows])
-
-    return StreamingDataLoader(dataset, batch_size=remote.batch, num_workers=workers, collate_fn=collate)
