@@ -11,6 +11,7 @@ from pathlib import Path
 import click
 from rich.console import Console
 
+from benchmarks import remote
 from benchmarks.bars import verdicts
 from benchmarks.child import Job
 from benchmarks.data import Data, read_through
@@ -20,6 +21,7 @@ from benchmarks.report import machine, show_rows, show_verdicts, versions, write
 from benchmarks.workloads import LIMIT, OURS, WORKLOADS, Contestant, Workload
 
 NAMES = [workload.name for workload in WORKLOADS]
+REMOTE = "W5"
 DISTURBED = 0.1
 """Cores that other processes may use before a run counts as disturbed."""
 LIMIT_S = 180.0
@@ -116,7 +118,7 @@ def _split(allowed: Sequence[str]) -> Callable[[click.Context, click.Parameter, 
 
 
 @click.command()
-@click.argument("names", nargs=-1, type=click.Choice(NAMES), metavar="[WORKLOAD]...")
+@click.argument("names", nargs=-1, type=click.Choice([*NAMES, REMOTE]), metavar="[WORKLOAD]...")
 @click.option(
     "--quick", is_flag=True, help="Short runs, one repeat, no search for the best workers: a smoke run."
 )
@@ -152,7 +154,10 @@ def main(
     cores: str | None,
     list_only: bool,
 ) -> None:
-    """Measure WORKLOADs (default: all) against peers and the physical limit, on the same bytes in one run."""
+    """Measure WORKLOADs (default: W1 to W4) against peers and the physical limit, on the same bytes.
+
+    All in one run; W5, a remote store, runs alone.
+    """
     workloads = [w for w in WORKLOADS if not names or w.name in names]
     console = Console(width=None if sys.stdout.isatty() else 110)
     if list_only:
@@ -176,6 +181,19 @@ def main(
         timed_s=seconds or (1.0 if quick else 5.0),
         watched_s=0.5 if quick else 1.5,
     )
+    if REMOTE in names:
+        if len(names) > 1:
+            raise click.UsageError(f"{REMOTE} runs alone")
+        remote.main(
+            data,
+            console=console,
+            peers=peers,
+            repeats=repeats,
+            sweep=sweep if sweep is not None else not quick,
+            seconds=seconds or (2.0 if quick else 10.0),
+            output=output,
+        )
+        return
     bare = bare_torch()
     session = Session(data, job, bare, console)
     console.print(machine() | {"bare_torch": asdict(bare)}, versions())

@@ -28,6 +28,7 @@ from prefetch.arena import Arena, rounded_bytes
 from prefetch.gate import ReadGate
 from prefetch.iovec import copy_spans
 from prefetch.mapping import Mappings
+from prefetch.ranges import MOST_BYTES, coalesce
 from prefetch.store import Awaited, StoreReader
 from sharding.blocks import Block, Column, Columns, Format, Shard, Spans
 from sharding.catalog import Catalog
@@ -315,10 +316,7 @@ class StagedWindow:
     def _region_sizes(self) -> NDArray[np.int64]:
         """Bytes each block takes in the region."""
         if self._sparse is not None:
-            sizes = [
-                sum(int(_aligned(np.maximum(s.lengths, 0)).sum()) for s in spans.values())
-                for spans in self._spans
-            ]
+            sizes = [int(_aligned(self._joined(i)[1]).sum()) for i in range(len(self.blocks))]
         else:
             sizes = [block.length for block in self.blocks]
         return np.asarray(_aligned(np.array(sizes, np.int64)))
@@ -346,13 +344,29 @@ class StagedWindow:
         return self.chunk_list
 
     def reads(self) -> Sequence[Callable[[], None]]:
-        """One task a block."""
+        """One task a request: a block, or neighbours of one shard, which together are one range."""
         self._prepare()
         starts = np.cumsum(self._sizes) - self._sizes
         return [
-            lambda i=i, at=int(at): self._read(i, at)  # type: ignore[misc]
-            for i, at in enumerate(starts)
+            lambda run=run: self._read(run, int(starts[run[0]]))  # type: ignore[misc]
+            for run in self._runs()
         ]
+
+    def _runs(self) -> list[range]:
+        """The blocks of each request."""
+        runs: list[range] = []
+        for i, block in enumerate(self.blocks):
+            if runs and self.region is not None and self._sparse is None and block.checksum is None:
+                run, before = runs[-1], self.blocks[i - 1]
+                neighbours = before.shard.url == block.shard.url
+                neighbours = neighbours and before.offset + before.length == block.offset
+                # Side by side in the region, too: not where one is filled up to the next boundary.
+                whole = before.length == self._sizes[i - 1] and before.checksum is None
+                if neighbours and whole and self._sizes[run[0] : i + 1].sum() <= MOST_BYTES:
+                    runs[-1] = range(run.start, i + 1)
+                    continue
+            runs.append(range(i, i + 1))
+        return runs
 
     def _prepare(self) -> None:
         if self._in_region:
@@ -366,44 +380,55 @@ class StagedWindow:
                 lengths = np.full(self.num_rows, -1, np.int64)
                 self.staged[output.name] = StagedSpans(np.zeros(self.num_rows, np.int64), lengths)
 
-    def _read(self, ordinal: int, at: int) -> None:
-        block = self.blocks[ordinal]
+    def _read(self, run: range, at: int) -> None:
         if self._sparse is not None:
-            columns = self._read_sparse(ordinal, at)
-        else:
-            if self.region is not None:
-                data = self.region[at : at + block.length]
-            else:
-                data = self.arena.lease(block.length)
-            self.source.read_into(
-                block.shard, block.offset, data, checksum=block.checksum, awaited=self._awaited
-            )
-            self._data[ordinal] = data.data
-            wanted = None if self.source.all_columns else self.source.columns
-            columns = self.source.format.decode(block, data.data, wanted)
-            self.source.traffic.add(block.length, block.nbytes)
+            self._stage(run[0], self._read_sparse(run[0], at))
+            return
+        blocks = self.blocks[run.start : run.stop]
+        length = sum(block.length for block in blocks)
+        data = self.arena.lease(length) if self.region is None else self.region[at : at + length]
+        first = blocks[0]
+        self.source.read_into(first.shard, first.offset, data, checksum=first.checksum, awaited=self._awaited)
+        for ordinal, block in zip(run, blocks, strict=True):
+            begin = block.offset - first.offset
+            self._decode(ordinal, block, data[begin : begin + block.length])
+
+    def _decode(self, ordinal: int, block: Block, data: NDArray[np.uint8]) -> None:
+        self._data[ordinal] = data.data
+        wanted = None if self.source.all_columns else self.source.columns
+        columns = self.source.format.decode(block, data.data, wanted)
+        self.source.traffic.add(block.length, block.nbytes)
         self._stage(ordinal, columns)
         if self.region is None and not any(isinstance(s, StagedSpans) for s in self.staged.values()):
             self._data[ordinal] = None
 
+    def _joined(self, ordinal: int) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+        """The ranges of a block that are asked for, and which holds each located value, column by column."""
+        spans = list(self._spans[ordinal].values())
+        starts = np.concatenate([s.starts for s in spans] or [np.zeros(0, np.int64)])
+        lengths = np.concatenate([s.lengths for s in spans] or [np.zeros(0, np.int64)])
+        return coalesce(starts, np.maximum(lengths, 0))
+
     def _read_sparse(self, ordinal: int, at: int) -> Columns:
-        """Read only the located values, one request a value."""
+        """Read only the located values, those that lie near each other in one request."""
         block = self.blocks[ordinal]
-        columns: Columns = {}
         assert self.region is not None
+        firsts, lengths, joined_of = self._joined(ordinal)
+        places = at + np.cumsum(_aligned(lengths)) - _aligned(lengths)
+        for first, length, place in zip(firsts.tolist(), lengths.tolist(), places.tolist(), strict=True):
+            view = self.region[place : place + length]
+            self.source.read_into(block.shard, block.offset + first, view, awaited=self._awaited)
+        columns: Columns = {}
+        done = 0
         for name, spans in self._spans[ordinal].items():
-            starts = np.empty(len(spans), np.int64)
-            for i, (start, length) in enumerate(
-                zip(spans.starts.tolist(), spans.lengths.tolist(), strict=True)
-            ):
-                starts[i] = at
-                if length > 0:
-                    view = self.region[at : at + length]
-                    self.source.read_into(block.shard, block.offset + start, view, awaited=self._awaited)
-                    at += int(_aligned(length))
-            read = int(np.maximum(spans.lengths, 0).sum())
-            self.source.traffic.add(read, read)
+            joined = joined_of[done : done + len(spans)]
+            done += len(spans)
+            moved = spans.starts + (places - firsts)[joined] if len(firsts) else spans.starts
+            starts = np.where(spans.lengths > 0, moved, at)
             columns[name] = Spans(self.region, starts, spans.lengths)
+            wanted = int(np.maximum(spans.lengths, 0).sum())
+            self.source.traffic.add(0, wanted)
+        self.source.traffic.add(int(lengths.sum()), 0)
         return columns
 
     def _stage(self, ordinal: int, columns: Columns) -> None:

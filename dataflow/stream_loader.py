@@ -59,7 +59,7 @@ _WINDOWS_AHEAD = 3
 _PACKED_BYTES = 12
 _LISTED_ERRORS = 1000
 _LOCAL_READERS = 2
-_REMOTE_READERS = 32
+_REMOTE_READERS = 48
 """The most; how many read at a time is for the in-flight control to say."""
 _START_IN_FLIGHT = 64 << 20
 _DEPTH = 4

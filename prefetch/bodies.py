@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import aclosing
 from email.utils import parsedate_to_datetime
 from typing import Any
 
+from prefetch.native import NotNativeError, is_native, native_body
 from prefetch.retries import StatusError
 
 Info = Mapping[str, Any]
@@ -45,7 +47,7 @@ def body_of(fs: Any) -> tuple[OpenBody, bool] | None:
     if hasattr(fs, "encode_url") and hasattr(fs, "set_session"):
         return http_body, True
     if hasattr(fs, "get_s3") and hasattr(fs, "_get_s3_method_kwargs"):
-        return s3_body, True
+        return (native_or_s3_body if is_native() else s3_body), True
     return whole_body, False
 
 
@@ -93,6 +95,20 @@ async def s3_body(fs: Any, path: str, start: int, end: int, check: Check) -> Asy
         body.close()
 
 
+async def native_or_s3_body(fs: Any, path: str, start: int, end: int, check: Check) -> AsyncIterator[bytes]:
+    """A range from s3fs by obstore, or by s3fs where obstore cannot be asked."""
+    try:
+        async with aclosing(native_body(fs, path, start, end, check)) as pieces:  # type: ignore[type-var]
+            async for piece in pieces:
+                yield piece
+            return
+    except NotNativeError:
+        pass
+    async with aclosing(s3_body(fs, path, start, end, check)) as pieces:  # type: ignore[type-var]
+        async for piece in pieces:
+            yield piece
+
+
 async def whole_body(fs: Any, path: str, start: int, end: int, check: Check) -> AsyncIterator[bytes]:
     """A range in one piece, from any asynchronous filesystem; the caller has checked the object."""
     yield await fs._cat_file(path, start=start, end=end)
@@ -127,4 +143,13 @@ def _retry_after_s(headers: Mapping[str, str]) -> float:
         return 0.0
 
 
-__all__ = ["Check", "NoRangesError", "OpenBody", "body_of", "http_body", "s3_body", "whole_body"]
+__all__ = [
+    "Check",
+    "NoRangesError",
+    "OpenBody",
+    "body_of",
+    "http_body",
+    "native_or_s3_body",
+    "s3_body",
+    "whole_body",
+]

@@ -35,6 +35,7 @@ from sharding.urls import is_local, local_path
 _PAGE = mmap.PAGESIZE
 _POPULATE_READ = 22
 """MADV_POPULATE_READ, Linux 5.14; Python has no name for it yet."""
+_POPULATE_WRITE = 23
 _PROCESS_MADVISE = 440
 """System call number on every architecture; glibc before 2.36 has no wrapper."""
 _PIDFD_OPEN = 434
@@ -58,6 +59,19 @@ def _libc() -> Any:
 def can_map(url: str) -> bool:
     """Whether shards like this one can be mapped and copied from safely."""
     return is_local(url) and hasattr(mmap, "MADV_WILLNEED") and copies_by_kernel()
+
+
+def touch_pages(memory: NDArray[np.uint8]) -> None:
+    """Let the kernel give pages to memory that is about to be written, with the interpreter lock released.
+
+    Whoever writes into fresh memory waits for its pages, 2 ms a MiB here: better a thread that waits anyway
+    than an event loop. Advice: where the kernel cannot, writing does it.
+    """
+    page = mmap.PAGESIZE
+    start = -(-memory.ctypes.data // page) * page  # only whole pages: others may be in use
+    nbytes = (memory.ctypes.data + memory.nbytes) // page * page - start
+    if nbytes > 0:
+        _shared_libc().madvise(start, nbytes, _POPULATE_WRITE)
 
 
 class MappedShard:

@@ -24,17 +24,19 @@ from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import Future
 from contextlib import aclosing
 from dataclasses import dataclass, field, fields
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from prefetch.bodies import Info, OpenBody, body_of
+from prefetch.filesystems import Filesystems
+from prefetch.mapping import touch_pages
 from prefetch.retries import CutBodyError, HedgeBudget, ReadTimes, RetryPolicy, failure_of, hedge_due_s
 from sharding.blocks import Shard
 from sharding.errors import DataflowError, ShardChangedError, ShardReadError
-from sharding.storage import check_shard, failure_text, local_info, open_url
+from sharding.storage import check_shard, failure_text, local_info
 from sharding.urls import is_local, local_path
 
 R = TypeVar("R")
@@ -140,7 +142,7 @@ class StoreReader:
         now: Callable[[], float] = time.monotonic,
         wait: Callable[[float], bool] | None = None,
     ) -> None:
-        self._options = dict(storage_options or {})
+        self._filesystems = Filesystems(storage_options or {})
         self._policy = policy or RetryPolicy()
         self._now = now
         self._closed = threading.Event()
@@ -267,14 +269,18 @@ class StoreReader:
 
     def _attempt(self, read: _Range, stall_s: float) -> None:
         """Ask once for all that is missing. Raises what the store's client raises."""
-        fs, path = open_url(read.shard.url, self._options)
+        fs, path = self._filesystems.open(read.shard.url)
         body = body_of(fs)
         if body is not None:
             call = _OnLoop(fs.loop)
             with self._lock:
                 self._running.add(call)
             try:
-                call.run(self._fetch(read, fs, path, *body, stall_s), cancelled=self._closed.is_set)
+                call.run(
+                    self._fetch(read, fs, path, *body, stall_s),
+                    cancelled=self._closed.is_set,
+                    meanwhile=partial(touch_pages, read.out),
+                )
             finally:
                 with self._lock:
                     self._running.discard(call)
@@ -427,12 +433,22 @@ class _OnLoop:
         self._task: asyncio.Task[None] | None = None
         self._ended: Future[None] = Future()
 
-    def run(self, coroutine: Coroutine[Any, Any, None], *, cancelled: Callable[[], bool]) -> None:
-        """Wait for its end; raises what it raises, `ReaderClosedError` if it was cancelled."""
+    def run(
+        self,
+        coroutine: Coroutine[Any, Any, None],
+        *,
+        cancelled: Callable[[], bool],
+        meanwhile: Callable[[], None],
+    ) -> None:
+        """Do something meanwhile and wait for its end.
+
+        Raises what it raises, `ReaderClosedError` if it was cancelled.
+        """
         self._loop.call_soon_threadsafe(self._start, coroutine)
         if cancelled():  # before `cancel` could know of this call
             self.cancel()
         try:
+            meanwhile()
             self._ended.result()
         except BaseException:
             # Interrupted from outside: the memory it writes into is the caller's again only at its end.

@@ -15,7 +15,7 @@ from fsspec import AbstractFileSystem
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from prefetch import store
+from prefetch import filesystems, store
 from prefetch.retries import RetryPolicy
 from prefetch.store import ReaderClosedError, ReadStats, StoreReader
 from sharding.blocks import Shard
@@ -440,13 +440,13 @@ def test_a_remote_shard_is_checked_once_a_reader(failing: type[FailingFileSystem
 
 def test_storage_options_reach_the_filesystem(monkeypatch: pytest.MonkeyPatch, memory_url: str) -> None:
     given_options: list[dict[str, Any]] = []
-    real = store.open_url
+    real = filesystems.open_url
 
     def recording(url: str, options: Any) -> tuple[Any, str]:
         given_options.append(dict(options))
         return real(url)
 
-    monkeypatch.setattr(store, "open_url", recording)
+    monkeypatch.setattr(filesystems, "open_url", recording)
     options = {"key": "secret"}
     reader = StoreReader(options)
     options.clear()  # the reader keeps its own copy

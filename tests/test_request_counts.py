@@ -1,0 +1,118 @@
+"""What an epoch asks of a store, counted at the server: the plan's requests and bytes, few connections."""
+
+from __future__ import annotations
+
+import json
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from test_faults import slowstore
+
+from dataflow import DataLoader, ShardedDataset, ShardWriter, Shuffle
+from prefetch.store import StoreReader
+from sharding.storage import open_url, shard_info, shard_of
+
+pytest.importorskip("aiohttp")
+
+NUM = 1000
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("shards")
+    rng = np.random.default_rng(0)
+    with ShardWriter(str(folder / "x-{:02d}.tar"), max_bytes=1 << 20) as writer:
+        for i in range(NUM):
+            writer.write({"__key__": f"{i:05d}", "bin": rng.bytes(4096), "cls": i})
+    return folder
+
+
+def counted(url: str) -> dict[str, Any]:
+    with urllib.request.urlopen(f"{url}/__stats?reset=1") as answer:
+        return dict(json.load(answer))
+
+
+def epoch_of(
+    url: str, catalog: Path, shuffle: Shuffle, monkeypatch: pytest.MonkeyPatch
+) -> tuple[dict[str, Any], list[int], ShardedDataset]:
+    """The server's counts, the bytes of each read that was planned (the next epoch's first among them)."""
+    names = sorted(path.name for path in catalog.parent.glob("*.tar"))
+    ShardedDataset([f"{url}/{name}" for name in names], catalog=str(catalog), block_bytes=100_000)
+    counted(url)
+    planned: list[int] = []
+    read_into = StoreReader.read_into
+
+    def counting(self: StoreReader, shard: Any, offset: int, out: Any, **more: Any) -> None:
+        planned.append(out.nbytes)
+        read_into(self, shard, offset, out, **more)
+
+    monkeypatch.setattr(StoreReader, "read_into", counting)
+    dataset = ShardedDataset(str(catalog), decode={"bin": None, "cls": "int"})
+    with DataLoader(dataset, 50, shuffle=shuffle) as loader:
+        labels = np.concatenate([batch["cls"].numpy() for batch in loader])
+    assert sorted(labels.tolist()) == list(range(NUM))
+    return counted(url), planned, dataset
+
+
+def test_an_epoch_asks_for_each_block_once_and_for_nothing_else(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with slowstore(folder) as url:
+        seen, planned, dataset = epoch_of(url, folder / "window.catalog", Shuffle("window"), monkeypatch)
+    blocks = dataset.catalog.blocks
+    assert len(blocks.length) <= len(planned) <= 2 * len(blocks.length)
+    assert seen["requests"] <= 1.05 * len(planned)
+    assert seen["bytes"] <= 1.05 * sum(planned)
+
+
+def test_in_file_order_neighbouring_blocks_share_a_request(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with slowstore(folder) as url:
+        seen, planned, dataset = epoch_of(url, folder / "order.catalog", Shuffle("none"), monkeypatch)
+    assert seen["requests"] < 0.6 * len(dataset.catalog.blocks.length)
+    assert seen["bytes"] <= 1.05 * sum(planned)
+
+
+def test_a_full_shuffle_joins_the_values_of_a_sample(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with slowstore(folder) as url:
+        seen, planned, _ = epoch_of(url, folder / "full.catalog", Shuffle("full"), monkeypatch)
+    assert seen["requests"] <= 1.05 * len(planned)
+    assert sum(planned) / len(planned) > 4096 + 512  # the label lies 512 bytes behind the value
+
+
+def test_connections_are_reused_by_all_threads_of_a_process(folder: Path) -> None:
+    from concurrent.futures import ThreadPoolExecutor
+
+    with slowstore(folder) as url:
+        name = f"{url}/{sorted(path.name for path in folder.glob('*.tar'))[0]}"
+        shard, reader = shard_of(name, shard_info(name, *open_url(name))), StoreReader()
+        counted(url)
+
+        def read(at: int) -> None:
+            reader.read_into(shard, at, np.zeros(5000, np.uint8))
+
+        for at in range(4):  # each in a thread of its own
+            with ThreadPoolExecutor(1) as thread:
+                thread.submit(read, at).result(30)
+        seen = counted(url)
+    assert seen["requests"] == 4
+    assert seen["connections"] <= 2  # one of them asks for the counts
+
+
+def test_a_large_range_is_read_in_parts_at_the_same_time(folder: Path) -> None:
+    content = np.random.default_rng(2).bytes(16 << 20)
+    (folder / "large.bin").write_bytes(content)
+    with slowstore(folder, "--latency-ms", "50") as url:
+        name = f"{url}/large.bin"
+        shard, out = shard_of(name, shard_info(name, *open_url(name))), np.zeros(len(content), np.uint8)
+        counted(url)
+        StoreReader().read_into(shard, 0, out)
+        seen = counted(url)
+    assert out.tobytes() == content
+    assert seen["requests"] == 4
+    assert seen["bytes"] == len(content)
+    assert seen["concurrent_max"] == 4
