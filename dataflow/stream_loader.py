@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from dataflow.cache import OpenCaches, memory_for_caches
 from dataflow.dataset import ShardedDataset
 from dataflow.length_aware import checked_batching, make_planner
 from dataflow.memory_limit import memory_limit_bytes
@@ -29,6 +30,7 @@ from dataflow.stream import Delivered, Finishing, RankPlan, Stream, StreamPlan
 from dataflow.topology_exchange import detect_topology
 from dataflow.torch_threads import one_torch_thread, setting_kept
 from prefetch.arena import Arena, rounded_bytes
+from prefetch.block_cache import NO_CACHE, CacheStats
 from prefetch.depth import AdaptiveDepth, Decision, DepthPolicy, Observation, fixed_depth
 from prefetch.device import CudaStreams, DeviceCopier, register_pinned
 from prefetch.engine import NOT_STARTED, Engine, EngineOptions, EngineStats, MemoryLimitError, StallError
@@ -428,14 +430,15 @@ class _Session:
 
     def __init__(self, loader: StreamLoader, epoch: int, start: int) -> None:
         dataset = loader.dataset
-        self.ledger = Ledger(loader.memory_limit)
+        self.ledger = Ledger(loader.memory_limit - memory_for_caches(dataset.sources, loader.memory_limit))
         on_cuda = loader.device.type == "cuda"
         register = register_pinned if on_cuda or loader.pin_memory else None
         self.arena = Arena(limit_bytes=loader.memory_limit, register=register)
         self.copier = DeviceCopier(CudaStreams(loader.device)) if on_cuda else None
         self.traffic = Traffic()
         self.gate = None if loader._local else _open_gate(loader.memory_limit, self._refusals)
-        self.sources = _open_sources(dataset, loader.memory_limit // 4, self.traffic, self.gate)
+        self.caches = OpenCaches(dataset.sources, loader._plan, loader._topology, self.arena)
+        self.sources = _open_sources(dataset, loader.memory_limit // 4, self.traffic, self.gate, self.caches)
         self._next = (epoch, start)
         ledger = self.ledger
         finishing = Finishing(
@@ -456,11 +459,12 @@ class _Session:
             num_readers=loader._num_readers,
             full_window_bytes=loader.memory_limit // 8,
         )
-        readers = [source.reader for source in self.sources]
+        readers, caches = [source.reader for source in self.sources], self.caches
 
         def end_reads() -> None:
             for reader in readers:
                 reader.close()
+            caches.end()
 
         chunk_bytes = rounded_bytes(per_chunk * _batch_bytes(loader))
         options = EngineOptions(
@@ -505,6 +509,8 @@ class _Session:
         if self.gate:
             self.gate.close()
         self.engine.close(join=join)
+        if join:  # threads that hang may still read
+            self.caches.close()
         self.arena.close()
 
 
@@ -519,6 +525,7 @@ class _Totals:
     decoded_bytes: int = 0
     delivered_bytes: int = 0
     faults: ReadStats = NO_FAULTS
+    cache: CacheStats = NO_CACHE
 
     @classmethod
     def of(cls, session: _Session, past: _Totals | None) -> _Totals:
@@ -532,6 +539,7 @@ class _Totals:
             past.decoded_bytes + traffic.decoded_bytes,
             past.delivered_bytes + engine.delivered_bytes,
             past.faults + session.faults(),
+            past.cache + session.caches.stats(),
         )
 
 
@@ -574,6 +582,7 @@ class _Counts:
             skipped_samples=skipped.count,
             skipped=tuple(skipped.errors),
             faults=totals.faults,
+            cache=totals.cache,
         )
 
 
@@ -676,12 +685,17 @@ def _open_gate(limit_bytes: int, refusals: Callable[[], int]) -> ReadGate:
 
 
 def _open_sources(
-    dataset: ShardedDataset | Mixture, keep_bytes: int, traffic: Traffic, gate: ReadGate | None
+    dataset: ShardedDataset | Mixture,
+    keep_bytes: int,
+    traffic: Traffic,
+    gate: ReadGate | None,
+    caches: OpenCaches,
 ) -> list[Source]:
     """What the stream reads, numbered, with one account of bytes and one gate."""
     opened = [source.source(keep_bytes // len(dataset.sources)) for source in dataset.sources]
     return [
-        replace(source, number=number, traffic=traffic, gate=gate) for number, source in enumerate(opened)
+        replace(source, number=number, traffic=traffic, gate=gate, cache=caches.of(number))
+        for number, source in enumerate(opened)
     ]
 
 
