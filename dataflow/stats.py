@@ -20,7 +20,8 @@ class LoaderStats:
     batches: int
     """Batches delivered on this rank."""
     read_bytes: int
-    """Bytes read, from the store or from a cache. Far above `delivered_bytes`: most of each block is not used by this rank."""
+    """Bytes read, from the store or from a cache. Far above `delivered_bytes`: most of each block is not
+    used by this rank."""
     decoded_bytes: int
     """Bytes of blocks after decompression and decoding, before rows are picked."""
     delivered_bytes: int

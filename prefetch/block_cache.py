@@ -116,8 +116,8 @@ class BlockCache:
         except OSError as error:
             self._warn(
                 "write",
-                f"the cache folder {path} cannot be written ({error.strerror or error}): blocks that are in it "
-                "are used, but none are added; give a folder that this user may write",
+                f"the cache folder {path} cannot be written ({error.strerror or error}): blocks that are in "
+                "it are used, all others come from the store. Give a folder that this user may write",
             )
 
     def read_into(

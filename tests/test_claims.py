@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 import pytest
@@ -57,16 +57,11 @@ def test_nothing_is_left_of_a_claim(claims: Claims, tmp_path: Path) -> None:
 
 
 def test_who_waits_gets_the_claim_when_it_is_given_up(claims: Claims, threads: ThreadPoolExecutor) -> None:
-    held = claims.take("a", patience_s=0)
-    assert held
-    waiting = [threads.submit(claims.take, "a", patience_s=WAIT_S) for _ in range(4)]
+    held = taken(claims, "a")
+    waiting = [threads.submit(taken, claims, "a", WAIT_S) for _ in range(4)]
     held.release()
-    for _ in waiting:  # one after the other
-        done = next(w for w in waiting if w.done() or w.exception(WAIT_S) is None)
-        waiting = [w for w in waiting if w is not done]
-        claim = done.result(WAIT_S)
-        assert claim
-        claim.release()
+    for done in as_completed(waiting, WAIT_S):  # one after the other
+        done.result().release()
 
 
 def test_one_holder_at_a_time_among_many_threads(claims: Claims, threads: ThreadPoolExecutor) -> None:
@@ -94,23 +89,18 @@ def test_the_claim_of_a_killed_process_is_free(claims: Claims, threads: ThreadPo
     with forked(hold) as child:
         child.reached()
         assert claims.take("a", patience_s=0) is None
-        waiting = threads.submit(claims.take, "a", patience_s=WAIT_S)
+        waiting = threads.submit(taken, claims, "a", WAIT_S)
         child.kill()
-        claim = waiting.result(WAIT_S)
-        assert claim
-        claim.release()
+        waiting.result(WAIT_S).release()
 
 
 def test_a_forked_child_does_not_keep_a_claim(claims: Claims, threads: ThreadPoolExecutor) -> None:
-    held = claims.take("a", patience_s=0)
-    assert held
+    held = taken(claims, "a")
     with forked(lambda stop: stop()) as child:
         child.reached()
-        waiting = threads.submit(claims.take, "a", patience_s=WAIT_S)
+        waiting = threads.submit(taken, claims, "a", WAIT_S)
         held.release()
-        claim = waiting.result(WAIT_S)
-        assert claim
-        claim.release()
+        waiting.result(WAIT_S).release()
 
 
 def test_ending_ends_waits(claims: Claims, threads: ThreadPoolExecutor) -> None:
