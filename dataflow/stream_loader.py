@@ -31,6 +31,7 @@ from dataflow.topology_exchange import detect_topology
 from dataflow.torch_threads import one_torch_thread, setting_kept
 from prefetch.arena import Arena, rounded_bytes
 from prefetch.block_cache import NO_CACHE, CacheStats
+from prefetch.broker import SharedGate, broker_name
 from prefetch.depth import AdaptiveDepth, Decision, DepthPolicy, Observation, fixed_depth
 from prefetch.device import CudaStreams, DeviceCopier, register_pinned
 from prefetch.engine import NOT_STARTED, Engine, EngineOptions, EngineStats, MemoryLimitError, StallError
@@ -47,7 +48,7 @@ from sharding.plan import PlanState, Tail
 from sharding.topology import Topology
 from sharding.unit_plan import UnitPlan
 from sharding.units import LengthStats
-from sharding.urls import is_local
+from sharding.urls import is_local, naming_part
 from sharding.window_size import DEFAULT_LIMIT, deciding_table, resolve_windows
 
 _CHUNK_BYTES = 8 << 20
@@ -63,6 +64,7 @@ _LOCAL_READERS = 2
 _REMOTE_READERS = 32
 """The most; how many read at a time is for the in-flight control to say."""
 _START_IN_FLIGHT = 64 << 20
+_LEAST_START = 4 << 20
 _DEPTH = 4
 
 
@@ -436,7 +438,7 @@ class _Session:
         self.arena = Arena(limit_bytes=loader.memory_limit, register=register)
         self.copier = DeviceCopier(CudaStreams(loader.device)) if on_cuda else None
         self.traffic = Traffic()
-        self.gate = None if loader._local else _open_gate(loader.memory_limit, self._refusals)
+        self.gate = None if loader._local else _open_gate(loader, self._refusals)
         self.caches = OpenCaches(dataset.sources, loader._plan, loader._topology, self.arena)
         self.sources = _open_sources(dataset, loader.memory_limit // 4, self.traffic, self.gate, self.caches)
         self._next = (epoch, start)
@@ -679,9 +681,24 @@ def _default_depth(loader: StreamLoader) -> DepthPolicy:
     return AdaptiveDepth(start=_DEPTH, limit_bytes=loader.memory_limit // 2)
 
 
-def _open_gate(limit_bytes: int, refusals: Callable[[], int]) -> ReadGate:
-    control = Inflight(start_bytes=min(_START_IN_FLIGHT, limit_bytes), max_bytes=limit_bytes)
-    return ReadGate(control, refusals=refusals)
+def _open_gate(loader: StreamLoader, refusals: Callable[[], int]) -> ReadGate:
+    """The gate of this rank, or of all ranks of this machine together."""
+    place, limit = loader._topology, loader.memory_limit
+    ranks = place.local_world_size
+    # Nodes start together: what they first ask for, together, is what a single one would.
+    start = max(_LEAST_START, _START_IN_FLIGHT // place.num_nodes)
+
+    def control(share: int = 1) -> Inflight:
+        most = limit * ranks // share
+        return Inflight(start_bytes=min(start // share, most), max_bytes=most)
+
+    url = next(url for source in loader.dataset.sources for url in source.catalog.urls if not is_local(url))
+    name = broker_name("/".join(naming_part(url).split("/")[:3])) if ranks > 1 else None
+    if name is None:
+        return ReadGate(control(share=ranks), refusals=refusals)
+    return SharedGate(
+        control(share=ranks), name=name, rank=place.local_rank, shared_control=control, refusals=refusals
+    )
 
 
 def _open_sources(

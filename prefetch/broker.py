@@ -4,11 +4,10 @@ Ranks that each controlled their own share would see each other as noise, and st
 of them, the *broker*, holds the control (`prefetch.inflight`), and every reader thread of every rank asks it
 before it reads: "may I send for n bytes", and tells it when they came. Ranks take turns.
 
-The broker is whoever binds a name in the abstract socket namespace first: that is atomic, and the kernel frees
-the name when its process dies. So is everything else tied to the death of processes: a connection that ends
-gives its credits back, and when the broker's connections end, whoever notices first binds the name again.
-Reads that run go on; while nobody serves, a rank is limited by a control of its own. A message and its answer
-take about 50 µs, a read milliseconds.
+The broker is whoever binds a name in the abstract socket namespace first: that is atomic, and the kernel
+frees the name when its process dies. Everything else is tied to the life of processes, too: a connection that
+ends gives its credits back, and when the broker's connections end, whoever notices first binds the name
+again. Reads that run go on; while nobody serves, a rank is limited by a control of its own.
 """
 
 from __future__ import annotations

@@ -128,7 +128,7 @@ class CacheFolder:
         self._root = os.path.join(path, VERSION)
         self._limit, self._claims, self._next_use = limit_bytes, claims, next_use
         self._mutex = threading.Lock()  # guards the folder's lock among our threads, and what is below
-        self._passed_bytes: int | None = None
+        self._in_vain: tuple[float, int] | None = None  # next use of a block without room; bytes passed since
         self.evicted = self.evicted_bytes = 0
         self._name = uuid.uuid4().hex
         self._user = -1
@@ -166,7 +166,10 @@ class CacheFolder:
         Raises `OSError` if it cannot be written, and then leaves nothing.
         """
         path = self._path("live", f"{entry.name}.{uuid.uuid4().hex}")
+        target = self._block_path(entry.name)
         with self._locked() as held:
+            if os.path.lexists(target):
+                return True
             if not held or not self._has_room(entry.stored_bytes, next_use):
                 return False
             self._set_total(self._total() + entry.stored_bytes)
@@ -175,7 +178,6 @@ class CacheFolder:
             try:
                 _write_all(descriptor, data.data)
                 _write_all(descriptor, memoryview(_trailer(entry, zlib.crc32(data.data))))
-                target = self._block_path(entry.name)
                 try:
                     os.rename(path, target)
                 except FileNotFoundError:
@@ -217,22 +219,24 @@ class CacheFolder:
         total = self._total()
         if total + nbytes <= self._limit:
             return True
-        if self._passed_bytes is not None and self._passed_bytes < spare:  # was in vain, and not long ago
-            self._passed_bytes += nbytes
+        when = next_use()
+        if self._in_vain is not None and when >= self._in_vain[0] and self._in_vain[1] < spare:
+            self._in_vain = self._in_vain[0], self._in_vain[1] + nbytes
             return False
         stored = self._stored()
         total = int(stored.nbytes.sum()) + self._sweep()
         need = total + nbytes - self._limit
         soonest = self._when(stored)
-        chosen = victims(soonest, stored.nbytes, newcomer=next_use(), need=need, spare=spare)
+        chosen = victims(soonest, stored.nbytes, newcomer=when, need=need, spare=spare)
         for i in chosen.tolist():
             if _removed(self._block_path(stored.names[i])):
                 total -= int(stored.nbytes[i])
                 self.evicted += 1
                 self.evicted_bytes += int(stored.nbytes[i])
         self._set_total(total)
-        self._passed_bytes = None if total + nbytes <= self._limit else 0
-        return total + nbytes <= self._limit
+        fits = total + nbytes <= self._limit
+        self._in_vain = None if fits else (when, 0)
+        return fits
 
     def _when(self, stored: Stored) -> NDArray[np.float64]:
         """When each block is needed next; those of other loaders that run must stay, of others may go."""

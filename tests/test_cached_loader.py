@@ -127,7 +127,11 @@ def test_processes_of_a_machine_fetch_each_byte_once(server: Server, tmp_path: P
     dataset = open_dataset(server.url, tmp_path, None)
     server.served()
     ranks = run_ranks(
-        epoch_of_rank, 2, args=(server.url, str(tmp_path), str(tmp_path / "cache")), backend=None
+        epoch_of_rank,
+        2,
+        args=(server.url, str(tmp_path), str(tmp_path / "cache")),
+        backend=None,
+        start_method="forkserver",
     )
     assert server.served()["bytes"] == table_bytes(dataset)
     assert sum(misses for _, misses in ranks) == dataset.catalog.num_blocks
@@ -168,7 +172,7 @@ def test_sources_of_a_mixture_share_their_cache(server: Server, tmp_path: Path) 
 
 @pytest.mark.parametrize("kind", ["full", "blocks", "none"])
 def test_other_orders_are_cached_too(server: Server, tmp_path: Path, kind: Any) -> None:
-    dataset = open_dataset(server.url, tmp_path, Cache(tmp_path / "cache"))
+    dataset = open_dataset(server.url, tmp_path, Cache(tmp_path / "cache"), slice(0, 1))
     with DataLoader(dataset, 32, Shuffle(kind)) as loader:
         first = sorted(firsts(loader))
         server.served()

@@ -12,25 +12,23 @@ from sharding.order import Order, Shuffle
 from sharding.plan import EpochPlan
 
 
-def order_of(counts: list[int], lanes: int, epoch: int = 0, kind: str = "window") -> Order:
-    shuffle = Shuffle(kind, canonical_nodes=lanes, window_blocks=8)  # type: ignore[arg-type]
-    return Order(counts, shuffle, seed=3, epoch=epoch)
+def order_of(counts: list[int], lanes: int) -> Order:
+    return Order(counts, Shuffle("window", canonical_nodes=lanes, window_blocks=8), seed=3, epoch=0)
+
+
+SAMPLES = 16
 
 
 def read_by(order: Order, ranks: range, world: int, batch: int) -> dict[int, int]:
-    """Block -> the first window in which any of these ranks takes a sample of it."""
+    """Block (of 16 samples) -> the first window in which any of these ranks takes a sample of it."""
     first: dict[int, int] = {}
-    starts = np.cumsum(order_counts[id(order)]) - order_counts[id(order)]
     for rank in ranks:
         plan = EpochPlan(order, batch_size=batch, rank=rank, world_size=world, tail="drop")
         positions = plan.positions(0, plan.num_batches)[0]
-        blocks = np.searchsorted(starts, order.samples(positions), side="right") - 1
+        blocks = order.samples(positions) // SAMPLES
         for block, window in zip(blocks.tolist(), order.locate(positions)[0].tolist(), strict=True):
             first[block] = min(first.get(block, window), window)
     return first
-
-
-order_counts: dict[int, np.ndarray] = {}
 
 
 @settings(max_examples=40, deadline=None)
@@ -43,9 +41,7 @@ def test_a_block_is_needed_by_the_lanes_of_a_machine_when_its_ranks_take_it(
     num_blocks: int, lanes: int, ranks: tuple[int, int, int]
 ) -> None:
     first, end, world = ranks
-    counts = [16] * num_blocks
-    order = order_of(counts, lanes)
-    order_counts[id(order)] = np.array(counts)
+    order = order_of([SAMPLES] * num_blocks, lanes)
     batch = 8
     mine = lanes_of_seats(range(first, end), world, lanes, batch)
     windows = windows_of_blocks(order, num_blocks, mine)
@@ -85,6 +81,6 @@ def test_a_block_is_needed_in_this_epoch_else_in_the_next_else_never() -> None:
 
 
 def test_a_full_shuffle_needs_every_block_all_the_time() -> None:
-    order = order_of([16] * 10, 1, kind="full")
+    order = Order([SAMPLES] * 10, Shuffle("full"), seed=3, epoch=0)
     windows = windows_of_blocks(order, 10, Lanes(0, 1, shared=False))
     assert windows.tolist() == [0] * 10
