@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import uuid
 from collections.abc import Callable, Iterator
@@ -11,7 +12,7 @@ from contextlib import ExitStack
 import pytest
 from forked_kit import forked
 
-from prefetch.broker import SharedGate, broker_name
+from prefetch.broker import SharedGate, _Line, _Peer, broker_name
 from prefetch.depth import Decision
 from prefetch.inflight import Inflight
 from prefetch.store import ReaderClosedError
@@ -87,69 +88,20 @@ def test_one_request_may_always_go(make: Make) -> None:
         pass
 
 
-def test_ranks_take_turns(make: Make) -> None:
+def test_ranks_take_turns() -> None:
     """A rank with many threads gets no more than a rank with few."""
-    one, many = make(0), make(1)
-    order: list[int] = []
-    entered = threading.Event()
-
-    def read(rank: int, gate: SharedGate) -> None:
-        with gate.read(10):
-            order.append(rank)
-
-    with ThreadPoolExecutor(12) as threads:
-        with one.read(10):
-            waiting = [threads.submit(read, 1, many) for _ in range(8)]
-            asked_by(many, 8)
-            waiting += [threads.submit(read, 0, one) for _ in range(2)]
-            asked_by(one, 3)
-            entered.set()
-        for done in waiting:
-            done.result(WAIT_S)
-    assert 0 in order[:2]
-    assert sorted(order[:4]) == [0, 0, 1, 1]
-
-
-def asked_by(gate: SharedGate, count: int) -> None:
-    """Wait until so many requests of a gate are in the broker's line or granted."""
-    broker = next(g._broker for g in GATES if g._broker is not None)
-    with CHANGED:
-        assert CHANGED.wait_for(lambda: broker_count(broker, gate._rank) >= count, WAIT_S)
-
-
-CHANGED = threading.Condition()
-GATES: list[SharedGate] = []
-ASKED: dict[int, int] = {}
-
-
-def broker_count(broker: object, rank: int) -> int:
-    return ASKED.get(rank, 0)
-
-
-@pytest.fixture(autouse=True)
-def watched(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tells `asked_by` of every request that reaches a broker."""
-    import prefetch.broker as module
-
-    GATES.clear()
-    ASKED.clear()
-    real_init, real_heard = SharedGate.__init__, module.Broker._heard
-
-    def init(self: SharedGate, *args: object, **kwargs: object) -> None:
-        real_init(self, *args, **kwargs)  # type: ignore[arg-type]
-        GATES.append(self)
-
-    def heard(self: module.Broker, peer: module._Peer) -> bool:
-        before = peer.asked_bytes
-        result = real_heard(self, peer)
-        if peer.asked_bytes is not None and before is None:
-            with CHANGED:
-                ASKED[peer.rank] = ASKED.get(peer.rank, 0) + 1
-                CHANGED.notify_all()
-        return result
-
-    monkeypatch.setattr(SharedGate, "__init__", init)
-    monkeypatch.setattr(module.Broker, "_heard", heard)
+    line, ours = _Line(), [socket.socket() for _ in range(7)]
+    peers = [_Peer(connection, rank) for connection, rank in zip(ours, [1, 1, 1, 1, 0, 0, 2], strict=True)]
+    for peer in peers:
+        line.add(peer)
+    line.remove(peers[2])  # its rank died
+    order = []
+    while (first := line.first()) is not None:
+        line.remove(first)
+        order.append(peers.index(first))
+    for connection in ours:
+        connection.close()
+    assert order == [4, 6, 0, 5, 1, 3]
 
 
 def test_the_credits_of_a_killed_rank_come_back(make: Make) -> None:
@@ -197,7 +149,6 @@ def test_when_the_broker_is_closed_reads_go_on(make: Make) -> None:
     first, second = make(0), make(1)
     with first.read(10), ThreadPoolExecutor(1) as thread:
         waiting = thread.submit(read_once, second)
-        asked_by(second, 1)
         first.close()
         waiting.result(WAIT_S)
     assert second.serves
@@ -207,7 +158,6 @@ def test_closing_ends_the_wait(make: Make) -> None:
     first, second = make(0), make(1)
     with first.read(10), ThreadPoolExecutor(1) as thread:
         waiting = thread.submit(read_once, second)
-        asked_by(second, 1)
         second.close()
         with pytest.raises(ReaderClosedError):
             waiting.result(WAIT_S)
