@@ -25,6 +25,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
 from prefetch.depth import Decision
+from prefetch.forks import only_ours
 from prefetch.gate import ReadGate
 from prefetch.inflight import Inflight, Sent
 from prefetch.store import ReaderClosedError
@@ -125,6 +126,7 @@ class Broker:
                             return
                         if key.fileobj is self._listener:
                             connection, _ = self._listener.accept()
+                            only_ours(connection)
                             selector.register(connection, selectors.EVENT_READ, _Peer(connection))
                         elif not self._heard(key.data):
                             selector.unregister(key.data.connection)
@@ -349,7 +351,7 @@ class SharedGate(ReadGate):
 
 
 def _new_socket() -> socket.socket:
-    return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    return only_ours(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
 
 
 def _uid_of(connection: socket.socket) -> int:

@@ -3,8 +3,7 @@
 A claim is an exclusive `flock` on a named pipe. The kernel drops the lock when the holder closes the pipe or
 dies, whichever way, so nothing has to be judged by age. A pipe and not a file, because waiting for a `flock`
 can be neither bounded nor ended: a pipe tells those who have it open for reading that its last writer is
-gone, which `poll` waits for beside the end of the loader. Whoever gives a claim up also writes a byte, for
-the case that a child process forked meanwhile keeps the pipe open.
+gone, which `poll` waits for beside the end of the loader. Forked children close their copies.
 
 The pipe is removed with the claim; a lock on a removed pipe is no claim, so the path is looked at again once
 the lock is held. What a killed process leaves is an empty pipe that the next one uses. About 30 µs a claim.
@@ -21,8 +20,7 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Self
 
-_WAKE = bytes(select.PIPE_BUF)
-"""A byte for each of those who wait; each takes one at most."""
+from prefetch.forks import only_ours
 
 
 class Claim:
@@ -32,15 +30,17 @@ class Claim:
         self._path, self._descriptor = path, descriptor
 
     def release(self) -> None:
-        """Let the next one have it. Once."""
+        """Let the next one have it. Idempotent."""
+        if self._descriptor >= 0:
+            with suppress(OSError):
+                os.unlink(self._path)
+        self.close()
+
+    def close(self) -> None:
+        """Close the descriptor; where it is the last copy, that gives the claim up."""
         descriptor, self._descriptor = self._descriptor, -1
-        with suppress(OSError):
-            os.unlink(self._path)
-        with suppress(OSError):
-            os.write(descriptor, _WAKE)
-        with suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_UN)  # a forked child may hold the descriptor, too
-        os.close(descriptor)
+        if descriptor >= 0:
+            os.close(descriptor)
 
     def __enter__(self) -> Self:
         return self
@@ -75,7 +75,7 @@ class Claims:
             descriptor = _open_pipe(path)
             if _locked(descriptor):
                 if _is_at(descriptor, path):
-                    return Claim(path, descriptor)
+                    return only_ours(Claim(path, descriptor))
                 os.close(descriptor)
                 continue
             os.close(descriptor)  # while it is open, the holder's end would not show
@@ -90,7 +90,7 @@ class Claims:
             return patience_s > 0
         try:
             with suppress(BlockingIOError):
-                os.read(descriptor, 1)  # a byte, or the end as nobody writes: free
+                os.read(descriptor, 1)  # the end, as nobody writes: free
                 return patience_s > 0
             waiting = select.poll()
             waiting.register(descriptor, select.POLLIN)

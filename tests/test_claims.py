@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -101,6 +102,27 @@ def test_a_forked_child_does_not_keep_a_claim(claims: Claims, threads: ThreadPoo
         waiting = threads.submit(taken, claims, "a", WAIT_S)
         held.release()
         waiting.result(WAIT_S).release()
+
+
+def test_a_child_that_outlives_its_killed_parent_does_not_keep_a_claim(
+    claims: Claims, tmp_path: Path
+) -> None:
+    def hold(stop: Callable[[], None]) -> None:
+        claim = taken(claims, "a")
+        with forked(lambda stop: stop()) as grandchild:
+            grandchild.reached()
+            (tmp_path / "pid").write_text(str(grandchild.pid))
+            stop()
+        claim.release()
+
+    with forked(hold) as child:
+        child.reached()
+        assert claims.take("a", patience_s=0) is None
+        child.kill()
+        try:
+            taken(claims, "a", WAIT_S).release()
+        finally:
+            os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)
 
 
 def test_ending_ends_waits(claims: Claims, threads: ThreadPoolExecutor) -> None:
