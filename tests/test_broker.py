@@ -185,11 +185,12 @@ def test_without_a_broker_a_rank_is_limited_alone(make: Make, monkeypatch: pytes
 
     monkeypatch.setattr(module, "Broker", refuse)
     gate = make()
-    with gate.read(10), ThreadPoolExecutor(1) as thread:
-        waiting = thread.submit(read_once, gate)
-        assert not waiting.done()
-        assert gate._control.in_flight_bytes == 10
-    waiting.result(WAIT_S)
+    with ThreadPoolExecutor(1) as thread:
+        with gate.read(10):
+            waiting = thread.submit(read_once, gate)
+            assert gate._control.in_flight_bytes == 10
+            assert not waiting.done()
+        waiting.result(WAIT_S)
 
 
 def test_demands_are_added_up_and_a_rank_that_waits_needs_all(make: Make) -> None:

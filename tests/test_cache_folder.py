@@ -352,9 +352,9 @@ def test_a_block_that_cannot_be_written_leaves_nothing(
 def test_a_lost_total_is_counted_again(tmp_path: Path) -> None:
     with opened(tmp_path) as folder:
         put(folder, 1)
-        for damage in (b"", b"123"):
+        for number, damage in ((2, b""), (4, b"123")):
             (tmp_path / VERSION / "total").write_bytes(damage)
-            put(folder, 2)
+            put(folder, number)
             os.unlink(tmp_path / VERSION / "total")
-            put(folder, 3)
+            put(folder, number + 1)
             assert total(tmp_path) == bytes_in_blocks(tmp_path)

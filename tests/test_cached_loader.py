@@ -1,10 +1,11 @@
-"""A loader over a slow store with a cache: what the server is asked for, counted there."""
+"""A loader over a store with a cache, or with other ranks: what the server is asked for, counted there."""
 
 from __future__ import annotations
 
 import json
 import subprocess
 import sys
+import threading
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -218,6 +219,33 @@ def test_a_cache_that_cannot_be_used_stops_nothing(server: Server, tmp_path: Pat
         pytest.warns(RuntimeWarning, match="Not a directory"),
     ):
         assert len(firsts(loader)) == len(dataset)
+
+
+def test_ranks_of_a_machine_read_through_one_broker_and_go_on_when_it_ends(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    monkeypatch.setenv("MASTER_PORT", str(tmp_path))
+    dataset = open_dataset(server.url, tmp_path, None)
+
+    def rank(number: int) -> DataLoader:
+        place = Topology(number, 2, number, 2)
+        return DataLoader(dataset, 8, SHUFFLE, topology=place, tail="drop")
+
+    def brokers() -> int:
+        return sum(thread.name == "prefetch-broker" for thread in threading.enumerate())
+
+    with rank(0) as first, rank(1) as second:
+        one, two = iter(first), iter(second)
+        got = [int(next(one)["tokens"][0, 0])]
+        assert brokers() == 1
+        other = [int(t) for t in next(two)["tokens"][:, 0]]
+        assert brokers() == 1
+        first.close()
+        other += [int(t) for batch in two for t in batch["tokens"][:, 0]]
+    assert len(other) == len(set(other)) == NUM_SHARDS * (PER_SHARD - 1) // 16 * 8
+    assert got[0] not in other
+    assert brokers() == 0
 
 
 @pytest.mark.parametrize(
