@@ -5,8 +5,8 @@
     python -m benchmarks.nodes --host 10.77.0.254 --in 'ip netns exec nlab77h{}'     in network namespaces
 
 The store is tests/slowstore.py with one rate for all connections. Each node is a process with one rank of a
-job of so many nodes; all open the loader at the same moment and read one epoch. Asked is with the start shared
-out over the nodes (as it is) and with each node starting as if it were alone. Runs take turns.
+job of so many nodes; all open the loader at the same moment and read one epoch. Asked is with the start
+shared out over the nodes (as it is) and with each node starting as if it were alone. Runs take turns.
 """
 
 from __future__ import annotations
