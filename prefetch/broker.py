@@ -37,6 +37,8 @@ _LONGEST = 512
 _UNLIMITED = -1
 _TRIES = 50
 """To find or become the broker. More than one is needed only while one is about to listen, or just ended."""
+_CONNECT_S = 5.0
+"""The kernel answers for a broker that runs; one that was stopped is done without."""
 
 
 def broker_name(store: str) -> str | None:
@@ -321,7 +323,9 @@ class SharedGate(ReadGate):
         for _ in range(_TRIES):
             connection = _new_socket()
             try:
+                connection.settimeout(_CONNECT_S)
                 connection.connect(f"\0{self._name}")
+                connection.settimeout(None)
                 if _uid_of(connection) == os.getuid():
                     return connection
                 connection.close()

@@ -135,8 +135,13 @@ class CacheFolder:
         with self._locked() as held:
             if held:
                 self._sweep()
+                self._drop_dead_claims()
                 self._user = _create_locked(self._path("users", self._name))
-                _write_all(self._user, memoryview(marks.astype("<u8").tobytes()))
+                try:
+                    _write_all(self._user, memoryview(marks.astype("<u8").tobytes()))
+                except OSError:
+                    self.close()
+                    raise
 
     # ---- reading ------------------------------------------------------------------------------------
 
@@ -286,6 +291,13 @@ class CacheFolder:
                 os.close(descriptor)
         return writing
 
+    def _drop_dead_claims(self) -> None:
+        for item in _items(self._path("live")):
+            if _NAME.fullmatch(item.name) and not item.is_file(follow_symlinks=False):
+                claim = self._claims.take(item.name, patience_s=0)
+                if claim is not None:
+                    claim.release()
+
     def _total(self) -> int:
         data = b""
         with suppress(FileNotFoundError), open(self._path("total"), "rb") as file:
@@ -322,7 +334,7 @@ def read_entry(root: str, entry: Entry, out: NDArray[np.uint8]) -> int | None:
     """What `CacheFolder.read` does, for folders that may not be written."""
     try:
         descriptor = os.open(_block_path(root, entry.name), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):  # no such block, or no such folder
         return None
     try:
         done = _read_fully(descriptor, out.data, 0)

@@ -284,6 +284,21 @@ def test_a_process_killed_at_any_instant_leaves_nothing_in_the_way(
         assert total(tmp_path) == bytes_in_blocks(tmp_path) <= limit * STORED
 
 
+def test_claims_of_killed_processes_are_swept_and_no_others(tmp_path: Path) -> None:
+    def fetch(stop: Callable[[], None]) -> None:
+        assert Claims(prepare(str(tmp_path))).take(entry(1).name, patience_s=0)
+        stop()
+
+    live = tmp_path / VERSION / "live"
+    with forked(fetch) as child:
+        child.reached()
+        with opened(tmp_path):
+            assert [path.name for path in live.iterdir()] == [entry(1).name]
+        child.kill()
+    with opened(tmp_path):
+        assert list(live.iterdir()) == []
+
+
 def test_what_is_being_written_is_not_swept_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = os.rename
 
