@@ -16,7 +16,8 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from prefetch.cache_folder import Entry, Stored, mark_of, tag_of
+from prefetch.cache_entry import Entry, mark_of, tag_of
+from prefetch.cache_folder import Stored
 from sharding.catalog import Catalog
 from sharding.keyed import splitmix64
 from sharding.next_use import Lanes, next_uses, windows_of_blocks

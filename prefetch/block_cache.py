@@ -22,7 +22,8 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from prefetch.cache_folder import VERSION, CacheFolder, DamagedEntryError, Entry, Stored, prepare, read_entry
+from prefetch.cache_entry import DamagedEntryError, Entry, read_entry
+from prefetch.cache_folder import VERSION, CacheFolder, Stored, prepare
 from prefetch.claims import Claim, Claims
 from prefetch.memory_tier import MemoryTier
 from prefetch.store import ReaderClosedError

@@ -1,92 +1,47 @@
 """Blocks of shards in a folder of this machine, shared by any number of processes, none of which is needed.
 
-    PATH/dataflow-cache-1/blocks/XX/TAG-OFFSET-LENGTH    a block's bytes and a trailer with their checksum
+    PATH/dataflow-cache-1/blocks/XX/TAG-OFFSET-LENGTH    one block (`prefetch.cache_entry`)
                           live/                          what is being written; claims
                           users/                         which shards each running loader reads
                           total                          bytes of all blocks, 8 bytes
 
-The names say everything; there is no index that could be damaged or fall behind. TAG stands for the shard's
-URL, version and size, so another version of a shard has other names. A block is written to `live` and
-renamed: it is whole or not there, and a power failure shows in the checksum. Every file in `live` and
-`users` is locked (`flock`) by its process; what is not locked has no owner and is removed.
+The names say everything; there is no index that could be damaged or fall behind. A block is written to `live`
+and renamed: it is whole or not there, and a power failure shows in the checksum. Every file of ours in `live`
+and `users` is locked (`flock`) by its process; what is not locked has no owner and is removed.
 
 `total` is raised before a block is begun and lowered after one is gone, so that a process killed between
 leaves it too high, never too low: it is counted anew whenever the limit is reached. Only that, and making
 room, needs the lock of the folder. Counting lists the names (0.1 s for 100,000 blocks), so room is made for
-many blocks at a time. Only regular files with names as above are ever removed.
+many blocks at a time. Only regular files with names of ours are ever removed.
 """
 
 from __future__ import annotations
 
 import fcntl
-import hashlib
 import os
 import re
-import struct
 import threading
 import uuid
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
 
+from prefetch.cache_entry import MORE_BYTES, NAME, Entry, block_path, mark_of, trailer_of
 from prefetch.claims import Claim, Claims
 from prefetch.eviction import victims
-from sharding.blocks import Shard
 
 VERSION = "dataflow-cache-1"
-_TRAILER = struct.Struct("<8s16sQQI")  # magic, tag, offset, length, CRC-32 of the bytes
-_SEAL = struct.Struct("<I")  # CRC-32 of the trailer
-_MAGIC = b"dfblock1"
-_MORE_BYTES = _TRAILER.size + _SEAL.size
-_NAME = re.compile(r"([0-9a-f]{32})-(\d{1,16})-(\d{1,12})")
+_PART = re.compile(NAME.pattern + r"\.[0-9a-f]{32}")
+_USER = re.compile(r"[0-9a-f]{32}")
 _SPARE = 64
 """Room is made for this part of the limit at a time."""
 _LOCK = "lock"
 _LOCK_PATIENCE_S = 10.0
 """Listing 100,000 names takes 0.1 s; who holds the lock longer was stopped."""
-
-
-@dataclass(frozen=True)
-class Entry:
-    """Names a block: these bytes of this version of a shard."""
-
-    tag: str
-    """32 hex digits."""
-    offset: int
-    nbytes: int
-
-    @classmethod
-    def of(cls, shard: Shard, offset: int, nbytes: int) -> Self:
-        """Of a range of a shard as it was indexed."""
-        return cls(tag_of(shard), offset, nbytes)
-
-    @property
-    def name(self) -> str:
-        """File name; unique."""
-        return f"{self.tag}-{self.offset}-{self.nbytes}"
-
-    @property
-    def stored_bytes(self) -> int:
-        """Bytes on the disk."""
-        return self.nbytes + _MORE_BYTES
-
-
-@lru_cache(maxsize=4096)
-def tag_of(shard: Shard) -> str:
-    """32 hex digits for URL, version and size."""
-    text = f"{shard.url}\0{shard.version}\0{shard.size}"
-    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
-
-
-def mark_of(tag: str) -> int:
-    """The first 64 bits of a tag: enough to tell shards apart where a mistake costs only time."""
-    return int(tag[:16], 16)
 
 
 @dataclass(frozen=True)
@@ -103,10 +58,6 @@ class Stored:
 
 NextUse = Callable[[Stored], tuple[NDArray[np.float64], NDArray[np.bool_]]]
 """When each block is needed next, [n], and whether we know: False for blocks of other loaders."""
-
-
-class DamagedEntryError(Exception):
-    """A block in the folder is not what was written."""
 
 
 class CacheFolder:
@@ -143,22 +94,11 @@ class CacheFolder:
                     self.close()
                     raise
 
-    # ---- reading ------------------------------------------------------------------------------------
-
-    def read(self, entry: Entry, out: NDArray[np.uint8]) -> int | None:
-        """Fill `out` with a block's bytes; their CRC-32, or None if it is not there.
-
-        Raises `DamagedEntryError`, or `OSError` as the disk says. `out` then holds anything.
-        """
-        return read_entry(self._root, entry, out)
-
     def remove_damaged(self, entry: Entry) -> None:
         """Take out a block that is not what was written. `OSError` where that is refused."""
         with self._locked() as held:
             if held and _removed(self._block_path(entry.name)):
                 self._set_total(self._total() - entry.stored_bytes)
-
-    # ---- writing ------------------------------------------------------------------------------------
 
     def publish(self, entry: Entry, data: NDArray[np.uint8], next_use: Callable[[], float]) -> bool:
         """Keep a block; False if everything that is there is needed sooner.
@@ -182,7 +122,7 @@ class CacheFolder:
         try:
             try:
                 _write_all(descriptor, data.data)
-                _write_all(descriptor, memoryview(_trailer(entry, zlib.crc32(data.data))))
+                _write_all(descriptor, memoryview(trailer_of(entry, zlib.crc32(data.data))))
                 try:
                     os.rename(path, target)
                 except FileNotFoundError:
@@ -252,7 +192,7 @@ class CacheFolder:
     def _others(self) -> Iterator[NDArray[np.uint64]]:
         """Marks of the shards of each other loader that runs."""
         for item in _files(self._path("users")):
-            if item.name == self._name:
+            if item.name == self._name or not _USER.fullmatch(item.name):
                 continue
             descriptor = _open_if_owned(item.path)
             if descriptor is None:
@@ -265,12 +205,12 @@ class CacheFolder:
         names, marks, offsets, nbytes = [], [], [], []
         for fan in _folders(self._path("blocks")):
             for item in _files(fan.path):
-                parts = _NAME.fullmatch(item.name)
+                parts = NAME.fullmatch(item.name)
                 if parts and os.path.dirname(self._block_path(item.name)) == fan.path:
                     names.append(item.name)
                     marks.append(mark_of(parts[1]))
                     offsets.append(int(parts[2]))
-                    nbytes.append(int(parts[3]) + _MORE_BYTES)
+                    nbytes.append(int(parts[3]) + MORE_BYTES)
         found = np.array(marks, np.uint64), np.array(offsets, np.int64), np.array(nbytes, np.int64)
         return Stored(names, *found)
 
@@ -278,22 +218,22 @@ class CacheFolder:
         """Remove what processes left that were killed; the bytes of what is being written."""
         writing = 0
         for item in _files(self._path("live")):
-            parts = _NAME.match(item.name)
+            parts = _PART.fullmatch(item.name)
             if parts is None:
                 continue
             descriptor = _open_if_owned(item.path)
             if descriptor is not None:
                 os.close(descriptor)
-                writing += int(parts[3]) + _MORE_BYTES
+                writing += int(parts[3]) + MORE_BYTES
         for item in _files(self._path("users")):
-            descriptor = _open_if_owned(item.path)
+            descriptor = _open_if_owned(item.path) if _USER.fullmatch(item.name) else None
             if descriptor is not None:
                 os.close(descriptor)
         return writing
 
     def _drop_dead_claims(self) -> None:
         for item in _items(self._path("live")):
-            if _NAME.fullmatch(item.name) and not item.is_file(follow_symlinks=False):
+            if NAME.fullmatch(item.name) and not item.is_file(follow_symlinks=False):
                 claim = self._claims.take(item.name, patience_s=0)
                 if claim is not None:
                     claim.release()
@@ -319,7 +259,7 @@ class CacheFolder:
         return os.path.join(self._root, *parts)
 
     def _block_path(self, name: str) -> str:
-        return _block_path(self._root, name)
+        return block_path(self._root, name)
 
 
 def prepare(path: str) -> str:
@@ -328,33 +268,6 @@ def prepare(path: str) -> str:
     for part in ("blocks", "live", "users"):
         os.makedirs(os.path.join(root, part), exist_ok=True)
     return os.path.join(root, "live")
-
-
-def read_entry(root: str, entry: Entry, out: NDArray[np.uint8]) -> int | None:
-    """What `CacheFolder.read` does, for folders that may not be written."""
-    try:
-        descriptor = os.open(_block_path(root, entry.name), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-    except (FileNotFoundError, NotADirectoryError):  # no such block, or no such folder
-        return None
-    try:
-        done = _read_fully(descriptor, out.data, 0)
-        trailer = os.pread(descriptor, _MORE_BYTES + 1, entry.nbytes)
-    finally:
-        os.close(descriptor)
-    checksum = zlib.crc32(out.data)
-    if done != entry.nbytes or trailer != _trailer(entry, checksum):
-        raise DamagedEntryError(entry.name)
-    return checksum
-
-
-def _block_path(root: str, name: str) -> str:
-    # By a checksum and not the tag's first digits: one shard may have more blocks than a folder is good for.
-    return os.path.join(root, "blocks", f"{zlib.crc32(name.encode()) & 0xFF:02x}", name)
-
-
-def _trailer(entry: Entry, checksum: int) -> bytes:
-    body = _TRAILER.pack(_MAGIC, bytes.fromhex(entry.tag), entry.offset, entry.nbytes, checksum)
-    return body + _SEAL.pack(zlib.crc32(body))
 
 
 def _create_locked(path: str) -> int:
@@ -408,13 +321,3 @@ def _write_all(descriptor: int, data: memoryview) -> None:
     done = 0
     while done < len(data):
         done += os.write(descriptor, data[done:])
-
-
-def _read_fully(descriptor: int, view: memoryview, offset: int) -> int:
-    done = 0
-    while done < len(view):
-        got = os.preadv(descriptor, [view[done:]], offset + done)
-        if got == 0:
-            break
-        done += got
-    return done

@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 
 import prefetch.cache_folder as folder_module
 from prefetch.block_cache import BlockCache
-from prefetch.cache_folder import VERSION, Entry, Stored, mark_of
+from prefetch.cache_entry import Entry, mark_of
+from prefetch.cache_folder import VERSION, Stored
 from prefetch.memory_tier import MemoryTier
 from prefetch.store import ReaderClosedError
 from sharding.blocks import Shard

@@ -15,7 +15,8 @@ from forked_kit import forked
 from numpy.typing import NDArray
 
 import prefetch.cache_folder as module
-from prefetch.cache_folder import VERSION, CacheFolder, DamagedEntryError, Entry, Stored, mark_of, prepare
+from prefetch.cache_entry import DamagedEntryError, Entry, block_path, mark_of, read_entry
+from prefetch.cache_folder import VERSION, CacheFolder, Stored, prepare
 from prefetch.claims import Claims
 from sharding.blocks import Shard
 
@@ -63,7 +64,7 @@ def put(folder: CacheFolder, number: int, next_use: float | None = None, shard: 
 
 def has(folder: CacheFolder, number: int, shard: Shard = SHARD) -> bool:
     out = np.zeros(NBYTES, np.uint8)
-    found = folder.read(entry(number, shard), out) is not None
+    found = read_entry(folder._root, entry(number, shard), out) is not None
     assert not found or out.tobytes() == content(number).tobytes()
     return found
 
@@ -330,11 +331,13 @@ def test_nothing_is_removed_that_no_cache_wrote(tmp_path: Path) -> None:
         inside / "blocks" / "00" / "photo.jpg",
         inside / "blocks" / "00" / (name + ".bak"),
         inside / "live" / "hello",
+        inside / "live" / name,
+        inside / "users" / "hello",
     ]
     for path in foreign:
         path.parent.mkdir(exist_ok=True, parents=True)
         path.write_bytes(b"precious" * 100)
-    link = Path(module._block_path(str(inside), entry(8).name))
+    link = Path(block_path(str(inside), entry(8).name))
     link.parent.mkdir(exist_ok=True)
     link.symlink_to(outside)
     with opened(tmp_path, blocks=2) as folder:
