@@ -14,9 +14,11 @@ from __future__ import annotations
 import fcntl
 import os
 import select
+import stat
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from errno import EEXIST
 from types import TracebackType
 from typing import Self
 
@@ -115,7 +117,11 @@ def _open_pipe(path: str) -> int:
             os.mkfifo(path)
         # Open for both, so that it neither waits for a reader nor shows an end.
         with suppress(FileNotFoundError):  # its holder has just removed it
-            return os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW)
+            descriptor = os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW)
+            if stat.S_ISFIFO(os.fstat(descriptor).st_mode):
+                return descriptor
+            os.close(descriptor)
+            raise FileExistsError(EEXIST, "there is a file of another kind", path)
 
 
 def _locked(descriptor: int) -> bool:

@@ -158,3 +158,10 @@ def test_two_that_meet_while_a_claim_ends_do_not_both_get_it(claims: Claims, tmp
         gate.set()
         assert late.result(WAIT_S) is None
         first.release()
+
+
+def test_a_file_that_is_no_claim_is_left_alone(claims: Claims, tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"precious")
+    with pytest.raises(FileExistsError, match="another kind"):
+        claims.take("a", patience_s=0)
+    assert (tmp_path / "a").read_bytes() == b"precious"
