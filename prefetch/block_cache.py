@@ -137,7 +137,7 @@ class BlockCache:
             offset: first byte in the shard.
             out: [n] contiguous. Holds anything after an error.
             fetch: fills `out` from the store; raises what it raises.
-            checksum: CRC-32 of the bytes, if the catalog has it.
+            checksum: CRC-32 of the bytes, if the catalog has it; `fetch` has compared it.
 
         Raises `ReaderClosedError` if `end` was called while it waited.
         """
@@ -158,7 +158,7 @@ class BlockCache:
                 else:
                     fetch()
                     self._count(misses=1, miss_bytes=out.nbytes)
-                    self._publish(entry, out)
+                    self._publish(entry, out, checksum)
         if self._memory is not None:
             self._memory.keep(entry.name, out, self._future.of_entry(entry))
 
@@ -228,12 +228,12 @@ class BlockCache:
             if claim is not None:
                 claim.release()
 
-    def _publish(self, entry: Entry, data: NDArray[np.uint8]) -> None:
+    def _publish(self, entry: Entry, data: NDArray[np.uint8], checksum: int | None) -> None:
         if not self._keeps:
             return
         assert self._folder is not None
         try:
-            if self._folder.publish(entry, data, lambda: self._future.of_entry(entry)):
+            if self._folder.publish(entry, data, lambda: self._future.of_entry(entry), checksum):
                 self._count(stored_bytes=data.nbytes)
             else:
                 self._count(passed=1)

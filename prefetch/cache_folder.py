@@ -100,13 +100,20 @@ class CacheFolder:
             if held and _removed(self._block_path(entry.name)):
                 self._set_total(self._total() - entry.stored_bytes)
 
-    def publish(self, entry: Entry, data: NDArray[np.uint8], next_use: Callable[[], float]) -> bool:
+    def publish(
+        self,
+        entry: Entry,
+        data: NDArray[np.uint8],
+        next_use: Callable[[], float],
+        checksum: int | None = None,
+    ) -> bool:
         """Keep a block; False if everything that is there is needed sooner.
 
         Args:
             entry: its name.
             data: [nbytes] contiguous.
             next_use: when it is needed after now (infinity: not by us); asked if the folder is full.
+            checksum: CRC-32 of the data, if it is known.
 
         Raises `OSError` if it cannot be written, and then leaves nothing.
         """
@@ -122,7 +129,8 @@ class CacheFolder:
         try:
             try:
                 _write_all(descriptor, data.data)
-                _write_all(descriptor, memoryview(trailer_of(entry, zlib.crc32(data.data))))
+                checksum = zlib.crc32(data.data) if checksum is None else checksum
+                _write_all(descriptor, memoryview(trailer_of(entry, checksum)))
                 try:
                     os.rename(path, target)
                 except FileNotFoundError:
