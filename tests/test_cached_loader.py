@@ -152,8 +152,9 @@ def test_half_a_cache_saves_half_of_the_requests(server: Server, tmp_path: Path)
         firsts(loader)
         after = loader.stats().cache
         fetched = server.served()["bytes"]
-    assert fetched <= 1.12 * table_bytes(dataset)  # of two epochs
-    assert after.hits - before.hits >= 0.45 * 2 * dataset.catalog.num_blocks
+    # Of two epochs; one that dropped what was used longest ago would fetch some 1.7 times the data.
+    assert fetched <= 1.25 * table_bytes(dataset)
+    assert after.hits - before.hits >= 0.4 * 2 * dataset.catalog.num_blocks
     held = sum(path.stat().st_size for path in (tmp_path / "cache").rglob("*-*") if path.is_file())
     assert held <= limit
 
