@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from forked_kit import forked
 
+import prefetch.claims as module
 from prefetch.claims import Claim, Claims
 
 WAIT_S = 20.0
@@ -138,26 +139,26 @@ def test_a_folder_that_is_gone_is_an_error(claims: Claims, tmp_path: Path) -> No
         claims.take("a", patience_s=0)
 
 
-def test_two_that_meet_while_a_claim_ends_do_not_both_get_it(claims: Claims, tmp_path: Path) -> None:
-    """A pipe that was opened before its holder removed it is no claim."""
-    gate, opened = threading.Event(), threading.Event()
-    real = os.mkfifo
+def test_the_lock_of_a_pipe_that_its_holder_has_removed_is_no_claim(
+    claims: Claims, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, opened, gate = taken(claims, "a"), threading.Event(), threading.Event()
+    real = module._locked
 
-    def slow(path: str) -> None:
-        real(path)
+    def slow(descriptor: int) -> bool:
         opened.set()
-        gate.wait(WAIT_S)
+        assert gate.wait(WAIT_S)
+        return real(descriptor)
 
-    with ThreadPoolExecutor(1) as thread, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "mkfifo", slow)
+    with ThreadPoolExecutor(1) as thread:
+        monkeypatch.setattr(module, "_locked", slow)
         late = thread.submit(claims.take, "a", patience_s=0.01)
         assert opened.wait(WAIT_S)
-        patch.undo()
-        first = claims.take("a", patience_s=0)
-        assert first
-        gate.set()
-        assert late.result(WAIT_S) is None
+        monkeypatch.undo()
         first.release()
+        with taken(claims, "a"):
+            gate.set()
+            assert late.result(WAIT_S) is None
 
 
 def test_a_file_that_is_no_claim_is_left_alone(claims: Claims, tmp_path: Path) -> None:
