@@ -1,5 +1,6 @@
 """Feed PyTorch training from sharded data, at the speed of the hardware, exactly and without tuning."""
 
+from dataflow.cache import Cache
 from dataflow.dataset import ShardedDataset
 from dataflow.decode import Pad
 from dataflow.image import Image
@@ -14,6 +15,7 @@ from sharding.writer import ShardWriter
 
 __all__ = [
     "Bucketed",
+    "Cache",
     "DataLoader",
     "DataflowError",
     "Image",

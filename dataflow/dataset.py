@@ -19,6 +19,7 @@ import numpy as np
 from torch.utils.data import Dataset
 
 from dataflow.batches import ColumnBuilder, Randomness, Run, samples_of
+from dataflow.cache import Cache
 from dataflow.decode import Output, resolve_outputs
 from dataflow.opening import Opening
 from dataflow.staging import Source, StagedWindow
@@ -56,6 +57,8 @@ class ShardedDataset(Dataset[Any]):
             that is a function of (seed, epoch, sample).
         batch_transform: called with each batch.
         storage_options: keyword arguments for the fsspec filesystem.
+        cache: a `Cache`, which keeps blocks of remote shards on this machine; a `DataLoader` that streams
+            the dataset uses it, random access does not. None: every epoch reads from the store.
         catalog: path of a saved catalog, or a `Catalog`. Without it, one is kept in the user's cache folder.
         dtype, length: type of a token, and tokens of a sample, for format "tokens" (and "megatron").
         on_error: for samples that cannot be decoded or transformed: "raise", "skip", or a function of the
@@ -78,6 +81,7 @@ class ShardedDataset(Dataset[Any]):
         transform: Callable[..., Any] | None = None,
         batch_transform: Callable[[Any], Any] | None = None,
         storage_options: Mapping[str, Any] | None = None,
+        cache: Cache | None = None,
         catalog: str | os.PathLike[str] | Catalog | None = None,
         dtype: str | None = None,
         length: int | None = None,
@@ -88,6 +92,9 @@ class ShardedDataset(Dataset[Any]):
     ) -> None:
         if on_error not in ("raise", "skip") and not callable(on_error):
             raise ValueError(f'on_error must be "raise", "skip" or a function, got {on_error!r}')
+        if cache is not None and not isinstance(cache, Cache):
+            raise ValueError(f'cache must be a dataflow.Cache, such as Cache("/nvme/cache"), got {cache!r}')
+        self.cache = cache
         self.storage_options = dict(storage_options or {})
         opening = Opening(format, catalog, dtype, length, block_bytes, progress, self.storage_options)
         self.catalog = opening.find(source)

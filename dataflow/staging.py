@@ -15,6 +15,7 @@ import ctypes
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -23,6 +24,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from dataflow.cache import SourceCache
 from dataflow.decode import BadRows, Output
 from prefetch.arena import Arena, rounded_bytes
 from prefetch.gate import ReadGate
@@ -69,6 +71,7 @@ class Source:
     traffic: Traffic = field(default_factory=Traffic)
     gate: ReadGate | None = field(default=None, compare=False)
     """Says how many reads may run; None: as many as there are threads."""
+    cache: SourceCache | None = field(default=None, compare=False)
     all_columns: bool = False
     """Whether every column was asked for, so that one of a type we cannot deliver is an error."""
     number: int = 0
@@ -102,12 +105,16 @@ class Source:
         checksum: int | None = None,
         awaited: Awaited | None = None,
     ) -> None:
-        """What `StoreReader.read_into` does, when the gate says so."""
-        if self.gate is None:
-            self.reader.read_into(shard, offset, out, checksum=checksum, awaited=awaited)
-            return
-        with self.gate.read(out.nbytes):
-            self.reader.read_into(shard, offset, out, checksum=checksum, awaited=awaited)
+        """What `StoreReader.read_into` does: from the cache, or when the gate says so."""
+
+        def fetch() -> None:
+            with nullcontext() if self.gate is None else self.gate.read(out.nbytes):
+                self.reader.read_into(shard, offset, out, checksum=checksum, awaited=awaited)
+
+        if self.cache is None:
+            fetch()
+        else:
+            self.cache.read_into(shard, offset, out, fetch, checksum=checksum)
 
     @cached_property
     def columns(self) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from prefetch.block_cache import NO_CACHE, CacheStats
 from prefetch.engine import StageStats
 from prefetch.ledger import MemoryHeld
 from prefetch.store import NO_FAULTS, ReadStats
@@ -19,7 +20,8 @@ class LoaderStats:
     batches: int
     """Batches delivered on this rank."""
     read_bytes: int
-    """Bytes read from the store. Far above `delivered_bytes`: most of each block is not used by this rank."""
+    """Bytes read, from the store or from a cache. Far above `delivered_bytes`: most of each block is not
+    used by this rank."""
     decoded_bytes: int
     """Bytes of blocks after decompression and decoding, before rows are picked."""
     delivered_bytes: int
@@ -59,6 +61,8 @@ class LoaderStats:
     """The first 1,000 of them: shard, offset, key, reason."""
     faults: ReadStats = NO_FAULTS
     """What went wrong with remote reads: retries, throttling, second requests, wrong checksums."""
+    cache: CacheStats = NO_CACHE
+    """What became of reads through a `Cache`: hits, misses, bytes, blocks dropped, errors."""
     lengths: LengthStats | None = None
     """What `batching=` makes of the lengths of the epoch that was begun last, over all ranks: efficiency,
     elements cut off, and more. None without `batching=`."""

@@ -577,6 +577,8 @@ class Stream:
     def _staged(
         self, source: Source, units: BlockWindows, number: int, slots: NDArray[np.int64] | None
     ) -> StagedWindow:
+        if source.cache is not None and isinstance(units, Order):
+            source.cache.begins(units.epoch, number)
         if slots is None and isinstance(units, SelectedOrder) and units.selection.is_whole:
             nbytes = 8 * units.num_slots(number)  # recycled memory: first touches cost more than the mixing
             rows = self.arena.lease(nbytes)[:nbytes].view(np.int64)

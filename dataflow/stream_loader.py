@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from dataflow.cache import OpenCaches, memory_for_caches
 from dataflow.dataset import ShardedDataset
 from dataflow.length_aware import checked_batching, make_planner
 from dataflow.memory_limit import memory_limit_bytes
@@ -29,6 +30,8 @@ from dataflow.stream import Delivered, Finishing, RankPlan, Stream, StreamPlan
 from dataflow.topology_exchange import detect_topology
 from dataflow.torch_threads import one_torch_thread, run_with_one_torch_thread, setting_kept
 from prefetch.arena import Arena, rounded_bytes
+from prefetch.block_cache import NO_CACHE, CacheStats
+from prefetch.broker import SharedGate, broker_name
 from prefetch.depth import AdaptiveDepth, Decision, DepthPolicy, Observation, fixed_depth
 from prefetch.device import CudaStreams, DeviceCopier, register_pinned
 from prefetch.engine import NOT_STARTED, Engine, EngineOptions, EngineStats, MemoryLimitError, StallError
@@ -46,7 +49,7 @@ from sharding.plan import PlanState, Tail
 from sharding.topology import Topology
 from sharding.unit_plan import UnitPlan
 from sharding.units import LengthStats
-from sharding.urls import is_local
+from sharding.urls import is_local, naming_part
 from sharding.window_size import DEFAULT_LIMIT, deciding_table, resolve_windows
 
 _CHUNK_BYTES = 8 << 20
@@ -62,6 +65,7 @@ _LOCAL_READERS = 2
 _REMOTE_READERS = 48
 """The most; how many read at a time is for the in-flight control to say."""
 _START_IN_FLIGHT = 64 << 20
+_LEAST_START = 4 << 20
 _DEPTH = 4
 _NOT_IN_FLIGHT = Decision(0, "not started")
 _NO_GATE = Decision(0, "local shards are read without a limit")
@@ -432,15 +436,18 @@ class _Session:
 
     def __init__(self, loader: StreamLoader, epoch: int, start: int) -> None:
         dataset = loader.dataset
-        self.ledger = Ledger(loader.memory_limit)
+        self.ledger = Ledger(loader.memory_limit - memory_for_caches(dataset.sources, loader.memory_limit))
         on_cuda = loader.device.type == "cuda"
         register = register_pinned if on_cuda or loader.pin_memory else None
         self.arena = Arena(limit_bytes=loader.memory_limit, register=register)
         self.copier = DeviceCopier(CudaStreams(loader.device)) if on_cuda else None
         self.traffic = Traffic()
-        self.gate = None if loader._local else _open_gate(loader.memory_limit, self._refusals)
+        self.gate = None if loader._local else _open_gate(loader, self._refusals)
         self.leases = FileLeases()
-        self.sources = _open_sources(dataset, loader.memory_limit // 4, self.traffic, self.gate, self.leases)
+        self.caches = OpenCaches(dataset.sources, loader._plan, loader._topology, self.arena)
+        self.sources = _open_sources(
+            dataset, loader.memory_limit // 4, self.traffic, self.gate, self.leases, self.caches
+        )
         self._next = (epoch, start)
         self._taken, self._took_s = 0, time.perf_counter()
         ledger = self.ledger
@@ -463,11 +470,12 @@ class _Session:
             num_readers=loader._num_readers,
             full_window_bytes=loader.memory_limit // 8,
         )
-        readers = [source.reader for source in self.sources]
+        readers, caches = [source.reader for source in self.sources], self.caches
 
         def end_reads() -> None:
             for reader in readers:
                 reader.close()
+            caches.end()
 
         chunk_bytes = rounded_bytes(per_chunk * _batch_bytes(loader))
         options = EngineOptions(
@@ -527,6 +535,8 @@ class _Session:
             self.gate.close()
         self.engine.close(join=join)
         self.leases.close(join=join)
+        if join:  # threads that hang may still read
+            self.caches.close()
         self.arena.close()
 
 
@@ -542,6 +552,7 @@ class _Totals:
     delivered_bytes: int = 0
     faults: ReadStats = NO_FAULTS
     in_flight: Decision = _NOT_IN_FLIGHT
+    cache: CacheStats = NO_CACHE
 
     @classmethod
     def of(cls, session: _Session, past: _Totals | None) -> _Totals:
@@ -556,6 +567,7 @@ class _Totals:
             past.delivered_bytes + engine.delivered_bytes,
             past.faults + session.faults(),
             session.in_flight(),
+            past.cache + session.caches.stats(),
         )
 
 
@@ -600,6 +612,7 @@ class _Counts:
             skipped_samples=skipped.count,
             skipped=tuple(skipped.errors),
             faults=totals.faults,
+            cache=totals.cache,
         )
 
 
@@ -696,9 +709,24 @@ def _default_depth(loader: StreamLoader) -> DepthPolicy:
     return AdaptiveDepth(start=_DEPTH, limit_bytes=loader.memory_limit // 2)
 
 
-def _open_gate(limit_bytes: int, refusals: Callable[[], int]) -> ReadGate:
-    control = Inflight(start_bytes=min(_START_IN_FLIGHT, limit_bytes), max_bytes=limit_bytes)
-    return ReadGate(control, refusals=refusals)
+def _open_gate(loader: StreamLoader, refusals: Callable[[], int]) -> ReadGate:
+    """The gate of this rank, or of all ranks of this machine together."""
+    place, limit = loader._topology, loader.memory_limit
+    ranks = place.local_world_size
+    # Nodes start together: what they first ask for, together, is what a single one would.
+    start = max(_LEAST_START, _START_IN_FLIGHT // place.num_nodes)
+
+    def control(share: int = 1) -> Inflight:
+        most = limit * ranks // share
+        return Inflight(start_bytes=min(start // share, most), max_bytes=most)
+
+    url = next(url for source in loader.dataset.sources for url in source.catalog.urls if not is_local(url))
+    name = broker_name("/".join(naming_part(url).split("/")[:3])) if ranks > 1 else None
+    if name is None:
+        return ReadGate(control(share=ranks), refusals=refusals)
+    return SharedGate(
+        control(share=ranks), name=name, rank=place.local_rank, shared_control=control, refusals=refusals
+    )
 
 
 def _open_sources(
@@ -707,11 +735,13 @@ def _open_sources(
     traffic: Traffic,
     gate: ReadGate | None,
     leases: FileLeases,
+    caches: OpenCaches,
 ) -> list[Source]:
     """What the stream reads, numbered, with one account of bytes and one gate."""
     opened = [source.source(keep_bytes // len(dataset.sources), leases) for source in dataset.sources]
     return [
-        replace(source, number=number, traffic=traffic, gate=gate) for number, source in enumerate(opened)
+        replace(source, number=number, traffic=traffic, gate=gate, cache=caches.of(number))
+        for number, source in enumerate(opened)
     ]
 
 

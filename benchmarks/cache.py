@@ -1,0 +1,130 @@
+"""What a cache on this machine's disk gives over a store with latency: rate and bytes of each epoch.
+
+    python -m benchmarks.cache                        256 MiB in 8 shards, made anew; under a minute
+    python -m benchmarks.cache --json benchmarks/results/cache.json      also saves the figures
+
+The server is tests/slowstore.py on this machine, 50 ms before each answer. Token shards of 32 MiB in blocks
+of 2 MiB, read in shuffled order with the loader's defaults; two epochs in one process, the store's bytes
+counted at the server. Without a cache; with one that holds everything; with one that holds half. The consumer
+does nothing with the batches. The cache's files stay in the page cache: its disk is not measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from benchmarks.faults import LENGTH, ROOT, SHARD_BYTES, make_shards, serving
+from benchmarks.report import commit, machine, versions
+
+STORE = {"latency-ms": 50.0}
+EPOCHS = 2
+LIMIT_S = 300.0
+
+
+def served(url: str) -> int:
+    """Bytes of bodies since the last call."""
+    with urllib.request.urlopen(f"{url}/__stats?reset=1") as answer:
+        return int(json.load(answer)["bytes"])
+
+
+def epochs(url: str, folder: str | None, limit: int) -> dict[str, Any]:
+    """Read the epochs. Runs in a process of its own."""
+    from dataflow import Cache, DataLoader, ShardedDataset
+
+    cache = Cache(folder, limit) if folder else None
+    dataset = ShardedDataset(f"{url}/x.catalog", cache=cache)
+    rows: list[dict[str, Any]] = []
+    served(url)
+    with DataLoader(dataset, 64) as loader:
+        for epoch in range(EPOCHS):
+            began, cpu = time.perf_counter(), time.process_time()
+            samples = sum(len(batch["tokens"]) for batch in loader)
+            seconds = time.perf_counter() - began
+            rows.append(
+                {
+                    "epoch": epoch + 1,
+                    "samples": samples,
+                    "mb_per_s": round(samples * LENGTH * 4 / seconds / 1e6, 1),
+                    "cpu_s": round(time.process_time() - cpu, 2),
+                    "server_bytes": served(url),
+                }
+            )
+        return {"epochs": rows, "cache": asdict(loader.stats().cache)}
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--shards", type=int, default=8)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--epochs-of", nargs=3, help=argparse.SUPPRESS)
+    asked = parser.parse_args(arguments)
+    if asked.epochs_of:
+        url, folder, limit = asked.epochs_of
+        print(json.dumps(epochs(url, folder or None, int(limit))))
+        return
+    data_bytes = asked.shards * SHARD_BYTES
+    cases = {"no cache": 0, "half of it": data_bytes // 2, "all of it": 2 * data_bytes}
+    runs: dict[str, list[dict[str, Any]]] = {case: [] for case in cases}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        make_shards(folder, asked.shards)
+        for repeat in range(asked.repeats):
+            for case, limit in cases.items():
+                where = str(folder / "caches" / f"{case} {repeat}") if limit else ""
+                with serving(folder, STORE, seed=repeat) as url:
+                    command = ["-m", "benchmarks.cache", "--epochs-of", url, where, str(limit)]
+                    done = subprocess.run(
+                        [sys.executable, *command],
+                        cwd=ROOT,
+                        check=True,
+                        stdout=subprocess.PIPE,
+                        text=True,
+                        timeout=LIMIT_S,
+                    )
+                runs[case].append(json.loads(done.stdout))
+    medians = {
+        case: [
+            {
+                "mb_per_s": statistics.median(run["epochs"][e]["mb_per_s"] for run in each),
+                "server_bytes": statistics.median(run["epochs"][e]["server_bytes"] for run in each),
+            }
+            for e in range(EPOCHS)
+        ]
+        for case, each in runs.items()
+    }
+    for case, rows in medians.items():
+        text = "; ".join(
+            f"epoch {i}: {row['mb_per_s']:7.1f} MB/s, {row['server_bytes'] / 1e6:6.1f} MB served"
+            for i, row in enumerate(rows, 1)
+        )
+        print(f"{case:12} {text}")
+    if asked.json:
+        told = {
+            "date": datetime.date.today().isoformat(),
+            "commit": commit(),
+            "machine": machine(),
+            "versions": versions(),
+            "store": STORE,
+            "data_bytes": data_bytes,
+            "runs": runs,
+            "medians": medians,
+        }
+        asked.json.write_text(json.dumps(told, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
