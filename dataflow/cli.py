@@ -250,6 +250,7 @@ def demo(
     if not found.identical:
         raise click.exceptions.Exit(1)
 
+
 main.add_command(bench)
 
 

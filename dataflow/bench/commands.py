@@ -26,7 +26,9 @@ def _option_group(*options: Decorator) -> Decorator:
     return add
 
 
-_json = click.option("--json", "json_path", metavar="PATH", help='Write all figures to a file; "-": print them.')
+_json = click.option(
+    "--json", "json_path", metavar="PATH", help='Write all figures to a file; "-": print them.'
+)
 _storage_option = click.option(
     "--storage-option",
     "storage_options",
@@ -36,9 +38,13 @@ _storage_option = click.option(
     help="Keyword argument for the fsspec filesystem, such as anon=true; may be repeated.",
 )
 _dataset = _option_group(
-    click.option("--format", "format_", default="auto", show_default=True, metavar="NAME", help="As for index."),
+    click.option(
+        "--format", "format_", default="auto", show_default=True, metavar="NAME", help="As for index."
+    ),
     click.option("--dtype", metavar="TYPE", help="Type of a token in .bin files, such as uint16."),
-    click.option("--length", type=click.IntRange(min=1), metavar="N", help="Tokens a sample, for token files."),
+    click.option(
+        "--length", type=click.IntRange(min=1), metavar="N", help="Tokens a sample, for token files."
+    ),
     click.option(
         "--image-size",
         type=click.IntRange(min=1),
@@ -95,7 +101,9 @@ def bench() -> None:
     show_default=True,
     help="How local files are read: around the page cache, or through it as training does.",
 )
-@click.option("--evict", is_flag=True, help="Ask the kernel to drop these files from memory before each case.")
+@click.option(
+    "--evict", is_flag=True, help="Ask the kernel to drop these files from memory before each case."
+)
 @click.option("--require-cold", is_flag=True, help='Fail where the evidence does not allow the word "cold".')
 @_storage_option
 @_json
@@ -104,10 +112,10 @@ def bench() -> None:
 def storage(json_path: str | None, picture: str | None, **given: Any) -> None:
     """Measure what the store that holds SOURCE can do.
 
-    SOURCE is what `dataflow index` takes: a file, a directory of shards, a URL, a glob or a brace pattern, or a
-    catalog. Nothing is written. Every combination of order, block size and reads in flight is measured for some
-    seconds: throughput, latency percentiles, processor time. Percentiles that too few reads back are left out.
-    Data is called cold only with evidence that it came from a device.
+    SOURCE is what `dataflow index` takes: a file, a directory of shards, a URL, a glob or a brace pattern,
+    or a catalog. Nothing is written. Every combination of order, block size and reads in flight is measured
+    for some seconds: throughput, latency percentiles, processor time. Percentiles that too few reads back
+    are left out. Data is called cold only with evidence that it came from a device.
 
     \b
     Examples:
@@ -129,6 +137,126 @@ def storage(json_path: str | None, picture: str | None, **given: Any) -> None:
     _report(found, show, json_path)
     if picture is not None:
         write_picture(found, picture)
+
+
+@bench.command()
+@click.argument("source", nargs=-1, required=True)
+@click.option("--compute-ms", type=float, required=True, help="What the accelerator takes for a step.")
+@click.option(
+    "--ranks", type=click.IntRange(min=1), default=1, show_default=True, help="Emulated accelerators."
+)
+@click.option("--batch-size", type=click.IntRange(min=1), default=64, show_default=True, help="A rank's.")
+@click.option("--memory-limit", callback=size, metavar="SIZE", help="A rank's, as given to the DataLoader.")
+@click.option(
+    "--seconds", type=float, default=5.0, show_default=True, help="For each of six or seven phases."
+)
+@click.option("--seed", type=int, default=0, show_default=True)
+@_dataset
+@_json
+@plain_errors
+def loader(
+    source: tuple[str, ...],
+    json_path: str | None,
+    format_: str,
+    dtype: str | None,
+    length: int | None,
+    image_size: int | None,
+    storage_options: dict[str, Any],
+    **given: Any,
+) -> None:
+    """Measure what an emulated training gets of the data, and what holds it up.
+
+    SOURCE is what `dataflow index` takes, or package.module:function, which makes your ShardedDataset.
+    Ranks load batches, wait as long as an accelerator would compute, and go on together. Then each part is
+    measured alone: storage, decoding from memory, computing. Told are accelerator utilisation as MLPerf
+    Storage defines it, what the training is bound by, and what curing that would gain.
+
+    \b
+    Examples:
+      dataflow bench loader 'data/*.bin' --dtype uint16 --length 2048 --compute-ms 20
+      dataflow bench loader images.catalog --image-size 224 --compute-ms 60 --ranks 2 --batch-size 128
+      dataflow bench loader 'https://host/x-{00..15}.tar' --compute-ms 50 --memory-limit 256MiB
+      dataflow bench loader my_project.data:train_set --compute-ms 50 --json figures.json
+    """  # noqa: D301 - click wants the control character
+    from dataflow.bench.loader import Emulation, emulate
+    from dataflow.bench.loader_report import show
+    from dataflow.bench.progress import Bar
+
+    asked = Emulation(_given(source, format_, dtype, length, image_size, storage_options), **given)
+    with Bar("measuring") as bar:
+        found = emulate(asked, bar.tell)
+    _report(found, show, json_path)
+
+
+@bench.command()
+@click.argument("source", nargs=-1, required=True)
+@click.option("--batch-size", type=click.IntRange(min=1), default=64, show_default=True)
+@click.option(
+    "--workers",
+    type=click.IntRange(min=0),
+    multiple=True,
+    metavar="N",
+    help="Worker processes; may be repeated.  [default: 0, and the number of cores]",
+)
+@click.option("--repeats", type=click.IntRange(min=1), default=3, show_default=True)
+@click.option("--seconds", type=float, default=3.0, show_default=True, help="A run, after its first batch.")
+@click.option("--collate", metavar="MODULE:NAME", help="A collate_fn for both.  [default: each loader's own]")
+@click.option("--seed", type=int, default=0, show_default=True)
+@_dataset
+@_json
+@plain_errors
+def compare(
+    source: tuple[str, ...],
+    json_path: str | None,
+    format_: str,
+    dtype: str | None,
+    length: int | None,
+    image_size: int | None,
+    storage_options: dict[str, Any],
+    workers: tuple[int, ...],
+    **given: Any,
+) -> None:
+    """Run torch's DataLoader and this one over your own dataset.
+
+    SOURCE is what `dataflow index` takes, or package.module:function, which takes no arguments and makes any
+    torch dataset; its module is imported. Runs take turns in fresh processes, medians are compared, and if
+    torch is faster, that is what is said.
+
+    \b
+    Examples:
+      dataflow bench compare images.catalog --image-size 224
+      dataflow bench compare my_project.data:train_set --workers 2 --workers 8 --batch-size 128
+    """  # noqa: D301 - click wants the control character
+    from dataflow.bench.compare import Comparison
+    from dataflow.bench.compare import compare as compared
+    from dataflow.bench.compare_report import show
+    from dataflow.bench.progress import Bar
+    from dataflow.bench.storage import usable_cores
+
+    numbers = tuple(dict.fromkeys(workers or (0, usable_cores())))
+    asked = Comparison(
+        _given(source, format_, dtype, length, image_size, storage_options), workers=numbers, **given
+    )
+    with Bar("comparing") as bar:
+        found = compared(asked, bar.tell)
+    _report(found, show, json_path)
+
+
+def _given(
+    source: tuple[str, ...],
+    format_: str,
+    dtype: str | None,
+    length: int | None,
+    image_size: int | None,
+    storage_options: dict[str, Any],
+) -> Any:
+    from dataflow.bench.given import Given
+
+    options = {"format": format_, "dtype": dtype, "length": length, "storage_options": storage_options}
+    given = Given(source, options, image_size)
+    if given.function and (format_ != "auto" or dtype or length or image_size or storage_options):
+        raise ValueError(f"{given.function} makes the dataset: leave out the options that describe shards")
+    return given
 
 
 def _report(found: Any, show: Callable[[Any, Any], None], json_path: str | None) -> None:

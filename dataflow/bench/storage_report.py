@@ -55,7 +55,9 @@ def show(found: Found, console: Console) -> None:
 def _table(found: Found) -> Table:
     # 80 columns: the units stand in the caption.
     caption = "x: reads in flight; p: percentiles of the latency in ms; CPU: this client's seconds a GB"
-    table = Table(box=None, padding=(0, 1, 0, 0), header_style="bold", caption=caption, caption_justify="left")
+    table = Table(
+        box=None, padding=(0, 1, 0, 0), header_style="bold", caption=caption, caption_justify="left"
+    )
     for name in ("order", "block"):
         table.add_column(name, no_wrap=True)
     for name in ("x", "MB/s", "reads/s", *(f"p{name}" for name in PERCENTILES), "CPU", "data"):
