@@ -3,7 +3,8 @@
 Phases run one after the other, each in fresh gloo ranks: the whole (load, compute, in step), the loader
 without computing, the storage without decoding, the loader from memory with and without decoding, computing
 over synthetic data; and if the loader alone stays behind its parts, the loader with four times the memory
-limit. If the whole found its data on the disk and not in memory, the data is dropped from memory before the others.
+limit. If the whole found its data on the disk and not in memory, the data is dropped from memory before the
+others.
 """
 
 from __future__ import annotations

@@ -111,8 +111,8 @@ def lines(found: Emulated) -> Iterator[str]:
     alone = [one.utilisation for one in found.phases["synthetic"] if one.utilisation is not None]
     if alone:
         yield (
-            f"with data that is there already it is {sum(alone) / len(alone):.1%}: the rest is what timers and "
-            "going in step cost on this machine"
+            f"with data that is there already it is {sum(alone) / len(alone):.1%}: the rest is what timers "
+            "and going in step cost on this machine"
         )
     yield f"{verdict.bound}-bound: {verdict.reason}"
     gains = ", ".join(f"{name} {gain:.2f} x" for name, gain in verdict.gains.items())
