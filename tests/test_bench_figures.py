@@ -74,9 +74,7 @@ def steps_on(clock, *, load, compute_s=1.0, wait=0.0, seconds=1e9, overshoot=0.0
     def compute(taken):
         clock.passes(taken + overshoot)
 
-    return run_steps(
-        batches(), compute_s=compute_s, seconds=seconds, compute=compute, sync=sync, clock=clock
-    )
+    return run_steps(batches(), compute_s=compute_s, seconds=seconds, compute=compute, sync=sync, clock=clock)
 
 
 def test_utilisation_is_compute_time_over_running_time_without_the_first_step():

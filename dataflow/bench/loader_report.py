@@ -75,7 +75,8 @@ def _rank_cells(one: RankFigures) -> list[str]:
 
 def _mb_per_s(one: RankFigures) -> float:
     assert one.steps is not None
-    return one.read_bytes / 1e6 / max(one.steps["ended_s"] - one.steps["began_s"], 1e-9)
+    span_s: float = max(one.steps["ended_s"] - one.steps["began_s"], 1e-9)
+    return one.read_bytes / 1e6 / span_s
 
 
 def _percent(share: float | None) -> str:
