@@ -60,7 +60,7 @@ class Clock:
 
 
 def steps_on(clock, *, load, compute_s=1.0, wait=0.0, seconds=1e9, overshoot=0.0):
-    """Run steps whose batches take `load` seconds each, and whose ranks wait `wait` seconds for each other."""
+    """Run steps whose batches take `load` seconds each, and whose ranks wait `wait` seconds in step."""
 
     def batches():
         for taken in load:

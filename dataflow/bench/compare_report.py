@@ -52,9 +52,9 @@ def lines(found: Compared) -> Iterator[str]:
         yield "the ranges of the single runs overlap: more --repeats or --seconds would tell more"
     if ours.workers is None:
         yield (
-            "torch draws single samples of the ShardedDataset in a full shuffle; dataflow streams its blocks and "
-            "mixes them in windows (dataflow inspect tells how well). To compare with a dataset of your own: "
-            "package.module:function"
+            "torch draws single samples of the ShardedDataset in a full shuffle; dataflow streams its blocks "
+            "and mixes them in windows (dataflow inspect tells how well). To compare with a dataset of your "
+            "own: package.module:function"
         )
 
 

@@ -11,7 +11,6 @@ import itertools
 import threading
 import time
 from array import array
-from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, wait
 from dataclasses import dataclass
@@ -48,29 +47,31 @@ class BlockOrder:
     def __init__(self, shards: Sequence[Shard], block_bytes: int, pattern: Pattern, seed: int = 0) -> None:
         self._shards = [shard for shard in shards if shard.size]
         self._block_bytes, self._pattern, self._seed = block_bytes, pattern, seed
-        counts = [max(1, shard.size // block_bytes) for shard in self._shards]
-        self._ends = list(itertools.accumulate(counts))
-        self._numbers = lru_cache(maxsize=64)(self._made)
+        self._sizes = np.array([shard.size for shard in self._shards], np.int64)
+        self._ends = np.cumsum(np.maximum(1, self._sizes // block_bytes))
+        self._total = int(self._ends[-1]) if self._shards else 0
+        # Made some thousand at a time: what Python does between two reads counts as the store's time.
+        self._part = lru_cache(maxsize=16)(self._made)
 
     def __len__(self) -> int:
         """Blocks of one pass."""
-        return self._ends[-1] if self._ends else 0
+        return self._total
 
     def __getitem__(self, place: int) -> tuple[Shard, int, int]:
         """The block at a place; places beyond the first pass begin another one, in the same order."""
-        number = place % len(self)
-        if self._pattern == "random":
-            number = self._numbers(number // _AT_ONCE)[number % _AT_ONCE]
-        at = bisect_right(self._ends, number)
-        shard = self._shards[at]
-        offset = (number - (self._ends[at - 1] if at else 0)) * self._block_bytes
-        return shard, offset, min(self._block_bytes, shard.size - offset)
+        part, at = divmod(place % self._total, _AT_ONCE)
+        return self._part(part)[at]
 
-    def _made(self, part: int) -> list[int]:
-        first = part * _AT_ONCE
-        places = np.arange(first, min(first + _AT_ONCE, len(self)), dtype=np.uint64)
-        numbers: list[int] = feistel(places, len(self), self._seed).tolist()
-        return numbers
+    def _made(self, part: int) -> list[tuple[Shard, int, int]]:
+        places = np.arange(part * _AT_ONCE, min((part + 1) * _AT_ONCE, self._total), dtype=np.uint64)
+        random = self._pattern == "random"
+        numbers = (feistel(places, self._total, self._seed) if random else places).astype(np.int64)
+        shard = np.searchsorted(self._ends, numbers, side="right")
+        first = np.where(shard > 0, self._ends[shard - 1], 0)
+        offsets = (numbers - first) * self._block_bytes
+        nbytes = np.minimum(self._block_bytes, self._sizes[shard] - offsets)
+        shards = [self._shards[number] for number in shard.tolist()]
+        return list(zip(shards, offsets.tolist(), nbytes.tolist(), strict=True))
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,17 +139,13 @@ def run_case(
     places, line = itertools.count(), threading.Barrier(case.concurrency)
     failed = threading.Event()
 
-    def one(place: int, out: NDArray[np.uint8]) -> int:
-        shard, offset, nbytes = order[place]
-        read(shard, offset, out if whole_blocks else out[:nbytes])
-        return nbytes
-
     def work(number: int) -> tuple[array[float], array[float], array[int], bool]:
         began, ended, sizes = array("d"), array("d"), array("q")
         try:
             out = aligned_buffer(case.block_bytes)
             if warm_up:
-                one(len(order) - 1 - number % len(order), out)
+                shard, offset, nbytes = order[len(order) - 1 - number % len(order)]
+                read(shard, offset, out[:nbytes])
             line.wait()
             start = now = clock()
             while not failed.is_set():
@@ -157,11 +154,14 @@ def run_case(
                     return began, ended, sizes, True
                 if now - start >= seconds:
                     break
+                shard, offset, nbytes = order[place]
+                into = out if whole_blocks or nbytes == case.block_bytes else out[:nbytes]
                 before = clock()
-                sizes.append(one(place, out))
+                read(shard, offset, into)
                 now = clock()
                 began.append(before)
                 ended.append(now)
+                sizes.append(nbytes)
         except BaseException:
             failed.set()
             line.abort()

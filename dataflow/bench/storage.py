@@ -36,6 +36,7 @@ _PARTS_OF_TIME = 20
 _FIRST_BYTE_READS = 100
 _FIRST_BYTE_S = 2.0
 _BUSY_CORES = 0.9
+_MANY_READS_PER_S = 10_000
 
 
 @dataclass(frozen=True)
@@ -304,5 +305,9 @@ def _difference(after: ReadStats, before: ReadStats) -> ReadStats:
 
 
 def client_is_busy(one: Measured, how: How) -> bool:
-    """Whether this client may be the limit: its one event loop (or all its cores) had no time left."""
-    return one.cores >= _BUSY_CORES * (1 if how == "store" else usable_cores())
+    """Whether this client may be the limit: of its cores, or of the one that an interpreter's lock allows.
+
+    That one counts over remote stores, whose event loop runs on one, and where reads are many and small.
+    """
+    one_core = how == "store" or one.reads_per_s >= _MANY_READS_PER_S
+    return one.cores >= _BUSY_CORES * (1 if one_core else usable_cores())

@@ -95,8 +95,8 @@ def notes(found: Found) -> Iterator[str]:
             yield f"{case_text(one.case)} ended after {one.seconds:.2f} s: every block was read once"
     busy = [one for one in found.cases if client_is_busy(one, found.how)]
     if busy:
-        what = "its one event loop" if found.how == "store" else "all cores"
-        yield f"this client may be the limit, not the store: {what} had no time left" + _where(busy, found)
+        why = "a core (of which Python uses one at a time) or all of them had no time left"
+        yield f"this client may be the limit, not the store: {why}" + _where(busy, found)
     faults = [one for one in found.cases if any(vars(one.faults).values())]
     if faults:
         yield "reads failed and were tried again (faults in --json)" + _where(faults, found)
