@@ -1,11 +1,13 @@
 """`dataflow bench storage` beside fio: direct reads of the same file, order, block size and depth.
 
-    python -m benchmarks.storage_fio FOLDER                    makes a file of 2 GiB there; two minutes
+    python -m benchmarks.storage_fio FOLDER                    makes a file of 1 GiB there; two minutes
     python -m benchmarks.storage_fio FOLDER --json figures.json
 
-FOLDER lies on the disk in question. fio runs one job of `libaio` with `iodepth` reads in flight; ours runs as
-many threads, through the command line. Runs take turns (A B A B ...), medians are compared, and the bar is a
-ratio of throughput within 5 % of 1. Needs fio.
+FOLDER lies on the disk in question. Ours runs as many threads as reads are in flight, through the command
+line. The pair to it is fio with as many threads (`psync`), which ask in the same way; beside them stands fio
+with one thread that keeps as many requests in flight (`libaio`). Threads of fio cannot share one sequential
+stream, so more than one sequential read in flight has `libaio` as its pair. Runs take turns (A B C A B C ...),
+medians are compared, and the bar is a ratio of throughput within 5 % of 1. Needs fio.
 """
 
 from __future__ import annotations
@@ -40,6 +42,11 @@ CASES = [
 _WITHIN = 0.05
 
 
+def engines_of(pattern: str, _: int, depth: int) -> list[str]:
+    """The pair to ours first."""
+    return ["libaio"] if pattern == "sequential" and depth > 1 else ["psync", "libaio"]
+
+
 def make_file(path: Path, nbytes: int) -> None:
     with path.open("wb") as file:
         for _ in range(0, nbytes, 64 << 20):
@@ -47,20 +54,21 @@ def make_file(path: Path, nbytes: int) -> None:
         os.fsync(file.fileno())
 
 
-def by_fio(path: Path, pattern: str, kib: int, depth: int, seconds: float) -> dict[str, Any]:
+def by_fio(path: Path, engine: str, pattern: str, kib: int, depth: int, seconds: float) -> dict[str, Any]:
     command = [
         "fio",
         "--name=x",
         f"--filename={path}",
         f"--rw={'read' if pattern == 'sequential' else 'randread'}",
         f"--bs={kib}k",
-        f"--iodepth={depth}",
-        "--ioengine=libaio",
+        f"--ioengine={engine}",
+        *(["--thread", f"--numjobs={depth}"] if engine == "psync" else [f"--iodepth={depth}"]),
         "--direct=1",
         "--readonly",
         "--time_based",
         f"--runtime={seconds}",
         "--invalidate=0",
+        "--group_reporting",
         "--output-format=json",
     ]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
@@ -93,7 +101,7 @@ def main(arguments: list[str] | None = None) -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--gib", type=int, default=2)
+    parser.add_argument("--gib", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=1.0)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--json", type=Path)
@@ -105,16 +113,18 @@ def main(arguments: list[str] | None = None) -> None:
         path = Path(name) / "x.bin"
         make_file(path, asked.gib << 30)
         for case in CASES:
-            runs: dict[str, list[dict[str, Any]]] = {"fio": [], "ours": []}
+            engines = engines_of(*case)
+            runs: dict[str, list[dict[str, Any]]] = {who: [] for who in (*engines, "ours")}
             for _ in range(asked.repeats):
-                runs["fio"].append(by_fio(path, *case, asked.seconds))
+                for engine in engines:
+                    runs[engine].append(by_fio(path, engine, *case, asked.seconds))
                 runs["ours"].append(by_ours(path, *case, asked.seconds))
             rate = {who: statistics.median(one["mb_per_s"] for one in each) for who, each in runs.items()}
-            ratio = rate["ours"] / rate["fio"]
+            ratio = rate["ours"] / rate[engines[0]]
             verdict = "held" if abs(ratio - 1) <= _WITHIN else "MISSED"
             rows.append({"case": case, "medians_mb_per_s": rate, "ratio": round(ratio, 3), "runs": runs})
-            both = f"fio {rate['fio']:>8,.1f} MB/s  ours {rate['ours']:>8,.1f}"
-            print(f"{case!s:28} {both}  {ratio:.3f} {verdict}")
+            told = "  ".join(f"{who} {value:,.1f}" for who, value in rate.items())
+            print(f"{case!s:28} MB/s: {told}  ours / {engines[0]} {ratio:.3f} {verdict}")
             sys.stdout.flush()
     if asked.json:
         version = subprocess.run(["fio", "--version"], capture_output=True, text=True).stdout.strip()
