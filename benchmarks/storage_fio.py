@@ -6,8 +6,8 @@
 FOLDER lies on the disk in question. Ours runs as many threads as reads are in flight, through the command
 line. The pair to it is fio with as many threads (`psync`), which ask in the same way; beside them stands fio
 with one thread that keeps as many requests in flight (`libaio`). Threads of fio cannot share one sequential
-stream, so more than one sequential read in flight has `libaio` as its pair. Runs take turns (A B C A B C ...),
-medians are compared, and the bar is a ratio of throughput within 5 % of 1. Needs fio.
+stream, so more than one sequential read in flight has `libaio` as its pair. Runs take turns (A B C A B C
+...), medians are compared, and the bar is a ratio of throughput within 5 % of 1. Needs fio.
 """
 
 from __future__ import annotations

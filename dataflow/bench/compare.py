@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import count
+from multiprocessing import get_all_start_methods
 from typing import Any, Literal
 
 import torch
@@ -27,7 +28,7 @@ from dataflow.bench.storage import usable_cores
 from dataflow.dataset import ShardedDataset
 from dataflow.loader import DataLoader
 from dataflow.mixture import Mixture
-from dataflow.testing import run_ranks
+from dataflow.testing import StartMethod, run_ranks
 
 Whose = Literal["torch", "dataflow"]
 _START_S = 300.0
@@ -160,7 +161,10 @@ def _text(dataset: Any) -> str:
 
 def _in_a_process(contestant: Contestant, asked: Comparison) -> Run:
     timeout_s = _START_S + 10 * asked.seconds
-    return run_ranks(measure, 1, args=(contestant, asked), backend=None, timeout_s=timeout_s)[0]
+    method: StartMethod = "forkserver" if "forkserver" in get_all_start_methods() else "spawn"
+    return run_ranks(
+        measure, 1, args=(contestant, asked), backend=None, timeout_s=timeout_s, start_method=method
+    )[0]
 
 
 def measure(contestant: Contestant, asked: Comparison, clock: Callable[[], float] = time.perf_counter) -> Run:

@@ -67,12 +67,12 @@ def verdict_of(rates: Rates) -> Verdict:
     now = min(rates.loader, rates.compute)
     cured: dict[Bound, float] = {
         "compute": rates.loader,
+        "memory": min(rates.more_memory or rates.loader, rates.compute),
         "storage": min(rates.decode, rates.compute),
         "decode": min(rates.storage, rates.compute),
-        "memory": min(rates.more_memory or rates.loader, rates.compute),
     }
     gains: dict[Bound, float] = {name: max(1.0, rate / now) for name, rate in cured.items()}
-    # Equal gains go to the first: an accelerator that is always busy is what one wants.
+    # Equal gains go to the first: a limit is raised more easily than a store or a decoder made faster.
     bound = max(gains, key=lambda name: gains[name])
     if gains[bound] < _WORTH:
         slowest: dict[Bound, float] = {
