@@ -54,11 +54,12 @@ class RankFigures:
     samples: int
     samples_per_s: float
     read_bytes: int
-    """Read from the store in the whole phase, the first step included."""
+    """Read from the store in the whole phase, the first step included; what is brought into memory for a phase
+    beforehand is not."""
     device_bytes: int | None
     """Of them, fetched from this machine's storage devices; None: not known. 0 over a network."""
     cpu_s: float
-    """Processor time of this process in the whole phase."""
+    """Processor time of this process meanwhile."""
     peak_rss_bytes: int
     utilisation: float | None
     """AU in [0, 1]; None where nothing is computed."""
@@ -68,24 +69,39 @@ class RankFigures:
     """The loader's own, at the end."""
 
 
+class _Use:
+    """What this process used since all ranks began together."""
+
+    def begin(self) -> None:
+        """Wait for all ranks, and count from now on."""
+        _any_has_enough(False)
+        self._device, self._cpu_s = device_bytes(), time.process_time()
+
+    def end(self) -> tuple[int | None, float]:
+        """Bytes fetched from devices, and processor seconds."""
+        after = device_bytes()
+        came = None if after is None or self._device is None else after - self._device
+        return came, time.process_time() - self._cpu_s
+
+
 def run_phase(work: Work) -> RankFigures:
     """One phase in this rank; all ranks begin together."""
-    before, cpu_s = device_bytes() or 0, time.process_time()
+    use = _Use()
     if work.phase == "storage":
-        samples, rate, read = _read_blocks(work)
+        samples, rate, read = _read_blocks(work, use)
         steps = stats = None
     else:
-        samples, steps, stats = _load(work)
+        samples, steps, stats = _load(work, use)
         rate = samples / steps.running_s if steps.running_s > 0 else 0.0
         read = stats.read_bytes
-    after = device_bytes()
+    device, cpu_s = use.end()
     return RankFigures(
         rank=_rank(),
         samples=samples,
         samples_per_s=rate,
         read_bytes=read,
-        device_bytes=None if after is None else after - before,
-        cpu_s=time.process_time() - cpu_s,
+        device_bytes=device,
+        cpu_s=cpu_s,
         peak_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         utilisation=steps.utilisation if steps else None,
         steps=asdict(steps) if steps else None,
@@ -93,7 +109,7 @@ def run_phase(work: Work) -> RankFigures:
     )
 
 
-def _load(work: Work) -> tuple[int, Steps, LoaderStats]:
+def _load(work: Work, use: _Use) -> tuple[int, Steps, LoaderStats]:
     """Samples after the first step, the steps, and the loader's statistics."""
     dataset, limit = work.given.open_shards(), work.memory_limit
     if work.phase in ("memory", "undecoded"):
@@ -112,7 +128,7 @@ def _load(work: Work) -> tuple[int, Steps, LoaderStats]:
         batches = _endless(loader)
         if work.phase == "synthetic":
             batches = repeat(next(batches))
-        _barrier()
+        use.begin()
         steps = run_steps(
             batches,
             compute_s=compute_s,
@@ -134,7 +150,7 @@ def _endless(loader: DataLoader) -> Iterator[Any]:
         yield from loader
 
 
-def _read_blocks(work: Work) -> tuple[int, float, int]:
+def _read_blocks(work: Work, use: _Use) -> tuple[int, float, int]:
     """Samples whose blocks were read and thrown away, samples a second, and bytes.
 
     Ranks share the blocks, in a spread order; as many threads read as the loader has.
@@ -145,7 +161,7 @@ def _read_blocks(work: Work) -> tuple[int, float, int]:
     local = is_local(dataset.catalog.shard(0).url)
     threads, places = _READERS_LOCAL if local else _READERS_REMOTE, count()
     largest = int(table.length[numbers].max())
-    _barrier()
+    use.begin()
     began = time.perf_counter()
 
     def read(_: int) -> tuple[int, int]:
@@ -182,10 +198,6 @@ def _rank() -> int:
 
 def _world() -> int:
     return distributed.get_world_size() if distributed.is_initialized() else 1
-
-
-def _barrier() -> None:
-    _any_has_enough(False)
 
 
 def _any_has_enough(enough: bool) -> bool:
