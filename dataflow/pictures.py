@@ -1,4 +1,4 @@
-"""matplotlib, from the extra `plot`, imported only when a picture is asked for."""
+"""Pictures by matplotlib, from the extra `plot`, imported only when a picture is asked for."""
 
 from __future__ import annotations
 

@@ -54,8 +54,8 @@ class RankFigures:
     samples: int
     samples_per_s: float
     read_bytes: int
-    """Read from the store in the whole phase, the first step included; what is brought into memory for a phase
-    beforehand is not."""
+    """Read from the store in the whole phase, the first step included, but not what was brought into memory
+    before it."""
     device_bytes: int | None
     """Of them, fetched from this machine's storage devices; None: not known. 0 over a network."""
     cpu_s: float
