@@ -187,6 +187,23 @@ def test_evicted_files_are_read_once_and_called_by_what_the_device_gave(shards, 
     assert one.label.word == "cold"
 
 
+def test_what_is_read_a_second_time_is_not_called_cold(shards, monkeypatch):
+    counted = iter([0, 1 << 50])
+    monkeypatch.setattr("dataflow.bench.storage.device_bytes", lambda: next(counted))
+    monkeypatch.setattr("dataflow.bench.storage.resident_share", lambda shards: 0.0)
+    asked = Sweep(
+        [str(shards)],
+        read="buffered",
+        seconds=0.1,
+        block_bytes=[1 << 18],
+        concurrency=[1],
+        patterns=["sequential"],
+    )
+    [one] = bench_storage(asked).cases
+    assert one.passes > 1
+    assert one.label.word == "mixed"
+
+
 def test_residency_is_seen_and_needs_the_right_to_know(shards, monkeypatch):
     path = shards / "a.bin"
     path.read_bytes()
