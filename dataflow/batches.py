@@ -510,3 +510,16 @@ def samples_of(batch: Mapping[str, Any], outputs: Sequence[Output], size: int) -
             columns.append(list(value))
     names = [output.name for output in outputs]
     return [dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True)]
+
+
+def collate_samples(samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Samples as a map-style dataset gives them -> columns: stacked where shapes are equal, else lists.
+
+    For torch's own DataLoader, whose default cannot collate values of different lengths.
+    """
+    columns: dict[str, Any] = {}
+    for name in samples[0]:
+        values = [sample[name] for sample in samples]
+        numbers = all(isinstance(value, int | float) for value in values)
+        columns[name] = torch.tensor(values) if numbers else _collate_objects(values)
+    return columns

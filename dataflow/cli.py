@@ -1,4 +1,4 @@
-"""The command line: `dataflow demo`, `dataflow index` and `dataflow inspect`.
+"""The command line: `dataflow demo`, `dataflow index`, `dataflow inspect` and `dataflow bench`.
 
 Commands import what they need when they run, so that `--help` is quick. What a user can cure (wrong
 arguments, missing or broken files, packages that are not installed) ends as one line and exit code 1;
@@ -7,20 +7,14 @@ arguments, missing or broken files, packages that are not installed) ends as one
 
 from __future__ import annotations
 
-import functools
-import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import click
 
+from dataflow.bench.commands import bench
+from dataflow.cli_options import plain_errors, settings, size
 from sharding.blocks import DEFAULT_BLOCK_BYTES
-from sharding.errors import DataflowError
-
-_EXPECTED = (DataflowError, ValueError, OSError, ImportError)
-
-Command = Callable[..., None]
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -42,6 +36,12 @@ def main() -> None:
       dataflow inspect data/train.catalog
 
     \b
+    See what a store can do, what training gets of it, and how torch's loader compares:
+      dataflow bench storage 's3://bucket/train-{0000..0015}.tar'
+      dataflow bench loader data/train.catalog --compute-ms 50 --ranks 2
+      dataflow bench compare data/train.catalog
+
+    \b
     Then, in Python:
       from dataflow import DataLoader, ShardedDataset
       dataset = ShardedDataset("data/train.catalog")
@@ -50,60 +50,6 @@ def main() -> None:
 
     dataflow COMMAND --help tells more.
     """  # noqa: D301 - click wants the control character
-
-
-def plain_errors(command: Command) -> Command:
-    """Add `--traceback`, and without it end expected errors as one line."""
-
-    @click.option("--traceback", is_flag=True, help="Show Python's traceback if there is an error.")
-    @functools.wraps(command)
-    def run(*args: Any, traceback: bool, **kwargs: Any) -> None:
-        try:
-            command(*args, **kwargs)
-        except _EXPECTED as error:
-            if traceback:
-                raise
-            raise click.ClickException(_error_text(error)) from None
-
-    return run
-
-
-def _error_text(error: BaseException) -> str:
-    text = str(error) or type(error).__name__
-    return "\n".join([text, *(f"  {note}" for note in getattr(error, "__notes__", ()))])
-
-
-def _size(_ctx: click.Context, _param: click.Parameter, value: str | None) -> int | None:
-    """Bytes, from text such as "4MiB"."""
-    if value is None:
-        return None
-    from dataflow.memory_limit import parse_bytes
-
-    try:
-        size = parse_bytes(value)
-    except ValueError as error:
-        raise click.BadParameter(str(error)) from None
-    if size < 1:
-        raise click.BadParameter(f"must be at least 1 byte, got {value}")
-    return size
-
-
-def _settings(_ctx: click.Context, _param: click.Parameter, values: tuple[str, ...]) -> dict[str, Any]:
-    """Keyword arguments from `name=value`; a value is JSON if it reads as such, else text."""
-    settings = {}
-    for given in values:
-        name, equals, text = given.partition("=")
-        if not name or not equals:
-            raise click.BadParameter(f"must be name=value, got {given!r}")
-        settings[name] = _json_or_text(text)
-    return settings
-
-
-def _json_or_text(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError:
-        return text
 
 
 @main.command()
@@ -126,14 +72,14 @@ def _json_or_text(text: str) -> Any:
 @click.option(
     "--storage-option",
     "storage_options",
-    callback=_settings,
+    callback=settings,
     multiple=True,
     metavar="NAME=VALUE",
     help="Keyword argument for the fsspec filesystem, such as anon=true; may be repeated.",
 )
 @click.option(
     "--block-bytes",
-    callback=_size,
+    callback=size,
     metavar="SIZE",
     help=f"Bytes a block aims at.  [default: {DEFAULT_BLOCK_BYTES >> 20}MiB]",
 )
@@ -202,7 +148,7 @@ def index(
     show_default=True,
     help="Share of the blocks that may change lane from epoch to epoch.",
 )
-@click.option("--memory-limit", callback=_size, metavar="SIZE", help="As given to the DataLoader.")
+@click.option("--memory-limit", callback=size, metavar="SIZE", help="As given to the DataLoader.")
 @click.option("--seed", type=int, default=0, show_default=True)
 @click.option("--epoch", type=click.IntRange(min=0), default=0, show_default=True)
 @click.option("--label", metavar="COLUMN", help="Read this column too, and tell how labels are mixed.")
@@ -212,7 +158,7 @@ def index(
 @click.option("--format", "format_", default="auto", show_default=True, metavar="NAME", help="As for index.")
 @click.option("--dtype", metavar="TYPE", help="Type of a token in .bin files, such as uint16.")
 @click.option("--length", type=click.IntRange(min=1), metavar="N", help="Tokens a sample, for token files.")
-@click.option("--storage-option", "storage_options", callback=_settings, multiple=True, metavar="NAME=VALUE")
+@click.option("--storage-option", "storage_options", callback=settings, multiple=True, metavar="NAME=VALUE")
 @plain_errors
 def inspect_(
     source: tuple[str, ...],
@@ -298,12 +244,14 @@ def demo(
     """  # noqa: D301 - click wants the control character
     from dataflow.demo import Settings, run_demo, save_report
 
-    settings = Settings(folder, keep, ranks, steps, batch_size, seed, modules)
-    found = run_demo(settings)
+    found = run_demo(Settings(folder, keep, ranks, steps, batch_size, seed, modules))
     if json_path:
         save_report(found, json_path)
     if not found.identical:
         raise click.exceptions.Exit(1)
+
+
+main.add_command(bench)
 
 
 if __name__ == "__main__":

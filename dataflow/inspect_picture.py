@@ -1,6 +1,6 @@
 """The picture of `dataflow inspect`: a PNG, or one HTML page with the same drawing and the table in it.
 
-matplotlib draws it, from the extra `plot`; it is imported here only, when a picture is asked for.
+matplotlib draws it (`dataflow.pictures`).
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from dataflow import pictures
 from sharding.keyed import keyed_order
 from sharding.quality import distinct_per_batch
 from sharding.read_cost import open_bytes
@@ -24,9 +25,7 @@ _COLOURS = {"this plan": "#2060a0", "full shuffle": "#c06020"}
 
 def check_picture(path: str) -> None:
     """Say early what would fail late: `ValueError` for another ending, `ImportError` without matplotlib."""
-    if not path.endswith((".png", ".html")):
-        raise ValueError(f"a picture must end in .png or .html, got {path!r}")
-    _figure_class()
+    pictures.check_picture(path, (".png", ".html"))
 
 
 def write_picture(found: Inspection, path: str) -> None:
@@ -42,17 +41,8 @@ def write_picture(found: Inspection, path: str) -> None:
         file.write(_page(found, svg[svg.index("<svg") :]))
 
 
-def _figure_class() -> Any:
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError("pictures need matplotlib: pip install 'dataflow-loader[plot]'") from error
-    return Figure
-
-
 def _drawn(found: Inspection) -> Any:
-    # Not pyplot: it would pick a window system, and keep every figure.
-    figure = _figure_class()(figsize=(11, 7), layout="constrained")
+    figure = pictures.figure_class()(figsize=(11, 7), layout="constrained")
     axes = figure.subplots(2, 2)
     sides = {"this plan": found.plan, "full shuffle": found.full}
     for name, side in sides.items():
