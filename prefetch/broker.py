@@ -35,6 +35,8 @@ _ASK, _DONE, _FAILED, _DEMAND = b"a", b"d", b"f", b"n"
 _GRANT = struct.Struct("<q")  # the limit; then its reason
 _LONGEST = 512
 _UNLIMITED = -1
+_NOTEWORTHY = 0.1
+"""A demand that changed by less is not told."""
 _TRIES = 50
 """To find or become the broker. More than one is needed only while one is about to listen, or just ended."""
 _CONNECT_S = 5.0
@@ -219,6 +221,8 @@ class SharedGate(ReadGate):
         self._all: set[socket.socket] = set()
         self._told = Decision(0, "no read was granted yet")
         self._reported = 0
+        self._last_told: float | None = None
+        """Of `demand`; guarded by the lock of `ReadGate`."""
         self._ended = False
 
     @contextmanager
@@ -235,6 +239,18 @@ class SharedGate(ReadGate):
             self._finish(connection, _FAILED, 0)
             raise
         self._finish(connection, _DONE, self._new_refusals())
+
+    def _tell(self, bytes_per_s: float | None) -> None:
+        super()._tell(bytes_per_s)
+        last = self._last_told
+        if bytes_per_s is None or last is None:
+            changed = bytes_per_s is not last
+        else:
+            changed = abs(bytes_per_s - last) > _NOTEWORTHY * last
+        if changed:
+            self._last_told = bytes_per_s
+            with suppress(ReaderClosedError):
+                self.demand(bytes_per_s)
 
     def demand(self, bytes_per_s: float | None) -> None:
         """What this rank uses; None while it waits for data. The broker adds the ranks' up."""

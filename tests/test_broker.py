@@ -13,6 +13,7 @@ import pytest
 from forked_kit import forked
 
 from prefetch.broker import SharedGate, _Line, _Peer, broker_name
+from prefetch.demand import CALM
 from prefetch.depth import Decision
 from prefetch.inflight import Inflight
 from prefetch.store import ReaderClosedError
@@ -200,6 +201,19 @@ def test_demands_are_added_up_and_a_rank_that_waits_needs_all(make: Make) -> Non
         gates[rank].demand(value)
         read_once(gates[rank])  # the answer comes after the message was heard
     assert control.demanded == [5.0, 12.0, None]
+
+
+def test_the_pace_of_a_training_reaches_the_broker_once(make: Make) -> None:
+    control = FixedLimit(10)
+    gate = make(0, control)
+    for _ in range(CALM + 3):
+        gate.took(100, 1.0)
+    read_once(gate)
+    assert control.demanded == [100.0]
+    gate.hurry()
+    gate.hurry()
+    read_once(gate)
+    assert control.demanded == [100.0, None]
 
 
 def test_decisions_of_the_shared_control_are_told(make: Make) -> None:

@@ -26,6 +26,12 @@ pytest.importorskip("aiohttp")
 TOKENS = {"format": "tokens", "dtype": "uint16", "length": 4, "block_bytes": 64}
 
 
+def covers(asked: Asked, wanted: Asked) -> bool:
+    """Whether a request brings a block: neighbours may share one."""
+    same = (asked.method, asked.name) == (wanted.method, wanted.name)
+    return same and asked.start <= wanted.start and wanted.end <= asked.end
+
+
 class RoundTrips:
     """Answers a request when all of its round trip have come; what belongs to none, at the end."""
 
@@ -39,10 +45,13 @@ class RoundTrips:
         with self._changed:
             self._asked.add(asked)
             self._changed.notify_all()
-            trip = next((trip for trip in self._trips if asked in trip), None)
+            trip = next((trip for trip in self._trips if any(covers(asked, one) for one in trip)), None)
             self._changed.wait_for(
-                lambda: self._over or (trip is not None and trip <= self._asked), 2 * WAIT_S
+                lambda: self._over or (trip is not None and self._are_asked(trip)), 2 * WAIT_S
             )
+
+    def _are_asked(self, trip: set[Asked]) -> bool:
+        return all(any(covers(asked, one) for asked in self._asked) for one in trip)
 
     def end(self) -> None:
         with self._changed:
