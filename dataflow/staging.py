@@ -362,8 +362,9 @@ class StagedWindow:
     def _runs(self) -> list[range]:
         """The blocks of each request."""
         runs: list[range] = []
+        joins = self.region is not None and self._sparse is None and self._may_join
         for i, block in enumerate(self.blocks):
-            if runs and self.region is not None and self._sparse is None and block.checksum is None:
+            if runs and joins and block.checksum is None:
                 run, before = runs[-1], self.blocks[i - 1]
                 neighbours = before.shard.url == block.shard.url
                 neighbours = neighbours and before.offset + before.length == block.offset
@@ -374,6 +375,11 @@ class StagedWindow:
                     continue
             runs.append(range(i, i + 1))
         return runs
+
+    @property
+    def _may_join(self) -> bool:
+        """Whether one request may bring several blocks or values: a cache keeps each for itself."""
+        return self.source.cache is None
 
     def _prepare(self) -> None:
         if self._in_region:
@@ -414,7 +420,8 @@ class StagedWindow:
         spans = list(self._spans[ordinal].values())
         starts = np.concatenate([s.starts for s in spans] or [np.zeros(0, np.int64)])
         lengths = np.concatenate([s.lengths for s in spans] or [np.zeros(0, np.int64)])
-        return coalesce(starts, np.maximum(lengths, 0))
+        most_bytes = MOST_BYTES if self._may_join else 0
+        return coalesce(starts, np.maximum(lengths, 0), most_bytes=most_bytes)
 
     def _read_sparse(self, ordinal: int, at: int) -> Columns:
         """Read only the located values, those that lie near each other in one request."""

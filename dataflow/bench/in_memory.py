@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from dataflow.dataset import ShardedDataset
 from dataflow.decode import resolve_outputs
 from dataflow.staging import Source
+from prefetch.leases import FileLeases
 from prefetch.store import Awaited, StoreReader
 from sharding.blocks import Block, Shard
 from sharding.urls import is_local
@@ -41,8 +42,12 @@ class KeptBytes(StoreReader):
         checksum: int | None = None,
         awaited: Awaited | None = None,
     ) -> None:
-        """Copy a block. `KeyError` for a range that is none."""
-        out[:] = self._kept[shard.url, offset][: out.nbytes]
+        """Copy a block, or neighbouring ones. `KeyError` for a range that is none."""
+        done = 0
+        while done < out.nbytes:
+            block = self._kept[shard.url, offset + done][: out.nbytes - done]
+            out[done : done + len(block)] = block
+            done += len(block)
 
 
 class InMemory(ShardedDataset):
@@ -75,9 +80,9 @@ class InMemory(ShardedDataset):
         finally:
             reader.close()
 
-    def source(self, keep_mapped_bytes: int = 0) -> Source:
+    def source(self, keep_mapped_bytes: int = 0, leases: FileLeases | None = None) -> Source:
         """What the loader reads with: memory."""
-        source = super().source(keep_mapped_bytes)
+        source = super().source(keep_mapped_bytes, leases)
         return source if self._kept is None else replace(source, reader=self._kept)
 
 
