@@ -11,7 +11,7 @@ and `users` is locked (`flock`) by its process; what is not locked has no owner 
 
 `total` is raised before a block is begun and lowered after one is gone, so that a process killed between
 leaves it too high, never too low: it is counted anew whenever the limit is reached. Only that, and making
-room, needs the lock of the folder. Counting lists the names (0.1 s for 100,000 blocks), so room is made for
+room, needs the lock of the folder. Counting lists the names, so room is made for
 many blocks at a time. Only regular files with names of ours are ever removed.
 """
 
@@ -41,7 +41,7 @@ _SPARE = 64
 """Room is made for this part of the limit at a time."""
 _LOCK = "lock"
 _LOCK_PATIENCE_S = 10.0
-"""Listing 100,000 names takes 0.1 s; who holds the lock longer was stopped."""
+"""Listing the names takes less; who holds the lock longer was stopped."""
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ can be neither bounded nor ended: a pipe tells those who have it open for readin
 gone, which `poll` waits for beside the end of the loader. Forked children close their copies.
 
 The pipe is removed with the claim; a lock on a removed pipe is no claim, so the path is looked at again once
-the lock is held. What a killed process leaves is an empty pipe that the next one uses. About 30 µs a claim.
+the lock is held. What a killed process leaves is an empty pipe that the next one uses.
 """
 
 from __future__ import annotations
