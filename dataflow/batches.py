@@ -29,7 +29,7 @@ from dataflow.crop import Draws
 from dataflow.decode import MISSING, Output
 from dataflow.image import decode_image, decode_images
 from dataflow.ragged import Ragged
-from dataflow.staging import Grid, StagedArray, StagedSpans, StagedWindow, lowest_bit
+from dataflow.staging import Grid, StagedArray, StagedSpans, StagedWindow, lowest_bit, memory_at
 from prefetch.arena import Arena, rounded_bytes
 from prefetch.iovec import copy_mapped, copy_spans
 from sharding.errors import SampleError, ShardReadError
@@ -40,6 +40,8 @@ Take = Callable[[int, int, Array], None]
 """Writes rows [start, stop) as they are stored."""
 _IMAGE_PART = 8
 """Images decoded by one task: small enough to share a batch among threads."""
+_LOADED_BYTES = 32 << 10
+"""Values of this size on average are loaded: that costs 1 us a value, the kernel more for its pages."""
 _TILE_BYTES = 1 << 20
 """Widening goes through a scratch tile of this size, so that it stays in the L2 cache."""
 
@@ -278,6 +280,9 @@ class ColumnBuilder:
 
     def _copy(self, pieces: NDArray[np.int64], out: NDArray[np.uint8], output: Output) -> None:
         """Copy the values of all rows, one after the other."""
+        if self._may_load and out.nbytes >= _LOADED_BYTES * len(pieces):
+            _load(pieces[pieces[:, 1] > 0], out)
+            return
         if not any(run.window.mapped for run in self._runs):
             copy_spans(pieces[:, 0], pieces[:, 1], out)
             return
@@ -409,6 +414,15 @@ def _gather(view: Tensor, places: Tensor, start: int, stop: int, out: Array) -> 
     """Rows [start, stop) of `places`, of the rows of a view."""
     rows = out.reshape(-1).view(np.uint8).reshape(stop - start, -1)
     torch.index_select(view, 0, places[start:stop], out=torch.from_numpy(rows))
+
+
+def _load(pieces: NDArray[np.int64], out: NDArray[np.uint8]) -> None:
+    """Copy spans of memory ([n, 2] address and bytes), one after the other, in one call without the GIL."""
+    if len(pieces):
+        base, ends = int(pieces[:, 0].min()), pieces.sum(axis=1)
+        memory, starts = memory_at(base, int(ends.max()) - base), pieces[:, 0] - base
+        spans = zip(starts.tolist(), (ends - base).tolist(), strict=True)
+        torch.cat([memory[start:end] for start, end in spans], out=torch.from_numpy(out))
 
 
 def _take_spans(whole: Run, output: Output, start: int, stop: int, out: Array) -> None:

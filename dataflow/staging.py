@@ -194,13 +194,16 @@ class Grid(NamedTuple):
     def of(cls, base: int, step: int, places: NDArray[np.int64], row_bytes: int) -> Grid:
         """A grid over memory that others keep alive."""
         num = int(places.max()) + 1
-        memory = np.asarray(_Memory(base, (num - 1) * step + row_bytes))
-        return cls(base, step, places, torch.from_numpy(memory).as_strided((num, row_bytes), (step, 1)))
+        memory = memory_at(base, (num - 1) * step + row_bytes)
+        return cls(base, step, places, memory.as_strided((num, row_bytes), (step, 1)))
+
+
+def memory_at(address: int, nbytes: int) -> torch.Tensor:
+    """Memory that others keep alive, uint8 [nbytes]."""
+    return torch.from_numpy(np.asarray(_Memory(address, nbytes)))
 
 
 class _Memory:
-    """Memory that others keep alive."""
-
     def __init__(self, address: int, nbytes: int) -> None:
         self.__array_interface__ = {
             "shape": (nbytes,),
