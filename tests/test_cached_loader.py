@@ -154,7 +154,8 @@ def test_half_a_cache_saves_half_of_the_requests(server: Server, tmp_path: Path)
         fetched = server.served()["bytes"]
     # Of two epochs; one that dropped what was used longest ago would fetch some 1.7 times the data.
     assert fetched <= 1.25 * table_bytes(dataset)
-    assert after.hits - before.hits >= 0.4 * 2 * dataset.catalog.num_blocks
+    hits, misses = after.hits - before.hits, after.misses - before.misses
+    assert hits >= 0.3 * (hits + misses)
     held = sum(path.stat().st_size for path in (tmp_path / "cache").rglob("*-*") if path.is_file())
     assert held <= limit
 

@@ -283,7 +283,9 @@ def iterator_of(loader: DataLoader) -> WorkerIterator:
 
 
 @pytest.mark.parametrize(
-    "arguments", [{}, {"shuffle": True}, {"shuffle": True, "generator": torch.Generator()}], ids=str
+    "arguments",
+    [{}, {"shuffle": True}, {"shuffle": True, "generator": torch.Generator()}],
+    ids=["in order", "shuffled", "with a generator"],
 )
 def test_persistent_workers_begin_the_next_epoch_before_it_is_asked_for(arguments: Any) -> None:
     torch.manual_seed(2)
