@@ -22,6 +22,7 @@ from sharding.storage import open_url, shard_info, shard_of
 
 pytestmark = [
     pytest.mark.timeout(240),
+    pytest.mark.xdist_group("servers"),  # each is started once
     # adlfs and aiobotocore leave sessions to be closed by garbage collection.
     pytest.mark.filterwarnings("ignore::ResourceWarning"),
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
@@ -52,7 +53,7 @@ def local(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="session", params=list(SERVERS))
+@pytest.fixture(scope="module", params=list(SERVERS))
 def store(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
     with SERVERS[request.param](tmp_path_factory.mktemp(request.param)) as store:
         for shard in range(NUM_SHARDS):

@@ -446,8 +446,11 @@ def test_collating_puts_nothing_into_shared_memory() -> None:
 def test_worker_init_fn_runs_once_in_each_thread() -> None:
     seen: list[tuple[int, int, str]] = []
 
+    all_begun = threading.Barrier(3)
+
     def init(number: int) -> None:
         seen.append((number, get_worker_info().id, threading.current_thread().name))
+        all_begun.wait(30)
 
     with threaded(range(6), 2, num_workers=3, worker_init_fn=init, persistent_workers=True) as loader:
         for _ in range(2):
