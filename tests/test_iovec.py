@@ -18,7 +18,11 @@ from numpy.typing import NDArray
 from prefetch import iovec
 from prefetch.iovec import copies_by_kernel, copy_mapped, copy_spans
 
-few = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+few = settings(
+    max_examples=60,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
 
 
 CONTENT = np.random.default_rng(0).integers(0, 256, 1 << 20, np.uint8).tobytes()

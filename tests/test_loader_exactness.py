@@ -132,7 +132,11 @@ def test_global_batches_do_not_depend_on_ranks_under_any_shuffle(ints: Made, shu
 # ---- odd sizes ----------------------------------------------------------------------------------------
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=60,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
 @given(
     world_size=st.integers(1, 7),
     batch_size=st.integers(1, 60),

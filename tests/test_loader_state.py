@@ -171,7 +171,11 @@ def test_other_ranks_go_on_with_the_same_global_batches(made: Make, name: str) -
     assert head + middle + rest == whole
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=40,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
 @given(
     cuts=st.lists(st.tuples(st.integers(1, 4), st.integers(1, 9), st.integers(0, 4)), min_size=1, max_size=4),
     shuffle=st.sampled_from(SHUFFLES),

@@ -206,7 +206,11 @@ def test_global_batches_are_one_list_for_one_to_four_ranks(mixture: Mixture, shu
     assert all(joint(world_size) == one for world_size in (2, 3, 4))
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=25,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
 @given(
     cuts=st.lists(st.tuples(st.integers(1, 4), st.integers(1, 9), st.integers(0, 4)), min_size=1, max_size=3),
     shuffle=st.sampled_from(SHUFFLES),
