@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -172,3 +174,14 @@ def test_imports_are_found_in_any_form(
 ) -> None:
     monkeypatch.setitem(globals(), "tree_of", lambda _: ast.parse(source))
     assert set(imported_modules(Path("sharding/formats/x.py"))) == expected
+
+
+def test_the_front_door_has_all_its_names_and_imports_them_when_they_are_used() -> None:
+    assert sorted(dataflow.__all__) == sorted(dataflow._MODULES)
+    for name in dataflow.__all__:
+        assert getattr(dataflow, name).__name__ == name
+    assert set(dataflow.__all__) <= set(dir(dataflow))
+    with pytest.raises(AttributeError, match="no_such_name"):
+        dataflow.no_such_name  # noqa: B018
+    script = "import sys, dataflow.worker_process; sys.exit(len({'pyarrow', 'fsspec'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", script], cwd=ROOT, timeout=60).returncode == 0
