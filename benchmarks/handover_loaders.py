@@ -226,8 +226,8 @@ class Loader:
 OURS, OURS_THREAD, TORCH, IN_PROCESS = "ours", "ours-thread", "torch", "in-process"
 LOADERS: Mapping[str, Loader] = {
     IN_PROCESS: Loader(_in_process, "torch.utils.data"),
-    OURS: Loader(_ours, "dataflow", ("default", "fork", "spawn"), (True, False), delays=True),
-    OURS_THREAD: Loader(_ours_thread, "dataflow", ("default",), (True, False), delays=True),
+    OURS: Loader(_ours, "dataflow.loader", ("default", "fork", "spawn"), (True, False), delays=True),
+    OURS_THREAD: Loader(_ours_thread, "dataflow.loader", ("default",), (True, False), delays=True),
     TORCH: Loader(_torch, "torch.utils.data", ("fork", "forkserver", "spawn"), (True, False), delays=True),
     "torch-any-order": Loader(_torch_any_order, "torch.utils.data", delays=True, rate=False),
     "stateful": Loader(_stateful, "torchdata.stateful_dataloader", ("fork",), (True, False)),

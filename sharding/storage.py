@@ -15,6 +15,8 @@ from contextlib import contextmanager
 from datetime import UTC, datetime
 from typing import Any, BinaryIO, cast
 
+from fsspec.core import url_to_fs
+
 from sharding.blocks import Shard
 from sharding.errors import DataflowError, ShardReadError
 from sharding.urls import is_local, local_path, protocol_of
@@ -37,8 +39,6 @@ def open_url(url: str, storage_options: Mapping[str, Any] | None = None) -> tupl
         ValueError: no filesystem knows the protocol.
         ShardReadError: the outer file of a chain (`zip://...::`) cannot be opened.
     """
-    from fsspec.core import url_to_fs
-
     try:
         fs, path = url_to_fs(url, **(storage_options or {}))
     except ImportError as error:
