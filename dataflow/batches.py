@@ -29,7 +29,9 @@ from dataflow.crop import Draws
 from dataflow.decode import MISSING, Output
 from dataflow.image import decode_image, decode_images
 from dataflow.ragged import Ragged
-from dataflow.staging import Grid, StagedArray, StagedSpans, StagedWindow, lowest_bit, memory_at
+from dataflow.staged_columns import Grid, StagedArray, StagedSpans, lowest_bit
+from dataflow.staging import StagedWindow
+from prefetch.addresses import memory_at
 from prefetch.arena import Arena, rounded_bytes
 from prefetch.iovec import copy_mapped, copy_spans
 from sharding.errors import SampleError, ShardReadError
@@ -420,7 +422,7 @@ def _load(pieces: NDArray[np.int64], out: NDArray[np.uint8]) -> None:
     """Copy spans of memory ([n, 2] address and bytes), one after the other, in one call without the GIL."""
     if len(pieces):
         base, ends = int(pieces[:, 0].min()), pieces.sum(axis=1)
-        memory, starts = memory_at(base, int(ends.max()) - base), pieces[:, 0] - base
+        memory, starts = torch.from_numpy(memory_at(base, int(ends.max()) - base)), pieces[:, 0] - base
         spans = zip(starts.tolist(), (ends - base).tolist(), strict=True)
         torch.cat([memory[start:end] for start, end in spans], out=torch.from_numpy(out))
 

@@ -22,7 +22,9 @@ from dataflow.batches import ColumnBuilder, Cut, Randomness, Run, drop_rows, sam
 from dataflow.decode import Output
 from dataflow.mapped import MappedWindow, can_map_windows
 from dataflow.packed import batch_bytes, batch_columns
-from dataflow.staging import NotLocatableError, Source, StagedSpans, StagedWindow
+from dataflow.source import Source
+from dataflow.staged_columns import ALIGN, StagedSpans
+from dataflow.staging import NotLocatableError, StagedWindow
 from prefetch.arena import Arena, rounded_bytes
 from prefetch.leases import FileLeases
 from sharding.batching import Batching
@@ -43,8 +45,6 @@ _FULL_WINDOW_SAMPLES = 4096
 _SPAN_ROWS = 1 << 14
 """Samples located at a time, so that the cost of a call vanishes."""
 _MAX_SPAN_BATCHES = 1024
-_ALIGN = 512
-"""Most that alignment adds to a value in a window."""
 _FIXED_KINDS = ("array", "spans", "image")
 
 RankPlan = EpochPlan | UnitPlan
@@ -562,7 +562,7 @@ class Stream:
         used = np.flatnonzero(table.num_samples)
         if source.locates(source.catalog.block(int(used[0]))):
             values = int(table.nbytes.sum()) // int(table.num_samples.sum())
-            return values + _ALIGN * len(source.columns)
+            return values + ALIGN * len(source.columns)
         return 1 + int((table.length + table.nbytes)[used].mean())
 
     def _stage(self, units: BlockWindows, number: int, slots: NDArray[np.int64] | None) -> StagedWindow:

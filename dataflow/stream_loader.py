@@ -24,7 +24,7 @@ from dataflow.dataset import ShardedDataset
 from dataflow.length_aware import checked_batching, make_planner
 from dataflow.memory_limit import memory_limit_bytes
 from dataflow.mixture import Mixture
-from dataflow.staging import Source, Traffic
+from dataflow.source import Source, Traffic
 from dataflow.stats import LoaderStats
 from dataflow.stream import Delivered, Finishing, RankPlan, Stream, StreamPlan
 from dataflow.topology_exchange import detect_topology
