@@ -20,11 +20,11 @@ from torch.utils.data import Dataset
 
 from dataflow.batches import ColumnBuilder, Randomness, Run, samples_of
 from dataflow.cache import Cache
+from dataflow.chunk import sample_rng
 from dataflow.decode import Output, resolve_outputs
 from dataflow.opening import Opening
 from dataflow.source import Source
 from dataflow.staging import StagedWindow
-from dataflow.stream import sample_rng
 from dataflow.views import matching, picked, split_parts
 from prefetch.arena import Arena
 from prefetch.leases import FileLeases

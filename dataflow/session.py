@@ -15,10 +15,13 @@ from typing import Any
 import torch
 
 from dataflow.cache import OpenCaches, memory_for_caches
+from dataflow.chunk import Delivered, Finishing, Workshop
 from dataflow.dataset import ShardedDataset
 from dataflow.mixture import Mixture
 from dataflow.source import Source, Traffic
-from dataflow.stream import Delivered, Finishing, Stream, StreamPlan
+from dataflow.stager import Stager
+from dataflow.stream import Stream
+from dataflow.stream_plan import StreamPlan
 from dataflow.torch_threads import one_torch_thread, run_with_one_torch_thread, setting_kept
 from prefetch.arena import Arena, rounded_bytes
 from prefetch.broker import SharedGate, broker_name
@@ -102,17 +105,16 @@ class Session:
         )
         batch_bytes = _batch_bytes(plan)
         per_chunk = _batches_per_chunk(batch_bytes, limit)
-        stream = Stream(
-            self.sources,
+        stager = Stager(self.sources, self.arena, num_readers=num_readers, full_window_bytes=limit // 8)
+        shop = Workshop(
+            dataset.outputs,
+            plan.seed,
+            finishing,
             self.arena,
             self.leases,
-            plan,
-            finishing,
             on_return=lambda nbytes: lambda: ledger.give_back_lent(nbytes),
-            batches_per_chunk=per_chunk,
-            num_readers=num_readers,
-            full_window_bytes=limit // 8,
         )
+        stream = Stream(plan, stager, shop, batches_per_chunk=per_chunk)
         readers, caches = [source.reader for source in self.sources], self.caches
 
         def end_reads() -> None:

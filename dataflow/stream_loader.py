@@ -24,7 +24,7 @@ from dataflow.memory_limit import memory_limit_bytes
 from dataflow.mixture import Mixture
 from dataflow.session import Session, SessionOptions
 from dataflow.stats import LoaderStats
-from dataflow.stream import RankPlan, StreamPlan
+from dataflow.stream_plan import RankPlan, StreamPlan
 from dataflow.topology_exchange import detect_topology
 from prefetch.depth import DepthPolicy, fixed_depth
 from prefetch.engine import MemoryLimitError, StallError
