@@ -14,10 +14,11 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from dataflow.batches import ColumnBuilder, Cut, Randomness, Run, drop_rows, samples_of
+from dataflow.batches import ColumnBuilder, Cut, Randomness, Run
 from dataflow.block_windows import Located
 from dataflow.decode import Output
 from dataflow.packed import batch_bytes, batch_columns
+from dataflow.samples import drop_rows, samples_of
 from dataflow.staged_columns import StagedSpans
 from dataflow.staging import StagedWindow
 from dataflow.stream_plan import RankPlan
