@@ -12,10 +12,9 @@ rows of the slot, in parts that run in parallel.
 from __future__ import annotations
 
 import functools
-import itertools
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -28,8 +27,8 @@ from dataflow.crop import Draws
 from dataflow.decode import MISSING, Output
 from dataflow.gather import Take, gather, load, take_rows, widen
 from dataflow.image import decode_image, decode_images
-from dataflow.ragged import Ragged
 from dataflow.samples import collate_objects
+from dataflow.splitting import Built, split_list, split_ragged, split_rows
 from dataflow.staged_columns import Grid, StagedArray, StagedSpans, lowest_bit
 from dataflow.staging import StagedWindow
 from prefetch.arena import Arena, rounded_bytes
@@ -95,15 +94,6 @@ class Cut:
         pieces[:, 1] = self.length * itemsize
         pieces[wrong, 1] = 0
         return wrong
-
-
-@dataclass
-class Built:
-    """One output column of a chunk."""
-
-    split: Callable[[Sequence[int]], Sequence[Any]]
-    """Batch sizes -> one value a batch."""
-    parts: list[Callable[[], None]] = field(default_factory=list)
 
 
 class ColumnBuilder:
@@ -184,17 +174,17 @@ class ColumnBuilder:
             if staged.bad:
                 for at in np.flatnonzero(np.isin(run.rows, list(staged.bad))).tolist():
                     self._note_bad(run, at, output, staged.bad[int(run.rows[at])], None)
-        return _split_rows(out)
+        return split_rows(out)
 
     def _spans(self, output: Output) -> Built:
         out = self._fixed_slot(output)
         take = self._take_of_all(output)
         if take is not None:
             self._fill(output, take, out)
-            return _split_rows(out)
+            return split_rows(out)
         for run in self._runs:
             self._into(run, out, partial(self._fill, output, partial(_take_spans, run, output)))
-        return _split_rows(out)
+        return split_rows(out)
 
     def _fill(self, output: Output, take: Take, out: Array) -> None:
         if output.source_dtype == output.dtype:
@@ -261,7 +251,7 @@ class ColumnBuilder:
         out = self._slot(max(1, nbytes))[:nbytes]
         self._copy(pieces, out, output)
         values = torch.from_numpy(out.view(output.source_dtype))
-        return Built(lambda sizes: _split_ragged(values, lengths, sizes, output))
+        return Built(lambda sizes: split_ragged(values, lengths, sizes, output))
 
     def _apply_cut(self, cut: Cut, pieces: NDArray[np.int64], output: Output) -> None:
         item = np.dtype(output.source_dtype).itemsize
@@ -310,7 +300,7 @@ class ColumnBuilder:
                     values[run.place(at)] = self._object(output, buffer[start:end].data, run, at)
                 except Exception as error:
                     self._note_bad(run, at, output, _reason(error), error)
-        return Built(lambda sizes: [collate_objects(part) for part in _split_list(values, sizes)])
+        return Built(lambda sizes: [collate_objects(part) for part in split_list(values, sizes)])
 
     def _object(self, output: Output, data: memoryview, run: Run, at: int) -> Any:
         if output.image is not None:
@@ -329,7 +319,7 @@ class ColumnBuilder:
                 part = run.part(start, start + _IMAGE_PART)
                 decode = partial(self._decode_part, output, part)
                 parts.append(partial(self._into, part, out, decode))
-        built = _split_rows(out)
+        built = split_rows(out)
         built.parts = parts
         return built
 
@@ -392,35 +382,3 @@ def _take_spans(whole: Run, output: Output, start: int, stop: int, out: Array) -
     packed = np.empty((len(have), row_bytes), np.uint8)
     run.window.copy_values(spans, run.rows[have], packed.reshape(-1), output.name)
     out[have] = packed
-
-
-def _split_rows(out: Array) -> Built:
-    """One view a batch. numpy slices them: `Tensor.split` would give up the GIL in the middle."""
-
-    def split(sizes: Sequence[int]) -> list[Tensor]:
-        ends = list(itertools.accumulate(sizes))
-        return [torch.from_numpy(out[end - size : end]) for end, size in zip(ends, sizes, strict=True)]
-
-    return Built(split)
-
-
-def _split_list(values: list[Any], sizes: Sequence[int]) -> Iterator[list[Any]]:
-    start = 0
-    for size in sizes:
-        yield values[start : start + size]
-        start += size
-
-
-def _split_ragged(
-    values: Tensor, lengths: NDArray[np.int64], sizes: Sequence[int], output: Output
-) -> list[Any]:
-    """One ragged pair (or padded tensor) a batch; offsets count from the batch's own first value."""
-    counts = lengths // values.element_size()
-    ends = np.concatenate(([0], np.cumsum(counts)))
-    batches, row = [], 0
-    for size in sizes:
-        own = ends[row : row + size + 1]
-        pair = Ragged(values[int(own[0]) : int(own[-1])], torch.from_numpy(own - own[0]))
-        batches.append(pair.padded(output.pad.value, output.pad.length) if output.pad else pair)
-        row += size
-    return batches
