@@ -34,7 +34,7 @@ from datasets_kit import (
 )
 
 from dataflow import DataLoader, ShardedDataset, Shuffle
-from dataflow.stream_loader import _Session
+from dataflow.session import Session
 
 HERE = Path(__file__).parent
 
@@ -47,7 +47,7 @@ def num_descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-def session_of(loader: DataLoader) -> _Session:
+def session_of(loader: DataLoader) -> Session:
     assert loader._stream._session is not None
     return loader._stream._session
 
