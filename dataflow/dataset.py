@@ -24,6 +24,7 @@ from dataflow.chunk import sample_rng
 from dataflow.decode import Output, resolve_outputs
 from dataflow.opening import Opening
 from dataflow.samples import samples_of
+from dataflow.sharded import Sharded
 from dataflow.source import Source
 from dataflow.staging import StagedWindow
 from dataflow.views import matching, picked, split_parts
@@ -44,7 +45,7 @@ _KEPT_BLOCKS = 4
 OnError = str | Callable[[SampleError], bool]
 
 
-class ShardedDataset(Dataset[Any]):
+class ShardedDataset(Sharded, Dataset[Any]):
     """Samples of sharded files, wherever they lie.
 
     Args:

@@ -11,16 +11,12 @@ import torch
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import _DatasetKind
 
-from dataflow.dataset import ShardedDataset
 from dataflow.fetching import MainIterator, Tally
 from dataflow.loader_state import Progress
 from dataflow.memory_limit import memory_limit_bytes
-from dataflow.mixture import Mixture
 from dataflow.process_workers import begin_to_start
 from dataflow.resumed import Resumed, resumed_from
-from dataflow.shard_order import ShardOrder, order_given
-from dataflow.stats import WorkerStats
-from dataflow.stream_loader import StreamLoader
+from dataflow.sharded import Sharded
 from dataflow.worker_choice import Decision
 from dataflow.worker_loader import WorkerIterator
 from prefetch.depth import DepthPolicy
@@ -30,6 +26,8 @@ from sharding.plan import Tail
 from sharding.topology import Topology
 
 if TYPE_CHECKING:
+    from dataflow.stream_loader import StreamLoader
+
     _Base = TorchDataLoader[Any]  # what a batch is, only the dataset and collate_fn know
 else:
     _Base = TorchDataLoader[TypeVar("T")]  # `DataLoader[Tensor]` may be written, as with torch
@@ -97,7 +95,10 @@ class DataLoader(_Base):
         batching: Batching | None = None,
     ) -> None:
         self._stream: StreamLoader | None = None
-        if isinstance(dataset, ShardedDataset | Mixture):
+        if isinstance(dataset, Sharded):
+            from dataflow.shard_order import ShardOrder, order_given
+            from dataflow.stream_loader import StreamLoader
+
             order = order_given(sampler, batch_sampler)
             if order is None:
                 _refuse(
@@ -266,6 +267,8 @@ class DataLoader(_Base):
         """How the loader fares: a `LoaderStats` over shards, otherwise a `WorkerStats`."""
         if self._stream is not None:
             return self._stream.stats()
+        from dataflow.stats import WorkerStats
+
         iterator, tally = self._latest() if self._latest else None, self._tally
         crew = iterator.crew if iterator is not None else None
         ahead, ready = iterator.num_ahead if iterator is not None else (0, 0)

@@ -17,6 +17,7 @@ import numpy as np
 
 from dataflow.dataset import OnError, ShardedDataset
 from dataflow.decode import Output
+from dataflow.sharded import Sharded
 from sharding.mixture import ENDLESS, MixtureSpec, Stop
 from sharding.mixture_windows import MixtureWindows, source_seed
 from sharding.order import Shuffle
@@ -27,7 +28,7 @@ Member = Union[ShardedDataset, "Mixture"]
 Weights = Mapping[Member, Weight] | Sequence[Weight]
 
 
-class Mixture:
+class Mixture(Sharded):
     """Datasets mixed in fixed shares, for `DataLoader`.
 
         Mixture({web: 0.7, code: 0.3})                          shares of the samples

@@ -42,6 +42,8 @@ _START_S = 120.0
 """Workers may take so long to start before that counts as a time-out."""
 _AHEAD = 8
 """A waiting consumer lets idle workers run ahead, up to this many times torch's look-ahead."""
+_AHEAD_BYTES = 64 << 20
+"""And until so much is ready: what a consumer waits for is one late batch, which large ones outweigh soon."""
 
 Crew = ProcessWorkers | ItemThreads | LaneThreads
 
@@ -295,7 +297,7 @@ class WorkerIterator(FetchIterator):
         if (
             not self._in_order
             or self._outstanding >= _AHEAD * self._max_tasks
-            or self._held_bytes >= self._memory_limit
+            or self._held_bytes >= min(self._memory_limit, _AHEAD_BYTES)
         ):
             return False
         if self._crew.shares_work:

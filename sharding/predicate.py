@@ -12,7 +12,6 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.dataset as pads
 from numpy.typing import NDArray
 
 from sharding.block_table import Catalog
@@ -74,6 +73,8 @@ class Predicate:
 def _evaluated(expression: Any, table: pa.Table) -> pa.ChunkedArray:
     if not table.num_columns:  # pyarrow would lose the number of rows
         table = table.append_column("__row__", pa.nulls(table.num_rows))
+    import pyarrow.dataset as pads  # it imports pandas, which takes 0.3 s
+
     scanner = pads.dataset(table).scanner(columns={"holds": expression}, use_threads=False)
     return scanner.to_table().column("holds")
 

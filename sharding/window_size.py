@@ -10,11 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from sharding.block_table import BlockTable
 from sharding.shuffle import Shuffle
+
+if TYPE_CHECKING:
+    from sharding.block_table import BlockTable
 
 WINDOW_BYTES = 64 << 20
 """What a window aims at."""

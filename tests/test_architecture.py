@@ -183,5 +183,17 @@ def test_the_front_door_has_all_its_names_and_imports_them_when_they_are_used() 
     assert set(dataflow.__all__) <= set(dir(dataflow))
     with pytest.raises(AttributeError, match="no_such_name"):
         dataflow.no_such_name  # noqa: B018
-    script = "import sys, dataflow.worker_process; sys.exit(len({'pyarrow', 'fsspec'} & set(sys.modules)))"
+
+
+@pytest.mark.parametrize(
+    "first", ["import dataflow.worker_process", "from dataflow import DataLoader; DataLoader([1])"]
+)
+def test_what_only_shards_need_is_imported_only_for_them(first: str) -> None:
+    """It takes a third of a second, and memory in every process."""
+    script = f"import sys; {first}; sys.exit(len({{'pyarrow', 'fsspec', 'pandas'}} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", script], cwd=ROOT, timeout=60).returncode == 0
+
+
+def test_pandas_is_imported_for_nobody() -> None:
+    script = "import sys, dataflow.dataset, dataflow.stream_loader; sys.exit('pandas' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], cwd=ROOT, timeout=60).returncode == 0
