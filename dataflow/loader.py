@@ -132,7 +132,7 @@ class DataLoader(_Base):
             else:
                 arguments = order.arguments
             self.workers = "thread"
-            self._stream = stream = StreamLoader(dataset, **arguments)
+            self._stream = stream = StreamLoader(dataset, **arguments)  # type: ignore[arg-type]  # one of the two
             super().__init__(
                 dataset,  # type: ignore[arg-type]
                 stream.batch_size,
