@@ -26,7 +26,7 @@ from benchmarks.storage_traces import INFLIGHTS, MIB, TRACES
 from prefetch.depth import AdaptiveDepth, Observation
 from prefetch.inflight import Inflight
 
-BEST = {row["trace"]: row for row in json.loads(RESULTS.read_text()) if row["seed"] == 0}
+BEST = {row["trace"]: row for row in json.loads(RESULTS.read_text())["rows"] if row["seed"] == 0}
 """The best static pairs, found among all: the search takes minutes."""
 
 
