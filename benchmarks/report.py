@@ -180,11 +180,13 @@ def versions() -> dict[str, str]:
 
 
 def commit() -> str:
-    """The commit, with "+changes" when the tree differs from it."""
+    """The commit, with "+changes" when the tree differs from it but for results."""
 
     def git(*arguments: str) -> str:
         return subprocess.run(
             ["git", *arguments], cwd=REPOSITORY, capture_output=True, text=True
         ).stdout.strip()
 
-    return git("rev-parse", "HEAD") + ("+changes" if git("status", "--porcelain") else "")
+    return git("rev-parse", "HEAD") + (
+        "+changes" if git("status", "--porcelain", "--", ".", ":!benchmarks/results") else ""
+    )
