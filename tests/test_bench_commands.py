@@ -2,17 +2,15 @@
 
 import json
 import os
-import subprocess
 import sys
 import threading
-from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from click.testing import CliRunner
+from cli_kit import run_command
+from http_kit import slowstore
 from torch.utils.data import IterableDataset, TensorDataset
 
 from dataflow import DataLoader, Mixture, ShardedDataset, ShardWriter
@@ -25,7 +23,6 @@ from dataflow.bench.given import Given, named_function
 from dataflow.bench.in_memory import InMemory
 from dataflow.bench.stages import Work, run_phase
 from dataflow.bench.storage import Sweep, bench_storage
-from dataflow.cli import main
 from sharding.blocks import Shard
 from sharding.errors import ShardReadError
 
@@ -38,11 +35,9 @@ def _own_cache(tmp_path, monkeypatch):
 
 
 def run(*arguments):
-    """Exit code and everything printed, spaces collapsed."""
-    result = CliRunner().invoke(main, ["bench", *map(str, arguments)])
-    if result.exception and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    return result.exit_code, " ".join(result.output.split())
+    """Exit code and everything printed, as one line."""
+    code, text = run_command("bench", *arguments)
+    return code, " ".join(text.split())
 
 
 @pytest.fixture
@@ -73,16 +68,6 @@ def has_direct_reads(folder):
     finally:
         probe.unlink()
     return True
-
-
-@contextmanager
-def serving(folder):
-    command = [sys.executable, str(Path(__file__).parent / "slowstore.py"), str(folder)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            yield process.stdout.readline().split()[-1]
-        finally:
-            process.terminate()
 
 
 TOKENS = ("--dtype", "uint16", "--length", "64")
@@ -226,7 +211,7 @@ def test_device_bytes_are_unknown_without_the_kernels_account(tmp_path):
 
 
 def test_storage_reads_a_remote_store_with_the_production_reader(shards):
-    with serving(shards) as url:
+    with slowstore(shards) as url:
         code, text = run("storage", f"{url}/a.bin", "--in-flight", 2, *QUICK, "--json", "-")
         refused = run("storage", f"{url}/a.bin", "--require-cold")
     assert code == 0
@@ -351,7 +336,7 @@ def test_a_loader_behind_its_parts_is_tried_with_more_memory(shards):
 
 
 def test_a_dataset_in_memory_reads_nothing_from_its_store(tars):
-    with serving(tars.parent) as url:
+    with slowstore(tars.parent) as url:
         urls = [f"{url}/tar-{i:02d}.tar" for i in range(4)]
         dataset = InMemory(ShardedDataset(urls), 1 << 30)
     assert not any(thread.name.startswith("dataflow-bench") for thread in threading.enumerate())
