@@ -102,7 +102,10 @@ class Broker:
     def __init__(self, name: str, control: Inflight, *, now: Callable[[], float] = time.perf_counter) -> None:
         self._control, self._now = control, now
         self._line = _Line()
+        self._peers: set[_Peer] = set()
         self._demands: dict[int, float | None] = {}
+        """Of each rank that has a connection and told its own."""
+        self._demanded: float | None = None
         self._listener = _new_socket()
         try:
             self._listener.bind(f"\0{name}")
@@ -130,8 +133,9 @@ class Broker:
                             return
                         if key.fileobj is self._listener:
                             connection, _ = self._listener.accept()
-                            only_ours(connection)
-                            selector.register(connection, selectors.EVENT_READ, _Peer(connection))
+                            peer = _Peer(only_ours(connection))
+                            self._peers.add(peer)
+                            selector.register(connection, selectors.EVENT_READ, peer)
                         elif not self._heard(key.data):
                             selector.unregister(key.data.connection)
                             key.data.connection.close()
@@ -149,17 +153,17 @@ class Broker:
         if len(data) != _MESSAGE.size:
             self._gone(peer)
             return False
-        kind, value, peer.rank = _MESSAGE.unpack(data)
+        kind, value, rank = _MESSAGE.unpack(data)
+        if kind == _DEMAND:
+            self._demands[rank] = None if value == _UNLIMITED else float(value)
+        if kind == _DEMAND or rank != peer.rank:
+            peer.rank = rank
+            self._demand()
         now = self._now()
         if kind == _ASK and peer.sent is None and peer.asked_bytes is None:
             peer.asked_bytes = value
             self._line.add(peer)
-        elif kind == _DEMAND:
-            self._demands[peer.rank] = None if value == _UNLIMITED else float(value)
-            known = list(self._demands.values())
-            total = None if None in known else sum(demand or 0.0 for demand in known)
-            self._control.demand(total)
-        elif peer.sent is not None:
+        elif kind != _DEMAND and peer.sent is not None:
             sent, peer.sent = peer.sent, None
             if kind == _DONE:
                 self._control.done(now, sent)
@@ -175,6 +179,19 @@ class Broker:
         if peer.sent is not None:
             self._control.failed(peer.sent)
         peer.asked_bytes = peer.sent = None
+        self._peers.discard(peer)
+        if all(other.rank != peer.rank for other in self._peers):
+            self._demands.pop(peer.rank, None)
+        self._demand()
+
+    def _demand(self) -> None:
+        """What all ranks use together; no limit while one waits for data or has not told (a new broker's)."""
+        demands = [self._demands.get(rank) for rank in {peer.rank for peer in self._peers} - {-1}]
+        known = [demand for demand in demands if demand is not None]
+        total = sum(known) if known and len(known) == len(demands) else None
+        if total != self._demanded:
+            self._demanded = total
+            self._control.demand(total)
 
     def _grant(self) -> None:
         """Let go who may."""

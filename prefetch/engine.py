@@ -264,7 +264,6 @@ class Engine(Generic[T]):
                     self._wait()
                 if self._deliverable():
                     return self._deliver()
-                self._builds_here = threading.current_thread()
             self._build_here()
 
     def _deliver(self) -> Sequence[T]:
@@ -297,8 +296,12 @@ class Engine(Generic[T]):
         return self._options.in_consumer is not None and bool(self._unbegun)
 
     def _build_here(self) -> None:
-        began, started = time.perf_counter(), self._next_unbegun()
+        began, started = time.perf_counter(), None
         try:
+            with self._changed:  # inside: whatever comes, `close` does not wait for it in vain
+                if not self._closed:
+                    self._builds_here = threading.current_thread()
+                    started = self._next_unbegun()
             if started is not None:
                 assert self._options.in_consumer is not None
                 self._options.in_consumer(partial(self._build, started))

@@ -10,6 +10,9 @@ One thread waits for the signal that the kernel sends to it alone when somebody 
 that thread, so that no handler of the program ever sees it. It lets the lease go as soon as the loads that
 may touch the file have ended: milliseconds. From then on the file is copied from by the kernel.
 
+A child made by `os.fork` shares the open file, and with it the lease: it must not end what its parent holds.
+It closes its descriptors at once and has no leases.
+
 Granted are leases on local filesystems to the owner of the file (or with CAP_LEASE), while nobody has it
 open for writing. Everywhere else there is none, and nothing is lost but time. Thread-safe.
 """
@@ -27,6 +30,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Final
 
+from prefetch.forks import only_ours
+
 _F_SETOWN_EX: Final = 15
 _F_OWNER_TID: Final = 0
 _MOST: Final = 4096
@@ -37,7 +42,7 @@ _SIGNAL: Final = signal.SIGURG
 class Lease:
     """One file's. `held` turns False for ever when it must be given up."""
 
-    __slots__ = ("_descriptor", "_leases", "held")
+    __slots__ = ("__weakref__", "_descriptor", "_leases", "held")
 
     def __init__(self, leases: FileLeases, descriptor: int) -> None:
         self._leases, self._descriptor = leases, descriptor
@@ -52,14 +57,17 @@ class Lease:
         """End it. Idempotent."""
         self._leases.let_go(self)
 
+    def end(self) -> None:
+        """Tell the kernel, in all processes that share the open file: closing alone leaves a child's copy."""
+        with suppress(OSError):  # the kernel has ended it itself
+            fcntl.fcntl(self._descriptor, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+        self.close()
+
     def close(self) -> None:
-        """Tell the kernel, once."""
+        """Close this process's copy, in a forked child. Its parent's lease stays."""
+        self.held = False
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
-            # Closing would not do: a forked child has the same open file. It fails in such a child, and
-            # where the kernel has ended the lease itself.
-            with suppress(OSError):
-                fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_UNLCK)
             os.close(descriptor)
 
 
@@ -69,6 +77,7 @@ class FileLeases:
     def __init__(self) -> None:
         soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         self._most = min(_MOST, soft // 4) if soft > 0 else _MOST
+        self._pid = os.getpid()
         # Re-entrant: a finaliser may let a lease go inside `take`.
         self._lock = threading.RLock()  # guards what follows
         self._held: set[Lease] = set()
@@ -80,7 +89,7 @@ class FileLeases:
 
     def take(self, descriptor: int) -> Lease | None:
         """A lease on an open file (a duplicate of the descriptor is kept), or None where there is none."""
-        if sys.platform != "linux":
+        if sys.platform != "linux" or not self._is_ours:
             return None
         with self._lock:
             if self._closed or len(self._held) >= self._most:
@@ -94,13 +103,16 @@ class FileLeases:
             except OSError:
                 os.close(own)
                 return None
-            lease = Lease(self, own)
+            lease = only_ours(Lease(self, own))
             self._held.add(lease)
             return lease
 
     @contextmanager
     def loading(self) -> Iterator[None]:
         """Inside, files whose lease is `held` when it is looked at keep their length."""
+        if not self._is_ours:
+            yield
+            return
         token = object()
         with self._lock:
             self._loading.add(token)
@@ -114,6 +126,8 @@ class FileLeases:
 
     def let_go(self, lease: Lease) -> None:
         """End a lease as soon as no load may touch its file."""
+        if not self._is_ours:
+            return
         with self._lock:
             if lease not in self._held:
                 return
@@ -129,8 +143,13 @@ class FileLeases:
             if loads:
                 left.append((lease, loads))
             else:
-                lease.close()
+                lease.end()
         self._given_up = left
+
+    @property
+    def _is_ours(self) -> bool:
+        """Whether this is not a forked child, where `_lock` may be held for ever by a thread that is not there."""
+        return self._pid == os.getpid()
 
     def _listener(self) -> int:
         """The thread that waits for the kernel's word; its number."""
@@ -157,6 +176,8 @@ class FileLeases:
 
     def close(self, *, join: bool = True) -> None:
         """End all leases and the thread, which a finaliser must not wait for (`join=False`). Idempotent."""
+        if not self._is_ours:
+            return
         with self._lock:
             self._closed = True
             for lease in list(self._held):

@@ -203,6 +203,28 @@ def test_demands_are_added_up_and_a_rank_that_waits_needs_all(make: Make) -> Non
     assert control.demanded == [5.0, 12.0, None]
 
 
+def test_what_a_rank_used_that_is_gone_is_not_counted(make: Make) -> None:
+    control = FixedLimit(10)
+    staying, going = (make(rank, control) for rank in range(2))
+    read_once(staying)  # it serves
+    staying.demand(5.0)
+    going.demand(7.0)
+    read_once(going)
+    going.close()
+    for _ in range(2):  # its last word may be heard with the first, then surely its end with the second
+        read_once(staying)
+    assert control.demanded == [5.0, 12.0, 5.0]
+
+
+def test_a_rank_that_has_not_told_what_it_uses_is_not_held_back(make: Make) -> None:
+    control = FixedLimit(10)
+    gates = [make(rank, control) for rank in range(2)]
+    gates[0].demand(5.0)
+    read_once(gates[0])
+    read_once(gates[1])
+    assert control.demanded == [5.0, None]
+
+
 def test_the_pace_of_a_training_reaches_the_broker_once(make: Make) -> None:
     control = FixedLimit(10)
     gate = make(0, control)

@@ -279,12 +279,20 @@ def awaited() -> Awaited:
 
 
 def test_a_late_read_that_is_waited_for_is_asked_twice_and_the_first_answer_counts(
-    server: ScriptedServer,
+    server: ScriptedServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reader, over = experienced(server), threading.Event()
     server.script = [stall_after(20_000, over)]
-    read(server, reader, awaited=awaited())
+    out, due_s = np.zeros(50_000, np.uint8), store.hedge_due_s
+
+    def due_when_it_has_come(began_s: float, heard_s: float, long_s: float) -> float:
+        come = out[:20_000].tobytes() == CONTENT[10:20_010]
+        return due_s(began_s, heard_s, long_s) if come else time.monotonic() + 0.005
+
+    monkeypatch.setattr(store, "hedge_due_s", due_when_it_has_come)
+    reader.read_into(server.shard(), 10, out, awaited=awaited())
     over.set()
+    assert out.tobytes() == CONTENT[10:50_010]
     assert server.asked == [(10, 50_010), (20_010, 50_010)]
     assert reader.stats() == ReadStats(hedges=1, hedges_won=1, hedge_bytes=30_000)
 

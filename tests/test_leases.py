@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,22 @@ def granted(folder: Path) -> bool:
     finally:
         os.close(descriptor)
         leases.close()
+
+
+@contextmanager
+def watchdog_of_child() -> Iterator[None]:
+    """The kernel ends a forked child that hangs, or leaves by an error."""
+    signal.alarm(20)
+    try:
+        yield
+    finally:
+        os._exit(3)
+
+
+def leads_to(descriptor: str, path: Path) -> bool:
+    with suppress(OSError):
+        return os.readlink(f"/proc/self/fd/{descriptor}") == str(path)
+    return False
 
 
 @pytest.fixture
@@ -188,6 +205,55 @@ def test_a_forked_child_does_not_keep_a_lease_that_was_ended(path: Path) -> None
     os.close(writing)
     os.close(reading)
     assert os.waitpid(child, 0)[1] == 0
+
+
+def test_a_forked_child_leaves_its_parents_leases_alone(path: Path) -> None:
+    leases = FileLeases()
+    ending, staying = take(leases, path), take(leases, path)
+    assert ending
+    assert staying
+    with leases.loading():
+        child = os.fork()
+        if child == 0:
+            with watchdog_of_child():
+                descriptors = [name for name in os.listdir("/proc/self/fd") if leads_to(name, path)]
+                ending.let_go()
+                with leases.loading():
+                    may_load = staying.held
+                leases.close()
+                os._exit(bool(descriptors or may_load or take(leases, path)))
+    assert os.waitpid(child, 0)[1] == 0
+    assert staying.held
+    with pytest.raises(BlockingIOError):
+        os.open(path, os.O_WRONLY | os.O_NONBLOCK)
+    leases.close()
+    os.close(os.open(path, os.O_WRONLY | os.O_NONBLOCK))
+
+
+def test_a_child_forked_while_the_leases_are_locked_ends(path: Path) -> None:
+    leases = FileLeases()
+    lease = take(leases, path)
+    assert lease
+    held, over = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with leases._lock:
+            held.set()
+            over.wait(TIMEOUT_S)
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    assert held.wait(TIMEOUT_S)
+    child = os.fork()
+    if child == 0:
+        with watchdog_of_child():
+            lease.let_go()
+            leases.close()
+            os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    over.set()
+    holder.join(TIMEOUT_S)
+    leases.close()
 
 
 def test_batches_are_the_same_with_leases_and_without(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
