@@ -74,9 +74,12 @@ def main(arguments: list[str] | None = None) -> None:
         make_shards(folder, asked.shards)
         for repeat in range(asked.repeats):
             for case, limit in cases.items():
-                where = str(folder / "caches" / f"{case} {repeat}")
-                with serving(folder, STORE | {"seed": repeat}) as server:
-                    runs[case].append(in_own_process(epochs, server.url, where, limit))
+                # Each cache goes with its run: what it wrote would be brought to the disk during the next.
+                with (
+                    tempfile.TemporaryDirectory() as cache,
+                    serving(folder, STORE | {"seed": repeat}) as server,
+                ):
+                    runs[case].append(in_own_process(epochs, server.url, cache, limit))
     medians = {
         case: [
             {

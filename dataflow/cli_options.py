@@ -93,12 +93,9 @@ def dataset_options(command: Command) -> Command:
     ) -> None:
         from dataflow.bench.given import Given
 
-        options = {"format": format_, "dtype": dtype, "length": length, "storage_options": storage_options}
-        unset = ("auto", None, None, {})
-        asked = {
-            name: options[name] for name, none in zip(options, unset, strict=True) if options[name] != none
-        }
-        command(given=Given(source, asked), **rest)
+        told = {"format": format_, "dtype": dtype, "length": length, "storage_options": storage_options}
+        options = {name: value for name, value in told.items() if value and value != "auto"}
+        command(given=Given(source, options), **rest)
 
     return run
 
