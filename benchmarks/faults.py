@@ -72,7 +72,9 @@ def main(arguments: list[str] | None = None) -> None:
             for what, options in (("without faults", STORE), ("with faults", STORE | FAULTS)):
                 runs[what].append(run(folder, options | {"seed": repeat}))
                 print(f"{what:15} {runs[what][-1]}", flush=True)
-    medians = {what: statistics.median(one["mb_per_s"] for one in each) for what, each in runs.items()}
+    medians = {
+        what: round(statistics.median(one["mb_per_s"] for one in each), 1) for what, each in runs.items()
+    }
     ratio = medians["with faults"] / medians["without faults"]
     verdict = "held" if ratio >= 0.8 else "MISSED"
     print(f"medians {medians}; ratio {ratio:.2f} (bar: >= 0.80, {verdict})")

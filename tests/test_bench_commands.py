@@ -152,39 +152,26 @@ def test_cold_is_refused_where_nobody_counts_device_bytes(shards, monkeypatch):
     assert "the kernel does not say how many bytes came from a device" in text
 
 
-def test_evicted_files_are_read_once_and_called_by_what_the_device_gave(shards, monkeypatch):
-    counted = iter([0, 1 << 19])
+def swept(shards, monkeypatch, *, device_bytes, **asked):
+    """The one case of a sweep; the device is said to have given so many bytes, with none in memory before."""
+    counted = iter([0, device_bytes])
     monkeypatch.setattr("dataflow.bench.storage.device_bytes", lambda: next(counted))
     monkeypatch.setattr("dataflow.bench.storage.resident_share", lambda shards: 0.0)
-    asked = Sweep(
-        [str(shards)],
-        read="buffered",
-        evict=True,
-        require_cold=True,
-        seconds=5,
-        block_bytes=[4096],
-        concurrency=[2],
-        patterns=["sequential"],
-    )
-    [one] = bench_storage(asked).cases
+    [one] = bench_storage(Sweep([str(shards)], read="buffered", patterns=["sequential"], **asked)).cases
+    return one
+
+
+def test_evicted_files_are_read_once_and_called_by_what_the_device_gave(shards, monkeypatch):
+    asked = {"evict": True, "require_cold": True, "seconds": 5, "block_bytes": [4096], "concurrency": [2]}
+    one = swept(shards, monkeypatch, device_bytes=1 << 19, **asked)
     assert one.exhausted
     assert one.passes == 1
     assert one.label.word == "cold"
 
 
 def test_what_is_read_a_second_time_is_not_called_cold(shards, monkeypatch):
-    counted = iter([0, 1 << 50])
-    monkeypatch.setattr("dataflow.bench.storage.device_bytes", lambda: next(counted))
-    monkeypatch.setattr("dataflow.bench.storage.resident_share", lambda shards: 0.0)
-    asked = Sweep(
-        [str(shards)],
-        read="buffered",
-        seconds=0.1,
-        block_bytes=[1 << 18],
-        concurrency=[1],
-        patterns=["sequential"],
-    )
-    [one] = bench_storage(asked).cases
+    asked = {"seconds": 0.1, "block_bytes": [1 << 18], "concurrency": [1]}
+    one = swept(shards, monkeypatch, device_bytes=1 << 50, **asked)
     assert one.passes > 1
     assert one.label.word == "mixed"
 
