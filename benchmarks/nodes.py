@@ -34,7 +34,7 @@ LIMIT_S = 170.0
 
 def node(url: str, number: int, of: int, share: bool) -> dict[str, Any]:
     """One node's epoch. Runs in a process of its own; begins when a line comes."""
-    import dataflow.stream_loader as module
+    import dataflow.session as module
     from dataflow import DataLoader, ShardedDataset, Topology
 
     if not share:

@@ -12,11 +12,9 @@ rows of the slot, in parts that run in parallel.
 from __future__ import annotations
 
 import functools
-import itertools
-import math
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -27,23 +25,22 @@ from torch import Tensor
 
 from dataflow.crop import Draws
 from dataflow.decode import MISSING, Output
+from dataflow.gather import Take, gather, load, take_rows, widen
 from dataflow.image import decode_image, decode_images
-from dataflow.ragged import Ragged
-from dataflow.staging import Grid, StagedArray, StagedSpans, StagedWindow, lowest_bit, memory_at
+from dataflow.samples import collate_objects
+from dataflow.splitting import Built, split_list, split_ragged, split_rows
+from dataflow.staged_columns import Grid, StagedArray, StagedSpans, lowest_bit
+from dataflow.staging import StagedWindow
 from prefetch.arena import Arena, rounded_bytes
 from prefetch.iovec import copy_mapped, copy_spans
 from sharding.errors import SampleError, ShardReadError
 from sharding.order import uniform
 
 Array = NDArray[Any]
-Take = Callable[[int, int, Array], None]
-"""Writes rows [start, stop) as they are stored."""
 _IMAGE_PART = 8
 """Images decoded by one task: small enough to share a batch among threads."""
 _LOADED_BYTES = 32 << 10
 """Values of this size on average are loaded: that costs 1 us a value, the kernel more for its pages."""
-_TILE_BYTES = 1 << 20
-"""Widening goes through a scratch tile of this size, so that it stays in the L2 cache."""
 
 
 @dataclass(frozen=True)
@@ -97,15 +94,6 @@ class Cut:
         pieces[:, 1] = self.length * itemsize
         pieces[wrong, 1] = 0
         return wrong
-
-
-@dataclass
-class Built:
-    """One output column of a chunk."""
-
-    split: Callable[[Sequence[int]], Sequence[Any]]
-    """Batch sizes -> one value a batch."""
-    parts: list[Callable[[], None]] = field(default_factory=list)
 
 
 class ColumnBuilder:
@@ -182,27 +170,27 @@ class ColumnBuilder:
         for run in self._runs:
             staged = run.window.staged[output.name]
             assert isinstance(staged, StagedArray)
-            self._into(run, out, partial(_take_rows, staged.values, run.rows))
+            self._into(run, out, partial(take_rows, staged.values, run.rows))
             if staged.bad:
                 for at in np.flatnonzero(np.isin(run.rows, list(staged.bad))).tolist():
                     self._note_bad(run, at, output, staged.bad[int(run.rows[at])], None)
-        return _split_rows(out)
+        return split_rows(out)
 
     def _spans(self, output: Output) -> Built:
         out = self._fixed_slot(output)
         take = self._take_of_all(output)
         if take is not None:
             self._fill(output, take, out)
-            return _split_rows(out)
+            return split_rows(out)
         for run in self._runs:
             self._into(run, out, partial(self._fill, output, partial(_take_spans, run, output)))
-        return _split_rows(out)
+        return split_rows(out)
 
     def _fill(self, output: Output, take: Take, out: Array) -> None:
         if output.source_dtype == output.dtype:
             take(0, len(out), out)
         else:
-            _widen(output, take, out)
+            widen(output, take, out)
 
     def _take_of_all(self, output: Output) -> Take | None:
         """How to take rows of any window in the order of the chunk; None: window by window."""
@@ -210,7 +198,7 @@ class ColumnBuilder:
         if not all(spans.uniform_bytes == output.source_row_bytes for spans in staged):
             return None
         if self._may_load:
-            return partial(_gather, *self._joined_grid(staged, output.source_row_bytes))
+            return partial(gather, *self._joined_grid(staged, output.source_row_bytes))
         if not all(run.window.mapped for run in self._runs):
             return None
         pieces = np.empty((self._num_rows, 2), np.int64)
@@ -263,7 +251,7 @@ class ColumnBuilder:
         out = self._slot(max(1, nbytes))[:nbytes]
         self._copy(pieces, out, output)
         values = torch.from_numpy(out.view(output.source_dtype))
-        return Built(lambda sizes: _split_ragged(values, lengths, sizes, output))
+        return Built(lambda sizes: split_ragged(values, lengths, sizes, output))
 
     def _apply_cut(self, cut: Cut, pieces: NDArray[np.int64], output: Output) -> None:
         item = np.dtype(output.source_dtype).itemsize
@@ -281,7 +269,7 @@ class ColumnBuilder:
     def _copy(self, pieces: NDArray[np.int64], out: NDArray[np.uint8], output: Output) -> None:
         """Copy the values of all rows, one after the other."""
         if self._may_load and out.nbytes >= _LOADED_BYTES * len(pieces):
-            _load(pieces[pieces[:, 1] > 0], out)
+            load(pieces[pieces[:, 1] > 0], out)
             return
         if not any(run.window.mapped for run in self._runs):
             copy_spans(pieces[:, 0], pieces[:, 1], out)
@@ -312,7 +300,7 @@ class ColumnBuilder:
                     values[run.place(at)] = self._object(output, buffer[start:end].data, run, at)
                 except Exception as error:
                     self._note_bad(run, at, output, _reason(error), error)
-        return Built(lambda sizes: [_collate_objects(part) for part in _split_list(values, sizes)])
+        return Built(lambda sizes: [collate_objects(part) for part in split_list(values, sizes)])
 
     def _object(self, output: Output, data: memoryview, run: Run, at: int) -> Any:
         if output.image is not None:
@@ -331,7 +319,7 @@ class ColumnBuilder:
                 part = run.part(start, start + _IMAGE_PART)
                 decode = partial(self._decode_part, output, part)
                 parts.append(partial(self._into, part, out, decode))
-        built = _split_rows(out)
+        built = split_rows(out)
         built.parts = parts
         return built
 
@@ -374,57 +362,6 @@ def _spans_of(run: Run, output: Output) -> StagedSpans:
     return staged
 
 
-def _take_rows(values: Array, rows: NDArray[np.int64], out: Array) -> None:
-    """`out[i] = values[rows[i]]`, as raw bits (torch's gather knows no uint32)."""
-    n = len(values)
-    row_bytes = values.nbytes // n if n else 0
-    if not row_bytes:
-        return
-    unit = math.gcd(row_bytes, 8)
-    source = values.reshape(-1).view(f"i{unit}").reshape(n, -1)
-    target = out.reshape(-1).view(f"i{unit}").reshape(len(rows), -1)
-    if source.shape[1] == 1:
-        source, target = source[:, 0], target[:, 0]
-    torch.index_select(torch.from_numpy(source), 0, torch.from_numpy(rows), out=torch.from_numpy(target))
-
-
-def _scratch(nbytes: int) -> NDArray[np.uint8]:
-    """Memory of this thread that lasts until it asks again."""
-    known: NDArray[np.uint8] | None = getattr(_of_thread, "scratch", None)
-    if known is None or len(known) < nbytes:
-        known = _of_thread.scratch = np.empty(max(nbytes, _TILE_BYTES), np.uint8)
-    return known[:nbytes]
-
-
-_of_thread = threading.local()
-
-
-def _widen(output: Output, take: Take, out: Array) -> None:
-    """Gather rows as they are stored, tile by tile, and convert each tile while it is in the cache."""
-    tile = max(1, _TILE_BYTES // output.source_row_bytes)
-    scratch = _scratch(min(tile, len(out)) * output.source_row_bytes)
-    for start in range(0, len(out), tile):
-        stop = min(start + tile, len(out))
-        stored = scratch[: (stop - start) * output.source_row_bytes]
-        take(start, stop, stored)
-        np.copyto(out[start:stop], stored.view(output.source_dtype).reshape(stop - start, *output.shape))
-
-
-def _gather(view: Tensor, places: Tensor, start: int, stop: int, out: Array) -> None:
-    """Rows [start, stop) of `places`, of the rows of a view."""
-    rows = out.reshape(-1).view(np.uint8).reshape(stop - start, -1)
-    torch.index_select(view, 0, places[start:stop], out=torch.from_numpy(rows))
-
-
-def _load(pieces: NDArray[np.int64], out: NDArray[np.uint8]) -> None:
-    """Copy spans of memory ([n, 2] address and bytes), one after the other, in one call without the GIL."""
-    if len(pieces):
-        base, ends = int(pieces[:, 0].min()), pieces.sum(axis=1)
-        memory, starts = memory_at(base, int(ends.max()) - base), pieces[:, 0] - base
-        spans = zip(starts.tolist(), (ends - base).tolist(), strict=True)
-        torch.cat([memory[start:end] for start, end in spans], out=torch.from_numpy(out))
-
-
 def _take_spans(whole: Run, output: Output, start: int, stop: int, out: Array) -> None:
     """Gather equally long spans, rows [start, stop) of a run, into `out` as they are stored."""
     run = whole.part(start, stop)
@@ -445,95 +382,3 @@ def _take_spans(whole: Run, output: Output, start: int, stop: int, out: Array) -
     packed = np.empty((len(have), row_bytes), np.uint8)
     run.window.copy_values(spans, run.rows[have], packed.reshape(-1), output.name)
     out[have] = packed
-
-
-def _split_rows(out: Array) -> Built:
-    """One view a batch. numpy slices them: `Tensor.split` would give up the GIL in the middle."""
-
-    def split(sizes: Sequence[int]) -> list[Tensor]:
-        ends = list(itertools.accumulate(sizes))
-        return [torch.from_numpy(out[end - size : end]) for end, size in zip(ends, sizes, strict=True)]
-
-    return Built(split)
-
-
-def _split_list(values: list[Any], sizes: Sequence[int]) -> Iterator[list[Any]]:
-    start = 0
-    for size in sizes:
-        yield values[start : start + size]
-        start += size
-
-
-def _split_ragged(
-    values: Tensor, lengths: NDArray[np.int64], sizes: Sequence[int], output: Output
-) -> list[Any]:
-    """One ragged pair (or padded tensor) a batch; offsets count from the batch's own first value."""
-    counts = lengths // values.element_size()
-    ends = np.concatenate(([0], np.cumsum(counts)))
-    batches, row = [], 0
-    for size in sizes:
-        own = ends[row : row + size + 1]
-        pair = Ragged(values[int(own[0]) : int(own[-1])], torch.from_numpy(own - own[0]))
-        batches.append(pair.padded(output.pad.value, output.pad.length) if output.pad else pair)
-        row += size
-    return batches
-
-
-def _collate_objects(values: list[Any]) -> Any:
-    """Arrays of one shape are stacked; everything else stays a list."""
-    first = values[0] if values else None
-    if isinstance(first, np.ndarray) and first.dtype != object:
-        tensors = [torch.from_numpy(np.ascontiguousarray(v)) for v in values if isinstance(v, np.ndarray)]
-        if len(tensors) < len(values) or any(t.shape != tensors[0].shape for t in tensors):
-            return tensors if len(tensors) == len(values) else values
-        return torch.stack(tensors)
-    if isinstance(first, Tensor) and all(
-        isinstance(v, Tensor) and v.shape == first.shape and v.dtype == first.dtype for v in values
-    ):
-        return torch.stack(values)
-    return values
-
-
-def drop_rows(batch: Mapping[str, Any], keep: NDArray[np.int64]) -> dict[str, Any]:
-    """The batch with only the rows `keep`."""
-    index = torch.from_numpy(keep)
-    kept: dict[str, Any] = {}
-    for name, value in batch.items():
-        if isinstance(value, Ragged):
-            rows = [value.row(i) for i in keep.tolist()]
-            lengths = value.lengths[index]
-            offsets = torch.cat((torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)))
-            kept[name] = Ragged(torch.cat(rows) if rows else value.values[:0], offsets)
-        elif isinstance(value, Tensor):
-            kept[name] = value[index]
-        else:
-            kept[name] = _collate_objects([value[i] for i in keep.tolist()])
-    return kept
-
-
-def samples_of(batch: Mapping[str, Any], outputs: Sequence[Output], size: int) -> list[dict[str, Any]]:
-    """The samples of a batch, one dict each: scalars as Python numbers, arrays as tensor views."""
-    columns = []
-    for output in outputs:
-        value = batch[output.name]
-        if isinstance(value, Ragged):
-            columns.append([value.row(i) for i in range(size)])
-        elif isinstance(value, Tensor) and value.dim() == 1:
-            columns.append(value.tolist())
-        else:
-            columns.append(list(value))
-    names = [output.name for output in outputs]
-    return [dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True)]
-
-
-def collate_samples(samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Samples as a map-style dataset gives them -> columns: stacked where shapes are equal, else lists.
-
-    For torch's own DataLoader, whose default cannot collate values of different lengths.
-    """
-    columns: dict[str, Any] = {}
-    for name in samples[0]:
-        values = [sample[name] for sample in samples]
-        numbers = all(isinstance(value, int | float) for value in values)
-        columns[name] = torch.tensor(values) if numbers else _collate_objects(values)
-    return columns

@@ -25,7 +25,7 @@ from sharding.urls import is_local
 
 if TYPE_CHECKING:
     from dataflow.dataset import ShardedDataset
-    from dataflow.stream import StreamPlan
+    from dataflow.stream_plan import StreamPlan
 
 
 @dataclass(frozen=True)

@@ -18,12 +18,14 @@ from typing import Any
 import numpy as np
 from torch.utils.data import Dataset
 
-from dataflow.batches import ColumnBuilder, Randomness, Run, samples_of
+from dataflow.batches import ColumnBuilder, Randomness, Run
 from dataflow.cache import Cache
+from dataflow.chunk import sample_rng
 from dataflow.decode import Output, resolve_outputs
 from dataflow.opening import Opening
-from dataflow.staging import Source, StagedWindow
-from dataflow.stream import sample_rng
+from dataflow.samples import samples_of
+from dataflow.source import Source
+from dataflow.staging import StagedWindow
 from dataflow.views import matching, picked, split_parts
 from prefetch.arena import Arena
 from prefetch.leases import FileLeases

@@ -13,10 +13,11 @@ from torch.utils.data import _DatasetKind
 
 from dataflow.dataset import ShardedDataset
 from dataflow.fetching import MainIterator, Tally
-from dataflow.loader_state import Progress, Resumed, resumed_from
+from dataflow.loader_state import Progress
 from dataflow.memory_limit import memory_limit_bytes
 from dataflow.mixture import Mixture
 from dataflow.process_workers import begin_to_start
+from dataflow.resumed import Resumed, resumed_from
 from dataflow.shard_order import ShardOrder, order_given
 from dataflow.stats import WorkerStats
 from dataflow.stream_loader import StreamLoader

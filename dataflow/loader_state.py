@@ -9,14 +9,11 @@ without touching the dataset; an iterable without a state is read again up to th
 
 from __future__ import annotations
 
-import base64
 import copy
 import itertools
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch.utils.data import (
     BatchSampler,
@@ -26,73 +23,15 @@ from torch.utils.data import (
     _DatasetKind,
 )
 
+from dataflow.json_values import decoded, encoded
+from dataflow.resumed import VERSION, Resumed, ResumedLane
 from dataflow.worker_process import LaneState, has_state, random_state, set_random_state
 
 if TYPE_CHECKING:
     from dataflow.loader import DataLoader
 
-VERSION = 1
 _MAX_PARTS = 8
 """Samplers inside samplers that are looked at."""
-
-
-@dataclass
-class ResumedLane:
-    """Where a lane stands."""
-
-    batches: int = 0
-    """Delivered in this epoch."""
-    since: int = 0
-    """Of those, delivered after `state` was taken."""
-    state: LaneState = field(default_factory=LaneState)
-    random: Any = None
-    """State of the worker's global generators after the last batch, if the batches draw from them."""
-    at_end: tuple[LaneState | None, Any] | None = None
-    """State and generators when the iterable had ended: what the next epoch begins with."""
-
-    def to_json(self) -> dict[str, Any]:
-        """As part of a state."""
-        return {
-            "batches": self.batches,
-            "since": self.since,
-            "dataset": encoded(self.state.dataset),
-            "iterator": encoded(self.state.iterator),
-            "ended": self.state.ended,
-            "random": encoded(self.random),
-        }
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> ResumedLane:
-        """Inverse of `to_json`."""
-        state = LaneState(decoded(value["dataset"]), decoded(value["iterator"]), value["ended"])
-        return cls(int(value["batches"]), int(value["since"]), state, decoded(value["random"]))
-
-
-@dataclass
-class Resumed:
-    """A loaded state, until an iterator goes on from it."""
-
-    kind: str
-    batches: int
-    base_seed: int
-    num_lanes: int
-    next_lane: int
-    generator: Any
-    chain: torch.Generator | None
-    sampler: Mapping[str, Any]
-    lanes: dict[int, ResumedLane]
-    complete: bool = False
-    persistent: bool = False
-    """Of workers that outlive epochs: nothing is seeded anew."""
-    turn: int = 0
-    """Epochs that were begun with this base seed before."""
-    ahead: frozenset[int] = frozenset()
-    """Batches delivered beyond the first `batches`."""
-
-    def skips(self, lane: int) -> int:
-        """Batches that a lane must fetch again and drop."""
-        there = self.lanes.get(lane)
-        return there.since if there and self.kind == "iterable" else 0
 
 
 class Progress:
@@ -435,41 +374,6 @@ def _is_distributed(sampler: Any) -> bool:
     return getattr(type(sampler), "__iter__", None) is DistributedSampler.__iter__
 
 
-def resumed_from(state: Mapping[str, Any], kind: str) -> Resumed | None:
-    """What a state says; None: nothing, as an empty one.
-
-    Raises:
-        ValueError: this is no state of such a loader.
-    """
-    if not state:
-        return None
-    if not isinstance(state, Mapping) or state.get("version") != VERSION or "complete" not in state:
-        raise ValueError(f"not a state of this kind of DataLoader (version {VERSION}): {str(state)[:200]}")
-    if state["kind"] != kind:
-        raise ValueError(
-            f"the state is of a loader over a dataset of the {state['kind']} kind, this one's is {kind}"
-        )
-    chain = None
-    if state["chain"] is not None:
-        chain = torch.Generator()
-        chain.set_state(decoded(state["chain"]))
-    return Resumed(
-        kind,
-        int(state["batches"]),
-        int(state["base_seed"]),
-        int(state["num_lanes"]),
-        int(state["next_lane"]),
-        decoded(state["generator"]),
-        chain,
-        state["sampler"],
-        {number: ResumedLane.from_json(value) for number, value in enumerate(state["lanes"])},
-        bool(state["complete"]),
-        bool(state["persistent"]),
-        int(state["turn"]),
-        frozenset(state["ahead"]),
-    )
-
-
 def _called(step: Callable[[], Iterator[Any]]) -> Iterator[Any]:
     return step()
 
@@ -477,52 +381,3 @@ def _called(step: Callable[[], Iterator[Any]]) -> Iterator[Any]:
 def _draw(generator: torch.Generator | None) -> int:
     """A seed, as torch's loader and samplers draw it."""
     return int(torch.empty((), dtype=torch.int64).random_(generator=generator).item())
-
-
-_TAG = "__dataflow__"
-
-
-def encoded(value: Any) -> Any:
-    """A JSON value for tensors, arrays, bytes, tuples and mappings with other keys than text.
-
-    What JSON and this function do not know is left as it is: such a state is for `torch.save`.
-    """
-    if isinstance(value, torch.Tensor):
-        return {_TAG: "tensor", "value": encoded(value.detach().cpu().numpy())}
-    if isinstance(value, np.ndarray) and not value.dtype.hasobject:
-        data = base64.b64encode(np.ascontiguousarray(value).tobytes()).decode()
-        return {_TAG: "array", "dtype": value.dtype.str, "shape": list(value.shape), "value": data}
-    if isinstance(value, np.generic):
-        return value.item()
-    if isinstance(value, bytes):
-        return {_TAG: "bytes", "value": base64.b64encode(value).decode()}
-    if type(value) is tuple:
-        return {_TAG: "tuple", "value": [encoded(item) for item in value]}
-    if type(value) is list:
-        return [encoded(item) for item in value]
-    if type(value) is dict:
-        if all(type(key) is str for key in value) and _TAG not in value:
-            return {key: encoded(item) for key, item in value.items()}
-        return {_TAG: "dict", "value": [[encoded(key), encoded(item)] for key, item in value.items()]}
-    return value
-
-
-def decoded(value: Any) -> Any:
-    """Inverse of `encoded`."""
-    if type(value) is list:
-        return [decoded(item) for item in value]
-    if not isinstance(value, dict):
-        return value
-    tag = value.get(_TAG)
-    if tag is None:
-        return {key: decoded(item) for key, item in value.items()}
-    if tag == "tensor":
-        return torch.from_numpy(decoded(value["value"]))
-    if tag == "array":
-        data = bytearray(base64.b64decode(value["value"]))
-        return np.frombuffer(data, np.dtype(value["dtype"])).reshape(value["shape"])
-    if tag == "bytes":
-        return base64.b64decode(value["value"])
-    if tag == "tuple":
-        return tuple(decoded(item) for item in value["value"])
-    return {decoded(key): decoded(item) for key, item in value["value"]}

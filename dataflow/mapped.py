@@ -20,7 +20,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dataflow.decode import BadRows, Output
-from dataflow.staging import NotLocatableError, Source, StagedArray, StagedSpans, StagedWindow
+from dataflow.source import Source
+from dataflow.staged_columns import StagedArray, StagedSpans
+from dataflow.staging import NotLocatableError, StagedWindow
 from prefetch.arena import Arena, rounded_bytes
 from prefetch.iovec import copy_mapped
 from prefetch.leases import Lease

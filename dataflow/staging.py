@@ -11,258 +11,22 @@ Reads run on the reader threads, one task a block, and touch disjoint rows, so t
 
 from __future__ import annotations
 
-import ctypes
-import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import nullcontext
-from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
-from dataflow.cache import SourceCache
-from dataflow.decode import BadRows, Output
+from dataflow.source import Source
+from dataflow.staged_columns import ALIGN, StagedArray, StagedSpans
+from prefetch.addresses import memory_at
 from prefetch.arena import Arena, rounded_bytes
-from prefetch.gate import ReadGate
 from prefetch.iovec import copy_spans
-from prefetch.mapping import Mappings
 from prefetch.ranges import MOST_BYTES, coalesce
-from prefetch.store import Awaited, StoreReader
-from sharding.blocks import Block, Column, Columns, Format, Shard, Spans
-from sharding.catalog import Catalog
+from prefetch.store import Awaited
+from sharding.blocks import Block, Columns, Spans
 from sharding.errors import DataflowError, SampleError, ShardReadError
-
-Array = NDArray[Any]
-_ALIGN = 512
-_TILE_BYTES = 1 << 20
-"""Columns become rows by tiles of this size: they stay in the L2 cache, and take the GIL seldom."""
-_REMEMBERED_BYTES = 64 << 20
-_SOURCE_SHIFT = 44  # 2**44 samples a source
-
-
-class Traffic:
-    """Bytes moved so far. Thread-safe."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()  # guards both counts
-        self.read_bytes = 0
-        self.decoded_bytes = 0
-
-    def add(self, read_bytes: int, decoded_bytes: int) -> None:
-        """Count one block."""
-        with self._lock:
-            self.read_bytes += read_bytes
-            self.decoded_bytes += decoded_bytes
-
-
-@dataclass(frozen=True)
-class Source:
-    """A dataset resolved for reading: what to read, with what, into what."""
-
-    catalog: Catalog
-    format: Format
-    reader: StoreReader
-    outputs: tuple[Output, ...]
-    mappings: Mappings = field(compare=False)
-    traffic: Traffic = field(default_factory=Traffic)
-    gate: ReadGate | None = field(default=None, compare=False)
-    """Says how many reads may run; None: as many as there are threads."""
-    cache: SourceCache | None = field(default=None, compare=False)
-    all_columns: bool = False
-    """Whether every column was asked for, so that one of a type we cannot deliver is an error."""
-    number: int = 0
-    """Which of a mixture's sources it is."""
-    _locates: dict[str, bool] = field(default_factory=dict, compare=False)
-    _numbers: dict[str, dict[int, Array]] = field(default_factory=dict, compare=False)
-    _found: dict[int, tuple[Block, dict[str, Spans] | None]] = field(default_factory=dict, compare=False)
-
-    def found(self, number: int) -> tuple[Block, dict[str, Spans] | None]:
-        """A block, and where its values lie; remembered over epochs where all of them fit 64 MiB."""
-        known = self._found.get(number)
-        if known is None:
-            block = self.catalog.block(number)
-            known = block, self.format.locate(block, self.columns)
-            if 16 * self.catalog.num_samples * len(self.columns) <= _REMEMBERED_BYTES:
-                self._found[number] = known
-        return known
-
-    def numbers(self, output: Output) -> dict[int, Array] | None:
-        """First sample of a block -> its parsed numbers; None where those of all blocks exceed 64 MiB."""
-        if self.catalog.num_samples * output.row_bytes > _REMEMBERED_BYTES:
-            return None
-        return self._numbers.setdefault(output.name, {})
-
-    def read_into(
-        self,
-        shard: Shard,
-        offset: int,
-        out: NDArray[np.uint8],
-        *,
-        checksum: int | None = None,
-        awaited: Awaited | None = None,
-    ) -> None:
-        """What `StoreReader.read_into` does: from the cache, or when the gate says so."""
-
-        def fetch() -> None:
-            with nullcontext() if self.gate is None else self.gate.read(out.nbytes):
-                self.reader.read_into(shard, offset, out, checksum=checksum, awaited=awaited)
-
-        if self.cache is None:
-            fetch()
-        else:
-            self.cache.read_into(shard, offset, out, fetch, checksum=checksum)
-
-    @cached_property
-    def columns(self) -> list[str]:
-        """Dataset columns that the outputs need, "__url__" aside."""
-        names = [s for output in self.outputs for s in output.sources if s != "__url__"]
-        return list(dict.fromkeys(names))
-
-    @property
-    def first_number(self) -> int:
-        """What its samples are numbered from: their random numbers depend on no other source's size."""
-        return self.number << _SOURCE_SHIFT
-
-    def locates(self, block: Block) -> bool:
-        """Whether values of this block's shard lie in the stored bytes: not so in compressed shards."""
-        known = self._locates.get(block.shard.url)
-        if known is None:
-            known = self.format.locate(block, self.columns) is not None
-            self._locates[block.shard.url] = known
-        return known
-
-
-@dataclass
-class StagedArray:
-    """A fixed-size column of a window."""
-
-    values: Array
-    """[rows, *shape]."""
-
-    bad: dict[int, str] = field(default_factory=dict)
-    """Rows whose value could not be parsed, with the reason."""
-
-    def put(self, output: Output, first: int, columns: Sequence[Column]) -> None:
-        """Stage one block's values at rows from `first`."""
-        if len(columns) == 1:
-            values, bad = _numbers(output, columns[0])
-            np.copyto(self.values[first : first + len(values)], values)
-            self.bad.update((first + row, reason) for row, reason in bad)
-            return
-        # Several columns become one row-major array, by tiles that stay in the cache: gathering the
-        # columns of a tile first and transposing it is twice as fast as writing each column strided.
-        arrays = [np.asarray(column) for column in columns]
-        num_rows = len(arrays[0])
-        tile_rows = max(1, _TILE_BYTES // max(1, output.row_bytes))
-        tile = np.empty((len(arrays), min(tile_rows, num_rows), *arrays[0].shape[1:]), arrays[0].dtype)
-        for start in range(0, num_rows, tile_rows):
-            stop = min(start + tile_rows, num_rows)
-            part = np.stack([array[start:stop] for array in arrays], out=tile[:, : stop - start])
-            np.copyto(self.values[first + start : first + stop], np.moveaxis(part, 0, -1))
-
-
-def _numbers(output: Output, column: Column) -> tuple[Array, BadRows]:
-    if isinstance(column, Spans):
-        assert output.parse is not None
-        return output.parse(column)
-    return column, ()
-
-
-def lowest_bit(number: int) -> int:
-    """The largest power of two that divides it."""
-    return number & -number
-
-
-class Grid(NamedTuple):
-    """Where equally long values lie: at `base + step * places`."""
-
-    base: int
-    step: int
-    """Bytes, a power of two."""
-    places: NDArray[np.int64]
-    """[rows]."""
-    view: torch.Tensor
-    """uint8 [places, bytes of a value]: rows that start `step` bytes apart and may overlap.
-
-    It spans everything between the values; only the values themselves may be touched."""
-
-    @classmethod
-    def of(cls, base: int, step: int, places: NDArray[np.int64], row_bytes: int) -> Grid:
-        """A grid over memory that others keep alive."""
-        num = int(places.max()) + 1
-        memory = memory_at(base, (num - 1) * step + row_bytes)
-        return cls(base, step, places, memory.as_strided((num, row_bytes), (step, 1)))
-
-
-def memory_at(address: int, nbytes: int) -> torch.Tensor:
-    """Memory that others keep alive, uint8 [nbytes]."""
-    return torch.from_numpy(np.asarray(_Memory(address, nbytes)))
-
-
-class _Memory:
-    def __init__(self, address: int, nbytes: int) -> None:
-        self.__array_interface__ = {
-            "shape": (nbytes,),
-            "typestr": "|u1",
-            "data": (address, False),
-            "version": 3,
-        }
-
-
-@dataclass
-class StagedSpans:
-    """A column of a window whose values stay where they were read."""
-
-    addresses: NDArray[np.int64]
-    """[rows] first byte of each value."""
-    lengths: NDArray[np.int64]
-    """[rows] bytes; -1 where the sample lacks the column."""
-    keep: list[Any] = field(default_factory=list)
-    """What keeps the memory alive."""
-
-    @cached_property
-    def uniform_bytes(self) -> int:
-        """The length of every value, where all are equally long; else -1. Asked once the window is staged."""
-        first = int(self.lengths[0]) if len(self.lengths) else -1
-        return first if (self.lengths == first).all() else -1
-
-    @cached_property
-    def grid(self) -> Grid:
-        """Equally long values as rows of one strided view of memory. Only where loads are allowed."""
-        base = int(self.addresses.min())
-        offsets = self.addresses - base
-        step = lowest_bit(int(np.bitwise_or.reduce(offsets)) | _ALIGN)
-        return Grid.of(base, step, offsets // step, self.uniform_bytes)
-
-    @cached_property
-    def pieces(self) -> NDArray[np.int64]:
-        """[rows, 2] address and length of each value, missing ones empty: what the kernel's copy takes."""
-        both = np.empty((len(self.addresses), 2), np.int64)
-        both[:, 0] = self.addresses
-        np.maximum(self.lengths, 0, out=both[:, 1])
-        return both
-
-    @cached_property
-    def has_missing(self) -> bool:
-        """Whether any row lacks the column; asked once the window is staged."""
-        return bool((self.lengths < 0).any())
-
-    def put(self, first: int, column: Column) -> None:
-        """Stage one block's values at rows from `first`."""
-        rows = slice(first, first + len(column))
-        self.keep.append(column)
-        if isinstance(column, Spans):
-            item = column.buffer.itemsize
-            self.addresses[rows] = column.buffer.ctypes.data + column.starts * item
-            self.lengths[rows] = np.where(column.lengths < 0, -1, column.lengths * item)
-        else:  # rows of a (possibly overlapping) array, each contiguous
-            row_bytes = int(np.prod(column.shape[1:], dtype=np.int64)) * column.itemsize
-            self.addresses[rows] = column.ctypes.data + np.arange(len(column)) * column.strides[0]
-            self.lengths[rows] = row_bytes
 
 
 class NotLocatableError(DataflowError):
@@ -506,12 +270,9 @@ class StagedWindow:
         addresses, lengths = spans.addresses[have], spans.lengths[have]
         if not len(have):
             return np.empty(0, np.uint8), np.zeros(len(rows), np.int64)
-        if self.region is not None and _inside(self.region, addresses, lengths):
-            return self.region, spans.addresses[rows] - self.region.ctypes.data
         base, end = int(addresses.min()), int((addresses + lengths).max())
-        # Decoded blocks lie apart in memory: the view spans them all, but only the rows' own bytes are read.
-        view = np.ctypeslib.as_array((ctypes.c_uint8 * (end - base)).from_address(base))
-        return view, spans.addresses[rows] - base
+        # Blocks lie apart in memory: the view spans them all, but only the rows' own bytes are read.
+        return memory_at(base, end - base), spans.addresses[rows] - base
 
     def fetch(
         self, spans: StagedSpans, rows: NDArray[np.int64], column: str
@@ -572,10 +333,5 @@ class StagedWindow:
         return first[ordinal] + self._row_in_block[rows]
 
 
-def _inside(region: NDArray[np.uint8], addresses: NDArray[np.int64], lengths: NDArray[np.int64]) -> bool:
-    first = region.ctypes.data
-    return bool((addresses >= first).all() and (addresses + lengths <= first + region.nbytes).all())
-
-
 def _aligned(nbytes: Any) -> Any:
-    return -(-nbytes // _ALIGN) * _ALIGN
+    return -(-nbytes // ALIGN) * ALIGN

@@ -8,40 +8,27 @@ is the position of the batches that were handed out, never of those that were pr
 
 from __future__ import annotations
 
-import os
-import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from dataflow.cache import OpenCaches, memory_for_caches
+from dataflow.accounts import Counts, Skipped
 from dataflow.dataset import ShardedDataset
 from dataflow.length_aware import checked_batching, make_planner
 from dataflow.memory_limit import memory_limit_bytes
 from dataflow.mixture import Mixture
-from dataflow.staging import Source, Traffic
+from dataflow.session import Session, SessionOptions
 from dataflow.stats import LoaderStats
-from dataflow.stream import Delivered, Finishing, RankPlan, Stream, StreamPlan
+from dataflow.stream_plan import RankPlan, StreamPlan
 from dataflow.topology_exchange import detect_topology
-from dataflow.torch_threads import one_torch_thread, run_with_one_torch_thread, setting_kept
-from prefetch.arena import Arena, rounded_bytes
-from prefetch.block_cache import NO_CACHE, CacheStats
-from prefetch.broker import SharedGate, broker_name
-from prefetch.depth import AdaptiveDepth, Decision, DepthPolicy, Observation, fixed_depth
-from prefetch.device import CudaStreams, DeviceCopier, register_pinned
-from prefetch.engine import NOT_STARTED, Engine, EngineOptions, EngineStats, MemoryLimitError, StallError
-from prefetch.gate import ReadGate
-from prefetch.inflight import Inflight
-from prefetch.leases import FileLeases
-from prefetch.ledger import Ledger
-from prefetch.store import NO_FAULTS, ReadStats
-from sharding.batching import Batching, Packed
-from sharding.errors import SampleError
+from prefetch.depth import DepthPolicy, fixed_depth
+from prefetch.engine import MemoryLimitError, StallError
+from sharding.batching import Batching
 from sharding.mixture import ENDLESS
 from sharding.order import Shuffle
 from sharding.placement import seat_of
@@ -49,26 +36,7 @@ from sharding.plan import PlanState, Tail
 from sharding.topology import Topology
 from sharding.unit_plan import UnitPlan
 from sharding.units import LengthStats
-from sharding.urls import is_local, naming_part
 from sharding.window_size import DEFAULT_LIMIT, deciding_table, resolve_windows
-
-_CHUNK_BYTES = 8 << 20
-"""Output of one chunk, once the stream runs: enough that its Python cost vanishes."""
-_CHUNKS_IN_LIMIT = 32
-"""A chunk is no more than this part of the memory limit."""
-_MAX_CHUNK_BATCHES = 128
-_WINDOWS_AHEAD = 3
-"""Windows a source: one drained, one staged, one being read."""
-_PACKED_BYTES = 12
-_LISTED_ERRORS = 1000
-_LOCAL_READERS = 2
-_REMOTE_READERS = 48
-"""The most; how many read at a time is for the in-flight control to say."""
-_START_IN_FLIGHT = 64 << 20
-_LEAST_START = 4 << 20
-_DEPTH = 4
-_NOT_IN_FLIGHT = Decision(0, "not started")
-_NO_GATE = Decision(0, "local shards are read without a limit")
 
 
 class StreamLoader:
@@ -142,10 +110,7 @@ class StreamLoader:
             else None
         )
         self._depth = fixed_depth(depth) if isinstance(depth, int) else depth
-        self._local = all(is_local(url) for source in dataset.sources for url in source.catalog.urls[:1])
-        self._copies_only = not (collate_fn or batching) and _copies_only(dataset)
-        self._num_threads = num_threads or _build_threads(dataset, self._copies_only)
-        self._num_readers = _LOCAL_READERS if self._local else _REMOTE_READERS
+        self._num_threads = num_threads
         self.shuffle, self.window_reason = self._resolve_shuffle(shuffle)
         self._epoch = 0
         self._start = 0
@@ -156,10 +121,10 @@ class StreamLoader:
         """The loop that runs now: only one may."""
         self._current: RankPlan | None = None
         self._taken = 0
-        self._session: _Session | None = None
+        self._session: Session | None = None
         self._finalizer: weakref.finalize[Any, Any] | None = None
-        self._skipped = _Skipped(dataset.on_error, dataset.error_budget)
-        self._counts = _Counts()
+        self._skipped = Skipped(dataset.on_error, dataset.error_budget)
+        self._counts = Counts()
         self._plan = self._stream_plan()
         self._epoch_plan(0, 0)  # raises if the arguments make no plan
         self._check_batch_fits()
@@ -400,14 +365,24 @@ class StreamLoader:
 
     # ---- engine -------------------------------------------------------------------------------------
 
-    def _open(self, epoch: int, start: int) -> _Session:
+    def _open(self, epoch: int, start: int) -> Session:
         """The running session if it stands at this place, else a new one."""
         session = self._session
         if session is not None and session.stands_at(epoch, start):
             return session
         self.close()
-        session = _Session(self, epoch, start)
-        self._session = session
+        options = SessionOptions(
+            topology=self._topology,
+            memory_limit=self.memory_limit,
+            device=self.device,
+            pin_memory=self.pin_memory,
+            collate_fn=self.collate_fn,
+            on_bad=self._skipped.decide,
+            depth=self._depth,
+            num_threads=self._num_threads,
+            timeout_s=self.timeout or 600.0,
+        )
+        self._session = session = Session(self._plan, options, epoch, start)
         # The finaliser, not __del__: it also runs at interpreter exit, and joins the threads.
         self._finalizer = weakref.finalize(self, session.close)
         return session
@@ -431,229 +406,6 @@ class StreamLoader:
             self._counts.keep(session)
 
 
-class _Session:
-    """One engine with its arena and ledger, from a place in the stream on. Knows no loader."""
-
-    def __init__(self, loader: StreamLoader, epoch: int, start: int) -> None:
-        dataset = loader.dataset
-        self.ledger = Ledger(loader.memory_limit - memory_for_caches(dataset.sources, loader.memory_limit))
-        on_cuda = loader.device.type == "cuda"
-        register = register_pinned if on_cuda or loader.pin_memory else None
-        self.arena = Arena(limit_bytes=loader.memory_limit, register=register)
-        self.copier = DeviceCopier(CudaStreams(loader.device)) if on_cuda else None
-        self.traffic = Traffic()
-        self.gate = None if loader._local else _open_gate(loader, self._refusals)
-        self.leases = FileLeases()
-        self.caches = OpenCaches(dataset.sources, loader._plan, loader._topology, self.arena)
-        self.sources = _open_sources(
-            dataset, loader.memory_limit // 4, self.traffic, self.gate, self.leases, self.caches
-        )
-        self._next = (epoch, start)
-        self._taken, self._took_s = 0, time.perf_counter()
-        ledger = self.ledger
-        finishing = Finishing(
-            [(source.transform, source.transform_wants_rng) for source in dataset.sources],
-            loader.collate_fn,
-            dataset.batch_transform,
-            loader._skipped.decide,
-            loader._planner.batching if loader._planner else None,
-        )
-        per_chunk = _batches_per_chunk(loader)
-        stream = Stream(
-            self.sources,
-            self.arena,
-            self.leases,
-            loader._plan,
-            finishing,
-            on_return=lambda nbytes: lambda: ledger.give_back_lent(nbytes),
-            batches_per_chunk=per_chunk,
-            num_readers=loader._num_readers,
-            full_window_bytes=loader.memory_limit // 8,
-        )
-        readers, caches = [source.reader for source in self.sources], self.caches
-
-        def end_reads() -> None:
-            for reader in readers:
-                reader.close()
-            caches.end()
-
-        chunk_bytes = rounded_bytes(per_chunk * _batch_bytes(loader))
-        options = EngineOptions(
-            num_readers=loader._num_readers,
-            num_workers=loader._num_threads,
-            depth=_at_least(loader._depth or _default_depth(loader), 3 * per_chunk),
-            max_windows=_WINDOWS_AHEAD * len(self.sources),
-            keep_bytes=max(chunk_bytes, min(3 * chunk_bytes, loader.memory_limit // 4)),
-            timeout_s=loader.timeout or 600.0,
-            initializer=one_torch_thread,
-            in_consumer=run_with_one_torch_thread if loader._copies_only else None,
-            interrupt=end_reads,
-        )
-        with setting_kept():
-            self.engine: Engine[Delivered] = Engine(stream.windows(epoch, start), self.ledger, options)
-
-    def _refusals(self) -> int:
-        return sum(source.reader.stats().throttled for source in self.sources)
-
-    def next_batches(self) -> Sequence[Delivered]:
-        """The batches of the next chunk."""
-        gap_s = time.perf_counter() - self._took_s
-        batches = self.engine.next_batches()
-        if batches:
-            self._next = (batches[-1].epoch, -1)
-            self._took_s = time.perf_counter()
-            self._tell_demand(len(batches), gap_s)
-        return batches
-
-    def _tell_demand(self, taken: int, gap_s: float) -> None:
-        if self.gate:
-            self._taken += taken
-            # What is read ahead counts, too: that makes the demand too high at first, which does no harm.
-            self.gate.took(self.traffic.read_bytes * taken // self._taken, gap_s)
-
-    def in_flight(self) -> Decision:
-        """Bytes that may be in flight at the store, and why."""
-        return self.gate.decision if self.gate else _NO_GATE
-
-    def stands_at(self, epoch: int, start: int) -> bool:
-        """Whether the next batch is the first from `start` of the epoch."""
-        return self._next == (epoch, start)
-
-    def epoch_done(self, epoch: int) -> None:
-        """All batches of the epoch were taken."""
-        self._next = (epoch + 1, 0)
-
-    def faults(self) -> ReadStats:
-        """Of all sources."""
-        return sum((source.reader.stats() for source in self.sources), NO_FAULTS)
-
-    def close(self, *, join: bool = True) -> None:
-        """Stop everything; see `Engine.close`."""
-        if self.copier:
-            self.copier.close()
-        if self.gate:
-            self.gate.close()
-        self.engine.close(join=join)
-        self.leases.close(join=join)
-        if join:  # threads that hang may still read
-            self.caches.close()
-        self.arena.close()
-
-
-@dataclass(frozen=True)
-class _Totals:
-    """Sums over sessions, and the last one's engine."""
-
-    engine: EngineStats = NOT_STARTED
-    elapsed_s: float = 0.0
-    starved_s: float = 0.0
-    read_bytes: int = 0
-    decoded_bytes: int = 0
-    delivered_bytes: int = 0
-    faults: ReadStats = NO_FAULTS
-    in_flight: Decision = _NOT_IN_FLIGHT
-    cache: CacheStats = NO_CACHE
-
-    @classmethod
-    def of(cls, session: _Session, past: _Totals | None) -> _Totals:
-        """The totals with one more session."""
-        engine, traffic, past = session.engine.stats(), session.traffic, past or cls()
-        return cls(
-            engine,
-            past.elapsed_s + engine.elapsed_s,
-            past.starved_s + engine.starved_s,
-            past.read_bytes + traffic.read_bytes,
-            past.decoded_bytes + traffic.decoded_bytes,
-            past.delivered_bytes + engine.delivered_bytes,
-            past.faults + session.faults(),
-            session.in_flight(),
-            past.cache + session.caches.stats(),
-        )
-
-
-class _Counts:
-    """What was delivered, over all sessions."""
-
-    def __init__(self) -> None:
-        self.samples = self.batches = 0
-        self.first_batch_s = 0.0
-        self._past: _Totals | None = None
-
-    def keep(self, session: _Session) -> None:
-        """Fold a session that ends into the totals: however many there were, one record is kept."""
-        self._past = _Totals.of(session, self._past)
-
-    def snapshot(
-        self, session: _Session | None, shuffle: Shuffle, window_reason: str, skipped: _Skipped
-    ) -> LoaderStats:
-        """The totals, and the running (or last) engine's stages."""
-        totals = _Totals.of(session, self._past) if session else self._past or _Totals()
-        engine, elapsed, starved = totals.engine, totals.elapsed_s, totals.starved_s
-        return LoaderStats(
-            samples=self.samples,
-            batches=self.batches,
-            read_bytes=totals.read_bytes,
-            decoded_bytes=totals.decoded_bytes,
-            delivered_bytes=totals.delivered_bytes,
-            elapsed_s=elapsed,
-            starved_s=starved,
-            stall_share=starved / elapsed if elapsed else 0.0,
-            first_batch_s=self.first_batch_s,
-            read=engine.read,
-            build=engine.build,
-            ready_batches=engine.ready_batches,
-            depth=engine.depth,
-            depth_reason=engine.depth_reason,
-            in_flight_limit=totals.in_flight.value,
-            in_flight_reason=totals.in_flight.reason,
-            window_blocks=shuffle.window_blocks or 0,
-            window_reason=window_reason,
-            memory=engine.memory,
-            skipped_samples=skipped.count,
-            skipped=tuple(skipped.errors),
-            faults=totals.faults,
-            cache=totals.cache,
-        )
-
-
-class _Skipped:
-    """The account of samples left out by policy: decided ahead by many threads, counted as delivered."""
-
-    def __init__(self, on_error: Any, budget: int) -> None:
-        self._on_error, self._budget = on_error, budget
-        self._lock = threading.Lock()  # guards _decided
-        self._decided = 0
-        self.count = 0
-        self.errors: list[str] = []
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_lock": None}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__ = {**state, "_lock": threading.Lock()}
-
-    def start(self, count: int) -> None:
-        """Forget what was decided about batches that were never delivered."""
-        self.count = self._decided = count
-
-    def add(self, errors: Sequence[SampleError]) -> None:
-        """Count what is missing from a batch that is handed out."""
-        self.count += len(errors)
-        self.errors += map(str, errors[: _LISTED_ERRORS - len(self.errors)])
-
-    def decide(self, error: SampleError) -> bool:
-        """Whether to leave the sample out."""
-        skip = self._on_error == "skip" or (callable(self._on_error) and bool(self._on_error(error)))
-        if not skip:
-            return False
-        with self._lock:
-            if self._decided >= self._budget:
-                error.add_note(f"{self._decided} samples were skipped before; error_budget={self._budget}")
-                return False
-            self._decided += 1
-        return True
-
-
 def _is_distributed() -> bool:
     return dist.is_available() and dist.is_initialized()
 
@@ -671,91 +423,3 @@ def _default_tail(drop_last: bool, place: Topology) -> Tail:
     if drop_last:
         return "drop"
     return "pad" if place.data_world_size > 1 else "uneven"
-
-
-def _at_least(depth: DepthPolicy, batches: int) -> DepthPolicy:
-    """A depth in whole chunks: fewer than three would leave threads without work."""
-
-    def decide(seen: Observation) -> Decision:
-        decision = depth(seen)
-        if decision.value >= batches:
-            return decision
-        return Decision(batches, f"{decision.reason}; raised to three chunks")
-
-    return decide
-
-
-def _batch_bytes(loader: StreamLoader) -> int:
-    """Bytes of one batch, from the catalog: exact for fixed rows, the mean for ragged ones."""
-    fixed = sum(o.row_bytes for o in loader.dataset.outputs if o.kind in ("array", "spans", "image"))
-    ragged = any(o.kind in ("ragged", "pad", "objects", "images") for o in loader.dataset.outputs)
-    catalogs = [source.catalog for source in loader.dataset.sources]
-    mean = max(int(c.blocks.nbytes.sum()) // max(1, c.num_samples) for c in catalogs) if ragged else 0
-    laid = 0
-    if isinstance(loader.batching, Packed):  # segment ids and positions beside the tokens
-        laid = loader.batch_size * loader.batching.length * _PACKED_BYTES
-    return max(1, loader._plan.samples_per_batch * (fixed + mean) + laid)
-
-
-def _batches_per_chunk(loader: StreamLoader) -> int:
-    wanted = min(_CHUNK_BYTES, loader.memory_limit // _CHUNKS_IN_LIMIT)
-    return max(1, min(_MAX_CHUNK_BATCHES, wanted // _batch_bytes(loader)))
-
-
-def _default_depth(loader: StreamLoader) -> DepthPolicy:
-    # Local values are mapped or read within milliseconds: four batches never ran dry there.
-    if loader._local:
-        return fixed_depth(_DEPTH)
-    return AdaptiveDepth(start=_DEPTH, limit_bytes=loader.memory_limit // 2)
-
-
-def _open_gate(loader: StreamLoader, refusals: Callable[[], int]) -> ReadGate:
-    """The gate of this rank, or of all ranks of this machine together."""
-    place, limit = loader._topology, loader.memory_limit
-    ranks = place.local_world_size
-    # Nodes start together: what they first ask for, together, is what a single one would.
-    start = max(_LEAST_START, _START_IN_FLIGHT // place.num_nodes)
-
-    def control(share: int = 1) -> Inflight:
-        most = limit * ranks // share
-        return Inflight(start_bytes=min(start // share, most), max_bytes=most)
-
-    url = next(url for source in loader.dataset.sources for url in source.catalog.urls if not is_local(url))
-    name = broker_name("/".join(naming_part(url).split("/")[:3])) if ranks > 1 else None
-    if name is None:
-        return ReadGate(control(share=ranks), refusals=refusals)
-    return SharedGate(
-        control(share=ranks), name=name, rank=place.local_rank, shared_control=control, refusals=refusals
-    )
-
-
-def _open_sources(
-    dataset: ShardedDataset | Mixture,
-    keep_bytes: int,
-    traffic: Traffic,
-    gate: ReadGate | None,
-    leases: FileLeases,
-    caches: OpenCaches,
-) -> list[Source]:
-    """What the stream reads, numbered, with one account of bytes and one gate."""
-    opened = [source.source(keep_bytes // len(dataset.sources), leases) for source in dataset.sources]
-    return [
-        replace(source, number=number, traffic=traffic, gate=gate, cache=caches.of(number))
-        for number, source in enumerate(opened)
-    ]
-
-
-def _copies_only(dataset: ShardedDataset | Mixture) -> bool:
-    """Whether batches are made by copying alone: no decoder, and nothing of the user's, runs."""
-    transforms = [dataset.batch_transform, *(source.transform for source in dataset.sources)]
-    copied = ("array", "spans", "ragged")
-    return not any(transforms) and all(output.kind in copied for output in dataset.outputs)
-
-
-def _build_threads(dataset: ShardedDataset | Mixture, copies_only: bool) -> int:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    if copies_only:  # the consumer's thread copies too while it waits
-        return max(1, cores - 1)
-    images = any(o.image is not None for o in dataset.outputs)
-    # Decoders take the GIL between images: one more thread than cores works while another waits for it.
-    return cores + 1 if images else cores

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dataflow.staging import Source
+from dataflow.source import Source
 from sharding.order import mix_key
 from sharding.predicate import Predicate, Tabular, blocks_that_may_match
 from sharding.selection import Selection

@@ -20,9 +20,10 @@ from torch.utils.data._utils import pin_memory as torch_pin
 
 from dataflow.copies import copies
 from dataflow.fetching import FetchIterator, LaneOrder
-from dataflow.loader_state import Progress, Resumed
+from dataflow.loader_state import Progress
 from dataflow.next_epoch import NextEpoch, predicted_indices
 from dataflow.process_workers import ProcessWorkers, start_workers
+from dataflow.resumed import Resumed
 from dataflow.thread_workers import Finished, ItemThreads, LaneThreads, needs_lanes
 from dataflow.worker_choice import Decision, decide
 from dataflow.worker_process import BACK, END, ERROR, MARK, OPENED, RANDOM, RESET, SKIP, TASK, Job, has_state

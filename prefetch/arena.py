@@ -20,10 +20,12 @@ import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+
+from prefetch.addresses import array_interface
 
 _HUGE = 2 << 20
 
@@ -62,12 +64,7 @@ class Lease:
 
     def __init__(self, slab: Slab, nbytes: int) -> None:
         self.slab = slab
-        self.__array_interface__: dict[str, Any] = {
-            "shape": (nbytes,),
-            "typestr": "|u1",
-            "data": (slab.address, False),
-            "version": 3,
-        }
+        self.__array_interface__ = array_interface(slab.address, nbytes)
 
 
 class Arena:

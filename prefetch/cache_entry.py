@@ -18,6 +18,7 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
+from prefetch.full_reads import read_fully
 from sharding.blocks import Shard
 
 _TRAILER = struct.Struct("<8s16sQQI")  # magic, tag, offset, length, CRC-32 of the bytes
@@ -78,7 +79,7 @@ def read_entry(root: str, entry: Entry, out: NDArray[np.uint8]) -> int | None:
     except (FileNotFoundError, NotADirectoryError):  # no such block, or no such folder
         return None
     try:
-        done = _read_fully(descriptor, out.data, 0)
+        done = read_fully(descriptor, 0, out)
         trailer = os.pread(descriptor, MORE_BYTES + 1, entry.nbytes)
     finally:
         os.close(descriptor)
@@ -98,13 +99,3 @@ def trailer_of(entry: Entry, checksum: int) -> bytes:
     """What stands behind a block's bytes, whose CRC-32 is given."""
     body = _TRAILER.pack(_MAGIC, bytes.fromhex(entry.tag), entry.offset, entry.nbytes, checksum)
     return body + _SEAL.pack(zlib.crc32(body))
-
-
-def _read_fully(descriptor: int, view: memoryview, offset: int) -> int:
-    done = 0
-    while done < len(view):
-        got = os.preadv(descriptor, [view[done:]], offset + done)
-        if got == 0:
-            break
-        done += got
-    return done

@@ -28,7 +28,9 @@ from multiprocessing import (
 from multiprocessing.context import set_spawning_popen
 from typing import Any
 
-_PRELOADED = ["torch", "numpy", "dataflow.worker_process"]
+from prefetch.server_path import path_told
+
+_PRELOADED = ["prefetch.server_path", "torch", "numpy", "dataflow.worker_process"]
 _PR_SET_PDEATHSIG = 1
 
 
@@ -63,7 +65,7 @@ class Server(forkserver.ForkServer):
     def ensure_running(self) -> None:
         """Start it if it does not run, without waiting for it."""
         resource_tracker.ensure_running()  # it lets interrupts through once started
-        with interrupts_held():
+        with interrupts_held(), path_told():
             super().ensure_running()
 
     def let_go(self) -> int | None:

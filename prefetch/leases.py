@@ -148,7 +148,7 @@ class FileLeases:
 
     @property
     def _is_ours(self) -> bool:
-        """Whether this is no forked child, where a thread that is not there may hold `_lock` for ever."""
+        """Whether this is not a forked child, where a thread that is not there may hold the lock for ever."""
         return self._pid == os.getpid()
 
     def _listener(self) -> int:

@@ -11,7 +11,6 @@ that is killed leaves none behind.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import mmap
 import os
 import resource
@@ -24,6 +23,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from prefetch.addresses import array_interface, memory_at
 from prefetch.arena import Arena, rounded_bytes
 
 _PAGE = mmap.PAGESIZE
@@ -164,12 +164,7 @@ class _Loan:
 
     def __init__(self, file: SharedFile, address: int, nbytes: int) -> None:
         self.file = file
-        self.__array_interface__: dict[str, Any] = {
-            "shape": (nbytes,),
-            "typestr": "|u1",
-            "data": (address, False),
-            "version": 3,
-        }
+        self.__array_interface__ = array_interface(address, nbytes)
 
 
 class SharedFile:
@@ -240,7 +235,7 @@ class SharedFile:
     def write_memory(self, offset: int, address: int, nbytes: int) -> None:
         """Fill a part of the message from memory."""
         if nbytes:
-            self.write_message(offset, memoryview((ctypes.c_char * nbytes).from_address(address)))
+            self.write_message(offset, memory_at(address, nbytes).data)
 
     def borrow(self, worker: int, offset: int, nbytes: int) -> Borrowed:
         """A writable uint8 array over what the worker lent; given back when its last view dies."""

@@ -32,6 +32,7 @@ from numpy.typing import NDArray
 
 from prefetch.bodies import Info, OpenBody, body_of
 from prefetch.filesystems import Filesystems
+from prefetch.full_reads import read_fully
 from prefetch.mapping import touch_pages
 from prefetch.retries import CutBodyError, HedgeBudget, ReadTimes, RetryPolicy, failure_of, hedge_due_s
 from sharding.blocks import Shard
@@ -499,7 +500,7 @@ def _closed() -> ReaderClosedError:
 
 
 def _read_local(shard: Shard, offset: int, out: NDArray[np.uint8]) -> None:
-    got = _with_file(shard, offset, lambda descriptor: _read_fully(descriptor, offset, out))
+    got = _with_file(shard, offset, lambda descriptor: read_fully(descriptor, offset, out))
     if got != out.nbytes:
         raise _truncated(shard, offset, out.nbytes, got)
 
@@ -525,16 +526,6 @@ def _with_file(shard: Shard, offset: int, read: Callable[[int], R]) -> R:
 @lru_cache(maxsize=4096)
 def _path(url: str) -> str:
     return local_path(url)
-
-
-def _read_fully(descriptor: int, offset: int, out: NDArray[np.uint8]) -> int:
-    view, done = out.data, 0
-    while done < len(view):
-        got = os.preadv(descriptor, [view[done:]], offset + done)
-        if got == 0:
-            break
-        done += got
-    return done
 
 
 def _truncated(shard: Shard, offset: int, wanted: int, got: int) -> ShardReadError:

@@ -142,14 +142,14 @@ def test_half_a_cache_saves_half_of_the_requests(server: Server, tmp_path: Path)
             firsts(loader)
         before = loader.stats().cache
         server.served()
-        firsts(loader)
-        firsts(loader)
+        for _ in range(6):  # what is read ahead at either end is a small part of it
+            firsts(loader)
         after = loader.stats().cache
         fetched = server.served()["bytes"]
-    # Of two epochs; one that dropped what was used longest ago would fetch some 1.7 times the data.
-    assert fetched <= 1.25 * table_bytes(dataset)
+    # One that dropped what was used longest ago would fetch some 0.85 of it.
+    assert fetched <= 0.57 * 6 * table_bytes(dataset)
     hits, misses = after.hits - before.hits, after.misses - before.misses
-    assert hits >= 0.3 * (hits + misses)
+    assert hits >= 0.43 * (hits + misses)
     held = sum(path.stat().st_size for path in (tmp_path / "cache").rglob("*-*") if path.is_file())
     assert held <= limit
 

@@ -32,6 +32,12 @@ def covers(asked: Asked, wanted: Asked) -> bool:
     return same and asked.start <= wanted.start and wanted.end <= asked.end
 
 
+def consists_of(asked: Asked, trip: set[Asked]) -> bool:
+    """Whether a request brings things of a round trip, and no byte else."""
+    brought = [one for one in trip if covers(asked, one)]
+    return bool(brought) and sum(one.end - one.start for one in brought) == asked.end - asked.start
+
+
 class RoundTrips:
     """Answers a request when all of its round trip have come; what belongs to none, at the end."""
 
@@ -45,7 +51,7 @@ class RoundTrips:
         with self._changed:
             self._asked.add(asked)
             self._changed.notify_all()
-            trip = next((trip for trip in self._trips if any(covers(asked, one) for one in trip)), None)
+            trip = next((trip for trip in self._trips if consists_of(asked, trip)), None)
             self._changed.wait_for(
                 lambda: self._over or (trip is not None and self._are_asked(trip)), 2 * WAIT_S
             )

@@ -35,7 +35,7 @@ from datasets_kit import (
 from http_kit import slowstore
 
 from dataflow import DataLoader, ShardedDataset, Shuffle
-from dataflow.stream_loader import _Session
+from dataflow.session import Session
 
 HERE = Path(__file__).parent
 
@@ -48,7 +48,7 @@ def num_descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-def session_of(loader: DataLoader) -> _Session:
+def session_of(loader: DataLoader) -> Session:
     assert loader._stream._session is not None
     return loader._stream._session
 

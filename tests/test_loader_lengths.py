@@ -16,9 +16,10 @@ import torch.distributed as dist
 from datasets_kit import Made, Make, rank, write_megatron
 
 from dataflow import Bucketed, DataLoader, Packed, Pad, ShardedDataset, Shuffle, TokenBudget
+from dataflow.chunk import BatchChunk
 from dataflow.length_aware import make_planner
 from dataflow.packed import PackedRows, PaddedRows
-from dataflow.stream import BatchChunk, Stream
+from dataflow.stream import Stream
 from dataflow.testing import run_ranks
 from prefetch.engine import MemoryLimitError
 from sharding import units as units_module
@@ -237,8 +238,8 @@ def test_windows_are_staged_once_and_closed_on_the_way(
     made: Make, kind: str, shuffle: Shuffle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing but the count of pieces tells that a window is done with: one too few and it comes twice."""
-    monkeypatch.setattr("dataflow.stream_loader._MAX_CHUNK_BATCHES", 1)
-    monkeypatch.setattr("dataflow.stream._FULL_WINDOW_SAMPLES", 5)
+    monkeypatch.setattr("dataflow.session._MAX_CHUNK_BATCHES", 1)
+    monkeypatch.setattr("dataflow.stager._FULL_WINDOW_SAMPLES", 5)
     data, batching = made("megatron"), BATCHINGS[kind]("tokens")
     with loader_of(data, type(batching)(**{**vars(batching), "window": 8}), shuffle=shuffle) as loader:
         opened, closed = staged_and_closed(loader, monkeypatch)

@@ -178,7 +178,7 @@ def test_a_full_shuffle_parses_the_numbers_of_its_own_samples_only(
         return parse_ints(column)
 
     monkeypatch.setattr("dataflow.decode.parse_ints", counting)
-    monkeypatch.setattr("dataflow.stream._FULL_WINDOW_SAMPLES", 2)
+    monkeypatch.setattr("dataflow.stager._FULL_WINDOW_SAMPLES", 2)
     made = make_ints_tar(tmp_path)
     with DataLoader(made.open(), 1, Shuffle("full")) as loader:
         seen = sorted(int(batch["cls"]) for batch in loader)
@@ -194,7 +194,7 @@ def test_mapped_and_staged_windows_deliver_the_same(
     seen = []
     for mapping in (True, False):
         if not mapping:
-            monkeypatch.setattr("dataflow.stream.can_map_windows", lambda source: False)
+            monkeypatch.setattr("dataflow.stager.can_map_windows", lambda source: False)
         with DataLoader(made.open(), 3, Shuffle(kind)) as loader:  # type: ignore[arg-type]
             seen.append([repr(batch) for batch in loader])
     assert seen[0] == seen[1]

@@ -42,7 +42,7 @@ Read = tuple[str, int, int]
 def epoch_of(
     url: str, catalog: Path, shuffle: Shuffle, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[dict[str, Any], list[Read], ShardedDataset]:
-    """The server's counts after an epoch, and the reads that were planned: the loader runs ahead."""
+    """The server's counts after an epoch, and the reads planned: the loader runs ahead into later ones."""
     names = sorted(path.name for path in catalog.parent.glob("*.tar"))
     ShardedDataset([f"{url}/{name}" for name in names], catalog=str(catalog), block_bytes=100_000)
     planned: list[Read] = []

@@ -22,7 +22,6 @@ from sharding.storage import open_url, shard_info, shard_of
 
 pytestmark = [
     pytest.mark.timeout(240),
-    pytest.mark.xdist_group("servers"),  # each is started once
     # adlfs and aiobotocore leave sessions to be closed by garbage collection.
     pytest.mark.filterwarnings("ignore::ResourceWarning"),
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),

@@ -46,10 +46,9 @@ def pids_of(iterator: Any) -> list[int]:
 
 @pytest.fixture(autouse=True)
 def _no_worker_is_left() -> Iterator[None]:
-    before = workers_of_this_process()
     yield
     gc.collect()
-    assert workers_of_this_process() == before
+    assert workers_of_this_process() == []
 
 
 @pytest.fixture(scope="module", autouse=True)

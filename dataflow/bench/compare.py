@@ -22,12 +22,12 @@ import torch
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import IterableDataset
 
-from dataflow.batches import collate_samples
 from dataflow.bench.given import Given, named_function
 from dataflow.bench.storage import usable_cores
 from dataflow.dataset import ShardedDataset
 from dataflow.loader import DataLoader
 from dataflow.mixture import Mixture
+from dataflow.samples import collate_objects
 from dataflow.testing import StartMethod, run_ranks
 
 Whose = Literal["torch", "dataflow"]
@@ -201,10 +201,23 @@ def make_loader(contestant: Contestant, dataset: Any, asked: Comparison) -> Any:
         arguments["collate_fn"] = named_function(asked.collate)
     elif sharded and contestant.whose == "torch":
         # torch's default cannot stack values of different lengths; what can be stacked is, as in ours.
-        arguments["collate_fn"] = collate_samples
+        arguments["collate_fn"] = _collate_samples
     if contestant.workers is not None:
         arguments |= {"num_workers": workers, "persistent_workers": workers > 0}
     return kind(dataset, **arguments)
+
+
+def _collate_samples(samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Samples as a map-style dataset gives them -> columns: stacked where shapes are equal, else lists.
+
+    For torch's own DataLoader, whose default cannot collate values of different lengths.
+    """
+    columns: dict[str, Any] = {}
+    for name in samples[0]:
+        values = [sample[name] for sample in samples]
+        numbers = all(isinstance(value, int | float) for value in values)
+        columns[name] = torch.tensor(values) if numbers else collate_objects(values)
+    return columns
 
 
 def _endless(loader: Any) -> Iterator[Any]:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from dataflow.dataset import ShardedDataset
 from dataflow.decode import resolve_outputs
-from dataflow.staging import Source
+from dataflow.source import Source
 from prefetch.leases import FileLeases
 from prefetch.store import Awaited, StoreReader
 from sharding.blocks import Block, Shard

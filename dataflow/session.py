@@ -1,0 +1,276 @@
+"""One run of a loader's engine, with all that it works with: from a place in the stream on, until closed.
+
+A session is told what to deliver by a plan, and how by options; it knows no loader. It decides what follows
+from the data: how many threads read and build, how large chunks are, how many reads are in flight.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from dataflow.cache import OpenCaches, memory_for_caches
+from dataflow.chunk import Delivered, Finishing, Workshop
+from dataflow.dataset import ShardedDataset
+from dataflow.mixture import Mixture
+from dataflow.source import Source, Traffic
+from dataflow.stager import Stager
+from dataflow.stream import Stream
+from dataflow.stream_plan import StreamPlan
+from dataflow.torch_threads import one_torch_thread, run_with_one_torch_thread, setting_kept
+from prefetch.arena import Arena, rounded_bytes
+from prefetch.broker import SharedGate, broker_name
+from prefetch.depth import AdaptiveDepth, Decision, DepthPolicy, Observation, fixed_depth
+from prefetch.device import CudaStreams, DeviceCopier, register_pinned
+from prefetch.engine import Engine, EngineOptions
+from prefetch.gate import ReadGate
+from prefetch.inflight import Inflight
+from prefetch.leases import FileLeases
+from prefetch.ledger import Ledger
+from prefetch.store import NO_FAULTS, ReadStats
+from sharding.batching import Packed
+from sharding.errors import SampleError
+from sharding.topology import Topology
+from sharding.urls import is_local, naming_part
+
+_CHUNK_BYTES = 8 << 20
+"""Output of one chunk, once the stream runs: enough that its Python cost vanishes."""
+_CHUNKS_IN_LIMIT = 32
+"""A chunk is no more than this part of the memory limit."""
+_MAX_CHUNK_BATCHES = 128
+_WINDOWS_AHEAD = 3
+"""Windows a source: one drained, one staged, one being read."""
+_PACKED_BYTES = 12
+_LOCAL_READERS = 2
+_REMOTE_READERS = 48
+"""The most; how many read at a time is for the in-flight control to say."""
+_START_IN_FLIGHT = 64 << 20
+_LEAST_START = 4 << 20
+_DEPTH = 4
+_NO_GATE = Decision(0, "local shards are read without a limit")
+
+
+@dataclass(frozen=True)
+class SessionOptions:
+    """How a session works; which samples it delivers, and in which order, is its plan's."""
+
+    topology: Topology
+    memory_limit: int
+    """Bytes."""
+    device: torch.device
+    pin_memory: bool
+    """Whether host batches lie in page-locked memory."""
+    collate_fn: Callable[[list[Any]], Any] | None
+    on_bad: Callable[[SampleError], bool]
+    """Decides about a bad sample: True skips it; may raise."""
+    depth: DepthPolicy | None = None
+    num_threads: int | None = None
+    """Threads that build; None: by the number of cores."""
+    timeout_s: float = 600.0
+    """To wait for one batch."""
+
+
+class Session:
+    """One engine with its arena and ledger, from a place in the stream on."""
+
+    def __init__(self, plan: StreamPlan, options: SessionOptions, epoch: int, start: int) -> None:
+        dataset, limit = plan.dataset, options.memory_limit
+        local = all(is_local(url) for source in dataset.sources for url in source.catalog.urls[:1])
+        copies_only = not (options.collate_fn or plan.planner) and _copies_only(dataset)
+        num_readers = _LOCAL_READERS if local else _REMOTE_READERS
+        self.ledger = Ledger(limit - memory_for_caches(dataset.sources, limit))
+        on_cuda = options.device.type == "cuda"
+        register = register_pinned if on_cuda or options.pin_memory else None
+        self.arena = Arena(limit_bytes=limit, register=register)
+        self.copier = DeviceCopier(CudaStreams(options.device)) if on_cuda else None
+        self.traffic = Traffic()
+        self.gate = None if local else _open_gate(dataset, options.topology, limit, self._refusals)
+        self.leases = FileLeases()
+        self.caches = OpenCaches(dataset.sources, plan, options.topology, self.arena)
+        self.sources = _open_sources(dataset, limit // 4, self.traffic, self.gate, self.leases, self.caches)
+        self._next = (epoch, start)
+        self._taken, self._took_s = 0, time.perf_counter()
+        ledger = self.ledger
+        finishing = Finishing(
+            [(source.transform, source.transform_wants_rng) for source in dataset.sources],
+            options.collate_fn,
+            dataset.batch_transform,
+            options.on_bad,
+            plan.planner.batching if plan.planner else None,
+        )
+        batch_bytes = _batch_bytes(plan)
+        per_chunk = _batches_per_chunk(batch_bytes, limit)
+        stager = Stager(self.sources, self.arena, num_readers=num_readers, full_window_bytes=limit // 8)
+        shop = Workshop(
+            dataset.outputs,
+            plan.seed,
+            finishing,
+            self.arena,
+            self.leases,
+            on_return=lambda nbytes: lambda: ledger.give_back_lent(nbytes),
+        )
+        stream = Stream(plan, stager, shop, batches_per_chunk=per_chunk)
+        readers, caches = [source.reader for source in self.sources], self.caches
+
+        def end_reads() -> None:
+            for reader in readers:
+                reader.close()
+            caches.end()
+
+        chunk_bytes = rounded_bytes(per_chunk * batch_bytes)
+        engine_options = EngineOptions(
+            num_readers=num_readers,
+            num_workers=options.num_threads or _build_threads(dataset, copies_only),
+            depth=_at_least(options.depth or _default_depth(local, limit), 3 * per_chunk),
+            max_windows=_WINDOWS_AHEAD * len(self.sources),
+            keep_bytes=max(chunk_bytes, min(3 * chunk_bytes, limit // 4)),
+            timeout_s=options.timeout_s,
+            initializer=one_torch_thread,
+            in_consumer=run_with_one_torch_thread if copies_only else None,
+            interrupt=end_reads,
+        )
+        with setting_kept():
+            self.engine: Engine[Delivered] = Engine(stream.windows(epoch, start), self.ledger, engine_options)
+
+    def _refusals(self) -> int:
+        return sum(source.reader.stats().throttled for source in self.sources)
+
+    def next_batches(self) -> Sequence[Delivered]:
+        """The batches of the next chunk."""
+        gap_s = time.perf_counter() - self._took_s
+        batches = self.engine.next_batches()
+        if batches:
+            self._next = (batches[-1].epoch, -1)
+            self._took_s = time.perf_counter()
+            self._tell_demand(len(batches), gap_s)
+        return batches
+
+    def _tell_demand(self, taken: int, gap_s: float) -> None:
+        if self.gate:
+            self._taken += taken
+            # What is read ahead counts, too: that makes the demand too high at first, which does no harm.
+            self.gate.took(self.traffic.read_bytes * taken // self._taken, gap_s)
+
+    def in_flight(self) -> Decision:
+        """Bytes that may be in flight at the store, and why."""
+        return self.gate.decision if self.gate else _NO_GATE
+
+    def stands_at(self, epoch: int, start: int) -> bool:
+        """Whether the next batch is the first from `start` of the epoch."""
+        return self._next == (epoch, start)
+
+    def epoch_done(self, epoch: int) -> None:
+        """All batches of the epoch were taken."""
+        self._next = (epoch + 1, 0)
+
+    def faults(self) -> ReadStats:
+        """Of all sources."""
+        return sum((source.reader.stats() for source in self.sources), NO_FAULTS)
+
+    def close(self, *, join: bool = True) -> None:
+        """Stop everything; see `Engine.close`."""
+        if self.copier:
+            self.copier.close()
+        if self.gate:
+            self.gate.close()
+        self.engine.close(join=join)
+        self.leases.close(join=join)
+        if join:  # threads that hang may still read
+            self.caches.close()
+        self.arena.close()
+
+
+def _open_gate(
+    dataset: ShardedDataset | Mixture, place: Topology, limit: int, refusals: Callable[[], int]
+) -> ReadGate:
+    """The gate of this rank, or of all ranks of this machine together."""
+    ranks = place.local_world_size
+    # Nodes start together: what they first ask for, together, is what a single one would.
+    start = max(_LEAST_START, _START_IN_FLIGHT // place.num_nodes)
+
+    def control(share: int = 1) -> Inflight:
+        most = limit * ranks // share
+        return Inflight(start_bytes=min(start // share, most), max_bytes=most)
+
+    url = next(url for source in dataset.sources for url in source.catalog.urls if not is_local(url))
+    name = broker_name("/".join(naming_part(url).split("/")[:3])) if ranks > 1 else None
+    if name is None:
+        return ReadGate(control(share=ranks), refusals=refusals)
+    return SharedGate(
+        control(share=ranks), name=name, rank=place.local_rank, shared_control=control, refusals=refusals
+    )
+
+
+def _open_sources(
+    dataset: ShardedDataset | Mixture,
+    keep_bytes: int,
+    traffic: Traffic,
+    gate: ReadGate | None,
+    leases: FileLeases,
+    caches: OpenCaches,
+) -> list[Source]:
+    """What the stream reads, numbered, with one account of bytes and one gate."""
+    opened = [source.source(keep_bytes // len(dataset.sources), leases) for source in dataset.sources]
+    return [
+        replace(source, number=number, traffic=traffic, gate=gate, cache=caches.of(number))
+        for number, source in enumerate(opened)
+    ]
+
+
+def _batches_per_chunk(batch_bytes: int, memory_limit: int) -> int:
+    wanted = min(_CHUNK_BYTES, memory_limit // _CHUNKS_IN_LIMIT)
+    return max(1, min(_MAX_CHUNK_BATCHES, wanted // batch_bytes))
+
+
+def _batch_bytes(plan: StreamPlan) -> int:
+    """Bytes of one batch, from the catalog: exact for fixed rows, the mean for ragged ones."""
+    dataset = plan.dataset
+    fixed = sum(o.row_bytes for o in dataset.outputs if o.kind in ("array", "spans", "image"))
+    ragged = any(o.kind in ("ragged", "pad", "objects", "images") for o in dataset.outputs)
+    catalogs = [source.catalog for source in dataset.sources]
+    mean = max(int(c.blocks.nbytes.sum()) // max(1, c.num_samples) for c in catalogs) if ragged else 0
+    laid = 0
+    batching = plan.planner.batching if plan.planner else None
+    if isinstance(batching, Packed):  # segment ids and positions beside the tokens
+        laid = plan.batch_size * batching.length * _PACKED_BYTES
+    return max(1, plan.samples_per_batch * (fixed + mean) + laid)
+
+
+def _default_depth(local: bool, memory_limit: int) -> DepthPolicy:
+    # Local values are mapped or read within milliseconds: four batches never ran dry there.
+    if local:
+        return fixed_depth(_DEPTH)
+    return AdaptiveDepth(start=_DEPTH, limit_bytes=memory_limit // 2)
+
+
+def _at_least(depth: DepthPolicy, batches: int) -> DepthPolicy:
+    """A depth in whole chunks: fewer than three would leave threads without work."""
+
+    def decide(seen: Observation) -> Decision:
+        decision = depth(seen)
+        if decision.value >= batches:
+            return decision
+        return Decision(batches, f"{decision.reason}; raised to three chunks")
+
+    return decide
+
+
+def _copies_only(dataset: ShardedDataset | Mixture) -> bool:
+    """Whether batches are made by copying alone: no decoder, and nothing of the user's, runs."""
+    transforms = [dataset.batch_transform, *(source.transform for source in dataset.sources)]
+    copied = ("array", "spans", "ragged")
+    return not any(transforms) and all(output.kind in copied for output in dataset.outputs)
+
+
+def _build_threads(dataset: ShardedDataset | Mixture, copies_only: bool) -> int:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if copies_only:  # the consumer's thread copies too while it waits
+        return max(1, cores - 1)
+    images = any(o.image is not None for o in dataset.outputs)
+    # Decoders take the GIL between images: one more thread than cores works while another waits for it.
+    return cores + 1 if images else cores
