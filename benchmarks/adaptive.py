@@ -11,12 +11,12 @@ clock: the figures do not depend on the machine.
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.report import save_figures
 from benchmarks.storage_simulation import (
     Best,
     RankResult,
@@ -141,9 +141,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             best = Best(row["best_inflight_mib"] * MIB, row["best_depth"], row["best_seconds"], 0)
             draw(name, best, args.plot)
         print(table(rows).splitlines()[-1], flush=True)
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    lines = ",\n".join(json.dumps(row) for row in rows)
-    args.out.write_text(f"[\n{lines}\n]\n")
+    save_figures(args.out, rows=rows)
     print(f"\n{table(rows)}\n\n{len(rows)} runs of ours in {time.perf_counter() - began:.0f} s, {args.out}")
 
 

@@ -12,40 +12,35 @@ does nothing with the batches. The cache's files stay in the page cache: its dis
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
-import urllib.request
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks.faults import LENGTH, ROOT, SHARD_BYTES, make_shards, serving
-from benchmarks.report import commit, machine, versions
+from benchmarks.report import save_figures
+from benchmarks.slow_server import (
+    LENGTH,
+    SHARD_BYTES,
+    in_own_process,
+    make_shards,
+    server_stats,
+    serving,
+)
 
 STORE = {"latency-ms": 50.0}
 EPOCHS = 2
-LIMIT_S = 300.0
 
 
-def served(url: str) -> int:
-    """Bytes of bodies since the last call."""
-    with urllib.request.urlopen(f"{url}/__stats?reset=1") as answer:
-        return int(json.load(answer)["bytes"])
-
-
-def epochs(url: str, folder: str | None, limit: int) -> dict[str, Any]:
-    """Read the epochs. Runs in a process of its own."""
+def epochs(url: str, folder: str, limit: int) -> dict[str, Any]:
+    """Read the epochs; no limit: without a cache. Runs in a process of its own."""
     from dataflow import Cache, DataLoader, ShardedDataset
 
-    cache = Cache(folder, limit) if folder else None
+    cache = Cache(folder, limit) if limit else None
     dataset = ShardedDataset(f"{url}/x.catalog", cache=cache)
     rows: list[dict[str, Any]] = []
-    served(url)
+    server_stats(url)
     with DataLoader(dataset, 64) as loader:
         for epoch in range(EPOCHS):
             began, cpu = time.perf_counter(), time.process_time()
@@ -57,7 +52,7 @@ def epochs(url: str, folder: str | None, limit: int) -> dict[str, Any]:
                     "samples": samples,
                     "mb_per_s": round(samples * LENGTH * 4 / seconds / 1e6, 1),
                     "cpu_s": round(time.process_time() - cpu, 2),
-                    "server_bytes": served(url),
+                    "server_bytes": server_stats(url)["bytes"],
                 }
             )
         return {"epochs": rows, "cache": asdict(loader.stats().cache)}
@@ -70,12 +65,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--shards", type=int, default=8)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--epochs-of", nargs=3, help=argparse.SUPPRESS)
     asked = parser.parse_args(arguments)
-    if asked.epochs_of:
-        url, folder, limit = asked.epochs_of
-        print(json.dumps(epochs(url, folder or None, int(limit))))
-        return
     data_bytes = asked.shards * SHARD_BYTES
     cases = {"no cache": 0, "half of it": data_bytes // 2, "all of it": 2 * data_bytes}
     runs: dict[str, list[dict[str, Any]]] = {case: [] for case in cases}
@@ -84,18 +74,12 @@ def main(arguments: list[str] | None = None) -> None:
         make_shards(folder, asked.shards)
         for repeat in range(asked.repeats):
             for case, limit in cases.items():
-                where = str(folder / "caches" / f"{case} {repeat}") if limit else ""
-                with serving(folder, STORE, seed=repeat) as url:
-                    command = ["-m", "benchmarks.cache", "--epochs-of", url, where, str(limit)]
-                    done = subprocess.run(
-                        [sys.executable, *command],
-                        cwd=ROOT,
-                        check=True,
-                        stdout=subprocess.PIPE,
-                        text=True,
-                        timeout=LIMIT_S,
-                    )
-                runs[case].append(json.loads(done.stdout))
+                # Each cache goes with its run: what it wrote would be brought to the disk during the next.
+                with (
+                    tempfile.TemporaryDirectory() as cache,
+                    serving(folder, STORE | {"seed": repeat}) as server,
+                ):
+                    runs[case].append(in_own_process(epochs, server.url, cache, limit))
     medians = {
         case: [
             {
@@ -113,17 +97,7 @@ def main(arguments: list[str] | None = None) -> None:
         )
         print(f"{case:12} {text}")
     if asked.json:
-        told = {
-            "date": datetime.date.today().isoformat(),
-            "commit": commit(),
-            "machine": machine(),
-            "versions": versions(),
-            "store": STORE,
-            "data_bytes": data_bytes,
-            "runs": runs,
-            "medians": medians,
-        }
-        asked.json.write_text(json.dumps(told, indent=1) + "\n")
+        save_figures(asked.json, store=STORE, data_bytes=data_bytes, runs=runs, medians=medians)
 
 
 if __name__ == "__main__":

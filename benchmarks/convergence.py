@@ -24,13 +24,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import random
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +38,7 @@ import torch
 import webdataset
 from torch import Tensor, nn
 
+from benchmarks.report import save_figures, versions
 from dataflow import DataLoader, ShardedDataset, ShardWriter, Shuffle
 from dataflow.inspect_command import Wish, inspect_dataset
 from sharding.order import Order, mix_key
@@ -258,23 +258,6 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def _commit() -> str:
-    done = subprocess.run(["git", "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True)
-    return done.stdout.strip()
-
-
-def _versions() -> dict[str, str]:
-    import sklearn
-
-    return {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "numpy": np.__version__,
-        "scikit-learn": sklearn.__version__,
-        "webdataset": webdataset.__version__,
-    }
-
-
 def main(arguments: list[str] | None = None) -> None:
     """Run what is missing, and write the results after each seed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
@@ -294,20 +277,21 @@ def main(arguments: list[str] | None = None) -> None:
     same = (known.get("setup"), known.get("facts")) == (asdict(setup), measured)
     runs = known["runs"] if same else []
     done = {(run["arm"], run["seed"]) for run in runs}
-    about = {
-        "command": f"python -m benchmarks.convergence --seeds {asked.seeds} --warmup {asked.warmup}"
-        f" --arms '{asked.arms}'",
-        "commit": _commit(),
-        "versions": _versions(),
-        "setup": asdict(setup),
-        "facts": measured,
-    }
+    command = f"python -m benchmarks.convergence --seeds {asked.seeds} --warmup {asked.warmup}"
     arms = asked.arms.split(",")
     for seed in range(asked.seeds):
         for arm in arms:
             if (arm, seed) not in done and time.monotonic() - began < asked.stop_after:
                 runs.append(train(task, arm, seed))
-        asked.results.write_text(json.dumps({**about, "summary": summary(runs), "runs": runs}, indent=1))
+        save_figures(
+            asked.results,
+            command=f"{command} --arms '{asked.arms}'",  # of all sessions together
+            versions=versions() | {"scikit-learn": metadata.version("scikit-learn")},
+            setup=asdict(setup),
+            facts=measured,
+            summary=summary(runs),
+            runs=runs,
+        )
     print(table(summary(runs)))
     left = asked.seeds * len(arms) - len({(run["arm"], run["seed"]) for run in runs})
     if left > 0:

@@ -55,7 +55,7 @@ from benchmarks.handover_child import MEASURES, Point
 from benchmarks.handover_loaders import LOADERS, TORCH
 from benchmarks.harness import bare_torch, run_child
 from benchmarks.memory import Memory
-from benchmarks.report import commit, machine, versions
+from benchmarks.report import command, commit, machine, save_figures, versions
 
 ENVIRONMENT = {"OMP_NUM_THREADS": "1"}
 LIMIT_S = 60.0
@@ -136,23 +136,18 @@ class Results:
         if self._path is None:
             return
         rows = medians(self.runs)
-        session = {
-            "command": " ".join(["python", "-m", "benchmarks.handover", *sys.argv[1:]]),
-            "date": began,
-            "commit": commit(),
-        }
-        result = {
-            "settings": self._settings,
-            "sessions": [*self._sessions, session],
-            "verdicts": [asdict(v) | {"verdict": v.says} for v in verdicts(rows)],
-            "medians": [
+        session = {"command": command(), "date": began, "commit": commit()}
+        save_figures(
+            self._path,
+            settings=self._settings,
+            sessions=[*self._sessions, session],
+            verdicts=[asdict(v) | {"verdict": v.says} for v in verdicts(rows)],
+            medians=[
                 {"case": c, "loader": loader, "workers": n, "variant": v, **figures}
                 for (c, loader, n, v), figures in sorted(rows.items())
             ],
-            "runs": self.runs,
-        }
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._path.write_text(json.dumps(result, indent=1) + "\n")
+            runs=self.runs,
+        )
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:

@@ -1,7 +1,7 @@
 """Whether many nodes that start together drive a store behind one link into collapse: time-outs, bytes twice.
 
     python -m benchmarks.nodes                        8 nodes, 100 Mbit/s for all; about two minutes
-    python -m benchmarks.nodes --json nodes.json      also saves the figures
+    python -m benchmarks.nodes --json benchmarks/results/nodes.json      also saves the figures
     python -m benchmarks.nodes --host 10.77.0.254 --in 'ip netns exec nlab77h{}'     in network namespaces
 
 The store is tests/slowstore.py with one rate for all connections. Each node is a process with one rank of a
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import datetime
 import json
 import os
 import statistics
@@ -21,15 +20,15 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
-from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks.faults import ROOT, make_shards
-from benchmarks.report import commit, machine, versions
+from benchmarks.harness import REPOSITORY
+from benchmarks.report import save_figures
+from benchmarks.slow_server import call_command, make_shards, serving
 
+LATENCY_MS = 30.0
 LIMIT_S = 170.0
 
 
@@ -56,27 +55,15 @@ def node(url: str, number: int, of: int, share: bool) -> dict[str, Any]:
         }
 
 
-@contextlib.contextmanager
-def serving(folder: Path, host: str, mbps: float) -> Iterator[str]:
-    command = [sys.executable, str(ROOT / "tests" / "slowstore.py"), str(folder), "--host", host]
-    options = ["--latency-ms", "30", "--total-mbps", str(mbps)]
-    with subprocess.Popen([*command, *options], stdout=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout is not None
-            yield process.stdout.readline().split()[-1]
-        finally:
-            process.terminate()
-
-
 def run(folder: Path, asked: argparse.Namespace, share: bool) -> dict[str, Any]:
-    with serving(folder, asked.host, asked.mbps) as url, contextlib.ExitStack() as stack:
+    store = {"host": asked.host, "latency-ms": LATENCY_MS, "total-mbps": asked.mbps}
+    with serving(folder, store) as server, contextlib.ExitStack() as stack:
         nodes = []
         for number in range(asked.nodes):
             inside = asked.inside.format(number).split()
-            given = ["--node-of", url, str(number), str(asked.nodes), str(int(share))]
             process = subprocess.Popen(
-                [*inside, sys.executable, "-m", "benchmarks.nodes", *given],
-                cwd=ROOT,
+                [*inside, *call_command(node, server.url, number, asked.nodes, share)],
+                cwd=REPOSITORY,
                 env={**os.environ, "OMP_NUM_THREADS": "1"},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -88,14 +75,13 @@ def run(folder: Path, asked: argparse.Namespace, share: bool) -> dict[str, Any]:
         for process in nodes:
             assert process.stdout is not None
             assert process.stdout.readline() == "ready\n"
-        urllib.request.urlopen(f"{url}/__stats?reset=1").close()
+        server.stats()
         for process in nodes:
             assert process.stdin is not None
             process.stdin.write("go\n")
             process.stdin.flush()
         told = [json.loads(process.communicate(timeout=LIMIT_S)[0]) for process in nodes]
-        with urllib.request.urlopen(f"{url}/__stats") as answer:
-            served = json.load(answer)
+        served = server.stats()
     return {
         "seconds": max(one["seconds"] for one in told),
         "first_batch_s": max(one["first_batch_s"] for one in told),
@@ -119,12 +105,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--in", dest="inside", default="", help="command that runs the rest in host {}")
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--node-of", nargs=4, help=argparse.SUPPRESS)
     asked = parser.parse_args(arguments)
-    if asked.node_of:
-        url, number, of, share = asked.node_of
-        print(json.dumps(node(url, int(number), int(of), share == "1")))
-        return
     runs: dict[str, list[dict[str, Any]]] = {"shared out": [], "each alone": []}
     with tempfile.TemporaryDirectory() as name:
         make_shards(Path(name), asked.shards)
@@ -140,18 +121,14 @@ def main(arguments: list[str] | None = None) -> None:
             }
             for what, each in runs.items()
         }
-        told = {
-            "date": datetime.date.today().isoformat(),
-            "commit": commit(),
-            "machine": machine(),
-            "versions": versions(),
-            "nodes": asked.nodes,
-            "store": {"latency_ms": 30, "total_mbps": asked.mbps},
-            "namespaces": bool(asked.inside),
-            "runs": runs,
-            "medians": medians,
-        }
-        asked.json.write_text(json.dumps(told, indent=1) + "\n")
+        save_figures(
+            asked.json,
+            nodes=asked.nodes,
+            store={"latency-ms": LATENCY_MS, "total-mbps": asked.mbps},
+            namespaces=bool(asked.inside),
+            runs=runs,
+            medians=medians,
+        )
 
 
 if __name__ == "__main__":

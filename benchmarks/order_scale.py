@@ -31,7 +31,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.report import machine, versions
+from benchmarks.report import save_figures
 
 SIZES = (10**6, 10**7, 10**8, 10**9)
 CONTESTANTS = ("ours", "ours-uneven", "ours-exchange", "ours-full", "mosaic", "grain")
@@ -198,14 +198,14 @@ def main() -> None:
     cases.sort(key=lambda c: (CONTESTANTS.index(c["contestant"]), c["samples"]))
     print(table(cases))
     if arguments.json:
-        about = {
-            "command": "python -m benchmarks.order_scale --json benchmarks/results/order-scale.json",
-            "limit_bytes": LIMIT_BYTES,
-            "limit_s": LIMIT_S,
-            "machine": machine(),
-            "versions": versions(),
-        }
-        arguments.json.write_text(json.dumps(about | {"cases": cases}, indent=1) + "\n")
+        whole = "python -m benchmarks.order_scale --json benchmarks/results/order-scale.json"
+        save_figures(
+            arguments.json,
+            command=whole,  # cases of other sessions are kept
+            limit_bytes=LIMIT_BYTES,
+            limit_s=LIMIT_S,
+            cases=cases,
+        )
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ from __future__ import annotations
 import ast
 import json
 import statistics
-import sys
 import sysconfig
 import time
 from collections.abc import Callable, Iterator
@@ -28,7 +27,7 @@ import click
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.report import machine, versions
+from benchmarks.report import origin, save_figures
 from sharding.batching import Packed
 from sharding.order import keyed_order
 from sharding.packing import pieces_of
@@ -244,10 +243,7 @@ def main(
                     f"{row.documents_per_s:12,.0f} documents/s {row.mbytes_per_s:9,.1f} MB/s"
                 )
     if output:
-        facts = {
-            "command": "python -m benchmarks.packing " + " ".join(sys.argv[1:]),
-            "machine": machine(),
-            "versions": versions(),
+        session = origin() | {
             "distributions": {
                 name: {
                     "documents": len(d),
@@ -259,8 +255,8 @@ def main(
             },
             "rows": [asdict(row) for row in rows],
         }
-        earlier = json.loads(output.read_text()) if output.exists() else []
-        output.write_text(json.dumps([*earlier, facts], indent=1) + "\n")
+        earlier = json.loads(output.read_text())["sessions"] if output.exists() else []
+        save_figures(output, sessions=[*earlier, session])
 
 
 if __name__ == "__main__":

@@ -12,13 +12,8 @@ the server's counts.
 
 from __future__ import annotations
 
-import contextlib
-import json
-import socket
-import subprocess
-import sys
-import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -27,9 +22,10 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.data import Data, read_through
-from benchmarks.harness import REPOSITORY, run_child
+from benchmarks.harness import run_child
 from benchmarks.remote_peers import Remote
-from benchmarks.report import commit, machine, versions
+from benchmarks.report import save_figures
+from benchmarks.slow_server import SlowServer, free_port, serving
 
 STORE = {"latency-ms": 50.0, "per-conn-mbps": 320.0}
 LINK_MBPS = 400.0
@@ -84,46 +80,21 @@ class RemoteRun:
     reason: str = ""
 
 
-class Servers:
-    """slowstore.py over one folder, always on the same port, so that catalogs of its URLs stay true."""
-
-    def __init__(self, root: Path) -> None:
-        self._root = root
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self._port = free.getsockname()[1]
-        self.url = f"http://127.0.0.1:{self._port}"
-
-    @contextlib.contextmanager
-    def serving(self, options: dict[str, float]) -> Iterator[None]:
-        given = [f"--{name}={value}" for name, value in options.items()]
-        script = str(REPOSITORY / "tests" / "slowstore.py")
-        command = [sys.executable, script, str(self._root), "--port", str(self._port), *given]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-            try:
-                assert process.stdout is not None
-                process.stdout.readline()
-                yield
-            finally:
-                process.terminate()
-
-    def stats(self) -> dict[str, Any]:
-        with urllib.request.urlopen(f"{self.url}/__stats?reset=1") as answer:
-            counted: dict[str, Any] = json.load(answer)
-        return counted
-
-
 class Session:
     """Data, servers and processes of one command."""
 
     def __init__(self, data: Data, seconds: float, console: Console) -> None:
         self._data, self._seconds, self._console = data, seconds, console
-        self._servers = Servers(data.root)
+        self._port = free_port()  # always the same, so that catalogs of its URLs stay true
+        self._url = f"http://127.0.0.1:{self._port}"
+
+    def _serving(self, options: dict[str, float]) -> AbstractContextManager[SlowServer]:
+        return serving(self._data.root, options | {"port": self._port})
 
     def prepare(self, workload: str, chosen: Sequence[Contestant]) -> None:
         """Make the data, let each contestant convert or index it, and read all of it into the page cache."""
         self._data.make(workload)
-        with self._servers.serving({}):
+        with self._serving({}):
             for contestant in chosen:
                 events, _ = run_child(
                     "benchmarks.remote_child",
@@ -137,7 +108,7 @@ class Session:
 
     def _job(self, workload: str, contestant: Contestant, *, prepare_only: bool = False) -> dict[str, Any]:
         return {
-            "server": self._servers.url,
+            "server": self._url,
             "workload": workload,
             "root": str(self._data.root),
             "target": contestant.target,
@@ -151,12 +122,11 @@ class Session:
     ) -> RemoteRun:
         """One run against a store; `whole`: to the end of the epoch, however long it takes."""
         run = RemoteRun(workload, contestant.name, contestant.workers, store)
-        with self._servers.serving(store):
-            self._ask_etags(workload)
-            self._servers.stats()
+        with self._serving(store) as server:
+            server.warm_up(f"{workload}/*")
             job = self._job(workload, contestant) | ({"at_most_s": LIMIT_S} if whole else {})
             events, _ = run_child("benchmarks.remote_child", job, {"OMP_NUM_THREADS": "1"}, limit_s=LIMIT_S)
-            counted = self._servers.stats()
+            counted = server.stats()
         if events.get("reason"):
             run = replace(run, reason=events["reason"])
         else:
@@ -178,13 +148,6 @@ class Session:
         self._console.print(f"{workload} {contestant.name} ({contestant.workers}): {shown}")
         return run
 
-    def _ask_etags(self, workload: str) -> None:
-        """The server computes a digest at the first request for a file; no store does, so nobody waits."""
-        for path in sorted((self._data.root / workload).iterdir()):
-            url = f"{self._servers.url}/{workload}/{path.name}"
-            with contextlib.suppress(OSError):
-                urllib.request.urlopen(urllib.request.Request(url, method="HEAD")).close()
-
     def best(self, workload: str, contestant: Contestant) -> Contestant:
         """The contestant with the setting that gives it the highest rate."""
         tried = [replace(contestant, workers=n) for n in contestant.choices]
@@ -197,7 +160,7 @@ class Session:
         """Requests and bytes that an epoch of ours needs: each block once."""
         from sharding.catalog import Catalog
 
-        catalog = Catalog.load(Remote(self._servers.url, workload, str(self._data.root), "").catalog)
+        catalog = Catalog.load(Remote(self._url, workload, str(self._data.root), "").catalog)
         lengths = catalog.blocks.length[catalog.blocks.num_samples > 0]
         return {"requests": len(lengths), "bytes": int(lengths.sum())}
 
@@ -262,17 +225,7 @@ def main(
         runs += [*own, capped, distant]
         told[workload] = {"plan": plan, "verdicts": held, "medians": [asdict(run) for run in medians]}
     if output:
-        result = {
-            "command": " ".join(["python", "-m", "benchmarks", *sys.argv[1:]]),
-            "commit": commit(),
-            "machine": machine(),
-            "versions": versions(),
-            "not_run": NOT_RUN,
-            "workloads": told,
-            "runs": [asdict(run) for run in runs],
-        }
-        output.parent.mkdir(parents=True, exist_ok=True)
-        output.write_text(json.dumps(result, indent=1) + "\n")
+        save_figures(output, not_run=NOT_RUN, workloads=told, runs=[asdict(run) for run in runs])
         console.print(f"written: {output}")
 
 

@@ -6,6 +6,8 @@ import datetime
 import json
 import os
 import platform
+import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -100,21 +102,55 @@ def write_json(
     verdicts: Sequence[Verdict],
     workloads: Sequence[Workload],
 ) -> None:
-    """Write command, commit, machine, versions, arguments, every run, the medians and the verdicts."""
-    result = {
-        "command": " ".join(["python", "-m", "benchmarks", *sys.argv[1:]]),
+    """Save arguments, every run, the medians and the verdicts."""
+    save_figures(
+        path,
+        arguments=dict(arguments),
+        not_run={w.name: dict(w.not_run) for w in workloads},
+        verdicts=[asdict(v) | {"verdict": v.says} for v in verdicts],
+        medians=[asdict(run) for run in medians],
+        runs=[asdict(run) for run in runs],
+    )
+
+
+def save_figures(path: Path, **told: Any) -> None:
+    """Write what `origin` tells, then the figures; lists and objects of plain values take a line each."""
+    text = json.dumps(origin() | told, indent=1)
+    # No string of JSON holds a line break, so whatever this takes out, the values stay.
+    text = re.sub(r"[\[{][^\[\]{}]*[\]}]", lambda found: re.sub(r"\n *", " ", found[0]), text)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text + "\n")
+
+
+def origin() -> dict[str, Any]:
+    """Where figures come from: the command that makes them, date, commit, machine, versions."""
+    return {
+        "command": command(),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "commit": commit(),
         "machine": machine(),
         "versions": versions(),
-        "arguments": dict(arguments),
-        "not_run": {w.name: dict(w.not_run) for w in workloads},
-        "verdicts": [asdict(v) | {"verdict": v.says} for v in verdicts],
-        "medians": [asdict(run) for run in medians],
-        "runs": [asdict(run) for run in runs],
     }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def command() -> str:
+    """The command line of this process; a path of this machine alone is told by its last part only."""
+    return shlex.join(["python", "-m", module_name("__main__"), *map(_portable, sys.argv[1:])])
+
+
+def _portable(argument: str) -> str:
+    option, equals, value = argument.partition("=") if argument.startswith("-") else ("", "", argument)
+    path = Path(value)
+    if path.is_absolute() or ".." in path.parts:
+        inside = path.resolve().is_relative_to(REPOSITORY)
+        value = str(path.resolve().relative_to(REPOSITORY)) if inside else path.name
+    return option + equals + value
+
+
+def module_name(module: str) -> str:
+    """The name by which `python -m` or an import finds a module, also if it is the one that was started."""
+    spec = sys.modules[module].__spec__
+    return spec.name.removesuffix(".__main__") if spec else module
 
 
 def machine() -> dict[str, Any]:
@@ -144,11 +180,13 @@ def versions() -> dict[str, str]:
 
 
 def commit() -> str:
-    """The commit, with "+changes" when the tree differs from it."""
+    """The commit, with "+changes" when the tree differs from it but for results."""
 
     def git(*arguments: str) -> str:
         return subprocess.run(
             ["git", *arguments], cwd=REPOSITORY, capture_output=True, text=True
         ).stdout.strip()
 
-    return git("rev-parse", "HEAD") + ("+changes" if git("status", "--porcelain") else "")
+    return git("rev-parse", "HEAD") + (
+        "+changes" if git("status", "--porcelain", "--", ".", ":!benchmarks/results") else ""
+    )

@@ -13,10 +13,10 @@ descriptors likewise.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -26,9 +26,10 @@ from typing import Any
 import numpy as np
 import psutil
 
-from benchmarks.faults import FAULTS, LENGTH, STORE, expected, make_shards, numbers_of, serving
+from benchmarks.faults import FAULTS, STORE
 from benchmarks.line_fit import means_of_bins, slope
-from benchmarks.report import commit, machine, versions
+from benchmarks.report import save_figures
+from benchmarks.slow_server import LENGTH, assert_all_once, checked, make_shards, serving
 
 WARM_UP_S = 120.0
 BIN_S = 30.0
@@ -76,18 +77,16 @@ class Epochs:
     """Whether every sample of every epoch came once, with its values."""
 
     def __init__(self, num_shards: int) -> None:
-        self._wanted = numbers_of(num_shards)
+        self._num_shards = num_shards
         self._numbers: list[np.ndarray[Any, Any]] = []
         self.whole = self.samples = 0
 
     def check(self, tokens: np.ndarray[Any, Any]) -> None:
-        values = tokens[:, :LENGTH].astype(np.uint32)
-        assert (values == expected(values[:, 0])).all(), "wrong values"
-        self._numbers.append(values[:, 0].copy())  # not a view, which would keep all values
-        self.samples += len(values)
+        self._numbers.append(checked(tokens))
+        self.samples += len(tokens)
 
     def ended(self) -> None:
-        assert (np.sort(np.concatenate(self._numbers)) == self._wanted).all(), "samples missing or twice"
+        assert_all_once(self._numbers, self._num_shards)
         self._numbers.clear()
         self.whole += 1
 
@@ -98,7 +97,7 @@ def soak(url: str, *, num_shards: int, minutes: float, bytes_per_s: float) -> di
 
     notes, process, epochs = Notes(), psutil.Process(), Epochs(num_shards)
     cpu, began, used = time.process_time(), time.perf_counter(), 0
-    over = False
+    over, accelerator = False, threading.Event()  # nobody sets it
     with DataLoader(ShardedDataset(f"{url}/x.catalog"), 64, memory_limit="256MB") as loader:
         while not over:
             for batch in loader:
@@ -110,7 +109,7 @@ def soak(url: str, *, num_shards: int, minutes: float, bytes_per_s: float) -> di
                 over = now >= 60 * minutes
                 if over:
                     break
-                time.sleep(max(0.0, used / bytes_per_s - now))  # a step on an accelerator
+                accelerator.wait(max(0.0, used / bytes_per_s - now))  # a step
             else:
                 epochs.ended()
                 print(f"{now:6.0f} s, {epochs.whole} epochs, {notes.rss_bytes[-1] / MIB:.0f} MiB", flush=True)
@@ -141,25 +140,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     asked = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as name:
         make_shards(Path(name), asked.shards)
-        with serving(Path(name), STORE | FAULTS, seed=0) as url:
-            told = soak(url, num_shards=asked.shards, minutes=asked.minutes, bytes_per_s=1e6 * asked.mb_per_s)
+        with serving(Path(name), STORE | FAULTS) as server:
+            told = soak(
+                server.url,
+                num_shards=asked.shards,
+                minutes=asked.minutes,
+                bytes_per_s=1e6 * asked.mb_per_s,
+            )
     notes = told.pop("notes")
     short = min(1.0, asked.minutes / 20)
     told["verdict"] = judged(Notes(**notes), warm_up_s=short * WARM_UP_S, bin_s=short * BIN_S)
     print(json.dumps(told, indent=1))
     if asked.json:
-        about = {
-            "date": datetime.date.today().isoformat(),
-            "commit": commit(),
-            "machine": machine(),
-            "versions": versions(),
-            "store": STORE,
-            "faults": FAULTS,
-            "shards": asked.shards,
-        }
-        text = json.dumps({**about, **told}, indent=1)[:-2]
-        lines = ",\n".join(f'  "{key}": {json.dumps(values)}' for key, values in notes.items())
-        asked.json.write_text(f'{text},\n "every_second": {{\n{lines}\n }}\n}}\n')
+        save_figures(asked.json, store=STORE | FAULTS, shards=asked.shards, **told, every_second=notes)
     if any(told["verdict"][name]["grows"] for name in ("rss", "descriptors")):
         sys.exit("memory or descriptors grow")
 

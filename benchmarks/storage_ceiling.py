@@ -1,7 +1,7 @@
 """`dataflow bench storage` over HTTP beside the ceiling of the server.
 
     python -m benchmarks.storage_ceiling                      one minute; nginx too, where it is installed
-    python -m benchmarks.storage_ceiling --json figures.json
+    python -m benchmarks.storage_ceiling --json benchmarks/results/storage-ceiling.json
 
 Servers on this machine over a file of 256 MiB, page cache warm: tests/slowstore.py held to 0.4, 2 and 4
 Gbit/s in all after 20 ms of latency, and nginx without a limit (its `limit_rate` does not bind requests as
@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import datetime
 import http.client
 import json
 import os
@@ -30,62 +29,34 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from benchmarks.report import commit, machine
+from benchmarks.harness import REPOSITORY
+from benchmarks.report import save_figures
+from benchmarks.slow_server import free_port, serving
 
-ROOT = Path(__file__).resolve().parent.parent
 SIZE = 256 << 20
 BLOCK = 2 << 20
 IN_FLIGHT = 16
 _BAR = 0.9
 _MBPS = (400, 2000, 4000)
 
-_NGINX = """
-user root; daemon off; pid {run}/pid; error_log {run}/errors; worker_processes 1;
-events {{ worker_connections 1024; }}
-http {{
-  access_log off; sendfile on; sendfile_max_chunk 2m; keepalive_requests 1000000;
-  client_body_temp_path {run}/a; proxy_temp_path {run}/b; fastcgi_temp_path {run}/c;
-  uwsgi_temp_path {run}/d; scgi_temp_path {run}/e;
-  server {{ listen 127.0.0.1:{port}; root {folder}; }}
-}}
-"""
-
 
 @contextlib.contextmanager
 def slowstore(folder: Path, mbps: int) -> Iterator[str]:
-    command = [sys.executable, str(ROOT / "tests" / "slowstore.py"), str(folder)]
-    limits = [f"--total-mbps={mbps}", "--latency-ms=20"]
-    with subprocess.Popen([*command, *limits], stdout=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout is not None
-            yield process.stdout.readline().split()[-1]
-        finally:
-            process.terminate()
+    with serving(folder, {"total-mbps": mbps, "latency-ms": 20.0}) as server:
+        yield server.url
 
 
 @contextlib.contextmanager
-def nginx(folder: Path, port: int) -> Iterator[str]:
-    with tempfile.TemporaryDirectory() as run:
-        config = Path(run) / "nginx.conf"
-        config.write_text(_NGINX.format(run=run, port=port, folder=folder))
-        with subprocess.Popen(["nginx", "-c", str(config), "-e", f"{run}/errors"]) as process:
-            try:
-                _await_answer(port)
-                yield f"http://127.0.0.1:{port}"
-            finally:
-                process.terminate()
-
-
-def _await_answer(port: int) -> None:
-    give_up = time.monotonic() + 10
-    while time.monotonic() < give_up:
-        with contextlib.suppress(OSError):
-            connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
-            connection.request("HEAD", "/x.bin")
-            connection.getresponse().read()
-            return
-        time.sleep(0.05)
-    raise TimeoutError("nginx does not answer")
+def nginx(folder: Path) -> Iterator[str]:
+    """Nginx over a folder; when its script returns, it listens."""
+    script, port = ["bash", str(REPOSITORY / "tests" / "servers" / "nginx.sh")], free_port()
+    with tempfile.TemporaryDirectory() as name:
+        run = str(Path(name) / "run")
+        subprocess.run([*script, "up", str(folder), run, str(port)], check=True)
+        try:
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            subprocess.run([*script, "down", run], check=True)
 
 
 def ceiling(url: str, seconds: float) -> float:
@@ -118,7 +89,7 @@ def ours(url: str, seconds: float) -> dict[str, Any]:
     command = [sys.executable, "-m", "dataflow.cli", "bench", "storage", f"{url}/x.bin", "--json", "-"]
     command += ["--pattern", "random", "--block-size", str(BLOCK), "--in-flight", str(IN_FLIGHT)]
     done = subprocess.run(
-        [*command, "--seconds", str(seconds)], cwd=ROOT, check=True, capture_output=True, text=True
+        [*command, "--seconds", str(seconds)], cwd=REPOSITORY, check=True, capture_output=True, text=True
     )
     found = json.loads(done.stdout)
     [one] = found["cases"]
@@ -136,7 +107,6 @@ def main(arguments: list[str] | None = None) -> None:
     )
     parser.add_argument("--seconds", type=float, default=4.0)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--port", type=int, default=8377)
     parser.add_argument("--json", type=Path)
     asked = parser.parse_args(arguments)
     rows = []
@@ -144,11 +114,13 @@ def main(arguments: list[str] | None = None) -> None:
         folder = Path(name)
         folder.chmod(0o755)
         (folder / "x.bin").write_bytes(os.urandom(SIZE))
-        servers: dict[str, Any] = {f"slowstore, {mbps} Mbit/s": slowstore(folder, mbps) for mbps in _MBPS}
+        servers: dict[str, contextlib.AbstractContextManager[str]] = {
+            f"slowstore, {mbps} Mbit/s": slowstore(folder, mbps) for mbps in _MBPS
+        }
         if shutil.which("nginx"):
-            servers["nginx, no limit"] = nginx(folder, asked.port)
-        for server, serving in servers.items():
-            with serving as url:
+            servers["nginx, no limit"] = nginx(folder)
+        for server, running in servers.items():
+            with running as url:
                 ceiling(url, 0.5)
                 runs = [(ceiling(url, asked.seconds), ours(url, asked.seconds)) for _ in range(asked.repeats)]
             most = statistics.median(limit for limit, _ in runs)
@@ -161,15 +133,7 @@ def main(arguments: list[str] | None = None) -> None:
             row = {"server": server, "ceiling_mb_per_s": round(most, 1), "ours_mb_per_s": reached}
             rows.append({**row, "ratio": round(reached / most, 3), "runs": runs})
     if asked.json:
-        told = {
-            "date": datetime.date.today().isoformat(),
-            "commit": commit(),
-            "machine": machine(),
-            "block_bytes": BLOCK,
-            "in_flight": IN_FLIGHT,
-            "servers": rows,
-        }
-        asked.json.write_text(json.dumps(told, indent=1) + "\n")
+        save_figures(asked.json, block_bytes=BLOCK, in_flight=IN_FLIGHT, servers=rows)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """`dataflow bench storage` beside fio: direct reads of the same file, order, block size and depth.
 
     python -m benchmarks.storage_fio FOLDER                    makes a file of 1 GiB there; two minutes
-    python -m benchmarks.storage_fio FOLDER --json figures.json
+    python -m benchmarks.storage_fio FOLDER --json benchmarks/results/storage-fio.json
 
 FOLDER lies on the disk in question. Ours runs as many threads as reads are in flight, through the command
 line. The pair to it is fio with as many threads (`psync`), which ask in the same way; beside them stands fio
@@ -13,7 +13,6 @@ stream, so more than one sequential read in flight has `libaio` as its pair. Run
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import os
 import shutil
@@ -24,9 +23,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from benchmarks.report import commit, machine
+from benchmarks.harness import REPOSITORY
+from benchmarks.report import save_figures
 
-ROOT = Path(__file__).resolve().parent.parent
 CASES = [
     ("sequential", 128, 1),
     ("sequential", 128, 16),
@@ -84,7 +83,7 @@ def by_ours(path: Path, pattern: str, kib: int, depth: int, seconds: float) -> d
     command = [sys.executable, "-m", "dataflow.cli", "bench", "storage", str(path), "--json", "-"]
     command += ["--pattern", pattern, "--block-size", f"{kib}KiB", "--in-flight", str(depth)]
     done = subprocess.run(
-        [*command, "--seconds", str(seconds)], cwd=ROOT, check=True, capture_output=True, text=True
+        [*command, "--seconds", str(seconds)], cwd=REPOSITORY, check=True, capture_output=True, text=True
     )
     [one] = json.loads(done.stdout)["cases"]
     times = {f"p{name}_ms": one["latency_s"][name] for name in ("50", "99")}
@@ -128,16 +127,7 @@ def main(arguments: list[str] | None = None) -> None:
             sys.stdout.flush()
     if asked.json:
         version = subprocess.run(["fio", "--version"], capture_output=True, text=True).stdout.strip()
-        told = {
-            "date": datetime.date.today().isoformat(),
-            "commit": commit(),
-            "machine": machine(),
-            "fio": version,
-            "gib": asked.gib,
-            "seconds": asked.seconds,
-            "cases": rows,
-        }
-        asked.json.write_text(json.dumps(told, indent=1) + "\n")
+        save_figures(asked.json, fio=version, gib=asked.gib, seconds=asked.seconds, cases=rows)
 
 
 if __name__ == "__main__":

@@ -69,16 +69,9 @@ class FixedInflight:
 
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes, self.in_flight_bytes = limit_bytes, 0
-        self.refused = False
-        """Whether the limit ever mattered."""
-
-    has_room = False  # no one asks why a static depth is what it is
 
     def admits(self, _now_s: float, nbytes: int) -> bool:
-        if not self.in_flight_bytes or self.in_flight_bytes + nbytes <= self.limit_bytes:
-            return True
-        self.refused = True
-        return False
+        return not self.in_flight_bytes or self.in_flight_bytes + nbytes <= self.limit_bytes
 
     def sent(self, now_s: float, nbytes: int) -> Sent:
         self.in_flight_bytes += nbytes
@@ -87,7 +80,11 @@ class FixedInflight:
     def done(self, _now_s: float, request: Sent) -> None:
         self.in_flight_bytes -= request.nbytes
 
-    throttled = done
+    def failed(self, request: Sent) -> None:
+        self.in_flight_bytes -= request.nbytes
+
+    def refused(self, _now_s: float) -> None:
+        pass
 
     def drained(self, _now_s: float) -> None:
         pass
@@ -227,7 +224,6 @@ class _Rank:
         self._line: deque[_Batch] = deque()
         self._next = 0
         self._to_send: deque[tuple[_Batch, int, int]] = deque()
-        self._sending: list[tuple[float, int, _Batch, int]] = []
         self._decoding = 0
         self._to_decode: deque[_Batch] = deque()
         self._waiting_since: float | None = None
@@ -275,7 +271,7 @@ class _Rank:
             nbytes = sum(sizes)
             if self._line and len(self._line) + 1 > self._depth(nbytes):
                 self.result.depth_refused = True
-                self._held_back |= self._flow.has_room and not self._to_send and not self._to_decode
+                self._held_back |= self._has_room() and not self._to_send and not self._to_decode
                 break
             head = not self._line
             if not self._ledger.reserve(State.BUILDING, nbytes, head_of_order=head):
@@ -286,6 +282,11 @@ class _Rank:
             self._to_send.extend((batch, i, 0) for i in range(len(sizes)))
             self._next += 1
         self._send()
+
+    def _has_room(self) -> bool:
+        """Whether more bytes might be in flight; no one asks why a static depth is what it is."""
+        flow = self._flow
+        return isinstance(flow, Inflight) and flow.in_flight_bytes < flow.decision.value
 
     def _hold(self, nbytes: int) -> None:
         self._held += nbytes
@@ -314,7 +315,8 @@ class _Rank:
 
     def _refused(self, batch: _Batch, i: int, attempt: int, sent: Sent) -> None:
         self.result.refused += 1
-        self._flow.throttled(self._sim.now, sent)
+        self._flow.failed(sent)
+        self._flow.refused(self._sim.now)
         # Backoff doubles; the jitter is a fixed function of the request, so that settings can be compared.
         jitter = 0.5 + (7 * batch.number + 3 * i + attempt) % 10 / 10
         self._sim.at(self._sim.now + min(2.0, 0.1 * 2**attempt) * jitter, self._again, batch, i, attempt + 1)

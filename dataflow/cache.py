@@ -9,14 +9,12 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from dataflow.memory_limit import parse_bytes
 from dataflow.planned_use import Plan, PlannedUse
 from prefetch.arena import Arena
 from prefetch.block_cache import NO_CACHE, BlockCache, CacheStats
 from prefetch.memory_tier import MemoryTier
-from sharding.blocks import Shard
 from sharding.mixture_windows import source_seed
 from sharding.next_use import Lanes, lanes_of_seats
 from sharding.order import Order
@@ -70,27 +68,14 @@ class Cache:
         return parse_bytes(self.memory) if isinstance(self.memory, str) else int(self.memory)
 
 
+@dataclass(frozen=True)
 class SourceCache:
     """A cache as one source sees it. Thread-safe."""
 
-    def __init__(self, blocks: BlockCache, plan: Plan) -> None:
-        self._blocks, self._plan = blocks, plan
-
-    def begins(self, epoch: int, window: int) -> None:
-        """A window of the source is going to be read; one thread at a time. Cheap."""
-        self._plan.begins(epoch, window)
-
-    def read_into(
-        self,
-        shard: Shard,
-        offset: int,
-        out: NDArray[np.uint8],
-        fetch: Callable[[], None],
-        *,
-        checksum: int | None = None,
-    ) -> None:
-        """See `BlockCache.read_into`."""
-        self._blocks.read_into(shard, offset, out, fetch, checksum=checksum)
+    begins: Callable[[int, int], None]
+    """`Plan.begins`: a window of an epoch is going to be read; one thread at a time. Cheap."""
+    read_into: Callable[..., None]
+    """`BlockCache.read_into`."""
 
 
 class OpenCaches:
@@ -117,7 +102,9 @@ class OpenCaches:
                 self._memory.append(memory)
             blocks = BlockCache(cache.folder, cache.limit_bytes, future, memory=memory)
             self._open.append(blocks)
-            self._of_source.update((number, SourceCache(blocks, plans[number])) for number in mine)
+            self._of_source.update(
+                (number, SourceCache(plans[number].begins, blocks.read_into)) for number in mine
+            )
 
     def of(self, source: int) -> SourceCache | None:
         """The cache of one source; None: it has none."""

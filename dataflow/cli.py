@@ -8,13 +8,16 @@ arguments, missing or broken files, packages that are not installed) ends as one
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from dataflow.bench.commands import bench
-from dataflow.cli_options import plain_errors, settings, size
+from dataflow.cli_options import dataset_options, plain_errors, size
 from sharding.blocks import DEFAULT_BLOCK_BYTES
+
+if TYPE_CHECKING:
+    from dataflow.bench.given import Given
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -53,29 +56,11 @@ def main() -> None:
 
 
 @main.command()
-@click.argument("source", nargs=-1, required=True)
-@click.option(
-    "--format",
-    "format_",
-    default="auto",
-    show_default=True,
-    metavar="NAME",
-    help="tar, parquet, arrow, arrow-stream, jsonl, tokens or megatron; auto goes by the file endings.",
-)
-@click.option("--dtype", metavar="TYPE", help="Type of a token in .bin files, such as uint16.")
-@click.option("--length", type=click.IntRange(min=1), metavar="N", help="Tokens a sample, for token files.")
+@dataset_options
 @click.option(
     "--output",
     metavar="PATH.catalog",
     help="Where to save it, a path or URL.  [default: your cache folder, where ShardedDataset looks]",
-)
-@click.option(
-    "--storage-option",
-    "storage_options",
-    callback=settings,
-    multiple=True,
-    metavar="NAME=VALUE",
-    help="Keyword argument for the fsspec filesystem, such as anon=true; may be repeated.",
 )
 @click.option(
     "--block-bytes",
@@ -89,16 +74,7 @@ def main() -> None:
     help="Read all data once and keep a CRC-32 of each block, which every later read must have.",
 )
 @plain_errors
-def index(
-    source: tuple[str, ...],
-    format_: str,
-    dtype: str | None,
-    length: int | None,
-    output: str | None,
-    storage_options: dict[str, Any],
-    block_bytes: int | None,
-    checksum: bool,
-) -> None:
+def index(given: Given, output: str | None, block_bytes: int | None, checksum: bool) -> None:
     """Build or refresh the catalog of a dataset.
 
     SOURCE is a file, a directory, a URL, a glob or a brace pattern (quote those two), several of them, or
@@ -115,20 +91,10 @@ def index(
     """  # noqa: D301 - click wants the control character
     from dataflow.indexing import index_source
 
-    index_source(
-        source,
-        format_=format_,
-        dtype=dtype,
-        length=length,
-        output=output,
-        storage_options=storage_options,
-        block_bytes=block_bytes,
-        checksum=checksum,
-    )
+    index_source(given.source, given.options, output=output, block_bytes=block_bytes, checksum=checksum)
 
 
 @main.command("inspect")
-@click.argument("source", nargs=-1, required=True)
 @click.option("--batch-size", type=click.IntRange(min=1), default=64, show_default=True, help="A rank's.")
 @click.option("--nodes", type=click.IntRange(min=1), default=1, show_default=True)
 @click.option("--ranks", type=click.IntRange(min=1), help="Of all nodes together.  [default: one a node]")
@@ -155,17 +121,10 @@ def index(
 @click.option("--max-samples", type=click.IntRange(min=1), help="Of an epoch to look at.  [default: 2 M]")
 @click.option("--json", "json_path", metavar="PATH", help='Write all figures to a file; "-": print them.')
 @click.option("--picture", metavar="PATH", help="Draw the figures, as .png or .html (extra: plot).")
-@click.option("--format", "format_", default="auto", show_default=True, metavar="NAME", help="As for index.")
-@click.option("--dtype", metavar="TYPE", help="Type of a token in .bin files, such as uint16.")
-@click.option("--length", type=click.IntRange(min=1), metavar="N", help="Tokens a sample, for token files.")
-@click.option("--storage-option", "storage_options", callback=settings, multiple=True, metavar="NAME=VALUE")
+@dataset_options
 @plain_errors
 def inspect_(
-    source: tuple[str, ...],
-    format_: str,
-    dtype: str | None,
-    length: int | None,
-    storage_options: dict[str, Any],
+    given: Given,
     kind: Any,
     window_blocks: int | None,
     canonical_nodes: int | None,
@@ -192,9 +151,8 @@ def inspect_(
 
     if max_samples is not None:
         wish["max_samples"] = max_samples
-    reading = {"format": format_, "dtype": dtype, "length": length, "storage_options": storage_options}
     asked = Wish(shuffle=Shuffle(kind, window_blocks, canonical_nodes, exchange), **wish)
-    inspect_source(source, reading, asked, json_path=json_path, picture=picture)
+    inspect_source(given.source, given.options, asked, json_path=json_path, picture=picture)
 
 
 @main.command()

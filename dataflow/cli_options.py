@@ -1,4 +1,4 @@
-"""What the commands share: errors as one line, and options such as sizes and `name=value`."""
+"""What the commands share: errors as one line, and how a dataset, sizes and `name=value` are given."""
 
 from __future__ import annotations
 
@@ -37,21 +37,6 @@ def _error_text(error: BaseException) -> str:
     return "\n".join([text, *(f"  {note}" for note in getattr(error, "__notes__", ()))])
 
 
-def size(_ctx: click.Context, _param: click.Parameter, value: str | None) -> int | None:
-    """Bytes, from text such as "4MiB"."""
-    if value is None:
-        return None
-    from dataflow.memory_limit import parse_bytes
-
-    try:
-        nbytes = parse_bytes(value)
-    except ValueError as error:
-        raise click.BadParameter(str(error)) from None
-    if nbytes < 1:
-        raise click.BadParameter(f"must be at least 1 byte, got {value}")
-    return nbytes
-
-
 def settings(_ctx: click.Context, _param: click.Parameter, values: tuple[str, ...]) -> dict[str, Any]:
     """Keyword arguments from `name=value`; a value is JSON if it reads as such, else text."""
     found = {}
@@ -68,3 +53,63 @@ def _json_or_text(text: str) -> Any:
         return json.loads(text)
     except json.JSONDecodeError:
         return text
+
+
+storage_options = click.option(
+    "--storage-option",
+    "storage_options",
+    callback=settings,
+    multiple=True,
+    metavar="NAME=VALUE",
+    help="Keyword argument for the fsspec filesystem, such as anon=true; may be repeated.",
+)
+
+
+def dataset_options(command: Command) -> Command:
+    """Add SOURCE and the options that say how to read it; its `given` is a `Given` of them."""
+
+    @click.argument("source", nargs=-1, required=True)
+    @click.option(
+        "--format",
+        "format_",
+        default="auto",
+        show_default=True,
+        metavar="NAME",
+        help="tar, parquet, arrow, arrow-stream, jsonl, tokens or megatron; auto goes by the file endings.",
+    )
+    @click.option("--dtype", metavar="TYPE", help="Type of a token in .bin files, such as uint16.")
+    @click.option(
+        "--length", type=click.IntRange(min=1), metavar="N", help="Tokens a sample, for token files."
+    )
+    @storage_options
+    @functools.wraps(command)
+    def run(
+        source: tuple[str, ...],
+        format_: str,
+        dtype: str | None,
+        length: int | None,
+        storage_options: dict[str, Any],
+        **rest: Any,
+    ) -> None:
+        from dataflow.bench.given import Given
+
+        told = {"format": format_, "dtype": dtype, "length": length, "storage_options": storage_options}
+        options = {name: value for name, value in told.items() if value and value != "auto"}
+        command(given=Given(source, options), **rest)
+
+    return run
+
+
+def size(_ctx: click.Context, _param: click.Parameter, value: str | None) -> int | None:
+    """Bytes, from text such as "4MiB"."""
+    if value is None:
+        return None
+    from dataflow.memory_limit import parse_bytes
+
+    try:
+        nbytes = parse_bytes(value)
+    except ValueError as error:
+        raise click.BadParameter(str(error)) from None
+    if nbytes < 1:
+        raise click.BadParameter(f"must be at least 1 byte, got {value}")
+    return nbytes

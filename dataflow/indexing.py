@@ -47,25 +47,27 @@ class Wanted:
 
 def index_source(
     source: Sequence[str],
+    dataset_options: Mapping[str, Any],
     *,
-    format_: str,
-    dtype: str | None,
-    length: int | None,
     output: str | None,
-    storage_options: Mapping[str, Any],
     block_bytes: int | None,
     checksum: bool = False,
 ) -> Catalog:
-    """Bring the catalog of a source up to date and print what it holds; returns it."""
+    """Bring the catalog of a source up to date and print what it holds; returns it.
+
+    `dataset_options`: format, dtype, length, storage_options, as for `ShardedDataset`.
+    """
     console = Console(highlight=False)
+    format_options = dict(dataset_options)
+    storage_options = format_options.pop("storage_options", {})
     if output is not None and not output.endswith(CATALOG_SUFFIX):
         raise ValueError(f"--output must end in {CATALOG_SUFFIX}, got {output!r}")
     if len(source) == 1 and is_catalog(source[0]):
-        if (format_, dtype, length) != ("auto", None, None):
+        if format_options:
             raise ValueError("a catalog knows its format: leave out --format, --dtype and --length")
         wanted = _of_catalog(source[0], output, storage_options, block_bytes)
     else:
-        wanted = _of_shards(source, format_, dtype, length, output, storage_options, block_bytes)
+        wanted = _of_shards(source, format_options, output, storage_options, block_bytes)
     catalog, stale = _saved(wanted)
     if catalog is not None:
         checksum = checksum or catalog.checksums is not None
@@ -88,15 +90,14 @@ def _of_catalog(path: str, output: str | None, options: Mapping[str, Any], block
 
 def _of_shards(
     source: Sequence[str],
-    format_: str,
-    dtype: str | None,
-    length: int | None,
+    format_options: dict[str, Any],
     output: str | None,
     options: Mapping[str, Any],
     block_bytes: int | None,
 ) -> Wanted:
     urls = expand(list(source), options)
-    codec = resolve_format(format_, urls, dtype=dtype, length=length, exists=lambda url: exists(url, options))
+    name = format_options.pop("format", "auto")
+    codec = resolve_format(name, urls, **format_options, exists=lambda url: exists(url, options))
     size = block_bytes or DEFAULT_BLOCK_BYTES
     return Wanted(urls, codec, size, output or default_catalog_path(urls, codec, size), options)
 

@@ -9,8 +9,6 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-NEVER = np.inf
-
 
 def victims(
     next_use: NDArray[np.float64],

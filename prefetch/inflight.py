@@ -105,11 +105,6 @@ class Inflight:
         """The store's delivery rate as far as it was seen; 0 before the first round."""
         return max(self._rates, default=0.0)
 
-    @property
-    def has_room(self) -> bool:
-        """Whether any more bytes may be in flight."""
-        return self.in_flight_bytes < self.decision.value
-
     # ---- what happens at the store ------------------------------------------------------------------
 
     def admits(self, now_s: float, nbytes: int) -> bool:
@@ -143,11 +138,6 @@ class Inflight:
         assert self._began is not None
         if request.sent_s >= self._began and self._completed >= _ROUND_REQUESTS:
             self._end_round(now_s)
-
-    def throttled(self, now_s: float, request: Sent) -> None:
-        """The store refused it (429, 503) or did not answer in time."""
-        self.in_flight_bytes -= request.nbytes
-        self.refused(now_s)
 
     def refused(self, now_s: float, count: int = 1) -> None:
         """Refusals, whatever became of the requests. Where they are many, the limit is cut once a round."""

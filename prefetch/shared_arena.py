@@ -272,11 +272,6 @@ class SharedFile:
         return taken
 
     @property
-    def num_borrowed(self) -> int:
-        """Arrays that are alive."""
-        return len(self._loans)
-
-    @property
     def held_bytes(self) -> int:
         """Memory that the file takes now: free slabs, batches in work, what is borrowed."""
         if self._closed:

@@ -1,8 +1,10 @@
-"""A folder over HTTP for tests that look at what is asked, and may hold answers back."""
+"""A folder over HTTP: for tests that look at what is asked and may hold answers back, and by slowstore.py."""
 
 from __future__ import annotations
 
 import http.server
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,6 +13,18 @@ from pathlib import Path
 from typing import Any
 
 WAIT_S = 20.0
+
+
+@contextmanager
+def slowstore(folder: Path, *options: str) -> Iterator[str]:
+    """The URL of a folder that a process of slowstore.py serves."""
+    command = [sys.executable, str(Path(__file__).parent / "slowstore.py"), str(folder), *options]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            yield process.stdout.readline().split()[-1]
+        finally:
+            process.terminate()
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from benchmarks.storage_traces import INFLIGHTS, MIB, TRACES
 from prefetch.depth import AdaptiveDepth, Observation
 from prefetch.inflight import Inflight
 
-BEST = {row["trace"]: row for row in json.loads(RESULTS.read_text()) if row["seed"] == 0}
+BEST = {row["trace"]: row for row in json.loads(RESULTS.read_text())["rows"] if row["seed"] == 0}
 """The best static pairs, found among all: the search takes minutes."""
 
 
@@ -191,7 +191,8 @@ def test_refusals_cut_the_limit_once_a_round() -> None:
     before = flow.decision.value
     requests = [flow.sent(100.0, MIB) for _ in range(80)]
     for request in requests:
-        flow.throttled(100.1, request)
+        flow.failed(request)
+        flow.refused(100.1)
     assert flow.decision.value == int(0.7 * before)
     assert flow.decision.reason == "the store refused requests"
     assert flow.in_flight_bytes == 0
@@ -202,7 +203,8 @@ def test_a_few_refusals_at_any_load_do_not_cut_the_limit() -> None:
     store = Store(flow, latency_s=0.1, rate=200e6)
     for _ in range(200):
         store.serve(19)
-        flow.throttled(store.now, flow.sent(store.now, MIB))
+        flow.failed(flow.sent(store.now, MIB))
+        flow.refused(store.now)
     assert flow.decision.reason != "the store refused requests"
     assert flow.decision.value > 200e6 * 0.1
 

@@ -2,17 +2,15 @@
 
 import json
 import os
-import subprocess
 import sys
 import threading
-from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from click.testing import CliRunner
+from cli_kit import run_command
+from http_kit import slowstore
 from torch.utils.data import IterableDataset, TensorDataset
 
 from dataflow import DataLoader, Mixture, ShardedDataset, ShardWriter
@@ -25,7 +23,6 @@ from dataflow.bench.given import Given, named_function
 from dataflow.bench.in_memory import InMemory
 from dataflow.bench.stages import Work, run_phase
 from dataflow.bench.storage import Sweep, bench_storage
-from dataflow.cli import main
 from sharding.blocks import Shard
 from sharding.errors import ShardReadError
 
@@ -38,11 +35,9 @@ def _own_cache(tmp_path, monkeypatch):
 
 
 def run(*arguments):
-    """Exit code and everything printed, spaces collapsed."""
-    result = CliRunner().invoke(main, ["bench", *map(str, arguments)])
-    if result.exception and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    return result.exit_code, " ".join(result.output.split())
+    """Exit code and everything printed, as one line."""
+    code, text = run_command("bench", *arguments)
+    return code, " ".join(text.split())
 
 
 @pytest.fixture
@@ -73,16 +68,6 @@ def has_direct_reads(folder):
     finally:
         probe.unlink()
     return True
-
-
-@contextmanager
-def serving(folder):
-    command = [sys.executable, str(Path(__file__).parent / "slowstore.py"), str(folder)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            yield process.stdout.readline().split()[-1]
-        finally:
-            process.terminate()
 
 
 TOKENS = ("--dtype", "uint16", "--length", "64")
@@ -167,39 +152,26 @@ def test_cold_is_refused_where_nobody_counts_device_bytes(shards, monkeypatch):
     assert "the kernel does not say how many bytes came from a device" in text
 
 
-def test_evicted_files_are_read_once_and_called_by_what_the_device_gave(shards, monkeypatch):
-    counted = iter([0, 1 << 19])
+def swept(shards, monkeypatch, *, device_bytes, **asked):
+    """The one case of a sweep; the device is said to have given so many bytes, with none in memory before."""
+    counted = iter([0, device_bytes])
     monkeypatch.setattr("dataflow.bench.storage.device_bytes", lambda: next(counted))
     monkeypatch.setattr("dataflow.bench.storage.resident_share", lambda shards: 0.0)
-    asked = Sweep(
-        [str(shards)],
-        read="buffered",
-        evict=True,
-        require_cold=True,
-        seconds=5,
-        block_bytes=[4096],
-        concurrency=[2],
-        patterns=["sequential"],
-    )
-    [one] = bench_storage(asked).cases
+    [one] = bench_storage(Sweep([str(shards)], read="buffered", patterns=["sequential"], **asked)).cases
+    return one
+
+
+def test_evicted_files_are_read_once_and_called_by_what_the_device_gave(shards, monkeypatch):
+    asked = {"evict": True, "require_cold": True, "seconds": 5, "block_bytes": [4096], "concurrency": [2]}
+    one = swept(shards, monkeypatch, device_bytes=1 << 19, **asked)
     assert one.exhausted
     assert one.passes == 1
     assert one.label.word == "cold"
 
 
 def test_what_is_read_a_second_time_is_not_called_cold(shards, monkeypatch):
-    counted = iter([0, 1 << 50])
-    monkeypatch.setattr("dataflow.bench.storage.device_bytes", lambda: next(counted))
-    monkeypatch.setattr("dataflow.bench.storage.resident_share", lambda shards: 0.0)
-    asked = Sweep(
-        [str(shards)],
-        read="buffered",
-        seconds=0.1,
-        block_bytes=[1 << 18],
-        concurrency=[1],
-        patterns=["sequential"],
-    )
-    [one] = bench_storage(asked).cases
+    asked = {"seconds": 0.1, "block_bytes": [1 << 18], "concurrency": [1]}
+    one = swept(shards, monkeypatch, device_bytes=1 << 50, **asked)
     assert one.passes > 1
     assert one.label.word == "mixed"
 
@@ -226,7 +198,7 @@ def test_device_bytes_are_unknown_without_the_kernels_account(tmp_path):
 
 
 def test_storage_reads_a_remote_store_with_the_production_reader(shards):
-    with serving(shards) as url:
+    with slowstore(shards) as url:
         code, text = run("storage", f"{url}/a.bin", "--in-flight", 2, *QUICK, "--json", "-")
         refused = run("storage", f"{url}/a.bin", "--require-cold")
     assert code == 0
@@ -351,7 +323,7 @@ def test_a_loader_behind_its_parts_is_tried_with_more_memory(shards):
 
 
 def test_a_dataset_in_memory_reads_nothing_from_its_store(tars):
-    with serving(tars.parent) as url:
+    with slowstore(tars.parent) as url:
         urls = [f"{url}/tar-{i:02d}.tar" for i in range(4)]
         dataset = InMemory(ShardedDataset(urls), 1 << 30)
     assert not any(thread.name.startswith("dataflow-bench") for thread in threading.enumerate())

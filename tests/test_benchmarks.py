@@ -1,7 +1,11 @@
 import dataclasses
+import importlib.util
+import json
+import re
 import subprocess
 import sys
 import tarfile
+import urllib.request
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +16,9 @@ pytest.importorskip("psutil")
 from benchmarks.bars import Verdict, verdicts
 from benchmarks.child import leaves, touch
 from benchmarks.data import Data, Sizes, once
-from benchmarks.harness import Run, interleaved, medians
+from benchmarks.harness import REPOSITORY, Run, interleaved, medians
+from benchmarks.report import machine, origin, save_figures
+from benchmarks.slow_server import in_own_process, serving
 from benchmarks.tars import TarIndex
 from benchmarks.workloads import LIMIT, OURS, WORKLOADS
 
@@ -191,6 +197,50 @@ def test_the_command_explains_itself() -> None:
         check=True,
     )
     assert "--quick" in shown.stdout
+
+
+RESULTS = sorted((REPOSITORY / "benchmarks" / "results").glob("*.json"))
+
+
+@pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
+def test_every_result_tells_the_command_that_made_it(path: Path) -> None:
+    command = json.loads(path.read_text())["command"]
+    assert re.match(r"python -m benchmarks(\.\w+)?( |$)", command)
+    assert not re.search(r"(^| |=)[\"']?/", command)  # no paths of a machine
+
+
+def test_saved_figures_come_with_their_command_and_read_back_as_they_were(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, inside = tmp_path / "x.json", REPOSITORY / "benchmarks" / "results" / "y.json"
+    given = ["--json", str(path), f"--other={inside}", "--in", "exec {}", "a/b"]
+    monkeypatch.setattr(sys, "argv", ["whatever", *given])
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", importlib.util.find_spec("benchmarks.cache"))
+    figures = {"rows": [{"text": "[a, {b\n]", "numbers": [1, 2.5, None]}], "none": [], "empty": {}}
+    save_figures(path, **figures)
+    kept = json.loads(path.read_text())
+    assert {name: kept[name] for name in figures} == figures
+    assert kept["command"] == (
+        "python -m benchmarks.cache --json x.json --other=benchmarks/results/y.json --in 'exec {}' a/b"
+    )
+    assert kept.keys() > {"date", "commit", "machine", "versions"}
+    assert '"numbers": [ 1, 2.5, null ]' in path.read_text()
+
+
+def test_a_function_runs_in_a_process_of_its_own() -> None:
+    told = in_own_process(origin)
+    assert told["machine"] == machine()
+    assert "benchmarks.report origin" in told["command"]
+
+
+def test_the_slow_server_counts_what_comes_after_its_warm_up(tmp_path: Path) -> None:
+    (tmp_path / "x.bin").write_bytes(bytes(1000))
+    with serving(tmp_path, {"latency-ms": 1.0}) as server:
+        server.warm_up()
+        with urllib.request.urlopen(f"{server.url}/x.bin", timeout=20) as answer:
+            answer.read()
+        counted = server.stats()
+    assert (counted["requests"], counted["bytes"]) == (1, 1000)
 
 
 def test_the_search_tries_a_peer_with_and_without_torch_threads_and_ours_only_as_it_is() -> None:

@@ -7,13 +7,13 @@ import threading
 import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from errno import EACCES, EIO, ENOSPC
 from pathlib import Path
 
 import numpy as np
 import pytest
-from forked_kit import forked
+from forked_kit import Child, forked
 from numpy.typing import NDArray
 
 import prefetch.cache_folder as folder_module
@@ -100,6 +100,19 @@ def only_block(path: Path) -> Path:
 # ---- once --------------------------------------------------------------------------------------------------
 
 
+@contextmanager
+def another_process_fetches(store: Store, open_cache: Callable[[], BlockCache]) -> Iterator[Child]:
+    """A process that is in the middle of fetching the block."""
+
+    def fetch_for_ever(stop: Callable[[], None]) -> None:
+        store.before = stop
+        store.read(open_cache())
+
+    with forked(fetch_for_ever) as child:
+        child.reached()
+        yield child
+
+
 def test_a_block_is_fetched_once(opened: Open) -> None:
     store, cache = Store(), opened()
     for _ in range(3):
@@ -128,12 +141,7 @@ def test_all_who_want_a_block_at_the_same_time_fetch_it_once(opened: Open) -> No
 def test_what_a_killed_process_fetched_is_fetched_by_the_next_at_once(opened: Open) -> None:
     store, cache = Store(), opened()
 
-    def fetch_for_ever(stop: Callable[[], None]) -> None:
-        store.before = stop
-        store.read(cache)
-
-    with forked(fetch_for_ever) as child, ThreadPoolExecutor(1) as thread:
-        child.reached()
+    with another_process_fetches(store, opened) as child, ThreadPoolExecutor(1) as thread:
         waiting = thread.submit(store.read, cache)
         child.kill()
         assert waiting.result(WAIT_S) == content(0)
@@ -145,12 +153,7 @@ def test_a_stopped_process_holds_nobody_up_for_ever(opened: Open, tmp_path: Path
     store = Store()
     patient = BlockCache(str(tmp_path / "cache"), 1 << 30, Sooner(), patience_s=0.02)
 
-    def fetch_for_ever(stop: Callable[[], None]) -> None:
-        store.before = stop
-        store.read(opened())
-
-    with forked(fetch_for_ever) as child:
-        child.reached()
+    with another_process_fetches(store, opened):
         assert store.read(patient) == content(0)
     patient.close()
 
@@ -158,12 +161,7 @@ def test_a_stopped_process_holds_nobody_up_for_ever(opened: Open, tmp_path: Path
 def test_closing_ends_the_wait_for_another_process(opened: Open) -> None:
     cache, store = opened(), Store()
 
-    def fetch_for_ever(stop: Callable[[], None]) -> None:
-        store.before = stop
-        store.read(cache)
-
-    with forked(fetch_for_ever) as child, ThreadPoolExecutor(1) as thread:
-        child.reached()
+    with another_process_fetches(store, opened), ThreadPoolExecutor(1) as thread:
         waiting = thread.submit(store.read, cache)
         cache.end()
         with pytest.raises(ReaderClosedError):

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import threading
 import urllib.request
 from collections.abc import Iterator
@@ -14,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from http_kit import slowstore
 
 from dataflow import Cache, DataLoader, Mixture, ShardedDataset, Shuffle, Topology
 from dataflow.testing import run_ranks
@@ -51,13 +50,8 @@ class Server:
 
 @pytest.fixture(scope="module")
 def server(shards: Path) -> Iterator[Server]:
-    command = [sys.executable, str(HERE / "slowstore.py"), str(shards)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout is not None
-            yield Server(process.stdout.readline().split()[-1])
-        finally:
-            process.terminate()
+    with slowstore(shards) as url:
+        yield Server(url)
 
 
 def open_dataset(url: str, folder: Path, cache: Cache | None, shards: slice = slice(None)) -> ShardedDataset:

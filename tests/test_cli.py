@@ -12,6 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from cli_kit import run_command
 from click.testing import CliRunner
 
 from dataflow import DataLoader, ShardedDataset
@@ -24,14 +25,6 @@ from sharding.blocks import DEFAULT_BLOCK_BYTES
 @pytest.fixture(autouse=True)
 def _own_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-
-
-def run(*arguments):
-    """Exit code and everything printed, spaces collapsed."""
-    result = CliRunner().invoke(main, [str(a) for a in arguments])
-    if result.exception and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    return result.exit_code, "\n".join(" ".join(line.split()) for line in result.output.splitlines())
 
 
 def write_tokens(folder, *sizes):
@@ -51,11 +44,11 @@ def tokens(folder):
 
 
 def test_help_teaches_by_examples():
-    code, text = run("--help")
+    code, text = run_command("--help")
     assert code == 0
     assert "dataflow demo" in text
     assert "from dataflow import DataLoader, ShardedDataset" in text
-    code, text = run("index", "--help")
+    code, text = run_command("index", "--help")
     assert code == 0
     assert "dataflow index 'data/*.bin' --dtype uint16 --length 2048" in text
 
@@ -72,7 +65,7 @@ def test_index_tells_shards_blocks_samples_bytes_and_column_types(tmp_path):
     write_parquet(tmp_path / "a.parquet", rows=250)
     write_parquet(tmp_path / "b.parquet", rows=50)
     size = sum(p.stat().st_size for p in tmp_path.glob("*.parquet"))
-    code, text = run("index", tmp_path)
+    code, text = run_command("index", tmp_path)
     assert code == 0
     assert f"shards 2, {bytes_text(size)}" in text
     assert f"blocks 4, {bytes_text(size / 4)} each on average" in text
@@ -84,11 +77,11 @@ def test_index_tells_shards_blocks_samples_bytes_and_column_types(tmp_path):
 def test_checksums_are_of_the_stored_bytes_and_are_kept_when_indexed_again(tmp_path):
     folder, output = write_tokens(tmp_path / "d", 100, 200), tmp_path / "t.catalog"
     given = (*tokens(folder), "--output", output)
-    assert "CRC-32" not in run("index", *given)[1]
-    assert "checksums CRC-32 of each block" in run("index", *given, "--checksum")[1]
-    assert "up to date" in run("index", output)[1]
+    assert "CRC-32" not in run_command("index", *given)[1]
+    assert "checksums CRC-32 of each block" in run_command("index", *given, "--checksum")[1]
+    assert "up to date" in run_command("index", output)[1]
     write_tokens(tmp_path / "d", 150)
-    assert "checksums CRC-32 of each block" in run("index", output)[1]
+    assert "checksums CRC-32 of each block" in run_command("index", output)[1]
     catalog = Catalog.load(str(output))
     for block in map(catalog.block, range(catalog.num_blocks)):
         stored = Path(block.shard.url).read_bytes()[block.offset : block.offset + block.length]
@@ -101,12 +94,12 @@ def test_a_column_that_some_samples_lack_is_marked(tmp_path):
             info = tarfile.TarInfo(name)
             info.size = len(name)
             tar.addfile(info, BytesIO(name.encode()))
-    assert "column cls: bytes, 5 long, not in every sample" in run("index", tmp_path / "a.tar")[1]
+    assert "column cls: bytes, 5 long, not in every sample" in run_command("index", tmp_path / "a.tar")[1]
 
 
 def test_the_catalog_in_the_cache_is_the_one_that_a_dataset_finds(tmp_path, monkeypatch):
     folder = write_tokens(tmp_path / "d", 100, 200)
-    code, text = run("index", *tokens(folder))
+    code, text = run_command("index", *tokens(folder))
     assert code == 0
     saved = text.splitlines()[-1].removeprefix("saved ")
     assert saved.startswith(str(tmp_path / "cache"))
@@ -117,7 +110,7 @@ def test_the_catalog_in_the_cache_is_the_one_that_a_dataset_finds(tmp_path, monk
 
 def test_an_output_catalog_is_a_source_for_training(tmp_path):
     folder, output = write_tokens(tmp_path / "d", 100, 200), tmp_path / "t.catalog"
-    assert run("index", *tokens(folder), "--output", output)[0] == 0
+    assert run_command("index", *tokens(folder), "--output", output)[0] == 0
     with DataLoader(ShardedDataset(output), batch_size=4) as loader:
         assert sum(len(batch["tokens"]) for batch in loader) == 99 // 8 + 199 // 8
 
@@ -125,15 +118,15 @@ def test_an_output_catalog_is_a_source_for_training(tmp_path):
 def test_several_sources_are_one_dataset_in_their_order(tmp_path):
     folder, output = write_tokens(tmp_path / "d", 100, 200), tmp_path / "t.catalog"
     sources = (folder / "1.bin", folder / "0.bin")
-    assert run("index", *sources, "--dtype", "uint16", "--length", "8", "--output", output)[0] == 0
+    assert run_command("index", *sources, "--dtype", "uint16", "--length", "8", "--output", output)[0] == 0
     assert [os.path.basename(url) for url in Catalog.load(str(output)).urls] == ["1.bin", "0.bin"]
 
 
 def test_a_second_run_says_that_nothing_changed_and_writes_nothing(tmp_path):
     folder, output = write_tokens(tmp_path / "d", 100, 200), tmp_path / "t.catalog"
-    run("index", *tokens(folder), "--output", output)
+    run_command("index", *tokens(folder), "--output", output)
     before = output.stat()
-    code, text = run("index", *tokens(folder), "--output", output)
+    code, text = run_command("index", *tokens(folder), "--output", output)
     assert code == 0
     assert text.startswith("up to date")
     assert "samples 36," in text
@@ -142,34 +135,34 @@ def test_a_second_run_says_that_nothing_changed_and_writes_nothing(tmp_path):
 
 def test_changed_new_and_removed_shards_are_named_and_indexed_again(tmp_path):
     folder, output = write_tokens(tmp_path / "d", 100, 200, 300), tmp_path / "t.catalog"
-    run("index", *tokens(folder), "--output", output)
+    run_command("index", *tokens(folder), "--output", output)
     np.arange(250, dtype=np.uint16).tofile(folder / "1.bin")
     (folder / "2.bin").rename(folder / "3.bin")
-    code, text = run("index", *tokens(folder), "--output", output)
+    code, text = run_command("index", *tokens(folder), "--output", output)
     assert code == 0
     assert "1.bin: its size is 500 bytes; it was 400 when it was indexed" in text
     assert "2.bin: no longer among the shards" in text
     assert "3.bin: new" in text
     assert "0.bin" not in text
     assert Catalog.load(str(output)).num_samples == 99 // 8 + 249 // 8 + 299 // 8
-    assert run("index", *tokens(folder), "--output", output)[1].startswith("up to date")
+    assert run_command("index", *tokens(folder), "--output", output)[1].startswith("up to date")
 
 
 def test_only_the_first_stale_shards_are_named(tmp_path):
     folder, output = write_tokens(tmp_path / "d", *[100] * 15), tmp_path / "t.catalog"
-    run("index", *tokens(folder), "--output", output)
+    run_command("index", *tokens(folder), "--output", output)
     write_tokens(folder, *[200] * 15)
-    text = run("index", *tokens(folder), "--output", output)[1]
+    text = run_command("index", *tokens(folder), "--output", output)[1]
     assert text.count("when it was indexed") == 10
     assert "and 5 more" in text
 
 
 def test_other_options_make_a_catalog_stale(tmp_path):
     folder, output = write_tokens(tmp_path / "d", 100), tmp_path / "t.catalog"
-    run("index", *tokens(folder), "--output", output)
-    text = run("index", folder, "--dtype", "uint16", "--length", "9", "--output", output)[1]
+    run_command("index", *tokens(folder), "--output", output)
+    text = run_command("index", folder, "--dtype", "uint16", "--length", "9", "--output", output)[1]
     assert "options: was {'dtype': 'uint16', 'length': 8}, now {'dtype': 'uint16', 'length': 9}" in text
-    text = run(
+    text = run_command(
         "index", folder, "--dtype", "uint16", "--length", "9", "--output", output, "--block-bytes", "1kB"
     )[1]
     assert f"block bytes: was {DEFAULT_BLOCK_BYTES}, now 1000" in text
@@ -177,10 +170,10 @@ def test_other_options_make_a_catalog_stale(tmp_path):
 
 def test_a_catalog_is_brought_up_to_date_in_its_place(tmp_path):
     folder, output = write_tokens(tmp_path / "d", 100, 200), tmp_path / "t.catalog"
-    run("index", *tokens(folder), "--output", output, "--block-bytes", "1kB")
-    assert run("index", output)[1].startswith("up to date")
+    run_command("index", *tokens(folder), "--output", output, "--block-bytes", "1kB")
+    assert run_command("index", output)[1].startswith("up to date")
     write_tokens(folder, 300)
-    code, text = run("index", output)
+    code, text = run_command("index", output)
     assert code == 0
     assert text.startswith("0.bin: its size is 600 bytes")
     assert Catalog.load(str(output)).num_samples == 299 // 8 + 199 // 8
@@ -190,7 +183,7 @@ def test_a_catalog_is_brought_up_to_date_in_its_place(tmp_path):
 def test_a_damaged_catalog_is_replaced(tmp_path):
     folder, output = write_tokens(tmp_path / "d", 100), tmp_path / "t.catalog"
     output.write_bytes(b"no catalog")
-    code, text = run("index", *tokens(folder), "--output", output)
+    code, text = run_command("index", *tokens(folder), "--output", output)
     assert code == 0
     assert "index" in text.splitlines()[0]
     assert Catalog.load(str(output)).num_samples == 99 // 8
@@ -198,9 +191,9 @@ def test_a_damaged_catalog_is_replaced(tmp_path):
 
 def test_storage_options_are_json_or_text(tmp_path, monkeypatch):
     seen = {}
-    monkeypatch.setattr("dataflow.indexing.index_source", lambda source, **settings: seen.update(settings))
+    monkeypatch.setattr("dataflow.indexing.index_source", lambda source, options, **_: seen.update(options))
     given = ["--storage-option", "anon=true", "--storage-option", "key=a=b", "--storage-option", 'c={"u": 1}']
-    assert run("index", "s3://bucket/x.tar", *given)[0] == 0
+    assert run_command("index", "s3://bucket/x.tar", *given)[0] == 0
     assert seen["storage_options"] == {"anon": True, "key": "a=b", "c": {"u": 1}}
 
 
@@ -219,7 +212,7 @@ def test_errors_are_one_line_and_exit_code_1(tmp_path, monkeypatch, arguments, l
     write_tokens(tmp_path, 100)
     (tmp_path / "0.bin").rename(tmp_path / "x.bin")
     monkeypatch.chdir(tmp_path)
-    code, text = run("index", *arguments)
+    code, text = run_command("index", *arguments)
     assert code == 1
     assert line in text
     assert len(text.splitlines()) == 1
@@ -229,7 +222,7 @@ def test_errors_are_one_line_and_exit_code_1(tmp_path, monkeypatch, arguments, l
 def test_an_error_counts_the_other_failing_shards(tmp_path):
     for name in "abc":
         (tmp_path / f"{name}.parquet").write_bytes(b"nonsense" * 10)
-    code, text = run("index", tmp_path)
+    code, text = run_command("index", tmp_path)
     assert code == 1
     assert text.splitlines()[0].startswith(f"Error: {tmp_path}/a.parquet")
     assert "2 of the other 2 shards cannot be indexed either" in text
@@ -246,7 +239,7 @@ def test_traceback_shows_where_an_error_came_from(tmp_path):
 )
 def test_wrong_usage_exits_with_2(wrong):
     source = ["x.tar"] if wrong else []
-    assert run("index", *source, *wrong)[0] == 2
+    assert run_command("index", *source, *wrong)[0] == 2
 
 
 @pytest.mark.parametrize(

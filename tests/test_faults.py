@@ -7,14 +7,11 @@ import http.server
 import shutil
 import socket
 import struct
-import subprocess
-import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -24,6 +21,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 from click.testing import CliRunner
+from http_kit import slowstore
 
 import dataflow.dataset as dataset_module
 from dataflow import DataLoader, ShardedDataset, ShardWriter, Shuffle
@@ -407,17 +405,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def samples(folder: Path) -> list[bytes]:
     dataset = ShardedDataset(str(folder / "x.catalog"))
     return [sample["bin"].numpy().tobytes() for sample in dataset.__getitems__(range(NUM_SAMPLES))]
-
-
-@contextmanager
-def slowstore(folder: Path, *options: str) -> Iterator[str]:
-    command = [sys.executable, str(HERE / "slowstore.py"), str(folder), *options]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout is not None
-            yield process.stdout.readline().split()[-1]
-        finally:
-            process.terminate()
 
 
 @pytest.fixture

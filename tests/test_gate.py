@@ -47,7 +47,19 @@ class Reads:
         self._ends: dict[str, threading.Event] = {}
         self._threads: list[threading.Thread] = []
 
-    def start(self, name: str, nbytes: int) -> None:
+    def begin(self, name: str, nbytes: int) -> None:
+        """A read that there is room for."""
+        before = [*self.begun]
+        self._start(name, nbytes)
+        self.wait_for(*before, name)
+
+    def queue(self, name: str, nbytes: int) -> None:
+        """A read that has to wait, behind those that do."""
+        before = len(self.line)
+        self._start(name, nbytes)
+        self.line.wait_for(before + 1)
+
+    def _start(self, name: str, nbytes: int) -> None:
         self._ends[name] = threading.Event()
         thread = threading.Thread(target=self._read, args=(name, nbytes))
         self._threads.append(thread)
@@ -94,12 +106,9 @@ def reads_through(limit_bytes: int) -> Iterator[Reads]:
 
 def test_no_more_bytes_are_read_at_a_time_than_the_control_allows() -> None:
     with reads_through(10) as reads:
-        reads.start("a", 6)
-        reads.wait_for("a")
-        reads.start("b", 4)
-        reads.wait_for("a", "b")
-        reads.start("c", 1)
-        reads.line.wait_for(1)
+        reads.begin("a", 6)
+        reads.begin("b", 4)
+        reads.queue("c", 1)
         assert reads.begun == ["a", "b"]
         reads.end("a")
         reads.wait_for("a", "b", "c")
@@ -107,12 +116,9 @@ def test_no_more_bytes_are_read_at_a_time_than_the_control_allows() -> None:
 
 def test_a_small_read_does_not_overtake_a_large_one() -> None:
     with reads_through(10) as reads:
-        reads.start("a", 6)
-        reads.wait_for("a")
-        reads.start("large", 8)
-        reads.line.wait_for(1)
-        reads.start("small", 1)
-        reads.line.wait_for(2)
+        reads.begin("a", 6)
+        reads.queue("large", 8)
+        reads.queue("small", 1)
         assert reads.begun == ["a"]
         reads.end("a")
         reads.wait_for("a", "large", "small")
@@ -120,10 +126,8 @@ def test_a_small_read_does_not_overtake_a_large_one() -> None:
 
 def test_a_read_that_fails_makes_room() -> None:
     with reads_through(10) as reads:
-        reads.start("bad", 10)
-        reads.wait_for("bad")
-        reads.start("next", 10)
-        reads.line.wait_for(1)
+        reads.begin("bad", 10)
+        reads.queue("next", 10)
         reads.end("bad")
         reads.wait_for("bad", "next")
     assert [type(e) for e in reads.errors] == [OSError]
@@ -131,10 +135,8 @@ def test_a_read_that_fails_makes_room() -> None:
 
 def test_closing_refuses_who_waits_and_who_comes() -> None:
     with reads_through(10) as reads:
-        reads.start("a", 10)
-        reads.wait_for("a")
-        reads.start("b", 10)
-        reads.line.wait_for(1)
+        reads.begin("a", 10)
+        reads.queue("b", 10)
         reads.gate.close()
         reads.end("a")
         reads.join()

@@ -1,15 +1,15 @@
 """`dataflow inspect`, run in this process by click's runner."""
 
 import json
+from functools import partial
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from click.testing import CliRunner
+from cli_kit import run_command
 
 from dataflow import DataLoader, ShardedDataset, ShardWriter, Shuffle
-from dataflow.cli import main
 from dataflow.inspect_command import Wish, inspect_dataset
 
 
@@ -18,12 +18,7 @@ def _own_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
-def run(*arguments):
-    """Exit code and everything printed, spaces collapsed."""
-    result = CliRunner().invoke(main, ["inspect", *map(str, arguments)])
-    if result.exception and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    return result.exit_code, "\n".join(" ".join(line.split()) for line in result.output.splitlines())
+run = partial(run_command, "inspect")
 
 
 def figures(*arguments):

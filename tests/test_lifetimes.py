@@ -32,6 +32,7 @@ from datasets_kit import (
     sort_key,
     write_tar,
 )
+from http_kit import slowstore
 
 from dataflow import DataLoader, ShardedDataset, Shuffle
 from dataflow.session import Session
@@ -356,13 +357,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, str
     """A folder and the URL that an HTTP server with byte ranges serves it under."""
     pytest.importorskip("aiohttp")
     folder = tmp_path_factory.mktemp("served")
-    command = [sys.executable, str(HERE / "slowstore.py"), str(folder)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout is not None
-            yield folder, process.stdout.readline().split()[-1]
-        finally:
-            process.terminate()
+    with slowstore(folder) as url:
+        yield folder, url
 
 
 @pytest.mark.parametrize("name", ["tar", "tar.gz", "parquet", "tokens.bin", "jsonl", "megatron"])

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_faults import slowstore
+from http_kit import slowstore
 
 from prefetch import bodies, native
 from prefetch.retries import RetryPolicy

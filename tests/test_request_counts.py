@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_faults import slowstore
+from http_kit import slowstore
 
 from dataflow import DataLoader, ShardedDataset, ShardWriter, Shuffle
 from prefetch.store import StoreReader

@@ -4,54 +4,29 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from dataflow.cli_options import plain_errors, settings, size
+from dataflow.cli_options import dataset_options, plain_errors, size, storage_options
 
-Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
+if TYPE_CHECKING:
+    from dataflow.bench.given import Given
 
 
 def _sizes(ctx: click.Context, param: click.Parameter, values: tuple[str, ...]) -> list[int]:
     return [found for value in values if (found := size(ctx, param, value)) is not None]
 
 
-def _option_group(*options: Decorator) -> Decorator:
-    def add(command: Callable[..., Any]) -> Callable[..., Any]:
-        for option in reversed(options):
-            command = option(command)
-        return command
-
-    return add
-
-
 _json = click.option(
     "--json", "json_path", metavar="PATH", help='Write all figures to a file; "-": print them.'
 )
-_storage_option = click.option(
-    "--storage-option",
-    "storage_options",
-    callback=settings,
-    multiple=True,
-    metavar="NAME=VALUE",
-    help="Keyword argument for the fsspec filesystem, such as anon=true; may be repeated.",
-)
-_dataset = _option_group(
-    click.option(
-        "--format", "format_", default="auto", show_default=True, metavar="NAME", help="As for index."
-    ),
-    click.option("--dtype", metavar="TYPE", help="Type of a token in .bin files, such as uint16."),
-    click.option(
-        "--length", type=click.IntRange(min=1), metavar="N", help="Tokens a sample, for token files."
-    ),
-    click.option(
-        "--image-size",
-        type=click.IntRange(min=1),
-        metavar="PIXELS",
-        help="Crop images to squares of this size, at random, while decoding.",
-    ),
-    _storage_option,
+_image_size = click.option(
+    "--image-size",
+    type=click.IntRange(min=1),
+    metavar="PIXELS",
+    help="Crop images to squares of this size, at random, while decoding.",
 )
 
 
@@ -105,7 +80,7 @@ def bench() -> None:
     "--evict", is_flag=True, help="Ask the kernel to drop these files from memory before each case."
 )
 @click.option("--require-cold", is_flag=True, help='Fail where the evidence does not allow the word "cold".')
-@_storage_option
+@storage_options
 @_json
 @click.option("--picture", metavar="PATH", help="Draw the figures, as .png or .svg (extra: plot).")
 @plain_errors
@@ -140,7 +115,6 @@ def storage(json_path: str | None, picture: str | None, **given: Any) -> None:
 
 
 @bench.command()
-@click.argument("source", nargs=-1, required=True)
 @click.option("--compute-ms", type=float, required=True, help="What the accelerator takes for a step.")
 @click.option(
     "--ranks", type=click.IntRange(min=1), default=1, show_default=True, help="Emulated accelerators."
@@ -151,19 +125,11 @@ def storage(json_path: str | None, picture: str | None, **given: Any) -> None:
     "--seconds", type=float, default=5.0, show_default=True, help="For each of six or seven phases."
 )
 @click.option("--seed", type=int, default=0, show_default=True)
-@_dataset
+@dataset_options
+@_image_size
 @_json
 @plain_errors
-def loader(
-    source: tuple[str, ...],
-    json_path: str | None,
-    format_: str,
-    dtype: str | None,
-    length: int | None,
-    image_size: int | None,
-    storage_options: dict[str, Any],
-    **given: Any,
-) -> None:
+def loader(given: Given, json_path: str | None, image_size: int | None, **wish: Any) -> None:
     """Measure what an emulated training gets of the data, and what holds it up.
 
     SOURCE is what `dataflow index` takes, or package.module:function, which makes your ShardedDataset.
@@ -182,14 +148,13 @@ def loader(
     from dataflow.bench.loader_report import show
     from dataflow.bench.progress import Bar
 
-    asked = Emulation(_given(source, format_, dtype, length, image_size, storage_options), **given)
+    asked = Emulation(replace(given, image_size=image_size), **wish)
     with Bar("measuring") as bar:
         found = emulate(asked, bar.tell)
     _report(found, show, json_path)
 
 
 @bench.command()
-@click.argument("source", nargs=-1, required=True)
 @click.option("--batch-size", type=click.IntRange(min=1), default=64, show_default=True)
 @click.option(
     "--workers",
@@ -202,19 +167,12 @@ def loader(
 @click.option("--seconds", type=float, default=3.0, show_default=True, help="A run, after its first batch.")
 @click.option("--collate", metavar="MODULE:NAME", help="A collate_fn for both.  [default: each loader's own]")
 @click.option("--seed", type=int, default=0, show_default=True)
-@_dataset
+@dataset_options
+@_image_size
 @_json
 @plain_errors
 def compare(
-    source: tuple[str, ...],
-    json_path: str | None,
-    format_: str,
-    dtype: str | None,
-    length: int | None,
-    image_size: int | None,
-    storage_options: dict[str, Any],
-    workers: tuple[int, ...],
-    **given: Any,
+    given: Given, json_path: str | None, image_size: int | None, workers: tuple[int, ...], **wish: Any
 ) -> None:
     """Run torch's DataLoader and this one over your own dataset.
 
@@ -234,29 +192,10 @@ def compare(
     from dataflow.bench.storage import usable_cores
 
     numbers = tuple(dict.fromkeys(workers or (0, usable_cores())))
-    asked = Comparison(
-        _given(source, format_, dtype, length, image_size, storage_options), workers=numbers, **given
-    )
+    asked = Comparison(replace(given, image_size=image_size), workers=numbers, **wish)
     with Bar("comparing") as bar:
         found = compared(asked, bar.tell)
     _report(found, show, json_path)
-
-
-def _given(
-    source: tuple[str, ...],
-    format_: str,
-    dtype: str | None,
-    length: int | None,
-    image_size: int | None,
-    storage_options: dict[str, Any],
-) -> Any:
-    from dataflow.bench.given import Given
-
-    options = {"format": format_, "dtype": dtype, "length": length, "storage_options": storage_options}
-    given = Given(source, options, image_size)
-    if given.function and (format_ != "auto" or dtype or length or image_size or storage_options):
-        raise ValueError(f"{given.function} makes the dataset: leave out the options that describe shards")
-    return given
 
 
 def _report(found: Any, show: Callable[[Any, Any], None], json_path: str | None) -> None:

@@ -1,7 +1,8 @@
 """What a benchmark is run over: shards, or a function of the user's own that makes the dataset.
 
 A function is named as `package.module:name`; its module is imported because the user named it, from the
-current folder too, and it is called without arguments. Picklable: every process makes its own dataset.
+current folder too, and it is called without arguments. Picklable: every process makes its own dataset. Naming
+it imports no torch, which `dataflow index` does without.
 """
 
 from __future__ import annotations
@@ -12,11 +13,10 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from dataflow.dataset import ShardedDataset
-from dataflow.decode import IMAGE_SUFFIXES
-from dataflow.image import Image
+if TYPE_CHECKING:
+    from dataflow.dataset import ShardedDataset
 
 _FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
@@ -44,23 +44,38 @@ class Given:
 
         Raises:
             ImportError: the module that was named cannot be imported.
-            ValueError: it has no such function, or that makes no dataset.
+            ValueError: it has no such function, that makes no dataset, or options stand beside it.
             ShardReadError: shards that cannot be opened.
         """
         if self.function is not None:
+            if self.options or self.image_size:
+                raise ValueError(
+                    f"{self.function} makes the dataset: leave out the options that describe shards"
+                )
             return made_by(self.function)
-        source = self.source[0] if len(self.source) == 1 else list(self.source)
-        dataset = ShardedDataset(source, **self.options)
+        dataset = self.shards()
         if self.image_size is None:
             return dataset
+        from dataflow.decode import IMAGE_SUFFIXES
+        from dataflow.image import Image
+
         images = [name for name in dataset.schema if name.lower().rpartition(".")[2] in IMAGE_SUFFIXES]
         if not images:
             raise ValueError(f"--image-size: no column holds images; columns: {', '.join(dataset.schema)}")
         decode = {name: Image(size=self.image_size, crop="random_resized") for name in images}
-        return ShardedDataset(source, **{**self.options, "decode": decode, "catalog": dataset.catalog})
+        return self.shards(decode=decode, catalog=dataset.catalog)
+
+    def shards(self, **more: Any) -> ShardedDataset:
+        """The dataset of these shards; `more`: further arguments of `ShardedDataset`."""
+        from dataflow.dataset import ShardedDataset
+
+        source = self.source[0] if len(self.source) == 1 else list(self.source)
+        return ShardedDataset(source, **self.options, **more)
 
     def open_shards(self) -> ShardedDataset:
         """The dataset, which must be a `ShardedDataset`."""
+        from dataflow.dataset import ShardedDataset
+
         dataset = self.open()
         if not isinstance(dataset, ShardedDataset):
             raise ValueError(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 import threading
 import time
 from collections.abc import Iterator
@@ -60,7 +59,6 @@ class RankFigures:
     """Of them, fetched from this machine's storage devices; None: not known. 0 over a network."""
     cpu_s: float
     """Processor time of this process meanwhile."""
-    peak_rss_bytes: int
     utilisation: float | None
     """AU in [0, 1]; None where nothing is computed."""
     steps: dict[str, Any] | None
@@ -102,7 +100,6 @@ def run_phase(work: Work) -> RankFigures:
         read_bytes=read,
         device_bytes=device,
         cpu_s=cpu_s,
-        peak_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         utilisation=steps.utilisation if steps else None,
         steps=asdict(steps) if steps else None,
         stats=asdict(stats) if stats else None,

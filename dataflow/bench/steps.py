@@ -54,11 +54,6 @@ class Steps:
             return None
         return self.counted * self.compute_s / self.running_s
 
-    @property
-    def steps_per_s(self) -> float:
-        """Over the time that counts; 0 if there is none."""
-        return self.counted / self.running_s if self.running_s > 0 else 0.0
-
 
 def run_steps(
     batches: Iterator[Any],
