@@ -1,7 +1,8 @@
 """The iterator of `DataLoader` with workers, processes or threads.
 
-Beyond torch's look-ahead of `prefetch_factor` batches a worker, a worker that has nothing left to do while
-the consumer waits for another one goes on with its own later batches, within a bound of batches and bytes.
+Beyond torch's look-ahead of `prefetch_factor` batches a worker, a worker that has fewer than that left to do
+while the consumer waits for another one goes on with its own later batches, within a bound of batches and
+bytes. (With none left to do it would stand still until the consumer has woken and sent it something.)
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ _NOTICE_S = 300.0
 _START_S = 120.0
 """Workers may take so long to start before that counts as a time-out."""
 _AHEAD = 8
-"""A waiting consumer lets idle workers run ahead, up to this many times torch's look-ahead."""
+"""A waiting consumer lets workers run ahead, up to this many times torch's look-ahead."""
 _AHEAD_BYTES = 64 << 20
 """And until so much is ready: what a consumer waits for is one late batch, which large ones outweigh soon."""
 
@@ -66,7 +67,8 @@ class WorkerIterator(FetchIterator):
         super().__init__(loader)
         if loader.prefetch_factor is None or loader.prefetch_factor <= 0:
             raise AssertionError("prefetch_factor must be greater than 0 for workers")
-        self._max_tasks = loader.prefetch_factor * self._num_workers
+        self._look_ahead = loader.prefetch_factor
+        self._max_tasks = self._look_ahead * self._num_workers
         self._in_order = loader.in_order
         self._memory_limit = loader.memory_limit
         self._failed: BaseException | None = None
@@ -229,7 +231,7 @@ class WorkerIterator(FetchIterator):
         self._post(lane % self._num_workers, kind, lane, task, index, number=number)
 
     def _fill(self, *, waiting: bool) -> None:
-        """Give out work: torch's look-ahead; more when a worker is idle while the consumer waits."""
+        """Give out work: torch's look-ahead; more when a worker has little to do while the consumer waits."""
         while not self._exhausted and self._sampler_error is None:
             if self._outstanding >= self._max_tasks and not (waiting and self._may_run_ahead()):
                 return
@@ -303,7 +305,7 @@ class WorkerIterator(FetchIterator):
         if self._crew.shares_work:
             return sum(self._unfinished) < self._max_tasks
         return any(
-            not count and any(self._order.active[worker :: self._num_workers])
+            count < self._look_ahead and any(self._order.active[worker :: self._num_workers])
             for worker, count in enumerate(self._unfinished)
         )
 
