@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 from urllib.parse import SplitResult, urlsplit
-from urllib.request import getproxies
+from urllib.request import getproxies, proxy_bypass
 from weakref import WeakKeyDictionary
 
 from prefetch.answers import Check, check_range, raise_for_status
@@ -68,12 +68,15 @@ async def direct_s3(fs: Any, path: str, start: int, place: Place, check: Check) 
     """Fill a place from s3fs; raises what `direct_http` raises."""
     known = _of(fs, _headers_of_s3)
     bucket, _, version = fs.split_path(path)
-    if version is not None or known.headers is None:
+    if version is not None or known.headers is None or bucket in known.not_direct:
         raise NotDirectError
     now_s = asyncio.get_running_loop().time()
     until_s, url = known.urls.get(path, (0.0, SplitResult("", "", "", "", "")))
     if now_s >= until_s:
         url = await _signed(fs, path)
+        if _has_own_ways(fs, url):
+            known.not_direct.add(bucket)
+            raise NotDirectError
         if len(known.urls) >= _MOST_URLS:
             known.urls.clear()
         known.urls[path] = now_s + _SIGNATURE_USED_S, url
@@ -151,18 +154,13 @@ def _headers_of_http(fs: Any) -> bytes | None:
 def _headers_of_s3(fs: Any) -> bytes | None:
     odd = [option for option in fs.config_kwargs.items() if option[0] not in _ANY and option != _SIGNATURE]
     other = set(fs.client_kwargs) - _SAID_OF_S3 or set(fs.kwargs) - {"profile"} or odd
-    # botocore goes through the proxies that the environment names.
-    if other or fs.req_kw or fs.s3_additional_kwargs or set(getproxies()) - {"no"}:
-        return None
-    return b""
+    return None if other or fs.req_kw or fs.s3_additional_kwargs else b""
 
 
 async def _signed(fs: Any, path: str) -> SplitResult:
     bucket, key, _ = fs.split_path(path)
     await fs.set_session()
     client = await fs.get_s3(bucket)
-    if fs.session.get_config_variable("ca_bundle"):
-        raise NotDirectError
     try:
         url = await client.generate_presigned_url(
             "get_object", Params={"Bucket": bucket, "Key": key}, ExpiresIn=_SIGNED_FOR_S
@@ -170,6 +168,12 @@ async def _signed(fs: Any, path: str) -> SplitResult:
     except Exception as error:  # s3fs says it in its own words
         raise NotDirectError from error
     return urlsplit(url)
+
+
+def _has_own_ways(fs: Any, url: SplitResult) -> bool:
+    """Whether botocore would go through a proxy, or trust other certificates: the environment may say so."""
+    proxied = {url.scheme, "all"} & getproxies().keys() and not proxy_bypass(url.hostname or "")
+    return bool(proxied or (url.scheme == "https" and fs.session.get_config_variable("ca_bundle")))
 
 
 __all__ = ["NotDirectError", "direct_http", "direct_s3"]

@@ -306,9 +306,12 @@ class StoreReader:
             async with turns:
                 await self._fetch_part(read, part, fs, path, fill, stall_s)
 
+        missing = [part for part in read.parts if part.left]
+        if len(missing) == 1:
+            await self._fetch_part(read, missing[0], fs, path, fill, stall_s)
+            return
         # All end before the first error is raised: nothing may write into `out` after that.
-        missing = [fetch(part) for part in read.parts if part.left]
-        ended = await asyncio.gather(*missing, return_exceptions=True)
+        ended = await asyncio.gather(*map(fetch, missing), return_exceptions=True)
         errors = [error for error in ended if error is not None]
         try:
             if errors:
