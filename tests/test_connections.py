@@ -13,6 +13,7 @@ from datetime import UTC, datetime, timedelta
 from functools import cache
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import pytest
@@ -238,6 +239,7 @@ def test_the_rest_of_a_long_refusal_is_not_taken_for_the_next_answer(server: Raw
 
 def test_idle_connections_are_closed(server: RawServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections, "_IDLE_S", 0.05)
+    monkeypatch.setattr(connections, "_of_loops", WeakKeyDictionary())  # the others wait for longer
     ended = threading.Event()
 
     def last(peer: socket.socket, start: int, end: int) -> bool:
