@@ -254,6 +254,7 @@ def test_idle_connections_are_closed(server: RawServer, monkeypatch: pytest.Monk
     assert ended.wait(WAIT_S)
 
 
+@pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
 def test_a_forked_child_makes_its_own_connections(server: RawServer) -> None:
     reader = StoreReader()
     read(server, reader)
