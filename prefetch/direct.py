@@ -167,7 +167,7 @@ async def _signed(fs: Any, path: str) -> SplitResult:
         )
     except Exception as error:  # s3fs says it in its own words
         raise NotDirectError from error
-    return urlsplit(url)
+    return urlsplit(str(url))
 
 
 def _has_own_ways(fs: Any, url: SplitResult) -> bool:
