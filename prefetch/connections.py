@@ -296,11 +296,23 @@ class _Connection(asyncio.BufferedProtocol):
 
 async def _connect(origin: Origin) -> _Connection:
     scheme, host, port = origin
-    context = _tls() if scheme == "https" else None
-    _, connection = await asyncio.get_running_loop().create_connection(
-        _Connection, host, port, ssl=context, happy_eyeballs_delay=0.25
+    context, loop = _tls() if scheme == "https" else None, asyncio.get_running_loop()
+    # IPv6 and IPv4 race each other. Cancelled at the wrong moment, asyncio would lose the winner's open
+    # socket, so it never is: the connection that nobody waits for any more is closed.
+    connecting = loop.create_task(
+        loop.create_connection(_Connection, host, port, ssl=context, happy_eyeballs_delay=0.25)
     )
+    try:
+        _, connection = await asyncio.shield(connecting)
+    except asyncio.CancelledError:
+        connecting.add_done_callback(_abort_connected)
+        raise
     return connection
+
+
+def _abort_connected(connecting: asyncio.Task[tuple[asyncio.Transport, _Connection]]) -> None:
+    if not connecting.cancelled() and connecting.exception() is None:
+        connecting.result()[1].abort()
 
 
 @cache
