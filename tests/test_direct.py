@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from http_kit import slowstore
 from test_connections import RawServer, head, sends, serving, whole
-from test_faults import slowstore
 
 from prefetch import bodies, direct
 from prefetch.retries import RetryPolicy
