@@ -50,7 +50,12 @@ class Filesystems:
     def _with_connections(self, url: str) -> dict[str, Any]:
         if protocol_of(url) not in ("s3", "s3a") or "::" in url:
             return self._options
-        config = {"max_pool_connections": _CONNECTIONS, **(self._options.get("config_kwargs") or {})}
+        # Said, because URLs would be signed in the way of before 2014 otherwise.
+        config = {
+            "max_pool_connections": _CONNECTIONS,
+            "signature_version": "s3v4",
+            **(self._options.get("config_kwargs") or {}),
+        }
         return {**self._options, "config_kwargs": config}
 
 

@@ -22,7 +22,6 @@ import time
 import zlib
 from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import Future
-from contextlib import aclosing
 from dataclasses import dataclass, field, fields
 from functools import lru_cache, partial
 from typing import Any, TypeVar
@@ -30,7 +29,9 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from prefetch.bodies import Info, OpenBody, body_of
+from prefetch.answers import Info
+from prefetch.bodies import FillPlace, body_of
+from prefetch.connections import Place
 from prefetch.filesystems import Filesystems
 from prefetch.full_reads import read_fully
 from prefetch.mapping import touch_pages
@@ -114,13 +115,6 @@ class _Range:
     @property
     def left(self) -> int:
         return sum(part.left for part in self.parts)
-
-    def take(self, part: _Part, piece: bytes, now_s: float) -> None:
-        """Put the next bytes of a part where they belong; a server may send more than was asked."""
-        wanted = piece[: part.left]
-        self.out[part.at : part.at + len(wanted)] = np.frombuffer(wanted, np.uint8)
-        part.at += len(wanted)
-        part.heard_s = now_s
 
 
 class StoreReader:
@@ -291,13 +285,15 @@ class StoreReader:
         for part in read.parts:
             if part.left:
                 start = read.offset + part.at
-                read.take(part, fs.cat_file(path, start=start, end=start + part.left), self._now())
+                piece = fs.cat_file(path, start=start, end=start + part.left)[: part.left]
+                read.out.data[part.at : part.at + len(piece)] = piece
+                part.at, part.heard_s = part.at + len(piece), self._now()
                 _whole(part)
 
     # ---- in the event loop ------------------------------------------------------------------------------
 
     async def _fetch(
-        self, read: _Range, fs: Any, path: str, open_body: OpenBody, streams: bool, stall_s: float
+        self, read: _Range, fs: Any, path: str, fill: FillPlace, streams: bool, stall_s: float
     ) -> None:
         if not streams:
             stall_s *= _WHOLE_PART_PATIENCE
@@ -308,11 +304,14 @@ class StoreReader:
 
         async def fetch(part: _Part) -> None:
             async with turns:
-                await self._fetch_part(read, part, fs, path, open_body, stall_s)
+                await self._fetch_part(read, part, fs, path, fill, stall_s)
 
+        missing = [part for part in read.parts if part.left]
+        if len(missing) == 1:
+            await self._fetch_part(read, missing[0], fs, path, fill, stall_s)
+            return
         # All end before the first error is raised: nothing may write into `out` after that.
-        missing = [fetch(part) for part in read.parts if part.left]
-        ended = await asyncio.gather(*missing, return_exceptions=True)
+        ended = await asyncio.gather(*map(fetch, missing), return_exceptions=True)
         errors = [error for error in ended if error is not None]
         try:
             if errors:
@@ -321,13 +320,13 @@ class StoreReader:
             del ended, errors  # no cycle from an error's traceback back to it
 
     async def _fetch_part(
-        self, read: _Range, part: _Part, fs: Any, path: str, open_body: OpenBody, stall_s: float
+        self, read: _Range, part: _Part, fs: Any, path: str, fill: FillPlace, stall_s: float
     ) -> None:
         if read.awaited is None:
-            await self._stream(read, part, fs, path, open_body, stall_s)
+            await self._stream(read, part, fs, path, fill, stall_s)
             return
         loop = asyncio.get_running_loop()
-        first = loop.create_task(self._stream(read, part, fs, path, open_body, stall_s))
+        first = loop.create_task(self._stream(read, part, fs, path, fill, stall_s))
         tasks: list[asyncio.Task[Any]] = [first, loop.create_task(_heard(read.awaited))]
         try:
             asked_s = part.heard_s = self._now()
@@ -343,7 +342,7 @@ class StoreReader:
                 if not hedged and now_s >= due_s and self._may_hedge(part.left):
                     hedged = True
                     other = _Part(part.at, part.at, part.end, now_s)
-                    second = loop.create_task(self._stream(read, other, fs, path, open_body, stall_s))
+                    second = loop.create_task(self._stream(read, other, fs, path, fill, stall_s))
                     tasks.append(second)
                     await asyncio.wait([first, second], return_when=asyncio.FIRST_COMPLETED)
                     if not _succeeded(first):
@@ -379,31 +378,15 @@ class StoreReader:
         return True
 
     async def _stream(
-        self, read: _Range, part: _Part, fs: Any, path: str, open_body: OpenBody, stall_s: float
+        self, read: _Range, part: _Part, fs: Any, path: str, fill: FillPlace, stall_s: float
     ) -> None:
-        """Copy a part's bytes as they come; it is whole, or an error says why not."""
-        loop = asyncio.get_running_loop()
-        start, end = read.offset + part.at, read.offset + part.end
-
-        def check(info: Info) -> None:
-            self._check(read.shard, info)
-
-        patience, failure = asyncio.timeout(stall_s), None  # type: asyncio.Timeout, Exception | None
+        """Fill a part as its bytes come; it is whole, or an error says why not."""
+        failure: Exception | None = None
         try:
-            async with (
-                patience,
-                aclosing(open_body(fs, path, start, end, check)) as pieces,  # type: ignore[type-var]
-            ):
-                async for piece in pieces:
-                    read.take(part, piece, self._now())
-                    patience.reschedule(loop.time() + stall_s)
-                    if not part.left:
-                        break
+            if not await self._fill(read, part, fs, path, fill, stall_s):
+                failure = TimeoutError(f"no byte came for {stall_s:g} s")
         except Exception as error:
-            silent = patience.expired()
-            failure = TimeoutError(f"no byte came for {stall_s:g} s") if silent else error
-        finally:
-            del patience
+            failure = error
         if failure is not None:
             # The error is kept by the task, and by the body that it broke. With the traceback that leads to
             # these (the time-out knows its task) it would keep itself, and with it the memory read into.
@@ -412,6 +395,36 @@ class StoreReader:
             finally:
                 del failure
         _whole(part)
+
+    async def _fill(
+        self, read: _Range, part: _Part, fs: Any, path: str, fill: FillPlace, stall_s: float
+    ) -> bool:
+        """Fill a part until its body ends; False: no byte came for too long."""
+        patience = asyncio.timeout(stall_s)
+
+        def check(info: Info) -> None:
+            self._check(read.shard, info)
+
+        place = Place(read.out.data[part.at : part.end], partial(self._arrived, part, patience, stall_s))
+        try:
+            async with patience:
+                await fill(fs, path, read.offset + part.at, place, check)
+        except Exception:
+            if not patience.expired():
+                raise
+            return False
+        finally:
+            place.close()  # it knows the time-out, that its task, and a cancelled task this frame
+            del patience
+        return True
+
+    def _arrived(self, part: _Part, patience: asyncio.Timeout, stall_s: float, nbytes: int) -> None:
+        part.at += nbytes
+        part.heard_s = self._now()
+        until_s = asyncio.get_running_loop().time() + stall_s
+        # Some thousand times a second: the timer is moved only when it would be off by a sixteenth.
+        if until_s - (patience.when() or 0.0) > stall_s / 16 and not patience.expired():
+            patience.reschedule(until_s)
 
     # ---- the object -------------------------------------------------------------------------------------
 
