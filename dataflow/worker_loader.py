@@ -43,8 +43,8 @@ _START_S = 120.0
 """Workers may take so long to start before that counts as a time-out."""
 _AHEAD = 8
 """A waiting consumer lets workers run ahead, up to this many times torch's look-ahead."""
-_AHEAD_BYTES = 64 << 20
-"""And until so much is ready: what a consumer waits for is one late batch, which large ones outweigh soon."""
+_AHEAD_BYTES = 96 << 20
+"""And until so much is ready or in work: large batches outweigh soon what waiting for a late one costs."""
 
 Crew = ProcessWorkers | ItemThreads | LaneThreads
 
@@ -296,14 +296,16 @@ class WorkerIterator(FetchIterator):
         return number
 
     def _may_run_ahead(self) -> bool:
+        unfinished = sum(self._unfinished)
+        ahead_bytes = self._held_bytes + unfinished * self._handed_bytes
         if (
             not self._in_order
             or self._outstanding >= _AHEAD * self._max_tasks
-            or self._held_bytes >= min(self._memory_limit, _AHEAD_BYTES)
+            or ahead_bytes >= min(self._memory_limit, _AHEAD_BYTES)
         ):
             return False
         if self._crew.shares_work:
-            return sum(self._unfinished) < self._max_tasks
+            return unfinished < self._max_tasks
         return any(
             count < self._look_ahead and any(self._order.active[worker :: self._num_workers])
             for worker, count in enumerate(self._unfinished)

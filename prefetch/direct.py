@@ -102,7 +102,7 @@ async def _get(
     def accept(head: Head) -> Place:
         status, fields = head.status, head.fields
         if not (
-            200 <= status < 300 or status in (404, 429) or status >= 500 or (status >= 400 and not signed)
+            200 <= status < 300 or status in (404, 408, 429) or status >= 500 or (status >= 400 and not signed)
         ):
             raise NotDirectError
         raise_for_status(status, head.reason, fields, path)
