@@ -101,9 +101,8 @@ async def _get(
 
     def accept(head: Head) -> Place:
         status, fields = head.status, head.fields
-        if not (
-            200 <= status < 300 or status in (404, 408, 429) or status >= 500 or (status >= 400 and not signed)
-        ):
+        understood = 200 <= status < 300 or status in (404, 408, 429) or status >= 500
+        if not understood and (signed or status < 400):
             raise NotDirectError
         raise_for_status(status, head.reason, fields, path)
         if head.length is None or fields.get("content-encoding", "identity") != "identity":
