@@ -6,7 +6,8 @@ import os
 import re
 import signal
 import threading
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -599,12 +600,14 @@ def test_a_garbage_collected_loader_does_not_disturb_its_own_worker(ints: Made) 
 
     begun, gate = threading.Event(), threading.Event()
     failures: list[Any] = []
-    collected = []
+    gone: Callable[[], Any] = Trainer
 
     def transform(sample: dict[str, Any]) -> Any:
         begun.set()
-        if gate.wait(30) and not collected:  # once: with many tests' objects it takes its time
-            collected.append(gc.collect())
+        # Not once more than needed: with all tests' objects it takes a second. It does nothing, though, while
+        # another thread collects.
+        if gate.wait(30) and gone() is not None:
+            gc.collect()
         return sample
 
     hook, threading.excepthook = threading.excepthook, failures.append
@@ -615,11 +618,12 @@ def test_a_garbage_collected_loader_does_not_disturb_its_own_worker(ints: Made) 
         trainer.batches = iter(trainer.loader)
         threads = start_and_wait(trainer, begun)
         gc.disable()
+        gone = weakref.ref(trainer)
         del trainer
         gate.set()
         for thread in threads:
             thread.join(30)
-        assert collected
+        assert gone() is None
         assert not any(thread.is_alive() for thread in threads)
     finally:
         gc.enable()
