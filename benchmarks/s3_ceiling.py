@@ -30,6 +30,7 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
+from benchmarks.report import save_figures
 from benchmarks.tars import write_tar
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -172,7 +173,7 @@ def main(arguments: list[str] | None = None) -> None:
             sys.stdout.flush()
             rows.append({"case": case, "ratio": ratio, **middle, "runs": runs})
     if asked.json:
-        asked.json.write_text(json.dumps(rows, indent=1) + "\n")
+        save_figures(asked.json, rows=rows)
 
 
 if __name__ == "__main__":
