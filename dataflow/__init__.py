@@ -57,6 +57,10 @@ def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module 'dataflow' has no attribute {name!r}")
     value = globals()[name] = getattr(import_module(_MODULES[name]), name)
+    if name in ("ShardedDataset", "Mixture"):
+        import_module(
+            "dataflow.shard_order"
+        )  # what a loader over them needs: now, not before its first batch
     return value
 
 
