@@ -60,7 +60,7 @@ def __getattr__(name: str) -> Any:
     if name in ("ShardedDataset", "Mixture"):
         import_module(
             "dataflow.shard_order"
-        )  # what a loader over them needs: now, not before its first batch
+        )  # a loader over them needs it: not at its first batch
     return value
 
 
