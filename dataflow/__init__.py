@@ -58,9 +58,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'dataflow' has no attribute {name!r}")
     value = globals()[name] = getattr(import_module(_MODULES[name]), name)
     if name in ("ShardedDataset", "Mixture"):
-        import_module(
-            "dataflow.shard_order"
-        )  # a loader over them needs it: not at its first batch
+        import_module("dataflow.shard_order")  # a loader over them needs it: not at its first batch
     return value
 
 
