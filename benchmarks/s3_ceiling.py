@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import http.client
 import json
 import os
 import statistics
@@ -23,18 +22,16 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import numpy as np
 
 from benchmarks.report import save_figures
+from benchmarks.storage_ceiling import SIZE, ceiling, ours
 from benchmarks.tars import write_tar
 
 ROOT = Path(__file__).resolve().parent.parent
-SIZE, BLOCK, IN_FLIGHT = 256 << 20, 2 << 20, 16
 SHARDS = 16
 CASES = {"W1-raw": (98_000, 640, 64), "W4": (3_072, 15_000, 256)}
 """Bytes a sample, samples a shard, samples a batch."""
@@ -72,44 +69,6 @@ def fill(options: dict[str, Any], folder: Path) -> tuple[str, dict[str, int]]:
             fs.put_file(str(path), f"bucket/{name}-{shard:02d}.tar")
             sizes[name] += path.stat().st_size
     return str(fs.sign("bucket/x.bin", 3600)), sizes
-
-
-def ceiling(url: str, seconds: float) -> float:
-    """MB/s of 16 parallel range reads."""
-    where = urlsplit(url)
-    assert where.hostname is not None
-    host, port, target = where.hostname, where.port, f"{where.path}?{where.query}"
-    stop = time.perf_counter() + seconds
-
-    def fetch(number: int) -> int:
-        connection = http.client.HTTPConnection(host, port, timeout=60)
-        out, done, at = bytearray(BLOCK), 0, number * 7
-        while time.perf_counter() < stop:
-            at = (at + 13) % (SIZE // BLOCK)
-            headers = {"Range": f"bytes={at * BLOCK}-{(at + 1) * BLOCK - 1}"}
-            connection.request("GET", target, headers=headers)
-            answer = connection.getresponse()
-            while got := answer.readinto(out):
-                done += got
-        connection.close()
-        return done
-
-    began = time.perf_counter()
-    with ThreadPoolExecutor(IN_FLIGHT) as pool:
-        total = sum(pool.map(fetch, range(IN_FLIGHT)))
-    return total / 1e6 / (time.perf_counter() - began)
-
-
-def storage(options: dict[str, Any], seconds: float) -> tuple[float, float]:
-    """MB/s and CPU s per GB of `dataflow bench storage`."""
-    command = [sys.executable, "-m", "dataflow.cli", "bench", "storage", "s3://bucket/x.bin", "--json", "-"]
-    command += ["--pattern", "random", "--block-size", str(BLOCK), "--in-flight", str(IN_FLIGHT)]
-    command += [part for name, value in options.items() for part in ("--storage-option", f"{name}={value}")]
-    done = subprocess.run(
-        [*command, "--seconds", str(seconds)], cwd=ROOT, check=True, capture_output=True, text=True
-    )
-    [one] = json.loads(done.stdout)["cases"]
-    return one["mb_per_s"], one["cpu_s_per_gb"]
 
 
 def epochs(options: dict[str, Any], name: str, folder: Path) -> list[tuple[float, float]]:
@@ -159,12 +118,13 @@ def main(arguments: list[str] | None = None) -> None:
             for _ in range(asked.repeats):
                 limit = ceiling(url, asked.seconds)
                 if case == "bench storage":
-                    ours, cpu_s = storage(options, asked.seconds)
+                    found = ours("s3://bucket/x.bin", asked.seconds, options)
+                    rate, cpu_s = found["mb_per_s"], found["cpu_s_per_gb"]
                 else:
                     taken = epochs(options, case, folder)
-                    ours = statistics.median(sizes[case] / 1e6 / seconds for seconds, _ in taken)
+                    rate = statistics.median(sizes[case] / 1e6 / seconds for seconds, _ in taken)
                     cpu_s = statistics.median(cpu / sizes[case] * 1e9 for _, cpu in taken)
-                runs.append({"ceiling_mb_per_s": limit, "ours_mb_per_s": ours, "cpu_s_per_gb": cpu_s})
+                runs.append({"ceiling_mb_per_s": limit, "ours_mb_per_s": rate, "cpu_s_per_gb": cpu_s})
             ratio = statistics.median(run["ours_mb_per_s"] / run["ceiling_mb_per_s"] for run in runs)
             middle = {key: statistics.median(run[key] for run in runs) for key in runs[0]}
             print(

@@ -23,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -60,10 +60,11 @@ def nginx(folder: Path) -> Iterator[str]:
 
 
 def ceiling(url: str, seconds: float) -> float:
-    """MB/s of plain sockets."""
+    """MB/s of plain sockets that read ranges of a file of `SIZE` bytes."""
     where = urlsplit(url)
     assert where.hostname is not None
     host, port = where.hostname, where.port
+    target = f"{where.path}?{where.query}" if where.query else where.path
     stop = time.perf_counter() + seconds
 
     def fetch(number: int) -> int:
@@ -72,7 +73,7 @@ def ceiling(url: str, seconds: float) -> float:
         while time.perf_counter() < stop:
             at = (at + 13) % (SIZE // BLOCK)
             headers = {"Range": f"bytes={at * BLOCK}-{(at + 1) * BLOCK - 1}"}
-            connection.request("GET", "/x.bin", headers=headers)
+            connection.request("GET", target, headers=headers)
             answer = connection.getresponse()
             while got := answer.readinto(out):
                 done += got
@@ -85,9 +86,12 @@ def ceiling(url: str, seconds: float) -> float:
     return total / 1e6 / (time.perf_counter() - began)
 
 
-def ours(url: str, seconds: float) -> dict[str, Any]:
-    command = [sys.executable, "-m", "dataflow.cli", "bench", "storage", f"{url}/x.bin", "--json", "-"]
+def ours(url: str, seconds: float, options: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """What `dataflow bench storage` says of the same ranges, with these storage options."""
+    command = [sys.executable, "-m", "dataflow.cli", "bench", "storage", url, "--json", "-"]
     command += ["--pattern", "random", "--block-size", str(BLOCK), "--in-flight", str(IN_FLIGHT)]
+    for name, value in (options or {}).items():
+        command += ["--storage-option", f"{name}={value}"]
     done = subprocess.run(
         [*command, "--seconds", str(seconds)], cwd=REPOSITORY, check=True, capture_output=True, text=True
     )
@@ -121,8 +125,10 @@ def main(arguments: list[str] | None = None) -> None:
             servers["nginx, no limit"] = nginx(folder)
         for server, running in servers.items():
             with running as url:
-                ceiling(url, 0.5)
-                runs = [(ceiling(url, asked.seconds), ours(url, asked.seconds)) for _ in range(asked.repeats)]
+                file = f"{url}/x.bin"
+                ceiling(file, 0.5)
+                turns, seconds = range(asked.repeats), asked.seconds
+                runs = [(ceiling(file, seconds), ours(file, seconds)) for _ in turns]
             most = statistics.median(limit for limit, _ in runs)
             reached = statistics.median(one["mb_per_s"] for _, one in runs)
             verdict = "held" if reached >= _BAR * most else "MISSED"

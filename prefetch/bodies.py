@@ -13,6 +13,7 @@ They end when the place is full or the body ended, and write nothing into it aft
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import Any
 
 from prefetch.answers import Check, check_range, raise_for_status
@@ -42,11 +43,8 @@ def body_of(fs: Any) -> tuple[FillPlace, bool] | None:
 
 async def http_body(fs: Any, path: str, start: int, place: Place, check: Check) -> None:
     """From fsspec's HTTPFileSystem."""
-    try:
+    with suppress(NotDirectError):
         await direct_http(fs, path, start, place, check)
-    except NotDirectError:
-        pass
-    else:
         return
     await aiohttp_body(fs, path, start, place, check)
 
@@ -70,11 +68,8 @@ async def aiohttp_body(fs: Any, path: str, start: int, place: Place, check: Chec
 
 async def s3_body(fs: Any, path: str, start: int, place: Place, check: Check) -> None:
     """From s3fs."""
-    try:
+    with suppress(NotDirectError):
         await direct_s3(fs, path, start, place, check)
-    except NotDirectError:
-        pass
-    else:
         return
     await botocore_body(fs, path, start, place, check)
 

@@ -117,8 +117,7 @@ def read_table(url: str, options: Mapping[str, Any] | None) -> tuple[pa.Table, d
         raise CorruptShardError(url, reason)
     table = table.combine_chunks()
     if relative:
-        folder, nothing = (pa.scalar(text, pa.large_string()) for text in (_folder(url), ""))
-        full = pc.binary_join_element_wise(folder, table.column("url"), nothing)
+        full = pc.binary_replace_slice(table.column("url"), 0, 0, _folder(url))
         table = table.set_column(0, COLUMNS.field(0), full)
     return table, facts
 
