@@ -1,0 +1,1 @@
+"""Gradient accumulation: windows, what ranks agree on, and how gradients travel."""
