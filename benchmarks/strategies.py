@@ -194,7 +194,9 @@ def summary(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
         seeds = sorted(set(found) & set(by_arm[REFERENCE]))
         if len(seeds) < 2:
             continue
-        own = np.array([found[seed]["loss"] or np.inf for seed in seeds])
+        losses = [found[seed]["loss"] for seed in seeds]
+        diverged = None in losses
+        own = np.array([0.0] * len(seeds) if diverged else losses)
         off = own - np.array([by_arm[REFERENCE][seed]["loss"] for seed in seeds])
         half = float(stats.t.ppf(0.975, len(seeds) - 1) * off.std(ddof=1) / len(seeds) ** 0.5)
         sent, dense = (
@@ -205,10 +207,10 @@ def summary(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
             {
                 "arm": arm,
                 "seeds": len(seeds),
-                "loss": float(own.mean()),
-                "difference": float(off.mean()),
-                "half_interval": half,
-                "parity": bool(off.mean() - half <= 0),
+                "loss": None if diverged else float(own.mean()),
+                "difference": None if diverged else float(off.mean()),
+                "half_interval": None if diverged else half,
+                "parity": not diverged and bool(off.mean() - half <= 0),
                 "bytes_a_step": sent,
                 "fewer": dense / sent,
                 "ms_a_step": float(np.median([found[seed]["ms_a_step"] for seed in seeds])),
@@ -220,15 +222,17 @@ def summary(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def table(rows: list[dict[str, Any]]) -> str:
     """The summary as Markdown."""
     lines = [
-        "| strategy | final loss, nats | difference from all-reduce (95 % interval) | parity | kB a step | fewer |",
+        "| strategy | final loss, nats | difference (95 % interval) | parity | kB a step | fewer |",
         "|---|--:|--:|---|--:|--:|",
     ]
     for row in rows:
-        off = f"{row['difference']:+.4f} ± {row['half_interval']:.4f}"
-        own = row["arm"] == REFERENCE
-        parity = "" if own else "yes" if row["parity"] else "no"
+        loss, off, parity = "diverged", "", "yes" if row["parity"] else "no"
+        if row["loss"] is not None:
+            loss, off = f"{row['loss']:.4f}", f"{row['difference']:+.4f} ± {row['half_interval']:.4f}"
+        if row["arm"] == REFERENCE:
+            off = parity = ""
         lines.append(
-            f"| {row['arm']} | {row['loss']:.4f} | {'' if own else off} | {parity} "
+            f"| {row['arm']} | {loss} | {off} | {parity} "
             f"| {row['bytes_a_step'] / 1e3:,.0f} | {row['fewer']:.1f}x |"
         )
     return "\n".join(lines)

@@ -42,6 +42,12 @@ def test_eight_bits_lose_less_than_a_254th_of_the_largest_entry(x):
     assert energy(lost) <= 8 / 254**2 * 1.001 * energy(blocks) + 1e-70
 
 
+@pytest.mark.parametrize("rows", [1, 2, 5])
+def test_any_number_of_rows_is_coded(rows):
+    x = torch.arange(rows * 4.0).view(rows, 4)
+    assert torch.allclose(dequantized(quantized(x), torch.float32), x, atol=0.1)
+
+
 def test_eight_bits_take_a_known_number_of_bytes_and_keep_zeros():
     rows = quantized(torch.zeros(3, 16))
     assert rows.shape == (3, 20)

@@ -226,6 +226,31 @@ def test_a_delayed_update_applies_all_gradients_but_the_last(compensated):
     assert [rank["delayed"] < 1e-12 for rank in compensated] == [True, True]
 
 
+def steady(model, step):
+    """Each rank's gradient is the same in every step: one large entry, the others small."""
+    wanted = torch.full((660,), 0.001 * (1 + dist.get_rank()), dtype=torch.float64)
+    wanted[5] = wanted[365] = 1.0
+    return model(wanted)
+
+
+def small_entries_beside_large_ones():
+    """How far a small entry has moved, as a share of where plain SGD would have it."""
+    found = {}
+    for kept in (True, False):
+        for strategy in (TopK(0.1, error_feedback=kept), Int8(1024, error_feedback=kept)):
+            run = kit.trained(strategy, 150, model=kit.Plane(), loss_of=steady, lr=1.0, momentum=0.0)
+            found[strategy.name, kept] = float(-run.parameters[1].median() / (0.0015 * 150))
+    return found
+
+
+def test_without_error_feedback_small_entries_never_move():
+    """The negative control: it is the feedback that keeps what the codes leave out."""
+    for rank in run_ranks(small_entries_beside_large_ones, 2, **FAST):
+        assert rank["int8", True] == pytest.approx(1, abs=0.1)
+        assert rank["top-k", True] == pytest.approx(1, abs=0.1)
+        assert rank["int8", False] == rank["top-k", False] == 0
+
+
 def spoilt(model, step):
     """One rank's gradient is not finite in step 2."""
     wanted = kit.plane_gradient(step, dist.get_rank())

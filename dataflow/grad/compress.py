@@ -28,7 +28,9 @@ def quantized(blocks: Tensor) -> Tensor:
     scales = (blocks.abs().amax(1, keepdim=True) / _LEVELS).to(torch.float32)
     steps = torch.where(scales > 0, blocks / scales, 0).nan_to_num_(0, 0, 0)
     whole = steps.round_().clamp_(-_LEVELS, _LEVELS).to(torch.int8)
-    return torch.cat([whole.view(torch.uint8), scales.view(torch.uint8)], 1)
+    # By way of a flat view: the strides of a single row may be anything, and then bytes cannot be viewed.
+    as_bytes = scales.reshape(-1).view(torch.uint8).view(-1, SCALE_BYTES)
+    return torch.cat([whole.view(torch.uint8), as_bytes], 1)
 
 
 def dequantized(rows: Tensor, dtype: torch.dtype) -> Tensor:

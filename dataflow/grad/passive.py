@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
+from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
 from dataflow.grad.ordered_comm import OrderedComm
@@ -25,7 +26,13 @@ class Passive:
         self.key = f"{name}({', '.join(f'{k}={v!r}' for k, v in settings.items())})"
 
     def setup(self, context: StrategyContext) -> None:
-        """Remember the context and the private group."""
+        """Remember the context and the private group. `ValueError` for parameters that FSDP2 shards."""
+        sharded = next((n for n, p in context.parameters.items() if isinstance(p, DTensor)), None)
+        if sharded is not None:
+            raise ValueError(
+                f"{self.name} needs whole parameters on each rank, but {sharded!r} is sharded; "
+                "use DistributedDataParallel, or leave the reduction to FSDP2 with AllReduce()"
+            )
         self.context = context
         self.wire = Wire(context.group)
         self._names = {id(parameter): name for name, parameter in context.parameters.items()}
