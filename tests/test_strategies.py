@@ -4,7 +4,9 @@ Each set of ranks runs many cases and brings home what each left; the tests read
 """
 
 import functools
+import re
 import threading
+from pathlib import Path
 
 import pytest
 import strategies_kit as kit
@@ -81,6 +83,63 @@ def test_there_are_several_buckets_so_order_matters(two_ranks, name):
 )
 def test_compressed_runs_stay_near_plain_ddp(two_ranks, name, near):
     assert kit.apart(two_ranks[0][name][3], two_ranks[0]["ddp"]) < near
+
+
+def resumed_on_four():
+    found = {}
+    for name in ("top-k", "int8", "local-sgd"):
+        make = STRATEGIES[name]
+        found[name] = kit.apart(kit.resumed(make, 5, 2).parameters, kit.trained(make(), 5).parameters)
+    return found
+
+
+def test_codes_that_add_in_rank_order_resume_to_the_bit_on_more_than_two_ranks():
+    """Where gloo adds, the order depends on the buckets, which begin anew: plain DDP does not."""
+    for rank in run_ranks(resumed_on_four, 4, **FAST):
+        assert rank["top-k"] == rank["int8"] == 0
+        assert rank["local-sgd"] < 1e-12
+
+
+def states_that_do_not_fit():
+    found = []
+    for name, make in STRATEGIES.items():
+        loop = kit.Loop(make()).run(range(3), kit.regression)
+        for state in ({"other": 1}, loop.strategy.state_dict() | {"extra": 1}):
+            with pytest.raises(ValueError, match=re.escape(loop.strategy.key)):
+                loop.strategy.load_state_dict(state)
+        found.append(name)
+        loop.close()
+    strategy = TopK()
+    loop = kit.Loop(strategy)
+    for residuals, told in (({"9.weight": torch.zeros(3)}, "no such"), ({"0.bias": torch.zeros(3)}, "shape")):
+        with pytest.raises(ValueError, match=told):
+            strategy.load_state_dict({"step": 1, "residuals": residuals})
+    loop.close()
+    return found
+
+
+def test_a_state_of_another_strategy_or_model_is_refused():
+    assert run_ranks(states_that_do_not_fit, 2, **FAST)[0] == list(STRATEGIES)
+
+
+def the_documented_loop(program):
+    model = kit.mlp()
+    names = {
+        "model": model,
+        "optimizer": torch.optim.SGD(model.parameters(), 0.1),
+        "batches": range(5),
+        "loss": kit.regression,
+    }
+    exec(program, names)
+    return kit.spread(model.parameters()), names["strategy"].bytes_sent()
+
+
+def test_the_documented_plain_loop_runs():
+    page = (Path(__file__).parent.parent / "docs" / "strategies.md").read_text()
+    (program,) = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    for between, sent in run_ranks(the_documented_loop, 2, args=(program,), **FAST):
+        assert between == 0
+        assert sent > 1000
 
 
 def meetings():
