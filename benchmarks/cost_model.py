@@ -37,7 +37,7 @@ from dataflow.costs.fit import fit
 from dataflow.costs.measure import ring_point, time_all_reduce
 
 HERE = Path(__file__).parent
-LAB = os.environ.get("LAB", "78")
+LAB = os.environ.get("LAB", "91")
 SIZES = (1 << 12, 1 << 16, 1 << 19, 1 << 21, 1 << 23)
 FIT_SIZES = (1 << 12, 1 << 19, 1 << 23)
 GLOO = "gloo's all_reduce"
@@ -218,6 +218,11 @@ def compare(found: dict[str, Any], hosts: int, mbit: float) -> dict[str, Any]:
         with_data.append({"data_share": float(share), "measured_s": measured, "predicted_s": predicted})
     for row in [*rows, *with_data]:
         row["error"] = row["predicted_s"] / row["measured_s"] - 1
+    names = dict.fromkeys(str(row["algorithm"]) for row in rows)
+    by_name = {
+        name: statistics.median(abs(row["error"]) for row in rows if row["algorithm"] == name)
+        for name in names
+    }
     held_out = [
         abs(r["error"]) for r in rows if r["bytes"] not in FIT_SIZES or r["algorithm"] not in ("ring", GLOO)
     ]
