@@ -123,6 +123,14 @@ def test_an_oversubscribed_uplink_is_the_fullest_link() -> None:
     assert cluster.seconds([inside]) == pytest.approx(NETWORK.latency_s + 1e6 / 1e9)
 
 
+def test_links_that_are_slower_both_ways_cost_exchanges_more_and_rings_nothing() -> None:
+    slow = replace(NETWORK, both_ways=1.8)
+    cluster = Cluster.regular(4, 1, 1, within=FAST, network=slow)
+    exchange, around = recursive_doubling(4, 1e8), ring(4, 1e8)
+    assert cluster.seconds(exchange) == pytest.approx(1.8 * flat(4).seconds(exchange), rel=1e-3)
+    assert cluster.seconds(around) == flat(4).seconds(around)
+
+
 def test_data_takes_the_inward_direction_of_a_card_but_never_more_than_half() -> None:
     cluster, rounds = flat(2), ring(2, 1e8)
     alone = cluster.seconds(rounds)

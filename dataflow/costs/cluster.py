@@ -25,10 +25,13 @@ class Link:
     latency_s: float
     """Of a message, from the call that sends it to the call that has it."""
     bytes_per_s: float
+    both_ways: float = 1.0
+    """How many times longer large messages take where two ranks send to each other at once. gloo over TCP:
+    about 1.8, as both directions share one connection (benchmarks/cost_model.py)."""
 
     def __post_init__(self) -> None:
-        if self.latency_s < 0 or not self.bytes_per_s > 0:
-            raise ValueError(f"a link needs latency_s >= 0 and bytes_per_s > 0, got {self}")
+        if self.latency_s < 0 or not self.bytes_per_s > 0 or self.both_ways < 1:
+            raise ValueError(f"a link needs latency_s >= 0, bytes_per_s > 0 and both_ways >= 1, got {self}")
 
 
 @dataclass(frozen=True)
@@ -152,12 +155,19 @@ class Cluster:
             inward = _left(self.uplink.bytes_per_s, data * in_rack)
             out = _most(self.racks[source[cross]]) / self.uplink.bytes_per_s
             fullest = max(fullest, out, _most(self.racks[target[cross]]) / inward)
-        return latency + messages.nbytes * fullest
+        slower = self.network.both_ways if far.any() and _both_ways(source, target) else 1.0
+        return latency + messages.nbytes * fullest * slower
 
 
 def _most(places: NDArray[np.int64]) -> int:
     """Messages at the place that has most of them."""
     return int(np.bincount(places).max()) if len(places) else 0
+
+
+def _both_ways(source: NDArray[np.int64], target: NDArray[np.int64]) -> bool:
+    """Whether two ranks send to each other."""
+    most = 1 + int(max(source.max(), target.max()))
+    return bool(np.isin(source * most + target, target * most + source).any())
 
 
 def _left(bytes_per_s: float, data: float) -> float:
