@@ -193,6 +193,15 @@ def test_a_fit_finds_the_link_that_made_the_times(latency: float, rate: float) -
     assert found.worst_error < 1e-6
 
 
+def test_one_stretched_time_moves_a_fit_little() -> None:
+    link = Link(1e-4, 1e8)
+    points = [Point(6, n, seconds(link, Point(6, n, 1))) for n in (1e3, 1e5, 1e6, 1e7, 1e8)]
+    points[0] = replace(points[0], seconds=10 * points[0].seconds)
+    found = fit(points)
+    assert found.link.latency_s == pytest.approx(link.latency_s, rel=0.01)
+    assert found.link.bytes_per_s == pytest.approx(link.bytes_per_s, rel=0.01)
+
+
 def test_a_fit_never_finds_less_than_no_latency() -> None:
     found = fit([Point(2, 1e6, 0.5e-3), Point(2, 1e7, 10e-3), Point(2, 1e8, 100e-3)])
     assert found.link.latency_s == 0

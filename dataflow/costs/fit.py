@@ -6,8 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from dataflow.costs.cluster import Link
+
+_TURNS = 50
+_EXACT = 1e-9
+"""An error that counts as none."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +51,9 @@ def seconds(link: Link, point: Point) -> float:
 
 
 def fit(points: Sequence[Point]) -> Fitted:
-    """The link that makes relative errors smallest (least squares; latency is never negative).
+    """The link whose relative errors have the smallest sum of sizes; latency is never negative.
+
+    Least absolute errors, by reweighted least squares: a time that a busy machine stretched moves the fit little.
 
     Raises `ValueError` for fewer than two sizes, or times that do not grow with bytes.
     """
@@ -56,12 +63,21 @@ def fit(points: Sequence[Point]) -> Fitted:
     if not (measured > 0).all():
         raise ValueError("measured times must be > 0 seconds")
     design = np.array([[point.rounds, point.nbytes] for point in points]) / measured[:, None]
-    (latency, per_byte), *_ = np.linalg.lstsq(design, np.ones(len(points)), rcond=None)
-    if latency < 0:  # the best of those that are possible: no latency
-        bytes_ = design[:, 1]
-        latency, per_byte = 0.0, bytes_.sum() / (bytes_ @ bytes_)
+    weights = np.ones(len(points))
+    for _ in range(_TURNS):
+        latency, per_byte = _least_squares(design, weights)
+        errors = np.abs(design @ (latency, per_byte) - 1)
+        weights = 1 / np.sqrt(np.maximum(errors, _EXACT))
     if not per_byte > 0:
         raise ValueError("the measured times do not grow with bytes: measure larger sizes")
     link = Link(float(latency), float(1 / per_byte))
-    errors = tuple(seconds(link, point) / point.seconds - 1 for point in points)
-    return Fitted(link, errors)
+    off = tuple(seconds(link, point) / point.seconds - 1 for point in points)
+    return Fitted(link, off)
+
+
+def _least_squares(design: NDArray[np.float64], weights: NDArray[np.float64]) -> tuple[float, float]:
+    (latency, per_byte), *_ = np.linalg.lstsq(design * weights[:, None], weights, rcond=None)
+    if latency >= 0:
+        return float(latency), float(per_byte)
+    bytes_ = design[:, 1] * weights  # the best of those that are possible: no latency
+    return 0.0, float(bytes_ @ weights / (bytes_ @ bytes_))
