@@ -53,7 +53,7 @@ def seconds(link: Link, point: Point) -> float:
 def fit(points: Sequence[Point]) -> Fitted:
     """The link whose relative errors have the smallest sum of sizes; latency is never negative.
 
-    Least absolute errors, by reweighted least squares: a time that a busy machine stretched moves the fit little.
+    Least absolute errors, by reweighted least squares: one stretched time moves the fit little.
 
     Raises `ValueError` for fewer than two sizes, or times that do not grow with bytes.
     """
