@@ -1,4 +1,4 @@
-"""The command line: `dataflow demo`, `dataflow index`, `dataflow inspect` and `dataflow bench`.
+"""The command line: `dataflow demo`, `index`, `inspect`, `bench` and `plan`.
 
 Commands import what they need when they run, so that `--help` is quick. What a user can cure (wrong
 arguments, missing or broken files, packages that are not installed) ends as one line and exit code 1;
@@ -14,6 +14,7 @@ import click
 
 from dataflow.bench.commands import bench
 from dataflow.cli_options import dataset_options, plain_errors, size
+from dataflow.costs.commands import plan
 from sharding.blocks import DEFAULT_BLOCK_BYTES
 
 if TYPE_CHECKING:
@@ -43,6 +44,10 @@ def main() -> None:
       dataflow bench storage 's3://bucket/train-{0000..0015}.tar'
       dataflow bench loader data/train.catalog --compute-ms 50 --ranks 2
       dataflow bench compare data/train.catalog
+
+    \b
+    Predict what a step and a run will take on a cluster:
+      dataflow plan --nodes 64 --racks 8 --parameters 1.3B --microbatch-ms 180
 
     \b
     Then, in Python:
@@ -210,6 +215,7 @@ def demo(
 
 
 main.add_command(bench)
+main.add_command(plan)
 
 
 if __name__ == "__main__":

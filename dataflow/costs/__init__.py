@@ -1,0 +1,1 @@
+"""What training steps cost before they are run: reductions on a topology, step time, money, energy."""

@@ -1,0 +1,151 @@
+"""Time of a training step: compute, gradients on the links, data on the same links."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from dataflow.costs.cluster import Cluster
+from dataflow.costs.collectives import all_reduces
+
+_TURNS = 40
+_GOOD_SHARE = 0.95
+
+
+@dataclass(frozen=True)
+class Job:
+    """What every rank does in a window of `accumulate` microbatches.
+
+    Attributes:
+        gradient_bytes: of all gradients together, as they are sent.
+        microbatch_s: seconds of forward and backward of one microbatch.
+        microbatch: samples of one.
+        accumulate: microbatches a window.
+        sample_bytes: read from the store for one sample.
+        backward_share: of `microbatch_s`; the last backward hides communication.
+        bucket_bytes: gradients travel in pieces of this size, as they become ready (DDP: 25 MiB).
+        update_s: the optimizer's.
+        gated: no data is read while gradients travel (the I/O gate).
+    """
+
+    gradient_bytes: float
+    microbatch_s: float
+    microbatch: int = 1
+    accumulate: int = 1
+    sample_bytes: float = 0.0
+    backward_share: float = 2 / 3
+    bucket_bytes: float = 25 << 20
+    update_s: float = 0.0
+    gated: bool = False
+
+    def __post_init__(self) -> None:
+        if self.gradient_bytes < 0 or self.microbatch_s < 0 or self.sample_bytes < 0 or self.update_s < 0:
+            raise ValueError("bytes and seconds of a job must be >= 0")
+        if self.microbatch < 1 or self.accumulate < 1 or not self.bucket_bytes > 0:
+            raise ValueError("microbatch, accumulate and bucket_bytes of a job must be >= 1")
+        if not 0 <= self.backward_share <= 1:
+            raise ValueError(f"backward_share must be in [0, 1], got {self.backward_share}")
+
+    @property
+    def buckets(self) -> int:
+        """Pieces that gradients travel in."""
+        return max(1, math.ceil(self.gradient_bytes / self.bucket_bytes))
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A window of a job on a cluster. Seconds, bytes a second, samples of all ranks."""
+
+    algorithm: str
+    accumulate: int
+    window_s: float
+    compute_s: float
+    """Forward and backward of all microbatches, and the update."""
+    sync_s: float
+    """Gradients on the links."""
+    exposed_s: float
+    """Of `sync_s`, what no backward hides."""
+    data_wait_s: float
+    """What the window is longer because data does not come faster."""
+    data_bytes_per_s: float
+    """What each node reads, on average."""
+    samples_per_s: float
+    batch: int
+    """Samples of a window, of all ranks."""
+
+
+def predict(cluster: Cluster, job: Job, algorithm: str | None = None) -> Prediction:
+    """One algorithm of `all_reduces`, or the fastest.
+
+    Raises `ValueError` for an algorithm that the cluster does not have.
+    """
+    names = list(all_reduces(cluster, job.gradient_bytes))
+    if algorithm is not None and algorithm not in names:
+        raise ValueError(f"no all-reduce {algorithm!r} on this cluster: {', '.join(names)}")
+    chosen = names if algorithm is None else [algorithm]
+    return min((_predict(cluster, job, name) for name in chosen), key=lambda found: found.window_s)
+
+
+def _predict(cluster: Cluster, job: Job, algorithm: str) -> Prediction:
+    compute = job.accumulate * job.microbatch_s + job.update_s
+    per_node = cluster.num_ranks / cluster.num_nodes
+    data = job.accumulate * job.microbatch * job.sample_bytes * per_node
+    pieces = job.buckets
+    rounds = all_reduces(cluster, job.gradient_bytes / pieces)[algorithm]
+    card = _inward(cluster)
+    window = compute
+    # Data takes from gradients what it needs in a second, which depends on how long the window is: a fixed
+    # point, approached from both sides at half speed since each makes the other shorter.
+    for _ in range(_TURNS):
+        rate = 0.0 if job.gated else min(data / window if window else 0.0, card)
+        piece = cluster.seconds(rounds, data_bytes_per_s=rate)
+        sync = pieces * piece
+        exposed = _exposed(pieces, piece, job.microbatch_s * job.backward_share)
+        busy = compute + exposed
+        reading = (sync if job.gated else 0.0) + data / card
+        window += 0.5 * (max(busy, reading) - window)
+    window = max(busy, reading)
+    batch = job.accumulate * job.microbatch * cluster.num_ranks
+    return Prediction(
+        algorithm=algorithm,
+        accumulate=job.accumulate,
+        window_s=window,
+        compute_s=compute,
+        sync_s=sync,
+        exposed_s=exposed,
+        data_wait_s=max(0.0, reading - busy),
+        data_bytes_per_s=data / window if window else 0.0,
+        samples_per_s=batch / window if window else math.inf,
+        batch=batch,
+    )
+
+
+def _inward(cluster: Cluster) -> float:
+    """Bytes a second that a node can read while all others read as much."""
+    if cluster.uplink is None:
+        return cluster.network.bytes_per_s
+    most = max(cluster.racks_of_nodes.count(rack) for rack in set(cluster.racks_of_nodes))
+    return min(cluster.network.bytes_per_s, cluster.uplink.bytes_per_s / most)
+
+
+def _exposed(pieces: int, piece_s: float, backward_s: float) -> float:
+    """When the last piece is there, after the end of the backward in which pieces become ready one by one."""
+    done = 0.0
+    for number in range(1, pieces + 1):
+        done = max(done, number / pieces * backward_s) + piece_s
+    return done - backward_s
+
+
+def best_accumulation(
+    cluster: Cluster, job: Job, candidates: Iterable[int], algorithm: str | None = None
+) -> tuple[Prediction, Sequence[Prediction]]:
+    """The fewest microbatches that give 95 % of the best samples a second, and all predictions.
+
+    A larger batch than it needs to keep the links out of the way only makes updates fewer.
+    """
+    found = [predict(cluster, replace(job, accumulate=k), algorithm) for k in sorted(set(candidates))]
+    if not found:
+        raise ValueError("no number of microbatches to choose from")
+    most = max(each.samples_per_s for each in found)
+    return next(each for each in found if each.samples_per_s >= _GOOD_SHARE * most), found
