@@ -1,0 +1,118 @@
+"""Which rank is gone, when a collective fails.
+
+Gloo reports a closed connection to those that are directly connected to a dead rank in the collective at
+hand, without a name, and leaves all others waiting for their time-out. Therefore each rank keeps a receive
+open from every other one; it is never sent anything and fails the moment that the rank's process ends. A
+rank on which a collective fails first says "here" in the job's store, then looks at these receives with a
+short time-out. That closes its connections, so whoever still waits fails too and does the same: within
+a moment every rank knows. Gone are those whose connection is closed and who are not "here".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from sharding.errors import DataflowError
+
+_TAG = 0x6461
+_LOOK = timedelta(milliseconds=50)
+_GRACE = timedelta(seconds=5)
+"""For those that are alive, and were made to fail, to say so."""
+
+
+class RankLostError(DataflowError):
+    """Ranks died, or did not come to a collective in time.
+
+    Attributes:
+        ranks: their global ranks.
+        reason: what is known.
+    """
+
+    def __init__(self, ranks: tuple[int, ...], reason: str) -> None:
+        super().__init__(ranks, reason)
+        self.ranks, self.reason = ranks, reason
+
+    def __str__(self) -> str:
+        who = "ranks" if len(self.ranks) > 1 else "rank"
+        return f"{who} {', '.join(map(str, self.ranks))} {self.reason}"
+
+
+class Peers:
+    """The other ranks of a group, watched without a thread.
+
+    Args:
+        ranks: global ranks of the group.
+        group: a private gloo group that can be given up.
+        name: of the keys in the store; the same on all ranks.
+    """
+
+    def __init__(self, ranks: Sequence[int], group: dist.ProcessGroup, name: str) -> None:
+        self._group, self._name = group, name
+        self._own = dist.get_rank()
+        self._others = [rank for rank in ranks if rank != self._own]
+        self._open = {rank: _receive(rank, group) for rank in self._others}
+
+    def explained(self, error: BaseException, also: dist.ProcessGroup | None = None) -> BaseException:
+        """The error itself unless it tells of a connection; else who is lost, the same on all ranks."""
+        if not _is_of_connection(error):
+            return error
+        store = dist.distributed_c10d._get_default_store()
+        with suppress(RuntimeError):  # the store has gone with the rank that kept it
+            store.set(self._key(self._own), "here")
+        closed = [rank for rank, work in self._open.items() if _is_closed(work)]
+        if also is not None and dist.get_backend(also) == "gloo":
+            for rank in self._others:
+                _is_closed(_receive(rank, also))
+                break  # one is enough: its time-out closes all connections of the group
+        try:
+            gone = [rank for rank in closed if not store.check([self._key(rank)])]
+            if gone:
+                return RankLostError(tuple(gone), f"died (seen by rank {self._own}): see its own output")
+            late = self._late(store)
+        except RuntimeError:
+            return RankLostError(
+                tuple(closed), "died, or closed connections after a death; the store is gone too"
+            )
+        if late:
+            return RankLostError(tuple(late), f"did not come in time (seen by rank {self._own}): {error}")
+        return error
+
+    def _late(self, store: Any) -> list[int]:
+        """Those who do not say "here" within the grace, although their collectives were made to fail."""
+        with suppress(RuntimeError):
+            store.wait([self._key(rank) for rank in self._others], _GRACE)
+        return [rank for rank in self._others if not store.check([self._key(rank)])]
+
+    def _key(self, rank: int) -> str:
+        return f"{self._name}/here/{rank}"
+
+
+def _receive(rank: int, group: dist.ProcessGroup) -> Any:
+    held = torch.empty(1)
+    try:
+        return dist.irecv(held, src=rank, group=group, tag=_TAG), held  # the tensor must outlive the receive
+    except RuntimeError as error:
+        return error
+
+
+def _is_closed(work: Any) -> bool:
+    """Whether the rank's end of the connection is closed. Closes this end if not."""
+    if isinstance(work, RuntimeError):
+        return "imed out" not in str(work) and "timeout" not in str(work)
+    try:
+        work[0].wait(_LOOK)
+    except RuntimeError as error:
+        return "imed out" not in str(error) and "timeout" not in str(error)
+    return False
+
+
+def _is_of_connection(error: BaseException) -> bool:
+    return isinstance(error, dist.DistError) or (
+        isinstance(error, RuntimeError) and "gloo" in str(error).lower()
+    )
