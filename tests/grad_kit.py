@@ -166,7 +166,7 @@ def in_windows(case: Case) -> Result:
             result.totals.append(dict(info.totals))
             result.replays += info.replays
     result.parameters = plain_values(model.parameters())
-    result.exchanges, result.left_out = sched._negotiation.exchanges, sched.left_out
+    result.exchanges, result.left_out = sched._negotiation.exchanges, sched.position.left_out
     sched.close()
     return result
 

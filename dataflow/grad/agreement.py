@@ -23,6 +23,10 @@ _SERIAL = itertools.count()
 """Of agreements made by this process; making one is collective, so it is equal on all ranks."""
 
 
+_SHOWN = 8
+"""Ranks that an error lists by number."""
+
+
 class DisagreementError(DataflowError):
     """Ranks are not doing the same thing.
 
@@ -36,10 +40,15 @@ class DisagreementError(DataflowError):
         self.field, self.values, self.ranks = field, values, ranks
 
     def __str__(self) -> str:
-        common = max(self.values, key=self.values.count)
-        odd = [(rank, value) for rank, value in zip(self.ranks, self.values, strict=True) if value != common]
-        others = ", ".join(f"{value!r} on rank {rank}" for rank, value in odd)
-        return f"ranks disagree on {self.field}: {others}, {common!r} on the other ranks"
+        holders: dict[str, list[str]] = {}
+        for rank, value in zip(self.ranks, self.values, strict=True):
+            holders.setdefault(repr(value), []).append(str(rank))
+        each = [f"{value} on rank{'s' * (len(ranks) > 1)} {_some(ranks)}" for value, ranks in holders.items()]
+        return f"ranks disagree on {self.field}: {'; '.join(each)}"
+
+
+def _some(ranks: list[str]) -> str:
+    return ", ".join(ranks[:_SHOWN] + ["..."] * (len(ranks) > _SHOWN))
 
 
 class Agreement:
@@ -56,7 +65,7 @@ class Agreement:
         self._peers: Peers | None = None
         if len(self.ranks) > 1:
             self.group = private_group(self.ranks, timeout_s)
-            self._peers = Peers(self.ranks, self.group, f"dataflow/grad/{next(_SERIAL)}")
+            self._peers = Peers(self.ranks, self.group, f"dataflow/grad/{next(_SERIAL)}", timeout_s)
         self.rank = self.ranks.index(dist.get_rank()) if self.group is not None else 0
 
     @property
@@ -126,12 +135,12 @@ class Agreement:
             raise explained from error
 
 
-def private_group(ranks: Sequence[int], timeout_s: float) -> dist.ProcessGroup:
-    """A gloo group of these ranks. Collective among them."""
+def private_group(ranks: Sequence[int], timeout_s: float, backend: str = "gloo") -> dist.ProcessGroup:
+    """A group of these ranks. Collective among them."""
     everyone = len(ranks) == dist.get_world_size()
     group: dist.ProcessGroup = dist.new_group(
         list(ranks),
-        backend="gloo",
+        backend=backend,
         timeout=timedelta(seconds=timeout_s),
         use_local_synchronization=not everyone,
     )

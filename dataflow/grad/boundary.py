@@ -115,12 +115,10 @@ class Boundary:
         update(self.model)
 
 
-def check_boundary(optimizer: Any, max_norm: float | None, schedulers: Sequence[Any], ema: Any) -> None:
+def check_boundary(optimizer: Any, schedulers: Sequence[Any], ema: Any) -> None:
     """`ValueError` for what cannot be stepped here."""
     if not hasattr(optimizer, "param_groups") or not callable(getattr(optimizer, "step", None)):
         raise ValueError(f"optimizer must be one torch optimizer, got {type(optimizer).__name__}")
-    if max_norm is not None and not max_norm > 0:
-        raise ValueError(f"max_norm must be > 0, got {max_norm}; for no clipping, leave it out")
     for scheduler in schedulers:
         if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
             raise ValueError("ReduceLROnPlateau steps on a metric, not on windows: step it yourself")

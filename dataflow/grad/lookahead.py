@@ -18,7 +18,7 @@ Weight = float | Callable[[Any], Any]
 
 @dataclass
 class Share:
-    """This rank's part of one window."""
+    """What one rank has for one window."""
 
     batches: list[Any] = field(default_factory=list)
     weights: list[dict[str, float]] = field(default_factory=list)

@@ -22,8 +22,8 @@ from sharding.errors import DataflowError
 
 _TAG = 0x6461
 _LOOK = timedelta(milliseconds=50)
-_GRACE = timedelta(seconds=5)
-"""For those that are alive, and were made to fail, to say so."""
+_GRACE_S = 5.0
+"""At most so long may those that are alive, and were made to fail, take to say so."""
 
 
 class RankLostError(DataflowError):
@@ -50,10 +50,11 @@ class Peers:
         ranks: global ranks of the group.
         group: a private gloo group that can be given up.
         name: of the keys in the store; the same on all ranks.
+        timeout_s: of the group.
     """
 
-    def __init__(self, ranks: Sequence[int], group: dist.ProcessGroup, name: str) -> None:
-        self._group, self._name = group, name
+    def __init__(self, ranks: Sequence[int], group: dist.ProcessGroup, name: str, timeout_s: float) -> None:
+        self._name, self._grace = name, timedelta(seconds=min(timeout_s, _GRACE_S))
         self._own = dist.get_rank()
         self._others = [rank for rank in ranks if rank != self._own]
         self._open = {rank: _receive(rank, group) for rank in self._others}
@@ -67,9 +68,8 @@ class Peers:
             store.set(self._key(self._own), "here")
         closed = [rank for rank, work in self._open.items() if _is_closed(work)]
         if also is not None and dist.get_backend(also) == "gloo":
-            for rank in self._others:
-                _is_closed(_receive(rank, also))
-                break  # one is enough: its time-out closes all connections of the group
+            # The first time-out closes all connections of the group; a closed one does not time out.
+            any(not _is_closed(_receive(rank, also)) for rank in self._others)
         try:
             gone = [rank for rank in closed if not store.check([self._key(rank)])]
             if gone:
@@ -86,7 +86,7 @@ class Peers:
     def _late(self, store: Any) -> list[int]:
         """Those who do not say "here" within the grace, although their collectives were made to fail."""
         with suppress(RuntimeError):
-            store.wait([self._key(rank) for rank in self._others], _GRACE)
+            store.wait([self._key(rank) for rank in self._others], self._grace)
         return [rank for rank in self._others if not store.check([self._key(rank)])]
 
     def _key(self, rank: int) -> str:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from dataflow.grad.agreement import Agreement
 from dataflow.grad.lookahead import Share
+from dataflow.grad.position import Position
 from dataflow.grad.windows import (
     MICROBATCHES,
     Partial,
@@ -36,16 +37,6 @@ _BATCHES, _COUNT, _WINDOW, _STEP, _ACCUMULATE, _ORDER, _REPLAY, _DECISION = rang
 """Of a rank's row; the weights follow. `_DECISION` is for a controller."""
 _ALIKE = (_WINDOW, _STEP, _ACCUMULATE, _ORDER)
 """Columns in which ranks that do the same have the same."""
-
-
-@dataclass(frozen=True)
-class Standing:
-    """Where a rank stands when it offers a window."""
-
-    window: int
-    step: int
-    order: int
-    """Checksum of all windows and syncs so far."""
 
 
 @dataclass
@@ -93,7 +84,7 @@ class Negotiation:
         self._promised: int | None = None
         """Batches that every rank has in this epoch; None: unknown, and every window is agreed on."""
 
-    def begin_epoch(self, batches: int, at: Standing) -> None:
+    def begin_epoch(self, batches: int, at: Position) -> None:
         """Learn whether all ranks know that they have as many batches (-1: this one does not know)."""
         self._promised = None
         if self._agreement.world_size == 1 or not self._constant:
@@ -104,7 +95,7 @@ class Negotiation:
         known = {row[_BATCHES] for row in rows}
         self._promised = batches if len(known) == 1 and batches >= 0 else None
 
-    def offer(self, share: Share, at: Standing, *, replay: bool, taken: int, exhausted: bool) -> None:
+    def offer(self, share: Share, at: Position, *, replay: bool, taken: int, exhausted: bool) -> None:
         """Tell what this rank has for the next window. Waits for nobody.
 
         `replay`: it has a batch that it can run again. `taken`, `exhausted`: of the epoch's batches.
@@ -114,8 +105,8 @@ class Negotiation:
             if taken > self._promised or (exhausted and taken < self._promised):
                 raise RuntimeError(
                     f"the loader said {self._promised} batches in this epoch and gave {taken}"
-                    f"{'' if exhausted else ' or more'}; the other ranks have relied on that. Its len must be "
-                    "right, or raise TypeError"
+                    f"{'' if exhausted else ' or more'}; the other ranks have relied on that: its len must "
+                    "be right, or raise TypeError"
                 )
             rows = [row] * self._agreement.world_size
             self._rows = lambda: rows
@@ -150,7 +141,7 @@ class Negotiation:
         return Window(plan, share, totals, scales(totals, self._agreement.world_size), giver)
 
     def _row(
-        self, at: Standing, share: Share | None = None, replay: bool = False, batches: int = -1
+        self, at: Position, share: Share | None = None, replay: bool = False, batches: int = -1
     ) -> list[float]:
         own = summed(share.weights) if share is not None else {}
         row = [0.0] * len(_COLUMNS)

@@ -36,7 +36,7 @@ class PhaseSeconds:
     compute: float = 0.0
     """Forward and backward passes, and whatever the loop does besides."""
     sync: float = 0.0
-    """From the first gradient on its way until all are there; near 0: nothing to send, or all of it hidden."""
+    """From the first gradient on its way until all are there. Near 0: nothing to send, or all hidden."""
     step: float = 0.0
     """Clipping, optimizer, schedule, averages."""
     data_wait: float = 0.0

@@ -39,5 +39,5 @@ class Replay:
         self._good = (batch,)
 
     def batch(self, instead: Any) -> Any:
-        """The batch to run again; `instead` where none is good, which is then one of a window that is skipped."""
+        """The batch to run again; where none is good `instead`, whose window is skipped anyway."""
         return self._good[0] if self.available() else instead

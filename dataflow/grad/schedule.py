@@ -8,75 +8,32 @@ same order, whatever the ranks' data.
 from __future__ import annotations
 
 import warnings
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import replace
 from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch._C._distributed_c10d import GradBucket
 
-from dataflow.grad.agreement import Agreement, private_group
+from dataflow.grad.agreement import Agreement
 from dataflow.grad.all_reduce import AllReduce
 from dataflow.grad.boundary import Boundary, Outcome, check_boundary, first_lr
 from dataflow.grad.lookahead import LookAhead, Weight, batches_ahead, weigher
-from dataflow.grad.negotiation import Negotiation, Standing, Window
-from dataflow.grad.phases import Phase, PhaseLedger, PhaseSeconds
+from dataflow.grad.microbatch import Microbatch
+from dataflow.grad.negotiation import Negotiation, Window
+from dataflow.grad.phases import Phase, PhaseLedger
+from dataflow.grad.position import Position, check_same_windows
 from dataflow.grad.replay import Replay
-from dataflow.grad.strategy import Strategy, StrategyContext
-from dataflow.grad.windows import (
-    MICROBATCHES,
-    Partial,
-    Uneven,
-    accumulate_for,
-    checked_choices,
-    checked_weight,
-)
-from dataflow.grad.wrapped import Ddp, buffers_kept, check_hooks, mixes_batches, trainable, wrapped
-from dataflow.topology_exchange import detect_topology
+from dataflow.grad.settings import Settings
+from dataflow.grad.step_info import StepInfo
+from dataflow.grad.strategy import Strategy
+from dataflow.grad.strategy_setup import check_strategy, set_up
+from dataflow.grad.windows import MICROBATCHES, Partial, Uneven, checked_weight
+from dataflow.grad.wrapped import Ddp, buffers_kept, check_hooks, mixes_batches, wrapped
 from sharding.topology import Topology
 
 T = TypeVar("T")
-VERSION = 1
-
-
-@dataclass(frozen=True)
-class StepInfo:
-    """What came of one window."""
-
-    window: int
-    """Number of the window since the run began, from 0."""
-    step: int
-    """Optimizer steps taken since the run began, this one included if it was taken."""
-    skipped: bool
-    """The gradient was not finite on some rank; no rank has stepped."""
-    grad_norm: float | None
-    """Norm of the window's gradient over all ranks, before clipping; None if nothing asked for it."""
-    lr: float
-    """Learning rate of the first parameter group in this step."""
-    totals: Mapping[str, float]
-    """Sum of each weight over the window and all ranks; "microbatches" among them."""
-    replays: int
-    """Passes of this rank with weight zero."""
-    seconds: PhaseSeconds
-    """Where this rank's time went since the window before."""
-
-
-@dataclass
-class _Microbatch:
-    """A microbatch that was handed out."""
-
-    window: Window
-    index: int
-    is_last: bool
-    is_replay: bool
-    reduces: bool
-    batch: Any = field(repr=False)
-    kept: Any = ()
-    """Buffers that a replay must not move, with their values."""
-    done: bool = False
 
 
 class GradSchedule:
@@ -95,7 +52,7 @@ class GradSchedule:
         accumulate: microbatches a rank and window.
         global_batch: samples a window over all ranks, instead of `accumulate`: the same on any number of
             ranks. Needs a loader with a `batch_size`.
-        weights: name -> weight of a microbatch, as a constant or a function of the batch; what `scale` divides
+        weights: name -> weight of a microbatch, a constant or a function of the batch: what `scale` divides
             by. "microbatches" is there always, 1 each.
         max_norm: clip the window's gradient to this norm.
         scaler: a `torch.amp.GradScaler`.
@@ -140,44 +97,42 @@ class GradSchedule:
         topology: Topology | None = None,
         ledger: PhaseLedger | None = None,
     ) -> None:
+        self._settings = Settings(
+            accumulate,
+            global_batch,
+            dict(weights or {}),
+            uneven,
+            partial,
+            max_norm,
+            skip_nonfinite,
+            io,
+            timeout_s,
+        )
         schedulers = () if lr is None else tuple(lr) if isinstance(lr, Sequence) else (lr,)
-        _check_arguments(accumulate, global_batch, weights or {}, uneven, partial, io, timeout_s)
-        check_boundary(optimizer, max_norm, schedulers, ema)
+        check_boundary(optimizer, schedulers, ema)
         self.strategy: Strategy = AllReduce() if strategy is None else strategy
         self._wrapped = wrapped(model)
         check_hooks(self._wrapped)
-        self._check_strategy()
+        check_strategy(self.strategy, self._wrapped)
         self.phases = ledger or PhaseLedger()
-        self._loader, self._optimizer = loader, optimizer
-        self._weights: dict[str, Weight] = dict(weights or {})
-        self._uneven: Uneven = uneven
-        self._partial: Partial = partial
+        self._loader, self._optimizer, self._scaler = loader, optimizer, scaler
         self._agreement = Agreement(self._wrapped.ranks, timeout_s)
-        world_size = self._agreement.world_size
-        self.window_size = (
-            accumulate or 1
-            if global_batch is None
-            else accumulate_for(global_batch, batch_size=_batch_size(loader), world_size=world_size)
-        )
+        self.window_size = self._settings.window_size(loader, self._agreement.world_size)
+        """Microbatches a rank and full window."""
         self._agreement.compare(
             {
                 "accumulate": self.window_size,
-                "weights": sorted(self._weights),
-                "constant weights": {k: v for k, v in self._weights.items() if not callable(v)},
-                "uneven": uneven,
-                "partial": partial,
-                "max_norm": max_norm,
                 "strategy": self.strategy.key,
-                "skip_nonfinite": skip_nonfinite,
+                "the kind of model": self._wrapped.kind,
                 "a scaler": scaler is not None and scaler.is_enabled(),
-                "kind of model": self._wrapped.kind,
+                **self._settings.compared(),
             }
         )
-        self._look = LookAhead(loader, self.window_size, weigher(self._weights, checked_weight))
+        self._look = LookAhead(loader, self.window_size, weigher(self._settings.weights, checked_weight))
         self._negotiation = Negotiation(
             self._agreement,
-            self._weights,
-            constant=not any(callable(weight) for weight in self._weights.values()),
+            self._settings.weights,
+            constant=self._settings.constant_weights,
             accumulate=self.window_size,
             uneven=uneven,
             partial=partial,
@@ -194,26 +149,29 @@ class GradSchedule:
             ema,
             skip_nonfinite,
         )
-        self._scaler = scaler
-        self._global_batch = global_batch
         self._replay = Replay()
         self._running = False
-        self._microbatch: _Microbatch | None = None
+        self._microbatch: Microbatch | None = None
         self._implied: str | None = None
-        self._order = 0
-        self.window = 0
-        """Windows that have ended."""
-        self.step_count = 0
-        """Optimizer steps taken."""
-        self.left_out = 0
-        """Microbatches of this rank that were not run, because of uneven="min" or partial="drop"."""
-        self.totals: dict[str, float] = dict.fromkeys([*self._weights, MICROBATCHES], 0.0)
-        """Each weight summed over all windows and ranks."""
+        self._position = Position.start(self._settings.weights)
+        self._consumed = self._look.loader_state()
         self.last: StepInfo | None = None
         """What `step` returned last at a boundary."""
-        self._consumed = self._look.loader_state()
         self._last_lr = first_lr(optimizer)
-        self._setup_strategy(timeout_s, topology)
+        self._end_strategy = set_up(
+            self.strategy,
+            self._wrapped,
+            optimizer,
+            self._agreement,
+            timeout_s=timeout_s,
+            topology=topology,
+            on_bucket=lambda: self.phases.enter(Phase.SYNC),
+        )
+
+    @property
+    def position(self) -> Position:
+        """Windows, steps and totals so far; a copy."""
+        return replace(self._position, totals=dict(self._position.totals))
 
     # ---- the loop -----------------------------------------------------------------------------------
 
@@ -232,10 +190,7 @@ class GradSchedule:
 
         The number of ranks divided by the weight's total over window and ranks; 0 in a replay.
         """
-        microbatch = self._open()
-        if name not in microbatch.window.scales:
-            raise ValueError(f"weights has no {name!r}; there are {', '.join(microbatch.window.scales)}")
-        return 0.0 if microbatch.is_replay else microbatch.window.scales[name]
+        return self._open().scale(name)
 
     def backward(self, loss: Tensor) -> None:
         """The backward pass of the microbatch: once for each, with all its losses added up."""
@@ -254,9 +209,7 @@ class GradSchedule:
             loss = self._scaler.scale(loss)
         self._call(loss.backward)
         self.phases.enter(Phase.COMPUTE)
-        for buffer, value in microbatch.kept:
-            buffer.copy_(value)
-        microbatch.done, microbatch.kept, microbatch.batch = True, (), None
+        microbatch.finish()
 
     def step(self) -> StepInfo | None:
         """End the window after its last microbatch, with an optimizer step; None after all others."""
@@ -267,7 +220,7 @@ class GradSchedule:
             return None
         self.phases.enter(Phase.STEP)
         equal = type(self.strategy) is AllReduce and isinstance(self._wrapped, Ddp)
-        outcome = self._call(lambda: self._boundary.step(self.step_count, equal_gradients=equal))
+        outcome = self._call(lambda: self._boundary.step(self._position.step, equal_gradients=equal))
         self.phases.enter(Phase.COMPUTE)
         return self._end(microbatch.window, outcome)
 
@@ -289,12 +242,12 @@ class GradSchedule:
             raise RuntimeError("two loops ran over one GradSchedule at the same time")
         self._running, self._microbatch = True, None
         try:
-            self._negotiation.begin_epoch(batches_ahead(self._loader), self._standing())
+            self._negotiation.begin_epoch(batches_ahead(self._loader), self._position)
             self._look.begin()
             self._offer()
             while True:
                 window = self._decide()
-                self.left_out += window.plan.left_out[self._agreement.rank]
+                self._position.left_out += window.plan.left_out[self._agreement.rank]
                 if window.plan.empty:
                     break
                 self._note_lr()
@@ -314,7 +267,7 @@ class GradSchedule:
     def _microbatches(self, window: Window) -> Iterator[Any]:
         rank = self._agreement.rank
         forwards, count = window.plan.forwards[rank], window.plan.counts[rank]
-        syncs = self.strategy.syncs(self.step_count)
+        syncs = self.strategy.syncs(self._position.step)
         batch = None
         for index in range(forwards):
             is_last = index == forwards - 1
@@ -327,7 +280,7 @@ class GradSchedule:
             else:
                 batch, window.share.batches[index] = window.share.batches[index], None
             self._wrapped.sync(is_last and syncs)
-            microbatch = _Microbatch(window, index, is_last, is_replay, is_last and syncs, batch)
+            microbatch = Microbatch(window, index, is_last, is_replay, is_last and syncs, batch)
             if is_replay:
                 microbatch.kept = buffers_kept(self._wrapped.inner)
             self._microbatch = microbatch
@@ -341,7 +294,7 @@ class GradSchedule:
         share = self.phases.waited(self._look.fill)
         replay = not share.batches and self._replay.available()
         self._negotiation.offer(
-            share, self._standing(), replay=replay, taken=self._look.taken, exhausted=self._look.exhausted
+            share, self._position, replay=replay, taken=self._look.taken, exhausted=self._look.exhausted
         )
 
     def _decide(self) -> Window:
@@ -360,16 +313,12 @@ class GradSchedule:
         plan, rank = window.plan, self._agreement.rank
         window.ended, self._microbatch = True, None
         self._wrapped.window_done()
-        done = (self.window, plan.forwards, self.strategy.syncs(self.step_count), outcome.skipped)
-        self._order = zlib.crc32(repr(done).encode(), self._order)
-        self.window += 1
-        self.step_count += not outcome.skipped
-        for name, total in window.totals.items():
-            self.totals[name] += total
+        syncs = self.strategy.syncs(self._position.step)
+        self._position.ended(plan, window.totals, syncs=syncs, skipped=outcome.skipped)
         self._consumed = window.share.state
         self.last = StepInfo(
-            self.window - 1,
-            self.step_count,
+            self._position.window - 1,
+            self._position.step,
             outcome.skipped,
             outcome.grad_norm,
             outcome.lr,
@@ -379,10 +328,7 @@ class GradSchedule:
         )
         return self.last
 
-    def _standing(self) -> Standing:
-        return Standing(self.window, self.step_count, self._order)
-
-    def _open(self) -> _Microbatch:
+    def _open(self) -> Microbatch:
         if self._microbatch is None:
             raise RuntimeError("no microbatch is under way: this is for the body of `for batch in sched`")
         return self._microbatch
@@ -407,23 +353,19 @@ class GradSchedule:
     # ---- state --------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the run stands after the last window that ended: a loader's state is that of the batches
-        trained on, not of those looked ahead at. Model, optimizer, scaler, schedule and average are yours
-        to save. JSON, where the loader's and the strategy's states are.
+        """Where the run stands after the last window that ended.
+
+        The loader's state in it is that of the batches trained on, not of those looked ahead at. Model,
+        optimizer, scaler, schedule and average are yours to save. JSON, where loader's and strategy's are.
 
         Raises `RuntimeError` inside a window: gradients are no part of it.
         """
         if self._microbatch is not None:
             raise RuntimeError("a window is under way: take the state after step() has returned a StepInfo")
         return {
-            "version": VERSION,
-            "window": self.window,
-            "step": self.step_count,
-            "order": self._order,
-            "totals": dict(self.totals),
-            "left_out": self.left_out,
+            **self._position.to_json(),
             "accumulate": self.window_size,
-            "global_batch": self._global_batch,
+            "global_batch": self._settings.global_batch,
             "world_size": self._agreement.world_size,
             "lr": self._last_lr,
             "loader": self._consumed,
@@ -439,7 +381,13 @@ class GradSchedule:
         """
         if self._running:
             raise RuntimeError("a loop is under way: load the state before it")
-        check_state(state, VERSION, self.window_size, self._global_batch, self.strategy.key)
+        position = Position.from_json(state, self._settings.weights)
+        check_same_windows(
+            state,
+            accumulate=self.window_size,
+            global_batch=self._settings.global_batch,
+            strategy=self.strategy.key,
+        )
         kept = state["strategy"]["state"]
         if kept and state["world_size"] != self._agreement.world_size:
             warnings.warn(
@@ -455,17 +403,15 @@ class GradSchedule:
                     "the state has the place of a loader, but this loader has no load_state_dict"
                 )
             self._loader.load_state_dict(state["loader"])
-        self.window, self.step_count, self._order = state["window"], state["step"], state["order"]
-        self.left_out, self._last_lr = state["left_out"], state["lr"]
-        self.totals = {**dict.fromkeys(self.totals, 0.0), **state["totals"]}
+        self._position, self._last_lr = position, float(state["lr"])
         self._consumed = state["loader"]
 
     # ---- its end ------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Give groups back; the loader and the model stay usable. Idempotent, and collective like making one."""
+        """Give groups back, on all ranks; the loader and the model stay usable. Idempotent."""
         self._wrapped.restore()
-        self.strategy.close()
+        self._end_strategy()
         self._agreement.close()
 
     def __enter__(self) -> GradSchedule:
@@ -477,77 +423,3 @@ class GradSchedule:
         self.close()
         if explained is not error and explained is not None:
             raise explained from error
-
-    def _setup_strategy(self, timeout_s: float, topology: Topology | None) -> None:
-        agreement = self._agreement
-        own = agreement.group is not None and type(self.strategy) is not AllReduce
-        self.strategy.setup(
-            StrategyContext(
-                self._wrapped.inner,
-                self._optimizer,
-                trainable(self._wrapped.inner),
-                private_group(agreement.ranks, timeout_s) if own else None,
-                agreement.rank,
-                agreement.world_size,
-                topology or detect_topology(),
-            )
-        )
-        if self.strategy.hooks_gradients and isinstance(self._wrapped, Ddp):
-            self._wrapped.ddp.register_comm_hook(None, self._reduced)
-
-    def _reduced(self, _: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-        self.phases.enter(Phase.SYNC)
-        return self.strategy.reduce(bucket)
-
-    def _check_strategy(self) -> None:
-        kind = self._wrapped.kind
-        if kind != "DDP" and self.strategy.hooks_gradients:
-            raise ValueError(f"{self.strategy.name} needs DistributedDataParallel's hook, got a {kind} model")
-
-
-def _check_arguments(
-    accumulate: int | None,
-    global_batch: int | None,
-    weights: Mapping[str, Weight],
-    uneven: str,
-    partial: str,
-    io: str,
-    timeout_s: float,
-) -> None:
-    checked_choices(uneven, partial)
-    if accumulate is not None and global_batch is not None:
-        raise ValueError("accumulate and global_batch both say how large a window is: give one of them")
-    if accumulate is not None and (not isinstance(accumulate, int) or accumulate < 1):
-        raise ValueError(f"accumulate must be an integer >= 1, got {accumulate!r}")
-    if MICROBATCHES in weights:
-        raise ValueError(f"{MICROBATCHES!r} is a weight that is there always: choose another name")
-    if io != "auto":
-        raise ValueError(f'io must be "auto", got {io!r}')
-    if not timeout_s > 0:
-        raise ValueError(f"timeout_s must be > 0 seconds, got {timeout_s}")
-
-
-def _batch_size(loader: Any) -> int:
-    size = getattr(loader, "batch_size", None)
-    if not isinstance(size, int):
-        raise ValueError("global_batch needs a loader with a batch_size: give accumulate instead")
-    return size
-
-
-def check_state(
-    state: Mapping[str, Any], version: int, accumulate: int, global_batch: int | None, key: str
-) -> None:
-    """`ValueError` unless a run can go on from the state."""
-    if not isinstance(state, Mapping) or state.get("version") != version:
-        raise ValueError(f"a state of version {version} is needed, got {state!r:.80}")
-    if state["global_batch"] != global_batch:
-        raise ValueError(
-            f"the state was taken with global_batch={state['global_batch']}, this run has {global_batch}: "
-            "its windows would be others"
-        )
-    if global_batch is None and state["accumulate"] != accumulate:
-        raise ValueError(
-            f"the state was taken with accumulate={state['accumulate']}, this run has {accumulate}"
-        )
-    if state["strategy"]["key"] != key:
-        raise ValueError(f"the state was taken with {state['strategy']['key']!r}, this run has {key!r}")

@@ -45,7 +45,7 @@ class WindowPlan:
     counts: tuple[int, ...]
     """Microbatches that each rank runs and that count."""
     forwards: tuple[int, ...]
-    """Forward passes of each rank: its microbatches, then replays with weight zero. 0 everywhere: no window."""
+    """Forward passes of each rank: its microbatches, then replays with weight zero. All 0: no window."""
     left_out: tuple[int, ...]
     """Microbatches of each rank that are not run."""
     last: bool
@@ -97,7 +97,7 @@ def plan_window(
 
 
 def scales(totals: Mapping[str, float], world_size: int) -> dict[str, float]:
-    """What each normaliser's loss sum is multiplied with: world size / total, as ranks' gradients are averaged.
+    """What a sum of losses is multiplied with: world size / total, since ranks' gradients are averaged.
 
     A total of zero gives 0: then no sample of the window has weight, and a sum over none is zero anyway.
     """
@@ -135,8 +135,9 @@ def accumulate_for(global_batch: int, *, batch_size: int, world_size: int) -> in
     """
     at_once = batch_size * world_size
     if global_batch < 1 or global_batch % at_once:
+        near = max(1, global_batch // at_once) * at_once
         raise ValueError(
-            f"global_batch={global_batch} is not a multiple of batch_size * ranks = {batch_size} * {world_size} "
-            f"= {at_once}; take {max(1, global_batch // at_once) * at_once}, or another batch_size"
+            f"global_batch={global_batch} is not a multiple of batch_size * ranks = {batch_size} * "
+            f"{world_size} = {at_once}; take {near}, or another batch_size"
         )
     return global_batch // at_once

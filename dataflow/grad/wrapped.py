@@ -14,12 +14,7 @@ from typing import Any, Protocol, cast
 import torch
 import torch.distributed as dist
 from torch import nn
-
-try:  # torch 2.6 made it public
-    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
-except ImportError:  # pragma: no cover
-    from torch.distributed._composable.fsdp import FSDPModule  # type: ignore[no-redef]
-    from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
@@ -143,7 +138,7 @@ def wrapped(model: nn.Module) -> Wrapped:
     if isinstance(model, DistributedDataParallel):
         return Ddp(model)
     if isinstance(model, FSDPModule):
-        return Fsdp2(model)
+        return Fsdp2(cast(nn.Module, model))
     for name, module in model.named_modules():
         if isinstance(module, DistributedDataParallel | FSDPModule):
             cure = (
@@ -154,21 +149,20 @@ def wrapped(model: nn.Module) -> Wrapped:
             raise ValueError(f"only {name!r} inside the model is wrapped for several ranks: {cure}")
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         raise ValueError(
-            f"there are {dist.get_world_size()} ranks, but the model's gradients are not averaged: wrap it in "
-            "DistributedDataParallel, or apply fully_shard"
+            f"there are {dist.get_world_size()} ranks, but the model's gradients are not averaged: "
+            "wrap it in DistributedDataParallel, or apply fully_shard"
         )
     return Plain(model)
 
 
 def check_hooks(model: Wrapped) -> None:
     """`ValueError` where gradients already go elsewhere than into windows."""
-    if isinstance(model, Ddp):
-        if model.ddp._comm_hooks:
-            name = getattr(model.ddp._comm_hooks[0][0], "__qualname__", "a hook")
-            raise ValueError(
-                f"DDP has a communication hook already ({name}), and takes one only: leave out "
-                "register_comm_hook (and DDP's mixed_precision=) and say strategy= instead"
-            )
+    if isinstance(model, Ddp) and model.ddp._comm_hooks:
+        name = getattr(model.ddp._comm_hooks[0][0], "__qualname__", "a hook")
+        raise ValueError(
+            f"DDP has a communication hook already ({name}), and takes one only: leave out "
+            "register_comm_hook (and DDP's mixed_precision=) and say strategy= instead"
+        )
     for name, parameter in model.inner.named_parameters():
         if getattr(parameter, "_in_backward_optimizers", None) or parameter._post_accumulate_grad_hooks:
             raise ValueError(
