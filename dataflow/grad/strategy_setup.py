@@ -47,12 +47,13 @@ def set_up(
         )
     )
 
-    def reduced(_: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+    def reduced(bucket: GradBucket) -> torch.futures.Future[Tensor]:
         on_bucket()
         return strategy.reduce(bucket)
 
     if strategy.hooks_gradients and isinstance(model, Ddp):
-        model.ddp.register_comm_hook(None, reduced)
+        # DDP compares annotations with its classes, and ours are strings: a lambda has none.
+        model.ddp.register_comm_hook(None, lambda _, bucket: reduced(bucket))
 
     def end() -> None:
         nonlocal group
