@@ -22,6 +22,7 @@ from sharding.errors import DataflowError
 
 _TAG = 0x6461
 _LOOK = timedelta(milliseconds=50)
+_MOMENT = timedelta(seconds=2)
 _GRACE_S = 5.0
 """At most so long may those that are alive, and were made to fail, take to say so."""
 
@@ -71,10 +72,10 @@ class Peers:
             # The first time-out closes all connections of the group; a closed one does not time out.
             any(not _is_closed(_receive(rank, also)) for rank in self._others)
         try:
-            gone = [rank for rank in closed if not store.check([self._key(rank)])]
-            if gone:
+            # A collective's own time-out closes connections too, a moment before its rank can say "here".
+            if gone := self._silent(store, closed, min(self._grace, _MOMENT)):
                 return RankLostError(tuple(gone), f"died (seen by rank {self._own}): see its own output")
-            late = self._late(store)
+            late = self._silent(store, self._others, self._grace)
         except RuntimeError:
             return RankLostError(
                 tuple(closed), "died, or closed connections after a death; the store is gone too"
@@ -83,11 +84,11 @@ class Peers:
             return RankLostError(tuple(late), f"did not come in time (seen by rank {self._own}): {error}")
         return error
 
-    def _late(self, store: Any) -> list[int]:
-        """Those who do not say "here" within the grace, although their collectives were made to fail."""
+    def _silent(self, store: Any, ranks: Sequence[int], within: timedelta) -> list[int]:
+        """Those of the ranks that do not say "here" in time."""
         with suppress(RuntimeError):
-            store.wait([self._key(rank) for rank in self._others], self._grace)
-        return [rank for rank in self._others if not store.check([self._key(rank)])]
+            store.wait([self._key(rank) for rank in ranks], within)
+        return [rank for rank in ranks if not store.check([self._key(rank)])]
 
     def _key(self, rank: int) -> str:
         return f"{self._name}/here/{rank}"
