@@ -181,7 +181,7 @@ def refusals() -> dict[str, str]:
         "hook": lambda: GradSchedule([], hooked, optimizer),
         "inner": lambda: GradSchedule([], nn.Sequential(hooked), optimizer),
         "fsdp1": lambda: GradSchedule(
-            [], FullyShardedDataParallel(nn.Linear(1, 1), device_id="cpu"), optimizer
+            [], FullyShardedDataParallel(nn.Linear(1, 1), device_id=torch.device("cpu")), optimizer
         ),
         "strategy": lambda: GradSchedule([], wrapped(Case((1, 1), "fsdp"))[0], optimizer, strategy=Hooked()),
         "sync-bn": lambda: next(

@@ -1,6 +1,7 @@
 """A batch that a rank can run again, with weight zero, where it has none of its own.
 
-Zero times infinity is not zero, so a batch whose loss was not finite is never run again. Whether a loss is
+Zero times infinity is not zero, so a batch whose loss was not finite, or whose window was skipped, is never
+run again. Whether a loss is
 finite is looked at only when that is asked for: asking an accelerator waits for it.
 """
 
@@ -25,6 +26,10 @@ class Replay:
         """The first microbatch of a window was run."""
         self.available()
         self._latest, self._finite = batch, torch.isfinite(loss.detach()).all()
+
+    def forget(self) -> None:
+        """The latest window was skipped: a gradient may be infinite where the loss was not."""
+        self._latest = self._finite = None
 
     def available(self) -> bool:
         """Whether there is a batch whose loss was finite."""

@@ -312,6 +312,8 @@ class GradSchedule:
     def _end(self, window: Window, outcome: Outcome) -> StepInfo:
         plan, rank = window.plan, self._agreement.rank
         window.ended, self._microbatch = True, None
+        if outcome.skipped:
+            self._replay.forget()
         self._wrapped.window_done()
         syncs = self.strategy.syncs(self._position.step)
         self._position.ended(plan, window.totals, syncs=syncs, skipped=outcome.skipped)
