@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -211,8 +215,11 @@ def test_combinations_that_cannot_be_exact_are_refused() -> None:
 # ---- going on with another number of ranks --------------------------------------------------------------
 
 
-def train_from(folder: Path, until: int) -> tuple[list[list[int]], list[Tensor]]:
-    """Train up to so many windows, from the checkpoint if there is one; save one after each window."""
+def train_from(folder: Path, until: int, die_at: int = -1) -> tuple[list[list[int]], list[Tensor]]:
+    """Train up to so many windows, from the checkpoint if there is one; save one after each window.
+
+    Rank 1 is killed in window `die_at`, unless it was restarted.
+    """
     several = dist.is_initialized() and dist.get_world_size() > 1
     torch.manual_seed(0)
     model = nn.Linear(1, 1).double()
@@ -221,6 +228,7 @@ def train_from(folder: Path, until: int) -> tuple[list[list[int]], list[Tensor]]
     dataset = ShardedDataset(str(folder / "*.tar"), decode={"cls": "int"}, columns=["cls"])
     seen: list[list[int]] = []
     saved = folder / "checkpoint.pt"
+    restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
     with DataLoader(dataset, 2, shuffle=True, seed=5) as loader:
         sched = GradSchedule(loader, ddp, optimizer, global_batch=8, weights={"n": lambda b: len(b["cls"])})
         if saved.exists():
@@ -231,6 +239,8 @@ def train_from(folder: Path, until: int) -> tuple[list[list[int]], list[Tensor]]
         window: list[int] = []
         for batch in sched:
             window += batch["cls"].tolist() if sched.scale() else []
+            if sched.position.window == die_at and dist.get_rank() and not restarts:
+                os.kill(os.getpid(), signal.SIGKILL)
             x = batch["cls"].view(-1, 1).double() / 100
             sched.backward(ddp(x).square().sum() * sched.scale("n"))
             if sched.step():
@@ -238,7 +248,8 @@ def train_from(folder: Path, until: int) -> tuple[list[list[int]], list[Tensor]]
                 if not several or dist.get_rank() == 0:
                     sched_state = json.dumps(sched.state_dict())
                     parts = {"sched": sched_state, "model": model.state_dict()}
-                    torch.save({**parts, "optimizer": optimizer.state_dict()}, saved)
+                    torch.save({**parts, "optimizer": optimizer.state_dict()}, folder / "new.pt")
+                    (folder / "new.pt").replace(saved)  # the launcher may kill this rank at any time
                 if sched.position.window == until:
                     break
     return seen, [p.detach().clone() for p in model.parameters()]
@@ -254,3 +265,35 @@ def test_a_run_goes_on_with_fewer_ranks_over_the_same_windows(tmp_path: Path) ->
     after, resumed = train_from(tmp_path / "cut", 4)
     assert windows + [sorted(window) for window in after] == [sorted(window) for window in expected]
     assert worst(resumed, parameters) < 1e-12
+
+
+RESTARTED = """
+import sys
+from pathlib import Path
+import torch
+import torch.distributed as dist
+from test_grad_ranks import train_from
+dist.init_process_group("gloo")
+folder = Path(sys.argv[1])
+torch.save(train_from(folder, 4, die_at=2), folder / f"rank-{dist.get_rank()}.pt")
+dist.destroy_process_group()
+"""
+
+
+def test_torchrun_restarts_a_run_whose_rank_was_killed_over_the_same_windows(tmp_path: Path) -> None:
+    for name in ("whole", "cut"):
+        (tmp_path / name).mkdir()
+        make_ints_tar(tmp_path / name)
+    expected, parameters = train_from(tmp_path / "whole", 4)
+    (tmp_path / "train.py").write_text(RESTARTED)
+    path = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parent.parent)])
+    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]
+    command = [sys.executable, *launch, str(tmp_path / "train.py"), str(tmp_path / "cut")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    (first, ours), (second, _) = (torch.load(tmp_path / "cut" / f"rank-{rank}.pt") for rank in (0, 1))
+    after = [sorted(a + b) for a, b in zip(first, second, strict=True)]
+    assert 2 <= len(after) < 4
+    assert after == [sorted(window) for window in expected[-len(after) :]]
+    assert worst(ours, parameters) < 1e-12

@@ -1,8 +1,7 @@
 """A batch that a rank can run again, with weight zero, where it has none of its own.
 
 Zero times infinity is not zero, so a batch whose loss was not finite, or whose window was skipped, is never
-run again. Whether a loss is
-finite is looked at only when that is asked for: asking an accelerator waits for it.
+run again. Whether a loss is finite is looked at only when that is asked for: asking an accelerator waits.
 """
 
 from __future__ import annotations
