@@ -7,6 +7,7 @@ if TYPE_CHECKING:
     from dataflow.cache import Cache
     from dataflow.dataset import ShardedDataset
     from dataflow.decode import Pad
+    from dataflow.grad.schedule import GradSchedule
     from dataflow.image import Image
     from dataflow.loader import DataLoader
     from dataflow.mixture import Mixture
@@ -22,6 +23,7 @@ __all__ = [
     "Cache",
     "DataLoader",
     "DataflowError",
+    "GradSchedule",
     "Image",
     "Mixture",
     "Packed",
@@ -40,6 +42,7 @@ _MODULES = {
     "Cache": "dataflow.cache",
     "DataLoader": "dataflow.loader",
     "DataflowError": "sharding.errors",
+    "GradSchedule": "dataflow.grad.schedule",
     "Image": "dataflow.image",
     "Mixture": "dataflow.mixture",
     "Packed": "sharding.batching",

@@ -227,9 +227,8 @@ class StreamLoader:
         self._settle()
         if self._is_whole():
             self._end_epoch()
-        elif self._in_epoch:  # the last loop was left early: a new loop is a new epoch
-            endless = self.dataset.num_samples(self._epoch) >= ENDLESS
-            self._begin_epoch(*(self._epoch, self._position()) if endless else (self._epoch + 1, 0))
+        elif self._in_epoch:
+            self._begin_epoch(*self._next_loop())
         self._loop = object()
         return self._batches(self._loop)
 
@@ -271,6 +270,20 @@ class StreamLoader:
         if session is not None:
             session.epoch_done(epoch)
         self._begin_epoch(epoch + 1, 0)
+
+    def _next_loop(self) -> tuple[int, int]:
+        """Epoch and position at which the next loop begins."""
+        if not self._in_epoch:
+            return self._epoch, self._start
+        # The last loop was left early: a new loop is a new epoch.
+        endless = not self._is_whole() and self.dataset.num_samples(self._epoch) >= ENDLESS
+        return (self._epoch, self._position()) if endless else (self._epoch + 1, 0)
+
+    @property
+    def batches_left(self) -> int:
+        """Batches that the next loop runs on this rank: those after a loaded state, else of a whole epoch."""
+        self._settle()
+        return self._epoch_plan(*self._next_loop()).num_batches
 
     @property
     def epoch(self) -> int:

@@ -1,0 +1,147 @@
+"""What ranks tell each other about windows, on a private gloo group over host memory.
+
+A row of numbers a rank, all rows on every rank: one all-reduce of a matrix that is zero but for the own row.
+Adding zeros changes no number, so every rank computes its decisions from the same values. The group is
+private because collectives of one group must be issued in the same order on all ranks, and gloo does not
+notice when they are not: it adds up whatever meets.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dataflow.grad.lost import Peers
+from sharding.errors import DataflowError
+
+_SERIAL = itertools.count()
+"""Of agreements made by this process; making one is collective, so it is equal on all ranks."""
+
+
+_SHOWN = 8
+"""Ranks that an error lists by number."""
+
+
+class DisagreementError(DataflowError):
+    """Ranks are not doing the same thing.
+
+    Attributes:
+        field: what differs.
+        values: of each rank.
+    """
+
+    def __init__(self, field: str, values: tuple[Any, ...], ranks: tuple[int, ...]) -> None:
+        super().__init__(field, values, ranks)
+        self.field, self.values, self.ranks = field, values, ranks
+
+    def __str__(self) -> str:
+        holders: dict[str, list[str]] = {}
+        for rank, value in zip(self.ranks, self.values, strict=True):
+            holders.setdefault(repr(value), []).append(str(rank))
+        each = [f"{value} on rank{'s' * (len(ranks) > 1)} {_some(ranks)}" for value, ranks in holders.items()]
+        return f"ranks disagree on {self.field}: {'; '.join(each)}"
+
+
+def _some(ranks: list[str]) -> str:
+    return ", ".join(ranks[:_SHOWN] + ["..."] * (len(ranks) > _SHOWN))
+
+
+class Agreement:
+    """The ranks that share a model, and what they tell each other. Making one is collective.
+
+    Args:
+        ranks: their global ranks; None: this process alone, and every method answers at once.
+        timeout_s: seconds that a rank waits for the others.
+    """
+
+    def __init__(self, ranks: Sequence[int] | None, timeout_s: float) -> None:
+        self.ranks = tuple(ranks or (0,))
+        self.group: dist.ProcessGroup | None = None
+        self._peers: Peers | None = None
+        if len(self.ranks) > 1:
+            self.group = private_group(self.ranks, timeout_s)
+            self._peers = Peers(self.ranks, self.group, f"dataflow/grad/{next(_SERIAL)}", timeout_s)
+        self.rank = self.ranks.index(dist.get_rank()) if self.group is not None else 0
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return len(self.ranks)
+
+    def compare(self, settings: Mapping[str, Any]) -> None:
+        """`DisagreementError` unless all ranks have the same settings; on all ranks alike."""
+        if self.group is None:
+            return
+        found: list[Any] = [None] * self.world_size
+        self._call(lambda: dist.all_gather_object(found, dict(settings), self.group))
+        for name in settings:
+            self.same(name, [each.get(name, "nothing") for each in found])
+
+    def same(self, field: str, values: Sequence[Any]) -> None:
+        """`DisagreementError` unless the ranks' values are equal."""
+        if any(value != values[0] for value in values):
+            raise DisagreementError(field, tuple(values), self.ranks)
+
+    def offer(self, row: Sequence[float]) -> Callable[[], list[list[float]]]:
+        """Begin to exchange one row a rank; what is returned waits for all rows, in rank order."""
+        if self.group is None:
+            rows = [list(row)]
+            return lambda: rows
+        matrix = torch.zeros(self.world_size, len(row), dtype=torch.float64)
+        matrix[self.rank] = torch.tensor(row, dtype=torch.float64)
+        work = self._call(lambda: dist.all_reduce(matrix, group=self.group, async_op=True))
+
+        def rows_of_all() -> list[list[float]]:
+            self._call(work.wait)
+            return matrix.tolist()
+
+        return rows_of_all
+
+    def any(self, flag: bool) -> bool:
+        """Whether any rank says so."""
+        return any(row[0] for row in self.offer([float(flag)])())
+
+    def handed_over(self, value: Any, source: int) -> Any:
+        """What rank `source` (of this agreement) gave, pickled on the way."""
+        found = [value]
+        self._call(lambda: dist.broadcast_object_list(found, src=self.ranks[source], group=self.group))
+        return found[0]
+
+    def explained(self, error: BaseException, also: dist.ProcessGroup | None = None) -> BaseException:
+        """The error, or a `RankLostError` in its place where a lost rank is the cause.
+
+        `also`: a group on which other ranks may be waiting in vain; it is made to fail.
+        """
+        return error if self._peers is None else self._peers.explained(error, also)
+
+    def close(self) -> None:
+        """Give the group back."""
+        group, self.group, self._peers = self.group, None, None
+        if group is not None and dist.is_initialized():
+            dist.destroy_process_group(group)
+
+    def _call(self, what: Callable[[], Any]) -> Any:
+        try:
+            return what()
+        except RuntimeError as error:
+            explained = self.explained(error)
+            if explained is error:
+                raise
+            raise explained from error
+
+
+def private_group(ranks: Sequence[int], timeout_s: float, backend: str = "gloo") -> dist.ProcessGroup:
+    """A group of these ranks. Collective among them."""
+    everyone = len(ranks) == dist.get_world_size()
+    group: dist.ProcessGroup = dist.new_group(
+        list(ranks),
+        backend=backend,
+        timeout=timedelta(seconds=timeout_s),
+        use_local_synchronization=not everyone,
+    )
+    return group

@@ -1,0 +1,138 @@
+"""The end of a window, in the one right order.
+
+Gradients are reduced; the scaler divides its scale out; ranks agree whether they are finite; they are
+clipped; the optimizer steps; gradients are dropped; only then, and only if it has stepped, the learning rate
+and the running average move. A step that is skipped is skipped on every rank.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+from dataflow.grad.agreement import Agreement
+from dataflow.grad.strategy import Strategy
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a window."""
+
+    grad_norm: float | None
+    """Norm of the window's gradient before clipping; None if nothing asked for it."""
+    skipped: bool
+    """The gradient was not finite on some rank: parameters, learning rate and average stayed."""
+    lr: float
+    """Learning rate of the first parameter group in this step."""
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """What happens at the end of each window.
+
+    Attributes:
+        model: the user's module.
+        optimizer, scaler, schedulers, ema: what steps.
+        max_norm: gradients are scaled down to this norm; None: never.
+        skip_nonfinite: a gradient with infinities or NaN makes no step. False, without `max_norm` and
+            `scaler`: nobody looks.
+    """
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    strategy: Strategy
+    agreement: Agreement
+    max_norm: float | None = None
+    scaler: Any = None
+    schedulers: Sequence[Any] = ()
+    ema: Any = None
+    skip_nonfinite: bool = True
+
+    def step(self, number: int, *, equal_gradients: bool) -> Outcome:
+        """End a window with optimizer step `number`.
+
+        `equal_gradients`: all ranks hold the same gradient, so they judge it alike without a word.
+        """
+        self.strategy.before_step(number)
+        scaled = self.scaler is not None and self.scaler.is_enabled()
+        agree = self.agreement.world_size > 1 and not equal_gradients
+        if scaled:
+            if agree:
+                self._spread_nonfinite()
+            self.scaler.unscale_(self.optimizer)
+        norm = self._norm() if self.max_norm is not None or self.skip_nonfinite or scaled else None
+        value = None if norm is None else float(norm)
+        skipped = value is not None and not math.isfinite(value)
+        if agree and value is not None and not scaled:
+            skipped = self.agreement.any(skipped)
+        if norm is not None and self.max_norm is not None and not skipped:
+            clip_grads_with_norm_(self._parameters(), self.max_norm, norm)
+        lr = first_lr(self.optimizer)
+        if not skipped:
+            if self.scaler is None:
+                self.optimizer.step()
+            else:
+                self.scaler.step(self.optimizer)
+        if self.scaler is not None:
+            self.scaler.update()
+        self.strategy.after_step(number, skipped=skipped)
+        self.optimizer.zero_grad(set_to_none=True)
+        if not skipped:
+            for scheduler in self.schedulers:
+                scheduler.step()
+            self._average()
+        return Outcome(value, skipped, lr)
+
+    def _parameters(self) -> list[torch.Tensor]:
+        every: list[torch.Tensor] = [p for group in self.optimizer.param_groups for p in group["params"]]
+        return [parameter for parameter in every if parameter.grad is not None]
+
+    def _norm(self) -> torch.Tensor:
+        """Of the whole gradient; of sharded ones over all ranks."""
+        norm = get_total_norm([p.grad for p in self._parameters() if p.grad is not None])
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+    def _spread_nonfinite(self) -> None:
+        """Let every rank's scaler find what one rank's gradient has; it has no other way to be told."""
+        held = [p.grad for p in self._parameters() if p.grad is not None]
+        local = [g.to_local() if isinstance(g, DTensor) else g for g in held]
+        finite = all(bool(torch.isfinite(gradient).all()) for gradient in local)
+        if self.agreement.any(not finite) and finite:
+            for gradient in local:
+                gradient.view(-1)[:1] = torch.nan
+
+    def _average(self) -> None:
+        if self.ema is None:
+            return
+        update: Callable[[nn.Module], Any] = getattr(self.ema, "update_parameters", self.ema)
+        update(self.model)
+
+
+def check_boundary(optimizer: Any, schedulers: Sequence[Any], ema: Any) -> None:
+    """`ValueError` for what cannot be stepped here."""
+    if not hasattr(optimizer, "param_groups") or not callable(getattr(optimizer, "step", None)):
+        raise ValueError(f"optimizer must be one torch optimizer, got {type(optimizer).__name__}")
+    for scheduler in schedulers:
+        if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+            raise ValueError("ReduceLROnPlateau steps on a metric, not on windows: step it yourself")
+        if not callable(getattr(scheduler, "step", None)):
+            raise ValueError(
+                f"lr must be a scheduler with a step(), or several, got {type(scheduler).__name__}"
+            )
+    if ema is not None and not callable(getattr(ema, "update_parameters", ema)):
+        raise ValueError(
+            "ema must be an AveragedModel, or a function that is called with the model, "
+            f"got {type(ema).__name__}"
+        )
+
+
+def first_lr(optimizer: torch.optim.Optimizer) -> float:
+    """Learning rate of the first parameter group."""
+    return float(optimizer.param_groups[0]["lr"]) if optimizer.param_groups else 0.0

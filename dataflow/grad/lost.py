@@ -1,0 +1,119 @@
+"""Which rank is gone, when a collective fails.
+
+Gloo reports a closed connection to those that are directly connected to a dead rank in the collective at
+hand, without a name, and leaves all others waiting for their time-out. Therefore each rank keeps a receive
+open from every other one; it is never sent anything and fails the moment that the rank's process ends. A
+rank on which a collective fails first says "here" in the job's store, then looks at these receives with a
+short time-out. That closes its connections, so whoever still waits fails too and does the same: within
+a moment every rank knows. Gone are those whose connection is closed and who are not "here".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from sharding.errors import DataflowError
+
+_TAG = 0x6461
+_LOOK = timedelta(milliseconds=50)
+_MOMENT = timedelta(seconds=2)
+_GRACE_S = 5.0
+"""At most so long may those that are alive, and were made to fail, take to say so."""
+
+
+class RankLostError(DataflowError):
+    """Ranks died, or did not come to a collective in time.
+
+    Attributes:
+        ranks: their global ranks.
+        reason: what is known.
+    """
+
+    def __init__(self, ranks: tuple[int, ...], reason: str) -> None:
+        super().__init__(ranks, reason)
+        self.ranks, self.reason = ranks, reason
+
+    def __str__(self) -> str:
+        who = "ranks" if len(self.ranks) > 1 else "rank"
+        return f"{who} {', '.join(map(str, self.ranks))} {self.reason}"
+
+
+class Peers:
+    """The other ranks of a group, watched without a thread.
+
+    Args:
+        ranks: global ranks of the group.
+        group: a private gloo group that can be given up.
+        name: of the keys in the store; the same on all ranks.
+        timeout_s: of the group.
+    """
+
+    def __init__(self, ranks: Sequence[int], group: dist.ProcessGroup, name: str, timeout_s: float) -> None:
+        self._name, self._grace = name, timedelta(seconds=min(timeout_s, _GRACE_S))
+        self._own = dist.get_rank()
+        self._others = [rank for rank in ranks if rank != self._own]
+        self._open = {rank: _receive(rank, group) for rank in self._others}
+
+    def explained(self, error: BaseException, also: dist.ProcessGroup | None = None) -> BaseException:
+        """The error itself unless it tells of a connection; else who is lost, the same on all ranks."""
+        if not _is_of_connection(error):
+            return error
+        store = dist.distributed_c10d._get_default_store()
+        with suppress(RuntimeError):  # the store has gone with the rank that kept it
+            store.set(self._key(self._own), "here")
+        closed = [rank for rank, work in self._open.items() if _is_closed(work)]
+        if also is not None and dist.get_backend(also) == "gloo":
+            # The first time-out closes all connections of the group; a closed one does not time out.
+            any(not _is_closed(_receive(rank, also)) for rank in self._others)
+        try:
+            # A collective's own time-out closes connections too, a moment before its rank can say "here".
+            if gone := self._silent(store, closed, min(self._grace, _MOMENT)):
+                return RankLostError(tuple(gone), f"died (seen by rank {self._own}): see its own output")
+            late = self._silent(store, self._others, self._grace)
+        except RuntimeError:
+            return RankLostError(
+                tuple(closed), "died, or closed connections after a death; the store is gone too"
+            )
+        if late:
+            return RankLostError(tuple(late), f"did not come in time (seen by rank {self._own}): {error}")
+        return error
+
+    def _silent(self, store: Any, ranks: Sequence[int], within: timedelta) -> list[int]:
+        """Those of the ranks that do not say "here" in time."""
+        with suppress(RuntimeError):
+            store.wait([self._key(rank) for rank in ranks], within)
+        return [rank for rank in ranks if not store.check([self._key(rank)])]
+
+    def _key(self, rank: int) -> str:
+        return f"{self._name}/here/{rank}"
+
+
+def _receive(rank: int, group: dist.ProcessGroup) -> Any:
+    held = torch.empty(1)
+    try:
+        return dist.irecv(held, src=rank, group=group, tag=_TAG), held  # the tensor must outlive the receive
+    except RuntimeError as error:
+        return error
+
+
+def _is_closed(work: Any) -> bool:
+    """Whether the rank's end of the connection is closed. Closes this end if not."""
+    if isinstance(work, RuntimeError):
+        return "imed out" not in str(work) and "timeout" not in str(work)
+    try:
+        work[0].wait(_LOOK)
+    except RuntimeError as error:
+        return "imed out" not in str(error) and "timeout" not in str(error)
+    return False
+
+
+def _is_of_connection(error: BaseException) -> bool:
+    return isinstance(error, dist.DistError) or (
+        isinstance(error, RuntimeError) and "gloo" in str(error).lower()
+    )

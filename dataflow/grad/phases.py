@@ -1,0 +1,91 @@
+"""Where a training step stands: COMPUTE, SYNC (gradients travel) or STEP (the optimizer), and for how long.
+
+`GradSchedule` enters the phases; listeners (the gate that holds data traffic back, reports) are told of each
+change. SYNC begins with the first bucket that DDP hands to a communication hook, or without a hook with the
+last backward pass of a window, and ends when that backward pass has returned. With NCCL that is when the
+collectives are enqueued, not when they are done.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+class Phase(StrEnum):
+    """What a training step is doing."""
+
+    COMPUTE = "compute"
+    SYNC = "sync"
+    STEP = "step"
+
+
+Listener = Callable[[Phase, float], None]
+"""Called with the phase that begins and the clock's time, in the thread that enters it; must not block."""
+
+
+@dataclass(frozen=True)
+class PhaseSeconds:
+    """Seconds of one window on this rank."""
+
+    compute: float = 0.0
+    """Forward and backward passes, and whatever the loop does besides."""
+    sync: float = 0.0
+    """From the first gradient on its way until all are there. Near 0: nothing to send, or all hidden."""
+    step: float = 0.0
+    """Clipping, optimizer, schedule, averages."""
+    data_wait: float = 0.0
+    """Waiting for the loader, and for the other ranks' counts. Near 0: neither holds training up."""
+
+
+class PhaseLedger:
+    """Adds up seconds per phase. Used by the training thread and the thread of its backward pass, in turn."""
+
+    def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
+        self._now = now
+        self._listeners: list[Listener] = []
+        self._since = now()
+        self._waited = 0.0
+        self._seconds = dict.fromkeys(Phase, 0.0)
+        self.phase = Phase.COMPUTE
+
+    def listen(self, listener: Listener) -> Callable[[], None]:
+        """Tell `listener` of each change from now on; returns what ends that."""
+        self._listeners.append(listener)
+        return lambda: self._listeners.remove(listener)
+
+    def enter(self, phase: Phase) -> None:
+        """End the present phase; nothing if it is this one."""
+        if phase == self.phase:
+            return
+        now = self._account()
+        self.phase = phase
+        for listener in self._listeners:
+            listener(phase, now)
+
+    def waited(self, wait: Callable[[], T]) -> T:
+        """Call `wait`, and count its seconds as waiting for data instead of the present phase."""
+        began = self._account()
+        try:
+            return wait()
+        finally:
+            self._since = self._now()
+            self._waited += self._since - began
+
+    def take(self) -> PhaseSeconds:
+        """What was counted since the last call."""
+        self._account()
+        spent, self._seconds = self._seconds, dict.fromkeys(Phase, 0.0)
+        waited, self._waited = self._waited, 0.0
+        return PhaseSeconds(spent[Phase.COMPUTE], spent[Phase.SYNC], spent[Phase.STEP], waited)
+
+    def _account(self) -> float:
+        now = self._now()
+        self._seconds[self.phase] += now - self._since
+        self._since = now
+        return now

@@ -1,0 +1,69 @@
+"""Where a run stands: what is counted from window to window, compared between ranks and kept in states."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from dataflow.grad.windows import MICROBATCHES, WindowPlan
+
+VERSION = 1
+
+
+@dataclass
+class Position:
+    """Equal on all ranks, but for `left_out`."""
+
+    window: int = 0
+    """Windows that have ended."""
+    step: int = 0
+    """Optimizer steps taken."""
+    order: int = 0
+    """Checksum of every window's passes and syncs: ranks that differ have issued other collectives."""
+    left_out: int = 0
+    """Microbatches of this rank that were not run, because of uneven="min" or partial="drop"."""
+    totals: dict[str, float] = field(default_factory=dict)
+    """Each weight summed over all windows and ranks."""
+
+    @classmethod
+    def start(cls, weights: Iterable[str]) -> Position:
+        """Of a run that begins."""
+        return cls(totals=dict.fromkeys([*weights, MICROBATCHES], 0.0))
+
+    def ended(self, plan: WindowPlan, totals: Mapping[str, float], *, syncs: bool, skipped: bool) -> None:
+        """One more window."""
+        self.order = zlib.crc32(repr((self.window, plan.forwards, syncs, skipped)).encode(), self.order)
+        self.window += 1
+        self.step += not skipped
+        for name, total in totals.items():
+            self.totals[name] += total
+
+    def to_json(self) -> dict[str, Any]:
+        """As a JSON value."""
+        return {"version": VERSION, **asdict(self)}
+
+    @classmethod
+    def from_json(cls, state: Mapping[str, Any], weights: Iterable[str]) -> Position:
+        """From `to_json()`; `ValueError` if it is something else. Weights that are new begin at 0."""
+        if not isinstance(state, Mapping) or state.get("version") != VERSION:
+            raise ValueError(f"a GradSchedule state of version {VERSION} is needed, got {state!r:.80}")
+        made = cls(**{name: state[name] for name in ("window", "step", "order", "left_out")})
+        made.totals = {**cls.start(weights).totals, **state["totals"]}
+        return made
+
+
+def check_same_windows(
+    state: Mapping[str, Any], *, accumulate: int, global_batch: int | None, strategy: str
+) -> None:
+    """`ValueError` if the windows of the state and of this run are not the same."""
+    here: dict[str, Any] = {"global_batch": global_batch, "strategy": strategy}
+    there: dict[str, Any] = {"global_batch": state["global_batch"], "strategy": state["strategy"]["key"]}
+    if global_batch is None:  # else it follows the number of ranks
+        here["accumulate"], there["accumulate"] = accumulate, state["accumulate"]
+    for name, value in here.items():
+        if there[name] != value:
+            raise ValueError(
+                f"the state was taken with {name}={there[name]!r}, this run has {name}={value!r}"
+            )

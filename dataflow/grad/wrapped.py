@@ -1,0 +1,205 @@
+"""What wraps the model (nothing, DDP or FSDP2), how its gradient sync is switched, and what cannot be used.
+
+Whether DDP reduces is decided when a forward pass begins and again in the backward pass, so the switch must
+hold for both; this is why the schedule sets it before it hands out a microbatch. DDP with a static graph
+cannot begin without a reduction (it records the graph then), so its first window reduces after every
+microbatch: the same sum, since what is there already is equal on all ranks and stays as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Protocol, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+
+class Wrapped(Protocol):
+    """A model whose gradients are averaged over ranks."""
+
+    kind: str
+    """"plain", "DDP" or "FSDP2"."""
+    inner: nn.Module
+    """The user's module."""
+    ranks: list[int] | None
+    """Global ranks that the gradients are averaged over; None in a single process."""
+    group: dist.ProcessGroup | None
+    """Where gradients travel; None if there is no single one."""
+
+    @property
+    def equal_forwards(self) -> bool:
+        """Whether every rank must run as many forward passes in the next window."""
+
+    def sync(self, on: bool) -> None:
+        """Whether the next forward and backward pass reduce gradients."""
+
+    def window_done(self) -> None:
+        """A window was run to its end."""
+
+    def restore(self) -> None:
+        """Set the switches back to what PyTorch expects outside windows."""
+
+
+class Plain:
+    """One process."""
+
+    kind = "plain"
+    ranks: list[int] | None = None
+    group: dist.ProcessGroup | None = None
+    equal_forwards = False
+
+    def __init__(self, model: nn.Module) -> None:
+        self.inner = model
+
+    def sync(self, on: bool) -> None:
+        """Nothing to reduce."""
+
+    def window_done(self) -> None:
+        """Nothing to note."""
+
+    def restore(self) -> None:
+        """Nothing was changed."""
+
+
+class Ddp:
+    """DistributedDataParallel."""
+
+    kind = "DDP"
+
+    def __init__(self, ddp: DistributedDataParallel) -> None:
+        self.ddp = ddp
+        self.inner: nn.Module = ddp.module
+        self.group: dist.ProcessGroup | None = ddp.process_group
+        self.ranks: list[int] | None = dist.get_process_group_ranks(ddp.process_group)
+        self._primed = not ddp.static_graph
+        self._collective = _has_sync_batch_norm(ddp)
+
+    @property
+    def equal_forwards(self) -> bool:
+        """While every microbatch is reduced, and with SyncBatchNorm."""
+        return self._collective or not self._primed
+
+    def sync(self, on: bool) -> None:
+        """As `no_sync`, but held over forward and backward."""
+        self.ddp.require_backward_grad_sync = on or not self._primed
+
+    def window_done(self) -> None:
+        """The static graph, if there is one, is known now."""
+        self._primed = True
+
+    def restore(self) -> None:
+        """A backward pass reduces."""
+        self.ddp.require_backward_grad_sync = True
+
+
+class Fsdp2:
+    """A module that `fully_shard` was applied to; its forward passes gather parameters from all ranks."""
+
+    kind = "FSDP2"
+    equal_forwards = True
+
+    def __init__(self, model: nn.Module) -> None:
+        self.inner = model
+        self._fsdp = cast(FSDPModule, model)
+        mesh = _mesh_of_shards(model)
+        self.group: dist.ProcessGroup | None = mesh.get_group() if mesh.ndim == 1 else None
+        self.ranks: list[int] | None = [int(rank) for rank in mesh.mesh.flatten().tolist()]
+
+    def sync(self, on: bool) -> None:
+        """Whether the backward pass scatters sums; else gradients stay whole, on every rank."""
+        self._fsdp.set_requires_gradient_sync(on)
+        self._fsdp.set_is_last_backward(on)
+
+    def window_done(self) -> None:
+        """Nothing to note."""
+
+    def restore(self) -> None:
+        """A backward pass reduces."""
+        self.sync(True)
+
+
+def wrapped(model: nn.Module) -> Wrapped:
+    """What the model is wrapped in; `ValueError` for what windows cannot be exact with."""
+    model = getattr(model, "_orig_mod", model)  # torch.compile's wrapper: the switches lie inside
+    if type(model).__module__.split(".")[0] == "deepspeed":
+        raise ValueError(
+            "a DeepSpeed engine accumulates and steps by itself: use its gradient_accumulation_steps, "
+            "or give GradSchedule the module in DistributedDataParallel or fully_shard"
+        )
+    if isinstance(model, DataParallel):
+        raise ValueError("DataParallel runs in one process: use DistributedDataParallel")
+    if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
+        raise ValueError("FullyShardedDataParallel (FSDP1) is not supported: use fully_shard (FSDP2)")
+    if isinstance(model, DistributedDataParallel):
+        return Ddp(model)
+    if isinstance(model, FSDPModule):
+        return Fsdp2(cast(nn.Module, model))
+    for name, module in model.named_modules():
+        if isinstance(module, DistributedDataParallel | FSDPModule):
+            cure = (
+                "give that module"
+                if isinstance(module, DistributedDataParallel)
+                else "fully_shard the model too"
+            )
+            raise ValueError(f"only {name!r} inside the model is wrapped for several ranks: {cure}")
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        raise ValueError(
+            f"there are {dist.get_world_size()} ranks, but the model's gradients are not averaged: "
+            "wrap it in DistributedDataParallel, or apply fully_shard"
+        )
+    return Plain(model)
+
+
+def check_hooks(model: Wrapped) -> None:
+    """`ValueError` where gradients already go elsewhere than into windows."""
+    if isinstance(model, Ddp) and model.ddp._comm_hooks:
+        name = getattr(model.ddp._comm_hooks[0][0], "__qualname__", "a hook")
+        raise ValueError(
+            f"DDP has a communication hook already ({name}), and takes one only: leave out "
+            "register_comm_hook (and DDP's mixed_precision=) and say strategy= instead"
+        )
+    for name, parameter in model.inner.named_parameters():
+        if getattr(parameter, "_in_backward_optimizers", None) or parameter._post_accumulate_grad_hooks:
+            raise ValueError(
+                f"parameter {name!r} has a hook that runs after each backward pass, as an optimizer in the "
+                "backward pass has: it would step on a part of a window's gradient"
+            )
+
+
+def trainable(model: nn.Module) -> Mapping[str, nn.Parameter]:
+    """Parameters that need a gradient, by name."""
+    return {name: value for name, value in model.named_parameters() if value.requires_grad}
+
+
+def buffers_kept(model: nn.Module) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
+    """Each buffer and a copy of it: a replay must not move running statistics."""
+    return [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+
+
+def mixes_batches(model: nn.Module) -> bool:
+    """Whether a replayed batch would change other ranks' results."""
+    return _has_sync_batch_norm(model)
+
+
+def _has_sync_batch_norm(model: nn.Module) -> bool:
+    return any(isinstance(module, nn.SyncBatchNorm) for module in model.modules())
+
+
+def _mesh_of_shards(model: nn.Module) -> Any:
+    sharded: list[Any] = [value for value in model.parameters() if isinstance(value, DTensor)]
+    if not sharded:
+        raise ValueError("fully_shard found no parameters to shard")
+    mesh = sharded[0].device_mesh
+    if any(value.device_mesh != mesh for value in sharded):
+        raise ValueError("the model's parts lie on different device meshes, which is not supported")
+    if any(not placed.is_replicate() for value in sharded for placed in value.placements[:-1]):
+        raise ValueError(
+            f"parameters are sharded over several dimensions of {mesh}, as with tensor parallelism, "
+            "which is not supported"
+        )
+    return mesh

@@ -1,0 +1,300 @@
+"""The loop of one process: order of events, the look-ahead, resuming, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets_kit import make_ints_tar
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from dataflow import DataLoader, GradSchedule, ShardedDataset
+from dataflow.grad.phases import Phase, PhaseLedger
+
+
+def made(loader: Any, accumulate: int | None = 2, **arguments: Any) -> tuple[nn.Module, GradSchedule]:
+    torch.manual_seed(0)
+    model = nn.Linear(1, 1).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    return model, GradSchedule(loader, model, optimizer, accumulate, **arguments)
+
+
+def batches(count: int) -> list[Tensor]:
+    return [torch.full((2, 1), 0.1 * (i + 1), dtype=torch.float64) for i in range(count)]
+
+
+def train(model: nn.Module, sched: GradSchedule) -> list[Any]:
+    infos = []
+    for batch in sched:
+        sched.backward(model(batch).square().sum() * sched.scale())
+        if info := sched.step():
+            infos.append(info)
+    return infos
+
+
+def weights_of(model: nn.Module) -> list[float]:
+    return [value for p in model.parameters() for value in p.flatten().tolist()]
+
+
+class Watched:
+    """Counts what is taken."""
+
+    def __init__(self, count: int) -> None:
+        self.count, self.taken = count, 0
+
+    def __iter__(self) -> Iterator[Tensor]:
+        for batch in batches(self.count):
+            self.taken += 1
+            yield batch
+
+
+def test_one_window_is_looked_ahead_batch_by_batch() -> None:
+    loader, seen = Watched(6), []
+    model, sched = made(loader, weights={"n": len})
+    for batch in sched:
+        seen.append(loader.taken)
+        sched.backward(model(batch).sum() * sched.scale("n"))
+        sched.step()
+    assert seen == [3, 4, 5, 6, 6, 6]
+
+
+def test_windows_and_the_accelerate_form_take_the_same_steps() -> None:
+    results = []
+    for form in ("plain", "windows", "accelerate"):
+        model, sched = made(batches(5))
+        if form == "plain":
+            train(model, sched)
+        elif form == "windows":
+            for window in sched.windows():
+                for batch in window:
+                    sched.backward(model(batch).square().sum() * sched.scale())
+                assert sched.step() is not None
+        else:
+            for batch in sched:
+                with sched.accumulate():
+                    sched.backward(model(batch).square().sum())
+        assert sched.position.window == 3
+        results.append(weights_of(model))
+    assert results[0] == results[1] == results[2]
+
+
+def test_phases_follow_the_loop_and_are_told_with_each_step() -> None:
+    heard: list[Phase] = []
+    ledger = PhaseLedger()
+    ledger.listen(lambda phase, _: heard.append(phase))
+    model, sched = made(batches(3), ledger=ledger)
+    infos = train(model, sched)
+    assert heard == [Phase.SYNC, Phase.COMPUTE, Phase.STEP, Phase.COMPUTE] * 2
+    assert all(info.seconds.compute > 0 and info.seconds.step > 0 for info in infos)
+
+
+def test_a_scale_that_is_skipped_moves_neither_learning_rate_nor_average() -> None:
+    data = batches(4)
+    data[0][0] = torch.inf
+    torch.manual_seed(0)
+    model = nn.Linear(1, 1).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    lr = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    averaged: list[nn.Module] = []
+    sched = GradSchedule(data, model, optimizer, 2, lr=lr, ema=averaged.append, scaler=scaler)
+    first, second = train(model, sched)
+    assert (first.skipped, first.step, first.lr) == (True, 0, 0.01)
+    assert (second.skipped, second.step, second.lr) == (False, 1, 0.01)
+    assert averaged == [model]
+    assert optimizer.param_groups[0]["lr"] == 0.005
+    assert scaler.get_scale() == 512.0
+
+
+def test_an_averaged_model_is_updated() -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(1, 1).double()
+    average = torch.optim.swa_utils.AveragedModel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    train(model, GradSchedule(batches(4), model, optimizer, 2, ema=average))
+    assert int(average.n_averaged) == 2
+
+
+# ---- resuming -------------------------------------------------------------------------------------------
+
+
+def map_loader(_: Path) -> DataLoader:
+    data = TensorDataset(torch.arange(22, dtype=torch.float64).view(-1, 1) / 22)
+    return DataLoader(data, 2, shuffle=True, generator=torch.Generator().manual_seed(3))
+
+
+def stream_loader(folder: Path) -> DataLoader:
+    dataset = ShardedDataset(str(folder / "*.tar"), decode={"cls": "int"}, columns=["cls"])
+    return DataLoader(dataset, 3, shuffle=True, seed=3)
+
+
+def values_of(batch: Any) -> Tensor:
+    found = batch["cls"].view(-1, 1).double() / 100 if isinstance(batch, dict) else batch[0]
+    return torch.as_tensor(found)
+
+
+class Run:
+    """A training run that can be saved and gone on with."""
+
+    def __init__(self, loader: DataLoader) -> None:
+        self.loader = loader
+        self.model, self.sched = made(loader, 2, weights={"n": lambda b: len(values_of(b))})
+        self.optimizer = self.sched._optimizer
+        self.seen: list[list[float]] = []
+
+    def epochs(self, until: int, stop: int | None = None) -> list[dict[str, Any]]:
+        """Train until so many windows have ended; the state after each."""
+        states = []
+        while self.sched.position.window < until:
+            window: list[float] = []
+            for batch in self.sched:
+                x = values_of(batch)
+                window += x.flatten().tolist()
+                self.sched.backward(self.model(x).square().sum() * self.sched.scale("n"))
+                if self.sched.step():
+                    self.seen.append(window)
+                    window = []
+                    states.append(copy.deepcopy(self.state()))
+                    if self.sched.position.window == until:
+                        break
+        return states
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "sched": json.loads(json.dumps(self.sched.state_dict())),
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+        }
+
+    def load(self, state: dict[str, Any]) -> None:
+        state = copy.deepcopy(state)
+        self.sched.load_state_dict(state["sched"])
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+
+
+@pytest.mark.parametrize("loader_of", [map_loader, stream_loader])
+def test_a_run_resumed_at_any_window_equals_one_that_was_not(loader_of: Any, tmp_path: Path) -> None:
+    make_ints_tar(tmp_path)
+    with loader_of(tmp_path) as loader:
+        whole = Run(loader)
+        states = whole.epochs(until=9)
+        expected, totals = weights_of(whole.model), whole.sched.position.totals
+    for cut, state in enumerate(states, 1):
+        with loader_of(tmp_path) as loader:
+            resumed = Run(loader)
+            resumed.load(state)
+            resumed.epochs(until=9)
+            assert resumed.seen == whole.seen[cut:], f"resumed after window {cut}"
+            assert weights_of(resumed.model) == expected
+            assert resumed.sched.position.totals == totals
+
+
+def test_a_state_is_refused_inside_a_window() -> None:
+    model, sched = made(batches(4))
+    for batch in sched:
+        with pytest.raises(RuntimeError, match="after step"):
+            sched.state_dict()
+        sched.backward(model(batch).sum() * sched.scale())
+        if sched.step():
+            assert sched.state_dict()["window"] == sched.position.window
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"version": 7}, "version 1"),
+        ({"accumulate": 5}, r"accumulate=5, this run has accumulate=2"),
+        ({"global_batch": 64}, r"global_batch=64, this run has global_batch=None"),
+        ({"strategy": {"key": "top-k", "state": {}}}, "strategy='top-k'"),
+        ({"loader": {"position": 3}}, "no load_state_dict"),
+    ],
+)
+def test_a_state_that_does_not_fit_is_refused(change: dict[str, Any], message: str) -> None:
+    _, sched = made(batches(4))
+    with pytest.raises(ValueError, match=message):
+        sched.load_state_dict({**sched.state_dict(), **change})
+
+
+# ---- what is refused ------------------------------------------------------------------------------------
+
+
+def test_a_loop_that_forgets_a_call_is_told_which() -> None:
+    model, sched = made(batches(4))
+    with pytest.raises(RuntimeError, match=r"call sched.backward"):
+        list(sched)
+    loop = iter(sched)
+    for _ in range(2):
+        sched.backward(model(next(loop)).sum())
+    with pytest.raises(RuntimeError, match=r"call step\(\)"):
+        next(loop)
+    for batch in sched:
+        with pytest.raises(RuntimeError, match="before backward"):
+            sched.step()
+        sched.backward(model(batch).sum())
+        with pytest.raises(RuntimeError, match="add its losses up"):
+            sched.backward(model(batch).sum())
+        with pytest.raises(ValueError, match="no 'tokens'; there are microbatches"):
+            sched.scale("tokens")
+        break
+    with pytest.raises(RuntimeError, match="no microbatch is under way"):
+        sched.scale()
+
+
+def test_two_loops_at_a_time_are_refused() -> None:
+    _, sched = made(batches(4))
+    for _ in sched:
+        with pytest.raises(RuntimeError, match="two loops"):
+            next(iter(sched))
+        break
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"accumulate": 0}, "accumulate must be an integer >= 1"),
+        ({"accumulate": 2, "global_batch": 8}, "give one of them"),
+        ({"accumulate": None, "global_batch": 8}, "loader with a batch_size"),
+        ({"uneven": "join"}, "uneven must be one of pad, min, error"),
+        ({"partial": "carry"}, "partial must be one of keep, drop"),
+        ({"max_norm": 0}, "max_norm must be > 0"),
+        ({"io": "never"}, 'io must be "auto"'),
+        ({"timeout_s": 0}, "timeout_s must be > 0"),
+        ({"weights": {"microbatches": 1}}, "choose another name"),
+        ({"lr": 0.1}, "scheduler with a step"),
+        ({"ema": 0.99}, "AveragedModel"),
+    ],
+)
+def test_arguments_that_cannot_be_meant_are_refused(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        made(batches(1), **arguments)
+
+
+def test_models_and_optimizers_that_step_by_themselves_are_refused() -> None:
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+    with pytest.raises(ValueError, match="ReduceLROnPlateau"):
+        GradSchedule([], model, optimizer, lr=plateau)
+    with pytest.raises(ValueError, match="DataParallel runs in one process"):
+        GradSchedule([], nn.DataParallel(model), optimizer)
+    engine = type("DeepSpeedEngine", (nn.Module,), {"__module__": "deepspeed.runtime.engine"})()
+    with pytest.raises(ValueError, match="DeepSpeed engine accumulates"):
+        GradSchedule([], engine, optimizer)
+    model.weight.register_post_accumulate_grad_hook(lambda _: None)
+    with pytest.raises(ValueError, match="'weight' has a hook"):
+        GradSchedule([], model, optimizer)
+
+
+def test_an_accumulation_that_follows_from_a_global_batch() -> None:
+    loader = DataLoader(TensorDataset(torch.zeros(8, 1)), 4)
+    _, sched = made(loader, None, global_batch=12)
+    assert sched.window_size == 3
+    with pytest.raises(ValueError, match="global_batch=10 is not a multiple"):
+        made(loader, None, global_batch=10)
