@@ -13,7 +13,7 @@ import subprocess
 import sys
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -69,10 +69,15 @@ def server_stats(url: str) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def serving(folder: Path, options: Mapping[str, float | str]) -> Iterator[SlowServer]:
-    """Serve a folder; options are those of slowstore.py, such as `{"latency-ms": 30}`."""
+def serving(
+    folder: Path, options: Mapping[str, float | str], inside: Sequence[str] = ()
+) -> Iterator[SlowServer]:
+    """Serve a folder; options are those of slowstore.py, such as `{"latency-ms": 30}`.
+
+    `inside` is put before the command, such as what runs it in another network namespace.
+    """
     given = [f"--{name}={value}" for name, value in options.items()]
-    command = [sys.executable, str(REPOSITORY / "tests" / "slowstore.py"), str(folder), *given]
+    command = [*inside, sys.executable, str(REPOSITORY / "tests" / "slowstore.py"), str(folder), *given]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None

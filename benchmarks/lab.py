@@ -1,0 +1,84 @@
+"""Hosts on links of limited rate, as network namespaces of this machine: `benchmarks/netlab.sh` for Python."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.harness import REPOSITORY
+
+_SCRIPT = ["bash", str(REPOSITORY / "benchmarks" / "netlab.sh")]
+_LAB = "78"
+
+
+@dataclass(frozen=True)
+class Lab:
+    """Its hosts are numbered from 0."""
+
+    num_hosts: int
+
+    def inside(self, host: int) -> list[str]:
+        """What to put before a command that shall run in this host."""
+        # Said by an argument: whoever starts the command need not know the lab.
+        return ["env", f"LAB={_LAB}", *_SCRIPT, "exec", str(host)]
+
+    def address(self, host: int) -> str:
+        return f"10.{_LAB}.0.{host + 1}"
+
+    def tcp(self, host: int) -> dict[str, int]:
+        """Counts of the host's TCP so far: `OutSegs`, `RetransSegs` and others."""
+        text = _run([*self.inside(host), "cat", "/proc/net/snmp"])
+        names, values = (line.split()[1:] for line in text.splitlines() if line.startswith("Tcp:"))
+        return dict(zip(names, map(int, values), strict=True))
+
+    def received(self, host: int) -> int:
+        """Bytes that its link has brought the host, headers included."""
+        # What the bridge's end of a link sends; read here, in no process of its own.
+        return self._bytes(host, "tx_bytes")
+
+    def sent(self, host: int) -> int:
+        """Bytes that the host has put on its link, headers included."""
+        return self._bytes(host, "rx_bytes")
+
+    def _bytes(self, host: int, counter: str) -> int:
+        return int(Path(f"/sys/class/net/nlab{_LAB}v{host}/statistics/{counter}").read_text())
+
+    def congestion_control(self, host: int) -> str:
+        """Which one its TCP uses."""
+        return _run([*self.inside(host), "cat", "/proc/sys/net/ipv4/tcp_congestion_control"]).strip()
+
+
+def why_not() -> str | None:
+    """Why no lab can be built here; None if one can."""
+    missing = [name for name in ("ip", "tc") if shutil.which(name) is None]
+    if missing:
+        return f"{' and '.join(missing)} missing (apt-get install iproute2)"
+    if os.geteuid() != 0:
+        return "network namespaces need root"
+    try:
+        with lab(["1mbit"]):
+            return None
+    except subprocess.CalledProcessError as error:
+        return f"network namespaces cannot be built here: {error.stderr.strip() or error}"
+
+
+@contextmanager
+def lab(rates: Sequence[str]) -> Iterator[Lab]:
+    """Hosts with links of these rates, as `tc` takes them ("200mbit"); removed at the end."""
+    given = {**os.environ, "LAB": _LAB}
+    try:
+        _run([*_SCRIPT, "up", str(len(rates)), rates[0]], given)
+        for host, rate in enumerate(rates):
+            _run([*_SCRIPT, "rate", rate, str(host)], given)
+        yield Lab(len(rates))
+    finally:
+        _run([*_SCRIPT, "down"], given)
+
+
+def _run(command: list[str], environment: Mapping[str, str] | None = None) -> str:
+    return subprocess.run(command, check=True, capture_output=True, text=True, env=environment).stdout
