@@ -4,9 +4,9 @@
     python -m benchmarks.fair_share --json benchmarks/results/fair-share.json     also saves the figures
 
 Hosts and the store (tests/slowstore.py, 10 ms) are network namespaces on one bridge (`benchmarks/netlab.sh`);
-each link is limited by a token bucket with a queue of 50 ms, the store's own link is the narrow one. All ranks
-open the production loader, wait for each other, and read one epoch of tokens as fast as they get it, checking
-no values. Compared in turns:
+each link is limited by a token bucket with a queue of 50 ms, the store's own link is the narrow one. All
+ranks open the production loader, wait for each other, and read one epoch of tokens as fast as they get it.
+Compared in turns:
 
     shared    as it is: the hosts of a job begin with their share of what one would ask for
     alone     each host begins as if it were the only one
@@ -14,14 +14,15 @@ no values. Compared in turns:
 
 "jobs" are hosts that know nothing of each other and read the same shards; "two ranks" share a broker on each
 host, and in "broker ended" the rank of host 0 that serves is killed when it has read a third of its samples.
-Until the first rank is through, the kernel's counters of the links tell how full the store's link was, and how
-alike the hosts' shares of it were (Jain's index: 1, all alike; 1/n, one has everything).
+Until the first rank is through, the kernel's counters of the links tell how full the store's link was, and
+how alike the hosts' shares of it were (Jain's index: 1, all alike; 1/n, one has everything).
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import statistics
@@ -40,7 +41,7 @@ import numpy as np
 from benchmarks.harness import REPOSITORY
 from benchmarks.lab import Lab, lab, why_not
 from benchmarks.report import save_figures
-from benchmarks.slow_server import LENGTH, call_command, make_shards, serving
+from benchmarks.slow_server import call_command, make_shards, serving
 
 LATENCY_MS = 10.0
 HOST_MBPS = 1000
@@ -143,9 +144,8 @@ def at_time(noted: Sequence[Sequence[float]], when: float) -> list[float]:
 
 def longest_gap(noted: Sequence[Sequence[float]], after: float) -> float:
     """Seconds without a batch, the longest that ended after a time; notes are `_NOTE_S` apart at least."""
-    times = [when for when, _ in noted]
-    gaps = [later - max(earlier, after) for earlier, later in zip(times, times[1:], strict=False)]
-    return max((gap for gap, end in zip(gaps, times[1:], strict=True) if end > after), default=0.0)
+    between = itertools.pairwise(when for when, _ in noted)
+    return max((later - max(earlier, after) for earlier, later in between if later > after), default=0.0)
 
 
 def figures(
@@ -245,9 +245,7 @@ def run(folder: Path, hosts: Lab, num_hosts: int, case: Case, mbps: float) -> di
             killed = processes.pop(serving_rank.index(True))
             killed.kill()
             killed_at = time.monotonic()
-        told = [
-            json.loads(process.communicate(timeout=LIMIT_S)[0].splitlines()[-1]) for process in processes
-        ]
+        told = [json.loads(process.communicate(timeout=LIMIT_S)[0].splitlines()[-1]) for process in processes]
         after, served = hosts.tcp(num_hosts), server.stats()
     found = figures(told, links, mbps, served)
     found["resent_segments"] = round(

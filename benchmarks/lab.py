@@ -1,4 +1,4 @@
-"""Hosts on links of limited rate, as network namespaces of this machine: `benchmarks/netlab.sh` for Python."""
+"""Hosts on links of limited rate, as network namespaces of this machine: `benchmarks/netlab.sh`."""
 
 from __future__ import annotations
 
