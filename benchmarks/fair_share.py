@@ -39,7 +39,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.harness import REPOSITORY
-from benchmarks.lab import Lab, lab, why_not
+from benchmarks.lab import NUMBER, Lab, lab, why_not
 from benchmarks.report import save_figures
 from benchmarks.slow_server import call_command, make_shards, serving
 
@@ -266,8 +266,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--hosts", type=int, default=4)
-    parser.add_argument("--mbps", type=float, default=400.0, help="of the store's link")
-    parser.add_argument("--shards", type=int, default=16, help="of 32 MiB; a multiple of four")
+    parser.add_argument("--mbps", type=float, default=200.0, help="of the store's link")
+    parser.add_argument("--shards", type=int, default=8, help="of 32 MiB; a multiple of four")
+    parser.add_argument("--lab", type=int, default=NUMBER, help="its number; two at a time need two")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--cases", default="", help="names, separated by ';'; all unless given")
     parser.add_argument("--json", type=Path)
@@ -278,7 +279,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     wanted = asked.cases.split(";") if asked.cases else [case.name for case in CASES]
     runs: dict[str, list[dict[str, Any]]] = {case.name: [] for case in CASES if case.name in wanted}
     rates = [f"{HOST_MBPS}mbit"] * asked.hosts + [f"{asked.mbps:g}mbit"]
-    with tempfile.TemporaryDirectory() as name, lab(rates) as hosts:
+    with tempfile.TemporaryDirectory() as name, lab(rates, asked.lab) as hosts:
         for part, num_shards in (("whole", asked.shards), ("part", asked.shards // 4)):
             (Path(name) / part).mkdir()
             make_shards(Path(name) / part, num_shards)

@@ -13,22 +13,24 @@ from pathlib import Path
 from benchmarks.harness import REPOSITORY
 
 _SCRIPT = ["bash", str(REPOSITORY / "benchmarks" / "netlab.sh")]
-_LAB = "78"
+NUMBER = 78
+TRIAL = 79
+"""Numbers of labs. What has the number already is removed first: two at a time need two numbers."""
 
 
 @dataclass(frozen=True)
 class Lab:
     """Its hosts are numbered from 0."""
 
-    num_hosts: int
+    number: int
 
     def inside(self, host: int) -> list[str]:
         """What to put before a command that shall run in this host."""
         # Said by an argument: whoever starts the command need not know the lab.
-        return ["env", f"LAB={_LAB}", *_SCRIPT, "exec", str(host)]
+        return ["env", f"LAB={self.number}", *_SCRIPT, "exec", str(host)]
 
     def address(self, host: int) -> str:
-        return f"10.{_LAB}.0.{host + 1}"
+        return f"10.{self.number}.0.{host + 1}"
 
     def tcp(self, host: int) -> dict[str, int]:
         """Counts of the host's TCP so far: `OutSegs`, `RetransSegs` and others."""
@@ -46,7 +48,7 @@ class Lab:
         return self._bytes(host, "rx_bytes")
 
     def _bytes(self, host: int, counter: str) -> int:
-        return int(Path(f"/sys/class/net/nlab{_LAB}v{host}/statistics/{counter}").read_text())
+        return int(Path(f"/sys/class/net/nlab{self.number}v{host}/statistics/{counter}").read_text())
 
     def congestion_control(self, host: int) -> str:
         """Which one its TCP uses."""
@@ -61,21 +63,21 @@ def why_not() -> str | None:
     if os.geteuid() != 0:
         return "network namespaces need root"
     try:
-        with lab(["1mbit"]):
+        with lab(["1mbit"], TRIAL):
             return None
     except subprocess.CalledProcessError as error:
         return f"network namespaces cannot be built here: {error.stderr.strip() or error}"
 
 
 @contextmanager
-def lab(rates: Sequence[str]) -> Iterator[Lab]:
+def lab(rates: Sequence[str], number: int = NUMBER) -> Iterator[Lab]:
     """Hosts with links of these rates, as `tc` takes them ("200mbit"); removed at the end."""
-    given = {**os.environ, "LAB": _LAB}
+    given = {**os.environ, "LAB": str(number)}
     try:
         _run([*_SCRIPT, "up", str(len(rates)), rates[0]], given)
         for host, rate in enumerate(rates):
             _run([*_SCRIPT, "rate", rate, str(host)], given)
-        yield Lab(len(rates))
+        yield Lab(number)
     finally:
         _run([*_SCRIPT, "down"], given)
 
