@@ -70,13 +70,13 @@ def make_file(path: Path, nbytes: int) -> None:
 
 
 def by_fio(path: Path, pattern: str, kib: int, depth: int, seconds: float) -> dict[str, Any]:
-    own = 100 // depth
+    own = path.stat().st_size // depth // (kib << 10) * (kib << 10)
     command = [
         "fio",
         "--name=x",
         f"--filename={path}",
         f"--rw={'read' if pattern == 'sequential' else 'randread'}",
-        *([f"--offset_increment={own}%", f"--size={own}%"] if pattern == "sequential" else []),
+        *([f"--offset_increment={own}", f"--size={own}"] if pattern == "sequential" else []),
         f"--bs={kib}k",
         "--ioengine=psync",
         "--thread",
