@@ -245,7 +245,10 @@ def run(folder: Path, hosts: Lab, num_hosts: int, case: Case, mbps: float) -> di
             killed = processes.pop(serving_rank.index(True))
             killed.kill()
             killed_at = time.monotonic()
-        told = [json.loads(process.communicate(timeout=LIMIT_S)[0].splitlines()[-1]) for process in processes]
+        said = [process.communicate(timeout=LIMIT_S)[0].splitlines() for process in processes]
+        ended = [process.returncode for process in processes]
+        assert not any(ended), f"ranks ended with {ended}"
+        told = [json.loads(lines[-1]) for lines in said]
         after, served = hosts.tcp(num_hosts), server.stats()
     found = figures(told, links, mbps, served)
     found["resent_segments"] = round(
