@@ -138,9 +138,7 @@ class Session:
             self.engine: Engine[Delivered] = Engine(stream.windows(epoch, start), self.ledger, engine_options)
 
     def _refusals(self) -> int:
-        # Requests that get no byte for seconds, if they are many, are too many for a link, too.
-        counts = [source.reader.stats() for source in self.sources]
-        return sum(one.throttled + one.timeouts for one in counts)
+        return sum(source.reader.stats().throttled for source in self.sources)
 
     def next_batches(self) -> Sequence[Delivered]:
         """The batches of the next chunk."""
