@@ -8,7 +8,8 @@ each link is limited by a token bucket with a queue of 50 ms, the store's own li
 ranks open the production loader, wait for each other, and read one epoch of tokens as fast as they get it.
 Compared in turns:
 
-    shared    as it is: the hosts of a job begin with their share of what one would ask for
+    shared    as it is: the hosts of a job begin with their shares of 16 MiB, 4 MiB at least
+    larger    they begin with their shares of what one host would ask for, 64 MiB
     alone     each host begins as if it were the only one
     greedy    no control: whatever the reader threads and the memory allow is in flight
 
@@ -67,10 +68,10 @@ class Case:
 
 CASES = [
     Case("shared"),
+    Case("larger", "larger"),
     Case("alone", "alone"),
     Case("greedy", "greedy"),
     Case("jobs", one_job=False),
-    Case("jobs, greedy", "greedy", one_job=False),
     Case("two ranks", ranks=2),
     Case("two ranks, greedy", "greedy", ranks=2),
     Case("two ranks, broker ended", ranks=2, kill=True),
@@ -92,8 +93,8 @@ def rank(source: str, place: Sequence[int], admission: str) -> dict[str, Any]:
     from dataflow import DataLoader, ShardedDataset, Topology
 
     host, hosts, local, ranks = place
-    if admission == "alone":
-        module._START_IN_FLIGHT *= hosts
+    if admission in ("larger", "alone"):
+        module._START_TOGETHER = module._START_IN_FLIGHT * (hosts if admission == "alone" else 1)
     elif admission == "greedy":
         module.Inflight = type("Greedy", (module.Inflight,), {"admits": lambda *_: True})  # type: ignore
     dataset = ShardedDataset(source)

@@ -50,6 +50,9 @@ _LOCAL_READERS = 2
 _REMOTE_READERS = 48
 """The most; how many read at a time is for the in-flight control to say."""
 _START_IN_FLIGHT = 64 << 20
+_START_TOGETHER = 16 << 20
+"""Of all nodes of a job. One that begins with too much delays its own second window only; several delay each
+other's first batch (`benchmarks.fair_share`)."""
 _LEAST_START = 4 << 20
 _DEPTH = 4
 _NO_GATE = Decision(0, "local shards are read without a limit")
@@ -190,8 +193,9 @@ def _open_gate(
 ) -> ReadGate:
     """The gate of this rank, or of all ranks of this machine together."""
     ranks = place.local_world_size
-    # Nodes start together: what they first ask for, together, is what a single one would.
-    start = max(_LEAST_START, _START_IN_FLIGHT // place.num_nodes)
+    start = _START_IN_FLIGHT
+    if place.num_nodes > 1:
+        start = max(_LEAST_START, _START_TOGETHER // place.num_nodes)
 
     def control(share: int = 1) -> Inflight:
         most = limit * ranks // share
