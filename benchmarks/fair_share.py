@@ -8,8 +8,8 @@ each link is limited by a token bucket with a queue of 50 ms, the store's own li
 ranks open the production loader, wait for each other, and read one epoch of tokens as fast as they get it.
 Compared in turns:
 
-    shared    as it is: the hosts of a job begin with their shares of 16 MiB, 4 MiB at least
-    larger    they begin with their shares of what one host would ask for, 64 MiB
+    16 MiB    as it is: the hosts of a job begin with their shares of 16 MiB, 4 MiB at least
+    64 MiB    they begin with their shares of what one host would ask for, 64 MiB
     alone     each host begins as if it were the only one
     greedy    no control: whatever the reader threads and the memory allow is in flight
 
@@ -58,7 +58,7 @@ class Case:
     """Who reads what, and how it is admitted."""
 
     name: str
-    admission: str = "shared"
+    admission: str = "16 MiB"
     ranks: int = 1
     """On each host."""
     one_job: bool = True
@@ -67,8 +67,8 @@ class Case:
 
 
 CASES = [
-    Case("shared"),
-    Case("larger", "larger"),
+    Case("16 MiB"),
+    Case("64 MiB", "64 MiB"),
     Case("alone", "alone"),
     Case("greedy", "greedy"),
     Case("jobs", one_job=False),
@@ -93,7 +93,7 @@ def rank(source: str, place: Sequence[int], admission: str) -> dict[str, Any]:
     from dataflow import DataLoader, ShardedDataset, Topology
 
     host, hosts, local, ranks = place
-    if admission in ("larger", "alone"):
+    if admission in ("64 MiB", "alone"):
         module._START_TOGETHER = module._START_IN_FLIGHT * (hosts if admission == "alone" else 1)
     elif admission == "greedy":
         module.Inflight = type("Greedy", (module.Inflight,), {"admits": lambda *_: True})  # type: ignore

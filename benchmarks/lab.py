@@ -13,6 +13,7 @@ from pathlib import Path
 from benchmarks.harness import REPOSITORY
 
 _SCRIPT = ["bash", str(REPOSITORY / "benchmarks" / "netlab.sh")]
+_CONTROL = "/proc/sys/net/ipv4/tcp_congestion_control"
 NUMBER = 78
 TRIAL = 79
 """Numbers of labs. What has the number already is removed first: two at a time need two numbers."""
@@ -52,7 +53,7 @@ class Lab:
 
     def congestion_control(self, host: int) -> str:
         """Which one its TCP uses."""
-        return _run([*self.inside(host), "cat", "/proc/sys/net/ipv4/tcp_congestion_control"]).strip()
+        return _run([*self.inside(host), "cat", _CONTROL]).strip()
 
 
 def why_not() -> str | None:
@@ -71,12 +72,13 @@ def why_not() -> str | None:
 
 @contextmanager
 def lab(rates: Sequence[str], number: int = NUMBER) -> Iterator[Lab]:
-    """Hosts with links of these rates, as `tc` takes them ("200mbit"); removed at the end."""
+    """Hosts with links of these rates, as `tc` takes them ("200mbit"), and TCP with cubic, as by default."""
     given = {**os.environ, "LAB": str(number)}
     try:
         _run([*_SCRIPT, "up", str(len(rates)), rates[0]], given)
         for host, rate in enumerate(rates):
             _run([*_SCRIPT, "rate", rate, str(host)], given)
+            _run([*_SCRIPT, "exec", str(host), "sh", "-c", f"echo cubic > {_CONTROL}"], given)
         yield Lab(number)
     finally:
         _run([*_SCRIPT, "down"], given)
