@@ -40,7 +40,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.harness import REPOSITORY
-from benchmarks.lab import NUMBER, Lab, lab, why_not
+from benchmarks.lab import NUMBER, TCP, Lab, lab, why_not
 from benchmarks.report import save_figures
 from benchmarks.slow_server import call_command, make_shards, serving
 
@@ -287,7 +287,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for part, num_shards in (("whole", asked.shards), ("part", asked.shards // 4)):
             (Path(name) / part).mkdir()
             make_shards(Path(name) / part, num_shards)
-        control = hosts.congestion_control(0)
         for _ in range(asked.repeats):
             for case in CASES:
                 if case.name in runs:
@@ -303,7 +302,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             asked.json,
             hosts=asked.hosts,
             host_mbps=HOST_MBPS,
-            store={"latency-ms": LATENCY_MS, "link-mbps": asked.mbps, "tcp": control},
+            store={"latency-ms": LATENCY_MS, "link-mbps": asked.mbps, "tcp": TCP},
             medians=medians,
             runs=runs,
         )
