@@ -84,7 +84,7 @@ def by_fio(path: Path, pattern: str, kib: int, depth: int, seconds: float) -> di
         "--direct=1",
         "--readonly",
         "--time_based",
-        f"--runtime={seconds}",
+        f"--runtime={round(1e3 * seconds)}ms",  # of seconds it takes whole ones only
         "--invalidate=0",
         "--group_reporting",
         "--output-format=json",
