@@ -292,20 +292,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 if case.name in runs:
                     runs[case.name].append(run(Path(name), hosts, asked.hosts, case, asked.mbps))
                     print(f"{case.name:24} {runs[case.name][-1]}", flush=True)
-    if asked.json:
-        keys = ("of_the_link", "jain", "first_batch_s", "slowest_first_batch_s", "resent_segments")
-        medians = {
-            name: {key: statistics.median(one[key] for one in each) for key in (*keys, *_COUNTS)}
-            for name, each in runs.items()
-        }
-        save_figures(
-            asked.json,
-            hosts=asked.hosts,
-            host_mbps=HOST_MBPS,
-            store={"latency-ms": LATENCY_MS, "link-mbps": asked.mbps, "tcp": TCP},
-            medians=medians,
-            runs=runs,
-        )
+            if asked.json:
+                save(asked.json, asked, runs)
+
+
+def save(path: Path, asked: argparse.Namespace, runs: dict[str, list[dict[str, Any]]]) -> None:
+    """All runs so far, and the medians of each case."""
+    keys = ("of_the_link", "jain", "first_batch_s", "slowest_first_batch_s", "resent_segments", *_COUNTS)
+    medians = {
+        name: {key: statistics.median(one[key] for one in each) for key in keys}
+        for name, each in runs.items()
+    }
+    store = {"latency-ms": LATENCY_MS, "link-mbps": asked.mbps, "tcp": TCP}
+    save_figures(path, hosts=asked.hosts, host_mbps=HOST_MBPS, store=store, medians=medians, runs=runs)
 
 
 if __name__ == "__main__":
