@@ -188,14 +188,17 @@ class Session:
         self.arena.close()
 
 
+def start_in_flight(num_nodes: int) -> int:
+    """Bytes that each node of a job has in flight at first."""
+    return _START_IN_FLIGHT if num_nodes == 1 else max(_LEAST_START, _START_TOGETHER // num_nodes)
+
+
 def _open_gate(
     dataset: ShardedDataset | Mixture, place: Topology, limit: int, refusals: Callable[[], int]
 ) -> ReadGate:
     """The gate of this rank, or of all ranks of this machine together."""
     ranks = place.local_world_size
-    start = _START_IN_FLIGHT
-    if place.num_nodes > 1:
-        start = max(_LEAST_START, _START_TOGETHER // place.num_nodes)
+    start = start_in_flight(place.num_nodes)
 
     def control(share: int = 1) -> Inflight:
         most = limit * ranks // share

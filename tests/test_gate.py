@@ -9,12 +9,14 @@ from contextlib import contextmanager
 
 import pytest
 
+from dataflow.session import start_in_flight
 from prefetch.depth import Decision
 from prefetch.gate import ReadGate
 from prefetch.inflight import Inflight
 from prefetch.store import ReaderClosedError
 
 TIMEOUT_S = 10
+MIB = 1 << 20
 
 
 class Line(deque[object]):
@@ -161,3 +163,8 @@ def test_many_refusals_on_the_way_of_reads_cut_the_limit() -> None:
     with gate.read(10):
         pass
     assert gate.decision == Decision(700, "the store refused requests")
+
+
+@pytest.mark.parametrize(("nodes", "mib"), [(1, 64), (2, 8), (4, 4), (8, 4), (1000, 4)])
+def test_nodes_that_start_together_begin_with_less_than_one_alone(nodes: int, mib: int) -> None:
+    assert start_in_flight(nodes) == mib * MIB
