@@ -1,14 +1,13 @@
 """Is a restart near the end of an epoch as fast as its beginning, over HTTP.
 
-    python -m benchmarks.restart                                            1 GB, made anew; two minutes
+    python -m benchmarks.restart                                            1 GB, made anew; a minute
     python -m benchmarks.restart --json benchmarks/results/restart.json     also saves the figures
 
-The store is that of `benchmarks.faults` without faults: 30 ms, 400 Mbit/s a connection, 2 Gbit/s in all; and
-the same with 8 Gbit/s in all, where the link is not what the first window takes its time for. Each run is a
-process of its own that opens the catalog, loads a state (of the beginning, or of 90 % of the epoch), waits
-for its first batch and reads a twelfth of the epoch; the time counts from the opened catalog, imports left
-out. Beginnings and restarts take turns, with the default windows, whose first are small, and with windows of
-8 blocks throughout.
+The store is that of `benchmarks.faults` without faults: 30 ms, 400 Mbit/s a connection, 2 Gbit/s in all. Each
+run is a process of its own that opens the catalog, loads a state (of the beginning, or of 90 % of the epoch),
+waits for its first batch and reads a twelfth of the epoch; the time counts from the opened catalog, imports
+left out. Beginnings and restarts take turns, with the default windows, whose first are small, and with
+windows of 8 blocks throughout.
 """
 
 from __future__ import annotations
@@ -29,7 +28,6 @@ from benchmarks.slow_server import LENGTH, in_own_process, make_shards, serving
 SHARES = (0.0, 0.9)
 WINDOWS = (0, 8)
 """Blocks; 0: the default."""
-LINKS_MBPS = (STORE["total-mbps"], 8000.0)
 READ = 1 / 12
 """Of the epoch, in each run: what comes after 90 %, less a rest."""
 
@@ -69,27 +67,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--json", type=Path)
     asked = parser.parse_args(arguments)
-    every = itertools.product(LINKS_MBPS, WINDOWS, SHARES)
-    cases: dict[tuple[float, int, float], list[dict[str, Any]]] = {case: [] for case in every}
+    cases = {(blocks, share): [] for blocks in WINDOWS for share in SHARES}  # type: dict[Any, list[Any]]
     with tempfile.TemporaryDirectory() as name:
         make_shards(Path(name), asked.shards)
-        for mbps in LINKS_MBPS:
-            with serving(Path(name), {**STORE, "total-mbps": mbps}) as server:
-                server.warm_up("x*")
-                for _, (case, runs) in itertools.product(range(asked.repeats), cases.items()):
-                    if case[0] == mbps:
-                        runs.append(
-                            {"link_mbps": mbps, **in_own_process(begun, server.url, case[2], case[1])}
-                        )
-                        print(runs[-1], flush=True)
+        with serving(Path(name), STORE) as server:
+            server.warm_up("x*")
+            for _ in range(asked.repeats):
+                for (window_blocks, share), runs in cases.items():
+                    runs.append(in_own_process(begun, server.url, share, window_blocks))
+                    print(runs[-1], flush=True)
     medians = {
-        f"{mbps / 1e3:g} Gbit/s, windows of {runs[0]['window_blocks']}, at {share:.0%}": {
+        f"windows of {runs[0]['window_blocks']}, at {share:.0%}": {
             figure: statistics.median(run[figure] for run in runs) for figure in ("first_batch_s", "mb_per_s")
         }
-        for (mbps, _, share), runs in cases.items()
+        for (_, share), runs in cases.items()
     }
     for case, figures in medians.items():
-        print(f"{case:40} {figures}")
+        print(f"{case:24} {figures}")
     if asked.json:
         runs = [run for each in cases.values() for run in each]
         save_figures(asked.json, store=STORE, shards=asked.shards, runs=runs, medians=medians)
