@@ -287,7 +287,12 @@ def test_torchrun_restarts_a_run_whose_rank_was_killed_over_the_same_windows(tmp
     expected, parameters = train_from(tmp_path / "whole", 4)
     (tmp_path / "train.py").write_text(RESTARTED)
     path = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parent.parent)])
-    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    environment = os.environ | {
+        "PYTHONPATH": path,
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+    }
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]
     command = [sys.executable, *launch, str(tmp_path / "train.py"), str(tmp_path / "cut")]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)

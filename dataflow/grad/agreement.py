@@ -9,6 +9,7 @@ notice when they are not: it adds up whatever meets.
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
@@ -65,7 +66,10 @@ class Agreement:
         self._peers: Peers | None = None
         if len(self.ranks) > 1:
             self.group = private_group(self.ranks, timeout_s)
-            self._peers = Peers(self.ranks, self.group, f"dataflow/grad/{next(_SERIAL)}", timeout_s)
+            # torchrun may keep the store, with what was said in it, when it restarts the ranks.
+            restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+            name = f"dataflow/grad/{restarts}/{next(_SERIAL)}"
+            self._peers = Peers(self.ranks, self.group, name, timeout_s)
         self.rank = self.ranks.index(dist.get_rank()) if self.group is not None else 0
 
     @property
