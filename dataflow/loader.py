@@ -27,6 +27,7 @@ from sharding.topology import Topology
 
 if TYPE_CHECKING:
     from dataflow.stream_loader import StreamLoader
+    from prefetch.hold import ReadHold
 
     _Base = TorchDataLoader[Any]  # what a batch is, only the dataset and collate_fn know
 else:
@@ -288,6 +289,11 @@ class DataLoader(_Base):
             shared_bytes=crew.shared_bytes if crew else 0,
             worker_pids=_alive(crew.processes) if crew else (),
         )
+
+    @property
+    def read_hold(self) -> ReadHold | None:
+        """Over shards, what `GradSchedule` asks new remote reads to wait with; None for other datasets."""
+        return self._stream.read_hold if self._stream is not None else None
 
     # ---- engine -------------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ from prefetch.depth import AdaptiveDepth, Decision, DepthPolicy, Observation, fi
 from prefetch.device import CudaStreams, DeviceCopier, register_pinned
 from prefetch.engine import Engine, EngineOptions
 from prefetch.gate import ReadGate
+from prefetch.hold import ReadHold
 from prefetch.inflight import Inflight
 from prefetch.leases import FileLeases
 from prefetch.ledger import Ledger
@@ -76,6 +77,8 @@ class SessionOptions:
     """Threads that build; None: by the number of cores."""
     timeout_s: float = 600.0
     """To wait for one batch."""
+    hold: ReadHold = field(default_factory=ReadHold)
+    """Holds remote reads back; outlives the session."""
 
 
 class Session:
@@ -95,7 +98,13 @@ class Session:
         self.gate = None if local else _open_gate(dataset, options.topology, limit, self._refusals)
         self.leases = FileLeases()
         self.caches = OpenCaches(dataset.sources, plan, options.topology, self.arena)
-        self.sources = _open_sources(dataset, limit // 4, self.traffic, self.gate, self.leases, self.caches)
+        self._hold = None if local else options.hold
+        self.sources = [
+            replace(source, hold=self._hold)
+            for source in _open_sources(
+                dataset, limit // 4, self.traffic, self.gate, self.leases, self.caches
+            )
+        ]
         self._next = (epoch, start)
         self._taken, self._took_s = 0, time.perf_counter()
         ledger = self.ledger
@@ -139,6 +148,8 @@ class Session:
         )
         with setting_kept():
             self.engine: Engine[Delivered] = Engine(stream.windows(epoch, start), self.ledger, engine_options)
+        if self._hold:
+            self._hold.watch(self.engine.ready_batches)
 
     def _refusals(self) -> int:
         return sum(source.reader.stats().throttled for source in self.sources)
@@ -151,6 +162,8 @@ class Session:
             self._next = (batches[-1].epoch, -1)
             self._took_s = time.perf_counter()
             self._tell_demand(len(batches), gap_s)
+            if self._hold:
+                self._hold.took()
         return batches
 
     def _tell_demand(self, taken: int, gap_s: float) -> None:
@@ -181,6 +194,8 @@ class Session:
             self.copier.close()
         if self.gate:
             self.gate.close()
+        if self._hold:
+            self._hold.release()  # reads that waited find the gate closed
         self.engine.close(join=join)
         self.leases.close(join=join)
         if join:  # threads that hang may still read

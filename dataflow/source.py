@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from dataflow.cache import SourceCache
 from dataflow.decode import Output
 from prefetch.gate import ReadGate
+from prefetch.hold import ReadHold
 from prefetch.mapping import Mappings
 from prefetch.store import Awaited, StoreReader
 from sharding.blocks import Block, Format, Shard, Spans
@@ -51,6 +52,8 @@ class Source:
     traffic: Traffic = field(default_factory=Traffic)
     gate: ReadGate | None = field(default=None, compare=False)
     """Says how many reads may run; None: as many as there are threads."""
+    hold: ReadHold | None = field(default=None, compare=False)
+    """Says whether reads may begin; None: always."""
     cache: SourceCache | None = field(default=None, compare=False)
     all_columns: bool = False
     """Whether every column was asked for, so that one of a type we cannot deliver is an error."""
@@ -88,6 +91,8 @@ class Source:
         """What `StoreReader.read_into` does: from the cache, or when the gate says so."""
 
         def fetch() -> None:
+            if self.hold is not None:
+                self.hold.wait()
             with nullcontext() if self.gate is None else self.gate.read(out.nbytes):
                 self.reader.read_into(shard, offset, out, checksum=checksum, awaited=awaited)
 

@@ -243,6 +243,8 @@ class StagedWindow:
         """The training code waits for its reads."""
         if not self._awaited.done():
             self._awaited.set_result(None)
+            if self.source.hold is not None:
+                self.source.hold.hurry()
             if self.source.gate is not None:
                 self.source.gate.hurry()
 

@@ -28,6 +28,7 @@ from dataflow.stream_plan import RankPlan, StreamPlan
 from dataflow.topology_exchange import detect_topology
 from prefetch.depth import DepthPolicy, fixed_depth
 from prefetch.engine import MemoryLimitError, StallError
+from prefetch.hold import ReadHold
 from sharding.batching import Batching
 from sharding.mixture import ENDLESS
 from sharding.order import Shuffle
@@ -122,6 +123,7 @@ class StreamLoader:
         self._current: RankPlan | None = None
         self._taken = 0
         self._session: Session | None = None
+        self._hold: ReadHold | None = None
         self._finalizer: weakref.finalize[Any, Any] | None = None
         self._skipped = Skipped(dataset.on_error, dataset.error_budget)
         self._counts = Counts()
@@ -131,7 +133,14 @@ class StreamLoader:
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy stands where this loader stands, and reads with threads of its own.
-        return {**self.__dict__, "_session": None, "_finalizer": None}
+        return {**self.__dict__, "_session": None, "_finalizer": None, "_hold": None}
+
+    @property
+    def read_hold(self) -> ReadHold:
+        """Asks new reads of remote shards to wait; over local ones without effect."""
+        if self._hold is None:
+            self._hold = ReadHold()
+        return self._hold
 
     # ---- deciding -----------------------------------------------------------------------------------
 
@@ -394,6 +403,7 @@ class StreamLoader:
             depth=self._depth,
             num_threads=self._num_threads,
             timeout_s=self.timeout or 600.0,
+            hold=self.read_hold,
         )
         self._session = session = Session(self._plan, options, epoch, start)
         # The finaliser, not __del__: it also runs at interpreter exit, and joins the threads.

@@ -651,6 +651,10 @@ class Engine(Generic[T]):
                 memory=self._ledger.snapshot(),
             )
 
+    def ready_batches(self) -> int:
+        """Batches that need no further read: built, or being built. Takes no lock."""
+        return self._line_batches
+
     def _stage(self, name: str, pool: PriorityPool) -> StageStats:
         busy = self._busy[name]
         return StageStats(pool.num_threads, busy.seconds, busy.tasks, pool.num_queued)

@@ -1,0 +1,128 @@
+"""Holding remote reads back: who waits, what ends a hold, and that batches come all the same."""
+
+from __future__ import annotations
+
+import pickle
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import fsspec
+import pytest
+from datasets_kit import Make, rows_of
+
+from dataflow import DataLoader, ShardedDataset
+from prefetch.hold import HoldStats, ReadHold
+
+TIMEOUT_S = 10
+
+
+class Clock:
+    """Stands still until it is set."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+class SignallingCondition(threading.Condition):
+    """Tells when somebody waits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waits = threading.Semaphore(0)
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self.waits.release()
+        return super().wait(TIMEOUT_S)
+
+
+def held(ready: Callable[[], int] = lambda: 9, **options: float) -> tuple[ReadHold, SignallingCondition]:
+    hold = ReadHold(**options)  # type: ignore[arg-type]
+    changed = hold._changed = SignallingCondition()
+    hold.watch(ready)
+    hold.hold()
+    return hold, changed
+
+
+@contextmanager
+def waiting_read(hold: ReadHold, changed: SignallingCondition) -> Iterator[threading.Thread]:
+    """A read that the hold keeps waiting; at the end it must have begun."""
+    read = threading.Thread(target=hold.wait)
+    read.start()
+    assert changed.waits.acquire(timeout=TIMEOUT_S)
+    yield read
+    read.join(TIMEOUT_S)
+    assert not read.is_alive()
+
+
+def test_without_a_hold_reads_begin_at_once() -> None:
+    hold = ReadHold()
+    hold.wait()
+    assert hold.stats() == HoldStats()
+
+
+def test_a_read_waits_until_the_release() -> None:
+    hold, changed = held()
+    with waiting_read(hold, changed):
+        hold.release()
+    assert hold.stats() == HoldStats(holds=1, held_reads=1, broken=0)
+
+
+@pytest.mark.parametrize("end", [ReadHold.hurry, ReadHold.release])
+def test_a_wait_of_the_training_code_ends_the_hold(end: Callable[[ReadHold], None]) -> None:
+    hold, changed = held()
+    with waiting_read(hold, changed):
+        end(hold)
+    hold.wait()  # also for reads that come later
+    hold.hold()
+    with waiting_read(hold, changed):  # but not the next one
+        hold.release()
+
+
+def test_few_batches_ready_end_the_hold() -> None:
+    ready = [9]
+    hold, changed = held(lambda: ready[0], low_water=2)
+    with waiting_read(hold, changed):
+        ready[0] = 3
+        hold.took()
+        ready[0] = 2
+        hold.took()
+    assert hold.stats().broken == 1
+
+
+def test_a_read_is_not_held_where_few_batches_are_ready() -> None:
+    hold, _ = held(lambda: 2, low_water=2)
+    hold.wait()
+    assert hold.stats() == HoldStats(holds=1, held_reads=0, broken=1)
+
+
+def test_a_hold_that_nobody_releases_ends() -> None:
+    clock = Clock()
+    hold = ReadHold(most_s=5.0, now=clock)
+    hold.watch(lambda: 9)
+    hold.hold()
+    clock.now_s = 5.0
+    hold.wait()
+    assert hold.stats().broken == 1
+
+
+def test_a_loop_under_a_hold_that_is_never_released_delivers_everything(made: Make) -> None:
+    dataset = made("tar")
+    memory = fsspec.filesystem("memory")
+    for path in dataset.shards:
+        memory.pipe_file(f"/hold/{path.name}", path.read_bytes())
+    remote = {**dataset.kwargs, "source": "memory://hold/*"}
+    with DataLoader(ShardedDataset(**remote), batch_size=2) as loader:
+        assert loader.read_hold is not None
+        loader.read_hold.hold()
+        assert len([row for batch in loader for row in rows_of(batch)]) == len(dataset.samples)
+        assert loader.read_hold.stats().holds == 1
+        copy = pickle.loads(pickle.dumps(loader))
+        assert copy.read_hold is not loader.read_hold
+
+
+def test_only_loaders_over_shards_have_a_hold() -> None:
+    assert DataLoader([1, 2, 3]).read_hold is None
