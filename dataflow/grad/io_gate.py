@@ -1,0 +1,194 @@
+"""The I/O gate: remote reads wait while gradients are on the same network, where that was seen to pay.
+
+At first windows take turns: reads may begin at any time ("open"), not while gradients travel ("sync"), or not
+from the last microbatch on, so that reads which run can end before ("early"). Then the way with the shortest
+windows is kept, if it saves enough. Which window tries what depends on its number alone, so all ranks try the
+same at the same time. It changes when bytes are read, never which.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from statistics import median
+from typing import Literal, Protocol
+
+from dataflow.grad.phases import Phase, PhaseLedger
+from prefetch.hold import ReadHold
+
+Io = Literal["auto", "open", "sync", "early"]
+"""How reads and gradients share the network; "auto" finds out."""
+
+_WARM_UP = 3
+"""Windows at first that count for nothing: connections are made, DDP arranges its buckets."""
+_TRIES = 8
+"""Windows of each way in a trial."""
+_SAVES = 0.01
+"""Share of a window that a way must save."""
+_PERIOD = 512
+"""Windows from trial to trial: the network may have changed."""
+
+
+class Way(StrEnum):
+    """When new remote reads wait."""
+
+    OPEN = "open"
+    SYNC = "sync"
+    EARLY = "early"
+
+
+@dataclass(frozen=True)
+class GateDecision:
+    """How windows go on."""
+
+    way: Way
+    reason: str
+    seconds: Mapping[Way, float]
+    """Median of the windows of each way in the last trial; empty before its end."""
+
+
+class GatePolicy(Protocol):
+    """Says how the gate goes about each window. Pure: no clock, no thread."""
+
+    decision: GateDecision
+
+    def way(self, window: int) -> Way:
+        """For the window of that number, counted over the whole run."""
+
+    def ended(self, window: int, seconds: float, held_reads: int) -> None:
+        """The window took that long, and so many reads waited in it."""
+
+
+class FixedGate:
+    """Always the same way."""
+
+    def __init__(self, way: Way) -> None:
+        self.decision = GateDecision(way, "as told", {})
+
+    def way(self, window: int) -> Way:
+        """The one."""
+        return self.decision.way
+
+    def ended(self, window: int, seconds: float, held_reads: int) -> None:
+        """Makes no difference."""
+
+
+class TriedGate:
+    """Tries all ways in turn, window by window, and keeps the best; tries again later.
+
+    Args:
+        ways: what to try.
+        tries: windows of each.
+        period: windows from the beginning of a trial to that of the next one.
+    """
+
+    def __init__(
+        self, ways: Sequence[Way] = tuple(Way), *, tries: int = _TRIES, period: int = _PERIOD
+    ) -> None:
+        if Way.OPEN not in ways:
+            raise ValueError("a trial needs the way OPEN to compare with")
+        if _WARM_UP + tries * len(ways) >= period:
+            raise ValueError(f"a trial of {tries} windows for {len(ways)} ways does not fit {period} windows")
+        self._ways, self._tries, self._period = tuple(ways), tries, period
+        self._seconds: dict[Way, list[float]] = {}
+        self._held = 0
+        self.decision = GateDecision(Way.OPEN, "not tried yet", {})
+
+    def way(self, window: int) -> Way:
+        """In a trial the one whose turn it is."""
+        at = self._place(window)
+        return self.decision.way if at is None else self._ways[at % len(self._ways)]
+
+    def ended(self, window: int, seconds: float, held_reads: int) -> None:
+        """Decides after the last window of a trial."""
+        at = self._place(window)
+        if at is None:
+            return
+        if at == 0:
+            self._seconds, self._held = {way: [] for way in self._ways}, 0
+        elif not self._seconds:
+            return  # resumed within a trial: the next one will tell
+        self._seconds[self._ways[at % len(self._ways)]].append(seconds)
+        self._held += held_reads
+        if at == self._tries * len(self._ways) - 1:
+            self.decision, self._seconds = self._decided(), {}
+
+    def _place(self, window: int) -> int | None:
+        """Place in a trial, or None outside."""
+        at = window % self._period - _WARM_UP
+        return at if 0 <= at < self._tries * len(self._ways) else None
+
+    def _decided(self) -> GateDecision:
+        medians = {way: median(found) for way, found in self._seconds.items() if found}
+        if not self._held:
+            return GateDecision(Way.OPEN, "no read came while gradients travelled", medians)
+        best = min(medians, key=medians.__getitem__)
+        saved = 1 - medians[best] / medians[Way.OPEN]
+        if saved < _SAVES:
+            return GateDecision(
+                Way.OPEN, f"holding reads back saves {max(0.0, saved):.1%} of a window", medians
+            )
+        return GateDecision(best, f"saves {saved:.1%} of a window", medians)
+
+
+def gate_policy(io: Io | GatePolicy) -> GatePolicy:
+    """The policy that `io=` means. Raises `ValueError` for another word."""
+    if not isinstance(io, str):
+        return io
+    if io == "auto":
+        return TriedGate()
+    try:
+        return FixedGate(Way(io))
+    except ValueError:
+        raise ValueError(f'io must be "auto", "open", "sync" or "early", got {io!r}') from None
+
+
+class IoGate:
+    """Holds a loader's remote reads back as a policy says. Used by the training thread and its backward pass.
+
+    Args:
+        hold: the loader's (`DataLoader.read_hold`).
+        policy: when to.
+        ledger: tells when gradients travel.
+    """
+
+    def __init__(self, hold: ReadHold, policy: GatePolicy, ledger: PhaseLedger) -> None:
+        self._hold, self.policy = hold, policy
+        self._way, self._window = Way.OPEN, 0
+        self._held_before = 0
+        self._end = ledger.listen(self._entered)
+
+    def window_begins(self, window: int) -> None:
+        """A window of that number, which ends with a reduction."""
+        self._window, self._way = window, self.policy.way(window)
+        self._held_before = self._hold.stats().held_reads
+
+    def last_microbatch(self) -> None:
+        """The forward pass before the reduction begins."""
+        if self._way is Way.EARLY:
+            self._hold.hold()
+
+    def window_ended(self, seconds: float) -> None:
+        """Its gradients are there and the step is taken; `seconds` since the window before ended."""
+        self._hold.release()
+        self.policy.ended(self._window, seconds, self._hold.stats().held_reads - self._held_before)
+        self._way = Way.OPEN
+
+    def left(self) -> None:
+        """No window is under way: the loop has ended, by itself or not."""
+        self._hold.release()
+        self._way = Way.OPEN
+
+    def close(self) -> None:
+        """Let reads begin, and listen no more. Idempotent."""
+        self._hold.release()
+        self._end()
+        self._end = lambda: None
+
+    def _entered(self, phase: Phase, now: float) -> None:
+        if phase is Phase.SYNC:
+            if self._way is Way.SYNC:
+                self._hold.hold()
+        elif phase is Phase.STEP:
+            self._hold.release()

@@ -1,0 +1,158 @@
+"""The I/O gate: what it tries, what it keeps, and when it holds reads back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from dataflow.grad.io_gate import FixedGate, IoGate, TriedGate, Way, gate_policy
+from dataflow.grad.phases import Phase, PhaseLedger
+from prefetch.hold import ReadHold
+
+WAYS = list(Way)
+
+
+def run(policy: TriedGate, windows: range, seconds: Callable[[Way], float], held_reads: int = 1) -> list[Way]:
+    """Let windows pass; which way each went."""
+    went = []
+    for window in windows:
+        way = policy.way(window)
+        policy.ended(window, seconds(way), 0 if way is Way.OPEN else held_reads)
+        went.append(way)
+    return went
+
+
+def test_a_trial_gives_each_way_its_windows_in_turn_after_the_warm_up() -> None:
+    went = run(TriedGate(tries=2, period=20), range(9), lambda way: 1.0)
+    assert went == [Way.OPEN] * 3 + WAYS * 2
+
+
+@pytest.mark.parametrize("best", WAYS)
+def test_the_way_with_the_shortest_windows_is_kept(best: Way) -> None:
+    policy = TriedGate(tries=3, period=50)
+    run(policy, range(12), lambda way: 0.9 if way is best else 1.0)
+    assert policy.decision.way is best
+    assert policy.decision.seconds[best] == 0.9
+    assert set(run(policy, range(12, 50), lambda way: 1.0)) == {best}
+
+
+def test_a_saving_below_one_percent_leaves_reads_alone_and_says_so() -> None:
+    policy = TriedGate(tries=3, period=50)
+    run(policy, range(12), lambda way: 1.0 if way is Way.OPEN else 0.995)
+    assert policy.decision.way is Way.OPEN
+    assert "0.5%" in policy.decision.reason
+
+
+def test_where_no_read_was_held_back_chance_decides_nothing() -> None:
+    policy = TriedGate(tries=3, period=50)
+    run(policy, range(12), lambda way: 1.0 if way is Way.OPEN else 0.5, held_reads=0)
+    assert policy.decision.way is Way.OPEN
+    assert "no read" in policy.decision.reason
+
+
+def test_one_long_window_does_not_decide() -> None:
+    policy = TriedGate(tries=5, period=50)
+    times = iter([1.0] * 3 + [30.0] + [1.0] * 50)
+    run(policy, range(18), lambda way: next(times) * (0.9 if way is Way.EARLY else 1.0))
+    assert policy.decision.way is Way.EARLY
+
+
+def test_a_later_trial_changes_the_decision() -> None:
+    policy = TriedGate(tries=2, period=20)
+    run(policy, range(20), lambda way: 0.5 if way is Way.SYNC else 1.0)
+    assert policy.decision.way is Way.SYNC
+    run(policy, range(20, 40), lambda way: 2.0 if way is Way.SYNC else 1.0)
+    assert policy.decision.way is not Way.SYNC
+
+
+def test_a_run_resumed_within_a_trial_waits_for_the_next_one() -> None:
+    policy = TriedGate(tries=2, period=20)
+    run(policy, range(5, 20), lambda way: 0.5 if way is Way.SYNC else 1.0)
+    assert policy.decision.reason == "not tried yet"
+    run(policy, range(20, 30), lambda way: 0.5 if way is Way.SYNC else 1.0)
+    assert policy.decision.way is Way.SYNC
+
+
+def test_ranks_try_the_same_way_in_the_same_window_whatever_they_measure() -> None:
+    ranks = [TriedGate(), TriedGate()]
+    for window in range(27):
+        assert ranks[0].way(window) == ranks[1].way(window)
+        for number, policy in enumerate(ranks):
+            policy.ended(window, 1.0 + number, 1)
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: gate_policy("closed"), "io must be"),  # type: ignore[arg-type]
+        (lambda: TriedGate([Way.SYNC]), "OPEN"),
+        (lambda: TriedGate(tries=10, period=20), "does not fit"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(make: Callable[[], object], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        make()
+
+
+# ---- the gate itself --------------------------------------------------------------------------------------
+
+
+class Holds(ReadHold):
+    """Remembers what it was told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told: list[str] = []
+        self._on = False
+
+    def hold(self) -> None:
+        self._on = True
+        self.told.append("hold")
+
+    def release(self) -> None:
+        if self._on:
+            self.told.append("release")
+        self._on = False
+
+
+def window(gate: IoGate, ledger: PhaseLedger, told: list[str]) -> list[str]:
+    """One window; what happened, in order."""
+    gate.window_begins(0)
+    for event in ("last", Phase.SYNC, Phase.COMPUTE, Phase.STEP, Phase.COMPUTE):
+        told.append(str(event))
+        gate.last_microbatch() if event == "last" else ledger.enter(Phase(event))
+    gate.window_ended(1.0)
+    return told
+
+
+@pytest.mark.parametrize(
+    ("way", "expected"),
+    [
+        (Way.OPEN, "last sync compute step compute"),
+        (Way.SYNC, "last sync hold compute step release compute"),
+        (Way.EARLY, "last hold sync compute step release compute"),
+    ],
+)
+def test_reads_are_held_from_where_the_way_says_until_the_step(way: Way, expected: str) -> None:
+    hold, ledger = Holds(), PhaseLedger()
+    assert window(IoGate(hold, FixedGate(way), ledger), ledger, hold.told) == expected.split()
+
+
+def test_leaving_a_window_lets_reads_begin() -> None:
+    hold, ledger = Holds(), PhaseLedger()
+    gate = IoGate(hold, FixedGate(Way.SYNC), ledger)
+    gate.window_begins(0)
+    ledger.enter(Phase.SYNC)
+    gate.left()
+    assert hold.told == ["hold", "release"]
+
+
+def test_a_closed_gate_hears_no_more() -> None:
+    hold, ledger = Holds(), PhaseLedger()
+    gate = IoGate(hold, FixedGate(Way.SYNC), ledger)
+    gate.window_begins(0)
+    gate.close()
+    gate.close()
+    ledger.enter(Phase.SYNC)
+    assert hold.told == []
