@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
+import torch
+from torch.nn.parallel import DistributedDataParallel
 
+from dataflow import GradSchedule
 from dataflow.grad.io_gate import FixedGate, IoGate, TriedGate, Way, gate_policy
 from dataflow.grad.phases import Phase, PhaseLedger
+from dataflow.testing import run_ranks
 from prefetch.hold import ReadHold
 
 WAYS = list(Way)
@@ -23,43 +28,50 @@ def run(policy: TriedGate, windows: range, seconds: Callable[[Way], float], held
     return went
 
 
-def test_a_trial_gives_each_way_its_windows_in_turn_after_the_warm_up() -> None:
-    went = run(TriedGate(tries=2, period=20), range(9), lambda way: 1.0)
-    assert went == [Way.OPEN] * 3 + WAYS * 2
+def test_a_trial_gives_each_way_its_turns_after_the_warm_up() -> None:
+    went = run(TriedGate(turns=2, period=50), range(33), lambda way: 1.0)
+    assert went == [Way.OPEN] * 3 + [way for way in WAYS for _ in range(5)] * 2
 
 
 @pytest.mark.parametrize("best", WAYS)
 def test_the_way_with_the_shortest_windows_is_kept(best: Way) -> None:
-    policy = TriedGate(tries=3, period=50)
-    run(policy, range(12), lambda way: 0.9 if way is best else 1.0)
+    policy = TriedGate(turns=1, period=50)
+    run(policy, range(18), lambda way: 0.9 if way is best else 1.0)
     assert policy.decision.way is best
     assert policy.decision.seconds[best] == 0.9
-    assert set(run(policy, range(12, 50), lambda way: 1.0)) == {best}
+    assert set(run(policy, range(18, 50), lambda way: 1.0)) == {best}
 
 
 def test_a_saving_below_one_percent_leaves_reads_alone_and_says_so() -> None:
-    policy = TriedGate(tries=3, period=50)
-    run(policy, range(12), lambda way: 1.0 if way is Way.OPEN else 0.995)
+    policy = TriedGate(turns=1, period=50)
+    run(policy, range(18), lambda way: 1.0 if way is Way.OPEN else 0.995)
     assert policy.decision.way is Way.OPEN
     assert "0.5%" in policy.decision.reason
 
 
 def test_where_no_read_was_held_back_chance_decides_nothing() -> None:
-    policy = TriedGate(tries=3, period=50)
-    run(policy, range(12), lambda way: 1.0 if way is Way.OPEN else 0.5, held_reads=0)
+    policy = TriedGate(turns=1, period=50)
+    run(policy, range(18), lambda way: 1.0 if way is Way.OPEN else 0.5, held_reads=0)
     assert policy.decision.way is Way.OPEN
     assert "no read" in policy.decision.reason
 
 
+def test_the_first_window_of_a_turn_does_not_count() -> None:
+    policy = TriedGate(turns=1, period=50)
+    times = iter([1.0] * 3 + [9.0, 1.0, 1.0, 1.0, 1.0] * 3)
+    run(policy, range(18), lambda way: next(times))
+    assert set(policy.decision.seconds.values()) == {1.0}
+
+
 def test_one_long_window_does_not_decide() -> None:
-    policy = TriedGate(tries=5, period=50)
-    times = iter([1.0] * 3 + [30.0] + [1.0] * 50)
+    policy = TriedGate(turns=1, period=50)
+    times = iter([1.0] * 15 + [30.0] + [1.0] * 50)
     run(policy, range(18), lambda way: next(times) * (0.9 if way is Way.EARLY else 1.0))
     assert policy.decision.way is Way.EARLY
 
 
 def test_a_later_trial_changes_the_decision() -> None:
-    policy = TriedGate(tries=2, period=20)
+    policy = TriedGate(turns=1, period=20)
     run(policy, range(20), lambda way: 0.5 if way is Way.SYNC else 1.0)
     assert policy.decision.way is Way.SYNC
     run(policy, range(20, 40), lambda way: 2.0 if way is Way.SYNC else 1.0)
@@ -67,16 +79,16 @@ def test_a_later_trial_changes_the_decision() -> None:
 
 
 def test_a_run_resumed_within_a_trial_waits_for_the_next_one() -> None:
-    policy = TriedGate(tries=2, period=20)
+    policy = TriedGate(turns=1, period=20)
     run(policy, range(5, 20), lambda way: 0.5 if way is Way.SYNC else 1.0)
     assert policy.decision.reason == "not tried yet"
-    run(policy, range(20, 30), lambda way: 0.5 if way is Way.SYNC else 1.0)
+    run(policy, range(20, 40), lambda way: 0.5 if way is Way.SYNC else 1.0)
     assert policy.decision.way is Way.SYNC
 
 
 def test_ranks_try_the_same_way_in_the_same_window_whatever_they_measure() -> None:
     ranks = [TriedGate(), TriedGate()]
-    for window in range(27):
+    for window in range(32):
         assert ranks[0].way(window) == ranks[1].way(window)
         for number, policy in enumerate(ranks):
             policy.ended(window, 1.0 + number, 1)
@@ -87,7 +99,7 @@ def test_ranks_try_the_same_way_in_the_same_window_whatever_they_measure() -> No
     [
         (lambda: gate_policy("closed"), "io must be"),  # type: ignore[arg-type]
         (lambda: TriedGate([Way.SYNC]), "OPEN"),
-        (lambda: TriedGate(tries=10, period=20), "does not fit"),
+        (lambda: TriedGate(turns=2, period=20), "does not fit"),
     ],
 )
 def test_what_makes_no_sense_is_refused(make: Callable[[], object], says: str) -> None:
@@ -156,3 +168,37 @@ def test_a_closed_gate_hears_no_more() -> None:
     gate.close()
     ledger.enter(Phase.SYNC)
     assert hold.told == []
+
+
+# ---- in a schedule ----------------------------------------------------------------------------------------
+
+
+class LoaderWithHold(list[Any]):
+    """Batches, and what was asked of the reads."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.ones(2, 3) for _ in range(4))
+        self.read_hold = Holds()
+
+
+def holds_of_two_windows(io: str) -> tuple[list[str], str]:
+    loader = LoaderWithHold()
+    model = DistributedDataParallel(torch.nn.Linear(3, 1))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with GradSchedule(loader, model, optimizer, accumulate=2, io=io) as sched:  # type: ignore[arg-type]
+        for batch in sched:
+            loader.read_hold.told.append("forward")
+            sched.backward(model(batch).sum())
+            loader.read_hold.told.append("backward done")
+            sched.step()
+        assert sched.io is not None
+        return loader.read_hold.told, sched.io.way
+
+
+@pytest.mark.parametrize("io", WAYS)
+def test_a_schedule_holds_reads_in_the_last_microbatch_of_each_window(io: Way) -> None:
+    told, way = run_ranks(holds_of_two_windows, 2, args=(str(io),), start_method="forkserver")[0]
+    plain, early = ["forward", "backward done"], ["hold", "forward", "backward done", "release"]
+    sync = ["forward", "hold", "backward done", "release"]
+    assert way == io
+    assert told == (plain + {Way.OPEN: plain, Way.SYNC: sync, Way.EARLY: early}[io]) * 2

@@ -1,9 +1,9 @@
 """The I/O gate: remote reads wait while gradients are on the same network, where that was seen to pay.
 
-At first windows take turns: reads may begin at any time ("open"), not while gradients travel ("sync"), or not
-from the last microbatch on, so that reads which run can end before ("early"). Then the way with the shortest
-windows is kept, if it saves enough. Which window tries what depends on its number alone, so all ranks try the
-same at the same time. It changes when bytes are read, never which.
+At first ways take turns of a few windows: reads may begin at any time ("open"), not while gradients travel
+("sync"), or not from the last microbatch on, so that reads which run can end before ("early"). Then the way
+with the shortest windows is kept, if it saves enough. Which window tries what depends on its number alone, so
+all ranks try the same at the same time. It changes when bytes are read, never which.
 """
 
 from __future__ import annotations
@@ -22,8 +22,10 @@ Io = Literal["auto", "open", "sync", "early"]
 
 _WARM_UP = 3
 """Windows at first that count for nothing: connections are made, DDP arranges its buckets."""
-_TRIES = 8
-"""Windows of each way in a trial."""
+_TURNS = 2
+"""Of each way in a trial."""
+_TURN = 5
+"""Windows of a turn. The first does not count: what it reads depends on the turn before."""
 _SAVES = 0.01
 """Share of a window that a way must save."""
 _PERIOD = 512
@@ -75,22 +77,23 @@ class FixedGate:
 
 
 class TriedGate:
-    """Tries all ways in turn, window by window, and keeps the best; tries again later.
+    """Tries all ways in turn and keeps the best; tries again later.
 
     Args:
         ways: what to try.
-        tries: windows of each.
+        turns: of each way.
         period: windows from the beginning of a trial to that of the next one.
     """
 
     def __init__(
-        self, ways: Sequence[Way] = tuple(Way), *, tries: int = _TRIES, period: int = _PERIOD
+        self, ways: Sequence[Way] = tuple(Way), *, turns: int = _TURNS, period: int = _PERIOD
     ) -> None:
         if Way.OPEN not in ways:
             raise ValueError("a trial needs the way OPEN to compare with")
-        if _WARM_UP + tries * len(ways) >= period:
-            raise ValueError(f"a trial of {tries} windows for {len(ways)} ways does not fit {period} windows")
-        self._ways, self._tries, self._period = tuple(ways), tries, period
+        self._ways, self._period = tuple(ways), period
+        self._length = turns * len(ways) * _TURN
+        if _WARM_UP + self._length >= period:
+            raise ValueError(f"a trial of {self._length} windows does not fit a period of {period}")
         self._seconds: dict[Way, list[float]] = {}
         self._held = 0
         self.decision = GateDecision(Way.OPEN, "not tried yet", {})
@@ -98,7 +101,7 @@ class TriedGate:
     def way(self, window: int) -> Way:
         """In a trial the one whose turn it is."""
         at = self._place(window)
-        return self.decision.way if at is None else self._ways[at % len(self._ways)]
+        return self.decision.way if at is None else self._tried(at)
 
     def ended(self, window: int, seconds: float, held_reads: int) -> None:
         """Decides after the last window of a trial."""
@@ -109,18 +112,22 @@ class TriedGate:
             self._seconds, self._held = {way: [] for way in self._ways}, 0
         elif not self._seconds:
             return  # resumed within a trial: the next one will tell
-        self._seconds[self._ways[at % len(self._ways)]].append(seconds)
         self._held += held_reads
-        if at == self._tries * len(self._ways) - 1:
+        if at % _TURN:
+            self._seconds[self._tried(at)].append(seconds)
+        if at == self._length - 1:
             self.decision, self._seconds = self._decided(), {}
+
+    def _tried(self, at: int) -> Way:
+        return self._ways[at // _TURN % len(self._ways)]
 
     def _place(self, window: int) -> int | None:
         """Place in a trial, or None outside."""
         at = window % self._period - _WARM_UP
-        return at if 0 <= at < self._tries * len(self._ways) else None
+        return at if 0 <= at < self._length else None
 
     def _decided(self) -> GateDecision:
-        medians = {way: median(found) for way, found in self._seconds.items() if found}
+        medians = {way: median(found) for way, found in self._seconds.items()}
         if not self._held:
             return GateDecision(Way.OPEN, "no read came while gradients travelled", medians)
         best = min(medians, key=medians.__getitem__)

@@ -42,6 +42,11 @@ class PhaseSeconds:
     data_wait: float = 0.0
     """Waiting for the loader, and for the other ranks' counts. Near 0: neither holds training up."""
 
+    @property
+    def total(self) -> float:
+        """All of them: what the window took."""
+        return self.compute + self.sync + self.step + self.data_wait
+
 
 class PhaseLedger:
     """Adds up seconds per phase. Used by the training thread and the thread of its backward pass, in turn."""

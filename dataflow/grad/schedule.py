@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from dataflow.grad.agreement import Agreement
 from dataflow.grad.all_reduce import AllReduce
 from dataflow.grad.boundary import Boundary, Outcome, check_boundary, first_lr
+from dataflow.grad.io_gate import GateDecision, GatePolicy, Io, IoGate, gate_policy
 from dataflow.grad.lookahead import LookAhead, Weight, batches_ahead, weigher
 from dataflow.grad.microbatch import Microbatch
 from dataflow.grad.negotiation import Negotiation, Window
@@ -62,7 +63,9 @@ class GradSchedule:
             with weight zero), "min" (the epoch ends with the shortest), "error".
         partial: the last windows, which are full on no rank: "keep" or "drop".
         strategy: how gradients travel; see docs/gradient-accumulation.md.
-        io: "auto"; who may read while gradients travel. Accepted, not yet used.
+        io: whether new reads of remote shards wait while gradients travel: "open" (never), "sync" (they do),
+            "early" (from the last microbatch on), or "auto": each is tried for some windows and the best
+            kept (docs/gradient-accumulation.md). Needs a `DataLoader` over remote shards.
         skip_nonfinite: skip the step, on all ranks, if the gradient is not finite. False without `max_norm`
             and `scaler` saves computing its norm.
         timeout_s: seconds that a rank waits for the others to agree; longer than the longest pause of one
@@ -91,7 +94,7 @@ class GradSchedule:
         uneven: Uneven = "pad",
         partial: Partial = "keep",
         strategy: Strategy | None = None,
-        io: Literal["auto"] = "auto",
+        io: Io | GatePolicy = "auto",
         skip_nonfinite: bool = True,
         timeout_s: float = 600.0,
         topology: Topology | None = None,
@@ -105,9 +108,9 @@ class GradSchedule:
             partial,
             max_norm,
             skip_nonfinite,
-            io,
             timeout_s,
         )
+        policy = gate_policy(io)
         schedulers = () if lr is None else tuple(lr) if isinstance(lr, Sequence) else (lr,)
         check_boundary(optimizer, schedulers, ema)
         self.strategy: Strategy = AllReduce() if strategy is None else strategy
@@ -149,6 +152,8 @@ class GradSchedule:
             ema,
             skip_nonfinite,
         )
+        hold = getattr(loader, "read_hold", None) if self._agreement.world_size > 1 else None
+        self._gate = None if hold is None else IoGate(hold, policy, self.phases)
         self._replay = Replay()
         self._running = False
         self._microbatch: Microbatch | None = None
@@ -167,6 +172,11 @@ class GradSchedule:
             topology=topology,
             on_bucket=lambda: self.phases.enter(Phase.SYNC),
         )
+
+    @property
+    def io(self) -> GateDecision | None:
+        """How reads and gradients share the network at present, and why; None where no gate is needed."""
+        return self._gate.policy.decision if self._gate else None
 
     @property
     def position(self) -> Position:
@@ -251,6 +261,8 @@ class GradSchedule:
                 if window.plan.empty:
                     break
                 self._note_lr()
+                if self._gate and self.strategy.syncs(self._position.step):
+                    self._gate.window_begins(self._position.window)
                 yield window
                 if not window.ended:
                     raise RuntimeError("a window was left before its end: call step() after each backward()")
@@ -263,6 +275,8 @@ class GradSchedule:
             self._wrapped.restore()
             self._look.end()
             self.phases.enter(Phase.COMPUTE)
+            if self._gate:
+                self._gate.left()
 
     def _microbatches(self, window: Window) -> Iterator[Any]:
         rank = self._agreement.rank
@@ -280,6 +294,8 @@ class GradSchedule:
             else:
                 batch, window.share.batches[index] = window.share.batches[index], None
             self._wrapped.sync(is_last and syncs)
+            if self._gate and is_last and syncs:
+                self._gate.last_microbatch()
             microbatch = Microbatch(window, index, is_last, is_replay, is_last and syncs, batch)
             if is_replay:
                 microbatch.kept = buffers_kept(self._wrapped.inner)
@@ -328,6 +344,8 @@ class GradSchedule:
             plan.forwards[rank] - plan.counts[rank],
             self.phases.take(),
         )
+        if self._gate and syncs:
+            self._gate.window_ended(self.last.seconds.total)
         return self.last
 
     def _open(self) -> Microbatch:
@@ -413,6 +431,8 @@ class GradSchedule:
     def close(self) -> None:
         """Give groups back, on all ranks; the loader and the model stay usable. Idempotent."""
         self._wrapped.restore()
+        if self._gate:
+            self._gate.close()
         self._end_strategy()
         self._agreement.close()
 

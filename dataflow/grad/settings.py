@@ -21,7 +21,6 @@ class Settings:
     partial: Partial
     max_norm: float | None
     skip_nonfinite: bool
-    io: str
     timeout_s: float
 
     def __post_init__(self) -> None:
@@ -34,8 +33,6 @@ class Settings:
             raise ValueError(f"{MICROBATCHES!r} is a weight that is there always: choose another name")
         if self.max_norm is not None and not self.max_norm > 0:
             raise ValueError(f"max_norm must be > 0, got {self.max_norm}; for no clipping, leave it out")
-        if self.io != "auto":
-            raise ValueError(f'io must be "auto", got {self.io!r}')
         if not self.timeout_s > 0:
             raise ValueError(f"timeout_s must be > 0 seconds, got {self.timeout_s}")
 

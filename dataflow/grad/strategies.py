@@ -1,5 +1,6 @@
-"""The strategies that `GradSchedule(strategy=...)` takes, beside `AllReduce`; see docs/strategies.md."""
+"""The strategies that `GradSchedule(strategy=...)` takes; see docs/strategies.md."""
 
+from dataflow.grad.all_reduce import AllReduce
 from dataflow.grad.delayed import Delayed
 from dataflow.grad.half import Half
 from dataflow.grad.hierarchical import Hierarchical
@@ -11,6 +12,7 @@ from dataflow.grad.strategy import Strategy
 from dataflow.grad.top_k import TopK
 
 __all__ = [
+    "AllReduce",
     "Delayed",
     "DiLoCo",
     "Half",
@@ -24,6 +26,7 @@ __all__ = [
 
 # For the type checker: each keeps the protocol.
 _STRATEGIES: tuple[type[Strategy], ...] = (
+    AllReduce,
     Delayed,
     DiLoCo,
     Half,
