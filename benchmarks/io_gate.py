@@ -4,10 +4,10 @@
     python -m benchmarks.io_gate --json benchmarks/results/io-gate.json     also saves the figures
 
 Four hosts train with DDP over gloo (network namespaces on links of 200 Mbit/s, `benchmarks/netlab.sh`); a
-fifth, on a wide link, serves their data (tests/slowstore.py, 5 ms). Computing is a sleep, so that two cores are
-enough and only links are shared. Shuffle windows are of 4 blocks, so that reads come evenly. Ways of
-`GradSchedule(io=...)` take turns of windows within a run; runs without any data (batches made before) come
-between. The first window of each turn is left out.
+fifth, on a wide link, serves their data (tests/slowstore.py, 5 ms). Computing is a sleep, so that two cores
+are enough and only links are shared. The loader reads as it always does: a shuffle window of 64 MiB at once,
+then nothing for some steps. Ways of `GradSchedule(io=...)` take turns of 16 windows within a run; a run without
+any data (batches made before) comes before it. The first window of each turn is left out.
 
     busy      the link is nine tenths full: four microbatches with 2 MB of data each, 5 MB of gradients
     light     the same with a fourth of the data
@@ -40,7 +40,7 @@ MBIT = 200
 HOSTS = 4
 PARAMETERS = 1_250_000
 LIMIT_S = 170.0
-TURN = 6
+TURN = 16
 """Windows of a way before the next one's; the first of them is left out."""
 WAYS = ("open", "sync", "early")
 _PORT = 29_600
@@ -114,7 +114,7 @@ def rank(source: str, place: Sequence[int], address: str, regime: dict[str, Any]
     from torch import distributed
     from torch.nn.parallel import DistributedDataParallel
 
-    from dataflow import DataLoader, GradSchedule, ShardedDataset, Shuffle, Topology
+    from dataflow import DataLoader, GradSchedule, ShardedDataset, Topology
 
     torch.set_num_threads(1)
     given = Regime(**regime)
@@ -128,8 +128,7 @@ def rank(source: str, place: Sequence[int], address: str, regime: dict[str, Any]
     loader: Any = Made(windows * given.accumulate, given.batch)
     if source:
         topology = Topology(me, ranks, 0, 1, me, ranks)
-        evenly = Shuffle("window", window_blocks=4)
-        loader = DataLoader(ShardedDataset(source), given.batch, shuffle=evenly, topology=topology, seed=1)
+        loader = DataLoader(ShardedDataset(source), given.batch, topology=topology, seed=1)
     found = []
     with contextlib.ExitStack() as stack:
         sched = GradSchedule(loader, model, optimizer, accumulate=given.accumulate, io=Rotating())
@@ -224,8 +223,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--repeats", type=int, default=2)
-    parser.add_argument("--turns", type=int, default=4, help="of each way in a run; the first is left out")
+    parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--turns", type=int, default=3, help="of each way in a run; the first is left out")
     parser.add_argument("--regimes", default=",".join(regime.name for regime in REGIMES))
     parser.add_argument("--json", type=Path)
     asked = parser.parse_args(arguments)
