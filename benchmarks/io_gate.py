@@ -6,8 +6,8 @@
 Four hosts train with DDP over gloo (network namespaces on links of 200 Mbit/s, `benchmarks/netlab.sh`); a
 fifth, on a wide link, serves their data (tests/slowstore.py, 5 ms). Computing is a sleep, so that two cores
 are enough and only links are shared. The loader reads as it always does: a shuffle window of 64 MiB at once,
-then nothing for some steps. Ways of `GradSchedule(io=...)` take turns of 16 windows within a run; a run without
-any data (batches made before) comes before it. The first window of each turn is left out.
+then nothing for some steps. Ways of `GradSchedule(io=...)` take turns of 16 windows within a run; a run
+without any data (batches made before) comes before it. The first window of each turn is left out.
 
     busy      the link is nine tenths full: four microbatches with 2 MB of data each, 5 MB of gradients
     light     the same with a fourth of the data

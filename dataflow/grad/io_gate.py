@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from statistics import median
+from statistics import fmean
 from typing import Literal, Protocol
 
 from dataflow.grad.phases import Phase, PhaseLedger
@@ -24,11 +24,14 @@ _WARM_UP = 3
 """Windows at first that count for nothing: connections are made, DDP arranges its buckets."""
 _TURNS = 2
 """Of each way in a trial."""
-_TURN = 5
-"""Windows of a turn. The first does not count: what it reads depends on the turn before."""
+_TURN = 16
+"""Windows of a turn. The first does not count: what it reads depends on the turn before. Reads come in
+bursts, a shuffle window at once, and a turn must see them come and go."""
+_SLOWEST = 0.1
+"""Share of the windows of a way that is left out: a checkpoint is not the network's fault."""
 _SAVES = 0.01
 """Share of a window that a way must save."""
-_PERIOD = 512
+_PERIOD = 1024
 """Windows from trial to trial: the network may have changed."""
 
 
@@ -47,7 +50,7 @@ class GateDecision:
     way: Way
     reason: str
     seconds: Mapping[Way, float]
-    """Median of the windows of each way in the last trial; empty before its end."""
+    """Mean window of each way in the last trial, without the slowest tenth; empty before its end."""
 
 
 class GatePolicy(Protocol):
@@ -82,16 +85,24 @@ class TriedGate:
     Args:
         ways: what to try.
         turns: of each way.
+        turn: windows of a turn, the first of which does not count.
         period: windows from the beginning of a trial to that of the next one.
     """
 
     def __init__(
-        self, ways: Sequence[Way] = tuple(Way), *, turns: int = _TURNS, period: int = _PERIOD
+        self,
+        ways: Sequence[Way] = tuple(Way),
+        *,
+        turns: int = _TURNS,
+        turn: int = _TURN,
+        period: int = _PERIOD,
     ) -> None:
         if Way.OPEN not in ways:
             raise ValueError("a trial needs the way OPEN to compare with")
-        self._ways, self._period = tuple(ways), period
-        self._length = turns * len(ways) * _TURN
+        if turn < 2 or turns < 1:
+            raise ValueError(f"at least one turn of two windows is needed, got {turns} of {turn}")
+        self._ways, self._turn, self._period = tuple(ways), turn, period
+        self._length = turns * len(ways) * turn
         if _WARM_UP + self._length >= period:
             raise ValueError(f"a trial of {self._length} windows does not fit a period of {period}")
         self._seconds: dict[Way, list[float]] = {}
@@ -113,13 +124,13 @@ class TriedGate:
         elif not self._seconds:
             return  # resumed within a trial: the next one will tell
         self._held += held_reads
-        if at % _TURN:
+        if at % self._turn:
             self._seconds[self._tried(at)].append(seconds)
         if at == self._length - 1:
             self.decision, self._seconds = self._decided(), {}
 
     def _tried(self, at: int) -> Way:
-        return self._ways[at // _TURN % len(self._ways)]
+        return self._ways[at // self._turn % len(self._ways)]
 
     def _place(self, window: int) -> int | None:
         """Place in a trial, or None outside."""
@@ -127,16 +138,21 @@ class TriedGate:
         return at if 0 <= at < self._length else None
 
     def _decided(self) -> GateDecision:
-        medians = {way: median(found) for way, found in self._seconds.items()}
+        means = {way: _mean(found) for way, found in self._seconds.items()}
         if not self._held:
-            return GateDecision(Way.OPEN, "no read came while gradients travelled", medians)
-        best = min(medians, key=medians.__getitem__)
-        saved = 1 - medians[best] / medians[Way.OPEN]
+            return GateDecision(Way.OPEN, "no read came while gradients travelled", means)
+        best = min(means, key=means.__getitem__)
+        saved = 1 - means[best] / means[Way.OPEN]
         if saved < _SAVES:
             return GateDecision(
-                Way.OPEN, f"holding reads back saves {max(0.0, saved):.1%} of a window", medians
+                Way.OPEN, f"holding reads back saves {max(0.0, saved):.1%} of a window", means
             )
-        return GateDecision(best, f"saves {saved:.1%} of a window", medians)
+        return GateDecision(best, f"saves {saved:.1%} of a window", means)
+
+
+def _mean(seconds: Sequence[float]) -> float:
+    kept = sorted(seconds)[: len(seconds) - int(_SLOWEST * len(seconds))]
+    return fmean(kept)
 
 
 def gate_policy(io: Io | GatePolicy) -> GatePolicy:
