@@ -15,14 +15,12 @@ import os
 import socket
 import statistics
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import click
@@ -31,14 +29,16 @@ from rich.console import Console
 from rich.table import Table
 from torch import distributed
 
+from benchmarks.harness import REPOSITORY
+from benchmarks.lab import Lab, lab, why_not
 from benchmarks.report import save_figures
+from benchmarks.slow_server import call_command
 from dataflow.costs.cluster import Cluster, Link, Round
 from dataflow.costs.collectives import all_reduces
 from dataflow.costs.fit import fit
 from dataflow.costs.measure import ring_point, time_all_reduce
 
-HERE = Path(__file__).parent
-LAB = os.environ.get("LAB", "91")
+LIMIT_S = 600.0
 SIZES = (1 << 12, 1 << 16, 1 << 19, 1 << 21, 1 << 23)
 LARGE = 1 << 19
 GLOO = "gloo's all_reduce"
@@ -107,22 +107,21 @@ def _cluster(ranks: int) -> Cluster:
     return Cluster.regular(ranks, 1, 2 if ranks % 2 == 0 else 1, within=link, network=link)
 
 
-def child(repeats: int, data_mbit: float, server: str) -> dict[str, Any]:
-    """All measurements of one rank."""
-    rank, ranks = int(os.environ["HOST_RANK"]), int(os.environ["HOST_COUNT"])
-    os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
-    address = f"tcp://10.{LAB}.0.1:{PORT}"
-    distributed.init_process_group("gloo", init_method=address, rank=rank, world_size=ranks)
+def rank(place: list[int], address: str, repeats: int, mbit: float, server: str) -> dict[str, Any]:
+    """All measurements of one rank, of a place among ranks. Runs in a process of its own."""
+    me, ranks = place
+    init = f"tcp://{address}:{PORT}"
+    distributed.init_process_group("gloo", init_method=init, rank=me, world_size=ranks)
     found: dict[str, Any] = {"alone": {}, "with data": {}}
     for rounds in all_reduces(_cluster(ranks), 64).values():
-        run_rounds(list(rounds), rank)  # connections are made when first used
+        run_rounds(list(rounds), me)  # connections are made when first used
     for nbytes in SIZES:
         rows = {GLOO: time_all_reduce(nbytes, repeats=repeats)}
         for name, rounds in all_reduces(_cluster(ranks), nbytes).items():
-            rows[name] = time_rounds(list(rounds), rank, repeats)
+            rows[name] = time_rounds(list(rounds), me, repeats)
         found["alone"][nbytes] = rows
     for share in (0.25, 0.5):
-        with data_flow(server, share * data_mbit * 1e6 / 8):
+        with data_flow(server, share * mbit * 1e6 / 8):
             time_all_reduce(SIZES[-1], repeats=1)
             found["with data"][share] = time_all_reduce(SIZES[-1], repeats=repeats)
     distributed.destroy_process_group()
@@ -133,20 +132,9 @@ def child(repeats: int, data_mbit: float, server: str) -> dict[str, Any]:
 
 
 @contextmanager
-def lab(hosts: int, mbit: float) -> Iterator[None]:
-    """The hosts, gone again at the end."""
-    script, env = str(HERE / "netlab.sh"), {**os.environ, "LAB": LAB}
-    subprocess.run(["bash", script, "up", str(hosts), f"{mbit:g}mbit"], check=True, env=env)
-    try:
-        yield
-    finally:
-        subprocess.run(["bash", script, "down"], check=True, env=env)
-
-
-@contextmanager
-def data_server() -> Iterator[str]:
+def data_server(hosts: Lab) -> Iterator[str]:
     """Sends zeros at the rate each client asks for; paced, the link does not limit it."""
-    address = f"10.{LAB}.0.254"
+    address = f"10.{hosts.number}.0.254"  # of the bridge
     with socket.create_server((address, DATA_PORT)) as server:
         threads: list[threading.Thread] = []
         accepting = threading.Thread(target=_accept, args=(server, threads))
@@ -184,16 +172,24 @@ def _send(stream: socket.socket) -> None:
             return
 
 
-def measure(hosts: int, mbit: float, repeats: int) -> dict[str, Any]:
+def measure(num_hosts: int, mbit: float, repeats: int) -> dict[str, Any]:
     """Run all hosts; what rank 0 found."""
-    with TemporaryDirectory() as folder, lab(hosts, mbit), data_server() as server:
-        output = Path(folder) / "found.json"
-        command = [sys.executable, "-m", "benchmarks.cost_model", "--child", str(output)]
-        command += ["--repeats", str(repeats), "--mbit", str(mbit), "--server", server]
-        script = ["bash", str(HERE / "netlab.sh"), "all", *command]
-        env = {**os.environ, "LAB": LAB, "OMP_NUM_THREADS": "1"}
-        subprocess.run(script, check=True, env=env, cwd=HERE.parent, timeout=600)
-        return dict(json.loads(output.read_text()))
+    with lab([f"{mbit:g}mbit"] * num_hosts) as hosts, data_server(hosts) as server, ExitStack() as stack:
+        processes = []
+        for host in range(num_hosts):
+            arguments = ([host, num_hosts], hosts.address(0), repeats, mbit, server)
+            process = subprocess.Popen(
+                [*hosts.inside(host), *call_command(rank, *arguments)],
+                cwd=REPOSITORY,
+                env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "eth0"},
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            stack.enter_context(process)
+            stack.callback(process.kill)
+            processes.append(process)
+        told = [process.communicate(timeout=LIMIT_S)[0] for process in processes]
+    return dict(json.loads(told[0].splitlines()[-1]))
 
 
 def compare(found: dict[str, Any], hosts: int, mbit: float) -> dict[str, Any]:
@@ -288,18 +284,10 @@ def show(result: dict[str, Any], console: Console) -> None:
 @click.option("--mbit", type=float, default=200.0, show_default=True, help="Rate of each link.")
 @click.option("--repeats", type=click.IntRange(min=1), default=11, show_default=True)
 @click.option("--json", "json_path", metavar="PATH")
-@click.option("--child", "child_output", hidden=True)
-@click.option("--server", hidden=True)
-def main(
-    hosts: int, mbit: float, repeats: int, json_path: str | None, child_output: str | None, server: str | None
-) -> None:
+def main(hosts: int, mbit: float, repeats: int, json_path: str | None) -> None:
     """Compare predicted with measured all-reduce times in a lab of rate-limited hosts."""
-    if child_output is not None:
-        assert server is not None
-        found = child(repeats, mbit, server)
-        if os.environ["HOST_RANK"] == "0":
-            Path(child_output).write_text(json.dumps(found))
-        return
+    if reason := why_not():
+        raise click.ClickException(reason)
     result = compare(measure(hosts, mbit, repeats), hosts, mbit)
     show(result, Console())
     if json_path:

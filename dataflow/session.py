@@ -195,7 +195,7 @@ class Session:
         if self.gate:
             self.gate.close()
         if self._hold:
-            self._hold.release()  # reads that waited find the gate closed
+            self._hold.hurry()  # reads that waited find the gate closed
         self.engine.close(join=join)
         self.leases.close(join=join)
         if join:  # threads that hang may still read

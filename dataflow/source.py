@@ -53,7 +53,7 @@ class Source:
     gate: ReadGate | None = field(default=None, compare=False)
     """Says how many reads may run; None: as many as there are threads."""
     hold: ReadHold | None = field(default=None, compare=False)
-    """Says whether reads may begin; None: always."""
+    """Asks reads to wait for gradients; None: never."""
     cache: SourceCache | None = field(default=None, compare=False)
     all_columns: bool = False
     """Whether every column was asked for, so that one of a type we cannot deliver is an error."""
@@ -91,9 +91,8 @@ class Source:
         """What `StoreReader.read_into` does: from the cache, or when the gate says so."""
 
         def fetch() -> None:
-            if self.hold is not None:
-                self.hold.wait()
-            with nullcontext() if self.gate is None else self.gate.read(out.nbytes):
+            held = nullcontext() if self.hold is None else self.hold.read()
+            with held, nullcontext() if self.gate is None else self.gate.read(out.nbytes):
                 self.reader.read_into(shard, offset, out, checksum=checksum, awaited=awaited)
 
         if self.cache is None:

@@ -1,15 +1,18 @@
-"""Hold new reads of remote stores back for a moment, unless training would run dry.
+"""Let fewer reads of remote stores run for a while, or none begin, unless training would run dry.
 
-While gradients are on the network, reads that nobody waits for make them slower. A hold lets no new read
-begin; those that run go on. It is a request, not an order: it ends by itself when few batches are ready, when
-the training code waits for a read, or when whoever holds is not heard of for too long.
+While gradients are on the network, reads that nobody waits for make them slower: each of many connections
+takes as much of a link as the one that gradients travel on. A *limit* lets few reads run at a time, so that
+few are in the way when gradients come; a *hold* lets no new read begin. Both are requests, not orders: they
+end by themselves when few batches are ready, when the training code waits for a read, or when whoever holds
+is not heard of for too long.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 _MOST_S = 10.0
@@ -22,9 +25,9 @@ class HoldStats:
     holds: int = 0
     """How often reads were asked to wait."""
     held_reads: int = 0
-    """Reads that waited. None of many holds: reads came at other times anyway."""
+    """Reads that waited, for a hold or a limit. None of many holds: reads came at other times anyway."""
     broken: int = 0
-    """Holds that ended early, for want of batches. Most of them: the store is too slow to be held back."""
+    """Holds and limits that ended early, for want of batches. Most: the store is too slow to be held back."""
 
 
 class ReadHold:
@@ -43,12 +46,20 @@ class ReadHold:
         self._changed = threading.Condition()  # guards everything below
         self._ready: Callable[[], int] = lambda: low_water
         self._until: float | None = None
+        self._limit: int | None = None
+        self._running = 0
         self._holds = self._held_reads = self._broken = 0
 
     def watch(self, ready: Callable[[], int]) -> None:
         """Ask `ready` for the number of batches ready from now on; it must not block."""
         with self._changed:
             self._ready = ready
+
+    def limit(self, reads: int | None) -> None:
+        """Let so many reads run at a time from now on; None: any number."""
+        with self._changed:
+            self._limit = reads
+            self._changed.notify_all()
 
     def hold(self) -> None:
         """Ask new reads to wait until `release`."""
@@ -57,47 +68,55 @@ class ReadHold:
             self._holds += 1
 
     def release(self) -> None:
-        """Let all reads begin. Idempotent."""
+        """End the hold. Idempotent."""
         with self._changed:
             self._until = None
             self._changed.notify_all()
 
     def hurry(self) -> None:
-        """The training code waits for a read: the present hold is over."""
+        """The training code waits for a read: the present hold and limit are over."""
         with self._changed:
             self._break()
 
     def took(self) -> None:
-        """Batches were taken: if few are left, the present hold is over."""
+        """Batches were taken: if few are left, the present hold and limit are over."""
         with self._changed:
-            if self._until is not None and self._ready() <= self._low_water:
+            if self._ready() <= self._low_water:
                 self._break()
 
-    def wait(self) -> None:
-        """Return when a read may begin."""
+    @contextmanager
+    def read(self) -> Iterator[None]:
+        """A read, when it may begin."""
         with self._changed:
-            if not self._held():
-                return
-            self._held_reads += 1
-            while self._held():
-                assert self._until is not None
-                self._changed.wait(self._until - self._now())
+            if not self._may_begin():
+                self._held_reads += 1
+                while not self._may_begin():
+                    self._changed.wait(None if self._until is None else self._until - self._now())
+            self._running += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._running -= 1
+                if self._limit is not None:
+                    self._changed.notify_all()
 
     def stats(self) -> HoldStats:
         """So far."""
         with self._changed:
             return HoldStats(self._holds, self._held_reads, self._broken)
 
-    def _held(self) -> bool:
-        if self._until is None:
-            return False
-        if self._ready() <= self._low_water or self._now() >= self._until:
+    def _may_begin(self) -> bool:
+        if self._until is None and self._limit is None:
+            return True
+        late = self._until is not None and self._now() >= self._until
+        if late or self._ready() <= self._low_water:
             self._break()
-            return False
-        return True
+            return True
+        return self._until is None and self._limit is not None and self._running < self._limit
 
     def _break(self) -> None:
-        if self._until is not None:
-            self._until = None
+        if self._until is not None or self._limit is not None:
+            self._until = self._limit = None
             self._broken += 1
             self._changed.notify_all()

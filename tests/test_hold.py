@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import fsspec
 import pytest
@@ -47,10 +47,15 @@ def held(ready: Callable[[], int] = lambda: 9, **options: float) -> tuple[ReadHo
     return hold, changed
 
 
+def one_read(hold: ReadHold) -> None:
+    with hold.read():
+        pass
+
+
 @contextmanager
 def waiting_read(hold: ReadHold, changed: SignallingCondition) -> Iterator[threading.Thread]:
     """A read that the hold keeps waiting; at the end it must have begun."""
-    read = threading.Thread(target=hold.wait)
+    read = threading.Thread(target=one_read, args=(hold,))
     read.start()
     assert changed.waits.acquire(timeout=TIMEOUT_S)
     yield read
@@ -60,7 +65,7 @@ def waiting_read(hold: ReadHold, changed: SignallingCondition) -> Iterator[threa
 
 def test_without_a_hold_reads_begin_at_once() -> None:
     hold = ReadHold()
-    hold.wait()
+    one_read(hold)
     assert hold.stats() == HoldStats()
 
 
@@ -76,7 +81,7 @@ def test_a_wait_of_the_training_code_ends_the_hold(end: Callable[[ReadHold], Non
     hold, changed = held()
     with waiting_read(hold, changed):
         end(hold)
-    hold.wait()  # also for reads that come later
+    one_read(hold)  # also for reads that come later
     hold.hold()
     with waiting_read(hold, changed):  # but not the next one
         hold.release()
@@ -95,8 +100,39 @@ def test_few_batches_ready_end_the_hold() -> None:
 
 def test_a_read_is_not_held_where_few_batches_are_ready() -> None:
     hold, _ = held(lambda: 2, low_water=2)
-    hold.wait()
+    one_read(hold)
     assert hold.stats() == HoldStats(holds=1, held_reads=0, broken=1)
+
+
+def test_a_limit_lets_so_many_reads_run_at_a_time() -> None:
+    hold, changed = held()
+    hold.release()
+    hold.limit(2)
+    with hold.read(), ExitStack() as second:
+        second.enter_context(hold.read())
+        with waiting_read(hold, changed):
+            second.close()
+    assert hold.stats().held_reads == 1
+
+
+@pytest.mark.parametrize("end", [ReadHold.hurry, lambda hold: hold.limit(None)])
+def test_a_limit_is_over_when_training_waits_or_it_is_lifted(end: Callable[[ReadHold], None]) -> None:
+    hold, changed = held()
+    hold.release()
+    hold.limit(1)
+    with hold.read():
+        with waiting_read(hold, changed):
+            end(hold)
+        one_read(hold)
+
+
+def test_a_read_that_fails_makes_room() -> None:
+    hold, _ = held()
+    hold.release()
+    hold.limit(1)
+    with pytest.raises(OSError, match="gone"), hold.read():
+        raise OSError("gone")
+    one_read(hold)
 
 
 def test_a_hold_that_nobody_releases_ends() -> None:
@@ -105,7 +141,7 @@ def test_a_hold_that_nobody_releases_ends() -> None:
     hold.watch(lambda: 9)
     hold.hold()
     clock.now_s = 5.0
-    hold.wait()
+    one_read(hold)
     assert hold.stats().broken == 1
 
 

@@ -1,7 +1,9 @@
 """The I/O gate: remote reads wait while gradients are on the same network, where that was seen to pay.
 
-At first ways take turns of a few windows: reads may begin at any time ("open"), not while gradients travel
-("sync"), or not from the last microbatch on, so that reads which run can end before ("early"). Then the way
+At first ways take turns of some windows: any number of reads may run at any time ("open"); few at a time
+("few"), so that gradients do not share the link with dozens of connections; few, and no new ones while
+gradients travel ("sync"); or no new ones from the last microbatch on, so that those that run end before
+("early"). Then the way
 with the shortest windows is kept, if it saves enough. Which window tries what depends on its number alone, so
 all ranks try the same at the same time. It changes when bytes are read, never which.
 """
@@ -17,9 +19,11 @@ from typing import Literal, Protocol
 from dataflow.grad.phases import Phase, PhaseLedger
 from prefetch.hold import ReadHold
 
-Io = Literal["auto", "open", "sync", "early"]
+Io = Literal["auto", "open", "few", "sync", "early"]
 """How reads and gradients share the network; "auto" finds out."""
 
+_FEW = 2
+"""Reads at a time, about 2 MiB each."""
 _WARM_UP = 3
 """Windows at first that count for nothing: connections are made, DDP arranges its buckets."""
 _TURNS = 2
@@ -39,6 +43,7 @@ class Way(StrEnum):
     """When new remote reads wait."""
 
     OPEN = "open"
+    FEW = "few"
     SYNC = "sync"
     EARLY = "early"
 
@@ -164,7 +169,7 @@ def gate_policy(io: Io | GatePolicy) -> GatePolicy:
     try:
         return FixedGate(Way(io))
     except ValueError:
-        raise ValueError(f'io must be "auto", "open", "sync" or "early", got {io!r}') from None
+        raise ValueError(f'io must be "auto", "open", "few", "sync" or "early", got {io!r}') from None
 
 
 class IoGate:
@@ -185,6 +190,7 @@ class IoGate:
     def window_begins(self, window: int) -> None:
         """A window of that number, which ends with a reduction."""
         self._window, self._way = window, self.policy.way(window)
+        self._hold.limit(None if self._way is Way.OPEN else _FEW)
         self._held_before = self._hold.stats().held_reads
 
     def last_microbatch(self) -> None:
@@ -200,14 +206,18 @@ class IoGate:
 
     def left(self) -> None:
         """No window is under way: the loop has ended, by itself or not."""
-        self._hold.release()
-        self._way = Way.OPEN
+        self._open()
 
     def close(self) -> None:
         """Let reads begin, and listen no more. Idempotent."""
-        self._hold.release()
+        self._open()
         self._end()
         self._end = lambda: None
+
+    def _open(self) -> None:
+        self._hold.release()
+        self._hold.limit(None)
+        self._way = Way.OPEN
 
     def _entered(self, phase: Phase, now: float) -> None:
         if phase is Phase.SYNC:

@@ -63,9 +63,10 @@ class GradSchedule:
             with weight zero), "min" (the epoch ends with the shortest), "error".
         partial: the last windows, which are full on no rank: "keep" or "drop".
         strategy: how gradients travel; see docs/gradient-accumulation.md.
-        io: whether new reads of remote shards wait while gradients travel: "open" (never), "sync" (they do),
-            "early" (from the last microbatch on), or "auto": each is tried for some windows and the best
-            kept (docs/gradient-accumulation.md). Needs a `DataLoader` over remote shards.
+        io: how reads of remote shards make room for gradients: "open" (not at all), "few" (two at a time),
+            "sync" (and no new ones while gradients travel), "early" (nor from the last microbatch on), or
+            "auto": each is tried for some windows and the best kept (docs/gradient-accumulation.md). Needs a
+            `DataLoader` over remote shards.
         skip_nonfinite: skip the step, on all ranks, if the gradient is not finite. False without `max_norm`
             and `scaler` saves computing its norm.
         timeout_s: seconds that a rank waits for the others to agree; longer than the longest pause of one
