@@ -1,0 +1,108 @@
+"""The programs in `examples/` train under torchrun and resume; their lines are those that the docs quote."""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import signal
+import subprocess
+import sys
+import tokenize
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+EXAMPLES = ROOT / "examples"
+PAGE = (ROOT / "docs" / "examples.md").read_text("utf-8")
+SCRIPTS = ["gpt_text", "gpt_text_plain", "image_classifier", "image_classifier_plain"]
+SMALL = {
+    # About five windows an epoch, so the end of one and the beginning of the next are among the steps.
+    "gpt_text": ["--text", "README.md", "CHANGELOG.md", "--batch-size", "8", "--accumulate", "4"],
+    "image_classifier": ["--batch-size", "24", "--accumulate", "2"],
+}
+
+
+def torchrun(script: str, *arguments: str, folder: Path) -> str:
+    """What a script prints in two ranks, started as its docstring says; all processes have ended after it."""
+    environment = os.environ | {
+        "PYTHONPATH": str(ROOT),
+        "XDG_CACHE_HOME": str(folder / "cache"),
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [sys.executable, *launch, str(EXAMPLES / f"{script}.py"), "--out", str(folder), *arguments]
+    with subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as process:
+        try:
+            printed, _ = process.communicate(timeout=50)
+        except BaseException:
+            process.send_signal(signal.SIGTERM)  # torchrun ends its ranks, which have sessions of their own
+            try:
+                process.communicate(timeout=10)
+            except subprocess.TimeoutExpired:
+                process.kill()
+            raise
+    assert process.returncode == 0, printed
+    return printed
+
+
+def losses(printed: str) -> dict[int, float]:
+    return {int(step): float(loss) for step, loss in re.findall(r"^step (\d+) loss (\S+)$", printed, re.M)}
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_an_example_learns_and_resumes_from_its_checkpoint_to_the_same_losses(
+    script: str, tmp_path: Path
+) -> None:
+    arguments = [*SMALL[script.removesuffix("_plain")], "--steps", "9", "--save-every", "4"]
+    # The checkpoint of step 8 is that of another run, which the first one here does not write.
+    whole = losses(torchrun(script, *arguments, "--save-every", "7", folder=tmp_path))
+    assert list(whole) == list(range(1, 10))
+    assert whole[9] < 0.85 * whole[1]
+    resumed = losses(torchrun(script, *arguments, folder=tmp_path))
+    assert resumed == {step: whole[step] for step in (8, 9)}
+
+
+def code_lines(path: Path) -> int:
+    """Lines with code: neither blank, nor only a comment, nor of a docstring."""
+    text = path.read_text("utf-8")
+    lines: set[int] = set()
+    begins_statement = True
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type in (tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT):
+            begins_statement = True
+        elif token.type not in (tokenize.COMMENT, tokenize.NL, tokenize.ENDMARKER):
+            if not (begins_statement and token.type == tokenize.STRING):
+                lines.update(range(token.start[0], token.end[0] + 1))
+            begins_statement = False
+    return len(lines)
+
+
+def test_the_lines_in_the_docs_are_those_of_the_programs() -> None:
+    rows = re.findall(r"^\| .*\| (\d+) \| (\d+) \|$", PAGE, re.MULTILINE)
+    counted = [(code_lines(EXAMPLES / f"{a}.py"), code_lines(EXAMPLES / f"{b}.py")) for a, b in PAIRS]
+    assert [(int(ours), int(plain)) for ours, plain in rows] == counted
+
+
+PAIRS = [("gpt_text", "gpt_text_plain"), ("image_classifier", "image_classifier_plain")]
+
+
+def test_every_command_in_the_docs_runs_an_example_that_exists() -> None:
+    named = re.findall(r"examples/(\w+)\.py", PAGE)
+    assert set(named) == {*SCRIPTS, "models", "sample_data"}
+
+
+def test_lines_of_code_are_neither_blank_nor_comments_nor_docstrings(tmp_path: Path) -> None:
+    path = tmp_path / "x.py"
+    path.write_text('"""One\ntwo."""\n\n# note\nx = """a\nb"""  # c\ndef f():\n    """Doc."""\n    return (\n        1\n    )\n')
+    assert code_lines(path) == 6
