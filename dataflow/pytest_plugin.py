@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 
 _MARKER = (
-    "ranks(n, *, timeout_s=60, num_nodes=1, backend='gloo', env=None, start_method='forkserver'): "
-    "run the test body once in each of n processes (arguments of dataflow.testing.run_ranks)"
+    "ranks(n, *, timeout_s=60, num_nodes=1, hosts=None, racks=None, backend='gloo', env=None, "
+    "output='by rank', start_method='forkserver'): run the test body once in each of n processes (arguments of dataflow.testing.run_ranks)"
 )
 
 
@@ -48,7 +48,8 @@ def _run_test_in_ranks(
 
     fastest = "forkserver" if "forkserver" in get_all_start_methods() else "spawn"
     prepare = functools.partial(prepare_rank, test.__module__)
-    run_ranks(test, world_size, kwargs=fixtures, prepare=prepare, **{"start_method": fastest, **settings})
+    defaults = {"start_method": fastest, "output": "by rank"}
+    run_ranks(test, world_size, kwargs=fixtures, prepare=prepare, **{**defaults, **settings})
 
 
 def _fixtures(item: pytest.Function) -> dict[str, Any]:

@@ -14,7 +14,9 @@ import fcntl
 import multiprocessing
 import os
 import pickle
+import platform
 import signal
+import socket
 import sys
 import traceback
 from collections.abc import Callable, Mapping
@@ -37,6 +39,10 @@ class Job:
     """File for the stacks of all threads."""
     prepare: Callable[[], object] | None = None
     """Called first of all, before the function's module is imported."""
+    host: str | None = None
+    """Host name to pretend; None: the machine's."""
+    output: str | None = None
+    """File that stdout and stderr go to; None: where the parent's go."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +64,10 @@ def run_rank(job: Job, pipe: Connection, alive: Connection) -> None:
     multiprocessing.set_start_method(None, force=True)
     os.environ.clear()
     os.environ.update(job.environ)
+    if job.output is not None:
+        _print_to(job.output)
+    if job.host is not None:
+        _pretend_host(job.host)
     with open(job.stacks, "wb") as stacks:
         faulthandler.enable(stacks)
         faulthandler.register(signal.SIGUSR1, stacks, chain=True)
@@ -86,6 +96,19 @@ def _join_group(job: Job) -> None:
     torch.set_num_threads(int(job.environ["OMP_NUM_THREADS"]))
     if job.backend is not None:
         torch.distributed.init_process_group(job.backend)
+
+
+def _print_to(path: str) -> None:
+    """Also for what C code and child processes print; line by line, as the rank may be killed."""
+    with open(path, "ab") as file:
+        for stream in (sys.stdout, sys.stderr):
+            os.dup2(file.fileno(), stream.fileno())
+            stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+
+
+def _pretend_host(name: str) -> None:
+    """For Python code of this process; nobody but root may name the host, so the kernel's name stays."""
+    platform.node = socket.gethostname = lambda: name
 
 
 def _leave_group() -> None:

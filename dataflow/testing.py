@@ -22,13 +22,14 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import TracebackType
-from typing import Any, Literal, Self, TypeVar
+from typing import Any, Literal, Self, TypeVar, get_args
 
 from dataflow.rank_process import Job, Raised, run_rank
 from sharding.errors import DataflowError
 
 R = TypeVar("R")
 StartMethod = Literal["spawn", "forkserver"]
+Output = Literal["shared", "by rank"]
 
 _EXIT_S = 10.0
 """Seconds a process gets to end by itself once it is told to."""
@@ -66,13 +67,16 @@ def run_ranks(
     timeout_s: float = 60.0,
     env: Mapping[str, str] | None = None,
     num_nodes: int = 1,
+    hosts: Sequence[str] | None = None,
+    racks: Sequence[str] | None = None,
+    output: Output = "shared",
     start_method: StartMethod = "spawn",
     prepare: Callable[[], object] | None = None,
 ) -> list[R]:
     """Call `fn(*args, **kwargs)` once in each of `world_size` processes and wait for all of them.
 
     A rank asks `torch.distributed.get_rank()` or the environment who it is. One torch thread a rank, as
-    under torchrun, unless `OMP_NUM_THREADS` says otherwise. What ranks print goes to this process's output.
+    under torchrun, unless `OMP_NUM_THREADS` says otherwise.
 
     Args:
         fn: a function at module level (ranks import it; lambdas and inner functions have no name to
@@ -84,6 +88,11 @@ def run_ranks(
         timeout_s: seconds for everything, the start of the processes (1 to 3 s with "spawn") included.
         env: environment variables for the ranks, beside this process's own; set before `fn` is imported.
         num_nodes: pretend that the ranks are spread over so many machines, in consecutive groups.
+        hosts: host name of each node, as Python in its ranks and `Topology` tell it; None: this machine's.
+        racks: rack of each node, told as Slurm tells switches; None: what the environment says.
+        output: "shared": what ranks print goes to this process's stdout and stderr as it comes. "by rank": it
+            is kept, and printed to `sys.stdout` when all have ended, however they did, rank by rank, with
+            "[rank 1] " before each line.
         start_method: "spawn" starts an interpreter a rank; "forkserver" forks a helper that has torch
             imported, which takes milliseconds (the helper ends with this process).
         prepare: called in each rank before `fn` is imported; picklable.
@@ -102,6 +111,11 @@ def run_ranks(
         raise ValueError(
             f"world_size must be a multiple of num_nodes, both >= 1, got {world_size} and {num_nodes}"
         )
+    for name, names in (("hosts", hosts), ("racks", racks)):
+        if names is not None and (isinstance(names, str) or len(names) != num_nodes or not all(names)):
+            raise ValueError(f"{name} must be a list of num_nodes={num_nodes} names, got {names!r}")
+    if output not in get_args(Output):
+        raise ValueError(f'output must be "shared" or "by rank", got {output!r}')
     if timeout_s <= 0:
         raise ValueError(f"timeout_s must be > 0 seconds, got {timeout_s}")
     call = _pickled_call(fn, tuple(args), dict(kwargs or {}))
@@ -110,8 +124,11 @@ def run_ranks(
         folder = Path(stack.enter_context(TemporaryDirectory(prefix="dataflow-ranks-")))
         ranks = stack.enter_context(_Ranks(timeout_s, start_method))
         for rank in range(world_size):
-            environ = _environ(rank, world_size, num_nodes, port, env or {})
-            ranks.start(Job(call, environ, backend, str(folder / f"{rank}.stacks"), prepare))
+            node = rank * num_nodes // world_size
+            environ = _environ(rank, world_size, num_nodes, port) | _switch(racks, node) | dict(env or {})
+            host = None if hosts is None else hosts[node]
+            kept = str(folder / f"{rank}.output") if output == "by rank" else None
+            ranks.start(Job(call, environ, backend, str(folder / f"{rank}.stacks"), prepare, host, kept))
         return ranks.results()
 
 
@@ -129,7 +146,7 @@ def _pickled_call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
         raise ValueError(f"the arguments of fn must be picklable: {error}") from error
 
 
-def _environ(rank: int, world: int, num_nodes: int, port: int, env: Mapping[str, str]) -> dict[str, str]:
+def _environ(rank: int, world: int, num_nodes: int, port: int) -> dict[str, str]:
     local_world = world // num_nodes
     node, local = divmod(rank, local_world)
     return {
@@ -147,7 +164,17 @@ def _environ(rank: int, world: int, num_nodes: int, port: int, env: Mapping[str,
         # As under torchrun: the store is there already, no rank has to host it.
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_RESTART_COUNT": "0",
-        **env,
+    }
+
+
+def _switch(racks: Sequence[str] | None, node: int) -> dict[str, str]:
+    """Slurm's variables for a node below the switch, or the path of switches "s0.s4", that a rack is."""
+    if racks is None:
+        return {}
+    kinds = ["switch"] * len(racks[node].split("."))
+    return {
+        "SLURM_TOPOLOGY_ADDR": f"{racks[node]}.node{node}",
+        "SLURM_TOPOLOGY_ADDR_PATTERN": ".".join([*kinds, "node"]),
     }
 
 
@@ -173,7 +200,7 @@ class _Rank:
     pipe: Connection
     alive: Connection
     """Open as long as this process lives; the rank ends when it closes."""
-    stacks: str
+    job: Job
     started: bool = False
     outcome: bytes | Raised | None = None
     _exitcode: list[int | None] = field(default_factory=list)
@@ -201,10 +228,12 @@ class _Rank:
 
     def stack_text(self) -> str:
         """What faulthandler wrote, or ""."""
-        try:
-            return Path(self.stacks).read_text(errors="replace").strip()
-        except OSError:
-            return ""
+        return _text_of(self.job.stacks).strip()
+
+    def print_output(self) -> None:
+        """What was kept of it, each line with the rank's number."""
+        for line in _text_of(self.job.output).splitlines() if self.job.output else ():
+            print(f"[rank {self.number}] {line}")
 
 
 class _Ranks:
@@ -229,6 +258,8 @@ class _Ranks:
             rank.process.close()
             rank.pipe.close()
             rank.alive.close()
+        for rank in self._ranks:
+            rank.print_output()
 
     def start(self, job: Job) -> None:
         """Start the next rank."""
@@ -241,7 +272,7 @@ class _Ranks:
         finally:
             theirs.close()
             watched.close()
-        self._ranks.append(_Rank(number, process, ours, alive, job.stacks))
+        self._ranks.append(_Rank(number, process, ours, alive, job))
 
     def results(self) -> list[Any]:
         """Wait for all ranks, let them go together, and unpickle what they returned."""
@@ -334,6 +365,14 @@ class _Ranks:
             text = rank.stack_text() or ("no stacks" if rank.started else "the process was still starting")
             error.add_note(f"rank {rank.number} stood at:\n{text}")
         return error
+
+
+def _text_of(path: str) -> str:
+    """Of a file that a rank wrote; "" if it has not begun."""
+    try:
+        return Path(path).read_text("utf-8", errors="replace")
+    except OSError:
+        return ""
 
 
 def _signal_name(number: int) -> str:

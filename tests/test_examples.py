@@ -5,18 +5,19 @@ from __future__ import annotations
 import io
 import os
 import re
-import signal
 import subprocess
 import sys
 import tokenize
 from pathlib import Path
 
+import psutil
 import pytest
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
 PAGE = (ROOT / "docs" / "examples.md").read_text("utf-8")
-SCRIPTS = ["gpt_text", "gpt_text_plain", "image_classifier", "image_classifier_plain"]
+PAIRS = [("gpt_text", "gpt_text_plain"), ("image_classifier", "image_classifier_plain")]
+SCRIPTS = [script for pair in PAIRS for script in pair]
 SMALL = {
     # About five windows an epoch, so the end of one and the beginning of the next are among the steps.
     "gpt_text": ["--text", "README.md", "CHANGELOG.md", "--batch-size", "8", "--accumulate", "4"],
@@ -46,11 +47,9 @@ def torchrun(script: str, *arguments: str, folder: Path) -> str:
         try:
             printed, _ = process.communicate(timeout=50)
         except BaseException:
-            process.send_signal(signal.SIGTERM)  # torchrun ends its ranks, which have sessions of their own
-            try:
-                process.communicate(timeout=10)
-            except subprocess.TimeoutExpired:
-                process.kill()
+            # Not the process group: torchrun gives each rank one of its own.
+            for left in [*psutil.Process(process.pid).children(recursive=True), process]:
+                left.kill()
             raise
     assert process.returncode == 0, printed
     return printed
@@ -64,12 +63,11 @@ def losses(printed: str) -> dict[int, float]:
 def test_an_example_learns_and_resumes_from_its_checkpoint_to_the_same_losses(
     script: str, tmp_path: Path
 ) -> None:
-    arguments = [*SMALL[script.removesuffix("_plain")], "--steps", "9", "--save-every", "4"]
-    # The checkpoint of step 8 is that of another run, which the first one here does not write.
-    whole = losses(torchrun(script, *arguments, "--save-every", "7", folder=tmp_path))
+    arguments = [*SMALL[script.removesuffix("_plain")], "--steps", "9", "--save-every", "7"]
+    whole = losses(torchrun(script, *arguments, folder=tmp_path))
     assert list(whole) == list(range(1, 10))
     assert whole[9] < 0.85 * whole[1]
-    resumed = losses(torchrun(script, *arguments, folder=tmp_path))
+    resumed = losses(torchrun(script, *arguments, folder=tmp_path))  # as if stopped after the checkpoint
     assert resumed == {step: whole[step] for step in (8, 9)}
 
 
@@ -94,9 +92,6 @@ def test_the_lines_in_the_docs_are_those_of_the_programs() -> None:
     assert [(int(ours), int(plain)) for ours, plain in rows] == counted
 
 
-PAIRS = [("gpt_text", "gpt_text_plain"), ("image_classifier", "image_classifier_plain")]
-
-
 def test_every_command_in_the_docs_runs_an_example_that_exists() -> None:
     named = re.findall(r"examples/(\w+)\.py", PAGE)
     assert set(named) == {*SCRIPTS, "models", "sample_data"}
@@ -104,5 +99,6 @@ def test_every_command_in_the_docs_runs_an_example_that_exists() -> None:
 
 def test_lines_of_code_are_neither_blank_nor_comments_nor_docstrings(tmp_path: Path) -> None:
     path = tmp_path / "x.py"
-    path.write_text('"""One\ntwo."""\n\n# note\nx = """a\nb"""  # c\ndef f():\n    """Doc."""\n    return (\n        1\n    )\n')
+    text = '"""One\ntwo."""\n\n# note\nx = """a\nb"""  # c\ndef f():\n    """Doc."""\n'
+    path.write_text(text + "    return (\n        1\n    )\n")
     assert code_lines(path) == 6
