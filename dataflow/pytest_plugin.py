@@ -19,7 +19,8 @@ import pytest
 
 _MARKER = (
     "ranks(n, *, timeout_s=60, num_nodes=1, hosts=None, racks=None, backend='gloo', env=None, "
-    "output='by rank', start_method='forkserver'): run the test body once in each of n processes (arguments of dataflow.testing.run_ranks)"
+    "output='by rank', start_method='forkserver'): run the test body once in each of n processes "
+    "(arguments of dataflow.testing.run_ranks)"
 )
 
 

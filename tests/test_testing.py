@@ -3,12 +3,17 @@
 import functools
 import multiprocessing
 import os
+import platform
 import select
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import textwrap
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -16,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from dataflow.testing import RankError, run_ranks
+from dataflow.topology_exchange import detect_topology
 from sharding.topology import Topology
 
 FAST = {"start_method": "forkserver"}
@@ -27,6 +33,36 @@ def who(extra=""):
 
 def place():
     return Topology.detect()
+
+
+def named_places():
+    return detect_topology(), platform.node(), socket.gethostname()
+
+
+def port():
+    dist.barrier()
+    return os.environ["MASTER_PORT"]
+
+
+def speak(how):
+    print("one\ntwo", dist.get_rank())
+    os.write(2, b"below Python\n")
+    subprocess.run(["echo", "from a child"], check=True)
+    if how == "raise":
+        raise FlawError("here", "broken")
+    if how == "die":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if how == "hang":
+        threading.Event().wait()
+
+
+def hang_in_two_threads():
+    threading.Thread(target=wait_in_a_thread).start()
+    threading.Event().wait()
+
+
+def wait_in_a_thread():
+    threading.Event().wait()
 
 
 def sum_of_ranks():
@@ -159,6 +195,63 @@ def test_ranks_know_their_place_as_under_torchrun():
     ]
 
 
+def test_nodes_and_racks_have_the_names_that_are_given():
+    found = run_ranks(
+        named_places, 4, num_nodes=4, hosts=["a", "b", "c", "d"], racks=["r0", "r0", "s1.r1", "r2"], **FAST
+    )
+    for rank, (topology, *names) in enumerate(found):
+        assert topology.hosts == ("a", "b", "c", "d")
+        assert topology.racks == ("r0", "r0", "s1.r1", "r2")
+        assert (topology.host, topology.rack) == (topology.hosts[rank], topology.racks[rank])
+        assert names == [topology.host] * 2
+
+
+def test_ranks_of_one_node_have_its_names():
+    found = run_ranks(named_places, 4, num_nodes=2, hosts=["a", "b"], racks=["r0", "r1"], **FAST)
+    assert [(topology.host, topology.rack) for topology, *_ in found] == [("a", "r0")] * 2 + [("b", "r1")] * 2
+
+
+@pytest.mark.parametrize("name", ["hosts", "racks"])
+@pytest.mark.parametrize("wrong", [["a"], "ab", ["a", ""]])
+def test_names_that_do_not_fit_the_nodes_are_refused(name, wrong):
+    with pytest.raises(ValueError, match=f"{name} must be a list of num_nodes=2 names"):
+        run_ranks(who, 2, num_nodes=2, **{name: wrong})
+
+
+def test_two_jobs_at_a_time_have_ports_of_their_own():
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(lambda _: run_ranks(port, 2, **FAST), range(2))
+    assert first[0] == first[1] != second[0] == second[1]
+
+
+@pytest.mark.parametrize(
+    ("how", "error"), [("return", None), ("raise", FlawError), ("die", RankError), ("hang", TimeoutError)]
+)
+def test_output_by_rank_is_printed_with_the_ranks_number_however_they_ended(how, error, capfd):
+    with pytest.raises(error) if error else nullcontext():
+        run_ranks(speak, 2, args=(how,), output="by rank", timeout_s=2 if how == "hang" else 60, **FAST)
+    printed = capfd.readouterr().out.splitlines()
+    complete = [
+        [f"[rank {r}] {line}" for line in ("one", f"two {r}", "below Python", "from a child")] for r in (0, 1)
+    ]
+    ranks = [[line for line in printed if line.startswith(f"[rank {r}] ")] for r in (0, 1)]
+    assert printed == ranks[0] + ranks[1]
+    if error in (None, TimeoutError):
+        assert ranks == complete
+    else:  # the other one was stopped wherever it was
+        assert complete[0] in ranks or complete[1] in ranks
+
+
+def test_output_is_shared_unless_asked_otherwise(capfd):
+    run_ranks(speak, 1, args=("return",))
+    assert capfd.readouterr().out.splitlines() == ["one", "two 0", "from a child"]
+
+
+def test_another_kind_of_output_is_refused():
+    with pytest.raises(ValueError, match=r"output must be .*, got 'none'"):
+        run_ranks(who, 1, output="none")
+
+
 def test_env_reaches_the_ranks_and_omp_num_threads_is_followed(monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     assert run_ranks(variable, 1, args=("MINE",), env={"MINE": "1"}, **FAST) == [("1", 1)]
@@ -238,37 +331,54 @@ def test_a_deadlock_shows_where_each_rank_stood():
     assert all("in barrier" in note and "in wait_on_all_but_rank_0" in note for note in notes)
 
 
+def test_a_hang_shows_where_every_thread_stood():
+    with pytest.raises(TimeoutError) as caught:
+        run_ranks(hang_in_two_threads, 1, timeout_s=2, **FAST)
+    [note] = caught.value.__notes__
+    assert "in wait_in_a_thread" in note
+    assert "in hang_in_two_threads" in note
+
+
 def test_what_a_rank_started_ends_with_it():
     [child] = run_ranks(start_a_child, 1, **FAST)
     assert has_ended(child)
 
 
+HUNG = """
+import os, sys, threading
+from dataflow.testing import run_ranks
+
+def hang():
+    os.write(1, b"%d\\n" % os.getpid())
+    threading.Event().wait()
+
+if __name__ == "__main__":
+    run_ranks(hang, 2, start_method=sys.argv[1])
+"""
+
+
 @pytest.mark.parametrize("method", ["forkserver", "spawn"])
-def test_ranks_end_with_a_caller_that_is_killed(tmp_path, method):
-    (tmp_path / "hung.py").write_text(
-        textwrap.dedent("""
-            import os, sys, threading
-            from dataflow.testing import run_ranks
-
-            def hang():
-                print(os.getpid(), flush=True)
-                threading.Event().wait()
-
-            if __name__ == "__main__":
-                run_ranks(hang, 1, start_method=sys.argv[1])
-        """)
-    )
-    caller = subprocess.Popen(
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT], ids=["killed", "ctrl-c"])
+def test_ranks_end_with_a_caller_that_is_stopped(tmp_path, method, how):
+    (tmp_path / "hung.py").write_text(HUNG)
+    with subprocess.Popen(
         [sys.executable, str(tmp_path / "hung.py"), method],
         stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
         env={**os.environ, "TMPDIR": str(tmp_path)},  # a killed caller cannot remove its folder
-    )
-    rank = int(caller.stdout.readline())
-    caller.kill()
-    caller.wait()
-    caller.stdout.close()
-    assert has_ended(rank)
+    ) as caller:
+        try:
+            ranks = [int(caller.stdout.readline()) for _ in range(2)]
+            assert set(tmp_path.glob("dataflow-ranks-*"))
+            caller.send_signal(how)
+            stderr = caller.communicate(timeout=30)[1]
+        finally:
+            caller.kill()
+    assert all(has_ended(rank) for rank in ranks)
+    if how == signal.SIGINT:
+        assert stderr.rstrip().endswith("KeyboardInterrupt")
+        assert not set(tmp_path.glob("dataflow-ranks-*"))
 
 
 @pytest.mark.parametrize("fn", [lambda: None, "inner"])
@@ -349,6 +459,7 @@ def test_a_failing_assertion_in_one_rank_is_the_failure_of_the_test(pytester):
         @pytest.mark.ranks(3)
         def test_fails():
             rank = dist.get_rank()
+            print("I am here")
             assert rank != 2, "rank two"
             dist.barrier()
 
@@ -376,6 +487,8 @@ def test_a_failing_assertion_in_one_rank_is_the_failure_of_the_test(pytester):
             "E*AssertionError: rank two",
             "E*assert 2 != 2",
             "E*raised by rank 2 of 3:",
+            "*Captured stdout call*",
+            "[[]rank 2[]] I am here",
             "*the value of fixture 'capsys' cannot be sent to the ranks*",
             "*the marker takes the number of ranks: @pytest.mark.ranks(4)*",
         ]
