@@ -4,6 +4,7 @@ import functools
 import multiprocessing
 import os
 import platform
+import re
 import select
 import signal
 import socket
@@ -502,3 +503,12 @@ def test_the_plugin_alone_imports_no_torch():
     )
     path = Path(__file__).parent.parent / "dataflow" / "pytest_plugin.py"
     subprocess.run([sys.executable, "-c", code, str(path)], check=True)
+
+
+def test_the_tests_on_the_page_about_testing_pass(pytester):
+    page = (Path(__file__).parent.parent / "docs" / "testing.md").read_text("utf-8")
+    conftest, *tests = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    pytester.makeini("[pytest]\naddopts = -p no:cacheprovider")
+    pytester.makeconftest(conftest)
+    pytester.makepyfile(test_page="\n".join(tests))
+    pytester.runpytest_subprocess(timeout=60).assert_outcomes(passed=3)
