@@ -31,7 +31,7 @@ class Advice:
 
 
 def gain_text(gain: float) -> str:
-    """ "at most 1.59 x faster"."""
+    """Such as "at most 1.59 x faster"."""
     return f"at most {gain:.2f} x faster"
 
 
@@ -91,7 +91,7 @@ def _network(found: Diagnosis, critical: RankRecord, *, waiting_in_it: bool) -> 
     if waiting_in_it:
         action = "compare the ranks, report(all_ranks=True) or `dataflow doctor`: waiting for slower ranks is in it"
         return Advice(verdict, action, found.gains["network"])
-    action = "halve the bytes (a strategy of 16 bits, see docs/strategies.md), or accumulate twice the microbatches"
+    action = "halve the bytes (16 bits, docs/strategies.md), or accumulate twice the microbatches a step"
     if critical.strategy != "all-reduce":
         action = "accumulate twice the microbatches a step (a larger global batch)"
     return Advice(verdict, action, found.halved("network"))
