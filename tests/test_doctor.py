@@ -117,6 +117,23 @@ def test_a_report_before_the_first_window_says_so() -> None:
         sched.report()
 
 
+def test_a_long_loop_saves_on_the_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, str(tmp_path))
+    model = nn.Linear(4, 1)
+    sched = GradSchedule([torch.ones(2, 4)] * 60, model, torch.optim.SGD(model.parameters()), 1)
+    for number, batch in enumerate(sched):
+        assert bool(list(tmp_path.iterdir())) == (number >= 50)
+        sched.backward(model(batch).sum())
+        sched.step()
+    assert len(read_records(tmp_path).records[0].windows) == 60
+
+
+def test_a_record_that_cannot_be_saved_only_warns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "not there"))
+    with pytest.warns(UserWarning, match="could not be saved"):
+        assert train(data_s=0.0, compute_s=1.0).windows == 3
+
+
 # ---- the command --------------------------------------------------------------------------------
 
 

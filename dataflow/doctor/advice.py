@@ -89,7 +89,7 @@ def _loader_action(loader: LoaderTimes) -> str:
 def _network(found: Diagnosis, critical: RankRecord, *, waiting_in_it: bool) -> Advice:
     verdict = f"network-bound: {found.share('network'):.0%} exposed"
     if waiting_in_it:
-        action = "compare the ranks, report(all_ranks=True) or `dataflow doctor`: waiting for slower ranks is in it"
+        action = "compare the ranks (all_ranks=True, or dataflow doctor): waiting for slower ones is in it"
         return Advice(verdict, action, found.gains["network"])
     action = "halve the bytes (16 bits, docs/strategies.md), or accumulate twice the microbatches a step"
     if critical.strategy != "all-reduce":

@@ -1,8 +1,8 @@
 """What one rank knows of its windows: gathered for a report, or saved for `dataflow doctor`.
 
 `dataflow doctor` sets the variable `DATAFLOW_DOCTOR` to a folder; a schedule that finds it saves its record
-there at the end of each loop, every 50 windows and when it is closed, so that a run that is killed leaves one
-too.
+there after 50, 100, 200, ... windows, at the end of each loop and when it is closed, so that a run that is
+killed leaves one too. The time that saving takes is in no window.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ import itertools
 import json
 import os
 import socket
+import warnings
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from dataflow.grad.wrapped import Wrapped
 
 VARIABLE = "DATAFLOW_DOCTOR"
-_EVERY = 50
+_FIRST_SAVED = 50
 _SERIAL = itertools.count()
 """Of schedules made by this process: one file each."""
 
@@ -65,7 +66,8 @@ class RankRecord:
 
     def to_json(self) -> dict[str, Any]:
         """A JSON value."""
-        return asdict(self)
+        lists = {"windows": [vars(one) for one in self.windows], "spans": [vars(one) for one in self.spans]}
+        return {**vars(self), "loader": vars(self.loader), **lists}  # asdict copies deeply, and takes long
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> RankRecord:
@@ -100,15 +102,18 @@ class RankRecords:
             "strategy": strategy.name,
             "device": next((p.device.type for p in model.inner.parameters()), "cpu"),
         }
+        self._ended, self._save_at = 0, _FIRST_SAVED
         folder = os.environ.get(VARIABLE)
         self._path = None
         if folder:
             self._path = Path(folder) / f"{self._about['rank']:06d}-{next(_SERIAL):03d}.json"
 
     def window_ended(self, info: StepInfo, microbatches: int) -> None:
-        """Keep the window; every 50th saves."""
+        """Keep the window, and save at times."""
         self._recorder.window_ended(info, microbatches)
-        if self._path is not None and info.window % _EVERY == _EVERY - 1:
+        self._ended += 1
+        if self._path is not None and self._ended == self._save_at:
+            self._save_at *= 2
             self.save()
 
     def record(self, *, spans: bool = True) -> RankRecord:
@@ -132,8 +137,12 @@ class RankRecords:
         if self._path is None or not self._recorder.windows:
             return
         part = self._path.with_suffix(".part")
-        part.write_text(json.dumps(self.record().to_json()))
-        part.replace(self._path)
+        try:
+            part.write_text(json.dumps(self.record().to_json()))
+            part.replace(self._path)
+        except OSError as error:  # a training must not end for want of a report
+            warnings.warn(f"this rank's times could not be saved for dataflow doctor: {error}", stacklevel=2)
+        self._recorder.forget_time()
 
     def close(self) -> None:
         """Save, and listen no more."""

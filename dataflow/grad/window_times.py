@@ -82,13 +82,13 @@ class WindowRecorder:
             on_cuda = any(parameter.is_cuda for parameter in model.inner.parameters())
             self._ddp._set_ddp_runtime_logging_sample_rate(_CUDA_EVERY if on_cuda else 1)
         self._offset = wall() - ledger.now()
-        self._now, self._phase = ledger.now, ledger.phase
+        self._ledger, self._phase = ledger, ledger.phase
         self._since = self._window_since = ledger.now()
         self._stop = [ledger.listen(self._changed), ledger.listen_waits(self._waited)]
 
     def window_ended(self, info: StepInfo, microbatches: int) -> None:
         """Keep the window."""
-        spent, exposed, now = info.seconds, self._exposed(info.seconds.sync), self._now()
+        spent, exposed, now = info.seconds, self._exposed(info.seconds.sync), self._ledger.now()
         self._keep("window", f"window {info.window}", self._window_since, now)
         self._window_since = now
         self.windows.append(
@@ -102,6 +102,11 @@ class WindowRecorder:
                 spent.step,
             )
         )
+
+    def forget_time(self) -> None:
+        """Count nothing since the last window: it was not the training's."""
+        self._ledger.take()
+        self._window_since = self._ledger.now()
 
     def close(self) -> None:
         """Listen no more; what was kept stays."""
