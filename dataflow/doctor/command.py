@@ -11,7 +11,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import click
-from rich.console import Console
 
 from dataflow.cli_options import plain_errors
 
@@ -85,6 +84,8 @@ def _run(command: Sequence[str], folder: Path) -> int:
 
 
 def _show(folder: Path, json_path: str | None, html: str | None, trace: str | None) -> None:
+    from rich.console import Console
+
     from dataflow.doctor.chrome_trace import write_trace
     from dataflow.doctor.page import write_page
     from dataflow.doctor.report import report_of
@@ -94,7 +95,7 @@ def _show(folder: Path, json_path: str | None, html: str | None, trace: str | No
     console = Console(stderr=json_path == "-")
     if not any(one.windows for one in saved.records):
         for line in (*saved.notes, _NOTHING):
-            console.print(line, markup=False)
+            console.print(line, markup=False, soft_wrap=True)
         return
     report = report_of(saved.records)
     report = replace(report, notes=(*report.notes, *saved.notes))

@@ -82,7 +82,7 @@ def diagnose(rows: Sequence[Sequence[WindowTimes]]) -> Diagnosis:
         for part, value in _critical_parts(row, critical).items():
             seconds[part] += value
     total = sum(seconds.values())
-    gains = {part: _gain(total, seconds[part]) for part in PARTS if part != "compute"}
+    gains: dict[Part, float] = {part: _gain(total, seconds[part]) for part in PARTS if part != "compute"}
     bound: Part = max(gains, key=lambda part: gains[part])
     rank, times = turns.most_common(1)[0]
     return Diagnosis(bound if gains[bound] >= WORTH else "compute", seconds, gains, rank, times / len(rows))

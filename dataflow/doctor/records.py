@@ -94,7 +94,7 @@ class RankRecords:
         loader: Any,
     ) -> None:
         self._recorder, self._agreement, self._loader = recorder, agreement, loader
-        self._about = {
+        self._about: dict[str, Any] = {
             "rank": agreement.ranks[agreement.rank],
             "world_size": agreement.world_size,
             "host": socket.gethostname(),
@@ -104,7 +104,7 @@ class RankRecords:
         }
         self._ended, self._save_at = 0, _FIRST_SAVED
         folder = os.environ.get(VARIABLE)
-        self._path = None
+        self._path: Path | None = None
         if folder:
             self._path = Path(folder) / f"{self._about['rank']:06d}-{next(_SERIAL):03d}.json"
 

@@ -80,15 +80,15 @@ class Report:
         return value
 
     def __str__(self) -> str:
-        """Text of at most 100 columns."""
+        """The text; its tables take at most 100 columns."""
         text = io.StringIO()
         self.show(Console(file=text, width=100))
         return text.getvalue().rstrip()
 
     def show(self, console: Console) -> None:
         """Print it."""
-        console.print(self.advice.verdict, markup=False, style="bold")
-        console.print(str(self.advice).partition("\n")[2], markup=False)
+        console.print(self.advice.verdict, markup=False, style="bold", soft_wrap=True)
+        console.print(str(self.advice).partition("\n")[2], markup=False, soft_wrap=True)
         console.print(
             f"{self.windows} windows of up to {self.microbatches} microbatches on {len(self.ranks)} of "
             f"{self.world_size} ranks, {self.window_s.p50 * 1e3:,.1f} ms each "
@@ -97,7 +97,7 @@ class Report:
         console.print(self._part_table())
         console.print(self._rank_table())
         for line in self.notes:
-            console.print(line, markup=False)
+            console.print(line, markup=False, soft_wrap=True)
 
     def _part_table(self) -> Table:
         table = _table("where a step's time goes", "share", "with it gone")

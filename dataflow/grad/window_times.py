@@ -119,13 +119,15 @@ class WindowRecorder:
         if self._ddp is None:
             return None
         # DDP fills its log when the next forward pass begins; asked here, the numbers are this window's.
-        self._ddp.logger.set_runtime_stats_and_log()
+        logger: Any = self._ddp.logger
+        logger.set_runtime_stats_and_log()
         log: dict[str, Any] = self._ddp._get_ddp_logging_data()
         iteration, self._iteration = self._iteration, log.get("iteration", -1)
         if self._iteration == iteration or "backward_comm_time" not in log:
             return None
         hidden = log.get("backward_compute_comm_overlap_time", 0)
-        return min(max(0.0, (log["backward_comm_time"] - hidden) / 1e9), sync_s)
+        exposed_s: float = (log["backward_comm_time"] - hidden) / 1e9
+        return min(max(0.0, exposed_s), sync_s)
 
     def _changed(self, phase: Phase, now: float) -> None:
         self._keep("phase", self._phase.value, self._since, now)
