@@ -51,7 +51,7 @@ class PhaseSeconds:
     @property
     def total(self) -> float:
         """All of them: what the window took."""
-        return self.compute + self.sync + self.step + self.data_wait
+        return self.compute + self.sync + self.step + self.data_wait + self.peer_wait
 
 
 class PhaseLedger:
