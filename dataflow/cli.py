@@ -1,4 +1,4 @@
-"""The command line: `dataflow demo`, `index`, `inspect`, `bench` and `plan`.
+"""The command line: `dataflow demo`, `index`, `inspect`, `bench`, `plan` and `doctor`.
 
 Commands import what they need when they run, so that `--help` is quick. What a user can cure (wrong
 arguments, missing or broken files, packages that are not installed) ends as one line and exit code 1;
@@ -15,6 +15,7 @@ import click
 from dataflow.bench.commands import bench
 from dataflow.cli_options import dataset_options, plain_errors, size
 from dataflow.costs.commands import plan
+from dataflow.doctor.command import doctor
 from sharding.blocks import DEFAULT_BLOCK_BYTES
 
 if TYPE_CHECKING:
@@ -48,6 +49,10 @@ def main() -> None:
     \b
     Predict what a step and a run will take on a cluster:
       dataflow plan --nodes 64 --racks 8 --parameters 1.3B --microbatch-ms 180
+
+    \b
+    See where the time of a training's steps goes:
+      dataflow doctor -- torchrun --nproc-per-node 2 train.py
 
     \b
     Then, in Python:
@@ -216,6 +221,7 @@ def demo(
 
 main.add_command(bench)
 main.add_command(plan)
+main.add_command(doctor)
 
 
 if __name__ == "__main__":

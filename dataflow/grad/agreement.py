@@ -81,10 +81,17 @@ class Agreement:
         """`DisagreementError` unless all ranks have the same settings; on all ranks alike."""
         if self.group is None:
             return
-        found: list[Any] = [None] * self.world_size
-        self._call(lambda: dist.all_gather_object(found, dict(settings), self.group))
+        found = self.gathered(dict(settings))
         for name in settings:
             self.same(name, [each.get(name, "nothing") for each in found])
+
+    def gathered(self, value: Any) -> list[Any]:
+        """What each rank gave, in rank order, pickled on the way."""
+        if self.group is None:
+            return [value]
+        found: list[Any] = [None] * self.world_size
+        self._call(lambda: dist.all_gather_object(found, value, self.group))
+        return found
 
     def same(self, field: str, values: Sequence[Any]) -> None:
         """`DisagreementError` unless the ranks' values are equal."""

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TypeVar
+from typing import Literal, TypeVar, get_args
 
 T = TypeVar("T")
 
@@ -28,6 +28,10 @@ class Phase(StrEnum):
 Listener = Callable[[Phase, float], None]
 """Called with the phase that begins and the clock's time, in the thread that enters it; must not block."""
 
+Wait = Literal["data", "peers"]
+WaitListener = Callable[[Wait, float, float], None]
+"""Called after a wait with what was waited for, and when it began and ended; must not block."""
+
 
 @dataclass(frozen=True)
 class PhaseSeconds:
@@ -40,22 +44,25 @@ class PhaseSeconds:
     step: float = 0.0
     """Clipping, optimizer, schedule, averages."""
     data_wait: float = 0.0
-    """Waiting for the loader, and for the other ranks' counts. Near 0: neither holds training up."""
+    """Waiting for the loader. Near 0: it keeps up."""
+    peer_wait: float = 0.0
+    """Waiting for the other ranks' counts. Near 0: nobody is much slower."""
 
     @property
     def total(self) -> float:
         """All of them: what the window took."""
-        return self.compute + self.sync + self.step + self.data_wait
+        return self.compute + self.sync + self.step + self.data_wait + self.peer_wait
 
 
 class PhaseLedger:
     """Adds up seconds per phase. Used by the training thread and the thread of its backward pass, in turn."""
 
     def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
-        self._now = now
+        self.now = now
         self._listeners: list[Listener] = []
+        self._wait_listeners: list[WaitListener] = []
         self._since = now()
-        self._waited = 0.0
+        self._waited: dict[Wait, float] = dict.fromkeys(get_args(Wait), 0.0)
         self._seconds = dict.fromkeys(Phase, 0.0)
         self.phase = Phase.COMPUTE
 
@@ -63,6 +70,11 @@ class PhaseLedger:
         """Tell `listener` of each change from now on; returns what ends that."""
         self._listeners.append(listener)
         return lambda: self._listeners.remove(listener)
+
+    def listen_waits(self, listener: WaitListener) -> Callable[[], None]:
+        """Tell `listener` of each wait from now on; returns what ends that."""
+        self._wait_listeners.append(listener)
+        return lambda: self._wait_listeners.remove(listener)
 
     def enter(self, phase: Phase) -> None:
         """End the present phase; nothing if it is this one."""
@@ -73,24 +85,28 @@ class PhaseLedger:
         for listener in self._listeners:
             listener(phase, now)
 
-    def waited(self, wait: Callable[[], T]) -> T:
-        """Call `wait`, and count its seconds as waiting for data instead of the present phase."""
+    def waited(self, wait: Callable[[], T], what: Wait = "data") -> T:
+        """Call `wait`, and count its seconds as waiting for `what` instead of the present phase."""
         began = self._account()
         try:
             return wait()
         finally:
-            self._since = self._now()
-            self._waited += self._since - began
+            self._since = self.now()
+            self._waited[what] += self._since - began
+            for listener in self._wait_listeners:
+                listener(what, began, self._since)
 
     def take(self) -> PhaseSeconds:
         """What was counted since the last call."""
         self._account()
         spent, self._seconds = self._seconds, dict.fromkeys(Phase, 0.0)
-        waited, self._waited = self._waited, 0.0
-        return PhaseSeconds(spent[Phase.COMPUTE], spent[Phase.SYNC], spent[Phase.STEP], waited)
+        waited, self._waited = self._waited, dict.fromkeys(get_args(Wait), 0.0)
+        return PhaseSeconds(
+            spent[Phase.COMPUTE], spent[Phase.SYNC], spent[Phase.STEP], waited["data"], waited["peers"]
+        )
 
     def _account(self) -> float:
-        now = self._now()
+        now = self.now()
         self._seconds[self.phase] += now - self._since
         self._since = now
         return now

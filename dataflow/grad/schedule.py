@@ -11,11 +11,12 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from dataflow.doctor.records import RankRecords
 from dataflow.grad.agreement import Agreement
 from dataflow.grad.all_reduce import AllReduce
 from dataflow.grad.boundary import Boundary, Outcome, check_boundary, first_lr
@@ -30,9 +31,13 @@ from dataflow.grad.settings import Settings
 from dataflow.grad.step_info import StepInfo
 from dataflow.grad.strategy import Strategy
 from dataflow.grad.strategy_setup import check_strategy, set_up
+from dataflow.grad.window_times import WindowRecorder
 from dataflow.grad.windows import MICROBATCHES, Partial, Uneven, checked_weight
 from dataflow.grad.wrapped import Ddp, buffers_kept, check_hooks, mixes_batches, wrapped
 from sharding.topology import Topology
+
+if TYPE_CHECKING:
+    from dataflow.doctor.report import Report
 
 T = TypeVar("T")
 
@@ -164,6 +169,8 @@ class GradSchedule:
         self.last: StepInfo | None = None
         """What `step` returned last at a boundary."""
         self._last_lr = first_lr(optimizer)
+        self._recorder = WindowRecorder(self._wrapped, self.phases)
+        self._records = RankRecords(self._recorder, self._agreement, self._wrapped, self.strategy, loader)
         self._end_strategy = set_up(
             self.strategy,
             self._wrapped,
@@ -278,6 +285,7 @@ class GradSchedule:
             self.phases.enter(Phase.COMPUTE)
             if self._gate:
                 self._gate.left()
+            self._records.save()
 
     def _microbatches(self, window: Window) -> Iterator[Any]:
         rank = self._agreement.rank
@@ -317,7 +325,7 @@ class GradSchedule:
     def _decide(self) -> Window:
         share = self._look.next_share()
         window = self.phases.waited(
-            lambda: self._negotiation.decide(share, equal_forwards=self._wrapped.equal_forwards)
+            lambda: self._negotiation.decide(share, equal_forwards=self._wrapped.equal_forwards), "peers"
         )
         if window.giver is not None:
             mine = share.batches[0] if window.giver == self._agreement.rank else None
@@ -347,6 +355,7 @@ class GradSchedule:
         )
         if self._gate and syncs:
             self._gate.window_ended(self.last.seconds.total)
+        self._records.window_ended(self.last, plan.forwards[rank])
         return self.last
 
     def _open(self) -> Microbatch:
@@ -427,6 +436,18 @@ class GradSchedule:
         self._position, self._last_lr = position, float(state["lr"])
         self._consumed = state["loader"]
 
+    def report(self, *, all_ranks: bool = False, trace: str | None = None) -> Report:
+        """Where the time of the windows so far went (the last 2,000), and what to do about it.
+
+        Args:
+            all_ranks: compare the ranks; collective, all call it at the same place. Else this rank tells
+                only what it knows, and waiting for slower ranks counts as communication.
+            trace: write a Chrome trace to this path; on the first rank only where all ranks are asked.
+
+        Raises `ValueError` before the first window has ended.
+        """
+        return self._records.report(all_ranks=all_ranks, trace=trace)
+
     # ---- its end ------------------------------------------------------------------------------------
 
     def close(self) -> None:
@@ -434,6 +455,7 @@ class GradSchedule:
         self._wrapped.restore()
         if self._gate:
             self._gate.close()
+        self._records.close()
         self._end_strategy()
         self._agreement.close()
 

@@ -1,0 +1,116 @@
+"""The verdict in one line, and the next action with what it would gain: pure functions of a diagnosis.
+
+Every gain is computed from the measured seconds, and is at most that: the part is taken to vanish, or to
+halve, and nothing else to change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from dataflow.doctor.diagnosis import WORTH, Diagnosis, takes_turns
+from dataflow.doctor.records import LoaderTimes, RankRecord
+
+_BUSY = 0.7
+
+
+@dataclass(frozen=True)
+class Advice:
+    """What to do next."""
+
+    verdict: str
+    """Such as "network-bound: 37 % exposed"."""
+    action: str
+    gain: float | None
+    """Times faster at most; None: it cannot be told from these windows."""
+
+    def __str__(self) -> str:
+        gain = "what that gains, these windows cannot tell" if self.gain is None else gain_text(self.gain)
+        return f"{self.verdict}\nnext: {self.action} ({gain})"
+
+
+def gain_text(gain: float) -> str:
+    """Such as "at most 1.59 x faster"."""
+    return f"at most {gain:.2f} x faster"
+
+
+def advise(found: Diagnosis, records: Sequence[RankRecord]) -> Advice:
+    """The next action for what holds training up."""
+    critical = records[found.critical]
+    if found.bound == "data":
+        return _data(found, critical, len(records))
+    if found.bound == "network":
+        return _network(found, critical, waiting_in_it=critical.world_size > len(records))
+    if found.bound == "straggler":
+        return _straggler(found, critical, len(records))
+    if found.bound == "optimizer":
+        verdict = f"optimizer-bound: {found.share('optimizer'):.0%} of the time in step()"
+        if critical.strategy != "all-reduce" and critical.world_size > 1 and critical.model == "DDP":
+            verdict += f", the exchanges of {critical.strategy} included"
+        action = (
+            "accumulate twice the microbatches a step (a larger global batch), or a fused optimizer "
+            "(fused=True) where there is one"
+        )
+        return Advice(verdict, action, found.halved("optimizer"))
+    best = max(found.gains.values())
+    verdict = f"compute-bound: {found.share('compute'):.0%} forward, backward and the loop itself"
+    if best < WORTH:
+        verdict += "; no cure of the rest gains 5 %"
+    return Advice(
+        verdict,
+        "look into the computation with torch.profiler: torch.compile, lower precision, larger microbatches",
+        None,
+    )
+
+
+def _data(found: Diagnosis, critical: RankRecord, num_ranks: int) -> Advice:
+    where = "" if num_ranks == 1 or takes_turns(found, num_ranks) else f", most on rank {critical.rank}"
+    verdict = f"data-bound: {found.share('data'):.0%} waiting for the loader{where}"
+    return Advice(verdict, _loader_action(critical.loader), found.gains["data"])
+
+
+def _loader_action(loader: LoaderTimes) -> str:
+    if loader.kind == "main":
+        return "make batches beside the training: DataLoader(num_workers=...), it has none"
+    if loader.kind in ("process", "thread"):
+        return f"more workers or cheaper items: the {loader.kind} workers do not keep up"
+    read, build = loader.read_busy, loader.build_busy
+    if read is None or build is None:
+        return "fetch ahead, by dataflow's DataLoader with num_workers=, or over shards"
+    busy = f"threads that read were busy {read:.0%} of the time, those that decode and gather {build:.0%}"
+    if max(read, build) < _BUSY:
+        return f"a larger memory_limit=, so that more is fetched ahead: {busy}"
+    if build > read:
+        return f"cheaper decoding or transforms, or more cores (num_threads=): {busy}"
+    return f"a faster or nearer store (cache=): {busy}; `dataflow bench loader` measures each alone"
+
+
+def _network(found: Diagnosis, critical: RankRecord, *, waiting_in_it: bool) -> Advice:
+    verdict = f"network-bound: {found.share('network'):.0%} exposed"
+    if waiting_in_it:
+        action = "compare the ranks (all_ranks=True, or dataflow doctor): waiting for slower ones is in it"
+        return Advice(verdict, action, found.gains["network"])
+    action = "halve the bytes (16 bits, docs/strategies.md), or accumulate twice the microbatches a step"
+    if critical.strategy != "all-reduce":
+        action = "accumulate twice the microbatches a step (a larger global batch)"
+    return Advice(verdict, action, found.halved("network"))
+
+
+def _straggler(found: Diagnosis, critical: RankRecord, num_ranks: int) -> Advice:
+    share = f"{found.share('straggler'):.0%} waiting for the slowest rank"
+    if takes_turns(found, num_ranks):
+        verdict = f"straggler-bound: {share}, and ranks take turns"
+        action = (
+            "give ranks equal work: batches of equal numbers of tokens (batching=TokenBudget or Packed), or "
+            "longer windows, in which differences even out"
+        )
+    else:
+        verdict = (
+            f"straggler-bound: {share}, rank {critical.rank} on {critical.host} "
+            f"in {found.critical_share:.0%} of the windows"
+        )
+        action = (
+            f"look at rank {critical.rank}'s machine (clock, other processes) and at its share of the work"
+        )
+    return Advice(verdict, action, found.gains["straggler"])

@@ -1,0 +1,57 @@
+"""The records that the ranks of a run left in a folder."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from dataflow.doctor.records import RankRecord
+
+_SHOWN = 8
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What was found."""
+
+    records: tuple[RankRecord, ...]
+    """Of the schedule with most windows, by rank."""
+    notes: tuple[str, ...]
+    """What is missing or could not be read."""
+
+
+def read_records(folder: Path) -> Saved:
+    """Read them. A program may make several schedules, one after the other: the longest is taken."""
+    by_schedule: dict[str, list[RankRecord]] = defaultdict(list)
+    notes: list[str] = []
+    for path in sorted(folder.glob("*-*.json")):
+        try:
+            record = RankRecord.from_json(json.loads(path.read_text()))
+        except (OSError, ValueError, TypeError) as error:
+            notes.append(f"{path.name} could not be read, and is left out: {error}")
+            continue
+        by_schedule[path.stem.partition("-")[2]].append(record)
+    if not by_schedule:
+        return Saved((), tuple(notes))
+    longest = max(by_schedule.values(), key=lambda records: min(len(one.windows) for one in records))
+    # After a restart with fewer ranks, records of ranks that are no more lie there still.
+    world_size = max(longest, key=lambda one: one.windows[-1].window if one.windows else -1).world_size
+    found = [one for one in longest if one.world_size == world_size]
+    notes += _missing(found, world_size)
+    if len(by_schedule) > 1:
+        notes.append(f"{len(by_schedule)} schedules were made; this is the one with most windows")
+    return Saved(tuple(found), tuple(notes))
+
+
+def _missing(found: list[RankRecord], world_size: int) -> Iterator[str]:
+    lacking = world_size - len(found)
+    if not lacking:
+        return
+    there = ", ".join(str(one.rank) for one in found[:_SHOWN]) + (", ..." if len(found) > _SHOWN else "")
+    yield (
+        f"{lacking} of {world_size} ranks left no record (there are: {there}): they ended early, or ran on "
+        "machines that do not share the folder (--folder)"
+    )

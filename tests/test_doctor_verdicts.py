@@ -1,0 +1,148 @@
+"""What measured windows say: pure functions, from seconds that the test gives."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from dataflow.doctor.advice import advise
+from dataflow.doctor.chrome_trace import trace_of
+from dataflow.doctor.diagnosis import PARTS, diagnose, rank_parts, same_windows
+from dataflow.doctor.records import LoaderTimes, RankRecord
+from dataflow.doctor.report import report_of
+from dataflow.grad.window_times import Span, WindowTimes
+
+LOADER = LoaderTimes("shards", 0.5, read_busy=0.9, build_busy=0.2)
+
+
+def window(number: int = 0, **seconds: Any) -> WindowTimes:
+    zero = {"data_s": 0.0, "peers_s": 0.0, "compute_s": 6.0, "exposed_s": 0.0, "optimizer_s": 0.0}
+    return WindowTimes(number, 4, **{**zero, **seconds})
+
+
+def record(rank: int, windows: list[WindowTimes], world_size: int = 2, **about: Any) -> RankRecord:
+    kept: dict[str, Any] = {
+        "host": f"node{rank}",
+        "model": "DDP",
+        "strategy": "all-reduce",
+        "device": "cpu",
+        "loader": LOADER,
+    }
+    return RankRecord(rank=rank, world_size=world_size, windows=tuple(windows), **{**kept, **about})
+
+
+@pytest.mark.parametrize(
+    ("seconds", "bound", "gain"),
+    [
+        ({"compute_s": 6.0, "exposed_s": 4.0}, "network", 10 / 6),
+        ({"compute_s": 7.5, "data_s": 2.5}, "data", 10 / 7.5),
+        ({"compute_s": 8.0, "optimizer_s": 2.0}, "optimizer", 10 / 8),
+        ({"compute_s": 9.8, "data_s": 0.1, "exposed_s": 0.1}, "compute", None),
+    ],
+)
+def test_the_part_whose_cure_gains_most_is_the_bound(seconds: Any, bound: str, gain: float | None) -> None:
+    found = diagnose([(window(**seconds),)])
+    assert found.bound == bound
+    if gain is not None:
+        assert found.gains[found.bound] == pytest.approx(gain)
+    assert sum(found.share(part) for part in PARTS) == pytest.approx(1)
+
+
+def test_half_the_bytes_gain_half_of_what_is_exposed() -> None:
+    windows = [window(compute_s=6.3, exposed_s=3.7)]
+    advice = advise(diagnose([windows, windows]), [record(0, windows), record(1, windows)])
+    assert advice.verdict == "network-bound: 37% exposed"
+    assert "16 bits" in advice.action
+    assert advice.gain == pytest.approx(10 / (10 - 3.7 / 2))
+
+
+def test_a_slow_rank_is_named_and_others_wait_for_it() -> None:
+    rows = [(window(exposed_s=4.5), window(compute_s=10.0, exposed_s=0.5)) for _ in range(3)]
+    found = diagnose(rows)
+    assert (found.bound, found.critical, found.critical_share) == ("straggler", 1, 1.0)
+    assert found.gains["straggler"] == pytest.approx(10.5 / 6.5)
+    assert rank_parts(rows, 0)["straggler"] == pytest.approx(3 * 4.0)
+    assert rank_parts(rows, 0)["network"] == pytest.approx(3 * 0.5)
+    assert rank_parts(rows, 1)["straggler"] == 0
+    report = report_of(
+        [record(rank, [replace(row[rank], window=n) for n, row in enumerate(rows)]) for rank in (0, 1)]
+    )
+    assert report.critical_rank == 1
+    assert "rank 1 on node1 in 100% of the windows" in report.advice.verdict
+
+
+def test_ranks_that_take_turns_are_told_to_share_the_work_evenly() -> None:
+    slow, fast = {"compute_s": 10.0}, {"compute_s": 6.0, "exposed_s": 4.0}
+    both = ([window(n, **(slow if n % 2 == rank else fast)) for n in range(7)] for rank in (0, 1))
+    report = report_of([record(rank, windows) for rank, windows in enumerate(both)])
+    assert report.bound == "straggler"
+    assert "take turns" in report.advice.verdict
+    assert "TokenBudget" in report.advice.action
+
+
+def test_a_rank_that_waits_for_its_loader_is_a_matter_of_data() -> None:
+    fast = [window(n, exposed_s=4.0) for n in range(3)]
+    late = [window(n, data_s=4.0) for n in range(3)]
+    report = report_of([record(0, fast), record(1, late)])
+    assert report.advice.verdict == "data-bound: 40% waiting for the loader, most on rank 1"
+    assert report.advice.gain == pytest.approx(10 / 6)
+
+
+@pytest.mark.parametrize(
+    ("loader", "word"),
+    [
+        (LoaderTimes("main", 0.9), "num_workers"),
+        (LoaderTimes("process", 0.9), "more workers"),
+        (LoaderTimes("other"), "fetch ahead"),
+        (LOADER, "faster or nearer store"),
+        (replace(LOADER, build_busy=0.95), "decoding"),
+        (replace(LOADER, read_busy=0.3), "memory_limit"),
+    ],
+)
+def test_the_cure_of_a_data_wait_follows_from_what_the_loader_says(loader: LoaderTimes, word: str) -> None:
+    windows = [window(data_s=4.0)]
+    assert word in advise(diagnose([windows]), [record(0, windows, 1, loader=loader)]).action
+
+
+def test_one_rank_of_many_does_not_call_waiting_for_the_others_network() -> None:
+    report = report_of([record(0, [window(exposed_s=4.0)], world_size=8)])
+    assert "compare the ranks" in report.advice.action
+    assert report.notes[0].startswith("of rank 0 only")
+
+
+def test_the_first_window_and_windows_that_were_not_measured_are_left_out() -> None:
+    windows = [window(0), window(1, exposed_s=None), window(2), window(3)]
+    rows = same_windows([windows, windows[:3]])
+    assert [row[0].window for row in rows] == [2]
+    unmeasured = [window(n, exposed_s=None) for n in range(3)]
+    assert len(same_windows([unmeasured])) == 2
+    assert "not told apart" in report_of([record(0, unmeasured, 1)]).notes[0]
+
+
+def test_without_windows_there_is_no_report() -> None:
+    with pytest.raises(ValueError, match="no window has ended"):
+        report_of([record(0, [])])
+
+
+def test_seconds_of_zero_divide_nothing() -> None:
+    report = report_of([record(0, [window(compute_s=0.0)], 1)])
+    assert report.bound == "compute"
+    assert "compute-bound" in str(report)
+
+
+def test_a_record_survives_json_and_another_value_is_refused() -> None:
+    kept = record(1, [window(3)], spans=(Span("wait", "data", 1.0, 2.0),))
+    assert RankRecord.from_json(kept.to_json()) == kept
+    with pytest.raises(ValueError, match="not a record"):
+        RankRecord.from_json({"rank": 0})
+
+
+def test_spans_become_a_chrome_trace_with_a_process_a_rank() -> None:
+    trace = trace_of({0: [Span("phase", "compute", 100.0, 100.5)], 1: [Span("wait", "data", 100.25, 101.0)]})
+    spans = [event for event in trace["traceEvents"] if event["ph"] == "X"]
+    assert [(e["pid"], e["tid"], e["name"], e["ts"], e["dur"]) for e in spans] == [
+        (0, 1, "compute", 0.0, 5e5),
+        (1, 2, "data", 2.5e5, 7.5e5),
+    ]
