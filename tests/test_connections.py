@@ -64,7 +64,11 @@ class RawServer:
         with suppress(OSError):
             while True:
                 peer, _ = self._listening.accept()
-                pool.submit(self._answer, peer, number)
+                try:
+                    pool.submit(self._answer, peer, number)
+                except RuntimeError:  # the pool ends: it came while the server was being closed
+                    peer.close()
+                    return
                 number += 1
 
     def _answer(self, raw: socket.socket, number: int) -> None:

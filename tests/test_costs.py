@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dataflow.cli import main
+from dataflow.costs import measure
 from dataflow.costs.cluster import Cluster, Link, Round
 from dataflow.costs.collectives import (
     Rounds,
@@ -27,7 +28,7 @@ from dataflow.costs.collectives import (
 )
 from dataflow.costs.expenses import Prices, Rapl, expenses
 from dataflow.costs.fit import Point, fit, seconds
-from dataflow.costs.measure import load_link, measure_link, save_link
+from dataflow.costs.measure import load_link, save_link
 from dataflow.costs.plan import placements
 from dataflow.costs.step import Job, best_accumulation, predict
 from dataflow.testing import run_ranks
@@ -221,13 +222,20 @@ def test_a_fit_says_what_it_lacks(points: list[Point], says: str) -> None:
         fit(points)
 
 
-def fit_of_two_ranks() -> float:
-    return measure_link((1 << 10, 1 << 18), repeats=3).link.bytes_per_s
+def measured_by_two_ranks() -> tuple[float, Link]:
+    took = measure.time_all_reduce(1 << 12, repeats=3)
+    measure.time_all_reduce = lambda nbytes, **_: 1e-3 + nbytes / 1e9  # a machine whose times are known
+    return took, measure.measure_link((1 << 10, 1 << 18, 1 << 24)).link
 
 
-def test_ranks_measure_what_joins_them(tmp_path: Path) -> None:
-    rates = run_ranks(fit_of_two_ranks, 2, start_method="forkserver")
-    assert rates[0] == rates[1] > 0
+def test_ranks_measure_what_joins_them() -> None:
+    (took, link), (same, _) = run_ranks(measured_by_two_ranks, 2, start_method="forkserver")
+    assert took == same > 0
+    assert link.bytes_per_s == pytest.approx(1e9)  # two ranks: each sends as many bytes as it has
+    assert link.latency_s == pytest.approx(0.5e-3)
+
+
+def test_a_measured_link_is_kept_in_a_file(tmp_path: Path) -> None:
     found = fit([Point(2, 1e3, 1e-3), Point(2, 1e6, 2e-3)])
     save_link(found, str(tmp_path / "link.json"))
     assert load_link(str(tmp_path / "link.json")) == found.link
