@@ -10,15 +10,12 @@ Needs root, ip and tc (see netlab.sh).
 
 from __future__ import annotations
 
-import json
-import os
 import socket
 import statistics
-import subprocess
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -29,10 +26,8 @@ from rich.console import Console
 from rich.table import Table
 from torch import distributed
 
-from benchmarks.harness import REPOSITORY
-from benchmarks.lab import Lab, lab, why_not
+from benchmarks.lab import Lab, lab, on_hosts, why_not
 from benchmarks.report import save_figures
-from benchmarks.slow_server import call_command
 from dataflow.costs.cluster import Cluster, Link, Round
 from dataflow.costs.collectives import all_reduces
 from dataflow.costs.fit import fit
@@ -174,22 +169,9 @@ def _send(stream: socket.socket) -> None:
 
 def measure(num_hosts: int, mbit: float, repeats: int) -> dict[str, Any]:
     """Run all hosts; what rank 0 found."""
-    with lab([f"{mbit:g}mbit"] * num_hosts) as hosts, data_server(hosts) as server, ExitStack() as stack:
-        processes = []
-        for host in range(num_hosts):
-            arguments = ([host, num_hosts], hosts.address(0), repeats, mbit, server)
-            process = subprocess.Popen(
-                [*hosts.inside(host), *call_command(rank, *arguments)],
-                cwd=REPOSITORY,
-                env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "eth0"},
-                stdout=subprocess.PIPE,
-                text=True,
-            )
-            stack.enter_context(process)
-            stack.callback(process.kill)
-            processes.append(process)
-        told = [process.communicate(timeout=LIMIT_S)[0] for process in processes]
-    return dict(json.loads(told[0].splitlines()[-1]))
+    with lab([f"{mbit:g}mbit"] * num_hosts) as hosts, data_server(hosts) as server:
+        calls = [([host, num_hosts], hosts.address(0), repeats, mbit, server) for host in range(num_hosts)]
+        return dict(on_hosts(hosts, calls, rank, limit_s=LIMIT_S))
 
 
 def compare(found: dict[str, Any], hosts: int, mbit: float) -> dict[str, Any]:

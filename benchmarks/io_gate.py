@@ -19,9 +19,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import os
 import statistics
-import subprocess
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -31,10 +29,9 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.harness import REPOSITORY
-from benchmarks.lab import Lab, lab, why_not
+from benchmarks.lab import Lab, lab, on_hosts, why_not
 from benchmarks.report import save_figures
-from benchmarks.slow_server import LENGTH, call_command, make_shards, serving
+from benchmarks.slow_server import LENGTH, make_shards, serving
 
 MBIT = 200
 HOSTS = 4
@@ -199,24 +196,8 @@ def figures(arms: dict[str, list[Sequence[float]]]) -> dict[str, Any]:
 
 def run(hosts: Lab, source: str, regime: Regime, windows: int) -> dict[str, Any]:
     """All hosts; what rank 0 told."""
-    with contextlib.ExitStack() as stack:
-        processes = []
-        for host in range(HOSTS):
-            arguments = (source, [host, HOSTS], hosts.address(0), asdict(regime), windows)
-            process = subprocess.Popen(
-                [*hosts.inside(host), *call_command(rank, *arguments)],
-                cwd=REPOSITORY,
-                env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "eth0"},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL if host else None,
-                text=True,
-            )
-            stack.enter_context(process)
-            stack.callback(process.kill)
-            processes.append(process)
-        told = [process.communicate(timeout=LIMIT_S)[0] for process in processes]
-    found: dict[str, Any] = json.loads(told[0].splitlines()[-1])
-    return found
+    calls = [(source, [host, HOSTS], hosts.address(0), asdict(regime), windows) for host in range(HOSTS)]
+    return dict(on_hosts(hosts, calls, rank, limit_s=LIMIT_S))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

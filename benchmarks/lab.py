@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from benchmarks.harness import REPOSITORY
+from benchmarks.slow_server import call_command
 
 _SCRIPT = ["bash", str(REPOSITORY / "benchmarks" / "netlab.sh")]
 TCP = "cubic"
@@ -81,6 +84,28 @@ def lab(rates: Sequence[str], number: int = NUMBER) -> Iterator[Lab]:
         yield Lab(number)
     finally:
         _run([*_SCRIPT, "down"], given)
+
+
+def on_hosts(
+    hosts: Lab, calls: Sequence[tuple[Any, ...]], function: Callable[..., Any], *, limit_s: float
+) -> Any:
+    """Call a module's function on hosts 0, 1, ... at once, with JSON arguments; what host 0's call gave."""
+    with ExitStack() as stack:
+        processes = []
+        for host, arguments in enumerate(calls):
+            process = subprocess.Popen(
+                [*hosts.inside(host), *call_command(function, *arguments)],
+                cwd=REPOSITORY,
+                env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "eth0"},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL if host else None,
+                text=True,
+            )
+            stack.enter_context(process)
+            stack.callback(process.kill)
+            processes.append(process)
+        told = [process.communicate(timeout=limit_s)[0] for process in processes]
+    return json.loads(told[0].splitlines()[-1])
 
 
 def _run(command: list[str], environment: Mapping[str, str] | None = None) -> str:

@@ -131,7 +131,7 @@ def _run(text: Tensor, held_out: Tensor, setup: Setup, arm: str, seed: int) -> d
     if strategy.hooks_gradients:
         ddp.register_comm_hook(None, lambda _, bucket: strategy.reduce(bucket))
     dist.barrier()
-    before, began = _socket_bytes_sent(), time.perf_counter()
+    before, began = socket_bytes_sent(), time.perf_counter()
     for step in range(setup.steps):
         _set_lr(optimizer, strategy, lr_at(setup, step))
         batch = windows(text, setup.batch, setup.length, (seed * setup.steps + step) * WORLD + rank)
@@ -142,7 +142,7 @@ def _run(text: Tensor, held_out: Tensor, setup: Setup, arm: str, seed: int) -> d
         optimizer.zero_grad()
         strategy.after_step(step, skipped=False)
     said = strategy.bytes_sent()
-    seconds, sent = time.perf_counter() - began, _socket_bytes_sent() - before
+    seconds, sent = time.perf_counter() - began, socket_bytes_sent() - before
     dist.barrier()
     strategy.close()
     dist.destroy_process_group(group)
@@ -166,8 +166,11 @@ def _set_lr(optimizer: torch.optim.Optimizer, strategy: Any, lr: float) -> None:
         group["lr"] = lr
 
 
-def _socket_bytes_sent() -> int:
-    """Payload bytes that this process's TCP sockets have sent (tcp_info(7)), less repeats."""
+def socket_bytes_sent() -> int:
+    """Payload bytes that this process's TCP sockets have sent, as Linux counts them (tcp_info(7)).
+
+    Without packet headers, and without what other processes send: nothing else on the machine disturbs it.
+    """
     total = 0
     for entry in os.listdir("/proc/self/fd"):
         try:

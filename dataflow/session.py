@@ -149,7 +149,7 @@ class Session:
         with setting_kept():
             self.engine: Engine[Delivered] = Engine(stream.windows(epoch, start), self.ledger, engine_options)
         if self._hold:
-            self._hold.watch(self.engine.ready_batches)
+            self._hold.watch(self.engine.staged_batches)
 
     def _refusals(self) -> int:
         return sum(source.reader.stats().throttled for source in self.sources)

@@ -651,7 +651,7 @@ class Engine(Generic[T]):
                 memory=self._ledger.snapshot(),
             )
 
-    def ready_batches(self) -> int:
+    def staged_batches(self) -> int:
         """Batches that need no further read: built, or being built. Takes no lock."""
         return self._line_batches
 

@@ -1,8 +1,5 @@
 """Training loops in plain DDP around a strategy, small enough to run many in one set of ranks."""
 
-import os
-import socket
-import struct
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
@@ -161,22 +158,3 @@ def spread(parameters):
 def apart(one, other):
     """Largest difference between two lists of parameters."""
     return max(float((a - b).abs().max()) for a, b in zip(one, other, strict=True))
-
-
-def socket_bytes_sent():
-    """Payload bytes that this process's TCP sockets have sent, as Linux counts them (tcp_info(7)).
-
-    Without packet headers, and without what other processes send: nothing else on the machine disturbs it.
-    """
-    total = 0
-    for entry in os.listdir("/proc/self/fd"):
-        try:
-            if not os.readlink(f"/proc/self/fd/{entry}").startswith("socket:"):
-                continue
-            with socket.socket(fileno=os.dup(int(entry))) as one:
-                info = one.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
-        except OSError:  # closed since, or not TCP
-            continue
-        sent, again = struct.unpack_from("QQ", info, 200)
-        total += sent - again
-    return total

@@ -209,6 +209,16 @@ def test_broken_and_missing_records_are_named_and_the_others_reported(folder: Pa
     assert "2 of 3 ranks left no record (there are: 0)" in text
 
 
+def test_files_of_others_in_the_folder_are_left_alone(folder: Path) -> None:
+    (folder / "my-config.json").write_text("{}")
+    code, text = run_command("doctor", "--folder", folder, "--", sys.executable, "-c", "pass")
+    assert code == 0
+    assert "my-config" not in text
+    assert [path.name for path in folder.iterdir()] == ["my-config.json"], (
+        "an earlier run's records are removed"
+    )
+
+
 def test_the_schedule_with_most_windows_is_reported(folder: Path) -> None:
     [path] = folder.iterdir()
     kept = json.loads(path.read_text())

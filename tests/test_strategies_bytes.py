@@ -11,6 +11,7 @@ import strategies_kit as kit
 import torch.distributed as dist
 from test_strategies import FAST, STRATEGIES, on_nodes
 
+from benchmarks.strategies import socket_bytes_sent
 from dataflow.grad.strategies import Hierarchical, Int8, PostLocalSGD
 from dataflow.testing import run_ranks
 
@@ -25,9 +26,9 @@ def counted(strategy, topology=None):
     kit.BUCKET_MB = 0.1
     loop = kit.Loop(strategy, kit.mlp(width=WIDTH), topology=topology)
     dist.barrier()
-    before = kit.socket_bytes_sent()
+    before = socket_bytes_sent()
     loop.run(range(STEPS), kit.regression)
-    said, sent = loop.strategy.bytes_sent(), kit.socket_bytes_sent() - before
+    said, sent = loop.strategy.bytes_sent(), socket_bytes_sent() - before
     dist.barrier()
     loop.close()
     return said, sent

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -107,7 +107,7 @@ def make_plan(wish: Wish) -> Plan:
     """All predictions."""
     cluster, job = wish.cluster(), wish.job()
     best, found = best_accumulation(cluster, job, wish.accumulate)
-    chosen = Job(**{**asdict(job), "accumulate": best.accumulate})
+    chosen = replace(job, accumulate=best.accumulate)
     prices = Prices(wish.node_hour, wish.egress_gb, wish.watts)
     meters, why = find_meters()
     return Plan(
@@ -146,14 +146,9 @@ def _print(wish: Wish, found: Plan, console: Console) -> None:
     best = found.best
     console.print(_accumulations(found))
     console.print(_named("all-reduce of all gradients", "alone", found.algorithms, best.algorithm))
-    console.print(
-        _named(
-            "placement of ranks, reduced by a ring in rank order",
-            "step",
-            found.placements,
-            min(found.placements, key=_of(found)),
-        )
-    )
+    title = "placement of ranks, reduced by a ring in rank order"
+    nearest = min(found.placements, key=lambda name: found.placements[name])
+    console.print(_named(title, "step", found.placements, nearest))
     hidden = best.sync_s - best.exposed_s
     console.print(
         f"Best: accumulate {best.accumulate} (a batch of {best.batch:,}), all-reduce {best.algorithm!r}: "
@@ -170,10 +165,6 @@ def _print(wish: Wish, found: Plan, console: Console) -> None:
     if found.expenses is not None:
         console.print(_expenses(wish, found.expenses), highlight=False)
     console.print("Energy meters: " + "; ".join(found.meters), highlight=False, style="dim")
-
-
-def _of(found: Plan) -> Any:
-    return found.placements.__getitem__
 
 
 def _accumulations(found: Plan) -> Table:

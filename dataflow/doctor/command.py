@@ -69,9 +69,10 @@ def doctor(
 def _run(command: Sequence[str], folder: Path) -> int:
     """Run it, with a place for records; its exit code, or as in shells 128 + the signal that ended it."""
     from dataflow.doctor.records import VARIABLE
+    from dataflow.doctor.saved import record_files
 
     folder.mkdir(parents=True, exist_ok=True)
-    for old in folder.glob("*-*.json"):
+    for old in record_files(folder):
         old.unlink()
     with subprocess.Popen(command, env=os.environ | {VARIABLE: str(folder)}) as process:
         while True:

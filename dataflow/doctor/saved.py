@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,6 +12,8 @@ from pathlib import Path
 from dataflow.doctor.records import RankRecord
 
 _SHOWN = 8
+_NAME = re.compile(r"\d{6,}-\d{3,}\.json")
+"""As `RankRecords` names them: the folder may be a user's own, with other files in it."""
 
 
 @dataclass(frozen=True)
@@ -23,11 +26,16 @@ class Saved:
     """What is missing or could not be read."""
 
 
+def record_files(folder: Path) -> list[Path]:
+    """The files of a folder that ranks wrote."""
+    return sorted(path for path in folder.iterdir() if _NAME.fullmatch(path.name))
+
+
 def read_records(folder: Path) -> Saved:
     """Read them. A program may make several schedules, one after the other: the longest is taken."""
     by_schedule: dict[str, list[RankRecord]] = defaultdict(list)
     notes: list[str] = []
-    for path in sorted(folder.glob("*-*.json")):
+    for path in record_files(folder):
         try:
             record = RankRecord.from_json(json.loads(path.read_text()))
         except (OSError, ValueError, TypeError) as error:

@@ -85,7 +85,7 @@ class Compensated(Reducing):
     def after_step(self, step: int, *, skipped: bool) -> None:
         """Settle what is owed."""
         self.feedback.step_ended(skipped=skipped)
-        self.step = step + 1
+        self.step = step + (not skipped)
 
     def lr_changed(self, ratio: float) -> None:
         """Rescale what is owed."""

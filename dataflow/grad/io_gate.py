@@ -3,9 +3,8 @@
 At first ways take turns of some windows: any number of reads may run at any time ("open"); few at a time
 ("few"), so that gradients do not share the link with dozens of connections; few, and no new ones while
 gradients travel ("sync"); or no new ones from the last microbatch on, so that those that run end before
-("early"). Then the way
-with the shortest windows is kept, if it saves enough. Which window tries what depends on its number alone, so
-all ranks try the same at the same time. It changes when bytes are read, never which.
+("early"). Then the way with the shortest windows is kept, if it saves enough. Which window tries what depends
+on its number alone, so all ranks try the same at the same time. It changes when bytes are read, never which.
 """
 
 from __future__ import annotations

@@ -35,8 +35,10 @@ class LocalSGD(Drifting):
 
     @torch.no_grad()
     def after_step(self, step: int, *, skipped: bool) -> None:
-        """Average at every `every`-th step; also when that one was skipped."""
-        self.drifted |= not skipped
+        """Average at every `every`-th step."""
+        if skipped:
+            return
+        self.drifted = True
         if (step + 1) % self._every == 0:
             self.wire.mean(self.parameters())
             self.drifted = False
@@ -72,8 +74,10 @@ class DiLoCo(Drifting):
 
     @torch.no_grad()
     def after_step(self, step: int, *, skipped: bool) -> None:
-        """Take an outer step at every `every`-th step; also when that one was skipped."""
-        self.drifted |= not skipped
+        """Take an outer step at every `every`-th step."""
+        if skipped:
+            return
+        self.drifted = True
         if (step + 1) % self._every:
             return
         for name, common in self._common.items():

@@ -86,11 +86,11 @@ class PostLocalSGD(Drifting):
 
     def after_step(self, step: int, *, skipped: bool) -> None:
         """Average, when it is time."""
-        self._step = step + 1
-        if self.context.group is None:
+        self._step = step + (not skipped)
+        if self.context.group is None or skipped:
             return
         self._averager.step = step
-        self.drifted |= step >= self._start_step and not skipped
+        self.drifted |= step >= self._start_step
         wire = self._due(step)
         if wire is None:
             return

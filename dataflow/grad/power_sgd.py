@@ -86,7 +86,7 @@ class PowerSGD(Reducing):
 
     def after_step(self, step: int, *, skipped: bool) -> None:
         """Count the step. A skipped one has spoilt errors and factors: all ranks begin them anew."""
-        self._step = step + 1
+        self._step = step + (not skipped)
         if skipped:
             self._forget()
             self._apart = {kind: {} for kind in _KINDS}

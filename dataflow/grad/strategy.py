@@ -70,7 +70,7 @@ class Strategy(Protocol):
         """Gradients are reduced and not yet clipped (a delayed update exchanges them here)."""
 
     def after_step(self, step: int, *, skipped: bool) -> None:
-        """The optimizer has stepped, or on a non-finite gradient every rank has skipped it."""
+        """The optimizer has stepped; or every rank has skipped it, and the next step has the same number."""
 
     def lr_changed(self, ratio: float) -> None:
         """The learning rate became `ratio` times what it was (error feedback is rescaled)."""
