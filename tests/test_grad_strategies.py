@@ -48,7 +48,7 @@ def batches_of(rank: int, *, poisoned: bool = False) -> list[tuple[Tensor, Tenso
 
 
 def trained(
-    name: str, batches: Any, saved: Any = None, *, until: int = WINDOWS
+    name: str, batches: Any, saved: Any = None, *, until: int = WINDOWS, scaler: Any = None
 ) -> tuple[Any, Any, list[bool]]:
     """Parameters and what to resume with after so many windows in all, and which were skipped."""
     torch.manual_seed(3)
@@ -59,7 +59,7 @@ def trained(
         optimizer.load_state_dict(saved["optimizer"])
     ddp = DistributedDataParallel(model, bucket_cap_mb=BUCKET_MB)
     skipped = []
-    with GradSchedule(batches, ddp, optimizer, accumulate=ACCUMULATE, strategy=MAKERS[name]()) as sched:
+    with GradSchedule(batches, ddp, optimizer, ACCUMULATE, strategy=MAKERS[name](), scaler=scaler) as sched:
         if saved is not None:
             sched.load_state_dict(saved["sched"])
         for inputs, wanted in sched:
@@ -80,7 +80,11 @@ def every_strategy() -> dict[str, dict[str, float]]:
         _, half, _ = trained(name, batches_of(rank), until=3)
         resumed, _, _ = trained(name, batches_of(rank)[3 * ACCUMULATE :], half)
         poisoned, _, skipped = trained(name, batches_of(rank, poisoned=True), until=WINDOWS + 1)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0, growth_interval=1)
+        scaled, _, _ = trained(name, batches_of(rank), scaler=scaler)
         found[name] = {
+            "from scaled": apart(parameters, scaled),
+            "scale": scaler.get_scale(),
             "between ranks": spread(parameters),
             "resumed": apart(resumed, parameters),
             "from all-reduce": apart(parameters, whole["all-reduce"]),
@@ -112,6 +116,13 @@ def test_a_gradient_that_is_not_finite_on_one_rank_is_skipped_on_all(found: Any,
         assert rank[name]["finite"]
         assert rank[name]["skipped"] == 1
         assert rank[name]["between ranks after a skipped step"] == 0
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_a_scale_that_doubles_each_step_changes_nothing(found: Any, name: str) -> None:
+    for rank in found:
+        assert rank[name]["scale"] == 2.0 ** (1 + WINDOWS)
+        assert rank[name]["from scaled"] < 1e-6  # fp16 rounds small values less, PowerSGD has an epsilon
 
 
 @pytest.mark.parametrize("name", EXACT)

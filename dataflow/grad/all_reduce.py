@@ -47,6 +47,9 @@ class AllReduce:
     def lr_changed(self, ratio: float) -> None:
         """Nothing depends on it."""
 
+    def scale_changed(self, ratio: float) -> None:
+        """Nothing depends on it."""
+
     def bytes_sent(self) -> int:
         """What a ring all-reduce sends for these gradients; computed, not measured."""
         return self._bytes_sent

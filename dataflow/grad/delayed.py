@@ -65,6 +65,12 @@ class Delayed(Passive):
             self._travels = None
         return self._late
 
+    @torch.no_grad()
+    def scale_changed(self, ratio: float) -> None:
+        """The means that the next step applies came in the old scale."""
+        for mean in self._arrived().values():
+            mean.mul_(ratio)
+
     def bytes_sent(self) -> int:
         """What has arrived and what is under way."""
         self._arrived()

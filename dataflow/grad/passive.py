@@ -60,6 +60,9 @@ class Passive:
     def lr_changed(self, ratio: float) -> None:
         """Do nothing."""
 
+    def scale_changed(self, ratio: float) -> None:
+        """Do nothing."""
+
     def bytes_sent(self) -> int:
         """What went over the private group."""
         return self.wire.sent

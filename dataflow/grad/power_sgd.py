@@ -99,6 +99,10 @@ class PowerSGD(Reducing):
             for error in self._apart["error_dict"].values():
                 error.div_(ratio)
 
+    def scale_changed(self, ratio: float) -> None:
+        """Rescale the errors."""
+        self.lr_changed(1 / ratio)
+
     def state_dict(self) -> dict[str, Any]:
         """Errors and factors by parameter name, the step, and the generator: every rank saves its own."""
         self._take_apart()

@@ -168,7 +168,7 @@ class GradSchedule:
         self._consumed = self._look.loader_state()
         self.last: StepInfo | None = None
         """What `step` returned last at a boundary."""
-        self._last_lr = first_lr(optimizer)
+        self._last_lr, self._last_scale = first_lr(optimizer), _scale_of(scaler)
         self._recorder = WindowRecorder(self._wrapped, self.phases)
         self._records = RankRecords(self._recorder, self._agreement, self._wrapped, self.strategy, loader)
         self._end_strategy = set_up(
@@ -268,7 +268,7 @@ class GradSchedule:
                 self._position.left_out += window.plan.left_out[self._agreement.rank]
                 if window.plan.empty:
                     break
-                self._note_lr()
+                self._note_units()
                 if self._gate and self.strategy.syncs(self._position.step):
                     self._gate.window_begins(self._position.window)
                 yield window
@@ -363,12 +363,16 @@ class GradSchedule:
             raise RuntimeError("no microbatch is under way: this is for the body of `for batch in sched`")
         return self._microbatch
 
-    def _note_lr(self) -> None:
+    def _note_units(self) -> None:
         now, before = first_lr(self._optimizer), self._last_lr
         if now != before:
             self._last_lr = now
             if before:
                 self.strategy.lr_changed(now / before)
+        scale, last = _scale_of(self._scaler), self._last_scale
+        if scale != last:
+            self._last_scale = scale
+            self.strategy.scale_changed(scale / last)
 
     def _call(self, what: Callable[[], T]) -> T:
         """Do what communicates; an error names the rank that is gone, if one is."""
@@ -398,6 +402,7 @@ class GradSchedule:
             "global_batch": self._settings.global_batch,
             "world_size": self._agreement.world_size,
             "lr": self._last_lr,
+            "scale": self._last_scale,
             "loader": self._consumed,
             "strategy": {"key": self.strategy.key, "state": self.strategy.state_dict()},
         }
@@ -434,6 +439,7 @@ class GradSchedule:
                 )
             self._loader.load_state_dict(state["loader"])
         self._position, self._last_lr = position, float(state["lr"])
+        self._last_scale = float(state["scale"])
         self._consumed = state["loader"]
 
     def report(self, *, all_ranks: bool = False, trace: str | None = None) -> Report:
@@ -468,3 +474,8 @@ class GradSchedule:
         self.close()
         if explained is not error and explained is not None:
             raise explained from error
+
+
+def _scale_of(scaler: Any) -> float:
+    """What gradients are multiplied by."""
+    return 1.0 if scaler is None else float(scaler.get_scale())

@@ -75,6 +75,9 @@ class Strategy(Protocol):
     def lr_changed(self, ratio: float) -> None:
         """The learning rate became `ratio` times what it was (error feedback is rescaled)."""
 
+    def scale_changed(self, ratio: float) -> None:
+        """The GradScaler's scale, in which gradients come, became `ratio` times what it was."""
+
     def bytes_sent(self) -> int:
         """Payload bytes that this rank has sent for gradients and parameters so far."""
 
