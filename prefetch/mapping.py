@@ -56,6 +56,14 @@ def _libc() -> Any:
 
 
 @cache
+def _quick_libc() -> Any:
+    """For calls of a few microseconds, which keep the interpreter lock: to get it back takes longer."""
+    library = ctypes.PyDLL(None, use_errno=True)
+    library.mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
+    return library
+
+
+@cache
 def can_map(url: str) -> bool:
     """Whether shards like this one can be mapped and copied from safely."""
     return is_local(url) and hasattr(mmap, "MADV_WILLNEED") and copies_by_kernel()
@@ -70,8 +78,14 @@ def touch_pages(memory: NDArray[np.uint8]) -> None:
     page = mmap.PAGESIZE
     start = -(-memory.ctypes.data // page) * page  # only whole pages: others may be in use
     nbytes = (memory.ctypes.data + memory.nbytes) // page * page - start
-    if nbytes > 0:
+    if nbytes > 0 and not _has_pages(start, nbytes):
         _shared_libc().madvise(start, nbytes, _POPULATE_WRITE)
+
+
+def _has_pages(start: int, nbytes: int) -> bool:
+    """Whether all pages are there: recycled memory has them, and looking takes a fifth of asking for them."""
+    known = (ctypes.c_ubyte * (nbytes // mmap.PAGESIZE))()
+    return _quick_libc().mincore(start, nbytes, known) == 0 and b"\0" not in bytes(known)
 
 
 class MappedShard:

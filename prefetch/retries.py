@@ -17,6 +17,7 @@ import asyncio
 import errno
 import random
 import socket
+from bisect import bisect_left, insort
 from collections import defaultdict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -237,19 +238,26 @@ class ReadTimes:
     """How long reads took lately, by size class. Not thread-safe."""
 
     def __init__(self, *, quantile: float = 0.95, at_least: int = 20, keep: int = 256) -> None:
-        self._quantile, self._at_least = quantile, at_least
-        self._seen: dict[int, deque[float]] = defaultdict(lambda: deque(maxlen=keep))
+        self._quantile, self._at_least, self._keep = quantile, at_least, keep
+        self._seen: dict[int, deque[float]] = defaultdict(deque)
+        self._ascending: dict[int, list[float]] = defaultdict(list)
+        """The same; kept in order, as every read asks."""
 
     def add(self, nbytes: int, seconds: float) -> None:
         """Count a read that succeeded."""
-        self._seen[_size_class(nbytes)].append(seconds)
+        size = _size_class(nbytes)
+        seen, ascending = self._seen[size], self._ascending[size]
+        if len(seen) == self._keep:
+            del ascending[bisect_left(ascending, seen.popleft())]
+        seen.append(seconds)
+        insort(ascending, seconds)
 
     def long_s(self, nbytes: int) -> float | None:
         """Longer than nearly all reads of this size; None before enough were seen."""
-        seen = self._seen.get(_size_class(nbytes), ())
-        if len(seen) < self._at_least:
+        ascending = self._ascending.get(_size_class(nbytes), ())
+        if len(ascending) < self._at_least:
             return None
-        return sorted(seen)[int(self._quantile * len(seen))]
+        return ascending[int(self._quantile * len(ascending))]
 
 
 def _size_class(nbytes: int) -> int:

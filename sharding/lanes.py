@@ -168,7 +168,9 @@ def _level(
     # What was cut off lies side by side on one axis; so does the room in the short lanes.
     end = np.cumsum(size[over] - kept[over])
     room = np.cumsum(np.maximum(quota - load, 0))
-    stop = np.union1d(end, room[room > 0])
+    # Not by `union1d`, which imports numpy.ma: 8 ms, a third of what a first batch waits for the plan.
+    stop = np.sort(np.concatenate((end, room[room > 0])))
+    stop = stop[np.diff(stop, prepend=-1) > 0]
     begin = np.concatenate(([0], stop[:-1]))
     source = np.searchsorted(end, begin, side="right")
     cut = over[source]

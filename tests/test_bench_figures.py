@@ -2,6 +2,8 @@
 
 import itertools
 import math
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import numpy as np
@@ -276,6 +278,64 @@ def test_random_order_is_another_for_another_seed_and_not_sequential():
     orders = [[BlockOrder(SHARDS, 100, "random", seed)[i][1] for i in range(100)] for seed in (0, 1)]
     assert orders[0] != orders[1]
     assert orders[0] != sorted(orders[0])
+
+
+class NotedOrder(BlockOrder):
+    """Notes which parts of the order are made; the next one is held until `go`."""
+
+    def __init__(self, shards, block_bytes):
+        self.made, self.making, self.go = [], threading.Semaphore(0), threading.Event()
+        self.go.set()
+        super().__init__(shards, block_bytes, "random")
+
+    def _made(self, part):
+        self.made.append(part)
+        self.making.release()
+        assert self.go.wait(20)
+        return super()._made(part)
+
+
+LARGE = [Shard("a", 10_000, "")]  # of three parts, in blocks of one byte
+
+
+def test_the_order_is_made_ahead_of_the_reads():
+    order = NotedOrder(LARGE, 1)
+    assert order.made == [0]  # before the clock starts
+    made = []
+    for place in range(2 * len(order)):
+        made.append((place, len(order.made)))
+        order[place]
+    grew = [place for (place, before), (_, after) in itertools.pairwise(made) if after > before]
+    assert grew == [2048, 6144]
+    assert order.made == [0, 1, 2]
+
+
+def test_what_many_threads_want_at_once_is_made_once():
+    order, waiting = NotedOrder(LARGE, 1), threading.Semaphore(0)
+    assert order.making.acquire(timeout=20)
+    order.go.clear()
+
+    class Lock:
+        lock = threading.Lock()
+
+        def __enter__(self):
+            waiting.release()
+            self.lock.acquire()
+
+        def __exit__(self, *_):
+            self.lock.release()
+
+    order._lock = Lock()
+    with ThreadPoolExecutor(2) as pool:
+        asked = [pool.submit(order.__getitem__, 4096) for _ in range(2)]
+        try:
+            assert waiting.acquire(timeout=20)
+            assert waiting.acquire(timeout=20)  # both are there
+        finally:
+            order.go.set()
+        first, second = (one.result(20) for one in asked)
+    assert first == second
+    assert order.made == [0, 1]
 
 
 # ---- reading --------------------------------------------------------------------------------------------

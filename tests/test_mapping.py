@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import mmap
 import os
 from pathlib import Path
 
@@ -13,8 +14,9 @@ from numpy.typing import NDArray
 
 from dataflow import DataLoader, Shuffle
 from dataflow.decode import BadRows, parse_ints
+from prefetch import mapping as module
 from prefetch.iovec import copies_by_kernel, copy_mapped
-from prefetch.mapping import MappedShard, Mappings, can_map, will_need
+from prefetch.mapping import MappedShard, Mappings, can_map, touch_pages, will_need
 from sharding.blocks import Shard, Spans
 from sharding.errors import ShardChangedError, ShardReadError
 from sharding.storage import local_info
@@ -198,3 +200,27 @@ def test_mapped_and_staged_windows_deliver_the_same(
         with DataLoader(made.open(), 3, Shuffle(kind)) as loader:  # type: ignore[arg-type]
             seen.append([repr(batch) for batch in loader])
     assert seen[0] == seen[1]
+
+
+# ---- memory to be written ----------------------------------------------------------------------------------
+
+
+def test_pages_are_asked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    advised: list[int] = []
+
+    class Libc:
+        def madvise(self, start: int, nbytes: int, advice: int) -> int:
+            advised.append(nbytes)
+            return int(libc.madvise(start, nbytes, advice))
+
+    libc = module._shared_libc()
+    monkeypatch.setattr(module, "_shared_libc", Libc)
+    with mmap.mmap(-1, 64 * mmap.PAGESIZE) as fresh:
+        memory = np.frombuffer(fresh, np.uint8)
+        memory[0] = 1  # one page is there, the others are not
+        touch_pages(memory)
+        assert advised == [memory.nbytes]
+        memory[:] = 1  # what the advice does, where the kernel knows it
+        touch_pages(memory)
+        assert advised == [memory.nbytes]
+        del memory

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import random
 import socket
 
 import pytest
@@ -191,6 +192,16 @@ def test_only_late_reads_count() -> None:
     for seconds in [9.0] * 100 + [1.0] * 50:
         times.add(10, seconds)
     assert times.long_s(10) == 1.0
+
+
+def test_long_is_that_of_the_reads_kept_whatever_their_order() -> None:
+    times, drawn = ReadTimes(keep=30), random.Random(1)
+    seen = [float(drawn.randrange(40)) for _ in range(200)]  # with equal ones
+    for count, seconds in enumerate(seen, 1):
+        times.add(10, seconds)
+        if count >= 20:
+            kept = sorted(seen[max(0, count - 30) : count])
+            assert times.long_s(10) == kept[int(0.95 * len(kept))]
 
 
 def test_second_requests_stay_below_their_share() -> None:

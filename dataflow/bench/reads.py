@@ -14,7 +14,6 @@ from array import array
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, wait
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Literal
 
 import numpy as np
@@ -27,6 +26,7 @@ from sharding.keyed import feistel
 Pattern = Literal["sequential", "random"]
 ReadInto = Callable[[Shard, int, NDArray[np.uint8]], None]
 _AT_ONCE = 4096
+_KEPT = 16
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,10 @@ class BlockOrder:
         self._ends = np.cumsum(np.maximum(1, self._sizes // block_bytes))
         self._total = int(self._ends[-1]) if self._shards else 0
         # Made some thousand at a time: what Python does between two reads counts as the store's time.
-        self._part = lru_cache(maxsize=16)(self._made)
+        self._lock = threading.Lock()  # guards what is written into it; at the beginning all threads want one
+        self._parts: dict[int, list[tuple[Shard, int, int]]] = {}
+        if self._total:
+            self._part(0)
 
     def __len__(self) -> int:
         """Blocks of one pass."""
@@ -60,7 +63,19 @@ class BlockOrder:
     def __getitem__(self, place: int) -> tuple[Shard, int, int]:
         """The block at a place; places beyond the first pass begin another one, in the same order."""
         part, at = divmod(place % self._total, _AT_ONCE)
-        return self._part(part)[at]
+        if at == _AT_ONCE // 2:  # one thread, while the others read on
+            self._part((part + 1) % -(-self._total // _AT_ONCE))
+        made = self._parts.get(part)
+        return (self._part(part) if made is None else made)[at]
+
+    def _part(self, part: int) -> list[tuple[Shard, int, int]]:
+        """From memory, or made by one thread."""
+        with self._lock:
+            if part not in self._parts:
+                if len(self._parts) == _KEPT:
+                    del self._parts[next(iter(self._parts))]
+                self._parts[part] = self._made(part)
+            return self._parts[part]
 
     def _made(self, part: int) -> list[tuple[Shard, int, int]]:
         places = np.arange(part * _AT_ONCE, min((part + 1) * _AT_ONCE, self._total), dtype=np.uint64)
