@@ -96,7 +96,7 @@ class Session:
         self.copier = DeviceCopier(CudaStreams(options.device)) if on_cuda else None
         self.traffic = Traffic()
         self._hold = None if local else options.hold
-        self._now = time.perf_counter if local else options.hold.moving(time.perf_counter)
+        self._now = time.perf_counter if local else options.hold.moving_s
         self.gate = None if local else _open_gate(dataset, options.topology, limit, self._refusals, self._now)
         self.leases = FileLeases()
         self.caches = OpenCaches(dataset.sources, plan, options.topology, self.arena)

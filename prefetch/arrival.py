@@ -1,8 +1,8 @@
 """One body on its way into memory: given up when no byte comes for too long, standing still in a hold.
 
 While a hold lasts (`prefetch.hold`), a connection of ours leaves in the kernel what comes; when that is full,
-TCP tells the sender to stop. Nothing is lost and nothing is asked again. The time-out does not run then, nor
-any clock that takes off `ReadHold.stood_s`. Bodies that others read come as ever, and only have more time.
+TCP tells the sender to stop. Nothing is lost and nothing is asked again. The time-out does not run then.
+Bodies that others read come as ever, and only have more time.
 """
 
 from __future__ import annotations
@@ -15,6 +15,10 @@ from typing import Any
 
 from prefetch.connections import Place
 from prefetch.hold import ReadHold
+
+INTERRUPTIBLE_BYTES = 1 << 17
+"""Receive buffer of a connection that may have to stand still: what lies there comes all the same. The kernel
+doubles it; by itself it would let it grow to several MiB. It is also what may come in a round trip."""
 
 
 class Arrival:
@@ -34,7 +38,12 @@ class Arrival:
         self._told, self._stall_s, self._hold = arrived, stall_s, hold
         self._patience = asyncio.timeout(stall_s)
         self._hold_ends: asyncio.TimerHandle | None = None
-        self.place = Place(memory, self._arrived, interruptible=hold is not None and hold.is_limited)
+        self.place = Place(
+            memory,
+            self._arrived,
+            stands=None if hold is None else hold.stands,
+            receive_bytes=INTERRUPTIBLE_BYTES if hold is not None and hold.is_limited else None,
+        )
 
     async def wait_for(self, filling: Coroutine[Any, Any, None]) -> bool:
         """Wait until the place is filled; False: no byte came for too long. Raises what `filling` raises."""
@@ -75,4 +84,4 @@ class Arrival:
         self._patience.reschedule(self._loop.time() + self._stall_s + (seconds or 0.0))
 
 
-__all__ = ["Arrival"]
+__all__ = ["INTERRUPTIBLE_BYTES", "Arrival"]

@@ -36,10 +36,6 @@ _IDLE_S = 15.0
 _STATUS = re.compile(r"HTTP/1\.([01]) (\d{3})(?: (.*))?")
 _NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 
-_INTERRUPTIBLE_BYTES = 1 << 17
-"""Of a connection that may have to stand still; the kernel lets about twice as much come after that. It is
-also what may come in a round trip. By itself the kernel grows it to several MiB."""
-
 Origin = tuple[str, str, int]
 """Scheme ("http" or "https"), host and port."""
 _Kind = tuple[Origin, int | None]
@@ -81,19 +77,25 @@ class Place:
     Args:
         memory: for all of them.
         arrived: is told of each number of bytes that came.
-        interruptible: it may have to stand still, so little shall be on its way.
+        stands: is told each time that its connection stands still.
+        receive_bytes: what the kernel may keep for us; None: as it sees fit.
     """
 
     def __init__(
-        self, memory: memoryview, arrived: Callable[[int], None], *, interruptible: bool = False
+        self,
+        memory: memoryview,
+        arrived: Callable[[int], None],
+        *,
+        stands: Callable[[], None] | None = None,
+        receive_bytes: int | None = None,
     ) -> None:
-        self.receive_bytes = _INTERRUPTIBLE_BYTES if interruptible else None
+        self.receive_bytes = receive_bytes
         """What the kernel may keep of it; None: as it sees fit."""
         self.rest = memory
         """What is still to be filled."""
         self._arrived: Callable[[int], None] | None = arrived
         self._transport: asyncio.Transport | None = None
-        self._still = False
+        self._still, self._stands = False, stands
 
     def filled(self, nbytes: int) -> None:
         """So many bytes were written at the beginning of `rest`."""
@@ -133,6 +135,8 @@ class Place:
     def _steer(self, transport: asyncio.Transport) -> None:
         if self._still:
             transport.pause_reading()
+            if self._stands is not None:
+                self._stands()
         else:
             transport.resume_reading()
 

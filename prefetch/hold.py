@@ -5,8 +5,8 @@ takes as much of a link as the one that gradients travel on. A *limit* lets few 
 few are in the way when gradients come; a *hold* lets no new read begin, and those that run stand still where
 we read the store directly (`prefetch.arrival`). Both are requests, not orders: they end by themselves when
 few batches are ready, when the training code waits for a read, or when whoever holds is not heard of for too
-long. Time in holds says nothing about a store, so whoever measures one does it by a clock that stands still
-meanwhile (`ReadHold.moving`).
+long. Time in which reads stand still says nothing about a store, so whoever measures one does it by a clock
+that stands still, too (`ReadHold.moving_s`).
 """
 
 from __future__ import annotations
@@ -51,8 +51,9 @@ class ReadHold:
         self._low_water, self._most_s, self._now = low_water, most_s, now
         self._changed = threading.Condition()  # guards everything below
         self._ready: Callable[[], int] = lambda: low_water
-        self._since, self._until = 0.0, None  # type: float, float | None
-        self._stood = 0.0  # in holds that are over
+        self._until: float | None = None
+        self._still_since: float | None = None
+        self._stood_s = 0.0  # in holds that are over
         self._listeners: set[Listener] = set()
         self._limit: int | None = None
         self._running = 0
@@ -84,8 +85,7 @@ class ReadHold:
                 return
             self._lift()
             self._held_reads += self._running
-            self._since = self._now()
-            self._until = self._since + self._most_s
+            self._until = self._now() + self._most_s
             for listener in self._listeners:
                 listener(self._most_s)
 
@@ -136,13 +136,21 @@ class ReadHold:
             with self._changed:
                 self._listeners.discard(listener)
 
-    def moving(self, clock: Callable[[], float]) -> Callable[[], float]:
-        """The clock, but it stands still in holds: what comes, or does not come, is measured by it."""
-        return lambda: clock() - self._stood_s()
-
-    def _stood_s(self) -> float:
+    def stands(self) -> None:
+        """Something stands still for the present hold: time does, too, until its end."""
         with self._changed:
-            return self._stood + self._standing_s()
+            now = self._now()
+            if self._until is not None and self._still_since is None and now < self._until:
+                self._still_since = now
+
+    def moving_s(self) -> float:
+        """Seconds on the clock, but for those in which something stood still.
+
+        What comes, or does not come, is measured by it.
+        """
+        with self._changed:
+            now = self._now()
+            return now - self._stood_s - self._standing_s(now)
 
     def stats(self) -> HoldStats:
         """So far."""
@@ -158,13 +166,15 @@ class ReadHold:
             return True
         return self._until is None and self._limit is not None and self._running < self._limit
 
-    def _standing_s(self) -> float:
-        return 0.0 if self._until is None else min(self._now(), self._until) - self._since
+    def _standing_s(self, now: float) -> float:
+        if self._still_since is None or self._until is None:
+            return 0.0
+        return min(now, self._until) - self._still_since
 
     def _lift(self) -> None:
         if self._until is not None:
-            self._stood += self._standing_s()
-            self._until = None
+            self._stood_s += self._standing_s(self._now())
+            self._until = self._still_since = None
             for listener in self._listeners:
                 listener(None)
 

@@ -128,7 +128,7 @@ class StoreReader:
         hedge_share: share of all bytes that may be asked for a second time.
         hold: makes bytes stand still while it holds, where a store is read directly; time-outs and second
             requests do not count that time. It does not keep reads from beginning.
-        now: seconds on a clock that only goes forward.
+        now: seconds on a clock that only goes forward; None: a real one, that of the hold if there is one.
         wait: waits so many seconds, or until the reader is closed; whether it is. None: on a real clock.
     """
 
@@ -139,13 +139,13 @@ class StoreReader:
         policy: RetryPolicy | None = None,
         hedge_share: float = 0.02,
         hold: ReadHold | None = None,
-        now: Callable[[], float] = time.monotonic,
+        now: Callable[[], float] | None = None,
         wait: Callable[[float], bool] | None = None,
     ) -> None:
         self._filesystems = Filesystems(storage_options or {})
         self._policy = policy or RetryPolicy()
         self._hold = hold
-        self._now = now if hold is None else hold.moving(now)
+        self._now = now or (hold.moving_s if hold else time.monotonic)
         self._closed = threading.Event()
         self._wait = wait or self._closed.wait
         self._lock = threading.Lock()  # guards everything below

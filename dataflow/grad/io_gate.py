@@ -29,7 +29,7 @@ _TURNS = 2
 _TURN = 16
 """Windows of a turn. The first does not count: what it reads depends on the turn before. Reads come in
 bursts, a shuffle window at once, and a turn must see them come and go."""
-_SLOWEST = 0.1
+_SLOWEST = 0.05
 """Share of the windows of a way that is left out: a checkpoint is not the network's fault."""
 _SAVES = 0.01
 """Share of a window that a way must save."""
@@ -149,6 +149,10 @@ class TriedGate:
                 Way.OPEN, f"holding reads back saves {max(0.0, saved):.1%} of a window", means
             )
         return GateDecision(best, f"saves {saved:.1%} of a window", means)
+
+
+TRIAL_WINDOWS = _WARM_UP + _TURNS * len(Way) * _TURN
+"""From the beginning of a run to the first decision of "auto"."""
 
 
 def _mean(seconds: Sequence[float]) -> float:
