@@ -4,9 +4,9 @@ While gradients are on the network, reads that nobody waits for make them slower
 takes as much of a link as the one that gradients travel on. A *limit* lets few reads run at a time, so that
 few are in the way when gradients come; a *hold* lets no new read begin, and those that run stand still where
 we read the store directly (`prefetch.arrival`). Both are requests, not orders: they end by themselves when
-few batches are ready, when the training code waits for a read, or when whoever holds is not heard of for too
-long. Time in which reads stand still says nothing about a store, so whoever measures one does it by a clock
-that stands still, too (`ReadHold.moving_s`).
+the training code waits for a read, and a hold also when few batches are ready, or when whoever holds is not
+heard of for too long. Time in which reads stand still says nothing about a store, so whoever measures one
+does it by a clock that stands still, too (`ReadHold.moving_s`).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class ReadHold:
     """Lets reads begin, or asks them to wait. Thread-safe.
 
     Args:
-        low_water: with so many batches ready or fewer, nothing is held back.
+        low_water: with so many batches ready or fewer, nothing is held.
         most_s: seconds that a hold lasts at most.
         now: seconds on a clock that only goes forward.
     """
@@ -101,10 +101,10 @@ class ReadHold:
             self._break()
 
     def took(self) -> None:
-        """Batches were taken: if few are left, the present hold and limit are over."""
+        """Batches were taken: if few are left, the present hold is over."""
         with self._changed:
             if self._ready() <= self._low_water:
-                self._break()
+                self._give_way()
 
     @contextmanager
     def read(self) -> Iterator[None]:
@@ -158,13 +158,16 @@ class ReadHold:
             return HoldStats(self._holds, self._held_reads, self._broken)
 
     def _may_begin(self) -> bool:
-        if self._until is None and self._limit is None:
-            return True
-        late = self._until is not None and self._now() >= self._until
-        if late or self._ready() <= self._low_water:
-            self._break()
-            return True
-        return self._until is None and self._limit is not None and self._running < self._limit
+        if self._until is not None and (self._now() >= self._until or self._ready() <= self._low_water):
+            self._give_way()
+        return self._until is None and (self._limit is None or self._running < self._limit)
+
+    def _give_way(self) -> None:
+        """End the hold, not the limit: many reads at once would cost gradients more than few do."""
+        if self._until is not None:
+            self._lift()
+            self._broken += 1
+            self._changed.notify_all()
 
     def _standing_s(self, now: float) -> float:
         if self._still_since is None or self._until is None:

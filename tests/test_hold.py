@@ -107,6 +107,19 @@ def test_a_read_is_not_held_where_few_batches_are_ready() -> None:
     assert hold.stats() == HoldStats(holds=1, held_reads=0, broken=1)
 
 
+def test_few_batches_ready_leave_the_limit() -> None:
+    ready = [9]
+    hold, changed = held(lambda: ready[0], low_water=2)
+    hold.limit(1)
+    ready[0] = 2
+    hold.took()
+    with ExitStack() as first:
+        first.enter_context(hold.read())
+        with waiting_read(hold, changed):
+            first.close()
+    assert hold.stats().broken == 1
+
+
 def test_a_limit_lets_so_many_reads_run_at_a_time() -> None:
     hold, changed = held()
     hold.release()

@@ -30,7 +30,8 @@ _TURN = 16
 """Windows of a turn. The first does not count: what it reads depends on the turn before. Reads come in
 bursts, a shuffle window at once, and a turn must see them come and go."""
 _SLOWEST = 0.05
-"""Share of the windows of a way that is left out: a checkpoint is not the network's fault."""
+"""Share of the windows of a way that is left out, one of 30: a checkpoint is not the network's fault. More
+would leave out the bursts where they are rare."""
 _SAVES = 0.01
 """Share of a window that a way must save."""
 _PERIOD = 1024
@@ -51,7 +52,7 @@ class GateDecision:
     way: Way
     reason: str
     seconds: Mapping[Way, float]
-    """Mean window of each way in the last trial, without the slowest tenth; empty before its end."""
+    """Mean window of each way in the last trial, without the slowest twentieth; empty before its end."""
 
 
 class GatePolicy(Protocol):
