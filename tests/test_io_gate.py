@@ -65,8 +65,15 @@ def test_the_first_window_of_a_turn_does_not_count() -> None:
 
 def test_one_long_window_does_not_decide() -> None:
     policy = TriedGate(turns=3, turn=5, period=80)
-    times = iter([1.0] * 15 + [30.0] + [1.0] * 50)
+    times = iter([1.0] * 10 + [30.0] + [1.0] * 50)
     run(policy, range(33), lambda way: next(times) * (0.9 if way is Way.SYNC else 1.0))
+    assert policy.decision.way is Way.SYNC
+
+
+def test_bursts_decide_though_they_are_rare() -> None:
+    policy = TriedGate(turns=2, turn=16, period=80)
+    rare = {Way.OPEN: iter([*[1.0] * 7, 1.5] * 8), Way.SYNC: iter([1.02] * 64)}
+    run(policy, range(67), lambda way: next(rare[way]))
     assert policy.decision.way is Way.SYNC
 
 

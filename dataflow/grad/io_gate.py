@@ -29,9 +29,6 @@ _TURNS = 2
 _TURN = 16
 """Windows of a turn. The first does not count: what it reads depends on the turn before. Reads come in
 bursts, a shuffle window at once, and a turn must see them come and go."""
-_SLOWEST = 0.05
-"""Share of the windows of a way that is left out, one of 30: a checkpoint is not the network's fault. More
-would leave out the bursts where they are rare."""
 _SAVES = 0.01
 """Share of a window that a way must save."""
 _PERIOD = 1024
@@ -52,7 +49,7 @@ class GateDecision:
     way: Way
     reason: str
     seconds: Mapping[Way, float]
-    """Mean window of each way in the last trial, without the slowest twentieth; empty before its end."""
+    """Mean window of each way in the last trial, without the slowest one; empty before its end."""
 
 
 class GatePolicy(Protocol):
@@ -157,8 +154,8 @@ TRIAL_WINDOWS = _WARM_UP + _TURNS * len(Way) * _TURN
 
 
 def _mean(seconds: Sequence[float]) -> float:
-    kept = sorted(seconds)[: len(seconds) - int(_SLOWEST * len(seconds))]
-    return fmean(kept)
+    """Without the slowest: a checkpoint is not the network's fault. Not more: bursts of reads may be rare."""
+    return fmean(sorted(seconds)[: max(1, len(seconds) - 1)])
 
 
 def gate_policy(io: Io | GatePolicy) -> GatePolicy:
