@@ -8,10 +8,8 @@ Bodies that others read come as ever, and only have more time.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable
 from contextlib import nullcontext
-from functools import partial
-from typing import Any
 
 from prefetch.connections import Place
 from prefetch.hold import ReadHold
@@ -45,11 +43,10 @@ class Arrival:
             receive_bytes=INTERRUPTIBLE_BYTES if hold is not None and hold.is_limited else None,
         )
 
-    async def wait_for(self, filling: Coroutine[Any, Any, None]) -> bool:
+    async def wait_for(self, filling: Awaitable[None]) -> bool:
         """Wait until the place is filled; False: no byte came for too long. Raises what `filling` raises."""
-        follow = partial(self._loop.call_soon_threadsafe, self._stand)
         try:
-            with nullcontext() if self._hold is None else self._hold.follow(follow):
+            with nullcontext() if self._hold is None else self._hold.follow(self._follow):
                 async with self._patience:
                     await filling
         except Exception:
@@ -61,7 +58,7 @@ class Arrival:
             self.place.close()
             if self._hold_ends is not None:
                 self._hold_ends.cancel()
-            del self._patience, follow
+            del self._patience
         return True
 
     def _arrived(self, nbytes: int) -> None:
@@ -70,6 +67,9 @@ class Arrival:
         # Some thousand times a second: the timer is moved only when it would be off by a sixteenth.
         if until_s - (self._patience.when() or 0.0) > self._stall_s / 16 and not self._patience.expired():
             self._patience.reschedule(until_s)
+
+    def _follow(self, seconds: float | None) -> None:
+        self._loop.call_soon_threadsafe(self._stand, seconds)
 
     def _stand(self, seconds: float | None) -> None:
         """Stand still for so many seconds at most; None: no more."""
