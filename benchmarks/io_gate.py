@@ -1,13 +1,14 @@
 """What data on the network costs gradients on it, and what the I/O gate gives back.
 
-    python -m benchmarks.io_gate                            four hosts; needs root, ip, tc; ten minutes
+    python -m benchmarks.io_gate                            four hosts; needs root, ip, tc; twelve minutes
     python -m benchmarks.io_gate --json benchmarks/results/io-gate.json     also saves the figures
 
 Four hosts train with DDP over gloo (network namespaces on links of 200 Mbit/s, `benchmarks/netlab.sh`); a
 fifth, on a wide link, serves their data (tests/slowstore.py, 5 ms). Computing is a sleep, so that two cores
-are enough and only links are shared. The loader reads as it always does: a shuffle window of 64 MiB at once,
-then nothing for some steps. Ways of `GradSchedule(io=...)` take turns of 16 windows within a run; a run
-without any data (batches made before) comes before it. The first window of each turn is left out.
+are enough and only links are shared. The loader reads as it always does: a shuffle window at once, then
+nothing for some steps; its epoch of 4 GiB is longer than a run. Ways of `GradSchedule(io=...)` take turns of
+16 windows within a run; a run without any data (batches made before) comes before it. The first window of
+each turn is left out, and all first turns. Then a run lets `io="auto"` choose.
 
     busy      the link is nine tenths full: four microbatches with 2 MB of data each, 5 MB of gradients
     light     the same with a fourth of the data
@@ -19,7 +20,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import statistics
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from benchmarks.lab import Lab, lab, on_hosts, why_not
 from benchmarks.report import save_figures
@@ -39,9 +40,15 @@ PARAMETERS = 1_250_000
 LIMIT_S = 400.0
 TURN = 16
 """Windows of a way before the next one's; the first of them is left out."""
-WAYS = ("open", "few", "sync", "early")
+WAYS = ("open", "sync")
+AFTER_TRIAL = 32
+"""Windows of a run that let "auto" choose, after it chose."""
+SHARDS, DISTINCT = 128, 16
 _PORT = 29_600
 _BOOTSTRAPS = 2000
+
+Drawn = NDArray[np.float64]
+"""Of the sample, then of each that was drawn from it."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +104,9 @@ class Made:
         return iter([self._batch] * self._count)
 
 
-def rank(source: str, place: Sequence[int], address: str, regime: dict[str, Any], windows: int) -> Any:
+def rank(
+    source: str, place: Sequence[int], address: str, regime: dict[str, Any], windows: int, io: str = ""
+) -> Any:
     """Train for so many windows. Runs in a process of its own; prints the seconds of each.
 
     Args:
@@ -106,6 +115,7 @@ def rank(source: str, place: Sequence[int], address: str, regime: dict[str, Any]
         address: of rank 0.
         regime: as in `Regime`.
         windows: how many.
+        io: of `GradSchedule`; "": ways take turns.
     """
     import torch
     from torch import distributed
@@ -128,7 +138,7 @@ def rank(source: str, place: Sequence[int], address: str, regime: dict[str, Any]
         loader = DataLoader(ShardedDataset(source), given.batch, topology=topology, seed=1)
     found = []
     with contextlib.ExitStack() as stack:
-        sched = GradSchedule(loader, model, optimizer, accumulate=given.accumulate, io=Rotating())
+        sched = GradSchedule(loader, model, optimizer, accumulate=given.accumulate, io=io or Rotating())
         stack.enter_context(sched)
         if source:
             stack.enter_context(loader)
@@ -145,8 +155,9 @@ def rank(source: str, place: Sequence[int], address: str, regime: dict[str, Any]
                     if len(found) == windows:
                         break
     stats = loader.read_hold.stats() if source else None
+    decision = {"way": sched.io.way, "reason": sched.io.reason} if sched.io else None
     distributed.destroy_process_group()
-    return {"windows": found, "hold": stats and asdict(stats)}
+    return {"windows": found, "hold": stats and asdict(stats), "decision": decision}
 
 
 # ---- figures, pure ---------------------------------------------------------------------------------------
@@ -161,42 +172,46 @@ def by_way(windows: Sequence[Sequence[float]]) -> dict[str, list[Sequence[float]
     return found
 
 
-def interval(values: Sequence[float]) -> list[float]:
-    """95 % of the medians of values drawn again, with a fixed seed."""
-    random = np.random.default_rng(0)
-    drawn = random.choice(np.asarray(values), (_BOOTSTRAPS, len(values)))
-    return [round(float(each), 4) for each in np.quantile(np.median(drawn, axis=1), (0.025, 0.975))]
+def _with_interval(values: Drawn) -> list[float] | None:
+    """The value, and 95 % of those of the samples drawn again; None if what it is a share of is nothing."""
+    found = [float(each) for each in (values[0], *np.quantile(values[1:], (0.025, 0.975)))]
+    return [round(each, 4) for each in found] if np.isfinite(found).all() else None
 
 
 def figures(arms: dict[str, list[Sequence[float]]]) -> dict[str, Any]:
-    """Of windows [total, sync, data wait] of "none" and each way: medians, intervals, what is recovered."""
+    """Of windows [total, sync, data wait] of "none" and each way: seconds, and what is recovered.
+
+    Everything as [value, low, high], an interval of 95 %: windows are drawn again, with a fixed seed.
+    """
+    random = np.random.default_rng(0)
     told: dict[str, Any] = {}
+    drawn: dict[tuple[str, str], Drawn] = {}
     for name, windows in arms.items():
-        total, sync, wait = (list(each) for each in zip(*windows, strict=True))
-        told[name] = {
-            "windows": len(windows),
-            "window_s": round(statistics.median(total), 4),
-            "mean_window_s": round(statistics.fmean(total), 4),
-            "window_interval": interval(total),
-            "sync_s": round(statistics.median(sync), 4),
-            "sync_interval": interval(sync),
-            "data_wait_s": round(statistics.median(wait), 4),
-        }
-    for way in WAYS[1:]:
-        for what in ("sync_s", "window_s", "mean_window_s"):
-            inflated = told["open"][what] - told["none"][what]
-            given_back = told["open"][what] - told[way][what]
-            told[way][f"recovers_of_{what}"] = round(given_back / inflated, 3) if inflated > 0 else None
-        told[way]["costs_of_window"] = round(told[way]["window_s"] / told["open"]["window_s"] - 1, 4)
+        given = np.asarray(windows)  # [windows, 3]
+        picks = random.integers(len(given), size=(_BOOTSTRAPS, len(given)))
+        samples = np.concatenate([given[None], given[picks]])
+        told[name] = {"windows": len(given)}
+        for number, what in enumerate(("window", "sync", "data_wait")):
+            of_what = samples[:, :, number]
+            drawn[name, f"mean_{what}_s"] = np.mean(of_what, axis=1)
+            drawn[name, f"median_{what}_s"] = np.median(of_what, axis=1)
+        told[name] |= {what: _with_interval(values) for (arm, what), values in drawn.items() if arm == name}
+    for way in arms.keys() - {"none", "open"}:
+        for what in ("mean_sync_s", "median_sync_s", "mean_window_s", "median_window_s"):
+            none, opened, held = (drawn[name, what] for name in ("none", "open", way))
+            with np.errstate(divide="ignore", invalid="ignore"):
+                told[way][f"recovers_of_{what}"] = _with_interval((opened - held) / (opened - none))
+        costs = drawn[way, "mean_window_s"] / drawn["open", "mean_window_s"] - 1
+        told[way]["costs_of_mean_window"] = _with_interval(costs)
     return told
 
 
 # ---- runs ------------------------------------------------------------------------------------------------
 
 
-def run(hosts: Lab, source: str, regime: Regime, windows: int) -> dict[str, Any]:
+def run(hosts: Lab, source: str, regime: Regime, windows: int, io: str = "") -> dict[str, Any]:
     """All hosts; what rank 0 told."""
-    calls = [(source, [host, HOSTS], hosts.address(0), asdict(regime), windows) for host in range(HOSTS)]
+    calls = [(source, [host, HOSTS], hosts.address(0), asdict(regime), windows, io) for host in range(HOSTS)]
     return dict(on_hosts(hosts, calls, rank, limit_s=LIMIT_S))
 
 
@@ -206,6 +221,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--turns", type=int, default=3, help="of each way in a run; the first is left out")
+    parser.add_argument("--auto", action="store_true", help="also a run that lets it choose")
     parser.add_argument("--regimes", default=",".join(regime.name for regime in REGIMES))
     parser.add_argument("--json", type=Path)
     asked = parser.parse_args(arguments)
@@ -213,26 +229,39 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if reason:
         parser.error(reason)
     chosen = [regime for regime in REGIMES if regime.name in asked.regimes.split(",")]
+    from dataflow.grad.io_gate import TRIAL_WINDOWS
+
     windows = asked.turns * len(WAYS) * TURN
     alone = windows // len(WAYS)
     results: dict[str, Any] = {}
     rates = [f"{MBIT}mbit"] * HOSTS + ["1000mbit"]
     with tempfile.TemporaryDirectory() as name, lab(rates) as hosts, contextlib.ExitStack() as stack:
-        make_shards(Path(name), 16)
+        make_shards(Path(name), SHARDS, distinct=DISTINCT)
         store = {"host": hosts.address(HOSTS), "latency-ms": 5.0}
         server = stack.enter_context(serving(Path(name), store, inside=hosts.inside(HOSTS)))
         server.warm_up("*")
+        source = f"{server.url}/x.catalog"
         for regime in chosen:
             arms: dict[str, list[Sequence[float]]] = {"none": [], **{way: [] for way in WAYS}}
             holds = []
             for _ in range(asked.repeats):
                 arms["none"] += run(hosts, "", regime, alone)["windows"][TURN:]
-                with_data = run(hosts, f"{server.url}/x.catalog", regime, windows)
+                with_data = run(hosts, source, regime, windows)
                 holds.append(with_data["hold"])
                 for way, found in by_way(with_data["windows"]).items():
                     arms[way] += found
-            results[regime.name] = {**asdict(regime), "arms": figures(arms), "holds": holds}
-            print(regime.name, json.dumps(results[regime.name], indent=1), flush=True)
+            decision = None
+            if asked.auto:
+                told = run(hosts, source, regime, TRIAL_WINDOWS + AFTER_TRIAL, "auto")
+                arms["auto"], decision = told["windows"][TRIAL_WINDOWS:], told["decision"]
+            results[regime.name] = {
+                **asdict(regime),
+                "arms": figures(arms),
+                "auto": decision,
+                "holds": holds,
+                "windows": {name: np.round(windows, 4).tolist() for name, windows in arms.items()},
+            }
+            print(regime.name, json.dumps({**results[regime.name], "windows": None}, indent=1), flush=True)
     if asked.json:
         save_figures(asked.json, hosts=HOSTS, link_mbit=MBIT, gradient_bytes=4 * PARAMETERS, regimes=results)
 

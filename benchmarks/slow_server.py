@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -96,10 +97,16 @@ def free_port() -> int:
 # ---- shards ----------------------------------------------------------------------------------------------
 
 
-def make_shards(folder: Path, num_shards: int) -> None:
-    """Token shards, and x.catalog, which has their checksums."""
-    for i in range(num_shards):
+def make_shards(folder: Path, num_shards: int, *, distinct: int | None = None) -> None:
+    """Token shards, and x.catalog, which has their checksums.
+
+    `distinct`: so many have values of their own, the others are these again: a long epoch on a small disk.
+    """
+    distinct = distinct or num_shards
+    for i in range(distinct):
         expected(np.arange(i * _PER_SHARD, (i + 1) * _PER_SHARD)).tofile(folder / f"x-{i:03d}.bin")
+    for i in range(distinct, num_shards):
+        os.link(folder / f"x-{i % distinct:03d}.bin", folder / f"x-{i:03d}.bin")
     command = ["index", str(folder / "*.bin"), "--dtype", "uint32", "--length", str(LENGTH), "--checksum"]
     subprocess.run(
         [sys.executable, "-m", "dataflow.cli", *command, "--output", str(folder / "x.catalog")],

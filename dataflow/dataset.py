@@ -29,6 +29,7 @@ from dataflow.source import Source
 from dataflow.staging import StagedWindow
 from dataflow.views import matching, picked, split_parts
 from prefetch.arena import Arena
+from prefetch.hold import ReadHold
 from prefetch.leases import FileLeases
 from prefetch.mapping import Mappings
 from prefetch.store import StoreReader
@@ -124,14 +125,20 @@ class ShardedDataset(Sharded, Dataset[Any]):
 
     # ---- streaming ----------------------------------------------------------------------------------
 
-    def source(self, keep_mapped_bytes: int = 0, leases: FileLeases | None = None) -> Source:
+    def source(
+        self,
+        keep_mapped_bytes: int = 0,
+        leases: FileLeases | None = None,
+        hold: ReadHold | None = None,
+    ) -> Source:
         """What the loader reads with; a new reader each, so nothing is shared between loaders."""
         return Source(
             self.catalog,
             self._codec,
-            StoreReader(self.storage_options),
+            StoreReader(self.storage_options, hold=hold),
             self.outputs,
             Mappings(keep_mapped_bytes, leases),
+            hold=hold,
             all_columns=self._all_columns,
         )
 

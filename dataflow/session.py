@@ -95,18 +95,16 @@ class Session:
         self.arena = Arena(limit_bytes=limit, register=register)
         self.copier = DeviceCopier(CudaStreams(options.device)) if on_cuda else None
         self.traffic = Traffic()
-        self.gate = None if local else _open_gate(dataset, options.topology, limit, self._refusals)
+        self._hold = None if local else options.hold
+        self._now = time.perf_counter if local else options.hold.moving_s
+        self.gate = None if local else _open_gate(dataset, options.topology, limit, self._refusals, self._now)
         self.leases = FileLeases()
         self.caches = OpenCaches(dataset.sources, plan, options.topology, self.arena)
-        self._hold = None if local else options.hold
-        self.sources = [
-            replace(source, hold=self._hold)
-            for source in _open_sources(
-                dataset, limit // 4, self.traffic, self.gate, self.leases, self.caches
-            )
-        ]
+        self.sources = _open_sources(
+            dataset, limit // 4, self.traffic, self.gate, self.leases, self.caches, self._hold
+        )
         self._next = (epoch, start)
-        self._taken, self._took_s = 0, time.perf_counter()
+        self._taken, self._took_s = 0, self._now()
         ledger = self.ledger
         finishing = Finishing(
             [(source.transform, source.transform_wants_rng) for source in dataset.sources],
@@ -156,11 +154,11 @@ class Session:
 
     def next_batches(self) -> Sequence[Delivered]:
         """The batches of the next chunk."""
-        gap_s = time.perf_counter() - self._took_s
+        gap_s = self._now() - self._took_s
         batches = self.engine.next_batches()
         if batches:
             self._next = (batches[-1].epoch, -1)
-            self._took_s = time.perf_counter()
+            self._took_s = self._now()
             self._tell_demand(len(batches), gap_s)
             if self._hold:
                 self._hold.took()
@@ -209,7 +207,11 @@ def start_in_flight(num_nodes: int) -> int:
 
 
 def _open_gate(
-    dataset: ShardedDataset | Mixture, place: Topology, limit: int, refusals: Callable[[], int]
+    dataset: ShardedDataset | Mixture,
+    place: Topology,
+    limit: int,
+    refusals: Callable[[], int],
+    now: Callable[[], float],
 ) -> ReadGate:
     """The gate of this rank, or of all ranks of this machine together."""
     ranks = place.local_world_size
@@ -222,9 +224,14 @@ def _open_gate(
     url = next(url for source in dataset.sources for url in source.catalog.urls if not is_local(url))
     name = broker_name("/".join(naming_part(url).split("/")[:3])) if ranks > 1 else None
     if name is None:
-        return ReadGate(control(share=ranks), refusals=refusals)
+        return ReadGate(control(share=ranks), refusals=refusals, now=now)
     return SharedGate(
-        control(share=ranks), name=name, rank=place.local_rank, shared_control=control, refusals=refusals
+        control(share=ranks),
+        name=name,
+        rank=place.local_rank,
+        shared_control=control,
+        refusals=refusals,
+        now=now,
     )
 
 
@@ -235,9 +242,10 @@ def _open_sources(
     gate: ReadGate | None,
     leases: FileLeases,
     caches: OpenCaches,
+    hold: ReadHold | None,
 ) -> list[Source]:
     """What the stream reads, numbered, with one account of bytes and one gate."""
-    opened = [source.source(keep_bytes // len(dataset.sources), leases) for source in dataset.sources]
+    opened = [source.source(keep_bytes // len(dataset.sources), leases, hold) for source in dataset.sources]
     return [
         replace(source, number=number, traffic=traffic, gate=gate, cache=caches.of(number))
         for number, source in enumerate(opened)

@@ -241,10 +241,10 @@ class StagedWindow:
 
     def hurry(self) -> None:
         """The training code waits for its reads."""
+        if self.source.hold is not None:
+            self.source.hold.hurry()  # each time: the next hold may have begun
         if not self._awaited.done():
             self._awaited.set_result(None)
-            if self.source.hold is not None:
-                self.source.hold.hurry()
             if self.source.gate is not None:
                 self.source.gate.hurry()
 

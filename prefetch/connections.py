@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import socket
 import ssl
 from collections import defaultdict
 from collections.abc import Callable
@@ -37,6 +38,8 @@ _NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 
 Origin = tuple[str, str, int]
 """Scheme ("http" or "https"), host and port."""
+_Kind = tuple[Origin, int | None]
+"""With what the kernel may keep: connections of one kind are alike."""
 
 
 class BadAnswerError(ConnectionError):
@@ -74,12 +77,25 @@ class Place:
     Args:
         memory: for all of them.
         arrived: is told of each number of bytes that came.
+        stands: is told each time that its connection stands still.
+        receive_bytes: what the kernel may keep for us; None: as it sees fit.
     """
 
-    def __init__(self, memory: memoryview, arrived: Callable[[int], None]) -> None:
+    def __init__(
+        self,
+        memory: memoryview,
+        arrived: Callable[[int], None],
+        *,
+        stands: Callable[[], None] | None = None,
+        receive_bytes: int | None = None,
+    ) -> None:
+        self.receive_bytes = receive_bytes
+        """What the kernel may keep of it; None: as it sees fit."""
         self.rest = memory
         """What is still to be filled."""
         self._arrived: Callable[[int], None] | None = arrived
+        self._transport: asyncio.Transport | None = None
+        self._still, self._stands = False, stands
 
     def filled(self, nbytes: int) -> None:
         """So many bytes were written at the beginning of `rest`."""
@@ -97,6 +113,33 @@ class Place:
         """From now on nothing is written into the memory."""
         self.rest, self._arrived = memoryview(b""), None
 
+    @property
+    def is_open(self) -> bool:
+        """Whether it was not closed."""
+        return self._arrived is not None
+
+    def stand(self, *, still: bool) -> None:
+        """Whether its connection leaves what comes in the kernel, so that the sender must stop, too."""
+        self._still = still
+        if self._transport is not None:
+            self._steer(self._transport)
+
+    def attach(self, transport: asyncio.Transport | None) -> None:
+        """What its bytes come from; None: no more."""
+        if self._transport is not None:
+            self._transport.resume_reading()  # the next request may be another reader's
+        self._transport = transport
+        if transport is not None:
+            self._steer(transport)
+
+    def _steer(self, transport: asyncio.Transport) -> None:
+        if self._still:
+            transport.pause_reading()
+            if self._stands is not None:
+                self._stands()
+        else:
+            transport.resume_reading()
+
 
 Accept = Callable[[Head], Place]
 """Where the body goes; or raises, and the body is not read."""
@@ -106,7 +149,7 @@ class Connections:
     """Those of one event loop, which is where it may be used."""
 
     def __init__(self) -> None:
-        self._idle: defaultdict[Origin, list[_Connection]] = defaultdict(list)
+        self._idle: defaultdict[_Kind, list[_Connection]] = defaultdict(list)
         self._sweeping = False
 
     @staticmethod
@@ -114,8 +157,12 @@ class Connections:
         """Those of the running loop."""
         return _of_loops.setdefault(asyncio.get_running_loop(), Connections())
 
-    async def request(self, origin: Origin, head: bytes, accept: Accept) -> None:
+    async def request(
+        self, origin: Origin, head: bytes, accept: Accept, *, receive_bytes: int | None = None
+    ) -> None:
         """Send a request without a body; it ends when the place that `accept` gave is full or the body ends.
+
+        `receive_bytes`: what the kernel may keep for us of what comes; None: as it sees fit.
 
         Raises:
             CutBodyError: the body ended too early.
@@ -123,8 +170,8 @@ class Connections:
             What `accept` raises.
         """
         while True:
-            kept = self._take(origin)
-            connection = kept or await _connect(origin)
+            kept = self._take((origin, receive_bytes))
+            connection = kept or await _connect(origin, receive_bytes)
             try:
                 await connection.ask(head, accept)
             except _StaleError:
@@ -133,23 +180,23 @@ class Connections:
                 continue
             finally:
                 if connection.is_reusable:
-                    self._keep(origin, connection)
+                    self._keep((origin, receive_bytes), connection)
                 else:
                     connection.abort()
             return
 
-    def _take(self, origin: Origin) -> _Connection | None:
-        idle = self._idle[origin]
+    def _take(self, kind: _Kind) -> _Connection | None:
+        idle = self._idle[kind]
         while idle:
             connection = idle.pop()  # the one used last: the others may end
             if connection.is_reusable:
                 return connection
         return None
 
-    def _keep(self, origin: Origin, connection: _Connection) -> None:
+    def _keep(self, kind: _Kind, connection: _Connection) -> None:
         loop = asyncio.get_running_loop()
         connection.idle_since_s = loop.time()
-        self._idle[origin].append(connection)
+        self._idle[kind].append(connection)
         if not self._sweeping:
             self._sweeping = True
             loop.call_later(_IDLE_S, self._sweep)
@@ -158,13 +205,13 @@ class Connections:
         """Close those that nobody used for long."""
         loop = asyncio.get_running_loop()
         oldest_s = loop.time() - _IDLE_S
-        for origin, idle in list(self._idle.items()):
+        for kind, idle in list(self._idle.items()):
             for connection in idle:
                 if connection.idle_since_s <= oldest_s:
                     connection.abort()
-            self._idle[origin] = [one for one in idle if one.is_reusable]
-            if not self._idle[origin]:
-                del self._idle[origin]
+            self._idle[kind] = [one for one in idle if one.is_reusable]
+            if not self._idle[kind]:
+                del self._idle[kind]
         self._sweeping = bool(self._idle)
         if self._sweeping:
             loop.call_later(_IDLE_S, self._sweep)
@@ -178,7 +225,8 @@ class _Connection(asyncio.BufferedProtocol):
 
     idle_since_s = 0.0
 
-    def __init__(self) -> None:
+    def __init__(self, receive_bytes: int | None) -> None:
+        self._receive_bytes = receive_bytes
         self._transport: asyncio.Transport | None = None
         self._head = bytearray()
         self._head_room = memoryview(bytearray(_HEAD_READ_BYTES))
@@ -206,8 +254,9 @@ class _Connection(asyncio.BufferedProtocol):
             self._keeps = False
             raise
         finally:
+            self._leave()
             self._used = True
-            self._ended = self._accept = self._place = None
+            self._ended = self._accept = None
 
     def abort(self) -> None:
         self._keeps = False
@@ -219,6 +268,9 @@ class _Connection(asyncio.BufferedProtocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
+        if self._receive_bytes is not None:
+            kernel = transport.get_extra_info("socket")
+            kernel.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, self._receive_bytes)
 
     def connection_lost(self, error: Exception | None) -> None:
         if self._place is not None:
@@ -271,6 +323,7 @@ class _Connection(asyncio.BufferedProtocol):
         self._keeps &= len(body) <= length <= len(place.rest)
         self._left = min(length, len(place.rest))
         self._place = place
+        place.attach(self._transport)
         if len(body):
             body = body[: self._left]
             place.rest[: len(body)] = body
@@ -283,24 +336,31 @@ class _Connection(asyncio.BufferedProtocol):
         if nbytes:
             self._place.filled(nbytes)
         if not self._left:
-            self._place = None
+            self._leave()
             self._ended.set_result(None)
+
+    def _leave(self) -> None:
+        if self._place is not None:
+            self._place.attach(None)
+            self._place = None
 
     def _fail(self, error: Exception, *, keeps: bool = False) -> None:
         self._keeps = keeps
-        self._place = None
+        self._leave()
         self._head.clear()
         if self._ended is not None and not self._ended.done():
             self._ended.set_exception(error)
 
 
-async def _connect(origin: Origin) -> _Connection:
+async def _connect(origin: Origin, receive_bytes: int | None) -> _Connection:
     scheme, host, port = origin
     context, loop = _tls() if scheme == "https" else None, asyncio.get_running_loop()
     # IPv6 and IPv4 race each other. Cancelled at the wrong moment, asyncio would lose the winner's open
     # socket, so it never is: the connection that nobody waits for any more is closed.
     connecting = loop.create_task(
-        loop.create_connection(_Connection, host, port, ssl=context, happy_eyeballs_delay=0.25)
+        loop.create_connection(
+            lambda: _Connection(receive_bytes), host, port, ssl=context, happy_eyeballs_delay=0.25
+        )
     )
     try:
         _, connection = await asyncio.shield(connecting)

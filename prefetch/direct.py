@@ -117,7 +117,8 @@ async def _get(
         f"Range: bytes={start}-{start + len(place.rest) - 1}\r\n"
     )
     try:
-        await Connections.here().request(origin, asked.encode("ascii") + known.headers + b"\r\n", accept)
+        request = asked.encode("ascii") + known.headers + b"\r\n"
+        await Connections.here().request(origin, request, accept, receive_bytes=place.receive_bytes)
     except NotDirectError:
         known.not_direct.add(store)
         raise

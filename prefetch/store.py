@@ -30,10 +30,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from prefetch.answers import Info
+from prefetch.arrival import Arrival
 from prefetch.bodies import FillPlace, body_of
-from prefetch.connections import Place
 from prefetch.filesystems import Filesystems
 from prefetch.full_reads import read_fully
+from prefetch.hold import ReadHold
 from prefetch.mapping import touch_pages
 from prefetch.retries import CutBodyError, HedgeBudget, ReadTimes, RetryPolicy, failure_of, hedge_due_s
 from sharding.blocks import Shard
@@ -47,6 +48,7 @@ Awaited = Future[None]
 
 _PART_BYTES = 4 << 20
 _PARTS_AT_ONCE = 4
+_LEAST_LOOK_S = 0.01
 _WHOLE_PART_PATIENCE = 6
 """How many times the stall time-out a part may take that comes in one piece: 4 MiB in 12 s."""
 
@@ -124,7 +126,9 @@ class StoreReader:
         storage_options: keyword arguments of the fsspec filesystem.
         policy: when a remote read is tried again.
         hedge_share: share of all bytes that may be asked for a second time.
-        now: seconds on a clock that only goes forward.
+        hold: makes bytes stand still while it holds, where a store is read directly; time-outs and second
+            requests do not count that time. It does not keep reads from beginning.
+        now: seconds on a clock that only goes forward; None: a real one, that of the hold if there is one.
         wait: waits so many seconds, or until the reader is closed; whether it is. None: on a real clock.
     """
 
@@ -134,12 +138,14 @@ class StoreReader:
         *,
         policy: RetryPolicy | None = None,
         hedge_share: float = 0.02,
-        now: Callable[[], float] = time.monotonic,
+        hold: ReadHold | None = None,
+        now: Callable[[], float] | None = None,
         wait: Callable[[float], bool] | None = None,
     ) -> None:
         self._filesystems = Filesystems(storage_options or {})
         self._policy = policy or RetryPolicy()
-        self._now = now
+        self._hold = hold
+        self._now = now or (hold.moving_s if hold else time.monotonic)
         self._closed = threading.Event()
         self._wait = wait or self._closed.wait
         self._lock = threading.Lock()  # guards everything below
@@ -357,7 +363,8 @@ class StoreReader:
                 if now_s >= part.heard_s + silent_s:
                     raise TimeoutError(f"no byte came for {silent_s:.3g} s, and the training waits")
                 next_s = due_s if due_s > now_s and not hedged else part.heard_s + silent_s
-                await asyncio.wait([first], timeout=next_s - now_s)  # each byte puts it off
+                # Each byte puts it off; in a hold the clock stands still.
+                await asyncio.wait([first], timeout=max(next_s - now_s, _LEAST_LOOK_S))
             await first
         finally:
             for task in tasks:
@@ -400,31 +407,17 @@ class StoreReader:
         self, read: _Range, part: _Part, fs: Any, path: str, fill: FillPlace, stall_s: float
     ) -> bool:
         """Fill a part until its body ends; False: no byte came for too long."""
-        patience = asyncio.timeout(stall_s)
 
         def check(info: Info) -> None:
             self._check(read.shard, info)
 
-        place = Place(read.out.data[part.at : part.end], partial(self._arrived, part, patience, stall_s))
-        try:
-            async with patience:
-                await fill(fs, path, read.offset + part.at, place, check)
-        except Exception:
-            if not patience.expired():
-                raise
-            return False
-        finally:
-            place.close()  # it knows the time-out, that its task, and a cancelled task this frame
-            del patience
-        return True
+        arrived = partial(self._arrived, part)
+        arrival = Arrival(read.out.data[part.at : part.end], arrived, stall_s, self._hold)
+        return await arrival.wait_for(fill(fs, path, read.offset + part.at, arrival.place, check))
 
-    def _arrived(self, part: _Part, patience: asyncio.Timeout, stall_s: float, nbytes: int) -> None:
+    def _arrived(self, part: _Part, nbytes: int) -> None:
         part.at += nbytes
         part.heard_s = self._now()
-        until_s = asyncio.get_running_loop().time() + stall_s
-        # Some thousand times a second: the timer is moved only when it would be off by a sixteenth.
-        if until_s - (patience.when() or 0.0) > stall_s / 16 and not patience.expired():
-            patience.reschedule(until_s)
 
     # ---- the object -------------------------------------------------------------------------------------
 

@@ -5,13 +5,16 @@ from __future__ import annotations
 import pickle
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
 
 import fsspec
 import pytest
 from datasets_kit import Make, rows_of
 
 from dataflow import DataLoader, ShardedDataset
+from dataflow.staging import StagedWindow
 from prefetch.hold import HoldStats, ReadHold
 
 TIMEOUT_S = 10
@@ -104,6 +107,19 @@ def test_a_read_is_not_held_where_few_batches_are_ready() -> None:
     assert hold.stats() == HoldStats(holds=1, held_reads=0, broken=1)
 
 
+def test_few_batches_ready_leave_the_limit() -> None:
+    ready = [9]
+    hold, changed = held(lambda: ready[0], low_water=2)
+    hold.limit(1)
+    ready[0] = 2
+    hold.took()
+    with ExitStack() as first:
+        first.enter_context(hold.read())
+        with waiting_read(hold, changed):
+            first.close()
+    assert hold.stats().broken == 1
+
+
 def test_a_limit_lets_so_many_reads_run_at_a_time() -> None:
     hold, changed = held()
     hold.release()
@@ -145,6 +161,94 @@ def test_a_hold_that_nobody_releases_ends() -> None:
     assert hold.stats().broken == 1
 
 
+# ---- what runs ---------------------------------------------------------------------------------------------
+
+
+def test_listeners_hear_of_holds_and_their_ends_whatever_ends_them() -> None:
+    told: list[float | None] = []
+    hold = ReadHold(most_s=5.0, now=Clock())
+    hold.watch(lambda: 9)
+    with hold.follow(told.append):
+        for end in (ReadHold.release, ReadHold.hurry, ReadHold.hold):
+            hold.hold()
+            end(hold)
+        hold.watch(lambda: 2)
+        hold.took()
+        hold.hold()  # few batches are ready: none
+        hold.release()
+    hold.watch(lambda: 9)
+    hold.hold()  # nobody listens any more
+    assert told == [5.0, None] * 4
+
+
+def test_who_begins_to_listen_in_a_hold_hears_of_it_while_it_lasts() -> None:
+    told: list[float | None] = []
+    clock = Clock()
+    hold = ReadHold(most_s=5.0, now=clock)
+    hold.watch(lambda: 9)
+    hold.hold()
+    clock.now_s = 4.0
+    with hold.follow(told.append):
+        assert told == [1.0]
+    clock.now_s = 5.0
+    with hold.follow(told.append):
+        assert told == [1.0]
+
+
+def test_time_stands_still_while_something_does_but_not_longer_than_a_hold_may_last() -> None:
+    clock = Clock()
+    hold = ReadHold(most_s=5.0, now=clock)
+    hold.watch(lambda: 9)
+    seen = []
+    for now_s, act in (
+        (1.0, hold.hold),
+        (2.0, hold.stands),
+        (3.0, hold.stands),
+        (4.0, hold.release),
+        (6.0, hold.hold),
+        (7.0, hold.stands),
+        (20.0, hold.stands),
+    ):
+        clock.now_s = now_s
+        seen.append(hold.moving_s())
+        act()
+    assert seen == [1.0, 2.0, 2.0, 2.0, 4.0, 5.0, 14.0]
+    one_read(hold)  # notices that the hold is over
+    assert hold.moving_s() == 14.0
+
+
+def test_time_goes_on_in_a_hold_in_which_nothing_stands_still() -> None:
+    clock = Clock()
+    hold = ReadHold(now=clock)
+    hold.watch(lambda: 9)
+    hold.stands()  # too early: there is no hold
+    hold.hold()
+    clock.now_s = 3.0
+    assert hold.moving_s() == 3.0
+    hold.release()
+    assert hold.moving_s() == 3.0
+
+
+def test_each_wait_of_the_training_code_ends_the_hold_not_only_the_first_for_a_window() -> None:
+    hold, _ = held()
+    window = StagedWindow.__new__(StagedWindow)
+    window.source, window._awaited = SimpleNamespace(hold=hold, gate=None), Future()  # type: ignore[assignment]
+    window.hurry()
+    hold.hold()
+    window.hurry()
+    assert hold.stats().broken == 2
+
+
+def test_reads_that_run_when_a_hold_begins_count_as_held() -> None:
+    hold = ReadHold()
+    hold.watch(lambda: 9)
+    with hold.read():
+        hold.hold()
+        hold.release()
+    hold.hold()
+    assert hold.stats() == HoldStats(holds=2, held_reads=1)
+
+
 def test_a_loop_under_a_hold_that_is_never_released_delivers_everything(made: Make) -> None:
     dataset = made("tar")
     memory = fsspec.filesystem("memory")
@@ -156,6 +260,10 @@ def test_a_loop_under_a_hold_that_is_never_released_delivers_everything(made: Ma
         loader.read_hold.hold()
         assert len([row for batch in loader for row in rows_of(batch)]) == len(dataset.samples)
         assert loader.read_hold.stats().holds == 1
+        assert loader._stream is not None
+        assert loader._stream._session is not None
+        assert loader._stream._session.gate is not None
+        assert loader._stream._session.gate._now == loader.read_hold.moving_s
         copy = pickle.loads(pickle.dumps(loader))
         assert copy.read_hold is not loader.read_hold
 

@@ -11,19 +11,25 @@ from dataflow.costs.collectives import all_reduces
 
 def test_each_way_gets_the_windows_of_its_turns_but_for_the_first_of_each_and_the_first_turns() -> None:
     length = io_gate.TURN
-    numbers = [[float(number)] * 3 for number in range(2 * 4 * length)]
+    numbers = [[float(number)] * 3 for number in range(2 * 2 * length)]
     found = io_gate.by_way(numbers)
-    assert [window[0] for window in found["sync"]] == list(range(6 * length + 1, 7 * length))
+    assert [window[0] for window in found["sync"]] == list(range(3 * length + 1, 4 * length))
     assert {way: len(windows) for way, windows in found.items()} == dict.fromkeys(io_gate.WAYS, length - 1)
 
 
 def test_what_is_recovered_is_the_share_of_the_inflation_by_data() -> None:
-    arms = {"none": 1.0, "open": 1.4, "few": 1.2, "sync": 1.1, "early": 1.5}
+    arms = {"none": 1.0, "open": 1.4, "sync": 1.1, "auto": 1.5}
     told = io_gate.figures({name: [[seconds, seconds / 2, 0.0]] * 5 for name, seconds in arms.items()})
-    assert told["sync"]["recovers_of_sync_s"] == pytest.approx(0.75)
-    assert told["early"]["recovers_of_window_s"] == pytest.approx(-0.25)
-    assert told["early"]["costs_of_window"] == pytest.approx(1.5 / 1.4 - 1, abs=1e-4)
-    assert told["open"]["window_interval"] == [1.4, 1.4]
+    assert told["sync"]["recovers_of_mean_sync_s"] == pytest.approx([0.75] * 3)
+    assert told["auto"]["recovers_of_median_window_s"] == pytest.approx([-0.25] * 3)
+    assert told["auto"]["costs_of_mean_window"] == pytest.approx([1.5 / 1.4 - 1] * 3, abs=1e-4)
+    assert told["open"]["mean_window_s"] == [1.4] * 3
+
+
+def test_where_data_cost_nothing_nothing_is_recovered() -> None:
+    told = io_gate.figures({name: [[1.0, 0.5, 0.0]] * 5 for name in ("none", "open", "sync")})
+    assert told["sync"]["recovers_of_mean_window_s"] is None
+    assert told["sync"]["costs_of_mean_window"] == [0.0] * 3
 
 
 def test_a_lab_that_behaves_like_the_model_has_no_errors() -> None:

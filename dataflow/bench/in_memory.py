@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from dataflow.dataset import ShardedDataset
 from dataflow.decode import resolve_outputs
 from dataflow.source import Source
+from prefetch.hold import ReadHold
 from prefetch.leases import FileLeases
 from prefetch.store import Awaited, StoreReader
 from sharding.blocks import Block, Shard
@@ -80,9 +81,14 @@ class InMemory(ShardedDataset):
         finally:
             reader.close()
 
-    def source(self, keep_mapped_bytes: int = 0, leases: FileLeases | None = None) -> Source:
+    def source(
+        self,
+        keep_mapped_bytes: int = 0,
+        leases: FileLeases | None = None,
+        hold: ReadHold | None = None,
+    ) -> Source:
         """What the loader reads with: memory."""
-        source = super().source(keep_mapped_bytes, leases)
+        source = super().source(keep_mapped_bytes, leases, hold)
         return source if self._kept is None else replace(source, reader=self._kept)
 
 

@@ -1,10 +1,9 @@
 """The I/O gate: remote reads wait while gradients are on the same network, where that was seen to pay.
 
-At first ways take turns of some windows: any number of reads may run at any time ("open"); few at a time
-("few"), so that gradients do not share the link with dozens of connections; few, and no new ones while
-gradients travel ("sync"); or no new ones from the last microbatch on, so that those that run end before
-("early"). Then the way with the shortest windows is kept, if it saves enough. Which window tries what depends
-on its number alone, so all ranks try the same at the same time. It changes when bytes are read, never which.
+At first two ways take turns of some windows: any number of reads may run at any time ("open"); or few at a
+time, which stand still while gradients travel, and no new ones begin ("sync"). Then the way with the shortest
+windows is kept, if it saves enough. Which window tries what depends on its number alone, so all ranks try the
+same at the same time. It changes when bytes are read, never which.
 """
 
 from __future__ import annotations
@@ -18,11 +17,11 @@ from typing import Literal, Protocol
 from dataflow.grad.phases import Phase, PhaseLedger
 from prefetch.hold import ReadHold
 
-Io = Literal["auto", "open", "few", "sync", "early"]
+Io = Literal["auto", "open", "sync"]
 """How reads and gradients share the network; "auto" finds out."""
 
 _FEW = 2
-"""Reads at a time, about 2 MiB each."""
+"""Reads at a time: what the kernel holds of each comes although it stands still."""
 _WARM_UP = 3
 """Windows at first that count for nothing: connections are made, DDP arranges its buckets."""
 _TURNS = 2
@@ -30,8 +29,6 @@ _TURNS = 2
 _TURN = 16
 """Windows of a turn. The first does not count: what it reads depends on the turn before. Reads come in
 bursts, a shuffle window at once, and a turn must see them come and go."""
-_SLOWEST = 0.1
-"""Share of the windows of a way that is left out: a checkpoint is not the network's fault."""
 _SAVES = 0.01
 """Share of a window that a way must save."""
 _PERIOD = 1024
@@ -39,12 +36,10 @@ _PERIOD = 1024
 
 
 class Way(StrEnum):
-    """When new remote reads wait."""
+    """When remote reads wait."""
 
     OPEN = "open"
-    FEW = "few"
     SYNC = "sync"
-    EARLY = "early"
 
 
 @dataclass(frozen=True)
@@ -54,7 +49,7 @@ class GateDecision:
     way: Way
     reason: str
     seconds: Mapping[Way, float]
-    """Mean window of each way in the last trial, without the slowest tenth; empty before its end."""
+    """Mean window of each way in the last trial, without the slowest one; empty before its end."""
 
 
 class GatePolicy(Protocol):
@@ -154,9 +149,13 @@ class TriedGate:
         return GateDecision(best, f"saves {saved:.1%} of a window", means)
 
 
+TRIAL_WINDOWS = _WARM_UP + _TURNS * len(Way) * _TURN
+"""From the beginning of a run to the first decision of "auto"."""
+
+
 def _mean(seconds: Sequence[float]) -> float:
-    kept = sorted(seconds)[: len(seconds) - int(_SLOWEST * len(seconds))]
-    return fmean(kept)
+    """Without the slowest: a checkpoint is not the network's fault. Not more: bursts of reads may be rare."""
+    return fmean(sorted(seconds)[: max(1, len(seconds) - 1)])
 
 
 def gate_policy(io: Io | GatePolicy) -> GatePolicy:
@@ -168,7 +167,7 @@ def gate_policy(io: Io | GatePolicy) -> GatePolicy:
     try:
         return FixedGate(Way(io))
     except ValueError:
-        raise ValueError(f'io must be "auto", "open", "few", "sync" or "early", got {io!r}') from None
+        raise ValueError(f'io must be "auto", "open" or "sync", got {io!r}') from None
 
 
 class IoGate:
@@ -191,11 +190,6 @@ class IoGate:
         self._window, self._way = window, self.policy.way(window)
         self._hold.limit(None if self._way is Way.OPEN else _FEW)
         self._held_before = self._hold.stats().held_reads
-
-    def last_microbatch(self) -> None:
-        """The forward pass before the reduction begins."""
-        if self._way is Way.EARLY:
-            self._hold.hold()
 
     def window_ended(self, seconds: float) -> None:
         """Its gradients are there and the step is taken; `seconds` since the window before ended."""

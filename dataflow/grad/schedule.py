@@ -68,8 +68,8 @@ class GradSchedule:
             with weight zero), "min" (the epoch ends with the shortest), "error".
         partial: the last windows, which are full on no rank: "keep" or "drop".
         strategy: how gradients travel; see docs/gradient-accumulation.md.
-        io: how reads of remote shards make room for gradients: "open" (not at all), "few" (two at a time),
-            "sync" (and no new ones while gradients travel), "early" (nor from the last microbatch on), or
+        io: how reads of remote shards make room for gradients: "open" (not at all), "sync" (two at a time,
+            which stand still while gradients travel), or
             "auto": each is tried for some windows and the best kept (docs/gradient-accumulation.md). Needs a
             `DataLoader` over remote shards.
         skip_nonfinite: skip the step, on all ranks, if the gradient is not finite. False without `max_norm`
@@ -303,8 +303,6 @@ class GradSchedule:
             else:
                 batch, window.share.batches[index] = window.share.batches[index], None
             self._wrapped.sync(is_last and syncs)
-            if self._gate and is_last and syncs:
-                self._gate.last_microbatch()
             microbatch = Microbatch(window, index, is_last, is_replay, is_last and syncs, batch)
             if is_replay:
                 microbatch.kept = buffers_kept(self._wrapped.inner)
