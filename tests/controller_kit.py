@@ -104,7 +104,7 @@ def controlled(job: Job, controller: Controller, seed: int = 0) -> Run:
         told.append(Seen(number, seconds + job.waits_s, exposed))
         run.seconds += seconds + job.waits_s
         run.options.append(option)
-    run.changes, run.reason = controller.changes, controller.mode(job.windows).reason
+    run.changes, run.reason = controller.changes, controller.mode.reason
     return run
 
 

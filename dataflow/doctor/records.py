@@ -108,13 +108,14 @@ class RankRecords:
         if folder:
             self._path = Path(folder) / f"{self._about['rank']:06d}-{next(_SERIAL):03d}.json"
 
-    def window_ended(self, info: StepInfo, microbatches: int) -> None:
-        """Keep the window, and save at times."""
+    def window_ended(self, info: StepInfo, microbatches: int) -> float | None:
+        """Keep the window, and save at times. Returns seconds of exposed communication; None: unknown."""
         self._recorder.window_ended(info, microbatches)
         self._ended += 1
         if self._path is not None and self._ended == self._save_at:
             self._save_at *= 2
             self.save()
+        return self._recorder.windows[-1].exposed_s
 
     def record(self, *, spans: bool = True) -> RankRecord:
         """So far."""

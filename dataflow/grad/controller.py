@@ -14,12 +14,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import lcm
 from statistics import fmean, median
 from typing import Any
 
-from dataflow.grad.trial import Knob, Trial
+from dataflow.grad.trial import Knob, Trial, Verdict
 
 _SATURATED = 0.05
 """Share of a window in which gradients are exposed: less is not worth a trial."""
@@ -28,13 +28,15 @@ _CHANGED = 0.1
 _WARM_UP = 3
 """Windows at first that count for nothing: connections are made, DDP arranges its buckets."""
 _RECENT = 8
-"""Windows, or cycles of windows, in one mode that tell how it goes. Their median does: a checkpoint is long."""
-_DWELL = 64
+"""Windows, or cycles of them, in one mode that tell how it goes: by their median, for a checkpoint is long."""
+_DWELL = 128
 """Windows from a trial to the next one of the same setting, whatever happens. Doubled when that happened soon
-after a trial, since a network that changes as fast as trials take cannot be followed."""
+after a trial, and the next trial is as much longer: a network that changes as fast as trials take cannot be
+followed, but what is best on average can be found."""
 _PATIENCE = 1024
 """Windows from a trial to the next one where nothing happens; doubled when nothing came of a trial."""
 _LONGEST = 4 * _PATIENCE
+_UNTRIED = "not tried yet"
 
 
 @dataclass(frozen=True)
@@ -57,12 +59,10 @@ class Mode:
     settings: Mapping[str, str]
     """The option of each setting, by name."""
     reason: str
-    since: int
-    """The first window after the decision that chose it; a trial in between does not count."""
+    since: int | None
+    """The first window after the latest decision; None: the next one."""
     trying: str | None = None
     """The setting of which options take turns now; None: none."""
-    seconds: Mapping[str, float] = field(default_factory=dict)
-    """Mean window of each option in the last trial."""
 
 
 class Controller:
@@ -89,10 +89,11 @@ class Controller:
         self._usual_s: float | None = None
         """Exposed communication in this mode, when it was new."""
         self._ran: dict[int, list[int]] = {}
-        self._reason = "nothing tried yet"
+        self._verdicts: list[Verdict] = [Verdict(0, _UNTRIED, {}) for _ in knobs]
+        self._latest = 0
+        """The knob that was judged last."""
         self._since: int | None = 0
         """None: from the next window on."""
-        self._seconds: dict[str, float] = {}
         self.changes = 0
         """Decisions that changed the mode."""
 
@@ -108,17 +109,20 @@ class Controller:
             self._ran[window] = now
         return tuple(self._ran[window])
 
-    def mode(self, window: int) -> Mode:
-        """The same in words."""
-        chosen = zip(self._knobs, self.options(window), strict=True)
-        assert self._since is not None
+    @property
+    def mode(self) -> Mode:
+        """In words: of the window that options were asked for last; before that, as decided so far."""
+        options = self._ran[max(self._ran)] if self._ran else self._chosen
         return Mode(
-            {knob.name: knob.options[option] for knob, option in chosen},
-            self._reason,
+            {knob.name: knob.options[option] for knob, option in zip(self._knobs, options, strict=True)},
+            self._verdicts[self._latest].reason,
             self._since,
             None if self._at is None else self._knobs[self._at].name,
-            dict(self._seconds),
         )
+
+    def verdict(self, name: str) -> Verdict:
+        """Of the last trial of a knob."""
+        return next(v for knob, v in zip(self._knobs, self._verdicts, strict=True) if knob.name == name)
 
     def seen(self, seen: Seen) -> None:
         """A window has ended; windows come in order, some may be missing."""
@@ -145,9 +149,9 @@ class Controller:
             "recent": [list(each) for each in self._recent],
             "usual_s": self._usual_s,
             "ran": [[window, list(options)] for window, options in self._ran.items()],
-            "reason": self._reason,
+            "verdicts": [[v.option, v.reason, dict(v.seconds)] for v in self._verdicts],
+            "latest": self._latest,
             "since": self._since,
-            "seconds": dict(self._seconds),
             "changes": self.changes,
         }
 
@@ -167,8 +171,8 @@ class Controller:
         self._recent.extend((seconds, exposed) for seconds, exposed in state["recent"])
         self._usual_s = state["usual_s"]
         self._ran = {window: list(options) for window, options in state["ran"]}
-        self._reason, self._since = state["reason"], state["since"]
-        self._seconds, self.changes = dict(state["seconds"]), state["changes"]
+        self._verdicts = [Verdict(*verdict) for verdict in state["verdicts"]]
+        self._latest, self._since, self.changes = state["latest"], state["since"], state["changes"]
 
     def _begin(self, window: int) -> None:
         """Begin a trial, if one is due."""
@@ -181,7 +185,8 @@ class Controller:
             if window >= self._due[at] and (saturated or blind or self._chosen[at]):
                 soon = window - self._ended[at] < 2 * self._dwells[at]
                 self._dwells[at] = min(2 * self._dwells[at], self._patience) if soon else self._dwell
-                self._at, self._trial = at, Trial(knob, self._chosen[at])
+                longer = self._dwells[at] // self._dwell if self._dwell else 1
+                self._at, self._trial = at, Trial(knob, self._chosen[at], longer)
                 return
 
     def _judge(self, window: int) -> None:
@@ -196,7 +201,7 @@ class Controller:
         self._ended[at], self._due[at] = window, window + self._rests[at]
         self.changes += not same
         self._chosen[at] = verdict.option
-        self._reason, self._seconds = verdict.reason, dict(verdict.seconds)
+        self._verdicts[at], self._latest = verdict, at
         self._since = self._trial = self._at = self._usual_s = None
         self._recent.clear()
 
@@ -217,7 +222,9 @@ class Controller:
 
     def _usual(self) -> tuple[float, float | None]:
         known = [exposed for _, exposed in self._recent if exposed is not None]
-        return self._typical([seconds for seconds, _ in self._recent]), self._typical(known) if known else None
+        return self._typical([seconds for seconds, _ in self._recent]), self._typical(
+            known
+        ) if known else None
 
     def _typical(self, values: Sequence[float]) -> float:
         cycle = min(self._cycle, len(values))

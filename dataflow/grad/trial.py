@@ -59,16 +59,16 @@ class Verdict:
 
 
 class Trial:
-    """One trial under way. Args: the knob, and the option in use."""
+    """One trial under way. Args: the knob, the option in use, and how many times as long as usual it is."""
 
-    def __init__(self, knob: Knob, incumbent: int) -> None:
+    def __init__(self, knob: Knob, incumbent: int, longer: int = 1) -> None:
         self.knob, self._incumbent = knob, incumbent
         self._alive = list(range(len(knob.options)))
         self._found: list[list[float]] = [[] for _ in knob.options]
         self._plan: list[tuple[int, bool]] = []
         self._ran: dict[int, tuple[int, bool]] = {}
         self._rounds = self._held = 0
-        for _ in range(knob.rounds):
+        for _ in range(knob.rounds * longer):
             self._add_round()
 
     def next(self, window: int) -> int:
@@ -148,7 +148,7 @@ class Trial:
         seconds = {knob.options[option]: mean for option, mean in means.items()}
         if knob.only_if_held and not self._held:
             return Verdict(0, "no read came while gradients travelled", seconds), True
-        best, sure, most = 0, True, 0.0
+        best, most, unsure = 0, 0.0, []
         for option in list(means)[1:]:
             saved = 1 - means[option] / means[best]
             most = max(most, saved)
@@ -156,9 +156,10 @@ class Trial:
             if saved < knob.saving * (_BAND if stays else 1):
                 continue
             if not stays and means[best] - means[option] < knob.sure * _error(samples[best], samples[option]):
-                sure = False
+                unsure.append(option)
                 continue
             best = option
+        sure = not any(means[option] * (1 - knob.saving) < means[best] for option in unsure)
         if not best:
             name = knob.name
             return Verdict(0, f"{name}: nothing saves enough, at best {most:.1%} of a window", seconds), sure
