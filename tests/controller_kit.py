@@ -30,6 +30,8 @@ class Job:
         codec_s: seconds a window that each option costs anyway.
         noise: standard deviation of a window's seconds, as a share.
         stationary: the link is the same all the time.
+        bar: best fixed mode's seconds over the controller's, at least.
+        most_changes: of the mode, as decided.
     """
 
     link: Callable[[int], float]
@@ -40,6 +42,8 @@ class Job:
     windows: int = 3000
     noise: float = 0.05
     stationary: bool = True
+    bar: float = 0.9
+    most_changes: int = 6
 
     def window(self, number: int, option: int, luck: float) -> tuple[float, float]:
         """Seconds, and exposed ones at the rank that waits least."""

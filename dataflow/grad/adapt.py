@@ -59,12 +59,12 @@ def with_options(strategy: Strategy, adapt: Adapt | None) -> Strategy:
     if unknown:
         known = ", ".join(Adapt.__annotations__)
         raise ValueError(f"adapt may allow {known}; got {', '.join(sorted(map(str, unknown)))}")
-    others: list[Strategy] = list(adapt.get(COMPRESSION, ()))
+    others: list[Strategy] = list(adapt.get("compression", ()))
     for each in [strategy, *others] if others else []:
         if type(each) not in _SHORT_MEMORY:
             names = ", ".join(kind.__name__ for kind in _SHORT_MEMORY)
             raise ValueError(f"compression can be changed between {names} only, got {each.name}")
-    if periods := list(adapt.get(SYNC_PERIOD, ())):
+    if periods := list(adapt.get("sync_period", ())):
         if type(strategy) is not LocalSGD:
             raise ValueError(f"sync_period needs strategy=LocalSGD(every), got {strategy.name}")
         if sorted({strategy.every, *periods}) != [strategy.every, *periods]:
@@ -89,7 +89,7 @@ def allowed(adapt: Adapt | None, strategy: Strategy, window_size: int, *, gated:
     if gated and strategy.syncs(0):
         ways = tuple(way.value for way in Way)
         knobs.append(Knob(IO, ways, **_BURSTS, saving=0.01, sure=0, hopeless=None, only_if_held=True))
-    passes = [window_size, *adapt.get(ACCUMULATE, ())]
+    passes = [window_size, *adapt.get("accumulate", ())]
     if len(passes) > 1:
         if passes != sorted(set(passes), reverse=True) or any(window_size % each for each in passes[1:]):
             raise ValueError(

@@ -12,11 +12,11 @@ is told when the one after it has begun, so what is seen in window w acts from w
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import lcm
-from statistics import fmean, median
+from statistics import fmean, median, stdev
 from typing import Any
 
 from dataflow.grad.trial import Knob, Trial, Verdict
@@ -25,10 +25,12 @@ _SATURATED = 0.05
 """Share of a window in which gradients are exposed: less is not worth a trial."""
 _CHANGED = 0.1
 """Share of a window by which exposed communication must change to count as another network."""
+_CHANCE = 4.0
+"""Standard errors by which it must change as well: it is looked at after every window of a long run."""
 _WARM_UP = 3
 """Windows at first that count for nothing: connections are made, DDP arranges its buckets."""
 _RECENT = 8
-"""Windows, or cycles of them, in one mode that tell how it goes: by their median, for a checkpoint is long."""
+"""Windows, or cycles of them, in one mode that tell how it goes: by their median, since one may be long."""
 _DWELL = 128
 """Windows from a trial to the next one of the same setting, whatever happens. Doubled when that happened soon
 after a trial, and the next trial is as much longer: a network that changes as fast as trials take cannot be
@@ -84,7 +86,7 @@ class Controller:
         self._at: int | None = None
         """Place in `knobs` of what the trial under way is about."""
         self._trial: Trial | None = None
-        self._cycle = lcm(*(knob.cycle for knob in knobs))
+        self._cycle = math.lcm(*(knob.cycle for knob in knobs))
         self._recent: deque[tuple[float, float | None]] = deque(maxlen=_RECENT * self._cycle)
         self._usual_s: float | None = None
         """Exposed communication in this mode, when it was new."""
@@ -214,18 +216,25 @@ class Controller:
             return
         if self._usual_s is None:
             self._usual_s = exposed
-        elif abs(exposed - self._usual_s) > _CHANGED * seconds:
+        elif abs(exposed - self._usual_s) > max(_CHANGED * seconds, _CHANCE * self._error()):
             self._usual_s = exposed
             for at, ended in enumerate(self._ended):
                 self._rests[at] = self._patience
                 self._due[at] = min(self._due[at], max(window, ended + self._dwells[at]))
 
     def _usual(self) -> tuple[float, float | None]:
-        known = [exposed for _, exposed in self._recent if exposed is not None]
-        return self._typical([seconds for seconds, _ in self._recent]), self._typical(
-            known
-        ) if known else None
+        known = self._exposed()
+        seconds = median(self._by_cycle([seconds for seconds, _ in self._recent]))
+        return seconds, median(known) if known else None
 
-    def _typical(self, values: Sequence[float]) -> float:
-        cycle = min(self._cycle, len(values))
-        return median(fmean(values[at : at + cycle]) for at in range(0, len(values) - cycle + 1, cycle))
+    def _exposed(self) -> list[float]:
+        return self._by_cycle([exposed for _, exposed in self._recent if exposed is not None])
+
+    def _error(self) -> float:
+        """Standard error of a difference between two looks at exposed communication."""
+        known = self._exposed()
+        return stdev(known) * math.sqrt(2 / len(known)) if len(known) > 1 else 0.0
+
+    def _by_cycle(self, values: Sequence[float]) -> list[float]:
+        cycle = min(self._cycle, len(values)) or 1
+        return [fmean(values[at : at + cycle]) for at in range(0, len(values) - cycle + 1, cycle)]

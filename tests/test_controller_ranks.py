@@ -1,0 +1,216 @@
+"""The controller in schedules of several ranks: the same decisions everywhere, and what numbers become."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from grad_kit import Case, Result, as_large_batches, in_windows
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from dataflow import GradSchedule
+from dataflow.grad.adapt import Adapt
+from dataflow.grad.agreement import DisagreementError
+from dataflow.grad.phases import PhaseLedger
+from dataflow.grad.strategies import Half, Int8, LocalSGD
+from dataflow.testing import run_ranks
+
+FAST: Any = {"start_method": "forkserver"}
+SECONDS = {"all-reduce": 0.6, "all-reduce()": 0.6, "fp16()": 0.4, "int8(block=128, error_feedback=True)": 0.2}
+ADAPT: Adapt = {"compression": [Half("fp16"), Int8()]}
+
+
+@dataclass
+class Story:
+    """What a rank saw of a run."""
+
+    modes: list[tuple[str, ...]] = field(default_factory=list)
+    """Of each window."""
+    seconds: list[float] = field(default_factory=list)
+    """Of each window, on this rank's clock."""
+    reason: str = ""
+    parameters: list[Tensor] = field(default_factory=list)
+    state: dict[str, Any] = field(default_factory=dict)
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def model_and_data(windows: int) -> tuple[nn.Module, list[Tensor]]:
+    torch.manual_seed(dist.get_rank())
+    data = [torch.randn(4, 6) for _ in range(windows)]
+    torch.manual_seed(99)
+    net = nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 3))
+    return DistributedDataParallel(net), data
+
+
+def story(
+    windows: int,
+    adapt: Adapt | None,
+    exposed_s: float,
+    *,
+    resumed: Story | None = None,
+    from_window: int = 0,
+    strategy: Any = None,
+    force: Callable[[int], tuple[int, ...]] | None = None,
+) -> Story:
+    """A run on a clock of this rank's own: ranks see other windows, other communication."""
+    rank, clock = dist.get_rank(), Clock()
+    model, data = model_and_data(windows)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    if resumed is not None:
+        with torch.no_grad():
+            for parameter, value in zip(model.parameters(), resumed.parameters, strict=True):
+                parameter.copy_(value)
+        optimizer.load_state_dict(resumed.state["optimizer"])
+    told = Story()
+    sched = GradSchedule(
+        data[from_window:], model, optimizer, 1, adapt=adapt, strategy=strategy, ledger=PhaseLedger(clock)
+    )
+    with sched:
+        if resumed is not None:
+            sched.load_state_dict(resumed.state["sched"])
+        sched._recorder._exposed = lambda sync_s: exposed_s * (1 + rank)  # type: ignore[method-assign]
+        if force is not None:
+            assert sched._control is not None
+            sched._control.controller.options = force  # type: ignore[method-assign]
+        for number, batch in enumerate(sched, from_window):
+            name = sched.mode.settings.get("compression", "") if sched.mode else ""
+            clock.now_s += SECONDS.get(name, 0.5) * (1 + 0.3 * rank) * (1 + 0.01 * (number * 7 % 5))
+            sched.backward(model(batch).square().sum() * sched.scale())
+            info = sched.step()
+            assert info is not None
+            told.modes.append(tuple(sched.mode.settings.values()) if sched.mode else ())
+            told.seconds.append(info.seconds.total)
+        told.reason = sched.mode.reason if sched.mode else ""
+        told.parameters = [parameter.detach().clone() for parameter in model.parameters()]
+        control = json.loads(json.dumps(sched.state_dict()["control"]))
+        told.state = {
+            "sched": {**sched.state_dict(), "control": control},
+            "optimizer": optimizer.state_dict(),
+        }
+    return told
+
+
+# ---- decisions --------------------------------------------------------------------------------------------
+
+
+def saturated() -> Story:
+    return story(75, ADAPT, 0.2)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_that_measure_different_things_decide_the_same(ranks: int) -> None:
+    told = run_ranks(saturated, ranks, **FAST)
+    assert [each.modes for each in told] == [told[0].modes] * ranks
+    assert len({each.seconds[20] for each in told}) == ranks
+    assert told[0].modes[0] == ("all-reduce()",)
+    assert told[0].modes[-1] == ("int8(block=128, error_feedback=True)",)
+    assert told[0].reason.startswith("int8(block=128, error_feedback=True) saves 66.")
+    for each in told[1:]:  # replicas are equal to the bit after all that
+        assert all(map(torch.equal, each.parameters, told[0].parameters))
+
+
+def in_two_parts() -> tuple[Story, Story, Story]:
+    whole, first = story(75, ADAPT, 0.2), story(30, ADAPT, 0.2)
+    return whole, first, story(75, ADAPT, 0.2, resumed=first, from_window=30)
+
+
+def test_a_run_resumed_within_a_trial_decides_and_computes_as_the_whole_one() -> None:
+    for whole, first, second in run_ranks(in_two_parts, 2, **FAST):
+        assert len(set(first.modes)) > 1  # a trial was under way
+        assert first.modes + second.modes == whole.modes
+        assert second.reason == whole.reason
+        assert all(map(torch.equal, second.parameters, whole.parameters))
+
+
+def different_allowances() -> str:
+    adapt: Adapt = {"compression": [Half("fp16")]} if dist.get_rank() else ADAPT
+    with pytest.raises(DisagreementError) as error:
+        story(1, adapt, 0.0)
+    return str(error.value)
+
+
+def test_ranks_that_were_allowed_different_things_are_told() -> None:
+    assert "ranks disagree on what may change (adapt=, io=)" in run_ranks(different_allowances, 2, **FAST)[0]
+
+
+# ---- numbers ----------------------------------------------------------------------------------------------
+
+
+def four_runs() -> list[Story]:
+    hidden, seen = (story(30, ADAPT, exposed_s) for exposed_s in (0.0, 0.2))
+    return [story(30, None, 0.2), story(30, {}, 0.2), hidden, seen]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_nothing_changes_the_numbers_unless_it_was_allowed_and_needed(ranks: int) -> None:
+    for plain, nothing, hidden, seen in run_ranks(four_runs, ranks, **FAST):
+        assert plain.modes == nothing.modes == [()] * 30
+        assert set(hidden.modes) == {("all-reduce()",)}
+        for same in (nothing, hidden):
+            assert all(map(torch.equal, same.parameters, plain.parameters))
+        assert not any(map(torch.equal, seen.parameters, plain.parameters))
+
+
+def periods() -> list[list[Tensor]]:
+    """Parameters before and after the switch from period 4 to 8, where period 4 does not average."""
+    adapt: Adapt = {"sync_period": [8]}
+    return [
+        story(windows, adapt, 0.0, strategy=LocalSGD(4), force=lambda window: (int(window >= 6),)).parameters
+        for windows in (6, 8)
+    ]
+
+
+def test_ranks_that_drifted_apart_meet_before_another_sync_period_begins() -> None:
+    (apart, together), (apart_too, together_too) = run_ranks(periods, 2, **FAST)
+    assert not any(map(torch.equal, apart, apart_too))
+    assert all(map(torch.equal, together, together_too))
+
+
+MERGED = {
+    "ddp": Case((7, 4), accumulate=4, momentum=0.9, max_norm=0.5),
+    "samples and tokens": Case((8, 8), accumulate=4, normalisers=("tokens", "samples")),
+    "static": Case((4, 6), wrap="static", accumulate=4),
+    "fsdp": Case((7, 4), wrap="fsdp", accumulate=4),
+    "scaler": Case((5, 6), accumulate=4, scaler=True),
+}
+
+
+def merged_runs() -> dict[str, Result]:
+    from dataflow.grad.controller import Controller
+
+    Controller.options = lambda self, window: (1,)  # type: ignore[method-assign]
+    return {name: in_windows(case, adapt={"accumulate": [2, 1]}) for name, case in MERGED.items()}
+
+
+@cache
+def merged_results() -> list[dict[str, Result]]:
+    return run_ranks(merged_runs, 2, **FAST)
+
+
+@pytest.mark.parametrize("name", MERGED)
+def test_merged_microbatches_give_the_gradient_of_one_large_batch(name: str) -> None:
+    expected = as_large_batches(MERGED[name])
+    for rank in merged_results():
+        assert rank[name].norms == pytest.approx(expected.norms, rel=1e-12)
+        for ours, theirs in zip(rank[name].parameters, expected.parameters, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
+    counts = [min(4, max(0, n - 4 * w)) for w in range(2) for n in MERGED[name].counts]
+    passes = [-(-count // 2) for count in counts]
+    assert [t["microbatches"] for t in merged_results()[0][name].totals] == [
+        sum(passes[:2]),
+        sum(passes[2:]),
+    ]
