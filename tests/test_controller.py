@@ -78,7 +78,7 @@ def changes_and_trials(name: str, knob: Knob = COMPRESSION, **less: Any) -> tupl
 def test_without_the_rest_after_a_trial_it_never_comes_to_rest() -> None:
     _, calm = changes_and_trials("fast alternation")
     _, restless = changes_and_trials("fast alternation", dwell=0)
-    assert restless > 3 * calm
+    assert restless > 2 * calm
 
 
 def test_without_the_dead_band_and_the_test_of_chance_it_swings_between_equals() -> None:
@@ -143,7 +143,7 @@ def test_a_mode_tells_what_it_tries_why_it_stays_and_since_when() -> None:
     assert tried == {None, "compression"}
     assert controller.mode.settings == {"compression": "int8"}
     assert controller.mode.reason == "int8 saves 30.0% of a window"
-    assert controller.mode.since == 11 + 45
+    assert controller.mode.since == 9 + 45
 
 
 # ---- reads ------------------------------------------------------------------------------------------------
@@ -195,8 +195,11 @@ def test_reads_come_before_what_changes_the_numbers() -> None:
         controller.options(number)
         tried.append(controller.mode.trying)
         controller.seen(Seen(number, 1.0, 0.5, 1))
-    assert [one for one, other in pairwise([None, *tried]) if one != other][1:] == ["io", None]
-    assert tried.index("io") < tried.index("compression")
+    assert [other for one, other in pairwise([None, *tried]) if one != other][:3] == [
+        "io",
+        None,
+        "compression",
+    ]
 
 
 # ---- what may be changed ----------------------------------------------------------------------------------
