@@ -24,7 +24,8 @@ from dataflow.grad.strategies import Half, Int8, LocalSGD
 from dataflow.testing import run_ranks
 
 FAST: Any = {"start_method": "forkserver"}
-SECONDS = {"all-reduce": 0.6, "all-reduce()": 0.6, "fp16()": 0.4, "int8(block=128, error_feedback=True)": 0.2}
+SECONDS = ({"all-reduce": 0.9, "fp16": 0.5, "int8": 0.2}, {"all-reduce": 0.3, "fp16": 0.35, "int8": 0.4})
+"""Of a window on even ranks, and on odd ones, which by themselves would stay as they are."""
 
 
 def compression() -> Adapt:
@@ -100,7 +101,9 @@ def story(
             sched._control.controller.options = force  # type: ignore[method-assign]
         for number, batch in enumerate(sched, from_window):
             name = sched.mode.settings.get("compression", "") if sched.mode else ""
-            clock.now_s += SECONDS.get(name, 0.5) * (1 + 0.3 * rank) * (1 + 0.01 * (number * 7 % 5))
+            clock.now_s += (
+                SECONDS[rank % 2].get(name, 0.5) * (1 + 0.01 * rank) * (1 + 0.01 * (number * 7 % 5))
+            )
             sched.backward(model(batch).square().mean() * sched.scale())
             info = sched.step()
             assert info is not None
@@ -130,9 +133,9 @@ def test_ranks_that_measure_different_things_decide_the_same(ranks: int) -> None
     told = run_ranks(saturated, ranks, **FAST)
     assert [each.modes for each in told] == [told[0].modes] * ranks
     assert len({each.seconds[20] for each in told}) == ranks
-    assert told[0].modes[0] == ("all-reduce()",)
-    assert told[0].modes[-1] == ("int8(block=128, error_feedback=True)",)
-    assert told[0].reason.startswith("int8(block=128, error_feedback=True) saves 66.")
+    assert told[0].modes[0] == ("all-reduce",)
+    assert told[0].modes[-1] == ("int8",)
+    assert told[0].reason.startswith("int8 saves 4")
     for each in told[1:]:  # replicas are equal to the bit after all that
         assert all(map(torch.equal, each.parameters, told[0].parameters))
 
@@ -173,7 +176,7 @@ def four_runs() -> list[Story]:
 def test_nothing_changes_the_numbers_unless_it_was_allowed_and_needed(ranks: int) -> None:
     for plain, nothing, hidden, seen in run_ranks(four_runs, ranks, **FAST):
         assert plain.modes == nothing.modes == [()] * 30
-        assert set(hidden.modes) == {("all-reduce()",)}
+        assert set(hidden.modes) == {("all-reduce",)}
         for same in (nothing, hidden):
             assert all(map(torch.equal, same.parameters, plain.parameters))
         assert not any(map(torch.equal, seen.parameters, plain.parameters))

@@ -103,5 +103,7 @@ def allowed(adapt: Adapt | None, strategy: Strategy, window_size: int, *, gated:
             cycle = lcm(*periods)
             knobs.append(Knob(SYNC_PERIOD, tuple(map(str, periods)), turn=1 + cycle, cycle=cycle))
         else:
-            knobs.append(Knob(COMPRESSION, tuple(each.key for each in strategy.options)))
+            names = tuple(each.name for each in strategy.options)
+            keys = tuple(each.key for each in strategy.options)
+            knobs.append(Knob(COMPRESSION, names if len(set(names)) == len(names) else keys))
     return Allowed(tuple(knobs), tuple(window_size // each for each in passes), adapt.get("merge", joined))
