@@ -44,6 +44,7 @@ class Story:
     seconds: list[float] = field(default_factory=list)
     """Of each window, on this rank's clock."""
     reason: str = ""
+    report: str = ""
     parameters: list[Tensor] = field(default_factory=list)
     state: dict[str, Any] = field(default_factory=dict)
     """After window `SAVED`."""
@@ -117,6 +118,7 @@ def story(
                     "parameters": values(model),
                 }
         told.reason = sched.mode.reason if sched.mode else ""
+        told.report = str(sched.report())
         told.parameters = values(model)
     return told
 
@@ -136,6 +138,7 @@ def test_ranks_that_measure_different_things_decide_the_same(ranks: int) -> None
     assert told[0].modes[0] == ("all-reduce",)
     assert told[0].modes[-1] == ("int8",)
     assert told[0].reason.startswith("int8 saves 4")
+    assert "controller: compression int8 since window " in " ".join(told[0].report.split())
     for each in told[1:]:  # replicas are equal to the bit after all that
         assert all(map(torch.equal, each.parameters, told[0].parameters))
 

@@ -66,6 +66,11 @@ class Mode:
     trying: str | None = None
     """The setting of which options take turns now; None: none."""
 
+    def __str__(self) -> str:
+        settings = ", ".join(f"{name} {option}" for name, option in self.settings.items())
+        since = "" if self.since is None else f" since window {self.since}"
+        return f"{settings}{since}: {self.reason}" + (f"; trying {self.trying}" if self.trying else "")
+
 
 class Controller:
     """Chooses the mode of each window. Not thread-safe; the same on every rank.

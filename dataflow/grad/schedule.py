@@ -183,7 +183,9 @@ class GradSchedule:
         """What `step` returned last at a boundary."""
         self._last_lr = first_lr(optimizer)
         self._recorder = WindowRecorder(self._wrapped, self.phases)
-        self._records = RankRecords(self._recorder, self._agreement, self._wrapped, self.strategy, loader)
+        self._records = RankRecords(
+            self._recorder, self._agreement, self._wrapped, self.strategy, loader, self._control
+        )
         self._end_strategy = set_up(
             self.strategy,
             self._wrapped,
