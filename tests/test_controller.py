@@ -121,9 +121,14 @@ def test_the_same_windows_give_the_same_modes_and_a_resumed_one_goes_on_alike() 
     assert first.to_json() == whole.to_json()
 
 
-def test_a_state_with_other_options_is_refused() -> None:
-    with pytest.raises(ValueError, match="int8"):
-        Controller([]).load_json(Controller([COMPRESSION]).to_json())
+def test_where_other_options_are_allowed_than_before_it_begins_anew() -> None:
+    before = Controller([COMPRESSION])
+    for number in range(80):
+        before.seen(Seen(number, 1.0 - 0.3 * (before.options(number) == (2,)), 0.5))
+    after = Controller([replace(COMPRESSION, options=("all-reduce", "int8"))])
+    after.load_json(before.to_json())
+    assert before.options(80) == (2,)
+    assert after.options(80) == (0,)
 
 
 def test_all_ranks_see_the_mean_window_and_the_communication_of_the_rank_that_waits_least() -> None:

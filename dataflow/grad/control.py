@@ -97,7 +97,7 @@ class Control:
         return {"controller": self.controller.to_json(), "untold": [list(told) for told in self._outbox]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on. Raises `ValueError` if something else was allowed."""
+        """Go on; where something else was allowed then, the controller begins anew."""
         self.controller.load_json(state["controller"])
         self._outbox = deque(tuple(told) for told in state["untold"])
         self._options, self._exposed = (), None

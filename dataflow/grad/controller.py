@@ -163,12 +163,9 @@ class Controller:
         }
 
     def load_json(self, state: Mapping[str, Any]) -> None:
-        """Go on from `to_json()`. `ValueError` if other settings or options were allowed then."""
-        here = [[knob.name, *knob.options] for knob in self._knobs]
-        if state["knobs"] != here:
-            raise ValueError(
-                f"the state was taken with adapt and io allowing {state['knobs']}, this run allows {here}"
-            )
+        """Go on from `to_json()`; where other settings or options were allowed then, begin anew."""
+        if state["knobs"] != [[knob.name, *knob.options] for knob in self._knobs]:
+            return
         self._chosen, self._due = list(state["chosen"]), list(state["due"])
         self._ended, self._rests = list(state["ended"]), list(state["rests"])
         self._dwells = list(state["dwells"])
