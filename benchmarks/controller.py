@@ -31,7 +31,7 @@ SIDE = 632
 """The model is a square matrix of so many columns: 1.6 MB of gradients."""
 COMPUTE_S = 0.02
 """Of a window; a third of it forward."""
-SPELLS = ((180, "1000mbit"), (160, "100mbit"), (120, "1000mbit"))
+SPELLS = ((180, "1000mbit"), (140, "100mbit"), (220, "1000mbit"))
 """Windows, and the rate of all links in them."""
 ARMS = ("all-reduce", "int8", "controller")
 LIMIT_S = 150.0

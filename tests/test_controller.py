@@ -229,6 +229,18 @@ def test_windows_with_and_without_an_average_are_looked_at_together() -> None:
     assert (knob.cycle, knob.turn) == (24, 25)
 
 
+@pytest.mark.parametrize(("average_s", "kept"), [(0.8, "12"), (0.01, "4")])
+def test_a_longer_sync_period_is_kept_where_averages_take_long(average_s: float, kept: str) -> None:
+    adapt: Adapt = {"sync_period": [8, 12]}
+    may = allowed(adapt, with_options(LocalSGD(4), adapt), 1, gated=False)
+    controller = Controller(may.knobs)
+    for number in range(8 * 24 + 9 * 25 + 10):
+        every = (4, 8, 12)[controller.options(number)[0]]
+        average = average_s * (number % every == every - 1)
+        controller.seen(Seen(number, 0.1 + average, average))
+    assert controller.mode.settings == {"sync_period": kept}
+
+
 @pytest.mark.parametrize(
     ("strategy", "adapt", "says"),
     [

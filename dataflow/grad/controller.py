@@ -187,7 +187,8 @@ class Controller:
         for at, knob in enumerate(self._knobs):
             blind = exposed is None and knob.only_if_held  # changes no number: no reason needed
             if window >= self._due[at] and (saturated or blind or self._chosen[at]):
-                soon = window - self._ended[at] < 2 * self._dwells[at]
+                # It changed again while the last trial was rested from.
+                soon = window - self._ended[at] <= self._dwells[at] + _RECENT * self._cycle
                 self._dwells[at] = min(2 * self._dwells[at], self._patience) if soon else self._dwell
                 longer = self._dwells[at] // self._dwell if self._dwell else 1
                 self._at, self._trial = at, Trial(knob, self._chosen[at], longer)

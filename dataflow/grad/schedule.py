@@ -34,6 +34,7 @@ from dataflow.grad.settings import Settings
 from dataflow.grad.step_info import StepInfo
 from dataflow.grad.strategy import Strategy
 from dataflow.grad.strategy_setup import check_strategy, set_up
+from dataflow.grad.switched import Switched
 from dataflow.grad.window_times import WindowRecorder
 from dataflow.grad.windows import MICROBATCHES, Partial, Uneven, checked_weight
 from dataflow.grad.wrapped import Ddp, buffers_kept, check_hooks, mixes_batches, wrapped
@@ -257,7 +258,8 @@ class GradSchedule:
         if not microbatch.is_last or microbatch.window.ended:
             return None
         self.phases.enter(Phase.STEP)
-        equal = type(self.strategy) is AllReduce and isinstance(self._wrapped, Ddp)
+        exact = type(self.strategy) is AllReduce or isinstance(self.strategy, Switched)
+        equal = exact and self.strategy.syncs(self._position.step) and isinstance(self._wrapped, Ddp)
         outcome = self._call(lambda: self._boundary.step(self._position.step, equal_gradients=equal))
         self.phases.enter(Phase.COMPUTE)
         return self._end(microbatch.window, outcome)
