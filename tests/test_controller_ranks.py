@@ -45,6 +45,8 @@ class Story:
     """Of each window, on this rank's clock."""
     reason: str = ""
     report: str = ""
+    control: Any = None
+    """The controller's state at the end."""
     parameters: list[Tensor] = field(default_factory=list)
     state: dict[str, Any] = field(default_factory=dict)
     """After window `SAVED`."""
@@ -119,6 +121,7 @@ def story(
                 }
         told.reason = sched.mode.reason if sched.mode else ""
         told.report = str(sched.report())
+        told.control = sched.state_dict()["control"]
         told.parameters = values(model)
     return told
 
@@ -152,7 +155,7 @@ def test_a_run_resumed_within_a_trial_decides_and_computes_as_the_whole_one() ->
     for whole, second in run_ranks(in_two_parts, 2, **FAST):
         assert second.modes[0] != whole.modes[-1]  # a trial was under way
         assert second.modes == whole.modes[SAVED + 1 :]
-        assert second.reason == whole.reason
+        assert second.control == whole.control
         assert all(map(torch.equal, second.parameters, whole.parameters))
 
 
