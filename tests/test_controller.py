@@ -193,6 +193,14 @@ def test_the_first_window_of_a_turn_does_not_count_nor_do_a_few_long_ones() -> N
     assert set(controller.verdict("io").seconds.values()) == {1.0}
 
 
+def test_bursts_decide_though_they_are_rare() -> None:
+    number = iter(range(10**6))
+    controller = io_run(
+        lambda way: 1.5 if way is Way.OPEN and next(number) % 8 == 7 else 1.0 + 0.02 * (way != Way.OPEN), 145
+    )
+    assert controller.mode.settings != {"io": "open"}
+
+
 def test_reads_come_before_what_changes_the_numbers() -> None:
     controller = Controller([IO, COMPRESSION])
     tried = []

@@ -15,8 +15,6 @@ from dataclasses import dataclass
 from statistics import fmean, median, variance
 from typing import Any
 
-_SLOWEST = 0.1
-"""Share of an option's samples that is left out: a checkpoint is not the network's fault."""
 _BAND = 0.4
 """What the option in use must save to stay, as a share of what a new one must."""
 _ENOUGH = 6
@@ -167,8 +165,9 @@ class Trial:
         return Verdict(best, f"{knob.options[best]} saves {saved:.1%} of a window", seconds), sure
 
     def _kept(self, option: int) -> list[float]:
+        """All but the slowest: a checkpoint is not the network's fault. No more: bursts of reads are rare."""
         samples = sorted(self._samples(option))
-        return samples[: len(samples) - math.ceil(_SLOWEST * len(samples) - 0.5)]
+        return samples[: max(1, len(samples) - 1)]
 
 
 def _error(one: Sequence[float], other: Sequence[float]) -> float:
