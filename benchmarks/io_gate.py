@@ -41,8 +41,8 @@ LIMIT_S = 400.0
 TURN = 16
 """Windows of a way before the next one's; the first of them is left out."""
 WAYS = ("open", "sync")
-AFTER_TRIAL = 32
-"""Windows of a run that let "auto" choose, after it chose."""
+UNTIL_CHOSEN, AFTER = 104, 32
+"""Windows of a run that lets "auto" choose: a trial takes 69, or 32 more where it is not sure."""
 SHARDS, DISTINCT = 128, 16
 _PORT = 29_600
 _BOOTSTRAPS = 2000
@@ -229,8 +229,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if reason:
         parser.error(reason)
     chosen = [regime for regime in REGIMES if regime.name in asked.regimes.split(",")]
-    from dataflow.grad.io_gate import TRIAL_WINDOWS
-
     windows = asked.turns * len(WAYS) * TURN
     alone = windows // len(WAYS)
     results: dict[str, Any] = {}
@@ -252,8 +250,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
                     arms[way] += found
             decision = None
             if asked.auto:
-                told = run(hosts, source, regime, TRIAL_WINDOWS + AFTER_TRIAL, "auto")
-                arms["auto"], decision = told["windows"][TRIAL_WINDOWS:], told["decision"]
+                told = run(hosts, source, regime, UNTIL_CHOSEN + AFTER, "auto")
+                arms["auto"], decision = told["windows"][UNTIL_CHOSEN:], told["decision"]
             results[regime.name] = {
                 **asdict(regime),
                 "arms": figures(arms),

@@ -86,6 +86,11 @@ def lab(rates: Sequence[str], number: int = NUMBER) -> Iterator[Lab]:
         _run([*_SCRIPT, "down"], given)
 
 
+def set_rates(hosts: Lab, rate: str) -> None:
+    """Give all links another rate."""
+    _run([*_SCRIPT, "rate", rate], {**os.environ, "LAB": str(hosts.number)})
+
+
 def on_hosts(
     hosts: Lab, calls: Sequence[tuple[Any, ...]], function: Callable[..., Any], *, limit_s: float
 ) -> Any:

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 
 from dataflow import GradSchedule
+from dataflow.grad.adapt import Adapt
 
 Batch = dict[str, Tensor]
 FEATURES = 3
@@ -125,7 +126,7 @@ def plain_values(parameters: Any) -> list[Tensor]:
     return [(p.full_tensor() if isinstance(p, DTensor) else p).detach().clone() for p in parameters]
 
 
-def in_windows(case: Case) -> Result:
+def in_windows(case: Case, adapt: Adapt | None = None) -> Result:
     """This rank's part of the run."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     model, optimizer, lr = wrapped(case)
@@ -149,6 +150,7 @@ def in_windows(case: Case) -> Result:
         uneven=case.uneven,  # type: ignore[arg-type]
         partial=case.partial,  # type: ignore[arg-type]
         timeout_s=20,
+        adapt=adapt,
     )
     result = Result([], [], [], [], [], averaged)
     for batch in sched:

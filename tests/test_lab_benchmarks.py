@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks import cost_model, io_gate
+from benchmarks import controller, cost_model, io_gate
 from dataflow.costs.cluster import Cluster, Link
 from dataflow.costs.collectives import all_reduces
 
@@ -48,3 +48,19 @@ def test_a_lab_that_behaves_like_the_model_has_no_errors() -> None:
     assert result["worst_error_large"] == pytest.approx(0, abs=0.01)
     assert result["with_data"][0]["error"] == pytest.approx(0, abs=1e-6)
     assert result["fastest_named_right"] == f"{len(cost_model.SIZES)} of {len(cost_model.SIZES)}"
+
+
+def test_the_controller_is_compared_with_the_best_fixed_mode_and_in_each_spell() -> None:
+    spells = ((2, "fast"), (3, "slow"))
+    runs = {
+        "all-reduce": {"seconds": [1.0, 1.0, 4.0, 4.0, 4.0], "modes": ["all-reduce"] * 5},
+        "int8": {"seconds": [2.0] * 5, "modes": ["int8"] * 5},
+        "controller": {"seconds": [1.0, 1.0, 4.0, 2.0, 2.0], "modes": ["all-reduce"] * 3 + ["int8"] * 2},
+    }
+    told = controller.figures(runs, spells)
+    assert told["compared"] == {
+        "best_fixed_over_controller": 1.0,
+        "median_beside_best_of_the_spell": [1.0, 1.0],
+    }
+    assert [spell["last_mode"] for spell in told["controller"]["spells"]] == ["all-reduce", "int8"]
+    assert told["all-reduce"]["spells"][1]["mean_ms"] == 4000

@@ -23,6 +23,7 @@ from dataflow.grad.window_times import Span, WindowRecorder, WindowTimes
 if TYPE_CHECKING:
     from dataflow.doctor.report import Report
     from dataflow.grad.agreement import Agreement
+    from dataflow.grad.control import Control
     from dataflow.grad.step_info import StepInfo
     from dataflow.grad.strategy import Strategy
     from dataflow.grad.wrapped import Wrapped
@@ -63,6 +64,8 @@ class RankRecord:
     loader: LoaderTimes
     windows: tuple[WindowTimes, ...]
     spans: tuple[Span, ...] = ()
+    mode: str = ""
+    """What the controller of the schedule has decided, and why; "" without one."""
 
     def to_json(self) -> dict[str, Any]:
         """A JSON value."""
@@ -92,8 +95,10 @@ class RankRecords:
         model: Wrapped,
         strategy: Strategy,
         loader: Any,
+        control: Control | None = None,
     ) -> None:
         self._recorder, self._agreement, self._loader = recorder, agreement, loader
+        self._control = control
         self._about: dict[str, Any] = {
             "rank": agreement.ranks[agreement.rank],
             "world_size": agreement.world_size,
@@ -108,19 +113,21 @@ class RankRecords:
         if folder:
             self._path = Path(folder) / f"{self._about['rank']:06d}-{next(_SERIAL):03d}.json"
 
-    def window_ended(self, info: StepInfo, microbatches: int) -> None:
-        """Keep the window, and save at times."""
+    def window_ended(self, info: StepInfo, microbatches: int) -> float | None:
+        """Keep the window, and save at times. Returns seconds of exposed communication; None: unknown."""
         self._recorder.window_ended(info, microbatches)
         self._ended += 1
         if self._path is not None and self._ended == self._save_at:
             self._save_at *= 2
             self.save()
+        return self._recorder.windows[-1].exposed_s
 
     def record(self, *, spans: bool = True) -> RankRecord:
         """So far."""
         kept = tuple(self._recorder.spans) if spans else ()
         loader = loader_times(self._loader)
-        return RankRecord(**self._about, loader=loader, windows=tuple(self._recorder.windows), spans=kept)
+        windows, mode = tuple(self._recorder.windows), str(self._control.mode) if self._control else ""
+        return RankRecord(**self._about, loader=loader, windows=windows, spans=kept, mode=mode)
 
     def report(self, *, all_ranks: bool, trace: str | None) -> Report:
         """Of this rank, or of all (collective)."""

@@ -173,6 +173,8 @@ def _notes(records: Sequence[RankRecord], rows: Sequence[Sequence[WindowTimes]])
         notes.append(
             f"on {records[0].device} computing is as the host sees it; copies to the device are in it"
         )
+    if records[0].mode:
+        notes.append(f"controller: {records[0].mode}")
     if len(rows) < 10:
         notes.append(f"{len(rows)} windows are few: let it run longer")
     return notes

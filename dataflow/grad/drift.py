@@ -26,6 +26,13 @@ class Drifting(Passive):
         """The data of all parameters, in the model's order."""
         return [parameter.data for parameter in self.context.parameters.values()]
 
+    @torch.no_grad()
+    def meet(self) -> None:
+        """Average the parameters now, if ranks have drifted apart; on all ranks."""
+        if self.drifted:
+            self.wire.mean(self.parameters())
+        self.drifted = False
+
     def state_dict(self) -> dict[str, Any]:
         """The rank's parameters by name, if they are its own."""
         own = self.context.parameters.items() if self.drifted else ()

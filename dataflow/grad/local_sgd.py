@@ -31,7 +31,7 @@ class LocalSGD(Drifting):
 
     def __init__(self, every: int = 8) -> None:
         super().__init__("local-sgd", every=_checked_every(every))
-        self._every = every
+        self.every = every
 
     @torch.no_grad()
     def after_step(self, step: int, *, skipped: bool) -> None:
@@ -39,9 +39,8 @@ class LocalSGD(Drifting):
         if skipped:
             return
         self.drifted = True
-        if (step + 1) % self._every == 0:
-            self.wire.mean(self.parameters())
-            self.drifted = False
+        if (step + 1) % self.every == 0:
+            self.meet()
 
 
 class DiLoCo(Drifting):

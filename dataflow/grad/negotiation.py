@@ -1,16 +1,18 @@
 """What becomes of the next window: this rank's row is sent while the present window computes, then decided.
 
-Where every rank has as many batches in the epoch (each says so when it begins) and no weight depends on data,
-nothing is sent for windows: every rank knows what the others have.
+Where every rank has as many batches in the epoch (each says so when it begins), no weight depends on data and
+there is no controller, nothing is sent for windows: every rank knows what the others have.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from dataflow.grad.agreement import Agreement
+from dataflow.grad.control import Control
 from dataflow.grad.lookahead import Share
+from dataflow.grad.merged import merged, merged_plan
 from dataflow.grad.position import Position
 from dataflow.grad.windows import (
     MICROBATCHES,
@@ -31,11 +33,11 @@ _COLUMNS = (
     "accumulate",
     "order of collectives",
     "replay",
-    "decision",
+    "the controller's mode",
 )
 _BATCHES, _COUNT, _WINDOW, _STEP, _ACCUMULATE, _ORDER, _REPLAY, _DECISION = range(len(_COLUMNS))
-"""Of a rank's row; the weights follow. `_DECISION` is for a controller."""
-_ALIKE = (_WINDOW, _STEP, _ACCUMULATE, _ORDER)
+"""Of a rank's row; the weights follow, and what a controller tells. `_DECISION`: a checksum of its mode."""
+_ALIKE = (_WINDOW, _STEP, _ACCUMULATE, _ORDER, _DECISION)
 """Columns in which ranks that do the same have the same."""
 
 
@@ -62,6 +64,7 @@ class Negotiation:
         constant: no weight depends on data.
         accumulate, uneven, partial: as for `plan_window`.
         replays_allowed: False where a replayed batch would change what other ranks compute.
+        control: tells the other ranks of windows that ended, and decides on the mode of the next one.
     """
 
     def __init__(
@@ -74,8 +77,10 @@ class Negotiation:
         uneven: Uneven,
         partial: Partial,
         replays_allowed: bool,
+        control: Control | None = None,
     ) -> None:
-        self._agreement, self._weights, self._constant = agreement, tuple(weights), constant
+        self._agreement, self._weights, self._control = agreement, tuple(weights), control
+        self._constant = constant and control is None
         self._accumulate, self._uneven, self._partial = accumulate, uneven, partial
         self._replays_allowed = replays_allowed
         self._rows: Callable[[], list[list[float]]] = list
@@ -114,10 +119,12 @@ class Negotiation:
         self.exchanges += self._agreement.world_size > 1
         self._rows = self._agreement.offer(row)
 
-    def decide(self, share: Share, *, equal_forwards: bool) -> Window:
+    def decide(self, share: Share, at: Position, *, equal_forwards: bool) -> Window:
         """Wait for the other ranks' offers, and decide."""
         rows = self._rows()
         self._check(rows)
+        told = len(_COLUMNS) + len(self._weights)
+        passes = self._control.begin([row[told:] for row in rows], at.window) if self._control else None
         counts = [int(row[_COUNT]) for row in rows]
         plan = plan_window(
             counts,
@@ -130,11 +137,15 @@ class Negotiation:
             raise UnevenRanksError(
                 plan.counts, 'SyncBatchNorm would mix a replayed batch into the others: use uneven="min"'
             )
-        each = [dict(zip(self._weights, row[len(_COLUMNS) :], strict=True)) for row in rows]
+        each = [dict(zip(self._weights, row[len(_COLUMNS) : told], strict=True)) for row in rows]
         if any(plan.left_out) and not plan.empty:
             mine = summed(share.weights[: plan.counts[self._agreement.rank]])
             kept = self._agreement.offer([mine.get(name, 0.0) for name in self._weights])()
             each = [dict(zip(self._weights, row, strict=True)) for row in kept]
+        if passes is not None and passes.at_once > 1:
+            own = plan.counts[self._agreement.rank]
+            share = replace(share, batches=merged(share.batches, own, passes.at_once, passes.join))
+            plan = merged_plan(plan, passes.at_once)
         totals = {**summed(each), MICROBATCHES: float(plan.num_microbatches)}
         needs = [r for r, row in enumerate(rows) if plan.forwards[r] and not (plan.counts[r] or row[_REPLAY])]
         giver = next(rank for rank, count in enumerate(plan.counts) if count) if needs else None
@@ -148,7 +159,10 @@ class Negotiation:
         row[_BATCHES], row[_COUNT] = batches, len(share.batches) if share is not None else 0
         row[_WINDOW], row[_STEP], row[_ACCUMULATE] = at.window, at.step, self._accumulate
         row[_ORDER], row[_REPLAY] = at.order, replay
-        return row + [own.get(name, 0.0) for name in self._weights]
+        told: Sequence[float] = ()
+        if self._control is not None:
+            row[_DECISION], told = self._control.check(), self._control.row()
+        return [*row, *(own.get(name, 0.0) for name in self._weights), *told]
 
     def _check(self, rows: list[list[float]]) -> None:
         for column in _ALIKE:

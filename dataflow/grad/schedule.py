@@ -17,9 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from dataflow.doctor.records import RankRecords
+from dataflow.grad.adapt import Adapt, allowed, with_options
 from dataflow.grad.agreement import Agreement
 from dataflow.grad.all_reduce import AllReduce
 from dataflow.grad.boundary import Boundary, Outcome, check_boundary, first_lr
+from dataflow.grad.control import Control
+from dataflow.grad.controller import Mode
 from dataflow.grad.io_gate import GateDecision, GatePolicy, Io, IoGate, gate_policy
 from dataflow.grad.lookahead import LookAhead, Weight, batches_ahead, weigher
 from dataflow.grad.microbatch import Microbatch
@@ -31,6 +34,7 @@ from dataflow.grad.settings import Settings
 from dataflow.grad.step_info import StepInfo
 from dataflow.grad.strategy import Strategy
 from dataflow.grad.strategy_setup import check_strategy, set_up
+from dataflow.grad.switched import Switched
 from dataflow.grad.window_times import WindowRecorder
 from dataflow.grad.windows import MICROBATCHES, Partial, Uneven, checked_weight
 from dataflow.grad.wrapped import Ddp, buffers_kept, check_hooks, mixes_batches, wrapped
@@ -72,6 +76,8 @@ class GradSchedule:
             which stand still while gradients travel), or
             "auto": each is tried for some windows and the best kept (docs/gradient-accumulation.md). Needs a
             `DataLoader` over remote shards.
+        adapt: what the controller may change beside that where gradients keep ranks waiting, although the
+            numbers change with it: see `Adapt` and docs/controller.md. None: nothing.
         skip_nonfinite: skip the step, on all ranks, if the gradient is not finite. False without `max_norm`
             and `scaler` saves computing its norm.
         timeout_s: seconds that a rank waits for the others to agree; longer than the longest pause of one
@@ -101,6 +107,7 @@ class GradSchedule:
         partial: Partial = "keep",
         strategy: Strategy | None = None,
         io: Io | GatePolicy = "auto",
+        adapt: Adapt | None = None,
         skip_nonfinite: bool = True,
         timeout_s: float = 600.0,
         topology: Topology | None = None,
@@ -119,7 +126,7 @@ class GradSchedule:
         policy = gate_policy(io)
         schedulers = () if lr is None else tuple(lr) if isinstance(lr, Sequence) else (lr,)
         check_boundary(optimizer, schedulers, ema)
-        self.strategy: Strategy = AllReduce() if strategy is None else strategy
+        self.strategy: Strategy = with_options(strategy or AllReduce(), adapt)
         self._wrapped = wrapped(model)
         check_hooks(self._wrapped)
         check_strategy(self.strategy, self._wrapped)
@@ -128,8 +135,14 @@ class GradSchedule:
         self._agreement = Agreement(self._wrapped.ranks, timeout_s)
         self.window_size = self._settings.window_size(loader, self._agreement.world_size)
         """Microbatches a rank and full window."""
+        hold = getattr(loader, "read_hold", None) if self._agreement.world_size > 1 else None
+        may = allowed(adapt, self.strategy, self.window_size, gated=hold is not None and policy is None)
+        self._control: Control | None = None
+        if may.knobs and self._agreement.world_size > 1:
+            self._control = Control(may, self.strategy)
         self._agreement.compare(
             {
+                "what may change (adapt=, io=)": {knob.name: knob.options for knob in may.knobs},
                 "accumulate": self.window_size,
                 "strategy": self.strategy.key,
                 "the kind of model": self._wrapped.kind,
@@ -146,6 +159,7 @@ class GradSchedule:
             uneven=uneven,
             partial=partial,
             replays_allowed=not mixes_batches(self._wrapped.inner),
+            control=self._control,
         )
         self._boundary = Boundary(
             self._wrapped.inner,
@@ -158,8 +172,8 @@ class GradSchedule:
             ema,
             skip_nonfinite,
         )
-        hold = getattr(loader, "read_hold", None) if self._agreement.world_size > 1 else None
-        self._gate = None if hold is None else IoGate(hold, policy, self.phases)
+        policy = policy or self._control
+        self._gate = None if hold is None or policy is None else IoGate(hold, policy, self.phases)
         self._replay = Replay()
         self._running = False
         self._microbatch: Microbatch | None = None
@@ -170,7 +184,9 @@ class GradSchedule:
         """What `step` returned last at a boundary."""
         self._last_lr, self._last_scale = first_lr(optimizer), _scale_of(scaler)
         self._recorder = WindowRecorder(self._wrapped, self.phases)
-        self._records = RankRecords(self._recorder, self._agreement, self._wrapped, self.strategy, loader)
+        self._records = RankRecords(
+            self._recorder, self._agreement, self._wrapped, self.strategy, loader, self._control
+        )
         self._end_strategy = set_up(
             self.strategy,
             self._wrapped,
@@ -185,6 +201,11 @@ class GradSchedule:
     def io(self) -> GateDecision | None:
         """How reads and gradients share the network at present, and why; None where no gate is needed."""
         return self._gate.policy.decision if self._gate else None
+
+    @property
+    def mode(self) -> Mode | None:
+        """What the controller has decided, and why; the same on all ranks. None if it may change nothing."""
+        return self._control.mode if self._control else None
 
     @property
     def position(self) -> Position:
@@ -237,7 +258,8 @@ class GradSchedule:
         if not microbatch.is_last or microbatch.window.ended:
             return None
         self.phases.enter(Phase.STEP)
-        equal = type(self.strategy) is AllReduce and isinstance(self._wrapped, Ddp)
+        exact = type(self.strategy) is AllReduce or isinstance(self.strategy, Switched)
+        equal = exact and self.strategy.syncs(self._position.step) and isinstance(self._wrapped, Ddp)
         outcome = self._call(lambda: self._boundary.step(self._position.step, equal_gradients=equal))
         self.phases.enter(Phase.COMPUTE)
         return self._end(microbatch.window, outcome)
@@ -323,8 +345,12 @@ class GradSchedule:
     def _decide(self) -> Window:
         share = self._look.next_share()
         window = self.phases.waited(
-            lambda: self._negotiation.decide(share, equal_forwards=self._wrapped.equal_forwards), "peers"
+            lambda: self._negotiation.decide(
+                share, self._position, equal_forwards=self._wrapped.equal_forwards
+            ),
+            "peers",
         )
+        share = window.share
         if window.giver is not None:
             mine = share.batches[0] if window.giver == self._agreement.rank else None
             given = self._agreement.handed_over(mine, window.giver)
@@ -353,7 +379,9 @@ class GradSchedule:
         )
         if self._gate and syncs:
             self._gate.window_ended(self.last.seconds.total)
-        self._records.window_ended(self.last, plan.forwards[rank])
+        exposed_s = self._records.window_ended(self.last, plan.forwards[rank])
+        if self._control:
+            self._control.window_ended(self.last, exposed_s, syncs=syncs)
         return self.last
 
     def _open(self) -> Microbatch:
@@ -403,6 +431,7 @@ class GradSchedule:
             "scale": self._last_scale,
             "loader": self._consumed,
             "strategy": {"key": self.strategy.key, "state": self.strategy.state_dict()},
+            "control": self._control.state_dict() if self._control else None,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -430,6 +459,9 @@ class GradSchedule:
             )
         elif kept:
             self.strategy.load_state_dict(kept)
+        control = state.get("control")  # what was measured on other ranks says nothing here
+        if self._control and control is not None and state["world_size"] == self._agreement.world_size:
+            self._control.load_state_dict(control)
         if state["loader"] is not None:
             if not callable(getattr(self._loader, "load_state_dict", None)):
                 raise ValueError(

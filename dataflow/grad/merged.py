@@ -1,0 +1,59 @@
+"""Several microbatches made one: as many samples a window, in fewer and larger passes.
+
+The gradients of a window travel while its last backward pass runs, so a longer last pass hides more of them,
+and larger matrices compute faster. Sums of losses stay what they were, to rounding; memory for activations
+grows as the passes do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dataflow.grad.windows import WindowPlan
+
+Join = Callable[[list[Any]], Any]
+"""Makes one batch of several."""
+
+
+def joined(batches: list[Any]) -> Any:
+    """Batches of tensors, and mappings, tuples and lists of them, put together along the first dimension.
+
+    Raises `ValueError` for what else a batch may be made of, and for tensors that do not fit together.
+    """
+    first = batches[0]
+    if isinstance(first, Tensor):
+        try:
+            return torch.cat(batches)
+        except RuntimeError as error:
+            shapes = ", ".join(str(tuple(each.shape)) for each in batches)
+            raise ValueError(
+                f"microbatches with tensors of shapes {shapes} cannot be put together; say how with "
+                'adapt={"accumulate": ..., "merge": function of a list of batches}'
+            ) from error
+    if isinstance(first, Mapping):
+        return {name: joined([each[name] for each in batches]) for name in first}
+    if isinstance(first, list | tuple) and any(isinstance(part, Tensor | Mapping) for part in first):
+        return type(first)(joined(list(parts)) for parts in zip(*batches, strict=True))
+    if isinstance(first, list):
+        return [part for each in batches for part in each]
+    raise ValueError(
+        f"microbatches with a {type(first).__name__} in them cannot be put together; say how with "
+        'adapt={"accumulate": ..., "merge": function of a list of batches}'
+    )
+
+
+def merged_plan(plan: WindowPlan, at_once: int) -> WindowPlan:
+    """The same window in passes of `at_once` microbatches; the last of a rank may have fewer."""
+    counts, forwards = (tuple(-(-n // at_once) for n in each) for each in (plan.counts, plan.forwards))
+    return replace(plan, counts=counts, forwards=forwards)
+
+
+def merged(batches: Sequence[Any], count: int, at_once: int, join: Join) -> list[Any]:
+    """The first `count` batches, `at_once` of them joined; a single one is left as it is."""
+    groups = [list(batches[at : min(at + at_once, count)]) for at in range(0, count, at_once)]
+    return [join(group) if len(group) > 1 else group[0] for group in groups]
