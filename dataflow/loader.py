@@ -292,7 +292,7 @@ class DataLoader(_Base):
 
     @property
     def read_hold(self) -> ReadHold | None:
-        """Over shards, what `GradSchedule` asks new remote reads to wait with; None for other datasets."""
+        """What `GradSchedule` asks remote reads to wait with; None for local shards and other datasets."""
         return self._stream.read_hold if self._stream is not None else None
 
     # ---- engine -------------------------------------------------------------------------------------

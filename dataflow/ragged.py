@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -36,6 +37,13 @@ class Ragged(NamedTuple):
     def lengths(self) -> Tensor:
         """int64 [n]."""
         return torch.diff(self.offsets)
+
+    @classmethod
+    def joined(cls, batches: Sequence[Ragged]) -> Ragged:
+        """The rows of several, one after the other; a copy."""
+        starts = accumulate((len(each.values) for each in batches), initial=0)
+        ends = [each.offsets[1:] + start for each, start in zip(batches, starts, strict=False)]
+        return cls(torch.cat([each.values for each in batches]), torch.cat([batches[0].offsets[:1], *ends]))
 
     def padded(self, value: float = 0, length: int | None = None) -> Tensor:
         """The rows as one tensor [n, length], cut or filled up with `value`; length None: the longest row."""

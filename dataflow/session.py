@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -77,7 +77,7 @@ class SessionOptions:
     """Threads that build; None: by the number of cores."""
     timeout_s: float = 600.0
     """To wait for one batch."""
-    hold: ReadHold = field(default_factory=ReadHold)
+    hold: ReadHold | None = None
     """Holds remote reads back; outlives the session."""
 
 
@@ -86,7 +86,7 @@ class Session:
 
     def __init__(self, plan: StreamPlan, options: SessionOptions, epoch: int, start: int) -> None:
         dataset, limit = plan.dataset, options.memory_limit
-        local = all(is_local(url) for source in dataset.sources for url in source.catalog.urls[:1])
+        local = is_all_local(dataset)
         copies_only = not (options.collate_fn or plan.planner) and _copies_only(dataset)
         num_readers = _LOCAL_READERS if local else _REMOTE_READERS
         self.ledger = Ledger(limit - memory_for_caches(dataset.sources, limit))
@@ -95,8 +95,8 @@ class Session:
         self.arena = Arena(limit_bytes=limit, register=register)
         self.copier = DeviceCopier(CudaStreams(options.device)) if on_cuda else None
         self.traffic = Traffic()
-        self._hold = None if local else options.hold
-        self._now = time.perf_counter if local else options.hold.moving_s
+        self._hold = options.hold
+        self._now = options.hold.moving_s if options.hold else time.perf_counter
         self.gate = None if local else _open_gate(dataset, options.topology, limit, self._refusals, self._now)
         self.leases = FileLeases()
         self.caches = OpenCaches(dataset.sources, plan, options.topology, self.arena)
@@ -199,6 +199,11 @@ class Session:
         if join:  # threads that hang may still read
             self.caches.close()
         self.arena.close()
+
+
+def is_all_local(dataset: ShardedDataset | Mixture) -> bool:
+    """Whether no shard is behind a network."""
+    return all(is_local(url) for source in dataset.sources for url in source.catalog.urls[:1])
 
 
 def start_in_flight(num_nodes: int) -> int:

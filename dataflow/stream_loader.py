@@ -22,7 +22,7 @@ from dataflow.dataset import ShardedDataset
 from dataflow.length_aware import checked_batching, make_planner
 from dataflow.memory_limit import memory_limit_bytes
 from dataflow.mixture import Mixture
-from dataflow.session import Session, SessionOptions
+from dataflow.session import Session, SessionOptions, is_all_local
 from dataflow.stats import LoaderStats
 from dataflow.stream_plan import RankPlan, StreamPlan
 from dataflow.topology_exchange import detect_topology
@@ -136,9 +136,9 @@ class StreamLoader:
         return {**self.__dict__, "_session": None, "_finalizer": None, "_hold": None}
 
     @property
-    def read_hold(self) -> ReadHold:
-        """Asks new reads of remote shards to wait; over local ones without effect."""
-        if self._hold is None:
+    def read_hold(self) -> ReadHold | None:
+        """Asks reads of remote shards to wait; None where all shards are local."""
+        if self._hold is None and not is_all_local(self.dataset):
             self._hold = ReadHold()
         return self._hold
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 from random import Random
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -22,8 +22,16 @@ from dataflow.grad.io_gate import Way
 from dataflow.grad.merged import joined, merged
 from dataflow.grad.strategies import DiLoCo, Half, Int8, LocalSGD, TopK
 from dataflow.grad.trial import Knob
+from dataflow.ragged import Ragged
 
 SEEDS = range(3)
+
+
+class Pair(NamedTuple):
+    x: torch.Tensor
+    y: torch.Tensor
+
+
 (IO,) = allowed(None, AllReduce(), 4, gated=True).knobs
 WAYS = list(Way)
 
@@ -285,6 +293,20 @@ def test_batches_of_tensors_mappings_tuples_and_lists_are_put_together() -> None
     assert made["x"].tolist() == [[1, 1], [2, 2], [2, 2]]
     assert made["both"][0].shape == (3,)
     assert made["both"][1] == ["a"] * 3
+
+
+def test_ragged_columns_are_put_together_row_by_row() -> None:
+    rows = [torch.arange(n) for n in (2, 0, 3)]
+    one = Ragged(torch.cat(rows[:2]), torch.tensor([0, 2, 2]))
+    other = Ragged(rows[2], torch.tensor([0, 3]))
+    made = joined([{"doc": one}, {"doc": other}])["doc"]
+    assert [row.tolist() for row in made.rows()] == [row.tolist() for row in rows]
+
+
+def test_named_tuples_stay_what_they_are() -> None:
+    made = joined([Pair(torch.zeros(n), torch.ones(n)) for n in (1, 2)])
+    assert isinstance(made, Pair)
+    assert made.y.tolist() == [1, 1, 1]
 
 
 def test_only_what_counts_is_merged_and_a_single_batch_is_left_as_it_is() -> None:

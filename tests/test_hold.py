@@ -268,5 +268,7 @@ def test_a_loop_under_a_hold_that_is_never_released_delivers_everything(made: Ma
         assert copy.read_hold is not loader.read_hold
 
 
-def test_only_loaders_over_shards_have_a_hold() -> None:
+def test_only_loaders_over_remote_shards_have_a_hold(made: Make) -> None:
     assert DataLoader([1, 2, 3]).read_hold is None
+    with DataLoader(ShardedDataset(**made("tar").kwargs)) as local:
+        assert local.read_hold is None

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from dataflow.grad.windows import WindowPlan
+from dataflow.ragged import Ragged
 
 Join = Callable[[list[Any]], Any]
 """Makes one batch of several."""
@@ -26,6 +27,8 @@ def joined(batches: list[Any]) -> Any:
     Raises `ValueError` for what else a batch may be made of, and for tensors that do not fit together.
     """
     first = batches[0]
+    if isinstance(first, Ragged):
+        return Ragged.joined(batches)
     if isinstance(first, Tensor):
         try:
             return torch.cat(batches)
@@ -38,7 +41,8 @@ def joined(batches: list[Any]) -> Any:
     if isinstance(first, Mapping):
         return {name: joined([each[name] for each in batches]) for name in first}
     if isinstance(first, list | tuple) and any(isinstance(part, Tensor | Mapping) for part in first):
-        return type(first)(joined(list(parts)) for parts in zip(*batches, strict=True))
+        make = getattr(type(first), "_make", type(first))  # named tuples want their fields one by one
+        return make(joined(list(parts)) for parts in zip(*batches, strict=True))
     if isinstance(first, list):
         return [part for each in batches for part in each]
     raise ValueError(
