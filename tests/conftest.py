@@ -1,6 +1,7 @@
 """What several test modules share."""
 
 import functools
+import signal
 
 import pytest
 from datasets_kit import MAKERS, Make
@@ -8,6 +9,10 @@ from hypothesis import HealthCheck, settings
 
 pytest_plugins = ["dataflow.pytest_plugin", "pytester"]
 
+
+# A shell starts what runs in the background with Ctrl-C ignored, and so would the programs of tests be.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # How fast examples are made depends on what else the machine does.
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])

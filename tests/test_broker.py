@@ -152,6 +152,7 @@ def test_when_the_broker_is_closed_reads_go_on(make: Make) -> None:
         waiting = thread.submit(read_once, second)
         first.close()
         waiting.result(WAIT_S)
+    read_once(second)  # the broker that ends may have granted the one before when the first gate let go
     assert second.serves
 
 
