@@ -164,9 +164,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         used = runs.get("controller", {}).get("modes", [])
         spans = [[number, mode] for number, mode in enumerate(used) if not number or used[number - 1] != mode]
         save_figures(
-            asked.json, hosts=HOSTS, gradient_bytes=4 * SIDE * SIDE, compute_s=COMPUTE_S, arms=told,
+            asked.json,
+            hosts=HOSTS,
+            gradient_bytes=4 * SIDE * SIDE,
+            compute_s=COMPUTE_S,
+            arms=told,
             controller_turns=spans,
-        )  # fmt: skip
+            windows_ms={arm: [_ms(seconds) for seconds in ran["seconds"]] for arm, ran in runs.items()},
+        )
 
 
 if __name__ == "__main__":
