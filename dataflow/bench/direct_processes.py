@@ -50,6 +50,8 @@ class DirectProcesses:
                 pass_fds=[theirs.fileno()],
                 env={**os.environ, **_NO_THREADS, "PYTHONPATH": path},
             )
+        self.pid = self._process.pid
+        """Of the process that starts readers."""
         self._send(shards)
 
     def run(
@@ -84,7 +86,7 @@ class DirectProcesses:
         try:
             answer = self._connection.recv()
         except (EOFError, ConnectionError):
-            raise DataflowError(f"process {self._process.pid}, which starts readers, was ended") from None
+            raise DataflowError(f"process {self.pid}, which starts readers, was ended") from None
         if isinstance(answer, DataflowError):
             raise answer
         return answer

@@ -55,6 +55,11 @@ def random_share(order: BlockOrder, number: int, readers: int) -> Iterator[Block
     return itertools.chain(next(parts), itertools.chain.from_iterable(parts))
 
 
+def shared_counter() -> memoryview:
+    """A number, 0, that processes share which are forked from this one."""
+    return memoryview(mmap.mmap(-1, mmap.PAGESIZE)).cast("q")
+
+
 def sequential_share(
     order: BlockOrder, lock: AbstractContextManager[Any], counter: memoryview
 ) -> Iterator[Block]:
@@ -76,22 +81,21 @@ def serve(parent: Connection) -> None:
     """Answer until the connection ends, or with an error."""
     try:
         shards = parent.recv()
-        with DirectReader(shards) as direct:
-            gc.freeze()  # memory that is shared with children stays so
-            while True:
-                parent.send(_read(parent.recv(), shards, direct, parent))
-    except DataflowError as error:
-        parent.send(error)
-    except OSError as error:
-        parent.send(DataflowError(f"cannot start the processes that read ({error}); lower --in-flight"))
-    except EOFError:
+        try:
+            with DirectReader(shards) as direct:
+                gc.freeze()  # memory that is shared with children stays so
+                while True:
+                    parent.send(_read(parent.recv(), shards, direct, parent))
+        except DataflowError as error:
+            parent.send(error)
+    except (EOFError, ConnectionError):
         pass
 
 
 def _read(asked: Asked, shards: Sequence[Shard], direct: DirectReader, parent: Connection) -> Reads:
     case = asked.case
     order = BlockOrder(shards, case.block_bytes, case.pattern)
-    lock, counter = _fork.Lock(), memoryview(mmap.mmap(-1, mmap.PAGESIZE)).cast("q")
+    lock, counter = _fork.Lock(), shared_counter()
     line, go = os.pipe()
     running: dict[Connection, BaseProcess] = {}
 
@@ -113,11 +117,8 @@ def _read(asked: Asked, shards: Sequence[Shard], direct: DirectReader, parent: C
 
     try:
         for first in range(asked.processes):
-            ours, theirs = _fork.Pipe(duplex=False)
             numbers = range(first, case.concurrency, asked.processes)
-            made: BaseProcess = _fork.Process(target=child, args=(numbers, theirs))
-            made.start()
-            theirs.close()
+            made, ours = _started(child, numbers)
             running[ours] = made
         _answers(running, parent)
         os.close(go)
@@ -130,6 +131,18 @@ def _read(asked: Asked, shards: Sequence[Shard], direct: DirectReader, parent: C
         for ours, made in running.items():
             made.join()
             ours.close()
+
+
+def _started(child: Callable[[range, Connection], None], numbers: range) -> tuple[BaseProcess, Connection]:
+    """A process, and what it answers with."""
+    try:
+        ours, theirs = _fork.Pipe(duplex=False)
+        with theirs:
+            made = _fork.Process(target=child, args=(numbers, theirs))
+            made.start()
+    except OSError as error:
+        raise DataflowError(f"cannot start a process that reads: {error}") from error
+    return made, ours
 
 
 def _part(
