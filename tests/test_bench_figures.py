@@ -5,6 +5,7 @@ import math
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from dataflow.bench.evidence import Evidence, label_of
 from dataflow.bench.percentiles import PERCENTILES, absent_text, needed, percentiles_of
 from dataflow.bench.reads import BlockOrder, Case, Reads, in_turn, run_case
 from dataflow.bench.steps import run_steps
+from dataflow.bench.storage import client_is_busy
 from dataflow.bench.verdict import Rates, verdict_of
 from sharding.blocks import Shard
 
@@ -424,6 +426,22 @@ def reads_at(began, ended, **more):
     return Reads(
         np.array(began), np.array(ended), sizes, 0.5, **{"device_bytes": 7, "exhausted": False, **more}
     )
+
+
+@pytest.mark.parametrize(
+    ("how", "cores", "reads_per_s", "busy"),
+    [
+        ("store", 0.95, 10, True),
+        ("store", 0.8, 10, False),
+        ("buffered", 0.95, 50_000, True),
+        ("buffered", 0.95, 10, False),
+        ("direct", 0.95, 50_000, False),
+        ("direct", 1.85, 50_000, True),
+    ],
+)
+def test_a_client_without_time_left_is_called_busy(monkeypatch, how, cores, reads_per_s, busy):
+    monkeypatch.setattr("dataflow.bench.storage.usable_cores", lambda: 2)
+    assert client_is_busy(SimpleNamespace(cores=cores, reads_per_s=reads_per_s), how) is busy
 
 
 def test_reads_of_several_processes_are_told_together():

@@ -142,6 +142,31 @@ def test_processes_share_one_sequential_stream():
     assert (done.stdout, done.stderr) == ("True True\n", "")
 
 
+class Noting:
+    """A reader that notes where it is asked to read."""
+
+    def __init__(self):
+        self.offsets = []
+
+    def read_into(self, shard, offset, out):
+        self.offsets.append(offset)
+
+
+def test_a_process_takes_the_shares_of_its_readers():
+    noting, lined_up = Noting(), []
+    found = reader_process._part(
+        Case("random", 4096, 6),
+        range(1, 6, 2),
+        lambda number: iter([(SHARDS[0], 10 * number, 4096), (SHARDS[0], 10 * number + 1, 100)]),
+        noting,
+        LONG_S,
+        lambda: lined_up.append(list(noting.offsets)),
+    )
+    assert sorted(noting.offsets) == [10, 11, 30, 31, 50, 51]
+    assert sorted(found.nbytes) == [100] * 3 + [4096] * 3
+    assert lined_up == [[]]
+
+
 # ---- what is told ---------------------------------------------------------------------------------------
 
 
