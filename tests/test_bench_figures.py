@@ -417,6 +417,23 @@ def test_what_a_read_raises_ends_the_case():
         read_case(read, Clock())
 
 
+def test_what_one_read_raises_ends_the_other_threads():
+    reads, begun = itertools.count(), threading.Event()
+
+    def read(shard, offset, out):
+        if offset == 1:
+            assert begun.wait(20)
+            raise OSError("gone")
+        begun.set()
+        assert next(reads) < 1_000_000, "it reads on"
+
+    def blocks(number):
+        return itertools.repeat((SHARDS[0], number, 1000))
+
+    with ThreadPoolExecutor(2) as pool, pytest.raises(OSError, match="gone"):
+        run_case(Case("random", 1000, 2), blocks, read, pool, seconds=100.0)
+
+
 def test_bytes_count_evenly_over_the_time_of_their_read():
     assert reads_at([10.0, 11.0], [14.0, 13.0]).mb_per_s_over_time(4) == pytest.approx([1, 2, 2, 1])
 

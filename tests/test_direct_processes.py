@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from contextlib import ExitStack
 
 import numpy as np
@@ -196,6 +197,16 @@ def test_reads_of_all_processes_are_told_on_one_clock(shard, pattern):
     for pid in [processes.pid, *seen]:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
+
+
+def test_nobody_reads_before_all_can(shard):
+    now = []
+    with DirectProcesses([shard], cores=8) as processes:
+        processes.run(Case("random", 4096, 1), 0.0)  # it has started
+        asked = time.perf_counter()
+        found = processes.run(Case("random", 4096, 16), 0.0, lambda pids: now.append(time.perf_counter()))
+    assert len(found.nbytes) == 16
+    assert found.began_s.min() - asked > (now[0] - asked) / 3  # the first of 16 was there much earlier
 
 
 # ---- how it ends ----------------------------------------------------------------------------------------
