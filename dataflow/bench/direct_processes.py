@@ -1,9 +1,9 @@
 """Direct local reads by threads of several processes, which do not hand one interpreter's lock around.
 
-In one process that lock is the limit of small reads: at 4 KiB, 16 in flight, half of what fio gets. Two
-processes for each core leave nobody waiting for it; more cost switching from address space to address space
-(docs/benchmarking.md). They cannot be forked here, where threads run: one process without threads is started,
-which forks them for each case (`dataflow.bench.reader_process`), and ends with this object.
+In one process that lock is the limit of small reads: at 4 KiB, 16 in flight, half of what fio gets. With two
+processes a core it is not, and more gained nothing (docs/benchmarking.md). They cannot be forked here,
+where threads run: one process without threads is started, which forks them for each case
+(`dataflow.bench.reader_process`), and ends with this object.
 """
 
 from __future__ import annotations
