@@ -1,14 +1,14 @@
 """`dataflow bench storage` beside fio: direct reads of the same file, order, block size and depth.
 
-    python -m benchmarks.storage_fio FOLDER                    makes a file of 1 GiB there; four minutes
+    python -m benchmarks.storage_fio FOLDER                    makes a file of 1 GiB there; seven minutes
     python -m benchmarks.storage_fio FOLDER --json benchmarks/results/storage-fio.json
 
-FOLDER lies on the disk in question. Ours runs as many threads as reads are in flight, through the command
-line; the pair to it is fio with as many threads (`psync`). Threads of fio cannot share one sequential stream:
-each takes a part of the file of its own there. A turn is fio, ours, fio again, so that each has a ratio of
-ours to the mean of its neighbours, and one of fio to fio, which is what the disk and the machine alone make
-of the same command. Told are medians of the turns' ratios, with intervals that hold the true median with
-95 %. The bar is 5 %. Needs fio.
+FOLDER lies on the disk in question. Ours has as many threads as reads are in flight, in at most two processes
+a core, and is run through the command line; the pair to it is fio with as many threads of one process
+(`psync`). Threads of fio cannot share one sequential stream: each takes a part of the file of its own there.
+A turn is fio, ours, fio again, so that each has a ratio of ours to the mean of its neighbours, and one of fio
+to fio, which is what the disk and the machine alone make of the same command. Told are medians of the turns'
+ratios, with intervals that hold the true median with 95 %. The bar is 5 %. Needs fio.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--gib", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=1.0)
-    parser.add_argument("--repeats", type=int, default=6)
+    parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--json", type=Path)
     asked = parser.parse_args(arguments)
     if shutil.which("fio") is None:

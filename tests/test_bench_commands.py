@@ -146,7 +146,7 @@ def test_cold_is_refused_over_files_in_memory(shards):
 
 
 def test_cold_is_refused_where_nobody_counts_device_bytes(shards, monkeypatch):
-    monkeypatch.setattr("dataflow.bench.storage.device_bytes", lambda: None)
+    monkeypatch.setattr("dataflow.bench.reads.device_bytes", lambda: None)
     code, text = run("storage", shards, "--read", "buffered", "--in-flight", 1, *QUICK, "--require-cold")
     assert code == 1
     assert "the kernel does not say how many bytes came from a device" in text
@@ -155,7 +155,7 @@ def test_cold_is_refused_where_nobody_counts_device_bytes(shards, monkeypatch):
 def swept(shards, monkeypatch, *, device_bytes, **asked):
     """The one case of a sweep; the device is said to have given so many bytes, with none in memory before."""
     counted = iter([0, device_bytes])
-    monkeypatch.setattr("dataflow.bench.storage.device_bytes", lambda: next(counted))
+    monkeypatch.setattr("dataflow.bench.reads.device_bytes", lambda: next(counted))
     monkeypatch.setattr("dataflow.bench.storage.resident_share", lambda shards: 0.0)
     [one] = bench_storage(Sweep([str(shards)], read="buffered", patterns=["sequential"], **asked)).cases
     return one

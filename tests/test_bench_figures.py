@@ -5,6 +5,7 @@ import math
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,8 +14,9 @@ from hypothesis import strategies as st
 
 from dataflow.bench.evidence import Evidence, label_of
 from dataflow.bench.percentiles import PERCENTILES, absent_text, needed, percentiles_of
-from dataflow.bench.reads import BlockOrder, Case, Reads, run_case
+from dataflow.bench.reads import BlockOrder, Case, Reads, in_turn, run_case
 from dataflow.bench.steps import run_steps
+from dataflow.bench.storage import client_is_busy
 from dataflow.bench.verdict import Rates, verdict_of
 from sharding.blocks import Shard
 
@@ -355,10 +357,11 @@ class Inline:
         return future
 
 
-def read_case(read, clock, **settings):
+def read_case(read, clock, once=False, **settings):
     case = Case("sequential", 1000, 1)
     order = BlockOrder(SHARDS, 1000, "sequential")
-    return run_case(case, order, read, Inline(), clock=clock, **{"seconds": 5.0, "once": False, **settings})
+    blocks = in_turn(order, once=once)
+    return run_case(case, blocks, read, Inline(), clock=clock, seconds=5.0, **settings)
 
 
 def test_reads_are_timed_one_by_one_until_the_time_is_over():
@@ -370,7 +373,7 @@ def test_reads_are_timed_one_by_one_until_the_time_is_over():
 
     found = read_case(read, clock)
     assert seen == [("a", 0, 1000), ("a", 1000, 1000), ("a", 2000, 1000)]
-    assert found.began_s.tolist() == [0, 2, 4]
+    assert found.began_s.tolist() == [100, 102, 104]
     assert found.seconds == 6
     assert found.total_bytes == 3000
     assert not found.exhausted
@@ -386,8 +389,14 @@ def test_a_single_pass_ends_when_every_block_was_read():
 
 def test_the_warm_up_is_not_counted():
     clock = Clock()
-    found = read_case(lambda *_: clock.passes(3.0), clock, warm_up=True)
-    assert len(found.nbytes) == 2
+    found = read_case(lambda *_: clock.passes(3.0), clock, warm_up=lambda number: (SHARDS[0], 0, 1000))
+    assert found.began_s.tolist() == [103, 106]
+
+
+def test_reads_begin_when_all_are_lined_up():
+    clock = Clock()
+    found = read_case(lambda *_: clock.passes(3.0), clock, line_up=lambda: clock.passes(50.0))
+    assert found.began_s.tolist() == [150, 153]
 
 
 def test_whole_blocks_are_asked_for_where_a_shard_is_shorter():
@@ -408,6 +417,53 @@ def test_what_a_read_raises_ends_the_case():
         read_case(read, Clock())
 
 
+def test_what_one_read_raises_ends_the_other_threads():
+    reads, begun = itertools.count(), threading.Event()
+
+    def read(shard, offset, out):
+        if offset == 1:
+            assert begun.wait(20)
+            raise OSError("gone")
+        begun.set()
+        assert next(reads) < 1_000_000, "it reads on"
+
+    def blocks(number):
+        return itertools.repeat((SHARDS[0], number, 1000))
+
+    with ThreadPoolExecutor(2) as pool, pytest.raises(OSError, match="gone"):
+        run_case(Case("random", 1000, 2), blocks, read, pool, seconds=100.0)
+
+
 def test_bytes_count_evenly_over_the_time_of_their_read():
-    reads = Reads(np.array([0.0, 1.0]), np.array([4.0, 3.0]), np.array([4_000_000, 2_000_000]), 0.0, False)
-    assert reads.mb_per_s_over_time(4) == pytest.approx([1, 2, 2, 1])
+    assert reads_at([10.0, 11.0], [14.0, 13.0]).mb_per_s_over_time(4) == pytest.approx([1, 2, 2, 1])
+
+
+def reads_at(began, ended, **more):
+    sizes = np.array([4_000_000, 2_000_000, 1_000_000])[: len(began)]
+    return Reads(
+        np.array(began), np.array(ended), sizes, 0.5, **{"device_bytes": 7, "exhausted": False, **more}
+    )
+
+
+@pytest.mark.parametrize(
+    ("how", "cores", "reads_per_s", "busy"),
+    [
+        ("store", 0.95, 10, True),
+        ("store", 0.8, 10, False),
+        ("buffered", 0.95, 50_000, True),
+        ("buffered", 0.95, 10, False),
+        ("direct", 0.95, 50_000, False),
+        ("direct", 1.85, 50_000, True),
+    ],
+)
+def test_a_client_without_time_left_is_called_busy(monkeypatch, how, cores, reads_per_s, busy):
+    monkeypatch.setattr("dataflow.bench.storage.usable_cores", lambda: 2)
+    assert client_is_busy(SimpleNamespace(cores=cores, reads_per_s=reads_per_s), how) is busy
+
+
+def test_reads_of_several_processes_are_told_together():
+    whole = Reads.together([reads_at([10.0, 11.0], [14.0, 13.0]), reads_at([9.0], [12.0])])
+    assert (whole.seconds, whole.total_bytes, whole.cpu_s, whole.device_bytes) == (5, 10_000_000, 1, 14)
+    assert whole.mb_per_s_over_time(5) == pytest.approx([4 / 3, 4 / 3 + 1, 4 / 3 + 2, 2, 1])
+    unknown = Reads.together([reads_at([1.0], [2.0]), reads_at([1.0], [2.0], device_bytes=None)])
+    assert unknown.device_bytes is None

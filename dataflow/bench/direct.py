@@ -59,16 +59,15 @@ class DirectReader:
 
     def read_into(self, shard: Shard, offset: int, out: NDArray[np.uint8]) -> None:
         """Fill `out`, [n] aligned as are n and `offset`, from the shard; its end may be short of that."""
-        kept = self._descriptors.get(shard.url)
-        descriptor = _open(shard) if kept is None else kept
+        descriptor = self._descriptors.get(shard.url)
         try:
-            got = os.preadv(descriptor, [out.data], offset)
+            if descriptor is None:
+                got = _read_once(shard, offset, out)
+            else:
+                got = os.preadv(descriptor, [out.data], offset)
         except OSError as error:
             raise ShardReadError(shard.url, failure_text(error), offset, stage="read") from error
-        finally:
-            if kept is None:
-                os.close(descriptor)
-        if got < min(out.nbytes, shard.size - offset):
+        if got < len(out) and got < shard.size - offset:
             reason = f"wanted {out.nbytes} bytes, got {got}"
             raise ShardReadError(shard.url, reason, offset, stage="read")
 
@@ -79,6 +78,14 @@ class DirectReader:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._opened.close()
+
+
+def _read_once(shard: Shard, offset: int, out: NDArray[np.uint8]) -> int:
+    descriptor = _open(shard)
+    try:
+        return os.preadv(descriptor, [out.data], offset)
+    finally:
+        os.close(descriptor)
 
 
 def _open(shard: Shard) -> int:

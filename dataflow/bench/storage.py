@@ -19,9 +19,10 @@ from typing import Any, Literal
 import numpy as np
 
 from dataflow.bench.direct import ALIGNMENT, DirectReader, aligned_buffer
-from dataflow.bench.evidence import Evidence, Label, device_bytes, evict, label_of, resident_share
+from dataflow.bench.direct_processes import DirectProcesses
+from dataflow.bench.evidence import Evidence, Label, evict, label_of, resident_share
 from dataflow.bench.percentiles import percentiles_of
-from dataflow.bench.reads import BlockOrder, Case, Pattern, ReadInto, Reads, run_case
+from dataflow.bench.reads import BlockOrder, Case, Pattern, ReadInto, Reads, in_turn, run_case
 from prefetch.again import until_answered
 from prefetch.store import NO_FAULTS, ReadStats, StoreReader
 from sharding.blocks import Shard
@@ -82,7 +83,7 @@ class Measured:
     latency_s: Mapping[str, float | None]
     """Percentile -> seconds; None where there were too few reads to know it."""
     cpu_s_per_gb: float
-    """Processor time of this client, all its threads, per 10**9 bytes. The kernel's work in interrupts, and
+    """Processor time of this client, all that reads, per 10**9 bytes. The kernel's work in interrupts, and
     the server's, are not in it."""
     cores: float
     """Processor time per second. About 1 over a remote store: fsspec's event loop may be the limit."""
@@ -159,11 +160,11 @@ def bench_storage(sweep: Sweep, tell: Callable[[int, int, Case], None] = lambda 
         shards = _shards(sweep, pool)
         how = _how(sweep, shards)
         found = []
-        with _reader(how, shards, sweep.storage_options) as (read, faults):
-            first_byte = _first_byte(shards, how, read)
+        with _reader(how, shards, sweep, pool) as reader:
+            first_byte = _first_byte(shards, how, reader.read)
             for number, case in enumerate(cases):
                 tell(number, len(cases), case)
-                found.append(_measured(case, shards, how, sweep, read, faults, pool))
+                found.append(_measured(case, shards, how, sweep, reader))
     return Found(sweep, len(shards), sum(shard.size for shard in shards), how, first_byte, found)
 
 
@@ -201,18 +202,39 @@ def _how(sweep: Sweep, shards: Sequence[Shard]) -> How:
     return "direct"
 
 
-@contextmanager
-def _reader(
-    how: How, shards: Sequence[Shard], options: Mapping[str, Any]
-) -> Iterator[tuple[ReadInto, Callable[[], ReadStats]]]:
+@dataclass(frozen=True)
+class _Reader:
     """What reads, and the account of its faults."""
+
+    read: ReadInto
+    run: Callable[[Case, BlockOrder], Reads]
+    faults: Callable[[], ReadStats]
+
+
+@contextmanager
+def _reader(how: How, shards: Sequence[Shard], sweep: Sweep, pool: Executor) -> Iterator[_Reader]:
     if how == "direct":
-        with DirectReader(shards) as direct:
-            yield direct.read_into, lambda: NO_FAULTS
+        with DirectReader(shards) as direct, DirectProcesses(shards, usable_cores()) as processes:
+            yield _Reader(
+                direct.read_into, lambda case, _: processes.run(case, sweep.seconds), lambda: NO_FAULTS
+            )
         return
-    store = StoreReader(options)
+    # What was read comes from memory the second time: a case that begins cold must not go round.
+    once = how == "buffered" and (sweep.evict or sweep.require_cold)
+
+    def run(case: Case, order: BlockOrder) -> Reads:
+        return run_case(
+            case,
+            in_turn(order, once=once),
+            store.read_into,
+            pool,
+            seconds=sweep.seconds,
+            warm_up=(lambda number: order[-1 - number]) if how == "store" else None,
+        )
+
+    store = StoreReader(sweep.storage_options)
     try:
-        yield store.read_into, store.stats
+        yield _Reader(store.read_into, run, store.stats)
     finally:
         store.close()  # also ends reads that run, after Ctrl-C
 
@@ -234,37 +256,18 @@ def _first_byte(shards: Sequence[Shard], how: How, read: ReadInto) -> FirstByte:
     return FirstByte(nbytes, taken[0], len(later), percentiles_of(later))
 
 
-def _measured(
-    case: Case,
-    shards: Sequence[Shard],
-    how: How,
-    sweep: Sweep,
-    read: ReadInto,
-    faults: Callable[[], ReadStats],
-    pool: Executor,
-) -> Measured:
+def _measured(case: Case, shards: Sequence[Shard], how: How, sweep: Sweep, reader: _Reader) -> Measured:
     if sweep.evict:
         evict(shards)
-    order = BlockOrder(shards, case.block_bytes, case.pattern)
-    # What was read comes from memory the second time: a case that begins cold must not go round.
     resident = resident_share(shards) if how == "buffered" else None
-    before, failed = device_bytes(), faults()
-    reads = run_case(
-        case,
-        order,
-        read,
-        pool,
-        seconds=sweep.seconds,
-        once=how == "buffered" and (sweep.evict or sweep.require_cold),
-        warm_up=how == "store",
-        whole_blocks=how == "direct",
-    )
-    after = device_bytes()
+    failed = reader.faults()
+    order = BlockOrder(shards, case.block_bytes, case.pattern)
+    reads = reader.run(case, order)
     passes = len(reads.nbytes) / max(1, len(order))
     label = label_of(
         Evidence(
             reads.total_bytes,
-            None if before is None or after is None else after - before,
+            reads.device_bytes,
             resident,
             direct=how == "direct",
             repeated=passes > 1,
@@ -276,7 +279,7 @@ def _measured(
             f"{case.pattern} reads of {case.block_bytes} bytes were not cold: {label.reason}; "
             "read directly, or add --evict"
         )
-    return _figures(case, reads, passes, label, _difference(faults(), failed))
+    return _figures(case, reads, passes, label, _difference(reader.faults(), failed))
 
 
 def _figures(case: Case, reads: Reads, passes: float, label: Label, faults: ReadStats) -> Measured:
@@ -307,7 +310,8 @@ def _difference(after: ReadStats, before: ReadStats) -> ReadStats:
 def client_is_busy(one: Measured, how: How) -> bool:
     """Whether this client may be the limit: of its cores, or of the one that an interpreter's lock allows.
 
-    That one counts over remote stores, whose event loop runs on one, and where reads are many and small.
+    That one counts over remote stores, whose event loop runs on one, and where buffered reads are many and
+    small.
     """
-    one_core = how == "store" or one.reads_per_s >= _MANY_READS_PER_S
+    one_core = how == "store" or (how == "buffered" and one.reads_per_s >= _MANY_READS_PER_S)
     return one.cores >= _BUSY_CORES * (1 if one_core else usable_cores())
