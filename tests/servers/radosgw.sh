@@ -9,7 +9,8 @@
 #   radosgw.sh revive DIR [PORT]  start the gateway again
 #
 # RGW_STORE=memstore keeps the objects in memory (4 GiB at most); the default,
-# bluestore, keeps them in a sparse 8 GiB file under DIR.
+# bluestore, keeps them in a sparse 8 GiB file under DIR. RGW_ALSO names a second
+# address of this machine at which the gateway listens.
 #
 # Needs: apt-get install --no-install-recommends radosgw ceph-mon ceph-osd
 # Only processes whose pid this script recorded under DIR are ever signalled.
@@ -87,7 +88,7 @@ bluestore block size = 8589934592
 memstore device bytes = 4294967296
 osd memory target = 939524096
 [client.rgw.a]
-rgw frontends = beast endpoint=127.0.0.1:$port tcp_nodelay=1
+rgw frontends = beast endpoint=127.0.0.1:$port ${RGW_ALSO:+endpoint=$RGW_ALSO:$port} tcp_nodelay=1
 rgw cache enabled = true
 rgw thread pool size = 64
 rgw max chunk size = 4194304
@@ -133,5 +134,5 @@ down) stop_all; rm -rf "$dir" ;;
 env) env_ ;;
 kill) stop_all rgw ;;
 revive) gateway ;;
-*) sed -n '2,16p' "$0" >&2; exit 2 ;;
+*) sed -n '2,17p' "$0" >&2; exit 2 ;;
 esac
