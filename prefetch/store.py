@@ -438,7 +438,11 @@ class _OnLoop:
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._task: asyncio.Task[None] | None = None
-        self._ended: Future[None] = Future()
+        self._error: BaseException | None = None
+        self._has_ended = False
+        # Held until then. A Future would wake the thread while it holds the lock that the thread needs next.
+        self._ended = threading.Lock()
+        self._ended.acquire()
 
     def run(
         self,
@@ -456,18 +460,26 @@ class _OnLoop:
             self.cancel()
         try:
             meanwhile()
-            self._ended.result()
+            self._wait()
         except BaseException:
             # Interrupted from outside: the memory it writes into is the caller's again only at its end.
             self.cancel()
-            self._ended.exception()
+            self._wait()
             raise
-        finally:  # an error's traceback leads here: without this, garbage collection had to free its buffers
-            self._ended, self._task = Future(), None
+        error, self._error, self._task = self._error, None, None
+        if error is not None:
+            try:
+                raise error
+            finally:  # its traceback leads here: without this, garbage collection had to free its buffers
+                del error
 
     def cancel(self) -> None:
         """End it soon. Any thread; does not wait."""
         self._loop.call_soon_threadsafe(self._cancel)
+
+    def _wait(self) -> None:
+        while not self._has_ended:
+            self._ended.acquire()
 
     def _start(self, coroutine: Coroutine[Any, Any, None]) -> None:
         self._task = self._loop.create_task(coroutine)
@@ -478,11 +490,9 @@ class _OnLoop:
             self._task.cancel()
 
     def _settle(self, task: asyncio.Task[None]) -> None:
-        error = _closed() if task.cancelled() else task.exception()
-        if error is None:
-            self._ended.set_result(None)
-        else:
-            self._ended.set_exception(error)
+        self._error = _closed() if task.cancelled() else task.exception()
+        self._has_ended = True
+        self._ended.release()
 
 
 async def _heard(signal: Awaited) -> None:
