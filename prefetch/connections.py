@@ -126,10 +126,10 @@ class Place:
 
     def attach(self, transport: asyncio.Transport | None) -> None:
         """What its bytes come from; None: no more."""
-        if self._transport is not None:
+        if self._still and self._transport is not None:
             self._transport.resume_reading()  # the next request may be another reader's
         self._transport = transport
-        if transport is not None:
+        if self._still and transport is not None:
             self._steer(transport)
 
     def _steer(self, transport: asyncio.Transport) -> None:
@@ -180,6 +180,7 @@ class Connections:
                     raise
                 continue
             finally:
+                connection.leave()
                 if connection.is_reusable:
                     self._keep((origin, receive_bytes), connection)
                 else:
@@ -245,19 +246,19 @@ class _Connection(asyncio.BufferedProtocol):
         transport = self._transport
         return self._ended is None and self._keeps and transport is not None and not transport.is_closing()
 
-    async def ask(self, request: bytes, accept: Accept) -> None:
+    def ask(self, request: bytes, accept: Accept) -> asyncio.Future[None]:
+        """Send a request; its answer is at its end when the future is done. Then, or before, `leave`."""
         assert self._transport is not None
         self._ended, self._accept = asyncio.get_running_loop().create_future(), accept
         self._transport.write(request)
-        try:
-            await self._ended
-        except asyncio.CancelledError:
-            self._keeps = False
-            raise
-        finally:
-            self._leave()
-            self._used = True
-            self._ended = self._accept = None
+        return self._ended
+
+    def leave(self) -> None:
+        """Write nothing more into the place; a connection whose answer did not end is of no more use."""
+        self._detach()
+        self._keeps &= self._ended is not None and self._ended.done() and not self._ended.cancelled()
+        self._used = True
+        self._ended = self._accept = None
 
     def abort(self) -> None:
         self._keeps = False
@@ -337,17 +338,17 @@ class _Connection(asyncio.BufferedProtocol):
         if nbytes:
             self._place.filled(nbytes)
         if not self._left:
-            self._leave()
+            self._detach()
             self._ended.set_result(None)
 
-    def _leave(self) -> None:
+    def _detach(self) -> None:
         if self._place is not None:
             self._place.attach(None)
             self._place = None
 
     def _fail(self, error: Exception, *, keeps: bool = False) -> None:
         self._keeps = keeps
-        self._leave()
+        self._detach()
         self._head.clear()
         if self._ended is not None and not self._ended.done():
             self._ended.set_exception(error)

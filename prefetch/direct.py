@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections.abc import Awaitable
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import SplitResult, urlsplit
@@ -118,7 +119,7 @@ async def direct_s3(fs: Any, path: str, start: int, place: Place, check: Check) 
     await _get(known, target, path, start, place, check, signed=True)
 
 
-async def _get(
+def _get(
     known: _Known,
     target: _Target,
     path: str,
@@ -127,26 +128,25 @@ async def _get(
     check: Check,
     *,
     signed: bool = False,
-) -> None:
-    known.refuse(target.store)
+) -> Awaitable[None]:
+    store = target.store
+    known.refuse(store)
 
     def accept(head: Head) -> Place:
         status, fields = head.status, head.fields
         understood = 200 <= status < 300 or status in (404, 408, 429) or status >= 500
         if not understood and (signed or status < 400):
+            known.not_direct.add(store)
             raise NotDirectError
         raise_for_status(status, head.reason, fields, path)
         if head.length is None or fields.get("content-encoding", "identity") != "identity":
+            known.not_direct.add(store)
             raise NotDirectError
         check_range(status, fields, start, check)
         return place
 
     request = b"%bRange: bytes=%d-%d\r\n\r\n" % (target.request, start, start + len(place.rest) - 1)
-    try:
-        await Connections.here().request(target.origin, request, accept, receive_bytes=place.receive_bytes)
-    except NotDirectError:
-        known.not_direct.add(target.store)
-        raise
+    return Connections.here().request(target.origin, request, accept, receive_bytes=place.receive_bytes)
 
 
 def _of(fs: Any, headers_of: Any) -> _Known:
