@@ -36,7 +36,7 @@ class ReadGate:
     ) -> None:
         self._control, self._refusals, self._now = control, refusals, now
         self._refused = 0
-        self._lock = threading.RLock()  # guards the control and everything below
+        self._admitting = threading.RLock()  # guards the control and everything below
         self._demand = Demand()
         # Whoever is first is told alone: all others would wake only to see that they are not.
         self._line: deque[threading.Condition] = deque()
@@ -49,8 +49,8 @@ class ReadGate:
         Raises:
             ReaderClosedError: the gate was closed while the read waited.
         """
-        with self._lock:
-            turn = threading.Condition(self._lock)
+        with self._admitting:
+            turn = threading.Condition(self._admitting)
             self._line.append(turn)
             try:
                 while not self._closed and not self._may_go(turn, nbytes):
@@ -66,11 +66,11 @@ class ReadGate:
         try:
             yield
         except BaseException:
-            with self._lock:
+            with self._admitting:
                 self._control.failed(sent)
                 self._call_next()
             raise
-        with self._lock:
+        with self._admitting:
             now = self._now()
             self._control.done(now, sent)
             refused = self._refusals()
@@ -81,12 +81,12 @@ class ReadGate:
 
     def took(self, nbytes: int, gap_s: float) -> None:
         """The training code took what `nbytes` were read for, after `gap_s` of work on what it had."""
-        with self._lock:
+        with self._admitting:
             self._tell(self._demand.took(nbytes, gap_s))
 
     def hurry(self) -> None:
         """The training code waits for reads: what it used so far caps them no more."""
-        with self._lock:
+        with self._admitting:
             self._demand.waited()
             self._tell(None)
 
@@ -106,12 +106,12 @@ class ReadGate:
     @property
     def decision(self) -> Decision:
         """Bytes that may be in flight now, and why."""
-        with self._lock:
+        with self._admitting:
             return self._control.decision
 
     def close(self) -> None:
         """Refuse the reads that wait and all to come. Those that run end by themselves. Idempotent."""
-        with self._lock:
+        with self._admitting:
             self._closed = True
             for turn in self._line:
                 turn.notify()
