@@ -50,16 +50,25 @@ _SCRIPT = ["bash", str(ROOT / "tests" / "servers" / "radosgw.sh")]
 
 
 @contextlib.contextmanager
-def radosgw(port: int, also: str = "") -> Iterator[dict[str, Any]]:
-    """A gateway; gives the storage options for it. `also`: a second address at which it listens."""
-    with tempfile.TemporaryDirectory() as name:
-        run, given = str(Path(name) / "run"), {**os.environ, "RGW_STORE": "memstore", "RGW_ALSO": also}
-        try:
-            command = [*_SCRIPT, "up", run, str(port)]
-            subprocess.run(command, check=True, env=given, stdout=subprocess.DEVNULL)
-            yield {"key": "testkey", "secret": "testsecret", "endpoint_url": f"http://127.0.0.1:{port}"}
-        finally:
-            subprocess.run([*_SCRIPT, "down", run], check=True)
+def radosgw(port: int, rates: Sequence[str] = ()) -> Iterator[tuple[dict[str, Any], Lab | None]]:
+    """A gateway; gives the storage options for it, and a host behind a link where rates are given."""
+    with contextlib.ExitStack() as stack:
+        run = str(Path(stack.enter_context(tempfile.TemporaryDirectory())) / "run")
+        stack.callback(subprocess.run, [*_SCRIPT, "down", run], check=True)
+
+        def script(*words: str, **more: str) -> None:
+            given = {**os.environ, "RGW_STORE": "memstore", **more}
+            subprocess.run([*_SCRIPT, *words], check=True, env=given, stdout=subprocess.DEVNULL)
+
+        script("up", run, str(port))
+        options = {"key": "testkey", "secret": "testsecret", "endpoint_url": f"http://127.0.0.1:{port}"}
+        if not rates:
+            yield options, None
+            return
+        host = stack.enter_context(lab(rates, _LAB))  # later than the store, which takes any address it finds
+        script("kill", run)
+        script("revive", run, str(port), RGW_ALSO=host.outside)
+        yield {**options, "endpoint_url": f"http://{host.outside}:{port}"}, host
 
 
 def files(options: dict[str, Any]) -> Any:
@@ -169,16 +178,15 @@ def main(arguments: list[str] | None = None) -> None:
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         links = asked.link_mbps or [None]
-        host = stack.enter_context(lab([f"{links[0]}mbit"], _LAB)) if asked.link_mbps else None
-        options = stack.enter_context(radosgw(asked.port, host.outside if host else ""))
+        rates = [f"{mbps}mbit" for mbps in asked.link_mbps[:1]]
+        options, host = stack.enter_context(radosgw(asked.port, rates))
         sizes = fill(options, folder)
         for mbps in links:
-            label, given = "no link between", options
+            label = "no link between"
             if host:
                 set_rates(host, f"{mbps}mbit")
                 label = f"behind a link of {mbps} Mbit/s"
-                given = {**options, "endpoint_url": f"http://{host.outside}:{asked.port}"}
-            for row in rows(given, sizes, folder, seconds=asked.seconds, repeats=asked.repeats, host=host):
+            for row in rows(options, sizes, folder, seconds=asked.seconds, repeats=asked.repeats, host=host):
                 told = {key: round(value, 2) for key, value in row.items() if isinstance(value, float)}
                 print(f"{label}: {row['case']}: {told.pop('ratio')} of the ceiling, {told}", flush=True)
                 found.append({"link_mbps": mbps, **row})

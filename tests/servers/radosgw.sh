@@ -10,7 +10,7 @@
 #
 # RGW_STORE=memstore keeps the objects in memory (4 GiB at most); the default,
 # bluestore, keeps them in a sparse 8 GiB file under DIR. RGW_ALSO names a second
-# address of this machine at which the gateway listens.
+# address of this machine at which the gateway listens, from `up` or `revive` on.
 #
 # Needs: apt-get install --no-install-recommends radosgw ceph-mon ceph-osd
 # Only processes whose pid this script recorded under DIR are ever signalled.
@@ -88,7 +88,7 @@ bluestore block size = 8589934592
 memstore device bytes = 4294967296
 osd memory target = 939524096
 [client.rgw.a]
-rgw frontends = beast endpoint=127.0.0.1:$port ${RGW_ALSO:+endpoint=$RGW_ALSO:$port} tcp_nodelay=1
+rgw frontends = beast endpoint=127.0.0.1:$port tcp_nodelay=1
 rgw cache enabled = true
 rgw thread pool size = 64
 rgw max chunk size = 4194304
@@ -113,7 +113,8 @@ EOF
 }
 
 gateway() {
-    spawn rgw radosgw -f -c "$dir/ceph.conf" -n client.rgw.a
+    spawn rgw radosgw -f -c "$dir/ceph.conf" -n client.rgw.a \
+        ${RGW_ALSO:+--rgw-frontends "beast endpoint=127.0.0.1:$port endpoint=$RGW_ALSO:$port tcp_nodelay=1"}
     for _ in $(seq 120); do
         curl -sf -o /dev/null "http://127.0.0.1:$port/" && { env_; return; }
         sleep 0.5
