@@ -37,6 +37,11 @@ class Lab:
     def address(self, host: int) -> str:
         return f"10.{self.number}.0.{host + 1}"
 
+    @property
+    def outside(self) -> str:
+        """The address of whoever built the lab, whose own link has no limit."""
+        return f"10.{self.number}.0.254"
+
     def tcp(self, host: int) -> dict[str, int]:
         """Counts of the host's TCP so far: `OutSegs`, `RetransSegs` and others."""
         text = _run([*self.inside(host), "cat", "/proc/net/snmp"])
@@ -56,15 +61,15 @@ class Lab:
         return int(Path(f"/sys/class/net/nlab{self.number}v{host}/statistics/{counter}").read_text())
 
 
-def why_not() -> str | None:
-    """Why no lab can be built here; None if one can."""
+def why_not(trial: int = TRIAL) -> str | None:
+    """Why no lab can be built here; None if one can. It is tried with this number."""
     missing = [name for name in ("ip", "tc") if shutil.which(name) is None]
     if missing:
         return f"{' and '.join(missing)} missing (apt-get install iproute2)"
     if os.geteuid() != 0:
         return "network namespaces need root"
     try:
-        with lab(["1mbit"], TRIAL):
+        with lab(["1mbit"], trial):
             return None
     except subprocess.CalledProcessError as error:
         return f"network namespaces cannot be built here: {error.stderr.strip() or error}"

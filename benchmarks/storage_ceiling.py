@@ -23,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -86,9 +86,14 @@ def ceiling(url: str, seconds: float) -> float:
     return total / 1e6 / (time.perf_counter() - began)
 
 
-def ours(url: str, seconds: float, options: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """What `dataflow bench storage` says of the same ranges, with these storage options."""
-    command = [sys.executable, "-m", "dataflow.cli", "bench", "storage", url, "--json", "-"]
+def ours(
+    url: str, seconds: float, options: Mapping[str, Any] | None = None, inside: Sequence[str] = ()
+) -> dict[str, Any]:
+    """What `dataflow bench storage` says of the same ranges, with these storage options.
+
+    `inside` is put before the command, such as what runs it in another network namespace.
+    """
+    command = [*inside, sys.executable, "-m", "dataflow.cli", "bench", "storage", url, "--json", "-"]
     command += ["--pattern", "random", "--block-size", str(BLOCK), "--in-flight", str(IN_FLIGHT)]
     for name, value in (options or {}).items():
         command += ["--storage-option", f"{name}={value}"]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from contextlib import nullcontext
+from typing import Any
 
 from prefetch.connections import Place
 from prefetch.hold import ReadHold
@@ -34,7 +34,10 @@ class Arrival:
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._told, self._stall_s, self._hold = arrived, stall_s, hold
-        self._patience = asyncio.timeout(stall_s)
+        self._until_s = self._loop.time() + stall_s
+        self._look_again: asyncio.TimerHandle | None = None
+        self._task: asyncio.Task[Any] | None = None
+        self._expired = False
         self._hold_ends: asyncio.TimerHandle | None = None
         self.place = Place(
             memory,
@@ -45,28 +48,39 @@ class Arrival:
 
     async def wait_for(self, filling: Awaitable[None]) -> bool:
         """Wait until the place is filled; False: no byte came for too long. Raises what `filling` raises."""
+        self._task = task = asyncio.current_task()
+        assert task is not None
+        cancels = task.cancelling()
+        self._look_again = self._loop.call_at(self._until_s, self._look)
         try:
-            with nullcontext() if self._hold is None else self._hold.follow(self._follow):
-                async with self._patience:
+            if self._hold is None:
+                await filling
+            else:
+                with self._hold.follow(self._follow):
                     await filling
-        except Exception:
-            if not self._patience.expired():
+        except asyncio.CancelledError:
+            if not self._expired or task.uncancel() > cancels:  # somebody else's cancel
                 raise
             return False
         finally:
-            # What is over may be kept by nobody: a time-out knows its task, and that its frames.
+            # What is over may be kept by nobody: a task knows its frames.
             self.place.close()
+            self._look_again.cancel()
             if self._hold_ends is not None:
                 self._hold_ends.cancel()
-            del self._patience
+            self._task = task = None
         return True
 
     def _arrived(self, nbytes: int) -> None:
         self._told(nbytes)
-        until_s = self._loop.time() + self._stall_s
-        # Some thousand times a second: the timer is moved only when it would be off by a sixteenth.
-        if until_s - (self._patience.when() or 0.0) > self._stall_s / 16 and not self._patience.expired():
-            self._patience.reschedule(until_s)
+        self._until_s = self._loop.time() + self._stall_s  # seen by `_look`: the timer stays where it is
+
+    def _look(self) -> None:
+        if self._loop.time() < self._until_s:
+            self._look_again = self._loop.call_at(self._until_s, self._look)
+        elif self._task is not None:
+            self._expired = True
+            self._task.cancel()
 
     def _follow(self, seconds: float | None) -> None:
         self._loop.call_soon_threadsafe(self._stand, seconds)
@@ -76,12 +90,14 @@ class Arrival:
         if self._hold_ends is not None:
             self._hold_ends.cancel()
             self._hold_ends = None
-        if not self.place.is_open or self._patience.expired():
+        if not self.place.is_open or self._expired or self._look_again is None:
             return  # told too late
         if seconds is not None:
             self._hold_ends = self._loop.call_later(seconds, self._stand, None)
         self.place.stand(still=seconds is not None)
-        self._patience.reschedule(self._loop.time() + self._stall_s + (seconds or 0.0))
+        self._until_s = self._loop.time() + self._stall_s + (seconds or 0.0)
+        self._look_again.cancel()  # a hold may end before its time
+        self._look_again = self._loop.call_at(self._until_s, self._look)
 
 
 __all__ = ["INTERRUPTIBLE_BYTES", "Arrival"]

@@ -13,6 +13,9 @@ an answer was the reason, its store is left to the client from then on.
 from __future__ import annotations
 
 import asyncio
+import math
+from collections.abc import Awaitable
+from dataclasses import dataclass
 from typing import Any
 from urllib.parse import SplitResult, urlsplit
 from urllib.request import getproxies, proxy_bypass
@@ -24,7 +27,7 @@ from prefetch.connections import Connections, Head, Origin, Place
 _SIGNED_FOR_S = 3600
 _SIGNATURE_USED_S = 300.0
 """Less than credentials that are renewed by themselves have left."""
-_MOST_URLS = 4096
+_MOST_TARGETS = 4096
 _OURS = {"accept-encoding", "connection", "content-length", "expect", "host", "range", "transfer-encoding"}
 _SAID_OF_S3 = {"endpoint_url", "region_name"}
 _ANY = {"max_pool_connections"}
@@ -36,6 +39,16 @@ class NotDirectError(Exception):
     """The store's client must be asked instead; nothing came yet."""
 
 
+@dataclass(frozen=True)
+class _Target:
+    """How the ranges of an object are asked for."""
+
+    store: str
+    origin: Origin
+    request: bytes
+    """But for the range, which is its last line."""
+
+
 class _Known:
     """What is known of a filesystem. Only its event loop uses it."""
 
@@ -44,8 +57,31 @@ class _Known:
         """As they are sent; None: it cannot be asked directly."""
         self.not_direct: set[str] = set()
         """Stores that answered in a way that only the client understands."""
-        self.urls: dict[str, tuple[float, SplitResult]] = {}
-        """By object: until when its signed URL is used, and that."""
+        self.targets: dict[str, tuple[float, _Target]] = {}
+        """By object, and until when each is used: as long as its signature."""
+
+    def target(self, path: str) -> _Target | None:
+        until_s, target = self.targets.get(path, (0.0, None))
+        return target if asyncio.get_running_loop().time() < until_s else None
+
+    def new_target(self, path: str, store: str, url: SplitResult, *, for_s: float = math.inf) -> _Target:
+        self.refuse(store)
+        if url.scheme not in ("http", "https") or url.hostname is None or "@" in url.netloc:
+            raise NotDirectError
+        asked = f"{url.path or '/'}?{url.query}" if url.query else url.path or "/"
+        head = f"GET {asked} HTTP/1.1\r\nHost: {url.netloc}\r\nAccept-Encoding: identity\r\n".encode("ascii")
+        origin = url.scheme, url.hostname, url.port or (443 if url.scheme == "https" else 80)
+        assert self.headers is not None
+        target = _Target(store, origin, head + self.headers)
+        if len(self.targets) >= _MOST_TARGETS:
+            self.targets.clear()
+        self.targets[path] = asyncio.get_running_loop().time() + for_s, target
+        return target
+
+    def refuse(self, store: str) -> None:
+        """Raise `NotDirectError` for a store that is left to its client."""
+        if self.headers is None or store in self.not_direct:
+            raise NotDirectError
 
 
 _known: WeakKeyDictionary[Any, _Known] = WeakKeyDictionary()
@@ -60,68 +96,57 @@ async def direct_http(fs: Any, path: str, start: int, place: Place, check: Check
         StatusError, FileNotFoundError, OSError: as `prefetch.retries` sorts them; what `check` raises.
     """
     known = _of(fs, _headers_of_http)
-    url = urlsplit(str(fs.encode_url(path)))
-    await _get(known, url, url.netloc, path, start, place, check)
+    target = known.target(path)
+    if target is None:
+        url = urlsplit(str(fs.encode_url(path)))
+        target = known.new_target(path, url.netloc, url)
+    await _get(known, target, path, start, place, check)
 
 
 async def direct_s3(fs: Any, path: str, start: int, place: Place, check: Check) -> None:
     """Fill a place from s3fs; raises what `direct_http` raises."""
     known = _of(fs, _headers_of_s3)
-    bucket, _, version = fs.split_path(path)
-    if version is not None or known.headers is None or bucket in known.not_direct:
-        raise NotDirectError
-    now_s = asyncio.get_running_loop().time()
-    until_s, url = known.urls.get(path, (0.0, SplitResult("", "", "", "", "")))
-    if now_s >= until_s:
+    target = known.target(path)
+    if target is None:
+        bucket, _, version = fs.split_path(path)
+        if version is not None:
+            raise NotDirectError
+        known.refuse(bucket)
         url = await _signed(fs, path)
         if _has_own_ways(fs, url):
             known.not_direct.add(bucket)
-            raise NotDirectError
-        if len(known.urls) >= _MOST_URLS:
-            known.urls.clear()
-        known.urls[path] = now_s + _SIGNATURE_USED_S, url
-    await _get(known, url, bucket, path, start, place, check, signed=True)
+        target = known.new_target(path, bucket, url, for_s=_SIGNATURE_USED_S)
+    await _get(known, target, path, start, place, check, signed=True)
 
 
-async def _get(
+def _get(
     known: _Known,
-    url: SplitResult,
-    store: str,
+    target: _Target,
     path: str,
     start: int,
     place: Place,
     check: Check,
     *,
     signed: bool = False,
-) -> None:
-    if known.headers is None or store in known.not_direct or url.scheme not in ("http", "https"):
-        raise NotDirectError
-    if url.hostname is None or "@" in url.netloc:
-        raise NotDirectError
+) -> Awaitable[None]:
+    store = target.store
+    known.refuse(store)
 
     def accept(head: Head) -> Place:
         status, fields = head.status, head.fields
         understood = 200 <= status < 300 or status in (404, 408, 429) or status >= 500
         if not understood and (signed or status < 400):
+            known.not_direct.add(store)
             raise NotDirectError
         raise_for_status(status, head.reason, fields, path)
         if head.length is None or fields.get("content-encoding", "identity") != "identity":
+            known.not_direct.add(store)
             raise NotDirectError
         check_range(status, fields, start, check)
         return place
 
-    origin: Origin = url.scheme, url.hostname, url.port or (443 if url.scheme == "https" else 80)
-    target = f"{url.path or '/'}?{url.query}" if url.query else url.path or "/"
-    asked = (
-        f"GET {target} HTTP/1.1\r\nHost: {url.netloc}\r\nAccept-Encoding: identity\r\n"
-        f"Range: bytes={start}-{start + len(place.rest) - 1}\r\n"
-    )
-    try:
-        request = asked.encode("ascii") + known.headers + b"\r\n"
-        await Connections.here().request(origin, request, accept, receive_bytes=place.receive_bytes)
-    except NotDirectError:
-        known.not_direct.add(store)
-        raise
+    request = b"%bRange: bytes=%d-%d\r\n\r\n" % (target.request, start, start + len(place.rest) - 1)
+    return Connections.here().request(target.origin, request, accept, receive_bytes=place.receive_bytes)
 
 
 def _of(fs: Any, headers_of: Any) -> _Known:

@@ -36,9 +36,10 @@ class ReadGate:
     ) -> None:
         self._control, self._refusals, self._now = control, refusals, now
         self._refused = 0
-        self._changed = threading.Condition()  # guards the control and everything below
+        self._admitting = threading.RLock()  # guards the control and everything below
         self._demand = Demand()
-        self._line: deque[object] = deque()
+        # Whoever is first is told alone: all others would wake only to see that they are not.
+        self._line: deque[threading.Condition] = deque()
         self._closed = False
 
     @contextmanager
@@ -48,64 +49,69 @@ class ReadGate:
         Raises:
             ReaderClosedError: the gate was closed while the read waited.
         """
-        ticket = object()
-        with self._changed:
-            self._line.append(ticket)
-            while not self._closed and not self._may_go(ticket, nbytes):
-                self._changed.wait()
-            self._line.remove(ticket)
+        with self._admitting:
+            turn = threading.Condition(self._admitting)
+            self._line.append(turn)
+            try:
+                while not self._closed and not self._may_go(turn, nbytes):
+                    turn.wait()
+            finally:
+                self._line.remove(turn)
+                self._call_next()
             if self._closed:
                 raise ReaderClosedError("the loader was closed while a read waited for its turn")
             sent = self._control.sent(self._now(), nbytes)
-            if self._line:
-                self._changed.notify_all()  # the next one may go too
-            else:
+            if not self._line:
                 self._control.drained(self._now())
         try:
             yield
         except BaseException:
-            with self._changed:
+            with self._admitting:
                 self._control.failed(sent)
-                self._changed.notify_all()
+                self._call_next()
             raise
-        with self._changed:
+        with self._admitting:
             now = self._now()
             self._control.done(now, sent)
             refused = self._refusals()
             if refused > self._refused:
                 self._control.refused(now, refused - self._refused)
                 self._refused = refused
-            if self._line:
-                self._changed.notify_all()
+            self._call_next()
 
     def took(self, nbytes: int, gap_s: float) -> None:
         """The training code took what `nbytes` were read for, after `gap_s` of work on what it had."""
-        with self._changed:
+        with self._admitting:
             self._tell(self._demand.took(nbytes, gap_s))
 
     def hurry(self) -> None:
         """The training code waits for reads: what it used so far caps them no more."""
-        with self._changed:
+        with self._admitting:
             self._demand.waited()
             self._tell(None)
 
     def _tell(self, bytes_per_s: float | None) -> None:
         before = self._control.decision.value
         self._control.demand(bytes_per_s)
-        if self._line and self._control.decision.value > before:
-            self._changed.notify_all()
+        if self._control.decision.value > before:
+            self._call_next()
 
-    def _may_go(self, ticket: object, nbytes: int) -> bool:
-        return self._line[0] is ticket and self._control.admits(self._now(), nbytes)
+    def _may_go(self, turn: threading.Condition, nbytes: int) -> bool:
+        return self._line[0] is turn and self._control.admits(self._now(), nbytes)
+
+    def _call_next(self) -> None:
+        if self._line:
+            self._line[0].notify()
 
     @property
     def decision(self) -> Decision:
         """Bytes that may be in flight now, and why."""
-        with self._changed:
+        with self._admitting:
             return self._control.decision
 
     def close(self) -> None:
         """Refuse the reads that wait and all to come. Those that run end by themselves. Idempotent."""
-        with self._changed:
+        with self._admitting:
             self._closed = True
-            self._changed.notify_all()
+            for turn in self._line:
+                turn.notify()

@@ -75,9 +75,9 @@ def touch_pages(memory: NDArray[np.uint8]) -> None:
     Whoever writes into fresh memory waits for its pages, 2 ms a MiB here: better a thread that waits anyway
     than an event loop. Advice: where the kernel cannot, writing does it.
     """
-    page = mmap.PAGESIZE
-    start = -(-memory.ctypes.data // page) * page  # only whole pages: others may be in use
-    nbytes = (memory.ctypes.data + memory.nbytes) // page * page - start
+    page, address = mmap.PAGESIZE, memory.ctypes.data
+    start = -(-address // page) * page  # only whole pages: others may be in use
+    nbytes = (address + memory.nbytes) // page * page - start
     if nbytes > 0 and not _has_pages(start, nbytes):
         _shared_libc().madvise(start, nbytes, _POPULATE_WRITE)
 

@@ -24,6 +24,7 @@ from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field, fields
 from functools import lru_cache, partial
+from itertools import count
 from typing import Any, TypeVar
 
 import numpy as np
@@ -227,16 +228,15 @@ class StoreReader:
         starts = range(0, out.nbytes, _PART_BYTES)
         parts = [_Part(at, at, min(at + _PART_BYTES, out.nbytes), began_s) for at in starts]
         read = _Range(shard, offset, out, awaited, began_s, parts)
-        attempts = 0
-        while read.left or not attempts:
+        for attempts in count(1):
             if self._closed.is_set():
                 raise _closed()
-            attempts, left = attempts + 1, read.left
+            left = read.left
             idle_s = self._now() - last_byte_s
             stall_s = self._policy.stall_timeout_s(read.failures, idle_s, self._long_s(read))
             try:
                 self._attempt(read, stall_s)
-                continue
+                break
             except DataflowError:
                 raise
             except Exception as caught:
@@ -306,16 +306,16 @@ class StoreReader:
             if not self._is_checked(read.shard):
                 async with asyncio.timeout(stall_s):
                     self._check(read.shard, await fs._info(path))
+        missing = [part for part in read.parts if part.left]
+        if len(missing) == 1:
+            await self._fetch_part(read, missing[0], fs, path, fill, stall_s)
+            return
         turns = asyncio.Semaphore(_PARTS_AT_ONCE)
 
         async def fetch(part: _Part) -> None:
             async with turns:
                 await self._fetch_part(read, part, fs, path, fill, stall_s)
 
-        missing = [part for part in read.parts if part.left]
-        if len(missing) == 1:
-            await self._fetch_part(read, missing[0], fs, path, fill, stall_s)
-            return
         # All end before the first error is raised: nothing may write into `out` after that.
         ended = await asyncio.gather(*map(fetch, missing), return_exceptions=True)
         errors = [error for error in ended if error is not None]
@@ -333,11 +333,11 @@ class StoreReader:
             return
         loop = asyncio.get_running_loop()
         first = loop.create_task(self._stream(read, part, fs, path, fill, stall_s))
-        tasks: list[asyncio.Task[Any]] = [first, loop.create_task(_heard(read.awaited))]
+        tasks = [first]
         try:
             asked_s = part.heard_s = self._now()
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            if self._long_s(read) is None:  # a second look: others may have told by then
+            await _first_of(first, read.awaited)
+            if not first.done() and self._long_s(read) is None:  # a second look: others may have told by then
                 await asyncio.wait([first], timeout=self._policy.least_stall_s)
             hedged = False
             while not first.done():
@@ -369,9 +369,10 @@ class StoreReader:
         finally:
             for task in tasks:
                 task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            if len(tasks) > 1 or not first.done():
+                await asyncio.gather(*tasks, return_exceptions=True)
             tasks.clear()
-            del first
+            del first, task
 
     def _long_s(self, read: _Range) -> float | None:
         with self._lock:
@@ -390,30 +391,21 @@ class StoreReader:
         """Fill a part as its bytes come; it is whole, or an error says why not."""
         failure: Exception | None = None
         try:
-            if not await self._fill(read, part, fs, path, fill, stall_s):
+            memory, arrived = read.out.data[part.at : part.end], partial(self._arrived, part)
+            arrival = Arrival(memory, arrived, stall_s, self._hold)
+            check = partial(self._check, read.shard)
+            if not await arrival.wait_for(fill(fs, path, read.offset + part.at, arrival.place, check)):
                 failure = TimeoutError(f"no byte came for {stall_s:g} s")
         except Exception as error:
             failure = error
         if failure is not None:
             # The error is kept by the task, and by the body that it broke. With the traceback that leads to
-            # these (the time-out knows its task) it would keep itself, and with it the memory read into.
+            # these (the body knows its task) it would keep itself, and with it the memory read into.
             try:
                 raise failure.with_traceback(None)
             finally:
                 del failure
         _whole(part)
-
-    async def _fill(
-        self, read: _Range, part: _Part, fs: Any, path: str, fill: FillPlace, stall_s: float
-    ) -> bool:
-        """Fill a part until its body ends; False: no byte came for too long."""
-
-        def check(info: Info) -> None:
-            self._check(read.shard, info)
-
-        arrived = partial(self._arrived, part)
-        arrival = Arrival(read.out.data[part.at : part.end], arrived, stall_s, self._hold)
-        return await arrival.wait_for(fill(fs, path, read.offset + part.at, arrival.place, check))
 
     def _arrived(self, part: _Part, nbytes: int) -> None:
         part.at += nbytes
@@ -438,7 +430,11 @@ class _OnLoop:
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._task: asyncio.Task[None] | None = None
-        self._ended: Future[None] = Future()
+        self._error: BaseException | None = None
+        self._has_ended = False
+        # Held until then. A Future would wake the thread while it holds the lock that the thread needs next.
+        self._ended = threading.Lock()
+        self._ended.acquire()
 
     def run(
         self,
@@ -456,18 +452,26 @@ class _OnLoop:
             self.cancel()
         try:
             meanwhile()
-            self._ended.result()
+            self._wait()
         except BaseException:
             # Interrupted from outside: the memory it writes into is the caller's again only at its end.
             self.cancel()
-            self._ended.exception()
+            self._wait()
             raise
-        finally:  # an error's traceback leads here: without this, garbage collection had to free its buffers
-            self._ended, self._task = Future(), None
+        error, self._error, self._task = self._error, None, None
+        if error is not None:
+            try:
+                raise error
+            finally:  # its traceback leads here: without this, garbage collection had to free its buffers
+                del error
 
     def cancel(self) -> None:
         """End it soon. Any thread; does not wait."""
         self._loop.call_soon_threadsafe(self._cancel)
+
+    def _wait(self) -> None:
+        while not self._has_ended:
+            self._ended.acquire()
 
     def _start(self, coroutine: Coroutine[Any, Any, None]) -> None:
         self._task = self._loop.create_task(coroutine)
@@ -478,17 +482,18 @@ class _OnLoop:
             self._task.cancel()
 
     def _settle(self, task: asyncio.Task[None]) -> None:
-        error = _closed() if task.cancelled() else task.exception()
-        if error is None:
-            self._ended.set_result(None)
-        else:
-            self._ended.set_exception(error)
+        self._error = _closed() if task.cancelled() else task.exception()
+        self._has_ended = True
+        self._ended.release()
 
 
-async def _heard(signal: Awaited) -> None:
-    """Wait in the event loop for what another thread sets."""
+async def _first_of(task: asyncio.Task[Any], signal: Awaited) -> None:
+    """Wait in the event loop for the end of a task, or for what another thread sets."""
+    if signal.done():
+        return
     loop, heard = asyncio.get_running_loop(), asyncio.Event()
     signal.add_done_callback(lambda _: loop.call_soon_threadsafe(heard.set))
+    task.add_done_callback(lambda _: heard.set())
     await heard.wait()
 
 

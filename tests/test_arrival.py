@@ -288,6 +288,7 @@ class Transport(asyncio.Transport):
     def __init__(self) -> None:
         super().__init__()
         self.told: list[str] = []
+        self.place: Place | None = None
 
     def pause_reading(self) -> None:
         self.told.append("pause")
@@ -317,6 +318,7 @@ def waiting(stall_s: float, hold: ReadHold) -> Iterator[Callable[[Any], None]]:
 
     async def silent_body(place: Place, transport: Transport) -> None:
         place.attach(transport)
+        transport.place = place
         await asyncio.get_running_loop().create_future()
 
     async def started(test: Callable[[Any, Any, Any], Coroutine[Any, Any, None]]) -> None:
@@ -331,6 +333,33 @@ def waiting(stall_s: float, hold: ReadHold) -> Iterator[Callable[[Any], None]]:
 
     with asyncio.Runner(loop_factory=FakeTime) as runner:
         yield lambda test: runner.run(started(test))
+
+
+def test_every_byte_begins_the_stall_time_out_anew() -> None:
+    async def test(loop: FakeTime, transport: Transport, task: asyncio.Task[bool]) -> None:
+        assert transport.place is not None
+        await loop.passes(1.5)
+        transport.place.put(b"a")
+        await loop.passes(1.0)
+        transport.place.put(b"b")
+        await loop.passes(1.9)
+        assert not task.done()
+        await loop.passes(0.2)
+        assert task.done()
+        assert task.result() is False
+
+    with waiting(2.0, ready_hold()) as run:
+        run(test)
+
+
+def test_a_time_out_at_the_same_time_does_not_hide_that_somebody_cancels() -> None:
+    async def test(loop: FakeTime, transport: Transport, task: asyncio.Task[bool]) -> None:
+        loop.call_at(2.0, task.cancel)
+        await loop.passes(2.0)
+        assert task.cancelled()
+
+    with waiting(2.0, ready_hold()) as run:
+        run(test)
 
 
 def test_a_hold_is_no_silence() -> None:

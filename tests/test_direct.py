@@ -129,7 +129,7 @@ def test_an_object_is_signed_once_and_again_before_that_ends(monkeypatch: pytest
         assert "X-Amz-Algorithm=AWS4-HMAC-SHA256" in first
         assert "X-Amz-Expires=3600" in first
         monkeypatch.setattr(direct, "_SIGNATURE_USED_S", -1.0)
-        monkeypatch.setattr(direct, "_MOST_URLS", 1)
+        monkeypatch.setattr(direct, "_MOST_TARGETS", 1)
         reader = s3_of(server, token="t")
         raw_read(reader)
         raw_read(reader)

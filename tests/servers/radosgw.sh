@@ -9,7 +9,8 @@
 #   radosgw.sh revive DIR [PORT]  start the gateway again
 #
 # RGW_STORE=memstore keeps the objects in memory (4 GiB at most); the default,
-# bluestore, keeps them in a sparse 8 GiB file under DIR.
+# bluestore, keeps them in a sparse 8 GiB file under DIR. RGW_ALSO names a second
+# address of this machine at which the gateway listens, from `up` or `revive` on.
 #
 # Needs: apt-get install --no-install-recommends radosgw ceph-mon ceph-osd
 # Only processes whose pid this script recorded under DIR are ever signalled.
@@ -112,7 +113,8 @@ EOF
 }
 
 gateway() {
-    spawn rgw radosgw -f -c "$dir/ceph.conf" -n client.rgw.a
+    spawn rgw radosgw -f -c "$dir/ceph.conf" -n client.rgw.a \
+        ${RGW_ALSO:+--rgw-frontends "beast endpoint=127.0.0.1:$port endpoint=$RGW_ALSO:$port tcp_nodelay=1"}
     for _ in $(seq 120); do
         curl -sf -o /dev/null "http://127.0.0.1:$port/" && { env_; return; }
         sleep 0.5
@@ -133,5 +135,5 @@ down) stop_all; rm -rf "$dir" ;;
 env) env_ ;;
 kill) stop_all rgw ;;
 revive) gateway ;;
-*) sed -n '2,16p' "$0" >&2; exit 2 ;;
+*) sed -n '2,17p' "$0" >&2; exit 2 ;;
 esac
