@@ -103,7 +103,7 @@ def test_every_command_exists() -> None:
     from dataflow.cli import main
 
     text = "".join(page.read_text("utf-8") for page in PAGES)
-    named = set(re.findall(r"(?:bin/|[`\s])dataflow (demo|index|bench|inspect|convert)\b", text))
+    named = set(re.findall(r"(?:bin/|[`\s])dataflow (demo|index|bench|inspect|plan|doctor|convert)\b", text))
     assert named <= main.commands.keys()
 
 
@@ -125,6 +125,10 @@ def test_links_lead_to_files(page: Path) -> None:
 def test_dotted_module_names_written_as_code_can_be_imported(page: Path) -> None:
     for name in set(re.findall(rf"`((?:{'|'.join(PACKAGES)})(?:\.\w+)+)[`(]", page.read_text("utf-8"))):
         assert resolve(name) is not None
+
+
+def test_every_page_can_be_reached_from_the_readme() -> None:
+    assert [page.name for page in PAGES[2:] if f"](docs/{page.name})" not in README] == []
 
 
 def resolve(name: str) -> object:
