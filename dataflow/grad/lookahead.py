@@ -42,6 +42,21 @@ class LookAhead:
         self._share = Share()
         self.taken = 0
         """Batches taken in this epoch."""
+        self.left_early = False
+        """The last epoch ended before the loader's batches did; the next loop is another epoch."""
+        self._to_leave = False
+
+    def resumed(self, *, left_early: bool) -> None:
+        """The loader was set back to where a state was taken, with this value of `left_early`."""
+        self.left_early = self._to_leave = left_early
+
+    def settle(self) -> None:
+        """Before an epoch: leave the one that had ended when the state was taken, by beginning its rest."""
+        if self._to_leave:
+            self._iterator = iter(self._loader)
+            next(self._iterator, None)
+            self.end()
+        self.left_early = self._to_leave = False
 
     def begin(self) -> None:
         """Begin an epoch."""

@@ -282,6 +282,7 @@ class GradSchedule:
             raise RuntimeError("two loops ran over one GradSchedule at the same time")
         self._running, self._microbatch = True, None
         try:
+            self._look.settle()
             self._negotiation.begin_epoch(batches_ahead(self._loader), self._position)
             self._look.begin()
             self._offer()
@@ -293,6 +294,8 @@ class GradSchedule:
                 self._note_units()
                 if self._gate and self.strategy.syncs(self._position.step):
                     self._gate.window_begins(self._position.window)
+                elif self._gate:
+                    self._gate.left()
                 yield window
                 if not window.ended:
                     raise RuntimeError("a window was left before its end: call step() after each backward()")
@@ -300,6 +303,8 @@ class GradSchedule:
                     break
             if self._look.exhausted:
                 self._consumed = self._look.loader_state()
+            else:  # the shortest rank has ended the epoch
+                self._look.left_early = True
         finally:
             self._running, self._microbatch = False, None
             self._wrapped.restore()
@@ -344,12 +349,12 @@ class GradSchedule:
 
     def _decide(self) -> Window:
         share = self._look.next_share()
-        window = self.phases.waited(
-            lambda: self._negotiation.decide(
-                share, self._position, equal_forwards=self._wrapped.equal_forwards
-            ),
-            "peers",
-        )
+
+        def decide() -> Window:
+            forwards = self._wrapped.equal_forwards
+            return self._negotiation.decide(share, self._position, equal_forwards=forwards)
+
+        window = self.phases.waited(lambda: self._call(decide), "peers")
         share = window.share
         if window.giver is not None:
             mine = share.batches[0] if window.giver == self._agreement.rank else None
@@ -430,6 +435,7 @@ class GradSchedule:
             "lr": self._last_lr,
             "scale": self._last_scale,
             "loader": self._consumed,
+            "left_early": self._look.left_early,
             "strategy": {"key": self.strategy.key, "state": self.strategy.state_dict()},
             "control": self._control.state_dict() if self._control else None,
         }
@@ -468,6 +474,7 @@ class GradSchedule:
                     "the state has the place of a loader, but this loader has no load_state_dict"
                 )
             self._loader.load_state_dict(state["loader"])
+        self._look.resumed(left_early=bool(state.get("left_early")))
         self._position, self._last_lr = position, float(state["lr"])
         self._last_scale = float(state["scale"])
         self._consumed = state["loader"]
