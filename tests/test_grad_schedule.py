@@ -146,7 +146,7 @@ class Run:
     def __init__(self, loader: DataLoader) -> None:
         self.loader = loader
         self.model, self.sched = made(loader, 2, weights={"n": lambda b: len(values_of(b))})
-        self.optimizer = self.sched._optimizer
+        self.optimizer = self.sched._boundary.optimizer
         self.seen: list[list[float]] = []
 
     def epochs(self, until: int, stop: int | None = None) -> list[dict[str, Any]]:
