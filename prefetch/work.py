@@ -1,7 +1,7 @@
 """The work of an engine, as it sees it.
 
-A *window* is some blocks that are staged together, a *chunk* a few consecutive batches that are built from one
-or more staged windows.
+A *window* is some blocks that are staged together, a *chunk* a few consecutive batches that are built from
+one or more staged windows.
 """
 
 from __future__ import annotations

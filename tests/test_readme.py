@@ -70,6 +70,13 @@ def test_the_torchrun_program_trains_in_two_ranks_and_resumes_where_it_ended(
     assert '"epoch": 1, "position": 0' in (folder / "position.json").read_text()
 
 
+def test_the_page_on_gradient_accumulation_runs_from_top_to_bottom() -> None:
+    page = (ROOT / "docs" / "gradient-accumulation.md").read_text("utf-8")
+    found: dict[str, object] = {}
+    exec("\n".join(code_blocks(page, "python")), found)
+    assert str(found["info"]).startswith("StepInfo(")
+
+
 def test_demo_and_test_commands_are_marked_for_ci() -> None:
     marks = [block.partition("\n")[0] for block in code_blocks(README, "sh")]
     assert marks.count("# demo") == marks.count("# tests") == 1
