@@ -11,7 +11,7 @@ from dataflow.session import Session
 from dataflow.stats import LoaderStats
 from prefetch.block_cache import NO_CACHE, CacheStats
 from prefetch.depth import Decision
-from prefetch.engine import NOT_STARTED, EngineStats
+from prefetch.engine_stats import NOT_STARTED, EngineStats
 from prefetch.store import NO_FAULTS, ReadStats
 from sharding.errors import SampleError
 from sharding.order import Shuffle

@@ -90,7 +90,7 @@ class Workshop:
 
 
 class BatchChunk:
-    """Batches [first, last) of a plan. Implements `prefetch.engine.Chunk`."""
+    """Batches [first, last) of a plan. Implements `prefetch.work.Chunk`."""
 
     def __init__(
         self,

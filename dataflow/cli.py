@@ -104,9 +104,11 @@ def index(given: Given, output: str | None, block_bytes: int | None, checksum: b
     index_source(given.source, given.options, output=output, block_bytes=block_bytes, checksum=checksum)
 
 
-@main.command("inspect")
+@main.command("inspect", short_help="Tell how well a plan mixes and what it costs to read.")
 @click.option("--batch-size", type=click.IntRange(min=1), default=64, show_default=True, help="A rank's.")
-@click.option("--nodes", type=click.IntRange(min=1), default=1, show_default=True)
+@click.option(
+    "--nodes", type=click.IntRange(min=1), default=1, show_default=True, help="Machines of the job."
+)
 @click.option("--ranks", type=click.IntRange(min=1), help="Of all nodes together.  [default: one a node]")
 @click.option(
     "--shuffle",
@@ -114,6 +116,7 @@ def index(given: Given, output: str | None, block_bytes: int | None, checksum: b
     type=click.Choice(["window", "full", "blocks", "none"]),
     default="window",
     show_default=True,
+    help="How an epoch is mixed, as in Shuffle(...).",
 )
 @click.option("--window-blocks", type=click.IntRange(min=1), help="Blocks a window.  [default: chosen]")
 @click.option("--canonical-nodes", type=click.IntRange(min=1), help="Lanes.  [default: 8, or 1 unmixed]")
@@ -125,8 +128,8 @@ def index(given: Given, output: str | None, block_bytes: int | None, checksum: b
     help="Share of the blocks that may change lane from epoch to epoch.",
 )
 @click.option("--memory-limit", callback=size, metavar="SIZE", help="As given to the DataLoader.")
-@click.option("--seed", type=int, default=0, show_default=True)
-@click.option("--epoch", type=click.IntRange(min=0), default=0, show_default=True)
+@click.option("--seed", type=int, default=0, show_default=True, help="Of the order.")
+@click.option("--epoch", type=click.IntRange(min=0), default=0, show_default=True, help="To look at.")
 @click.option("--label", metavar="COLUMN", help="Read this column too, and tell how labels are mixed.")
 @click.option("--max-samples", type=click.IntRange(min=1), help="Of an epoch to look at.  [default: 2 M]")
 @click.option("--json", "json_path", metavar="PATH", help='Write all figures to a file; "-": print them.')
@@ -165,7 +168,7 @@ def inspect_(
     inspect_source(given.source, given.options, asked, json_path=json_path, picture=picture)
 
 
-@main.command()
+@main.command(short_help="See it train, be interrupted and resume on this machine.")
 @click.option(
     "--folder",
     type=click.Path(file_okay=False, path_type=Path),

@@ -21,10 +21,11 @@ from torch.utils.data._utils import pin_memory as torch_pin
 from torch.utils.data._utils import worker as torch_worker
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _sharding_worker_init_fn
 
+from dataflow.lane import Job, Lane, has_state
 from dataflow.loader_state import Progress
 from dataflow.payload import array_bytes
 from dataflow.resumed import Resumed
-from dataflow.worker_process import Job, Lane, collate_map_changes, has_state
+from dataflow.worker_process import collate_map_changes
 
 if TYPE_CHECKING:
     from dataflow.loader import DataLoader

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -11,6 +12,7 @@ import torch
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import _DatasetKind
 
+from dataflow.doctor import VARIABLE
 from dataflow.fetching import MainIterator, Tally
 from dataflow.loader_state import Progress
 from dataflow.memory_limit import memory_limit_bytes
@@ -199,6 +201,14 @@ class DataLoader(_Base):
         return super().__len__() if self._stream is None else len(self._stream)
 
     def __iter__(self) -> Any:
+        batches = self._begun()
+        if VARIABLE not in os.environ:
+            return batches
+        from dataflow.doctor.loops import watched
+
+        return watched(batches, self)
+
+    def _begun(self) -> Any:
         if self._stream is not None:
             return iter(self._stream)
         if self._resumed is not None or getattr(self._iterator, "failed", False):

@@ -24,8 +24,9 @@ from torch.utils.data import (
 )
 
 from dataflow.json_values import decoded, encoded
+from dataflow.lane import LaneState, has_state
+from dataflow.random_state import random_state, set_random_state
 from dataflow.resumed import VERSION, Resumed, ResumedLane
-from dataflow.worker_process import LaneState, has_state, random_state, set_random_state
 
 if TYPE_CHECKING:
     from dataflow.loader import DataLoader

@@ -17,8 +17,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from dataflow.lane import Job
 from dataflow.payload import Buffer, dumps_by_value, pack, placed_offsets, unpack
-from dataflow.worker_process import Job, copied_random_state, run
+from dataflow.random_state import copied_random_state
+from dataflow.worker_process import run
 from prefetch.device import register_pinned
 from prefetch.fork_server import Modules, warm_up
 from prefetch.shared_arena import Header, SharedFile

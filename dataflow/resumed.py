@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from dataflow.json_values import decoded, encoded
-from dataflow.worker_process import LaneState
+from dataflow.lane import LaneState
 
 VERSION = 1
 

@@ -34,7 +34,7 @@ class NotLocatableError(DataflowError):
 
 
 class StagedWindow:
-    """The blocks of one window for one rank. Implements `prefetch.engine.Window`.
+    """The blocks of one window for one rank. Implements `prefetch.work.Window`.
 
     Args:
         blocks: [b] the blocks to stage, in read order.

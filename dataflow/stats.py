@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from prefetch.block_cache import NO_CACHE, CacheStats
-from prefetch.engine import StageStats
+from prefetch.engine_stats import StageStats
 from prefetch.ledger import MemoryHeld
 from prefetch.store import NO_FAULTS, ReadStats
 from sharding.units import LengthStats

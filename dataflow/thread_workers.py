@@ -24,10 +24,10 @@ from torch._utils import ExceptionWrapper
 from torch.utils.data import MapDataPipe, Subset, _DatasetKind, default_collate, default_convert
 
 from dataflow.copies import copies
+from dataflow.lane import BACK, BATCH, ERROR, OPENED, RESET, SKIP, TASK, Job, Lane, has_state
 from dataflow.payload import array_bytes
 from dataflow.torch_threads import one_torch_thread, setting_kept
 from dataflow.worker_info import Generators, become, install, thread_info, uninstall
-from dataflow.worker_process import BACK, BATCH, ERROR, OPENED, RESET, SKIP, TASK, Job, Lane, has_state
 from prefetch.threads import WorkerThreads
 
 

@@ -19,7 +19,7 @@ import torch
 from torch.utils.data._utils import collate
 from torch.utils.data._utils import worker as torch_worker
 
-from dataflow.worker_process import Job
+from dataflow.lane import Job
 
 _own = threading.local()
 _lock = threading.RLock()  # a finaliser may call `uninstall` here; guards _users and torch's function

@@ -21,13 +21,13 @@ from torch.utils.data._utils import pin_memory as torch_pin
 
 from dataflow.copies import copies
 from dataflow.fetching import FetchIterator, LaneOrder
+from dataflow.lane import BACK, END, ERROR, MARK, OPENED, RANDOM, RESET, SKIP, TASK, Job, has_state
 from dataflow.loader_state import Progress
 from dataflow.next_epoch import NextEpoch, predicted_indices
 from dataflow.process_workers import ProcessWorkers, start_workers
 from dataflow.resumed import Resumed
 from dataflow.thread_workers import Finished, ItemThreads, LaneThreads, needs_lanes
 from dataflow.worker_choice import Decision, decide
-from dataflow.worker_process import BACK, END, ERROR, MARK, OPENED, RANDOM, RESET, SKIP, TASK, Job, has_state
 from dataflow.worker_trial import observe
 from prefetch.worker_death import WorkerDiedError
 from prefetch.workers import Answer

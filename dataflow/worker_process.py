@@ -1,82 +1,33 @@
 """What a worker process does: fetch batches of a dataset and hand them over in shared memory.
 
-A worker serves one or more *lanes*. Lane k of n is what PyTorch calls worker k of n: it has its own copy of
-the dataset, its own `get_worker_info()`, its own random state, and takes every n-th batch. There are as many
-lanes as workers, unless a state is resumed that was taken with another number of workers: then the
-lanes of the state go on, on the processes there are.
+A worker serves one or more lanes (`dataflow.lane`). There are as many lanes as workers, unless a state is
+resumed that was taken with another number of workers: then the lanes of the state go on, on the processes
+there are.
 """
 
 from __future__ import annotations
 
-import _random
 import contextlib
 import copy
-import ctypes
 import os
 import pickle
-import random
-import sys
 import weakref
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 from torch._utils import ExceptionWrapper
-from torch.utils.data import _DatasetKind
 from torch.utils.data._utils import collate, signal_handling
 from torch.utils.data._utils import worker as torch_worker
 
+from dataflow.lane import BACK, BATCH, ERROR, MARK, OPENED, RANDOM, RESET, SKIP, Job, Lane
 from dataflow.payload import Buffer, Packed, pack, unpack
+from dataflow.random_state import Draws, random_state, seed_all, set_random_state
 from prefetch.shared_arena import Header, Region, read_message
 from prefetch.workers import Answer, WorkerStart, begin
 
-BATCH, ERROR, END, OPENED = range(4)
-"""Kinds of answers. END: the lane's iterable has no more. OPENED: the lane stands at its beginning."""
-
-TASK, SKIP, RANDOM, MARK, RESET, BACK = range(6)
-"""Kinds of messages to a worker: fetch a batch; fetch one and drop it; set the generators; remember them;
-begin the next epoch; do so with the generators that were remembered."""
-
-_STATE_BYTES = 625 * 4
-"""MT19937: 624 words and the place in them."""
 _DIRECT_BYTES = 32 << 10
 """Tensors of at least this size are collated in shared memory at once; smaller ones are copied together."""
-
-
-@dataclass
-class Job:
-    """What all workers of a loader need to know."""
-
-    kind: int
-    dataset: Any
-    auto_collation: bool
-    collate_fn: Callable[[Any], Any]
-    drop_last: bool
-    init_fn: Callable[[int], Any] | None
-    base_seed: int
-    num_lanes: int
-    """As `get_worker_info().num_workers` tells; 0: fetching as if there were no workers."""
-    shared_seed: int | None = None
-    collate_map: Mapping[Any, Any] = field(default_factory=dict)
-    """What the parent has registered with torch's `default_collate`."""
-    default_dtype: torch.dtype = torch.float32
-    state_every: int = 0
-    """Ship the state of the dataset with every so many batches; 0: never."""
-    announce: bool = False
-    """Tell when a lane is open, with its state or what went wrong."""
-    resumed: Mapping[int, LaneState] = field(default_factory=dict)
-
-
-@dataclass
-class LaneState:
-    """Where a lane stands, for a dataset or an iterator that tells its own state."""
-
-    dataset: Any = None
-    iterator: Any = None
-    ended: bool = False
-    """The iterable was exhausted while its last batch was made."""
 
 
 def collate_map_changes() -> dict[Any, Any]:
@@ -87,173 +38,6 @@ def collate_map_changes() -> dict[Any, Any]:
         for kind, function in collate.default_collate_fn_map.items()
         if getattr(function, "__module__", None) not in own
     }
-
-
-def seed_all(base_seed: int, lane: int) -> None:
-    """Seed the global generators as PyTorch seeds worker `lane`."""
-    random.seed(base_seed + lane)
-    torch.manual_seed(base_seed + lane)
-    np.random.seed(torch_worker._generate_state(base_seed, lane))
-
-
-def has_state(thing: Any) -> bool:
-    """Whether a dataset, iterator or sampler follows the `state_dict` protocol."""
-    return callable(getattr(thing, "state_dict", None)) and callable(getattr(thing, "load_state_dict", None))
-
-
-class Lane:
-    """One lane's dataset and the place in it."""
-
-    def __init__(self, job: Job, number: int, dataset: Any, state: LaneState | None) -> None:
-        self._job, self._number = job, number
-        self._dataset: Any = dataset
-        self._fetcher: Any = None
-        self._shared_rng = torch.Generator()
-        self._since_state = 0
-        self._ended = self._initialised = False
-        self.where = f"in DataLoader worker process {number}"
-        self.info: Any = None
-        if job.num_lanes:
-            self.info = torch_worker.WorkerInfo(
-                id=number, num_workers=job.num_lanes, seed=job.base_seed + number, dataset=dataset
-            )
-        self._resumed = state
-
-    def open(self, shared_seed: int | None) -> None:
-        """Begin an epoch."""
-        self._ended, self._since_state = False, 0
-        if isinstance(self._dataset, torch.utils.data.IterDataPipe) and shared_seed is not None:
-            self._shared_rng.manual_seed(shared_seed)
-            graph = torch.utils.data.graph_settings
-            self._dataset = graph.apply_random_seed(self._dataset, self._shared_rng)
-        if not self._initialised and self._job.init_fn is not None:
-            self._job.init_fn(self._number)
-        self._initialised = True
-        resumed, self._resumed = self._resumed, None
-        if resumed is not None and resumed.dataset is not None:
-            self._dataset.load_state_dict(resumed.dataset)
-        job = self._job
-        self._fetcher = _DatasetKind.create_fetcher(
-            job.kind, self._dataset, job.auto_collation, job.collate_fn, job.drop_last
-        )
-        if resumed is not None:
-            self._resume(resumed)
-
-    def _resume(self, state: LaneState) -> None:
-        iterator: Any = getattr(self._fetcher, "dataset_iter", None)
-        self._ended = state.ended
-        if state.iterator is not None and has_state(iterator):
-            iterator.load_state_dict(state.iterator)
-
-    def skip(self, index: Any) -> None:
-        """Fetch a batch that was delivered before, and drop it, with the error that it may have been."""
-        with contextlib.suppress(Exception):
-            self._fetcher.fetch(index)
-
-    def fetch(self, index: Any) -> Any:
-        """The next batch. `StopIteration` at the end of an iterable."""
-        if self._ended:
-            raise StopIteration
-        try:
-            return self._fetcher.fetch(index)
-        except StopIteration:
-            self._ended = self._job.kind == _DatasetKind.Iterable
-            raise
-
-    def answer(self, index: Any) -> tuple[int, Any, LaneState | None]:
-        """The next batch as kind of answer, batch or error, and the state if it is its turn."""
-        try:
-            try:
-                data = self.fetch(index)
-            except StopIteration:
-                if self._job.kind != _DatasetKind.Iterable:
-                    raise
-                return END, None, self.snapshot() if self._job.state_every else None
-            return BATCH, data, self.state()
-        except Exception:
-            return ERROR, ExceptionWrapper(where=self.where), None
-
-    def state(self) -> LaneState | None:
-        """Where the lane stands after the batch just fetched; None when it is not its turn to tell."""
-        self._since_state += 1
-        if not self._job.state_every or self._since_state < self._job.state_every:
-            return None
-        self._since_state = 0
-        return self.snapshot()
-
-    def snapshot(self) -> LaneState | None:
-        """Where the lane stands now; None if neither dataset nor iterator tells."""
-        iterator: Any = getattr(self._fetcher, "dataset_iter", None)
-        ended = bool(getattr(self._fetcher, "ended", False))
-        if iterator is self._dataset and has_state(iterator):
-            return LaneState(iterator=iterator.state_dict(), ended=ended)
-        dataset = self._dataset.state_dict() if has_state(self._dataset) else None
-        if has_state(iterator):
-            return LaneState(dataset, iterator.state_dict(), ended)
-        return LaneState(dataset, ended=ended) if dataset is not None else None
-
-
-def random_state() -> Any:
-    """The state of the three global generators."""
-    return random.getstate(), torch.get_rng_state(), np.random.get_state()
-
-
-def set_random_state(state: Any) -> None:
-    """Set the three global generators."""
-    random.setstate(state[0])
-    torch.set_rng_state(state[1])
-    np.random.set_state(state[2])
-
-
-def _address_of_python_state() -> int | None:
-    """Where CPython keeps the state of `random`, behind the head of the object; None if not found there."""
-    address = id(random._inst) + object.__basicsize__
-    if (
-        sys.implementation.name != "cpython"
-        or _random.Random.__basicsize__ < object.__basicsize__ + _STATE_BYTES
-    ):
-        return None
-    place, *words = np.frombuffer(ctypes.string_at(address, _STATE_BYTES), np.uint32).tolist()
-    return address if (*words, place) == random.getstate()[1] else None
-
-
-def copied_random_state(state: Any) -> Any:
-    """The same with arrays of its own."""
-    kind, words, *rest = state[2]
-    return state[0], state[1].clone(), (kind, words.copy(), *rest)
-
-
-class Draws:
-    """Notices whether anything was drawn from the three global generators.
-
-    The states of numpy and of `random` are looked at where they lie: asking for them takes as long as
-    handing over a small batch.
-    """
-
-    def __init__(self) -> None:
-        generator = np.random.mtrand._rand._bit_generator
-        self._numpy_at: int = generator.ctypes.state_address
-        self._python_at = _address_of_python_state()
-        self._words, self._pair = b"", False
-        self._last = self._look()
-
-    def _look(self) -> Any:
-        words = ctypes.string_at(self._numpy_at, _STATE_BYTES)
-        # Normal numbers are made in pairs, and handing out the second changes no word.
-        if words != self._words or self._pair:
-            self._pair = bool(np.random.get_state(legacy=False)["has_gauss"])
-        self._words = words
-        return words, self._pair, torch.get_rng_state().numpy().tobytes(), self._look_at_python()
-
-    def _look_at_python(self) -> Any:
-        if self._python_at is None:
-            return random.getstate()
-        return ctypes.string_at(self._python_at, _STATE_BYTES), random._inst.gauss_next  # type: ignore[attr-defined]
-
-    def since(self) -> Any:
-        """The state of the generators if anything was drawn since the last call, else None."""
-        before, self._last = self._last, self._look()
-        return None if self._last == before else random_state()
 
 
 class _Hand:

@@ -19,12 +19,13 @@ from torch import Tensor
 from torch.utils.data import _DatasetKind
 
 from dataflow.copies import copies_of
+from dataflow.lane import Job
 from dataflow.payload import Packed, pack, unpack
+from dataflow.random_state import Draws, random_state, set_random_state
 from dataflow.thread_workers import by_item, needs_lanes
 from dataflow.torch_threads import one_torch_thread, setting_kept
 from dataflow.worker_choice import Observed
 from dataflow.worker_info import Generators, become, install, thread_info, uninstall, was_asked
-from dataflow.worker_process import Draws, Job, random_state, set_random_state
 from prefetch.lock_share import Counter
 from prefetch.threads import WorkerThreads
 

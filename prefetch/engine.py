@@ -1,8 +1,7 @@
 """Ordered delivery of batches that many threads read and build, inside one byte budget.
 
-The work comes as *windows* (blocks that are staged together) and *chunks* (a few consecutive batches
-built from one or more staged windows). A source yields windows in stream order, without end; each
-window names its chunks. The engine
+The work comes as windows and chunks (`prefetch.work`): a source yields windows in stream order, without end,
+and each window names its chunks. The engine
 
 * admits a window when the ledger has credit for it, and reads its blocks on the reader threads;
 * starts a chunk when its windows are staged, the ready depth asks for it, and the ledger has credit for
@@ -27,16 +26,17 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 from prefetch import switching
 from prefetch.depth import DepthPolicy, Observation
-from prefetch.ledger import Ledger, MemoryHeld, State
+from prefetch.engine_stats import NOT_STARTED, EngineStats, StageStats
+from prefetch.ledger import Ledger, State
 from prefetch.pool import PriorityPool, Task
+from prefetch.work import Chunk, Window
 from sharding.errors import DataflowError
 
 T = TypeVar("T")
-T_co = TypeVar("T_co", covariant=True)
 
 
 class MemoryLimitError(DataflowError):
@@ -45,100 +45,6 @@ class MemoryLimitError(DataflowError):
 
 class StallError(DataflowError):
     """No batch came within the time-out. The stacks of all threads were printed to stderr."""
-
-
-class Chunk(Protocol[T_co]):
-    """A few consecutive batches, built together."""
-
-    nbytes: int
-    """Credits for its output; an upper bound."""
-    num_batches: int
-    needs: Sequence[Window]
-    """Staged windows it reads: the one that listed it, or earlier ones."""
-    closes: Sequence[Window]
-    """Those of `needs` that no later chunk needs."""
-
-    def begin(self) -> Sequence[Task]:
-        """Take slots and give the parts that may run in parallel. On a worker thread."""
-        ...
-
-    def finish(self) -> tuple[Sequence[T_co], int]:
-        """The batches in order, and how many of `nbytes` stay leased until they die."""
-        ...
-
-
-class Window(Protocol):
-    """Blocks that are staged together."""
-
-    nbytes: int
-    """Credits from admission to `close`; an upper bound."""
-
-    def reads(self) -> Sequence[Task]:
-        """Independent tasks that stage the window; they may raise. On reader threads."""
-        ...
-
-    def chunks(self) -> Sequence[Chunk[object]]:
-        """Its chunks in stream order; called once, at admission. Cheap."""
-        ...
-
-    def hurry(self) -> None:
-        """The consumer waits for its reads. Called under the engine's lock, maybe often. Cheap."""
-        ...
-
-    def close(self) -> None:
-        """Give the staging memory back."""
-        ...
-
-
-@dataclass(frozen=True)
-class StageStats:
-    """One stage of the pipeline since the engine started."""
-
-    threads: int
-    busy_s: float
-    """Thread-seconds spent in tasks. Near threads x elapsed: this stage is the bottleneck. Near 0: idle."""
-    tasks: int
-    """Tasks finished."""
-    queued: int
-    """Tasks that wait for a thread now. 0: the stage waits for work; large: it is behind."""
-
-
-@dataclass(frozen=True)
-class EngineStats:
-    """A snapshot of the engine."""
-
-    elapsed_s: float
-    starved_s: float
-    """Seconds the consumer waited in `next`. Near 0: the loader keeps up. Near `elapsed_s`: it is slower."""
-    delivered_batches: int
-    delivered_bytes: int
-    """Slots handed out."""
-    ready_batches: int
-    """Finished batches waiting. 0: the consumer is faster. At the depth: the loader is ahead."""
-    depth: int
-    """Batches the depth policy asks for."""
-    depth_reason: str
-    open_windows: int
-    """Windows being read or staged."""
-    read: StageStats
-    build: StageStats
-    memory: MemoryHeld
-
-
-NOT_STARTED = EngineStats(
-    elapsed_s=0.0,
-    starved_s=0.0,
-    delivered_batches=0,
-    delivered_bytes=0,
-    ready_batches=0,
-    depth=0,
-    depth_reason="not started",
-    open_windows=0,
-    read=StageStats(0, 0.0, 0, 0),
-    build=StageStats(0, 0.0, 0, 0),
-    memory=MemoryHeld(0, 0, 0, 0, 0, 0),
-)
-"""What there is to say before the first batch."""
 
 
 @dataclass

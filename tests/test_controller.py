@@ -277,6 +277,10 @@ def test_a_longer_sync_period_is_kept_where_averages_take_long(average_s: float,
         (AllReduce(), {"accumulate": [3]}, "divisors of 8"),
         (AllReduce(), {"accumulate": [2, 4]}, "descending"),
         (AllReduce(), {"accumulate": [8]}, "smaller"),
+        (AllReduce(), {"accumulate": [0]}, "divisors of 8"),
+        (AllReduce(), {"accumulate": [-2]}, "divisors of 8"),
+        (AllReduce(), {"accumulate": ["2"]}, "divisors of 8"),
+        (Int8(), {"compression": [Half("bf16"), Int8()]}, r"int8\(.*\) is named twice"),
     ],
 )
 def test_what_cannot_be_changed_is_refused(strategy: Any, adapt: Any, says: str) -> None:
@@ -316,7 +320,17 @@ def test_only_what_counts_is_merged_and_a_single_batch_is_left_as_it_is() -> Non
     assert made[1] is batches[2]
 
 
-@pytest.mark.parametrize("batches", [[1.0, 2.0], [torch.zeros(1, 2), torch.zeros(1, 3)]])
+@pytest.mark.parametrize(
+    "batches",
+    [
+        [1.0, 2.0],
+        [torch.zeros(1, 2), torch.zeros(1, 3)],
+        # Images of their own sizes, or the parts of each sample? Their first dimension is colours.
+        [{"jpg": [torch.zeros(3, 8, 8), torch.zeros(3, 9, 9)]}] * 2,
+        [[torch.zeros(2), [torch.zeros(3, 8, 8)] * 2]] * 2,
+        [[{"x": torch.zeros(3)}, {"x": torch.zeros(3)}]] * 2,
+    ],
+)
 def test_what_cannot_be_put_together_names_the_way_out(batches: list[Any]) -> None:
     with pytest.raises(ValueError, match="merge"):
         joined(batches)

@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from dataflow import GradSchedule
-from dataflow.doctor.records import VARIABLE
+from dataflow.doctor import VARIABLE
 from dataflow.doctor.report import Report
 from dataflow.doctor.saved import read_records
 from dataflow.grad.phases import PhaseLedger
@@ -175,7 +175,8 @@ def test_doctor_runs_a_training_under_torchrun_and_compares_its_ranks(tmp_path: 
 def test_a_program_without_a_schedule_is_told_what_to_do_and_its_exit_code_kept() -> None:
     code, text = run_command("doctor", "--", sys.executable, "-c", "raise SystemExit(7)")
     assert code == 7
-    assert "no GradSchedule ended a window" in text
+    assert "nothing to report" in text
+    assert "`from dataflow import DataLoader` in place of torch's" in text
 
 
 def test_a_command_that_does_not_exist_is_one_line() -> None:

@@ -25,8 +25,8 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data._utils.collate import default_collate_fn_map
 
 from dataflow import DataLoader
+from dataflow.random_state import Draws
 from dataflow.worker_loader import WorkerIterator
-from dataflow.worker_process import Draws
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
 

@@ -79,6 +79,38 @@ def test_what_is_left_out_changes_nothing_else(name: str, same: Case, left_out: 
         assert worst(result[name].parameters, expected.parameters) < 1e-12
 
 
+def second_epochs() -> tuple[list[float], list[float]]:
+    """The epoch after one that ended with the shortest rank: of the run, and of one resumed there."""
+
+    def made() -> tuple[Any, GradSchedule]:
+        data = torch.utils.data.TensorDataset(torch.arange((6.0, 4.0)[dist.get_rank()]))
+        model = DistributedDataParallel(nn.Linear(1, 1))
+        loader = DataLoader(data, batch_size=1, shuffle=True, generator=torch.Generator().manual_seed(1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        return model, GradSchedule(loader, model, optimizer, 2, uneven="min")
+
+    def epoch(model: Any, sched: GradSchedule) -> list[float]:
+        seen = []
+        for [batch] in sched:
+            seen += batch.tolist()
+            sched.backward(model(batch[:, None]).sum() * sched.scale())
+            sched.step()
+        return seen
+
+    model, sched = made()
+    epoch(model, sched)
+    state = json.loads(json.dumps(sched.state_dict()))
+    again, resumed = made()
+    resumed.load_state_dict(state)
+    return epoch(model, sched), epoch(again, resumed)
+
+
+def test_a_run_resumed_after_an_epoch_that_ended_early_begins_the_next_one() -> None:
+    for whole, resumed in run_ranks(second_epochs, 2, **FAST):
+        assert len(whole) == 4
+        assert resumed == whole
+
+
 # ---- replays and what must not notice them --------------------------------------------------------------
 
 

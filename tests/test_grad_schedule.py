@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from dataflow import DataLoader, GradSchedule, ShardedDataset
+from dataflow.grad.lost import RankLostError
 from dataflow.grad.phases import Phase, PhaseLedger
 
 
@@ -145,7 +146,7 @@ class Run:
     def __init__(self, loader: DataLoader) -> None:
         self.loader = loader
         self.model, self.sched = made(loader, 2, weights={"n": lambda b: len(values_of(b))})
-        self.optimizer = self.sched._optimizer
+        self.optimizer = self.sched._boundary.optimizer
         self.seen: list[list[float]] = []
 
     def epochs(self, until: int, stop: int | None = None) -> list[dict[str, Any]]:
@@ -245,6 +246,19 @@ def test_a_loop_that_forgets_a_call_is_told_which() -> None:
         break
     with pytest.raises(RuntimeError, match="no microbatch is under way"):
         sched.scale()
+
+
+def test_a_rank_lost_while_a_window_is_decided_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that drifted apart average their parameters there, which takes long for a large model."""
+    _, sched = made(batches(2))
+
+    def averaging(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("gloo: connection closed by peer")
+
+    monkeypatch.setattr(sched._negotiation, "decide", averaging)
+    monkeypatch.setattr(sched._agreement, "explained", lambda error, also: RankLostError((1,), "died"))
+    with pytest.raises(RankLostError, match="rank 1 died"):
+        next(iter(sched))
 
 
 def test_two_loops_at_a_time_are_refused() -> None:

@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from dataflow import GradSchedule
 from dataflow.grad.io_gate import FixedGate, IoGate, Way, gate_policy
 from dataflow.grad.phases import Phase, PhaseLedger
+from dataflow.grad.strategies import PostLocalSGD
 from dataflow.testing import run_ranks
 from prefetch.hold import ReadHold
 
@@ -118,6 +119,26 @@ def holds_of_two_windows(io: str) -> tuple[list[str], str]:
             sched.step()
         assert sched.io is not None
         return loader.read_hold.told, sched.io.way
+
+
+def limits_of_each_window() -> list[bool]:
+    """Gradients are reduced in the first two windows, parameters averaged from then on."""
+    loader = LoaderWithHold()
+    model = DistributedDataParallel(torch.nn.Linear(3, 1))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    limited = []
+    strategy = PostLocalSGD(8, start_step=2)
+    with GradSchedule(loader, model, optimizer, io="sync", strategy=strategy) as sched:
+        for batch in sched:
+            limited.append(loader.read_hold.is_limited)
+            sched.backward(model(batch).sum())
+            sched.step()
+    return limited
+
+
+def test_windows_without_a_reduction_let_any_number_of_reads_run() -> None:
+    limited = run_ranks(limits_of_each_window, 2, start_method="forkserver")
+    assert limited == [[True, True, False, False]] * 2
 
 
 @pytest.mark.parametrize("io", WAYS)

@@ -70,6 +70,13 @@ def test_the_torchrun_program_trains_in_two_ranks_and_resumes_where_it_ended(
     assert '"epoch": 1, "position": 0' in (folder / "position.json").read_text()
 
 
+def test_the_page_on_gradient_accumulation_runs_from_top_to_bottom() -> None:
+    page = (ROOT / "docs" / "gradient-accumulation.md").read_text("utf-8")
+    found: dict[str, object] = {}
+    exec("\n".join(code_blocks(page, "python")), found)
+    assert str(found["info"]).startswith("StepInfo(")
+
+
 def test_demo_and_test_commands_are_marked_for_ci() -> None:
     marks = [block.partition("\n")[0] for block in code_blocks(README, "sh")]
     assert marks.count("# demo") == marks.count("# tests") == 1
@@ -103,7 +110,7 @@ def test_every_command_exists() -> None:
     from dataflow.cli import main
 
     text = "".join(page.read_text("utf-8") for page in PAGES)
-    named = set(re.findall(r"(?:bin/|[`\s])dataflow (demo|index|bench|inspect|convert)\b", text))
+    named = set(re.findall(r"(?:bin/|[`\s])dataflow (demo|index|bench|inspect|plan|doctor|convert)\b", text))
     assert named <= main.commands.keys()
 
 
@@ -125,6 +132,10 @@ def test_links_lead_to_files(page: Path) -> None:
 def test_dotted_module_names_written_as_code_can_be_imported(page: Path) -> None:
     for name in set(re.findall(rf"`((?:{'|'.join(PACKAGES)})(?:\.\w+)+)[`(]", page.read_text("utf-8"))):
         assert resolve(name) is not None
+
+
+def test_every_page_can_be_reached_from_the_readme() -> None:
+    assert [page.name for page in PAGES[2:] if f"](docs/{page.name})" not in README] == []
 
 
 def resolve(name: str) -> object:

@@ -15,8 +15,8 @@ import torch
 from torch.utils.data import Dataset, IterableDataset, default_collate, default_convert, get_worker_info
 
 from dataflow import DataLoader, worker_loader
+from dataflow.lane import Job
 from dataflow.worker_choice import Decision, Observed, decide
-from dataflow.worker_process import Job
 from dataflow.worker_trial import observe, shares_memory
 from prefetch.lock_share import Counter
 from prefetch.threads import WorkerThreads

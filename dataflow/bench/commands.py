@@ -30,7 +30,7 @@ _image_size = click.option(
 )
 
 
-@click.group()
+@click.group(short_help="Measure a store, a loop's loading, or loaders side by side.")
 def bench() -> None:
     """Measure a store, a training loop's loading, or loaders side by side.
 

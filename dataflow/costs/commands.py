@@ -40,10 +40,12 @@ def _number(_ctx: click.Context, _param: click.Parameter, value: str) -> float:
 _positive = click.FloatRange(min=0, min_open=True)
 
 
-@click.command()
+@click.command(short_help="Predict a step and a run on a cluster, and what they cost.")
 @click.option("--nodes", type=click.IntRange(min=1), required=True, help="Machines.")
 @click.option("--racks", type=click.IntRange(min=1), default=1, show_default=True, help="They stand in.")
-@click.option("--ranks-per-node", type=click.IntRange(min=1), default=8, show_default=True)
+@click.option(
+    "--ranks-per-node", type=click.IntRange(min=1), default=8, show_default=True, help="Processes, one a GPU."
+)
 @click.option(
     "--parameters", callback=_number, required=True, metavar="N", help="Of the model, such as 1.3B."
 )
@@ -68,7 +70,7 @@ _positive = click.FloatRange(min=0, min_open=True)
 @click.option(
     "--within-gbit", type=_positive, default=1600.0, show_default=True, help="Between ranks of a node."
 )
-@click.option("--within-us", type=_positive, default=5.0, show_default=True)
+@click.option("--within-us", type=_positive, default=5.0, show_default=True, help="Latency between them.")
 @click.option(
     "--link", metavar="PATH", help="Network latency and bandwidth from dataflow.costs.measure, instead."
 )

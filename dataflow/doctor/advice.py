@@ -26,7 +26,7 @@ class Advice:
     """Times faster at most; None: it cannot be told from these windows."""
 
     def __str__(self) -> str:
-        gain = "what that gains, these windows cannot tell" if self.gain is None else gain_text(self.gain)
+        gain = "what that gains, these figures cannot tell" if self.gain is None else gain_text(self.gain)
         return f"{self.verdict}\nnext: {self.action} ({gain})"
 
 
@@ -53,6 +53,13 @@ def advise(found: Diagnosis, records: Sequence[RankRecord]) -> Advice:
             "(fused=True) where there is one"
         )
         return Advice(verdict, action, found.halved("optimizer"))
+    if not critical.in_schedule:
+        verdict = f"not data-bound: {found.share('data'):.0%} waiting for the loader"
+        action = (
+            "let the loop run over a GradSchedule(loader, model, optimizer, ...): it tells computing, "
+            "communication, slow ranks and optimizer apart"
+        )
+        return Advice(verdict, action, None)
     best = max(found.gains.values())
     verdict = f"compute-bound: {found.share('compute'):.0%} forward, backward and the loop itself"
     if best < WORTH:

@@ -15,13 +15,17 @@ import click
 from dataflow.cli_options import plain_errors
 
 _NOTHING = (
-    "no GradSchedule ended a window in this program: there is nothing to report. Let its loop run over "
-    "GradSchedule(loader, model, optimizer, ...), see docs/gradient-accumulation.md. What a loader alone can "
-    "do, `dataflow bench loader` measures."
+    "nothing to report: no loop over a dataflow.DataLoader or a GradSchedule was seen. `from dataflow import "
+    "DataLoader` in place of torch's (the same arguments) tells how long steps wait for data. A loop over "
+    "GradSchedule(loader, model, optimizer, ...) also tells computing, communication, slow ranks and "
+    "optimizer apart: docs/gradient-accumulation.md."
 )
 
 
-@click.command(context_settings={"ignore_unknown_options": True})
+@click.command(
+    context_settings={"ignore_unknown_options": True},
+    short_help="Run a training, and tell where its steps' time goes.",
+)
 @click.option("--json", "json_path", metavar="PATH", help='Write all figures to a file; "-": print them.')
 @click.option("--html", metavar="PATH.html", help="Write a page with pictures (extra: plot).")
 @click.option("--trace", metavar="PATH", help="Write a Chrome trace, which Perfetto shows.")
@@ -43,8 +47,8 @@ def doctor(
     """Run a training command, and tell where the time of its steps goes.
 
     COMMAND is run as it is; every GradSchedule in it notes where its windows' time goes, and at the end the
-    ranks are compared. The exit code is the command's. Without COMMAND, what an earlier run left in --folder
-    is reported.
+    ranks are compared. Of a plain loop over a dataflow.DataLoader, how long it waited for data is told. The
+    exit code is the command's. Without COMMAND, what an earlier run left in --folder is reported.
 
     \b
     Examples:
@@ -68,7 +72,7 @@ def doctor(
 
 def _run(command: Sequence[str], folder: Path) -> int:
     """Run it, with a place for records; its exit code, or as in shells 128 + the signal that ended it."""
-    from dataflow.doctor.records import VARIABLE
+    from dataflow.doctor import VARIABLE
     from dataflow.doctor.saved import record_files
 
     folder.mkdir(parents=True, exist_ok=True)

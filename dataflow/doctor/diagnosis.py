@@ -67,7 +67,7 @@ def same_windows(ranks: Sequence[Sequence[WindowTimes]]) -> list[tuple[WindowTim
     common = sorted(set.intersection(*(set(each) for each in by_number)))
     rows = [tuple(each[number] for each in by_number) for number in common]
     later = rows[1:] or rows
-    return [row for row in later if all(one.exposed_s is not None for one in row)] or later
+    return [row for row in later if _tells(row)] or later
 
 
 def diagnose(rows: Sequence[Sequence[WindowTimes]]) -> Diagnosis:
@@ -77,7 +77,7 @@ def diagnose(rows: Sequence[Sequence[WindowTimes]]) -> Diagnosis:
     seconds: dict[Part, float] = dict.fromkeys(PARTS, 0.0)
     turns: Counter[int] = Counter()
     for row in rows:
-        critical = max(range(len(row)), key=lambda rank: row[rank].own_s)
+        critical = _critical(row)
         turns[critical] += 1
         for part, value in _critical_parts(row, critical).items():
             seconds[part] += value
@@ -108,9 +108,20 @@ def takes_turns(found: Diagnosis, num_ranks: int) -> bool:
     return found.critical_share < max(_MOSTLY, min(0.9, 2 / num_ranks))
 
 
+def _critical(row: Sequence[WindowTimes]) -> int:
+    """Who has its gradients last; or waited longest for data, where waiting for others is in computing."""
+    told = _tells(row)
+    return max(range(len(row)), key=lambda rank: row[rank].own_s if told else row[rank].data_s)
+
+
+def _tells(row: Sequence[WindowTimes]) -> bool:
+    """Whether waiting for others is told apart from computing."""
+    return all(one.exposed_s is not None for one in row)
+
+
 def _critical_parts(row: Sequence[WindowTimes], critical: int) -> dict[Part, float]:
     one = row[critical]
-    slower = max(0.0, one.compute_s - median_low([other.compute_s for other in row]))
+    slower = max(0.0, one.compute_s - median_low([other.compute_s for other in row])) if _tells(row) else 0.0
     return {
         "compute": one.compute_s - slower,
         "data": one.data_s,

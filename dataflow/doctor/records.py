@@ -2,7 +2,7 @@
 
 `dataflow doctor` sets the variable `DATAFLOW_DOCTOR` to a folder; a schedule that finds it saves its record
 there after 50, 100, 200, ... windows, at the end of each loop and when it is closed, so that a run that is
-killed leaves one too. The time that saving takes is in no window.
+killed leaves one too. The time that saving takes is in no window. Loops without a schedule: `doctor.loops`.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dataflow.doctor import VARIABLE
 from dataflow.doctor.chrome_trace import write_trace
 from dataflow.grad.window_times import Span, WindowRecorder, WindowTimes
 
@@ -28,8 +29,8 @@ if TYPE_CHECKING:
     from dataflow.grad.strategy import Strategy
     from dataflow.grad.wrapped import Wrapped
 
-VARIABLE = "DATAFLOW_DOCTOR"
-_FIRST_SAVED = 50
+FIRST_SAVED = 50
+"""Windows after which a record is saved first."""
 _SERIAL = itertools.count()
 """Of schedules made by this process: one file each."""
 
@@ -66,6 +67,8 @@ class RankRecord:
     spans: tuple[Span, ...] = ()
     mode: str = ""
     """What the controller of the schedule has decided, and why; "" without one."""
+    in_schedule: bool = True
+    """False: a plain loop. A window is a batch, and computing is all that is not waiting for it."""
 
     def to_json(self) -> dict[str, Any]:
         """A JSON value."""
@@ -83,6 +86,15 @@ class RankRecord:
             return cls(**rest)
         except (KeyError, TypeError) as error:
             raise ValueError(f"not a record of this version: {error}") from None
+
+    def save(self, path: Path) -> None:
+        """Write it, whole or not at all. Errors only warn: a training must not end for want of a report."""
+        part = path.with_suffix(".part")
+        try:
+            part.write_text(json.dumps(self.to_json()))
+            part.replace(path)
+        except OSError as error:
+            warnings.warn(f"this rank's times could not be saved for dataflow doctor: {error}", stacklevel=2)
 
 
 class RankRecords:
@@ -107,7 +119,7 @@ class RankRecords:
             "strategy": strategy.name,
             "device": next((p.device.type for p in model.inner.parameters()), "cpu"),
         }
-        self._ended, self._save_at = 0, _FIRST_SAVED
+        self._ended, self._save_at = 0, FIRST_SAVED
         folder = os.environ.get(VARIABLE)
         self._path: Path | None = None
         if folder:
@@ -140,15 +152,10 @@ class RankRecords:
         return report_of(records)
 
     def save(self) -> None:
-        """Write the record where `dataflow doctor` looks for it, if it asked; whole or not at all."""
+        """Write the record where `dataflow doctor` looks for it, if it asked."""
         if self._path is None or not self._recorder.windows:
             return
-        part = self._path.with_suffix(".part")
-        try:
-            part.write_text(json.dumps(self.record().to_json()))
-            part.replace(self._path)
-        except OSError as error:  # a training must not end for want of a report
-            warnings.warn(f"this rank's times could not be saved for dataflow doctor: {error}", stacklevel=2)
+        self.record().save(self._path)
         self._recorder.forget_time()
 
     def close(self) -> None:

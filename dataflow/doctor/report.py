@@ -24,6 +24,14 @@ NAMES: Mapping[Part, str] = {
 }
 
 
+LOOP_NAMES: Mapping[Part, str] = {"compute": "all else", "data": "data wait"}
+"""What is known of a loop without a schedule."""
+_LOOP_NOTE = (
+    "no GradSchedule here: all else is computing, communication, waiting for slow ranks and the optimizer "
+    "(docs/profiling.md)"
+)
+
+
 @dataclass(frozen=True)
 class Quantiles:
     """Of the windows, in seconds."""
@@ -69,9 +77,35 @@ class Report:
     window_s: Quantiles
     microbatches: int
     """A window and rank, the most."""
+    in_schedule: bool
+    """False: a plain loop over a `DataLoader`. Windows are batches, and "compute" is all but data wait."""
     ranks: tuple[RankReport, ...]
     notes: tuple[str, ...]
     """What these figures do not tell."""
+
+    @property
+    def names(self) -> Mapping[Part, str]:
+        """The parts that are told apart, in words."""
+        return NAMES if self.in_schedule else LOOP_NAMES
+
+    @property
+    def headings(self) -> tuple[str, ...]:
+        """Short names of these parts, for columns."""
+        return PARTS if self.in_schedule else ("all else", "data")
+
+    @property
+    def facts(self) -> str:
+        """What was looked at, in a line."""
+        what = f"windows of up to {self.microbatches} microbatches" if self.in_schedule else "batches"
+        return (
+            f"{self.windows} {what} on {len(self.ranks)} of {self.world_size} ranks, "
+            f"{self.window_s.p50 * 1e3:,.1f} ms each "
+            f"({self.window_s.p10 * 1e3:,.1f} to {self.window_s.p90 * 1e3:,.1f})"
+        )
+
+    def is_critical(self, one: RankReport) -> bool:
+        """Whether this rank of several most often kept the others waiting."""
+        return one.rank == self.critical_rank and len(self.ranks) > 1
 
     def to_json(self) -> dict[str, Any]:
         """A JSON value; a gain without bound is null."""
@@ -89,11 +123,7 @@ class Report:
         """Print it."""
         console.print(self.advice.verdict, markup=False, style="bold", soft_wrap=True)
         console.print(str(self.advice).partition("\n")[2], markup=False, soft_wrap=True)
-        console.print(
-            f"{self.windows} windows of up to {self.microbatches} microbatches on {len(self.ranks)} of "
-            f"{self.world_size} ranks, {self.window_s.p50 * 1e3:,.1f} ms each "
-            f"({self.window_s.p10 * 1e3:,.1f} to {self.window_s.p90 * 1e3:,.1f})"
-        )
+        console.print(self.facts)
         console.print(self._part_table())
         console.print(self._rank_table())
         for line in self.notes:
@@ -101,23 +131,23 @@ class Report:
 
     def _part_table(self) -> Table:
         table = _table("where a step's time goes", "share", "with it gone")
-        for part in PARTS:
+        for part, name in self.names.items():
             gain = self.gains.get(part)
-            table.add_row(NAMES[part], f"{self.shares[part]:.1%}", "-" if gain is None else gain_text(gain))
+            table.add_row(name, f"{self.shares[part]:.1%}", "-" if gain is None else gain_text(gain))
         return table
 
     def _rank_table(self) -> Table:
-        table = _table("rank", "host", "ms", *PARTS, "H2D", "loader")
+        table = _table("rank", "host", "ms", *self.headings, "H2D", "loader")
         for one in self.ranks:
-            mark = " *" if one.rank == self.critical_rank and len(self.ranks) > 1 else ""
-            cells = [f"{one.shares[part]:.0%}" for part in PARTS]
+            mark = " *" if self.is_critical(one) else ""
+            cells = [f"{one.shares[part]:.0%}" for part in self.names]
             table.add_row(
                 f"{one.rank}{mark}",
                 one.host,
                 f"{one.window_s.p50 * 1e3:,.1f}",
                 *cells,
                 "-" if one.h2d_s is None else f"{one.h2d_s:.0f}",
-                _busy(one.loader),
+                loader_text(one.loader),
             )
         return table
 
@@ -138,6 +168,7 @@ def report_of(records: Sequence[RankRecord]) -> Report:
         len(rows),
         _quantiles([max(one.total_s for one in row) for row in rows]),
         max(one.microbatches for row in rows for one in row),
+        records[0].in_schedule,
         ranks,
         tuple(_notes(records, rows)),
     )
@@ -160,6 +191,15 @@ def _rank_report(rows: Sequence[Sequence[WindowTimes]], number: int, record: Ran
 
 
 def _notes(records: Sequence[RankRecord], rows: Sequence[Sequence[WindowTimes]]) -> list[str]:
+    notes = _schedule_notes(records, rows) if records[0].in_schedule else [_LOOP_NOTE]
+    if len(rows) < 10:
+        notes.append(
+            f"{len(rows)} {'windows' if records[0].in_schedule else 'batches'} are few: let it run longer"
+        )
+    return notes
+
+
+def _schedule_notes(records: Sequence[RankRecord], rows: Sequence[Sequence[WindowTimes]]) -> list[str]:
     notes = []
     world_size = records[0].world_size
     if world_size > len(records):
@@ -175,8 +215,6 @@ def _notes(records: Sequence[RankRecord], rows: Sequence[Sequence[WindowTimes]])
         )
     if records[0].mode:
         notes.append(f"controller: {records[0].mode}")
-    if len(rows) < 10:
-        notes.append(f"{len(rows)} windows are few: let it run longer")
     return notes
 
 
@@ -186,7 +224,8 @@ def _quantiles(values: Sequence[float]) -> Quantiles:
     return Quantiles(*(ordered[round(last * share)] for share in (0.1, 0.5, 0.9)))
 
 
-def _busy(loader: LoaderTimes) -> str:
+def loader_text(loader: LoaderTimes) -> str:
+    """How busy its threads were, or how long it was waited for."""
     if loader.read_busy is not None and loader.build_busy is not None:
         return f"read {loader.read_busy:.0%}, decode {loader.build_busy:.0%}"
     return "-" if loader.stall_share is None else f"waited {loader.stall_share:.0%}"

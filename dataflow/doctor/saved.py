@@ -12,8 +12,8 @@ from pathlib import Path
 from dataflow.doctor.records import RankRecord
 
 _SHOWN = 8
-_NAME = re.compile(r"\d{6,}-\d{3,}\.json")
-"""As `RankRecords` names them: the folder may be a user's own, with other files in it."""
+_NAME = re.compile(r"\d{6,}-(loop-)?\d{3,}\.json")
+"""As `RankRecords` and `Loop` name them: the folder may be a user's own, with other files in it."""
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Saved:
     """What was found."""
 
     records: tuple[RankRecord, ...]
-    """Of the schedule with most windows, by rank."""
+    """Of the schedule with most windows, by rank; without one, of the loader with most batches."""
     notes: tuple[str, ...]
     """What is missing or could not be read."""
 
@@ -33,7 +33,8 @@ def record_files(folder: Path) -> list[Path]:
 
 def read_records(folder: Path) -> Saved:
     """Read them. A program may make several schedules, one after the other: the longest is taken."""
-    by_schedule: dict[str, list[RankRecord]] = defaultdict(list)
+    schedules: dict[str, list[RankRecord]] = defaultdict(list)
+    loops: dict[str, list[RankRecord]] = defaultdict(list)
     notes: list[str] = []
     for path in record_files(folder):
         try:
@@ -41,17 +42,20 @@ def read_records(folder: Path) -> Saved:
         except (OSError, ValueError, TypeError) as error:
             notes.append(f"{path.name} could not be read, and is left out: {error}")
             continue
-        by_schedule[path.stem.partition("-")[2]].append(record)
-    if not by_schedule:
+        (schedules if record.in_schedule else loops)[path.stem.partition("-")[2]].append(record)
+    found = schedules or loops  # a schedule's loader is looped over, too
+    if not found:
         return Saved((), tuple(notes))
-    longest = max(by_schedule.values(), key=lambda records: min(len(one.windows) for one in records))
+    longest = max(found.values(), key=lambda records: min(len(one.windows) for one in records))
     # After a restart with fewer ranks, records of ranks that are no more lie there still.
     world_size = max(longest, key=lambda one: one.windows[-1].window if one.windows else -1).world_size
-    found = [one for one in longest if one.world_size == world_size]
-    notes += _missing(found, world_size)
-    if len(by_schedule) > 1:
-        notes.append(f"{len(by_schedule)} schedules were made; this is the one with most windows")
-    return Saved(tuple(found), tuple(notes))
+    ranks = [one for one in longest if one.world_size == world_size]
+    notes += _missing(ranks, world_size)
+    if len(schedules) > 1:
+        notes.append(f"{len(schedules)} schedules were made; this is the one with most windows")
+    elif len(found) > 1:
+        notes.append(f"{len(found)} loaders were looped over; this is the one with most batches")
+    return Saved(tuple(ranks), tuple(notes))
 
 
 def _missing(found: list[RankRecord], world_size: int) -> Iterator[str]:

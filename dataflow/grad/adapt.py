@@ -64,6 +64,9 @@ def with_options(strategy: Strategy, adapt: Adapt | None) -> Strategy:
         if type(each) not in _SHORT_MEMORY:
             names = ", ".join(kind.__name__ for kind in _SHORT_MEMORY)
             raise ValueError(f"compression can be changed between {names} only, got {each.name}")
+    keys = [each.key for each in [strategy, *others]]
+    if twice := next((key for key in keys if keys.count(key) > 1), None):
+        raise ValueError(f"{twice} is named twice: compression names what may take the place of strategy=")
     if periods := list(adapt.get("sync_period", ())):
         if type(strategy) is not LocalSGD:
             raise ValueError(f"sync_period needs strategy=LocalSGD(every), got {strategy.name}")
@@ -91,7 +94,12 @@ def allowed(adapt: Adapt | None, strategy: Strategy, window_size: int, *, gated:
         knobs.append(Knob(IO, ways, **_BURSTS, saving=0.01, hopeless=None, only_if_held=True))
     passes = [window_size, *adapt.get("accumulate", ())]
     if len(passes) > 1:
-        if passes != sorted(set(passes), reverse=True) or any(window_size % each for each in passes[1:]):
+        integers = all(type(each) is int and each > 0 for each in passes)
+        if (
+            not integers
+            or passes != sorted(set(passes), reverse=True)
+            or any(window_size % each for each in passes)
+        ):
             raise ValueError(
                 f"adapt's accumulate must be divisors of {window_size} microbatches a window, descending and "
                 f"smaller, got {', '.join(map(str, passes[1:]))}"

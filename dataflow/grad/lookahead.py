@@ -42,11 +42,46 @@ class LookAhead:
         self._share = Share()
         self.taken = 0
         """Batches taken in this epoch."""
+        self._consumed = self._loader_state()
+        self._left_early = self._to_leave = False
+
+    def window_ended(self, share: Share) -> None:
+        """The batches of a window were trained on."""
+        self._consumed = share.state
+
+    def epoch_ended(self) -> None:
+        """No window of the epoch follows, though the loader may have more: the shortest rank has ended it."""
+        self._left_early = not self.exhausted
+        if self.exhausted:
+            self._consumed = self._loader_state()
+
+    def state(self) -> dict[str, Any]:
+        """Where the loader stood after the batches trained on; whether that epoch is over all the same."""
+        return {"loader": self._consumed, "left_early": self._left_early}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Set the loader back to `state()`; `ValueError` if it cannot be."""
+        if state["loader"] is not None:
+            if not callable(getattr(self._loader, "load_state_dict", None)):
+                raise ValueError(
+                    "the state has the place of a loader, but this loader has no load_state_dict"
+                )
+            self._loader.load_state_dict(state["loader"])
+        self._consumed = state["loader"]
+        self._left_early = self._to_leave = bool(state.get("left_early"))
+
+    def settle(self) -> None:
+        """Before an epoch: leave the one that had ended when the state was taken, by beginning its rest."""
+        if self._to_leave:
+            self._iterator = iter(self._loader)
+            next(self._iterator, None)
+            self.end()
+        self._left_early = self._to_leave = False
 
     def begin(self) -> None:
         """Begin an epoch."""
         self.end()
-        self._share, self.taken = Share(state=self.loader_state()), 0
+        self._share, self.taken = Share(state=self._loader_state()), 0
         self._iterator = iter(self._loader)
 
     def end(self) -> None:
@@ -74,7 +109,7 @@ class LookAhead:
         self._share.weights.append(self._weigh(batch))
         # After every batch: only the next attempt tells whether it was the last, and by then the loader
         # stands at the beginning of another epoch.
-        self._share.state = self.loader_state()
+        self._share.state = self._loader_state()
         self.taken += 1
         return True
 
@@ -89,7 +124,7 @@ class LookAhead:
         share, self._share = self._share, Share(state=self._share.state)
         return share
 
-    def loader_state(self) -> Any:
+    def _loader_state(self) -> Any:
         """The loader's own word; None if it has no state."""
         return copy.deepcopy(self._loader.state_dict()) if self._has_state else None
 

@@ -20,7 +20,7 @@ from dataflow.doctor.records import RankRecords
 from dataflow.grad.adapt import Adapt, allowed, with_options
 from dataflow.grad.agreement import Agreement
 from dataflow.grad.all_reduce import AllReduce
-from dataflow.grad.boundary import Boundary, Outcome, check_boundary, first_lr
+from dataflow.grad.boundary import Boundary, Outcome, check_boundary
 from dataflow.grad.control import Control
 from dataflow.grad.controller import Mode
 from dataflow.grad.io_gate import GateDecision, GatePolicy, Io, IoGate, gate_policy
@@ -35,6 +35,7 @@ from dataflow.grad.step_info import StepInfo
 from dataflow.grad.strategy import Strategy
 from dataflow.grad.strategy_setup import check_strategy, set_up
 from dataflow.grad.switched import Switched
+from dataflow.grad.units import Units
 from dataflow.grad.window_times import WindowRecorder
 from dataflow.grad.windows import MICROBATCHES, Partial, Uneven, checked_weight
 from dataflow.grad.wrapped import Ddp, buffers_kept, check_hooks, mixes_batches, wrapped
@@ -131,7 +132,7 @@ class GradSchedule:
         check_hooks(self._wrapped)
         check_strategy(self.strategy, self._wrapped)
         self.phases = ledger or PhaseLedger()
-        self._loader, self._optimizer, self._scaler = loader, optimizer, scaler
+        self._loader, self._scaler = loader, scaler
         self._agreement = Agreement(self._wrapped.ranks, timeout_s)
         self.window_size = self._settings.window_size(loader, self._agreement.world_size)
         """Microbatches a rank and full window."""
@@ -179,10 +180,9 @@ class GradSchedule:
         self._microbatch: Microbatch | None = None
         self._implied: str | None = None
         self._position = Position.start(self._settings.weights)
-        self._consumed = self._look.loader_state()
         self.last: StepInfo | None = None
         """What `step` returned last at a boundary."""
-        self._last_lr, self._last_scale = first_lr(optimizer), _scale_of(scaler)
+        self._units = Units(optimizer, scaler)
         self._recorder = WindowRecorder(self._wrapped, self.phases)
         self._records = RankRecords(
             self._recorder, self._agreement, self._wrapped, self.strategy, loader, self._control
@@ -282,6 +282,7 @@ class GradSchedule:
             raise RuntimeError("two loops ran over one GradSchedule at the same time")
         self._running, self._microbatch = True, None
         try:
+            self._look.settle()
             self._negotiation.begin_epoch(batches_ahead(self._loader), self._position)
             self._look.begin()
             self._offer()
@@ -290,16 +291,17 @@ class GradSchedule:
                 self._position.left_out += window.plan.left_out[self._agreement.rank]
                 if window.plan.empty:
                     break
-                self._note_units()
+                self._units.tell(self.strategy)
                 if self._gate and self.strategy.syncs(self._position.step):
                     self._gate.window_begins(self._position.window)
+                elif self._gate:
+                    self._gate.left()
                 yield window
                 if not window.ended:
                     raise RuntimeError("a window was left before its end: call step() after each backward()")
                 if window.plan.last:
                     break
-            if self._look.exhausted:
-                self._consumed = self._look.loader_state()
+            self._look.epoch_ended()
         finally:
             self._running, self._microbatch = False, None
             self._wrapped.restore()
@@ -344,12 +346,12 @@ class GradSchedule:
 
     def _decide(self) -> Window:
         share = self._look.next_share()
-        window = self.phases.waited(
-            lambda: self._negotiation.decide(
-                share, self._position, equal_forwards=self._wrapped.equal_forwards
-            ),
-            "peers",
-        )
+
+        def decide() -> Window:
+            forwards = self._wrapped.equal_forwards
+            return self._negotiation.decide(share, self._position, equal_forwards=forwards)
+
+        window = self.phases.waited(lambda: self._call(decide), "peers")
         share = window.share
         if window.giver is not None:
             mine = share.batches[0] if window.giver == self._agreement.rank else None
@@ -366,7 +368,7 @@ class GradSchedule:
         self._wrapped.window_done()
         syncs = self.strategy.syncs(self._position.step)
         self._position.ended(plan, window.totals, syncs=syncs, skipped=outcome.skipped)
-        self._consumed = window.share.state
+        self._look.window_ended(window.share)
         self.last = StepInfo(
             self._position.window - 1,
             self._position.step,
@@ -388,17 +390,6 @@ class GradSchedule:
         if self._microbatch is None:
             raise RuntimeError("no microbatch is under way: this is for the body of `for batch in sched`")
         return self._microbatch
-
-    def _note_units(self) -> None:
-        now, before = first_lr(self._optimizer), self._last_lr
-        if now != before:
-            self._last_lr = now
-            if before:
-                self.strategy.lr_changed(now / before)
-        scale, last = _scale_of(self._scaler), self._last_scale
-        if scale != last:
-            self._last_scale = scale
-            self.strategy.scale_changed(scale / last)
 
     def _call(self, what: Callable[[], T]) -> T:
         """Do what communicates; an error names the rank that is gone, if one is."""
@@ -427,9 +418,8 @@ class GradSchedule:
             "accumulate": self.window_size,
             "global_batch": self._settings.global_batch,
             "world_size": self._agreement.world_size,
-            "lr": self._last_lr,
-            "scale": self._last_scale,
-            "loader": self._consumed,
+            **self._units.state(),
+            **self._look.state(),
             "strategy": {"key": self.strategy.key, "state": self.strategy.state_dict()},
             "control": self._control.state_dict() if self._control else None,
         }
@@ -462,15 +452,9 @@ class GradSchedule:
         control = state.get("control")  # what was measured on other ranks says nothing here
         if self._control and control is not None and state["world_size"] == self._agreement.world_size:
             self._control.load_state_dict(control)
-        if state["loader"] is not None:
-            if not callable(getattr(self._loader, "load_state_dict", None)):
-                raise ValueError(
-                    "the state has the place of a loader, but this loader has no load_state_dict"
-                )
-            self._loader.load_state_dict(state["loader"])
-        self._position, self._last_lr = position, float(state["lr"])
-        self._last_scale = float(state["scale"])
-        self._consumed = state["loader"]
+        self._look.load(state)
+        self._units.load(state)
+        self._position = position
 
     def report(self, *, all_ranks: bool = False, trace: str | None = None) -> Report:
         """Where the time of the windows so far went (the last 2,000), and what to do about it.
@@ -504,8 +488,3 @@ class GradSchedule:
         self.close()
         if explained is not error and explained is not None:
             raise explained from error
-
-
-def _scale_of(scaler: Any) -> float:
-    """What gradients are multiplied by."""
-    return 1.0 if scaler is None else float(scaler.get_scale())

@@ -17,7 +17,8 @@ from dataflow.grad.phases import Phase, PhaseLedger
 from dataflow.grad.step_info import StepInfo
 from dataflow.grad.wrapped import Ddp, Wrapped
 
-_WINDOWS, _SPANS = 2000, 20_000
+WINDOWS, SPANS = 2000, 20_000
+"""Kept of a long run."""
 _CUDA_EVERY = 20
 
 
@@ -73,8 +74,8 @@ class WindowRecorder:
     """
 
     def __init__(self, model: Wrapped, ledger: PhaseLedger, wall: Any = time.time) -> None:
-        self.windows: deque[WindowTimes] = deque(maxlen=_WINDOWS)
-        self.spans: deque[Span] = deque(maxlen=_SPANS)
+        self.windows: deque[WindowTimes] = deque(maxlen=WINDOWS)
+        self.spans: deque[Span] = deque(maxlen=SPANS)
         self._ddp = model.ddp if isinstance(model, Ddp) else None
         self._plain = model.ranks is None
         self._iteration = -1

@@ -1,0 +1,180 @@
+"""What `dataflow doctor` tells of a loop over a `DataLoader` without a `GradSchedule`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from cli_kit import run_command
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from dataflow import DataLoader, GradSchedule
+from dataflow.doctor import VARIABLE
+from dataflow.doctor.loops import Loop, Watched
+from dataflow.doctor.records import LoaderTimes, RankRecord
+from dataflow.doctor.report import Report, report_of
+from dataflow.doctor.saved import read_records
+from dataflow.grad.window_times import WindowTimes
+
+DATA = TensorDataset(torch.arange(12.0))
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where `dataflow doctor` wants records."""
+    monkeypatch.setenv(VARIABLE, str(tmp_path))
+    return tmp_path
+
+
+class Timed:
+    """A loader, its loop, and the time they take, by a clock of its own."""
+
+    def __init__(self, folder: Path, *, wait_s: float, step_s: float) -> None:
+        self.now, self.wait_s, self.step_s = 0.0, wait_s, step_s
+        self.loop = Loop(str(folder), now=lambda: self.now)
+
+    def batches(self, count: int) -> Iterator[int]:
+        for number in range(count):
+            self.now += self.wait_s
+            yield number
+
+    def train(self, batches: int) -> None:
+        for _ in Watched(self.batches(batches), self, self.loop):
+            self.now += self.step_s
+
+
+def reported(folder: Path) -> Report:
+    return report_of(read_records(folder).records)
+
+
+def test_waiting_for_batches_is_told_from_the_rest(tmp_path: Path) -> None:
+    Timed(tmp_path, wait_s=3.0, step_s=1.0).train(5)
+    report = reported(tmp_path)
+    assert (report.windows, report.shares["data"], report.shares["compute"]) == (4, 0.75, 0.25)
+    assert report.advice.verdict == "data-bound: 75% waiting for the loader"
+    assert report.advice.gain == pytest.approx(4.0)
+    text = str(report)
+    assert "4 batches on 1 of 1 ranks, 4,000.0 ms each" in text
+    assert "all else" in text
+    assert "optimizer  " not in text
+
+
+def test_a_loop_that_does_not_wait_is_sent_on_to_a_schedule(tmp_path: Path) -> None:
+    Timed(tmp_path, wait_s=0.01, step_s=1.0).train(20)
+    advice = reported(tmp_path).advice
+    assert advice.verdict == "not data-bound: 1% waiting for the loader"
+    assert "GradSchedule(" in advice.action
+
+
+def test_time_between_epochs_is_in_no_step(tmp_path: Path) -> None:
+    timed = Timed(tmp_path, wait_s=1.0, step_s=1.0)
+    timed.train(3)
+    timed.now += 1000  # evaluation
+    timed.train(3)
+    [record] = read_records(tmp_path).records
+    assert [(one.window, one.data_s, one.compute_s) for one in record.windows] == [
+        (number, 1.0, 1.0) for number in range(6)
+    ]
+
+
+def test_the_rank_that_waited_longest_for_data_counts() -> None:
+    """The others wait for it in their all-reduce, which a plain loop sees as computing."""
+    records = [
+        RankRecord(
+            rank,
+            2,
+            "host",
+            model="",
+            strategy="",
+            device="",
+            loader=LoaderTimes("other"),
+            windows=tuple(WindowTimes(n, 1, waited, 0.0, 10.0 - waited, None, 0.0) for n in range(4)),
+            in_schedule=False,
+        )
+        for rank, waited in enumerate((0.5, 6.0))
+    ]
+    report = report_of(records)
+    assert report.advice.verdict == "data-bound: 60% waiting for the loader, most on rank 1"
+    assert report.shares["straggler"] == 0
+
+
+def test_a_loader_leaves_its_record_and_what_it_knows_of_itself(folder: Path) -> None:
+    loader = DataLoader(DATA, batch_size=3)
+    assert [batch.tolist() for [batch] in loader] == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 10, 11]]
+    assert len(list(loader)) == 4
+    [record] = read_records(folder).records
+    assert (len(record.windows), record.loader.kind, record.in_schedule) == (8, "main", False)
+    assert {span.name for span in record.spans} >= {"data", "batch 7"}
+
+
+def test_a_loop_that_is_left_early_leaves_one_too(folder: Path) -> None:
+    for number, _ in enumerate(DataLoader(DATA, batch_size=3)):
+        if number == 2:
+            break
+    [record] = read_records(folder).records
+    assert (len(record.windows), record.loader.kind) == (2, "main")
+
+
+def test_the_loader_with_most_batches_is_reported(folder: Path) -> None:
+    for batch_size in (4, 2, 6):
+        list(DataLoader(DATA, batch_size=batch_size))
+    saved = read_records(folder)
+    assert len(saved.records[0].windows) == 6
+    assert saved.notes == ("3 loaders were looped over; this is the one with most batches",)
+
+
+def test_errors_and_what_the_iterator_has_besides_come_through(folder: Path) -> None:
+    class Broken:
+        def __len__(self) -> int:
+            return 4
+
+        def __getitem__(self, item: int) -> int:
+            if item == 1:
+                raise KeyError(item)
+            return item
+
+    batches = iter(DataLoader(Broken(), batch_size=None))
+    assert len(batches) == 4
+    assert next(batches) == 0
+    with pytest.raises(KeyError):
+        next(batches)
+    assert next(batches) == 2
+    assert batches._num_workers == 0
+
+
+def test_where_there_is_a_schedule_it_alone_is_reported(folder: Path) -> None:
+    model = nn.Linear(1, 1)
+    loader = DataLoader(DATA, batch_size=3)
+    with GradSchedule(loader, model, torch.optim.SGD(model.parameters()), 1) as sched:
+        for [batch] in sched:
+            sched.backward(model(batch[:, None]).sum())
+            sched.step()
+    saved = read_records(folder)
+    assert saved.records[0].in_schedule
+    assert saved.notes == ()
+
+
+def test_nobody_is_watched_where_nobody_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(VARIABLE, raising=False)
+    assert not isinstance(iter(DataLoader(DATA)), Watched)
+
+
+PLAIN = """
+import torch
+from dataflow import DataLoader
+for batch in DataLoader(torch.arange(60.0), batch_size=2):
+    batch.sum()
+"""
+
+
+def test_the_command_reports_a_plain_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent.parent))
+    page = tmp_path / "page.html"
+    code, text = run_command("doctor", "--html", page, "--", sys.executable, "-c", PLAIN)
+    assert code == 0
+    assert "29 batches on 1 of 1 ranks" in text
+    assert "all else" in page.read_text()
