@@ -16,6 +16,7 @@ those that hang.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import faulthandler
 import multiprocessing
@@ -169,7 +170,7 @@ class WorkerPool:
         self._owner = os.getpid()
         self.isolated = inherited is None and not passed
         """Whether what this process does with its objects cannot be seen by the workers."""
-        self._closing = threading.Lock()
+        self._closing = threading.RLock()  # held until all have ended; a finaliser may run meanwhile
         self._using = threading.RLock()  # guards the pipes' parent ends while they are in use
         self._closed = False
         self.processes: list[process.BaseProcess] = []
@@ -364,22 +365,32 @@ class WorkerPool:
     def close(self, *, stop_s: float | None = None) -> None:
         """End all workers: by request, then by signal.
 
-        Idempotent, thread-safe; does nothing in a forked child.
+        Idempotent, thread-safe: whoever comes second waits, too. Does nothing in a forked child.
 
         Args:
             stop_s: time that they have to finish what they are doing; None: some seconds.
         """
+        if self._owner != os.getpid():
+            return  # a thread of the parent may have held the lock at the fork
         with self._closing:
-            if self._closed:
-                return
-            self._closed = True
+            if not self._closed:
+                self._closed = True
+                self._end(_STOP_S if stop_s is None else stop_s)
+
+    def wait_for_end(self) -> None:
+        """If a thread is closing it, wait until that is done."""
+        if self._closed and self._owner == os.getpid():
+            with self._closing:
+                pass
+
+    def _end(self, stop_s: float) -> None:
         self._file.header.set(self._file.header.STOP, 1)
         try:
             for tasks in self._tasks:
                 with contextlib.suppress(OSError):  # full: the worker looks at STOP after its next message
                     os.write(tasks.fileno(), _FRAME.pack(0))  # where another process may hold this end
                 tasks.close()
-            self._join(_STOP_S if stop_s is None else stop_s, None)
+            self._join(stop_s, None)
             self._join(_KILL_S, process.BaseProcess.terminate)
         finally:  # interrupted: at once
             self._join(_KILL_S, process.BaseProcess.kill)
@@ -417,6 +428,13 @@ class WorkerPool:
 
 
 _pools: weakref.WeakSet[WorkerPool] = weakref.WeakSet()
+
+
+@atexit.register
+def _wait_for_ends() -> None:
+    """A daemon thread that closes a pool when the program ends would be stopped in the middle of it."""
+    for pool in list(_pools):
+        pool.wait_for_end()
 
 
 def _after_fork() -> None:

@@ -783,6 +783,7 @@ def test_a_wait_says_whether_more_depth_would_have_helped(depth: int, num_worker
     with running([FakeWindow(*chunks)], depth=observing(seen, depth), num_workers=num_workers) as engine:
         next_names(engine)
         wait_for_batch(engine, gate)
+        engine.stats()  # observes, before the next batch may be waited for
         next_names(engine)
         engine.stats()
     assert (seen[-1].waits >= 1, next(o.limit for o in seen if o.waits == 1)) == (True, limit)

@@ -485,6 +485,16 @@ CASES = {
         "threading.Thread(target=loop, daemon=True).start(); begun.wait(60)",
         0,
     ),
+    "closing": (
+        "import atexit\n"
+        "iterator = iter(loader); next(iterator)\n"
+        "begun, exits, pool = threading.Event(), threading.Event(), iterator.crew._pool\n"
+        "def end(stop_s, end=pool._end):\n    begun.set(); exits.wait(60); end(stop_s)\n"
+        "pool._end = end\n"
+        "atexit.register(exits.set)\n"
+        "threading.Thread(target=iterator.close, daemon=True).start(); begun.wait(60)",
+        0,
+    ),
     "exit": ("for batch in loader:\n    sys.exit(7)", 7),
     "os exit": ("for batch in loader:\n    os._exit(5)", 5),
     "error": ("sys.stderr = None\nfor batch in loader:\n    raise ValueError('in the loop')", 1),
