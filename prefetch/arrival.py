@@ -58,8 +58,8 @@ class Arrival:
             else:
                 with self._hold.follow(self._follow):
                     await filling
-        except asyncio.CancelledError:
-            if not self._expired or task.uncancel() > cancels:  # somebody else's cancel
+        except (Exception, asyncio.CancelledError):  # a client may say in its own way that it was cancelled
+            if not self._expired or task.uncancel() > cancels:  # somebody else cancels, too
                 raise
             return False
         finally:

@@ -313,13 +313,21 @@ class FakeTime(asyncio.SelectorEventLoop):
 
 
 @contextmanager
-def waiting(stall_s: float, hold: ReadHold) -> Iterator[Callable[[Any], None]]:
-    """Run a test with a loop; it is called with loop, transport, and the task that waits for a body."""
+def waiting(
+    stall_s: float, hold: ReadHold, *, breaks: Exception | None = None
+) -> Iterator[Callable[[Any], None]]:
+    """Run a test with a loop; it is called with loop, transport, and the task that waits for a body.
+
+    `breaks`: what the body makes of being cancelled.
+    """
 
     async def silent_body(place: Place, transport: Transport) -> None:
         place.attach(transport)
         transport.place = place
-        await asyncio.get_running_loop().create_future()
+        try:
+            await asyncio.get_running_loop().create_future()
+        except asyncio.CancelledError:
+            raise breaks or asyncio.CancelledError from None
 
     async def started(test: Callable[[Any, Any, Any], Coroutine[Any, Any, None]]) -> None:
         loop, transport = asyncio.get_running_loop(), Transport()
@@ -359,6 +367,17 @@ def test_a_time_out_at_the_same_time_does_not_hide_that_somebody_cancels() -> No
         assert task.cancelled()
 
     with waiting(2.0, ready_hold()) as run:
+        run(test)
+
+
+def test_a_client_that_says_it_otherwise_was_silent_all_the_same() -> None:
+    async def test(loop: FakeTime, transport: Transport, task: asyncio.Task[bool]) -> None:
+        await loop.passes(2.0)
+        assert task.done()
+        assert task.result() is False
+        assert not task.cancelling()
+
+    with waiting(2.0, ready_hold(), breaks=ConnectionError("closed")) as run:
         run(test)
 
 

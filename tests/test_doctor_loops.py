@@ -17,7 +17,7 @@ from dataflow.doctor import VARIABLE
 from dataflow.doctor.loops import Loop, Watched
 from dataflow.doctor.records import LoaderTimes, RankRecord
 from dataflow.doctor.report import Report, report_of
-from dataflow.doctor.saved import read_records
+from dataflow.doctor.saved import read_records, record_files
 from dataflow.grad.window_times import WindowTimes
 
 DATA = TensorDataset(torch.arange(12.0))
@@ -153,6 +153,9 @@ def test_where_there_is_a_schedule_it_alone_is_reported(folder: Path) -> None:
         for [batch] in sched:
             sched.backward(model(batch[:, None]).sum())
             sched.step()
+    assert len(record_files(folder)) == 1  # saving another one would be time of the schedule's windows
+    list(DataLoader(DATA, batch_size=2))
+    assert len(record_files(folder)) == 2
     saved = read_records(folder)
     assert saved.records[0].in_schedule
     assert saved.notes == ()

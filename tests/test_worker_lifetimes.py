@@ -485,16 +485,6 @@ CASES = {
         "threading.Thread(target=loop, daemon=True).start(); begun.wait(60)",
         0,
     ),
-    "closing": (
-        "import atexit\n"
-        "iterator = iter(loader); next(iterator)\n"
-        "begun, exits, pool = threading.Event(), threading.Event(), iterator.crew._pool\n"
-        "def end(stop_s, end=pool._end):\n    begun.set(); exits.wait(60); end(stop_s)\n"
-        "pool._end = end\n"
-        "atexit.register(exits.set)\n"
-        "threading.Thread(target=iterator.close, daemon=True).start(); begun.wait(60)",
-        0,
-    ),
     "exit": ("for batch in loader:\n    sys.exit(7)", 7),
     "os exit": ("for batch in loader:\n    os._exit(5)", 5),
     "error": ("sys.stderr = None\nfor batch in loader:\n    raise ValueError('in the loop')", 1),
@@ -516,6 +506,35 @@ def test_a_program_with_a_fork_server_may_end_at_any_moment(tmp_path: Path, case
     text, expected = CASES[case]
     code, out, err = run_script(ENDS + text + "\n", 1, "default", case, expected, folder=tmp_path)
     assert (code, out, err) == (0, "fine\n", "")
+
+
+CLOSES = """
+import atexit, os, threading
+from dataflow import DataLoader
+from worker_kit import Does
+
+def busy(index):
+    return index if index < 4 else sum(range(4_000_000))
+
+iterator = iter(DataLoader(Does(busy, 64), 2, num_workers=2, multiprocessing_context="fork"))
+next(iterator)
+begun, exits, pool = threading.Event(), threading.Event(), iterator.crew._pool
+
+def end(stop_s, end=pool._end):
+    begun.set()
+    exits.wait(60)
+    end(stop_s)
+    os.write(1, b"ended")
+
+pool._end = end
+atexit.register(exits.set)
+threading.Thread(target=iterator.close, daemon=True).start()
+begun.wait(60)
+"""
+
+
+def test_a_program_ends_after_the_workers_that_a_daemon_thread_is_ending(tmp_path: Path) -> None:
+    assert run_script(CLOSES, folder=tmp_path) == (0, "ended", "")
 
 
 def test_threads_have_no_part_in_it() -> None:

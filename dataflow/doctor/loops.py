@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from dataflow.doctor import VARIABLE
-from dataflow.doctor.records import FIRST_SAVED, RankRecord, loader_times
+from dataflow.doctor.records import FIRST_SAVED, IN_SCHEDULES, RankRecord, loader_times
 from dataflow.grad.window_times import SPANS, WINDOWS, Span, WindowTimes
 from sharding.topology import Topology
 
@@ -125,7 +125,7 @@ _LOOPS: weakref.WeakKeyDictionary[Any, Loop] = weakref.WeakKeyDictionary()
 def watched(batches: Any, loader: Any) -> Any:
     """What iterates over the loader's batches, watched where `dataflow doctor` asked for it."""
     folder = os.environ.get(VARIABLE)
-    if not folder or torch.utils.data.get_worker_info() is not None:
+    if not folder or loader in IN_SCHEDULES or torch.utils.data.get_worker_info() is not None:
         return batches
     if loader not in _LOOPS:
         _LOOPS[loader] = Loop(folder)

@@ -13,9 +13,11 @@ import os
 import socket
 import warnings
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 from dataflow.doctor import VARIABLE
 from dataflow.doctor.chrome_trace import write_trace
@@ -31,6 +33,8 @@ if TYPE_CHECKING:
 
 FIRST_SAVED = 50
 """Windows after which a record is saved first."""
+IN_SCHEDULES: WeakSet[Any] = WeakSet()
+"""Loaders of schedules that are recorded: their loops are not watched besides, for saving that takes time."""
 _SERIAL = itertools.count()
 """Of schedules made by this process: one file each."""
 
@@ -124,6 +128,8 @@ class RankRecords:
         self._path: Path | None = None
         if folder:
             self._path = Path(folder) / f"{self._about['rank']:06d}-{next(_SERIAL):03d}.json"
+            with suppress(TypeError):  # a list, for instance; nobody watches those
+                IN_SCHEDULES.add(loader)
 
     def window_ended(self, info: StepInfo, microbatches: int) -> float | None:
         """Keep the window, and save at times. Returns seconds of exposed communication; None: unknown."""

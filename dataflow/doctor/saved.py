@@ -43,7 +43,7 @@ def read_records(folder: Path) -> Saved:
             notes.append(f"{path.name} could not be read, and is left out: {error}")
             continue
         (schedules if record.in_schedule else loops)[path.stem.partition("-")[2]].append(record)
-    found = schedules or loops  # a schedule's loader is looped over, too
+    found = schedules or loops  # beside a schedule, a loop is for evaluation
     if not found:
         return Saved((), tuple(notes))
     longest = max(found.values(), key=lambda records: min(len(one.windows) for one in records))
