@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.distributed.nn.functional  # see the end of main()
 from models import GPT
 from sample_data import END, token_file
 from torch.nn.functional import cross_entropy
@@ -99,6 +100,10 @@ def main() -> None:
             if step % args.save_every == 0:
                 save(checkpoint, model, optimizer, {"step": step, "epoch": epoch, "num_done": num_done})
         epoch, num_done = epoch + 1, 0
+    # A thread of gloo that still holds a tensor while Python ends aborts the program, so its threads must end
+    # here. Nothing may keep the group (DDP's first import of dist.nn would, in default arguments), and DDP
+    # may not be the last that lets go of it: it waits for the threads with the interpreter lock held.
+    del model
     dist.destroy_process_group()
 
 

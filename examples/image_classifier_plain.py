@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn.functional  # see the end of main()
 from models import ConvNet
 from sample_data import image_tar
 from simplejpeg import decode_jpeg
@@ -119,6 +120,10 @@ def main() -> None:
             if step % args.save_every == 0:
                 save(checkpoint, model, optimizer, {"step": step, "epoch": epoch, "num_done": num_done})
         epoch, num_done = epoch + 1, 0
+    # A thread of gloo that still holds a tensor while Python ends aborts the program, so its threads must end
+    # here. Nothing may keep the group (DDP's first import of dist.nn would, in default arguments), and DDP
+    # may not be the last that lets go of it: it waits for the threads with the interpreter lock held.
+    del model
     dist.destroy_process_group()
 
 

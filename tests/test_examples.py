@@ -25,18 +25,31 @@ SMALL = {
 }
 
 
+# Runs a script as it is, then tells which threads of gloo are left.
+THEN_THREADS = """
+import os, runpy, sys
+del sys.argv[0]
+runpy.run_path(sys.argv[0], run_name="__main__")
+tasks = [open(f"/proc/self/task/{task}/comm").read().strip() for task in os.listdir("/proc/self/task")]
+print("left:", *[task for task in tasks if "gloo" in task])
+"""
+
+
 def torchrun(script: str, *arguments: str, folder: Path) -> str:
     """What a script prints in two ranks, started as its docstring says; all processes have ended after it."""
+    return started(str(EXAMPLES / f"{script}.py"), "--out", str(folder), *arguments, folder=folder)
+
+
+def started(*command: str, folder: Path) -> str:
     environment = os.environ | {
-        "PYTHONPATH": str(ROOT),
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(EXAMPLES)]),
         "XDG_CACHE_HOME": str(folder / "cache"),
         "OMP_NUM_THREADS": "1",
         "CUDA_VISIBLE_DEVICES": "",
     }
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = [sys.executable, *launch, str(EXAMPLES / f"{script}.py"), "--out", str(folder), *arguments]
     with subprocess.Popen(
-        command,
+        [sys.executable, *launch, *command],
         cwd=ROOT,
         env=environment,
         stdin=subprocess.DEVNULL,
@@ -69,6 +82,17 @@ def test_an_example_learns_and_resumes_from_its_checkpoint_to_the_same_losses(
     assert whole[9] < 0.85 * whole[1]
     resumed = losses(torchrun(script, *arguments, folder=tmp_path))  # as if stopped after the checkpoint
     assert resumed == {step: whole[step] for step in (8, 9)}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the names of threads from /proc")
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_no_thread_of_gloo_outlives_an_example(script: str, tmp_path: Path) -> None:
+    """One that lets go of a tensor while Python ends would abort the program."""
+    (tmp_path / "run.py").write_text(THEN_THREADS)
+    command = [str(tmp_path / "run.py"), str(EXAMPLES / f"{script}.py"), "--out", str(tmp_path)]
+    printed = started(*command, *SMALL[script.removesuffix("_plain")], "--steps", "1", folder=tmp_path)
+    assert len(re.findall(r"left:", printed)) == 2
+    assert "gloo" not in printed
 
 
 def code_lines(path: Path) -> int:

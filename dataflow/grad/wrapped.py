@@ -8,6 +8,7 @@ microbatch: the same sum, since what is there already is equal on all ranks and 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Mapping
 from typing import Any, Protocol, cast
 
@@ -76,6 +77,7 @@ class Ddp:
         self.inner: nn.Module = ddp.module
         self.group: dist.ProcessGroup | None = ddp.process_group
         self.ranks: list[int] | None = dist.get_process_group_ranks(ddp.process_group)
+        _keep_beyond_reducer(ddp, ddp.process_group)
         self._primed = not ddp.static_graph
         self._collective = _has_sync_batch_norm(ddp)
 
@@ -95,6 +97,21 @@ class Ddp:
     def restore(self) -> None:
         """A backward pass reduces."""
         self.ddp.require_backward_grad_sync = True
+
+
+def _keep_beyond_reducer(ddp: DistributedDataParallel, group: dist.ProcessGroup) -> None:
+    """Let Python be the last that holds the group.
+
+    A group that gloo's threads serve waits for them when it goes. DDP's reducer goes with the interpreter
+    lock held, and a thread that is about to let go of a tensor needs it: if the reducer is the last that
+    holds the group, that is a deadlock. Python's own object waits without the lock.
+    """
+    for holder in (ddp.reducer, ddp.logger):
+        weakref.finalize(holder, _let_go, group).atexit = False
+
+
+def _let_go(group: dist.ProcessGroup) -> None:
+    """The arguments of a finalizer live as long as it."""
 
 
 class Fsdp2:
