@@ -13,13 +13,14 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks.child_events import Tell, forever, telling
 from benchmarks.data import Data, Sizes
 from benchmarks.memory import machine_cpu_s, tree_cpu_s
 
@@ -58,25 +59,12 @@ class Tally:
 
 def main() -> None:
     job = Job(**json.loads(sys.argv[1]))
-    # Peers print to stdout; events keep a descriptor of their own.
-    events = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)
-
-    def tell(event: str, **values: Any) -> None:
-        events.write(json.dumps({"event": event, **values}) + "\n")
-
-    try:
+    with telling() as tell:
         run(job, tell)
-    except BaseException as error:  # whatever a peer raises is a result of the benchmark
-        lines = str(error).strip().splitlines() or [""]  # a worker's error ends with its cause
-        tell("failed", reason=f"{type(error).__name__}: {lines[-1]}"[:300])
-        raise
-    finally:
-        events.flush()
     os._exit(0)  # peers whose threads or workers do not end must not hold up the others
 
 
-def run(job: Job, tell: Callable[..., None]) -> None:
+def run(job: Job, tell: Tell) -> None:
     """Run all phases of a job, telling each result."""
     module_name, function_name = job.target.split(":")
     module = importlib.import_module(f"benchmarks.{module_name}")
@@ -90,7 +78,7 @@ def run(job: Job, tell: Callable[..., None]) -> None:
     tell("imported")
     started = time.perf_counter()
     loader = getattr(module, function_name)(data, job.workers)
-    batches = iter(_forever(loader))
+    batches = forever(loader)
     first = next(batches)
     tell("first", first_batch_s=time.perf_counter() - started, **describe(job.workload, first, batches, data))
     consume(batches, job.warmup_s, job.burn_s)
@@ -102,17 +90,6 @@ def run(job: Job, tell: Callable[..., None]) -> None:
     tell("watched")
     with contextlib.suppress(Exception):
         getattr(loader, "close", lambda: None)()
-
-
-def _forever(loader: Iterable[Any]) -> Iterator[Any]:
-    """Epoch after epoch; the time a loader needs between epochs counts as waiting for a batch."""
-    while True:
-        empty = True
-        for batch in loader:
-            empty = False
-            yield batch
-        if empty:
-            raise RuntimeError("the loader gave an empty epoch")
 
 
 def consume(batches: Iterator[Any], seconds: float, burn_s: float) -> Tally:

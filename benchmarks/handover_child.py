@@ -15,13 +15,14 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from benchmarks import handover_feeds as feeds
+from benchmarks.child_events import Tell, forever, telling
 from benchmarks.handover_loaders import LOADERS, How
 
 clock = time.perf_counter
@@ -44,27 +45,11 @@ class Point:
     timed_s: float = 1.5
 
 
-Tell = Callable[..., None]
-
-
 def main() -> None:
     point = Point(**json.loads(sys.argv[1]))
-    # Loaders print to stdout; events keep a descriptor of their own.
-    events = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)
-
-    def tell(event: str, **values: Any) -> None:
-        events.write(json.dumps({"event": event, **values}) + "\n")
-
-    try:
+    with telling() as tell:
         importlib.import_module(LOADERS[point.loader].package)
         MEASURES[point.case](point, tell)
-    except BaseException as error:  # whatever a loader raises is a result of the benchmark
-        lines = str(error).strip().splitlines() or [""]  # a worker's error ends with its cause
-        tell("failed", reason=f"{type(error).__name__}: {lines[-1]}"[:300])
-        raise
-    finally:
-        events.close()
 
 
 @contextlib.contextmanager
@@ -79,17 +64,6 @@ def loading(point: Point, feed: feeds.Feed, **how: Any) -> Iterator[Iterator[Any
         getattr(loader, "close", lambda: None)()
         del batches, loader
         gc.collect()
-
-
-def forever(loader: Iterable[Any]) -> Iterator[Any]:
-    """Epoch after epoch; the time a loader needs between epochs counts as waiting for a batch."""
-    while True:
-        empty = True
-        for batch in loader:
-            empty = False
-            yield batch
-        if empty:
-            raise RuntimeError("the loader gave an empty epoch")
 
 
 def checked(batch: Any, feed: feeds.Feed) -> None:

@@ -12,13 +12,13 @@ import resource
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from typing import Any
 
 import torch  # noqa: F401 - imports are not timed
 
 from benchmarks import remote_peers
 from benchmarks.child import touch
+from benchmarks.child_events import Tell, telling
 from benchmarks.memory import tree_cpu_s
 from benchmarks.remote_peers import Remote
 
@@ -33,26 +33,12 @@ IMPORTS = {
 
 def main() -> None:
     job: dict[str, Any] = json.loads(sys.argv[1])
-    events = os.fdopen(os.dup(1), "w", buffering=1)  # peers print to stdout
-    os.dup2(2, 1)
-
-    def tell(event: str, **values: Any) -> None:
-        events.write(json.dumps({"event": event, **values}) + "\n")
-
-    try:
-        with tempfile.TemporaryDirectory() as scratch:
-            run(job, Remote(job["server"], job["workload"], job["root"], scratch), tell)
-    except BaseException as error:  # whatever a peer raises is a result of the benchmark
-        tell(
-            "failed", reason=f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[-1]}"[:300]
-        )
-        raise
-    finally:
-        events.flush()
+    with telling() as tell, tempfile.TemporaryDirectory() as scratch:
+        run(job, Remote(job["server"], job["workload"], job["root"], scratch), tell)
     os._exit(0)
 
 
-def run(job: dict[str, Any], remote: Remote, tell: Callable[..., None]) -> None:
+def run(job: dict[str, Any], remote: Remote, tell: Tell) -> None:
     target = job["target"]
     if job["prepare_only"]:
         prepare = getattr(remote_peers, f"prepare_{target}", None)
