@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from dataflow.opening import index
-from prefetch.again import until_answered
+from prefetch.again import asking_pool, until_answered
 from prefetch.store import StoreReader
 from sharding.block_table import options_of
 from sharding.blocks import DEFAULT_BLOCK_BYTES, ColumnSpec, Format, spec_text
@@ -97,20 +97,24 @@ def _of_shards(
 ) -> Wanted:
     urls = expand(list(source), options)
     name = format_options.pop("format", "auto")
-    codec = resolve_format(name, urls, **format_options, exists=lambda url: exists(url, options))
+    codec = resolve_format(name, urls, **format_options, exists=lambda url: _exists(url, options))
     size = block_bytes or DEFAULT_BLOCK_BYTES
     return Wanted(urls, codec, size, output or default_catalog_path(urls, codec, size), options)
 
 
 def _saved(wanted: Wanted) -> tuple[Catalog | None, list[str]]:
     """The catalog that is there, and what is stale about it."""
-    if not exists(wanted.path, wanted.storage_options):
+    if not _exists(wanted.path, wanted.storage_options):
         return None, []
     try:
         catalog = Catalog.load(wanted.path, wanted.storage_options)
     except CorruptShardError as error:
         return None, [error.reason]
     return catalog, list(_stale(catalog, wanted))
+
+
+def _exists(url: str, options: Mapping[str, Any]) -> bool:
+    return until_answered(lambda: exists(url, options))
 
 
 def _stale(catalog: Catalog, wanted: Wanted) -> Iterator[str]:
@@ -124,8 +128,8 @@ def _stale(catalog: Catalog, wanted: Wanted) -> Iterator[str]:
     yield from (f"{file_name(url)}: no longer among the shards" for url in catalog.urls if url not in urls)
     if known == urls and catalog.urls != wanted.urls:
         yield "the shards come in another order"
-    with ThreadPoolExecutor(_CHECK_THREADS, thread_name_prefix="dataflow-index") as pool:
-        for change in changes(catalog, wanted.storage_options, pool.map, again=until_answered):
+    with asking_pool(_CHECK_THREADS, "dataflow-index") as (pool, again):
+        for change in changes(catalog, wanted.storage_options, pool.map, again=again):
             if change.url in urls:
                 yield f"{file_name(change.url)}: {change.what}"
 

@@ -11,11 +11,10 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from prefetch.again import until_answered
+from prefetch.again import asking_pool, until_answered
 from sharding.blocks import DEFAULT_BLOCK_BYTES, Format
 from sharding.catalog import (
     Catalog,
@@ -30,7 +29,7 @@ from sharding.catalog import (
 from sharding.errors import ShardChangedError
 from sharding.formats import resolve_format
 from sharding.source import expand
-from sharding.storage import open_url
+from sharding.storage import exists
 from sharding.urls import is_local
 
 _INDEX_THREADS = 16
@@ -84,8 +83,7 @@ class Opening:
         return until_answered(lambda: Catalog.load(path, self.storage_options))
 
     def _exists(self, url: str) -> bool:
-        fs, path = open_url(url, self.storage_options)
-        return bool(fs.exists(path))
+        return until_answered(lambda: exists(url, self.storage_options))
 
     def _checked(self, found: Catalog, rebuild: Callable[[], Catalog] | None) -> Catalog:
         """The catalog if its shards are as indexed; says so if not, and indexes again where it may."""
@@ -94,9 +92,9 @@ class Opening:
         if local:
             changed = changes(found)
         else:
-            with ThreadPoolExecutor(_INDEX_THREADS, thread_name_prefix="dataflow-index") as pool:
+            with asking_pool(_INDEX_THREADS, "dataflow-index") as (pool, again):
                 changed = changes(
-                    found, self.storage_options, pool.map, fresh=False, again=until_answered, shards=shards
+                    found, self.storage_options, pool.map, fresh=False, again=again, shards=shards
                 )
         if not changed:
             return found
@@ -130,7 +128,7 @@ def index(
     look = (TextColumn("indexing"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
     with (
         Progress(*look, TimeRemainingColumn(), console=console, disable=hidden, transient=True) as bar,
-        ThreadPoolExecutor(_INDEX_THREADS, thread_name_prefix="dataflow-index") as pool,
+        asking_pool(_INDEX_THREADS, "dataflow-index") as (pool, again),
     ):
         task = bar.add_task("", total=len(urls))
 
@@ -144,7 +142,7 @@ def index(
             block_bytes=block_bytes,
             map=pool.map,
             progress=show,
-            again=until_answered,
+            again=again,
         )
 
 

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, TypeVar
 
 from prefetch.retries import RetryPolicy, failure_of
 
@@ -25,7 +28,7 @@ def until_answered(
 ) -> R:
     """What `call` returns, or what it raised last, with a note that counts the attempts. Thread-safe.
 
-    Ctrl-C ends a wait in the main thread.
+    `wait` waits so many seconds, and says whether to give up. Ctrl-C ends a wait in the main thread.
     """
     pause = wait or threading.Event().wait
     began_s, failures = now(), 0
@@ -39,7 +42,21 @@ def until_answered(
                 if failures > 1:
                     error.add_note(f"tried {failures} times in {now() - began_s:.1f} s: {decision.reason}")
                 raise
-        pause(decision.delay_s)
+            if pause(decision.delay_s):
+                raise
 
 
-__all__ = ["until_answered"]
+@contextmanager
+def asking_pool(num_threads: int, name: str) -> Iterator[tuple[Executor, Callable[[Callable[[], Any]], Any]]]:
+    """Threads, and `until_answered` for what runs in them: an error or Ctrl-C in the block ends its waits."""
+    ended = threading.Event()
+    with ThreadPoolExecutor(num_threads, thread_name_prefix=name) as pool:
+        try:
+            yield pool, partial(until_answered, wait=ended.wait)
+        except BaseException:
+            ended.set()
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+__all__ = ["asking_pool", "until_answered"]

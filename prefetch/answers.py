@@ -42,7 +42,7 @@ def check_range(status: int, fields: Fields, start: int, check: Check) -> None:
         NoRangesError: other bytes come than those from `start`.
         What `check` raises.
     """
-    info: dict[str, Any] = {"ETag": fields.get("etag", "")}
+    info: dict[str, Any] = {"ETag": fields.get("etag", ""), "Last-Modified": fields.get("last-modified", "")}
     given = _CONTENT_RANGE.fullmatch(fields.get("content-range", "").strip())
     if status != 206 or given is None:
         if start:

@@ -16,6 +16,8 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Any
 
+from fsspec.asyn import AsyncFileSystem
+
 from prefetch.answers import Check, check_range, raise_for_status
 from prefetch.connections import Place
 from prefetch.direct import NotDirectError, direct_http, direct_s3
@@ -30,9 +32,10 @@ def body_of(fs: Any) -> tuple[FillPlace, bool] | None:
     """How this filesystem's bytes are asked for, and whether they come in pieces; None: only by `cat_file`.
 
     Filesystems are told apart by what they can do, as their packages may not be installed, and other classes
-    may serve the same protocol.
+    may serve the same protocol. But for `simplecache::` and its like: they show the attributes of what they
+    wrap, and would be passed by.
     """
-    if not getattr(fs, "async_impl", False) or getattr(fs, "asynchronous", True):
+    if not isinstance(fs, AsyncFileSystem) or fs.asynchronous:
         return None
     if hasattr(fs, "encode_url") and hasattr(fs, "set_session"):
         return http_body, True

@@ -90,6 +90,8 @@ class CacheFolder:
                 self._user = _create_locked(self._path("users", self._name))
                 try:
                     _write_all(self._user, memoryview(marks.astype("<u8").tobytes()))
+                    # Where nothing is added any more, a limit lower than the last one would never be kept to.
+                    self._has_room(0, lambda: -1.0)
                 except OSError:
                     self.close()
                     raise

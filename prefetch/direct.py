@@ -159,7 +159,8 @@ def _of(fs: Any, headers_of: Any) -> _Known:
 def _headers_of_http(fs: Any) -> bytes | None:
     from fsspec.implementations.http import HTTPFileSystem, get_client
 
-    more = {*fs.kwargs, *fs.client_kwargs} - {"headers"}
+    # A session's time-outs are for other requests: ranges have their own.
+    more = {*fs.kwargs, *(fs.client_kwargs.keys() - {"timeout"})} - {"headers"}
     if more or type(fs) is not HTTPFileSystem or fs.get_client is not get_client:
         return None
     headers = {"User-Agent": "dataflow-loader", "Accept": "*/*"}

@@ -291,7 +291,8 @@ class StoreReader:
         for part in read.parts:
             if part.left:
                 start = read.offset + part.at
-                piece = fs.cat_file(path, start=start, end=start + part.left)[: part.left]
+                with self._filesystems.turn(fs, read.shard.url):
+                    piece = fs.cat_file(path, start=start, end=start + part.left)[: part.left]
                 read.out.data[part.at : part.at + len(piece)] = piece
                 part.at, part.heard_s = part.at + len(piece), self._now()
                 _whole(part)

@@ -19,7 +19,7 @@ from fsspec.core import url_to_fs
 
 from sharding.blocks import Shard
 from sharding.errors import DataflowError, ShardReadError
-from sharding.urls import is_local, local_path, protocol_of
+from sharding.urls import is_http, is_local, local_path, protocol_of
 
 Info = Mapping[str, Any]
 """What `fs.info` returns, or `local_info`: "size", "type", and the store's own keys."""
@@ -27,6 +27,8 @@ Info = Mapping[str, Any]
 _ETAG_KEYS = ("ETag", "etag", "e_tag")
 _MTIME_KEYS = ("mtime", "LastModified", "Last-Modified", "last_modified", "updated", "created")
 _EXTRAS = {"s3": "s3", "s3a": "s3", "http": "http", "https": "http"}
+_SILENCE_S = 12.0
+"""A small request that gets no byte for so long is given up; whoever asked may ask again."""
 _SCAN_READ_BYTES = 1 << 20
 """Least read of a remote shard while indexing: large against latency, small against a shard."""
 
@@ -40,7 +42,7 @@ def open_url(url: str, storage_options: Mapping[str, Any] | None = None) -> tupl
         ShardReadError: the outer file of a chain (`zip://...::`) cannot be opened.
     """
     try:
-        fs, path = url_to_fs(url, **(storage_options or {}))
+        fs, path = url_to_fs(url, **_patient(url, storage_options or {}))
     except ImportError as error:
         extra = _EXTRAS.get(protocol_of(url))
         cure = f"pip install 'dataflow-loader[{extra}]'" if extra else str(error)
@@ -50,6 +52,16 @@ def open_url(url: str, storage_options: Mapping[str, Any] | None = None) -> tupl
     except Exception as error:
         raise ShardReadError(url, failure_text(error)) from error
     return fs, path
+
+
+def _patient(url: str, options: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The options, where fsspec would wait 300 s for an answer of HTTP, and as long for a whole catalog."""
+    if "::" in url or not is_http(url):
+        return options
+    from aiohttp import ClientTimeout
+
+    timeout = ClientTimeout(total=None, sock_connect=_SILENCE_S, sock_read=_SILENCE_S)
+    return {**options, "client_kwargs": {"timeout": timeout, **(options.get("client_kwargs") or {})}}
 
 
 @contextmanager
@@ -72,6 +84,8 @@ def failure_text(error: BaseException) -> str:
         return failure_text(cause) if cause and other else "no such file"
     if isinstance(error, PermissionError) or status in (401, 403):
         return f"permission denied ({error})"
+    if isinstance(error, TimeoutError) and cause is not None and not str(error):
+        return failure_text(cause)  # fsspec's says nothing
     if isinstance(error, IsADirectoryError):
         return "is a directory, not a file"
     return f"cannot be read: {type(error).__name__}: {error}"
@@ -107,7 +121,17 @@ def exists(url: str, storage_options: Mapping[str, Any] | None = None) -> bool:
         return os.path.exists(local_path(url))
     fs, path = open_url(url, storage_options)
     with store_errors(url):
-        return bool(fs.exists(path))
+        if not is_http(url):
+            return bool(fs.exists(path))
+        try:
+            fs.info(path)
+        except FileNotFoundError as error:  # fsspec's `exists` says False of a server that fails, too
+            cause = error.__cause__
+            status = getattr(cause, "status", 404 if cause is None else 0)
+            if not 400 <= status < 500 or status in (408, 429):
+                raise
+            return False
+        return True
 
 
 def shard_of(url: str, info: Info) -> Shard:
@@ -140,10 +164,16 @@ def check_shard(shard: Shard, info: Info) -> str | None:
     if size is not None and int(size) != shard.size:
         return f"its size is {size} bytes; it was {shard.size} when it was indexed"
     now, then = version_of(info), shard.version
-    if now and then and now != then and now.partition(":")[0] == then.partition(":")[0]:
+    if now and then and now != then and _kind(now) == _kind(then):
         kind = {"etag": "etag", "mtime": "modification time"}[now.partition(":")[0]]
         return f"its {kind} is {now.partition(':')[2]}; it was {then.partition(':')[2]} when it was indexed"
     return None
+
+
+def _kind(version: str) -> tuple[str, bool]:
+    """Versions of one kind can be compared. A time may be a number or, over HTTP, a date."""
+    name, _, value = version.partition(":")
+    return name, name == "mtime" and value.lstrip("-").isdigit()
 
 
 def open_shard(url: str, fs: Any, path: str) -> BinaryIO:

@@ -221,6 +221,7 @@ COLD = Evidence(1000, 1000, 0.0, direct=False, repeated=False, remote=False)
         ({"read_bytes": 0}, "unknown", "nothing was read"),
         ({"direct": True, "resident_share": None, "repeated": True}, "cold", "around the page cache"),
         ({"direct": True, "device_bytes": 100}, "mixed", "did not honour O_DIRECT"),
+        ({"direct": True, "device_bytes": 0}, "warm", "did not honour O_DIRECT"),
         ({"direct": True, "device_bytes": None}, "unknown", "/proc/self/io"),
     ],
 )

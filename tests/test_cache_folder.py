@@ -156,6 +156,16 @@ def test_what_is_needed_latest_makes_room(tmp_path: Path) -> None:
         assert total(tmp_path) == bytes_in_blocks(tmp_path) == 3 * STORED
 
 
+def test_a_limit_lower_than_the_last_one_is_kept_to_at_once(tmp_path: Path) -> None:
+    with opened(tmp_path, blocks=5) as folder:
+        for number in range(1, 6):
+            assert put(folder, number)
+    with opened(tmp_path, blocks=3) as folder:
+        assert total(tmp_path) == bytes_in_blocks(tmp_path) == 3 * STORED
+        assert [has(folder, n) for n in range(1, 6)] == [True] * 3 + [False] * 2
+        assert folder.evicted == 2
+
+
 def test_the_limit_holds_for_all_processes_together(tmp_path: Path) -> None:
     with opened(tmp_path, blocks=4.5) as one, opened(tmp_path, blocks=4.5) as two:
         for number in range(20, 0, -2):

@@ -377,6 +377,12 @@ def test_an_object_with_another_etag_is_refused(server: RawServer) -> None:
         read(server, StoreReader(policy=QUICK), version="etag:one")
 
 
+def test_without_etags_an_object_with_another_modification_time_is_refused(server: RawServer) -> None:
+    server.script = [with_head(Last_Modified="Wed, 02 Jan 2030 00:00:00 GMT")]
+    with pytest.raises(ShardChangedError, match=r"its modification time is Wed, 02 .*; it was Tue, 01"):
+        read(server, StoreReader(policy=QUICK), version="mtime:Tue, 01 Jan 2030 00:00:00 GMT")
+
+
 @pytest.mark.parametrize(
     ("answer", "reason"),
     [

@@ -70,7 +70,8 @@ def label_of(seen: Evidence) -> Label:
     if seen.direct:
         if share >= _FROM_DEVICE_AT_LEAST:
             return Label("cold", f"read around the page cache, and {came}")
-        return Label("mixed", f"direct reads, but {came}: the filesystem did not honour O_DIRECT")
+        word: Word = "warm" if share <= _FROM_DEVICE_WARM else "mixed"
+        return Label(word, f"direct reads, but {came}: the filesystem did not honour O_DIRECT")
     if share <= _FROM_DEVICE_WARM:
         return Label("warm", came)
     if seen.resident_share is None:

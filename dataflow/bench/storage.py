@@ -11,7 +11,7 @@ import os
 import platform
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent.futures import Executor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
@@ -23,7 +23,7 @@ from dataflow.bench.direct_processes import DirectProcesses
 from dataflow.bench.evidence import Evidence, Label, evict, label_of, resident_share
 from dataflow.bench.percentiles import percentiles_of
 from dataflow.bench.reads import BlockOrder, Case, Pattern, ReadInto, Reads, in_turn, run_case
-from prefetch.again import until_answered
+from prefetch.again import asking_pool
 from prefetch.store import NO_FAULTS, ReadStats, StoreReader
 from sharding.blocks import Shard
 from sharding.catalog import Catalog, is_catalog
@@ -156,8 +156,8 @@ def bench_storage(sweep: Sweep, tell: Callable[[int, int, Case], None] = lambda 
     """
     cases = sweep.cases()
     most = max(case.concurrency for case in cases)
-    with ThreadPoolExecutor(most, thread_name_prefix="dataflow-bench") as pool:
-        shards = _shards(sweep, pool)
+    with asking_pool(most, "dataflow-bench") as (pool, again):
+        shards = _shards(sweep, pool, again)
         how = _how(sweep, shards)
         found = []
         with _reader(how, shards, sweep, pool) as reader:
@@ -168,7 +168,7 @@ def bench_storage(sweep: Sweep, tell: Callable[[int, int, Case], None] = lambda 
     return Found(sweep, len(shards), sum(shard.size for shard in shards), how, first_byte, found)
 
 
-def _shards(sweep: Sweep, pool: Executor) -> list[Shard]:
+def _shards(sweep: Sweep, pool: Executor, again: Callable[[Callable[[], Any]], Any]) -> list[Shard]:
     options = sweep.storage_options
     if len(sweep.source) == 1 and is_catalog(sweep.source[0]):
         urls = Catalog.load(sweep.source[0], options).urls
@@ -177,7 +177,7 @@ def _shards(sweep: Sweep, pool: Executor) -> list[Shard]:
 
     def look(url: str) -> Shard:
         fs, path = open_url(url, options)
-        return shard_of(url, until_answered(lambda: shard_info(url, fs, path)))
+        return shard_of(url, again(lambda: shard_info(url, fs, path)))
 
     shards = [shard for shard in pool.map(look, urls) if shard.size]
     if not shards:
