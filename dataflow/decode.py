@@ -137,6 +137,10 @@ def _chosen(
             raise ValueError(
                 f"column {(missing or [name])[0]!r} does not exist; the dataset has: {_listed(schema)}"
             )
+    if not chosen and columns is None:
+        raise ValueError(
+            "the dataset has no column of a type that can be delivered (docs/formats.md lists them)"
+        )
     if not chosen:
         raise ValueError("columns is empty; leave it out for all columns")
     return chosen

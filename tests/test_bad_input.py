@@ -647,6 +647,14 @@ def test_what_is_refused_names_what_would_do(ints: Made) -> None:
         DataLoader(dataset, 1, memory_limit="lots")
     with pytest.raises(ValueError, match="depth must be >= 1"):
         DataLoader(dataset, 1, depth=0)
+    with pytest.raises(ValueError, match="num_workers must be >= 0, got -1"):
+        DataLoader(dataset, 1, num_workers=-1)
+    with pytest.raises(ValueError, match="num_threads must be >= 1"):
+        DataLoader(dataset, 1, num_threads=0)
+    with pytest.raises(ValueError, match=r"shuffle must be .* give Shuffle\('none'\)"):
+        DataLoader(dataset, 1, shuffle="none")
+    with pytest.raises(ValueError, match="block_bytes must be >= 1"):
+        ints.open(block_bytes=0)
     with pytest.raises(ValueError, match="timeout must be >= 0"):
         DataLoader(dataset, 1, timeout=-1)
     with pytest.raises(ValueError, match="tail must be one of"):
