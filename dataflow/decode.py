@@ -207,8 +207,16 @@ def _auto_rule(source: str, spec: ColumnSpec, format_name: str) -> object:
 def _fixed(name: str, source: str, spec: ColumnSpec, rule: object, format_name: str) -> Output:
     if format_name in ("tokens", "megatron") and source == "tokens":
         return Output(name, (source,), "spans", "int64", spec.dtype, spec.shape)
-    if isinstance(rule, Image | Pad):
-        raise ValueError(f"column {name!r} is {spec_text(spec)}; {type(rule).__name__} needs byte strings")
+    kind = np.dtype(spec.dtype).kind
+    as_stored = rule is None or rule in ("auto", "bytes", "raw", "list")
+    if not as_stored and not (rule == "int" and kind in "iu") and not (rule == "float" and kind == "f"):
+        named = (
+            repr(rule) if isinstance(rule, str) else "a function" if callable(rule) else type(rule).__name__
+        )
+        raise ValueError(
+            f"column {name!r} is {spec_text(spec)}, and decode={named} needs byte strings; "
+            "leave it out, and change values in transform="
+        )
     return Output(name, (source,), "array", spec.dtype, spec.dtype, spec.shape)
 
 

@@ -364,6 +364,10 @@ def test_keys_and_urls_are_columns_on_demand(tar: Made) -> None:
         ({"decode": {"txt": "magic"}}, "'magic'"),
         ({"decode": {"label": Pad()}}, "Pad needs byte strings"),
         ({"decode": {"label": Image(size=8)}}, "Image needs byte strings"),
+        ({"decode": {"label": "text"}}, "'text' needs byte strings"),
+        ({"decode": {"label": "float"}}, "'float' needs byte strings"),
+        ({"decode": {"label": "magic"}}, "'magic' needs byte strings"),
+        ({"decode": {"label": bytes.decode}}, "a function needs byte strings"),
     ],
 )
 def test_what_does_not_fit_the_schema_is_refused_at_once(

@@ -41,9 +41,7 @@ class TokensFormat:
 
     def __init__(self, *, dtype: str | None = None, length: int | None = None) -> None:
         if not isinstance(length, int | np.integer) or length < 1:
-            raise ValueError(
-                f"format 'tokens' needs length= (tokens a sample, an integer >= 1), got {length!r}"
-            )
+            raise ValueError(f"format 'tokens' needs length= (tokens a sample, >= 1), got {length!r}")
         if dtype is not None and (np.dtype(dtype).kind not in "iu" or not np.dtype(dtype).isnative):
             raise ValueError(f"dtype must be an integer type in native byte order, got {dtype!r}")
         self.dtype = None if dtype is None else np.dtype(dtype).name
