@@ -419,6 +419,7 @@ def test_an_exception_in_a_transform_keeps_its_cause_and_names_the_sample(ints: 
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
     assert caught.value.stage == "transform"
     assert caught.value.key == "00013"
+    assert caught.value.reason.startswith("ZeroDivisionError: ")
     assert our_threads() == []
     dataset = ints.open(transform=transform, on_error="skip")
     with DataLoader(dataset, 50, shuffle=False) as loader:

@@ -368,6 +368,7 @@ def test_keys_and_urls_are_columns_on_demand(tar: Made) -> None:
         ({"decode": {"label": "float"}}, "'float' needs byte strings"),
         ({"decode": {"label": "magic"}}, "'magic' needs byte strings"),
         ({"decode": {"label": bytes.decode}}, "a function needs byte strings"),
+        ({"columns": {"a": ["label", "label"]}, "decode": {"a": "text"}}, "'text' needs byte strings"),
     ],
 )
 def test_what_does_not_fit_the_schema_is_refused_at_once(
