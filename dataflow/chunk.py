@@ -262,7 +262,7 @@ class BatchChunk:
                 samples.append(self._apply(sample, window, at))
             except Exception as error:
                 reason = f"{type(error).__name__}: {error}"
-                bad = window.sample_error(at, reason, "*", stage="transform")
+                bad = window.sample_error(at, reason, None, stage="transform")
                 bad.__cause__ = error
                 if not finishing.on_bad(bad):
                     raise bad from error

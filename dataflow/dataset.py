@@ -96,6 +96,8 @@ class ShardedDataset(Sharded, Dataset[Any]):
     ) -> None:
         if on_error not in ("raise", "skip") and not callable(on_error):
             raise ValueError(f'on_error must be "raise", "skip" or a function, got {on_error!r}')
+        if block_bytes < 1:
+            raise ValueError(f"block_bytes must be >= 1, got {block_bytes}")
         if cache is not None and not isinstance(cache, Cache):
             raise ValueError(f'cache must be a dataflow.Cache, such as Cache("/nvme/cache"), got {cache!r}')
         self.cache = cache

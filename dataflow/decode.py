@@ -137,6 +137,10 @@ def _chosen(
             raise ValueError(
                 f"column {(missing or [name])[0]!r} does not exist; the dataset has: {_listed(schema)}"
             )
+    if not chosen and columns is None:
+        raise ValueError(
+            "the dataset has no column of a type that can be delivered (docs/formats.md lists them)"
+        )
     if not chosen:
         raise ValueError("columns is empty; leave it out for all columns")
     return chosen
@@ -146,7 +150,7 @@ def _resolve(
     name: str, sources: tuple[str, ...], specs: list[ColumnSpec], rule: object, format_name: str
 ) -> Output:
     if len(sources) > 1:
-        return _stacked(name, sources, specs)
+        return _stacked(name, sources, specs, rule)
     spec, source = specs[0], sources[0]
     if spec.kind == "fixed":
         return _fixed(name, source, spec, rule, format_name)
@@ -203,12 +207,25 @@ def _auto_rule(source: str, spec: ColumnSpec, format_name: str) -> object:
 def _fixed(name: str, source: str, spec: ColumnSpec, rule: object, format_name: str) -> Output:
     if format_name in ("tokens", "megatron") and source == "tokens":
         return Output(name, (source,), "spans", "int64", spec.dtype, spec.shape)
-    if isinstance(rule, Image | Pad):
-        raise ValueError(f"column {name!r} is {spec_text(spec)}; {type(rule).__name__} needs byte strings")
+    _check_numbers(name, spec, rule)
     return Output(name, (source,), "array", spec.dtype, spec.dtype, spec.shape)
 
 
-def _stacked(name: str, sources: tuple[str, ...], specs: list[ColumnSpec]) -> Output:
+def _check_numbers(name: str, spec: ColumnSpec, rule: object) -> None:
+    """Raise where a column of numbers, which is delivered as stored, is to be decoded."""
+    kind = np.dtype(spec.dtype).kind
+    as_stored = rule is None or rule in ("auto", "bytes", "raw", "list")
+    if not as_stored and not (rule == "int" and kind in "iu") and not (rule == "float" and kind == "f"):
+        named = (
+            repr(rule) if isinstance(rule, str) else "a function" if callable(rule) else type(rule).__name__
+        )
+        raise ValueError(
+            f"column {name!r} is {spec_text(spec)}, and decode={named} needs byte strings; "
+            "leave it out, and change values in transform="
+        )
+
+
+def _stacked(name: str, sources: tuple[str, ...], specs: list[ColumnSpec], rule: object) -> Output:
     for source, spec in zip(sources, specs, strict=True):
         if spec.kind != "fixed" or spec.shape != specs[0].shape or spec.dtype != specs[0].dtype:
             raise ValueError(
@@ -216,6 +233,7 @@ def _stacked(name: str, sources: tuple[str, ...], specs: list[ColumnSpec]) -> Ou
                 f"{spec_text(specs[0])}, {source!r} is {spec_text(spec)}"
             )
     shape = (*specs[0].shape, len(sources))
+    _check_numbers(name, specs[0], rule)
     return Output(name, sources, "array", specs[0].dtype, specs[0].dtype, shape)
 
 

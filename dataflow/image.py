@@ -86,6 +86,8 @@ class Image:
         if self.size is None:
             if self.crop != "none":
                 raise ValueError(f"Image crop={self.crop!r} needs a size, for example size=224")
+        elif not isinstance(self.size, int) and (isinstance(self.size, str) or len(self.size) != 2):
+            raise ValueError(f"Image size must be a number or (height, width), got {self.size!r}")
         elif min(self.height_width) < 1:
             raise ValueError(f"Image size must be at least 1, got {self.size}")
         if self.resize_shorter is not None:

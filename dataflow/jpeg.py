@@ -50,7 +50,10 @@ def image_size(data: Pixels) -> tuple[int, int]:
         ValueError: not an image, or its header is damaged.
     """
     if is_jpeg(data):
-        height, width, _, _ = simplejpeg.decode_jpeg_header(data, strict=False)
+        try:
+            height, width, _, _ = simplejpeg.decode_jpeg_header(data, strict=False)
+        except KeyError as error:  # of a header that ends too early simplejpeg looks up the subsampling -1
+            raise ValueError("its JPEG header is damaged or truncated") from error
         return int(height), int(width)
     head = data[:30].tobytes()
     if head[:8] == b"\x89PNG\r\n\x1a\n" and len(head) >= 24:

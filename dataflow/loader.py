@@ -116,6 +116,8 @@ class DataLoader(_Base):
                 )
                 if batch_size is None:
                     raise ValueError("batch_size=None is not for shards: they are read in batches")
+                if num_workers < 0:
+                    raise ValueError(f"num_workers must be >= 0, got {num_workers}")
                 arguments: Mapping[str, Any] = {
                     "batch_size": batch_size,
                     "shuffle": shuffle,
@@ -128,7 +130,7 @@ class DataLoader(_Base):
                     "memory_limit": memory_limit,
                     "tail": tail,
                     "depth": depth,
-                    "num_threads": num_threads or num_workers or None,
+                    "num_threads": num_workers or None if num_threads is None else num_threads,
                     "batching": batching,
                     "pin_memory": pin_memory,
                 }

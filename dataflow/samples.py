@@ -15,18 +15,28 @@ from dataflow.ragged import Ragged
 
 
 def collate_objects(values: list[Any]) -> Any:
-    """Arrays of one shape are stacked; everything else stays a list."""
+    """Arrays of one shape are stacked; everything else stays a list (arrays as tensors, if all can be)."""
     first = values[0] if values else None
-    if isinstance(first, np.ndarray) and first.dtype != object:
-        tensors = [torch.from_numpy(np.ascontiguousarray(v)) for v in values if isinstance(v, np.ndarray)]
-        if len(tensors) < len(values) or any(t.shape != tensors[0].shape for t in tensors):
-            return tensors if len(tensors) == len(values) else values
-        return torch.stack(tensors)
+    if isinstance(first, np.ndarray):
+        arrays = [value for value in values if isinstance(value, np.ndarray)]
+        tensors = [tensor for array in arrays if (tensor := _tensor_of(array)) is not None]
+        if len(tensors) < len(values):
+            return values
+        return tensors if any(t.shape != tensors[0].shape for t in tensors) else torch.stack(tensors)
     if isinstance(first, Tensor) and all(
         isinstance(v, Tensor) and v.shape == first.shape and v.dtype == first.dtype for v in values
     ):
         return torch.stack(values)
     return values
+
+
+def _tensor_of(array: NDArray[Any]) -> Tensor | None:
+    """The array as a tensor in native byte order; None where torch has no such type (text, dates)."""
+    native = np.require(array, array.dtype.newbyteorder("="), ["C", "W"])  # keeps 0-d arrays 0-d
+    try:
+        return torch.from_numpy(native)
+    except TypeError:
+        return None
 
 
 def drop_rows(batch: Mapping[str, Any], keep: NDArray[np.int64]) -> dict[str, Any]:

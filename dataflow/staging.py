@@ -300,15 +300,16 @@ class StagedWindow:
 
     # ---- telling where a row came from ----------------------------------------------------------------
 
-    def sample_error(self, row: int, reason: str, column: str, stage: str = "decode") -> SampleError:
-        """An error that names the shard, offset and key of a row."""
+    def sample_error(self, row: int, reason: str, column: str | None, stage: str = "decode") -> SampleError:
+        """An error that names the shard, offset and key of a row, and the column if it is about one."""
         ordinal = int(np.searchsorted(self.first_row, row, side="right")) - 1
         block = self.blocks[ordinal]
         in_block = row - int(self.first_row[ordinal])
         if self._sparse is not None:
             in_block = int(self._row_in_block[row])
         key = self._key(ordinal, in_block)
-        return SampleError(block.shard.url, f"column {column!r}: {reason}", block.offset, key, stage)
+        reason = reason if column is None else f"column {column!r}: {reason}"
+        return SampleError(block.shard.url, reason, block.offset, key, stage)
 
     def _key(self, ordinal: int, in_block: int) -> str:
         block, data = self.blocks[ordinal], self._data[ordinal]

@@ -91,6 +91,10 @@ class StreamLoader:
     ) -> None:
         if timeout < 0:
             raise ValueError(f"timeout must be >= 0 seconds, got {timeout}")
+        if num_threads is not None and num_threads < 1:
+            raise ValueError(
+                f"num_threads must be >= 1, or None for as many as suit the cores, got {num_threads}"
+            )
         self.dataset, self.batch_size, self.collate_fn = dataset, batch_size, collate_fn
         self.drop_last, self.timeout, self.seed = drop_last, timeout, seed
         self._unplaced: ValueError | None = None
@@ -182,6 +186,10 @@ class StreamLoader:
         Each source of a mixture has windows of its own, and they share that quarter.
         It never depends on the machine: ranks of unlike machines must agree on the order.
         """
+        if isinstance(shuffle, str):
+            raise ValueError(
+                f"shuffle must be True, False, None or a Shuffle; for {shuffle!r} give Shuffle({shuffle!r})"
+            )
         if not isinstance(shuffle, Shuffle):
             shuffle = Shuffle("window" if shuffle is None or shuffle else "none")
         limit = None if self._given_limit is None else self.memory_limit

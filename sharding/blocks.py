@@ -46,6 +46,8 @@ class ColumnSpec:
     """Least and greatest length of a value in elements, where indexing learned it; not for "fixed"."""
     optional: bool = False
     """Whether some samples may lack the column."""
+    unit: str = ""
+    """Of times: what the integers count, such as "timestamp[ms]"."""
 
 
 @dataclass(frozen=True)
@@ -153,11 +155,12 @@ class Format(Protocol):
 
 
 def spec_text(spec: ColumnSpec) -> str:
-    """One column's type, for messages: "float32[20]", "bytes", "list of int32"."""
+    """One column's type, for messages: "float32[20]", "bytes", "list of int32", "int64 (timestamp[ms])"."""
+    unit = f" ({spec.unit})" if spec.unit else ""
     if spec.kind == "fixed":
         shape = f"[{', '.join(map(str, spec.shape))}]" if spec.shape else ""
-        return f"{spec.dtype}{shape}"
-    return f"list of {spec.dtype}" if spec.kind == "list" else spec.kind
+        return f"{spec.dtype}{shape}{unit}"
+    return f"list of {spec.dtype}{unit}" if spec.kind == "list" else spec.kind
 
 
 __all__ = [

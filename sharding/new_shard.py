@@ -20,6 +20,8 @@ from sharding.new_file import NewFile
 Sample = Mapping[str, Any]
 _PICKLED = {"pyd", "pickle", "pkl", "pth", "pt"}
 """Extensions that webdataset and torch unpickle."""
+_INTEGERS = {"cls", "cls2", "class", "count", "index", "inx", "id"}
+"""Extensions that webdataset writes with `str` and reads with `int`."""
 
 
 class NewShard(Protocol):
@@ -63,14 +65,18 @@ class NewTarShard:
         refusal = self._refusal(key, fields)
         if refusal:
             raise SampleError(self._url, refusal, key=key, stage="write")
+        encoded = {name: self._encoded(key, name, value) for name, value in fields.items()}
+        self._tar.write({"__key__": key, **encoded})
+        self._last_key = key
+
+    def _encoded(self, key: str, name: str, value: Any) -> bytes:
         try:
-            encoded = {name: bytes(value) for name, value in self._encode(fields).items()}
+            return bytes(self._encode({name: value})[name])
         except ImportError:
             raise
         except Exception as error:
-            raise SampleError(self._url, f"cannot be encoded: {error}", key=key, stage="write") from error
-        self._tar.write({"__key__": key, **encoded})
-        self._last_key = key
+            reason = f"{name!r} of type {type(value).__name__} cannot be encoded: {error}; give its bytes"
+            raise SampleError(self._url, reason, key=key, stage="write") from error
 
     def finish(self) -> None:
         """Write the end of the archive."""
@@ -91,6 +97,8 @@ class NewTarShard:
         for name, value in fields.items():
             if name != name.lower() or not _survives(key, name):
                 return f"{key}.{name} would not be read back as key {key!r} and extension {name!r}"
+            if not _reads_as_number(name, value):
+                return f"{name!r} would be written as {str(value)!r}, which is no integer; give an int"
             if not self._allow_pickle and _is_pickled(name, value):
                 return (
                     f"{name!r} would have to be unpickled; to write it all the same, give allow_pickle=True"
@@ -180,6 +188,17 @@ def _survives(key: str, extension: str) -> bool:
     written = [text.encode("utf-8", "surrogateescape") for text in (key, extension)]
     name = b".".join(written)
     return bool(extension) and b"\0" not in name and split_name(name) == tuple(written)
+
+
+def _reads_as_number(extension: str, value: Any) -> bool:
+    """Whether what webdataset writes for a label, its `str`, is an integer; text and bytes are the user's."""
+    if isinstance(value, str | bytes) or extension.rpartition(".")[2] not in _INTEGERS:
+        return True
+    try:
+        int(str(value))
+    except ValueError:
+        return False
+    return True
 
 
 def _is_pickled(extension: str, value: Any) -> bool:

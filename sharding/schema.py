@@ -58,7 +58,7 @@ def _refuse_missing(first: str, url: str, known: Schema, schema: Schema) -> None
 
 
 def _merge(first: str, url: str, name: str, known: ColumnSpec, spec: ColumnSpec) -> ColumnSpec:
-    if (known.kind, known.dtype, known.shape) != (spec.kind, spec.dtype, spec.shape):
+    if (known.kind, known.dtype, known.shape, known.unit) != (spec.kind, spec.dtype, spec.shape, spec.unit):
         raise CorruptShardError(
             url, f"column {name!r} is {spec_text(spec)} here but {spec_text(known)} in {first}"
         )
@@ -85,6 +85,7 @@ def _spec(fields: Mapping[str, Any]) -> ColumnSpec:
         shape=tuple(map(int, fields["shape"])),
         size_range=None if size_range is None else (int(size_range[0]), int(size_range[1])),
         optional=bool(fields["optional"]),
+        unit=str(fields.get("unit", "")),
     )
 
 

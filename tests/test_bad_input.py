@@ -122,6 +122,21 @@ def test_parquet_files_of_another_schema_name_both(tmp_path: Path) -> None:
     assert "0.parquet" in str(caught.value) + "".join(getattr(caught.value, "__notes__", []))
 
 
+@pytest.mark.parametrize("other", [pa.timestamp("us"), pa.timestamp("ns", "UTC"), pa.int64()], ids=str)
+@pytest.mark.parametrize("make", [pa.array, lambda v, t: pa.array([v], pa.list_(t))], ids=["scalar", "list"])
+def test_times_of_another_unit_are_another_type(tmp_path: Path, make: Any, other: pa.DataType) -> None:
+    pq.write_table(pa.table({"a": make([1], pa.timestamp("ms"))}), tmp_path / "0.parquet")
+    pq.write_table(pa.table({"a": make([1], other)}), tmp_path / "1.parquet")
+    with pytest.raises(CorruptShardError, match=r"here but .*int64 \(timestamp\[ms\]\) in"):
+        open_tar(tmp_path, "*.parquet")
+
+
+def test_times_of_one_unit_with_and_without_a_zone_are_one_type(tmp_path: Path) -> None:
+    for i, kind in enumerate([pa.timestamp("ms"), pa.timestamp("ms", "UTC")]):
+        pq.write_table(pa.table({"a": pa.array([i], kind)}), tmp_path / f"{i}.parquet")
+    assert len(open_tar(tmp_path, "*.parquet")) == 2
+
+
 def test_a_parquet_footer_cut_off_is_an_error(tmp_path: Path) -> None:
     pq.write_table(pa.table({"a": list(range(1000))}), tmp_path / "a.parquet")
     data = (tmp_path / "a.parquet").read_bytes()
@@ -404,6 +419,7 @@ def test_an_exception_in_a_transform_keeps_its_cause_and_names_the_sample(ints: 
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
     assert caught.value.stage == "transform"
     assert caught.value.key == "00013"
+    assert caught.value.reason.startswith("ZeroDivisionError: ")
     assert our_threads() == []
     dataset = ints.open(transform=transform, on_error="skip")
     with DataLoader(dataset, 50, shuffle=False) as loader:
@@ -647,6 +663,14 @@ def test_what_is_refused_names_what_would_do(ints: Made) -> None:
         DataLoader(dataset, 1, memory_limit="lots")
     with pytest.raises(ValueError, match="depth must be >= 1"):
         DataLoader(dataset, 1, depth=0)
+    with pytest.raises(ValueError, match="num_workers must be >= 0, got -1"):
+        DataLoader(dataset, 1, num_workers=-1)
+    with pytest.raises(ValueError, match="num_threads must be >= 1"):
+        DataLoader(dataset, 1, num_threads=0)
+    with pytest.raises(ValueError, match=r"shuffle must be .* give Shuffle\('none'\)"):
+        DataLoader(dataset, 1, shuffle="none")
+    with pytest.raises(ValueError, match="block_bytes must be >= 1"):
+        ints.open(block_bytes=0)
     with pytest.raises(ValueError, match="timeout must be >= 0"):
         DataLoader(dataset, 1, timeout=-1)
     with pytest.raises(ValueError, match="tail must be one of"):

@@ -106,6 +106,31 @@ def test_arrays_of_one_shape_are_stacked_and_others_listed(tmp_path: Path) -> No
     assert [tensor.tolist() for tensor in batch["other.npy"]] == [[], [0], [0, 1], [0, 1, 2]]
 
 
+def test_arrays_without_dimensions_are_stacked_to_one(tmp_path: Path) -> None:
+    batch = first(tar_dataset(tmp_path, [{"npy": npy(np.float32(i))} for i in range(3)]))
+    assert batch["npy"].tolist() == [0.0, 1.0, 2.0]
+
+
+def test_arrays_of_foreign_byte_order_keep_their_values(tmp_path: Path) -> None:
+    values = np.arange(6, dtype=">i4").reshape(2, 3)
+    batch = first(tar_dataset(tmp_path, [{"npy": npy(values)}] * 2))
+    assert batch["npy"].dtype == torch.int32
+    assert batch["npy"].tolist() == [values.tolist()] * 2
+
+
+@pytest.mark.parametrize("kind", ["U5", "S5", "datetime64[s]", "longdouble", [("a", "i4")]], ids=str)
+def test_arrays_of_types_that_torch_lacks_stay_arrays(tmp_path: Path, kind: Any) -> None:
+    values = np.zeros(2, kind)
+    dataset = tar_dataset(tmp_path, [{"npy": npy(values)}] * 2)
+    for array in (*first(dataset)["npy"], dataset[0]["npy"]):
+        np.testing.assert_array_equal(array, values)
+
+
+def test_a_function_may_give_arrays_that_cannot_be_written_to(tmp_path: Path) -> None:
+    dataset = tar_dataset(tmp_path, [{"x": b"ab"}] * 2, decode={"x": lambda b: np.frombuffer(b, np.uint8)})
+    assert first(dataset)["x"].tolist() == [[97, 98]] * 2
+
+
 @pytest.mark.parametrize(("name", "text", "value"), [("float", b" 2.5\n", 2.5), ("x.flt", b"-1e3", -1000.0)])
 def test_floats_are_parsed_to_double(tmp_path: Path, name: str, text: bytes, value: float) -> None:
     batch = first(tar_dataset(tmp_path, [{name: text}] * 3))
@@ -339,6 +364,11 @@ def test_keys_and_urls_are_columns_on_demand(tar: Made) -> None:
         ({"decode": {"txt": "magic"}}, "'magic'"),
         ({"decode": {"label": Pad()}}, "Pad needs byte strings"),
         ({"decode": {"label": Image(size=8)}}, "Image needs byte strings"),
+        ({"decode": {"label": "text"}}, "'text' needs byte strings"),
+        ({"decode": {"label": "float"}}, "'float' needs byte strings"),
+        ({"decode": {"label": "magic"}}, "'magic' needs byte strings"),
+        ({"decode": {"label": bytes.decode}}, "a function needs byte strings"),
+        ({"columns": {"a": ["label", "label"]}, "decode": {"a": "text"}}, "'text' needs byte strings"),
     ],
 )
 def test_what_does_not_fit_the_schema_is_refused_at_once(

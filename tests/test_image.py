@@ -281,6 +281,12 @@ def damaged(data):
     }
 
 
+@pytest.mark.parametrize("size", [3, 200])
+def test_a_jpeg_without_a_whole_header_is_called_so(size):
+    _, [(_, error)] = decoded(Image(size=8), [jpeg(picture())[:size]])
+    assert "its JPEG header is damaged or truncated" in str(error)
+
+
 @pytest.mark.parametrize("layout", ["CHW", "HWC"])
 def test_damaged_images_fail_alone_and_leave_zeros(layout):
     good = jpeg(picture(), colorsubsampling="420")
@@ -357,6 +363,8 @@ def test_any_bytes_give_a_full_row_or_a_failure(junk, at, keep_header):
         ({"dct": "slow"}, "dct must be one of"),
         ({"size": 0}, "size must be at least 1"),
         ({"size": (4, 0)}, "size must be at least 1"),
+        ({"size": (3,)}, "size must be a number or"),
+        ({"size": "224"}, "size must be a number or"),
         ({"scale": (0.5, 0.1)}, "scale must be"),
         ({"scale": (0.0, 1.0)}, "scale must be"),
         ({"ratio": (2.0, 1.0)}, "ratio must be"),

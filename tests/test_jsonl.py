@@ -253,6 +253,12 @@ def test_an_unknown_column_lists_those_there():
         FORMAT.decode(block, data, ["z"])
 
 
+def test_two_columns_of_one_name_are_named():
+    content = jsonl([{"a.b": 1, "a": {"b": 2}}])
+    with pytest.raises(CorruptShardError, match=r"two columns are named 'a\.b'"):
+        scan_of(FORMAT, content, URL)
+
+
 def test_a_list_of_strings_can_be_left_out():
     content = jsonl([{"tags": ["a"], "i": 5}])
     with pytest.raises(ShardError, match=r"column 'tags'.*pass columns= without it"):

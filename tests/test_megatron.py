@@ -171,7 +171,7 @@ def test_a_short_bin_is_noticed():
     assert "6 uint16 tokens are indexed, the .bin has 11 bytes" in scan_error(content[:-1], idx).reason
 
 
-@pytest.mark.parametrize("length", [0, -3])
+@pytest.mark.parametrize("length", [0, -3, 2.5])
 def test_options_are_checked_at_construction(length):
     with pytest.raises(ValueError, match="length must be >= 1"):
         MegatronFormat(length=length)

@@ -162,7 +162,16 @@ def test_every_truncation_of_a_npy_file_is_noticed():
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"length": 0}, {"length": 4, "dtype": "float32"}, {"length": 4, "dtype": "U3"}]
+    "options",
+    [
+        {},
+        {"length": 0},
+        {"length": 2.5},
+        {"length": "8"},
+        {"length": 4, "dtype": "float32"},
+        {"length": 4, "dtype": "U3"},
+        {"length": 4, "dtype": ">u2"},
+    ],
 )
 def test_options_are_checked_at_construction(options):
     with pytest.raises(ValueError, match=r"length|dtype"):

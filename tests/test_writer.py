@@ -15,6 +15,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 import webdataset as wds
 from fsspec.implementations.memory import MemoryFileSystem
 from fsspec.spec import AbstractBufferedFile, AbstractFileSystem
@@ -205,7 +206,17 @@ def test_what_is_accepted_is_read_back_as_it_was(pairs: list[tuple[str, dict[str
         ({"__key__": "k", "a/b": ""}, "not be read back as"),
         ({"__key__": "k", "": ""}, "not be read back as"),
         ({"__key__": "k", "JPG": b""}, "not be read back as"),
-        ({"__key__": "k", "unheardof": 3}, "no handler"),
+        (
+            {"__key__": "k", "unheardof": 3},
+            "'unheardof' of type int cannot be encoded: no handler .*; give its bytes",
+        ),
+        ({"__key__": "k", "txt": "t", "npy": torch.zeros(2)}, "'npy' of type Tensor cannot be encoded"),
+        (
+            {"__key__": "k", "cls": torch.tensor(3)},
+            "'cls' would be written as 'tensor\\(3\\)', which is no integer",
+        ),
+        ({"__key__": "k", "left.index": None}, "'None', which is no integer; give an int"),
+        ({"__key__": "k", "cls": 3.0}, "'3.0', which is no integer"),
         ({"__key__": "k", "pickle": {}}, "allow_pickle"),
         ({"__key__": "k", "pkl": b"x"}, "allow_pickle"),
         ({"__key__": "k", "model.pth": b"x"}, "allow_pickle"),

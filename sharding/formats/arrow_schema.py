@@ -8,6 +8,7 @@ Decimals, maps, unions, intervals and lists of anything but numbers have no arra
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -37,7 +38,7 @@ def specs_of(schema: pa.Schema, url: str, *, null_free: Collection[str] = ()) ->
         seen.add(name)
         if spec := spec_of(field.type):
             optional = spec.kind != "fixed" and field.nullable and name not in null_free
-            specs[name] = ColumnSpec(spec.kind, spec.dtype, spec.shape, None, optional)
+            specs[name] = replace(spec, optional=optional)
     return specs
 
 
@@ -70,12 +71,20 @@ def spec_of(kind: pa.DataType) -> ColumnSpec | None:
         inner = spec_of(kind.value_type)
         if inner is None or inner.kind != "fixed":
             return None
-        return ColumnSpec("fixed", inner.dtype, (kind.list_size, *inner.shape))
+        return replace(inner, shape=(kind.list_size, *inner.shape))
     if is_list(kind):
-        dtype = dtype_of(stored_type(kind.value_type))
-        return None if dtype is None else ColumnSpec("list", dtype.name)
+        stored = stored_type(kind.value_type)
+        dtype = dtype_of(stored)
+        return None if dtype is None else ColumnSpec("list", dtype.name, unit=_unit_of(stored))
     dtype = dtype_of(kind)
-    return None if dtype is None else ColumnSpec("fixed", dtype.name)
+    return None if dtype is None else ColumnSpec("fixed", dtype.name, unit=_unit_of(kind))
+
+
+def _unit_of(kind: pa.DataType) -> str:
+    """What a time counts; the same with and without time zone, as the integers are."""
+    if not pa.types.is_temporal(kind):
+        return ""
+    return f"timestamp[{kind.unit}]" if pa.types.is_timestamp(kind) else str(kind)
 
 
 def stored_type(kind: pa.DataType) -> pa.DataType:

@@ -186,7 +186,10 @@ def _mapped(kind: pa.DataType, change: Callable[[pa.DataType], pa.DataType]) -> 
 
 def _without_nulls(table: pa.Table) -> frozenset[str]:
     flat = flattened(table)
-    return frozenset(name for name in flat.column_names if not flat.column(name).null_count)
+    columns = zip(
+        flat.column_names, flat.columns, strict=True
+    )  # two may have one name, which `specs_of` refuses
+    return frozenset(name for name, column in columns if not column.null_count)
 
 
 def _projected(schema: pa.Schema, columns: Sequence[str]) -> pa.Schema:

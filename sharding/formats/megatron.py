@@ -46,9 +46,9 @@ class MegatronFormat:
     sibling_suffix = ".idx"
 
     def __init__(self, *, length: int | None = None) -> None:
-        if length is not None and length < 1:
-            raise ValueError(f"length must be >= 1 or None (one sample a document), got {length}")
-        self.length = length
+        if length is not None and (not isinstance(length, int | np.integer) or length < 1):
+            raise ValueError(f"length must be >= 1 or None (one sample a document), got {length!r}")
+        self.length = None if length is None else int(length)
 
     def scan(
         self, file: BinaryIO, shard: Shard, *, block_bytes: int, sibling: BinaryIO | None = None

@@ -40,12 +40,12 @@ class TokensFormat:
     suffixes: tuple[str, ...] = (".bin", ".npy")
 
     def __init__(self, *, dtype: str | None = None, length: int | None = None) -> None:
-        if length is None or length < 1:
-            raise ValueError(f"format 'tokens' needs length= (tokens a sample, >= 1), got {length}")
-        if dtype is not None and np.dtype(dtype).kind not in "iu":
-            raise ValueError(f"dtype must be an integer type, got {dtype!r}")
+        if not isinstance(length, int | np.integer) or length < 1:
+            raise ValueError(f"format 'tokens' needs length= (tokens a sample, >= 1), got {length!r}")
+        if dtype is not None and (np.dtype(dtype).kind not in "iu" or not np.dtype(dtype).isnative):
+            raise ValueError(f"dtype must be an integer type in native byte order, got {dtype!r}")
         self.dtype = None if dtype is None else np.dtype(dtype).name
-        self.length = length
+        self.length = int(length)
 
     def scan(self, file: BinaryIO, shard: Shard, *, block_bytes: int) -> ShardScan:
         """Cut the file into blocks of whole samples; reads at most a header.
