@@ -38,7 +38,7 @@ from dataflow.grad.switched import Switched
 from dataflow.grad.units import Units
 from dataflow.grad.window_times import WindowRecorder
 from dataflow.grad.windows import MICROBATCHES, Partial, Uneven, checked_weight
-from dataflow.grad.wrapped import Ddp, buffers_kept, check_hooks, mixes_batches, wrapped
+from dataflow.grad.wrapped import Ddp, buffers_kept, check_hooks, check_optimizer, mixes_batches, wrapped
 from sharding.topology import Topology
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ class GradSchedule:
         skip_nonfinite: skip the step, on all ranks, if the gradient is not finite. False without `max_norm`
             and `scaler` saves computing its norm.
         timeout_s: seconds that a rank waits for the others to agree; longer than the longest pause of one
-            rank, such as writing a checkpoint.
+            rank, such as writing a checkpoint. For gradients the time-out of DDP's process group counts.
         topology: which ranks share a node; None: found.
         ledger: where phases are kept; listeners may be added to it.
 
@@ -130,6 +130,7 @@ class GradSchedule:
         self.strategy: Strategy = with_options(strategy or AllReduce(), adapt)
         self._wrapped = wrapped(model)
         check_hooks(self._wrapped)
+        check_optimizer(self._wrapped, optimizer)
         check_strategy(self.strategy, self._wrapped)
         self.phases = ledger or PhaseLedger()
         self._loader, self._scaler = loader, scaler
@@ -254,7 +255,7 @@ class GradSchedule:
         """End the window after its last microbatch, with an optimizer step; None after all others."""
         microbatch = self._open()
         if not microbatch.done:
-            raise RuntimeError("step was called before backward for this microbatch")
+            raise RuntimeError("sched.step was called before sched.backward(loss) for this microbatch")
         if not microbatch.is_last or microbatch.window.ended:
             return None
         self.phases.enter(Phase.STEP)
@@ -303,6 +304,8 @@ class GradSchedule:
                     break
             self._look.epoch_ended()
         finally:
+            if self._microbatch is not None:  # left within a window, whose gradient nobody will step on
+                self._boundary.drop_gradients()
             self._running, self._microbatch = False, None
             self._wrapped.restore()
             self._look.end()
@@ -387,9 +390,14 @@ class GradSchedule:
         return self.last
 
     def _open(self) -> Microbatch:
-        if self._microbatch is None:
-            raise RuntimeError("no microbatch is under way: this is for the body of `for batch in sched`")
-        return self._microbatch
+        if self._microbatch is not None:
+            return self._microbatch
+        if self._running:
+            raise RuntimeError(
+                "no microbatch is under way: step(), or the end of the accumulate() block, has ended the "
+                "window, and `sched.last` is its StepInfo"
+            )
+        raise RuntimeError("no microbatch is under way: this is for the body of `for batch in sched`")
 
     def _call(self, what: Callable[[], T]) -> T:
         """Do what communicates; an error names the rank that is gone, if one is."""

@@ -188,6 +188,38 @@ def check_hooks(model: Wrapped) -> None:
             )
 
 
+def check_optimizer(model: Wrapped, optimizer: torch.optim.Optimizer) -> None:
+    """`ValueError` where the optimizer would step on other gradients than those that windows make."""
+    averaged = {
+        id(value) for name, value in model.inner.named_parameters() if _is_averaged(model, name, value)
+    }
+    stepped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    others = [parameter for parameter in stepped if id(parameter) not in averaged]
+    if len(others) == len(stepped):
+        raise ValueError(
+            "the optimizer has none of the model's parameters: make it from model.parameters(), "
+            "after fully_shard, which replaces them"
+        )
+    alone = next((parameter for parameter in others if parameter.requires_grad), None)
+    if model.ranks is not None and len(model.ranks) > 1 and alone is not None:
+        raise ValueError(
+            f"the optimizer has a parameter of shape {tuple(alone.shape)} whose gradients nobody averages "
+            "over ranks, since DDP or fully_shard does not have it: put it into the module that is wrapped, "
+            "or step it yourself"
+        )
+
+
+def _is_averaged(model: Wrapped, name: str, parameter: nn.Parameter) -> bool:
+    if isinstance(model, Ddp):
+        return name not in model.ddp.parameters_to_ignore
+    return isinstance(parameter, DTensor) or not isinstance(model, Fsdp2)
+
+
+def sparse_layer(model: nn.Module) -> str | None:
+    """Name of a layer that makes sparse gradients; None if there is none."""
+    return next((name for name, module in model.named_modules() if getattr(module, "sparse", False)), None)
+
+
 def trainable(model: nn.Module) -> Mapping[str, nn.Parameter]:
     """Parameters that need a gradient, by name."""
     return {name: value for name, value in model.named_parameters() if value.requires_grad}
