@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
 import subprocess
 import sys
+import weakref
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dataflow import DataLoader, GradSchedule, ShardedDataset
 from dataflow.grad.all_reduce import AllReduce
-from dataflow.grad.strategies import Hierarchical, Int8, PowerSGD
+from dataflow.grad.strategies import Half, Hierarchical, Int8, PowerSGD
 from dataflow.grad.strategy import StrategyContext
 from dataflow.grad.windows import UnevenRanksError
 from dataflow.testing import run_ranks
@@ -264,6 +266,27 @@ def test_combinations_that_cannot_be_exact_are_refused() -> None:
     }
     for said in run_ranks(refusals, 2, **FAST):
         assert {name: text in said[name] for name, text in expected.items()} == dict.fromkeys(expected, True)
+
+
+def is_kept(strategy: Any) -> bool:
+    model = DistributedDataParallel(nn.Linear(1, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with GradSchedule([torch.ones(1, 1)], model, optimizer, strategy=strategy) as sched:
+        for batch in sched:
+            sched.backward(model(batch).sum())
+            sched.step()
+    kept = weakref.ref(model)
+    del model, optimizer, sched, strategy
+    gc.collect()
+    return kept() is not None
+
+
+def models_kept() -> list[bool]:
+    return [is_kept(AllReduce()), is_kept(Half("bf16")), is_kept(Int8())]
+
+
+def test_a_closed_schedule_with_a_hook_keeps_no_model() -> None:
+    assert run_ranks(models_kept, 2, **FAST) == [[False] * 3] * 2
 
 
 def schedules_on_a_part_of_the_ranks() -> list[float]:

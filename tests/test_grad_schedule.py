@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from dataflow import DataLoader, GradSchedule, ShardedDataset
-from dataflow.grad.local_sgd import LocalSGD
+from dataflow.grad.local_sgd import DiLoCo, LocalSGD
 from dataflow.grad.lost import RankLostError
 from dataflow.grad.phases import Phase, PhaseLedger
 
@@ -119,6 +119,22 @@ def test_sparse_gradients_are_clipped_as_dense_ones() -> None:
         assert sched.last is not None
         found.append([sched.last.grad_norm, *weights_of(model)])
     assert found[0] == pytest.approx(found[1], abs=1e-15)
+
+
+def test_diloco_begins_from_weights_that_are_loaded_after_it_was_made() -> None:
+    found = []
+    for loaded_first in (True, False):
+        torch.manual_seed(0)
+        model = nn.Linear(1, 1).double()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        trained = {"weight": torch.full((1, 1), 3.0), "bias": torch.full((1,), -2.0)}
+        if loaded_first:
+            model.load_state_dict(trained)
+        sched = GradSchedule(batches(2), model, optimizer, 1, strategy=DiLoCo(2))
+        model.load_state_dict(trained)
+        train(model, sched)
+        found.append(weights_of(model))
+    assert found[0] == found[1]
 
 
 def test_phases_follow_the_loop_and_are_told_with_each_step() -> None:

@@ -7,6 +7,7 @@ same order, whatever the ranks' data.
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -195,7 +196,7 @@ class GradSchedule:
             self._agreement,
             timeout_s=timeout_s,
             topology=topology,
-            on_bucket=lambda: self.phases.enter(Phase.SYNC),
+            on_bucket=functools.partial(self.phases.enter, Phase.SYNC),  # not `self`: DDP keeps it for ever
         )
 
     @property
