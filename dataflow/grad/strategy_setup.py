@@ -12,6 +12,7 @@ from torch._C._distributed_c10d import GradBucket
 
 from dataflow.grad.agreement import Agreement, give_private_back, private_group
 from dataflow.grad.all_reduce import AllReduce
+from dataflow.grad.delayed import Delayed
 from dataflow.grad.strategy import Strategy, StrategyContext
 from dataflow.grad.wrapped import Ddp, Wrapped, sparse_layer, trainable
 from dataflow.topology_exchange import detect_topology
@@ -30,7 +31,7 @@ def check_strategy(strategy: Strategy, model: Wrapped) -> None:
     if strategy.hooks_gradients and not isinstance(model, Ddp):
         raise ValueError(f"{strategy.name} needs DistributedDataParallel's hook, got a {model.kind} model")
     sparse = sparse_layer(model.inner)
-    if sparse is not None and not isinstance(strategy, AllReduce):
+    if sparse is not None and (strategy.hooks_gradients or isinstance(strategy, Delayed)):
         raise ValueError(
             f"{strategy.name} needs dense gradients, and {sparse!r} makes sparse ones: make it with "
             "sparse=False, or leave the reduction to AllReduce()"
