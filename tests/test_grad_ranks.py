@@ -215,6 +215,9 @@ def refusals() -> dict[str, str]:
     mixed = DistributedDataParallel(nn.Linear(1, 1))
     mixed.module.add_module("late", nn.SyncBatchNorm(1))  # DDP refuses one on the CPU
     of_mixed = torch.optim.SGD(mixed.parameters(), lr=0.1)
+    earlier = DistributedDataParallel(nn.Linear(1, 1))
+    of_earlier = torch.optim.SGD(earlier.parameters(), lr=0.1)
+    GradSchedule([], earlier, of_earlier, strategy=Half("bf16")).close()
     sharded = nn.Linear(1, 1)
     before = torch.optim.SGD(sharded.parameters(), lr=0.1)
     fully_shard(sharded)
@@ -234,6 +237,7 @@ def refusals() -> dict[str, str]:
             [], FullyShardedDataParallel(nn.Linear(1, 1), device_id=torch.device("cpu")), optimizer
         ),
         "strategy": lambda: GradSchedule([], *wrapped(Case((1, 1), "fsdp"))[:2], strategy=Hooked()),
+        "earlier": lambda: GradSchedule([], earlier, of_earlier),
         "before": lambda: GradSchedule([], sharded, before),
         "besides": lambda: GradSchedule([], ddp, besides),
         "ignored": lambda: GradSchedule([], ignoring, torch.optim.SGD(ignoring.parameters(), lr=0.1)),
@@ -257,6 +261,7 @@ def test_combinations_that_cannot_be_exact_are_refused() -> None:
         "inner": "give that module",
         "fsdp1": "use fully_shard",
         "strategy": "needs DistributedDataParallel's hook, got a FSDP2 model",
+        "earlier": "in a new DistributedDataParallel",
         "before": "after fully_shard, which replaces them",
         "besides": "parameter of shape (3,) whose gradients nobody averages",
         "ignored": "parameter of shape (2, 1) whose gradients nobody averages",

@@ -480,7 +480,11 @@ class GradSchedule:
     # ---- its end ------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Give groups back, on all ranks; the loader and the model stay usable. Idempotent."""
+        """Give groups back, on all ranks. Idempotent.
+
+        Loader and model stay usable; where a strategy has reduced gradients, its hook stays in DDP, and
+        training goes on with the module in a new `DistributedDataParallel`.
+        """
         self._wrapped.restore()
         if self._gate:
             self._gate.close()

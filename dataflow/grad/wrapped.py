@@ -175,7 +175,13 @@ def wrapped(model: nn.Module) -> Wrapped:
 def check_hooks(model: Wrapped) -> None:
     """`ValueError` where gradients already go elsewhere than into windows."""
     if isinstance(model, Ddp) and model.ddp._comm_hooks:
-        name = getattr(model.ddp._comm_hooks[0][0], "__qualname__", "a hook")
+        hook = model.ddp._comm_hooks[0][0]
+        if getattr(hook, "__module__", "").startswith("dataflow."):
+            raise ValueError(
+                "DDP keeps the hook of an earlier schedule's strategy for ever: wrap the module in a new "
+                "DistributedDataParallel"
+            )
+        name = getattr(hook, "__qualname__", "a hook")
         raise ValueError(
             f"DDP has a communication hook already ({name}), and takes one only: leave out "
             "register_comm_hook (and DDP's mixed_precision=) and say strategy= instead"
