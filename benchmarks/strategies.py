@@ -24,7 +24,7 @@ import socket
 import struct
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -142,7 +142,7 @@ def _run(text: Tensor, held_out: Tensor, setup: Setup, arm: str, seed: int) -> d
         optimizer.zero_grad()
         strategy.after_step(step, skipped=False)
     said = strategy.bytes_sent()
-    seconds, sent = time.perf_counter() - began, socket_bytes_sent() - before
+    seconds, sent = time.perf_counter() - began, bytes_sent_since(before)
     dist.barrier()
     strategy.close()
     dist.destroy_process_group(group)
@@ -166,23 +166,29 @@ def _set_lr(optimizer: torch.optim.Optimizer, strategy: Any, lr: float) -> None:
         group["lr"] = lr
 
 
-def socket_bytes_sent() -> int:
-    """Payload bytes that this process's TCP sockets have sent, as Linux counts them (tcp_info(7)).
+def socket_bytes_sent() -> dict[str, int]:
+    """Payload bytes that each of this process's TCP sockets has sent, as Linux counts them (tcp_info(7)).
 
     Without packet headers, and without what other processes send: nothing else on the machine disturbs it.
     """
-    total = 0
+    found = {}
     for entry in os.listdir("/proc/self/fd"):
         try:
-            if not os.readlink(f"/proc/self/fd/{entry}").startswith("socket:"):
+            name = os.readlink(f"/proc/self/fd/{entry}")
+            if not name.startswith("socket:"):
                 continue
             with socket.socket(fileno=os.dup(int(entry))) as one:
                 info = one.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
         except OSError:  # closed since, or not TCP
             continue
         sent, again = struct.unpack_from("QQ", info, 200)
-        total += sent - again
-    return total
+        found[name] = sent - again
+    return found
+
+
+def bytes_sent_since(before: Mapping[str, int]) -> int:
+    """By the sockets that are open now; those of a group that was given back may close at any time."""
+    return sum(sent - before.get(name, 0) for name, sent in socket_bytes_sent().items())
 
 
 def summary(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:

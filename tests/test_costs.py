@@ -352,9 +352,29 @@ def test_the_command_takes_a_measured_link(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("option", "value"), [("--accumulate", "x"), ("--accumulate", "0"), ("--parameters", "many")]
+    ("option", "value", "says"),
+    [
+        ("--accumulate", "x", "must be"),
+        ("--accumulate", "0", "must be"),
+        ("--parameters", "many", "must be"),
+        ("--parameters", "inf", "must be"),
+        ("--parameters", "0", "must be"),
+        ("--samples", "nan", "must be"),
+        ("--microbatch-ms", "nan", "not a finite number"),
+        ("--network-us", "inf", "not a finite number"),
+        ("--watts", "inf", "not a finite number"),
+    ],
 )
-def test_the_command_says_what_an_option_must_be(option: str, value: str) -> None:
+def test_the_command_says_what_an_option_must_be(option: str, value: str, says: str) -> None:
     shown = CliRunner().invoke(main, [*ASKED, option, value])
     assert shown.exit_code == 2
-    assert "must be" in shown.output
+    assert says in shown.output
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"latency_s": 1, "bytes_per_s": null}'])
+def test_a_file_that_is_no_link_is_named(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "link.json"
+    path.write_text(text)
+    shown = CliRunner().invoke(main, [*ASKED, "--link", str(path)])
+    assert shown.exit_code == 1
+    assert "is not a link" in shown.output

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
 import subprocess
 import sys
+import weakref
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,11 +19,12 @@ import torch.distributed as dist
 from datasets_kit import make_ints_tar
 from grad_kit import Case, Result, as_large_batches, run_cases, wrapped
 from torch import Tensor, nn
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from dataflow import DataLoader, GradSchedule, ShardedDataset
 from dataflow.grad.all_reduce import AllReduce
+from dataflow.grad.strategies import Half, Hierarchical, Int8, PowerSGD
 from dataflow.grad.strategy import StrategyContext
 from dataflow.grad.windows import UnevenRanksError
 from dataflow.testing import run_ranks
@@ -211,6 +214,20 @@ def refusals() -> dict[str, str]:
     hooked.register_comm_hook(None, lambda _, bucket: bucket.buffer())
     mixed = DistributedDataParallel(nn.Linear(1, 1))
     mixed.module.add_module("late", nn.SyncBatchNorm(1))  # DDP refuses one on the CPU
+    of_mixed = torch.optim.SGD(mixed.parameters(), lr=0.1)
+    earlier = DistributedDataParallel(nn.Linear(1, 1))
+    of_earlier = torch.optim.SGD(earlier.parameters(), lr=0.1)
+    GradSchedule([], earlier, of_earlier, strategy=Half("bf16")).close()
+    sharded = nn.Linear(1, 1)
+    before = torch.optim.SGD(sharded.parameters(), lr=0.1)
+    fully_shard(sharded)
+    ddp = DistributedDataParallel(nn.Linear(1, 1))
+    besides = torch.optim.SGD([*ddp.parameters(), nn.Parameter(torch.ones(3))], lr=0.1)
+    ignoring = nn.Sequential(nn.Linear(1, 2), nn.Linear(2, 1))
+    fully_shard(ignoring, ignored_params=set(ignoring[0].parameters()))
+    scalar = DistributedDataParallel(nn.ParameterList([torch.ones(())]))
+    of_scalar = torch.optim.SGD(scalar.parameters(), lr=0.1)
+    rows = DistributedDataParallel(nn.Sequential(nn.Embedding(2, 1, sparse=True)))
     said = {}
     tried: dict[str, Any] = {
         "plain": lambda: GradSchedule([], model, optimizer),
@@ -219,9 +236,15 @@ def refusals() -> dict[str, str]:
         "fsdp1": lambda: GradSchedule(
             [], FullyShardedDataParallel(nn.Linear(1, 1), device_id=torch.device("cpu")), optimizer
         ),
-        "strategy": lambda: GradSchedule([], wrapped(Case((1, 1), "fsdp"))[0], optimizer, strategy=Hooked()),
+        "strategy": lambda: GradSchedule([], *wrapped(Case((1, 1), "fsdp"))[:2], strategy=Hooked()),
+        "earlier": lambda: GradSchedule([], earlier, of_earlier),
+        "before": lambda: GradSchedule([], sharded, before),
+        "besides": lambda: GradSchedule([], ddp, besides),
+        "ignored": lambda: GradSchedule([], ignoring, torch.optim.SGD(ignoring.parameters(), lr=0.1)),
+        "sparse": lambda: GradSchedule([], rows, torch.optim.SGD(rows.parameters(), lr=0.1), strategy=Int8()),
+        "no matrix": lambda: GradSchedule([], scalar, of_scalar, strategy=PowerSGD()),
         "sync-bn": lambda: next(
-            iter(GradSchedule([torch.ones(1, 1)] * (1 - dist.get_rank()), mixed, optimizer, 1))
+            iter(GradSchedule([torch.ones(1, 1)] * (1 - dist.get_rank()), mixed, of_mixed, 1))
         ),
     }
     for name, attempt in tried.items():
@@ -238,10 +261,60 @@ def test_combinations_that_cannot_be_exact_are_refused() -> None:
         "inner": "give that module",
         "fsdp1": "use fully_shard",
         "strategy": "needs DistributedDataParallel's hook, got a FSDP2 model",
+        "earlier": "in a new DistributedDataParallel",
+        "before": "after fully_shard, which replaces them",
+        "besides": "parameter of shape (3,) whose gradients nobody averages",
+        "ignored": "parameter of shape (2, 1) whose gradients nobody averages",
+        "sparse": "int8 needs dense gradients, and '0' makes sparse ones",
+        "no matrix": "'0' of shape () cannot be",
         "sync-bn": "SyncBatchNorm would mix",
     }
     for said in run_ranks(refusals, 2, **FAST):
         assert {name: text in said[name] for name, text in expected.items()} == dict.fromkeys(expected, True)
+
+
+def is_kept(strategy: Any) -> bool:
+    model = DistributedDataParallel(nn.Linear(1, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with GradSchedule([torch.ones(1, 1)], model, optimizer, strategy=strategy) as sched:
+        for batch in sched:
+            sched.backward(model(batch).sum())
+            sched.step()
+    kept = weakref.ref(model)
+    del model, optimizer, sched, strategy
+    gc.collect()
+    return kept() is not None
+
+
+def models_kept() -> list[bool]:
+    return [is_kept(AllReduce()), is_kept(Half("bf16")), is_kept(Int8())]
+
+
+def test_a_closed_schedule_with_a_hook_keeps_no_model() -> None:
+    assert run_ranks(models_kept, 2, **FAST) == [[False] * 3] * 2
+
+
+def schedules_on_a_part_of_the_ranks() -> list[float]:
+    halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    half, totals = halves[dist.get_rank() // 2], []
+    for strategy in (AllReduce(), AllReduce(), Int8(), AllReduce()):
+        model = DistributedDataParallel(nn.Linear(1, 1), process_group=half)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        data = [torch.ones(1 + dist.get_rank(), 1)]
+        with GradSchedule(
+            data, model, optimizer, weights={"n": len}, strategy=strategy, timeout_s=10
+        ) as sched:
+            for batch in sched:
+                sched.backward(model(batch).sum() * sched.scale("n"))
+                totals.append(sched.step().totals["n"])  # type: ignore[union-attr]
+    with pytest.raises(ValueError, match="reducing by node needs a model on all ranks"):
+        GradSchedule([], model, optimizer, strategy=Hierarchical(), timeout_s=10)
+    return totals
+
+
+def test_schedules_follow_one_another_on_a_part_of_the_ranks() -> None:
+    first, *_, last = run_ranks(schedules_on_a_part_of_the_ranks, 4, **FAST)
+    assert (first, last) == ([3.0] * 4, [7.0] * 4)
 
 
 # ---- going on with another number of ranks --------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from dataflow import DataLoader, GradSchedule, ShardedDataset
+from dataflow.grad.local_sgd import DiLoCo, LocalSGD
 from dataflow.grad.lost import RankLostError
 from dataflow.grad.phases import Phase, PhaseLedger
 
@@ -83,6 +85,56 @@ def test_windows_and_the_accelerate_form_take_the_same_steps() -> None:
         assert sched.position.window == 3
         results.append(weights_of(model))
     assert results[0] == results[1] == results[2]
+
+
+@pytest.mark.parametrize("how", ["break", "error", "windows"])
+def test_a_window_that_is_left_leaves_no_gradient_to_the_next_loop(how: str) -> None:
+    untouched, expected = made(batches(4))
+    train(untouched, expected)
+    model, sched = made(batches(4))
+    with suppress(ZeroDivisionError):
+        for window in sched.windows():
+            for batch in window:
+                sched.backward(model(batch).sum())
+                if how == "error":
+                    raise ZeroDivisionError
+                if how == "break":
+                    break
+            break
+    train(model, sched)
+    assert weights_of(model) == weights_of(untouched)
+
+
+def test_sparse_gradients_are_clipped_as_dense_ones() -> None:
+    found = []
+    for sparse in (True, False):
+        torch.manual_seed(0)
+        model = nn.Embedding(6, 2, sparse=sparse).double()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        data = [torch.tensor([1, 2]), torch.tensor([2, 3, 3])]
+        sched = GradSchedule(data, model, optimizer, 2, weights={"n": len}, max_norm=0.1)
+        for batch in sched:
+            sched.backward(model(batch).square().sum() * sched.scale("n"))
+            sched.step()
+        assert sched.last is not None
+        found.append([sched.last.grad_norm, *weights_of(model)])
+    assert found[0] == pytest.approx(found[1], abs=1e-15)
+
+
+def test_diloco_begins_from_weights_that_are_loaded_after_it_was_made() -> None:
+    found = []
+    for loaded_first in (True, False):
+        torch.manual_seed(0)
+        model = nn.Linear(1, 1).double()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        trained = {"weight": torch.full((1, 1), 3.0), "bias": torch.full((1,), -2.0)}
+        if loaded_first:
+            model.load_state_dict(trained)
+        sched = GradSchedule(batches(2), model, optimizer, 1, strategy=DiLoCo(2))
+        model.load_state_dict(trained)
+        train(model, sched)
+        found.append(weights_of(model))
+    assert found[0] == found[1]
 
 
 def test_phases_follow_the_loop_and_are_told_with_each_step() -> None:
@@ -236,7 +288,7 @@ def test_a_loop_that_forgets_a_call_is_told_which() -> None:
     with pytest.raises(RuntimeError, match=r"call step\(\)"):
         next(loop)
     for batch in sched:
-        with pytest.raises(RuntimeError, match="before backward"):
+        with pytest.raises(RuntimeError, match="called before"):
             sched.step()
         sched.backward(model(batch).sum())
         with pytest.raises(RuntimeError, match="add its losses up"):
@@ -283,11 +335,28 @@ def test_two_loops_at_a_time_are_refused() -> None:
         ({"weights": {"microbatches": 1}}, "choose another name"),
         ({"lr": 0.1}, "scheduler with a step"),
         ({"ema": 0.99}, "AveragedModel"),
+        ({"strategy": LocalSGD}, "a strategy is an object such as"),
+        ({"adapt": {"compression": ["int8"]}}, "a strategy is an object such as"),
     ],
 )
 def test_arguments_that_cannot_be_meant_are_refused(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         made(batches(1), **arguments)
+
+
+def test_an_optimizer_of_another_model_is_refused() -> None:
+    optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1)
+    with pytest.raises(ValueError, match="none of the model's parameters"):
+        GradSchedule([], nn.Linear(1, 1), optimizer)
+
+
+def test_a_strategy_serves_one_schedule_at_a_time() -> None:
+    strategy = LocalSGD(2)
+    _, first = made([], strategy=strategy)
+    with pytest.raises(ValueError, match="belongs to another GradSchedule"):
+        made([], strategy=strategy)
+    first.close()
+    made([], strategy=strategy)[1].close()
 
 
 def test_models_and_optimizers_that_step_by_themselves_are_refused() -> None:

@@ -11,7 +11,7 @@ import strategies_kit as kit
 import torch.distributed as dist
 from test_strategies import FAST, STRATEGIES, on_nodes
 
-from benchmarks.strategies import socket_bytes_sent
+from benchmarks.strategies import bytes_sent_since, socket_bytes_sent
 from dataflow.grad.strategies import Hierarchical, Int8, PostLocalSGD
 from dataflow.testing import run_ranks
 
@@ -30,7 +30,7 @@ def counted(strategy, topology=None):
     loop.run(range(STEPS), kit.regression)
     said = loop.strategy.bytes_sent()
     dist.barrier()  # the others have received all, so none of it still waits in this kernel to be sent
-    sent = socket_bytes_sent() - before
+    sent = bytes_sent_since(before)
     loop.close()
     return said, sent
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import click
@@ -32,12 +33,31 @@ def _number(_ctx: click.Context, _param: click.Parameter, value: str) -> float:
         found = float(text[:-1] if text[-1:].upper() in units else text) * unit
     except ValueError:
         raise click.BadParameter(f"must be a number such as 1.3B, got {value!r}") from None
-    if found < 0:
-        raise click.BadParameter(f"must be >= 0, got {value!r}")
+    if not 0 <= found < math.inf:
+        raise click.BadParameter(f"must be finite and >= 0, got {value!r}")
     return found
 
 
-_positive = click.FloatRange(min=0, min_open=True)
+def _more_than_none(ctx: click.Context, param: click.Parameter, value: str) -> float:
+    """As `_number`, but not 0."""
+    found = _number(ctx, param, value)
+    if not found:
+        raise click.BadParameter("must be > 0, got 0")
+    return found
+
+
+class _Finite(click.FloatRange):
+    """A range without NaN, which no comparison finds outside, and without infinity."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """As `FloatRange`."""
+        found = super().convert(value, param, ctx)
+        if not math.isfinite(found):
+            self.fail(f"{value} is not a finite number", param, ctx)
+        return found
+
+
+_positive = _Finite(min=0, min_open=True)
 
 
 @click.command(short_help="Predict a step and a run on a cluster, and what they cost.")
@@ -47,7 +67,7 @@ _positive = click.FloatRange(min=0, min_open=True)
     "--ranks-per-node", type=click.IntRange(min=1), default=8, show_default=True, help="Processes, one a GPU."
 )
 @click.option(
-    "--parameters", callback=_number, required=True, metavar="N", help="Of the model, such as 1.3B."
+    "--parameters", callback=_more_than_none, required=True, metavar="N", help="Of the model, such as 1.3B."
 )
 @click.option(
     "--gradient-bits", type=click.IntRange(1, 64), default=32, show_default=True, help="Sent for a parameter."
@@ -76,7 +96,7 @@ _positive = click.FloatRange(min=0, min_open=True)
 )
 @click.option(
     "--oversubscription",
-    type=click.FloatRange(min=1),
+    type=_Finite(min=1),
     default=1.0,
     show_default=True,
     help="Bandwidth of a rack's nodes over that of its uplink.",
@@ -86,9 +106,9 @@ _positive = click.FloatRange(min=0, min_open=True)
 @click.option(
     "--samples", callback=_number, default="0", metavar="N", help="Of the whole run, epochs counted."
 )
-@click.option("--node-hour", type=click.FloatRange(min=0), help="Price of a node for an hour.")
-@click.option("--egress-gb", type=click.FloatRange(min=0), help="Price of 10^9 bytes out of the store.")
-@click.option("--watts", type=click.FloatRange(min=0), help="Power of a node under this load.")
+@click.option("--node-hour", type=_Finite(min=0), help="Price of a node for an hour.")
+@click.option("--egress-gb", type=_Finite(min=0), help="Price of 10^9 bytes out of the store.")
+@click.option("--watts", type=_Finite(min=0), help="Power of a node under this load.")
 @click.option("--json", "json_path", metavar="PATH", help='Write all figures to a file; "-": print them.')
 @plain_errors
 def plan(json_path: str | None, **wish: Any) -> None:

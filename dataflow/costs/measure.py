@@ -60,9 +60,16 @@ def save_link(fitted: Fitted, path: str) -> None:
 
 
 def load_link(path: str) -> Link:
-    """What `save_link` wrote."""
-    found = json.loads(Path(path).read_text())
-    return Link(found["latency_s"], found["bytes_per_s"])
+    """What `save_link` wrote; `ValueError` for another file."""
+    text = Path(path).read_text()
+    try:
+        found = json.loads(text)
+        return Link(float(found["latency_s"]), float(found["bytes_per_s"]))
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(
+            f"{path} is not a link; `python -m dataflow.costs.measure --output {path}` under torchrun writes "
+            f"one ({error})"
+        ) from error
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})

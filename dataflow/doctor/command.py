@@ -15,10 +15,10 @@ import click
 from dataflow.cli_options import plain_errors
 
 _NOTHING = (
-    "nothing to report: no loop over a dataflow.DataLoader or a GradSchedule was seen. `from dataflow import "
-    "DataLoader` in place of torch's (the same arguments) tells how long steps wait for data. A loop over "
-    "GradSchedule(loader, model, optimizer, ...) also tells computing, communication, slow ranks and "
-    "optimizer apart: docs/gradient-accumulation.md."
+    "nothing to report: no loop over a dataflow.DataLoader or a GradSchedule was seen, or it was killed "
+    "before 50 steps. `from dataflow import DataLoader` in place of torch's (the same arguments) tells how "
+    "long steps wait for data. A loop over GradSchedule(loader, model, optimizer, ...) also tells computing, "
+    "communication, slow ranks and optimizer apart: docs/gradient-accumulation.md."
 )
 
 

@@ -60,6 +60,9 @@ def with_options(strategy: Strategy, adapt: Adapt | None) -> Strategy:
         known = ", ".join(Adapt.__annotations__)
         raise ValueError(f"adapt may allow {known}; got {', '.join(sorted(map(str, unknown)))}")
     others: list[Strategy] = list(adapt.get("compression", ()))
+    for each in [strategy, *others]:
+        if isinstance(each, type) or not hasattr(each, "hooks_gradients"):
+            raise ValueError(f"a strategy is an object such as dataflow.grad.strategies.Int8(), got {each!r}")
     for each in [strategy, *others] if others else []:
         if type(each) not in _SHORT_MEMORY:
             names = ", ".join(kind.__name__ for kind in _SHORT_MEMORY)

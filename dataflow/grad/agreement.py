@@ -133,8 +133,7 @@ class Agreement:
     def close(self) -> None:
         """Give the group back."""
         group, self.group, self._peers = self.group, None, None
-        if group is not None and dist.is_initialized():
-            dist.destroy_process_group(group)
+        give_private_back(group)
 
     def _call(self, what: Callable[[], Any]) -> Any:
         try:
@@ -156,3 +155,13 @@ def private_group(ranks: Sequence[int], timeout_s: float, backend: str = "gloo")
         use_local_synchronization=not everyone,
     )
     return group
+
+
+def give_private_back(group: dist.ProcessGroup | None) -> None:
+    """Destroy it, unless it went already with the job's own.
+
+    A group of a part of the ranks stays until then: torch would give its name to the next one of these ranks,
+    which would find the addresses of this one in the store.
+    """
+    if group is not None and dist.is_initialized() and group.size() == dist.get_world_size():
+        dist.destroy_process_group(group)

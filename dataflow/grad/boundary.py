@@ -83,12 +83,16 @@ class Boundary:
         if self.scaler is not None:
             self.scaler.update()
         self.strategy.after_step(number, skipped=skipped)
-        self.optimizer.zero_grad(set_to_none=True)
+        self.drop_gradients()
         if not skipped:
             for scheduler in self.schedulers:
                 scheduler.step()
             self._average()
         return Outcome(value, skipped, lr)
+
+    def drop_gradients(self) -> None:
+        """Begin anew."""
+        self.optimizer.zero_grad(set_to_none=True)
 
     def _parameters(self) -> list[torch.Tensor]:
         every: list[torch.Tensor] = [p for group in self.optimizer.param_groups for p in group["params"]]
@@ -96,12 +100,12 @@ class Boundary:
 
     def _norm(self) -> torch.Tensor:
         """Of the whole gradient; of sharded ones over all ranks."""
-        norm = get_total_norm([p.grad for p in self._parameters() if p.grad is not None])
+        norm = get_total_norm([_entries(p) for p in self._parameters()])
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
     def _spread_nonfinite(self) -> None:
         """Let every rank's scaler find what one rank's gradient has; it has no other way to be told."""
-        held = [p.grad for p in self._parameters() if p.grad is not None]
+        held = [_entries(p) for p in self._parameters()]
         local = [g.to_local() if isinstance(g, DTensor) else g for g in held]
         finite = all(bool(torch.isfinite(gradient).all()) for gradient in local)
         if self.agreement.any(not finite) and finite:
@@ -113,6 +117,16 @@ class Boundary:
             return
         update: Callable[[nn.Module], Any] = getattr(self.ema, "update_parameters", self.ema)
         update(self.model)
+
+
+def _entries(parameter: torch.Tensor) -> torch.Tensor:
+    """The gradient; of a sparse one its values, where changes reach the gradient."""
+    gradient = parameter.grad
+    assert gradient is not None
+    if not gradient.is_sparse:
+        return gradient
+    parameter.grad = gradient.coalesce()
+    return parameter.grad._values()
 
 
 def check_boundary(optimizer: Any, schedulers: Sequence[Any], ema: Any) -> None:

@@ -29,6 +29,11 @@ def own_group(context: StrategyContext, members: Sequence[Sequence[int]]) -> Pro
     """
     if context.group is None:
         return None
+    if (placed := sum(len(ranks) for ranks in members)) > context.world_size:
+        raise ValueError(
+            f"the topology is that of {placed} ranks, and the model is on {context.world_size} of them: "
+            "reducing by node needs a model on all ranks"
+        )
     everyone = dist.get_process_group_ranks(context.group)
     own: ProcessGroup | None = None
     for ranks in members:

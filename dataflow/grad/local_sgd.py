@@ -64,12 +64,19 @@ class DiLoCo(Drifting):
         self._every, self._lr, self._momentum = every, outer_lr, outer_momentum
 
     def setup(self, context: StrategyContext) -> None:
-        """Remember the common model."""
+        """Nothing is common yet: parameters may still be loaded."""
         super().setup(context)
-        self._common = {name: p.detach().clone() for name, p in context.parameters.items()}
-        self._outer = torch.optim.SGD(
-            self._common.values(), self._lr, self._momentum, nesterov=self._momentum > 0
-        )
+        self._common: dict[str, Tensor] = {}
+
+    def before_step(self, step: int) -> None:
+        """Remember the common model before the first step."""
+        if not self._common:
+            self._begin()
+
+    def _begin(self) -> None:
+        self._common = {name: p.detach().clone() for name, p in self.context.parameters.items()}
+        nesterov = self._momentum > 0
+        self._outer = torch.optim.SGD(self._common.values(), self._lr, self._momentum, nesterov=nesterov)
 
     @torch.no_grad()
     def after_step(self, step: int, *, skipped: bool) -> None:
@@ -103,9 +110,13 @@ class DiLoCo(Drifting):
         """Continue; every rank loads its own."""
         self.check_entries(state, {"parameters", "common", "momentum"})
         super().load_state_dict({"parameters": state["parameters"]})
-        for name, tensor in self.checked_tensors(state["common"]).items():
+        common = self.checked_tensors(state["common"])
+        if not common:  # before the first step
+            self._common = {}
+            return
+        self._begin()
+        for name, tensor in common.items():
             self._common[name].copy_(tensor)
-        self._outer.state.clear()
         for name, buffer in self.checked_tensors(state["momentum"]).items():
             self._outer.state[self._common[name]]["momentum_buffer"] = buffer
 

@@ -50,7 +50,13 @@ class PowerSGD(Reducing):
         self._min_compression_rate, self._seed = min_compression_rate, seed
 
     def setup(self, context: StrategyContext) -> None:
-        """Make the hook's state."""
+        """Make the hook's state. `ValueError` for parameters that PyTorch's hook cannot make a matrix of."""
+        for name, parameter in context.parameters.items():
+            if not parameter.dim() or not parameter.numel():
+                raise ValueError(
+                    f"PowerSGD makes matrices of parameters, which {name!r} of shape "
+                    f"{tuple(parameter.shape)} cannot be: give it shape [1], or leave it out if it is empty"
+                )
         super().setup(context)
         self._hook_state = stock.PowerSGDState(
             context.group,

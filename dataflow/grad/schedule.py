@@ -7,6 +7,7 @@ same order, whatever the ranks' data.
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -38,7 +39,7 @@ from dataflow.grad.switched import Switched
 from dataflow.grad.units import Units
 from dataflow.grad.window_times import WindowRecorder
 from dataflow.grad.windows import MICROBATCHES, Partial, Uneven, checked_weight
-from dataflow.grad.wrapped import Ddp, buffers_kept, check_hooks, mixes_batches, wrapped
+from dataflow.grad.wrapped import Ddp, buffers_kept, check_hooks, check_optimizer, mixes_batches, wrapped
 from sharding.topology import Topology
 
 if TYPE_CHECKING:
@@ -82,7 +83,7 @@ class GradSchedule:
         skip_nonfinite: skip the step, on all ranks, if the gradient is not finite. False without `max_norm`
             and `scaler` saves computing its norm.
         timeout_s: seconds that a rank waits for the others to agree; longer than the longest pause of one
-            rank, such as writing a checkpoint.
+            rank, such as writing a checkpoint. For gradients the time-out of DDP's process group counts.
         topology: which ranks share a node; None: found.
         ledger: where phases are kept; listeners may be added to it.
 
@@ -130,6 +131,7 @@ class GradSchedule:
         self.strategy: Strategy = with_options(strategy or AllReduce(), adapt)
         self._wrapped = wrapped(model)
         check_hooks(self._wrapped)
+        check_optimizer(self._wrapped, optimizer)
         check_strategy(self.strategy, self._wrapped)
         self.phases = ledger or PhaseLedger()
         self._loader, self._scaler = loader, scaler
@@ -194,7 +196,7 @@ class GradSchedule:
             self._agreement,
             timeout_s=timeout_s,
             topology=topology,
-            on_bucket=lambda: self.phases.enter(Phase.SYNC),
+            on_bucket=functools.partial(self.phases.enter, Phase.SYNC),  # not `self`: DDP keeps it for ever
         )
 
     @property
@@ -254,7 +256,7 @@ class GradSchedule:
         """End the window after its last microbatch, with an optimizer step; None after all others."""
         microbatch = self._open()
         if not microbatch.done:
-            raise RuntimeError("step was called before backward for this microbatch")
+            raise RuntimeError("sched.step was called before sched.backward(loss) for this microbatch")
         if not microbatch.is_last or microbatch.window.ended:
             return None
         self.phases.enter(Phase.STEP)
@@ -303,6 +305,8 @@ class GradSchedule:
                     break
             self._look.epoch_ended()
         finally:
+            if self._microbatch is not None:  # left within a window, whose gradient nobody will step on
+                self._boundary.drop_gradients()
             self._running, self._microbatch = False, None
             self._wrapped.restore()
             self._look.end()
@@ -387,9 +391,14 @@ class GradSchedule:
         return self.last
 
     def _open(self) -> Microbatch:
-        if self._microbatch is None:
-            raise RuntimeError("no microbatch is under way: this is for the body of `for batch in sched`")
-        return self._microbatch
+        if self._microbatch is not None:
+            return self._microbatch
+        if self._running:
+            raise RuntimeError(
+                "no microbatch is under way: step(), or the end of the accumulate() block, has ended the "
+                "window, and `sched.last` is its StepInfo"
+            )
+        raise RuntimeError("no microbatch is under way: this is for the body of `for batch in sched`")
 
     def _call(self, what: Callable[[], T]) -> T:
         """Do what communicates; an error names the rank that is gone, if one is."""
@@ -471,7 +480,11 @@ class GradSchedule:
     # ---- its end ------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Give groups back, on all ranks; the loader and the model stay usable. Idempotent."""
+        """Give groups back, on all ranks. Idempotent.
+
+        Loader and model stay usable; where a strategy has reduced gradients, its hook stays in DDP, and
+        training goes on with the module in a new `DistributedDataParallel`.
+        """
         self._wrapped.restore()
         if self._gate:
             self._gate.close()

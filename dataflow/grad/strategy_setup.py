@@ -3,24 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
 
-from dataflow.grad.agreement import Agreement, private_group
+from dataflow.grad.agreement import Agreement, give_private_back, private_group
 from dataflow.grad.all_reduce import AllReduce
+from dataflow.grad.delayed import Delayed
 from dataflow.grad.strategy import Strategy, StrategyContext
-from dataflow.grad.wrapped import Ddp, Wrapped, trainable
+from dataflow.grad.wrapped import Ddp, Wrapped, sparse_layer, trainable
 from dataflow.topology_exchange import detect_topology
 from sharding.topology import Topology
 
+_IN_USE: WeakSet[Strategy] = WeakSet()
+"""Strategies of schedules that are not closed: a strategy knows one model only."""
+
 
 def check_strategy(strategy: Strategy, model: Wrapped) -> None:
-    """`ValueError` if the strategy has nothing to hook into."""
+    """`ValueError` if the strategy has nothing to hook into, or cannot send what the model makes."""
+    if strategy in _IN_USE:
+        raise ValueError(
+            f"this {strategy.name} belongs to another GradSchedule: make one for each, or close that schedule"
+        )
     if strategy.hooks_gradients and not isinstance(model, Ddp):
         raise ValueError(f"{strategy.name} needs DistributedDataParallel's hook, got a {model.kind} model")
+    sparse = sparse_layer(model.inner)
+    if sparse is not None and (strategy.hooks_gradients or isinstance(strategy, Delayed)):
+        raise ValueError(
+            f"{strategy.name} needs dense gradients, and {sparse!r} makes sparse ones: make it with "
+            "sparse=False, or leave the reduction to AllReduce()"
+        )
 
 
 def set_up(
@@ -47,6 +62,8 @@ def set_up(
         )
     )
 
+    _IN_USE.add(strategy)
+
     def reduced(bucket: GradBucket) -> torch.futures.Future[Tensor]:
         on_bucket()
         return strategy.reduce(bucket)
@@ -58,8 +75,8 @@ def set_up(
     def end() -> None:
         nonlocal group
         strategy.close()
-        if group is not None and dist.is_initialized():
-            dist.destroy_process_group(group)
+        _IN_USE.discard(strategy)
+        give_private_back(group)
         group = None
 
     return end

@@ -175,7 +175,13 @@ def wrapped(model: nn.Module) -> Wrapped:
 def check_hooks(model: Wrapped) -> None:
     """`ValueError` where gradients already go elsewhere than into windows."""
     if isinstance(model, Ddp) and model.ddp._comm_hooks:
-        name = getattr(model.ddp._comm_hooks[0][0], "__qualname__", "a hook")
+        hook = model.ddp._comm_hooks[0][0]
+        if getattr(hook, "__module__", "").startswith("dataflow."):
+            raise ValueError(
+                "DDP keeps the hook of an earlier schedule's strategy for ever: wrap the module in a new "
+                "DistributedDataParallel"
+            )
+        name = getattr(hook, "__qualname__", "a hook")
         raise ValueError(
             f"DDP has a communication hook already ({name}), and takes one only: leave out "
             "register_comm_hook (and DDP's mixed_precision=) and say strategy= instead"
@@ -186,6 +192,38 @@ def check_hooks(model: Wrapped) -> None:
                 f"parameter {name!r} has a hook that runs after each backward pass, as an optimizer in the "
                 "backward pass has: it would step on a part of a window's gradient"
             )
+
+
+def check_optimizer(model: Wrapped, optimizer: torch.optim.Optimizer) -> None:
+    """`ValueError` where the optimizer would step on other gradients than those that windows make."""
+    averaged = {
+        id(value) for name, value in model.inner.named_parameters() if _is_averaged(model, name, value)
+    }
+    stepped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    others = [parameter for parameter in stepped if id(parameter) not in averaged]
+    if len(others) == len(stepped):
+        raise ValueError(
+            "the optimizer has none of the model's parameters: make it from model.parameters(), "
+            "after fully_shard, which replaces them"
+        )
+    alone = next((parameter for parameter in others if parameter.requires_grad), None)
+    if model.ranks is not None and len(model.ranks) > 1 and alone is not None:
+        raise ValueError(
+            f"the optimizer has a parameter of shape {tuple(alone.shape)} whose gradients nobody averages "
+            "over ranks, since DDP or fully_shard does not have it: put it into the module that is wrapped, "
+            "or step it yourself"
+        )
+
+
+def _is_averaged(model: Wrapped, name: str, parameter: nn.Parameter) -> bool:
+    if isinstance(model, Ddp):
+        return name not in model.ddp.parameters_to_ignore
+    return isinstance(parameter, DTensor) or not isinstance(model, Fsdp2)
+
+
+def sparse_layer(model: nn.Module) -> str | None:
+    """Name of a layer that makes sparse gradients; None if there is none."""
+    return next((name for name, module in model.named_modules() if getattr(module, "sparse", False)), None)
 
 
 def trainable(model: nn.Module) -> Mapping[str, nn.Parameter]:
