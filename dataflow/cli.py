@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from dataflow.bench.commands import bench
-from dataflow.cli_options import dataset_options, plain_errors, size
+from dataflow.cli_options import dataset_options, json_option, output_path, plain_errors, size
 from dataflow.costs.commands import plan
 from dataflow.doctor.command import doctor
 from sharding.blocks import DEFAULT_BLOCK_BYTES
@@ -132,8 +132,13 @@ def index(given: Given, output: str | None, block_bytes: int | None, checksum: b
 @click.option("--epoch", type=click.IntRange(min=0), default=0, show_default=True, help="To look at.")
 @click.option("--label", metavar="COLUMN", help="Read this column too, and tell how labels are mixed.")
 @click.option("--max-samples", type=click.IntRange(min=1), help="Of an epoch to look at.  [default: 2 M]")
-@click.option("--json", "json_path", metavar="PATH", help='Write all figures to a file; "-": print them.')
-@click.option("--picture", metavar="PATH", help="Draw the figures, as .png or .html (extra: plot).")
+@json_option
+@click.option(
+    "--picture",
+    callback=output_path,
+    metavar="PATH",
+    help="Draw the figures, as .png or .html (extra: plot).",
+)
 @dataset_options
 @plain_errors
 def inspect_(
@@ -188,7 +193,13 @@ def inspect_(
 )
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of order and model.")
 @click.option("--modules", type=click.IntRange(min=1), help="Use only so many modules.  [default: all]")
-@click.option("--json", "json_path", type=click.Path(dir_okay=False), help="Write all figures to a file.")
+@click.option(
+    "--json",
+    "json_path",
+    callback=output_path,
+    type=click.Path(dir_okay=False),
+    help="Write all figures to a file.",
+)
 @plain_errors
 def demo(
     folder: Path | None,

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import functools
 import json
+import math
+import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import click
@@ -35,6 +38,43 @@ def plain_errors(command: Command) -> Command:
 def _error_text(error: BaseException) -> str:
     text = str(error) or type(error).__name__
     return "\n".join([text, *(f"  {note}" for note in getattr(error, "__notes__", ()))])
+
+
+def output_path(_ctx: click.Context, _param: click.Parameter, value: str | None) -> str | None:
+    """A file that can be written, which is seen before anything is measured; "-" is stdout."""
+    if value is None or value == "-":
+        return value
+    path = Path(value)
+    if path.is_dir():
+        raise click.BadParameter(f"{value!r} is a folder; name a file in it")
+    if not path.parent.is_dir():
+        raise click.BadParameter(f"the folder {str(path.parent)!r} does not exist; make it first")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise click.BadParameter(f"{value!r} may not be written")
+    return value
+
+
+json_option = click.option(
+    "--json",
+    "json_path",
+    callback=output_path,
+    metavar="PATH",
+    help='Write all figures to a file; "-": print them.',
+)
+
+
+class Finite(click.FloatRange):
+    """A range without NaN, which no comparison finds outside, and without infinity."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """As `FloatRange`."""
+        found = super().convert(value, param, ctx)
+        if not math.isfinite(found):
+            self.fail(f"{value} is not a finite number", param, ctx)
+        return found
+
+
+POSITIVE = Finite(min=0, min_open=True)
 
 
 def settings(_ctx: click.Context, _param: click.Parameter, values: tuple[str, ...]) -> dict[str, Any]:

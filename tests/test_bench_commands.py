@@ -215,7 +215,6 @@ def test_storage_reads_a_remote_store_with_the_production_reader(shards):
     [
         (("missing/x.tar",), "no such file"),
         (("shards", "--block-size", "1000"), "a multiple of 4096 bytes, got 1000"),
-        (("shards", "--seconds", "0"), "seconds must be > 0"),
         (("shards", "--picture", "x.gif"), "a picture must end in .png or .svg"),
         (("empty.bin",), "nothing to read"),
     ],
@@ -226,6 +225,13 @@ def test_storage_errors_are_one_line(shards, monkeypatch, arguments, message):
     code, text = run("storage", *arguments)
     assert code == 1
     assert message in text
+
+
+@pytest.mark.parametrize("seconds", ["0", "-1", "nan", "inf"])
+@pytest.mark.parametrize("command", [("storage",), ("loader", "--compute-ms", "1"), ("compare",)])
+def test_seconds_are_a_finite_number_above_0(shards, monkeypatch, command, seconds):
+    monkeypatch.chdir(shards.parent)
+    assert run(*command, "shards", "--seconds", seconds)[0] == 2
 
 
 def test_a_file_that_may_not_be_read_is_named(shards, monkeypatch):

@@ -243,6 +243,29 @@ def test_wrong_usage_exits_with_2(wrong):
 
 
 @pytest.mark.parametrize(
+    "command",
+    [
+        ["bench", "storage", "x.tar", "--json"],
+        ["bench", "storage", "x.tar", "--picture"],
+        ["bench", "loader", "x.tar", "--compute-ms", "1", "--json"],
+        ["bench", "compare", "x.tar", "--json"],
+        ["inspect", "x.tar", "--json"],
+        ["inspect", "x.tar", "--picture"],
+        ["demo", "--json"],
+        ["doctor", "--json"],
+        ["doctor", "--html"],
+        ["doctor", "--trace"],
+        ["plan", "--nodes", "1", "--parameters", "1M", "--json"],
+    ],
+)
+def test_where_figures_are_to_go_is_looked_at_before_they_are_measured(command, tmp_path):
+    away = CliRunner().invoke(main, [*command, str(tmp_path / "none" / "x.html")])
+    assert away.exit_code == 2
+    assert "does not exist; make it first" in away.output
+    assert CliRunner().invoke(main, [*command, str(tmp_path)]).exit_code == 2
+
+
+@pytest.mark.parametrize(
     ("count", "text"),
     [
         (0, "0 bytes"),

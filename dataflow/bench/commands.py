@@ -9,7 +9,16 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from dataflow.cli_options import dataset_options, plain_errors, size, storage_options
+from dataflow.cli_options import (
+    POSITIVE,
+    Finite,
+    dataset_options,
+    json_option,
+    output_path,
+    plain_errors,
+    size,
+    storage_options,
+)
 
 if TYPE_CHECKING:
     from dataflow.bench.given import Given
@@ -19,9 +28,6 @@ def _sizes(ctx: click.Context, param: click.Parameter, values: tuple[str, ...]) 
     return [found for value in values if (found := size(ctx, param, value)) is not None]
 
 
-_json = click.option(
-    "--json", "json_path", metavar="PATH", help='Write all figures to a file; "-": print them.'
-)
 _image_size = click.option(
     "--image-size",
     type=click.IntRange(min=1),
@@ -68,7 +74,7 @@ def bench() -> None:
     metavar="N",
     help="Reads at a time; may be repeated.  [default: 1, 4 and 16]",
 )
-@click.option("--seconds", type=float, default=2.0, show_default=True, help="For each combination.")
+@click.option("--seconds", type=POSITIVE, default=2.0, show_default=True, help="For each combination.")
 @click.option(
     "--read",
     type=click.Choice(["direct", "buffered"]),
@@ -81,8 +87,10 @@ def bench() -> None:
 )
 @click.option("--require-cold", is_flag=True, help='Fail where the evidence does not allow the word "cold".')
 @storage_options
-@_json
-@click.option("--picture", metavar="PATH", help="Draw the figures, as .png or .svg (extra: plot).")
+@json_option
+@click.option(
+    "--picture", callback=output_path, metavar="PATH", help="Draw the figures, as .png or .svg (extra: plot)."
+)
 @plain_errors
 def storage(json_path: str | None, picture: str | None, **given: Any) -> None:
     """Measure what the store that holds SOURCE can do.
@@ -115,19 +123,21 @@ def storage(json_path: str | None, picture: str | None, **given: Any) -> None:
 
 
 @bench.command()
-@click.option("--compute-ms", type=float, required=True, help="What the accelerator takes for a step.")
+@click.option(
+    "--compute-ms", type=Finite(min=0), required=True, help="What the accelerator takes for a step."
+)
 @click.option(
     "--ranks", type=click.IntRange(min=1), default=1, show_default=True, help="Emulated accelerators."
 )
 @click.option("--batch-size", type=click.IntRange(min=1), default=64, show_default=True, help="A rank's.")
 @click.option("--memory-limit", callback=size, metavar="SIZE", help="A rank's, as given to the DataLoader.")
 @click.option(
-    "--seconds", type=float, default=5.0, show_default=True, help="For each of six or seven phases."
+    "--seconds", type=POSITIVE, default=5.0, show_default=True, help="For each of six or seven phases."
 )
 @click.option("--seed", type=int, default=0, show_default=True)
 @dataset_options
 @_image_size
-@_json
+@json_option
 @plain_errors
 def loader(given: Given, json_path: str | None, image_size: int | None, **wish: Any) -> None:
     """Measure what an emulated training gets of the data, and what holds it up.
@@ -164,12 +174,14 @@ def loader(given: Given, json_path: str | None, image_size: int | None, **wish: 
     help="Worker processes; may be repeated.  [default: 0, and the number of cores]",
 )
 @click.option("--repeats", type=click.IntRange(min=1), default=3, show_default=True)
-@click.option("--seconds", type=float, default=3.0, show_default=True, help="A run, after its first batch.")
+@click.option(
+    "--seconds", type=POSITIVE, default=3.0, show_default=True, help="A run, after its first batch."
+)
 @click.option("--collate", metavar="MODULE:NAME", help="A collate_fn for both.  [default: each loader's own]")
 @click.option("--seed", type=int, default=0, show_default=True)
 @dataset_options
 @_image_size
-@_json
+@json_option
 @plain_errors
 def compare(
     given: Given, json_path: str | None, image_size: int | None, workers: tuple[int, ...], **wish: Any

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from dataflow.cli_options import plain_errors, size
+from dataflow.cli_options import POSITIVE, Finite, json_option, plain_errors, size
 
 
 def _counts(_ctx: click.Context, _param: click.Parameter, value: str) -> list[int]:
@@ -46,20 +46,6 @@ def _more_than_none(ctx: click.Context, param: click.Parameter, value: str) -> f
     return found
 
 
-class _Finite(click.FloatRange):
-    """A range without NaN, which no comparison finds outside, and without infinity."""
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """As `FloatRange`."""
-        found = super().convert(value, param, ctx)
-        if not math.isfinite(found):
-            self.fail(f"{value} is not a finite number", param, ctx)
-        return found
-
-
-_positive = _Finite(min=0, min_open=True)
-
-
 @click.command(short_help="Predict a step and a run on a cluster, and what they cost.")
 @click.option("--nodes", type=click.IntRange(min=1), required=True, help="Machines.")
 @click.option("--racks", type=click.IntRange(min=1), default=1, show_default=True, help="They stand in.")
@@ -73,7 +59,7 @@ _positive = _Finite(min=0, min_open=True)
     "--gradient-bits", type=click.IntRange(1, 64), default=32, show_default=True, help="Sent for a parameter."
 )
 @click.option(
-    "--microbatch-ms", type=_positive, required=True, help="Forward and backward of one microbatch, measured."
+    "--microbatch-ms", type=POSITIVE, required=True, help="Forward and backward of one microbatch, measured."
 )
 @click.option("--microbatch", type=click.IntRange(min=1), default=1, show_default=True, help="Its samples.")
 @click.option(
@@ -85,31 +71,31 @@ _positive = _Finite(min=0, min_open=True)
     help="Microbatches a step to choose from, such as 1..8 or 1,2,4.",
 )
 @click.option("--sample-bytes", callback=size, metavar="SIZE", help="Read from the store for one sample.")
-@click.option("--network-gbit", type=_positive, default=100.0, show_default=True, help="Of a node's card.")
-@click.option("--network-us", type=_positive, default=15.0, show_default=True, help="Latency of a message.")
+@click.option("--network-gbit", type=POSITIVE, default=100.0, show_default=True, help="Of a node's card.")
+@click.option("--network-us", type=POSITIVE, default=15.0, show_default=True, help="Latency of a message.")
 @click.option(
-    "--within-gbit", type=_positive, default=1600.0, show_default=True, help="Between ranks of a node."
+    "--within-gbit", type=POSITIVE, default=1600.0, show_default=True, help="Between ranks of a node."
 )
-@click.option("--within-us", type=_positive, default=5.0, show_default=True, help="Latency between them.")
+@click.option("--within-us", type=POSITIVE, default=5.0, show_default=True, help="Latency between them.")
 @click.option(
     "--link", metavar="PATH", help="Network latency and bandwidth from dataflow.costs.measure, instead."
 )
 @click.option(
     "--oversubscription",
-    type=_Finite(min=1),
+    type=Finite(min=1),
     default=1.0,
     show_default=True,
     help="Bandwidth of a rack's nodes over that of its uplink.",
 )
-@click.option("--bucket-mb", type=_positive, default=25.0, show_default=True, help="DDP's bucket_cap_mb.")
+@click.option("--bucket-mb", type=POSITIVE, default=25.0, show_default=True, help="DDP's bucket_cap_mb.")
 @click.option("--gated", is_flag=True, help="Read no data while gradients travel.")
 @click.option(
     "--samples", callback=_number, default="0", metavar="N", help="Of the whole run, epochs counted."
 )
-@click.option("--node-hour", type=_Finite(min=0), help="Price of a node for an hour.")
-@click.option("--egress-gb", type=_Finite(min=0), help="Price of 10^9 bytes out of the store.")
-@click.option("--watts", type=_Finite(min=0), help="Power of a node under this load.")
-@click.option("--json", "json_path", metavar="PATH", help='Write all figures to a file; "-": print them.')
+@click.option("--node-hour", type=Finite(min=0), help="Price of a node for an hour.")
+@click.option("--egress-gb", type=Finite(min=0), help="Price of 10^9 bytes out of the store.")
+@click.option("--watts", type=Finite(min=0), help="Power of a node under this load.")
+@json_option
 @plain_errors
 def plan(json_path: str | None, **wish: Any) -> None:
     """Predict step time, the best accumulation, reduction and placement, and what a run costs.

@@ -12,7 +12,7 @@ from tempfile import TemporaryDirectory
 
 import click
 
-from dataflow.cli_options import plain_errors
+from dataflow.cli_options import json_option, output_path, plain_errors
 
 _NOTHING = (
     "nothing to report: no loop over a dataflow.DataLoader or a GradSchedule was seen, or it was killed "
@@ -26,9 +26,13 @@ _NOTHING = (
     context_settings={"ignore_unknown_options": True},
     short_help="Run a training, and tell where its steps' time goes.",
 )
-@click.option("--json", "json_path", metavar="PATH", help='Write all figures to a file; "-": print them.')
-@click.option("--html", metavar="PATH.html", help="Write a page with pictures (extra: plot).")
-@click.option("--trace", metavar="PATH", help="Write a Chrome trace, which Perfetto shows.")
+@json_option
+@click.option(
+    "--html", callback=output_path, metavar="PATH.html", help="Write a page with pictures (extra: plot)."
+)
+@click.option(
+    "--trace", callback=output_path, metavar="PATH", help="Write a Chrome trace, which Perfetto shows."
+)
 @click.option(
     "--folder",
     type=click.Path(file_okay=False, path_type=Path),
