@@ -438,6 +438,17 @@ def test_an_exception_in_a_function_of_batches_comes_out_as_it_is(ints: Made, wh
         assert_fails_then_recovers(loader, LookupError, "mine")
 
 
+@pytest.mark.parametrize("where", ["collate_fn", "batch_transform"])
+def test_a_stop_iteration_of_a_function_of_batches_does_not_look_like_an_end(ints: Made, where: str) -> None:
+    def empty(_: Any) -> Any:
+        return next(iter(()))
+
+    dataset = ints.open(batch_transform=empty) if where == "batch_transform" else ints.open()
+    options = {"collate_fn": empty} if where == "collate_fn" else {}
+    with DataLoader(dataset, 4, **options) as loader:
+        assert_fails_then_recovers(loader, RuntimeError, "empty raised StopIteration")
+
+
 # ---- memory -------------------------------------------------------------------------------------------
 
 
@@ -679,8 +690,12 @@ def test_what_is_refused_names_what_would_do(ints: Made) -> None:
         DataLoader(dataset, 1, seed=2**64)
     with pytest.raises(ValueError, match="on_error must be"):
         ints.open(on_error="ignore")
-    with DataLoader(dataset, 1) as loader, pytest.raises(ValueError, match="epoch must be >= 0"):
-        loader.set_epoch(-1)
+    for epoch in (-1, 1.5):
+        with (
+            DataLoader(dataset, 1) as loader,
+            pytest.raises(ValueError, match="epoch must be an integer >= 0"),
+        ):
+            loader.set_epoch(epoch)  # type: ignore[arg-type]
 
 
 def one_rank_dies(source: str, catalog: str) -> int:
