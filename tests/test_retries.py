@@ -8,6 +8,7 @@ import socket
 
 import pytest
 
+from prefetch import again
 from prefetch.again import until_answered
 from prefetch.retries import (
     CutBodyError,
@@ -243,9 +244,13 @@ def test_a_request_that_stays_unanswered_raises_its_last_error_and_counts() -> N
     def call() -> None:
         raise StatusError(503)
 
-    with pytest.raises(StatusError) as caught:
+    with (
+        pytest.warns(UserWarning, match="asked again for 1.. s.*503") as told,
+        pytest.raises(StatusError) as caught,
+    ):
         until_answered(call, now=lambda: sum(waits), wait=lambda s: bool(waits.append(s)))
     assert sum(waits) <= 120
+    assert len(told) == 1
     assert f"tried {len(waits) + 1} times" in caught.value.__notes__[0]
 
 
@@ -259,3 +264,19 @@ def test_a_request_that_cannot_succeed_is_asked_once() -> None:
     with pytest.raises(FileNotFoundError):
         until_answered(call)
     assert len(calls) == 1
+
+
+def test_of_those_who_ask_at_the_same_time_one_warns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(again, "_TELL_S", 0.0)
+    answers = iter([False, True, False, True])  # of two requests, each of which fails once
+
+    def call() -> None:
+        if not next(answers):
+            raise StatusError(503)
+
+    with again.asking_pool(2, "asking") as (pool, ask):
+        with pytest.warns(UserWarning, match="a store fails") as told:
+            pool.submit(ask, call).result()
+        pool.submit(ask, call).result()
+    assert len(told) == 1
+    assert next(answers, None) is None
