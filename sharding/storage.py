@@ -27,6 +27,8 @@ Info = Mapping[str, Any]
 _ETAG_KEYS = ("ETag", "etag", "e_tag")
 _MTIME_KEYS = ("mtime", "LastModified", "Last-Modified", "last_modified", "updated", "created")
 _EXTRAS = {"s3": "s3", "s3a": "s3", "http": "http", "https": "http"}
+_NO_INFO = ("filecache", "blockcache", "cached")
+"""Chains that look for a file in a listing of its folder, which HTTP does not give."""
 _SILENCE_S = 12.0
 """A small request that gets no byte for so long is given up; whoever asked may ask again."""
 _SCAN_READ_BYTES = 1 << 20
@@ -38,9 +40,15 @@ def open_url(url: str, storage_options: Mapping[str, Any] | None = None) -> tupl
 
     Raises:
         ImportError: the filesystem needs a package that is not installed; names it.
-        ValueError: no filesystem knows the protocol.
+        ValueError: no filesystem knows the protocol, or the chain cannot work.
         ShardReadError: the outer file of a chain (`zip://...::`) cannot be opened.
     """
+    outer = url.partition("::")[0]
+    if outer in _NO_INFO and is_http(url):
+        raise ValueError(
+            f"{url}: fsspec's {outer}:: finds no files behind HTTP; use simplecache:: or "
+            "ShardedDataset(..., cache=Cache(folder))"
+        )
     try:
         fs, path = url_to_fs(url, **_patient(url, storage_options or {}))
     except ImportError as error:
@@ -80,7 +88,7 @@ def failure_text(error: BaseException) -> str:
     status, cause = getattr(error, "status", None), error.__cause__
     if isinstance(error, FileNotFoundError):
         # fsspec says so of whatever an HTTP server answers, and if there is no answer.
-        other = isinstance(cause, OSError) or getattr(cause, "status", 404) not in (404, 410)
+        other = isinstance(cause, (OSError, ValueError)) or getattr(cause, "status", 404) not in (404, 410)
         return failure_text(cause) if cause and other else "no such file"
     if isinstance(error, PermissionError) or status in (401, 403):
         return f"permission denied ({error})"

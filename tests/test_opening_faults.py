@@ -153,6 +153,19 @@ def test_a_catalog_whose_server_fails_for_a_moment_is_used(plain: PlainServer, f
     assert len(dataset) == NUM_SAMPLES
 
 
+@pytest.mark.parametrize("outer", ["filecache", "blockcache", "cached"])
+def test_a_chain_that_cannot_read_http_names_those_that_can(plain: PlainServer, outer: str) -> None:
+    with pytest.raises(ValueError, match=r"use simplecache:: or .*Cache\(folder\)"):
+        ShardedDataset(f"{outer}::{plain.url}/x-{{00..03}}.tar")
+    assert not plain.got
+
+
+def test_a_port_that_cannot_be_is_not_a_missing_file() -> None:
+    with pytest.raises(ShardReadError, match="Port out of range"):
+        ShardedDataset("http://127.0.0.1:99999/x.tar")
+
+
+@pytest.mark.filterwarnings("ignore:a store fails")
 def test_ctrl_c_ends_the_waits_of_all_who_ask() -> None:
     asked = threading.Event()
 
