@@ -304,7 +304,7 @@ class Engine(Generic[T]):
                 not self._line and self._ledger.reserve(State.BUILDING, nbytes, head_of_order=True)
             )
             if not credited:
-                self._check_stuck(nbytes, "the next batches")
+                self._check_stuck(nbytes, "the next batches need")
                 return
             self._chunks.popleft()
             started: _Started[T] = _Started(
@@ -359,7 +359,7 @@ class Engine(Generic[T]):
                 if not self._idle():
                     return
                 if not self._ledger.reserve(State.WINDOW, nbytes, head_of_order=True):
-                    self._check_stuck(nbytes, "the next shuffle window")
+                    self._check_stuck(nbytes, "the next shuffle window needs")
                     return
             self._waiting_window = None
             self._admit(window)
@@ -396,11 +396,24 @@ class Engine(Generic[T]):
         need = held.window_bytes + held.building_bytes + held.ready_bytes + nbytes
         self._fail(
             MemoryLimitError(
-                f"{what} need {nbytes:,} bytes beside {need - nbytes:,} held, more than "
-                f"memory_limit={held.limit_bytes:,}; raise memory_limit to at least {need:,}, "
-                "or lower batch_size, Shuffle(window_blocks=...) or the window= of batching"
+                f"{what} {nbytes:,} bytes beside {need - nbytes:,} held, more than "
+                f"memory_limit={held.limit_bytes:,}; raise memory_limit to {self._enough(need, nbytes):,} "
+                f"(at least {need:,}), or lower batch_size, Shuffle(window_blocks=...) or the window= of "
+                "batching"
             )
         )
+
+    def _enough(self, need: int, nbytes: int) -> int:
+        """A limit for whatever comes after this, too, if it is of the size of what was seen.
+
+        All windows but the one that is only read ahead, and an output beside them; a quarter more, as windows
+        differ, and a larger limit makes larger chunks.
+        """
+        opened = [one.window.nbytes for one in self._open.values()]
+        if self._waiting_window is not None:
+            opened.append(self._waiting_window.nbytes)
+        windows = max(1, self._options.max_windows - 1) * max(opened, default=0)
+        return max(need, windows + max(nbytes, self._options.keep_bytes)) * 5 // 4
 
     def _end(self, error: BaseException | None) -> None:
         """No more windows; the error, if any, comes after the batches of those admitted."""

@@ -461,7 +461,7 @@ def test_a_batch_larger_than_the_limit_is_refused_at_once(tmp_path: Path) -> Non
 def test_a_window_larger_than_the_limit_says_what_would_fit(ints: Made) -> None:
     with (
         DataLoader(ints.open(), 4, Shuffle("window", 100), memory_limit=20_000) as loader,
-        pytest.raises(MemoryLimitError, match=r"raise memory_limit to at least.*window_blocks"),
+        pytest.raises(MemoryLimitError, match=r"raise memory_limit to [\d,]+ \(at least.*window_blocks"),
     ):
         list(loader)
     assert our_threads() == []
@@ -526,13 +526,13 @@ def test_the_limit_that_the_errors_ask_for_is_enough_and_is_kept(
                 assert delivered(loader) == by_plan(loader, made.samples, 0)
             break
         except MemoryLimitError as error:
-            found = re.search(r"(?:at least|needs) ([\d,]+)", str(error))
+            found = re.search(r"(?:memory_limit to|samples needs) ([\d,]+)", str(error))
             assert found is not None
             wanted, asked = int(found[1].replace(",", "")), asked + 1
             assert wanted > limit
             limit = wanted
-    assert limit / 2 < max(watched) <= limit
-    assert asked < 20
+    assert limit / 3 < max(watched) <= limit
+    assert asked <= 2  # the batch, which is known when the loader is made, and then the rest
 
 
 @pytest.mark.parametrize("share", [0.2, 0.3, 0.4])

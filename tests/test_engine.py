@@ -647,7 +647,7 @@ def test_a_window_larger_than_the_limit_is_an_error_that_says_what_would_fit() -
     windows = [FakeWindow(FakeChunk("a", nbytes=10), nbytes=50), FakeWindow(FakeChunk("b"), nbytes=101)]
     with running(windows, limit=100) as engine:
         assert next_names(engine) == ["a.0"]
-        with pytest.raises(MemoryLimitError, match=r"shuffle window need 101 bytes.*at least 101") as caught:
+        with pytest.raises(MemoryLimitError, match=r"shuffle window needs 101 bytes.*at least 101") as caught:
             engine.next_batches()
         assert isinstance(caught.value, DataflowError)
         with pytest.raises(MemoryLimitError):
