@@ -31,6 +31,8 @@ _NO_INFO = ("filecache", "blockcache", "cached")
 """Chains that look for a file in a listing of its folder, which HTTP does not give."""
 _SILENCE_S = 12.0
 """A small request that gets no byte for so long is given up; whoever asked may ask again."""
+_LONGEST_S = 600.0
+"""One that takes longer is given up, too, however slowly its bytes go on coming."""
 _SCAN_READ_BYTES = 1 << 20
 """Least read of a remote shard while indexing: large against latency, small against a shard."""
 
@@ -68,7 +70,7 @@ def _patient(url: str, options: Mapping[str, Any]) -> Mapping[str, Any]:
         return options
     from aiohttp import ClientTimeout
 
-    timeout = ClientTimeout(total=None, sock_connect=_SILENCE_S, sock_read=_SILENCE_S)
+    timeout = ClientTimeout(total=_LONGEST_S, sock_connect=_SILENCE_S, sock_read=_SILENCE_S)
     return {**options, "client_kwargs": {"timeout": timeout, **(options.get("client_kwargs") or {})}}
 
 
@@ -92,8 +94,8 @@ def failure_text(error: BaseException) -> str:
         return failure_text(cause) if cause and other else "no such file"
     if isinstance(error, PermissionError) or status in (401, 403):
         return f"permission denied ({error})"
-    if isinstance(error, TimeoutError) and cause is not None and not str(error):
-        return failure_text(cause)  # fsspec's says nothing
+    if isinstance(error, TimeoutError) and not str(error):  # fsspec's says nothing
+        return failure_text(cause) if isinstance(cause, Exception) else "cannot be read: it took too long"
     if isinstance(error, IsADirectoryError):
         return "is a directory, not a file"
     return f"cannot be read: {type(error).__name__}: {error}"

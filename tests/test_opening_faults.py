@@ -111,10 +111,11 @@ def test_what_the_error_of_a_server_without_ranges_says_is_a_cure(plain: PlainSe
     assert max(plain.got.values()) <= 6  # a copy for all threads, and not one each
 
 
+@pytest.mark.parametrize("limit", ["_SILENCE_S", "_LONGEST_S"])
 def test_a_silent_request_is_given_up_and_asked_again(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str
 ) -> None:
-    monkeypatch.setattr(storage, "_SILENCE_S", 0.2)
+    monkeypatch.setattr(storage, limit, 0.2)
     over, silent = threading.Event(), threading.Event()
 
     def may_answer(asked: Asked) -> None:

@@ -19,6 +19,7 @@ from prefetch.retries import (
     StatusError,
     failure_of,
     hedge_due_s,
+    is_crawling,
 )
 from sharding.errors import ShardReadError
 
@@ -221,6 +222,22 @@ def test_second_requests_stay_below_their_share() -> None:
 def test_a_share_is_a_share(share: float) -> None:
     with pytest.raises(ValueError, match="share must be in"):
         HedgeBudget(share)
+
+
+@pytest.mark.parametrize(
+    ("age_s", "got", "left", "crawls"),
+    [
+        (10.0, 1, 99, True),
+        (9.9, 1, 99, False),
+        (10.0, 10, 90, False),
+        (99.0, 9, 91, True),
+        (99.0, 0, 100, False),
+    ],
+)
+def test_a_request_crawls_that_is_ten_times_as_old_with_less_than_a_tenth_of_its_bytes(
+    age_s: float, got: int, left: int, crawls: bool
+) -> None:
+    assert is_crawling(age_s, got, left, 1.0) is crawls
 
 
 # ---- small requests ----------------------------------------------------------------------------------------
