@@ -105,13 +105,18 @@ class EngineOptions:
 class Engine(Generic[T]):
     """Threads, queues and credits of one stream of batches. `next_batches` is for one consumer thread."""
 
-    def __init__(self, windows: Iterator[Window], ledger: Ledger, options: EngineOptions) -> None:
+    def __init__(
+        self, windows: Iterator[Window], ledger: Ledger, options: EngineOptions, *, epoch: int = 0
+    ) -> None:
+        """`epoch`: that of the first window."""
         self._windows = windows
         self._ledger = ledger
         self._options = options
         self._changed = threading.Condition(threading.RLock())  # guards everything below
         self._waiting_window: Window | None = None
         self._planning = False
+        self._epoch = epoch
+        """That of what was delivered last."""
         self._exhausted = False
         self._open: dict[int, _Open] = {}
         self._reads_left = 0
@@ -187,6 +192,7 @@ class Engine(Generic[T]):
             raise started.error
         self._ledger.move(State.READY, State.LENT, started.leased)
         self._ledger.release(State.READY, started.nbytes - started.leased)
+        self._epoch = max([self._epoch, *(window.epoch for window in started.chunk.needs)])
         self._delivered += len(started.batches)
         self._delivered_bytes += started.leased
         self._pump()
@@ -353,6 +359,8 @@ class Engine(Generic[T]):
                     self._readers.submit(self._sequence + len(self._chunks), self._run_plan)
                 return
             if len(self._open) >= self._options.max_windows and self._chunks:
+                return
+            if window.epoch > self._epoch + 1 and not self._idle():
                 return
             nbytes, keep = window.nbytes, self._options.keep_bytes
             if not self._ledger.reserve(State.WINDOW, nbytes, keep_bytes=keep):
