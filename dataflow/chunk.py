@@ -247,7 +247,7 @@ class BatchChunk:
             kept = np.arange(size) if keep is None else keep
             done, size = self._transform(batch, size, row + kept, skipped)
         if finishing.batch_transform:
-            done = finishing.batch_transform(done)
+            done = _called(finishing.batch_transform, done)
         return done, size
 
     def _transform(
@@ -268,7 +268,7 @@ class BatchChunk:
                     raise bad from error
                 skipped.append(bad)
         collate = finishing.collate or _default_collate
-        return (collate(samples) if samples else {}), len(samples)
+        return (_called(collate, samples) if samples else {}), len(samples)
 
     def _apply(self, sample: dict[str, Any], window: StagedWindow, row: int) -> Any:
         transform, wants_rng = self._shop.finishing.transforms[window.source.number]
@@ -305,6 +305,14 @@ def _rows_in_batches(
 def sample_rng(seed: int, epoch: int, sample: int) -> np.random.Generator:
     """The random numbers of one sample in one epoch: Philox keyed by (seed, epoch, sample)."""
     return np.random.Generator(np.random.Philox(key=[seed & (1 << 64) - 1, epoch], counter=[0, 0, 0, sample]))
+
+
+def _called(function: BatchFn, argument: Any) -> Any:
+    """What a user's function returns; a `StopIteration` of it would seem to be the loader's end."""
+    try:
+        return function(argument)
+    except StopIteration as error:
+        raise RuntimeError(f"{getattr(function, '__name__', function)} raised StopIteration") from error
 
 
 def _default_collate(samples: list[Any]) -> Any:

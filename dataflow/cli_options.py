@@ -36,8 +36,10 @@ def plain_errors(command: Command) -> Command:
 
 
 def _error_text(error: BaseException) -> str:
+    """Message and notes; not the traceback of a rank, which `run_ranks` tells in a note of many lines."""
     text = str(error) or type(error).__name__
-    return "\n".join([text, *(f"  {note}" for note in getattr(error, "__notes__", ()))])
+    notes = [note.splitlines() for note in getattr(error, "__notes__", ())]
+    return "\n".join([text, *(f"  {lines[0].rstrip(':')}" for lines in notes if lines)])
 
 
 def output_path(_ctx: click.Context, _param: click.Parameter, value: str | None) -> str | None:

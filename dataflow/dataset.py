@@ -8,6 +8,7 @@ lie (tar, tokens), and whole blocks, a few of which are kept, where it does not 
 from __future__ import annotations
 
 import inspect
+import operator
 import os
 import threading
 from collections import OrderedDict
@@ -241,11 +242,15 @@ class ShardedDataset(Sharded, Dataset[Any]):
 
     def __getitem__(self, index: int) -> Any:
         """One sample: a dict of its columns, transformed. Negative indices count from the end."""
+        if isinstance(index, slice):
+            raise TypeError(
+                "a dataset takes one index at a time; for a slice, use dataset.subset(slice(...))"
+            )
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
         """Several samples at once; torch's DataLoader calls it with a batch of indices."""
-        samples = np.asarray(indices, np.int64)
+        samples = np.fromiter(map(operator.index, indices), np.int64)  # a float would be rounded silently
         total = len(self)
         if not len(samples):
             return []

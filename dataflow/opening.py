@@ -75,9 +75,13 @@ class Opening:
         else:
             found = self._load(path) if self._exists(path) else None
         same = (urls, codec.name, options_of(codec))
-        if found is None or (found.urls, found.format, found.options) != same:
+        if found is None or (found.urls, found.format, found.options) != same or not self._fits(found):
             return build()
         return self._checked(found, rebuild=build)
+
+    def _fits(self, found: Catalog) -> bool:
+        """Whether its blocks are those asked for; the default takes any."""
+        return self.block_bytes in (DEFAULT_BLOCK_BYTES, found.block_bytes)
 
     def _load(self, path: str) -> Catalog:
         return until_answered(lambda: Catalog.load(path, self.storage_options))

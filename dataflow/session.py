@@ -145,7 +145,9 @@ class Session:
             interrupt=end_reads,
         )
         with setting_kept():
-            self.engine: Engine[Delivered] = Engine(stream.windows(epoch, start), self.ledger, engine_options)
+            self.engine: Engine[Delivered] = Engine(
+                stream.windows(epoch, start), self.ledger, engine_options, epoch=epoch
+            )
         if self._hold:
             self._hold.watch(self.engine.staged_batches)
 

@@ -67,6 +67,7 @@ class StagedWindow:
         self.nbytes = self._bound(num_readers)
         self.mapped = False
         """Whether values lie in mapped files."""
+        self.epoch = 0
         self.source_epoch: int | None = None
         """Epoch of its own that a mixture's source is in; None: the loader's."""
         self.chunk_list: list[Any] = []

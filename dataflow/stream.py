@@ -74,6 +74,7 @@ class Stream:
                 slots = needs.slots_of(number) if number in known else None
                 opened[number] = self._open(plan, units, number, slots)
                 newest = opened[number].window
+                newest.epoch = plan.order.epoch
                 known.add(number)
         if newest is not None:
             yield newest

@@ -12,6 +12,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -327,8 +328,8 @@ class StreamLoader:
 
     def set_epoch(self, epoch: int) -> None:
         """The next loop runs this epoch, from its beginning. Costs nothing if it is the next one anyway."""
-        if epoch < 0:
-            raise ValueError(f"epoch must be >= 0, got {epoch}")
+        if not isinstance(epoch, Integral) or epoch < 0:
+            raise ValueError(f"epoch must be an integer >= 0, got {epoch!r}")
         if self._is_whole():
             self._end_epoch()
         if epoch != self._epoch or self._in_epoch:

@@ -105,13 +105,18 @@ class EngineOptions:
 class Engine(Generic[T]):
     """Threads, queues and credits of one stream of batches. `next_batches` is for one consumer thread."""
 
-    def __init__(self, windows: Iterator[Window], ledger: Ledger, options: EngineOptions) -> None:
+    def __init__(
+        self, windows: Iterator[Window], ledger: Ledger, options: EngineOptions, *, epoch: int = 0
+    ) -> None:
+        """`epoch`: that of the first window."""
         self._windows = windows
         self._ledger = ledger
         self._options = options
         self._changed = threading.Condition(threading.RLock())  # guards everything below
         self._waiting_window: Window | None = None
         self._planning = False
+        self._epoch = epoch
+        """That of what was delivered last."""
         self._exhausted = False
         self._open: dict[int, _Open] = {}
         self._reads_left = 0
@@ -187,6 +192,7 @@ class Engine(Generic[T]):
             raise started.error
         self._ledger.move(State.READY, State.LENT, started.leased)
         self._ledger.release(State.READY, started.nbytes - started.leased)
+        self._epoch = max([self._epoch, *(window.epoch for window in started.chunk.needs)])
         self._delivered += len(started.batches)
         self._delivered_bytes += started.leased
         self._pump()
@@ -304,7 +310,7 @@ class Engine(Generic[T]):
                 not self._line and self._ledger.reserve(State.BUILDING, nbytes, head_of_order=True)
             )
             if not credited:
-                self._check_stuck(nbytes, "the next batches")
+                self._check_stuck(nbytes, "the next batches need")
                 return
             self._chunks.popleft()
             started: _Started[T] = _Started(
@@ -354,12 +360,14 @@ class Engine(Generic[T]):
                 return
             if len(self._open) >= self._options.max_windows and self._chunks:
                 return
+            if window.epoch > self._epoch + 1 and not self._idle():
+                return
             nbytes, keep = window.nbytes, self._options.keep_bytes
             if not self._ledger.reserve(State.WINDOW, nbytes, keep_bytes=keep):
                 if not self._idle():
                     return
                 if not self._ledger.reserve(State.WINDOW, nbytes, head_of_order=True):
-                    self._check_stuck(nbytes, "the next shuffle window")
+                    self._check_stuck(nbytes, "the next shuffle window needs")
                     return
             self._waiting_window = None
             self._admit(window)
@@ -396,11 +404,24 @@ class Engine(Generic[T]):
         need = held.window_bytes + held.building_bytes + held.ready_bytes + nbytes
         self._fail(
             MemoryLimitError(
-                f"{what} need {nbytes:,} bytes beside {need - nbytes:,} held, more than "
-                f"memory_limit={held.limit_bytes:,}; raise memory_limit to at least {need:,}, "
-                "or lower batch_size, Shuffle(window_blocks=...) or the window= of batching"
+                f"{what} {nbytes:,} bytes beside {need - nbytes:,} held, more than "
+                f"memory_limit={held.limit_bytes:,}; raise memory_limit to {self._enough(need, nbytes):,} "
+                f"(at least {need:,}), or lower batch_size, Shuffle(window_blocks=...) or the window= of "
+                "batching"
             )
         )
+
+    def _enough(self, need: int, nbytes: int) -> int:
+        """A limit for whatever comes after this, too, if it is of the size of what was seen.
+
+        All windows but the one that is only read ahead, and an output beside them; a quarter more, as windows
+        differ, and a larger limit makes larger chunks.
+        """
+        opened = [one.window.nbytes for one in self._open.values()]
+        if self._waiting_window is not None:
+            opened.append(self._waiting_window.nbytes)
+        windows = max(1, self._options.max_windows - 1) * max(opened, default=0)
+        return max(need, windows + max(nbytes, self._options.keep_bytes)) * 5 // 4
 
     def _end(self, error: BaseException | None) -> None:
         """No more windows; the error, if any, comes after the batches of those admitted."""

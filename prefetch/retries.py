@@ -45,6 +45,8 @@ SILENCE = 4.0
 """A request without a byte for so many times the duration of nearly all whole reads is taken for dead."""
 _OLD = 3.0
 """A read so many times as old as nearly all others get is late, even if bytes come."""
+_CRAWL = 10
+"""A request so many times as old as nearly all get, with less than such a part of its bytes, crawls."""
 _LAST_START = 0.9
 """Share of the deadline after which no attempt begins: one that gets milliseconds would hide the error."""
 # By name, because the clients are optional packages. What is not listed here and is none of Python's own
@@ -165,6 +167,14 @@ def hedge_due_s(began_s: float, heard_s: float, long_s: float) -> float:
         long_s: what nearly all reads of its size take.
     """
     return min(heard_s + long_s, began_s + _OLD * long_s)
+
+
+def is_crawling(age_s: float, got: int, left: int, long_s: float) -> bool:
+    """Whether a request brings bytes, but so few that it would hold up training for long.
+
+    Its silence says nothing then, as each byte ends it. To ask anew costs a round trip, and no bytes.
+    """
+    return got > 0 and age_s >= _CRAWL * long_s and got * _CRAWL < got + left
 
 
 @dataclass(frozen=True)
@@ -296,4 +306,5 @@ __all__ = [
     "StatusError",
     "failure_of",
     "hedge_due_s",
+    "is_crawling",
 ]

@@ -37,7 +37,15 @@ from prefetch.filesystems import Filesystems
 from prefetch.full_reads import read_fully
 from prefetch.hold import ReadHold
 from prefetch.mapping import touch_pages
-from prefetch.retries import CutBodyError, HedgeBudget, ReadTimes, RetryPolicy, failure_of, hedge_due_s
+from prefetch.retries import (
+    CutBodyError,
+    HedgeBudget,
+    ReadTimes,
+    RetryPolicy,
+    failure_of,
+    hedge_due_s,
+    is_crawling,
+)
 from sharding.blocks import Shard
 from sharding.errors import DataflowError, ShardChangedError, ShardReadError
 from sharding.storage import check_shard, failure_text, local_info
@@ -336,15 +344,14 @@ class StoreReader:
         first = loop.create_task(self._stream(read, part, fs, path, fill, stall_s))
         tasks = [first]
         try:
-            asked_s = part.heard_s = self._now()
+            asked_at, asked_s = part.at, self._now()
+            part.heard_s = asked_s
             await _first_of(first, read.awaited)
             if not first.done() and self._long_s(read) is None:  # a second look: others may have told by then
                 await asyncio.wait([first], timeout=self._policy.least_stall_s)
             hedged = False
             while not first.done():
-                long_s = self._long_s(read)
-                if long_s is None:
-                    break
+                long_s = self._long_s(read) or stall_s
                 now_s, due_s = self._now(), hedge_due_s(asked_s, part.heard_s, long_s)
                 if not hedged and now_s >= due_s and self._may_hedge(part.left):
                     hedged = True
@@ -363,6 +370,8 @@ class StoreReader:
                 silent_s = self._policy.awaited_stall_s(read.failures, long_s)
                 if now_s >= part.heard_s + silent_s:
                     raise TimeoutError(f"no byte came for {silent_s:.3g} s, and the training waits")
+                if is_crawling(now_s - asked_s, part.at - asked_at, part.left, silent_s):
+                    raise TimeoutError(f"few bytes came in {now_s - asked_s:.3g} s, and the training waits")
                 next_s = due_s if due_s > now_s and not hedged else part.heard_s + silent_s
                 # Each byte puts it off; in a hold the clock stands still.
                 await asyncio.wait([first], timeout=max(next_s - now_s, _LEAST_LOOK_S))

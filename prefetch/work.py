@@ -39,6 +39,8 @@ class Window(Protocol):
 
     nbytes: int
     """Credits from admission to `close`; an upper bound."""
+    epoch: int
+    """Those of the one after the consumer's are admitted, none of later ones: it may stop there."""
 
     def reads(self) -> Sequence[Task]:
         """Independent tasks that stage the window; they may raise. On reader threads."""

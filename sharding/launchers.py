@@ -128,9 +128,15 @@ def _slurm(env: Env) -> Place | None:
 
     sbatch and salloc set SLURM_NTASKS and even SLURM_PROCID=0 in their single shell, which is no task of a
     step: only SLURM_STEP_ID tells. Taken for a rank, that shell would read one share and drop the others.
+    A number above 0 is no such shell's.
     """
     step = _number(env, "SLURM_STEP_ID")
     if step is None or step >= _RESERVED_STEP:
+        if rank := _number(env, "SLURM_PROCID"):
+            raise ValueError(
+                f"SLURM_PROCID={rank}, but SLURM_STEP_ID does not name an srun step; as a single process it "
+                f"would read what every other task reads: {_CURE}"
+            )
         return None
     size_name = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in env else "SLURM_NTASKS"
     rank, world = _together(env, "SLURM_PROCID", size_name)

@@ -9,6 +9,7 @@ a thousand URLs of a brace pattern cost no request here.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ from sharding.formats import has_suffix
 from sharding.storage import exists, open_url, store_errors
 from sharding.urls import file_name, is_glob, is_http, is_local, local_path, naming_part
 
+_IPV6 = re.compile(r"://(?:[^/@]*@)?\[[0-9A-Fa-f.]*:[0-9A-Fa-f:.]*(?:%[^/\]]*)?\]")
 Source = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 
@@ -57,6 +59,8 @@ def _text(item: object) -> str:
     text = os.fspath(item) if isinstance(item, (str, os.PathLike)) else None
     if not isinstance(text, str) or not text:
         raise ValueError(f"a shard must be a path or a URL, got {item!r}")
+    if _IPV6.search(text):  # fsspec takes "::" for a chain, and brackets are a glob's
+        raise ValueError(f"an IPv6 address in brackets cannot be read; give the host by its name: {text!r}")
     return text
 
 

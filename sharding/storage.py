@@ -27,8 +27,12 @@ Info = Mapping[str, Any]
 _ETAG_KEYS = ("ETag", "etag", "e_tag")
 _MTIME_KEYS = ("mtime", "LastModified", "Last-Modified", "last_modified", "updated", "created")
 _EXTRAS = {"s3": "s3", "s3a": "s3", "http": "http", "https": "http"}
+_NO_INFO = ("filecache", "blockcache", "cached")
+"""Chains that look for a file in a listing of its folder, which HTTP does not give."""
 _SILENCE_S = 12.0
 """A small request that gets no byte for so long is given up; whoever asked may ask again."""
+_LONGEST_S = 600.0
+"""One that takes longer is given up, too, however slowly its bytes go on coming."""
 _SCAN_READ_BYTES = 1 << 20
 """Least read of a remote shard while indexing: large against latency, small against a shard."""
 
@@ -38,9 +42,15 @@ def open_url(url: str, storage_options: Mapping[str, Any] | None = None) -> tupl
 
     Raises:
         ImportError: the filesystem needs a package that is not installed; names it.
-        ValueError: no filesystem knows the protocol.
+        ValueError: no filesystem knows the protocol, or the chain cannot work.
         ShardReadError: the outer file of a chain (`zip://...::`) cannot be opened.
     """
+    outer = url.partition("::")[0]
+    if outer in _NO_INFO and is_http(url):
+        raise ValueError(
+            f"{url}: fsspec's {outer}:: finds no files behind HTTP; use simplecache:: or "
+            "ShardedDataset(..., cache=Cache(folder))"
+        )
     try:
         fs, path = url_to_fs(url, **_patient(url, storage_options or {}))
     except ImportError as error:
@@ -60,7 +70,7 @@ def _patient(url: str, options: Mapping[str, Any]) -> Mapping[str, Any]:
         return options
     from aiohttp import ClientTimeout
 
-    timeout = ClientTimeout(total=None, sock_connect=_SILENCE_S, sock_read=_SILENCE_S)
+    timeout = ClientTimeout(total=_LONGEST_S, sock_connect=_SILENCE_S, sock_read=_SILENCE_S)
     return {**options, "client_kwargs": {"timeout": timeout, **(options.get("client_kwargs") or {})}}
 
 
@@ -80,12 +90,12 @@ def failure_text(error: BaseException) -> str:
     status, cause = getattr(error, "status", None), error.__cause__
     if isinstance(error, FileNotFoundError):
         # fsspec says so of whatever an HTTP server answers, and if there is no answer.
-        other = isinstance(cause, OSError) or getattr(cause, "status", 404) not in (404, 410)
+        other = isinstance(cause, (OSError, ValueError)) or getattr(cause, "status", 404) not in (404, 410)
         return failure_text(cause) if cause and other else "no such file"
     if isinstance(error, PermissionError) or status in (401, 403):
         return f"permission denied ({error})"
-    if isinstance(error, TimeoutError) and cause is not None and not str(error):
-        return failure_text(cause)  # fsspec's says nothing
+    if isinstance(error, TimeoutError) and not str(error):  # fsspec's says nothing
+        return failure_text(cause) if isinstance(cause, Exception) else "cannot be read: it took too long"
     if isinstance(error, IsADirectoryError):
         return "is a directory, not a file"
     return f"cannot be read: {type(error).__name__}: {error}"

@@ -21,6 +21,7 @@ from sharding.new_shard import NewParquetShard, NewShard, NewTarShard, Sample
 DEFAULT_SHARD_BYTES = 1 << 30
 DEFAULT_ROW_GROUP_SIZE = 1024
 _NUMBER = re.compile(r"%0(\d+)d|%d|\{(?::0?(\d+)d?)?\}")
+_BRACES = re.compile(r"\{[^{}]*(?:\.\.|,)[^{}]*\}")
 _SUFFIX_FORMATS = {".tar": "tar", ".parquet": "parquet", ".pq": "parquet"}
 
 
@@ -175,6 +176,10 @@ def _number_in(pattern: str) -> re.Match[str] | None:
     numbers = list(_NUMBER.finditer(pattern))
     if len(numbers) > 1:
         raise ValueError(f"a pattern must have one number at most, got {pattern!r}")
+    if _BRACES.search(pattern):
+        raise ValueError(
+            f"braces name shards to read; to write some, put %04d where the number goes; got {pattern!r}"
+        )
     return numbers[0] if numbers else None
 
 

@@ -438,6 +438,17 @@ def test_an_exception_in_a_function_of_batches_comes_out_as_it_is(ints: Made, wh
         assert_fails_then_recovers(loader, LookupError, "mine")
 
 
+@pytest.mark.parametrize("where", ["collate_fn", "batch_transform"])
+def test_a_stop_iteration_of_a_function_of_batches_does_not_look_like_an_end(ints: Made, where: str) -> None:
+    def empty(_: Any) -> Any:
+        return next(iter(()))
+
+    dataset = ints.open(batch_transform=empty) if where == "batch_transform" else ints.open()
+    options = {"collate_fn": empty} if where == "collate_fn" else {}
+    with DataLoader(dataset, 4, **options) as loader:
+        assert_fails_then_recovers(loader, RuntimeError, "empty raised StopIteration")
+
+
 # ---- memory -------------------------------------------------------------------------------------------
 
 
@@ -450,7 +461,7 @@ def test_a_batch_larger_than_the_limit_is_refused_at_once(tmp_path: Path) -> Non
 def test_a_window_larger_than_the_limit_says_what_would_fit(ints: Made) -> None:
     with (
         DataLoader(ints.open(), 4, Shuffle("window", 100), memory_limit=20_000) as loader,
-        pytest.raises(MemoryLimitError, match=r"raise memory_limit to at least.*window_blocks"),
+        pytest.raises(MemoryLimitError, match=r"raise memory_limit to [\d,]+ \(at least.*window_blocks"),
     ):
         list(loader)
     assert our_threads() == []
@@ -515,13 +526,13 @@ def test_the_limit_that_the_errors_ask_for_is_enough_and_is_kept(
                 assert delivered(loader) == by_plan(loader, made.samples, 0)
             break
         except MemoryLimitError as error:
-            found = re.search(r"(?:at least|needs) ([\d,]+)", str(error))
+            found = re.search(r"(?:memory_limit to|samples needs) ([\d,]+)", str(error))
             assert found is not None
             wanted, asked = int(found[1].replace(",", "")), asked + 1
             assert wanted > limit
             limit = wanted
-    assert limit / 2 < max(watched) <= limit
-    assert asked < 20
+    assert limit / 3 < max(watched) <= limit
+    assert asked <= 2  # the batch, which is known when the loader is made, and then the rest
 
 
 @pytest.mark.parametrize("share", [0.2, 0.3, 0.4])
@@ -679,8 +690,12 @@ def test_what_is_refused_names_what_would_do(ints: Made) -> None:
         DataLoader(dataset, 1, seed=2**64)
     with pytest.raises(ValueError, match="on_error must be"):
         ints.open(on_error="ignore")
-    with DataLoader(dataset, 1) as loader, pytest.raises(ValueError, match="epoch must be >= 0"):
-        loader.set_epoch(-1)
+    for epoch in (-1, 1.5):
+        with (
+            DataLoader(dataset, 1) as loader,
+            pytest.raises(ValueError, match="epoch must be an integer >= 0"),
+        ):
+            loader.set_epoch(epoch)  # type: ignore[arg-type]
 
 
 def one_rank_dies(source: str, catalog: str) -> int:

@@ -378,6 +378,18 @@ def test_loader_errors_are_one_line(own_data, tmp_path, arguments, message):
     assert message in text
 
 
+def test_an_error_of_a_rank_comes_without_its_traceback(own_data, monkeypatch):
+    def fails(asked, tell):
+        error = ValueError("too little memory")
+        error.add_note("raised by rank 0 of 2:\nTraceback (most recent call last):\n  File")
+        raise error
+
+    monkeypatch.setattr(loader, "emulate", fails)
+    code, text = run("loader", "a.tar", "--compute-ms", 5)
+    assert code == 1
+    assert text.strip() == "Error: too little memory raised by rank 0 of 2"
+
+
 # ---- compare --------------------------------------------------------------------------------------------
 
 

@@ -120,9 +120,10 @@ class FakeWindow:
         also: Sequence[FakeWindow] = (),
         on_admission: Action = nothing,
         on_reads: Action = nothing,
+        epoch: int = 0,
     ) -> None:
         """`also`: carried windows that the first chunk needs too."""
-        self.nbytes, self.carried = nbytes, carried
+        self.nbytes, self.carried, self.epoch = nbytes, carried, epoch
         assert chunks or carried, "nobody would close it"
         self._chunks, self._reads = chunks, list(reads)
         self._on_admission, self._on_reads = on_admission, on_reads
@@ -643,11 +644,29 @@ def test_credit_that_the_consumer_gives_back_late_is_used() -> None:
         assert_nothing_held(engine)
 
 
+def test_no_window_is_admitted_before_the_consumer_is_in_the_epoch_before() -> None:
+    taken: list[int] = []
+    seen: list[tuple[int, int]] = []  # epoch of each window, and batches that were taken at its admission
+    windows = [
+        FakeWindow(
+            FakeChunk(str(i)), epoch=i // 2, on_admission=lambda i=i: seen.append((i // 2, len(taken)))
+        )
+        for i in range(8)
+    ]
+    with running(windows, max_windows=99) as engine:
+        for i in range(8):
+            assert next_names(engine) == [f"{i}.0"]
+            taken.append(i)
+    assert [epoch for epoch, _ in seen] == [0, 0, 1, 1, 2, 2, 3, 3]
+    # An epoch's first batch lets the next one's windows in before it is handed out.
+    assert all(count >= 2 * (epoch - 1) for epoch, count in seen)
+
+
 def test_a_window_larger_than_the_limit_is_an_error_that_says_what_would_fit() -> None:
     windows = [FakeWindow(FakeChunk("a", nbytes=10), nbytes=50), FakeWindow(FakeChunk("b"), nbytes=101)]
     with running(windows, limit=100) as engine:
         assert next_names(engine) == ["a.0"]
-        with pytest.raises(MemoryLimitError, match=r"shuffle window need 101 bytes.*at least 101") as caught:
+        with pytest.raises(MemoryLimitError, match=r"shuffle window needs 101 bytes.*at least 101") as caught:
             engine.next_batches()
         assert isinstance(caught.value, DataflowError)
         with pytest.raises(MemoryLimitError):

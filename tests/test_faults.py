@@ -339,6 +339,26 @@ def test_a_silent_read_that_is_waited_for_is_soon_asked_anew_where_no_second_req
     assert (reader.stats().hedges > 0) == hedged
 
 
+def test_a_read_that_crawls_while_training_waits_is_asked_anew(server: ScriptedServer) -> None:
+    def crawl(handler: Handler, start: int, end: int) -> None:
+        handler.head(start, end)
+        handler.send(start, start + 20)
+        for at in range(start + 20, end):
+            if over.wait(0.01):  # far more often than a silence is noticed
+                break
+            handler.send(at, at + 1)
+        handler.close_connection = True
+
+    over, server.script = threading.Event(), [crawl]
+    # Nothing is known of how long reads take, and no second request is in the budget.
+    reader = StoreReader(policy=RetryPolicy(base_s=0.001, stall_s=0.1, least_stall_s=0.1), hedge_share=0.0)
+    read(server, reader, awaited=awaited())
+    over.set()
+    assert len(server.asked) == 2
+    assert server.asked[1][0] > 30
+    assert reader.stats().resumed == 1
+
+
 def test_a_second_request_that_fails_leaves_the_first_alone(server: ScriptedServer) -> None:
     reader, refused = experienced(server), threading.Event()
 

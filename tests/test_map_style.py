@@ -54,6 +54,16 @@ def test_indices_out_of_range_are_index_errors(made: Make, index: int) -> None:
         made("tar").open().__getitems__([0, index])
 
 
+def test_what_is_no_integer_is_no_index(made: Make) -> None:
+    dataset: Any = made("tar").open()
+    with pytest.raises(TypeError, match=r"subset\(slice"):
+        dataset[0:3]
+    with pytest.raises(TypeError, match="integer"):
+        dataset[1.0]
+    with pytest.raises(TypeError, match="integer"):
+        dataset.__getitems__(np.array([0.0, 1.5]))
+
+
 def test_a_for_loop_ends_by_the_index_error(made: Make) -> None:
     data = made("tokens.bin")
     assert [plain_of(sample) for sample in data.open()] == data.samples
@@ -202,3 +212,15 @@ def test_ragged_values_come_as_rows(made: Make) -> None:
     sample = made("megatron").open()[4]
     assert not isinstance(sample["tokens"], Ragged)
     assert sample["tokens"].tolist() == [4, 5, 6, 7, 8]
+
+
+def test_blocks_of_another_size_than_the_catalogs_are_indexed_anew(tmp_path: Path) -> None:
+    made, catalog = make_tar(tmp_path), str(tmp_path / "kept.catalog")
+    first = ShardedDataset([str(s) for s in made.shards], catalog=catalog, block_bytes=10_000)
+    assert (
+        ShardedDataset([str(s) for s in made.shards], catalog=catalog).catalog.num_blocks
+        == first.catalog.num_blocks
+    )
+    small = ShardedDataset([str(s) for s in made.shards], catalog=catalog, block_bytes=1000)
+    assert small.catalog.block_bytes == 1000
+    assert small.catalog.num_blocks > first.catalog.num_blocks

@@ -405,15 +405,15 @@ def samples_of_a_rank(folder: str) -> tuple[list[list[Sample]], dict[str, Any]]:
 
 
 def open_from(folder: str) -> list[ShardedDataset]:
-    columns = (("a", "label"), ("b", "label"), ("c", "cls"))
+    columns = (("a", "label", 1), ("b", "label", 300), ("c", "cls", 3 * 1024))
     return [
         ShardedDataset(
             f"{folder}/{name}/shard-*",
             columns={"n": column, "url": "__url__"},
             catalog=f"{folder}/{name}/kept.catalog",
-            block_bytes=3 * 1024 if name == "c" else 1,
+            block_bytes=block_bytes,
         )
-        for name, column in columns
+        for name, column, block_bytes in columns
     ]
 
 

@@ -111,10 +111,11 @@ def test_what_the_error_of_a_server_without_ranges_says_is_a_cure(plain: PlainSe
     assert max(plain.got.values()) <= 6  # a copy for all threads, and not one each
 
 
+@pytest.mark.parametrize("limit", ["_SILENCE_S", "_LONGEST_S"])
 def test_a_silent_request_is_given_up_and_asked_again(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str
 ) -> None:
-    monkeypatch.setattr(storage, "_SILENCE_S", 0.2)
+    monkeypatch.setattr(storage, limit, 0.2)
     over, silent = threading.Event(), threading.Event()
 
     def may_answer(asked: Asked) -> None:
@@ -153,6 +154,19 @@ def test_a_catalog_whose_server_fails_for_a_moment_is_used(plain: PlainServer, f
     assert len(dataset) == NUM_SAMPLES
 
 
+@pytest.mark.parametrize("outer", ["filecache", "blockcache", "cached"])
+def test_a_chain_that_cannot_read_http_names_those_that_can(plain: PlainServer, outer: str) -> None:
+    with pytest.raises(ValueError, match=r"use simplecache:: or .*Cache\(folder\)"):
+        ShardedDataset(f"{outer}::{plain.url}/x-{{00..03}}.tar")
+    assert not plain.got
+
+
+def test_a_port_that_cannot_be_is_not_a_missing_file() -> None:
+    with pytest.raises(ShardReadError, match="Port out of range"):
+        ShardedDataset("http://127.0.0.1:99999/x.tar")
+
+
+@pytest.mark.filterwarnings("ignore:a store fails")
 def test_ctrl_c_ends_the_waits_of_all_who_ask() -> None:
     asked = threading.Event()
 

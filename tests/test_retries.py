@@ -8,6 +8,7 @@ import socket
 
 import pytest
 
+from prefetch import again
 from prefetch.again import until_answered
 from prefetch.retries import (
     CutBodyError,
@@ -18,6 +19,7 @@ from prefetch.retries import (
     StatusError,
     failure_of,
     hedge_due_s,
+    is_crawling,
 )
 from sharding.errors import ShardReadError
 
@@ -222,6 +224,22 @@ def test_a_share_is_a_share(share: float) -> None:
         HedgeBudget(share)
 
 
+@pytest.mark.parametrize(
+    ("age_s", "got", "left", "crawls"),
+    [
+        (10.0, 1, 99, True),
+        (9.9, 1, 99, False),
+        (10.0, 10, 90, False),
+        (99.0, 9, 91, True),
+        (99.0, 0, 100, False),
+    ],
+)
+def test_a_request_crawls_that_is_ten_times_as_old_with_less_than_a_tenth_of_its_bytes(
+    age_s: float, got: int, left: int, crawls: bool
+) -> None:
+    assert is_crawling(age_s, got, left, 1.0) is crawls
+
+
 # ---- small requests ----------------------------------------------------------------------------------------
 
 
@@ -243,9 +261,13 @@ def test_a_request_that_stays_unanswered_raises_its_last_error_and_counts() -> N
     def call() -> None:
         raise StatusError(503)
 
-    with pytest.raises(StatusError) as caught:
+    with (
+        pytest.warns(UserWarning, match="asked again for 1.. s.*503") as told,
+        pytest.raises(StatusError) as caught,
+    ):
         until_answered(call, now=lambda: sum(waits), wait=lambda s: bool(waits.append(s)))
     assert sum(waits) <= 120
+    assert len(told) == 1
     assert f"tried {len(waits) + 1} times" in caught.value.__notes__[0]
 
 
@@ -259,3 +281,19 @@ def test_a_request_that_cannot_succeed_is_asked_once() -> None:
     with pytest.raises(FileNotFoundError):
         until_answered(call)
     assert len(calls) == 1
+
+
+def test_of_those_who_ask_at_the_same_time_one_warns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(again, "_TELL_S", 0.0)
+    answers = iter([False, True, False, True])  # of two requests, each of which fails once
+
+    def call() -> None:
+        if not next(answers):
+            raise StatusError(503)
+
+    with again.asking_pool(2, "asking") as (pool, ask):
+        with pytest.warns(UserWarning, match="a store fails") as told:
+            pool.submit(ask, call).result()
+        pool.submit(ask, call).result()
+    assert len(told) == 1
+    assert next(answers, None) is None

@@ -161,6 +161,12 @@ def test_a_missing_file_is_named(folder):
         expand(folder / "missing.tar")
 
 
+@pytest.mark.parametrize("host", ["[::1]:8000", "me@[fe80::1%25eth0]", "[1:2:3:4:5:6:7:8]"])
+def test_ipv6_addresses_are_refused_with_the_cure(host):
+    with pytest.raises(ValueError, match=r"IPv6.*give the host by its name"):
+        expand(f"http://{host}/x.tar")
+
+
 def test_a_file_really_called_like_a_pattern_is_that_file(tmp_path):
     for name in ("x[1].tar", "x1.tar", "{a,b}.tar"):
         (tmp_path / name).write_bytes(b"x")

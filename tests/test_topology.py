@@ -126,6 +126,12 @@ def test_a_shell_in_a_slurm_allocation_is_no_rank(step):
     assert "not a task started by srun" in topology.source
 
 
+@pytest.mark.parametrize("step", [{}, {"SLURM_STEP_ID": "4294967290"}])
+def test_a_slurm_rank_without_its_step_is_not_taken_for_a_single_process(step):
+    with pytest.raises(ValueError, match="SLURM_PROCID=5, but SLURM_STEP_ID"):
+        Topology.detect(SBATCH_SHELL | {"SLURM_PROCID": "5"} | step)
+
+
 def test_uneven_slurm_nodes_come_from_the_run_lengths():
     env = SRUN | {"SLURM_NTASKS": "11", "SLURM_NNODES": "3", "SLURM_STEP_TASKS_PER_NODE": "4(x2),3"}
     assert Topology.detect(env).local_world_size == 4

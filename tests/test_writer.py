@@ -263,6 +263,9 @@ def test_parquet_values_of_another_type_are_refused_with_their_column(tmp_path: 
     ("pattern", "options", "says"),
     [
         ("a-%06d-{:06d}.tar", {}, "one number"),
+        ("a-{0000..0003}.tar", {}, "put %04d where the number goes"),
+        ("a-{0000..0003}.tar", {"max_count": 3}, "put %04d where the number goes"),
+        ("a-{x,y}.tar", {}, "put %04d where the number goes"),
         ("a.tar", {"max_count": 3}, "need a number"),
         ("a-%06d.tar", {"max_count": 0}, "max_count must be >= 1"),
         ("a-%06d.tar", {"max_bytes": -1}, "max_bytes must be >= 1"),
