@@ -25,7 +25,7 @@ from dataflow.grad.boundary import Boundary, Outcome, check_boundary
 from dataflow.grad.control import Control
 from dataflow.grad.controller import Mode
 from dataflow.grad.io_gate import GateDecision, GatePolicy, Io, IoGate, gate_policy
-from dataflow.grad.lookahead import LookAhead, Weight, batches_ahead, weigher
+from dataflow.grad.lookahead import LookAhead, Weight, weigher
 from dataflow.grad.microbatch import Microbatch
 from dataflow.grad.negotiation import Negotiation, Window
 from dataflow.grad.phases import Phase, PhaseLedger
@@ -285,7 +285,7 @@ class GradSchedule:
         self._running, self._microbatch = True, None
         try:
             self._look.settle()
-            self._negotiation.begin_epoch(batches_ahead(self._loader), self._position)
+            self._negotiation.begin_epoch(self._look.batches_ahead(), self._position)
             self._look.begin()
             self._offer()
             while True:
@@ -372,7 +372,7 @@ class GradSchedule:
         self._wrapped.window_done()
         syncs = self.strategy.syncs(self._position.step)
         self._position.ended(plan, window.totals, syncs=syncs, skipped=outcome.skipped)
-        self._look.window_ended(window.share)
+        self._look.window_ended(window.share, last=plan.last)
         self.last = StepInfo(
             self._position.window - 1,
             self._position.step,
