@@ -319,6 +319,7 @@ class GradSchedule:
         rank = self._agreement.rank
         forwards, count = window.plan.forwards[rank], window.plan.counts[rank]
         syncs = self.strategy.syncs(self._position.step)
+        self._wrapped.window_begins(reduces=syncs)
         batch = None
         for index in range(forwards):
             is_last = index == forwards - 1
