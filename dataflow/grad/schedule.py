@@ -24,6 +24,7 @@ from dataflow.grad.all_reduce import AllReduce
 from dataflow.grad.boundary import Boundary, Outcome, check_boundary
 from dataflow.grad.control import Control
 from dataflow.grad.controller import Mode
+from dataflow.grad.deadline import Deadline
 from dataflow.grad.io_gate import GateDecision, GatePolicy, Io, IoGate, gate_policy
 from dataflow.grad.lookahead import LookAhead, Weight, weigher
 from dataflow.grad.microbatch import Microbatch
@@ -82,8 +83,9 @@ class GradSchedule:
             numbers change with it: see `Adapt` and docs/controller.md. None: nothing.
         skip_nonfinite: skip the step, on all ranks, if the gradient is not finite. False without `max_norm`
             and `scaler` saves computing its norm.
-        timeout_s: seconds that a rank waits for the others to agree; longer than the longest pause of one
-            rank, such as writing a checkpoint. For gradients the time-out of DDP's process group counts.
+        timeout_s: seconds that a rank waits for the others, to agree or for their gradients; longer than the
+            longest pause of one rank, such as writing a checkpoint. On NCCL the time-out of the model's
+            process group counts for gradients.
         topology: which ranks share a node; None: found.
         ledger: where phases are kept; listeners may be added to it.
 
@@ -136,6 +138,7 @@ class GradSchedule:
         self.phases = ledger or PhaseLedger()
         self._loader, self._scaler = loader, scaler
         self._agreement = Agreement(self._wrapped.ranks, timeout_s)
+        self._deadline = Deadline(self._wrapped.group, timeout_s)
         self.window_size = self._settings.window_size(loader, self._agreement.world_size)
         """Microbatches a rank and full window."""
         hold = getattr(loader, "read_hold", None) if self._agreement.world_size > 1 else None
@@ -248,7 +251,10 @@ class GradSchedule:
             self.phases.enter(Phase.SYNC)
         if self._scaler is not None:
             loss = self._scaler.scale(loss)
-        self._call(loss.backward)
+        try:
+            self._call(loss.backward)
+        finally:
+            self._deadline.end()
         self.phases.enter(Phase.COMPUTE)
         microbatch.finish()
 
@@ -308,6 +314,7 @@ class GradSchedule:
             if self._microbatch is not None:  # left within a window, whose gradient nobody will step on
                 self._boundary.drop_gradients()
             self._running, self._microbatch = False, None
+            self._deadline.end()
             self._wrapped.restore()
             self._look.end()
             self.phases.enter(Phase.COMPUTE)
@@ -336,6 +343,7 @@ class GradSchedule:
             if is_replay:
                 microbatch.kept = buffers_kept(self._wrapped.inner)
             self._microbatch = microbatch
+            self._deadline.begin()
             yield batch
             if not microbatch.done:
                 raise RuntimeError("call sched.backward(loss) once for every microbatch, replays too")
