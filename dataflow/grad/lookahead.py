@@ -93,6 +93,16 @@ class LookAhead:
         # A loader without a state begins an epoch anew.
         self._no_windows = self._rest_has_none = bool(state.get("no_windows")) and state["loader"] is not None
 
+    def place(self) -> tuple[dict[str, Any], Any]:
+        """For `put_back`, between loops."""
+        return dict(vars(self)), self._loader_state()
+
+    def put_back(self, own: Mapping[str, Any], loader: Any) -> None:
+        """Undo a `load`."""
+        vars(self).update(own)
+        if loader is not None:
+            self._loader.load_state_dict(loader)
+
     def settle(self) -> None:
         """Before an epoch: leave the one that had ended when the state was taken, by beginning its rest."""
         if self._to_leave:

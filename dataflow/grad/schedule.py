@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -32,7 +32,7 @@ from dataflow.grad.negotiation import Negotiation, Window
 from dataflow.grad.phases import Phase, PhaseLedger
 from dataflow.grad.position import Position, check_same_windows
 from dataflow.grad.replay import Replay
-from dataflow.grad.settings import Settings
+from dataflow.grad.settings import Settings, checked_names
 from dataflow.grad.step_info import StepInfo
 from dataflow.grad.strategy import Strategy
 from dataflow.grad.strategy_setup import check_strategy, set_up
@@ -120,7 +120,7 @@ class GradSchedule:
         self._settings = Settings(
             accumulate,
             global_batch,
-            dict(weights or {}),
+            checked_names(weights),
             uneven,
             partial,
             max_norm,
@@ -129,7 +129,7 @@ class GradSchedule:
         )
         policy = gate_policy(io)
         schedulers = () if lr is None else tuple(lr) if isinstance(lr, Sequence) else (lr,)
-        check_boundary(optimizer, schedulers, ema)
+        check_boundary(optimizer, schedulers, ema, scaler)
         self.strategy: Strategy = with_options(strategy or AllReduce(), adapt)
         self._wrapped = wrapped(model)
         check_hooks(self._wrapped)
@@ -447,7 +447,7 @@ class GradSchedule:
 
         On another number of ranks what a strategy has kept for each rank is dropped, with a warning.
 
-        Raises `ValueError` if the state does not fit.
+        Raises `ValueError` if the state does not fit; then nothing has changed.
         """
         if self._running:
             raise RuntimeError("a loop is under way: load the state before it")
@@ -458,20 +458,25 @@ class GradSchedule:
             global_batch=self._settings.global_batch,
             strategy=self.strategy.key,
         )
-        kept = state["strategy"]["state"]
-        if kept and state["world_size"] != self._agreement.world_size:
+        kept, control = state["strategy"]["state"], state.get("control")
+        same_ranks = state["world_size"] == self._agreement.world_size
+        if kept and not same_ranks:
             warnings.warn(
                 f"the state of {self.strategy.name} is that of {state['world_size']} ranks, here are "
                 f"{self._agreement.world_size}: it begins anew",
                 stacklevel=2,
             )
-        elif kept:
-            self.strategy.load_state_dict(kept)
-        control = state.get("control")  # what was measured on other ranks says nothing here
-        if self._control and control is not None and state["world_size"] == self._agreement.world_size:
-            self._control.load_state_dict(control)
-        self._look.load(state)
-        self._units.load(state)
+        with ExitStack() as undo:
+            undo.callback(self._units.load, self._units.state())
+            self._units.load(state)
+            undo.callback(self._look.put_back, *self._look.place())
+            self._look.load(state)
+            if self._control and control is not None and same_ranks:  # elsewhere other things are measured
+                undo.callback(self._control.load_state_dict, self._control.state_dict())
+                self._control.load_state_dict(control)
+            if kept and same_ranks:
+                self.strategy.load_state_dict(kept)
+            undo.pop_all()
         self._position = position
 
     def report(self, *, all_ranks: bool = False, trace: str | None = None) -> Report:
