@@ -30,7 +30,7 @@ from dataflow.costs.expenses import Prices, Rapl, expenses
 from dataflow.costs.fit import Point, fit, seconds
 from dataflow.costs.measure import load_link, save_link
 from dataflow.costs.plan import placements
-from dataflow.costs.step import Job, best_accumulation, predict
+from dataflow.costs.step import Job, _exposed, best_accumulation, predict
 from dataflow.testing import run_ranks
 
 NETWORK = Link(latency_s=10e-6, bytes_per_s=1e9)
@@ -253,6 +253,28 @@ def test_backward_hides_all_but_the_last_bucket_of_a_fast_network() -> None:
     assert found.window_s == pytest.approx(0.1 + found.exposed_s)
 
 
+@given(st.integers(1, 50), st.floats(0, 10), st.floats(0, 10))
+def test_buckets_travel_one_after_the_other_as_they_become_ready(
+    buckets: int, bucket_s: float, backward_s: float
+) -> None:
+    done = 0.0
+    for number in range(1, buckets + 1):
+        done = max(done, number / buckets * backward_s) + bucket_s
+    assert _exposed(buckets, bucket_s, backward_s) == pytest.approx(done - backward_s, abs=1e-12 * buckets)
+
+
+def test_messages_are_counted_once_whatever_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    counted: list[Round] = []
+    load = Cluster._load
+    monkeypatch.setattr(Cluster, "_load", lambda self, each: (counted.append(each), load(self, each))[1])
+    each = []
+    for candidates in ([1], range(1, 50)):
+        best_accumulation(flat(8), replace(JOB, sample_bytes=1e6), candidates)
+        each.append(len(counted))
+        counted.clear()
+    assert each[0] == each[1]
+
+
 def test_a_slow_network_hides_no_more_than_backward_lasts() -> None:
     found = predict(flat(4), JOB, "ring")
     first_bucket_ready = JOB.microbatch_s * JOB.backward_share / 10
@@ -363,6 +385,10 @@ def test_the_command_takes_a_measured_link(tmp_path: Path) -> None:
         ("--microbatch-ms", "nan", "not a finite number"),
         ("--network-us", "inf", "not a finite number"),
         ("--watts", "inf", "not a finite number"),
+        ("--accumulate", "1..100000000", "takes 256 numbers at most, got 100,000,000"),
+        ("--accumulate", f"1..{10**30}", "takes 256 numbers at most"),
+        ("--bucket-mb", "1e-9", "is not in the range"),
+        ("--nodes", "1000000", "may be 131,072 at most, got 2,000,000"),
     ],
 )
 def test_the_command_says_what_an_option_must_be(option: str, value: str, says: str) -> None:

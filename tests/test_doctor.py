@@ -15,8 +15,9 @@ import torch.distributed as dist
 from cli_kit import run_command
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import TensorDataset
 
-from dataflow import GradSchedule
+from dataflow import DataLoader, GradSchedule
 from dataflow.doctor import VARIABLE
 from dataflow.doctor.report import Report
 from dataflow.doctor.saved import read_records
@@ -143,7 +144,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from dataflow import GradSchedule
+from torch.utils.data import TensorDataset
+from dataflow import DataLoader, GradSchedule
 dist.init_process_group("gloo")
 model = DistributedDataParallel(nn.Linear(4, 1))
 sched = GradSchedule([torch.ones(2, 4)] * 6, model, torch.optim.SGD(model.parameters(), lr=0.1), 2)
@@ -177,6 +179,30 @@ def test_a_program_without_a_schedule_is_told_what_to_do_and_its_exit_code_kept(
     assert code == 7
     assert "nothing to report" in text
     assert "`from dataflow import DataLoader` in place of torch's" in text
+
+
+def test_a_schedule_without_a_window_is_told_from_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(VARIABLE, str(tmp_path))
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters())
+    assert list(GradSchedule([], model, optimizer)) == []
+    for batch in DataLoader(TensorDataset(torch.ones(4, 4))):
+        del batch  # a loop without a schedule is reported where the schedule has no window
+        break
+    code, text = run_command("doctor", "--folder", tmp_path)
+    assert code == 0
+    assert "a GradSchedule was seen on rank 0, but none of its windows has ended" in text
+    assert "no loop" not in text
+    list(DataLoader(TensorDataset(torch.ones(4, 4))))
+    assert len(read_records(tmp_path).records[0].windows) == 4
+
+
+def test_a_loop_without_a_step_is_told_from_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, str(tmp_path))
+    assert list(DataLoader(TensorDataset(torch.ones(0, 4)))) == []
+    assert "was seen on rank 0, but no step of it has ended" in run_command("doctor", "--folder", tmp_path)[1]
 
 
 def test_a_command_that_does_not_exist_is_one_line() -> None:

@@ -20,6 +20,7 @@ from dataflow import GradSchedule
 from dataflow.grad.agreement import DisagreementError
 from dataflow.grad.all_reduce import AllReduce
 from dataflow.grad.lost import RankLostError
+from dataflow.grad.strategies import Hierarchical
 from dataflow.grad.windows import UnevenRanksError
 from dataflow.testing import run_ranks
 
@@ -97,6 +98,63 @@ def wait_for_a_rank_that_does_not_come() -> str:
 def test_a_rank_that_does_not_come_in_time_is_named() -> None:
     said = run_ranks(wait_for_a_rank_that_does_not_come, 3, **FAST)
     assert "rank 1 did not come in time" in said[0] + said[2]
+
+
+def wait_for_gradients_of_a_rank_that_hangs(kind: str) -> tuple[str, tuple[int, ...], float]:
+    """Rank 1 hangs in its first forward pass; lengths are known, so nobody agrees on anything there."""
+    rank, store = dist.get_rank(), dist.distributed_c10d._get_default_store()
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    wrapped: nn.Module = fully_shard(model) if kind == "fsdp" else DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    strategy = Hierarchical() if kind == "by node" else AllReduce()
+    began = time.monotonic()
+    try:
+        with GradSchedule(
+            [torch.ones(2, 4)] * 2, wrapped, optimizer, 2, strategy=strategy, timeout_s=0.5
+        ) as sched:
+            for batch in sched:
+                if rank == 1:
+                    store.wait(["seen/0", "seen/2"], timedelta(seconds=20))
+                    return "", (), 0.0
+                sched.backward(wrapped(batch).sum())
+                sched.step()
+    except RankLostError as error:
+        store.set(f"seen/{rank}", "")
+        return str(error), error.ranks, time.monotonic() - began
+    return "nothing", (), 0.0
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp", "by node"])
+def test_a_rank_that_hangs_while_it_computes_is_named_within_the_deadline(kind: str) -> None:
+    said = run_ranks(wait_for_gradients_of_a_rank_that_hangs, 3, args=(kind,), **FAST)
+    for text, ranks, seconds in (said[0], said[2]):
+        assert ranks == (1,)
+        assert "did not come in time" in text
+        assert seconds < 15  # the group would wait for 30 minutes
+
+
+def time_out_of_the_group() -> list[float]:
+    """In a forward pass, after a backward pass, and after a loop that is left."""
+    model = DistributedDataParallel(nn.Linear(1, 1))
+    gloo = model.process_group._get_backend(torch.device("cpu"))
+    seen = []
+    with GradSchedule(
+        [torch.ones(1, 1)] * 2, model, torch.optim.SGD(model.parameters(), 0.1), timeout_s=7
+    ) as sched:
+        for batch in sched:
+            seen.append(gloo.options._timeout.total_seconds())
+            if sched.position.window == 1:
+                break
+            sched.backward(model(batch).sum())
+            seen.append(gloo.options._timeout.total_seconds())
+            sched.step()
+        del batch
+        seen.append(gloo.options._timeout.total_seconds())
+    return seen
+
+
+def test_only_a_microbatch_lowers_the_time_out_of_the_programs_group() -> None:
+    assert run_ranks(time_out_of_the_group, 2, **FAST) == [[7, 1800, 7, 1800]] * 2
 
 
 class Other(AllReduce):

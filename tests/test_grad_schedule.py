@@ -267,12 +267,58 @@ def test_a_state_is_refused_inside_a_window() -> None:
         ({"global_batch": 64}, r"global_batch=64, this run has global_batch=None"),
         ({"strategy": {"key": "top-k", "state": {}}}, "strategy='top-k'"),
         ({"loader": {"position": 3}}, "no load_state_dict"),
+        ({"strategy": 5}, "lacks key and state of the strategy"),
     ],
 )
 def test_a_state_that_does_not_fit_is_refused(change: dict[str, Any], message: str) -> None:
     _, sched = made(batches(4))
     with pytest.raises(ValueError, match=message):
         sched.load_state_dict({**sched.state_dict(), **change})
+
+
+@pytest.mark.parametrize("name", ["window", "order", "totals", "world_size", "lr", "loader", "strategy"])
+def test_a_state_that_is_not_whole_is_refused(name: str) -> None:
+    _, sched = made(batches(4))
+    state = sched.state_dict()
+    del state[name]
+    with pytest.raises(ValueError, match=f"not whole: it lacks {name}"):
+        sched.load_state_dict(state)
+
+
+@pytest.mark.parametrize("damaged", ["loader", "strategy", "common"])
+def test_a_state_that_is_refused_changes_nothing(damaged: str, tmp_path: Path) -> None:
+    found = []
+    for refused in (False, True):
+        loader = map_loader(tmp_path)
+        model, sched = made(loader, strategy=DiLoCo(2))
+        states = []
+        for _ in range(2):
+            for [batch] in sched:
+                sched.backward(model(batch).square().sum() * sched.scale())
+                if sched.step():
+                    states.append(copy.deepcopy(sched.state_dict()))
+        if refused:
+            state, kept = states[0], states[0]["strategy"]["state"]
+            if damaged == "loader":
+                state["loader"] = {"version": 1, "kind": "iterable", "complete": False}
+            elif damaged == "strategy":
+                state["strategy"]["state"] = {"step": 3}
+            else:
+                assert kept["parameters"]
+                kept["common"] = {"weight": torch.zeros(7)}
+            before = copy.deepcopy(sched.state_dict()), loader.state_dict(), weights_of(model)
+            with pytest.raises(ValueError, match=r"(kind|does not fit|of shape)"):
+                sched.load_state_dict(state)
+            after = sched.state_dict(), loader.state_dict(), weights_of(model)
+            assert repr(after) == repr(before)
+        seen = []
+        for [batch] in sched:
+            seen += batch.flatten().tolist()
+            sched.backward(model(batch).square().sum() * sched.scale())
+            sched.step()
+        found.append((seen, weights_of(model)))
+        sched.close()
+    assert found[0] == found[1]
 
 
 # ---- what is refused ------------------------------------------------------------------------------------
@@ -337,6 +383,20 @@ def test_two_loops_at_a_time_are_refused() -> None:
         ({"ema": 0.99}, "AveragedModel"),
         ({"strategy": LocalSGD}, "a strategy is an object such as"),
         ({"adapt": {"compression": ["int8"]}}, "a strategy is an object such as"),
+        ({"adapt": ["compression"]}, "adapt must be names with options"),
+        ({"adapt": {"accumulate": 1}}, "adapt's accumulate must be a list, got 1"),
+        ({"adapt": {"merge": "cat"}}, "adapt's merge must be a function"),
+        ({"scaler": True}, "scaler must be a torch.amp.GradScaler, got True"),
+        ({"max_norm": "1"}, "max_norm must be > 0, got '1'"),
+        ({"max_norm": float("nan")}, "max_norm must be > 0, got nan"),
+        ({"timeout_s": "10"}, "timeout_s must be > 0 seconds, and finite, got '10'"),
+        ({"timeout_s": float("inf")}, "finite, got inf"),
+        ({"accumulate": None, "global_batch": "8"}, "global_batch must be an integer >= 1, got '8'"),
+        ({"weights": ["tokens"]}, "weights must be names with weights"),
+        ({"weights": {"t": "abc"}}, "weight 't' of a batch must be a number, got 'abc'"),
+        ({"weights": {"t": "3"}}, "must be a number, got '3'"),
+        ({"weights": {"t": -1}}, "must be finite and >= 0, got -1"),
+        ({"weights": {"t": float("nan")}}, "must be finite and >= 0, got nan"),
     ],
 )
 def test_arguments_that_cannot_be_meant_are_refused(arguments: dict[str, Any], message: str) -> None:

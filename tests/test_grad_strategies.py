@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from strategies_kit import BUCKET_MB, apart, mlp, spread
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from dataflow import GradSchedule
@@ -48,16 +48,27 @@ def batches_of(rank: int, *, poisoned: bool = False) -> list[tuple[Tensor, Tenso
 
 
 def trained(
-    name: str, batches: Any, saved: Any = None, *, until: int = WINDOWS, scaler: Any = None
+    name: str,
+    batches: Any,
+    saved: Any = None,
+    *,
+    until: int = WINDOWS,
+    scaler: Any = None,
+    buffers: bool = False,
 ) -> tuple[Any, Any, list[bool]]:
-    """Parameters and what to resume with after so many windows in all, and which were skipped."""
+    """Parameters and what to resume with after so many windows in all, and which were skipped.
+
+    `buffers`: the model has some that differ between ranks, and each rank loads its own.
+    """
     torch.manual_seed(3)
-    model = mlp()
+    model = nn.Sequential(nn.BatchNorm1d(12).double(), mlp()) if buffers else mlp()
     optimizer = torch.optim.SGD(model.parameters(), 0.05, 0.9)
     if saved is not None:
         model.load_state_dict(saved["model"])
         optimizer.load_state_dict(saved["optimizer"])
     ddp = DistributedDataParallel(model, bucket_cap_mb=BUCKET_MB)
+    if saved is not None and buffers:
+        model.load_state_dict(saved["model"])
     skipped = []
     with GradSchedule(batches, ddp, optimizer, ACCUMULATE, strategy=MAKERS[name](), scaler=scaler) as sched:
         if saved is not None:
@@ -108,6 +119,26 @@ def test_replicas_are_equal_at_the_end(found: Any, name: str) -> None:
 @pytest.mark.parametrize("name", MAKERS)
 def test_a_resumed_run_is_the_uninterrupted_one(found: Any, name: str) -> None:
     assert [rank[name]["resumed"] for rank in found] == [0, 0]
+
+
+def states_with_buffers() -> dict[str, tuple[bool, list[float]]]:
+    """Whether a resumed run ends with the whole one's model, buffers included; its running mean."""
+    rank, found = dist.get_rank(), {}
+    for name in ("all-reduce", "delayed", "local-sgd", "post-local-sgd"):
+        _, whole, _ = trained(name, batches_of(rank), buffers=True)
+        _, half, _ = trained(name, batches_of(rank), until=3, buffers=True)
+        _, resumed, _ = trained(name, batches_of(rank)[3 * ACCUMULATE :], half, buffers=True)
+        pairs = zip(resumed["model"].values(), whole["model"].values(), strict=True)
+        same = all(bool((a == b).all()) for a, b in pairs)
+        found[name] = same, whole["model"]["0.running_mean"].tolist()
+    return found
+
+
+def test_buffers_of_a_resumed_run_are_those_of_the_uninterrupted_one_on_every_rank() -> None:
+    first, second = run_ranks(states_with_buffers, 2, start_method="forkserver", timeout_s=60)
+    for name in first:
+        assert (first[name][0], second[name][0]) == (True, True), name
+        assert first[name][1] != second[name][1]
 
 
 @pytest.mark.parametrize("name", MAKERS)

@@ -52,6 +52,26 @@ class Round:
 
 
 @dataclass(frozen=True)
+class Load:
+    """What a round puts on the links of a cluster: its seconds follow, whatever data flows beside it.
+
+    Attributes:
+        latency_s: of a message.
+        nbytes: of a message, times `both_ways` where ranks send to each other.
+        fullest: seconds a byte on the fullest link that no data flows on.
+        to_card, to_rack: messages into the node, and into the rack, that get most of them.
+        repeats: number of such rounds.
+    """
+
+    latency_s: float
+    nbytes: float
+    fullest: float
+    to_card: int
+    to_rack: int
+    repeats: int
+
+
+@dataclass(frozen=True)
 class Cluster:
     """Where ranks run and what joins them.
 
@@ -119,6 +139,11 @@ class Cluster:
         """[ranks] rack of each rank."""
         return np.array(self.racks_of_nodes, np.int64)[self.nodes]
 
+    @cached_property
+    def largest_rack(self) -> int:
+        """Nodes of the rack that has most."""
+        return int(np.bincount(self.racks_of_nodes).max())
+
     def placed(self, order: Sequence[int]) -> Cluster:
         """The same cluster with rank i where rank `order[i]` was."""
         if sorted(order) != list(range(self.num_ranks)):
@@ -134,12 +159,26 @@ class Cluster:
             data_bytes_per_s: what each node reads meanwhile from a store outside its rack; it leaves less of
                 the network card's and the uplink's inward direction, but never less than half.
         """
-        return sum(each.repeats * self._round_seconds(each, data_bytes_per_s) for each in rounds)
+        return self.loaded_seconds(self.loads(rounds), data_bytes_per_s=data_bytes_per_s)
 
-    def _round_seconds(self, messages: Round, data: float) -> float:
+    def loads(self, rounds: Sequence[Round]) -> Sequence[Load]:
+        """What rounds put on the links, to be asked again and again: counting messages takes long."""
+        return [self._load(each) for each in rounds if len(each.source)]
+
+    def loaded_seconds(self, loads: Sequence[Load], *, data_bytes_per_s: float = 0.0) -> float:
+        """As `seconds`, of `loads(rounds)`."""
+        card = _left(self.network.bytes_per_s, data_bytes_per_s)
+        rack = 1.0
+        if self.uplink is not None:
+            rack = _left(self.uplink.bytes_per_s, data_bytes_per_s * self.largest_rack)
+        return sum(
+            each.repeats
+            * (each.latency_s + each.nbytes * max(each.fullest, each.to_card / card, each.to_rack / rack))
+            for each in loads
+        )
+
+    def _load(self, messages: Round) -> Load:
         source, target = messages.source, messages.target
-        if not len(source):
-            return 0.0
         sends, takes = self.nodes[source], self.nodes[target]
         far = sends != takes
         cross = self.racks[source] != self.racks[target]
@@ -147,16 +186,14 @@ class Cluster:
         fullest = 0.0
         for ranks in (source[~far], target[~far]):
             fullest = max(fullest, _most(ranks) / self.within.bytes_per_s)
-        inward = _left(self.network.bytes_per_s, data)
-        fullest = max(fullest, _most(sends[far]) / self.network.bytes_per_s, _most(takes[far]) / inward)
+        fullest = max(fullest, _most(sends[far]) / self.network.bytes_per_s)
+        to_rack = 0
         if self.uplink is not None and cross.any():
             latency = max(latency, self.uplink.latency_s)
-            in_rack = max(np.bincount(self.racks_of_nodes))
-            inward = _left(self.uplink.bytes_per_s, data * in_rack)
-            out = _most(self.racks[source[cross]]) / self.uplink.bytes_per_s
-            fullest = max(fullest, out, _most(self.racks[target[cross]]) / inward)
+            fullest = max(fullest, _most(self.racks[source[cross]]) / self.uplink.bytes_per_s)
+            to_rack = _most(self.racks[target[cross]])
         slower = self.network.both_ways if far.any() and _both_ways(source, target) else 1.0
-        return latency + messages.nbytes * fullest * slower
+        return Load(latency, messages.nbytes * slower, fullest, _most(takes[far]), to_rack, messages.repeats)
 
 
 def _most(places: NDArray[np.int64]) -> int:

@@ -9,19 +9,27 @@ import click
 
 from dataflow.cli_options import POSITIVE, Finite, json_option, plain_errors, size
 
+_MOST_COUNTS = 256
+_MOST_RANKS = 1 << 17
+
 
 def _counts(_ctx: click.Context, _param: click.Parameter, value: str) -> list[int]:
     """Numbers from text such as "1,2,4" or "1..8"."""
-    found: list[int] = []
+    parts: list[range] = []
     try:
         for part in value.split(","):
             first, dots, last = part.partition("..")
-            found += range(int(first), int(last) + 1) if dots else [int(first)]
+            parts.append(range(int(first), int(last if dots else first) + 1))
     except ValueError:
         raise click.BadParameter(f"must be like 1..8 or 1,2,4, got {value!r}") from None
-    if not found or min(found) < 1:
+    numbers = sum(part.stop - part.start for part in parts if part)  # too many for len
+    if not numbers or min(part.start for part in parts if part) < 1:
         raise click.BadParameter(f"must be numbers >= 1, got {value!r}")
-    return found
+    if numbers > _MOST_COUNTS:
+        raise click.BadParameter(
+            f"takes {_MOST_COUNTS} numbers at most, got {numbers:,}; name some of them, such as 1,10,100"
+        )
+    return [number for part in parts for number in part]
 
 
 def _number(_ctx: click.Context, _param: click.Parameter, value: str) -> float:
@@ -87,7 +95,13 @@ def _more_than_none(ctx: click.Context, param: click.Parameter, value: str) -> f
     show_default=True,
     help="Bandwidth of a rack's nodes over that of its uplink.",
 )
-@click.option("--bucket-mb", type=POSITIVE, default=25.0, show_default=True, help="DDP's bucket_cap_mb.")
+@click.option(
+    "--bucket-mb",
+    type=Finite(min=1e-6),
+    default=25.0,
+    show_default=True,
+    help="DDP's bucket_cap_mb; 1 byte at least.",
+)
 @click.option("--gated", is_flag=True, help="Read no data while gradients travel.")
 @click.option(
     "--samples", callback=_number, default="0", metavar="N", help="Of the whole run, epochs counted."
@@ -113,5 +127,10 @@ def plan(json_path: str | None, **wish: Any) -> None:
           --samples 2M --node-hour 30 --watts 6500
     """  # noqa: D301 - click wants the control character
     from dataflow.costs.plan import Wish, show_plan
+
+    if (ranks := wish["nodes"] * wish["ranks_per_node"]) > _MOST_RANKS:
+        raise click.UsageError(
+            f"--nodes times --ranks-per-node may be {_MOST_RANKS:,} at most, got {ranks:,}"
+        )
 
     show_plan(Wish(**wish), json_path)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from dataflow.costs.cluster import Cluster
+from dataflow.costs.cluster import Cluster, Load
 from dataflow.costs.collectives import all_reduces
 
 _TURNS = 40
@@ -42,7 +42,7 @@ class Job:
     def __post_init__(self) -> None:
         if self.gradient_bytes < 0 or self.microbatch_s < 0 or self.sample_bytes < 0 or self.update_s < 0:
             raise ValueError("bytes and seconds of a job must be >= 0")
-        if self.microbatch < 1 or self.accumulate < 1 or not self.bucket_bytes > 0:
+        if self.microbatch < 1 or self.accumulate < 1 or not self.bucket_bytes >= 1:
             raise ValueError("microbatch, accumulate and bucket_bytes of a job must be >= 1")
         if not 0 <= self.backward_share <= 1:
             raise ValueError(f"backward_share must be in [0, 1], got {self.backward_share}")
@@ -80,26 +80,35 @@ def predict(cluster: Cluster, job: Job, algorithm: str | None = None) -> Predict
 
     Raises `ValueError` for an algorithm that the cluster does not have.
     """
-    names = list(all_reduces(cluster, job.gradient_bytes))
-    if algorithm is not None and algorithm not in names:
-        raise ValueError(f"no all-reduce {algorithm!r} on this cluster: {', '.join(names)}")
-    chosen = names if algorithm is None else [algorithm]
-    return min((_predict(cluster, job, name) for name in chosen), key=lambda found: found.window_s)
+    return _fastest(cluster, job, _loads(cluster, job, algorithm))
 
 
-def _predict(cluster: Cluster, job: Job, algorithm: str) -> Prediction:
+def _loads(cluster: Cluster, job: Job, algorithm: str | None) -> Mapping[str, Sequence[Load]]:
+    """What one bucket's all-reduces put on the links, by name."""
+    rounds = all_reduces(cluster, job.gradient_bytes / job.buckets)
+    if algorithm is not None and algorithm not in rounds:
+        raise ValueError(f"no all-reduce {algorithm!r} on this cluster: {', '.join(rounds)}")
+    chosen = rounds if algorithm is None else [algorithm]
+    return {name: cluster.loads(rounds[name]) for name in chosen}
+
+
+def _fastest(cluster: Cluster, job: Job, loads: Mapping[str, Sequence[Load]]) -> Prediction:
+    found = (_predict(cluster, job, name, each) for name, each in loads.items())
+    return min(found, key=lambda prediction: prediction.window_s)
+
+
+def _predict(cluster: Cluster, job: Job, algorithm: str, loads: Sequence[Load]) -> Prediction:
     compute = job.accumulate * job.microbatch_s + job.update_s
     per_node = cluster.num_ranks / cluster.num_nodes
     data = job.accumulate * job.microbatch * job.sample_bytes * per_node
     pieces = job.buckets
-    rounds = all_reduces(cluster, job.gradient_bytes / pieces)[algorithm]
     card = _inward(cluster)
     window = compute
     # Data takes from gradients what it needs in a second, which depends on how long the window is: a fixed
     # point, approached from both sides at half speed since each makes the other shorter.
     for _ in range(_TURNS):
         rate = 0.0 if job.gated else min(data / window if window else 0.0, card)
-        piece = cluster.seconds(rounds, data_bytes_per_s=rate)
+        piece = cluster.loaded_seconds(loads, data_bytes_per_s=rate)
         sync = pieces * piece
         exposed = _exposed(pieces, piece, job.microbatch_s * job.backward_share)
         busy = compute + exposed
@@ -125,16 +134,15 @@ def _inward(cluster: Cluster) -> float:
     """Bytes a second that a node can read while all others read as much."""
     if cluster.uplink is None:
         return cluster.network.bytes_per_s
-    most = max(cluster.racks_of_nodes.count(rack) for rack in set(cluster.racks_of_nodes))
-    return min(cluster.network.bytes_per_s, cluster.uplink.bytes_per_s / most)
+    return min(cluster.network.bytes_per_s, cluster.uplink.bytes_per_s / cluster.largest_rack)
 
 
 def _exposed(pieces: int, piece_s: float, backward_s: float) -> float:
-    """When the last piece is there, after the end of the backward in which pieces become ready one by one."""
-    done = 0.0
-    for number in range(1, pieces + 1):
-        done = max(done, number / pieces * backward_s) + piece_s
-    return done - backward_s
+    """When the last piece is there, after the end of the backward in which pieces become ready one by one.
+
+    They come at equal intervals: either all wait behind the first one, or none waits.
+    """
+    return max(backward_s / pieces + pieces * piece_s, backward_s + piece_s) - backward_s
 
 
 def best_accumulation(
@@ -144,7 +152,8 @@ def best_accumulation(
 
     A larger batch than it needs to keep the links out of the way only makes updates fewer.
     """
-    found = [predict(cluster, replace(job, accumulate=k), algorithm) for k in sorted(set(candidates))]
+    loads = _loads(cluster, job, algorithm)
+    found = [_fastest(cluster, replace(job, accumulate=k), loads) for k in sorted(set(candidates))]
     if not found:
         raise ValueError("no number of microbatches to choose from")
     most = max(each.samples_per_s for each in found)

@@ -9,16 +9,29 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
 
 import click
 
 from dataflow.cli_options import json_option, output_path, plain_errors
+
+if TYPE_CHECKING:
+    from dataflow.doctor.records import RankRecord
 
 _NOTHING = (
     "nothing to report: no loop over a dataflow.DataLoader or a GradSchedule was seen, or it was killed "
     "before 50 steps. `from dataflow import DataLoader` in place of torch's (the same arguments) tells how "
     "long steps wait for data. A loop over GradSchedule(loader, model, optimizer, ...) also tells computing, "
     "communication, slow ranks and optimizer apart: docs/gradient-accumulation.md."
+)
+_NO_WINDOW = (
+    "nothing to report: a GradSchedule was seen on {where}, but none of its windows has ended. Its loader "
+    'had no batch (on any rank; on one, with uneven="min"), or fewer than a window has, with partial="drop"; '
+    "or the loop was left before step() had ended a window."
+)
+_NO_STEP = (
+    "nothing to report: a loop over a dataflow.DataLoader was seen on {where}, but no step of it has ended. "
+    "The loader had no batch, or the loop was left in its first step."
 )
 
 
@@ -92,6 +105,16 @@ def _run(command: Sequence[str], folder: Path) -> int:
     return code if code >= 0 else 128 - code
 
 
+def _not_reported(seen: Sequence[RankRecord]) -> str:
+    """Why there is nothing to report."""
+    if not seen:
+        return _NOTHING
+    scheduled = [one for one in seen if one.in_schedule]
+    ranks = sorted({one.rank for one in scheduled or seen})
+    where = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:8]))}{', ...' * (len(ranks) > 8)}"
+    return (_NO_WINDOW if scheduled else _NO_STEP).format(where=where)
+
+
 def _show(folder: Path, json_path: str | None, html: str | None, trace: str | None) -> None:
     from rich.console import Console
 
@@ -103,7 +126,7 @@ def _show(folder: Path, json_path: str | None, html: str | None, trace: str | No
     saved = read_records(folder)
     console = Console(stderr=json_path == "-")
     if not any(one.windows for one in saved.records):
-        for line in (*saved.notes, _NOTHING):
+        for line in (*saved.notes, _not_reported(saved.records)):
             console.print(line, markup=False, soft_wrap=True)
         return
     report = report_of(saved.records)

@@ -65,9 +65,7 @@ class Loop:
         self.save(loader)
 
     def save(self, loader: Any) -> None:
-        """Write the record, with what the loader says of itself."""
-        if not self._windows:
-            return
+        """Write the record, with what the loader says of itself; without batches, too."""
         record = RankRecord(
             self._rank,
             self._world_size,

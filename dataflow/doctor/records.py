@@ -158,8 +158,8 @@ class RankRecords:
         return report_of(records)
 
     def save(self) -> None:
-        """Write the record where `dataflow doctor` looks for it, if it asked."""
-        if self._path is None or not self._recorder.windows:
+        """Write the record where `dataflow doctor` looks for it, if it asked; without windows, too."""
+        if self._path is None:
             return
         self.record().save(self._path)
         self._recorder.forget_time()

@@ -21,7 +21,10 @@ class Saved:
     """What was found."""
 
     records: tuple[RankRecord, ...]
-    """Of the schedule with most windows, by rank; without one, of the loader with most batches."""
+    """Of the schedule with most windows, by rank; without one, of the loader with most batches.
+
+    Where no window and no step has ended: all, and none has windows.
+    """
     notes: tuple[str, ...]
     """What is missing or could not be read."""
 
@@ -36,19 +39,23 @@ def read_records(folder: Path) -> Saved:
     schedules: dict[str, list[RankRecord]] = defaultdict(list)
     loops: dict[str, list[RankRecord]] = defaultdict(list)
     notes: list[str] = []
+    without: list[RankRecord] = []
     for path in record_files(folder):
         try:
             record = RankRecord.from_json(json.loads(path.read_text()))
         except (OSError, ValueError, TypeError) as error:
             notes.append(f"{path.name} could not be read, and is left out: {error}")
             continue
+        if not record.windows:
+            without.append(record)
+            continue
         (schedules if record.in_schedule else loops)[path.stem.partition("-")[2]].append(record)
     found = schedules or loops  # beside a schedule, a loop is for evaluation
     if not found:
-        return Saved((), tuple(notes))
+        return Saved(tuple(without), tuple(notes))
     longest = max(found.values(), key=lambda records: min(len(one.windows) for one in records))
     # After a restart with fewer ranks, records of ranks that are no more lie there still.
-    world_size = max(longest, key=lambda one: one.windows[-1].window if one.windows else -1).world_size
+    world_size = max(longest, key=lambda one: one.windows[-1].window).world_size
     ranks = [one for one in longest if one.world_size == world_size]
     notes += _missing(ranks, world_size)
     if len(schedules) > 1:

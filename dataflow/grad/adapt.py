@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import lcm
 from typing import Any, TypedDict
@@ -54,11 +54,18 @@ class Allowed:
 
 def with_options(strategy: Strategy, adapt: Adapt | None) -> Strategy:
     """The strategy, or all that may take its place as one. Raises `ValueError` for what cannot take turns."""
+    if adapt is not None and not isinstance(adapt, Mapping):
+        raise ValueError(f'adapt must be names with options, such as {{"accumulate": [4, 2]}}, got {adapt!r}')
     adapt = adapt or {}
     unknown = set(adapt) - set(Adapt.__annotations__)
     if unknown:
         known = ", ".join(Adapt.__annotations__)
         raise ValueError(f"adapt may allow {known}; got {', '.join(sorted(map(str, unknown)))}")
+    for name, options in adapt.items():
+        if name == "merge" and not callable(options):
+            raise ValueError(f"adapt's merge must be a function of a list of batches, got {options!r}")
+        if name != "merge" and (isinstance(options, str) or not isinstance(options, Sequence)):
+            raise ValueError(f"adapt's {name} must be a list, got {options!r}")
     others: list[Strategy] = list(adapt.get("compression", ()))
     for each in [strategy, *others]:
         if isinstance(each, type) or not hasattr(each, "hooks_gradients"):

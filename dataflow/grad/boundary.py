@@ -129,8 +129,13 @@ def _entries(parameter: torch.Tensor) -> torch.Tensor:
     return parameter.grad._values()
 
 
-def check_boundary(optimizer: Any, schedulers: Sequence[Any], ema: Any) -> None:
+_SCALES = ("scale", "unscale_", "step", "update", "is_enabled", "get_scale")
+
+
+def check_boundary(optimizer: Any, schedulers: Sequence[Any], ema: Any, scaler: Any) -> None:
     """`ValueError` for what cannot be stepped here."""
+    if scaler is not None and not all(callable(getattr(scaler, name, None)) for name in _SCALES):
+        raise ValueError(f"scaler must be a torch.amp.GradScaler, got {scaler!r}")
     if not hasattr(optimizer, "param_groups") or not callable(getattr(optimizer, "step", None)):
         raise ValueError(f"optimizer must be one torch optimizer, got {type(optimizer).__name__}")
     for scheduler in schedulers:

@@ -97,9 +97,17 @@ class Control:
         return {"controller": self.controller.to_json(), "untold": [list(told) for told in self._outbox]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on; where something else was allowed then, the controller begins anew."""
-        self.controller.load_json(state["controller"])
-        self._outbox = deque(tuple(told) for told in state["untold"])
+        """Go on; where something else was allowed then, the controller begins anew.
+
+        Raises `ValueError` if it is no such state; then nothing has changed.
+        """
+        controller = Controller(self._allowed.knobs)
+        try:
+            controller.load_json(state["controller"])
+            outbox = deque(tuple(told) for told in state["untold"])
+        except (KeyError, IndexError, TypeError) as error:
+            raise ValueError(f"the controller's part of the state is not whole: {error!r}") from error
+        self.controller, self._outbox = controller, outbox
         self._options, self._exposed = (), None
 
     # ---- the policy of the gate ---------------------------------------------------------------------

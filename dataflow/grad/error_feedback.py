@@ -110,5 +110,6 @@ class Compensated(Reducing):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue; every rank loads its own."""
         self.check_entries(state, {"step", "residuals"})
-        self.feedback.load({n: t.reshape(-1) for n, t in self.checked_tensors(state["residuals"]).items()})
-        self.step = int(state["step"])
+        residuals, step = self.checked_tensors(state["residuals"]), int(state["step"])
+        self.feedback.load({n: t.reshape(-1) for n, t in residuals.items()})
+        self.step = step

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import timedelta
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
@@ -36,9 +37,11 @@ def own_group(context: StrategyContext, members: Sequence[Sequence[int]]) -> Pro
         )
     everyone = dist.get_process_group_ranks(context.group)
     own: ProcessGroup | None = None
+    timeout = None if context.timeout_s is None else timedelta(seconds=context.timeout_s)
+    backend = dist.get_backend(context.group)
     for ranks in members:
         if len(ranks) > 1:
-            made = dist.new_group([everyone[rank] for rank in ranks], backend=dist.get_backend(context.group))
+            made = dist.new_group([everyone[rank] for rank in ranks], timeout, backend)
             if context.rank in ranks:
                 assert isinstance(made, ProcessGroup)
                 own = made

@@ -109,15 +109,15 @@ class DiLoCo(Drifting):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue; every rank loads its own."""
         self.check_entries(state, {"parameters", "common", "momentum"})
+        common, momentum = self.checked_tensors(state["common"]), self.checked_tensors(state["momentum"])
         super().load_state_dict({"parameters": state["parameters"]})
-        common = self.checked_tensors(state["common"])
         if not common:  # before the first step
             self._common = {}
             return
         self._begin()
         for name, tensor in common.items():
             self._common[name].copy_(tensor)
-        for name, buffer in self.checked_tensors(state["momentum"]).items():
+        for name, buffer in momentum.items():
             self._outer.state[self._common[name]]["momentum_buffer"] = buffer
 
 

@@ -3,6 +3,10 @@
 Looking ahead by one window is what lets every loss be scaled right before its first forward pass. One batch
 is taken for the next window before each microbatch of the present one, so up to `accumulate` + 1 batches are
 held, and waiting for the loader is spread over the window.
+
+An epoch may end before a rank's loader does (`uneven="min"`). The loader is then left one batch after those
+taken for windows, by the run itself and by one resumed from there: a sampler that draws from a generator
+draws once more where it ends, so both must take it as far.
 """
 
 from __future__ import annotations
@@ -14,6 +18,8 @@ from typing import Any
 
 Weight = float | Callable[[Any], Any]
 """Of one microbatch: a constant, or a function of the batch."""
+_NONE = object()
+"""In place of a batch."""
 
 
 @dataclass
@@ -44,20 +50,35 @@ class LookAhead:
         """Batches taken in this epoch."""
         self._consumed = self._loader_state()
         self._left_early = self._to_leave = False
+        self._no_windows = self._rest_has_none = False
 
-    def window_ended(self, share: Share) -> None:
-        """The batches of a window were trained on."""
-        self._consumed = share.state
+    def window_ended(self, share: Share, *, last: bool) -> None:
+        """The batches of a window were trained on; `last`: none follows in this epoch."""
+        self._consumed, self._no_windows = share.state, last
 
     def epoch_ended(self) -> None:
         """No window of the epoch follows, though the loader may have more: the shortest rank has ended it."""
+        self._no_windows = False
+        if self._iterator is not None and self._has_state:
+            self._consumed = self._share.state
+            self._leave()
         self._left_early = not self.exhausted
         if self.exhausted:
             self._consumed = self._loader_state()
 
+    def _leave(self) -> None:
+        """Take one batch more, for nobody."""
+        assert self._iterator is not None
+        if next(self._iterator, _NONE) is _NONE:
+            self._iterator = None
+
     def state(self) -> dict[str, Any]:
-        """Where the loader stood after the batches trained on; whether that epoch is over all the same."""
-        return {"loader": self._consumed, "left_early": self._left_early}
+        """Where the loader stood after the batches trained on.
+
+        "no_windows": what is left of that epoch has none, on any rank. "left_early": it is over, though the
+        loader has more.
+        """
+        return {"loader": self._consumed, "left_early": self._left_early, "no_windows": self._no_windows}
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Set the loader back to `state()`; `ValueError` if it cannot be."""
@@ -69,18 +90,35 @@ class LookAhead:
             self._loader.load_state_dict(state["loader"])
         self._consumed = state["loader"]
         self._left_early = self._to_leave = bool(state.get("left_early"))
+        # A loader without a state begins an epoch anew.
+        self._no_windows = self._rest_has_none = bool(state.get("no_windows")) and state["loader"] is not None
+
+    def place(self) -> tuple[dict[str, Any], Any]:
+        """For `put_back`, between loops."""
+        return dict(vars(self)), self._loader_state()
+
+    def put_back(self, own: Mapping[str, Any], loader: Any) -> None:
+        """Undo a `load`."""
+        vars(self).update(own)
+        if loader is not None:
+            self._loader.load_state_dict(loader)
 
     def settle(self) -> None:
         """Before an epoch: leave the one that had ended when the state was taken, by beginning its rest."""
         if self._to_leave:
             self._iterator = iter(self._loader)
-            next(self._iterator, None)
+            self._leave()
             self.end()
         self._left_early = self._to_leave = False
 
+    def batches_ahead(self) -> int:
+        """Batches that the next loop takes for windows; -1 where nobody can tell."""
+        return 0 if self._rest_has_none else batches_ahead(self._loader)
+
     def begin(self) -> None:
-        """Begin an epoch."""
+        """Begin an epoch, or the rest of one."""
         self.end()
+        self._no_windows, self._rest_has_none = self._rest_has_none, False
         self._share, self.taken = Share(state=self._loader_state()), 0
         self._iterator = iter(self._loader)
 
@@ -98,7 +136,7 @@ class LookAhead:
 
     def take_one(self) -> bool:
         """Take one more batch for the next window; False if the window is full or the loader exhausted."""
-        if self._iterator is None or len(self._share.batches) == self._accumulate:
+        if self._iterator is None or self._no_windows or len(self._share.batches) == self._accumulate:
             return False
         try:
             batch = next(self._iterator)

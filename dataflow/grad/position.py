@@ -10,6 +10,11 @@ from typing import Any
 from dataflow.grad.windows import MICROBATCHES, WindowPlan
 
 VERSION = 1
+_ENTRIES = (
+    *("window", "step", "order", "left_out", "totals", "accumulate", "global_batch", "world_size"),
+    *("lr", "scale", "loader", "strategy"),
+)
+"""What every state of a schedule has."""
 
 
 @dataclass
@@ -49,6 +54,12 @@ class Position:
         """From `to_json()`; `ValueError` if it is something else. Weights that are new begin at 0."""
         if not isinstance(state, Mapping) or state.get("version") != VERSION:
             raise ValueError(f"a GradSchedule state of version {VERSION} is needed, got {state!r:.80}")
+        lacks = [name for name in _ENTRIES if name not in state]
+        strategy = state.get("strategy")
+        if not lacks and not (isinstance(strategy, Mapping) and {"key", "state"} <= set(strategy)):
+            lacks = ["key and state of the strategy"]
+        if lacks:
+            raise ValueError(f"the state of a GradSchedule is not whole: it lacks {', '.join(lacks)}")
         made = cls(**{name: state[name] for name in ("window", "step", "order", "left_out")})
         made.totals = {**cls.start(weights).totals, **state["totals"]}
         return made

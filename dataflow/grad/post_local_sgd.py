@@ -129,8 +129,9 @@ class PostLocalSGD(Drifting):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue; every rank loads its own."""
         self.check_entries(state, {"parameters", "step"})
+        step = int(state["step"])
         super().load_state_dict({"parameters": state["parameters"]})
-        self._step = int(state["step"])
+        self._step = step
 
     def close(self) -> None:
         """Destroy the groups."""

@@ -121,17 +121,18 @@ class PowerSGD(Reducing):
         """Continue; every rank loads its own."""
         self.check_entries(state, {"step", "generator", *_KINDS})
         self.checked_tensors(state["error_dict"])
-        inner = state["generator"]["state"]
-        self._hook_state.rng.set_state(
-            state["generator"] | {"state": {"key": inner["key"].numpy(), "pos": inner["pos"]}}
-        )
-        self._step = int(state["step"])
-        self._forget()
+        inner, step = state["generator"]["state"], int(state["step"])
         parameters = self.context.parameters
-        self._apart = {
+        apart = {
             kind: {n: t.to(parameters[n].device, copy=True) for n, t in state[kind].items()}
             for kind in _KINDS
         }
+        self._hook_state.rng.set_state(
+            state["generator"] | {"state": {"key": inner["key"].numpy(), "pos": inner["pos"]}}
+        )
+        self._step = step
+        self._forget()
+        self._apart = apart
 
     def _forget(self) -> None:
         self._layouts.clear()

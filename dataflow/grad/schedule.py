@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -24,14 +24,15 @@ from dataflow.grad.all_reduce import AllReduce
 from dataflow.grad.boundary import Boundary, Outcome, check_boundary
 from dataflow.grad.control import Control
 from dataflow.grad.controller import Mode
+from dataflow.grad.deadline import Deadline
 from dataflow.grad.io_gate import GateDecision, GatePolicy, Io, IoGate, gate_policy
-from dataflow.grad.lookahead import LookAhead, Weight, batches_ahead, weigher
+from dataflow.grad.lookahead import LookAhead, Weight, weigher
 from dataflow.grad.microbatch import Microbatch
 from dataflow.grad.negotiation import Negotiation, Window
 from dataflow.grad.phases import Phase, PhaseLedger
 from dataflow.grad.position import Position, check_same_windows
 from dataflow.grad.replay import Replay
-from dataflow.grad.settings import Settings
+from dataflow.grad.settings import Settings, checked_names
 from dataflow.grad.step_info import StepInfo
 from dataflow.grad.strategy import Strategy
 from dataflow.grad.strategy_setup import check_strategy, set_up
@@ -82,8 +83,9 @@ class GradSchedule:
             numbers change with it: see `Adapt` and docs/controller.md. None: nothing.
         skip_nonfinite: skip the step, on all ranks, if the gradient is not finite. False without `max_norm`
             and `scaler` saves computing its norm.
-        timeout_s: seconds that a rank waits for the others to agree; longer than the longest pause of one
-            rank, such as writing a checkpoint. For gradients the time-out of DDP's process group counts.
+        timeout_s: seconds that a rank waits for the others, to agree or for their gradients; longer than the
+            longest pause of one rank, such as writing a checkpoint. On NCCL the time-out of the model's
+            process group counts for gradients.
         topology: which ranks share a node; None: found.
         ledger: where phases are kept; listeners may be added to it.
 
@@ -118,7 +120,7 @@ class GradSchedule:
         self._settings = Settings(
             accumulate,
             global_batch,
-            dict(weights or {}),
+            checked_names(weights),
             uneven,
             partial,
             max_norm,
@@ -127,7 +129,7 @@ class GradSchedule:
         )
         policy = gate_policy(io)
         schedulers = () if lr is None else tuple(lr) if isinstance(lr, Sequence) else (lr,)
-        check_boundary(optimizer, schedulers, ema)
+        check_boundary(optimizer, schedulers, ema, scaler)
         self.strategy: Strategy = with_options(strategy or AllReduce(), adapt)
         self._wrapped = wrapped(model)
         check_hooks(self._wrapped)
@@ -136,6 +138,7 @@ class GradSchedule:
         self.phases = ledger or PhaseLedger()
         self._loader, self._scaler = loader, scaler
         self._agreement = Agreement(self._wrapped.ranks, timeout_s)
+        self._deadline = Deadline(self._wrapped.group, timeout_s)
         self.window_size = self._settings.window_size(loader, self._agreement.world_size)
         """Microbatches a rank and full window."""
         hold = getattr(loader, "read_hold", None) if self._agreement.world_size > 1 else None
@@ -248,7 +251,10 @@ class GradSchedule:
             self.phases.enter(Phase.SYNC)
         if self._scaler is not None:
             loss = self._scaler.scale(loss)
-        self._call(loss.backward)
+        try:
+            self._call(loss.backward)
+        finally:
+            self._deadline.end()
         self.phases.enter(Phase.COMPUTE)
         microbatch.finish()
 
@@ -285,7 +291,7 @@ class GradSchedule:
         self._running, self._microbatch = True, None
         try:
             self._look.settle()
-            self._negotiation.begin_epoch(batches_ahead(self._loader), self._position)
+            self._negotiation.begin_epoch(self._look.batches_ahead(), self._position)
             self._look.begin()
             self._offer()
             while True:
@@ -308,6 +314,7 @@ class GradSchedule:
             if self._microbatch is not None:  # left within a window, whose gradient nobody will step on
                 self._boundary.drop_gradients()
             self._running, self._microbatch = False, None
+            self._deadline.end()
             self._wrapped.restore()
             self._look.end()
             self.phases.enter(Phase.COMPUTE)
@@ -319,6 +326,7 @@ class GradSchedule:
         rank = self._agreement.rank
         forwards, count = window.plan.forwards[rank], window.plan.counts[rank]
         syncs = self.strategy.syncs(self._position.step)
+        self._wrapped.window_begins(reduces=syncs)
         batch = None
         for index in range(forwards):
             is_last = index == forwards - 1
@@ -335,6 +343,7 @@ class GradSchedule:
             if is_replay:
                 microbatch.kept = buffers_kept(self._wrapped.inner)
             self._microbatch = microbatch
+            self._deadline.begin()
             yield batch
             if not microbatch.done:
                 raise RuntimeError("call sched.backward(loss) once for every microbatch, replays too")
@@ -372,7 +381,7 @@ class GradSchedule:
         self._wrapped.window_done()
         syncs = self.strategy.syncs(self._position.step)
         self._position.ended(plan, window.totals, syncs=syncs, skipped=outcome.skipped)
-        self._look.window_ended(window.share)
+        self._look.window_ended(window.share, last=plan.last)
         self.last = StepInfo(
             self._position.window - 1,
             self._position.step,
@@ -438,7 +447,7 @@ class GradSchedule:
 
         On another number of ranks what a strategy has kept for each rank is dropped, with a warning.
 
-        Raises `ValueError` if the state does not fit.
+        Raises `ValueError` if the state does not fit; then nothing has changed.
         """
         if self._running:
             raise RuntimeError("a loop is under way: load the state before it")
@@ -449,20 +458,25 @@ class GradSchedule:
             global_batch=self._settings.global_batch,
             strategy=self.strategy.key,
         )
-        kept = state["strategy"]["state"]
-        if kept and state["world_size"] != self._agreement.world_size:
+        kept, control = state["strategy"]["state"], state.get("control")
+        same_ranks = state["world_size"] == self._agreement.world_size
+        if kept and not same_ranks:
             warnings.warn(
                 f"the state of {self.strategy.name} is that of {state['world_size']} ranks, here are "
                 f"{self._agreement.world_size}: it begins anew",
                 stacklevel=2,
             )
-        elif kept:
-            self.strategy.load_state_dict(kept)
-        control = state.get("control")  # what was measured on other ranks says nothing here
-        if self._control and control is not None and state["world_size"] == self._agreement.world_size:
-            self._control.load_state_dict(control)
-        self._look.load(state)
-        self._units.load(state)
+        with ExitStack() as undo:
+            undo.callback(self._units.load, self._units.state())
+            self._units.load(state)
+            undo.callback(self._look.put_back, *self._look.place())
+            self._look.load(state)
+            if self._control and control is not None and same_ranks:  # elsewhere other things are measured
+                undo.callback(self._control.load_state_dict, self._control.state_dict())
+                self._control.load_state_dict(control)
+            if kept and same_ranks:
+                self.strategy.load_state_dict(kept)
+            undo.pop_all()
         self._position = position
 
     def report(self, *, all_ranks: bool = False, trace: str | None = None) -> Report:

@@ -4,10 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import isfinite
+from numbers import Real
 from typing import Any
 
 from dataflow.grad.lookahead import Weight
-from dataflow.grad.windows import MICROBATCHES, Partial, Uneven, accumulate_for, checked_choices
+from dataflow.grad.windows import (
+    MICROBATCHES,
+    Partial,
+    Uneven,
+    accumulate_for,
+    checked_choices,
+    checked_weight,
+)
 
 
 @dataclass(frozen=True)
@@ -29,12 +38,17 @@ class Settings:
             raise ValueError("accumulate and global_batch both say how large a window is: give one of them")
         if self.accumulate is not None and (type(self.accumulate) is not int or self.accumulate < 1):
             raise ValueError(f"accumulate must be an integer >= 1, got {self.accumulate!r}")
+        if self.global_batch is not None and type(self.global_batch) is not int:
+            raise ValueError(f"global_batch must be an integer >= 1, got {self.global_batch!r}")
         if MICROBATCHES in self.weights:
             raise ValueError(f"{MICROBATCHES!r} is a weight that is there always: choose another name")
-        if self.max_norm is not None and not self.max_norm > 0:
-            raise ValueError(f"max_norm must be > 0, got {self.max_norm}; for no clipping, leave it out")
-        if not self.timeout_s > 0:
-            raise ValueError(f"timeout_s must be > 0 seconds, got {self.timeout_s}")
+        for name, weight in self.weights.items():
+            if not callable(weight):
+                checked_weight(name, weight)
+        if self.max_norm is not None and not (isinstance(self.max_norm, Real) and self.max_norm > 0):
+            raise ValueError(f"max_norm must be > 0, got {self.max_norm!r}; for no clipping, leave it out")
+        if not (isinstance(self.timeout_s, Real) and self.timeout_s > 0 and isfinite(self.timeout_s)):
+            raise ValueError(f"timeout_s must be > 0 seconds, and finite, got {self.timeout_s!r}")
 
     def window_size(self, loader: Any, world_size: int) -> int:
         """Microbatches a rank and full window."""
@@ -62,3 +76,12 @@ class Settings:
                 for name, weight in sorted(self.weights.items())
             },
         }
+
+
+def checked_names(weights: Any) -> dict[str, Weight]:
+    """A copy; `ValueError` unless names are told for weights."""
+    if weights is not None and not (
+        isinstance(weights, Mapping) and all(type(name) is str for name in weights)
+    ):
+        raise ValueError(f'weights must be names with weights, such as {{"samples": len}}, got {weights!r}')
+    return dict(weights or {})

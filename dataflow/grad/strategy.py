@@ -27,6 +27,8 @@ class StrategyContext:
         rank: of this process.
         world_size: number of ranks.
         topology: which ranks share a node, a rack.
+        timeout_s: seconds that a rank waits for the others in `group`, and in groups that a strategy makes;
+            None: PyTorch's default.
     """
 
     model: nn.Module
@@ -36,6 +38,7 @@ class StrategyContext:
     rank: int
     world_size: int
     topology: Topology
+    timeout_s: float | None = None
 
 
 class Strategy(Protocol):

@@ -58,7 +58,14 @@ def set_up(
     parameters = trainable(model.inner)
     strategy.setup(
         StrategyContext(
-            model.inner, optimizer, parameters, group, agreement.rank, agreement.world_size, place
+            model.inner,
+            optimizer,
+            parameters,
+            group,
+            agreement.rank,
+            agreement.world_size,
+            place,
+            timeout_s,
         )
     )
 

@@ -110,8 +110,10 @@ class Switched:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue with the one that was in use."""
-        self._at = int(state["option"])
-        self.current.load_state_dict(state["state"])
+        if set(state) != {"option", "state"} or state["option"] not in range(len(self.options)):
+            raise ValueError(f"the state does not fit {self.key}: it has {sorted(state)}")
+        self.options[state["option"]].load_state_dict(state["state"])
+        self._at = state["option"]
 
     def close(self) -> None:
         """Close all of them."""

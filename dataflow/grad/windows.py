@@ -113,6 +113,8 @@ def summed(weights: Sequence[Mapping[str, float]]) -> dict[str, float]:
 def checked_weight(name: str, value: object) -> float:
     """A weight as a finite number >= 0, or `ValueError`."""
     try:
+        if isinstance(value, str | bytes):
+            raise TypeError("text is no number")
         number = float(value)  # type: ignore[arg-type]  # a 0-dimensional tensor is a number too
     except (TypeError, ValueError) as error:
         raise ValueError(f"weight {name!r} of a batch must be a number, got {value!r}") from error

@@ -36,6 +36,9 @@ class Wrapped(Protocol):
     def equal_forwards(self) -> bool:
         """Whether every rank must run as many forward passes in the next window."""
 
+    def window_begins(self, *, reduces: bool) -> None:
+        """Before its first forward pass: whether gradients are reduced in it."""
+
     def sync(self, on: bool) -> None:
         """Whether the next forward and backward pass reduce gradients."""
 
@@ -56,6 +59,9 @@ class Plain:
 
     def __init__(self, model: nn.Module) -> None:
         self.inner = model
+
+    def window_begins(self, *, reduces: bool) -> None:
+        """Nothing to note."""
 
     def sync(self, on: bool) -> None:
         """Nothing to reduce."""
@@ -85,6 +91,13 @@ class Ddp:
     def equal_forwards(self) -> bool:
         """While every microbatch is reduced, and with SyncBatchNorm."""
         return self._collective or not self._primed
+
+    def window_begins(self, *, reduces: bool) -> None:
+        """Rank 0's buffers go to all ranks where gradients are reduced, and never where ranks step alone.
+
+        DDP itself copies them if the forward pass before was in sync, and in the first one of a program.
+        """
+        self.ddp.require_forward_param_sync = reduces
 
     def sync(self, on: bool) -> None:
         """As `no_sync`, but held over forward and backward."""
@@ -126,6 +139,9 @@ class Fsdp2:
         mesh = _mesh_of_shards(model)
         self.group: dist.ProcessGroup | None = mesh.get_group() if mesh.ndim == 1 else None
         self.ranks: list[int] | None = [int(rank) for rank in mesh.mesh.flatten().tolist()]
+
+    def window_begins(self, *, reduces: bool) -> None:
+        """Buffers stay each rank's own."""
 
     def sync(self, on: bool) -> None:
         """Whether the backward pass scatters sums; else gradients stay whole, on every rank."""
