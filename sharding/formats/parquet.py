@@ -25,6 +25,7 @@ from sharding.blocks import Block, Columns, ColumnSpec, Shard, ShardScan, Spans
 from sharding.errors import CorruptShardError
 from sharding.formats.arrow_columns import check_columns, columns_of
 from sharding.formats.arrow_schema import decoded_bytes, leaves, spec_of, specs_of
+from sharding.formats.json_sizes import NUMBER_BYTES, json_columns
 
 _MAGIC = b"PAR1"
 _TAIL_BYTES = 64 << 10
@@ -276,4 +277,22 @@ def _is_encoded(chunk: Any) -> bool:
 
 def _decoded_bytes(group: Any, specs: dict[str, ColumnSpec]) -> int:
     fixed, spans = decoded_bytes(specs, group.num_rows)
-    return max(int(group.total_byte_size), fixed) + spans
+    nested = json_columns(specs)
+    chunks = [group.column(i) for i in range(group.num_columns)] if nested else []
+    texts = sum(_json_bytes(chunk) for chunk in chunks if _belongs(chunk.path_in_schema, nested))
+    return max(int(group.total_byte_size), fixed) + spans + texts
+
+
+def _json_bytes(chunk: Any) -> int:
+    """What a leaf of nested values adds to their JSON text, estimated from above (see `json_sizes`).
+
+    Encoded text does not tell how often each entry of its dictionary is used: every value counts like the
+    longer of the two that the statistics show.
+    """
+    text = int(chunk.total_uncompressed_size)
+    statistics = chunk.statistics
+    if chunk.physical_type == "BYTE_ARRAY" and _is_encoded(chunk) and statistics and statistics.has_min_max:
+        shown = max(len(statistics.min_raw), len(statistics.max_raw))
+        text = max(text, shown * int(chunk.num_values))
+    # Each value may bring the brackets and names of all levels above it.
+    return 2 * text + int(chunk.num_values) * (NUMBER_BYTES + len(chunk.path_in_schema.encode()))
