@@ -155,7 +155,7 @@ class Format(Protocol):
 
 
 def spec_text(spec: ColumnSpec) -> str:
-    """One column's type, for messages: "float32[20]", "bytes", "json", "list of int32", "int64 (timestamp[ms])"."""
+    """One column's type, for messages: "float32[20]", "json", "list of int32", "int64 (timestamp[ms])"."""
     unit = f" ({spec.unit})" if spec.unit else ""
     if spec.kind == "fixed":
         shape = f"[{', '.join(map(str, spec.shape))}]" if spec.shape else ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -94,16 +95,18 @@ def converted(array: pa.Array | pa.ChunkedArray) -> list[Any]:
     return values_of([columns_of(pa.table({"x": array}), None, block_of(len(array)))])
 
 
-def parquet(table: pa.Table) -> bytes:
+def parquet(table: pa.Table, rows: int = 3) -> bytes:
     file = io.BytesIO()
-    pq.write_table(table, file, row_group_size=3)
+    pq.write_table(table, file, row_group_size=rows)
     return file.getvalue()
 
 
-def ipc(table: pa.Table, writer: Any = pa.ipc.new_file, compression: str | None = None) -> bytes:
+def ipc(
+    table: pa.Table, rows: int = 3, *, writer: Any = pa.ipc.new_file, compression: str | None = None
+) -> bytes:
     sink = io.BytesIO()
     with writer(sink, table.schema, options=pa.ipc.IpcWriteOptions(compression=compression)) as out:
-        out.write_table(table, max_chunksize=3)
+        out.write_table(table, max_chunksize=rows)
     return sink.getvalue()
 
 
@@ -114,8 +117,8 @@ def jsonl(rows: list[dict[str, Any]]) -> bytes:
 WRITERS: dict[str, tuple[Format, Any]] = {
     "parquet": (ParquetFormat(), parquet),
     "arrow": (ArrowFileFormat(), ipc),
-    "arrow-lz4": (ArrowFileFormat(), lambda table: ipc(table, compression="lz4")),
-    "arrow-stream": (ArrowStreamFormat(), lambda table: ipc(table, pa.ipc.new_stream)),
+    "arrow-lz4": (ArrowFileFormat(), partial(ipc, compression="lz4")),
+    "arrow-stream": (ArrowStreamFormat(), partial(ipc, writer=pa.ipc.new_stream)),
 }
 TABULAR = pytest.mark.parametrize("name", list(WRITERS))
 EVERY_TYPE = pytest.mark.parametrize("kind", list(TYPES), ids=str)
@@ -157,8 +160,9 @@ def test_files_give_what_pyarrow_says(kind, name):
 
 
 def test_the_text_is_compact_json_in_utf8():
-    column = columns_of(pa.table({"x": pa.array(CHAT[:1])}), None, block_of(1))["x"]
-    text = '[{"role":"user","content":"Grüße \\"日本\\" 🙂\\n\\\\ \\u0000\x7f"},{"role":"assistant","content":""}]'
+    value = [{"role": "user", "content": 'Grüße "日本"\n\\ \x00\x7f'}, {"role": None, "content": ""}]
+    column = columns_of(pa.table({"x": [value]}), None, block_of(1))["x"]
+    text = r'[{"role":"user","content":"Grüße \"日本\"\n\\ \u0000' + '\x7f"},{"role":null,"content":""}]'
     assert texts_of(column) == [text.encode()]
 
 
@@ -231,7 +235,8 @@ def test_any_nested_type_is_read_as_pyarrow_says(data, name):
 
 @pytest.mark.parametrize("block_bytes", [1, 200, 1 << 20])
 def test_json_lines_are_what_the_json_module_says(block_bytes):
-    rows = [{"x": value, "i": i} for i, value in enumerate(CHAT[:2] + [[{"role": "a", "content": None}]])] * 5
+    rows = [{"x": value, "i": i} for i, value in enumerate([*CHAT[:2], [{"role": "a", "content": None}]])]
+    rows *= 5
     blocks = decoded_blocks(JsonlFormat(), jsonl(rows), "a.jsonl", block_bytes=block_bytes)
     assert values_of(blocks) == [row["x"] for row in rows]
 
@@ -285,7 +290,7 @@ def typical(rows: int) -> dict[str, pa.Array]:
         "tags": pa.array([["train", "chat"][: i % 3] for i in range(rows)], pa.list_(pa.string())),
         "floats": pa.array([rng.random((3, 4)).tolist() for _ in range(rows)]),
         "integers": pa.array([[[-(2**62) - i] * 5, []] for i in range(rows)]),
-        "flags": pa.array([[[True, False, None]]] * rows),
+        "bools": pa.array([[[True, False, None]]] * rows),
         "views": pa.array([["y" * 50, "z"]] * rows, pa.list_(pa.string_view())),
         "encoded": pa.array([["a long name of a label " * 3] * 4] * rows, pa.list_(ENCODED)),
         "same": pa.array([[{"role": "system", "content": "You are a helper. " * 30}]] * rows),
@@ -299,17 +304,20 @@ def typical(rows: int) -> dict[str, pa.Array]:
 @pytest.mark.parametrize("column", list(typical(1)))
 @pytest.mark.parametrize("name", [*WRITERS, "jsonl"])
 def test_nbytes_bounds_what_typical_data_holds_and_is_not_far_above(column, name):
-    table = pa.table({column: typical(300)[column], "image": [b"\x00" * 5000] * 300})
+    table = pa.table({column: typical(300)[column]})
     if name == "jsonl":
         fmt: Format = JsonlFormat()
-        content = jsonl([{column: value} for value in table[column].to_pylist()])
+        values = as_json(table[column].to_pylist())
+        content = jsonl([{column: dict(value) if column == "pairs" else value} for value in values])
     else:
         fmt, write = WRITERS[name]
-        content = write(table)
+        content = write(table, 100)
     scan = scan_of(fmt, content, "a", 20_000)
     held = [held_bytes(block) for block in decoded_blocks(fmt, content, "a", block_bytes=20_000)]
     assert all(h <= n for h, n in zip(held, scan.nbytes, strict=True))
-    assert scan.nbytes.sum() <= 8 * sum(held) + 2000 * len(held)
+    # pyarrow writes views with the text of all batches; Parquet's footer does not tell that lists are empty.
+    if column not in ("views", "empty"):
+        assert scan.nbytes.sum() <= 8 * sum(held) + 2000 * len(held)
 
 
 def test_fields_that_are_null_in_a_block_for_being_elsewhere_are_counted():
@@ -353,10 +361,10 @@ def test_what_json_cannot_say_names_column_and_type(array, held):
 
 
 def test_broken_offsets_inside_a_nested_column_are_refused():
-    offsets = pa.py_buffer(np.array([0, 99], np.int32))
-    text = pa.Array.from_buffers(pa.string(), 1, [None, offsets, pa.py_buffer(b"abc")])
-    array = pa.ListArray.from_arrays([0, 1], text)
-    with pytest.raises(CorruptShardError, match="column 'x'.*is broken"):
+    offsets = pa.py_buffer(np.array([0, 99, 3], np.int32))
+    text = pa.Array.from_buffers(pa.string(), 2, [None, offsets, pa.py_buffer(b"abc")])
+    array = pa.ListArray.from_arrays([0, 2], text)
+    with pytest.raises(CorruptShardError, match=r"column 'x'.*is broken"):
         converted(array)
 
 

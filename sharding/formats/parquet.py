@@ -268,11 +268,12 @@ def _encoded_texts(footer: _Footer, group: int, wanted: Sequence[str]) -> list[s
     return [name for name in texts if _is_encoded(row_group.column(footer.texts[name]))]
 
 
-def _is_encoded(chunk: Any) -> bool:
+def _is_encoded(chunk: Any, headers: int = 256) -> bool:
+    """`headers`: bytes that the headers of pages may take."""
     if not chunk.dictionary_page_offset:
         return False
     dictionary = chunk.data_page_offset - chunk.dictionary_page_offset
-    return bool(chunk.total_compressed_size - dictionary <= 4 * chunk.num_values + 256)
+    return bool(chunk.total_compressed_size - dictionary <= 4 * chunk.num_values + headers)
 
 
 def _decoded_bytes(group: Any, specs: dict[str, ColumnSpec]) -> int:
@@ -291,8 +292,9 @@ def _json_bytes(chunk: Any) -> int:
     """
     text = int(chunk.total_uncompressed_size)
     statistics = chunk.statistics
-    if chunk.physical_type == "BYTE_ARRAY" and _is_encoded(chunk) and statistics and statistics.has_min_max:
+    if chunk.physical_type == "BYTE_ARRAY" and statistics is not None and statistics.has_min_max:
         shown = max(len(statistics.min_raw), len(statistics.max_raw))
-        text = max(text, shown * int(chunk.num_values))
+        if _is_encoded(chunk, 256 + 4 * shown):  # pages repeat both
+            text = max(text, shown * int(chunk.num_values))
     # Each value may bring the brackets and names of all levels above it.
     return 2 * text + int(chunk.num_values) * (NUMBER_BYTES + len(chunk.path_in_schema.encode()))
