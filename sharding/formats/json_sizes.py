@@ -139,9 +139,9 @@ class _Walk:
         self.tally.text[path] += self.tally.text[(*path, "values")] * count // max(1, runs)
 
 
-def json_columns(specs: Mapping[str, ColumnSpec]) -> list[str]:
+def json_columns(specs: Mapping[str, ColumnSpec]) -> frozenset[str]:
     """The columns whose values become JSON."""
-    return [name for name, spec in specs.items() if spec.kind == "json"]
+    return frozenset(name for name, spec in specs.items() if spec.kind == "json")
 
 
 __all__ = ["NUMBER_BYTES", "Path", "Tally", "json_columns", "tally_of_batch"]

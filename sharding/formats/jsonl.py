@@ -63,7 +63,8 @@ class JsonlFormat:
         schema = pa.schema([field.with_type(_settled(field.type)) for field in schema])
         complete = [run.null_free for run in runs if run.rows] or [frozenset()]
         specs = specs_of(schema, shard.url, null_free=frozenset.intersection(*complete))
-        nested = {name: field.type for name, field in leaves(schema) if name in json_columns(specs)}
+        wanted = json_columns(specs)
+        nested = {name: field.type for name, field in leaves(schema) if name in wanted}
         blocks = [
             (r.offset, r.length, r.nbytes + sum(decoded_bytes(specs, r.rows)) + r.json_bytes(nested), r.rows)
             for r in runs

@@ -12,7 +12,7 @@ costs its codes and three strings, whatever the number of rows, and `nbytes` can
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, BinaryIO
@@ -232,7 +232,7 @@ def _chunk_ranges(group: Any) -> list[tuple[int, int]]:
     return ranges
 
 
-def _belongs(path: str, names: Sequence[str]) -> bool:
+def _belongs(path: str, names: Collection[str]) -> bool:
     """Whether a column chunk is part of one of the named columns ("tags.list.element" of "tags")."""
     return any(path == name or path.startswith(f"{name}.") for name in names)
 
