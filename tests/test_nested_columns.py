@@ -368,6 +368,39 @@ def test_broken_offsets_inside_a_nested_column_are_refused():
         converted(array)
 
 
+NULLS_OVER_AN_EMPTY_DICTIONARY: dict[pa.DataType, list[Any]] = {
+    pa.list_(pa.struct([("a", ENCODED)])): [[None], [{"a": None}], None],
+    pa.large_list(pa.struct([("a", ENCODED)])): [[None], []],
+    pa.list_view(pa.struct([("a", ENCODED)])): [[None], []],
+    pa.map_(pa.string(), pa.struct([("a", ENCODED)])): [[("k", None)]],
+    pa.list_(pa.list_(pa.struct([("a", ENCODED)]), 2)): [[[None, None]], [None]],
+}
+
+
+@pytest.mark.parametrize("kind", list(NULLS_OVER_AN_EMPTY_DICTIONARY), ids=str)
+def test_codes_of_an_empty_dictionary_beneath_nulls_are_no_damage(kind):
+    array = pa.array(NULLS_OVER_AN_EMPTY_DICTIONARY[kind], kind)
+    with pytest.raises(pa.ArrowInvalid, match="out of bounds"):
+        array.validate(full=True)  # else this test shows nothing
+    assert converted(array) == as_json(array.to_pylist())
+    assert converted(array[1:]) == as_json(array[1:].to_pylist())
+
+
+@pytest.mark.parametrize("codes", [[0, 5], [0, -100]])
+@pytest.mark.parametrize("entries", [["x"], []])
+def test_codes_outside_a_nested_dictionary_are_refused(codes, entries):
+    values = pa.array(entries, pa.string())
+    encoded = pa.DictionaryArray.from_arrays(pa.array(codes, pa.int8()), values, safe=False)
+    with pytest.raises(CorruptShardError, match=r"column 'x'.*is broken"):
+        converted(pa.ListArray.from_arrays([0, 2], encoded))
+
+
+def test_a_code_of_an_empty_dictionary_that_nothing_masks_is_refused():
+    encoded = pa.DictionaryArray.from_arrays(pa.array([0], pa.int8()), pa.array([], pa.string()), safe=False)
+    with pytest.raises(CorruptShardError, match=r"column 'x'.*is broken"):
+        converted(pa.ListArray.from_arrays([0, 1], encoded))
+
+
 def test_a_batch_beside_columns_that_cannot_be_delivered_is_still_counted_right():
     union = pa.UnionArray.from_sparse(pa.array([0], pa.int8()), [pa.array([1])])
     dense = pa.UnionArray.from_dense(pa.array([0], pa.int8()), pa.array([0], pa.int32()), [pa.array([1])])

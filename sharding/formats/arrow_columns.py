@@ -33,6 +33,7 @@ from sharding.formats.arrow_schema import (
     spec_of,
     unlike_json,
 )
+from sharding.formats.nested_checks import check_nested
 
 _JSON_ROWS = 256
 """Rows that are Python objects at a time, on their way to JSON."""
@@ -199,7 +200,7 @@ def _json_spans(column: pa.ChunkedArray) -> Spans:
     """
     texts, lengths = bytearray(), []
     for chunk in column.chunks:
-        chunk.validate(full=True)  # to_pylist follows every offset and decodes every text
+        check_nested(chunk)  # to_pylist follows every offset and decodes every text
         for first in range(0, len(chunk), _JSON_ROWS):
             for value in chunk.slice(first, _JSON_ROWS).to_pylist():
                 text = b"" if value is None else _to_json(value).encode()
