@@ -181,8 +181,8 @@ def _resolve(
 
 
 def _auto_rule(source: str, spec: ColumnSpec, format_name: str) -> object:
-    if spec.kind == "text":
-        return "text"
+    if spec.kind in ("text", "json"):
+        return spec.kind
     if format_name != "tar":
         return None
     suffix = PurePosixPath("x." + source).suffix[1:].lower() if source else ""

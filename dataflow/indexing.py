@@ -22,7 +22,14 @@ from prefetch.again import asking_pool, until_answered
 from prefetch.store import StoreReader
 from sharding.block_table import options_of
 from sharding.blocks import DEFAULT_BLOCK_BYTES, ColumnSpec, Format, spec_text
-from sharding.catalog import CATALOG_SUFFIX, Catalog, changes, default_catalog_path, is_catalog
+from sharding.catalog import (
+    CATALOG_SUFFIX,
+    Catalog,
+    changes,
+    default_catalog_path,
+    is_catalog,
+    unlisted_columns,
+)
 from sharding.errors import CorruptShardError
 from sharding.formats import resolve_format
 from sharding.source import exists, expand
@@ -128,6 +135,7 @@ def _stale(catalog: Catalog, wanted: Wanted) -> Iterator[str]:
     yield from (f"{file_name(url)}: no longer among the shards" for url in catalog.urls if url not in urls)
     if known == urls and catalog.urls != wanted.urls:
         yield "the shards come in another order"
+    yield from (f"column {name!r}: not listed by an earlier release" for name in unlisted_columns(catalog))
     with asking_pool(_CHECK_THREADS, "dataflow-index") as (pool, again):
         for change in changes(catalog, wanted.storage_options, pool.map, again=again):
             if change.url in urls:

@@ -25,6 +25,7 @@ from sharding.catalog import (
     find_catalog,
     is_catalog,
     options_of,
+    unlisted_columns,
 )
 from sharding.errors import ShardChangedError
 from sharding.formats import resolve_format
@@ -101,11 +102,23 @@ class Opening:
                     found, self.storage_options, pool.map, fresh=False, again=again, shards=shards
                 )
         if not changed:
-            return found
+            return self._with_all_columns(found, rebuild)
         text = changes_text(changed, len(shards))
         if rebuild is None:
             raise ShardChangedError(changed[0].url, f"{text}; index the dataset again: dataflow index")
         warnings.warn(f"{text}; indexing again", stacklevel=4)
+        return rebuild()
+
+    def _with_all_columns(self, found: Catalog, rebuild: Callable[[], Catalog] | None) -> Catalog:
+        """The catalog, or a new one if an earlier release made it, which could not deliver some columns."""
+        unlisted = unlisted_columns(found)
+        if not unlisted:
+            return found
+        text = f"the catalog is of an earlier release and leaves out column {unlisted[0]!r}"
+        if rebuild is None:
+            warnings.warn(f"{text}; index the dataset again for it: dataflow index", stacklevel=5)
+            return found
+        warnings.warn(f"{text}; indexing again", stacklevel=5)
         return rebuild()
 
 

@@ -37,9 +37,9 @@ class ColumnSpec:
 
     kind: str
     """"fixed": every value has `dtype` and `shape`. "bytes": byte strings. "text": UTF-8 strings.
-    "list": variable-length runs of `dtype` elements."""
+    "list": variable-length runs of `dtype` elements. "json": nested values, each as its JSON text (UTF-8)."""
     dtype: str = "uint8"
-    """numpy dtype name of an element ("uint8" for bytes and text)."""
+    """numpy dtype name of an element ("uint8" for bytes, text and JSON)."""
     shape: tuple[int, ...] = ()
     """Shape of one value; for kind "fixed" only."""
     size_range: tuple[int, int] | None = None
@@ -100,7 +100,7 @@ class Spans:
     """
 
     buffer: NDArray[np.generic]
-    """1-D; uint8 for bytes and text, the element dtype for lists."""
+    """1-D; uint8 for bytes, text and JSON, the element dtype for lists."""
     starts: NDArray[np.int64]
     """[n], in elements of `buffer`."""
     lengths: NDArray[np.int64]
@@ -155,7 +155,7 @@ class Format(Protocol):
 
 
 def spec_text(spec: ColumnSpec) -> str:
-    """One column's type, for messages: "float32[20]", "bytes", "list of int32", "int64 (timestamp[ms])"."""
+    """One column's type, for messages: "float32[20]", "json", "list of int32", "int64 (timestamp[ms])"."""
     unit = f" ({spec.unit})" if spec.unit else ""
     if spec.kind == "fixed":
         shape = f"[{', '.join(map(str, spec.shape))}]" if spec.shape else ""

@@ -19,11 +19,15 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, BinaryIO, Protocol, TypeVar
 
+import pyarrow as pa
+
 from sharding.block_table import BlockTable, Catalog, options_of
 from sharding.blocks import DEFAULT_BLOCK_BYTES, Format, Shard, ShardScan
 from sharding.catalog_file import VERSION, arrow_rows
 from sharding.errors import CorruptShardError, DataflowError, ShardError, ShardReadError
 from sharding.formats import sibling
+from sharding.formats.arrow_schema import specs_of
+from sharding.predicate import Tabular
 from sharding.schema import merge_schemas
 from sharding.storage import check_shard, failure_text, open_shard, open_url, shard_info, shard_of
 from sharding.urls import file_name, is_local
@@ -196,6 +200,19 @@ def changes(
     return [found for found in map(change, zip(numbers, places, strict=True)) if found is not None]
 
 
+def unlisted_columns(catalog: Catalog) -> list[str]:
+    """Columns that can be delivered and that the catalog, made by an earlier release, does not list."""
+    first = catalog.block(0) if catalog.num_blocks else None
+    try:
+        codec = catalog.codec()
+        if first is None or not isinstance(codec, Tabular):
+            return []
+        known = specs_of(codec.schema(bytes(first.footer)), first.shard.url)
+    except (pa.ArrowException, OSError, ValueError, CorruptShardError):
+        return []  # a format of the user's, or a footer that decoding will complain of
+    return [name for name in known if name not in catalog.schema]
+
+
 def changes_text(found: Sequence[ShardChange], num_shards: int) -> str:
     """A warning that counts the changed shards and names the first few."""
     named = "; ".join(f"{file_name(one.url)}: {one.what}" for one in found[:_NAMED_IN_A_WARNING])
@@ -250,4 +267,5 @@ __all__ = [
     "find_catalog",
     "is_catalog",
     "options_of",
+    "unlisted_columns",
 ]

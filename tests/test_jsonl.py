@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sharding.blocks import Spans
-from sharding.errors import CorruptShardError, SampleError, ShardError
+from sharding.errors import CorruptShardError, SampleError
 from sharding.formats.jsonl import JsonlFormat
 from tests.formats_kit import blocks_of, decoded_blocks, rows_of, scan_of, shard_of
 
@@ -257,10 +257,3 @@ def test_two_columns_of_one_name_are_named():
     content = jsonl([{"a.b": 1, "a": {"b": 2}}])
     with pytest.raises(CorruptShardError, match=r"two columns are named 'a\.b'"):
         scan_of(FORMAT, content, URL)
-
-
-def test_a_list_of_strings_can_be_left_out():
-    content = jsonl([{"tags": ["a"], "i": 5}])
-    with pytest.raises(ShardError, match=r"column 'tags'.*pass columns= without it"):
-        decoded_blocks(FORMAT, content, URL)
-    assert rows_of(decoded_blocks(FORMAT, content, URL, ["i"])) == [{"i": 5}]

@@ -13,7 +13,8 @@ things in different blocks, and is an error.
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import BinaryIO
 
@@ -25,6 +26,7 @@ from sharding.errors import CorruptShardError
 from sharding.formats.arrow_columns import check_columns, columns_of
 from sharding.formats.arrow_schema import decoded_bytes, leaves, specs_of
 from sharding.formats.ipc_messages import DICTIONARY, LARGEST, RECORDS, SCHEMA, Message, messages
+from sharding.formats.json_sizes import json_columns, tally_of_batch
 
 _BROKEN = (pa.ArrowException, OSError, UnicodeDecodeError)
 
@@ -58,10 +60,11 @@ class ArrowFileFormat:
                 shard.url, f"unreadable Arrow schema: {error}", found[0].offset
             ) from error
         blocks = _joined(batches, block_bytes)
+        sizes = _Sizes(schema, specs, max((m.body_length / max(1, m.rows) for m in dictionaries), default=0))
         return ShardScan(
             offset=np.array([b[0].offset for b in blocks], np.int64),
             length=np.array([_length(b) for b in blocks], np.int64),
-            nbytes=np.array([_decoded_bytes(file, b, specs, shard) for b in blocks], np.int64),
+            nbytes=np.array([sizes.decoded_bytes(file, b, shard) for b in blocks], np.int64),
             num_samples=np.array([sum(m.rows for m in b) for b in blocks], np.int64),
             schema=specs,
             footer=footer,
@@ -176,28 +179,50 @@ def _length(block: Sequence[Message]) -> int:
     return block[-1].offset + block[-1].length - block[0].offset
 
 
-def _decoded_bytes(
-    file: BinaryIO, block: Sequence[Message], specs: dict[str, ColumnSpec], shard: Shard
-) -> int:
-    stored = sum(m.length - sum(n for _, n in m.buffers) + _true_sizes(file, m, shard) for m in block)
-    rows = sum(m.rows for m in block)
-    spans = decoded_bytes(specs, rows)[1]
-    bools = decoded_bytes({n: s for n, s in specs.items() if s.dtype == "bool"}, rows)[0]
-    return stored + spans + bools
+@dataclass(frozen=True)
+class _Sizes:
+    """What decoded blocks of a shard take."""
+
+    schema: pa.Schema
+    specs: Mapping[str, ColumnSpec]
+    entry_bytes: float
+    """Mean size of the entries of a dictionary, of the largest such."""
+
+    def decoded_bytes(self, file: BinaryIO, block: Sequence[Message], shard: Shard) -> int:
+        """Bytes of one block, estimated from its batches' headers."""
+        bools = {name: spec for name, spec in self.specs.items() if spec.dtype == "bool"}
+        total = 0
+        for message in block:
+            sizes = _true_sizes(file, message, shard)
+            total += message.length - sum(stored for _, stored in message.buffers) + sum(sizes)
+            total += decoded_bytes(self.specs, message.rows)[1] + decoded_bytes(bools, message.rows)[0]
+            total += self._json_bytes(message, sizes)
+        return total
+
+    def _json_bytes(self, message: Message, sizes: Sequence[int]) -> int:
+        nested = json_columns(self.specs)
+        if not nested:
+            return 0
+        tally = tally_of_batch(self.schema, message.lengths, sizes, message.views, self.entry_bytes)
+        fields = ((name, field.type) for name, field in leaves(self.schema) if name in nested)
+        return min(LARGEST, sum(tally.json_bytes(kind, (name,)) for name, kind in fields))
 
 
-def _true_sizes(file: BinaryIO, message: Message, shard: Shard) -> int:
-    """Bytes of a compressed batch's buffers when decompressed: each begins with its size, -1 for "as is"."""
-    total = 0
+def _true_sizes(file: BinaryIO, message: Message, shard: Shard) -> list[int]:
+    """Bytes of a batch's buffers; compressed ones begin with their true size, -1 for "as is"."""
+    if not message.is_compressed:
+        return [stored for _, stored in message.buffers]
+    sizes = []
     for at, stored in message.buffers:
+        size = stored
         if stored:
             file.seek(at)
             prefix = file.read(8)
             size = int.from_bytes(prefix, "little", signed=True)
             if not -1 <= size < LARGEST:
                 raise CorruptShardError(shard.url, f"a compressed buffer of {size} bytes", at)
-            total += stored if size < 0 else size
-    return total
+        sizes.append(stored if size < 0 else size)
+    return sizes
 
 
 def _null_free(schema: pa.Schema, batches: Iterable[Message]) -> set[str]:

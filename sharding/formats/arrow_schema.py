@@ -1,8 +1,9 @@
 """What a dataset makes of an Arrow schema: one `ColumnSpec` per column, structs flattened.
 
 Fixed-width numbers, times (as integers in their unit), fixed-size lists and fixed-size binary are "fixed";
-strings are "text", byte strings "bytes", lists of numbers "list". Extension types count as what they store.
-Decimals, maps, unions, intervals and lists of anything but numbers have no array form.
+strings are "text", byte strings "bytes", lists of numbers "list". Other nested types are "json" if JSON can
+say all that is in them: text, numbers, bools and nulls. Extension types count as what they store. Decimals,
+intervals and nested types of anything else (byte strings, times, unions) cannot be delivered.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ SPAN_BYTES = 16
 def specs_of(schema: pa.Schema, url: str, *, null_free: Collection[str] = ()) -> dict[str, ColumnSpec]:
     """Describe the columns that `columns_of` gives for a table of this schema.
 
-    Columns of a type without array form are left out; asking for them (or for all columns) is an error
+    Columns of a type that cannot be delivered are left out; asking for them (or for all columns) is an error
     of `columns_of`. Columns named in `null_free` are known to hold no nulls.
 
     Raises:
@@ -59,25 +60,47 @@ def decoded_bytes(specs: Mapping[str, ColumnSpec], rows: int) -> tuple[int, int]
 
 
 def spec_of(kind: pa.DataType) -> ColumnSpec | None:
-    """The spec of one Arrow type, or None where it has no array form."""
+    """The spec of one Arrow type, or None where it cannot be delivered."""
     kind = stored_type(kind)
+    if pa.types.is_nested(kind):
+        return _nested_spec(kind)
     if is_text(kind) or pa.types.is_null(kind):
         return ColumnSpec("text")
     if is_bytes(kind):
         return ColumnSpec("bytes")
     if pa.types.is_fixed_size_binary(kind):
         return ColumnSpec("fixed", "uint8", (kind.byte_width,))
-    if pa.types.is_fixed_size_list(kind):
-        inner = spec_of(kind.value_type)
-        if inner is None or inner.kind != "fixed":
-            return None
-        return replace(inner, shape=(kind.list_size, *inner.shape))
-    if is_list(kind):
-        stored = stored_type(kind.value_type)
-        dtype = dtype_of(stored)
-        return None if dtype is None else ColumnSpec("list", dtype.name, unit=_unit_of(stored))
     dtype = dtype_of(kind)
     return None if dtype is None else ColumnSpec("fixed", dtype.name, unit=_unit_of(kind))
+
+
+def _nested_spec(kind: pa.DataType) -> ColumnSpec | None:
+    if pa.types.is_fixed_size_list(kind):
+        inner = spec_of(kind.value_type)
+        if inner is not None and inner.kind == "fixed":
+            return replace(inner, shape=(kind.list_size, *inner.shape))
+    elif is_list(kind):
+        stored = stored_type(kind.value_type)
+        dtype = dtype_of(stored)
+        if dtype is not None:
+            return ColumnSpec("list", dtype.name, unit=_unit_of(stored))
+    return ColumnSpec("json") if unlike_json(kind) is None else None
+
+
+def unlike_json(kind: pa.DataType) -> str | None:
+    """What a type holds that JSON cannot say, in words, or None."""
+    kind = stored_type(kind)
+    if is_text(kind) or pa.types.is_null(kind) or pa.types.is_boolean(kind):
+        return None
+    if pa.types.is_integer(kind) or pa.types.is_floating(kind):
+        return None
+    if not pa.types.is_nested(kind) or pa.types.is_union(kind):
+        return str(kind)
+    children = [kind.field(i) for i in range(kind.num_fields)]
+    names = [child.name for child in children]
+    if pa.types.is_struct(kind) and len(set(names)) < len(names):
+        return "two fields of one name"
+    return next((found for child in children if (found := unlike_json(child.type))), None)
 
 
 def _unit_of(kind: pa.DataType) -> str:

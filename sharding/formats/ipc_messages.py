@@ -41,11 +41,16 @@ class Message:
     """Bytes, prefix, header and body."""
     body_length: int
     rows: int = 0
-    """Rows of a record batch."""
+    """Rows of a record batch, entries of a dictionary batch."""
+    lengths: tuple[int, ...] = ()
+    """Of each array of a record batch, parents before children."""
     null_counts: tuple[int, ...] = ()
-    """Nulls in each array of a record batch, parents before children."""
+    """Nulls in each of these arrays."""
     buffers: tuple[tuple[int, int], ...] = ()
-    """Buffers of a compressed batch: place in the file, stored length. Empty if it is not compressed."""
+    """Buffers of a record batch: place in the file, stored length."""
+    views: tuple[int, ...] = ()
+    """How many buffers each array of string or binary views has besides the views."""
+    is_compressed: bool = False
     dictionary: int = 0
     """Id of the dictionary in a dictionary batch."""
     is_delta: bool = False
@@ -111,20 +116,35 @@ def _message_at(file: BinaryIO, at: int, size: int) -> Message | None:
     body = at + skip + length
     place = (kind, at, skip + length + body_length, body_length)
     if kind == DICTIONARY:
-        return Message(*place, dictionary=header.number(0, "q"), is_delta=bool(header.number(2, "?")))
+        entries = header.table(1)
+        return Message(
+            *place,
+            rows=entries.number(0, "q") if entries else 0,
+            dictionary=header.number(0, "q"),
+            is_delta=bool(header.number(2, "?")),
+        )
     if kind == SCHEMA:
         return Message(*place)
     rows = header.number(0, "q")
     if not 0 <= rows < LARGEST:
         raise ValueError(f"a record batch of {rows} rows")
-    buffers = header.structs(2, "qq") if header.table(3) else []
+    buffers = header.structs(2, "qq")
     if any(not 0 <= start <= start + stored <= body_length for start, stored in buffers):
         raise ValueError("a buffer outside its body")
+    arrays = header.structs(1, "qq")
+    views = tuple(count for (count,) in header.structs(4, "q"))
+    if any(not 0 <= length < LARGEST for length, _ in arrays):
+        raise ValueError("an array of impossible length")
+    if any(not 0 <= count <= len(buffers) for count in views):
+        raise ValueError("an array of more buffers than there are")
     return Message(
         *place,
         rows=rows,
-        null_counts=tuple(nulls for _, nulls in header.structs(1, "qq")),
+        lengths=tuple(length for length, _ in arrays),
+        null_counts=tuple(nulls for _, nulls in arrays),
         buffers=tuple((body + start, stored) for start, stored in buffers),
+        views=views,
+        is_compressed=header.table(3) is not None,
     )
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import BinaryIO
@@ -25,6 +25,7 @@ from sharding.errors import CorruptShardError
 from sharding.formats.arrow_columns import check_columns, columns_of, flattened
 from sharding.formats.arrow_schema import decoded_bytes, leaves, specs_of
 from sharding.formats.compression import compression_of, decompress, open_decompressed
+from sharding.formats.json_sizes import Tally, json_columns
 
 # UnicodeDecodeError: pyarrow fails to word its error where the line at fault is not UTF-8.
 _BROKEN = (pa.ArrowException, OSError, UnicodeDecodeError)
@@ -56,11 +57,18 @@ class JsonlFormat:
             table = _inferred(lines, shard, offset)
             schema = _widened(schema, table.schema, shard, offset)
             nbytes = max(len(lines), table.nbytes)
-            runs.append(_Run(offset, len(lines), table.num_rows, nbytes, _without_nulls(table)))
+            flat = flattened(table)
+            run = _Run(offset, len(lines), table.num_rows, nbytes, _without_nulls(flat), _tally_of(flat))
+            runs.append(run)
         schema = pa.schema([field.with_type(_settled(field.type)) for field in schema])
         complete = [run.null_free for run in runs if run.rows] or [frozenset()]
         specs = specs_of(schema, shard.url, null_free=frozenset.intersection(*complete))
-        blocks = [(r.offset, r.length, r.nbytes + sum(decoded_bytes(specs, r.rows)), r.rows) for r in runs]
+        wanted = json_columns(specs)
+        nested = {name: field.type for name, field in leaves(schema) if name in wanted}
+        blocks = [
+            (r.offset, r.length, r.nbytes + sum(decoded_bytes(specs, r.rows)) + r.json_bytes(nested), r.rows)
+            for r in runs
+        ]
         if compressed:
             blocks = [(0, shard.size, sum(b[2] for b in blocks), sum(b[3] for b in blocks))]
         table = np.array([block for block in blocks if block[3]], np.int64).reshape(-1, 4)
@@ -113,6 +121,12 @@ class _Run:
     """Bytes of the text or of the parsed table, whichever are more."""
     null_free: frozenset[str]
     """Columns, structs flattened, that every line has."""
+    tally: Tally
+    """What its lists hold."""
+
+    def json_bytes(self, nested: Mapping[str, pa.DataType]) -> int:
+        """Bytes of the JSON text of these columns, at most; a field that no line here has is null."""
+        return sum(self.tally.json_bytes(kind, (name,)) for name, kind in nested.items())
 
 
 def _whole_lines(file: BinaryIO, block_bytes: int) -> Iterator[tuple[int, bytes]]:
@@ -184,8 +198,16 @@ def _mapped(kind: pa.DataType, change: Callable[[pa.DataType], pa.DataType]) -> 
     return kind
 
 
-def _without_nulls(table: pa.Table) -> frozenset[str]:
-    flat = flattened(table)
+def _tally_of(flat: pa.Table) -> Tally:
+    tally = Tally()
+    for name, column in zip(flat.column_names, flat.columns, strict=True):
+        if pa.types.is_list(column.type):
+            for chunk in column.chunks:
+                tally.add_array((name,), chunk)
+    return tally
+
+
+def _without_nulls(flat: pa.Table) -> frozenset[str]:
     columns = zip(
         flat.column_names, flat.columns, strict=True
     )  # two may have one name, which `specs_of` refuses

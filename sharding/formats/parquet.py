@@ -12,7 +12,7 @@ costs its codes and three strings, whatever the number of rows, and `nbytes` can
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, BinaryIO
@@ -25,6 +25,7 @@ from sharding.blocks import Block, Columns, ColumnSpec, Shard, ShardScan, Spans
 from sharding.errors import CorruptShardError
 from sharding.formats.arrow_columns import check_columns, columns_of
 from sharding.formats.arrow_schema import decoded_bytes, leaves, spec_of, specs_of
+from sharding.formats.json_sizes import NUMBER_BYTES, json_columns
 
 _MAGIC = b"PAR1"
 _TAIL_BYTES = 64 << 10
@@ -231,7 +232,7 @@ def _chunk_ranges(group: Any) -> list[tuple[int, int]]:
     return ranges
 
 
-def _belongs(path: str, names: Sequence[str]) -> bool:
+def _belongs(path: str, names: Collection[str]) -> bool:
     """Whether a column chunk is part of one of the named columns ("tags.list.element" of "tags")."""
     return any(path == name or path.startswith(f"{name}.") for name in names)
 
@@ -267,13 +268,33 @@ def _encoded_texts(footer: _Footer, group: int, wanted: Sequence[str]) -> list[s
     return [name for name in texts if _is_encoded(row_group.column(footer.texts[name]))]
 
 
-def _is_encoded(chunk: Any) -> bool:
+def _is_encoded(chunk: Any, headers: int = 256) -> bool:
+    """`headers`: bytes that the headers of pages may take."""
     if not chunk.dictionary_page_offset:
         return False
     dictionary = chunk.data_page_offset - chunk.dictionary_page_offset
-    return bool(chunk.total_compressed_size - dictionary <= 4 * chunk.num_values + 256)
+    return bool(chunk.total_compressed_size - dictionary <= 4 * chunk.num_values + headers)
 
 
 def _decoded_bytes(group: Any, specs: dict[str, ColumnSpec]) -> int:
     fixed, spans = decoded_bytes(specs, group.num_rows)
-    return max(int(group.total_byte_size), fixed) + spans
+    nested = json_columns(specs)
+    chunks = [group.column(i) for i in range(group.num_columns)] if nested else []
+    texts = sum(_json_bytes(chunk) for chunk in chunks if _belongs(chunk.path_in_schema, nested))
+    return max(int(group.total_byte_size), fixed) + spans + texts
+
+
+def _json_bytes(chunk: Any) -> int:
+    """What a leaf of nested values adds to their JSON text, estimated from above (see `json_sizes`).
+
+    Encoded text does not tell how often each entry of its dictionary is used: every value counts like the
+    longer of the two that the statistics show.
+    """
+    text = int(chunk.total_uncompressed_size)
+    statistics = chunk.statistics
+    if chunk.physical_type == "BYTE_ARRAY" and statistics is not None and statistics.has_min_max:
+        shown = max(len(statistics.min_raw), len(statistics.max_raw))
+        if _is_encoded(chunk, 256 + 4 * shown):  # pages repeat both
+            text = max(text, shown * int(chunk.num_values))
+    # Each value may bring the brackets and names of all levels above it.
+    return 2 * text + int(chunk.num_values) * (NUMBER_BYTES + len(chunk.path_in_schema.encode()))
