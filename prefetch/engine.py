@@ -196,9 +196,11 @@ class Engine(Generic[T]):
         self._delivered += len(started.batches)
         self._delivered_bytes += started.leased
         self._pump()
-        if started.batches:
-            self._handed_out = time.perf_counter(), len(started.batches)
-        return started.batches
+        # The thread that built them may still hold `started`; it must not keep what the consumer drops.
+        batches, started.batches = started.batches, ()
+        if batches:
+            self._handed_out = time.perf_counter(), len(batches)
+        return batches
 
     def _may_build_here(self) -> bool:
         """Whether the consumer, which would wait, can build a chunk that no thread has begun.

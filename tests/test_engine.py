@@ -1149,6 +1149,28 @@ def test_ready_batches_are_counted_until_they_are_taken() -> None:
         gate.open()
 
 
+def test_a_thread_that_has_built_a_chunk_does_not_keep_its_batches() -> None:
+    begin, done, go_on = Gate(), threading.Event(), Gate()
+    with running([FakeWindow(FakeChunk("a", nbytes=9, parts=[begin]))], num_workers=1) as engine:
+        begin.wait_until_begun()
+        finish = engine._finish
+
+        def then_stand_still(*arguments: Any) -> None:
+            finish(*arguments)
+            done.set()
+            go_on()
+
+        engine._finish = then_stand_still  # type: ignore[method-assign]
+        begin.open()
+        batches = engine.next_batches()
+        assert done.wait(TIMEOUT_S)
+        assert ledger_of(engine).snapshot().lent_bytes == 9
+        batches = ()
+        assert ledger_of(engine).snapshot().lent_bytes == 0
+        assert not batches
+        go_on.open()
+
+
 # ---- everything at once -----------------------------------------------------------------------------------
 
 
