@@ -374,6 +374,7 @@ NULLS_OVER_AN_EMPTY_DICTIONARY: dict[pa.DataType, list[Any]] = {
     pa.list_view(pa.struct([("a", ENCODED)])): [[None], []],
     pa.map_(pa.string(), pa.struct([("a", ENCODED)])): [[("k", None)]],
     pa.list_(pa.list_(pa.struct([("a", ENCODED)]), 2)): [[[None, None]], [None]],
+    pa.list_(pa.struct([("n", pa.null()), ("a", ENCODED)])): [[None, None], []],
 }
 
 
@@ -384,6 +385,15 @@ def test_codes_of_an_empty_dictionary_beneath_nulls_are_no_damage(kind):
         array.validate(full=True)  # else this test shows nothing
     assert converted(array) == as_json(array.to_pylist())
     assert converted(array[1:]) == as_json(array[1:].to_pylist())
+
+
+@pytest.mark.parametrize(("make", "width"), [(pa.list_, np.int32), (pa.large_list, np.int64)])
+def test_broken_offsets_beside_an_empty_dictionary_are_refused(make, width):
+    inner = pa.array([None] * 3, pa.struct([("a", ENCODED)]))
+    offsets = pa.py_buffer(np.array([0, 99, 3], width))
+    array = pa.Array.from_buffers(make(inner.type), 2, [None, offsets], children=[inner])
+    with pytest.raises(CorruptShardError, match=r"column 'x'.*is broken"):
+        converted(pa.ListArray.from_arrays([0, 2], array))
 
 
 @pytest.mark.parametrize("codes", [[0, 5], [0, -100]])
