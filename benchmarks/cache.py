@@ -41,7 +41,7 @@ def epochs(url: str, folder: str, limit: int) -> dict[str, Any]:
     dataset = ShardedDataset(f"{url}/x.catalog", cache=cache)
     rows: list[dict[str, Any]] = []
     server_stats(url)
-    with DataLoader(dataset, 64) as loader:
+    with DataLoader(dataset, 64, shuffle=True) as loader:
         for epoch in range(EPOCHS):
             began, cpu = time.perf_counter(), time.process_time()
             samples = sum(len(batch["tokens"]) for batch in loader)

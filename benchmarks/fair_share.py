@@ -89,7 +89,7 @@ def rank(source: str, place: Sequence[int], admission: str) -> dict[str, Any]:
         place: host, hosts, local rank, ranks of the host.
         admission: as in the module's text.
     """
-    import dataflow.session as module
+    import dataflow.stream.session as module
     from dataflow import DataLoader, ShardedDataset, Topology
 
     host, hosts, local, ranks = place
@@ -100,7 +100,7 @@ def rank(source: str, place: Sequence[int], admission: str) -> dict[str, Any]:
     dataset = ShardedDataset(source)
     where = Topology(host * ranks + local, hosts * ranks, local, ranks, host, hosts)
     samples, noted, third = 0, [], False
-    with DataLoader(dataset, 16, topology=where, seed=1) as loader:
+    with DataLoader(dataset, 16, True, topology=where, seed=1) as loader:
         total = len(dataset) // (hosts * ranks)
         print("ready", flush=True)
         sys.stdin.readline()

@@ -32,7 +32,7 @@ def epoch(url: str) -> dict[str, Any]:
     from dataflow import DataLoader, ShardedDataset
 
     dataset = ShardedDataset(f"{url}/x.catalog")
-    with DataLoader(dataset, 64) as loader:
+    with DataLoader(dataset, 64, shuffle=True) as loader:
         began, cpu = time.perf_counter(), time.process_time()
         numbers = [checked(batch["tokens"].numpy()) for batch in loader]
         seconds, cpu = time.perf_counter() - began, time.process_time() - cpu

@@ -18,6 +18,10 @@ cases (batches; the consumer takes one after the other and reads two elements of
   tiny         int64 [16, 2049], one gather by `__getitems__` from a uint16 array in memory, 2 workers
   startup      ms from making the loader to its first batch (scalars), by start method, 2 and 8 workers; then
                the same for a second loader of the same process
+  first        ms from making the first loader of a process to its first batch, by default (torch forks), 2
+               and 8 workers, and for later loaders; cold: at once, in a process with one thread; threads:
+               at once, with another thread; model: with a model built in between, which takes 1 s. OpenMP has
+               its own number of threads here. `first_wait_ms` in the file is what was waited for.
   turn         ms from the end of an epoch to the first batch of the next (large, 24 batches, a training step
                of 10 ms), with workers that persist and with workers started anew, 2 and 8 workers
   descriptors  file descriptors and shared-memory objects in use while 20 batches of 200 (or 50) tensors
@@ -71,6 +75,9 @@ def points(case: str, loader: str) -> Iterator[Point]:
         yield from (replace(point, workers=n, variant=v) for n in (2, 4, 8) for v in variants)
     elif not kind.rate:
         return
+    elif case == "first":
+        variants = ("cold", "threads", "model") if kind.firsts else ()
+        yield from (replace(point, workers=n, variant=v) for n in (2, 8) for v in variants)
     elif case == "startup":
         yield from (replace(point, workers=n, variant=start) for n in (2, 8) for start in kind.starts)
     elif case == "turn":
@@ -86,7 +93,8 @@ def points(case: str, loader: str) -> Iterator[Point]:
 
 def measure(point: Point, bare: Memory) -> dict[str, Any]:
     """One measurement in a fresh process: its figures, or the reason why there are none."""
-    events, peak = run_child("benchmarks.handover_child", asdict(point), ENVIRONMENT, limit_s=LIMIT_S)
+    environment = {} if point.case == "first" else ENVIRONMENT
+    events, peak = run_child("benchmarks.handover_child", asdict(point), environment, limit_s=LIMIT_S)
     told = {name: value for name, value in events.items() if isinstance(value, float | int)}
     if point.case == "memory":
         told |= {"held_mb": peak.held_mb - bare.held_mb, "pss_mb": peak.pss_mb - bare.pss_mb}

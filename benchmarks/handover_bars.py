@@ -23,6 +23,7 @@ FIGURES: Mapping[str, Sequence[str]] = {
     "scalars": (RATE, "cpu_ms_per_batch"),
     "tiny": (RATE, "cpu_ms_per_batch"),
     "startup": (FIRST, "second_loader_ms"),
+    "first": ("from_making_ms", "later_loader_ms"),
     "turn": (SECOND, "later_epochs_ms"),
     "descriptors": ("descriptors", "shared_objects"),
     "memory": ("held_mb", "pss_mb"),
@@ -81,6 +82,12 @@ def verdicts(rows: Rows) -> list[Verdict]:
     fork, safe = against_torch("startup", 8, "fork"), against_torch("startup", 8, "default", "spawn")
     held.append(Verdict("startup", "x torch, both with fork, 8 workers", fork, 1.2, at_most=True))
     held.append(Verdict("startup", "x torch with spawn, ours by default, 8 workers", safe, 0.3, at_most=True))
+    for workers in (2, 8):
+        begun = against_torch("first", workers, "model")
+        bar = f"x torch, a model built in between, {workers} workers"
+        held.append(Verdict("first", bar, begun, 1.5, at_most=True))
+        later = ratio(*(value("first", who, workers, "model", "later_loader_ms") for who in (OURS, TORCH)))
+        held.append(Verdict("first", f"x torch, later loaders, {workers} workers", later, 1.2, at_most=True))
     for workers in (2, 8):
         turned = against_torch("turn", workers, "persistent")
         held.append(Verdict("turn", f"x torch, persistent, {workers} workers", turned, 0.2, at_most=True))

@@ -14,6 +14,7 @@ import json
 import os
 import statistics
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -30,6 +31,8 @@ STEP_S = 0.010
 """A training step on a device, in the epoch-turn case: the consumer sleeps."""
 TURN_BATCHES, TURNS = 24, 3
 HELD = 20
+MODEL_S, LATER = 1.0, 3
+"""A model is built for so long while the first loader waits; loaders that are made afterwards."""
 
 
 @dataclass(frozen=True)
@@ -162,6 +165,46 @@ def startup(point: Point, tell: Tell) -> None:
     tell("watched", first_batch_ms=taken_ms[0], second_loader_ms=taken_ms[1], others_cores=others)
 
 
+def first(point: Point, tell: Tell) -> None:
+    """From making the first loader of a process to its first batch, by what else goes on; then later loaders.
+
+    The start method is each loader's own.
+    """
+    feed, stop = feeds.scalars(), threading.Event()
+    if point.variant == "threads":
+        threading.Thread(target=stop.wait).start()
+    processor = Processor()
+    try:
+        took_ms, waited_ms = first_batch(point, feed, MODEL_S if point.variant == "model" else 0.0)
+        _, others = processor.spent()
+        later_ms = [first_batch(point, feed, 0.0)[0] for _ in range(LATER)]
+    finally:
+        stop.set()
+    later = statistics.median(later_ms)
+    tell(
+        "watched",
+        from_making_ms=took_ms,
+        first_wait_ms=waited_ms,
+        later_loader_ms=later,
+        others_cores=others,
+    )
+
+
+def first_batch(point: Point, feed: feeds.Feed, model_s: float) -> tuple[float, float]:
+    """Milliseconds from making a loader to its first batch, and those of them that were waited for it."""
+    started = clock()
+    loader = LOADERS[point.loader].make(feed, How(point.workers, persistent=False))
+    made = clock()
+    while clock() < made + model_s:
+        torch.nn.Linear(512, 512)
+    asked = clock()
+    batches = iter(loader)
+    batch = next(batches)
+    came = clock()
+    checked(batch, feed)
+    return 1e3 * (came - started), 1e3 * (came - asked + made - started)
+
+
 def turn(point: Point, tell: Tell) -> None:
     """From asking for a batch after the last one of an epoch to having the first of the next."""
     feed, taken_ms = feeds.images(TURN_BATCHES), []
@@ -234,6 +277,7 @@ MEASURES: dict[str, Callable[[Point, Tell], None]] = {
     "scalars": scalars,
     "tiny": tiny,
     "startup": startup,
+    "first": first,
     "turn": turn,
     "descriptors": descriptors,
     "memory": memory,

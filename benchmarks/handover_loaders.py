@@ -217,6 +217,8 @@ class Loader:
     """Start methods whose time to the first batch is measured."""
     turns: tuple[bool, ...] = ()
     """Whether workers are persistent in the epoch turns that are measured."""
+    firsts: bool = False
+    """Whether its first batch in a process is measured, by what the process does beside."""
     delays: bool = False
     """Whether the effect of delayed samples is measured."""
     rate: bool = True
@@ -226,9 +228,9 @@ class Loader:
 OURS, OURS_THREAD, TORCH, IN_PROCESS = "ours", "ours-thread", "torch", "in-process"
 LOADERS: Mapping[str, Loader] = {
     IN_PROCESS: Loader(_in_process, "torch.utils.data"),
-    OURS: Loader(_ours, "dataflow.loader", ("default", "fork", "spawn"), (True, False), delays=True),
+    OURS: Loader(_ours, "dataflow.loader", ("default", "fork", "spawn"), (True, False), True, True),
     OURS_THREAD: Loader(_ours_thread, "dataflow.loader", ("default",), (True, False), delays=True),
-    TORCH: Loader(_torch, "torch.utils.data", ("fork", "forkserver", "spawn"), (True, False), delays=True),
+    TORCH: Loader(_torch, "torch.utils.data", ("fork", "forkserver", "spawn"), (True, False), True, True),
     "torch-any-order": Loader(_torch_any_order, "torch.utils.data", delays=True, rate=False),
     "stateful": Loader(_stateful, "torchdata.stateful_dataloader", ("fork",), (True, False)),
     "nodes-process": Loader(_nodes_process, "torchdata.nodes", ("fork",), (False,)),

@@ -77,7 +77,7 @@ class Rotating:
     """Turns of windows, way after way. A policy of the I/O gate."""
 
     def __init__(self) -> None:
-        from dataflow.grad.io_gate import GateDecision, Way
+        from dataflow.grad.adapt.io_gate import GateDecision, Way
 
         self.decision = GateDecision(Way.OPEN, "in turns", {})
         self._ways = [Way(name) for name in WAYS]
@@ -135,7 +135,7 @@ def rank(
     loader: Any = Made(windows * given.accumulate, given.batch)
     if source:
         topology = Topology(me, ranks, 0, 1, me, ranks)
-        loader = DataLoader(ShardedDataset(source), given.batch, topology=topology, seed=1)
+        loader = DataLoader(ShardedDataset(source), given.batch, True, topology=topology, seed=1)
     found = []
     with contextlib.ExitStack() as stack:
         sched = GradSchedule(loader, model, optimizer, accumulate=given.accumulate, io=io or Rotating())
@@ -146,7 +146,7 @@ def rank(
         while len(found) < windows:
             for _ in sched:
                 time.sleep(given.compute_ms / 3e3)
-                loss = model(inputs).sum()
+                loss = model(inputs).sum() * sched.scale()
                 time.sleep(given.compute_ms / 1.5e3)
                 sched.backward(loss)
                 if info := sched.step():

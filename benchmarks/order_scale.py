@@ -44,9 +44,9 @@ Lookup = Callable[[NDArray[np.int64]], Any]
 
 
 def ours(num_samples: int, kind: str) -> tuple[Callable[[], Lookup], Callable[[], Any], dict[str, Any]]:
-    from sharding.order import Order
-    from sharding.plan import EpochPlan, PlanState
-    from sharding.shuffle import Shuffle
+    from sharding.order.order import Order
+    from sharding.order.shuffle import Shuffle
+    from sharding.plan.plan import EpochPlan, PlanState
 
     counts = np.full(num_samples // SHARD, SHARD)
     if kind == "ours-uneven":  # sizes differ, their sum is the same

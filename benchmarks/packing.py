@@ -28,10 +28,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.report import origin, save_figures
-from sharding.batching import Packed
-from sharding.order import keyed_order
-from sharding.packing import pieces_of
-from sharding.unit_plan import UnitSequence
+from sharding.lengths.batching import Packed
+from sharding.lengths.packing import pieces_of
+from sharding.lengths.unit_plan import UnitSequence
+from sharding.order.order import keyed_order
 
 Documents = NDArray[np.int64]
 
@@ -105,7 +105,7 @@ def ours_tensors(documents: Documents, length: int) -> tuple[int, int]:
     """The rows as the loader's collate makes them, 64 at a time."""
     import torch
 
-    from dataflow.packed import packed
+    from dataflow.batch.packed import packed
     from dataflow.ragged import Ragged
 
     sequence = UnitSequence(documents, Packed(length), 0, 0)

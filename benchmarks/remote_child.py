@@ -74,7 +74,7 @@ def run(job: dict[str, Any], remote: Remote, tell: Tell) -> None:
 
 def _count_reads() -> list[int]:
     """Bytes of each read that our loader plans, those for the next epoch included, which it begins early."""
-    from prefetch.store import StoreReader
+    from prefetch.store.reader import StoreReader
 
     asked: list[int] = []
     read_into = StoreReader.read_into

@@ -79,8 +79,7 @@ def prepare_ours(remote: Remote) -> None:
 
 def ours(remote: Remote, workers: int) -> Any:
     """With the catalog at hand, as `dataflow index` makes it, and no settings."""
-    from dataflow import DataLoader as Loader
-    from dataflow import ShardedDataset
+    from dataflow import DataLoader as Loader, ShardedDataset
 
     dataset = ShardedDataset(remote.catalog, decode={remote.field: None, "cls": "int"})
     return Loader(dataset, remote.batch, shuffle=True, memory_limit="512MB")

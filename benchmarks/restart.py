@@ -35,6 +35,7 @@ READ = 1 / 12
 def begun(url: str, share: float, window_blocks: int) -> dict[str, Any]:
     """Runs in a process of its own."""
     from dataflow import DataLoader, ShardedDataset, Shuffle
+    from dataflow.state_checksum import checked_fields, with_checksum
 
     shuffle = Shuffle("window", window_blocks=window_blocks) if window_blocks else True
     began = time.perf_counter()
@@ -42,7 +43,8 @@ def begun(url: str, share: float, window_blocks: int) -> dict[str, Any]:
     opened = time.perf_counter()
     with DataLoader(dataset, 64, shuffle) as loader:
         first, count = int(share * len(loader)), int(READ * len(loader))
-        loader.load_state_dict({**loader.state_dict(), "position": 64 * first})
+        fields = checked_fields(loader.state_dict())
+        loader.load_state_dict(with_checksum({**fields, "position": 64 * first}))
         batches = iter(loader)
         samples = len(next(batches)["tokens"])
         came = time.perf_counter()

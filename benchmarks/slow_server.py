@@ -109,7 +109,7 @@ def make_shards(folder: Path, num_shards: int, *, distinct: int | None = None) -
         os.link(folder / f"x-{i % distinct:03d}.bin", folder / f"x-{i:03d}.bin")
     command = ["index", str(folder / "*.bin"), "--dtype", "uint32", "--length", str(LENGTH), "--checksum"]
     subprocess.run(
-        [sys.executable, "-m", "dataflow.cli", *command, "--output", str(folder / "x.catalog")],
+        [sys.executable, "-m", "dataflow.tools.cli", *command, "--output", str(folder / "x.catalog")],
         cwd=REPOSITORY,
         check=True,
         stdout=subprocess.DEVNULL,

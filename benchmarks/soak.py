@@ -98,7 +98,7 @@ def soak(url: str, *, num_shards: int, minutes: float, bytes_per_s: float) -> di
     notes, process, epochs = Notes(), psutil.Process(), Epochs(num_shards)
     cpu, began, used = time.process_time(), time.perf_counter(), 0
     over, accelerator = False, threading.Event()  # nobody sets it
-    with DataLoader(ShardedDataset(f"{url}/x.catalog"), 64, memory_limit="256MB") as loader:
+    with DataLoader(ShardedDataset(f"{url}/x.catalog"), 64, True, memory_limit="256MB") as loader:
         while not over:
             for batch in loader:
                 epochs.check(batch["tokens"].numpy())

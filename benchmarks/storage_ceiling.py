@@ -93,7 +93,7 @@ def ours(
 
     `inside` is put before the command, such as what runs it in another network namespace.
     """
-    command = [*inside, sys.executable, "-m", "dataflow.cli", "bench", "storage", url, "--json", "-"]
+    command = [*inside, sys.executable, "-m", "dataflow.tools.cli", "bench", "storage", url, "--json", "-"]
     command += ["--pattern", "random", "--block-size", str(BLOCK), "--in-flight", str(IN_FLIGHT)]
     for name, value in (options or {}).items():
         command += ["--storage-option", f"{name}={value}"]

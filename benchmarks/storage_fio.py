@@ -99,7 +99,7 @@ def by_fio(path: Path, pattern: str, kib: int, depth: int, seconds: float) -> di
 
 
 def by_ours(path: Path, pattern: str, kib: int, depth: int, seconds: float) -> dict[str, Any]:
-    command = [sys.executable, "-m", "dataflow.cli", "bench", "storage", str(path), "--json", "-"]
+    command = [sys.executable, "-m", "dataflow.tools.cli", "bench", "storage", str(path), "--json", "-"]
     command += ["--pattern", pattern, "--block-size", f"{kib}KiB", "--in-flight", str(depth)]
     done = subprocess.run(
         [*command, "--seconds", str(seconds)], cwd=REPOSITORY, check=True, capture_output=True, text=True

@@ -19,10 +19,10 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from prefetch.demand import Demand
-from prefetch.depth import AdaptiveDepth, DepthPolicy, Observation, fixed_depth
-from prefetch.inflight import Inflight, Sent
-from prefetch.ledger import Ledger, State
+from prefetch.control.demand import Demand
+from prefetch.control.depth import AdaptiveDepth, DepthPolicy, Observation, fixed_depth
+from prefetch.control.inflight import Inflight, Sent
+from prefetch.engine.ledger import Ledger, State
 
 
 @dataclass(frozen=True)

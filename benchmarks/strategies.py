@@ -1,7 +1,7 @@
 """Whether the strategies that send less train as well: final loss of a small language model, paired by seed.
 
-A byte-level transformer (`dataflow.demo_model`) is trained on a text by two gloo ranks in plain DDP, equal
-steps in every arm; seeds decide initial weights and batches, the arms only how gradients or parameters
+A byte-level transformer (`dataflow.tools.demo.model`) is trained on a text by two gloo ranks in plain DDP,
+equal steps in every arm; seeds decide initial weights and batches, the arms only how gradients or parameters
 travel. An arm is judged by the paired difference of its final loss on held-out text from all-reduce's, with a
 95 % t-interval: parity means that the interval reaches 0 or below. Bytes are those that the sockets of rank 0
 sent in the whole run (tcp_info), beside those that the strategy counts.
@@ -38,9 +38,6 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.report import save_figures
-from dataflow.demo_data import write_corpus
-from dataflow.demo_model import ByteTransformer, next_byte_loss
-from dataflow.grad.passive import Passive
 from dataflow.grad.strategies import (
     Delayed,
     DiLoCo,
@@ -50,9 +47,12 @@ from dataflow.grad.strategies import (
     PowerSGD,
     TopK,
 )
-from dataflow.grad.strategy import StrategyContext
+from dataflow.grad.strategies.passive import Passive
+from dataflow.grad.strategies.strategy import StrategyContext
 from dataflow.testing import run_ranks
-from sharding.topology import Topology
+from dataflow.tools.demo.data import write_corpus
+from dataflow.tools.demo.model import ByteTransformer, next_byte_loss
+from sharding.topology.topology import Topology
 
 REFERENCE = "all-reduce"
 WORLD = 2

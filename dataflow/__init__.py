@@ -4,19 +4,33 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from dataflow.batch.packed import PackedRows as PackedRows
     from dataflow.cache import Cache
     from dataflow.dataset import ShardedDataset
-    from dataflow.decode import Pad
+    from dataflow.decode.image import Image, MissingImageSupportError as MissingImageSupportError
+    from dataflow.decode.outputs import Pad
+    from dataflow.grad.agreement import DisagreementError as DisagreementError
+    from dataflow.grad.lost import RankLostError as RankLostError
     from dataflow.grad.schedule import GradSchedule
-    from dataflow.image import Image
     from dataflow.loader import DataLoader
     from dataflow.mixture import Mixture
     from dataflow.ragged import Ragged
-    from sharding.batching import Bucketed, Packed, TokenBudget
-    from sharding.errors import DataflowError
-    from sharding.order import Shuffle
-    from sharding.topology import Topology
-    from sharding.writer import ShardWriter
+    from dataflow.stats import LoaderStats as LoaderStats, WorkerStats as WorkerStats
+    from dataflow.timing.step_info import StepInfo as StepInfo
+    from prefetch.errors import MemoryLimitError as MemoryLimitError, StallError as StallError
+    from prefetch.store.retries import RetryPolicy as RetryPolicy
+    from sharding.errors import (
+        CorruptShardError as CorruptShardError,
+        DataflowError,
+        SampleError as SampleError,
+        ShardChangedError as ShardChangedError,
+        ShardError as ShardError,
+        ShardReadError as ShardReadError,
+    )
+    from sharding.lengths.batching import Bucketed, Packed, TokenBudget
+    from sharding.order.order import Shuffle
+    from sharding.topology.topology import Topology
+    from sharding.write.writer import ShardWriter
 
 __all__ = [
     "Bucketed",
@@ -38,25 +52,46 @@ __all__ = [
 
 # Imported when first used: the fork server of worker processes needs none of them, nor what they import.
 _MODULES = {
-    "Bucketed": "sharding.batching",
+    # Beside `__all__`: what one catches, what calls return, and what few give.
+    "CorruptShardError": "sharding.errors",
+    "DisagreementError": "dataflow.grad.agreement",
+    "LoaderStats": "dataflow.stats",
+    "MemoryLimitError": "prefetch.errors",
+    "MissingImageSupportError": "dataflow.decode.image",
+    "PackedRows": "dataflow.batch.packed",
+    "RankLostError": "dataflow.grad.lost",
+    "RetryPolicy": "prefetch.store.retries",
+    "SampleError": "sharding.errors",
+    "ShardChangedError": "sharding.errors",
+    "ShardError": "sharding.errors",
+    "ShardReadError": "sharding.errors",
+    "StallError": "prefetch.errors",
+    "StepInfo": "dataflow.timing.step_info",
+    "WorkerStats": "dataflow.stats",
+    # `__all__`:
+    "Bucketed": "sharding.lengths.batching",
     "Cache": "dataflow.cache",
     "DataLoader": "dataflow.loader",
     "DataflowError": "sharding.errors",
     "GradSchedule": "dataflow.grad.schedule",
-    "Image": "dataflow.image",
+    "Image": "dataflow.decode.image",
     "Mixture": "dataflow.mixture",
-    "Packed": "sharding.batching",
-    "Pad": "dataflow.decode",
+    "Packed": "sharding.lengths.batching",
+    "Pad": "dataflow.decode.outputs",
     "Ragged": "dataflow.ragged",
-    "ShardWriter": "sharding.writer",
+    "ShardWriter": "sharding.write.writer",
     "ShardedDataset": "dataflow.dataset",
-    "Shuffle": "sharding.order",
-    "TokenBudget": "sharding.batching",
-    "Topology": "sharding.topology",
+    "Shuffle": "sharding.order.order",
+    "TokenBudget": "sharding.lengths.batching",
+    "Topology": "sharding.topology.topology",
 }
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("dataflow-loader")
     if name not in _MODULES:
         raise AttributeError(f"module 'dataflow' has no attribute {name!r}")
     value = globals()[name] = getattr(import_module(_MODULES[name]), name)
@@ -66,4 +101,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *_MODULES, "__version__"})

@@ -24,6 +24,8 @@ from dataflow.shard_order import ShardOrder
 _REPLACED = ("dataset", "_dataset_kind", "sampler", "batch_sampler", "batch_size", "drop_last", "generator")
 _FINISHED = "_iterator_finished"
 """Accelerate's mark in a state: the last batch of the epoch is out."""
+_ITERATION = "iteration"
+_ADDED = frozenset((_FINISHED, _ITERATION))
 
 
 def prepare_loader(
@@ -53,8 +55,7 @@ def prepare_loader(
         made = accelerator.prepare_data_loader(TorchDataLoader([0]), device_placement)  # type: ignore[arg-type]
         base = loader
         loader.batch_sampler.num_processes = accelerator.num_processes  # type: ignore[union-attr]
-        # Where the padding of an epoch is not the end of its last batch, no samples may be cut off there.
-        made._drop_last = order.drop_last or order.shuffle
+        made._drop_last = True  # `begin` knows better than the dataset's length what the last batch repeats
     else:
         made = accelerator.prepare_data_loader(loader, device_placement)
         base = copy.copy(loader)
@@ -78,16 +79,22 @@ class _Keeping:
         self.iteration: int
         self._update_state_dict()
 
+    def begin(self) -> None:
+        """As Accelerate's, which cuts the last batch that it gathers for metrics off at `remainder`."""
+        super().begin()  # type: ignore[misc]
+        if isinstance(order := getattr(self.base_dataloader, "sampler", None), ShardOrder):
+            self.remainder = order.remainder
+
     def _update_state_dict(self) -> None:
         ended = bool(self.end_of_dataloader)
-        told = {_FINISHED: ended, "iteration": self.iteration + ended}
+        told = {_FINISHED: ended, _ITERATION: self.iteration + ended}
         self.dl_state_dict = {**self.base_dataloader.state_dict(), **told}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        own = dict(state)
-        del own[_FINISHED]
-        self.iteration = own.pop("iteration")
-        self.base_dataloader.load_state_dict(own)
+        if not isinstance(state, Mapping) or not state.keys() >= _ADDED:
+            raise ValueError(f"not a state of a prepared DataLoader: {str(state)[:200]}")
+        self.base_dataloader.load_state_dict({k: v for k, v in state.items() if k not in _ADDED})
+        self.iteration = state[_ITERATION]
         self.dl_state_dict = dict(state)
 
 

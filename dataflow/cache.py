@@ -1,31 +1,11 @@
-"""`Cache`: where blocks of remote shards are kept on this machine, and how a loader opens it."""
+"""`Cache`: where blocks of remote shards are kept on this machine."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING, Any
-
-import numpy as np
 
 from dataflow.memory_limit import parse_bytes
-from dataflow.planned_use import Plan, PlannedUse
-from prefetch.arena import Arena
-from prefetch.block_cache import NO_CACHE, BlockCache, CacheStats
-from prefetch.memory_tier import MemoryTier
-from sharding.mixture_windows import source_seed
-from sharding.next_use import Lanes, lanes_of_seats
-from sharding.order import Order
-from sharding.placement import seat_of
-from sharding.selection import SelectedOrder
-from sharding.topology import Topology
-from sharding.urls import is_local
-
-if TYPE_CHECKING:
-    from dataflow.dataset import ShardedDataset
-    from dataflow.stream_plan import StreamPlan
 
 
 @dataclass(frozen=True)
@@ -66,107 +46,3 @@ class Cache:
     def memory_bytes(self) -> int:
         """Bytes in the memory of each process at most."""
         return parse_bytes(self.memory) if isinstance(self.memory, str) else int(self.memory)
-
-
-@dataclass(frozen=True)
-class SourceCache:
-    """A cache as one source sees it. Thread-safe."""
-
-    begins: Callable[[int, int], None]
-    """`Plan.begins`: a window of an epoch is going to be read; one thread at a time. Cheap."""
-    read_into: Callable[..., None]
-    """`BlockCache.read_into`."""
-
-
-class OpenCaches:
-    """The caches of one loader: one for each different `Cache` of its sources."""
-
-    def __init__(
-        self, datasets: Sequence[ShardedDataset], plan: StreamPlan, place: Topology, arena: Arena
-    ) -> None:
-        self._of_source: dict[int, SourceCache] = {}
-        self._open: list[BlockCache] = []
-        self._memory: list[MemoryTier] = []
-        plans = {
-            number: _plan_of(dataset, number, plan, place)
-            for number, dataset in enumerate(datasets)
-            if _cache_of(dataset) is not None
-        }
-        for cache in dict.fromkeys(datasets[number].cache for number in plans):
-            assert cache is not None
-            mine = [number for number in plans if datasets[number].cache == cache]
-            future = PlannedUse([plans[number] for number in mine])
-            memory = None
-            if cache.memory_bytes:
-                memory = MemoryTier(cache.memory_bytes, arena.lease, future.of_names)
-                self._memory.append(memory)
-            blocks = BlockCache(cache.folder, cache.limit_bytes, future, memory=memory)
-            self._open.append(blocks)
-            self._of_source.update(
-                (number, SourceCache(plans[number].begins, blocks.read_into)) for number in mine
-            )
-
-    def of(self, source: int) -> SourceCache | None:
-        """The cache of one source; None: it has none."""
-        return self._of_source.get(source)
-
-    def stats(self) -> CacheStats:
-        """Of all of them together."""
-        return sum((blocks.stats() for blocks in self._open), NO_CACHE)
-
-    def end(self) -> None:
-        """End reads that wait for other processes. Any thread."""
-        for blocks in self._open:
-            blocks.end()
-
-    def close(self) -> None:
-        """When no thread reads any more. Idempotent."""
-        for blocks in self._open:
-            blocks.close()
-        for memory in self._memory:
-            memory.clear()
-
-
-def memory_for_caches(datasets: Sequence[ShardedDataset], memory_limit: int) -> int:
-    """Bytes of `memory_limit` that caches take. `ValueError` if that is more than half of it."""
-    nbytes = sum(cache.memory_bytes for cache in {_cache_of(dataset) for dataset in datasets} if cache)
-    if nbytes > memory_limit // 2:
-        raise ValueError(
-            f"the caches keep {nbytes:,} bytes in memory, more than half of memory_limit={memory_limit:,}: "
-            "lower Cache(memory=...) or raise memory_limit"
-        )
-    return nbytes
-
-
-def _cache_of(dataset: ShardedDataset) -> Cache | None:
-    """The dataset's cache, if its shards are remote: local ones lie on a disk already."""
-    remote = any(not is_local(url) for url in dataset.catalog.urls[:1])
-    return dataset.cache if remote else None
-
-
-def _plan_of(dataset: ShardedDataset, number: int, plan: StreamPlan, place: Topology) -> Plan:
-    mixed = plan.dataset.sources != (dataset,)
-    seed = source_seed(plan.seed, number) if mixed else plan.seed
-    share = float(getattr(plan.dataset, "shares", [1])[number if mixed else 0])
-    shuffle = plan.shuffle.resolved()
-    return Plan(
-        dataset.catalog,
-        partial(_order, dataset, shuffle, seed),
-        samples=len(dataset) / share if share else np.inf,
-        lanes=_lanes(plan, shuffle.num_lanes, place),
-        sparse=shuffle.kind == "full",
-    )
-
-
-def _order(dataset: ShardedDataset, shuffle: Any, seed: int, epoch: int) -> Order:
-    return SelectedOrder(dataset.selection, shuffle, seed=seed, epoch=epoch)
-
-
-def _lanes(plan: StreamPlan, num_lanes: int, place: Topology) -> Lanes:
-    """The lanes of this machine's ranks; nodes are taken to have equally many."""
-    world = place.data_world_size
-    if plan.planner is not None:  # units, not samples, are dealt to ranks
-        return Lanes(0, num_lanes, shared=place.local_world_size > 1)
-    each = max(1, world // place.num_nodes)
-    first = seat_of(place) // each * each
-    return lanes_of_seats(range(first, min(world, first + each)), world, num_lanes, plan.batch_size)

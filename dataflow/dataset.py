@@ -8,6 +8,7 @@ lie (tar, tokens), and whole blocks, a few of which are kept, where it does not 
 from __future__ import annotations
 
 import inspect
+import logging
 import operator
 import os
 import threading
@@ -18,36 +19,44 @@ from typing import Any
 
 import numpy as np
 from torch.utils.data import Dataset
+from typing_extensions import TypeVar
 
-from dataflow.batches import ColumnBuilder, Randomness, Run
+from dataflow.batch.build import ColumnBuilder, Randomness, Run
+from dataflow.batch.chunk import sample_rng
+from dataflow.batch.samples import samples_of, transform_reason
 from dataflow.cache import Cache
-from dataflow.chunk import sample_rng
-from dataflow.decode import Output, resolve_outputs
+from dataflow.decode.outputs import Output, resolve_outputs
 from dataflow.opening import Opening
-from dataflow.samples import samples_of
 from dataflow.sharded import Sharded
-from dataflow.source import Source
-from dataflow.staging import StagedWindow
+from dataflow.staging.source import Source
+from dataflow.staging.window import StagedWindow
 from dataflow.views import matching, picked, split_parts
-from prefetch.arena import Arena
-from prefetch.hold import ReadHold
-from prefetch.leases import FileLeases
-from prefetch.mapping import Mappings
-from prefetch.store import StoreReader
-from sharding.block_table import BlockTable
+from prefetch.control.hold import ReadHold
+from prefetch.memory.arena import Arena
+from prefetch.memory.leases import FileLeases
+from prefetch.memory.mapping import Mappings
+from prefetch.store.again import Hosts, Retrier
+from prefetch.store.reader import StoreReader
+from prefetch.store.retries import RetryPolicy
 from sharding.blocks import DEFAULT_BLOCK_BYTES, Format
-from sharding.catalog import Catalog
-from sharding.errors import SampleError
-from sharding.order import Shuffle
-from sharding.selection import SelectedOrder, Selection
-from sharding.split import By
+from sharding.catalog.build import Catalog
+from sharding.catalog.table import BlockTable
+from sharding.errors import CorruptShardError, SampleError
+from sharding.order.order import Shuffle
+from sharding.order.selection import SelectedOrder, Selection
+from sharding.plan.split import By
 
+_log = logging.getLogger("dataflow")
 _KEPT_BLOCKS = 4
 
 OnError = str | Callable[[SampleError], bool]
 
 
-class ShardedDataset(Sharded, Dataset[Any]):
+S = TypeVar("S", default=dict[str, Any])
+"""A sample: what `transform` returns, or else a dict of columns."""
+
+
+class ShardedDataset(Sharded, Dataset[S]):
     """Samples of sharded files, wherever they lie.
 
     Args:
@@ -62,10 +71,14 @@ class ShardedDataset(Sharded, Dataset[Any]):
             that is a function of (seed, epoch, sample).
         batch_transform: called with each batch.
         storage_options: keyword arguments for the fsspec filesystem.
+        retry: a `RetryPolicy`: when a store that fails is asked again, and when it is given up. None: 120 s
+            after its last byte; 2 s where a host cannot be reached that never answered.
         cache: a `Cache`, which keeps blocks of remote shards on this machine; a `DataLoader` that streams
             the dataset uses it, random access does not. None: every epoch reads from the store.
         catalog: path of a saved catalog, or a `Catalog`. Without it, one is kept in the user's cache folder.
         dtype, length: type of a token, and tokens of a sample, for format "tokens" (and "megatron").
+        allow_unfinished: read the whole samples of tar and Arrow files that end too early, which are
+            errors otherwise; a warning names them, and `stats()` counts them.
         on_error: for samples that cannot be decoded or transformed: "raise", "skip", or a function of the
             `SampleError` that says whether to skip. What is skipped is counted and listed in `stats()`.
         error_budget: samples that may be skipped before the error is raised all the same.
@@ -83,13 +96,15 @@ class ShardedDataset(Sharded, Dataset[Any]):
         format: str | Format = "auto",  # noqa: A002
         columns: Sequence[str] | Mapping[str, str | Sequence[str]] | None = None,
         decode: object = "auto",
-        transform: Callable[..., Any] | None = None,
+        transform: Callable[..., S] | None = None,
         batch_transform: Callable[[Any], Any] | None = None,
         storage_options: Mapping[str, Any] | None = None,
+        retry: RetryPolicy | None = None,
         cache: Cache | None = None,
         catalog: str | os.PathLike[str] | Catalog | None = None,
         dtype: str | None = None,
         length: int | None = None,
+        allow_unfinished: bool = False,
         block_bytes: int = DEFAULT_BLOCK_BYTES,
         on_error: OnError = "raise",
         error_budget: int = 1000,
@@ -102,15 +117,23 @@ class ShardedDataset(Sharded, Dataset[Any]):
         if cache is not None and not isinstance(cache, Cache):
             raise ValueError(f'cache must be a dataflow.Cache, such as Cache("/nvme/cache"), got {cache!r}')
         self.cache = cache
+        if retry is not None and not isinstance(retry, RetryPolicy):
+            raise ValueError(f"retry must be a dataflow.RetryPolicy, got {retry!r}")
         self.storage_options = dict(storage_options or {})
-        opening = Opening(format, catalog, dtype, length, block_bytes, progress, self.storage_options)
-        self.catalog = opening.find(source)
+        self.retry, self._hosts = retry or RetryPolicy(), Hosts()
+        opening = Opening(
+            format, catalog, dtype, length, block_bytes, progress, self.storage_options, allow_unfinished
+        )
+        with Retrier(self.retry, self._hosts) as retrier:
+            self.catalog = opening.find(source, retrier)
         self.transform, self.batch_transform = transform, batch_transform
         self.on_error, self.error_budget = on_error, error_budget
         self._codec = self.catalog.codec() if isinstance(format, str) else format
         self.outputs: tuple[Output, ...] = resolve_outputs(
             self.catalog.schema, columns, decode, format_name=self.catalog.format
         )
+        if on_error == "raise":
+            _refuse_missing(self.catalog, self.outputs)
         self._all_columns = columns is None
         self.selection = Selection.whole(self.catalog.blocks.num_samples)
         """The samples this dataset consists of: all of the catalog's, or fewer in a view."""
@@ -138,15 +161,21 @@ class ShardedDataset(Sharded, Dataset[Any]):
         return Source(
             self.catalog,
             self._codec,
-            StoreReader(self.storage_options, hold=hold),
+            self.new_reader(hold),
             self.outputs,
             Mappings(keep_mapped_bytes, leases),
             hold=hold,
             all_columns=self._all_columns,
         )
 
+    def new_reader(
+        self, hold: ReadHold | None = None, say: Callable[[str], None] | None = None
+    ) -> StoreReader:
+        """What reads ranges of its shards; to be closed by the caller."""
+        return StoreReader(self.storage_options, policy=self.retry, hosts=self._hosts, hold=hold, say=say)
+
     @property
-    def sources(self) -> tuple[ShardedDataset, ...]:
+    def sources(self) -> tuple[ShardedDataset[Any], ...]:
         """Itself, as a `Mixture` has its datasets."""
         return (self,)
 
@@ -180,7 +209,7 @@ class ShardedDataset(Sharded, Dataset[Any]):
 
     # ---- views --------------------------------------------------------------------------------------
 
-    def subset(self, indices: slice | Sequence[int] | Any) -> ShardedDataset:
+    def subset(self, indices: slice | Sequence[int] | Any) -> ShardedDataset[S]:
         """The samples at some indices: a slice, or ascending integers, or a bool for every sample.
 
         A view, like all that follow: it reads nothing, and shares catalog and settings with this dataset.
@@ -188,29 +217,29 @@ class ShardedDataset(Sharded, Dataset[Any]):
         """
         return self._view(picked(self.selection, indices))
 
-    def take(self, n: int) -> ShardedDataset:
+    def take(self, n: int) -> ShardedDataset[S]:
         """The first n samples, or all if there are fewer."""
         return self.subset(slice(0, _not_negative(n)))
 
-    def skip(self, n: int) -> ShardedDataset:
+    def skip(self, n: int) -> ShardedDataset[S]:
         """All but the first n samples."""
         return self.subset(slice(_not_negative(n), None))
 
     def split(
         self, fractions: Mapping[str, float], *, by: By = "hash", seed: int = 0
-    ) -> dict[str, ShardedDataset]:
+    ) -> dict[str, ShardedDataset[S]]:
         """Parts of about these fractions, none of which shares a sample: `split({"train": .9, "val": .1})`.
 
         A sample's part depends on the seed, its shard's file name and its row in the shard: it stays when
-        shards are added. `by="shard"` gives whole shards to a part. See `sharding.split`.
+        shards are added. `by="shard"` gives whole shards to a part. See `sharding.plan.split`.
         """
-        parts = split_parts(self, fractions, by=by, seed=seed, level=self._num_splits)
+        parts = split_parts(self.selection, self.catalog, fractions, by=by, seed=seed, level=self._num_splits)
         views = {name: self._view(selection) for name, selection in parts.items()}
         for view in views.values():
             view._num_splits += 1
         return views
 
-    def select(self, columns: Sequence[str]) -> ShardedDataset:
+    def select(self, columns: Sequence[str]) -> ShardedDataset[S]:
         """Only these columns of what this dataset delivers, in this order. `ValueError` for unknown ones."""
         known = {output.name: output for output in self.outputs}
         unknown = [name for name in columns if name not in known]
@@ -220,7 +249,7 @@ class ShardedDataset(Sharded, Dataset[Any]):
         view.outputs, view._all_columns = tuple(known[name] for name in columns), False
         return view
 
-    def filter(self, expression: Any) -> ShardedDataset:
+    def filter(self, expression: Any) -> ShardedDataset[S]:
         """The samples for which a pyarrow expression is true: `filter(pyarrow.compute.field("n") > 3)`.
 
         The columns are the stored ones, whether delivered or not. Row groups that Parquet statistics rule
@@ -229,7 +258,7 @@ class ShardedDataset(Sharded, Dataset[Any]):
         """
         return self._view(matching(self.source(), self.selection, expression))
 
-    def _view(self, selection: Selection) -> ShardedDataset:
+    def _view(self, selection: Selection) -> ShardedDataset[S]:
         view = object.__new__(type(self))
         view.__setstate__(self.__getstate__())
         view.selection = selection
@@ -240,15 +269,16 @@ class ShardedDataset(Sharded, Dataset[Any]):
     def __len__(self) -> int:
         return len(self.selection)
 
-    def __getitem__(self, index: int) -> Any:
+    def __getitem__(self, index: int) -> S:
         """One sample: a dict of its columns, transformed. Negative indices count from the end."""
         if isinstance(index, slice):
             raise TypeError(
                 "a dataset takes one index at a time; for a slice, use dataset.subset(slice(...))"
             )
-        return self.__getitems__([index])[0]
+        sample: S = self.__getitems__([index])[0]
+        return sample
 
-    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
+    def __getitems__(self, indices: Sequence[int]) -> list[S]:
         """Several samples at once; torch's DataLoader calls it with a batch of indices."""
         samples = np.fromiter(map(operator.index, indices), np.int64)  # a float would be rounded silently
         total = len(self)
@@ -257,20 +287,28 @@ class ShardedDataset(Sharded, Dataset[Any]):
         if ((samples < -total) | (samples >= total)).any():
             raise IndexError(f"sample index out of range: {indices} in a dataset of {total}")
         blocks, rows = self.selection.locate(np.where(samples < 0, samples + total, samples))
-        builder, values = self._gather(blocks, rows)
+        builder, values, runs = self._gather(blocks, rows)
         if builder.bad:
             raise builder.bad[min(builder.bad)]
-        numbers = (self.catalog.blocks.first_sample[blocks] + rows).tolist()
-        return [self._apply(value, number) for value, number in zip(values, numbers, strict=True)]
-
-    def _apply(self, sample: dict[str, Any], number: int) -> Any:
         if self.transform is None:
-            return sample
-        if self.transform_wants_rng:
-            return self.transform(sample, rng=sample_rng(self.seed, self.epoch, number))
-        return self.transform(sample)
+            return values  # type: ignore[return-value]
+        return [self._transformed(value, run) for value, run in zip(values, runs, strict=True)]
 
-    def _gather(self, blocks: Any, rows: Any) -> tuple[ColumnBuilder, list[dict[str, Any]]]:
+    def _transformed(self, sample: dict[str, Any], run: Run) -> Any:
+        """What `transform` makes of the one sample of a run."""
+        assert self.transform is not None
+        window, row = run.window, int(run.rows[0])
+        try:
+            if self.transform_wants_rng:
+                return self.transform(
+                    sample, rng=sample_rng(self.seed, self.epoch, window.sample_number(row))
+                )
+            return self.transform(sample)
+        except Exception as error:
+            reason = transform_reason(error, [output.name for output in self.outputs])
+            raise window.sample_error(row, reason, None, stage="transform") from error
+
+    def _gather(self, blocks: Any, rows: Any) -> tuple[ColumnBuilder, list[dict[str, Any]], list[Run]]:
         """Stage the blocks in this thread, and build the columns of the rows as a batch would."""
         arena = self._arena()
         runs = []
@@ -278,13 +316,10 @@ class ShardedDataset(Sharded, Dataset[Any]):
             window, first = self._window(arena, block, row)
             runs.append(Run(window, np.array([first], np.int64), slice(at, at + 1)))
         randomness = Randomness(self.seed, self.epoch)
-        builder = ColumnBuilder(arena, runs, len(runs), randomness, None, may_load=True)
-        built = [builder.build(output) for output in self.outputs]
-        for column in built:
-            for part in column.parts:
-                part()
-        batch = {o.name: b.split([len(runs)])[0] for o, b in zip(self.outputs, built, strict=True)}
-        return builder, samples_of(batch, self.outputs, len(runs))
+        never = threading.Event()
+        builder = ColumnBuilder(arena, runs, len(runs), randomness, None, may_load=True, closing=never)
+        batch = {output.name: builder.build(output).whole(len(runs)) for output in self.outputs}
+        return builder, samples_of(batch, self.outputs, len(runs)), runs
 
     def _window(self, arena: Arena, block: int, row: int) -> tuple[StagedWindow, int]:
         """A staged window that holds one row of a block, and the row in it."""
@@ -309,7 +344,9 @@ class ShardedDataset(Sharded, Dataset[Any]):
 
     def _source(self) -> Source:
         if getattr(self._local, "pid", None) != os.getpid():
-            self._local.pid, self._local.source = os.getpid(), self.source()
+            # Who reads single samples waits right here: nobody else would say for what.
+            reader = self.new_reader(say=lambda line: _log.warning("%s", line))
+            self._local.pid, self._local.source = os.getpid(), replace(self.source(), reader=reader)
         source: Source = self._local.source
         return source
 
@@ -336,6 +373,19 @@ class ShardedDataset(Sharded, Dataset[Any]):
             f"ShardedDataset({len(self):,} samples {of}in {self.catalog.num_shards:,} shards, "
             f"{self.catalog.format}, columns {', '.join(o.name for o in self.outputs)})"
         )
+
+
+def _refuse_missing(catalog: Catalog, outputs: Sequence[Output]) -> None:
+    """Raise for a column that not every sample of a tar dataset has: it would end an epoch."""
+    for name in (source for output in outputs for source in output.sources):
+        number, key = catalog.missing.get(name, (-1, ""))
+        if number >= 0:
+            shard = catalog.shard(number).url
+            lacking = (
+                f"the sample has no member '{key}.{name}'" if key else f"no sample has a member {name!r}"
+            )
+            cure = "deliver what all have by columns=[...], or leave such samples out by on_error='skip'"
+            raise CorruptShardError(shard, f"{lacking}, which other samples have; {cure}", key=key or None)
 
 
 def _not_negative(n: int) -> int:

@@ -5,38 +5,41 @@ from __future__ import annotations
 import os
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Generic, Literal, Self, overload
 
 import torch
-from torch.utils.data import DataLoader as TorchDataLoader
-from torch.utils.data import _DatasetKind
+from typing_extensions import TypeVar
 
-from dataflow.doctor import VARIABLE
-from dataflow.fetching import MainIterator, Tally
-from dataflow.loader_state import Progress
 from dataflow.memory_limit import memory_limit_bytes
-from dataflow.process_workers import begin_to_start
-from dataflow.resumed import Resumed, resumed_from
 from dataflow.sharded import Sharded
-from dataflow.worker_choice import Decision
-from dataflow.worker_loader import WorkerIterator
-from prefetch.depth import DepthPolicy
-from sharding.batching import Batching
-from sharding.order import Shuffle
-from sharding.plan import Tail
-from sharding.topology import Topology
+from dataflow.state_checksum import checked_fields, with_checksum
+from dataflow.timing import VARIABLE
+from dataflow.workers.choice import Decision
+from dataflow.workers.fetching import MainIterator, Tally
+from dataflow.workers.iterator import WorkerIterator
+from dataflow.workers.processes import begin_to_start
+from dataflow.workers.progress import Progress, identity
+from dataflow.workers.resumed import Resumed, resumed_from
+from dataflow.workers.settings import WorkerLoader
+from prefetch.control.depth import DepthPolicy
+from sharding.lengths.batching import Batching
+from sharding.order.order import Shuffle
+from sharding.plan.plan import Tail
+from sharding.topology.topology import Topology
 
 if TYPE_CHECKING:
-    from dataflow.stream_loader import StreamLoader
-    from prefetch.hold import ReadHold
+    from dataflow.stats import LoaderStats, WorkerStats
+    from dataflow.stream.loader import StreamLoader
+    from prefetch.control.hold import ReadHold
 
-    _Base = TorchDataLoader[Any]  # what a batch is, only the dataset and collate_fn know
-else:
-    _Base = TorchDataLoader[TypeVar("T")]  # `DataLoader[Tensor]` may be written, as with torch
+D_co = TypeVar("D_co", covariant=True, default=Any)
+"""The dataset: a `Sharded` one decides what batches and statistics are."""
+B = TypeVar("B", default=dict[str, Any])
+"""A batch of shards: what `collate_fn` returns, or else a dict of columns."""
 
 
-class DataLoader(_Base):
+class DataLoader(WorkerLoader, Generic[D_co, B]):
     """Batches of any dataset.
 
     Over a `ShardedDataset` or a `Mixture` it streams shards, in an order that is a function of
@@ -47,11 +50,12 @@ class DataLoader(_Base):
     Args:
         dataset: a `ShardedDataset`, a `Mixture`, or any map-style or iterable dataset.
         batch_size: samples per batch (and rank).
-        shuffle: as in torch; over shards also a `Shuffle`, and None means a windowed shuffle.
+        shuffle: as in torch, False where it is not given; over shards True is a windowed shuffle, and it may
+            be a `Shuffle`.
         sampler, batch_sampler, num_workers, collate_fn, pin_memory, drop_last, timeout, worker_init_fn,
         multiprocessing_context, generator, prefetch_factor, persistent_workers, pin_memory_device, in_order:
             as in torch. Without `multiprocessing_context`, workers come from a fork server that has torch
-            imported; they are forked from this process if the dataset cannot be pickled.
+            imported (docs/workers.md); they are forked from this process if the dataset cannot be pickled.
         workers: what `num_workers` counts: "process" (or None), "thread", or "auto": a trial decides.
             With "thread", items are fetched by threads that all use `dataset` as it is, and share the global
             random generators with this code: what a fetch draws from those differs from run to run, so it
@@ -61,20 +65,21 @@ class DataLoader(_Base):
             resumed loader fetches again what was delivered. As in torchdata's `StatefulDataLoader`.
         memory_limit: bytes, or text such as "2GB", that the loader may hold; None: 1 GiB or an eighth of
             the machine's memory per local rank, whichever is less.
-        seed, topology, device, tail, depth, num_threads, batching: over shards only; see `StreamLoader`.
+        seed, topology, device, tail, depth, num_threads, batching, mark_repeats: over shards only; see
+            `StreamLoader`.
 
     Used by one thread. `for batch in loader` runs one epoch.
     """
 
     def __init__(
         self,
-        dataset: Any,
+        dataset: D_co,
         batch_size: int | None = 1,
         shuffle: bool | Shuffle | None = None,
         sampler: Any = None,
         batch_sampler: Any = None,
         num_workers: int = 0,
-        collate_fn: Callable[[list[Any]], Any] | None = None,
+        collate_fn: Callable[[list[Any]], B] | None = None,
         pin_memory: bool = False,
         drop_last: bool = False,
         timeout: float = 0,
@@ -96,11 +101,12 @@ class DataLoader(_Base):
         depth: int | DepthPolicy | None = None,
         num_threads: int | None = None,
         batching: Batching | None = None,
+        mark_repeats: bool = False,
     ) -> None:
         self._stream: StreamLoader | None = None
         if isinstance(dataset, Sharded):
             from dataflow.shard_order import ShardOrder, order_given
-            from dataflow.stream_loader import StreamLoader
+            from dataflow.stream.loader import StreamLoader
 
             order = order_given(sampler, batch_sampler)
             if order is None:
@@ -133,6 +139,7 @@ class DataLoader(_Base):
                     "num_threads": num_workers or None if num_threads is None else num_threads,
                     "batching": batching,
                     "pin_memory": pin_memory,
+                    "mark_repeats": mark_repeats,
                 }
             else:
                 arguments = order.arguments
@@ -156,6 +163,7 @@ class DataLoader(_Base):
             device=device,
             tail=tail,
             batching=batching,
+            mark_repeats=mark_repeats or None,
             shuffle=shuffle if isinstance(shuffle, Shuffle) else None,
         )
         self.workers = _checked_workers(workers, num_workers, multiprocessing_context)
@@ -163,13 +171,15 @@ class DataLoader(_Base):
         self.memory_limit = memory_limit_bytes(memory_limit, 1)
         self._tally = Tally()
         self._choice = _choice(self.workers, num_workers)
+        self._start = ("", "")
         self._latest: weakref.ref[MainIterator | WorkerIterator] | None = None
         self._iterators: weakref.WeakSet[WorkerIterator] = weakref.WeakSet()
         self._progress: Progress = Progress()
         self._resumed: Resumed | None = None
         self._chain: torch.Generator | None = None
+        self._times_closed = 0
         super().__init__(
-            dataset,
+            dataset,  # type: ignore[arg-type]  # any object with an index or an iterator serves, as in torch
             batch_size,
             shuffle,  # type: ignore[arg-type]
             sampler,
@@ -202,18 +212,22 @@ class DataLoader(_Base):
         """Batches of an epoch (on this rank). `TypeError` where it cannot be known."""
         return super().__len__() if self._stream is None else len(self._stream)
 
+    @overload  # type: ignore[override]  # torch's own iterator class says nothing of batches
+    def __iter__(self: DataLoader[Sharded, B]) -> Iterator[B]: ...
+    @overload
+    def __iter__(self) -> Iterator[Any]: ...
     def __iter__(self) -> Any:
         batches = self._begun()
         if VARIABLE not in os.environ:
             return batches
-        from dataflow.doctor.loops import watched
+        from dataflow.timing.loops import watched
 
         return watched(batches, self)
 
     def _begun(self) -> Any:
         if self._stream is not None:
             return iter(self._stream)
-        if self._resumed is not None or getattr(self._iterator, "failed", False):
+        if self._resumed is not None or getattr(self._iterator, "ends_with_epoch", False):
             self._iterator = None  # persistent workers stand elsewhere, or have ended
         began = time.perf_counter()
         iterator = super().__iter__()
@@ -226,8 +240,11 @@ class DataLoader(_Base):
             self._latest = weakref.ref(main)
             return main
         self.check_worker_number_rationality()
+        closed = self._times_closed
         iterator = WorkerIterator(self)
         self._iterators.add(iterator)
+        if closed != self._times_closed:  # by another thread, which saw no iterator
+            iterator.close()
         self._latest = weakref.ref(iterator)
         return iterator
 
@@ -235,10 +252,6 @@ class DataLoader(_Base):
         """Warn of more processes than cores, as torch does. More threads than cores are usual for reading."""
         if self.workers != "thread":
             super().check_worker_number_rationality()
-
-    def _take_resumed(self) -> Resumed | None:
-        resumed, self._resumed = self._resumed, None
-        return resumed
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch: of the order over shards, else of the sampler and the dataset that have one."""
@@ -256,27 +269,34 @@ class DataLoader(_Base):
         """Where the batches handed out so far end, as a small JSON value (if a dataset's own state is one).
 
         Taken inside a loop after the last batch, it resumes to nothing more of that epoch; taken after the
-        loop, to a new epoch. Valid with any number of workers.
+        loop, to a new epoch. With any number of workers it resumes to the same order; with any number above
+        0 of worker processes, if it was taken with processes, to the same random values in that epoch.
         """
-        return self._stream.state_dict() if self._stream is not None else self._progress.to_json(self)
+        stream = self._stream
+        return with_checksum(stream.state_dict() if stream is not None else self._progress.to_json(self))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Let the next loop go on where `state_dict` was taken.
 
         Raises:
-            ValueError: the state is damaged or of another kind of loader or dataset.
+            ValueError: it is no state, was damaged or edited, or was taken over other data or with other
+                settings, where its place means other samples. Nothing has changed then.
         """
+        fields = checked_fields(state)
         if self._stream is not None:
-            self._stream.load_state_dict(state)
+            self._stream.load_state_dict(fields)
             return
-        kind = "iterable" if self._dataset_kind == _DatasetKind.Iterable else "map"
-        self._resumed = resumed_from(state, kind)
-        self._progress = Progress.loaded(state) if state else Progress()
-        self._chain = self._resumed.chain if self._resumed else None
+        self._resumed = resumed_from(fields, identity(self))
+        self._progress = Progress.loaded(fields)
+        self._chain = self._resumed.chain
 
     # ---- statistics ---------------------------------------------------------------------------------
 
-    def stats(self) -> Any:
+    @overload
+    def stats(self: DataLoader[Sharded, B]) -> LoaderStats: ...
+    @overload
+    def stats(self) -> LoaderStats | WorkerStats: ...
+    def stats(self) -> LoaderStats | WorkerStats:
         """How the loader fares: a `LoaderStats` over shards, otherwise a `WorkerStats`."""
         if self._stream is not None:
             return self._stream.stats()
@@ -300,6 +320,8 @@ class DataLoader(_Base):
             ready_batches=ready,
             shared_bytes=crew.shared_bytes if crew else 0,
             worker_pids=_alive(crew.processes) if crew else (),
+            start=self._start[0],
+            start_reason=self._start[1],
         )
 
     @property
@@ -315,6 +337,7 @@ class DataLoader(_Base):
             self._stream.close()
             return
         self._iterator = None
+        self._times_closed += 1
         for iterator in list(self._iterators):
             iterator.close()
 
@@ -331,7 +354,7 @@ class DataLoader(_Base):
         if self._stream is None:
             self.__dict__["_iterators"] = weakref.WeakSet()
 
-    def __enter__(self) -> DataLoader:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from sharding.window_size import DEFAULT_LIMIT
+from sharding.plan.window_size import DEFAULT_LIMIT
 
 
 def memory_limit_bytes(limit: int | str | None, local_world_size: int) -> int:

@@ -1,8 +1,8 @@
 """`Mixture`: several datasets delivered as one, in given shares, without any random-number state.
 
-The shares are exact by construction (`sharding.shares`), each source keeps its own shuffled order and its own
-epochs, and one position says where a run stands, whatever the number of ranks. Mixtures nest: one inside
-another is spread out into its sources, each with the product of its weights.
+The shares are exact by construction (`sharding.mixture.shares`), each source keeps its own shuffled order and
+its own epochs, and one position says where a run stands, whatever the number of ranks. Mixtures nest: one
+inside another is spread out into its sources, each with the product of its weights.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from typing import Any, Union
 import numpy as np
 
 from dataflow.dataset import OnError, ShardedDataset
-from dataflow.decode import Output
+from dataflow.decode.outputs import Output
 from dataflow.sharded import Sharded
-from sharding.mixture import ENDLESS, MixtureSpec, Stop
-from sharding.mixture_windows import MixtureWindows, source_seed
-from sharding.order import Shuffle
-from sharding.selection import SelectedOrder
-from sharding.shares import Weight, exact_numbers, integer_shares, temperature_weights
+from sharding.mixture.interleaving import ENDLESS, MixtureSpec, Stop
+from sharding.mixture.shares import Weight, exact_numbers, integer_shares, temperature_weights
+from sharding.mixture.windows import MixtureWindows, source_seed
+from sharding.order.order import Shuffle
+from sharding.order.selection import SelectedOrder
 
 Member = Union[ShardedDataset, "Mixture"]
 Weights = Mapping[Member, Weight] | Sequence[Weight]
@@ -38,9 +38,9 @@ class Mixture(Sharded):
         Mixture([web, code], schedule={0: [1, 0], 10_000_000: [0.5, 0.5]})   shares from these samples on
 
     Every prefix of the sequence holds of each source its share, to less than one sample; shares whose common
-    denominator exceeds 65,536 are rounded to it (`shares` says to what). Each source is shuffled by itself,
-    in source epochs that each hold every sample once. What an epoch of the mixture leaves of a source comes
-    first in the next.
+    denominator exceeds 65,536 are rounded to it (`shares` says to what). Each source is shuffled by itself
+    (or comes in file order, without `shuffle=`), in source epochs that each hold every sample once. What an
+    epoch of the mixture leaves of a source comes first in the next.
 
     Args:
         members: datasets or mixtures; a mapping gives each its weight. All deliver the same columns.

@@ -10,13 +10,17 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from prefetch.again import asking_pool, until_answered
+from prefetch.store.again import Retrier
+from prefetch.store.reader import StoreReader
+from prefetch.store.shard_files import shard_file
 from sharding.blocks import DEFAULT_BLOCK_BYTES, Format
-from sharding.catalog import (
+from sharding.catalog.build import (
     Catalog,
     build_catalog,
     changes,
@@ -25,12 +29,14 @@ from sharding.catalog import (
     find_catalog,
     is_catalog,
     options_of,
+    unfinished_text,
     unlisted_columns,
 )
-from sharding.errors import ShardChangedError
+from sharding.catalog.expand import expand
+from sharding.catalog.storage import exists
+from sharding.errors import ShardChangedError, ShardReadError
 from sharding.formats import resolve_format
-from sharding.source import expand
-from sharding.storage import exists
+from sharding.redaction import identity_of
 from sharding.urls import is_local
 
 _INDEX_THREADS = 16
@@ -47,15 +53,30 @@ class Opening:
     block_bytes: int
     progress: bool | None
     storage_options: Mapping[str, Any]
+    allow_unfinished: bool
 
-    def find(self, source: Any) -> Catalog:
-        """The catalog of a source; indexes what has no true one."""
+    def find(self, source: Any, retrier: Retrier) -> Catalog:
+        """The catalog of a source; indexes what has no true one, and warns of unfinished shards."""
+        found = self._find(source, retrier)
+        if found.unfinished:
+            warnings.warn(unfinished_text(found), stacklevel=3)
+        return found
+
+    def _find(self, source: Any, retrier: Retrier) -> Catalog:
+        options = self.storage_options
         if isinstance(self.catalog, Catalog):
-            return self.catalog
+            return self._signed(self.catalog, source, retrier)
         if self.catalog is None and is_catalog(source):
-            return self._checked(self._load(os.fspath(source)), rebuild=None)
-        urls = expand(source, self.storage_options)
-        codec = resolve_format(self.format, urls, dtype=self.dtype, length=self.length, exists=self._exists)
+            return self._checked(load_catalog(os.fspath(source), options, retrier), retrier, rebuild=None)
+        urls = shards_of(source, options, retrier)
+        codec = resolve_format(
+            self.format,
+            urls,
+            dtype=self.dtype,
+            length=self.length,
+            allow_unfinished=self.allow_unfinished,
+            exists=lambda url: is_there(url, options, retrier),
+        )
         path = default_catalog_path(urls, codec, self.block_bytes)
         if self.catalog is not None:
             path = os.fspath(self.catalog)
@@ -64,49 +85,56 @@ class Opening:
             built = index(
                 urls,
                 codec,
-                storage_options=self.storage_options,
+                retrier,
+                storage_options=options,
                 block_bytes=self.block_bytes,
                 progress=self.progress,
             )
-            _save_quietly(built, path, required=self.catalog is not None, options=self.storage_options)
+            try:
+                save_catalog(built, path, options, retrier)
+            except Exception:  # a cache folder that cannot be written costs only the next start's indexing
+                if self.catalog is not None:
+                    raise
             return built
 
         if self.catalog is None:
             found = find_catalog(urls, codec, self.block_bytes)
         else:
-            found = self._load(path) if self._exists(path) else None
-        same = (urls, codec.name, options_of(codec))
+            there = is_there(path, options, retrier)
+            found = load_catalog(path, options, retrier) if there else None
+        same = (list(map(identity_of, urls)), codec.name, options_of(codec))
         if found is None or (found.urls, found.format, found.options) != same or not self._fits(found):
             return build()
-        return self._checked(found, rebuild=build)
+        return self._checked(found.signed_by(urls), retrier, rebuild=build)
+
+    def _signed(self, known: Catalog, source: Any, retrier: Retrier) -> Catalog:
+        """A catalog in memory, with passwords and signatures that the source has."""
+        given = [source] if isinstance(source, (str, os.PathLike)) else source
+        if all(identity_of(text) == text for text in map(str, given)):
+            return known
+        return known.signed_by(shards_of(source, self.storage_options, retrier))
 
     def _fits(self, found: Catalog) -> bool:
         """Whether its blocks are those asked for; the default takes any."""
         return self.block_bytes in (DEFAULT_BLOCK_BYTES, found.block_bytes)
 
-    def _load(self, path: str) -> Catalog:
-        return until_answered(lambda: Catalog.load(path, self.storage_options))
-
-    def _exists(self, url: str) -> bool:
-        return until_answered(lambda: exists(url, self.storage_options))
-
-    def _checked(self, found: Catalog, rebuild: Callable[[], Catalog] | None) -> Catalog:
+    def _checked(self, found: Catalog, retrier: Retrier, rebuild: Callable[[], Catalog] | None) -> Catalog:
         """The catalog if its shards are as indexed; says so if not, and indexes again where it may."""
         local = all(map(is_local, found.urls))
         shards = range(found.num_shards) if local or rebuild else _some(found.num_shards)
         if local:
             changed = changes(found)
         else:
-            with asking_pool(_INDEX_THREADS, "dataflow-index") as (pool, again):
+            with retrier.pool(_INDEX_THREADS, "dataflow-index") as pool, _told_of_signatures(found):
                 changed = changes(
-                    found, self.storage_options, pool.map, fresh=False, again=again, shards=shards
+                    found, self.storage_options, pool.map, fresh=False, retry=retrier, shards=shards
                 )
         if not changed:
             return self._with_all_columns(found, rebuild)
         text = changes_text(changed, len(shards))
         if rebuild is None:
             raise ShardChangedError(changed[0].url, f"{text}; index the dataset again: dataflow index")
-        warnings.warn(f"{text}; indexing again", stacklevel=4)
+        warnings.warn(f"{text}; indexing again", stacklevel=5)
         return rebuild()
 
     def _with_all_columns(self, found: Catalog, rebuild: Callable[[], Catalog] | None) -> Catalog:
@@ -116,10 +144,41 @@ class Opening:
             return found
         text = f"the catalog is of an earlier release and leaves out column {unlisted[0]!r}"
         if rebuild is None:
-            warnings.warn(f"{text}; index the dataset again for it: dataflow index", stacklevel=5)
+            warnings.warn(f"{text}; index the dataset again for it: dataflow index", stacklevel=6)
             return found
-        warnings.warn(f"{text}; indexing again", stacklevel=5)
+        warnings.warn(f"{text}; indexing again", stacklevel=6)
         return rebuild()
+
+
+@contextmanager
+def _told_of_signatures(catalog: Catalog) -> Iterator[None]:
+    try:
+        yield
+    except ShardReadError as error:
+        if error.reason.startswith("permission denied") and not catalog.signed_urls:
+            error.add_note("if its URLs were signed, give them again, and catalog=: it keeps no signatures")
+        raise
+
+
+def is_there(url: str, options: Mapping[str, Any], retrier: Retrier) -> bool:
+    """Whether a file exists."""
+    return retrier(lambda: exists(url, options), url)
+
+
+def load_catalog(url: str, options: Mapping[str, Any], retrier: Retrier) -> Catalog:
+    """A saved catalog."""
+    return retrier(lambda: Catalog.load(url, options), url)
+
+
+def save_catalog(catalog: Catalog, url: str, options: Mapping[str, Any], retrier: Retrier) -> None:
+    """Keep a catalog."""
+    retrier(lambda: catalog.save(url, options), url)
+
+
+def shards_of(source: Any, options: Mapping[str, Any], retrier: Retrier) -> list[str]:
+    """The URLs that a source stands for; of what a store must list, too."""
+    first = source[0] if isinstance(source, (list, tuple)) and source else source
+    return retrier(lambda: expand(source, options), str(first), may_ask_nobody=True)
 
 
 def _some(num_shards: int) -> Sequence[int]:
@@ -131,6 +190,7 @@ def _some(num_shards: int) -> Sequence[int]:
 def index(
     urls: Sequence[str],
     codec: Format,
+    retrier: Retrier,
     *,
     storage_options: Mapping[str, Any] | None = None,
     block_bytes: int = DEFAULT_BLOCK_BYTES,
@@ -143,10 +203,13 @@ def index(
     console = Console(stderr=True)
     hidden = not (console.is_terminal if progress is None else progress)
     look = (TextColumn("indexing"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
+    bar = Progress(*look, TimeRemainingColumn(), console=console, disable=hidden, transient=True)
     with (
-        Progress(*look, TimeRemainingColumn(), console=console, disable=hidden, transient=True) as bar,
-        asking_pool(_INDEX_THREADS, "dataflow-index") as (pool, again),
+        nullcontext() if hidden else bar,  # at its end, it prints an empty line even if it is disabled
+        retrier.pool(_INDEX_THREADS, "dataflow-index") as pool,
+        closing(StoreReader(storage_options, policy=retrier.policy, hosts=retrier.hosts)) as reader,
     ):
+        retrier.watch(reader.waiting)
         task = bar.add_task("", total=len(urls))
 
         def show(done: int, total: int, samples: int) -> None:
@@ -159,16 +222,6 @@ def index(
             block_bytes=block_bytes,
             map=pool.map,
             progress=show,
-            again=again,
+            retry=retrier,
+            open_shard=partial(shard_file, reader),
         )
-
-
-def _save_quietly(catalog: Catalog, path: str, *, required: bool, options: Mapping[str, Any]) -> None:
-    """Keep a catalog; a cache folder that cannot be written costs only the next start's indexing."""
-    try:
-        if is_local(path):
-            os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
-        catalog.save(path, options)
-    except Exception:
-        if required:
-            raise

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch.utils.data import DistributedSampler
 
-from dataflow.stream_loader import StreamLoader
+from dataflow.stream.loader import StreamLoader
 
 _NOT_READ = (
     "a loader over shards is iterated over (and measured) itself, not through its sampler or in another "
@@ -79,6 +79,14 @@ class ShardOrder(DistributedSampler[int]):
     def drop_last(self) -> bool:  # type: ignore[override]
         """Whether the last, incomplete global batch is left out."""
         return self._stream.tail == "drop"
+
+    @property
+    def remainder(self) -> int:
+        """Samples of the next loop's last batch of all ranks that come for the first time.
+
+        0: as many as it has. -1: it has samples besides which do not lie at its end, or units that are none.
+        """
+        return self._stream.remainder
 
     @property
     def num_replicas(self) -> int:  # type: ignore[override]

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from prefetch.block_cache import NO_CACHE, CacheStats
-from prefetch.engine_stats import StageStats
-from prefetch.ledger import MemoryHeld
-from prefetch.store import NO_FAULTS, ReadStats
-from sharding.units import LengthStats
+from prefetch.cache.block_cache import NO_CACHE, CacheStats
+from prefetch.engine.ledger import MemoryHeld
+from prefetch.engine.stats import StageStats
+from prefetch.store.reader import NO_FAULTS, ReadStats
+from sharding.lengths.units import LengthStats
 
 
 @dataclass(frozen=True)
@@ -54,11 +54,19 @@ class LoaderStats:
     window_reason: str
     """Why that many."""
     memory: MemoryHeld
-    """Bytes held now, by state."""
+    """Bytes held now, by state: what `memory_limit` is about."""
     skipped_samples: int
     """Samples left out by `on_error`."""
     skipped: tuple[str, ...]
     """The first 1,000 of them: shard, offset, key, reason."""
+    empty_batches: int = 0
+    """Batches of which that left nothing. With one rank they are left out; with several the rank's last good
+    batch came again in the place of each, so that no rank lacks a step."""
+    read_amplification: float | None = 1.0
+    """How often the ranks together read each byte of the shards in an epoch, by the plan, caches left out. 1:
+    no block by two ranks, as with one rank or `shuffle=True` on up to eight. Up to the number of ranks in
+    file order, where each takes a part of every batch. None: not known (full shuffles, mixtures,
+    `batching=`)."""
     faults: ReadStats = NO_FAULTS
     """What went wrong with remote reads: retries, throttling, second requests, wrong checksums."""
     cache: CacheStats = NO_CACHE
@@ -66,6 +74,13 @@ class LoaderStats:
     lengths: LengthStats | None = None
     """What `batching=` makes of the lengths of the epoch that was begun last, over all ranks: efficiency,
     elements cut off, and more. None without `batching=`."""
+    mapped_bytes: int = 0
+    """Bytes of local shards whose pages are in this process now: windows in use, which `memory` counts, too,
+    and up to a quarter of the limit beside them. They are the page cache's: shared with other processes, and
+    the system takes them back when it needs memory."""
+    unfinished_shards: int = 0
+    """Shards that end before their format says so, which `allow_unfinished=True` lets pass. Above 0: samples
+    may be missing."""
 
 
 @dataclass(frozen=True)
@@ -103,3 +118,8 @@ class WorkerStats:
     without worker processes. Grows with every batch that is kept."""
     worker_pids: tuple[int, ...]
     """Process ids of the workers of the loop begun last; empty without worker processes."""
+    start: str = ""
+    """How those processes were started: "forked server", "fork server" (which takes 1 to 2 s once), or the
+    start method that was asked for; see docs/workers.md. Empty without worker processes."""
+    start_reason: str = ""
+    """Why so."""

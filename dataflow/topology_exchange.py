@@ -15,10 +15,10 @@ import numpy as np
 import torch.distributed as dist
 
 from sharding.errors import DataflowError
-from sharding.launchers import Env, Place, detect_place, slurm_switch
-from sharding.rank_facts import RankFacts, facts_of, placed
-from sharding.replicas import Replicate
-from sharding.topology import Racks, Topology, given_variables
+from sharding.topology.launchers import Env, Place, detect_place, slurm_switch
+from sharding.topology.rank_facts import RankFacts, facts_of, placed
+from sharding.topology.replicas import Replicate
+from sharding.topology.topology import Racks, Topology, given_variables
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

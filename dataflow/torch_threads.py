@@ -30,8 +30,8 @@ def setting_kept() -> Iterator[None]:
 def run_with_one_torch_thread(task: Callable[[], None]) -> None:
     """Run a task in a thread of the user's, as in one of ours."""
     number = torch.get_num_threads()
-    torch.set_num_threads(1)
     try:
+        torch.set_num_threads(1)  # inside: a Ctrl-C may come right after it
         task()
     finally:
         torch.set_num_threads(number)

@@ -8,19 +8,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dataflow.source import Source
-from sharding.order import mix_key
-from sharding.predicate import Predicate, Tabular, blocks_that_may_match
-from sharding.selection import Selection
-from sharding.split import By, split_selection
-
-if TYPE_CHECKING:
-    from dataflow.dataset import ShardedDataset
+from dataflow.staging.source import Source
+from sharding.catalog.build import Catalog
+from sharding.catalog.predicate import Predicate, Tabular, blocks_that_may_match
+from sharding.order.order import mix_key
+from sharding.order.selection import Selection
+from sharding.plan.split import By, split_selection
 
 _FILTER_THREADS = 16
 
@@ -55,11 +53,17 @@ def _ascending(indices: NDArray[np.int64], total: int) -> NDArray[np.int64]:
 
 
 def split_parts(
-    dataset: ShardedDataset, fractions: Mapping[str, float], *, by: By, seed: int, level: int
+    selection: Selection,
+    catalog: Catalog,
+    fractions: Mapping[str, float],
+    *,
+    by: By,
+    seed: int,
+    level: int,
 ) -> dict[str, Selection]:
     """The parts of a split. A part that is split again (`level`) draws anew, or its parts would be skewed."""
     drawn = mix_key(seed, level) if level else seed
-    return split_selection(dataset.selection, dataset.catalog, fractions, by=by, seed=drawn)
+    return split_selection(selection, catalog, fractions, by=by, seed=drawn)
 
 
 def matching(source: Source, selection: Selection, expression: Any) -> Selection:

@@ -35,7 +35,7 @@ def image_tar(folder: Path, jpegs: Path | None) -> Path:
 
     def write(path: Path) -> None:
         pictures = drawn(512) if jpegs is None else found(jpegs)
-        with ShardWriter(str(path.with_name("%d.tar"))) as shards:
+        with ShardWriter(str(path.with_name("%d.tar")), overwrite=True) as shards:
             for number, (picture, label) in enumerate(pictures):
                 shards.write({"__key__": f"{number:06d}", "jpg": picture, "cls": label})
         path.with_name("0.tar").replace(path)

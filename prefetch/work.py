@@ -6,12 +6,24 @@ one or more staged windows.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol, TypeVar
-
-from prefetch.pool import Task
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
 
 T_co = TypeVar("T_co", covariant=True)
+Task = Callable[[], None]
+
+
+@dataclass(frozen=True)
+class Piece(Generic[T_co]):
+    """Some finished batches of a chunk, or what the next ones will take."""
+
+    batches: Sequence[T_co] = ()
+    slot_bytes: int = 0
+    """Beyond the chunk's `nbytes`; come back as lent bytes when they die. May be told before they are
+    taken."""
+    heap_bytes: int = 0
+    """Beyond the chunk's `nbytes`, of objects whose death nobody sees."""
 
 
 class Chunk(Protocol[T_co]):
@@ -22,6 +34,8 @@ class Chunk(Protocol[T_co]):
     num_batches: int
     needs: Sequence[Window]
     """Staged windows it reads: the one that listed it, or earlier ones."""
+    leased_bytes: int
+    """How many of `nbytes` stay leased until the batches die; known when `finish` has ended."""
     closes: Sequence[Window]
     """Those of `needs` that no later chunk needs."""
 
@@ -29,8 +43,8 @@ class Chunk(Protocol[T_co]):
         """Take slots and give the parts that may run in parallel. On a worker thread."""
         ...
 
-    def finish(self) -> tuple[Sequence[T_co], int]:
-        """The batches in order, and how many of `nbytes` stay leased until they die."""
+    def finish(self) -> Iterator[Piece[T_co]]:
+        """The batches in order. Between two pieces any time may pass, and any worker thread go on."""
         ...
 
 

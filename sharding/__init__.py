@@ -1,1 +1,6 @@
-"""Which bytes, in which order, for whom: formats, catalog, order, plan and writers. No torch, no threads."""
+"""Values about shards, samples and their order: no torch, no threads, no clocks.
+
+In: URLs, bytes of shards, settings. Out: catalogs, orders, plans, mixtures: pure functions and frozen values.
+`errors`, `blocks` (what a format gives), `urls`, `redaction` and `compression` serve all rooms. Read `blocks`
+first, then the rooms in this order: `formats`, `catalog`, `order`, `plan`, `mixture`, `lengths`.
+"""

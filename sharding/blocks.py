@@ -9,7 +9,7 @@ wherever the layout allows it. Nothing here does I/O, knows threads, or imports 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import BinaryIO, Protocol
 
 import numpy as np
@@ -24,11 +24,18 @@ class Shard:
     """One file or object, as it was when it was indexed."""
 
     url: str
-    """Where it is, as fsspec opens it."""
+    """What names it: where it is, without password and signature."""
     size: int
     """Bytes in the store (compressed bytes for `.gz` and `.zst`)."""
     version: str
     """What tells that it changed: "etag:..." where the store has one, else "mtime:...", else ""."""
+    signed_url: str = field(default="", repr=False, compare=False)
+    """The URL with password and signature, where it has any: never kept, never shown."""
+
+    @property
+    def location(self) -> str:
+        """What fsspec opens."""
+        return self.signed_url or self.url
 
 
 @dataclass(frozen=True)
@@ -67,6 +74,10 @@ class ShardScan:
     """Per block, what the codec needs to find its samples without a scan (format's own layout), or None."""
     footer: bytes = b""
     """Per shard, metadata the codec needs at every block (a Parquet footer, an Arrow schema), or b""."""
+    unfinished: str = ""
+    """How the file ends before its format says so, where that was allowed; "": it does not."""
+    missing: Mapping[str, str] = field(default_factory=dict)
+    """Of columns that some samples lack, where samples name their own (tar): key of the first that does."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +132,11 @@ Columns = dict[str, Column]
 
 
 class Format(Protocol):
-    """How one file format is indexed and decoded. Stateless: one instance serves all threads."""
+    """How one file format is indexed and decoded. Stateless: one instance serves all threads.
+
+    One whose `locate` goes by index and footer also has `check(block)`, which raises `ValueError` where these
+    contradict the block's numbers: a catalog calls it once a block, before anybody else sees the block.
+    """
 
     name: str
     """Name users give as `format=`."""

@@ -6,9 +6,17 @@ equals the fields, so an error survives pickling into another process.
 
 from __future__ import annotations
 
+from sharding.redaction import without_secrets
+
 
 class DataflowError(Exception):
-    """Base of every error raised by dataflow, prefetch and sharding."""
+    """Base of every error raised by dataflow, prefetch and sharding.
+
+    Passwords and signatures in URLs are left out of its text.
+    """
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*(without_secrets(arg) if isinstance(arg, str) else arg for arg in args))
 
 
 class ShardError(DataflowError):
@@ -19,7 +27,7 @@ class ShardError(DataflowError):
         reason: what is wrong and, where there is a cure, what to do.
         offset: byte offset in the shard (of the decompressed bytes, for compressed shards), or None.
         key: sample key or index inside the shard, or None.
-        stage: "index", "read", "decode", "transform" or "write".
+        stage: "index", "read", "decode", "transform", "collate", "plan" or "write".
     """
 
     def __init__(
@@ -31,7 +39,8 @@ class ShardError(DataflowError):
         stage: str = "index",
     ) -> None:
         super().__init__(shard, reason, offset, key, stage)
-        self.shard, self.reason, self.offset, self.key, self.stage = shard, reason, offset, key, stage
+        self.shard, self.reason = without_secrets(shard), without_secrets(reason)
+        self.offset, self.key, self.stage = offset, key, stage
 
     def __str__(self) -> str:
         place = [self.shard or "dataset"]
@@ -42,8 +51,24 @@ class ShardError(DataflowError):
         return f"{', '.join(place)}: {self.reason} (stage: {self.stage})"
 
 
-class ShardReadError(ShardError):
-    """A byte range of a shard could not be read: missing, forbidden, truncated or failing storage."""
+class ShardReadError(ShardError, OSError):
+    """A byte range of a shard could not be read: missing, forbidden, truncated or failing storage.
+
+    It is an `OSError` too, as what Python's own files raise: `filename` is the shard's URL and `errno` None.
+    """
+
+    def __init__(
+        self,
+        shard: str,
+        reason: str,
+        offset: int | None = None,
+        key: str | None = None,
+        stage: str = "index",
+    ) -> None:
+        super().__init__(shard, reason, offset, key, stage)
+        # `OSError` takes its first argument for an errno and keeps two: pickling needs all five.
+        self.args = (self.shard, self.reason, offset, key, stage)
+        self.errno, self.strerror, self.filename, self.filename2 = None, self.reason, self.shard, None
 
 
 class ShardChangedError(ShardError):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from click.testing import CliRunner
 
-from dataflow.cli import main
+from dataflow.tools.cli import main
 
 
 def run_command(*arguments: object) -> tuple[int, str]:

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from dataflow.grad.controller import Controller, Seen
-from dataflow.grad.trial import Knob
+from dataflow.grad.adapt.controller import Controller, Seen
+from dataflow.grad.adapt.trial import Knob
 
 COMPRESSION = Knob("compression", ("all-reduce", "bf16", "int8"))
 SENT = (1.0, 0.5, 0.27)

@@ -25,8 +25,9 @@ import zstandard
 from torch import Tensor
 
 from dataflow import DataLoader, Ragged, ShardedDataset, Topology
-from sharding.order import Order
-from sharding.plan import EpochPlan, Tail
+from dataflow.state_checksum import checked_fields, with_checksum
+from sharding.order.order import Order
+from sharding.plan.plan import EpochPlan, Tail
 
 Row = dict[str, Any]
 NUM_SAMPLES = 47
@@ -284,6 +285,11 @@ def rows_of(batch: Mapping[str, Any]) -> list[Row]:
         for name, value in batch.items()
     }
     return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+
+
+def edited(state: Mapping[str, Any], **changes: Any) -> dict[str, Any]:
+    """The state with other values, by somebody who knows about checksums."""
+    return with_checksum({**checked_fields(state), **changes})
 
 
 def rank(r: int, world_size: int) -> Topology:

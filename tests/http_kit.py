@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 WAIT_S = 20.0
 
@@ -54,9 +55,11 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self._answer()
 
     def _answer(self) -> None:
-        path = self.server.folder / self.path.strip("/")
-        if not path.is_file():
-            self.send_response(404)
+        url = urlsplit(self.path)
+        path = self.server.folder / url.path.strip("/")
+        allowed = self.server.may_read(url.query, self.headers.get("Authorization", ""))
+        if not allowed or not path.is_file():
+            self.send_response(404 if allowed else 403)
             self.send_header("Content-Length", "0")
             self.end_headers()
             return
@@ -72,7 +75,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self.server.may_answer(asked)
         self.send_response(206 if wanted else 200)
         if wanted:
-            self.send_header("Content-Range", f"bytes {start}-{end - 1}/{len(content)}")
+            self.send_header("Content-Range", self.server.content_range(asked, len(content)))
         version = self.server.versions.get(path.name, "1")
         for name, value in (
             ("ETag", f'"{version}"'),
@@ -86,6 +89,10 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
     def log_message(self, *_: Any) -> None:
         pass
+
+
+def _content_range(asked: Asked, size: int) -> str:
+    return f"bytes {asked.start}-{asked.end - 1}/{size}"
 
 
 class RangeServer(http.server.ThreadingHTTPServer):
@@ -102,6 +109,9 @@ class RangeServer(http.server.ThreadingHTTPServer):
         self.versions: dict[str, str] = {}
         """Etags, where they are not "1"."""
         self.may_answer: Callable[[Asked], None] = lambda asked: None
+        self.content_range: Callable[[Asked, int], str] = _content_range
+        self.may_read: Callable[[str, str], bool] = lambda query, authorization: True
+        """Whether a request with this query and authorization is answered; 403 if not."""
 
     def handle_error(self, *_: Any) -> None:
         """Clients that were closed hang up: nothing to say."""

@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from dataflow.grad.passive import Passive
-from dataflow.grad.strategy import StrategyContext
-from sharding.topology import Topology
+from dataflow.grad.strategies.passive import Passive
+from dataflow.grad.strategies.strategy import StrategyContext
+from sharding.topology.topology import Topology
 
 BUCKET_MB = 0.001
 """So small that each layer has a bucket of its own, and DDP deals them anew after the first backward pass."""

@@ -17,6 +17,7 @@ from types import ModuleType
 import pytest
 
 import dataflow
+from benchmarks import image_options
 from dataflow.testing import run_ranks
 from sharding import errors
 from sharding.errors import DataflowError
@@ -54,6 +55,17 @@ def test_the_first_program_trains_on_every_sample(session: tuple[Path, str]) -> 
     assert session[1].startswith("1,000 samples in 16 batches, loss ")
 
 
+def test_the_first_program_runs_again_in_its_folder_to_the_same_loss(
+    session: tuple[Path, str], tmp_path: Path
+) -> None:
+    (tmp_path / "first.py").write_text(code_blocks(README, "python")[0])
+    command = [sys.executable, "-W", "error", "first.py"]
+    once = run(command, tmp_path)
+    assert once == run(command, tmp_path) == session[1].splitlines(keepends=True)[0]
+    (tmp_path / "train-0003.tar").unlink()  # as if the first run had been interrupted
+    assert run([sys.executable, "first.py"], tmp_path) == once
+
+
 def test_the_later_snippets_run_after_it(session: tuple[Path, str]) -> None:
     assert session[1].splitlines()[1:3] == ["0 samples", "0 bytes"]
 
@@ -75,6 +87,24 @@ def test_the_page_on_gradient_accumulation_runs_from_top_to_bottom() -> None:
     found: dict[str, object] = {}
     exec("\n".join(code_blocks(page, "python")), found)
     assert str(found["info"]).startswith("StepInfo(")
+
+
+def test_the_page_on_images_runs_from_top_to_bottom_and_again(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "image.md").read_text("utf-8")
+    (tmp_path / "page.py").write_text("\n".join(code_blocks(page, "python")))
+    for _ in range(2):
+        run([sys.executable, "-W", "error", "page.py"], tmp_path)
+
+
+def test_the_page_on_images_shows_every_option_in_a_picture_of_its_own_script() -> None:
+    page = (ROOT / "docs" / "image.md").read_text("utf-8")
+    sections = page.partition("\n## Options\n")[2].partition("\n## ")[0]
+    named = re.findall(r"\*\*`(\w+)`\*\*", sections)
+    assert sorted(named) == sorted(inspect.signature(dataflow.Image).parameters)
+    shown = re.findall(r"\(images/image-([\w-]+)\.png\)", sections)
+    assert sorted(shown) == sorted(image_options.figures())
+    files = {path.stem.removeprefix("image-") for path in (ROOT / "docs" / "images").glob("image-*.png")}
+    assert files == set(shown)
 
 
 def test_demo_and_test_commands_are_marked_for_ci() -> None:
@@ -107,7 +137,7 @@ def test_every_extra_exists() -> None:
 
 
 def test_every_command_exists() -> None:
-    from dataflow.cli import main
+    from dataflow.tools.cli import main
 
     text = "".join(page.read_text("utf-8") for page in PAGES)
     named = set(re.findall(r"(?:bin/|[`\s])dataflow (demo|index|bench|inspect|plan|doctor|convert)\b", text))

@@ -21,6 +21,8 @@ from typing import Any
 import psutil
 from torch.utils.data import Dataset, IterableDataset
 
+from prefetch.workers import fork_server
+
 HERE = Path(__file__).parent
 WAIT_S = 60.0
 """Nothing here waits longer; a machine that is busy with other things may need some of it."""
@@ -119,11 +121,12 @@ def ended(*pids: int) -> bool:
 def workers_of_this_process() -> list[int]:
     """Processes below this one, but for helpers that live as long as it does; zombies count."""
     found = []
+    forked = {getattr(server, "_forkserver_pid", None) for server in fork_server._servers}
     for child in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):
             command = " ".join(child.cmdline())
             server = "forkserver import main" in command and child.ppid() == os.getpid()
-            if not server and "resource_tracker" not in command:
+            if not server and child.pid not in forked and "resource_tracker" not in command:
                 found.append(child.pid)
     return found
 
@@ -189,6 +192,13 @@ class Script:
         """Wait for its end: exit code, output, errors."""
         out, err = self.process.communicate(timeout=WAIT_S)
         return self.process.returncode, out, err
+
+
+ANOTHER_THREAD = """
+import threading
+threading.Thread(target=threading.Event().wait, daemon=True).start()
+"""
+"""At the beginning of a script: its fork server is not forked from it."""
 
 
 def run_script(

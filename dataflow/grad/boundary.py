@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from dataflow.grad.agreement import Agreement
-from dataflow.grad.strategy import Strategy
+from dataflow.grad.strategies.strategy import Strategy
 
 
 @dataclass(frozen=True)

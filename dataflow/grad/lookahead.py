@@ -88,6 +88,8 @@ class LookAhead:
                     "the state has the place of a loader, but this loader has no load_state_dict"
                 )
             self._loader.load_state_dict(state["loader"])
+        elif self._has_state:
+            raise ValueError("the state has no place of the loader, which would start over")
         self._consumed = state["loader"]
         self._left_early = self._to_leave = bool(state.get("left_early"))
         # A loader without a state begins an epoch anew.

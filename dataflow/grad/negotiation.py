@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from dataflow.grad.adapt.control import Control
 from dataflow.grad.agreement import Agreement
-from dataflow.grad.control import Control
 from dataflow.grad.lookahead import Share
-from dataflow.grad.merged import merged, merged_plan
 from dataflow.grad.position import Position
 from dataflow.grad.windows import (
     MICROBATCHES,
@@ -20,6 +19,8 @@ from dataflow.grad.windows import (
     Uneven,
     UnevenRanksError,
     WindowPlan,
+    merged,
+    merged_plan,
     plan_window,
     scales,
     summed,
@@ -52,6 +53,8 @@ class Window:
     scales: dict[str, float]
     giver: int | None = None
     """The rank whose batch those replay that have none; None if nobody needs one."""
+    scaled: bool = False
+    """A loss of it was scaled."""
     ended: bool = False
 
 

@@ -17,34 +17,33 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from dataflow.doctor.records import RankRecords
-from dataflow.grad.adapt import Adapt, allowed, with_options
+from dataflow.grad.adapt.control import Control
+from dataflow.grad.adapt.controller import Mode
+from dataflow.grad.adapt.io_gate import GateDecision, GatePolicy, Io, IoGate, gate_policy
+from dataflow.grad.adapt.knobs import Adapt, allowed, with_options
+from dataflow.grad.adapt.switched import Switched
 from dataflow.grad.agreement import Agreement
-from dataflow.grad.all_reduce import AllReduce
 from dataflow.grad.boundary import Boundary, Outcome, check_boundary
-from dataflow.grad.control import Control
-from dataflow.grad.controller import Mode
 from dataflow.grad.deadline import Deadline
-from dataflow.grad.io_gate import GateDecision, GatePolicy, Io, IoGate, gate_policy
 from dataflow.grad.lookahead import LookAhead, Weight, weigher
 from dataflow.grad.microbatch import Microbatch
 from dataflow.grad.negotiation import Negotiation, Window
-from dataflow.grad.phases import Phase, PhaseLedger
 from dataflow.grad.position import Position, check_same_windows
+from dataflow.grad.records import RankRecords, WindowRecorder
 from dataflow.grad.replay import Replay
 from dataflow.grad.settings import Settings, checked_names
-from dataflow.grad.step_info import StepInfo
-from dataflow.grad.strategy import Strategy
+from dataflow.grad.strategies.all_reduce import AllReduce
+from dataflow.grad.strategies.strategy import Strategy
 from dataflow.grad.strategy_setup import check_strategy, set_up
-from dataflow.grad.switched import Switched
 from dataflow.grad.units import Units
-from dataflow.grad.window_times import WindowRecorder
 from dataflow.grad.windows import MICROBATCHES, Partial, Uneven, checked_weight
 from dataflow.grad.wrapped import Ddp, buffers_kept, check_hooks, check_optimizer, mixes_batches, wrapped
-from sharding.topology import Topology
+from dataflow.timing.phases import Phase, PhaseLedger
+from dataflow.timing.step_info import StepInfo
+from sharding.topology.topology import Topology
 
 if TYPE_CHECKING:
-    from dataflow.doctor.report import Report
+    from dataflow.timing.report import Report
 
 T = TypeVar("T")
 
@@ -181,7 +180,7 @@ class GradSchedule:
         policy = policy or self._control
         self._gate = None if hold is None or policy is None else IoGate(hold, policy, self.phases)
         self._replay = Replay()
-        self._running = False
+        self._running = self._warned_of_scale = False
         self._microbatch: Microbatch | None = None
         self._implied: str | None = None
         self._position = Position.start(self._settings.weights)
@@ -234,7 +233,9 @@ class GradSchedule:
 
         The number of ranks divided by the weight's total over window and ranks; 0 in a replay.
         """
-        return self._open().scale(name)
+        microbatch = self._open()
+        microbatch.window.scaled = True
+        return microbatch.scale(name)
 
     def backward(self, loss: Tensor) -> None:
         """The backward pass of the microbatch: once for each, with all its losses added up."""
@@ -265,12 +266,26 @@ class GradSchedule:
             raise RuntimeError("sched.step was called before sched.backward(loss) for this microbatch")
         if not microbatch.is_last or microbatch.window.ended:
             return None
+        self._check_scaled(microbatch.window)
         self.phases.enter(Phase.STEP)
         exact = type(self.strategy) is AllReduce or isinstance(self.strategy, Switched)
         equal = exact and self.strategy.syncs(self._position.step) and isinstance(self._wrapped, Ddp)
         outcome = self._call(lambda: self._boundary.step(self._position.step, equal_gradients=equal))
         self.phases.enter(Phase.COMPUTE)
         return self._end(microbatch.window, outcome)
+
+    def _check_scaled(self, window: Window) -> None:
+        """Warn, once, of losses that nobody divided by the window's size."""
+        count = window.plan.counts[self._agreement.rank]
+        if count < 2 or window.scaled or self._warned_of_scale:
+            return
+        self._warned_of_scale = True
+        warnings.warn(
+            f"the gradients of {count} microbatches were added up, and no loss of this window was multiplied "
+            f"by sched.scale(): losses that are means give {count} times the gradient; multiply them by "
+            'sched.scale(), and sums by sched.scale("tokens") or another of the weights',
+            stacklevel=3,
+        )
 
     @contextmanager
     def accumulate(self, name: str = MICROBATCHES) -> Iterator[None]:

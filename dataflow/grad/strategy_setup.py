@@ -11,12 +11,12 @@ from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
 
 from dataflow.grad.agreement import Agreement, give_private_back, private_group
-from dataflow.grad.all_reduce import AllReduce
-from dataflow.grad.delayed import Delayed
-from dataflow.grad.strategy import Strategy, StrategyContext
+from dataflow.grad.strategies.all_reduce import AllReduce
+from dataflow.grad.strategies.delayed import Delayed
+from dataflow.grad.strategies.strategy import Strategy, StrategyContext
 from dataflow.grad.wrapped import Ddp, Wrapped, sparse_layer, trainable
 from dataflow.topology_exchange import detect_topology
-from sharding.topology import Topology
+from sharding.topology.topology import Topology
 
 _IN_USE: WeakSet[Strategy] = WeakSet()
 """Strategies of schedules that are not closed: a strategy knows one model only."""

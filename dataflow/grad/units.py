@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from dataflow.grad.boundary import first_lr
-from dataflow.grad.strategy import Strategy
+from dataflow.grad.strategies.strategy import Strategy
 
 
 class Units:

@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal, get_args
+from dataclasses import dataclass, replace
+from typing import Any, Literal, get_args
+
+from dataflow.grad.adapt.merged import Join
 
 Uneven = Literal["pad", "min", "error"]
 Partial = Literal["keep", "drop"]
@@ -100,8 +102,15 @@ def scales(totals: Mapping[str, float], world_size: int) -> dict[str, float]:
     """What a sum of losses is multiplied with: world size / total, since ranks' gradients are averaged.
 
     A total of zero gives 0: then no sample of the window has weight, and a sum over none is zero anyway.
+    Raises `ValueError` for a total so small that its reciprocal is not finite, on all ranks alike.
     """
-    return {name: world_size / total if total else 0.0 for name, total in totals.items()}
+    found = {name: world_size / total if total else 0.0 for name, total in totals.items()}
+    for name, scale in found.items():
+        if scale == math.inf:
+            raise ValueError(
+                f"the weights {name!r} of a window add up to {totals[name]}: too little to divide by"
+            )
+    return found
 
 
 def summed(weights: Sequence[Mapping[str, float]]) -> dict[str, float]:
@@ -143,3 +152,18 @@ def accumulate_for(global_batch: int, *, batch_size: int, world_size: int) -> in
             f"{world_size} = {at_once}; take {near}, or another batch_size"
         )
     return global_batch // at_once
+
+
+# ---- windows of merged microbatches ---------------------------------------------------------------------
+
+
+def merged_plan(plan: WindowPlan, at_once: int) -> WindowPlan:
+    """The same window in passes of `at_once` microbatches; the last of a rank may have fewer."""
+    counts, forwards = (tuple(-(-n // at_once) for n in each) for each in (plan.counts, plan.forwards))
+    return replace(plan, counts=counts, forwards=forwards)
+
+
+def merged(batches: Sequence[Any], count: int, at_once: int, join: Join) -> list[Any]:
+    """The first `count` batches, `at_once` of them joined; a single one is left as it is."""
+    groups = [list(batches[at : min(at + at_once, count)]) for at in range(0, count, at_once)]
+    return [join(group) if len(group) > 1 else group[0] for group in groups]

@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Sequence
 import numpy as np
 
 from sharding.blocks import Format
+from sharding.redaction import identity_of
 from sharding.urls import file_name, naming_part
 
 FORMATS = ("tar", "parquet", "arrow", "arrow-stream", "jsonl", "tokens", "megatron")
@@ -33,6 +34,8 @@ _FORMAT_OF_SUFFIX = {
 }
 _COMPRESSIONS = (".gz", ".zst")
 _TOKEN_FORMATS = ("tokens", "megatron")
+_WITH_END = ("tar", "arrow", "arrow-stream")
+"""Formats whose files say where they end."""
 
 
 def resolve_format(
@@ -41,6 +44,7 @@ def resolve_format(
     *,
     dtype: str | None = None,
     length: int | None = None,
+    allow_unfinished: bool = False,
     exists: Callable[[str], bool] | None = None,
 ) -> Format:
     """The codec of a dataset.
@@ -50,6 +54,7 @@ def resolve_format(
         urls: the shards, as `expand` lists them.
         dtype: numpy dtype of a token; for "tokens" only.
         length: tokens of a sample; for "tokens" and "megatron".
+        allow_unfinished: read files that end too early; for "tar", "arrow" and "arrow-stream".
         exists: tells "megatron" from "tokens" by the sibling `.idx`; without it `.bin` means "tokens".
 
     Raises:
@@ -57,7 +62,7 @@ def resolve_format(
     """
     name = name_or_instance
     if not isinstance(name, str):
-        _refuse_options(name.name, dtype=dtype, length=length)
+        _refuse_options(name.name, dtype=dtype, length=length, allow_unfinished=allow_unfinished or None)
         return name
     if name == "auto":
         name = _format_of_all(urls)
@@ -67,7 +72,9 @@ def resolve_format(
         _refuse_options(name, dtype=dtype)
     if name not in _TOKEN_FORMATS:
         _refuse_options(name, length=length)
-    return _make(name, dtype, length)
+    if name not in _WITH_END:
+        _refuse_options(name, allow_unfinished=allow_unfinished or None)
+    return _make(name, dtype, length, allow_unfinished)
 
 
 def suffix_of(url: str) -> str:
@@ -99,11 +106,11 @@ def _format_of_all(urls: Sequence[str]) -> str:
         name = _FORMAT_OF_SUFFIX.get(suffix_of(url))
         if name is None:
             known = ", ".join(_FORMAT_OF_SUFFIX)
-            rule = f"cannot tell the format of {url!r} by its ending (known: {known})"
+            rule = f"cannot tell the format of {identity_of(url)!r} by its ending (known: {known})"
             raise ValueError(f"{rule}; give format= one of {', '.join(FORMATS)}")
         found.setdefault(name, url)
     if len(found) != 1:
-        two = " and ".join(f"{url!r} ({name})" for name, url in list(found.items())[:2])
+        two = " and ".join(f"{identity_of(url)!r} ({name})" for name, url in list(found.items())[:2])
         raise ValueError(f"the shards of a dataset must have one format, got {two}")
     return next(iter(found))
 
@@ -111,30 +118,31 @@ def _format_of_all(urls: Sequence[str]) -> str:
 def _refuse_options(name: str, **options: str | int | None) -> None:
     for option, value in options.items():
         if value is not None:
-            raise ValueError(f"{option}= is an option of format='tokens', not of {name!r}; got {value!r}")
+            owner = "tar" if option == "allow_unfinished" else "tokens"
+            raise ValueError(f"{option}= is an option of format={owner!r}, not of {name!r}; got {value!r}")
 
 
-def _make(name: str, dtype: str | None, length: int | None) -> Format:
+def _make(name: str, dtype: str | None, length: int | None, allow_unfinished: bool) -> Format:
     # Imported here: each brings its own library, and most datasets need one.
     match name:
         case "tar":
-            from sharding.formats.tar import TarFormat
+            from sharding.formats.tar.format import TarFormat
 
-            return TarFormat()
+            return TarFormat(allow_unfinished=allow_unfinished)
         case "parquet":
-            from sharding.formats.parquet import ParquetFormat
+            from sharding.formats.arrow.parquet import ParquetFormat
 
             return ParquetFormat()
         case "arrow":
-            from sharding.formats.arrow import ArrowFileFormat
+            from sharding.formats.arrow.ipc import ArrowFileFormat
 
-            return ArrowFileFormat()
+            return ArrowFileFormat(allow_unfinished=allow_unfinished)
         case "arrow-stream":
-            from sharding.formats.arrow import ArrowStreamFormat
+            from sharding.formats.arrow.ipc import ArrowStreamFormat
 
-            return ArrowStreamFormat()
+            return ArrowStreamFormat(allow_unfinished=allow_unfinished)
         case "jsonl":
-            from sharding.formats.jsonl import JsonlFormat
+            from sharding.formats.arrow.jsonl import JsonlFormat
 
             return JsonlFormat()
         case "tokens":

@@ -22,6 +22,8 @@ from sharding.blocks import Block, Columns, ColumnSpec, Shard, ShardScan, Spans
 from sharding.errors import CorruptShardError
 from sharding.formats.tokens import (
     COLUMN,
+    check_tokens,
+    check_windows,
     decode_windows,
     locate_windows,
     scan_windows,
@@ -78,6 +80,18 @@ class MegatronFormat:
             index=[_packed(sizes[a:b]) for a, b in pairwise(cuts)],
             footer=dtype.name.encode(),
         )
+
+    def check(self, block: Block) -> None:
+        """Raise `ValueError` where the block's documents or windows take other bytes than it has."""
+        if not block.index:
+            check_windows(block)
+            return
+        if len(block.index) not in (4 * block.num_samples, 8 * block.num_samples):
+            raise ValueError(f"an index of {len(block.index)} bytes for {block.num_samples} documents")
+        dtype, (starts, sizes) = np.dtype(bytes(block.footer).decode()), _documents(block)
+        if dtype.name not in _DTYPES.values() or ((sizes < 0) | (sizes > block.length)).any():
+            raise ValueError(f"documents of {sizes.min()} to {sizes.max()} {dtype} tokens")
+        check_tokens(block, dtype, int(starts[-1] + sizes[-1]))
 
     def locate(self, block: Block, columns: Sequence[str] | None) -> dict[str, Spans] | None:
         """The block's documents or windows, in bytes."""

@@ -62,6 +62,10 @@ class TokensFormat:
             dtype, start, num_tokens = self._raw(shard, size)
         return scan_windows(start, num_tokens, dtype, self.length, block_bytes)
 
+    def check(self, block: Block) -> None:
+        """Raise `ValueError` where the block is not that many windows of tokens."""
+        check_windows(block)
+
     def locate(self, block: Block, columns: Sequence[str] | None) -> dict[str, Spans] | None:
         """Sample i of the block: `length` + 1 tokens from token i * `length`."""
         return locate_windows(block, columns)
@@ -115,6 +119,20 @@ def scan_windows(
         schema={COLUMN: ColumnSpec("fixed", dtype.name, (length + 1,))},
         footer=f"{dtype.name} {length}".encode(),
     )
+
+
+def check_windows(block: Block) -> None:
+    """Raise `ValueError` where the block has other bytes than its windows take."""
+    dtype, length = _geometry(block)
+    if dtype.kind not in "iu" or length < 1:
+        raise ValueError(f"windows of {length} {dtype} tokens")
+    check_tokens(block, dtype, block.num_samples * length + 1)
+
+
+def check_tokens(block: Block, dtype: np.dtype[Any], count: int) -> None:
+    """Raise `ValueError` where the block has other bytes than that many tokens."""
+    if not block.length == block.nbytes == count * dtype.itemsize:
+        raise ValueError(f"{block.length} bytes where {count} {dtype.name} tokens are indexed")
 
 
 def locate_windows(block: Block, columns: Sequence[str] | None) -> dict[str, Spans]:

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Install the servers that tests/test_servers.py starts: nginx, Ceph radosgw (apt-get), Azurite (npm, into this
+# Install the servers that tests/prefetch/store/test_servers.py starts: nginx, Ceph radosgw (apt-get), Azurite (npm, into this
 # folder). Best effort: what cannot be installed is said here, and its tests skip with the reason.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"

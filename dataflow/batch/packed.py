@@ -1,0 +1,316 @@
+"""Packed and padded tensors from ragged values: what length-aware batches deliver.
+
+A plan (`sharding.lengths.unit_plan`) says which pieces of which samples form each row; here their values
+become tensors, without a loop over rows or samples. Values arrive as `Ragged` rows in the order of the
+pieces, so a packed row is a run of them, followed by padding: segment ids and positions are counted out by
+repeating numbers, and the values are laid in through one mask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from dataflow.ragged import Ragged
+from sharding.lengths.batching import Batching, Packed
+from sharding.lengths.unit_plan import BatchPieces
+from sharding.lengths.units import Pieces
+
+Allocate = Callable[[int], NDArray[np.uint8]]
+"""Bytes -> memory that is aligned to 16 bytes, of any content."""
+
+
+IGNORE = -100
+"""The target that `torch.nn.functional.cross_entropy` ignores."""
+
+
+def _new(nbytes: int) -> NDArray[np.uint8]:
+    return np.empty(nbytes, np.uint8)
+
+
+class PackedPieces(NamedTuple):
+    """Which part of its document each segment is, all int64 [pieces].
+
+    In the order of the segments, and of the columns that come once a piece.
+    """
+
+    row: Tensor
+    """The row that it lies in."""
+    start: Tensor
+    """Its first element's place in the row."""
+    begin: Tensor
+    """Its first element's place in the document: 0 unless the document was split."""
+    length: Tensor
+    """Elements."""
+
+
+class PackedRows(NamedTuple):
+    """A packed column. A named tuple, so that helpers that move batches to a device walk into it.
+
+    The methods work on any device; in a `batch_transform` they run in the loader's threads.
+    """
+
+    tokens: Tensor
+    """[rows, length], int64 or the dtype of what is no integer; `pad` behind the last segment of a row."""
+    segment_ids: Tensor
+    """int32 [rows, length]: 1 for the first segment of a row, 2 for the second ...; 0 for padding."""
+    positions: Tensor
+    """int32 [rows, length]: place in the segment, from 0; 0 for padding."""
+    cu_seqlens: Tensor
+    """int32 [segments + 1]: where segments begin in `tokens.reshape(-1)`, for attention kernels that take
+    sequences of varying length; the padding of a row counts as one more segment, so the last entry is
+    rows x length."""
+    max_seqlen: int
+    """The longest segment, padding included."""
+    pieces: PackedPieces
+    """What each segment is, padding left out."""
+
+    def targets(
+        self, values: Tensor | None = None, *, mask: Tensor | None = None, ignore: int = IGNORE
+    ) -> Tensor:
+        """What is to be predicted at each place: the next token of the same segment.
+
+        Args:
+            values: another packed column to take instead of the tokens.
+            mask: a packed column that is not 0 at the tokens that are to be predicted.
+            ignore: what stands at the last token of a segment, in padding, and where `mask` is 0.
+
+        Returns:
+            [rows, length].
+        """
+        values = self.tokens if values is None else values
+        counts = self.segment_ids[:, 1:] == self.segment_ids[:, :-1]
+        counts &= self.segment_ids[:, 1:] > 0
+        if mask is not None:
+            counts &= mask[:, 1:] != 0
+        out = torch.full_like(values, ignore)
+        out[:, :-1] = torch.where(counts, values[:, 1:], ignore)
+        return out
+
+    def attention_mask(self, *, causal: bool = True) -> Tensor:
+        """Which places each place may attend to: bool [rows, 1, length, length], as SDPA's `attn_mask`.
+
+        A segment sees itself, up to the place itself if `causal`. Padding sees padding: a place that sees
+        nothing would be NaN.
+        """
+        mask = self.segment_ids[:, None, :, None] == self.segment_ids[:, None, None, :]
+        return mask.tril_() if causal else mask
+
+    def varlen_arguments(self) -> dict[str, Any]:
+        """Keyword arguments of `flash_attn_varlen_func`, for queries, keys and values [rows x length, ...].
+
+        Their values, in this order, are those that `torch.nn.attention.varlen.varlen_attn` takes.
+        """
+        return {
+            "cu_seqlens_q": self.cu_seqlens,
+            "cu_seqlens_k": self.cu_seqlens,
+            "max_seqlen_q": self.max_seqlen,
+            "max_seqlen_k": self.max_seqlen,
+        }
+
+    def flattened(
+        self, labels: Tensor | None = None, *, mask: Tensor | None = None, ignore: int = IGNORE
+    ) -> dict[str, Any]:
+        """The segments one after the other without padding: arguments of a model of `transformers`.
+
+        They are those of its `DataCollatorWithFlattening`: `input_ids`, `labels` (the model shifts them),
+        `position_ids` and `seq_idx`, all [1, tokens], and what flash attention takes.
+
+        Args:
+            labels: another packed column to take instead of the tokens.
+            mask: a packed column that is not 0 at the tokens that are to be predicted.
+            ignore: what stands at the first token of a segment, and where `mask` is 0.
+        """
+        inside, lengths = self.segment_ids > 0, self.pieces.length
+        ignored = self.positions == 0 if mask is None else (self.positions == 0) | (mask == 0)
+        labels = (self.tokens if labels is None else labels).masked_fill(ignored, ignore)
+        bounds = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int()
+        longest = int(lengths.max()) if len(lengths) else 0
+        numbers = torch.arange(len(lengths), dtype=torch.int32, device=lengths.device)
+        return {
+            "input_ids": self.tokens[inside][None],
+            "labels": labels[inside][None],
+            "position_ids": self.positions[inside][None].long(),
+            "seq_idx": numbers.repeat_interleave(lengths)[None],
+            "cu_seq_lens_q": bounds,
+            "cu_seq_lens_k": bounds,
+            "max_length_q": longest,
+            "max_length_k": longest,
+        }
+
+
+def cut(values: Ragged, begin: NDArray[np.int64], length: NDArray[np.int64]) -> Ragged:
+    """Of each row, `length[i]` elements from `begin[i]` on; a row of just that length is the piece itself.
+
+    Raises `ValueError` where a row is shorter than the plan says: lengths and data disagree.
+    """
+    have = np.diff(values.offsets.numpy())
+    if len(have) == len(length):
+        begin = np.where(have == length, 0, begin)
+    if len(have) != len(length) or (begin + length > have).any():
+        wrong = int(np.argmax(begin + length > have)) if len(have) == len(length) else len(have)
+        raise ValueError(
+            f"the values of piece {wrong} are shorter than the lengths that were planned with; "
+            "lengths= must tell the elements of the columns that are packed"
+        )
+    if not begin.any() and (length == have).all():
+        return values
+    offsets = np.concatenate(([0], np.cumsum(length)))
+    start = values.offsets.numpy()[:-1] + begin - offsets[:-1]
+    source = np.repeat(start, length)
+    source += np.arange(len(source))
+    return Ragged(torch.from_numpy(values.values.numpy()[source]), torch.from_numpy(offsets))
+
+
+def delivered_dtype(stored: np.dtype[Any]) -> np.dtype[Any]:
+    """int64 for integers, as token files are delivered; other numbers stay as they are."""
+    wide = np.dtype(np.int64)
+    return wide if stored.kind in "iu" and np.can_cast(stored, wide) else stored
+
+
+def packed(
+    values: Ragged,
+    pieces_of_row: NDArray[np.int64],
+    length: int,
+    pad: float = 0,
+    allocate: Allocate = _new,
+    begin: NDArray[np.int64] | None = None,
+) -> PackedRows:
+    """Lay pieces into rows.
+
+    Args:
+        values: the pieces, row after row, as `cut` gives them.
+        pieces_of_row: int64 [rows], how many belong to each row.
+        length: elements of a row.
+        pad: what fills rows up.
+        allocate: gives the memory of `tokens`, `segment_ids` and `positions` together.
+        begin: int64 [pieces], where each begins in its sample; None: at its first element.
+    """
+    sizes, rows = np.diff(values.offsets.numpy()), len(pieces_of_row)
+    after = np.cumsum(pieces_of_row)
+    bounds_of_rows = values.offsets.numpy()[np.concatenate(([0], after))]
+    fill = np.diff(bounds_of_rows)
+    if rows and int(fill.max()) > length:
+        raise ValueError(f"a row of {int(fill.max())} elements exceeds length={length}")
+    row = np.repeat(np.arange(rows), pieces_of_row)
+    start = values.offsets.numpy()[:-1] - bounds_of_rows[row]
+    first = np.zeros(len(sizes), np.int64) if begin is None else begin
+    pieces = PackedPieces(*map(torch.from_numpy, (row, start, first, sizes)))
+    # What is left of a row is one more segment, so that repeating numbers fills all rows without a mask.
+    ordinal = np.arange(len(sizes)) - np.repeat(after - pieces_of_row, pieces_of_row) + 1
+    sizes, ordinal = np.insert(sizes, after, length - fill), np.insert(ordinal, after, 0)
+    sizes, ordinal = sizes[sizes > 0], ordinal[sizes > 0].astype(np.int32)
+    bounds = np.concatenate(([0], np.cumsum(sizes))).astype(np.int32)
+    # numpy: torch would wake its thread pool for each of these, in every one of our threads.
+    stored, total = values.values.numpy(), rows * length
+    dtype = delivered_dtype(stored.dtype)
+    memory = allocate(total * (dtype.itemsize + 8))
+    numbers, tokens = memory[: 8 * total].view(np.int32), memory[8 * total :].view(dtype)
+    segment_ids, positions = numbers[:total], numbers[total:]
+    segment_ids[:] = np.repeat(ordinal, sizes)
+    inside = segment_ids > 0
+    positions[:] = np.arange(total, dtype=np.int32)
+    positions -= np.repeat(bounds[:-1], sizes)
+    positions *= inside
+    tokens[:] = pad
+    tokens[inside] = stored
+    return PackedRows(
+        tokens=torch.from_numpy(tokens.reshape(rows, length)),
+        segment_ids=torch.from_numpy(segment_ids.reshape(rows, length)),
+        positions=torch.from_numpy(positions.reshape(rows, length)),
+        cu_seqlens=torch.from_numpy(bounds),
+        max_seqlen=int(sizes.max()) if rows else 0,
+        pieces=pieces,
+    )
+
+
+class PaddedRows(NamedTuple):
+    """A padded column."""
+
+    tokens: Tensor
+    """[n, longest rounded up to `multiple`], int64 or the dtype of what is no integer."""
+    lengths: Tensor
+    """int64 [n]: elements of each row that are not padding."""
+
+
+def padded(values: Ragged, multiple: int = 1, pad: float = 0, allocate: Allocate = _new) -> PaddedRows:
+    """Rows side by side, filled up to the longest, rounded up to `multiple`."""
+    lengths = np.diff(values.offsets.numpy())
+    width = _rounded(int(lengths.max(initial=0)), multiple)
+    inside = np.arange(width) < lengths[:, None]
+    return PaddedRows(filled(values, inside, pad, allocate), torch.from_numpy(lengths))
+
+
+def filled(values: Ragged, inside: NDArray[np.bool_], pad: float = 0, allocate: Allocate = _new) -> Tensor:
+    """The values one after the other where `inside`, `pad` elsewhere."""
+    stored = values.values.numpy()
+    dtype = delivered_dtype(stored.dtype)
+    out = allocate(inside.size * dtype.itemsize).view(dtype).reshape(inside.shape)
+    out[:] = pad
+    out[inside] = stored
+    return torch.from_numpy(out)
+
+
+def _rounded(length: int, multiple: int) -> int:
+    return -(-length // multiple) * multiple
+
+
+def batch_bytes(batching: Batching, found: BatchPieces, column: str, dtype: np.dtype[Any]) -> int:
+    """What `batch_columns` allocates for one column of one batch alone, stored as `dtype`."""
+    itemsize = delivered_dtype(dtype).itemsize
+    if isinstance(batching, Packed):
+        numbers = 8 if column == batching.column else 0  # segment ids and positions
+        return len(found.pieces_of_row) * batching.length * (itemsize + numbers)
+    longest = int(found.pieces.length.max(initial=0))
+    return len(found.pieces) * _rounded(longest, batching.multiple) * itemsize
+
+
+def batch_columns(
+    batching: Batching, found: BatchPieces, columns: Mapping[str, Any], allocate: Allocate = _new
+) -> dict[str, Any]:
+    """Give one batch its form: the batching's columns packed or padded, the others one entry a piece.
+
+    Args:
+        batching: what the plan was made with.
+        found: the pieces of the batch.
+        columns: gathered values, one entry (row of a tensor, of a `Ragged`, item of a list) a piece: whole
+            samples, or, of a `Ragged`, just the piece.
+        allocate: gives the memory of the new columns.
+
+    Returns:
+        `columns` with the batching's column replaced by `PackedRows` or `PaddedRows`, and those cut like it
+        by tensors of the same shape as its tokens.
+    """
+    lead, *companions = ((name, _pieces(name, columns[name], found.pieces)) for name in batching.columns)
+    laid: PackedRows | PaddedRows
+    if isinstance(batching, Packed):
+        pad, begin = batching.pad_of(lead[0]), found.pieces.begin
+        laid = packed(lead[1], found.pieces_of_row, batching.length, pad, allocate, begin)
+    else:
+        laid = padded(lead[1], batching.multiple, batching.pad_of(lead[0]), allocate)
+    formed: dict[str, Any] = {lead[0]: laid}
+    if companions:
+        if isinstance(laid, PackedRows):
+            inside = laid.segment_ids.numpy() > 0
+        else:
+            inside = np.arange(laid.tokens.shape[1]) < laid.lengths.numpy()[:, None]
+        for name, values in companions:
+            formed[name] = filled(values, inside, batching.pad_of(name), allocate)
+    return {**columns, **formed}
+
+
+def _pieces(name: str, values: Any, pieces: Pieces) -> Ragged:
+    """Of a gathered column, the pieces of a batch."""
+    if isinstance(values, Tensor) and values.dim() == 2:  # samples of one length
+        offsets = torch.from_numpy(np.arange(len(values) + 1) * values.shape[1])
+        values = Ragged(values.reshape(-1), offsets)
+    if not isinstance(values, Ragged):
+        raise ValueError(
+            f"column {name!r} must be of variable length to be batched by length, got {type(values).__name__}"
+        )
+    return cut(values, pieces.begin, pieces.length)

@@ -1,0 +1,184 @@
+"""The samples of a batch: taken out of its columns, left out, put together, and why they cannot be."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.data import default_collate
+
+from dataflow.decode.outputs import Output
+from dataflow.ragged import Ragged
+
+
+def collate_objects(values: list[Any]) -> Any:
+    """Arrays of one shape are stacked; everything else stays a list (arrays as tensors, if all can be)."""
+    first = values[0] if values else None
+    if isinstance(first, np.ndarray):
+        arrays = [value for value in values if isinstance(value, np.ndarray)]
+        tensors = [tensor for array in arrays if (tensor := _tensor_of(array)) is not None]
+        if len(tensors) < len(values):
+            return values
+        return tensors if any(t.shape != tensors[0].shape for t in tensors) else torch.stack(tensors)
+    if isinstance(first, Tensor) and all(
+        isinstance(v, Tensor) and v.shape == first.shape and v.dtype == first.dtype for v in values
+    ):
+        return torch.stack(values)
+    return values
+
+
+def _tensor_of(array: NDArray[Any]) -> Tensor | None:
+    """The array as a tensor in native byte order; None where torch has no such type (text, dates)."""
+    native = np.require(array, array.dtype.newbyteorder("="), ["C", "W"])  # keeps 0-d arrays 0-d
+    try:
+        return torch.from_numpy(native)
+    except TypeError:
+        return None
+
+
+def drop_rows(batch: Mapping[str, Any], keep: NDArray[np.int64]) -> dict[str, Any]:
+    """The batch with only the rows `keep`."""
+    index = torch.from_numpy(keep)
+    kept: dict[str, Any] = {}
+    for name, value in batch.items():
+        if isinstance(value, Ragged):
+            rows = [value.row(i) for i in keep.tolist()]
+            lengths = value.lengths[index]
+            offsets = torch.cat((torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)))
+            kept[name] = Ragged(torch.cat(rows) if rows else value.values[:0], offsets)
+        elif isinstance(value, Tensor):
+            kept[name] = value[index]
+        else:
+            kept[name] = collate_objects([value[i] for i in keep.tolist()])
+    return kept
+
+
+def samples_of(batch: Mapping[str, Any], outputs: Sequence[Output], size: int) -> list[dict[str, Any]]:
+    """The samples of a batch, one dict each: scalars as Python numbers, arrays as tensor views."""
+    columns = []
+    for output in outputs:
+        value = batch[output.name]
+        if isinstance(value, Ragged):
+            columns.append([value.row(i) for i in range(size)])
+        elif isinstance(value, Tensor) and value.dim() == 1:
+            columns.append(value.tolist())
+        else:
+            columns.append(list(value))
+    names = [output.name for output in outputs]
+    return [dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True)]
+
+
+# ---- why samples cannot be put together -------------------------------------------------------------------
+
+_NAMED = 20
+"""Columns that a message names."""
+_GIVEN_ELSE = (KeyError, TypeError, AttributeError)
+"""What is raised by code that takes its argument for something else."""
+_LEAVE_OUT = "or leave such samples out by on_error='skip'"
+_ONE_SHAPE = "pad or cut them to one shape in transform=, or give a collate_fn= that does"
+_DECODERS = {"ragged": "Pad()} pads them", "images": "Image(size=...)} makes them one size"}
+"""What makes the values of columns equal in shape, by the kind of output."""
+_ONE_TYPE = "return one type for every sample, or give a collate_fn= that takes both"
+_BATCHABLE = "return tensors, arrays, numbers, text, or lists and dicts of those, or give a collate_fn="
+
+
+@dataclass(frozen=True)
+class Misfit:
+    """The first sample that `default_collate` cannot put together with the others."""
+
+    at: int
+    """Its place among them."""
+    column: str
+    """Such as "x", or "x.y[0]" inside a column; "": the sample as a whole."""
+    what: str
+    """What it has there."""
+    cure: str
+    beside: int | None = None
+    """The sample that it does not fit; None: it cannot be in any batch."""
+    other: str = ""
+    """What that one has."""
+
+
+def misfit_of(samples: Sequence[Any], outputs: Sequence[Output]) -> Misfit | None:
+    """Find who is at odds with the first sample, with torch's own function as the oracle; None: nobody."""
+    cures = {
+        output.name: f"decode={{{output.name!r}: {_DECODERS[output.kind]}, or {_ONE_SHAPE}"
+        for output in outputs
+        if output.kind in _DECODERS
+    }
+    return None if _fits(samples) else _misfit(samples, "", cures)
+
+
+def _misfit(values: Sequence[Any], column: str, cures: Mapping[str, str]) -> Misfit | None:
+    first = values[0]
+    for at, value in enumerate(values):
+        if value is None:
+            cure = f"return {'a value' if column else 'the sample'}, {_LEAVE_OUT}"
+            return Misfit(at, column, "None", cure)
+    if isinstance(first, Mapping | list | tuple):
+        return _inner_misfit(values, column, cures)
+    for at, value in enumerate(values):
+        if not _fits([value]):
+            return Misfit(at, column, described(value), f"{_BATCHABLE}; {_LEAVE_OUT}")
+        if not _fits([first, value]):
+            same = isinstance(value, type(first))
+            cure = cures.get(column, _ONE_SHAPE) if same else _ONE_TYPE
+            return Misfit(at, column, described(value), cure, 0, described(first))
+    return None
+
+
+def _inner_misfit(values: Sequence[Any], column: str, cures: Mapping[str, str]) -> Misfit | None:
+    """Of dicts, or of lists and tuples."""
+    first = values[0]
+    kind = Mapping if isinstance(first, Mapping) else (list, tuple)
+    for at, value in enumerate(values):
+        cure = _ONE_SHAPE if isinstance(value, kind) else _ONE_TYPE
+        if not isinstance(value, kind) or (kind is not Mapping and len(value) != len(first)):
+            return Misfit(at, column, described(value), cure, 0, described(first))
+    for key in first if isinstance(first, Mapping) else range(len(first)):
+        name = f"{column}[{key}]" if isinstance(key, int) else f"{column}.{key}" if column else str(key)
+        for at, value in enumerate(values):
+            if isinstance(value, Mapping) and key not in value:
+                cure = "return the same columns for every sample"
+                return Misfit(at, name, "missing", cure, 0, described(first[key]))
+        inner = [value[key] for value in values]
+        if not _fits(inner):
+            return _misfit(inner, name, cures)
+    return None
+
+
+def _fits(values: Sequence[Any]) -> bool:
+    try:
+        default_collate(list(values))
+    except Exception:
+        return False
+    return True
+
+
+def described(value: Any) -> str:
+    """What a value is, for messages: type and shape, columns of a dict, no content."""
+    if isinstance(value, Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
+    if isinstance(value, np.ndarray):
+        return f"an array {value.dtype} {list(value.shape)}"
+    if isinstance(value, Mapping):
+        names = [repr(name) for name in list(value)[:_NAMED]]
+        return f"a dict of {', '.join(names)}{', ...' * (len(value) > _NAMED)}" if names else "an empty dict"
+    if isinstance(value, list | tuple):
+        within = f", the first {described(value[0])}" if value and isinstance(value[0], Mapping) else ""
+        return f"a {type(value).__name__} of {len(value)}{within}"
+    return "None" if value is None else type(value).__name__
+
+
+def transform_reason(error: Exception, columns: Sequence[str]) -> str:
+    """Why a transform failed; where it may have taken its argument for something else, what that was."""
+    reason = f"{type(error).__name__}: {error}"
+    missing = not isinstance(error, KeyError) or error.args[:1] not in [(name,) for name in columns]
+    if isinstance(error, _GIVEN_ELSE) and missing:
+        reason += f"; it was given {described(dict.fromkeys(columns))}"
+    return reason

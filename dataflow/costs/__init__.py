@@ -1,1 +1,0 @@
-"""What training steps cost before they are run: reductions on a topology, step time, money, energy."""

@@ -1,0 +1,121 @@
+"""Several strategies of which one is in use, exchanged between two windows on all ranks at once.
+
+DDP takes one communication hook for ever, so the hook asks here, and even the plain all-reduce runs in it.
+Whatever a strategy knows from an earlier turn is stale when its next one comes: each turn begins as the first
+did, with nothing owed. Parameters that have drifted apart meet before the next strategy begins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import GradBucket
+from torch.futures import Future
+
+from dataflow.grad.strategies.all_reduce import AllReduce
+from dataflow.grad.strategies.drift import Drifting
+from dataflow.grad.strategies.passive import Passive
+from dataflow.grad.strategies.strategy import Strategy, StrategyContext
+
+
+class Summed(Passive):
+    """The plain all-reduce, as a hook."""
+
+    hooks_gradients = True
+
+    def __init__(self) -> None:
+        super().__init__(AllReduce.name)
+
+    def reduce(self, bucket: GradBucket) -> Future[Tensor]:
+        """Start the all-reduce; it overlaps with the backward pass."""
+        if self.wire.size == 1:
+            return super().reduce(bucket)
+        # As DDP itself: times 1 / ranks, then the sum.
+        buffer = bucket.buffer().mul_(1 / self.wire.size)
+        self.wire.count_all_reduce(buffer.nbytes)
+        work = dist.all_reduce(buffer, group=self.context.group, async_op=True)
+        assert work is not None
+        future: Future[Tensor] = work.get_future().then(lambda done: done.value()[0])
+        return future
+
+
+class Switched:
+    """One of several strategies at a time. Args: the strategies; the first is in use at first."""
+
+    def __init__(self, options: Sequence[Strategy]) -> None:
+        self.options = tuple(Summed() if type(each) is AllReduce else each for each in options)
+        if len({each.hooks_gradients for each in self.options}) > 1:
+            raise ValueError("strategies that hook gradients and others cannot take turns")
+        self._at = 0
+        self._new: list[dict[str, Any]] = []
+        self.name = f"one of {', '.join(each.name for each in self.options)}"
+        self.key = f"one of {', '.join(each.key for each in self.options)}"
+        self.hooks_gradients = self.options[0].hooks_gradients
+
+    @property
+    def current(self) -> Strategy:
+        """The one in use."""
+        return self.options[self._at]
+
+    def use(self, option: int) -> None:
+        """Go on with another one, from the next window on; on all ranks."""
+        if option == self._at:
+            return
+        before, self._at = self.current, option
+        if isinstance(before, Drifting):
+            before.meet()
+        self.current.load_state_dict(self._new[option])
+
+    def setup(self, context: StrategyContext) -> None:
+        """Set all of them up, on one group: only one uses it at a time."""
+        for each in self.options:
+            each.setup(context)
+        self._new = [each.state_dict() for each in self.options]
+
+    def syncs(self, step: int) -> bool:
+        """As the one in use."""
+        return self.current.syncs(step)
+
+    def reduce(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+        """As the one in use."""
+        return self.current.reduce(bucket)
+
+    def before_step(self, step: int) -> None:
+        """As the one in use."""
+        self.current.before_step(step)
+
+    def after_step(self, step: int, *, skipped: bool) -> None:
+        """As the one in use."""
+        self.current.after_step(step, skipped=skipped)
+
+    def lr_changed(self, ratio: float) -> None:
+        """The others begin anew anyway."""
+        self.current.lr_changed(ratio)
+
+    def scale_changed(self, ratio: float) -> None:
+        """As the learning rate."""
+        self.current.scale_changed(ratio)
+
+    def bytes_sent(self) -> int:
+        """By all of them."""
+        return sum(each.bytes_sent() for each in self.options)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Which one is in use, and its state."""
+        return {"option": self._at, "state": self.current.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue with the one that was in use."""
+        if set(state) != {"option", "state"} or state["option"] not in range(len(self.options)):
+            raise ValueError(f"the state does not fit {self.key}: it has {sorted(state)}")
+        self.options[state["option"]].load_state_dict(state["state"])
+        self._at = state["option"]
+
+    def close(self) -> None:
+        """Close all of them."""
+        for each in self.options:
+            each.close()

@@ -1,0 +1,189 @@
+"""PyTorch's PowerSGD hook (Vogels et al. 2019), made to work with several buckets on gloo and to be resumed.
+
+The hook runs unchanged on the ordered thread. It keeps its errors and factors by bucket number, and DDP deals
+parameters to other buckets after the first backward pass of each run; so they are taken apart by parameter
+name when the buckets change and for checkpoints, and laid out again for the buckets of now.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import GradBucket
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as stock
+
+from dataflow.grad.strategies.passive import Reducing
+from dataflow.grad.strategies.strategy import StrategyContext
+
+_KINDS = ("error_dict", "p_memory_dict", "q_memory_dict")
+
+
+class PowerSGD(Reducing):
+    """Low-rank gradients with error feedback and warm-started factors.
+
+    Args:
+        rank: of the approximation; 1 to 4 is usual, language models take up to 32.
+        start_step: all-reduce before this step, >= 2; about a tenth of the run.
+        min_compression_rate: a matrix is left alone unless its factors are smaller by this factor.
+        seed: of the factors' first values, which must be the same on all ranks.
+    """
+
+    def __init__(
+        self, rank: int = 4, *, start_step: int = 100, min_compression_rate: float = 2, seed: int = 0
+    ) -> None:
+        if rank < 1:
+            raise ValueError(f"rank must be >= 1, got {rank}")
+        if start_step < 2:
+            raise ValueError(f"start_step must be >= 2, because DDP rebuilds its buckets; got {start_step}")
+        super().__init__(
+            "power-sgd",
+            rank=rank,
+            start_step=start_step,
+            min_compression_rate=min_compression_rate,
+            seed=seed,
+        )
+        self._rank, self._start_step = rank, start_step
+        self._min_compression_rate, self._seed = min_compression_rate, seed
+
+    def setup(self, context: StrategyContext) -> None:
+        """Make the hook's state. `ValueError` for parameters that PyTorch's hook cannot make a matrix of."""
+        for name, parameter in context.parameters.items():
+            if not parameter.dim() or not parameter.numel():
+                raise ValueError(
+                    f"PowerSGD makes matrices of parameters, which {name!r} of shape "
+                    f"{tuple(parameter.shape)} cannot be: give it shape [1], or leave it out if it is empty"
+                )
+        super().setup(context)
+        self._hook_state = stock.PowerSGDState(
+            context.group,
+            self._rank,
+            self._start_step,
+            self._min_compression_rate,
+            # An all-zero gradient (an unused layer) would otherwise become NaN.
+            orthogonalization_epsilon=1e-8,
+            random_seed=self._seed,
+        )
+        self._step = 0
+        self._layouts: dict[int, tuple[str, ...]] = {}
+        self._apart: dict[str, dict[str, Tensor]] = {kind: {} for kind in _KINDS}
+
+    @torch.no_grad()
+    def reduced(self, bucket: GradBucket) -> Tensor:
+        """What the stock hook makes of the bucket; called on the thread."""
+        if self.wire.size == 1:
+            return bucket.buffer()
+        names, number = self.names_in(bucket), bucket.index()
+        # The hook counts backward passes; a window may have several.
+        self._hook_state.iter = self._step
+        if self._step < self._start_step:
+            self.wire.count_all_reduce(bucket.buffer().nbytes)
+        else:
+            if self._layouts.get(number, names) != names:
+                self._take_apart()
+            if number not in self._layouts:
+                self._lay_out(number, names)
+            self._count(names, bucket.buffer().element_size())
+        reduced: Tensor = stock.powerSGD_hook(self._hook_state, bucket).wait()
+        return reduced
+
+    def after_step(self, step: int, *, skipped: bool) -> None:
+        """Count the step. A skipped one has spoilt errors and factors: all ranks begin them anew."""
+        self._step = step + (not skipped)
+        if skipped:
+            self._forget()
+            self._apart = {kind: {} for kind in _KINDS}
+
+    def lr_changed(self, ratio: float) -> None:
+        """Rescale the errors, as `ErrorFeedback.lr_changed`."""
+        if math.isfinite(ratio) and ratio > 0:
+            for error in self._hook_state.error_dict.values():
+                error.div_(ratio)
+            for error in self._apart["error_dict"].values():
+                error.div_(ratio)
+
+    def scale_changed(self, ratio: float) -> None:
+        """Rescale the errors."""
+        self.lr_changed(1 / ratio)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Errors and factors by parameter name, the step, and the generator: every rank saves its own."""
+        self._take_apart()
+        kinds = {kind: {n: t.clone() for n, t in self._apart[kind].items()} for kind in _KINDS}
+        generator = self._hook_state.rng.get_state(legacy=False)
+        inner = {"key": torch.from_numpy(generator["state"]["key"]), "pos": generator["state"]["pos"]}
+        return {"step": self._step, "generator": generator | {"state": inner}, **kinds}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue; every rank loads its own."""
+        self.check_entries(state, {"step", "generator", *_KINDS})
+        self.checked_tensors(state["error_dict"])
+        inner, step = state["generator"]["state"], int(state["step"])
+        parameters = self.context.parameters
+        apart = {
+            kind: {n: t.to(parameters[n].device, copy=True) for n, t in state[kind].items()}
+            for kind in _KINDS
+        }
+        self._hook_state.rng.set_state(
+            state["generator"] | {"state": {"key": inner["key"].numpy(), "pos": inner["pos"]}}
+        )
+        self._step = step
+        self._forget()
+        self._apart = apart
+
+    def _forget(self) -> None:
+        self._layouts.clear()
+        for kind in _KINDS:
+            getattr(self._hook_state, kind).clear()
+
+    def _take_apart(self) -> None:
+        """From buckets to parameters."""
+        for number, names in self._layouts.items():
+            errors = self._hook_state.error_dict.get(number)
+            if errors is None:
+                continue  # laid out, but the hook has not run
+            sizes = [self.context.parameters[name].numel() for name in names]
+            for name, part in zip(names, errors.split(sizes), strict=True):
+                self._apart["error_dict"][name] = part.view(self.context.parameters[name].shape)
+            low_rank = list(self._factored(names))
+            for kind, at in (("p_memory_dict", 1), ("q_memory_dict", 2)):
+                memory = getattr(self._hook_state, kind)[number]
+                parts = memory.split([int(one[at]) for one in low_rank])
+                self._apart[kind] |= {str(one[0]): part for one, part in zip(low_rank, parts, strict=True)}
+        self._forget()
+
+    def _lay_out(self, number: int, names: tuple[str, ...]) -> None:
+        """From parameters to a bucket; what is not known for all of its parameters, the hook makes anew."""
+        self._layouts[number] = names
+        low_rank = [str(one[0]) for one in self._factored(names)]
+        for kind, members in zip(_KINDS, (names, low_rank, low_rank), strict=True):
+            parts = self._apart[kind]
+            if members and all(name in parts for name in members):
+                getattr(self._hook_state, kind)[number] = torch.cat(
+                    [parts.pop(n).reshape(-1) for n in members]
+                )
+
+    def _factored(self, names: tuple[str, ...]) -> Iterator[tuple[str, int, int]]:
+        """Name, entries of P and of Q, for each compressed parameter, in the order of the hook's memory."""
+        by_shape: dict[tuple[int, int], list[str]] = {}
+        for name in names:
+            parameter = self.context.parameters[name]
+            rows = parameter.shape[0] if parameter.dim() else 1
+            columns = parameter.numel() // rows
+            rank = min(rows, columns, self._rank)
+            if (rows + columns) * rank * self._min_compression_rate < rows * columns:
+                by_shape.setdefault((rows, columns), []).append(name)
+        for (rows, columns), alike in by_shape.items():
+            rank = min(rows, columns, self._rank)
+            yield from ((name, rows * rank, columns * rank) for name in alike)
+
+    def _count(self, names: tuple[str, ...], item_bytes: int) -> None:
+        low_rank = list(self._factored(names))
+        whole = set(names) - {name for name, _, _ in low_rank}
+        numels = [sum(self.context.parameters[name].numel() for name in whole)]
+        numels += [sum(p for _, p, _ in low_rank), sum(q for _, _, q in low_rank)]
+        for numel in numels:
+            self.wire.count_all_reduce(numel * item_bytes)

@@ -1,0 +1,130 @@
+"""A dataset resolved for reading: what to read, with what, into what; and how many bytes were moved."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dataflow.decode.outputs import Output
+from prefetch.control.gate import ReadGate
+from prefetch.control.hold import ReadHold
+from prefetch.memory.mapping import Mappings
+from prefetch.store.reader import Awaited, StoreReader
+from sharding.blocks import Block, Format, Shard, Spans
+from sharding.catalog.build import Catalog
+
+Array = NDArray[Any]
+_REMEMBERED_BYTES = 64 << 20
+_SOURCE_SHIFT = 44  # 2**44 samples a source
+
+
+class Traffic:
+    """Bytes moved so far. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()  # guards both counts
+        self.read_bytes = 0
+        self.decoded_bytes = 0
+
+    def add(self, read_bytes: int, decoded_bytes: int) -> None:
+        """Count one block."""
+        with self._lock:
+            self.read_bytes += read_bytes
+            self.decoded_bytes += decoded_bytes
+
+
+@dataclass(frozen=True)
+class SourceCache:
+    """A cache as one source sees it. Thread-safe."""
+
+    begins: Callable[[int, int], None]
+    """`Plan.begins`: a window of an epoch is going to be read; one thread at a time. Cheap."""
+    read_into: Callable[..., None]
+    """`BlockCache.read_into`."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """A dataset resolved for reading: what to read, with what, into what."""
+
+    catalog: Catalog
+    format: Format
+    reader: StoreReader
+    outputs: tuple[Output, ...]
+    mappings: Mappings = field(compare=False)
+    traffic: Traffic = field(default_factory=Traffic)
+    gate: ReadGate | None = field(default=None, compare=False)
+    """Says how many reads may run; None: as many as there are threads."""
+    hold: ReadHold | None = field(default=None, compare=False)
+    """Asks reads to wait for gradients; None: never."""
+    cache: SourceCache | None = field(default=None, compare=False)
+    all_columns: bool = False
+    """Whether every column was asked for, so that one of a type we cannot deliver is an error."""
+    number: int = 0
+    """Which of a mixture's sources it is."""
+    _locates: dict[str, bool] = field(default_factory=dict, compare=False)
+    _numbers: dict[str, dict[int, Array]] = field(default_factory=dict, compare=False)
+    _found: dict[int, tuple[Block, dict[str, Spans] | None]] = field(default_factory=dict, compare=False)
+
+    def found(self, number: int) -> tuple[Block, dict[str, Spans] | None]:
+        """A block, and where its values lie; remembered over epochs where all of them fit 64 MiB."""
+        known = self._found.get(number)
+        if known is None:
+            block = self.catalog.block(number)
+            known = block, self.format.locate(block, self.columns)
+            if 16 * self.catalog.num_samples * len(self.columns) <= _REMEMBERED_BYTES:
+                self._found[number] = known
+        return known
+
+    def numbers(self, output: Output) -> dict[int, Array] | None:
+        """First sample of a block -> its parsed numbers; None where those of all blocks exceed 64 MiB."""
+        if self.catalog.num_samples * output.row_bytes > _REMEMBERED_BYTES:
+            return None
+        return self._numbers.setdefault(output.name, {})
+
+    def read_into(
+        self,
+        shard: Shard,
+        offset: int,
+        out: NDArray[np.uint8],
+        *,
+        checksum: int | None = None,
+        awaited: Awaited | None = None,
+    ) -> None:
+        """What `StoreReader.read_into` does: from the cache, or when the gate says so."""
+
+        def fetch() -> None:
+            held = nullcontext() if self.hold is None else self.hold.read()
+            with held, nullcontext() if self.gate is None else self.gate.read(out.nbytes):
+                self.reader.read_into(shard, offset, out, checksum=checksum, awaited=awaited)
+
+        if self.cache is None:
+            fetch()
+        else:
+            self.cache.read_into(shard, offset, out, fetch, checksum=checksum)
+
+    @cached_property
+    def columns(self) -> list[str]:
+        """Dataset columns that the outputs need, "__url__" aside."""
+        names = [s for output in self.outputs for s in output.sources if s != "__url__"]
+        return list(dict.fromkeys(names))
+
+    @property
+    def first_number(self) -> int:
+        """What its samples are numbered from: their random numbers depend on no other source's size."""
+        return self.number << _SOURCE_SHIFT
+
+    def locates(self, block: Block) -> bool:
+        """Whether values of this block's shard lie in the stored bytes: not so in compressed shards."""
+        known = self._locates.get(block.shard.url)
+        if known is None:
+            known = self.format.locate(block, self.columns) is not None
+            self._locates[block.shard.url] = known
+        return known

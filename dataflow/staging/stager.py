@@ -1,0 +1,169 @@
+"""From a window of an order to a staged one: which blocks it needs, which of their rows, and how it is read.
+
+Windows of local files whose values lie in the stored bytes are mapped; of a full shuffle, which takes few
+samples of many blocks, only the values wanted are read, where the format can tell where they lie; all other
+windows are read in whole blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dataflow.staging.block_windows import BlockWindows, FullWindows
+from dataflow.staging.columns import ALIGN
+from dataflow.staging.mapped import MappedWindow, can_map_windows
+from dataflow.staging.source import Source
+from dataflow.staging.window import NotLocatableError, StagedWindow
+from prefetch.errors import MemoryLimitError
+from prefetch.memory.arena import Arena
+from sharding.blocks import Block
+from sharding.mixture.windows import MixtureWindows
+from sharding.order.order import Order
+from sharding.order.selection import SelectedOrder
+
+_FULL_WINDOW_SAMPLES = 4096
+_PLAN_BYTES = 16
+"""What planning a window takes for each of its samples."""
+
+
+class Stager:
+    """Makes the windows of a stream. Used by one thread at a time.
+
+    Args:
+        sources: what is read, in the order of a mixture.
+        arena: where windows lie.
+        num_readers: threads that will read a window's blocks.
+        limit_bytes: the memory limit; a window of a full shuffle may take an eighth of it.
+    """
+
+    def __init__(
+        self, sources: Sequence[Source], arena: Arena, *, num_readers: int, limit_bytes: int
+    ) -> None:
+        self._sources, self._arena, self._limit_bytes = sources, arena, limit_bytes
+        self._num_readers, self._full_window_bytes = num_readers, limit_bytes // 8
+        self._mapped = [can_map_windows(source) for source in sources]
+
+    def units(self, order: Order) -> BlockWindows:
+        """The windows to stage of an epoch's order."""
+        if isinstance(order, SelectedOrder) and order.shuffle.kind == "full":
+            size = max(1, min(_FULL_WINDOW_SAMPLES, self._full_window_bytes // self._full_sample_bytes()))
+            return FullWindows(order, size)
+        return order
+
+    def check_fits(self, units: BlockWindows, number: int) -> None:
+        """Raise `MemoryLimitError` where the samples of a window are too many to list them within the limit.
+
+        A few kilobytes of a compressed shard may hold any number of samples.
+        """
+        num_samples = units.num_slots(number)
+        if num_samples * _PLAN_BYTES <= self._limit_bytes:
+            return
+        source, own = self._sources[0], number
+        if isinstance(units, MixtureWindows):
+            at, epoch, own = units.source_of(number)
+            source, units = self._sources[at], units.order_of(at, epoch)
+        blocks = units.window_blocks(own)
+        largest = source.catalog.block(int(blocks[source.catalog.blocks.num_samples[blocks].argmax()]))
+        raise MemoryLimitError(
+            f"the next shuffle window has {num_samples:,} samples, {largest.num_samples:,} of them in one "
+            f"block of {largest.shard.url} at offset {largest.offset}: to list them takes "
+            f"{num_samples * _PLAN_BYTES:,} bytes, more than memory_limit={self._limit_bytes:,}; raise "
+            "memory_limit, lower Shuffle(window_blocks=...), or write shards with smaller blocks (row groups)"
+        )
+
+    def _full_sample_bytes(self) -> int:
+        """What one sample of a full shuffle takes in a window, on average: its values, or its whole block."""
+        source = self._sources[0]
+        table = source.catalog.blocks
+        used = np.flatnonzero(table.num_samples)
+        if source.locates(source.catalog.block(int(used[0]))):
+            values = int(table.nbytes.sum()) // int(table.num_samples.sum())
+            return values + ALIGN * len(source.columns)
+        return 1 + int((table.length + table.nbytes)[used].mean())
+
+    def stage(self, units: BlockWindows, number: int, slots: NDArray[np.int64] | None) -> StagedWindow:
+        """A window of which only some slots are wanted; None for all."""
+        if isinstance(units, MixtureWindows):
+            at, epoch, own = units.source_of(number)
+            window = self._staged(self._sources[at], units.order_of(at, epoch), own, slots)
+            window.source_epoch = epoch
+            return window
+        return self._staged(self._sources[0], units, number, slots)
+
+    def _staged(
+        self, source: Source, units: BlockWindows, number: int, slots: NDArray[np.int64] | None
+    ) -> StagedWindow:
+        if source.cache is not None and isinstance(units, Order):
+            source.cache.begins(units.epoch, number)
+        if slots is None and isinstance(units, SelectedOrder) and units.selection.is_whole:
+            nbytes = 8 * units.num_slots(number)  # recycled memory: first touches cost more than the mixing
+            rows = self._arena.lease(nbytes)[:nbytes].view(np.int64)
+            blocks = units.whole_window(number, source.catalog.blocks.num_samples, rows)
+            return self._stage_blocks(source, blocks, rows, None, True)
+        blocks = units.window_blocks(number)
+        ordinal, row = units.window_samples(number, slots)
+        if slots is None:
+            slots = np.arange(len(row))
+        whole = not isinstance(units, FullWindows)
+        if not whole and not self._mapped[source.number]:
+            window = self._stage_sparse(source, blocks, ordinal, row, slots, units.num_slots(number))
+            if window is not None:
+                return window
+        used = np.zeros(len(blocks), bool)
+        used[ordinal] = True
+        counts = np.where(used, source.catalog.blocks.num_samples[blocks], 0)
+        wanted = (np.cumsum(counts) - counts)[ordinal]
+        wanted += row
+        rows = np.full(units.num_slots(number), -1)
+        rows[slots] = wanted
+        return self._stage_blocks(source, blocks[used], rows, wanted, whole)
+
+    def _stage_blocks(
+        self,
+        source: Source,
+        blocks: NDArray[np.int64],
+        rows: NDArray[np.int64],
+        wanted: NDArray[np.int64] | None,
+        whole: bool,
+    ) -> StagedWindow:
+        """A window of whole blocks, of which only the rows `wanted` are used; None for all."""
+        if self._mapped[source.number]:
+            with suppress(NotLocatableError):
+                return MappedWindow(
+                    source,
+                    self._arena,
+                    blocks,
+                    rows,
+                    wanted=wanted,
+                    whole=whole,
+                    num_readers=self._num_readers,
+                )
+        return StagedWindow(source, self._arena, _blocks(source, blocks), rows, num_readers=self._num_readers)
+
+    def _stage_sparse(
+        self,
+        source: Source,
+        blocks: NDArray[np.int64],
+        ordinal: NDArray[np.int32],
+        row: NDArray[np.int64],
+        slots: NDArray[np.int64],
+        num_slots: int,
+    ) -> StagedWindow | None:
+        """A window that reads only the rows wanted; None where the format cannot say where they lie."""
+        by_place = np.lexsort((row, ordinal))
+        rows = np.full(num_slots, -1, np.int64)
+        rows[slots[by_place]] = np.arange(len(slots))
+        used, counts = np.unique(ordinal, return_counts=True)
+        sparse = np.split(row[by_place], np.cumsum(counts)[:-1])
+        try:
+            return StagedWindow(source, self._arena, _blocks(source, blocks[used]), rows, sparse=sparse)
+        except NotLocatableError:
+            return None
+
+
+def _blocks(source: Source, numbers: NDArray[np.int64]) -> list[Block]:
+    return [source.catalog.block(number) for number in numbers.tolist()]

@@ -1,0 +1,138 @@
+"""What `DataLoader(batching=...)` needs before it can plan: arguments that fit, and every sample's length."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from functools import partial
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dataflow.dataset import ShardedDataset
+from dataflow.decode.outputs import Output
+from dataflow.mixture import Mixture
+from prefetch.store.shard_files import shard_file
+from sharding.lengths.batching import Batching, Bucketed, Packed, TokenBudget
+from sharding.lengths.found import resolve_lengths
+from sharding.lengths.unit_planner import UnitPlanner
+from sharding.lengths.units import DEFAULT_WINDOW_SAMPLES
+
+_THREADS = 16
+
+
+def checked_batching(
+    batching: Batching | None,
+    dataset: ShardedDataset | Mixture,
+    batch_size: int,
+    collate_fn: Callable[[list[Any]], Any] | None,
+) -> Batching | None:
+    """The batching, if the loader's other arguments go with it. Raises `ValueError` saying what does not."""
+    if batching is None:
+        return None
+    if isinstance(dataset, Mixture):
+        raise ValueError("batching= does not take a Mixture yet: lengths are known of one dataset at a time")
+    name = type(batching).__name__
+    if not isinstance(batching, Packed | TokenBudget | Bucketed):
+        raise ValueError(f"batching must be Packed(...), TokenBudget(...) or Bucketed(...), got {batching!r}")
+    if not batching.rows_are_units and batch_size != 1:
+        raise ValueError(f"{name} decides how many samples a batch has: leave batch_size={batch_size} out")
+    if isinstance(batching, Packed) and (dataset.transform or collate_fn):
+        raise ValueError("Packed lays samples into rows as they are stored: use batch_transform instead")
+    if dataset.transform and not collate_fn:
+        raise ValueError(
+            f"a transform may change lengths: pass a collate_fn that pads what {name} brings together"
+        )
+    if collate_fn and getattr(batching, "overlong", "error") != "error":
+        raise ValueError('overlong="truncate" needs batches that are padded here: leave collate_fn out')
+    if collate_fn and len(batching.columns) > 1:
+        raise ValueError("columns= are padded here: leave it or collate_fn out")
+    if collate_fn is None:
+        for column in batching.columns:
+            _check_column(column, dataset)
+        _check_others(batching, dataset)
+    return batching
+
+
+def _check_others(
+    batching: Batching, dataset: ShardedDataset, lengths: NDArray[np.integer] | None = None
+) -> None:
+    """Refuse lists that would come whole with every piece of their sample, unless the user says so.
+
+    Lists of a fixed length count where the samples of the column that is cut have that length too: as its
+    type says, or all `lengths`.
+    """
+    names = [output.name for output in dataset.outputs]
+    if strange := [name for name in batching.whole if name not in names]:
+        raise ValueError(f"whole names {strange[0]!r}, but the batches have {', '.join(names)}")
+    lead, named = _output(batching.column, dataset), {*batching.columns, *batching.whole}
+    assert lead is not None
+
+    def is_alike(output: Output) -> bool:
+        if lengths is not None:
+            return _is_list(output) and bool((lengths == output.shape[0]).all())
+        return output.kind in ("ragged", "pad") or (_is_list(output) and output.shape == lead.shape)
+
+    alike = [output.name for output in dataset.outputs if output.name not in named and is_alike(output)]
+    if alike and batching.cuts:
+        lists = ", ".join(map(repr, alike))
+        raise ValueError(
+            f"{type(batching).__name__} cuts {lead.name!r}, and nothing says whether it shall cut the lists "
+            f"in {lists} as well: pass columns={[*batching.columns, *alike]} to cut them alike, "
+            f"whole={alike} to have a sample's whole lists with every piece of it, or leave them out of the "
+            "dataset's columns="
+        )
+
+
+def _is_list(output: Output) -> bool:
+    return output.kind in ("spans", "array") and len(output.shape) == 1
+
+
+def _check_column(name: str, dataset: ShardedDataset) -> None:
+    output = _output(name, dataset)
+    if output is None:
+        listed = ", ".join(output.name for output in dataset.outputs)
+        raise ValueError(f"batching by column {name!r}, but the batches have {listed}; pass column=")
+    if output.kind == "pad":
+        raise ValueError(f"column {name!r} is padded by decode=Pad(...); leave that out, batching= does it")
+    if output.kind != "ragged" and not _is_list(output):
+        raise ValueError(
+            f"column {name!r} must hold lists of numbers or bytes to be packed or padded, which it is "
+            f'not as decoded; for bytes pass decode={{"{name}": None}}'
+        )
+
+
+def _output(name: str, dataset: ShardedDataset) -> Output | None:
+    return next((output for output in dataset.outputs if output.name == name), None)
+
+
+def make_planner(batching: Batching, dataset: ShardedDataset, window_bytes: int) -> UnitPlanner:
+    """Find the lengths, and plan with them. Reads shards where the catalog does not know.
+
+    Where `batching.window` is None, a planning window holds about `window_bytes` of blocks.
+
+    Raises as `sharding.lengths.found.resolve_lengths` does.
+    """
+    output = _output(batching.column, dataset)
+    stored = output.sources[0] if output is not None else batching.column  # `columns=` may rename
+    reader = dataset.new_reader()
+    with closing(reader), ThreadPoolExecutor(_THREADS, thread_name_prefix="dataflow-lengths") as pool:
+        lengths = resolve_lengths(
+            batching.lengths,
+            dataset.catalog,
+            stored,
+            storage_options=dataset.storage_options,
+            map=pool.map,
+            open_shard=partial(shard_file, reader),
+        )
+    blocks = dataset.catalog.blocks
+    if not dataset.selection.is_whole:  # `lengths` are of all samples; a plan wants those of the view
+        at, row = dataset.selection.locate(np.arange(len(dataset)))
+        lengths = lengths[blocks.first_sample[at] + row]
+    if len(lengths) and output is not None:
+        _check_others(batching, dataset, lengths)
+    held = max(1, int(np.maximum(blocks.length, blocks.nbytes).sum()))
+    window = max(1, min(DEFAULT_WINDOW_SAMPLES, window_bytes * len(lengths) // held))
+    return UnitPlanner(lengths, batching, window)

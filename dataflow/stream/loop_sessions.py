@@ -1,0 +1,208 @@
+"""The loops over one loader, and the sessions that serve them.
+
+Any number of loops may run at a time. Each has a session of its own, and all share the memory limit equally.
+A session that holds more than its share when another loop begins is closed, and its loop goes on with a new
+one from where it stands: what it holds is for batches that may be waited for only after the other loop's.
+When the newest loop has all its batches, its session stays, as it reads the next epoch already.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from dataflow.staging.block_windows import RankPlan
+from dataflow.stream.accounts import Counts
+from dataflow.stream.session import Session
+from prefetch.memory.finalizer import Finalizer
+from prefetch.memory.interrupts import Uninterrupted
+
+
+class EpochLoop:
+    """One loop over a loader: which epoch, how far it is, and what serves it."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        """Of the loops over this loader, in order of `iter`."""
+        self.place: tuple[int, int] | None = None
+        """Epoch and position where it begins; None: they follow from the loops before."""
+        self.plan: RankPlan | None = None
+        """From where its session began on; None: no batch was asked for."""
+        self.taken = 0
+        """Batches of the plan that were handed out."""
+        self.session: Session | None = None
+        self.finalizer: Finalizer | None = None
+        self.closed = False
+        """Whether the loader was closed meanwhile."""
+        self.batches: Callable[[], Any] = lambda: None
+        """The generator that the training code iterates over, if it still has it."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy stands where this loop stands, and is not served."""
+        return {"number": self.number, "plan": self.plan, "taken": self.taken}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(0)  # type: ignore[misc]
+        self.__dict__.update(state)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it has all its batches; those that count batches do not ask for the end."""
+        return self.plan is not None and self.taken == self.plan.num_batches
+
+    @property
+    def is_live(self) -> bool:
+        """Whether its batches may still be asked for."""
+        batches = self.batches()
+        return not self.closed and getattr(batches, "gi_frame", None) is not None
+
+
+class LoopSessions:
+    """The sessions of one loader. Thread-safe.
+
+    It does not refer to the loader, so that the end of the loader may end them.
+    """
+
+    def __init__(self, counts: Counts) -> None:
+        self._counts = counts
+        self._lock = threading.RLock()  # guards what follows; sessions are made under it, and closed outside
+        self._memory_limit = 0
+        self._loops: list[EpochLoop] = []
+        """Those that run, in the order in which they began."""
+        self._idle: Session | None = None
+        """What served the newest loop, until the next one begins."""
+        self._closing: list[Session] = []
+
+    @property
+    def open(self) -> list[Session]:
+        """All that are not closed."""
+        with self._lock:
+            serving = [loop.session for loop in self._loops if loop.session is not None]
+            return [*self._closing, *serving, *([self._idle] if self._idle else [])]
+
+    @property
+    def newest(self) -> Session | None:
+        """What serves the newest loop, or waits for the next."""
+        return self.open[-1] if self.open else None
+
+    @property
+    def num_loops(self) -> int:
+        """Loops that share the memory limit now."""
+        return len(self._loops)
+
+    def serve(self, loop: EpochLoop, memory_limit: int, make: Callable[[int], Session]) -> Session:
+        """Begin to serve a loop from its plan's start on.
+
+        Args:
+            loop: one that has no session.
+            memory_limit: bytes for all sessions together.
+            make: a session that begins there, with a memory limit of its own.
+        """
+        with self._lock:
+            self._memory_limit = memory_limit
+            if loop not in self._loops:  # else its session was closed for holding too much
+                self._loops.append(loop)
+                loop.session, self._idle = self._idle, None
+            if loop.session is not None and not _stands_at_start(loop):
+                self._closing.append(loop.session)
+                loop.session = None
+            self._share_out()
+        self._finish_closing()
+        with Uninterrupted(), self._lock:
+            if loop.session is None and not loop.closed:
+                loop.session = make(self._share)
+        if loop.session is None:
+            raise RuntimeError("the loader was closed while a loop began")
+        return loop.session
+
+    def keep(self, loop: EpochLoop) -> None:
+        """A loop has all its batches: its session serves the next one."""
+        with self._lock:
+            if loop not in self._loops:
+                return
+            if self._idle is not None:
+                self._closing.append(self._idle)
+            self._loops.remove(loop)
+            self._idle, loop.session = loop.session, None
+        self._finish_closing()
+        self._forget(loop)
+
+    def leave(self, loop: EpochLoop, *, join: bool = True) -> None:
+        """A loop is over: end its session. `join=False` does not wait for its threads. Idempotent."""
+        with self._lock:
+            if loop in self._loops:
+                self._loops.remove(loop)
+            session, loop.session = loop.session, None
+            if session is not None and join:
+                self._closing.append(session)
+        if session is not None and not join:
+            session.close(join=False)
+            self._counts.keep(session)
+        self._finish_closing()
+        self._forget(loop)
+
+    def drop_idle(self, epoch: int, start: int) -> None:
+        """Close the session that waits for the next loop, unless that is where it stands."""
+        with self._lock:
+            if self._idle is not None and not self._idle.stands_at(epoch, start):
+                self._closing.append(self._idle)
+                self._idle = None
+        self._finish_closing()
+
+    def close(self) -> None:
+        """End all sessions and the loops that they serve. Idempotent."""
+        with self._lock:
+            for loop in self._loops:
+                loop.closed = True
+                if loop.session is not None:
+                    self._closing.append(loop.session)
+                    loop.session = None
+            if self._idle is not None:
+                self._closing.append(self._idle)
+            loops, self._loops, self._idle = self._loops, [], None
+        self._finish_closing()
+        for loop in loops:
+            self._forget(loop)
+
+    def _forget(self, loop: EpochLoop) -> None:
+        """A loop has no session any more, and the others share what that had."""
+        if loop.finalizer is not None:
+            loop.finalizer.detach()
+        with self._lock:
+            self._share_out()
+
+    @property
+    def _share(self) -> int:
+        """Bytes that each session may hold."""
+        return self._memory_limit // max(1, len(self._loops) + (self._idle is not None))
+
+    def _share_out(self) -> None:
+        """Tell the sessions their share; what holds more is to be closed. Under the lock."""
+        share = self._share
+        for loop in self._loops:
+            if loop.session is not None and not loop.session.resize(share):
+                self._closing.append(loop.session)
+                loop.session = None
+        if self._idle is not None and not self._idle.resize(share):
+            self._closing.append(self._idle)
+            self._idle = None
+
+    def _finish_closing(self) -> None:
+        """Close what is to be closed, or wait until another thread has done it."""
+        while True:
+            with self._lock:
+                if not self._closing:
+                    return
+                session = self._closing[0]
+            session.close()
+            with self._lock:
+                if session in self._closing:
+                    self._closing.remove(session)
+                    self._counts.keep(session)
+
+
+def _stands_at_start(loop: EpochLoop) -> bool:
+    assert loop.plan is not None
+    assert loop.session is not None
+    return loop.session.stands_at(loop.plan.order.epoch, loop.plan.start)

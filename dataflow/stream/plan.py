@@ -1,0 +1,58 @@
+"""What decides which samples come when: the plan of any epoch, for one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import cast
+
+from dataflow.dataset import ShardedDataset
+from dataflow.mixture import Mixture
+from dataflow.staging.block_windows import RankPlan
+from sharding.lengths.unit_planner import UnitPlanner
+from sharding.mixture.windows import MixturePlan, MixtureWindows
+from sharding.order.order import Order, Shuffle
+from sharding.plan.plan import EpochPlan, Tail
+
+
+@dataclass(frozen=True)
+class StreamPlan:
+    """Everything that decides which samples come when, for one rank."""
+
+    dataset: ShardedDataset | Mixture
+    shuffle: Shuffle
+    """With `window_blocks` filled in."""
+    seed: int
+    batch_size: int
+    rank: int
+    world_size: int
+    tail: Tail
+    planner: UnitPlanner | None = None
+    """Of length-aware batches; `batch_size` then counts its units."""
+
+    @property
+    def samples_per_batch(self) -> int:
+        """Samples of a batch; about how many, of length-aware ones."""
+        return self.batch_size * (self.planner.samples_per_unit if self.planner else 1)
+
+    def epoch(self, epoch: int, start: int = 0) -> RankPlan:
+        """The plan of one epoch, from position `start` on."""
+        order = self.dataset.windows(epoch, self.shuffle, seed=self.seed)
+        if self.planner is not None:
+            return self.planner.plan(
+                cast(Order, order),
+                units_per_batch=self.batch_size,
+                rank=self.rank,
+                world_size=self.world_size,
+                tail=self.tail,
+                start=start,
+            )
+        plan: Callable[..., EpochPlan] = MixturePlan if isinstance(order, MixtureWindows) else EpochPlan
+        return plan(
+            order,
+            batch_size=self.batch_size,
+            rank=self.rank,
+            world_size=self.world_size,
+            tail=self.tail,
+            start=start,
+        )

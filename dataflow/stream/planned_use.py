@@ -1,0 +1,136 @@
+"""When this machine needs each block of a loader's sources next: what a cache drops blocks by.
+
+A cache file is found in the block tables by a 64-bit hash of shard and offset (16 bytes a block). When
+its block is needed follows from the orders of the running epoch and the next (8 bytes a block each), which
+are looked at when the cache is full for the first time, and kept while their epochs last.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from prefetch.cache.entry import Entry, mark_of, tag_of
+from prefetch.cache.folder import Stored
+from sharding.catalog.build import Catalog
+from sharding.order.keyed import splitmix64
+from sharding.order.order import Order
+from sharding.plan.next_use import Lanes, next_uses, windows_of_blocks
+
+_WINDOWS_OPEN = 3
+"""Windows that are read at the same time: blocks of the oldest of them may still be wanted."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is known of one source."""
+
+    catalog: Catalog
+    order_of: Callable[[int], Order]
+    """The order of one of its epochs."""
+    samples: float
+    """Samples of all sources that are delivered during one epoch of this one."""
+    lanes: Lanes
+    sparse: bool
+    """Whether single samples are read: they are in no table, and none is known to be needed sooner."""
+    _begun: deque[tuple[int, int]] = field(default_factory=lambda: deque(maxlen=_WINDOWS_OPEN))
+    _windows: OrderedDict[int, tuple[NDArray[np.int64], int]] = field(default_factory=OrderedDict)
+
+    def begins(self, epoch: int, window: int) -> None:
+        """Its next window is going to be read. Cheap; one thread."""
+        self._begun.append((epoch, window))
+
+    def uses(self, blocks: NDArray[np.int64], *, done: bool) -> NDArray[np.float64]:
+        """When some of its blocks are needed next. One thread at a time."""
+        epoch, window = self._begun[0] if self._begun else (0, 0)
+        this, following = self._at(epoch), self._at(epoch + 1)
+        when = next_uses(blocks, (epoch, window), this, following, done=done and not self.lanes.shared)
+        return when * self.samples
+
+    def _at(self, epoch: int) -> tuple[NDArray[np.int64], int]:
+        known = self._windows.get(epoch)
+        if known is None:
+            order = self.order_of(epoch)
+            known = windows_of_blocks(order, self.catalog.num_blocks, self.lanes), order.num_windows
+            self._windows[epoch] = known
+            while len(self._windows) > 2:
+                self._windows.popitem(last=False)
+        return known
+
+
+class PlannedUse:
+    """Implements `prefetch.cache.block_cache.Future` over several sources. Thread-safe."""
+
+    def __init__(self, plans: Sequence[Plan]) -> None:
+        self._plans = plans
+        self._lock = threading.Lock()  # guards the plans' memory, and making the tables
+
+    def marks(self) -> NDArray[np.uint64]:
+        """Of all shards."""
+        return np.unique(np.concatenate(self._shard_marks))
+
+    def of_stored(self, stored: Stored) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
+        """When each block of a folder is needed, and whether it is one of ours."""
+        return self._of(stored.marks, stored.offsets, done=False)
+
+    def of_names(self, names: Sequence[str]) -> NDArray[np.float64]:
+        """When each of these blocks is needed; infinity for others."""
+        parts = [name.split("-") for name in names]
+        marks = np.array([mark_of(part[0]) for part in parts], np.uint64)
+        return self._of(marks, np.array([int(part[1]) for part in parts], np.int64), done=False)[0]
+
+    def of_entry(self, entry: Entry) -> float:
+        """When a block that was just read is needed again."""
+        mark, offset = np.array([mark_of(entry.tag)], np.uint64), np.array([entry.offset])
+        return float(self._of(mark, offset, done=True)[0][0])
+
+    def _of(
+        self, marks: NDArray[np.uint64], offsets: NDArray[np.int64], *, done: bool
+    ) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
+        with self._lock:
+            keys = _keys(marks, offsets)
+            sorted_keys, owner, block = self._table
+            at = np.minimum(np.searchsorted(sorted_keys, keys), len(sorted_keys) - 1)
+            known = sorted_keys[at] == keys
+            ours = known.copy()
+            when = np.full(len(keys), np.inf)
+            for plan, of_shards in zip(self._plans, self._shard_marks, strict=True):
+                if plan.sparse:
+                    its = ~known & np.isin(marks, of_shards)
+                    when[its] = 0.0
+                    ours |= its
+            for number, plan in enumerate(self._plans):
+                its = known & (owner[at] == number)
+                if its.any():
+                    when[its] = plan.uses(block[at[its]], done=done)
+        return when, ours
+
+    @cached_property
+    def _shard_marks(self) -> list[NDArray[np.uint64]]:
+        return [
+            np.array([mark_of(tag_of(c.shard(i))) for i in range(c.num_shards)], np.uint64)
+            for c in (plan.catalog for plan in self._plans)
+        ]
+
+    @cached_property
+    def _table(self) -> tuple[NDArray[np.uint64], NDArray[np.int16], NDArray[np.int64]]:
+        """Keys of all blocks, ascending; the source and the row in its table of each."""
+        keys, owners, blocks = [], [], []
+        for number, (plan, marks) in enumerate(zip(self._plans, self._shard_marks, strict=True)):
+            table = plan.catalog.blocks
+            keys.append(_keys(marks[table.shard], table.offset))
+            owners.append(np.full(len(table.shard), number, np.int16))
+            blocks.append(np.arange(len(table.shard)))
+        every = np.concatenate(keys)
+        order = np.argsort(every)
+        return every[order], np.concatenate(owners)[order], np.concatenate(blocks)[order]
+
+
+def _keys(marks: NDArray[np.uint64], offsets: NDArray[np.int64]) -> NDArray[np.uint64]:
+    return splitmix64(marks ^ splitmix64(offsets.astype(np.uint64)))

@@ -1,0 +1,358 @@
+"""One run of a loader's engine, with all that it works with: from a place in the stream on, until closed.
+
+A session is told what to deliver by a plan, and how by options; it knows no loader. It decides what follows
+from the data: how many threads read and build, how large chunks are, how many reads are in flight.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from dataflow.batch.chunk import Delivered, Finishing, Workshop
+from dataflow.dataset import ShardedDataset
+from dataflow.mixture import Mixture
+from dataflow.staging.source import Source, Traffic
+from dataflow.staging.stager import Stager
+from dataflow.stream.cache import OpenCaches, memory_for_caches
+from dataflow.stream.plan import StreamPlan
+from dataflow.stream.skipped import SkippedAhead
+from dataflow.stream.stream import Stream
+from dataflow.torch_threads import one_torch_thread, run_with_one_torch_thread, setting_kept
+from prefetch.control.broker import SharedGate, broker_name
+from prefetch.control.depth import AdaptiveDepth, Decision, DepthPolicy, Observation, fixed_depth
+from prefetch.control.gate import ReadGate
+from prefetch.control.hold import ReadHold
+from prefetch.control.inflight import Inflight
+from prefetch.engine.engine import Engine, EngineOptions
+from prefetch.engine.ledger import Ledger
+from prefetch.memory.arena import Arena, rounded_bytes
+from prefetch.memory.device import CudaStreams, DeviceCopier, register_pinned
+from prefetch.memory.heap import HeapKeeper
+from prefetch.memory.leases import FileLeases
+from prefetch.store.reader import NO_FAULTS, ReadStats
+from sharding.lengths.batching import Packed
+from sharding.topology.topology import Topology
+from sharding.urls import is_local, naming_part
+
+_CHUNK_BYTES = 8 << 20
+"""Output of one chunk, once the stream runs: enough that its Python cost vanishes."""
+_CHUNKS_IN_LIMIT = 32
+"""A chunk is no more than this part of the memory limit."""
+_MAX_CHUNK_BATCHES = 128
+_UNTOLD_BYTES = 1 << 20
+_UNTOLD_IN_LIMIT = 256
+"""What the user's functions made is charged in such parts of the memory limit, or batch by batch."""
+_WINDOWS_AHEAD = 3
+"""Windows a source: one drained, one staged, one being read."""
+_LOCAL_READERS = 2
+_REMOTE_READERS = 48
+"""The most; how many read at a time is for the in-flight control to say."""
+_START_IN_FLIGHT = 64 << 20
+_START_TOGETHER = 16 << 20
+"""Of all nodes of a job. One that begins with too much delays its own second window only; several delay each
+other's first batch (`benchmarks.fair_share`)."""
+_LEAST_START = 4 << 20
+_DEPTH = 4
+_NO_GATE = Decision(0, "local shards are read without a limit")
+
+
+@dataclass(frozen=True)
+class SessionOptions:
+    """How a session works; which samples it delivers, and in which order, is its plan's."""
+
+    topology: Topology
+    memory_limit: int
+    """Bytes; the share of this session, if others of the loader run."""
+    device: torch.device
+    pin_memory: bool
+    """Whether host batches lie in page-locked memory."""
+    collate_fn: Callable[[list[Any]], Any] | None
+    skipped: SkippedAhead
+    """Decides about bad samples."""
+    mark_repeats: bool = False
+    """Whether batches tell what of them is delivered a second time."""
+    depth: DepthPolicy | None = None
+    num_threads: int | None = None
+    """Threads that build; None: by the number of cores."""
+    timeout_s: float = 600.0
+    """To wait for one batch."""
+    hold: ReadHold | None = None
+    """Holds remote reads back; outlives the session."""
+    caches_in_memory: bool = True
+    """Whether caches may keep blocks in memory, as they say."""
+
+
+class Session:
+    """One engine with its arena and ledger, from a place in the stream on. `close` may run in any thread."""
+
+    def __init__(self, plan: StreamPlan, options: SessionOptions, epoch: int, start: int) -> None:
+        dataset, limit = plan.dataset, options.memory_limit
+        local = is_all_local(dataset)
+        copies_only = not (options.collate_fn or plan.planner) and _copies_only(dataset)
+        num_readers = _LOCAL_READERS if local else _REMOTE_READERS
+        self._cached_bytes = memory_for_caches(dataset.sources, limit) if options.caches_in_memory else 0
+        self.ledger = Ledger(limit - self._cached_bytes)
+        on_cuda = options.device.type == "cuda"
+        register = register_pinned if on_cuda or options.pin_memory else None
+        self.arena = Arena(limit_bytes=limit, register=register)
+        self.ledger.settle_first(self.arena.settle)
+        self.copier = DeviceCopier(CudaStreams(options.device)) if on_cuda else None
+        self.traffic = Traffic()
+        self.skipped = options.skipped
+        self._hold = options.hold
+        self._now = options.hold.moving_s if options.hold else time.perf_counter
+        self.gate = None if local else _open_gate(dataset, options.topology, limit, self._refusals, self._now)
+        self.leases = FileLeases()
+        self.caches = OpenCaches(
+            dataset.sources, plan, options.topology, self.arena, in_memory=options.caches_in_memory
+        )
+        self.sources = _open_sources(
+            dataset, limit // 4, self.traffic, self.gate, self.leases, self.caches, self._hold
+        )
+        self._next = (epoch, start)
+        self._closing = threading.RLock()  # held until all has ended
+        self._builds_end = threading.Event()
+        self._closed = False
+        self._taken, self._took_s = 0, self._now()
+        ledger = self.ledger
+        finishing = Finishing(
+            [(source.transform, source.transform_wants_rng) for source in dataset.sources],
+            options.collate_fn,
+            dataset.batch_transform,
+            options.skipped.decide,
+            plan.planner.batching if plan.planner else None,
+            options.mark_repeats,
+        )
+        batch_bytes = _batch_bytes(plan)
+        per_chunk = _batches_per_chunk(batch_bytes, limit)
+        stager = Stager(self.sources, self.arena, num_readers=num_readers, limit_bytes=limit)
+        shop = Workshop(
+            dataset.outputs,
+            plan.seed,
+            finishing,
+            self.arena,
+            self.leases,
+            on_return=lambda nbytes: lambda: ledger.give_back_lent(nbytes),
+            closing=self._builds_end,
+            heap=HeapKeeper(limit),
+            untold_bytes=min(_UNTOLD_BYTES, limit // _UNTOLD_IN_LIMIT),
+        )
+        stream = Stream(plan, stager, shop, batches_per_chunk=per_chunk)
+        readers, caches = [source.reader for source in self.sources], self.caches
+
+        def end_reads() -> None:
+            for reader in readers:
+                reader.close()
+            caches.end()
+
+        chunk_bytes = rounded_bytes(per_chunk * batch_bytes)
+        engine_options = EngineOptions(
+            num_readers=num_readers,
+            num_workers=options.num_threads or _build_threads(dataset, copies_only),
+            depth=_at_least(options.depth or _default_depth(local, limit), 3 * per_chunk),
+            max_windows=_WINDOWS_AHEAD * len(self.sources),
+            keep_bytes=max(chunk_bytes, min(3 * chunk_bytes, limit // 4)),
+            timeout_s=options.timeout_s,
+            initializer=one_torch_thread,
+            in_consumer=run_with_one_torch_thread if copies_only else None,
+            interrupt=end_reads,
+            explain=self._what_reads_wait_for,
+        )
+        with setting_kept():
+            self.engine: Engine[Delivered] = Engine(
+                stream.windows(epoch, start), self.ledger, engine_options, epoch=epoch
+            )
+        if self._hold:
+            self._hold.watch(self.engine.staged_batches)
+
+    def _what_reads_wait_for(self) -> str:
+        return "; ".join(text for source in self.sources if (text := source.reader.waiting()))
+
+    def _refusals(self) -> int:
+        return sum(source.reader.stats().throttled for source in self.sources)
+
+    def next_batches(self) -> Sequence[Delivered]:
+        """The batches of the next chunk."""
+        gap_s = self._now() - self._took_s
+        batches = self.engine.next_batches()
+        if batches:
+            self._next = (batches[-1].epoch, -1)
+            self._took_s = self._now()
+            self._tell_demand(len(batches), gap_s)
+            if self._hold:
+                self._hold.took()
+        return batches
+
+    def _tell_demand(self, taken: int, gap_s: float) -> None:
+        if self.gate:
+            self._taken += taken
+            # What is read ahead counts, too: that makes the demand too high at first, which does no harm.
+            self.gate.took(self.traffic.read_bytes * taken // self._taken, gap_s)
+
+    def in_flight(self) -> Decision:
+        """Bytes that may be in flight at the store, and why."""
+        return self.gate.decision if self.gate else _NO_GATE
+
+    def read_on(self) -> None:
+        """A second epoch has begun: see `Engine.read_on`."""
+        self.engine.read_on()
+
+    def stands_at(self, epoch: int, start: int) -> bool:
+        """Whether the next batch is the first from `start` of the epoch."""
+        return self._next == (epoch, start)
+
+    def epoch_done(self, epoch: int) -> None:
+        """All batches of the epoch were taken."""
+        self._next = (epoch + 1, 0)
+
+    def faults(self) -> ReadStats:
+        """Of all sources."""
+        return sum((source.reader.stats() for source in self.sources), NO_FAULTS)
+
+    def mapped_bytes(self) -> int:
+        """Bytes of local shards whose pages are in this process."""
+        return sum(source.mappings.mapped_bytes for source in self.sources)
+
+    def resize(self, memory_limit: int) -> bool:
+        """Have another limit from now on; False, and nothing is changed, if more is held than that."""
+        if not self.ledger.resize(memory_limit - self._cached_bytes):
+            return False
+        self.arena.resize(memory_limit)
+        return True
+
+    def close(self, *, join: bool = True) -> None:
+        """Stop everything; see `Engine.close`. Whoever comes second waits, too. Idempotent."""
+        self._builds_end.set()
+        with self._closing:
+            if self._closed:
+                return
+            if self.copier:
+                self.copier.close()
+            if self.gate:
+                self.gate.close()
+            if self._hold:
+                self._hold.hurry()  # reads that waited find the gate closed
+            self.engine.close(join=join)
+            self.leases.close(join=join)
+            if join:  # threads that hang may still read
+                self.caches.close()
+            self.arena.close()
+            self.skipped.forget()
+            self._closed = True  # at last: who is interrupted here has not closed it
+
+
+def is_all_local(dataset: ShardedDataset | Mixture) -> bool:
+    """Whether no shard is behind a network."""
+    return all(is_local(url) for source in dataset.sources for url in source.catalog.urls[:1])
+
+
+def start_in_flight(num_nodes: int) -> int:
+    """Bytes that each node of a job has in flight at first."""
+    return _START_IN_FLIGHT if num_nodes == 1 else max(_LEAST_START, _START_TOGETHER // num_nodes)
+
+
+def _open_gate(
+    dataset: ShardedDataset | Mixture,
+    place: Topology,
+    limit: int,
+    refusals: Callable[[], int],
+    now: Callable[[], float],
+) -> ReadGate:
+    """The gate of this rank, or of all ranks of this machine together."""
+    ranks = place.local_world_size
+    start = start_in_flight(place.num_nodes)
+
+    def control(share: int = 1) -> Inflight:
+        most = limit * ranks // share
+        return Inflight(start_bytes=min(start // share, most), max_bytes=most)
+
+    url = next(url for source in dataset.sources for url in source.catalog.urls if not is_local(url))
+    name = broker_name("/".join(naming_part(url).split("/")[:3])) if ranks > 1 else None
+    if name is None:
+        return ReadGate(control(share=ranks), refusals=refusals, now=now)
+    return SharedGate(
+        control(share=ranks),
+        name=name,
+        rank=place.local_rank,
+        shared_control=control,
+        refusals=refusals,
+        now=now,
+    )
+
+
+def _open_sources(
+    dataset: ShardedDataset | Mixture,
+    keep_bytes: int,
+    traffic: Traffic,
+    gate: ReadGate | None,
+    leases: FileLeases,
+    caches: OpenCaches,
+    hold: ReadHold | None,
+) -> list[Source]:
+    """What the stream reads, numbered, with one account of bytes and one gate."""
+    opened = [source.source(keep_bytes // len(dataset.sources), leases, hold) for source in dataset.sources]
+    return [
+        replace(source, number=number, traffic=traffic, gate=gate, cache=caches.of(number))
+        for number, source in enumerate(opened)
+    ]
+
+
+def _batches_per_chunk(batch_bytes: int, memory_limit: int) -> int:
+    wanted = min(_CHUNK_BYTES, memory_limit // _CHUNKS_IN_LIMIT)
+    return max(1, min(_MAX_CHUNK_BATCHES, wanted // batch_bytes))
+
+
+def _batch_bytes(plan: StreamPlan) -> int:
+    """Bytes of one batch, from the catalog: exact for fixed rows, the mean for ragged ones."""
+    dataset = plan.dataset
+    fixed = sum(o.row_bytes for o in dataset.outputs if o.kind in ("array", "spans", "image"))
+    ragged = any(o.kind in ("ragged", "pad", "objects", "images") for o in dataset.outputs)
+    catalogs = [source.catalog for source in dataset.sources]
+    mean = max(int(c.blocks.nbytes.sum()) // max(1, c.num_samples) for c in catalogs) if ragged else 0
+    laid = 0
+    batching = plan.planner.batching if plan.planner else None
+    if isinstance(batching, Packed):  # 8 bytes an element, and as many for segment ids and positions
+        laid = plan.batch_size * batching.length * 8 * (len(batching.columns) + 1)
+    return max(1, plan.samples_per_batch * (fixed + mean) + laid)
+
+
+def _default_depth(local: bool, memory_limit: int) -> DepthPolicy:
+    # Local values are mapped or read within milliseconds: four batches never ran dry there.
+    if local:
+        return fixed_depth(_DEPTH)
+    return AdaptiveDepth(start=_DEPTH, limit_bytes=memory_limit // 2)
+
+
+def _at_least(depth: DepthPolicy, batches: int) -> DepthPolicy:
+    """A depth in whole chunks: fewer than three would leave threads without work."""
+
+    def decide(seen: Observation) -> Decision:
+        decision = depth(seen)
+        if decision.value >= batches:
+            return decision
+        return Decision(batches, f"{decision.reason}; raised to three chunks")
+
+    return decide
+
+
+def _copies_only(dataset: ShardedDataset | Mixture) -> bool:
+    """Whether batches are made by copying alone: no decoder, and nothing of the user's, runs."""
+    transforms = [dataset.batch_transform, *(source.transform for source in dataset.sources)]
+    copied = ("array", "spans", "ragged")
+    return not any(transforms) and all(output.kind in copied for output in dataset.outputs)
+
+
+def _build_threads(dataset: ShardedDataset | Mixture, copies_only: bool) -> int:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if copies_only:  # the consumer's thread copies too while it waits
+        return max(1, cores - 1)
+    images = any(o.image is not None for o in dataset.outputs)
+    # Decoders take the GIL between images: one more thread than cores works while another waits for it.
+    return cores + 1 if images else cores

@@ -1,0 +1,133 @@
+"""Samples that are left out by policy: counted, listed, and what comes where a whole batch is left out."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Iterator, MutableMapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+import torch
+
+from dataflow.batch.chunk import REPEAT, Delivered
+from dataflow.torch_threads import run_with_one_torch_thread
+from prefetch.control.depth import Decision
+from sharding.errors import DataflowError, SampleError
+
+_NOT_IN_FLIGHT = Decision(0, "not started")
+
+_LISTED_ERRORS = 1000
+
+
+class LastGood:
+    """The last batch with samples, for those of which `on_error` left nothing where ranks step together.
+
+    The training code may change what it gets, so the copy is made before: one a chunk. Used by one thread.
+    """
+
+    def __init__(self) -> None:
+        self._last: Delivered | None = None
+
+    def in_place_of_empty(self, batches: Sequence[Delivered]) -> Iterator[Delivered]:
+        """The batches of a chunk, all of which have samples. `DataflowError` before any has."""
+        filled, before = [], self._last
+        for one in batches:
+            if one.num_samples:
+                self._last = one
+            elif self._last is None:
+                raise _nothing_to_repeat(one) from one.skipped[0]
+            else:
+                one = self._again(self._last, one)
+            filled.append(one)
+        if self._last is not None and self._last is not before:
+            self._last = self._last._replace(batch=_copied(self._last.batch))
+        return iter(filled)
+
+    @staticmethod
+    def _again(last: Delivered, empty: Delivered) -> Delivered:
+        batch = _copied(last.batch)
+        if isinstance(batch, MutableMapping) and REPEAT in batch:
+            batch[REPEAT] = torch.ones_like(batch[REPEAT])
+        return empty._replace(batch=batch, num_samples=last.num_samples, in_place=True)
+
+
+def _copied(batch: Any) -> Any:
+    """A copy; of what cannot be copied (it holds a generator, a file), the batch itself."""
+    copies = [batch]
+    with suppress(Exception):
+        run_with_one_torch_thread(lambda: copies.append(copy.deepcopy(batch)))
+    return copies[-1]
+
+
+def _nothing_to_repeat(empty: Delivered) -> DataflowError:
+    return DataflowError(
+        f"all {len(empty.skipped)} samples of a batch were left out by on_error=, and this rank has no "
+        "earlier batch that could come in its place, which keeps ranks in step: mend the samples, or take "
+        f"larger batches; the first one: {empty.skipped[0]}"
+    )
+
+
+class Skipped:
+    """The account of samples left out by policy: decided ahead by many threads, counted as delivered."""
+
+    def __init__(self, on_error: Any, budget: int) -> None:
+        self._on_error, self._budget = on_error, budget
+        self._lock = threading.Lock()  # guards what follows
+        self._num_ahead = 0
+        self.count = 0
+        self.errors: list[str] = []
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_lock": None, "_num_ahead": 0}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__ = {**state, "_lock": threading.Lock()}
+
+    def decide(self, error: SampleError, ahead: SkippedAhead) -> bool:
+        """Whether to leave the sample out."""
+        skip = self._on_error == "skip" or (callable(self._on_error) and bool(self._on_error(error)))
+        if not skip:
+            return False
+        with self._lock:
+            before = self.count + self._num_ahead
+            if before >= self._budget:
+                error.add_note(f"{before} samples were skipped before; error_budget={self._budget}")
+                return False
+            self._num_ahead += 1
+            ahead.count += 1
+        return True
+
+    def add(self, errors: Sequence[SampleError], ahead: SkippedAhead) -> None:
+        """Count what is missing from a batch that is handed out."""
+        with self._lock:
+            self._num_ahead -= len(errors)
+            ahead.count -= len(errors)
+            self.count += len(errors)
+            self.errors += map(str, errors[: _LISTED_ERRORS - len(self.errors)])
+
+    def forget(self, ahead: SkippedAhead) -> None:
+        """Forget what was decided about batches that will never be delivered."""
+        with self._lock:
+            self._num_ahead -= ahead.count
+            ahead.count = 0
+
+
+class SkippedAhead:
+    """What one session decided about samples of batches that are not delivered yet."""
+
+    def __init__(self, account: Skipped) -> None:
+        self._account = account
+        self.count = 0
+
+    def decide(self, error: SampleError) -> bool:
+        """Whether to leave the sample out."""
+        return self._account.decide(error, self)
+
+    def delivered(self, errors: Sequence[SampleError]) -> None:
+        """A batch without these samples is handed out."""
+        self._account.add(errors, self)
+
+    def forget(self) -> None:
+        """The session has ended."""
+        self._account.forget(self)

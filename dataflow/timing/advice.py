@@ -1,0 +1,161 @@
+"""The verdict in one line, and the next action with what it would gain: pure functions of a diagnosis.
+
+Every gain is computed from the measured seconds, and is at most that: the part is taken to vanish, or to
+halve, and nothing else to change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from dataflow.timing.diagnosis import WORTH, Diagnosis, takes_turns
+from dataflow.timing.records import LoaderTimes, RankRecord
+
+_BUSY = 0.7
+_MOST = 0.5
+_STORES = {
+    "": "a faster or nearer store",
+    "local": "a faster disk",
+    "remote": "a faster or nearer store, or a cache on this machine (cache=)",
+    "cached": "a larger or faster cache, or a faster or nearer store",
+}
+
+
+@dataclass(frozen=True)
+class Advice:
+    """What to do next."""
+
+    verdict: str
+    """Such as "network-bound: 37 % exposed"."""
+    action: str
+    gain: float | None
+    """Times faster at most; None: it cannot be told from these windows."""
+
+    def __str__(self) -> str:
+        gain = "what that gains, these figures cannot tell" if self.gain is None else gain_text(self.gain)
+        return f"{self.verdict}\nnext: {self.action} ({gain})"
+
+
+def gain_text(gain: float) -> str:
+    """Such as "at most 1.59 x faster"."""
+    return f"at most {gain:.2f} x faster"
+
+
+def advise(found: Diagnosis, records: Sequence[RankRecord]) -> Advice:
+    """The next action for what holds training up."""
+    critical = records[found.critical]
+    if found.bound == "data":
+        return _data(found, critical, len(records))
+    if found.bound == "network":
+        return _network(found, critical, waiting_in_it=critical.world_size > len(records))
+    if found.bound == "straggler":
+        return _straggler(found, critical, len(records))
+    if found.bound == "optimizer":
+        verdict = f"optimizer-bound: {found.share('optimizer'):.0%} of the time in step()"
+        if critical.strategy != "all-reduce" and critical.world_size > 1 and critical.model == "DDP":
+            verdict += f", the exchanges of {critical.strategy} included"
+        action = (
+            "accumulate twice the microbatches a step (a larger global batch), or a fused optimizer "
+            "(fused=True) where there is one"
+        )
+        return Advice(verdict, action, found.halved("optimizer"))
+    if _cores_are_shared(critical):
+        return _cores(found, critical.loader)
+    if not critical.in_schedule:
+        verdict = f"not data-bound: {found.share('data'):.0%} waiting for the loader"
+        action = (
+            "let the loop run over a GradSchedule(loader, model, optimizer, ...): it tells computing, "
+            "communication, slow ranks and optimizer apart"
+        )
+        return Advice(verdict, action, None)
+    best = max(found.gains.values())
+    verdict = f"compute-bound: {found.share('compute'):.0%} forward, backward and the loop itself"
+    if best < WORTH:
+        verdict += "; no cure of the rest gains 5 %"
+    return Advice(
+        verdict,
+        "look into the computation with torch.profiler: torch.compile, lower precision, larger microbatches",
+        None,
+    )
+
+
+def _data(found: Diagnosis, critical: RankRecord, num_ranks: int) -> Advice:
+    where = "" if num_ranks == 1 or takes_turns(found, num_ranks) else f", most on rank {critical.rank}"
+    verdict = f"data-bound: {found.share('data'):.0%} waiting for the loader{where}"
+    return Advice(verdict, _loader_action(critical.loader), found.gains["data"])
+
+
+def _cores_are_shared(one: RankRecord) -> bool:
+    """Whether making batches takes most of the cores that computing may need: not where it has a device."""
+    return one.device in ("", "cpu") and (one.loader.cores_busy or 0.0) >= _MOST
+
+
+def _cores(found: Diagnosis, loader: LoaderTimes) -> Advice:
+    verdict = (
+        f"decoding takes the cores: {loader.cores_busy:.0%} of this rank's {loader.cores:g} are busy making "
+        f"batches, {found.share('data'):.0%} waiting for the loader"
+    )
+    action = (
+        "if the training computes on these cores, too: cheaper decoding or transforms (smaller images, "
+        "work done once when shards are written), or more cores"
+    )
+    return Advice(verdict, action, None)
+
+
+def _loader_action(loader: LoaderTimes) -> str:
+    cores_are_busy = (loader.cores_busy or 0.0) >= _BUSY
+    if loader.kind == "main":
+        return "make batches beside the training: DataLoader(num_workers=...), it has none"
+    if loader.kind in ("process", "thread"):
+        if cores_are_busy:
+            share = f"they keep {loader.cores_busy:.0%} of {loader.cores:g} cores busy"
+            return f"cheaper items, or more cores: the {loader.kind} workers do not keep up, and {share}"
+        return f"more workers or cheaper items: the {loader.kind} workers do not keep up"
+    read, build = loader.read_busy, loader.build_busy
+    if read is None or build is None:
+        return "fetch ahead, by dataflow's DataLoader with num_workers=, or over shards"
+    busy = f"threads that read were busy {read:.0%} of the time, those that decode and gather {build:.0%}"
+    if max(read, build) < _BUSY:
+        return f"a larger memory_limit=, so that more is fetched ahead: {busy}"
+    if build > read:
+        more = "more cores" if cores_are_busy else "more threads (num_threads=)"
+        return f"cheaper decoding or transforms, or {more}: {busy}"
+    return f"{_STORES[loader.store]}: {busy}; `dataflow bench loader` measures each alone"
+
+
+def _network(found: Diagnosis, critical: RankRecord, *, waiting_in_it: bool) -> Advice:
+    verdict = f"network-bound: {found.share('network'):.0%} exposed"
+    if waiting_in_it:
+        action = "compare the ranks (all_ranks=True, or dataflow doctor): waiting for slower ones is in it"
+        return Advice(verdict, action, found.gains["network"])
+    action = "halve the bytes (16 bits, docs/strategies.md), or accumulate twice the microbatches a step"
+    if critical.strategy != "all-reduce":
+        action = "accumulate twice the microbatches a step (a larger global batch)"
+    return Advice(verdict, action, found.halved("network"))
+
+
+def _straggler(found: Diagnosis, critical: RankRecord, num_ranks: int) -> Advice:
+    share = f"{found.share('straggler'):.0%} waiting for the slowest rank"
+    if takes_turns(found, num_ranks):
+        verdict = f"straggler-bound: {share}, and ranks take turns"
+        action = f"{_equal_work(critical.loader)} longer windows, in which differences even out"
+    else:
+        verdict = (
+            f"straggler-bound: {share}, rank {critical.rank} on {critical.host} "
+            f"in {found.critical_share:.0%} of the windows"
+        )
+        action = (
+            f"look at rank {critical.rank}'s machine (clock, other processes) and at its share of the work"
+        )
+    return Advice(verdict, action, found.gains["straggler"])
+
+
+def _equal_work(loader: LoaderTimes) -> str:
+    if loader.batching in ("Packed", "TokenBudget"):
+        return f"batches have equal numbers of tokens already ({loader.batching}):"
+    if loader.kind == "shards":
+        how = "batching=TokenBudget(...) or Packed(...)"
+    else:
+        how = "a batch_sampler= that counts them"
+    return f"give ranks equal work: batches of equal numbers of tokens ({how}), or"

@@ -1,0 +1,164 @@
+"""What one rank knows of its windows: gathered for a report, or saved for `dataflow doctor`.
+
+`dataflow doctor` sets the variable `DATAFLOW_DOCTOR` to a folder; a schedule that finds it saves its record
+there after 50, 100, 200, ... windows, at the end of each loop and when it is closed, so that a run that is
+killed leaves one too. The time that saving takes is in no window. Loops without a schedule: `doctor.loops`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import warnings
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from weakref import WeakSet
+
+from torch.utils.data import BatchSampler, SequentialSampler
+
+from dataflow.timing.window_times import Span, WindowTimes
+
+FIRST_SAVED = 50
+"""Windows after which a record is saved first."""
+IN_SCHEDULES: WeakSet[Any] = WeakSet()
+"""Loaders of schedules that are recorded: their loops are not watched besides, for saving that takes time."""
+
+
+@dataclass(frozen=True)
+class LoaderTimes:
+    """What the loader says of itself, since it was made; None where it does not count that."""
+
+    kind: str
+    """"shards", "process", "thread", "main" or "other"."""
+    stall_share: float | None = None
+    """Share of the time that training waited for it, in [0, 1]."""
+    read_busy: float | None = None
+    """Share of the time that its reading threads were busy. Near 1: reading is the bottleneck."""
+    build_busy: float | None = None
+    """Share of the time that its threads that decode and gather batches were busy."""
+    reason: str = ""
+    """What it says about its workers or its depth."""
+    store: str = ""
+    """Of shards: "local", "remote", or "cached" where a cache on this machine is in use."""
+    batching: str = ""
+    """"Packed", "TokenBudget" or "Bucketed", where lengths decide about batches."""
+    cores: float | None = None
+    """Cores of this rank: those that it may use, in equal parts where all ranks of a machine may use all."""
+    cores_busy: float | None = None
+    """Share of them that making batches kept busy. Near 1: what computes on them goes at a crawl."""
+    file_order: bool = False
+    """Whether samples come in the order of the dataset, as far as its sampler tells."""
+
+
+@dataclass(frozen=True)
+class RankRecord:
+    """What one rank knows."""
+
+    rank: int
+    world_size: int
+    host: str
+    model: str
+    """"plain", "DDP" or "FSDP2"."""
+    strategy: str
+    device: str
+    loader: LoaderTimes
+    windows: tuple[WindowTimes, ...]
+    spans: tuple[Span, ...] = ()
+    mode: str = ""
+    """What the controller of the schedule has decided, and why; "" without one."""
+    in_schedule: bool = True
+    """False: a plain loop. A window is a batch, and computing is all that is not waiting for it."""
+    optimizer_steps: int = 0
+    """Of torch's optimizers in a plain loop. 0: it evaluates."""
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON value."""
+        lists = {"windows": [vars(one) for one in self.windows], "spans": [vars(one) for one in self.spans]}
+        return {**vars(self), "loader": vars(self.loader), **lists}  # asdict copies deeply, and takes long
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> RankRecord:
+        """`ValueError` if it is no such value."""
+        try:
+            rest = dict(value)
+            rest["loader"] = LoaderTimes(**value["loader"])
+            rest["windows"] = tuple(WindowTimes(**one) for one in value["windows"])
+            rest["spans"] = tuple(Span(**one) for one in value["spans"])
+            return cls(**rest)
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"not a record of this version: {error}") from None
+
+    def save(self, path: Path) -> None:
+        """Write it, whole or not at all. Errors only warn: a training must not end for want of a report."""
+        part = path.with_suffix(".part")
+        try:
+            part.write_text(json.dumps(self.to_json()))
+            part.replace(path)
+        except OSError as error:
+            warnings.warn(f"this rank's times could not be saved for dataflow doctor: {error}", stacklevel=2)
+
+
+def loader_times(loader: Any, before: LoaderTimes | None = None) -> LoaderTimes:
+    """What a loader's `stats()` say; little of a loader that is not ours.
+
+    `before`: what they said earlier. Worker processes that have ended cannot be asked any more.
+    """
+    from dataflow.stats import LoaderStats, WorkerStats
+
+    stats = loader.stats() if callable(getattr(loader, "stats", None)) else None
+    cores = _cores_of_rank()
+    told: dict[str, Any] = {"cores": cores, "file_order": _in_file_order(loader)}
+    if isinstance(stats, WorkerStats):
+        busy = busy_cores(stats.worker_pids)
+        share = busy / cores if busy is not None else before.cores_busy if before else None
+        reason = stats.workers_reason
+        return LoaderTimes(stats.workers, stats.stall_share, reason=reason, cores_busy=share, **told)
+    if not isinstance(stats, LoaderStats):
+        return LoaderTimes("other", file_order=told["file_order"])
+    read, build = (
+        stage.busy_s / (stage.threads * stats.elapsed_s) if stage.threads and stats.elapsed_s else None
+        for stage in (stats.read, stats.build)
+    )
+    batching = getattr(loader, "batching", None)
+    cached = stats.cache.hits + stats.cache.misses > 0
+    return LoaderTimes(
+        "shards",
+        stats.stall_share,
+        read,
+        build,
+        stats.depth_reason,
+        store="cached" if cached else "remote" if stats.in_flight_limit else "local",
+        batching=type(batching).__name__ if batching else "",
+        cores_busy=None if build is None else build * stats.build.threads / cores,
+        **told,
+    )
+
+
+def _cores_of_rank() -> float:
+    usable, all_cores = len(os.sched_getaffinity(0)), os.cpu_count() or 1
+    ranks = os.environ.get("LOCAL_WORLD_SIZE", "1") if usable == all_cores else "1"
+    return usable / max(1, int(ranks) if ranks.isdecimal() else 1)
+
+
+def busy_cores(pids: Sequence[int], proc: Path = Path("/proc")) -> float | None:
+    """Cores that running processes have kept busy since each began; None without one."""
+    second = os.sysconf("SC_CLK_TCK")
+    busy = []
+    with suppress(OSError):  # those of an epoch that is over have ended
+        now = float((proc / "uptime").read_text().split()[0])
+        for pid in pids:
+            fields = (proc / str(pid) / "stat").read_text().rpartition(")")[2].split()
+            user, system, began = (int(fields[at]) / second for at in (11, 12, 19))
+            busy.append((user + system) / max(now - began, 1 / second))
+    return sum(busy) if len(busy) == len(pids) > 0 else None
+
+
+def _in_file_order(loader: Any) -> bool:
+    loader = getattr(loader, "base_dataloader", loader)  # Accelerate's is around ours
+    batches, sampler = getattr(loader, "batch_sampler", None), getattr(loader, "sampler", None)
+    if batches is not None:  # one of the user's may shuffle whatever it is made of
+        sampler = batches.sampler if type(batches) is BatchSampler else None
+    return isinstance(sampler, SequentialSampler) or getattr(sampler, "shuffle", None) is False

@@ -1,0 +1,277 @@
+"""One case of a storage benchmark: blocks of one size, in one order, so many in flight, for some seconds.
+
+"In flight" is the number of threads, each with one read at a time, as fio's jobs; they may lie in several
+processes (`dataflow.tools.bench.direct_processes`). Sequential means one stream in the order of the shards,
+whichever thread asks; random takes the blocks in a keyed order, each once before any comes again. Every
+read's beginning and end are kept; all figures are made from them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from array import array
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor, wait
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dataflow.tools.bench.direct import aligned_buffer
+from dataflow.tools.bench.evidence import device_bytes
+from sharding.blocks import Shard
+from sharding.order.keyed import feistel
+
+Pattern = Literal["sequential", "random"]
+ReadInto = Callable[[Shard, int, NDArray[np.uint8]], None]
+Block = tuple[Shard, int, int]
+"""Shard, offset, bytes."""
+_AT_ONCE = 4096
+_KEPT = 16
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is asked of the store."""
+
+    pattern: Pattern
+    block_bytes: int
+    concurrency: int
+
+
+class BlockOrder:
+    """Which block comes when: place -> (shard, offset, bytes). Thread-safe.
+
+    Blocks are whole ones, aligned in their shard; a shard that is smaller than a block is one block.
+    """
+
+    def __init__(self, shards: Sequence[Shard], block_bytes: int, pattern: Pattern, seed: int = 0) -> None:
+        self._shards = [shard for shard in shards if shard.size]
+        self._block_bytes, self._pattern, self._seed = block_bytes, pattern, seed
+        self._sizes = np.array([shard.size for shard in self._shards], np.int64)
+        self._ends = np.cumsum(np.maximum(1, self._sizes // block_bytes))
+        self._shard_ends = self._ends.tolist()
+        self._total = int(self._ends[-1]) if self._shards else 0
+        # Made some thousand at a time: what Python does between two reads counts as the store's time.
+        self._lock = threading.Lock()  # guards what is written into it; at the beginning all threads want one
+        self._parts: dict[int, list[Block]] = {}
+        if self._total:
+            self._part(0)
+
+    def __len__(self) -> int:
+        """Blocks of one pass."""
+        return self._total
+
+    def __getitem__(self, place: int) -> Block:
+        """The block at a place; places beyond the first pass begin another one, in the same order."""
+        part, at = divmod(place % self._total, _AT_ONCE)
+        if at == _AT_ONCE // 2:  # one thread, while the others read on
+            self._part((part + 1) % -(-self._total // _AT_ONCE))
+        made = self._parts.get(part)
+        return (self._part(part) if made is None else made)[at]
+
+    def _part(self, part: int) -> list[Block]:
+        """From memory, or made by one thread."""
+        with self._lock:
+            if part not in self._parts:
+                if len(self._parts) == _KEPT:
+                    del self._parts[next(iter(self._parts))]
+                self._parts[part] = self._made(part)
+            return self._parts[part]
+
+    def _made(self, part: int) -> list[Block]:
+        return self.blocks(range(part * _AT_ONCE, min((part + 1) * _AT_ONCE, self._total)))
+
+    def in_line(self, number: int) -> Block:
+        """One block of the shards one after the other, whatever the order: by arithmetic alone."""
+        number %= self._total
+        at = bisect_right(self._shard_ends, number)
+        offset = (number - (self._shard_ends[at - 1] if at else 0)) * self._block_bytes
+        shard = self._shards[at]
+        return shard, offset, min(self._block_bytes, shard.size - offset)
+
+    def blocks(self, wanted: range) -> list[Block]:
+        """Those at many places. Nothing is kept."""
+        places = np.arange(wanted.start, wanted.stop, wanted.step, dtype=np.uint64) % np.uint64(self._total)
+        random = self._pattern == "random"
+        numbers = (feistel(places, self._total, self._seed) if random else places).astype(np.int64)
+        shard = np.searchsorted(self._ends, numbers, side="right")
+        first = np.where(shard > 0, self._ends[shard - 1], 0)
+        offsets = (numbers - first) * self._block_bytes
+        nbytes = np.minimum(self._block_bytes, self._sizes[shard] - offsets)
+        shards = [self._shards[number] for number in shard.tolist()]
+        return list(zip(shards, offsets.tolist(), nbytes.tolist(), strict=True))
+
+
+@dataclass(frozen=True, eq=False)
+class Reads:
+    """What was measured. Times are seconds on one clock."""
+
+    began_s: NDArray[np.float64]
+    """[n]"""
+    ended_s: NDArray[np.float64]
+    """[n]"""
+    nbytes: NDArray[np.int64]
+    """[n]"""
+    cpu_s: float
+    """Processor time of the processes that read, all threads, user and system, while they did."""
+    device_bytes: int | None
+    """Bytes that they caused to be fetched from storage meanwhile; None: the kernel does not say."""
+    exhausted: bool
+    """Whether it ended because every block was read once."""
+
+    @staticmethod
+    def together(parts: Sequence[Reads]) -> Reads:
+        """Those of several processes at the same time."""
+        fetched = [part.device_bytes for part in parts if part.device_bytes is not None]
+        return Reads(
+            np.concatenate([part.began_s for part in parts]),
+            np.concatenate([part.ended_s for part in parts]),
+            np.concatenate([part.nbytes for part in parts]),
+            sum(part.cpu_s for part in parts),
+            sum(fetched) if len(fetched) == len(parts) else None,
+            any(part.exhausted for part in parts),
+        )
+
+    @property
+    def seconds(self) -> float:
+        """From the beginning of the first read to the end of the last."""
+        return float(self.ended_s.max() - self.began_s.min()) if len(self.ended_s) else 0.0
+
+    @property
+    def total_bytes(self) -> int:
+        """Of all reads."""
+        return int(self.nbytes.sum())
+
+    def mb_per_s_over_time(self, parts: int) -> list[float]:
+        """[parts] MB/s in equal parts of the time; a read's bytes count evenly from beginning to end."""
+        began = self.began_s - (self.began_s.min() if len(self.began_s) else 0.0)
+        duration = np.maximum(self.ended_s - self.began_s, 1e-9)
+        edges = np.linspace(0, self.seconds, parts + 1)
+        done = [(np.clip((edge - began) / duration, 0, 1) * self.nbytes).sum() for edge in edges]
+        rates: list[float] = (np.diff(done) / 1e6 / max(self.seconds / parts, 1e-9)).tolist()
+        return rates
+
+
+def in_turn(order: BlockOrder, *, once: bool) -> Callable[[int], Iterator[Block]]:
+    """For each of several threads, by number, its blocks: whatever comes next when it asks.
+
+    Args:
+        order: of the blocks.
+        once: end when every block was given once.
+    """
+    places = itertools.count()
+
+    def blocks(number: int) -> Iterator[Block]:
+        for place in places:
+            if once and place >= len(order):
+                return
+            yield order[place]
+
+    return blocks
+
+
+def run_case(
+    case: Case,
+    blocks: Callable[[int], Iterator[Block]],
+    read: ReadInto,
+    pool: Executor,
+    *,
+    seconds: float,
+    warm_up: Callable[[int], Block] | None = None,
+    whole_blocks: bool = False,
+    line_up: Callable[[], None] = lambda: None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Reads:
+    """Read by threads for some seconds; reads in flight at the end are finished and count.
+
+    Args:
+        case: what is asked.
+        blocks: for each thread, by its number, what it reads.
+        read: fills memory from a shard.
+        pool: has at least `case.concurrency` threads, all idle.
+        seconds: when to stop asking.
+        warm_up: for each thread a block that it reads before the clock starts: connections are open then.
+        whole_blocks: ask for whole blocks at the end of a shard, too, as direct reads must.
+        line_up: called when all threads are ready to read; they begin when it returns.
+        clock: seconds on a clock that only goes forward.
+
+    Raises:
+        ShardReadError: the first that a read raised; all threads have ended.
+    """
+    failed = threading.Event()
+    cpu_s, fetched = 0.0, None
+
+    def begin() -> None:
+        nonlocal cpu_s, fetched
+        line_up()
+        cpu_s, fetched = time.process_time(), device_bytes()
+
+    line = threading.Barrier(case.concurrency, begin)
+
+    def work(number: int) -> _Taken:
+        try:
+            out, mine = aligned_buffer(case.block_bytes), blocks(number)
+            if warm_up is not None:
+                shard, offset, nbytes = warm_up(number)
+                read(shard, offset, out[:nbytes])
+            line.wait()
+            return _read_on(mine, read, out, whole_blocks, seconds, failed, clock)
+        except BaseException:
+            failed.set()
+            line.abort()
+            raise
+
+    running = [pool.submit(work, number) for number in range(case.concurrency)]
+    try:
+        wait(running)
+    except BaseException:  # Ctrl-C
+        failed.set()
+        line.abort()
+        raise
+    errors = [error for error in (future.exception() for future in running) if error]
+    if errors:
+        raise next((e for e in errors if not isinstance(e, threading.BrokenBarrierError)), errors[0])
+    cpu_s, after = time.process_time() - cpu_s, device_bytes()
+    began, ended, sizes, exhausted = zip(*(future.result() for future in running), strict=True)
+    return Reads(
+        np.concatenate(began),
+        np.concatenate(ended),
+        np.concatenate(sizes).astype(np.int64),
+        cpu_s,
+        None if fetched is None or after is None else after - fetched,
+        any(exhausted),
+    )
+
+
+_Taken = tuple["array[float]", "array[float]", "array[int]", bool]
+"""When reads began and ended, their bytes, and whether there was no further block."""
+
+
+def _read_on(
+    blocks: Iterator[Block],
+    read: ReadInto,
+    out: NDArray[np.uint8],
+    whole_blocks: bool,
+    seconds: float,
+    failed: threading.Event,
+    clock: Callable[[], float],
+) -> _Taken:
+    """One thread's reads. What it does between two counts as the store's time, so it does little."""
+    began, ended, sizes = array("d"), array("d"), array("q")
+    block_bytes, end = len(out), clock() + seconds
+    for shard, offset, nbytes in blocks:
+        into = out if whole_blocks or nbytes == block_bytes else out[:nbytes]
+        before = clock()
+        read(shard, offset, into)
+        now = clock()
+        began.append(before)
+        ended.append(now)
+        sizes.append(nbytes)
+        if now >= end or failed.is_set():
+            return began, ended, sizes, False
+    return began, ended, sizes, True

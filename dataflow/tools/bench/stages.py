@@ -1,0 +1,207 @@
+"""What one rank does in each phase of `dataflow bench loader`. Runs in a process of its own."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from itertools import count, repeat
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import distributed
+
+from dataflow.dataset import ShardedDataset
+from dataflow.loader import DataLoader
+from dataflow.stats import LoaderStats
+from dataflow.tools.bench.evidence import device_bytes
+from dataflow.tools.bench.in_memory import InMemory
+from dataflow.tools.bench.steps import Steps, run_steps
+from dataflow.tools.terminal.given import Given
+from sharding.order.keyed import spread_order
+from sharding.urls import is_local
+
+Phase = Literal["training", "loader", "storage", "memory", "undecoded", "synthetic", "more memory"]
+
+_READERS_LOCAL, _READERS_REMOTE = 2, 32
+"""Threads that the loader reads with, at most."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a rank shall do. Picklable."""
+
+    phase: Phase
+    given: Given
+    batch_size: int
+    compute_s: float
+    seconds: float
+    seed: int
+    memory_limit: int | None
+    kept_bytes: int
+    """What a rank may hold of the data in the phases from memory."""
+
+
+@dataclass(frozen=True)
+class RankFigures:
+    """What one rank found in one phase, after the first step."""
+
+    rank: int
+    samples: int
+    samples_per_s: float
+    read_bytes: int
+    """Read from the store in the whole phase, the first step included, but not what was brought into memory
+    before it."""
+    device_bytes: int | None
+    """Of them, fetched from this machine's storage devices; None: not known. 0 over a network."""
+    cpu_s: float
+    """Processor time of this process meanwhile."""
+    utilisation: float | None
+    """AU in [0, 1]; None where nothing is computed."""
+    steps: dict[str, Any] | None
+    """Of `Steps`; None where no steps are made."""
+    stats: dict[str, Any] | None
+    """The loader's own, at the end."""
+
+
+class _Use:
+    """What this process used since all ranks began together."""
+
+    def begin(self) -> None:
+        """Wait for all ranks, and count from now on."""
+        _any_has_enough(False)
+        self._device, self._cpu_s = device_bytes(), time.process_time()
+
+    def end(self) -> tuple[int | None, float]:
+        """Bytes fetched from devices, and processor seconds."""
+        after = device_bytes()
+        came = None if after is None or self._device is None else after - self._device
+        return came, time.process_time() - self._cpu_s
+
+
+def run_phase(work: Work) -> RankFigures:
+    """One phase in this rank; all ranks begin together."""
+    use = _Use()
+    if work.phase == "storage":
+        samples, rate, read = _read_blocks(work, use)
+        steps = stats = None
+    else:
+        samples, steps, stats = _load(work, use)
+        rate = samples / steps.running_s if steps.running_s > 0 else 0.0
+        read = stats.read_bytes
+    device, cpu_s = use.end()
+    return RankFigures(
+        rank=_rank(),
+        samples=samples,
+        samples_per_s=rate,
+        read_bytes=read,
+        device_bytes=device,
+        cpu_s=cpu_s,
+        utilisation=steps.utilisation if steps else None,
+        steps=asdict(steps) if steps else None,
+        stats=asdict(stats) if stats else None,
+    )
+
+
+def _load(work: Work, use: _Use) -> tuple[int, Steps, LoaderStats]:
+    """Samples after the first step, the steps, and the loader's statistics."""
+    dataset: ShardedDataset = work.given.open_shards()
+    limit = work.memory_limit
+    if work.phase in ("memory", "undecoded"):
+        dataset = InMemory(
+            dataset,
+            work.kept_bytes,
+            at_least=2 * work.batch_size * _world(),
+            decode=work.phase == "memory",
+        )
+    in_step = work.phase in ("training", "synthetic")
+    compute_s = work.compute_s if in_step else 0.0
+    first: list[int] = []
+    with DataLoader(
+        dataset, batch_size=work.batch_size, shuffle=True, seed=work.seed, memory_limit=limit
+    ) as loader:
+        batches = _endless(loader)
+        if work.phase == "synthetic":
+            batches = repeat(next(batches))
+        use.begin()
+        steps = run_steps(
+            batches,
+            compute_s=compute_s,
+            seconds=work.seconds,
+            compute=threading.Event().wait,  # nobody sets it: an accelerator that is busy for so long
+            sync=_any_has_enough if in_step else bool,
+            on_first=lambda: first.append(loader.stats().samples),
+        )
+        stats = loader.stats()
+    samples = steps.counted * work.batch_size if work.phase == "synthetic" else stats.samples - first[0]
+    return samples, steps, stats
+
+
+def _endless(loader: DataLoader) -> Iterator[Any]:
+    """Epoch after epoch."""
+    if not len(loader):
+        raise ValueError("the dataset gives this rank no batch; lower --batch-size or --ranks")
+    for _ in count():
+        yield from loader
+
+
+def _read_blocks(work: Work, use: _Use) -> tuple[int, float, int]:
+    """Samples whose blocks were read and thrown away, samples a second, and bytes.
+
+    Ranks share the blocks, in a spread order; as many threads read as the loader has.
+    """
+    dataset = work.given.open_shards()
+    numbers = _own_blocks(dataset, work.seed)
+    table, source = dataset.kept_blocks, dataset.source()
+    local = is_local(dataset.catalog.shard(0).url)
+    threads, places = _READERS_LOCAL if local else _READERS_REMOTE, count()
+    largest = int(table.length[numbers].max())
+    use.begin()
+    began = time.perf_counter()
+
+    def read(_: int) -> tuple[int, int]:
+        out = np.empty(largest, np.uint8)
+        samples = nbytes = 0
+        while time.perf_counter() - began < work.seconds:
+            number = int(numbers[next(places) % len(numbers)])
+            block = dataset.catalog.block(number)
+            source.reader.read_into(block.shard, block.offset, out[: block.length])
+            samples, nbytes = samples + int(table.num_samples[number]), nbytes + block.length
+        return samples, nbytes
+
+    with ThreadPoolExecutor(threads, thread_name_prefix="dataflow-bench") as pool:
+        try:
+            done = list(pool.map(read, range(threads)))
+        finally:
+            source.reader.close()
+    samples, nbytes = (sum(column) for column in zip(*done, strict=True))
+    return samples, samples / (time.perf_counter() - began), nbytes
+
+
+def _own_blocks(dataset: ShardedDataset, seed: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """The rank's share of the blocks that hold samples; with fewer blocks than ranks, all of them."""
+    wanted = np.flatnonzero(dataset.kept_blocks.num_samples)
+    if not len(wanted):
+        raise ValueError("the dataset has no samples")
+    order = wanted[spread_order(len(wanted), seed)]
+    return order[_rank() :: _world()] if len(order) >= _world() else order
+
+
+def _rank() -> int:
+    return distributed.get_rank() if distributed.is_initialized() else 0
+
+
+def _world() -> int:
+    return distributed.get_world_size() if distributed.is_initialized() else 1
+
+
+def _any_has_enough(enough: bool) -> bool:
+    """Whether any rank has; no rank goes on before all have asked, as a step ends for all together."""
+    if _world() == 1:
+        return enough
+    flag = torch.tensor([int(enough)])
+    distributed.all_reduce(flag, op=distributed.ReduceOp.MAX)
+    return bool(flag.item())

@@ -1,0 +1,138 @@
+"""Input that every machine has: the source text of Python's standard library, as shards.
+
+Two forms of the same bytes: flat files of uint8 tokens (a byte is a token), cut where the volume of a shard
+is reached, and WebDataset tars with one module a sample. Both are the same for the same Python, whatever
+the machine: modules in sorted order, no times, no names of users.
+"""
+
+from __future__ import annotations
+
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter
+
+from dataflow.dataset import ShardedDataset
+from dataflow.loader import DataLoader
+from sharding.write.writer import ShardWriter
+
+LENGTH = 128
+"""Tokens a sample is trained on."""
+_SHARD_BYTES = 2 << 20
+_LEFT_OUT = {"__pycache__", "dist-packages", "idlelib", "lib2to3", "site-packages", "test", "tests"}
+_SEPARATOR = b"\n\0\n"
+"""Stands between modules, so that the model sees where one ends."""
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """What was written."""
+
+    folder: str
+    num_modules: int
+    num_bytes: int
+    """Of source text."""
+    token_shards: int
+    tar_shards: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Module:
+    """One module, as the tar tells it."""
+
+    name: str
+    num_bytes: int
+    num_lines: int
+
+
+@dataclass(frozen=True)
+class TarPass:
+    """One pass over the tars."""
+
+    modules: tuple[Module, ...]
+    """In the order of the tars."""
+    num_bytes: int
+    """Of source text delivered."""
+    seconds: float
+
+
+def write_corpus(folder: Path, max_modules: int | None = None) -> Corpus:
+    """Write `tokens-*.bin` with their catalog, and `modules-*.tar`."""
+    began = perf_counter()
+    texts = list(_modules(max_modules))
+    token_shards = _write_tokens(folder, texts)
+    tar_shards = _write_tars(folder, texts)
+    return Corpus(
+        str(folder),
+        len(texts),
+        sum(len(text) for _, text in texts),
+        token_shards,
+        tar_shards,
+        perf_counter() - began,
+    )
+
+
+def tokens(folder: str | Path) -> ShardedDataset:
+    """The token files; their catalog lies beside them."""
+    return ShardedDataset(
+        f"{folder}/tokens-*.bin",
+        format="tokens",
+        dtype="uint8",
+        length=LENGTH,
+        catalog=f"{folder}/tokens.catalog",
+    )
+
+
+def read_tars(folder: str | Path) -> TarPass:
+    """Stream all modules through a loader; text and JSON arrive decoded."""
+    began = perf_counter()
+    dataset = ShardedDataset(f"{folder}/modules-*.tar", catalog=f"{folder}/modules.catalog")
+    modules, num_bytes = [], 0
+    with DataLoader(dataset, batch_size=32, shuffle=False) as loader:
+        for batch in loader:
+            num_bytes += sum(len(text.encode()) for text in batch["txt"])
+            modules += [Module(one["name"], one["bytes"], one["lines"]) for one in batch["json"]]
+    return TarPass(tuple(modules), num_bytes, perf_counter() - began)
+
+
+def _modules(limit: int | None) -> Iterator[tuple[str, bytes]]:
+    """Dotted name and UTF-8 source of each module, in sorted order."""
+    root = Path(sysconfig.get_path("stdlib"))
+    paths = (p for p in sorted(root.rglob("*.py")) if not _LEFT_OUT.intersection(p.relative_to(root).parts))
+    found = 0
+    for path in paths:
+        text = path.read_bytes()
+        if not text or not _is_utf8(text):
+            continue
+        if limit is not None and found == limit:
+            return
+        found += 1
+        yield ".".join(path.relative_to(root).with_suffix("").parts), text
+
+
+def _is_utf8(text: bytes) -> bool:
+    try:
+        text.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def _write_tokens(folder: Path, texts: list[tuple[str, bytes]]) -> int:
+    joined = _SEPARATOR.join(text for _, text in texts)
+    starts = range(0, len(joined), _SHARD_BYTES)
+    for number, start in enumerate(starts):
+        (folder / f"tokens-{number:06d}.bin").write_bytes(joined[start : start + _SHARD_BYTES])
+    tokens(folder)  # indexes them, once for all ranks
+    return len(starts)
+
+
+def _write_tars(folder: Path, texts: list[tuple[str, bytes]]) -> int:
+    with ShardWriter(f"{folder}/modules-%06d.tar", max_count=200, overwrite=True) as writer:
+        for number, (name, text) in enumerate(texts):
+            about = {"name": name, "bytes": len(text), "lines": text.count(b"\n")}
+            # Keys are numbers: WebDataset ends a key at its first dot and skips names like `__init__`.
+            writer.write({"__key__": f"{number:06d}", "txt": text.decode(), "json": about})
+    return len(writer.shards)

@@ -1,0 +1,166 @@
+"""What a plan costs to read: requests, amplification, bytes that are open at a time, and before a batch.
+
+The unit of staging is a window: what a node takes of it is read when its first sample is due, and held until
+its last one is delivered. A full shuffle has no windows: `together` consecutive positions are read as one,
+either sample by sample (`located`, where the format tells where each lies) or by whole blocks. Ranks of a
+node share what the node reads. All of it is computed from a `Stretch`, without a byte of data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dataflow.tools.inspect.quality import Stretch
+from sharding.catalog.table import BlockTable
+from sharding.order.order import Order
+from sharding.plan.placement import reads_by_node
+from sharding.plan.plan import EpochPlan
+
+TOGETHER = 4096
+"""Positions of a full shuffle that are read as one."""
+
+
+@dataclass(frozen=True, eq=False)
+class Reads:
+    """The requests of a stretch in order of need: a block once for each node and window that takes of it.
+
+    All arrays are [requests]. For a full shuffle whose samples are located, a request is one sample.
+    """
+
+    node: NDArray[np.int64]
+    window: NDArray[np.int64]
+    """Ascends but where several windows are open."""
+    block: NDArray[np.int64]
+    length: NDArray[np.int64]
+    """Bytes to read."""
+    held: NDArray[np.int64]
+    """Bytes it occupies in memory, at most."""
+    first_row: NDArray[np.int64]
+    """Row of the stretch that needs it first; ascends."""
+    samples: NDArray[np.int64]
+    """Rows that are served by it."""
+    window_of_row: NDArray[np.int64]
+    """[rows of the stretch], not [requests]: what each row is staged with."""
+
+
+def reads_of(stretch: Stretch, table: BlockTable, *, located: bool, together: int = TOGETHER) -> Reads:
+    """The requests of a stretch, each (node, window, block) once.
+
+    Args:
+        stretch: what is delivered.
+        table: the blocks.
+        located: whether single samples can be read; matters under a full shuffle only.
+        together: positions of a full shuffle that are staged as one.
+    """
+    window = windows_of(stretch.order, stretch.position, together)
+    if located and stretch.order.shuffle.kind == "full":
+        return _sample_reads(stretch, table, window)
+    span = len(table.length)
+    key = (window * stretch.num_nodes + stretch.node) * span + stretch.block
+    _, first_row, samples = np.unique(key, return_index=True, return_counts=True)
+    by_need = np.argsort(first_row, kind="stable")
+    rows, block = first_row[by_need], stretch.block[first_row[by_need]]
+    held = np.maximum(table.length, table.nbytes)[block]
+    node = stretch.node[rows]
+    served = samples[by_need]
+    return Reads(node, window[rows], block, table.length[block], held, rows, served, window)
+
+
+def _sample_reads(stretch: Stretch, table: BlockTable, window: NDArray[np.int64]) -> Reads:
+    """Every sample by itself, of its block's mean size."""
+    block = stretch.block
+    length = -(-table.length // np.maximum(1, table.num_samples))[block]
+    rows, ones = np.arange(len(block)), np.ones(len(block), np.int64)
+    return Reads(stretch.node, window, block, length, length, rows, ones, window)
+
+
+def windows_of(order: Order, positions: NDArray[np.int64], together: int = TOGETHER) -> NDArray[np.int64]:
+    """What each position is staged with: its window, or its piece of a full shuffle; int64 [n]."""
+    return positions // together if order.shuffle.kind == "full" else order.locate(positions)[0]
+
+
+def amplification(stretch: Stretch, reads: Reads, table: BlockTable, batch_size: int) -> NDArray[np.float64]:
+    """Bytes each node reads in the epoch over its share of those there are, float64 [nodes]; 1: none twice.
+
+    The share of a node is `1 / num_nodes`. Whole epochs are counted (`placement.reads_by_node`), but under a
+    full shuffle the stretch, and the share is that of the samples delivered.
+    """
+    num_nodes, order = stretch.num_nodes, stretch.order
+    if order.shuffle.kind == "full":
+        due = float(_sample_bytes(table)[stretch.block].sum())
+        read = np.bincount(reads.node, weights=reads.length, minlength=num_nodes)
+    else:
+        due = float(table.length[table.num_samples > 0].sum())
+        read = reads_by_node(order, stretch.nodes.tolist(), batch_size, cost=table.length)
+    return np.asarray(read * (num_nodes / due))
+
+
+def _sample_bytes(table: BlockTable) -> NDArray[np.float64]:
+    """Mean bytes of a sample of each block, 0 where there are none; float64 [blocks]."""
+    mean: NDArray[np.float64] = table.length / np.maximum(1, table.num_samples)
+    return mean
+
+
+def open_bytes(stretch: Stretch, reads: Reads, node: int) -> NDArray[np.int64]:
+    """Bytes of the windows a node has open in each batch of the stretch, int64 [batches].
+
+    A window is open from the batch that first takes of it to the one that takes last.
+    """
+    mine = stretch.node == node
+    if not mine.any():
+        return np.zeros(stretch.last_batch - stretch.first_batch, np.int64)
+    window = reads.window_of_row[mine]
+    batch = stretch.batch[mine] - stretch.first_batch
+    numbers, of_row = np.unique(window, return_inverse=True)
+    first = np.full(len(numbers), np.iinfo(np.int64).max)
+    last = np.zeros(len(numbers), np.int64)
+    np.minimum.at(first, of_row, batch)
+    np.maximum.at(last, of_row, batch)
+    own = reads.node == node
+    at = np.searchsorted(numbers, reads.window[own])
+    held = np.zeros(len(numbers), np.int64)
+    np.add.at(held, at, reads.held[own])
+    change = np.zeros(stretch.last_batch - stretch.first_batch + 1, np.int64)
+    np.add.at(change, first, held)
+    np.subtract.at(change, last + 1, held)
+    return np.cumsum(change)[:-1]
+
+
+def first_batch_bytes(
+    plans: Sequence[EpochPlan], table: BlockTable, *, located: bool, together: int = TOGETHER
+) -> int:
+    """Bytes a node reads before the first batch: what `plans`, those of its ranks, take of its windows."""
+    order = plans[0].order
+    first = np.unique(windows_of(order, _delivered(plans, 1), together))
+    end = (
+        (int(first[-1]) + 1) * together
+        if order.shuffle.kind == "full"
+        else max(order.window_span(window)[1] for window in first.tolist())
+    )
+    positions = _delivered(plans, -(-(end - plans[0].start) // plans[0].global_batch_size))
+    positions = positions[np.isin(windows_of(order, positions, together), first)]
+    blocks = np.searchsorted(table.first_sample, order.samples(positions), side="right") - 1
+    if located and order.shuffle.kind == "full":
+        return int(_sample_bytes(table)[blocks].sum())
+    return int(table.length[np.unique(blocks)].sum())
+
+
+def _delivered(plans: Sequence[EpochPlan], num_batches: int) -> NDArray[np.int64]:
+    """Positions in the first batches, each once though padding may repeat some."""
+    taken = [plan.positions(0, min(num_batches, plan.num_batches))[0] for plan in plans]
+    return np.unique(np.concatenate(taken))
+
+
+__all__ = [
+    "TOGETHER",
+    "Reads",
+    "amplification",
+    "first_batch_bytes",
+    "open_bytes",
+    "reads_of",
+    "windows_of",
+]

@@ -1,0 +1,98 @@
+"""Measure what joins the ranks of a job: `torchrun ... -m dataflow.tools.plan.measure --output link.json`.
+
+All ranks reduce tensors of growing sizes; the slowest rank's median counts; latency and bandwidth are fitted
+with the ring's rounds and bytes, which is what gloo and, for large tensors, NCCL run.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import click
+import torch
+from torch import distributed
+
+from dataflow.tools.plan.cluster import Link
+from dataflow.tools.plan.fit import Fitted, Point, fit
+
+SIZES = tuple(1 << power for power in range(10, 25, 2))
+"""Bytes: 1 KiB to 16 MiB."""
+
+
+def time_all_reduce(nbytes: int, *, repeats: int, device: str = "cpu") -> float:
+    """Median seconds of an all-reduce, of the slowest rank; the same value on every rank."""
+    values = torch.zeros(max(1, nbytes // 4), dtype=torch.float32, device=device)
+    took = []
+    for _ in range(repeats + 1):
+        distributed.barrier()
+        began = time.perf_counter()
+        distributed.all_reduce(values)
+        if device != "cpu":
+            torch.cuda.synchronize()
+        took.append(time.perf_counter() - began)
+    slowest = torch.tensor(took[1:], dtype=torch.float64, device=device)  # the first one connects
+    distributed.all_reduce(slowest, distributed.ReduceOp.MAX)
+    return float(statistics.median(slowest.tolist()))
+
+
+def ring_point(ranks: int, nbytes: float, seconds: float) -> Point:
+    """An all-reduce as the ring's rounds, and bytes that each rank sends."""
+    return Point(2 * (ranks - 1), 2 * (ranks - 1) / ranks * nbytes, seconds)
+
+
+def measure_link(sizes: Sequence[int] = SIZES, *, repeats: int = 11, device: str = "cpu") -> Fitted:
+    """Fit a link to all-reduces of the default process group. Called by all ranks together."""
+    ranks = distributed.get_world_size()
+    if ranks < 2:
+        raise ValueError("at least 2 ranks are needed to measure what joins them")
+    return fit([ring_point(ranks, n, time_all_reduce(n, repeats=repeats, device=device)) for n in sizes])
+
+
+def save_link(fitted: Fitted, path: str) -> None:
+    """As `dataflow plan --link` reads it."""
+    found = asdict(fitted.link) | {"median_error": fitted.median_error, "worst_error": fitted.worst_error}
+    Path(path).write_text(json.dumps(found, indent=2) + "\n")
+
+
+def load_link(path: str) -> Link:
+    """What `save_link` wrote; `ValueError` for another file."""
+    text = Path(path).read_text()
+    try:
+        found = json.loads(text)
+        return Link(float(found["latency_s"]), float(found["bytes_per_s"]))
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(
+            f"{path} is not a link; `python -m dataflow.tools.plan.measure --output {path}` under torchrun "
+            f"writes one ({error})"
+        ) from error
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.option("--output", required=True, metavar="PATH", help="JSON, for dataflow plan --link.")
+@click.option("--repeats", type=click.IntRange(min=1), default=11, show_default=True)
+def main(output: str, repeats: int) -> None:
+    """Fit latency and bandwidth to all-reduces between the ranks of torchrun."""
+    cuda = torch.cuda.is_available()
+    distributed.init_process_group("nccl" if cuda else "gloo")
+    try:
+        if cuda:
+            torch.cuda.set_device(distributed.get_node_local_rank())
+        fitted = measure_link(repeats=repeats, device="cuda" if cuda else "cpu")
+        if distributed.get_rank() == 0:
+            save_link(fitted, output)
+            link = fitted.link
+            click.echo(
+                f"{link.latency_s * 1e6:.1f} us, {link.bytes_per_s * 8e-9:.3g} Gbit/s; the model is off by "
+                f"{fitted.median_error:.0%} in the median, {fitted.worst_error:.0%} at most"
+            )
+    finally:
+        distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,146 @@
+"""`torch.utils.data.get_worker_info()` in worker threads, and random numbers that depend on no thread.
+
+torch keeps the answer in a global of one module, of which each worker process has its own. A caller may hold
+the function itself, so replacing it where it can be found would not reach everybody: while worker
+threads exist, the function gets other code, which asks for the calling thread's own answer; then its own
+code again. Threads that are no workers see what they saw before.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import threading
+from hashlib import blake2b
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data._utils import collate, worker as torch_worker
+
+from dataflow.workers.lane import Job
+
+_own = threading.local()
+_lock = threading.RLock()  # a finaliser may call `uninstall` here; guards _users and torch's function
+_users = 0
+_code = torch_worker.get_worker_info.__code__
+_worker_info: Any = None
+"""Stands for torch's global of that name, which `_get_worker_info` finds where its code is put."""
+
+
+def _get_worker_info() -> Any:
+    from dataflow.workers.info import of_this_thread
+
+    return of_this_thread(_worker_info)
+
+
+def of_this_thread(otherwise: Any) -> Any:
+    """The calling thread's answer, if it is a worker."""
+    info = getattr(_own, "info", None)
+    if info is None:
+        return otherwise
+    if sys._getframe(2).f_code is collate.collate_tensor_fn.__code__:
+        return None  # torch asks whether to collate into shared memory, which threads do not need
+    _own.asked = True
+    return info
+
+
+def install() -> None:
+    """One more owner of worker threads. Thread-safe."""
+    global _users
+    with _lock:
+        _users += 1
+        if _users == 1:
+            torch_worker.get_worker_info.__code__ = _get_worker_info.__code__
+
+
+def uninstall() -> None:
+    """One less."""
+    global _users
+    with _lock:
+        _users -= 1
+        if _users == 0:
+            torch_worker.get_worker_info.__code__ = _code
+
+
+def become(info: Any) -> None:
+    """What `get_worker_info` answers in the calling thread from now on."""
+    _own.info, _own.asked = info, False
+
+
+def was_asked() -> bool:
+    """Whether anybody has asked in the calling thread since `become`."""
+    return bool(_own.asked)
+
+
+def thread_info(job: Job, number: int, dataset: Any, rng: Generators) -> Any:
+    """The `WorkerInfo` of a thread, or of a lane on it."""
+    return torch_worker.WorkerInfo(
+        id=number,
+        num_workers=job.num_lanes,
+        seed=job.base_seed + number,
+        dataset=dataset,
+        rng=rng,  # type: ignore[arg-type]
+        worker_method="thread",
+    )
+
+
+class Generators:
+    """`get_worker_info().rng`: generators that are seeded anew for each thing that is worked on.
+
+    So what is drawn for an item depends on the loader's seed, the epoch and the item's position in it, not
+    on who works on it. They are made when first asked for. Used by one thread.
+    """
+
+    def __init__(self) -> None:
+        self._key: tuple[Any, ...] = ()
+        self._place = 0
+        self._used = False
+        self._random: random.Random | None = None
+        self._torch: torch.Generator | None = None
+        self._numpy: np.random.Generator | None = None
+
+    def begin(self, *key: Any) -> None:
+        """Work on something else."""
+        self._key = key
+        self.go_to(0)
+
+    def go_to(self, place: int) -> None:
+        """Work on another part of it."""
+        self._place = place
+        if self._used:
+            self._seed_again()
+
+    def _seed_again(self) -> None:
+        if self._random is not None:
+            self._random.seed(self._seed(16))
+        if self._torch is not None:
+            self._torch.manual_seed(self._seed(7))
+        if self._numpy is not None:
+            self._numpy.bit_generator.state = np.random.PCG64(self._seed(16)).state
+
+    def _seed(self, num_bytes: int) -> int:
+        self._used = True
+        text = repr((self._key, self._place))
+        return int.from_bytes(blake2b(text.encode(), digest_size=num_bytes).digest())
+
+    @property
+    def random_generator(self) -> random.Random:
+        """Of Python's `random`."""
+        if self._random is None:
+            self._random = random.Random(self._seed(16))
+        return self._random
+
+    @property
+    def torch_generator(self) -> torch.Generator:
+        """Of torch."""
+        if self._torch is None:
+            self._torch = torch.Generator().manual_seed(self._seed(7))
+        return self._torch
+
+    @property
+    def numpy_generator(self) -> np.random.Generator:
+        """Of numpy."""
+        if self._numpy is None:
+            self._numpy = np.random.Generator(np.random.PCG64(self._seed(16)))
+        return self._numpy

@@ -1,0 +1,5 @@
+"""The engine: windows are staged and chunks built by many threads, and delivered in order.
+
+In: an endless iterator of windows (`work`), a ledger of bytes. Out: batches in stream order.
+Read `work` (what it is given) first, then `engine`; `ledger` keeps the bytes, `pool` runs the tasks.
+"""

@@ -1,0 +1,150 @@
+"""Every byte between socket and training step holds a credit from one budget.
+
+Invariant: the bytes *reserved* in states other than LENT never exceed `limit_bytes`. The bound is
+structural: a reservation that would break it is refused, whatever any estimate says. What nobody knows
+before it is made (what a user's function returns) is *charged* when it is there, limit or not, and
+`is_over` tells the builders to make no more. LENT bytes belong
+to batches that the user keeps; they slow admission (they count for ordinary reservations) but cannot
+stop it: the head-of-order request is admitted without counting them, so keeping every batch costs
+memory, never a deadlock.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+
+
+class State(Enum):
+    """What a byte is waiting for."""
+
+    WINDOW = "window"
+    """Block bytes requested, in flight, or staged until every batch that needs them is built."""
+    BUILDING = "building"
+    """Output slots of batches being decoded and gathered."""
+    READY = "ready"
+    """Finished batches that the consumer has not taken."""
+    LENT = "lent"
+    """Batches that the consumer holds references to."""
+
+
+@dataclass(frozen=True)
+class MemoryHeld:
+    """Bytes held, by state, at one instant."""
+
+    limit_bytes: int
+    """The `memory_limit`. `window + building + ready` exceeds it by one batch a builder at most, and only
+    where a function of yours makes the batches, or they hold Python objects: their size shows when they are
+    made."""
+    window_bytes: int
+    """Blocks in flight and staged, those of local shards that are only mapped included (`mapped_bytes`). Near
+    the limit: shuffle windows are large for the budget."""
+    building_bytes: int
+    """Slots of batches under construction. 0: workers are idle."""
+    ready_bytes: int
+    """Finished batches waiting. 0 while training: the loader is the bottleneck."""
+    lent_bytes: int
+    """Batches the training code still references; of what functions of yours made, the last ones handed out.
+    Grows without end: the code keeps batches."""
+    peak_bytes: int
+    """Largest sum of all four states so far, lent included."""
+
+
+class Ledger:
+    """The account of all credits. Thread-safe."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        if limit_bytes <= 0:
+            raise ValueError(f"memory_limit must be > 0 bytes, got {limit_bytes}")
+        self.limit_bytes = limit_bytes
+        self._lock = threading.Lock()  # guards _held and _peak
+        self._held = dict.fromkeys(State, 0)
+        self._peak = 0
+        # Lent credits come back from weakref callbacks, which may run inside any critical section of
+        # this very thread: they only append here (atomic), and the next reservation settles them.
+        self._returned: deque[int] = deque()
+        self._sources: list[Callable[[], None]] = []
+
+    def settle_first(self, source: Callable[[], None]) -> None:
+        """Call `source` before the account is looked at: it gives back what has come back to it."""
+        self._sources.append(source)
+
+    def reserve(self, state: State, nbytes: int, *, keep_bytes: int = 0, head_of_order: bool = False) -> bool:
+        """Take `nbytes` credits for `state`, leaving `keep_bytes` free; False when they are not there.
+
+        `head_of_order` requests do not count lent bytes and keep nothing free.
+        """
+        with self._lock:
+            self._settle()
+            held = sum(self._held.values())
+            if head_of_order:
+                held, keep_bytes = held - self._held[State.LENT], 0
+            if held + nbytes + keep_bytes > self.limit_bytes:
+                return False
+            self._add(state, nbytes)
+            return True
+
+    def charge(self, state: State, nbytes: int) -> None:
+        """Take credits for what is there already, whether or not they are."""
+        with self._lock:
+            self._settle()
+            self._add(state, nbytes)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether more is held than the limit."""
+        with self._lock:
+            self._settle()
+            return sum(self._held.values()) > self.limit_bytes
+
+    def move(self, source: State, target: State, nbytes: int) -> None:
+        """Credits change state; the total stays."""
+        with self._lock:
+            self._held[source] -= nbytes
+            self._add(target, nbytes)
+
+    def release(self, state: State, nbytes: int) -> None:
+        """Credits come back."""
+        with self._lock:
+            self._held[state] -= nbytes
+            assert self._held[state] >= 0, (state, self._held)
+
+    def resize(self, limit_bytes: int) -> bool:
+        """Change the limit; False, and nothing is changed, if more than that is held beside what is lent."""
+        with self._lock:
+            self._settle()
+            if limit_bytes <= 0 or sum(self._held.values()) - self._held[State.LENT] > limit_bytes:
+                return False
+            self.limit_bytes = limit_bytes
+            return True
+
+    def give_back_lent(self, nbytes: int) -> None:
+        """Lent credits come back. Reentrant: safe in weakref callbacks and `__del__`."""
+        self._returned.append(nbytes)
+
+    def snapshot(self) -> MemoryHeld:
+        """The account now."""
+        with self._lock:
+            self._settle()
+            held = self._held
+            return MemoryHeld(
+                self.limit_bytes,
+                held[State.WINDOW],
+                held[State.BUILDING],
+                held[State.READY],
+                held[State.LENT],
+                self._peak,
+            )
+
+    def _add(self, state: State, nbytes: int) -> None:
+        self._held[state] += nbytes
+        self._peak = max(self._peak, sum(self._held.values()))
+
+    def _settle(self) -> None:
+        for source in self._sources:
+            source()
+        while self._returned:
+            self._held[State.LENT] -= self._returned.popleft()

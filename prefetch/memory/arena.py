@@ -1,0 +1,218 @@
+"""Reusable page-aligned buffers that come back when the last array or tensor viewing them dies.
+
+A *slab* is one anonymous mapping of a rounded size; a *lease* is its use by one owner. The lease is the
+base object of the numpy array made from it, and torch keeps that array alive as long as any view of the
+tensor lives; so the death of the lease is the death of the last view, and the callback of a weak reference
+returns the slab. It may run in any thread, inside any critical section (garbage collection), and in the
+middle of a training loop, where a Ctrl-C that struck in Python code would be lost. Hence it is the `append`
+of a deque, and the account is settled by whoever asks the arena for something. Freed slabs are reused last
+in first out while their pages are warm; before a new slab is mapped, the coldest free ones are unmapped until
+all mappings together fit `limit_bytes` (leases alone may exceed it: batches that the user keeps). Once the
+arena is closed nobody asks it any more: a leased slab then belongs to its lease, and dies with it.
+
+With CUDA each slab is page-locked once, when it is mapped (`register`), and unlocked when unmapped.
+Slabs may also come from elsewhere (`map_slab`): worker processes carve theirs from shared memory.
+"""
+
+from __future__ import annotations
+
+import mmap
+import threading
+import weakref
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from prefetch.memory.addresses import array_interface
+from prefetch.memory.finalizer import DeathWatch
+
+_HUGE = 2 << 20
+
+Register = Callable[[int, int], Callable[[], object]]
+"""Page-locks a range for CUDA; gives what unlocks it, written in C: it is called where the last view dies."""
+
+
+class Slab(Protocol):
+    """Memory of a fixed size at a fixed address; free when nobody refers to it, at the latest."""
+
+    nbytes: int
+    address: int
+
+    def unmap(self) -> None:
+        """Give the memory back to the system."""
+
+
+class _Mapping:
+    """A slab that is an anonymous mapping of its own."""
+
+    def __init__(self, nbytes: int, register: Register | None) -> None:
+        self.nbytes = nbytes
+        self.memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if nbytes >= _HUGE and hasattr(mmap, "MADV_HUGEPAGE"):
+            self.memory.madvise(mmap.MADV_HUGEPAGE)
+        self.address = np.frombuffer(self.memory, np.uint8).ctypes.data
+        if register:
+            watch = DeathWatch(self)  # it is heard of before the memory goes
+            watch.call = register(self.address, nbytes)
+            self._watch = watch
+
+    def unmap(self) -> None:
+        """Nothing more than to be dropped."""
+
+
+class Lease:
+    """The use of a slab by one owner; exported to numpy as a writable uint8 array."""
+
+    __slots__ = ("__array_interface__", "__weakref__", "slab")
+
+    def __init__(self, slab: Slab, nbytes: int) -> None:
+        self.slab = slab
+        self.__array_interface__ = array_interface(slab.address, nbytes)
+
+
+class _Return(weakref.ref[Lease]):
+    """What comes back when a lease dies."""
+
+    __slots__ = ("nbytes", "on_return", "slab")
+    nbytes: int
+    on_return: Callable[[], None] | None
+    slab: Slab | None
+    """None: the arena was closed, and has no use for it."""
+
+
+class Arena:
+    """Slabs by size class. Thread-safe. `close` unmaps what is free now and the rest as it comes back."""
+
+    def __init__(
+        self,
+        *,
+        limit_bytes: int,
+        register: Register | None = None,
+        map_slab: Callable[[int], Slab] | None = None,
+    ) -> None:
+        self._limit_bytes = limit_bytes
+        self._map_slab = map_slab or (lambda size: _Mapping(size, register))
+        self._lock = (
+            threading.RLock()
+        )  # a finaliser may close us inside `lease`; guards _free, _free_bytes, _leased_bytes, _closed
+        self._free: OrderedDict[int, list[Slab]] = OrderedDict()  # size class -> stack; coldest class first
+        self._free_bytes = 0
+        self._leased_bytes = 0
+        self._closed = False
+        self._returned: deque[_Return] = deque()
+        self._give_back: Callable[[_Return], None] = self._returned.append
+        self._alive: set[_Return] = set()
+
+    def lease(self, nbytes: int, on_return: Callable[[], None] | None = None) -> NDArray[np.uint8]:
+        """Take a writable, page-aligned uint8 array of `nbytes`; its content is arbitrary.
+
+        `on_return` runs when the last view has died and the arena is asked for something: in any thread,
+        under its lock.
+        """
+        size = rounded_bytes(nbytes)
+        with self._lock:
+            if self._closed:
+                raise RuntimeError("the arena is closed")
+            self._settle()
+            stack = self._free.get(size)
+            slab = stack.pop() if stack else None
+            self._leased_bytes += size
+            if slab is not None:
+                self._free_bytes -= size
+            cold = self._take_cold()
+        for old in cold:
+            old.unmap()
+        if slab is None:
+            slab = self._map(size)
+        lease = Lease(slab, nbytes)
+        back = _Return(lease, self._give_back)
+        back.nbytes, back.on_return, back.slab = size, on_return, slab
+        self._alive.add(back)
+        if self._closed:  # meanwhile: `close` has not seen this one
+            back.slab = None
+        return np.asarray(lease)
+
+    def _map(self, size: int) -> Slab:
+        try:
+            return self._map_slab(size)
+        except BaseException:
+            with self._lock:
+                self._leased_bytes -= size
+            raise
+
+    def settle(self) -> None:
+        """Take back what has died since the account was looked at last. Cheap."""
+        if self._returned:
+            with self._lock:
+                self._settle()
+
+    def _settle(self) -> None:
+        """Sort returned slabs into the free lists. Under the lock."""
+        while self._returned:
+            back = self._returned.popleft()
+            self._alive.discard(back)
+            slab, back.slab = back.slab, None
+            if slab is not None:
+                self._free.setdefault(slab.nbytes, []).append(slab)
+                self._free.move_to_end(slab.nbytes)
+                self._free_bytes += slab.nbytes
+            self._leased_bytes -= back.nbytes
+            if back.on_return is not None:
+                back.on_return()
+
+    def resize(self, limit_bytes: int) -> None:
+        """Keep free slabs within another limit from now on."""
+        with self._lock:
+            self._limit_bytes = limit_bytes
+            self._settle()
+            cold = self._take_cold()
+        for slab in cold:
+            slab.unmap()
+
+    def _take_cold(self) -> list[Slab]:
+        """Free slabs that no longer fit the limit, coldest first. Under the lock."""
+        cold = []
+        while self._free_bytes and self._free_bytes + self._leased_bytes > self._limit_bytes:
+            size, stack = next(iter(self._free.items()))
+            if not stack:
+                del self._free[size]
+                continue
+            cold.append(stack.pop(0))
+            self._free_bytes -= size
+        return cold
+
+    @property
+    def num_leased(self) -> int:
+        """Leases alive now."""
+        with self._lock:
+            self._settle()
+            return len(self._alive)
+
+    @property
+    def mapped_bytes(self) -> int:
+        """Bytes mapped: leased and free."""
+        with self._lock:
+            self._settle()
+            return self._free_bytes + self._leased_bytes
+
+    def close(self) -> None:
+        """Unmap every free slab; leased ones are unmapped as their last view dies. Idempotent."""
+        with self._lock:
+            self._closed = True
+            self._settle()
+            slabs = [slab for stack in self._free.values() for slab in stack]
+            self._free.clear()
+            self._free_bytes = 0
+            for back in list(self._alive):
+                back.slab = None
+        for slab in slabs:
+            slab.unmap()
+
+
+def rounded_bytes(nbytes: int) -> int:
+    """What a lease of `nbytes` takes: whole pages; beyond 32 KiB at most an eighth more than asked for."""
+    step = max(4096, 1 << max(0, (max(nbytes, 1) - 1).bit_length() - 4))
+    return max(4096, -(-nbytes // step) * step)

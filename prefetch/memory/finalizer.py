@@ -1,0 +1,96 @@
+"""Let a task run when an object has died, in a thread of its own.
+
+What runs where an object dies (`__del__`, the end of a generator, the callback of a weak reference) runs in
+the middle of whatever the thread does there, and its exceptions are printed and dropped. In the main thread
+one of these may be the KeyboardInterrupt of a Ctrl-C: then the loop goes on as if nobody had pressed it. It
+is raised between instructions of Python code only. So no Python code runs there: the callback is a method of
+the reference itself that starts a thread, and everything up to that thread is C.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from _thread import start_new_thread
+from collections import deque
+from collections.abc import Callable, Iterator
+from functools import partial
+from multiprocessing import util
+from operator import methodcaller
+from typing import Any, Generic, TypeVar
+
+from prefetch.work import Task
+
+T = TypeVar("T")
+
+
+class DeathWatch(weakref.ref[Any]):
+    """A weak reference that makes a call when its object has died; none before `call` is set.
+
+    `call` must be written in C. The reference must be kept by somebody else than its object.
+    """
+
+    __slots__ = ("call",)
+    call: Callable[[], object]
+
+    def __new__(cls, owner: Any) -> DeathWatch:
+        """Watch `owner`."""
+        watch = super().__new__(cls, owner, methodcaller("call"))
+        watch.call = bool
+        return watch
+
+
+class WeakRegistry(Generic[T]):
+    """The objects that were added and live. Thread-safe.
+
+    As `weakref.WeakSet`, whose callback is Python code.
+    """
+
+    def __init__(self) -> None:
+        self._refs: set[weakref.ref[T]] = set()
+        self._dead: deque[weakref.ref[T]] = deque()
+
+    def add(self, member: T) -> None:
+        """Hold it weakly, by identity."""
+        while self._dead:
+            self._refs.discard(self._dead.popleft())
+        self._refs.add(weakref.ref(member, self._dead.append))
+
+    def __iter__(self) -> Iterator[T]:
+        """Those that live now."""
+        return (member for ref in list(self._refs) if (member := ref()) is not None)
+
+
+class Finalizer:
+    """Runs a task once its owner has died, and at the program's end at the latest.
+
+    The task runs in a thread of its own, at the end in the main thread, and must not refer to the owner. It
+    may run twice: at the end another thread may be at it.
+    """
+
+    def __init__(self, owner: object, task: Task) -> None:
+        self._task = task
+        # That registry keeps the watch, too: one that went in a cycle with its owner would tell nobody.
+        self._at_exit = util.Finalize(None, self._run, exitpriority=10)
+        self._watch: DeathWatch | None = DeathWatch(owner)
+        self._watch.call = partial(start_new_thread, self._begin, ())
+
+    def fire(self) -> None:
+        """Run the task now, without waiting for it."""
+        self._begin()
+
+    def detach(self) -> None:
+        """Do not run the task. Idempotent."""
+        self._watch = None
+        self._at_exit.cancel()
+
+    def _begin(self) -> None:
+        # A thread that `threading` does not know would be given a name there for ever by the task's locks.
+        threading.Thread(target=self._run, name="dataflow-close", daemon=True).start()
+
+    def _run(self) -> None:
+        self._task()
+        self.detach()
+
+
+__all__ = ["DeathWatch", "Finalizer", "WeakRegistry"]

@@ -1,0 +1,200 @@
+"""Leases on files: while we hold one, nobody cuts the file or opens it for writing.
+
+A load from a mapped page behind the end of a truncated file is SIGBUS, which ends the process. Linux has a
+means against it, `fcntl(F_SETLEASE)`: who wants to truncate a leased file or open it for writing is made to
+wait until the holder lets go, `/proc/sys/fs/lease-break-time` seconds (45) at most. Renaming and deleting do
+not wait: they harm no mapping. So mapped pages of a leased file may be loaded from directly, which
+spares the kernel's copy; of others only the kernel may copy (`prefetch.memory.iovec`).
+
+One thread waits for the signal that the kernel sends to it alone when somebody else waits: SIGURG, blocked in
+that thread, so that no handler of the program ever sees it. It lets the lease go as soon as the loads that
+may touch the file have ended: milliseconds. From then on the file is copied from by the kernel.
+
+A child made by `os.fork` shares the open file, and with it the lease: it must not end what its parent holds.
+It closes its descriptors at once and has no leases.
+
+Granted are leases on local filesystems to the owner of the file (or with CAP_LEASE), while nobody has it
+open for writing. Everywhere else there is none, and nothing is lost but time. Thread-safe.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import resource
+import signal
+import struct
+import sys
+import threading
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Final
+
+from prefetch.memory.forks import only_ours
+
+_F_SETOWN_EX: Final = 15
+_F_OWNER_TID: Final = 0
+_MOST: Final = 4096
+_SIGNAL: Final = signal.SIGURG
+"""Ignored by default, so no mishap can end the process; real-time signals may turn into SIGIO, which does."""
+
+
+class Lease:
+    """One file's. `held` turns False for ever when it must be given up."""
+
+    __slots__ = ("__weakref__", "_descriptor", "_leases", "held", "holder")
+
+    def __init__(self, leases: FileLeases, descriptor: int, holder: object) -> None:
+        self._leases, self._descriptor = leases, descriptor
+        self.held = True
+        self.holder = weakref.ref(holder)
+        """What loads from the file; when it has died, the lease is of no use."""
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether somebody waits for its end."""
+        return fcntl.fcntl(self._descriptor, fcntl.F_GETLEASE) != fcntl.F_RDLCK
+
+    def let_go(self) -> None:
+        """End it. Idempotent."""
+        self._leases.let_go(self)
+
+    def end(self) -> None:
+        """Tell the kernel, in all processes that share the open file: closing alone leaves a child's copy."""
+        with suppress(OSError):  # the kernel has ended it itself
+            fcntl.fcntl(self._descriptor, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+        self.close()
+
+    def close(self) -> None:
+        """Close this process's copy, in a forked child. Its parent's lease stays."""
+        self.held = False
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
+
+
+class FileLeases:
+    """The leases of one loader, with the thread that lets them go. `close` ends both."""
+
+    def __init__(self) -> None:
+        soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        self._most = min(_MOST, soft // 4) if soft > 0 else _MOST
+        self._pid = os.getpid()
+        self._lock = threading.RLock()  # guards what follows
+        self._held: set[Lease] = set()
+        self._loading: set[object] = set()
+        self._given_up: list[tuple[Lease, set[object]]] = []
+        """Leases that end when the loads that may touch their files have ended."""
+        self._thread: threading.Thread | None = None
+        self._closed = False
+
+    def take(self, descriptor: int, holder: object) -> Lease | None:
+        """A lease on an open file (a duplicate of the descriptor is kept), or None where there is none.
+
+        `holder` is what will load from it. A lease may outlive it, until there are too many or `close`.
+        """
+        if sys.platform != "linux" or not self._is_ours:
+            return None
+        with self._lock:
+            if len(self._held) >= self._most:
+                self._let_go_unused()
+            if self._closed or len(self._held) >= self._most:
+                return None
+            owner = self._listener()
+            own = os.dup(descriptor)
+            try:
+                fcntl.fcntl(own, _F_SETOWN_EX, struct.pack("ii", _F_OWNER_TID, owner))
+                fcntl.fcntl(own, fcntl.F_SETSIG, _SIGNAL)
+                fcntl.fcntl(own, fcntl.F_SETLEASE, fcntl.F_RDLCK)
+            except OSError:
+                os.close(own)
+                return None
+            lease = only_ours(Lease(self, own, holder))
+            self._held.add(lease)
+            return lease
+
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        """Inside, files whose lease is `held` when it is looked at keep their length."""
+        if not self._is_ours:
+            yield
+            return
+        token = object()
+        with self._lock:
+            self._loading.add(token)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._loading.discard(token)
+                if self._given_up:
+                    self._settle(token)
+
+    def let_go(self, lease: Lease) -> None:
+        """End a lease as soon as no load may touch its file."""
+        if not self._is_ours:
+            return
+        with self._lock:
+            if lease not in self._held:
+                return
+            self._held.discard(lease)
+            lease.held = False
+            self._given_up.append((lease, set(self._loading)))
+            self._settle(None)
+
+    def _let_go_unused(self) -> None:
+        for lease in [lease for lease in self._held if lease.holder() is None]:
+            self.let_go(lease)
+
+    def _settle(self, token: object) -> None:
+        left = []
+        for lease, loads in self._given_up:
+            loads.discard(token)
+            if loads:
+                left.append((lease, loads))
+            else:
+                lease.end()
+        self._given_up = left
+
+    @property
+    def _is_ours(self) -> bool:
+        """Whether this is not a forked child, where a thread that is not there may hold the lock for ever."""
+        return self._pid == os.getpid()
+
+    def _listener(self) -> int:
+        """The thread that waits for the kernel's word; its number."""
+        if self._thread is None:
+            # A daemon only for programs that exit without closing their loader.
+            self._thread = threading.Thread(target=self._listen, name="dataflow-leases", daemon=True)
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, {_SIGNAL})  # the thread inherits it
+            try:
+                self._thread.start()
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        number = self._thread.native_id
+        assert number is not None
+        return number
+
+    def _listen(self) -> None:
+        while True:
+            signal.sigwait({_SIGNAL})
+            with self._lock:
+                if self._closed:
+                    return
+                for lease in [lease for lease in self._held if lease.is_wanted]:
+                    self.let_go(lease)
+
+    def close(self, *, join: bool = True) -> None:
+        """End all leases and the thread, which a finaliser must not wait for (`join=False`). Idempotent."""
+        if not self._is_ours:
+            return
+        with self._lock:
+            self._closed = True
+            for lease in list(self._held):
+                self.let_go(lease)
+            thread, self._thread = self._thread, None
+        if thread is not None and thread.is_alive() and thread.ident is not None:
+            signal.pthread_kill(thread.ident, _SIGNAL)
+            if join:
+                thread.join()

@@ -1,0 +1,277 @@
+"""Local shards, mapped: the page cache is the staging buffer.
+
+A block that is mapped costs no memory of its own and no copy: its pages are the kernel's. They are brought in
+by `populate` (`MADV_POPULATE_READ`, which waits for the disk and reports what it cannot read) and copied
+straight to their final place by `prefetch.memory.iovec.copy_mapped`. Only while we hold a lease on the file
+(`prefetch.memory.leases`) may the mapping be touched otherwise: a load from a page behind the end of a
+truncated file is SIGBUS, which ends the process, while the kernel's copy fails with EFAULT, an error like any
+other.
+
+A mapping outlives its descriptor and its name, so a file that is replaced by rename keeps serving the bytes
+that were indexed; one that is written in place does not. `check` notices both afterwards.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+import threading
+from collections import OrderedDict
+from functools import cache
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from prefetch.memory.iovec import copies_by_kernel
+from prefetch.memory.leases import FileLeases, Lease
+from sharding.blocks import Shard
+from sharding.catalog.storage import check_shard, failure_text, local_info
+from sharding.errors import ShardChangedError, ShardReadError
+from sharding.urls import is_local, local_path
+
+_PAGE = mmap.PAGESIZE
+_POPULATE_READ = 22
+"""MADV_POPULATE_READ, Linux 5.14; Python has no name for it yet."""
+_POPULATE_WRITE = 23
+_PROCESS_MADVISE = 440
+"""System call number on every architecture; glibc before 2.36 has no wrapper."""
+_PIDFD_OPEN = 434
+_IOV_MAX = 1024
+_MAX_SHARDS = 4096
+_REMEMBERED = 1 << 16
+"""Ranges known to have been read: beyond this many the page cache hardly holds them all."""
+_MAP_FIXED = 0x10
+_FAILED = ctypes.c_void_p(-1).value
+
+
+def _libc() -> Any:
+    library = ctypes.CDLL(None, use_errno=True)
+    library.mmap.restype = ctypes.c_void_p
+    library.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long)
+    library.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    return library
+
+
+@cache
+def _quick_libc() -> Any:
+    """For calls of a few microseconds, which keep the interpreter lock: to get it back takes longer."""
+    library = ctypes.PyDLL(None, use_errno=True)
+    library.mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
+    return library
+
+
+@cache
+def can_map(url: str) -> bool:
+    """Whether shards like this one can be mapped and copied from safely."""
+    return is_local(url) and hasattr(mmap, "MADV_WILLNEED") and copies_by_kernel()
+
+
+def touch_pages(memory: NDArray[np.uint8]) -> None:
+    """Let the kernel give pages to memory that is about to be written, with the interpreter lock released.
+
+    Whoever writes into fresh memory waits for its pages, 2 ms a MiB here: better a thread that waits anyway
+    than an event loop. Advice: where the kernel cannot, writing does it.
+    """
+    page, address = mmap.PAGESIZE, memory.ctypes.data
+    start = -(-address // page) * page  # only whole pages: others may be in use
+    nbytes = (address + memory.nbytes) // page * page - start
+    if nbytes > 0 and not _has_pages(start, nbytes):
+        _shared_libc().madvise(start, nbytes, _POPULATE_WRITE)
+
+
+def _has_pages(start: int, nbytes: int) -> bool:
+    """Whether all pages are there: recycled memory has them, and looking takes a fifth of asking for them."""
+    known = (ctypes.c_ubyte * (nbytes // mmap.PAGESIZE))()
+    return _quick_libc().mincore(start, nbytes, known) == 0 and b"\0" not in bytes(known)
+
+
+class MappedShard:
+    """A local shard as memory; unmapped when nobody refers to it any more.
+
+    Args:
+        shard: what was indexed.
+        leases: where to ask for a lease; None: only the kernel may read the memory.
+
+    Raises:
+        ShardReadError: missing, forbidden, or shorter than the catalog says.
+        ShardChangedError: it is not the file that was indexed.
+    """
+
+    def __init__(self, shard: Shard, leases: FileLeases | None = None) -> None:
+        self.shard = shard
+        self.lease: Lease | None = None
+        """While it is `held`, the file keeps its length."""
+        self._path = local_path(shard.url)
+        try:
+            descriptor = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                if leases is not None:
+                    self.lease = leases.take(descriptor, self)
+                self._compare(os.fstat(descriptor))
+                self._memory = _mapped(descriptor, shard.size)
+                self.address = np.frombuffer(self._memory, np.uint8).ctypes.data
+                """Of the first byte."""
+            finally:
+                os.close(descriptor)
+        except (OSError, ShardChangedError) as error:
+            if self.lease is not None:
+                self.lease.let_go()
+            if isinstance(error, ShardChangedError):
+                raise
+            raise ShardReadError(shard.url, failure_text(error), 0, stage="read") from error
+
+    def _compare(self, seen: os.stat_result) -> None:
+        shard = self.shard
+        if seen.st_size != shard.size or shard.version != f"mtime:{seen.st_mtime_ns}":
+            changed = check_shard(shard, local_info(seen))
+            if changed:
+                raise ShardChangedError(shard.url, changed, stage="read")
+
+    def check(self) -> None:
+        """Raise `ShardChangedError` if the file is no longer the one that was indexed."""
+        try:
+            self._compare(os.stat(self._path))
+        except OSError as error:
+            raise ShardReadError(self.shard.url, failure_text(error), 0, stage="read") from error
+
+    def populate(self, offset: int, length: int, *, ahead: bool) -> None:
+        """Wait until a range's pages are in memory; `ahead` asks the disk for all before the first wait.
+
+        Raises `ShardReadError` for what cannot be read.
+        """
+        madvise = _shared_libc().madvise
+        start, nbytes = self._pages(offset, length)
+        if ahead:
+            madvise(start, nbytes, mmap.MADV_WILLNEED)
+        if madvise(start, nbytes, _POPULATE_READ) == 0:
+            return
+        number = ctypes.get_errno()
+        if number != errno.EINVAL:  # EINVAL: an older kernel; the pages come when they are copied
+            reason = "truncated, or its disk fails" if number == errno.EFAULT else os.strerror(number)
+            raise ShardReadError(self.shard.url, reason, offset, stage="read")
+
+    def leave(self, offset: int, length: int) -> None:
+        """Take the pages of a range out of this process; the page cache keeps them while it has room."""
+        _shared_libc().madvise(*self._pages(offset, length), mmap.MADV_DONTNEED)
+
+    def _pages(self, offset: int, length: int) -> tuple[int, int]:
+        before = offset % _PAGE
+        return self.address + offset - before, length + before
+
+
+def _mapped(descriptor: int, nbytes: int) -> mmap.mmap:
+    """A file's bytes, without keeping a descriptor; they are unmapped when the object dies.
+
+    Python's own object for a file would keep one. This one is for no file: the file is mapped over its pages.
+    """
+    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=mmap.PROT_READ)
+    address = np.frombuffer(memory, np.uint8).ctypes.data
+    flags = mmap.MAP_SHARED | _MAP_FIXED
+    if _shared_libc().mmap(address, nbytes, mmap.PROT_READ, flags, descriptor, 0) == _FAILED:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    return memory
+
+
+class Mappings:
+    """The mapped shards of one dataset, and which of their ranges have pages in this process. Thread-safe.
+
+    A shard is mapped once, because mapping stops all threads that touch memory; at most `_MAX_SHARDS` stay
+    mapped beyond the windows that use them (the system allows 65,530 mappings). The pages of ranges that
+    no window uses stay up to `keep_bytes`, oldest first out: taking them out and in again costs an eighth
+    to a quarter of copying them.
+    """
+
+    def __init__(self, keep_bytes: int = 0, leases: FileLeases | None = None) -> None:
+        self._keep_bytes, self._leases = keep_bytes, leases
+        self._lock = threading.Lock()  # guards what follows
+        self._shards: OrderedDict[str, MappedShard] = OrderedDict()
+        self._seen: set[tuple[str, int]] = set()
+        self._kept: OrderedDict[tuple[str, int], tuple[MappedShard, int]] = OrderedDict()
+        self._kept_bytes = 0
+        self._paged: dict[tuple[str, int], int] = {}
+        """Bytes of the ranges that have pages in this process."""
+
+    @property
+    def mapped_bytes(self) -> int:
+        """Bytes of the ranges whose pages are in this process now: the page cache's, which they share."""
+        with self._lock:
+            return sum(self._paged.values())
+
+    def get(self, shard: Shard) -> MappedShard:
+        """The shard, mapped; the caller checks it. Raises as `MappedShard`."""
+        with self._lock:
+            known = self._shards.get(shard.url)
+            if known is not None:
+                self._shards.move_to_end(shard.url)
+                return known
+        mapped = MappedShard(shard, self._leases)
+        with self._lock:
+            mapped = self._shards.setdefault(shard.url, mapped)
+            if len(self._shards) > _MAX_SHARDS:
+                self._shards.popitem(last=False)
+        return mapped
+
+    def populate(self, mapped: MappedShard, offset: int, length: int) -> None:
+        """Wait until a range's pages are in memory. Raises `ShardReadError` for what cannot be read."""
+        key = mapped.shard.url, offset
+        with self._lock:
+            self._forget(key)
+            self._paged[key] = length
+            seen = key in self._seen
+            if len(self._seen) < _REMEMBERED:
+                self._seen.add(key)
+        mapped.populate(offset, length, ahead=not seen)
+
+    def leave(self, mapped: MappedShard, offset: int, length: int) -> None:
+        """No window uses a range any more."""
+        key = mapped.shard.url, offset
+        with self._lock:
+            self._forget(key)  # windows that overlap leave a block one after the other
+            self._kept[key] = mapped, length
+            self._kept_bytes += length
+            self._paged[key] = length
+            gone = []
+            while self._kept_bytes > self._keep_bytes:
+                key, (shard, nbytes) = self._kept.popitem(last=False)
+                self._kept_bytes -= nbytes
+                self._paged.pop(key, None)
+                gone.append((shard, key[1], nbytes))
+        for shard, at, nbytes in gone:
+            shard.leave(at, nbytes)
+
+    def _forget(self, key: tuple[str, int]) -> None:
+        kept = self._kept.pop(key, None)
+        self._kept_bytes -= kept[1] if kept else 0
+
+
+@cache
+def _shared_libc() -> Any:
+    return _libc()
+
+
+def will_need(addresses: NDArray[np.int64], lengths: NDArray[np.int64]) -> None:
+    """Ask for the pages of spans of mapped ranges, without waiting: a hint, 1,024 spans a system call."""
+    try:
+        descriptor = _shared_libc().syscall(_PIDFD_OPEN, os.getpid(), 0)
+        if descriptor < 0:
+            return
+        try:
+            _advise(descriptor, addresses, lengths)
+        finally:
+            os.close(descriptor)
+    except OSError:
+        return
+
+
+def _advise(descriptor: int, addresses: NDArray[np.int64], lengths: NDArray[np.int64]) -> None:
+    pages = np.empty((len(addresses), 2), np.int64)
+    pages[:, 0] = addresses // _PAGE * _PAGE
+    pages[:, 1] = addresses + np.maximum(lengths, 1) - pages[:, 0]
+    call = _shared_libc().syscall
+    for first in range(0, len(pages), _IOV_MAX):
+        count = min(_IOV_MAX, len(pages) - first)
+        at = ctypes.c_void_p(pages.ctypes.data + first * 16)
+        call(_PROCESS_MADVISE, descriptor, at, ctypes.c_size_t(count), mmap.MADV_WILLNEED, 0)

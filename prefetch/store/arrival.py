@@ -1,0 +1,103 @@
+"""One body on its way into memory: given up when no byte comes for too long, standing still in a hold.
+
+While a hold lasts (`prefetch.control.hold`), a connection of ours leaves in the kernel what comes; when that
+is full, TCP tells the sender to stop. Nothing is lost and nothing is asked again. The time-out does not run
+then. Bodies that others read come as ever, and only have more time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from prefetch.control.hold import ReadHold
+from prefetch.store.connections import Place
+
+INTERRUPTIBLE_BYTES = 1 << 17
+"""Receive buffer of a connection that may have to stand still: what lies there comes all the same. The kernel
+doubles it; by itself it would let it grow to several MiB. It is also what may come in a round trip."""
+
+
+class Arrival:
+    """A place for the bytes, and the patience to wait for them. Used by one task of an event loop.
+
+    Args:
+        memory: for all bytes.
+        arrived: is told of each number of bytes that came.
+        stall_s: seconds without a byte after which the body is given up.
+        hold: may make it stand still; None: nothing does.
+    """
+
+    def __init__(
+        self, memory: memoryview, arrived: Callable[[int], None], stall_s: float, hold: ReadHold | None
+    ) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._told, self._stall_s, self._hold = arrived, stall_s, hold
+        self._until_s = self._loop.time() + stall_s
+        self._look_again: asyncio.TimerHandle | None = None
+        self._task: asyncio.Task[Any] | None = None
+        self._expired = False
+        self._hold_ends: asyncio.TimerHandle | None = None
+        self.place = Place(
+            memory,
+            self._arrived,
+            stands=None if hold is None else hold.stands,
+            receive_bytes=INTERRUPTIBLE_BYTES if hold is not None and hold.is_limited else None,
+        )
+
+    async def wait_for(self, filling: Awaitable[None]) -> bool:
+        """Wait until the place is filled; False: no byte came for too long. Raises what `filling` raises."""
+        self._task = task = asyncio.current_task()
+        assert task is not None
+        cancels = task.cancelling()
+        self._look_again = self._loop.call_at(self._until_s, self._look)
+        try:
+            if self._hold is None:
+                await filling
+            else:
+                with self._hold.follow(self._follow):
+                    await filling
+        except (Exception, asyncio.CancelledError):  # a client may say in its own way that it was cancelled
+            if not self._expired or task.uncancel() > cancels:  # somebody else cancels, too
+                raise
+            return False
+        finally:
+            # What is over may be kept by nobody: a task knows its frames.
+            self.place.close()
+            self._look_again.cancel()
+            if self._hold_ends is not None:
+                self._hold_ends.cancel()
+            self._task = task = None
+        return True
+
+    def _arrived(self, nbytes: int) -> None:
+        self._told(nbytes)
+        self._until_s = self._loop.time() + self._stall_s  # seen by `_look`: the timer stays where it is
+
+    def _look(self) -> None:
+        if self._loop.time() < self._until_s:
+            self._look_again = self._loop.call_at(self._until_s, self._look)
+        elif self._task is not None:
+            self._expired = True
+            self._task.cancel()
+
+    def _follow(self, seconds: float | None) -> None:
+        self._loop.call_soon_threadsafe(self._stand, seconds)
+
+    def _stand(self, seconds: float | None) -> None:
+        """Stand still for so many seconds at most; None: no more."""
+        if self._hold_ends is not None:
+            self._hold_ends.cancel()
+            self._hold_ends = None
+        if not self.place.is_open or self._expired or self._look_again is None:
+            return  # told too late
+        if seconds is not None:
+            self._hold_ends = self._loop.call_later(seconds, self._stand, None)
+        self.place.stand(still=seconds is not None)
+        self._until_s = self._loop.time() + self._stall_s + (seconds or 0.0)
+        self._look_again.cancel()  # a hold may end before its time
+        self._look_again = self._loop.call_at(self._until_s, self._look)
+
+
+__all__ = ["INTERRUPTIBLE_BYTES", "Arrival"]

@@ -1,0 +1,110 @@
+"""Fill a place with the bytes of a range, by whatever a filesystem offers, as they arrive.
+
+fsspec's `cat_file` gives a range whole or not at all; a body that breaks near its end would be paid twice.
+HTTP and S3 are read past their clients where that can be (`prefetch.store.direct`). Where it cannot, fsspec's
+filesystems are asked below `cat_file`, with the sessions, credentials and options that they hold. What every
+response says of the object is held against the catalog, so that no body is ever continued from another
+version. Other asynchronous filesystems give their ranges whole (`whole_body`).
+
+Coroutines, for the filesystem's own event loop. They have no time-outs of their own: whoever awaits has.
+They end when the place is full or the body ended, and write nothing into it after their end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from typing import Any
+
+from fsspec.asyn import AsyncFileSystem
+
+from prefetch.store.answers import Check, check_range, raise_for_status
+from prefetch.store.connections import Place
+from prefetch.store.direct import NotDirectError, direct_http, direct_s3
+
+FillPlace = Callable[[Any, str, int, Place, Check], Awaitable[None]]
+"""`fill(fs, path, start, place, check)` puts the object's bytes from `start` into a place."""
+
+PIECE_BYTES = 1 << 18
+
+
+def body_of(fs: Any) -> tuple[FillPlace, bool] | None:
+    """How this filesystem's bytes are asked for, and whether they come in pieces; None: only by `cat_file`.
+
+    Filesystems are told apart by what they can do, as their packages may not be installed, and other classes
+    may serve the same protocol. But for `simplecache::` and its like: they show the attributes of what they
+    wrap, and would be passed by.
+    """
+    if not isinstance(fs, AsyncFileSystem) or fs.asynchronous:
+        return None
+    if hasattr(fs, "encode_url") and hasattr(fs, "set_session"):
+        return http_body, True
+    if hasattr(fs, "get_s3") and hasattr(fs, "_get_s3_method_kwargs"):
+        return s3_body, True
+    return whole_body, False
+
+
+async def http_body(fs: Any, path: str, start: int, place: Place, check: Check) -> None:
+    """From fsspec's HTTPFileSystem."""
+    with suppress(NotDirectError):
+        await direct_http(fs, path, start, place, check)
+        return
+    await aiohttp_body(fs, path, start, place, check)
+
+
+async def aiohttp_body(fs: Any, path: str, start: int, place: Place, check: Check) -> None:
+    """By the session of fsspec's HTTPFileSystem, which knows redirects, chunks and all options."""
+    import aiohttp
+
+    session = await fs.set_session()
+    options = {"timeout": aiohttp.ClientTimeout(total=None), "read_bufsize": PIECE_BYTES, **fs.kwargs}
+    # A body compressed on its way has other ranges than the object.
+    asked = {"Range": f"bytes={start}-{start + len(place.rest) - 1}", "Accept-Encoding": "identity"}
+    options["headers"] = {**options.get("headers", {}), **asked}
+    async with session.get(fs.encode_url(path), **options) as response:
+        fields = {name.lower(): value for name, value in response.headers.items()}
+        raise_for_status(response.status, str(response.reason or ""), fields, path)
+        check_range(response.status, fields, start, check)
+        while len(place.rest) and (piece := await response.content.readany()):
+            place.put(piece)
+
+
+async def s3_body(fs: Any, path: str, start: int, place: Place, check: Check) -> None:
+    """From s3fs."""
+    with suppress(NotDirectError):
+        await direct_s3(fs, path, start, place, check)
+        return
+    await botocore_body(fs, path, start, place, check)
+
+
+async def botocore_body(fs: Any, path: str, start: int, place: Place, check: Check) -> None:
+    """By the client of s3fs. Its own retries are passed by; those of the client, botocore, come first."""
+    from s3fs.errors import translate_boto_error
+
+    bucket, key, version = fs.split_path(path)
+    await fs.set_session()
+    client = await fs.get_s3(bucket)
+    wanted = f"bytes={start}-{start + len(place.rest) - 1}"
+    asked = {"Bucket": bucket, "Key": key, "Range": wanted, **fs.req_kw}
+    if version is not None:
+        asked["VersionId"] = version
+    try:
+        response = await client.get_object(**fs._get_s3_method_kwargs(client.get_object, **asked))
+    except Exception as error:
+        raise translate_boto_error(error) from error
+    body = response["Body"]
+    try:
+        fields = {"etag": response.get("ETag", ""), "content-range": response.get("ContentRange", "")}
+        check_range(206 if fields["content-range"] else 200, fields, start, check)
+        while len(place.rest) and (piece := await body.read(PIECE_BYTES)):
+            place.put(piece)
+    finally:
+        body.close()
+
+
+async def whole_body(fs: Any, path: str, start: int, place: Place, check: Check) -> None:
+    """In one piece, from any asynchronous filesystem; the caller has checked the object."""
+    place.put(await fs._cat_file(path, start=start, end=start + len(place.rest)))
+
+
+__all__ = ["FillPlace", "aiohttp_body", "body_of", "botocore_body", "http_body", "s3_body", "whole_body"]

@@ -1,0 +1,205 @@
+"""Which ranges are asked for without the store's client: plain HTTP, and S3 by signed URLs.
+
+fsspec stays the user's way to say what to read and how; listing, indexing and sizes go through it. A range is
+read past it where all that it would say is known here: HTTP(S) with headers only, and S3 with endpoint,
+region and credentials only. There the URL of an object is signed once by botocore (for an hour, used for
+five minutes; not at all for public buckets) and its ranges are plain HTTP requests. Everything else is
+refused by `NotDirectError`, and the client is asked: other options (proxies, cookies, authenticators,
+certificates, versions of objects), redirects, bodies without a length in their head or compressed ones, and
+whatever S3 answers to a signed URL but the range, "not found" or "later": the client's word is final. Where
+an answer was the reason, its store is left to the client from then on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Awaitable
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import SplitResult, urlsplit
+from urllib.request import getproxies, proxy_bypass
+from weakref import WeakKeyDictionary
+
+from prefetch.store.answers import Check, check_range, raise_for_status
+from prefetch.store.connections import Connections, Head, Origin, Place
+
+_SIGNED_FOR_S = 3600
+_SIGNATURE_USED_S = 300.0
+"""Less than credentials that are renewed by themselves have left."""
+_MOST_TARGETS = 4096
+_OURS = {"accept-encoding", "connection", "content-length", "expect", "host", "range", "transfer-encoding"}
+_SAID_OF_S3 = {"endpoint_url", "region_name"}
+_ANY = {"max_pool_connections", "retries"}
+"""Options of botocore that mean nothing here."""
+_SIGNATURE = ("signature_version", "s3v4")
+
+
+class NotDirectError(Exception):
+    """The store's client must be asked instead; nothing came yet."""
+
+
+@dataclass(frozen=True)
+class _Target:
+    """How the ranges of an object are asked for."""
+
+    store: str
+    origin: Origin
+    request: bytes
+    """But for the range, which is its last line."""
+
+
+class _Known:
+    """What is known of a filesystem. Only its event loop uses it."""
+
+    def __init__(self, headers: bytes | None) -> None:
+        self.headers = headers
+        """As they are sent; None: it cannot be asked directly."""
+        self.not_direct: set[str] = set()
+        """Stores that answered in a way that only the client understands."""
+        self.targets: dict[str, tuple[float, _Target]] = {}
+        """By object, and until when each is used: as long as its signature."""
+
+    def target(self, path: str) -> _Target | None:
+        until_s, target = self.targets.get(path, (0.0, None))
+        return target if asyncio.get_running_loop().time() < until_s else None
+
+    def new_target(self, path: str, store: str, url: SplitResult, *, for_s: float = math.inf) -> _Target:
+        self.refuse(store)
+        if url.scheme not in ("http", "https") or url.hostname is None or "@" in url.netloc:
+            raise NotDirectError
+        asked = f"{url.path or '/'}?{url.query}" if url.query else url.path or "/"
+        head = f"GET {asked} HTTP/1.1\r\nHost: {url.netloc}\r\nAccept-Encoding: identity\r\n".encode("ascii")
+        origin = url.scheme, url.hostname, url.port or (443 if url.scheme == "https" else 80)
+        assert self.headers is not None
+        target = _Target(store, origin, head + self.headers)
+        if len(self.targets) >= _MOST_TARGETS:
+            self.targets.clear()
+        self.targets[path] = asyncio.get_running_loop().time() + for_s, target
+        return target
+
+    def refuse(self, store: str) -> None:
+        """Raise `NotDirectError` for a store that is left to its client."""
+        if self.headers is None or store in self.not_direct:
+            raise NotDirectError
+
+
+_known: WeakKeyDictionary[Any, _Known] = WeakKeyDictionary()
+"""By filesystem, which a child of a fork has its own of."""
+
+
+async def direct_http(fs: Any, path: str, start: int, place: Place, check: Check) -> None:
+    """Fill a place from fsspec's HTTPFileSystem.
+
+    Raises:
+        NotDirectError: see there.
+        StatusError, FileNotFoundError, OSError: as `prefetch.store.retries` sorts them; what `check` raises.
+    """
+    known = _of(fs, _headers_of_http)
+    target = known.target(path)
+    if target is None:
+        url = urlsplit(str(fs.encode_url(path)))
+        target = known.new_target(path, url.netloc, url)
+    await _get(known, target, path, start, place, check)
+
+
+async def direct_s3(fs: Any, path: str, start: int, place: Place, check: Check) -> None:
+    """Fill a place from s3fs; raises what `direct_http` raises."""
+    known = _of(fs, _headers_of_s3)
+    target = known.target(path)
+    if target is None:
+        bucket, _, version = fs.split_path(path)
+        if version is not None:
+            raise NotDirectError
+        known.refuse(bucket)
+        url = await _signed(fs, path)
+        if _has_own_ways(fs, url):
+            known.not_direct.add(bucket)
+        target = known.new_target(path, bucket, url, for_s=_SIGNATURE_USED_S)
+    await _get(known, target, path, start, place, check, signed=True)
+
+
+def _get(
+    known: _Known,
+    target: _Target,
+    path: str,
+    start: int,
+    place: Place,
+    check: Check,
+    *,
+    signed: bool = False,
+) -> Awaitable[None]:
+    store = target.store
+    known.refuse(store)
+
+    def accept(head: Head) -> Place:
+        status, fields = head.status, head.fields
+        understood = 200 <= status < 300 or status in (404, 408, 429) or status >= 500
+        if not understood and (signed or status < 400):
+            known.not_direct.add(store)
+            raise NotDirectError
+        raise_for_status(status, head.reason, fields, path)
+        if head.length is None or fields.get("content-encoding", "identity") != "identity":
+            known.not_direct.add(store)
+            raise NotDirectError
+        check_range(status, fields, start, check)
+        return place
+
+    request = b"%bRange: bytes=%d-%d\r\n\r\n" % (target.request, start, start + len(place.rest) - 1)
+    return Connections.here().request(target.origin, request, accept, receive_bytes=place.receive_bytes)
+
+
+def _of(fs: Any, headers_of: Any) -> _Known:
+    known = _known.get(fs)
+    if known is None:
+        known = _known[fs] = _Known(headers_of(fs))
+    return known
+
+
+def _headers_of_http(fs: Any) -> bytes | None:
+    from fsspec.implementations.http import HTTPFileSystem, get_client
+
+    # A session's time-outs are for other requests: ranges have their own.
+    more = {*fs.kwargs, *(fs.client_kwargs.keys() - {"timeout"})} - {"headers"}
+    if more or type(fs) is not HTTPFileSystem or fs.get_client is not get_client:
+        return None
+    headers = {"User-Agent": "dataflow-loader", "Accept": "*/*"}
+    for given in (fs.client_kwargs.get("headers"), fs.kwargs.get("headers")):
+        for name, value in dict(given or {}).items():
+            if name.lower() in ("accept-encoding", "range"):
+                continue  # never what the user means of a range
+            if name.lower() in _OURS or any(sign in f"{name}{value}" for sign in "\r\n\0"):
+                return None
+            headers = {n: v for n, v in headers.items() if n.lower() != name.lower()} | {name: value}
+    try:
+        return "".join(f"{name}: {value}\r\n" for name, value in headers.items()).encode("latin-1")
+    except UnicodeEncodeError:
+        return None
+
+
+def _headers_of_s3(fs: Any) -> bytes | None:
+    odd = [option for option in fs.config_kwargs.items() if option[0] not in _ANY and option != _SIGNATURE]
+    other = set(fs.client_kwargs) - _SAID_OF_S3 or set(fs.kwargs) - {"profile"} or odd
+    return None if other or fs.req_kw or fs.s3_additional_kwargs else b""
+
+
+async def _signed(fs: Any, path: str) -> SplitResult:
+    bucket, key, _ = fs.split_path(path)
+    await fs.set_session()
+    client = await fs.get_s3(bucket)
+    try:
+        url = await client.generate_presigned_url(
+            "get_object", Params={"Bucket": bucket, "Key": key}, ExpiresIn=_SIGNED_FOR_S
+        )
+    except Exception as error:  # s3fs says it in its own words
+        raise NotDirectError from error
+    return urlsplit(str(url))
+
+
+def _has_own_ways(fs: Any, url: SplitResult) -> bool:
+    """Whether botocore would go through a proxy, or trust other certificates: the environment may say so."""
+    proxied = {url.scheme, "all"} & getproxies().keys() and not proxy_bypass(url.hostname or "")
+    return bool(proxied or (url.scheme == "https" and fs.session.get_config_variable("ca_bundle")))
+
+
+__all__ = ["NotDirectError", "direct_http", "direct_s3"]

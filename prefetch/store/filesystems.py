@@ -1,0 +1,80 @@
+"""One filesystem for all threads of a process: its connections are reused, and made at the first read.
+
+fsspec keeps a filesystem per thread, which for asynchronous ones only means that every thread has its own
+session, connections and (with S3) client to set up: all of them run in one event loop. Those are shared here;
+others, which may not be thread-safe, stay one a thread. Never across a fork: a child makes its own.
+
+Caches of whole files (`simplecache::`) are shared, too, as each keeps copies of its own. A copy is made by
+one thread at a time, as fsspec gives out what another thread has not written yet.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import defaultdict
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from fsspec.implementations.cached import CachingFileSystem
+
+from sharding.catalog.storage import open_url
+from sharding.urls import protocol_of
+
+_CONNECTIONS = 128
+"""More than the reads that run at a time; botocore would keep 10."""
+
+
+class Filesystems:
+    """The filesystems of one dataset's URLs. Thread-safe.
+
+    Args:
+        options: keyword arguments of the fsspec filesystem.
+    """
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        self._options = dict(options)
+        self._lock = threading.Lock()  # guards the rest
+        self._pid = os.getpid()
+        self._shared: dict[tuple[str, str], Any] = {}
+        self._copied: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)
+
+    def open(self, url: str) -> tuple[Any, str]:
+        """The filesystem of a URL and the path in it; raises what `open_url` raises."""
+        protocol, _, rest = url.partition("://")
+        place = protocol, rest.partition("/")[0]
+        with self._lock:
+            if self._pid != os.getpid():
+                self._pid, self._shared = os.getpid(), {}
+                self._copied = defaultdict(threading.Lock)
+            fs = self._shared.get(place)
+            if fs is not None and "::" not in url:
+                return fs, fs._strip_protocol(url)
+            fs, path = open_url(url, self._with_connections(url))
+            if isinstance(fs, CachingFileSystem):
+                fs = self._shared.setdefault(place, fs)
+            elif "::" not in url and getattr(fs, "async_impl", False) and not fs.asynchronous:
+                self._shared[place] = fs
+        return fs, path
+
+    def turn(self, fs: Any, url: str) -> AbstractContextManager[Any]:
+        """Held while this filesystem reads from a file, where several threads at a time may not."""
+        if not isinstance(fs, CachingFileSystem):
+            return nullcontext()
+        with self._lock:
+            return self._copied[url]
+
+    def _with_connections(self, url: str) -> dict[str, Any]:
+        if protocol_of(url) not in ("s3", "s3a") or "::" in url:
+            return self._options
+        # Said, because URLs would be signed in the way of before 2014 otherwise.
+        config = {
+            "max_pool_connections": _CONNECTIONS,
+            "signature_version": "s3v4",
+            **(self._options.get("config_kwargs") or {}),
+        }
+        return {**self._options, "config_kwargs": config}
+
+
+__all__ = ["Filesystems"]

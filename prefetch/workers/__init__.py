@@ -1,0 +1,5 @@
+"""Worker processes and threads: started fast, fed with tasks, watched, ended with nothing left behind.
+
+In: a function to run, messages. Out: answers, in memory that all processes share.
+Read `pool` first, then `shared_arena`; `fork_server` and `forked_server` start processes, `threads` threads.
+"""

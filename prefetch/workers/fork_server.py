@@ -1,0 +1,275 @@
+"""A fork server of our own: one process without threads that has imported torch and what the dataset needs.
+
+Workers forked from it start in milliseconds and inherit nothing of the parent's locks, clients and CUDA
+context. While the parent has one thread and no GPU open, the server is forked from it (`forked_server`).
+Otherwise it is a new process, which needs 1 to 2 s to import torch, and does not import the parent's main
+module. It ignores Ctrl-C from its first moment on, as
+its workers do until they are ready for it. It ends with the process it belongs to, however that ends:
+then nobody holds the writing end of its pipe any more, and its workers are sent SIGKILL.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import io
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from multiprocessing import (
+    connection,
+    forkserver,
+    popen_forkserver,
+    process,
+    reduction,
+    resource_tracker,
+    spawn,
+    util,
+)
+from multiprocessing.context import set_spawning_popen
+from typing import Any, cast
+
+from prefetch.workers.forked_server import fork_server
+from prefetch.workers.server_path import path_told
+
+_PRELOADED = ["prefetch.workers.server_path", "torch", "numpy", "dataflow.workers.process_main"]
+_PR_SET_PDEATHSIG = 1
+
+
+@contextlib.contextmanager
+def interrupts_held() -> Iterator[None]:
+    """Ctrl-C waits, here and in processes that are started meanwhile (there until `let_interrupt`)."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def let_interrupt() -> None:
+    """Let Ctrl-C reach this process again."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+
+
+Modules = frozenset[tuple[str, int]]
+"""Names of modules, each with the time its file was changed."""
+
+
+class Server(forkserver.ForkServer):
+    """A process with modules imported, from which workers are forked; started when first needed.
+
+    Args:
+        modules: to be imported, if it is a new process; a forked one leaves to the workers what it lacks.
+        unforkable: why it must not be forked from this process, as far as the caller knows; "": it may.
+    """
+
+    def __init__(self, modules: Modules, unforkable: str) -> None:
+        super().__init__()
+        self.modules = modules
+        self.num_users = 0
+        self.not_forked = unforkable
+        """Why it was not forked from this process; "": it was."""
+        self._specs: dict[str, Any] = {}
+        """Of the modules that a forked one has."""
+        self._begun = False
+        self.set_forkserver_preload([*_PRELOADED, *sorted(name for name, _ in modules)])
+
+    def ensure_running(self) -> None:
+        """Start it if it does not run, without waiting for it."""
+        resource_tracker.ensure_running()  # it lets interrupts through once started
+        with interrupts_held(), path_told():
+            if not self._begun and not self.not_forked:
+                self._fork()
+            self._begun = True
+            try:
+                super().ensure_running()
+            except ChildProcessError:  # it has ended, and somebody else has waited for it
+                self.replace()
+                super().ensure_running()
+
+    def _fork(self) -> None:
+        forked, server = fork_server(), cast(Any, self)
+        if isinstance(forked, str):
+            self.not_forked = forked
+            return
+        server._forkserver_address, server._forkserver_alive_fd = forked.address, forked.alive
+        server._forkserver_pid = forked.pid
+        self._specs = {name: getattr(module, "__spec__", None) for name, module in sys.modules.items()}
+
+    def provides(self, modules: Modules) -> bool:
+        """Whether workers from here get these modules as they are, and need not import them first.
+
+        A forked server has what was imported here; loading a module again gives it another spec.
+        """
+        if self.not_forked:
+            return modules <= self.modules
+        specs = {name: getattr(sys.modules.get(name), "__spec__", None) for name, _ in modules}
+        return all(self._specs.get(name, spec) is spec for name, spec in specs.items())
+
+    def let_go(self) -> int | None:
+        """Forget the process, which ends when nobody else holds on to it; its id."""
+        server: Any = self
+        alive, pid = server._forkserver_alive_fd, server._forkserver_pid
+        server._forkserver_address = server._forkserver_alive_fd = server._forkserver_pid = None
+        if alive is not None:
+            os.close(alive)
+        found: int | None = pid
+        return found
+
+    def replace(self) -> None:
+        """The process has ended: it was killed, or a module could not be imported there. Have another."""
+        pid = self.let_go()
+        if pid is not None:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, 0)
+        self.modules, self.not_forked = frozenset(), self.not_forked or "the forked one has ended"
+        self.set_forkserver_preload(_PRELOADED)
+
+
+_lock = threading.RLock()  # guards what follows; a finaliser may come back here
+_current: Server | None = None
+_servers: list[Server] = []
+"""The current one, and those whose workers are not done."""
+_ending: list[int] = []
+"""Processes of former servers that will end, to be waited for."""
+
+
+def warm_up(modules: Modules = frozenset(), unforkable: str = "") -> Server:
+    """Start the fork server, without waiting for it, with these modules imported besides torch.
+
+    One that runs already is kept if it has them; otherwise the next workers come from a new one.
+    """
+    global _current
+    with _lock:
+        if _current is None:
+            _current = Server(modules, unforkable)
+            _servers.append(_current)
+        elif not _current.provides(modules):
+            names = {name for name, _ in modules}
+            kept = {(name, changed) for name, changed in _current.modules if name not in names}
+            _current = Server(modules | kept, unforkable)
+            _servers.append(_current)
+            _end_unused()
+        _current.ensure_running()
+        return _current
+
+
+def begin_to_use(modules: Modules, unforkable: str = "") -> Server:
+    """The fork server with these modules. It lives until `stop_using`."""
+    with _lock:
+        server = warm_up(modules, unforkable)
+        server.num_users += 1
+        return server
+
+
+def stop_using(server: Server) -> None:
+    """All workers that were taken from this server since `begin_to_use` have ended."""
+    with _lock:
+        server.num_users -= 1
+        _end_unused()
+
+
+def _end_unused() -> None:
+    for server in list(_servers):
+        if server is not _current and not server.num_users:
+            _servers.remove(server)
+            pid = server.let_go()
+            if pid is not None:
+                _ending.append(pid)
+    _ending[:] = [pid for pid in _ending if not _has_ended(pid)]
+
+
+def _has_ended(pid: int) -> bool:
+    try:
+        return os.waitpid(pid, os.WNOHANG)[0] == pid
+    except ChildProcessError:
+        return True
+
+
+def _after_fork() -> None:
+    """The servers are the parent's, and must not live on for our sake."""
+    global _lock, _current
+    _lock = threading.RLock()
+    for server in _servers:
+        server.let_go()
+    _servers.clear()
+    _ending.clear()
+    _current = None
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+class ServerProcess(process.BaseProcess):
+    """A process from a fork server of ours."""
+
+    _start_method = None  # what it starts in turn is decided there
+
+    def __init__(self, server: Server, target: Callable[..., object], argument: object, name: str) -> None:
+        super().__init__(target=target, args=(argument,), name=name)
+        self._server: Server | None = server
+
+    @staticmethod
+    def _Popen(process_obj: Any) -> _Popen:  # noqa: N802  (the standard library's name)
+        return _Popen(process_obj)
+
+
+class _Popen(popen_forkserver.Popen):
+    """The standard library's, but from our server and without importing the main module."""
+
+    def _launch(self, process_obj: Any) -> None:
+        preparation = spawn.get_preparation_data(process_obj.name)
+        for name in ("init_main_from_name", "init_main_from_path", "start_method"):
+            preparation.pop(name, None)
+        server: Server = process_obj._server
+        process_obj._server = None  # it stays here
+        buffer = io.BytesIO()
+        set_spawning_popen(self)
+        try:
+            reduction.dump(preparation, buffer)
+            reduction.dump(process_obj, buffer)
+        finally:
+            set_spawning_popen(None)
+        try:
+            self._fork(server, buffer)
+        except (ConnectionError, EOFError, ChildProcessError):
+            server.replace()
+            self._fork(server, buffer)
+
+    def _fork(self, server: Server, given: io.BytesIO) -> None:
+        self.sentinel, writer = server.connect_to_new_process(self._fds)  # type: ignore[attr-defined]
+        parent_writer = os.dup(writer)
+        self.finalizer = util.Finalize(self, util.close_fds, (parent_writer, self.sentinel))  # type: ignore[attr-defined]
+        try:
+            with open(writer, "wb", closefd=True) as file:
+                file.write(given.getbuffer())
+            self.pid = forkserver.read_signed(self.sentinel)
+        except BaseException:
+            self.finalizer()
+            raise
+
+    def poll(self, flag: int = os.WNOHANG) -> int | None:
+        if self.returncode is None:
+            if not connection.wait([self.sentinel], 0 if flag == os.WNOHANG else None):
+                return None
+            try:
+                self.returncode = forkserver.read_signed(self.sentinel)
+            except (OSError, EOFError):
+                self.returncode = -signal.SIGKILL  # the server has ended, and its workers with it
+        return self.returncode
+
+
+def release_server() -> None:
+    """In a worker: a fork server must not live on for our sake when the process it belongs to has ended."""
+    server: Any = forkserver._forkserver
+    if server._forkserver_alive_fd is not None and server._forkserver_pid is None:
+        os.close(server._forkserver_alive_fd)
+        server._forkserver_alive_fd = None
+
+
+def end_with_parent() -> None:
+    """Let the kernel kill this process when the thread that started it has ended (Linux)."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -1,0 +1,365 @@
+"""Batches cross from worker processes in one shared-memory file, without a copy by the receiver.
+
+The file is anonymous (`memfd_create`, so the size of `/dev/shm` does not bound it) and sparse: pages exist
+where something was written. It begins with a header, then what the parent sends to every worker
+alike, then one *region* a worker. A worker carves slabs from its own region and is the only one who
+hands them out; the parent *borrows* a range by offset and, when the last array or tensor viewing it has
+died, sends the offset back with the next task. So no lock is shared between processes, and a worker
+that is killed leaves none behind.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import resource
+import tempfile
+import weakref
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from prefetch.memory.addresses import array_interface, memory_at
+from prefetch.memory.arena import Arena, rounded_bytes
+from prefetch.memory.finalizer import DeathWatch
+from prefetch.memory.forks import only_ours
+
+_PAGE = mmap.PAGESIZE
+HEADER_BYTES = 16 * _PAGE
+REGION_BYTES = 1 << 36
+"""Address space of one worker's region: 64 GiB, of which only touched pages exist."""
+_MIN_REGION_BYTES = 1 << 26
+
+Borrowed = NDArray[np.uint8]
+Unregister = Callable[[], object]
+"""Unlocks a range for CUDA; written in C."""
+
+
+def page_rounded(nbytes: int) -> int:
+    """The next multiple of the page size."""
+    return -(-nbytes // _PAGE) * _PAGE
+
+
+def create_file(nbytes: int) -> int:
+    """Descriptor of an anonymous shared-memory file of `nbytes`, all of it holes.
+
+    Without `memfd_create` (an old kernel, or a sandbox that forbids it) it is a file without a name in the
+    folder for temporary files, whose free space then bounds it.
+
+    Raises:
+        OSError: that folder cannot hold such a file.
+    """
+    try:
+        fd = os.memfd_create("dataflow", os.MFD_CLOEXEC)
+    except (OSError, AttributeError):
+        with tempfile.TemporaryFile(prefix="dataflow-") as file:
+            fd = os.dup(file.fileno())
+    try:
+        os.ftruncate(fd, nbytes)
+    except BaseException as error:
+        os.close(fd)
+        if isinstance(error, OSError):
+            error.add_note(
+                f"shared memory for {nbytes:,} bytes of address space is a sparse file here; if memfd_create "
+                f"is forbidden, it lies in {tempfile.gettempdir()}: set TMPDIR to another folder"
+            )
+        raise
+    return fd
+
+
+def give_pages_back(memory: mmap.mmap, start: int, nbytes: int) -> bool:
+    """Take the pages of a range out of the file; they read as zeros.
+
+    False: its file system cannot, and they stay until the file goes.
+    """
+    try:
+        memory.madvise(mmap.MADV_REMOVE, start, nbytes)
+    except OSError:
+        return False
+    return True
+
+
+class Header:
+    """Words of int64 that everybody sees. Each has one writer, so no lock is needed."""
+
+    STOP, GENERATION = 0, 1
+    WORKERS = 8
+    """The first of one word a worker, which it sets when it can answer signals."""
+
+    def __init__(self, fd: int) -> None:
+        self.words = np.frombuffer(mmap.mmap(fd, HEADER_BYTES), np.int64)
+
+    def get(self, word: int) -> int:
+        """The value of one word."""
+        return int(self.words[word])
+
+    def set(self, word: int, value: int) -> None:
+        """Write one word."""
+        self.words[word] = value
+
+
+class _RegionSlab:
+    """A slab inside a worker's region; unmapped, its pages go and the range waits for its like."""
+
+    def __init__(self, region: Region, start: int, nbytes: int) -> None:
+        self._region, self.start, self.nbytes = region, start, nbytes
+        self.address = region.address + start
+
+    def unmap(self) -> None:
+        self._region.drop(self)
+
+
+class Region:
+    """A worker's part of the shared file, and the arena over it. Used by that worker's process only.
+
+    Args:
+        fd: the shared file.
+        offset: where the region begins in the file, in bytes.
+        nbytes: its length.
+        limit_bytes: free slabs beyond this are given back to the system.
+    """
+
+    def __init__(self, fd: int, offset: int, nbytes: int, limit_bytes: int) -> None:
+        self._memory = mmap.mmap(fd, nbytes, offset=offset)
+        self.address = np.frombuffer(self._memory, np.uint8).ctypes.data
+        self._offset, self._nbytes = offset, nbytes
+        self._end = 0
+        self._dropped: defaultdict[int, list[int]] = defaultdict(list)
+        self.arena = Arena(limit_bytes=limit_bytes, map_slab=self._carve)
+        self._lent: dict[int, list[Any]] = {}
+
+    def _carve(self, nbytes: int) -> _RegionSlab:
+        if dropped := self._dropped[nbytes]:
+            return _RegionSlab(self, dropped.pop(), nbytes)
+        if self._end + nbytes > self._nbytes:
+            raise MemoryError(
+                f"a worker's batches need more than {self._nbytes:,} bytes of shared memory; "
+                "lower batch_size or prefetch_factor, or keep fewer batches"
+            )
+        slab = _RegionSlab(self, self._end, nbytes)
+        self._end += nbytes
+        return slab
+
+    def drop(self, slab: _RegionSlab) -> None:
+        """Give a slab's pages back to the system."""
+        give_pages_back(self._memory, slab.start, slab.nbytes)
+        self._dropped[slab.nbytes].append(slab.start)
+
+    def offset_of(self, address: int) -> int:
+        """Where an address of this region lies in the file."""
+        return address - self.address + self._offset
+
+    def lend(self, leased: Borrowed) -> int:
+        """Keep a leased array until the parent gives it back; returns its offset in the file."""
+        offset = self.offset_of(leased.ctypes.data)
+        self._lent.setdefault(offset, []).append(leased)
+        return offset
+
+    def take_back(self, offset: int) -> None:
+        """The parent's last view of what was lent at `offset` has died."""
+        held = self._lent[offset]
+        held.pop()
+        if not held:
+            del self._lent[offset]
+
+
+class _Loan:
+    """The base object of a borrowed array; `owner` keeps its memory."""
+
+    __slots__ = ("__array_interface__", "__weakref__", "owner")
+
+    def __init__(self, owner: SharedFile | _Remains, address: int, nbytes: int) -> None:
+        self.owner = owner
+        self.__array_interface__ = array_interface(address, nbytes)
+
+
+class _LoanEnd(weakref.ref[_Loan]):
+    """What comes back when a loan dies."""
+
+    __slots__ = ("nbytes", "offset", "worker")
+    worker: int
+    offset: int
+    nbytes: int
+
+
+class _Remains:
+    """A range of a closed file that is still used; `calls` give it back with the last loan of it.
+
+    They are written in C: that may die anywhere.
+    """
+
+    def __init__(self, file: SharedFile, calls: Sequence[Callable[[], object]]) -> None:
+        self._file = file
+        self._watches = [DeathWatch(self) for _ in calls]
+        for watch, call in zip(reversed(self._watches), calls, strict=True):  # the last is called first
+            watch.call = call
+
+    def close(self) -> None:
+        """In a forked child: the pages are the parent's."""
+        for watch in self._watches:
+            watch.call = bool
+
+
+class SharedFile:
+    """The parent's side: the file, its mapping, and what is borrowed from which worker.
+
+    Args:
+        num_workers: regions.
+        message: bytes for every worker alike; see `message_span`.
+        register: page-locks a range for CUDA, once per range borrowed, and gives the unlocking function.
+
+    Not thread-safe, but arrays may die in any thread.
+    """
+
+    def __init__(
+        self,
+        num_workers: int,
+        message_bytes: int,
+        register: Callable[[int, int], Unregister] | None = None,
+    ) -> None:
+        self.message_offset = HEADER_BYTES
+        self.message_bytes = message_bytes
+        self._first_region = HEADER_BYTES + page_rounded(message_bytes)
+        self._num_workers = num_workers
+        self.region_bytes = _region_bytes(num_workers)
+        while True:
+            try:
+                self._nbytes = self._first_region + num_workers * self.region_bytes
+                self._create()
+                break
+            except OSError:
+                if self.region_bytes <= _MIN_REGION_BYTES:
+                    raise
+                self.region_bytes //= 2
+        self._owner = os.getpid()
+        self._address = np.frombuffer(self.memory, np.uint8).ctypes.data
+        self.header = Header(self.fd)
+        self._register = register
+        self._registered: dict[int, Unregister] = {}
+        self._loans: set[_LoanEnd] = set()
+        self._ended: deque[_LoanEnd] = deque()
+        self._end: Callable[[_LoanEnd], None] = self._ended.append
+        self._returned: list[deque[int]] = [deque() for _ in range(num_workers)]
+        self._closed = False
+
+    def _create(self) -> None:
+        self.fd = create_file(self._nbytes)
+        try:
+            self.memory = mmap.mmap(self.fd, self._nbytes)
+        except BaseException as error:
+            os.close(self.fd)
+            if not isinstance(error, OSError):
+                raise
+            raise OSError(
+                error.errno,
+                f"cannot map {self._nbytes:,} bytes of address space for {self._num_workers} workers; "
+                "raise the limit on virtual memory (ulimit -v) or use fewer workers",
+            ) from error
+
+    def region_span(self, worker: int) -> tuple[int, int]:
+        """Offset and length of a worker's region."""
+        return self._first_region + worker * self.region_bytes, self.region_bytes
+
+    def write_message(self, offset: int, data: bytes | memoryview) -> None:
+        """Fill a part of the message, without mapping its pages here."""
+        view = memoryview(data).cast("B")
+        done = 0
+        while done < len(view):
+            done += os.pwrite(self.fd, view[done:], self.message_offset + offset + done)
+
+    def write_memory(self, offset: int, address: int, nbytes: int) -> None:
+        """Fill a part of the message from memory."""
+        if nbytes:
+            self.write_message(offset, memory_at(address, nbytes).data)
+
+    def borrow(self, worker: int, offset: int, nbytes: int) -> Borrowed:
+        """A writable uint8 array over what the worker lent; given back when its last view dies."""
+        if self._register is not None and offset not in self._registered:
+            whole = rounded_bytes(nbytes)  # a slab keeps its place and size for life
+            self._registered[offset] = self._register(self._address + offset, whole)
+        loan = _Loan(self, self._address + offset, nbytes)
+        end = _LoanEnd(loan, self._end)
+        end.worker, end.offset, end.nbytes = worker, offset, nbytes
+        self._loans.add(end)
+        return np.asarray(loan)
+
+    def _settle(self) -> None:
+        """Note which loans have died; see `prefetch.memory.arena`."""
+        while self._ended:
+            end = self._ended.popleft()
+            self._loans.discard(end)
+            self._returned[end.worker].append(end.offset)
+
+    def give_back(self, worker: int, offset: int) -> None:
+        """Return what was lent without looking at it."""
+        self._returned[worker].append(offset)
+
+    def take_returned(self, worker: int) -> list[int]:
+        """Offsets to tell the worker about."""
+        self._settle()
+        queue, taken = self._returned[worker], []
+        while queue:
+            taken.append(queue.popleft())
+        return taken
+
+    @property
+    def held_bytes(self) -> int:
+        """Memory that the file takes now: free slabs, batches in work, what is borrowed."""
+        if self._closed:
+            self._settle()
+            return sum(page_rounded(end.nbytes) for end in list(self._loans))
+        return os.fstat(self.fd).st_blocks * 512
+
+    def close(self) -> None:
+        """Give back all memory but what is borrowed, and that as it dies. Idempotent.
+
+        The workers must be gone.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        if self._owner != os.getpid():
+            return
+        held: dict[int, int] = {}
+        loans: dict[int, list[_Loan]] = defaultdict(list)
+        for end in list(self._loans):
+            loan = end()
+            if loan is not None:
+                held[end.offset] = max(held.get(end.offset, 0), page_rounded(end.nbytes))
+                loans[end.offset].append(loan)
+        for offset in self._registered.keys() - held.keys():
+            self._registered.pop(offset)()
+        start, gives_back = 0, True
+        for offset, nbytes in [*sorted(held.items()), (self._nbytes, 0)]:
+            if offset > start:
+                gives_back = give_pages_back(self.memory, start, offset - start)
+            start = max(start, offset + nbytes)
+        for offset, borrowed in loans.items():
+            calls = [self._registered.pop(offset)] if offset in self._registered else []
+            if gives_back:
+                calls.append(partial(self.memory.madvise, mmap.MADV_REMOVE, offset, held[offset]))
+            remains = only_ours(_Remains(self, calls))
+            for loan in borrowed:
+                loan.owner = remains
+        os.close(self.fd)
+
+
+def _region_bytes(num_workers: int) -> int:
+    """Address space for a region: all of them take at most a quarter of what the process may have."""
+    most, _ = resource.getrlimit(resource.RLIMIT_AS)
+    nbytes = REGION_BYTES
+    while most != resource.RLIM_INFINITY and 4 * num_workers * nbytes > most and nbytes > _MIN_REGION_BYTES:
+        nbytes //= 2
+    return nbytes
+
+
+def read_message(fd: int, offset: int, nbytes: int) -> NDArray[np.uint8]:
+    """A private, writable view of the message: pages are shared until they are written to."""
+    if not nbytes:
+        return np.empty(0, np.uint8)
+    memory = mmap.mmap(fd, nbytes, access=mmap.ACCESS_COPY, offset=offset)
+    return np.frombuffer(memory, np.uint8)

@@ -1,0 +1,111 @@
+"""Worker threads: each takes its own tasks in order, and all put what they finish into one mailbox.
+
+The counterpart of `workers.WorkerPool`, with the same way of waiting. Python cannot end a thread from
+outside, so `close` waits for the tasks that run, and only for so long: a thread whose task hangs is left
+to itself. It is a daemon, so it does not keep the interpreter from exiting.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from queue import Empty, SimpleQueue
+from typing import Any
+
+from prefetch.engine import switching
+from prefetch.engine.pool import PriorityPool
+from prefetch.work import Task
+
+_log = logging.getLogger("dataflow")
+
+_STOP_S = 5.0
+"""Time that running tasks have to end, together."""
+_CLOSED = object()
+"""Wakes the receiver."""
+
+
+class WorkerThreads:
+    """`num_threads` threads with a queue each. Thread-safe, but for one receiver."""
+
+    def __init__(self, num_threads: int, name: str) -> None:
+        self._pools = [PriorityPool(1, f"{name}-{number}") for number in range(num_threads)]
+        self._finished: SimpleQueue[Any] = SimpleQueue()
+        self._closing = threading.Lock()  # guards _closed; held until the threads have ended
+        self._closed = False
+        switching.begin(self)
+
+    def submit(self, thread: int, task: Task) -> None:
+        """Let a thread run a task after those that it has. A task must not raise. Ignored once closed."""
+        self._pools[thread].submit(0, task)
+
+    def on_all(self, task: Callable[[int], None]) -> None:
+        """Let each thread run `task(its number)`, and wait for all."""
+        done = threading.Semaphore(0)
+
+        def run(thread: int) -> None:
+            task(thread)
+            done.release()
+
+        for thread in range(len(self._pools)):
+            self.submit(thread, lambda thread=thread: run(thread))  # type: ignore[misc]
+        for _ in self._pools:
+            done.acquire()
+
+    def put(self, finished: Any) -> None:
+        """Tell the receiver of something that is done; called by tasks."""
+        self._finished.put(finished)
+
+    def receive(self) -> list[Any]:
+        """What is done, without waiting."""
+        return self._taken([])
+
+    def wait(self, timeout_s: float | None) -> list[Any]:
+        """Wait for something to be done; [] when nothing was in time, or the threads were closed."""
+        try:
+            return self._taken([self._finished.get(timeout=timeout_s)])
+        except Empty:
+            return []
+
+    def _taken(self, finished: list[Any]) -> list[Any]:
+        while not self._finished.empty():  # there is one receiver
+            finished.append(self._finished.get())
+        return [one for one in finished if one is not _CLOSED]
+
+    def stacks(self) -> str:
+        """What every thread is doing now."""
+        frames = sys._current_frames()
+        texts = []
+        for number, pool in enumerate(self._pools):
+            for ident in pool.idents:
+                frame = frames.get(ident)
+                said = "".join(traceback.format_stack(frame)) if frame else "it has ended"
+                texts.append(f"worker thread {number}:\n{said.rstrip()}")
+        return "\n".join(texts)
+
+    def close(self, *, join: bool = True) -> None:
+        """Drop waiting tasks, wake the receiver, and end the threads after the running ones. Idempotent.
+
+        A thread that does not end in time is reported and left alone; with `join=False` none is waited for.
+        """
+        switching.end(self)
+        for pool in self._pools:
+            pool.stop()
+        self._finished.put(_CLOSED)
+        if not join:
+            return
+        with self._closing:
+            if self._closed:
+                return
+            deadline = time.monotonic() + _STOP_S
+            ended = [pool.close(max(0.0, deadline - time.monotonic())) for pool in self._pools]
+            self._closed = True
+        if not all(ended):
+            _log.warning(
+                "worker threads still work after %d s; they end with what they are doing:\n%s",
+                _STOP_S,
+                self.stacks(),
+            )

@@ -1,0 +1,323 @@
+"""Building the catalog of a dataset, finding it again, and telling what changed since.
+
+Shards are indexed one call each of the `map` that the caller gives (an executor's, for remote shards), so
+this module starts no threads. Each shard costs one request for size and version, and the reads of its
+format's `scan`: headers or footers. All shards are tried before an error is raised, so that it can say
+how many others fail.
+
+Where catalogs are looked for: the user's `catalog=` path if there is one, else `default_catalog_path` in
+the user's cache folder, else nowhere. Beside the data is a good value for `catalog=`, never a default.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any, BinaryIO, Protocol, TypeVar
+
+import pyarrow as pa
+
+from sharding.blocks import DEFAULT_BLOCK_BYTES, Format, Shard, ShardScan
+from sharding.catalog.file import VERSION, arrow_rows, kept_folder
+from sharding.catalog.predicate import Tabular
+from sharding.catalog.schema import merge_schemas
+from sharding.catalog.storage import check_shard, failure_text, open_shard, open_url, shard_info, shard_of
+from sharding.catalog.table import BlockTable, Catalog, options_of
+from sharding.errors import CorruptShardError, DataflowError, ShardError, ShardReadError
+from sharding.formats import sibling
+from sharding.formats.arrow.schema import specs_of
+from sharding.redaction import identity_of
+from sharding.urls import file_name, is_local
+
+CATALOG_SUFFIX = ".catalog"
+"""Ending of saved catalogs; a source with this ending is one."""
+_MAY_LACK_COLUMNS = ("tar",)
+"""Formats whose samples name their own columns."""
+_NAMED_IN_A_WARNING = 3
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+class Map(Protocol):
+    """`map` or an executor's: results in the order of the items; may run the calls in threads."""
+
+    def __call__(self, function: Callable[[T], R], items: Iterable[T], /) -> Iterable[R]:
+        """Call the function on every item."""
+        ...
+
+
+class Retry(Protocol):
+    """Calls, and may call again what failed; this package knows no clock to do so with."""
+
+    def __call__(self, call: Callable[[], R], url: str, /) -> R:
+        """What the call, which asks the store at this URL, returns in the end."""
+        ...
+
+
+def once(call: Callable[[], R], url: str, /) -> R:
+    """Call without a second chance."""
+    return call()
+
+
+OpenShard = Callable[[Shard, Any, str], BinaryIO]
+"""The stored bytes of a shard, whose fsspec filesystem and path are given, as a seekable file."""
+
+
+def open_by_fsspec(shard: Shard, fs: Any, path: str) -> BinaryIO:
+    """As the filesystem opens it."""
+    return open_shard(shard.location, fs, path)
+
+
+@dataclass(frozen=True)
+class ShardChange:
+    """One shard that is not as it was when it was indexed."""
+
+    url: str
+    what: str
+    """In words: "no such file", "its size is 12 bytes; it was 10 when it was indexed"."""
+
+
+@dataclass(frozen=True)
+class _Place:
+    """A shard's URL, opened in the caller's thread (fsspec keeps one filesystem per thread)."""
+
+    url: str
+    """With password and signature."""
+    fs: Any
+    path: str
+
+
+def build_catalog(
+    urls: Sequence[str],
+    codec: Format,
+    *,
+    storage_options: Mapping[str, Any] | None = None,
+    block_bytes: int = DEFAULT_BLOCK_BYTES,
+    map: Map = map,  # noqa: A002
+    progress: Callable[[int, int, int], None] | None = None,
+    retry: Retry = once,
+    open_shard: OpenShard = open_by_fsspec,
+) -> Catalog:
+    """Index all shards.
+
+    Args:
+        urls: shards in reading order, as `expand` lists them.
+        codec: their format.
+        storage_options: keyword arguments of the fsspec filesystem.
+        block_bytes: bytes a block aims at.
+        map: calls a function on every shard; pass an executor's to index in parallel.
+        progress: called in this thread after each shard with (shards done, shards, samples so far).
+        retry: indexes a shard, again if it failed and that may help.
+        open_shard: opens a shard to be scanned.
+
+    Raises:
+        ShardReadError: a shard is missing, forbidden or failing; a note counts the others.
+        CorruptShardError: a shard is empty, breaks its format, or has other columns than another one.
+        DataflowError: there is not one sample in all shards.
+    """
+    if not urls:
+        raise ValueError("urls must name at least one shard, got none")
+    places = _places(urls, storage_options)
+
+    def index(place: _Place) -> tuple[Shard, ShardScan] | ShardError:
+        try:
+            return retry(
+                lambda: _index_shard(place, codec, storage_options, block_bytes, open_shard), place.url
+            )
+        except ShardError as error:
+            return error
+
+    indexed, failed, samples = [], [], 0
+    for done, found in enumerate(map(index, places), 1):
+        if isinstance(found, ShardError):
+            failed.append(found)
+        else:
+            indexed.append(found)
+            samples += int(found[1].num_samples.sum())
+        if progress:
+            progress(done, len(urls), samples)
+    _raise_first(failed, len(urls))
+    if samples == 0:
+        raise DataflowError(f"the dataset is empty: no samples in {len(urls)} shards such as {urls[0]}")
+    seen = ((shard.url, scan.schema) for shard, scan in indexed if scan.num_samples.any())
+    schema = merge_schemas(seen, may_lack=codec.name in _MAY_LACK_COLUMNS)
+    rows = arrow_rows([shard for shard, _ in indexed], [scan for _, scan in indexed])
+    unfinished = {number: scan.unfinished for number, (_, scan) in enumerate(indexed) if scan.unfinished}
+    missing = _missing(
+        [name for name, spec in schema.items() if spec.optional], [scan for _, scan in indexed]
+    )
+    catalog = Catalog(codec.name, options_of(codec), block_bytes, schema, rows, unfinished, missing)
+    return catalog.signed_by(urls)
+
+
+def _missing(columns: Sequence[str], scans: Sequence[ShardScan]) -> dict[str, tuple[int, str]]:
+    """Where the first sample lies that lacks each of these columns, as `Catalog.missing` has it."""
+    first = {}
+    for name in columns:
+        for number, scan in enumerate(scans):
+            if name in scan.missing or (name not in scan.schema and scan.num_samples.any()):
+                first[name] = (number, scan.missing.get(name, ""))
+                break
+    return first
+
+
+def _places(urls: Sequence[str], options: Mapping[str, Any] | None) -> list[_Place]:
+    return [_Place(url, None, "") if is_local(url) else _Place(url, *open_url(url, options)) for url in urls]
+
+
+def _index_shard(
+    place: _Place,
+    codec: Format,
+    options: Mapping[str, Any] | None,
+    block_bytes: int,
+    open_shard: OpenShard,
+) -> tuple[Shard, ShardScan]:
+    shard = _shard_at(place)
+    if shard.size == 0:
+        raise CorruptShardError(shard.url, "is empty (0 bytes)")
+    with ExitStack() as files:
+        file = files.enter_context(open_shard(shard, place.fs, place.path))
+        beside: dict[str, BinaryIO] = {}
+        if suffix := getattr(codec, "sibling_suffix", None):  # Megatron keeps its index in a file of its own.
+            other = _places([sibling(place.url, suffix)], options)[0]
+            beside["sibling"] = files.enter_context(open_shard(_shard_at(other), other.fs, other.path))
+        try:
+            return shard, codec.scan(file, shard, block_bytes=block_bytes, **beside)
+        except (DataflowError, ImportError):
+            raise
+        except Exception as error:
+            raise ShardReadError(shard.url, f"indexing it failed; {failure_text(error)}") from error
+
+
+def _shard_at(place: _Place) -> Shard:
+    return shard_of(place.url, shard_info(place.url, place.fs, place.path))
+
+
+def _raise_first(failed: Sequence[ShardError], num_shards: int) -> None:
+    if not failed:
+        return
+    if len(failed) > 1:
+        also = f"{len(failed) - 1} of the other {num_shards - 1} shards cannot be indexed either"
+        failed[0].add_note(f"{also}, the last of them {failed[-1]}")
+    raise failed[0]
+
+
+def changes(
+    catalog: Catalog,
+    storage_options: Mapping[str, Any] | None = None,
+    map: Map = map,  # noqa: A002
+    *,
+    fresh: bool = True,
+    retry: Retry = once,
+    shards: Iterable[int] | None = None,
+) -> list[ShardChange]:
+    """What differs between a catalog's shards and the store, in shard order; one request a shard.
+
+    `fresh=False` believes listings that fsspec still holds, which makes it free right after a glob. `shards`
+    are those to ask for; None: all. Raises `ShardReadError` where the store fails or refuses to say.
+    """
+    numbers = range(catalog.num_shards) if shards is None else list(shards)
+    locations = catalog.locations
+    places = _places([locations[number] for number in numbers], storage_options)
+    if fresh:
+        for fs in {id(place.fs): place.fs for place in places if place.fs is not None}.values():
+            fs.invalidate_cache()
+
+    def change(numbered: tuple[int, _Place]) -> ShardChange | None:
+        number, place = numbered
+        try:
+            info = retry(lambda: shard_info(place.url, place.fs, place.path), place.url)
+            what = check_shard(catalog.shard(number), info)
+        except ShardReadError as error:
+            if isinstance(error.__cause__, Exception) and not error.reason.startswith("no such"):
+                raise
+            what = error.reason
+        return None if what is None else ShardChange(identity_of(place.url), what)
+
+    return [found for found in map(change, zip(numbers, places, strict=True)) if found is not None]
+
+
+def unlisted_columns(catalog: Catalog) -> list[str]:
+    """Columns that can be delivered and that the catalog, made by an earlier release, does not list."""
+    first = catalog.block(0) if catalog.num_blocks else None
+    try:
+        codec = catalog.codec()
+        if first is None or not isinstance(codec, Tabular):
+            return []
+        known = specs_of(codec.schema(bytes(first.footer)), first.shard.url)
+    except (pa.ArrowException, OSError, ValueError, CorruptShardError):
+        return []  # a format of the user's, or a footer that decoding will complain of
+    return [name for name in known if name not in catalog.schema]
+
+
+def changes_text(found: Sequence[ShardChange], num_shards: int) -> str:
+    """A warning that counts the changed shards and names the first few."""
+    named = "; ".join(f"{file_name(one.url)}: {one.what}" for one in found[:_NAMED_IN_A_WARNING])
+    more = f"; and {len(found) - _NAMED_IN_A_WARNING} more" if len(found) > _NAMED_IN_A_WARNING else ""
+    return f"{len(found)} of {num_shards} shards changed since they were indexed: {named}{more}"
+
+
+def unfinished_text(catalog: Catalog) -> str:
+    """A warning that counts the unfinished shards and names the first few."""
+    some = list(catalog.unfinished.items())[:_NAMED_IN_A_WARNING]
+    named = "; ".join(f"{file_name(catalog.shard(number).url)}: {how}" for number, how in some)
+    more = f"; and {len(catalog.unfinished) - len(some)} more" if len(catalog.unfinished) > len(some) else ""
+    counted = f"{len(catalog.unfinished)} of {catalog.num_shards} shards are unfinished"
+    return f"{counted}, and only their whole samples are read: {named}{more}"
+
+
+def is_catalog(source: object) -> bool:
+    """Whether a source is a saved catalog, by its ending."""
+    return isinstance(source, (str, os.PathLike)) and file_name(str(source)).endswith(CATALOG_SUFFIX)
+
+
+def default_catalog_path(urls: Sequence[str], codec: Format, block_bytes: int = DEFAULT_BLOCK_BYTES) -> str:
+    """Where the catalog of these shards is kept unless the user says otherwise.
+
+    `<kept_folder>/<hash>.catalog`. The hash is over the URLs in order, without signatures, and all that
+    shapes the blocks, so different readings of the same shards differ.
+    """
+    names = list(map(identity_of, urls))
+    key = json.dumps([VERSION, codec.name, options_of(codec), block_bytes, names], sort_keys=True)
+    name = hashlib.blake2b(key.encode(), digest_size=16).hexdigest() + CATALOG_SUFFIX
+    return os.path.join(kept_folder(), name)
+
+
+def find_catalog(
+    urls: Sequence[str], codec: Format, block_bytes: int = DEFAULT_BLOCK_BYTES
+) -> Catalog | None:
+    """The catalog kept for these shards; None where there is none, or it is damaged or of another release.
+
+    It may be out of date: ask `changes` before using it.
+    """
+    path = default_catalog_path(urls, codec, block_bytes)
+    if not os.path.exists(path):
+        return None
+    try:
+        return Catalog.load(path)
+    except DataflowError:
+        return None  # The new catalog that the caller builds replaces it.
+
+
+__all__ = [
+    "CATALOG_SUFFIX",
+    "BlockTable",
+    "Catalog",
+    "Map",
+    "ShardChange",
+    "build_catalog",
+    "changes",
+    "changes_text",
+    "check_shard",
+    "default_catalog_path",
+    "find_catalog",
+    "is_catalog",
+    "options_of",
+    "unfinished_text",
+    "unlisted_columns",
+]

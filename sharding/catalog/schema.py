@@ -1,0 +1,109 @@
+"""The columns of a dataset: the union of what its shards say, where they agree.
+
+Every shard must have the same columns with the same types; only formats whose samples name their own
+columns (tar: a member's extension) may lack one in some shard, which makes it optional. Shards without
+samples have no say. Cost: one comparison a shard and column.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, replace
+from typing import Any
+
+import numpy as np
+
+from sharding.blocks import ColumnSpec, spec_text
+from sharding.errors import CorruptShardError
+
+Schema = Mapping[str, ColumnSpec]
+_KINDS = ("fixed", "bytes", "text", "list", "json")
+_MOST_ELEMENTS = 1 << 48
+"""Of one value: more could not be stored, and sizes of batches stay below the end of an int64."""
+
+
+def merge_schemas(shards: Iterable[tuple[str, Schema]], *, may_lack: bool) -> dict[str, ColumnSpec]:
+    """One schema for all shards.
+
+    Args:
+        shards: (url, schema) of each shard that has samples, in order.
+        may_lack: whether a shard may lack a column that another has.
+
+    Raises:
+        CorruptShardError: two shards differ; names both, the column and both types.
+    """
+    merged: dict[str, ColumnSpec] = {}
+    owner: dict[str, str] = {}  # column -> first shard that has it
+    first = ""
+    for url, schema in shards:
+        if first and not may_lack:
+            _refuse_missing(first, url, merged, schema)
+        for name, spec in schema.items():
+            known = merged.get(name)
+            if known is None:
+                merged[name] = replace(spec, optional=True) if first else spec
+                owner[name] = url
+            elif known != spec:
+                merged[name] = _merge(owner[name], url, name, known, spec)
+        for name in merged.keys() - schema.keys():
+            if not merged[name].optional:
+                merged[name] = replace(merged[name], optional=True)
+        first = first or url
+    return merged
+
+
+def _refuse_missing(first: str, url: str, known: Schema, schema: Schema) -> None:
+    if known.keys() == schema.keys():
+        return
+    name = next(iter([*(known.keys() - schema.keys()), *(schema.keys() - known.keys())]))
+    has, lacks = (url, first) if name in schema else (first, url)
+    text = spec_text(schema[name] if name in schema else known[name])
+    reason = f"column {name!r} ({text}) is in {has} but not in {lacks}; all shards must have the same columns"
+    raise CorruptShardError(url, reason)
+
+
+def _merge(first: str, url: str, name: str, known: ColumnSpec, spec: ColumnSpec) -> ColumnSpec:
+    if (known.kind, known.dtype, known.shape, known.unit) != (spec.kind, spec.dtype, spec.shape, spec.unit):
+        raise CorruptShardError(
+            url, f"column {name!r} is {spec_text(spec)} here but {spec_text(known)} in {first}"
+        )
+    ranges = (known.size_range, spec.size_range)
+    both = None if None in ranges else (min(r[0] for r in ranges if r), max(r[1] for r in ranges if r))
+    return replace(known, size_range=both, optional=known.optional or spec.optional)
+
+
+def schema_to_json(schema: Schema) -> dict[str, dict[str, Any]]:
+    """A schema as JSON values, columns in order."""
+    return {name: asdict(spec) for name, spec in schema.items()}
+
+
+def schema_from_json(value: Mapping[str, Mapping[str, Any]]) -> dict[str, ColumnSpec]:
+    """What `schema_to_json` wrote. `KeyError`, `TypeError` or `ValueError` where it is something else."""
+    return {name: _spec(name, fields) for name, fields in value.items()}
+
+
+def _spec(name: str, fields: Mapping[str, Any]) -> ColumnSpec:
+    size_range = fields["size_range"]
+    spec = ColumnSpec(
+        kind=fields["kind"],
+        dtype=fields["dtype"],
+        shape=tuple(fields["shape"]),
+        size_range=None if size_range is None else tuple(size_range),
+        optional=fields["optional"],
+        unit=fields.get("unit", ""),
+    )
+    low, high = spec.size_range or (0, 0)
+    sizes = (*spec.shape, low, high)
+    if spec.kind not in _KINDS or type(spec.optional) is not bool or type(spec.unit) is not str:
+        raise ValueError(f"column {name!r} is of kind {spec.kind!r}, optional {spec.optional!r}")
+    if type(spec.dtype) is not str or np.dtype(spec.dtype).hasobject or np.dtype(spec.dtype).itemsize == 0:
+        raise ValueError(f"column {name!r} has elements of {spec.dtype!r}")
+    if any(type(n) is not int or not 0 <= n < _MOST_ELEMENTS for n in sizes) or low > high:
+        raise ValueError(f"column {name!r} has shape {spec.shape} and sizes {spec.size_range}")
+    if math.prod(spec.shape) >= _MOST_ELEMENTS:
+        raise ValueError(f"column {name!r} has shape {spec.shape}")
+    return spec
+
+
+__all__ = ["Schema", "merge_schemas", "schema_from_json", "schema_to_json"]

@@ -1,0 +1,227 @@
+"""What a store says about one shard: is it there, how long is it, is it still the same.
+
+A shard's *version* is its etag where the store has one, else its modification time. Versions of different
+kinds (a copy on another store) are not compared; sizes always are. Failures of any store become
+`ShardReadError` with the reason in words. fsspec keeps one filesystem per thread and options, so whoever
+hands work to threads opens the URL first and passes the filesystem along. Metadata only.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from typing import Any, BinaryIO, cast
+
+from fsspec.core import url_to_fs
+
+from sharding.blocks import Shard
+from sharding.errors import DataflowError, ShardReadError
+from sharding.redaction import hide_secrets, identity_of
+from sharding.urls import is_http, is_local, local_path, protocol_of
+
+Info = Mapping[str, Any]
+"""What `fs.info` returns, or `local_info`: "size", "type", and the store's own keys."""
+
+_ETAG_KEYS = ("ETag", "etag", "e_tag")
+_MTIME_KEYS = ("mtime", "LastModified", "Last-Modified", "last_modified", "updated", "created")
+_EXTRAS = {"s3": "s3", "s3a": "s3", "http": "http", "https": "http"}
+_NO_INFO = ("filecache", "blockcache", "cached")
+"""Chains that look for a file in a listing of its folder, which HTTP does not give."""
+_SILENCE_S = 12.0
+"""A small request that gets no byte for so long is given up; whoever asked may ask again."""
+_LONGEST_S = 600.0
+"""One that takes longer is given up, too, however slowly its bytes go on coming."""
+SCAN_READ_BYTES = 1 << 20
+"""Least read of a remote shard while indexing: large against latency, small against a shard."""
+
+
+def open_url(url: str, storage_options: Mapping[str, Any] | None = None) -> tuple[Any, str]:
+    """The fsspec filesystem of a URL and the path in it. The filesystem is made once a thread and reused.
+
+    Raises:
+        ImportError: the filesystem needs a package that is not installed; names it.
+        ValueError: no filesystem knows the protocol, or the chain cannot work.
+        ShardReadError: the outer file of a chain (`zip://...::`) cannot be opened.
+    """
+    outer = url.partition("::")[0]
+    if outer in _NO_INFO and is_http(url):
+        raise ValueError(
+            f"{identity_of(url)}: fsspec's {outer}:: finds no files behind HTTP; use simplecache:: or "
+            "ShardedDataset(..., cache=Cache(folder))"
+        )
+    try:
+        fs, path = url_to_fs(url, **_patient(url, storage_options or {}))
+    except ImportError as error:
+        extra = _EXTRAS.get(protocol_of(url))
+        cure = f"pip install 'dataflow-loader[{extra}]'" if extra else str(error)
+        raise ImportError(f"{identity_of(url)}: reading it needs another package: {cure}") from error
+    except ValueError as error:
+        hide_secrets(error)
+        raise ValueError(f"{identity_of(url)}: {error}") from error
+    except Exception as error:
+        raise ShardReadError(url, failure_text(error)) from error
+    return fs, path
+
+
+def _patient(url: str, options: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The options, where fsspec would wait 300 s for an answer of HTTP, and as long for a whole catalog.
+
+    S3's client would try five times by itself: who asks tries again, and knows when a host is mistyped.
+    """
+    if "::" not in url and protocol_of(url) in ("s3", "s3a"):
+        config = options.get("config_kwargs") or {}
+        return {**options, "config_kwargs": {"retries": {"max_attempts": 1}, **config}}
+    if "::" in url or not is_http(url):
+        return options
+    from aiohttp import ClientTimeout
+
+    timeout = ClientTimeout(total=_LONGEST_S, sock_connect=_SILENCE_S, sock_read=_SILENCE_S)
+    return {**options, "client_kwargs": {"timeout": timeout, **(options.get("client_kwargs") or {})}}
+
+
+@contextmanager
+def store_errors(url: str) -> Iterator[None]:
+    """Turn what a store raises into `ShardReadError`, stage "index", with the cause kept."""
+    try:
+        yield
+    except DataflowError:
+        raise
+    except Exception as error:
+        raise ShardReadError(url, failure_text(error)) from error
+
+
+def failure_text(error: BaseException) -> str:
+    """A store's failure in words; from now on it prints no secrets itself, either."""
+    hide_secrets(error)
+    status, cause = getattr(error, "status", None), error.__cause__
+    if isinstance(error, FileNotFoundError):
+        # fsspec says so of whatever an HTTP server answers, and if there is no answer.
+        other = isinstance(cause, (OSError, TypeError, ValueError)) or getattr(cause, "status", 404) not in (
+            404,
+            410,
+        )
+        if cause and other:
+            return failure_text(cause)
+        answer = getattr(cause, "response", None)  # botocore's
+        code = answer.get("Error", {}).get("Code") if isinstance(answer, dict) else None
+        return "no such bucket" if code == "NoSuchBucket" else "no such file"
+    if isinstance(error, PermissionError) or status in (401, 403):
+        return f"permission denied ({error})"
+    if isinstance(error, TimeoutError) and not str(error):  # fsspec's says nothing
+        return failure_text(cause) if isinstance(cause, Exception) else "cannot be read: it took too long"
+    if isinstance(error, IsADirectoryError):
+        return "is a directory, not a file"
+    return f"cannot be read: {type(error).__name__}: {error}"
+
+
+def shard_info(url: str, fs: Any, path: str) -> Info:
+    """What the store says now. `ShardReadError` where it is not a file of known size that can be seeked.
+
+    `fs` and `path` are those of `open_url`; for a local URL they are not used.
+    """
+    with store_errors(url):
+        info: Info = local_info(os.stat(local_path(url))) if is_local(url) else fs.info(path)
+    if info.get("type", "file") == "directory":
+        raise ShardReadError(url, "is a directory, not a file; give the directory alone, or a glob")
+    if info.get("type", "file") == "other":
+        raise ShardReadError(url, "is neither a file nor a directory")
+    if info.get("size") is None or info.get("partial") is False:
+        reason = "the server gives no byte ranges; put 'simplecache::' before the URL to read whole files"
+        raise ShardReadError(url, reason)
+    return info
+
+
+def local_info(status: os.stat_result) -> Info:
+    """`os.stat` or `os.fstat` of a local file, in the shape of `fs.info`."""
+    kinds = {stat.S_IFREG: "file", stat.S_IFDIR: "directory"}
+    kind = kinds.get(stat.S_IFMT(status.st_mode), "other")
+    return {"size": status.st_size, "type": kind, "mtime_ns": status.st_mtime_ns}
+
+
+def exists(url: str, storage_options: Mapping[str, Any] | None = None) -> bool:
+    """Whether a file is there. `ShardReadError` where the store does not say."""
+    if is_local(url):
+        return os.path.exists(local_path(url))
+    fs, path = open_url(url, storage_options)
+    with store_errors(url):
+        if not is_http(url):
+            return bool(fs.exists(path))
+        try:
+            fs.info(path)
+        except FileNotFoundError as error:  # fsspec's `exists` says False of a server that fails, too
+            cause = error.__cause__
+            status = getattr(cause, "status", 404 if cause is None else 0)
+            if not 400 <= status < 500 or status in (408, 429):
+                raise
+            return False
+        return True
+
+
+def shard_of(url: str, info: Info) -> Shard:
+    """The shard at a URL as it is now."""
+    identity = identity_of(url)
+    return Shard(identity, int(info["size"]), version_of(info), "" if identity == url else url)
+
+
+def version_of(info: Info) -> str:
+    """Say "etag:..." where the store has one, else "mtime:<ns since 1970, or the store's text>", else ""."""
+    if "mtime_ns" in info:
+        return f"mtime:{info['mtime_ns']}"
+    for kind, keys in (("etag", _ETAG_KEYS), ("mtime", _MTIME_KEYS)):
+        for key in keys:
+            if info.get(key) not in (None, ""):
+                return f"{kind}:{_instant(info[key])}"
+    return ""
+
+
+def _instant(value: Any) -> str:
+    if isinstance(value, datetime):
+        aware = value if value.tzinfo else value.replace(tzinfo=UTC)
+        since = aware - datetime(1970, 1, 1, tzinfo=UTC)
+        return str((since.days * 86_400 + since.seconds) * 10**9 + since.microseconds * 1000)
+    return str(int(value * 1e9)) if isinstance(value, float) else str(value)
+
+
+def check_shard(shard: Shard, info: Info) -> str | None:
+    """What differs between a shard as indexed and as the store has it now, in words; None if nothing."""
+    size = info.get("size")
+    if size is not None and int(size) != shard.size:
+        return f"its size is {size} bytes; it was {shard.size} when it was indexed"
+    now, then = version_of(info), shard.version
+    if now and then and now != then and _kind(now) == _kind(then):
+        kind = {"etag": "etag", "mtime": "modification time"}[now.partition(":")[0]]
+        return f"its {kind} is {now.partition(':')[2]}; it was {then.partition(':')[2]} when it was indexed"
+    return None
+
+
+def _kind(version: str) -> tuple[str, bool]:
+    """Versions of one kind can be compared. A time may be a number or, over HTTP, a date."""
+    name, _, value = version.partition(":")
+    return name, name == "mtime" and value.lstrip("-").isdigit()
+
+
+def open_shard(url: str, fs: Any, path: str) -> BinaryIO:
+    """The stored bytes of a shard as a seekable file, for indexing. The caller closes it."""
+    with store_errors(url):
+        if is_local(url):
+            return open(local_path(url), "rb")
+        return cast(BinaryIO, fs.open(path, "rb", block_size=SCAN_READ_BYTES))
+
+
+__all__ = [
+    "SCAN_READ_BYTES",
+    "Info",
+    "check_shard",
+    "exists",
+    "failure_text",
+    "local_info",
+    "open_shard",
+    "open_url",
+    "shard_info",
+    "shard_of",
+    "store_errors",
+    "version_of",
+]

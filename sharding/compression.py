@@ -1,0 +1,185 @@
+"""Whole-file compression: what a name's ending says, and decompression that notices every defect.
+
+A `.gz`, `.tgz` or `.zst` file is a sequence of members (gzip) or frames (zstd), decompressed one after
+another. Invariant: either the last one is complete and its checksum holds, or `CorruptShardError` is
+raised with the number of decompressed bytes that were good. Output is produced in pieces of bounded
+size, so that a decompression bomb meets `limit_bytes` before it meets the end of memory.
+"""
+
+from __future__ import annotations
+
+import io
+import zlib
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, BinaryIO, cast
+
+from sharding.errors import CorruptShardError
+from sharding.urls import file_name
+
+if TYPE_CHECKING:
+    from _typeshed import WriteableBuffer
+
+_ENDINGS = {".gz": "gzip", ".tgz": "gzip", ".zst": "zstd"}
+_INPUT_BYTES = 64 << 10
+_ZSTD_INPUT_BYTES = 1 << 10  # zstandard gives all a piece expands to: at most 32768 times its size, or 32 MiB
+_OUTPUT_BYTES = 1 << 20
+_READ_TO_THE_END = 1 << 62
+_Feed = Callable[[Any, memoryview], tuple[bytes, memoryview]]
+"""Gives stored bytes to a member: what they expand to, and which of them it did not take."""
+
+
+def compression_of(url: str) -> str | None:
+    """What the file's name ends in: "gzip", "zstd" or None; a `?query` and `::` chains are understood."""
+    name = file_name(url).lower()
+    return next((kind for ending, kind in _ENDINGS.items() if name.endswith(ending)), None)
+
+
+def decompress(data: memoryview, url: str, *, limit_bytes: int | None = None) -> memoryview:
+    """Decompress a whole file.
+
+    Args:
+        data: the stored bytes.
+        url: names the file; its ending names the compression.
+        limit_bytes: the most bytes the result may have; None for no limit. A good limit saves copies.
+
+    Raises:
+        CorruptShardError: corrupt, truncated, or larger than the limit (stage "decode"; offset in the
+            decompressed bytes).
+    """
+    source = io.BytesIO(data)
+    if limit_bytes is None:
+        grown = bytearray()
+        for piece in _inflated(source.read, url, stage="decode"):
+            grown += piece
+        return memoryview(grown)
+    out, size = memoryview(bytearray(limit_bytes)), 0
+    for piece in _inflated(source.read, url, stage="decode"):
+        end = size + len(piece)
+        if end > limit_bytes:
+            reason = f"decompresses to more than the {limit_bytes} bytes it had when it was indexed"
+            raise CorruptShardError(url, reason, offset=limit_bytes, stage="decode")
+        out[size:end] = piece
+        size = end
+    return out[:size]
+
+
+def open_decompressed(file: BinaryIO, url: str, *, limit_bytes: int | None = None) -> BinaryIO:
+    """A reader of the decompressed bytes of `file`, from its beginning, in little memory.
+
+    It seeks forwards by reading on; seeking backwards raises `io.UnsupportedOperation`. Seeking to the
+    end verifies the rest of the file. Not thread-safe. Closing it leaves `file` open.
+
+    Raises:
+        CorruptShardError: while reading: corrupt, truncated, or larger than `limit_bytes` (stage "index").
+    """
+    file.seek(0)
+    return cast(BinaryIO, _InflatedReader(file, url, limit_bytes))
+
+
+class _InflatedReader(io.RawIOBase):
+    """Forward-only reader over pieces of decompressed bytes."""
+
+    def __init__(self, file: BinaryIO, url: str, limit_bytes: int | None) -> None:
+        self._pieces = _inflated(file.read, url, stage="index")
+        self._piece = memoryview(b"")
+        self._position = 0
+        self._url, self._limit_bytes = url, limit_bytes
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def readinto(self, into: WriteableBuffer, /) -> int:
+        target = memoryview(into).cast("B")
+        taken = self._take(len(target))
+        target[: len(taken)] = taken
+        return len(taken)
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: _READ_TO_THE_END}[whence]
+        distance = start + offset - self._position
+        if distance < 0 or (whence == io.SEEK_END and offset):
+            raise io.UnsupportedOperation("a compressed file is read forwards only")
+        while distance > 0 and (taken := self._take(distance)):
+            distance -= len(taken)
+        return self._position
+
+    def _take(self, num_bytes: int) -> memoryview:
+        """The next bytes, at least one unless at the end, at most `num_bytes`."""
+        while not self._piece and num_bytes:
+            piece = next(self._pieces, None)
+            if piece is None:
+                break
+            self._piece = memoryview(piece)
+        taken, self._piece = self._piece[:num_bytes], self._piece[num_bytes:]
+        self._position += len(taken)
+        if self._limit_bytes is not None and self._position > self._limit_bytes:
+            reason = f"decompresses to more than {self._limit_bytes} bytes"
+            raise CorruptShardError(self._url, reason, offset=self._limit_bytes, stage="index")
+        return taken
+
+
+def _inflated(read: Callable[[int], bytes], url: str, *, stage: str) -> Iterator[bytes]:
+    """The decompressed bytes in pieces: member after member, until the input ends with one complete."""
+    kind = compression_of(url)
+    if kind is None:
+        raise ValueError(f"no compression is known by the ending of {url!r}; known are {', '.join(_ENDINGS)}")
+    new_member, feed, failure = _codec(kind)
+    good_bytes, num_ended = 0, 0
+    member: Any = None
+    try:
+        while stored := read(_INPUT_BYTES):
+            data = memoryview(stored)
+            while data:
+                if member is None:
+                    # Files padded to a block size end in zeros, which gzip(1) accepts as well.
+                    if kind == "gzip" and num_ended and data[0] == 0:
+                        data = memoryview(bytes(data).lstrip(b"\0"))
+                        continue
+                    member = new_member()
+                piece, data = feed(member, data)
+                good_bytes += len(piece)
+                yield piece
+                if member.eof:
+                    member, num_ended = None, num_ended + 1
+    except failure as error:
+        raise CorruptShardError(
+            url, f"corrupt {kind} data: {error}", offset=good_bytes, stage=stage
+        ) from error
+    if member is not None:
+        raise CorruptShardError(url, f"the {kind} data is truncated", offset=good_bytes, stage=stage)
+
+
+def _codec(kind: str) -> tuple[Callable[[], Any], _Feed, type[Exception]]:
+    """How to start a member, how to feed it, and how it fails."""
+    if kind == "gzip":
+        return lambda: zlib.decompressobj(wbits=31), _feed_gzip, zlib.error
+    try:
+        import zstandard
+    except ImportError as error:
+        raise ImportError("reading .zst files needs `pip install 'dataflow-loader[zstd]'`") from error
+    decompressor = zstandard.ZstdDecompressor()
+    return decompressor.decompressobj, _feed_zstd, zstandard.ZstdError
+
+
+def _feed_gzip(member: Any, data: memoryview) -> tuple[bytes, memoryview]:
+    piece = member.decompress(data, _OUTPUT_BYTES)
+    # Behind the end of a member, `unconsumed_tail` keeps what it held before.
+    return piece, memoryview(member.unused_data if member.eof else member.unconsumed_tail)
+
+
+def _feed_zstd(member: Any, data: memoryview) -> tuple[bytes, memoryview]:
+    pieces, at, size = [], 0, 0
+    while at < len(data) and size < _OUTPUT_BYTES and not member.eof:
+        pieces.append(member.decompress(data[at : at + _ZSTD_INPUT_BYTES]))
+        size += len(pieces[-1])
+        at = min(at + _ZSTD_INPUT_BYTES, len(data))
+    return b"".join(pieces), data[at - len(member.unused_data) :]
+
+
+__all__ = ["compression_of", "decompress", "open_decompressed"]

@@ -1,0 +1,346 @@
+"""Arrow tables as columns: which Arrow types become arrays, which become spans, and without copying.
+
+Parquet, Arrow IPC and JSON Lines all decode to an Arrow table; this module gives its columns as numpy sees
+them. A fixed-width type becomes an array over the Arrow buffer (bits of a bool column are unpacked), a
+variable-length one becomes `Spans` over its values buffer, and a struct becomes one column per leaf, named
+"struct.leaf". Other nested values become `Spans` of their JSON text, the one conversion done in Python.
+Dictionary-encoded strings stay encoded: spans may overlap, so each row points at its entry of the
+dictionary and memory stays that of the stored bytes.
+
+Missing values: floats become NaN, strings, lists and nested values get length -1; integers, bools and times
+have no value that could stand for "missing", so a null among them is an error. Cost: O(rows) numpy work per
+column for offsets, nothing for fixed-width columns; a few microseconds a row for nested ones.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from sharding.blocks import Block, Column, Columns, Spans
+from sharding.errors import CorruptShardError, SampleError, ShardError
+from sharding.formats.arrow.nested_checks import check_codes, check_nested
+from sharding.formats.arrow.schema import (
+    dtype_of,
+    is_bytes,
+    is_list_view,
+    is_text,
+    spec_of,
+    unlike_json,
+)
+
+_JSON_ROWS = 256
+"""Rows that are Python objects at a time, on their way to JSON."""
+_to_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+
+
+class _NullElementError(Exception):
+    """A null where the type has no value for it, at element `at` of the array being converted."""
+
+    def __init__(self, at: int) -> None:
+        self.at = at
+
+
+class _FallingOffsetsError(Exception):
+    """Offsets that do not rise, so that some may point outside the buffer they belong to."""
+
+
+def columns_of(table: pa.Table, columns: Sequence[str] | None, block: Block) -> Columns:
+    """Give the table's columns as arrays and spans, mostly views of the table's own buffers.
+
+    Args:
+        table: one row per sample; structs are flattened to "struct.leaf".
+        columns: names wanted, None for all.
+        block: the place named in errors.
+
+    Raises:
+        CorruptShardError: a wanted column is not there, or its offsets point outside its buffers.
+        SampleError: nulls in an integer, bool or time column; names column and first row.
+        ShardError: the column's type cannot be delivered (decimal, interval, list of byte strings, ...).
+    """
+    flat = flattened(table)
+    wanted = flat.column_names if columns is None else columns
+    check_columns(wanted, flat.column_names, block)
+    return {name: _column(name, flat.column(name), block) for name in wanted}
+
+
+def check_columns(wanted: Sequence[str] | None, known: Sequence[str], block: Block) -> None:
+    """Raise `CorruptShardError` for the first name that the shard does not have."""
+    for name in wanted or ():
+        if name not in known:
+            reason = f"no column {name!r}; the shard has {', '.join(known) or 'no columns'}"
+            raise CorruptShardError(block.shard.url, reason, block.offset, stage="decode")
+
+
+def flattened(table: pa.Table) -> pa.Table:
+    """Structs replaced by one column per leaf, named as by `leaves`."""
+    while any(pa.types.is_struct(t) for t in table.schema.types):
+        table = table.flatten()
+    return table
+
+
+def _one_array(column: pa.ChunkedArray) -> pa.Array:
+    """Join the chunks; widened first, since 32-bit offsets may not reach over all of them.
+
+    Casts and joins follow indices, views and runs without looking where they lead, so each chunk is checked
+    before. `unify_dictionaries` would follow even those beneath nulls, which no validation sees.
+    """
+    _check_chunks(column)
+    if column.num_chunks == 1:
+        return column.chunk(0)
+    kind = column.type
+    if _is_view(kind):
+        column = pa.chunked_array([_cleared_views(chunk) for chunk in column.chunks], kind)
+    if is_text(kind):
+        column = column.cast(pa.large_string())
+    elif is_bytes(kind):
+        column = column.cast(pa.large_binary())
+    elif pa.types.is_list(kind):
+        column = column.cast(pa.large_list(kind.value_type))
+    return pa.concat_arrays(column.chunks) if column.num_chunks else pa.nulls(0, column.type)
+
+
+def _check_chunks(column: pa.ChunkedArray) -> None:
+    """Raise `pa.ArrowInvalid` where an offset, index, view or run leads outside its buffers.
+
+    Of text only the ends of its offsets are seen here, since full validation would decode it: `_sizes` sees
+    the rest. Chunks mostly share their dictionary, which is then checked once.
+    """
+    if pa.types.is_dictionary(column.type):
+        column.validate()
+        _check_dictionaries(column)
+    elif not _is_offset_text(column.type):
+        column.validate(full=True)
+    else:
+        column.validate()
+        for chunk in column.chunks:
+            _valid(chunk)
+
+
+def _check_dictionaries(column: pa.ChunkedArray) -> None:
+    checked = set()
+    for chunk in column.chunks:
+        entries = chunk.dictionary
+        _valid(chunk)
+        check_codes(chunk.indices, len(entries))
+        place = (len(entries), entries.offset, *(b.address for b in entries.buffers() if b is not None))
+        if place not in checked:
+            entries.validate(full=True)
+            checked.add(place)
+
+
+def _is_offset_text(kind: pa.DataType) -> bool:
+    if isinstance(kind, pa.BaseExtensionType):
+        return _is_offset_text(kind.storage_type)
+    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))
+
+
+def _column(name: str, column: pa.ChunkedArray, block: Block) -> Column:
+    spec = spec_of(column.type)
+    if spec is None:
+        reason = f"column {name!r} of type {column.type} has no array form; pass columns= without it"
+        if pa.types.is_nested(column.type):
+            reason = f"{reason} (it holds {unlike_json(column.type)}, which has no JSON form either)"
+        raise ShardError(block.shard.url, reason, block.offset, stage="decode")
+    array = column
+    try:
+        if spec.kind == "json":
+            return _json_spans(column)
+        array = _one_array(column)
+        if spec.kind == "fixed":
+            values = _fixed(array)
+            # A tensor type and fixed-size lists of lists lie in memory alike.
+            return values.reshape(len(array), *spec.shape)
+        return _list_spans(array) if spec.kind == "list" else _byte_spans(array)
+    except _NullElementError as null:
+        key = str(block.first_in_shard + null.at)
+        reason = f"column {name!r} ({array.type}) holds a null; fill it or cast to a float when writing"
+        raise SampleError(block.shard.url, reason, block.offset, key, "decode") from None
+    except (pa.ArrowInvalid, pa.ArrowIndexError, _FallingOffsetsError) as error:
+        reason = f"column {name!r} ({array.type}) is broken: {error}"
+        raise CorruptShardError(block.shard.url, reason, block.offset, stage="decode") from error
+
+
+def _fixed(array: pa.Array) -> NDArray[Any]:
+    """Values of a fixed-width array, [n, ...]; nulls become NaN."""
+    array = _plain(array)
+    kind, n = array.type, len(array)
+    if pa.types.is_fixed_size_list(kind):
+        values = _fixed_lists(array)
+    elif n == 0:
+        values = np.empty(0, dtype_of(kind) or np.uint8)
+    elif pa.types.is_fixed_size_binary(kind):
+        width = kind.byte_width
+        values = _view(array.buffers()[1], np.uint8, n * width, array.offset * width).reshape(n, width)
+    elif pa.types.is_boolean(kind):
+        values = _bits(array.buffers()[1], array.offset, n)
+    else:
+        dtype = dtype_of(kind)
+        assert dtype is not None
+        values = _view(array.buffers()[1], dtype, n, array.offset)
+    return _with_nan(values, _valid(array))
+
+
+def _fixed_lists(array: pa.FixedSizeListArray) -> NDArray[Any]:
+    size = array.type.list_size
+    try:
+        # `values` ignores the slice that the array is; `flatten()` would drop the lists that are null.
+        inner = _fixed(array.values.slice(array.offset * size, len(array) * size))
+    except _NullElementError as null:
+        raise _NullElementError(null.at // size) from None
+    return inner.reshape(len(array), size, *inner.shape[1:])
+
+
+def _plain(array: pa.Array) -> pa.Array:
+    """The array without extension type, dictionary or runs."""
+    while True:
+        kind = array.type
+        if isinstance(kind, pa.BaseExtensionType):
+            array = array.storage
+        elif pa.types.is_dictionary(kind):
+            array = array.dictionary_decode()
+        elif pa.types.is_run_end_encoded(kind):
+            array = pc.run_end_decode(array)
+        else:
+            return array
+
+
+def _with_nan(values: NDArray[Any], valid: NDArray[np.bool_] | None) -> NDArray[Any]:
+    if valid is None:
+        return values
+    if values.dtype.kind != "f":
+        raise _NullElementError(int(np.argmin(valid)))
+    values = values.copy()
+    values[~valid] = np.nan
+    return values
+
+
+def _json_spans(column: pa.ChunkedArray) -> Spans:
+    """Spans of the JSON text of each value.
+
+    Here samples pass through Python one by one: nothing vectorised, in Arrow or numpy, writes JSON.
+    """
+    texts, lengths = bytearray(), []
+    for chunk in column.chunks:
+        check_nested(chunk)  # to_pylist follows every offset and decodes every text
+        for first in range(0, len(chunk), _JSON_ROWS):
+            for value in chunk.slice(first, _JSON_ROWS).to_pylist():
+                text = b"" if value is None else _to_json(value).encode()
+                texts += text
+                lengths.append(-1 if value is None else len(text))
+    ends = np.cumsum(np.maximum(np.array(lengths, np.int64), 0))
+    starts = np.concatenate((_ZERO, ends))[:-1]
+    return Spans(np.frombuffer(texts, np.uint8), starts, np.array(lengths, np.int64))
+
+
+def _byte_spans(array: pa.Array) -> Spans:
+    """Spans of strings or byte strings over their values buffer, or over that of the dictionary."""
+    while isinstance(array.type, pa.BaseExtensionType):
+        array = array.storage
+    if pa.types.is_dictionary(array.type):
+        return _dictionary_spans(array)
+    array = _plain(array)
+    n = len(array)
+    if pa.types.is_null(array.type) or n == 0:
+        return Spans(np.empty(0, np.uint8), np.zeros(n, np.int64), np.full(n, -1, np.int64))
+    if _is_view(array.type):
+        array = _cleared_views(array).cast(pa.large_binary())
+    wide = pa.types.is_large_string(array.type) or pa.types.is_large_binary(array.type)
+    offsets = _view(array.buffers()[1], np.int64 if wide else np.int32, n + 1, array.offset).astype(np.int64)
+    lengths = _minus_one(_sizes(offsets), _valid(array))
+    return Spans(_view(array.buffers()[2], np.uint8), offsets[:-1], lengths)
+
+
+def _is_view(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_string_view(kind) or pa.types.is_binary_view(kind))
+
+
+def _cleared_views(array: pa.Array) -> pa.Array:
+    """The array with empty views beneath nulls: a cast follows those, too, and no validation sees them."""
+    valid = _valid(array)
+    if valid is None:
+        return array
+    bitmap, views, *buffers = array.buffers()
+    cleared = np.zeros((array.offset + len(array), 2), np.int64)
+    cleared[array.offset :] = _view(views, np.int64, 2 * len(array), 2 * array.offset).reshape(-1, 2)
+    cleared[array.offset :][~valid] = 0
+    buffers = [bitmap, pa.py_buffer(cleared), *buffers]
+    return pa.Array.from_buffers(array.type, len(array), buffers, array.null_count, array.offset)
+
+
+def _dictionary_spans(array: pa.DictionaryArray) -> Spans:
+    entries = _byte_spans(array.dictionary)
+    indices = array.indices
+    valid = _valid(indices)
+    codes = _fixed(indices if valid is None else indices.fill_null(0))
+    if not len(entries):  # only nulls, so there is nothing to point at
+        return Spans(entries.buffer, np.zeros(len(codes), np.int64), np.full(len(codes), -1, np.int64))
+    return Spans(entries.buffer, entries.starts[codes], _minus_one(entries.lengths[codes], valid))
+
+
+def _list_spans(array: pa.Array) -> Spans:
+    """Spans of lists over the one array of their elements."""
+    array = _plain(array)
+    kind, n = array.type, len(array)
+    wide = pa.types.is_large_list(kind) or pa.types.is_large_list_view(kind)
+    width = np.int64 if wide else np.int32
+    if is_list_view(kind):
+        starts = _view(array.buffers()[1], width, n, array.offset).astype(np.int64)
+        lengths = _view(array.buffers()[2], width, n, array.offset).astype(np.int64)
+        elements = array.values
+    else:
+        offsets = _view(array.buffers()[1], width, n + 1, array.offset).astype(np.int64) if n else _ZERO
+        starts, lengths = offsets[:-1] - offsets[0], _sizes(offsets)
+        elements = array.values.slice(offsets[0], offsets[-1] - offsets[0])
+    lengths = _minus_one(lengths, _valid(array))
+    try:
+        return Spans(_fixed(elements), starts, lengths)
+    except _NullElementError as null:
+        inside = (starts <= null.at) & (null.at < starts + lengths)
+        raise _NullElementError(int(np.argmax(inside))) from None
+
+
+_ZERO: NDArray[np.int64] = np.zeros(1, np.int64)
+
+
+def _sizes(offsets: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Lengths of the values between offsets. Validation only saw the first and the last of these."""
+    lengths = np.diff(offsets)
+    if lengths.min(initial=0) < 0:
+        raise _FallingOffsetsError("its offsets fall")
+    return lengths
+
+
+def _minus_one(lengths: NDArray[np.int64], valid: NDArray[np.bool_] | None) -> NDArray[np.int64]:
+    return lengths if valid is None else np.where(valid, lengths, -1)
+
+
+def _valid(array: pa.Array) -> NDArray[np.bool_] | None:
+    """[n] which values are there, None if all are."""
+    if not array.null_count:
+        return None
+    bitmap = array.buffers()[0]
+    valid = np.zeros(len(array), bool) if bitmap is None else _bits(bitmap, array.offset, len(array))
+    if np.count_nonzero(valid) + array.null_count != len(array):  # the count of IPC comes from a header
+        raise pa.ArrowInvalid(f"{array.null_count} nulls are told, and its bitmap has others")
+    return valid
+
+
+def _bits(bitmap: pa.Buffer, offset: int, n: int) -> NDArray[np.bool_]:
+    first = offset // 8
+    packed = _view(bitmap, np.uint8, (offset + n + 7) // 8 - first, first)
+    return np.unpackbits(packed, bitorder="little")[offset - 8 * first :][:n].view(np.bool_)
+
+
+def _view(buffer: pa.Buffer | None, dtype: Any, n: int = -1, first: int = 0) -> NDArray[Any]:
+    """`n` elements of a buffer from element `first` on; -1 for all of it."""
+    dtype = np.dtype(dtype)
+    if buffer is None or buffer.size == 0:
+        return np.empty(0, dtype)
+    return np.frombuffer(buffer, dtype, n, first * dtype.itemsize)

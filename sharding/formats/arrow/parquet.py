@@ -1,0 +1,318 @@
+"""Parquet: a block is a row group.
+
+A row group's column chunks (dictionary pages included) lie inside one byte range, which is what a worker
+reads; the file's footer travels with the block, so decoding needs no other read. pyarrow decodes from a
+file that only has the block's bytes, at their places. Row groups without rows are no blocks; the row
+group's number is then kept in `Block.index`, elsewhere it is `Block.number_in_shard`.
+
+Strings that the writer dictionary-encoded stay so (see `arrow_columns`): a column of three distinct values
+costs its codes and three strings, whatever the number of rows, and `nbytes` can promise that.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, BinaryIO
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from sharding.blocks import Block, Columns, ColumnSpec, Shard, ShardScan, Spans
+from sharding.errors import CorruptShardError
+from sharding.formats.arrow.columns import check_columns, columns_of
+from sharding.formats.arrow.json_sizes import NUMBER_BYTES, json_columns
+from sharding.formats.arrow.schema import decoded_bytes, leaves, spec_of, specs_of
+
+_MAGIC = b"PAR1"
+_TAIL_BYTES = 64 << 10
+_GAP_BYTES = 64 << 10
+_BROKEN = (pa.ArrowException, OSError, UnicodeDecodeError)
+
+
+@dataclass(frozen=True)
+class _Footer:
+    """A parsed footer and what is asked of it at every block."""
+
+    metadata: Any
+    names: tuple[str, ...]
+    """Column names, structs flattened."""
+    texts: dict[str, int]
+    """Columns of strings or byte strings: name -> number of the column chunk in a row group."""
+
+
+class ParquetFormat:
+    """Row groups of a Parquet file; every codec pyarrow was built with. Thread-safe, stateless."""
+
+    name = "parquet"
+    suffixes: tuple[str, ...] = (".parquet", ".pq")
+
+    def scan(self, file: BinaryIO, shard: Shard, *, block_bytes: int) -> ShardScan:
+        """Index the row groups from the footer alone; `block_bytes` plays no role.
+
+        Raises:
+            CorruptShardError: not Parquet, truncated, encrypted, or chunks outside the file.
+        """
+        raw, size = _read_footer(file, shard)
+        try:
+            footer = _parse(raw)
+        except _BROKEN as error:
+            reason = f"unreadable Parquet footer: {error}"
+            raise CorruptShardError(shard.url, reason, size - len(raw)) from error
+        metadata = footer.metadata
+        groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
+        ranges = [_chunk_ranges(group) for group in groups]
+        starts = [min((a for a, _ in r), default=0) for r in ranges]
+        ends = [max((a + n for a, n in r), default=0) for r in ranges]
+        for i, end in enumerate(ends):
+            if end > size - len(raw):
+                reason = f"row group {i} reaches to byte {end}, past the data of {size - len(raw)} bytes"
+                raise CorruptShardError(shard.url, reason, starts[i])
+        specs = specs_of(metadata.schema.to_arrow_schema(), shard.url, null_free=_null_free(groups, footer))
+        rows = np.array([group.num_rows for group in groups], np.int64)
+        kept = np.flatnonzero(rows)
+        index = [int(i).to_bytes(4, "little") for i in kept] if len(kept) < len(rows) else None
+        return ShardScan(
+            offset=np.array(starts, np.int64)[kept],
+            length=(np.array(ends, np.int64) - np.array(starts, np.int64))[kept],
+            nbytes=np.array([_decoded_bytes(group, specs) for group in groups], np.int64)[kept],
+            num_samples=rows[kept],
+            schema=specs,
+            index=index,
+            footer=raw,
+        )
+
+    def locate(self, block: Block, columns: Sequence[str] | None) -> dict[str, Spans] | None:
+        """None: pages are encoded, so values cannot be read without decoding."""
+        return None
+
+    def decode(self, block: Block, data: memoryview, columns: Sequence[str] | None) -> Columns:
+        """Decode the wanted columns of one row group, in the calling thread, without the GIL.
+
+        Raises:
+            CorruptShardError: a column is not there, or pages are broken or encrypted.
+            SampleError, ShardError: see `columns_of`.
+        """
+        return columns_of(self.table(block, data, columns), columns, block)
+
+    def table(self, block: Block, data: memoryview, columns: Sequence[str] | None) -> pa.Table:
+        """The wanted columns as Arrow has them, structs not flattened. Only their bytes need be in `data`.
+
+        Raises `CorruptShardError` as `decode` does.
+        """
+        footer, group = _indexed(block)
+        check_columns(columns, footer.names, block)
+        wanted = footer.names if columns is None else columns
+        file = _BlockFile(block, data)
+        try:
+            with pq.ParquetFile(
+                pa.PythonFile(file, "r"),
+                metadata=footer.metadata,
+                read_dictionary=_encoded_texts(footer, group, wanted),
+                pre_buffer=False,  # the bytes are here: Arrow's I/O threads would only keep them longer
+            ) as reader:
+                table = reader.read_row_group(group, columns=list(wanted), use_threads=False)
+        except _BROKEN as error:
+            reason = f"row group {group} cannot be decoded: {error}"
+            raise CorruptShardError(block.shard.url, reason, block.offset, stage="decode") from error
+        if table.num_rows != block.num_samples:
+            reason = f"row group {group} gives {table.num_rows} rows instead of {block.num_samples}"
+            raise CorruptShardError(block.shard.url, reason, block.offset, stage="decode")
+        return table
+
+    def schema(self, footer: bytes) -> pa.Schema:
+        """Columns of a shard, from its footer."""
+        return _parse(footer).metadata.schema.to_arrow_schema()
+
+    def matching_groups(self, footer: bytes, expression: Any) -> list[int]:
+        """Row groups that may hold rows for which a pyarrow expression is true, by their statistics.
+
+        pyarrow reads the statistics from a file that consists of the footer alone.
+        """
+        import pyarrow.dataset as ds  # it imports pandas, which takes 0.3 s
+
+        fragment = ds.ParquetFileFormat().make_fragment(pa.BufferReader(_MAGIC + footer))
+        return [group.id for group in fragment.subset(expression).row_groups]
+
+    def select(self, block: Block, columns: Sequence[str]) -> list[tuple[int, int]]:
+        """Byte ranges (offset in the file, length) that hold the wanted columns of a block.
+
+        Ranges less than 64 KiB apart are joined. Raises `CorruptShardError` for an unknown column.
+        """
+        footer, number = _indexed(block)
+        check_columns(columns, footer.names, block)
+        group = footer.metadata.row_group(number)
+        ranges = _chunk_ranges(group)
+        chosen = [
+            ranges[i] for i in range(group.num_columns) if _belongs(group.column(i).path_in_schema, columns)
+        ]
+        return _joined(chosen)
+
+
+class _BlockFile(io.RawIOBase):
+    """The shard as pyarrow sees it: only the block's bytes are there, read as views of `data`."""
+
+    def __init__(self, block: Block, data: memoryview) -> None:
+        super().__init__()
+        self._data, self._first, self._size = data, block.offset, block.shard.size
+        self._at = 0
+
+    def read(self, size: int | None = -1) -> memoryview:
+        start = self._at - self._first
+        end = len(self._data) if size is None or size < 0 else start + size
+        if start < 0 or end > len(self._data):
+            raise OSError(f"bytes {self._at} to {self._first + end} lie outside the row group")
+        self._at = self._first + end
+        return self._data[start:end]
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+
+def _read_footer(file: BinaryIO, shard: Shard) -> tuple[bytes, int]:
+    """The footer with its length and magic, and the size of the file."""
+    size = file.seek(0, io.SEEK_END)
+    file.seek(max(0, size - _TAIL_BYTES))
+    tail = file.read()
+    if tail[-4:] == b"PARE":
+        raise CorruptShardError(shard.url, "the Parquet footer is encrypted", size - 4)
+    if size < 12 or tail[-4:] != _MAGIC:
+        reason = f"not a Parquet file, or truncated: {size} bytes ending in {tail[-4:]!r}, not {_MAGIC!r}"
+        raise CorruptShardError(shard.url, reason, max(0, size - 4))
+    length = int.from_bytes(tail[-8:-4], "little") + 8
+    if length + 4 > size:
+        reason = f"truncated: a footer of {length} bytes in a file of {size}"
+        raise CorruptShardError(shard.url, reason, size - 8)
+    if length > len(tail):
+        file.seek(size - length)
+        tail = file.read(length)
+    return bytes(tail[-length:]), size
+
+
+@lru_cache(maxsize=64)
+def _parse(footer: bytes) -> _Footer:
+    metadata = pq.read_metadata(pa.BufferReader(_MAGIC + footer))
+    schema = metadata.schema.to_arrow_schema()
+    paths = {metadata.schema.column(i).path: i for i in range(metadata.num_columns)}
+    names = tuple(name for name, _ in leaves(schema))
+    texts = {
+        name: paths[name]
+        for name, field in leaves(schema)
+        if name in paths and (spec := spec_of(field.type)) and spec.kind in ("text", "bytes")
+    }
+    return _Footer(metadata, names, texts)
+
+
+def _group_of(block: Block) -> int:
+    return int.from_bytes(block.index, "little") if block.index else block.number_in_shard
+
+
+def _indexed(block: Block) -> tuple[_Footer, int]:
+    """The footer that the catalog has, and which row group the block is. `CorruptShardError` if none."""
+    group = _group_of(block)
+    try:
+        footer = _parse(bytes(block.footer))
+    except _BROKEN as error:
+        reason = f"the catalog has no footer that can be read: {error}; index the shards again"
+        raise CorruptShardError(block.shard.url, reason, block.offset, stage="decode") from error
+    if (
+        group >= footer.metadata.num_row_groups
+        or footer.metadata.row_group(group).num_rows != block.num_samples
+    ):
+        reason = f"the catalog says {block.num_samples} rows in row group {group}, and the footer does not"
+        raise CorruptShardError(
+            block.shard.url, f"{reason}; index the shards again", block.offset, stage="decode"
+        )
+    return footer, group
+
+
+def _chunk_ranges(group: Any) -> list[tuple[int, int]]:
+    """(offset, length) of every column chunk of a row group."""
+    ranges = []
+    for i in range(group.num_columns):
+        chunk = group.column(i)
+        first, dictionary = chunk.data_page_offset, chunk.dictionary_page_offset
+        # Some writers leave a dictionary offset of 0 where there is no dictionary.
+        ranges.append((min(first, dictionary or first), chunk.total_compressed_size))
+    return ranges
+
+
+def _belongs(path: str, names: Collection[str]) -> bool:
+    """Whether a column chunk is part of one of the named columns ("tags.list.element" of "tags")."""
+    return any(path == name or path.startswith(f"{name}.") for name in names)
+
+
+def _joined(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    joined: list[tuple[int, int]] = []
+    for offset, length in sorted(ranges):
+        if joined and offset - sum(joined[-1]) < _GAP_BYTES:
+            first = joined[-1][0]
+            joined[-1] = (first, max(sum(joined[-1]), offset + length) - first)
+        else:
+            joined.append((offset, length))
+    return joined
+
+
+def _null_free(groups: Sequence[Any], footer: _Footer) -> set[str]:
+    """String columns that hold no null by the statistics of every row group."""
+    return {name for name, i in footer.texts.items() if all(_has_no_null(g.column(i)) for g in groups)}
+
+
+def _has_no_null(chunk: Any) -> bool:
+    statistics = chunk.statistics
+    return statistics is not None and statistics.has_null_count and statistics.null_count == 0
+
+
+def _encoded_texts(footer: _Footer, group: int, wanted: Sequence[str]) -> list[str]:
+    """The wanted string columns that the writer dictionary-encoded throughout this row group.
+
+    A writer that gave the dictionary up shows it: codes take less than 4 bytes a row, compressed or not.
+    """
+    row_group = footer.metadata.row_group(group)
+    texts = [name for name in wanted if name in footer.texts]
+    return [name for name in texts if _is_encoded(row_group.column(footer.texts[name]))]
+
+
+def _is_encoded(chunk: Any, headers: int = 256) -> bool:
+    """`headers`: bytes that the headers of pages may take."""
+    if not chunk.dictionary_page_offset:
+        return False
+    dictionary = chunk.data_page_offset - chunk.dictionary_page_offset
+    return bool(chunk.total_compressed_size - dictionary <= 4 * chunk.num_values + headers)
+
+
+def _decoded_bytes(group: Any, specs: dict[str, ColumnSpec]) -> int:
+    fixed, spans = decoded_bytes(specs, group.num_rows)
+    nested = json_columns(specs)
+    chunks = [group.column(i) for i in range(group.num_columns)] if nested else []
+    texts = sum(_json_bytes(chunk) for chunk in chunks if _belongs(chunk.path_in_schema, nested))
+    return max(int(group.total_byte_size), fixed) + spans + texts
+
+
+def _json_bytes(chunk: Any) -> int:
+    """What a leaf of nested values adds to their JSON text, estimated from above (see `json_sizes`).
+
+    Encoded text does not tell how often each entry of its dictionary is used: every value counts like the
+    longer of the two that the statistics show.
+    """
+    text = int(chunk.total_uncompressed_size)
+    statistics = chunk.statistics
+    if chunk.physical_type == "BYTE_ARRAY" and statistics is not None and statistics.has_min_max:
+        shown = max(len(statistics.min_raw), len(statistics.max_raw))
+        if _is_encoded(chunk, 256 + 4 * shown):  # pages repeat both
+            text = max(text, shown * int(chunk.num_values))
+    # Each value may bring the brackets and names of all levels above it.
+    return 2 * text + int(chunk.num_values) * (NUMBER_BYTES + len(chunk.path_in_schema.encode()))

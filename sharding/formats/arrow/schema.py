@@ -1,0 +1,162 @@
+"""What a dataset makes of an Arrow schema: one `ColumnSpec` per column, structs flattened.
+
+Fixed-width numbers, times (as integers in their unit), fixed-size lists and fixed-size binary are "fixed";
+strings are "text", byte strings "bytes", lists of numbers "list". Other nested types are "json" if JSON can
+say all that is in them: text, numbers, bools and nulls. Extension types count as what they store. Decimals,
+intervals and nested types of anything else (byte strings, times, unions) cannot be delivered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from sharding.blocks import ColumnSpec
+from sharding.errors import CorruptShardError
+
+SPAN_BYTES = 16
+"""Bytes `Spans` needs for each value besides its contents: start and length."""
+
+_FLOATS = {"halffloat": "float16", "float": "float32", "double": "float64"}
+"""Arrow's names where they are not numpy's; `to_pandas_dtype` imports pandas in older releases of pyarrow."""
+
+
+def specs_of(schema: pa.Schema, url: str, *, null_free: Collection[str] = ()) -> dict[str, ColumnSpec]:
+    """Describe the columns that `columns_of` gives for a table of this schema.
+
+    Columns of a type that cannot be delivered are left out; asking for them (or for all columns) is an error
+    of `columns_of`. Columns named in `null_free` are known to hold no nulls.
+
+    Raises:
+        CorruptShardError: two columns have one name.
+    """
+    specs: dict[str, ColumnSpec] = {}
+    seen: set[str] = set()
+    for name, field in leaves(schema):
+        if name in seen:
+            raise CorruptShardError(url, f"two columns are named {name!r}; rename one when writing")
+        seen.add(name)
+        if spec := spec_of(field.type):
+            optional = spec.kind != "fixed" and field.nullable and name not in null_free
+            specs[name] = replace(spec, optional=optional)
+    return specs
+
+
+def leaves(fields: Any, prefix: str = "", nullable: bool = False) -> Iterator[tuple[str, pa.Field]]:
+    """Each column's name and field, structs flattened, in schema order."""
+    for field in fields:
+        field = field.with_nullable(field.nullable or nullable)
+        if pa.types.is_struct(field.type):
+            yield from leaves(list(field.type), f"{prefix}{field.name}.", field.nullable)
+        else:
+            yield prefix + field.name, field
+
+
+def decoded_bytes(specs: Mapping[str, ColumnSpec], rows: int) -> tuple[int, int]:
+    """Bytes of the fixed-width columns, and bytes of the spans' starts and lengths, for so many rows."""
+    fixed = [np.dtype(s.dtype).itemsize * int(np.prod(s.shape)) for s in specs.values() if s.kind == "fixed"]
+    return rows * sum(fixed), rows * SPAN_BYTES * (len(specs) - len(fixed))
+
+
+def spec_of(kind: pa.DataType) -> ColumnSpec | None:
+    """The spec of one Arrow type, or None where it cannot be delivered."""
+    kind = stored_type(kind)
+    if pa.types.is_nested(kind):
+        return _nested_spec(kind)
+    if is_text(kind) or pa.types.is_null(kind):
+        return ColumnSpec("text")
+    if is_bytes(kind):
+        return ColumnSpec("bytes")
+    if pa.types.is_fixed_size_binary(kind):
+        return ColumnSpec("fixed", "uint8", (kind.byte_width,))
+    dtype = dtype_of(kind)
+    return None if dtype is None else ColumnSpec("fixed", dtype.name, unit=_unit_of(kind))
+
+
+def _nested_spec(kind: pa.DataType) -> ColumnSpec | None:
+    if pa.types.is_fixed_size_list(kind):
+        inner = spec_of(kind.value_type)
+        if inner is not None and inner.kind == "fixed":
+            return replace(inner, shape=(kind.list_size, *inner.shape))
+    elif is_list(kind):
+        stored = stored_type(kind.value_type)
+        dtype = dtype_of(stored)
+        if dtype is not None:
+            return ColumnSpec("list", dtype.name, unit=_unit_of(stored))
+    return ColumnSpec("json") if unlike_json(kind) is None else None
+
+
+def unlike_json(kind: pa.DataType) -> str | None:
+    """What a type holds that JSON cannot say, in words, or None."""
+    kind = stored_type(kind)
+    if is_text(kind) or pa.types.is_null(kind) or pa.types.is_boolean(kind):
+        return None
+    if pa.types.is_integer(kind) or pa.types.is_floating(kind):
+        return None
+    if not pa.types.is_nested(kind) or pa.types.is_union(kind):
+        return str(kind)
+    children = [kind.field(i) for i in range(kind.num_fields)]
+    names = [child.name for child in children]
+    if pa.types.is_struct(kind) and len(set(names)) < len(names):
+        return "two fields of one name"
+    return next((found for child in children if (found := unlike_json(child.type))), None)
+
+
+def _unit_of(kind: pa.DataType) -> str:
+    """What a time counts; the same with and without time zone, as the integers are."""
+    if not pa.types.is_temporal(kind):
+        return ""
+    return f"timestamp[{kind.unit}]" if pa.types.is_timestamp(kind) else str(kind)
+
+
+def stored_type(kind: pa.DataType) -> pa.DataType:
+    """What values are made of, beneath extension types, dictionaries and run-length encoding."""
+    while True:
+        if isinstance(kind, pa.FixedShapeTensorType) and _is_row_major(kind):
+            inner = kind.value_type
+            for size in reversed(kind.shape):
+                inner = pa.list_(inner, size)
+            return inner
+        if isinstance(kind, pa.BaseExtensionType):
+            kind = kind.storage_type
+        elif pa.types.is_dictionary(kind) or pa.types.is_run_end_encoded(kind):
+            kind = kind.value_type
+        else:
+            return kind
+
+
+def _is_row_major(kind: pa.FixedShapeTensorType) -> bool:
+    return kind.permutation in (None, list(range(len(kind.shape))))
+
+
+def dtype_of(kind: pa.DataType) -> np.dtype[Any] | None:
+    """The numpy dtype of an Arrow type of one number per value, or None. Times count in their unit."""
+    if pa.types.is_boolean(kind) or pa.types.is_integer(kind) or pa.types.is_floating(kind):
+        return np.dtype(_FLOATS.get(str(kind), str(kind)))
+    if pa.types.is_temporal(kind) and not pa.types.is_interval(kind):
+        return np.dtype(f"int{kind.bit_width}")
+    return None
+
+
+def is_text(kind: pa.DataType) -> bool:
+    """Strings, whatever their offsets."""
+    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind))
+
+
+def is_bytes(kind: pa.DataType) -> bool:
+    """Byte strings of any length, whatever their offsets."""
+    return bool(pa.types.is_binary(kind) or pa.types.is_large_binary(kind) or pa.types.is_binary_view(kind))
+
+
+def is_list(kind: pa.DataType) -> bool:
+    """Lists of any length."""
+    return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind) or is_list_view(kind))
+
+
+def is_list_view(kind: pa.DataType) -> bool:
+    """Lists that have a start and a size each."""
+    return bool(pa.types.is_list_view(kind) or pa.types.is_large_list_view(kind))

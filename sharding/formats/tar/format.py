@@ -1,0 +1,288 @@
+"""WebDataset shards: tar archives whose members are the fields of samples.
+
+`scan` walks the headers once; `decode` then needs no names and no walk, because the block's index says
+where every member lies. It compares the headers of the block with the index, so that a shard that was
+replaced or damaged since is noticed. A compressed shard is one block, and its index counts decompressed
+bytes. Values and keys are views of the block's bytes.
+
+Index of a block (little-endian, positions relative to the block): the number of members (u4), the length
+of the key text (u4), then one record per member and one per sample:
+
+    member  header u4, size u4, sample u4, column u2, flags u2      payload: header + 512
+    sample  start u4, length u4                                     of the key, in the block ...
+    key text                                                        ... or, if not empty, in this text
+
+Positions and sizes are u8 where `nbytes` is 4 GiB or more. Flags are those of `tar_header`. Columns count
+along the shard's sorted extensions, which are in the footer (JSON).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import BinaryIO
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sharding.blocks import Block, Columns, ColumnSpec, Shard, ShardScan, Spans
+from sharding.compression import compression_of, decompress, open_decompressed
+from sharding.errors import CorruptShardError
+from sharding.formats.tar.header import BLOCK, MAGIC, NO_MAGIC, ODD_SIZE, SIZE
+from sharding.formats.tar.members import Members, list_members
+from sharding.formats.tar.run import octal_sizes
+from sharding.formats.tar.samples import Samples, group_members
+
+KEY_COLUMN = "__key__"
+_COUNTS = np.dtype([("members", "<u4"), ("key_text", "<u4")])
+_USTAR = np.frombuffer(b"ustar", np.uint8)
+_NOTHING = np.empty(0, np.uint8)
+
+
+def _records(place: str) -> tuple[np.dtype[np.void], np.dtype[np.void]]:
+    member = [("header", place), ("size", place), ("sample", "<u4"), ("column", "<u2"), ("flags", "<u2")]
+    return np.dtype(member), np.dtype([("start", place), ("length", "<u4")])
+
+
+_NARROW, _WIDE = _records("<u4"), _records("<u8")
+
+
+class TarFormat:
+    """The `Format` of `.tar`, `.tar.gz`, `.tgz` and `.tar.zst` shards; stateless and thread-safe.
+
+    Args:
+        allow_unfinished: read the whole samples of files that end before their archive does, too.
+        max_members: files of a compressed shard that indexing accepts; each takes some 600 bytes of memory.
+    """
+
+    name: str = "tar"
+    suffixes: tuple[str, ...] = (".tar", ".tgz")
+
+    def __init__(self, *, allow_unfinished: bool = False, max_members: int = 500_000) -> None:
+        if not isinstance(max_members, int) or max_members < 1:
+            raise ValueError(f"max_members must be an integer >= 1, got {max_members!r}")
+        self.allow_unfinished, self.max_members = allow_unfinished, max_members
+
+    def scan(self, file: BinaryIO, shard: Shard, *, block_bytes: int) -> ShardScan:
+        """Index one shard; see `Format.scan`. Every extension is a column of kind "bytes".
+
+        An archive without samples gives zero blocks.
+        """
+        compressed = compression_of(shard.url) is not None
+        plain = open_decompressed(file, shard.url) if compressed else file
+        most = self.max_members if compressed else None  # a plain one is as long as what indexing it takes
+        members = list_members(plain, shard.url, allow_unfinished=self.allow_unfinished, max_members=most)
+        samples = group_members(members, shard.url)
+        sample_first = members.first[samples.member[samples.first]]
+        if compressed:
+            cuts = np.zeros(min(1, len(samples.first)), np.int64)
+            starts, ends = np.zeros_like(cuts), np.full_like(cuts, members.total_bytes)
+        else:
+            cuts = _cuts(sample_first, members.end[samples.member[-1:]], block_bytes)
+            starts = sample_first[cuts]
+            ends = np.append(starts[1:], members.end[samples.member[-1:]])
+        nbytes = ends - starts
+        footer = {"columns": samples.columns, "passed_over": samples.num_passed_over}
+        return ShardScan(
+            offset=starts,
+            length=np.full_like(cuts, file.seek(0, 2)) if compressed else nbytes,
+            nbytes=nbytes,
+            num_samples=np.diff(cuts, append=len(samples.first)),
+            schema=_schema(members, samples),
+            index=_indices(members, samples, cuts, starts, nbytes),
+            footer=json.dumps(footer).encode(),
+            unfinished=members.unfinished,
+            missing=_missing(samples),
+        )
+
+    def check(self, block: Block) -> None:
+        """Raise `ValueError` where the block's index does not fit it, or leads outside it."""
+        index = _Index.of(block)
+        _columns_of(bytes(block.footer))
+        if compression_of(block.shard.url) is None and block.length != block.nbytes:
+            raise ValueError(f"{block.length} bytes hold {block.nbytes}")
+        if len(index.key_text) != int(np.frombuffer(block.index, _COUNTS, 1)[0]["key_text"]):
+            raise ValueError(f"an index of {len(block.index)} bytes for {block.num_samples} samples")
+        if index.members["sample"].max(initial=0) >= block.num_samples:
+            raise ValueError(f"a member is of none of {block.num_samples} samples")
+        _check_inside(index.members["header"], index.members["size"], block.nbytes - BLOCK)
+        _check_inside(index.keys["start"], index.keys["length"], len(index.key_text) or block.nbytes)
+
+    def locate(self, block: Block, columns: Sequence[str] | None) -> dict[str, Spans] | None:
+        """Where values lie in the shard, relative to `block.offset`; see `Format.locate`.
+
+        None for compressed shards, and for "__key__" where the block's keys are only in its index.
+        """
+        index = _Index.of(block)
+        if compression_of(block.shard.url) or (columns and KEY_COLUMN in columns and len(index.key_text)):
+            return None
+        return index.columns(columns, _NOTHING, block)
+
+    def value_bytes(self, block: Block, column: str) -> NDArray[np.int64]:
+        """Bytes of each sample's value, from the index alone, for compressed shards too; -1: it has none."""
+        found: Spans = _Index.of(block).columns([column], _NOTHING, block)[column]
+        return found.lengths
+
+    def decode(self, block: Block, data: memoryview, columns: Sequence[str] | None) -> Columns:
+        """Views of the wanted values in `data`; see `Format.decode`.
+
+        `columns` None means all extensions. "__key__" may be asked for as well: UTF-8 key bytes.
+
+        Raises:
+            CorruptShardError: `data` is not what was indexed, or a column is not in the shard.
+        """
+        url = block.shard.url
+        if compression_of(url):
+            data = decompress(data, url, limit_bytes=block.nbytes)
+        if len(data) < block.nbytes:
+            reason = f"{len(data)} bytes where {block.nbytes} were indexed; the shard changed or is truncated"
+            raise CorruptShardError(url, reason, offset=block.offset + len(data), stage="decode")
+        index = _Index.of(block)
+        buffer = np.frombuffer(data, np.uint8)
+        _compare(index.members, buffer, block)
+        return {**index.columns(columns, buffer, block)}
+
+    def keys(self, block: Block, data: memoryview) -> list[str]:
+        """The keys of a block's samples as text, for messages."""
+        column = self.decode(block, data, [KEY_COLUMN])[KEY_COLUMN]
+        assert isinstance(column, Spans)
+        return [column.value(i).tobytes().decode(errors="surrogateescape") for i in range(len(column))]
+
+
+@dataclass(frozen=True)
+class _Index:
+    """A block's index, as views of its bytes."""
+
+    members: NDArray[np.void]
+    keys: NDArray[np.void]
+    key_text: NDArray[np.uint8]
+
+    @classmethod
+    def of(cls, block: Block) -> _Index:
+        member, key = _NARROW if block.nbytes < 1 << 32 else _WIDE
+        counts = np.frombuffer(block.index, _COUNTS, 1)[0]
+        members = np.frombuffer(block.index, member, counts["members"], offset=_COUNTS.itemsize)
+        at = _COUNTS.itemsize + members.nbytes
+        keys = np.frombuffer(block.index, key, block.num_samples, offset=at)
+        return cls(members, keys, np.frombuffer(block.index, np.uint8, offset=at + keys.nbytes))
+
+    def columns(
+        self, wanted: Sequence[str] | None, buffer: NDArray[np.uint8], block: Block
+    ) -> dict[str, Spans]:
+        names = _columns_of(bytes(block.footer))
+        return {
+            name: self._key_spans(buffer) if name == KEY_COLUMN else self._spans(names.get(name, -1), buffer)
+            for name in (names if wanted is None else wanted)
+        }
+
+    def _spans(self, column: int, buffer: NDArray[np.uint8]) -> Spans:
+        rows = self.members[self.members["column"] == column]
+        starts = np.zeros(len(self.keys), np.int64)
+        lengths = np.full(len(self.keys), -1, np.int64)
+        starts[rows["sample"]] = rows["header"].astype(np.int64) + BLOCK
+        lengths[rows["sample"]] = rows["size"]
+        return Spans(buffer, starts, lengths)
+
+    def _key_spans(self, buffer: NDArray[np.uint8]) -> Spans:
+        held = self.key_text if len(self.key_text) else buffer
+        return Spans(held, self.keys["start"].astype(np.int64), self.keys["length"].astype(np.int64))
+
+
+def _check_inside(starts: NDArray[np.integer], lengths: NDArray[np.integer], limit: int) -> None:
+    """Raise `ValueError` where a span of unsigned numbers ends behind `limit`."""
+    ends = starts.astype(np.int64) + lengths  # u8 may wrap around
+    if ends.max(initial=0) > limit or max(starts.max(initial=0), lengths.max(initial=0)) > limit:
+        raise ValueError("a member or a key lies outside the block")
+
+
+@lru_cache(maxsize=1024)
+def _columns_of(footer: bytes) -> dict[str, int]:
+    return {name: number for number, name in enumerate(json.loads(footer)["columns"])}
+
+
+def _compare(members: NDArray[np.void], buffer: NDArray[np.uint8], block: Block) -> None:
+    """Raise where the header of a member is not the one that was indexed."""
+    blocks = buffer[: len(buffer) // BLOCK * BLOCK].reshape(-1, BLOCK)
+    heads = blocks[members["header"] // BLOCK, SIZE.start : MAGIC.stop]
+    sizes, readable = octal_sizes(heads[:, : SIZE.stop - SIZE.start])
+    same = (readable & (sizes == members["size"])) | (members["flags"] & ODD_SIZE != 0)
+    magic = (heads[:, MAGIC.start - SIZE.start :] == _USTAR).all(axis=1)
+    same &= magic | (members["flags"] & NO_MAGIC != 0)
+    if not same.all():
+        at = int(members["header"][np.flatnonzero(~same)[0]])
+        reason = "shard changed or corrupt: the header of a member is not the one that was indexed"
+        raise CorruptShardError(block.shard.url, reason, offset=block.offset + at, stage="decode")
+
+
+def _cuts(first: NDArray[np.int64], end: NDArray[np.int64], block_bytes: int) -> NDArray[np.int64]:
+    """The first sample of each block: as many samples as it takes to reach `block_bytes`."""
+    cuts, following, bounds = [], 0, np.append(first, end)
+    while following < len(first):
+        cuts.append(following)
+        reached = np.searchsorted(bounds, bounds[following] + block_bytes)
+        following = max(following + 1, int(reached))
+    return np.array(cuts, np.int64)
+
+
+def _schema(members: Members, samples: Samples) -> dict[str, ColumnSpec]:
+    size, num_columns = members.size[samples.member], len(samples.columns)
+    count = np.bincount(samples.column, minlength=num_columns)
+    low, high = np.full(num_columns, np.iinfo(np.int64).max), np.zeros(num_columns, np.int64)
+    np.minimum.at(low, samples.column, size)
+    np.maximum.at(high, samples.column, size)
+    return {
+        name: ColumnSpec(
+            "bytes", size_range=(int(low[i]), int(high[i])), optional=bool(count[i] < len(samples.first))
+        )
+        for i, name in enumerate(samples.columns)
+    }
+
+
+def _missing(samples: Samples) -> dict[str, str]:
+    """The key of the first sample that lacks a column, for each that some lack."""
+    num_samples, first = len(samples.first), {}
+    for i, name in enumerate(samples.columns):
+        there = samples.sample[samples.column == i]
+        if len(there) < num_samples:
+            gaps = np.flatnonzero(there != np.arange(len(there)))
+            lacking = int(gaps[0]) if len(gaps) else len(there)
+            first[name] = samples.key(lacking).decode(errors="backslashreplace")
+    return first
+
+
+def _indices(
+    members: Members,
+    samples: Samples,
+    cuts: NDArray[np.int64],
+    starts: NDArray[np.int64],
+    nbytes: NDArray[np.int64],
+) -> list[bytes]:
+    ends = np.append(cuts, len(samples.first))[1:]
+    blocks = zip(cuts.tolist(), ends.tolist(), starts.tolist(), nbytes.tolist(), strict=True)
+    return [_index_of(members, samples, *block) for block in blocks]
+
+
+def _index_of(members: Members, samples: Samples, cut: int, end: int, start: int, nbytes: int) -> bytes:
+    """The index of the block that holds samples `cut` to `end` and begins at byte `start`."""
+    member, key = _NARROW if nbytes < 1 << 32 else _WIDE
+    rows = slice(*np.searchsorted(samples.sample, [cut, end]))
+    record = np.empty(rows.stop - rows.start, member)
+    record["header"] = members.header[samples.member[rows]] - start
+    record["size"] = members.size[samples.member[rows]]
+    record["sample"] = samples.sample[rows] - cut
+    record["column"] = samples.column[rows]
+    record["flags"] = members.flags[samples.member[rows]]
+    keys, text = np.empty(end - cut, key), b""
+    length, key_start = samples.key_length[cut:end], samples.key_start[cut:end] - start
+    if (samples.key_start[cut:end] < 0).any():
+        text = b"".join(map(samples.key, range(cut, end)))
+        key_start = np.cumsum(length) - length
+    keys["start"], keys["length"] = key_start, length
+    return b"".join(
+        [np.array((len(record), len(text)), _COUNTS).tobytes(), record.tobytes(), keys.tobytes(), text]
+    )
+
+
+__all__ = ["KEY_COLUMN", "TarFormat"]

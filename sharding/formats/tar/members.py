@@ -1,0 +1,253 @@
+"""All files of a tar archive, from its headers alone.
+
+Where members are small, the archive is read in windows of a MiB and thousands of headers are taken at a
+time (`tar_run`). Where members are large, payloads are skipped and only headers are read. Whatever is
+unusual (long names, base-256 sizes, v7 headers, the end, every defect) goes one by one through
+`MemberReader`, which alone raises errors.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import BinaryIO, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sharding.formats.tar.header import BLOCK, MAGIC, NAME, REGULAR_TYPES, TYPE, Member, MemberReader
+from sharding.formats.tar.run import Run, one_of, run_of
+
+WINDOW_BYTES = 1 << 20
+_SPARSE_READ_BYTES = 4 << 10
+_SPARSE_MEAN_BYTES = 64 << 10
+"""Above this mean size of a member, skipping payloads beats reading them (1 MiB reads in about 0.2 ms)."""
+_RECHECK_MEMBERS = 64
+_NAME_BYTES = 128
+"""Of names, for each member that is accepted; longer ones count as several members."""
+_IS_REGULAR = one_of(REGULAR_TYPES)
+
+
+class Location(NamedTuple):
+    """A name that is not (only) the name field of its header."""
+
+    name: bytes
+    start: int | None
+    """Where it stands in the archive in one piece, or None."""
+
+
+@dataclass(frozen=True)
+class Members:
+    """The n regular files of an archive in order; positions count bytes from its start."""
+
+    first: NDArray[np.int64]
+    """First byte of each, extension headers included."""
+    header: NDArray[np.int64]
+    end: NDArray[np.int64]
+    """Where the next header belongs; never beyond the file."""
+    size: NDArray[np.int64]
+    flags: NDArray[np.uint16]
+    name_field: NDArray[np.uint8]
+    """[n, 100], as stored; meaningless for the rows of `located`."""
+    located: dict[int, Location]
+    total_bytes: int
+    """Length of the file."""
+    unfinished: str
+    """How the file ends before the archive does, in words; "": it does not."""
+    last_is_cut: bool
+    """Whether the payload of the last of them is not all there."""
+
+    def __len__(self) -> int:
+        return len(self.header)
+
+
+def list_members(
+    file: BinaryIO,
+    url: str,
+    *,
+    window_bytes: int = WINDOW_BYTES,
+    allow_unfinished: bool = False,
+    max_members: int | None = None,
+) -> Members:
+    """Walk all headers of an archive.
+
+    `file` must be able to seek forwards; it is read from its start to its end, large payloads left out. Not
+    thread-safe in `file`. `allow_unfinished`: take the members of a file that ends before its archive does.
+    Each member takes some 600 bytes of memory; `max_members` bounds that.
+
+    Raises:
+        CorruptShardError: a header is damaged, the file ends before the archive does or goes on behind it, or
+            there are more than `max_members`; names the byte.
+    """
+    walk = _Walk(file, url, window_bytes, allow_unfinished)
+    while walk.advance():
+        if max_members is not None:
+            walk.check_size(max_members)
+    return walk.members()
+
+
+class _Windows:
+    """Forward reads of a file through one growing buffer; a view is valid until the next call."""
+
+    def __init__(self, file: BinaryIO, ahead: int) -> None:
+        file.seek(0)
+        self._file = file
+        self._buffer = bytearray(ahead)
+        self._start = self._stop = 0
+        self.ahead = ahead
+        """Bytes read at a time, at least."""
+
+    def read(self, position: int, num_bytes: int) -> memoryview:
+        """`num_bytes` bytes from `position` on; fewer at the end of the file."""
+        if position < self._start or position + num_bytes > self._stop:
+            self._fill(position, max(num_bytes, self.ahead))
+        return self.buffered(position)[:num_bytes]
+
+    def buffered(self, position: int) -> memoryview:
+        """What is already in memory from `position` on."""
+        inside = self._start <= position <= self._stop
+        begin, end = (position - self._start, self._stop - self._start) if inside else (0, 0)
+        return memoryview(self._buffer)[begin:end]
+
+    def total_bytes(self) -> int:
+        return self._file.seek(0, 2)
+
+    def _fill(self, position: int, num_bytes: int) -> None:
+        kept = bytes(self.buffered(position))
+        if len(self._buffer) < num_bytes:
+            self._buffer = bytearray(num_bytes)
+        self._buffer[: len(kept)] = kept
+        self._file.seek(position + len(kept))
+        self._start, filled = position, len(kept)
+        into = memoryview(self._buffer)
+        while filled < num_bytes and (got := self._file.readinto(into[filled:num_bytes])):  # type: ignore[attr-defined]
+            filled += got
+        self._stop = position + filled
+
+
+class _Walk:
+    """Where the walk stands, and the members found so far."""
+
+    def __init__(self, file: BinaryIO, url: str, window_bytes: int, allow_unfinished: bool) -> None:
+        self._window_bytes = window_bytes
+        self._windows = _Windows(file, window_bytes)
+        self._reader = MemberReader(url, self._windows.read, self._windows.total_bytes, allow_unfinished)
+        self._position = 0
+        self._dense = True
+        self._mark, self._since_mark = 0, 0
+        self._tables: list[NDArray[np.int64]] = []
+        self._names: list[NDArray[np.uint8]] = []
+        self._located: dict[int, Location] = {}
+        self._count = 0
+        self._name_bytes = 0
+
+    def check_size(self, max_members: int) -> None:
+        """Raise where more was found than so many members, or names of 128 bytes each, take."""
+        if max(self._count, self._name_bytes // _NAME_BYTES) > max_members:
+            reason = (
+                f"more than {max_members} members, or very long names, in a compressed shard, which is read"
+            )
+            cure = "write smaller shards, or accept more with format=TarFormat(max_members=...)"
+            self._reader.fail(self._position, f"{reason} in one piece; {cure}")
+
+    def advance(self) -> bool:
+        """Take in one member or a run of them; False at the end of the archive."""
+        if self._dense and (run := self._next_run()):
+            self._take_run(run)
+            return True
+        member = self._reader.member_at(self._position)
+        if member is None:
+            if not self._reader.unfinished:
+                self._refuse_data_behind()
+            return False
+        row = np.array([[member.first, member.header, member.end, member.size, member.flags]])
+        self._append(row, np.zeros((1, NAME.stop), np.uint8), np.array([member.regular]), {0: member})
+        self._move(member.end, 1)
+        return True
+
+    def members(self) -> Members:
+        """All that was found."""
+        empty = np.empty((0, 5), np.int64), np.empty((0, NAME.stop), np.uint8)
+        table = np.concatenate([empty[0], *self._tables])
+        total = self._windows.total_bytes()
+        return Members(
+            first=table[:, 0],
+            header=table[:, 1],
+            end=np.minimum(table[:, 2], total),  # the last padding may be missing
+            size=table[:, 3],
+            flags=table[:, 4].astype(np.uint16),
+            name_field=np.concatenate([empty[1], *self._names]),
+            located=self._located,
+            total_bytes=total,
+            unfinished=self._reader.unfinished,
+            last_is_cut=len(table) > 0 and bool(table[-1, 1] + BLOCK + table[-1, 3] > total),
+        )
+
+    def _next_run(self) -> Run | None:
+        window = self._windows.buffered(self._position)
+        if len(window) < self._window_bytes // 64:  # too little to be worth the calls
+            window = self._windows.read(self._position, self._window_bytes)
+        if self._reader.global_name is not None:
+            return None
+        blocks = np.frombuffer(window, np.uint8, len(window) // BLOCK * BLOCK).reshape(-1, BLOCK)
+        return run_of(blocks, self._position)
+
+    def _take_run(self, run: Run) -> None:
+        flags = np.zeros_like(run.size)
+        table = np.stack([run.first, run.header, run.end, run.size, flags], axis=1)
+        regular = _IS_REGULAR[run.heads[:, TYPE]]
+        members: dict[int, Member] = {}
+        count = len(table)
+        for i in run.unusual.tolist():
+            member = self._reader.member_at(int(run.first[i]))
+            assert member is not None, "a header with a right checksum is no end of an archive"
+            members[i] = member
+            table[i] = member.first, member.header, member.end, member.size, member.flags
+            regular[i] = member.regular
+            if member.end != run.end[i] or self._reader.global_name is not None:
+                count = i + 1  # what follows was found under a wrong assumption
+                break
+        if count - 1 not in members:
+            name = run.heads[count - 1, NAME].tobytes().partition(b"\0")[0]
+            self._reader.passed(int(table[count - 1, 1]), name, int(table[count - 1, 3]))
+        self._append(table[:count], run.heads[:count, NAME], regular[:count], members)
+        self._move(int(table[count - 1, 2]), count)
+
+    def _append(
+        self,
+        table: NDArray[np.int64],
+        names: NDArray[np.uint8],
+        regular: NDArray[np.bool_],
+        located: dict[int, Member],
+    ) -> None:
+        rows = self._count + np.cumsum(regular) - 1
+        for i, member in located.items():
+            if member.regular:
+                self._located[int(rows[i])] = Location(member.name, member.name_start)
+                self._name_bytes += len(member.name)
+        self._tables.append(table[regular])
+        self._names.append(names[regular])
+        self._count += int(np.count_nonzero(regular))
+
+    def _move(self, position: int, num_members: int) -> None:
+        """Go on, and choose between windows and single headers by the mean size of late."""
+        self._position = position
+        self._since_mark += num_members
+        if num_members > 1 or self._since_mark >= _RECHECK_MEMBERS:
+            self._dense = position - self._mark <= self._since_mark * _SPARSE_MEAN_BYTES
+            self._mark, self._since_mark = position, 0
+        self._windows.ahead = self._window_bytes if self._dense else _SPARSE_READ_BYTES
+
+    def _refuse_data_behind(self) -> None:
+        """Archives joined by `cat`, or a hole of zeros between members, would silently lose what follows."""
+        start = self._position + BLOCK
+        while len(tail := self._windows.read(start, self._window_bytes)):
+            data = np.frombuffer(tail, np.uint8)
+            if data.any():
+                at = int((data != 0).argmax()) // BLOCK * BLOCK
+                found = "a second archive" if bytes(tail[at:][MAGIC]) == b"ustar" else "data"
+                cure = "join archives with `tar --concatenate`"
+                self._reader.fail(start + at, f"{found} after the end of the first archive; {cure}")
+            start += len(tail)
+
+
+__all__ = ["Location", "Members", "list_members"]

@@ -1,0 +1,249 @@
+"""The members of an archive as samples: webdataset's grouping rule, vectorised.
+
+A name splits at the first dot of its last component into key and extension
+(`^((?:.*/|)[^.]+)[.]([^/]*)$`; extensions are lower-cased). Consecutive members with one key are one
+sample; names without a key and names such as `__meta__` are passed over, and counted. Most names are
+split by comparing bytes in bulk; those where the regular expression has more to say (hidden files, line
+ends, a leading "__", names from extension headers) go through it one by one.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NoReturn
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sharding.errors import CorruptShardError
+from sharding.formats.tar.header import NAME
+from sharding.formats.tar.members import Location, Members
+
+_SPLIT = re.compile(rb"^((?:.*/|)[^.]+)[.]([^/]*)$")
+_META = re.compile(rb"__[^/]*__($|/)")
+_RESERVED = {"__key__", "__url__", "__bad__", "__local_path__"}
+"""Names webdataset uses in the sample itself."""
+_MAX_COLUMNS = 1 << 16
+
+
+@dataclass(frozen=True)
+class Samples:
+    """m members in n samples."""
+
+    columns: tuple[str, ...]
+    """All extensions, sorted."""
+    member: NDArray[np.int64]
+    """[m], rows of the archive's `Members` that belong to samples, ascending."""
+    sample: NDArray[np.int64]
+    """[m], the sample each belongs to, ascending."""
+    column: NDArray[np.int64]
+    """[m], which extension it is."""
+    first: NDArray[np.int64]
+    """[n], position in `member` of each sample's first member."""
+    key_start: NDArray[np.int64]
+    """[n], where the key's bytes stand in the archive; -1 where they stand nowhere in one piece."""
+    key_length: NDArray[np.int64]
+    """[n], bytes."""
+    key: Callable[[int], bytes]
+    """The key of one sample."""
+    num_passed_over: int
+    """Files without a key, and `__meta__` files."""
+
+
+@dataclass(frozen=True)
+class _Names:
+    """How the names of n members split."""
+
+    text: NDArray[np.uint8]
+    """[n, 100], zeros behind the name's end."""
+    length: NDArray[np.int64]
+    """[n]"""
+    key_length: NDArray[np.int64]
+    """[n]; -1: no key."""
+    special: dict[int, tuple[bytes, bytes, int | None] | None]
+    """By row: key, extension and where the key stands (None: nowhere in one piece); None: no key."""
+
+    def key(self, row: int) -> bytes:
+        special = self.special.get(row)
+        return special[0] if special else self.text[row, : self.key_length[row]].tobytes()
+
+    def extension(self, row: int) -> bytes:
+        special = self.special.get(row)
+        plain = self.text[row, self.key_length[row] + 1 : self.length[row]]
+        return (special[1] if special else plain.tobytes()).lower()
+
+
+def group_members(members: Members, url: str) -> Samples:
+    """Which members form which samples; in an unfinished archive, without a last one that is not whole.
+
+    Raises:
+        CorruptShardError: an extension occurs twice in one sample, is reserved, or is not UTF-8; names the
+            sample's key and the member's byte.
+    """
+    names = _split_names(members)
+    kept = np.flatnonzero(names.key_length >= 0)
+    begins = _begins_sample(names, kept)
+    if members.unfinished:
+        end = _end_of_whole_samples(members, names, kept, begins)
+        kept, begins = kept[:end], begins[:end]
+    sample = np.cumsum(begins) - 1
+    number, texts = _extensions(names, kept)
+    _refuse_misnamed(number, texts, kept, names, members, url)
+    columns = tuple(sorted(set(texts)))
+    column = np.array([columns.index(text) for text in texts], np.int64)[number]
+    _refuse_duplicates(sample * len(columns) + column, kept, names, members, url)
+    first = np.flatnonzero(begins)
+    rows = kept[first]
+    return Samples(
+        columns=columns,
+        member=kept,
+        sample=sample,
+        column=column,
+        first=first,
+        key_start=_key_starts(names, rows, members),
+        key_length=names.key_length[rows],
+        key=lambda i: names.key(int(rows[i])),
+        num_passed_over=len(members) - len(kept),
+    )
+
+
+def split_name(name: bytes) -> tuple[bytes, bytes] | None:
+    """Key and extension of a member's name, or None where webdataset passes it over."""
+    match = _SPLIT.match(name)
+    return None if match is None or _META.match(name) else (match[1], match[2])
+
+
+def _split_names(members: Members) -> _Names:
+    text, length = _trimmed(members.name_field)
+    last_slash = np.full(len(text), -1, np.int64)
+    rows, columns = np.nonzero(text == ord("/"))
+    last_slash[rows] = columns  # of several, the last assignment stays
+    rows, columns = np.nonzero(text == ord("."))
+    behind = columns > last_slash[rows]
+    dot = np.full(len(text), -1, np.int64)
+    dot[rows[behind][::-1]] = columns[behind][::-1]
+    odd = (dot == last_slash + 1) & (dot >= 0)
+    odd |= (text == ord("\n")).any(axis=1) | (text[:, :2] == ord("_")).all(axis=1)
+    special = {row: _special(members, text, row) for row in {*np.flatnonzero(odd).tolist(), *members.located}}
+    for row, split in special.items():
+        dot[row] = -1 if split is None else len(split[0])
+    return _Names(text, length, dot, special)
+
+
+def _trimmed(field: NDArray[np.uint8]) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
+    zero = field == 0
+    length = np.where(zero.any(axis=1), zero.argmax(axis=1), NAME.stop)
+    return np.where(np.arange(NAME.stop) < length[:, None], field, np.uint8(0)), length
+
+
+def _special(members: Members, text: NDArray[np.uint8], row: int) -> tuple[bytes, bytes, int | None] | None:
+    plain = Location(text[row].tobytes().rstrip(b"\0"), int(members.header[row]))
+    name, start = members.located.get(row, plain)[:2]
+    split = split_name(name)
+    return None if split is None else (*split, start)
+
+
+def _begins_sample(names: _Names, kept: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """Which kept members have another key than the one before."""
+    if not len(kept):
+        return np.zeros(0, np.bool_)
+    key_length = names.key_length[kept]
+    keys = np.where(np.arange(NAME.stop) < key_length[:, None], names.text[kept], np.uint8(0))
+    key = np.ascontiguousarray(keys).view(f"S{NAME.stop}")[:, 0]
+    begins = np.append(True, key[1:] != key[:-1])
+    odd = np.flatnonzero(np.isin(kept, np.fromiter(names.special, np.int64, len(names.special))))
+    for i in np.unique(np.concatenate([odd, odd + 1])).tolist():
+        if 0 < i < len(kept):
+            begins[i] = names.key(int(kept[i])) != names.key(int(kept[i - 1]))
+    return begins
+
+
+def _end_of_whole_samples(
+    members: Members, names: _Names, kept: NDArray[np.int64], begins: NDArray[np.bool_]
+) -> int:
+    """How many of `kept` remain without a last sample that lacks what the one before it has, or is cut."""
+    if not len(kept):
+        return 0
+    starts = [0, *np.flatnonzero(begins).tolist()]  # of one sample alone, nothing tells what it lacks
+    before, last = (
+        {names.extension(row) for row in kept[slice(*place)].tolist()}
+        for place in ((starts[-2], starts[-1]), (starts[-1], None))
+    )
+    is_cut = members.last_is_cut and kept[-1] == len(members) - 1
+    return starts[-1] if is_cut or not before <= last else len(kept)
+
+
+def _extensions(names: _Names, kept: NDArray[np.int64]) -> tuple[NDArray[np.int64], list[str]]:
+    """For every kept member the number of its extension's text; the texts, lower-cased, may repeat."""
+    special = np.isin(kept, np.fromiter(names.special, np.int64, len(names.special)))
+    raw = _plain_extensions(names, kept[~special])
+    distinct, inverse = np.unique(raw, return_inverse=True)
+    place = {text: i for i, text in enumerate(distinct.tolist())}
+    number = np.empty(len(kept), np.int64)
+    number[~special] = inverse
+    for i in np.flatnonzero(special).tolist():
+        split = names.special[int(kept[i])]
+        assert split is not None, "a member without a key is not kept"
+        number[i] = place.setdefault(split[1], len(place))
+    return number, [text.decode(errors="surrogateescape").lower() for text in place]
+
+
+def _plain_extensions(names: _Names, rows: NDArray[np.int64]) -> NDArray[np.bytes_]:
+    start = names.key_length[rows] + 1
+    width = max(1, int((names.length[rows] - start).max(initial=0)))
+    ended = np.append(names.text[rows], np.zeros((len(rows), 1), np.uint8), axis=1)
+    taken = np.take_along_axis(ended, np.minimum(start[:, None] + np.arange(width), NAME.stop), axis=1)
+    return np.ascontiguousarray(taken).view(f"S{width}")[:, 0]
+
+
+def _refuse_misnamed(
+    number: NDArray[np.int64],
+    texts: list[str],
+    kept: NDArray[np.int64],
+    names: _Names,
+    members: Members,
+    url: str,
+) -> None:
+    for i, text in enumerate(texts):
+        if text in _RESERVED:
+            reason = f"the extension {text!r} is reserved"
+        elif any("\ud800" <= sign <= "\udfff" for sign in text):
+            reason = f"the extension {text!r} is not UTF-8"
+        else:
+            continue
+        _fail(int(kept[np.flatnonzero(number == i)[0]]), reason, names, members, url)
+    if len(set(texts)) > _MAX_COLUMNS:
+        reason = f"{len(set(texts))} different extensions, more than {_MAX_COLUMNS}; are keys without dots?"
+        raise CorruptShardError(url, reason)
+
+
+def _refuse_duplicates(
+    code: NDArray[np.int64], kept: NDArray[np.int64], names: _Names, members: Members, url: str
+) -> None:
+    """`code` is one number for each pair of sample and column."""
+    order = np.argsort(code, kind="stable")
+    again = order[1:][code[order[1:]] == code[order[:-1]]]
+    if len(again):
+        reason = "the sample already has a member with this extension (duplicate file name in the archive)"
+        _fail(int(kept[again.min()]), reason, names, members, url)
+
+
+def _fail(row: int, reason: str, names: _Names, members: Members, url: str) -> NoReturn:
+    key = names.key(row).decode(errors="backslashreplace")
+    raise CorruptShardError(url, reason, offset=int(members.header[row]), key=key)
+
+
+def _key_starts(names: _Names, rows: NDArray[np.int64], members: Members) -> NDArray[np.int64]:
+    """Where the keys of the members `rows` stand; -1 for those that stand nowhere in one piece."""
+    start = members.header[rows].copy()
+    special = np.isin(rows, np.fromiter(names.special, np.int64, len(names.special)))
+    for i in np.flatnonzero(special).tolist():
+        split = names.special[int(rows[i])]
+        assert split is not None, "a member without a key is not kept"
+        start[i] = -1 if split[2] is None else split[2]
+    return start
+
+
+__all__ = ["Samples", "group_members", "split_name"]

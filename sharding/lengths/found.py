@@ -1,0 +1,151 @@
+"""How long each sample is, learned as cheaply as its format allows.
+
+- tar, tokens, Megatron: from the catalog; nothing is read (tar: bytes of the member).
+- Parquet: only the column's own bytes are read (`ParquetFormat.select`). Where the length is stored as an
+  integer column, give that one: it is much smaller than the data.
+- other formats: every block is read and decoded once. Save the result, and pass the array next time.
+
+Lengths count elements: of a list its items, of text and byte strings bytes; a column of integers *is* the
+lengths. Cost in memory: 4 bytes a sample, 8 where one has 2**31 elements or more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sharding.blocks import Block, Column, Format, Spans
+from sharding.catalog.build import Map, OpenShard, open_by_fsspec
+from sharding.catalog.storage import open_url, store_errors
+from sharding.catalog.table import Catalog
+from sharding.errors import CorruptShardError, SampleError
+from sharding.lengths.batching import Lengths
+from sharding.urls import is_local
+
+_MISSING = "lacks the column, so it has no length; leave such samples out, or pass lengths= as an array"
+
+
+def resolve_lengths(
+    source: Lengths | None,
+    catalog: Catalog,
+    column: str,
+    *,
+    storage_options: Mapping[str, Any] | None = None,
+    map: Map = map,  # noqa: A002
+    open_shard: OpenShard = open_by_fsspec,
+) -> NDArray[np.integer]:
+    """The lengths a user asks for, [num_samples] in file order.
+
+    Args:
+        source: see `batching.Lengths`; None: the lengths of `column`.
+        catalog: the dataset's.
+        column: a column of the shards.
+        storage_options: of the fsspec filesystem.
+        map: calls a function on every shard; pass an executor's to read in parallel.
+        open_shard: opens a shard to be read.
+
+    Raises:
+        ValueError: an array of another shape or type, a negative length, or a column that is not there.
+        SampleError: a sample lacks the column.
+    """
+    if source is None or isinstance(source, str):
+        return column_lengths(
+            catalog, source or column, storage_options=storage_options, map=map, open_shard=open_shard
+        )
+    given = np.asarray(source(catalog) if callable(source) else source)
+    if given.shape != (catalog.num_samples,) or given.dtype.kind not in "iu":
+        raise ValueError(
+            f"lengths must be {catalog.num_samples} integers, one a sample in file order, "
+            f"got {given.dtype} of shape {given.shape}"
+        )
+    return _checked(given)
+
+
+def column_lengths(
+    catalog: Catalog,
+    column: str,
+    *,
+    storage_options: Mapping[str, Any] | None = None,
+    map: Map = map,  # noqa: A002
+    open_shard: OpenShard = open_by_fsspec,
+) -> NDArray[np.integer]:
+    """Lengths of a column's values, or its values if they are integers; [num_samples] in file order.
+
+    Raises as `resolve_lengths` does, and as reading and decoding do where the format needs that.
+    """
+    spec = catalog.schema.get(column)
+    if spec is None:
+        raise ValueError(f"no column {column!r} to take lengths from; there are {', '.join(catalog.schema)}")
+    if spec.kind == "fixed" and spec.shape:
+        return np.full(catalog.num_samples, spec.shape[0], np.int32)
+    if spec.kind == "fixed" and np.dtype(spec.dtype).kind not in "iu":
+        raise ValueError(f"column {column!r} holds {spec.dtype} numbers; lengths must be integers")
+    codec, itemsize = catalog.codec(), np.dtype(spec.dtype).itemsize
+
+    def of_shard(number: int) -> list[NDArray[np.integer]]:
+        first, last = catalog.first_block[number : number + 2].tolist()
+        blocks = [catalog.block(at) for at in range(first, last)]
+        known = [one for block in blocks if (one := _indexed(codec, block, column, itemsize)) is not None]
+        if len(known) == len(blocks):
+            return known
+        fs, path = places[number]
+        with open_shard(blocks[0].shard, fs, path) as file:
+            return [_decoded(codec, b, _column_bytes(codec, b, column, file), column) for b in blocks]
+
+    # fsspec keeps one filesystem a thread: this one's serves them all.
+    places = [(None, "") if is_local(url) else open_url(url, storage_options) for url in catalog.locations]
+    parts = [part for shard in map(of_shard, range(catalog.num_shards)) for part in shard]
+    return _checked(np.concatenate(parts))
+
+
+def _indexed(codec: Format, block: Block, column: str, itemsize: int) -> NDArray[np.integer] | None:
+    """What the catalog tells by itself."""
+    sizes = getattr(codec, "value_bytes", None)
+    if sizes is not None:  # also known for compressed shards, whose values cannot be located
+        return _present(sizes(block, column), block, column)
+    located = codec.locate(block, [column])
+    return None if located is None else _present(located[column].lengths // itemsize, block, column)
+
+
+def _column_bytes(codec: Format, block: Block, column: str, file: Any) -> memoryview:
+    """The block with at least the bytes of its column in place; the others are zero pages never touched."""
+    select = getattr(codec, "select", None)
+    ranges = [(block.offset, block.length)] if select is None else select(block, [column])
+    data = np.zeros(block.length, np.uint8)
+    for offset, length in ranges:
+        with store_errors(block.shard.url):
+            file.seek(offset)
+            read = file.read(length)
+        if len(read) != length:
+            reason = f"truncated: wanted {length} bytes, got {len(read)}"
+            raise CorruptShardError(block.shard.url, reason, offset, stage="read")
+        data[offset - block.offset :][:length] = np.frombuffer(read, np.uint8)
+    return data.data
+
+
+def _decoded(codec: Format, block: Block, data: memoryview, column: str) -> NDArray[np.integer]:
+    found: Column = codec.decode(block, data, [column])[column]
+    if isinstance(found, Spans):
+        return _present(found.lengths, block, column)
+    return found.astype(found.dtype)  # a view would keep the block
+
+
+def _present(lengths: NDArray[np.int64], block: Block, column: str) -> NDArray[np.int64]:
+    if (lengths < 0).any():
+        row = block.first_in_shard + int(np.argmax(lengths < 0))
+        raise SampleError(block.shard.url, f"{_MISSING} ({column!r})", block.offset, str(row))
+    return lengths
+
+
+def _checked(lengths: NDArray[np.integer]) -> NDArray[np.integer]:
+    if len(lengths) and int(lengths.min()) < 0:
+        at = int(np.argmin(lengths))
+        raise ValueError(f"lengths must be >= 0, got {int(lengths[at])} for sample {at}")
+    narrow = not len(lengths) or int(lengths.max()) < 1 << 31
+    return lengths.astype(np.int32 if narrow else np.int64)
+
+
+__all__ = ["column_lengths", "resolve_lengths"]

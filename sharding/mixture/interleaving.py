@@ -1,0 +1,264 @@
+"""Mixtures of sources as arithmetic: `position -> (source, index)` and back, with no random-number state.
+
+A mixture is an endless sequence of *turns* (`sharding.mixture.shares`), each of `run_length` consecutive
+samples of one source, cut into epochs by the stop rule. Weights hold from a named step on, counted in samples
+of all ranks since the training began, so they do not move when the number of ranks changes. An epoch is a few
+*phases*, one for each set of weights in it; in every phase each source is within one turn of its share at
+every prefix. The sequence begins anew with each epoch, but no source does: its samples are numbered through
+the whole training, source epoch after source epoch, and what one epoch leaves of a source comes first in the
+next. So within a source epoch each sample comes exactly once, and (epoch, position) is the whole state.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
+from fractions import Fraction
+from functools import cached_property
+from itertools import pairwise
+from typing import Literal, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sharding.mixture.shares import (
+    ENDLESS,
+    MAX_PERIOD,
+    Turns,
+    Weight,
+    exact_numbers,
+    exact_weights,
+    fair_pattern,
+    integer_shares,
+    quota_pattern,
+)
+
+Stop = Literal["first", "all", "never"]
+
+_NEVER = -1
+_CHUNK = 1 << 15  # positions located at a time, so that the temporaries stay in the L2 cache
+
+
+@dataclass(frozen=True)
+class Phase:
+    """Turns of an epoch under one set of shares."""
+
+    start: int
+    """First turn of the epoch that belongs to it."""
+    pattern: Turns
+    """The sequence of turns; it begins with the phase."""
+
+
+class Interleaving:
+    """Which source gives the sample of each position of one epoch. Never changes; any thread.
+
+    Args:
+        phases: in order, the first from turn 0 on.
+        num_samples: positions of the epoch.
+        run_length: samples of a turn.
+        first: [sources] samples that each source gave before this epoch.
+    """
+
+    def __init__(
+        self, phases: Sequence[Phase], num_samples: int, run_length: int, first: NDArray[np.int64]
+    ) -> None:
+        self.phases, self.num_samples, self.run_length = tuple(phases), num_samples, run_length
+        self.first = np.array(first, np.int64)
+        self.num_sources = len(self.first)
+        self._starts = np.array([phase.start for phase in phases], np.int64)
+        self._before = np.zeros((len(phases) + 1, self.num_sources), np.int64)
+        """[phases + 1, sources] turns of each source before each phase; at the end, all it ever has."""
+        for i, (phase, after) in enumerate(pairwise(phases)):
+            self._before[i + 1] = self._before[i] + phase.pattern.counts(after.start - phase.start)
+        self._before[-1] = np.minimum(self._before[-2] + phases[-1].pattern.totals, ENDLESS)
+
+    def locate(self, positions: NDArray[np.int64]) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+        """The source of each position, int32 [n], and the sample's index in it, int64 [n].
+
+        Indices count through all epochs: index // size is the source's own epoch. Positions come in any
+        order. Raises `IndexError` for a position that is not in [0, num_samples).
+        """
+        positions = np.asarray(positions, np.int64)
+        if positions.size and not 0 <= int(positions.min()) <= int(positions.max()) < self.num_samples:
+            raise IndexError(f"positions must be in [0, {self.num_samples})")
+        source, index = np.empty(len(positions), np.int32), np.empty(len(positions), np.int64)
+        for at in range(0, len(positions), _CHUNK):
+            part = slice(at, at + _CHUNK)
+            source[part], index[part] = self._locate(positions[part])
+        return source, index
+
+    def _locate(self, positions: NDArray[np.int64]) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+        turns = positions // self.run_length if self.run_length > 1 else positions
+        first, last = np.searchsorted(self._starts, (turns.min(), turns.max()), side="right") - 1
+        if first == last:
+            source, index = self._locate_in(int(first), turns)
+        else:
+            phase = np.searchsorted(self._starts, turns, side="right") - 1
+            source, index = np.empty(len(turns), np.int32), np.empty(len(turns), np.int64)
+            for number in range(int(first), int(last) + 1):
+                here = phase == number
+                source[here], index[here] = self._locate_in(number, turns[here])
+        if self.run_length > 1:
+            index = index * self.run_length + (positions - turns * self.run_length)
+        index += self.first[source]
+        return source, index
+
+    def _locate_in(self, phase: int, turns: NDArray[np.int64]) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+        source, index = self.phases[phase].pattern.locate(turns - self._starts[phase])
+        index += self._before[phase][source]
+        return source, index
+
+    def positions(self, source: int, index: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The inverse of `locate`, int64 [n]: where a source's samples come; -1: not in this epoch."""
+        index = np.asarray(index, np.int64)
+        out = np.empty(len(index), np.int64)
+        for at in range(0, len(index), _CHUNK):
+            out[at : at + _CHUNK] = self._positions(source, index[at : at + _CHUNK])
+        return out
+
+    def _positions(self, source: int, index: NDArray[np.int64]) -> NDArray[np.int64]:
+        index = index - self.first[source]
+        nth = index // self.run_length
+        phase = np.searchsorted(self._before[1:, source], nth, side="right")
+        out = np.full(len(index), _NEVER, np.int64)
+        for number in np.unique(phase[(index >= 0) & (phase < len(self.phases))]).tolist():
+            here = (phase == number) & (index >= 0)
+            turns = self.phases[number].pattern.turns(source, nth[here] - self._before[number, source])
+            out[here] = (turns + self._starts[number]) * self.run_length
+            out[here] += index[here] - nth[here] * self.run_length
+        out[out >= self.num_samples] = _NEVER
+        return out
+
+    def counts(self, position: int) -> NDArray[np.int64]:
+        """Samples of each source in the epoch's positions before this one, int64 [sources]."""
+        turn, rest = divmod(position, self.run_length)
+        phase = int(np.searchsorted(self._starts, turn, side="right")) - 1
+        pattern, within = self.phases[phase].pattern, turn - int(self._starts[phase])
+        counts: NDArray[np.int64] = (self._before[phase] + pattern.counts(within)) * self.run_length
+        if rest:
+            counts[pattern.locate(np.array([within]))[0]] += rest
+        return counts
+
+
+@dataclass(frozen=True)
+class MixtureSpec:
+    """Sizes, weights and rules: what decides a mixture. A value; see `weighted` and `repeated`."""
+
+    sizes: tuple[int, ...]
+    """Samples of each source, >= 1."""
+    steps: tuple[tuple[int, tuple[Fraction, ...]], ...]
+    """(samples since the training began, weights of sum 1 from there on), ascending from 0."""
+    _: KW_ONLY
+    stop: Stop | None = "first"
+    """When an epoch ends. "first": as soon as one source was seen once in it. "all": as soon as every source
+    was, smaller ones repeating; sources that a schedule ends before they were do not count. "never".
+    None: when each source gave `quota` samples."""
+    quota: tuple[int, ...] = ()
+    """Samples of each source in an epoch, where `stop` is None; multiples of `run_length`."""
+    run_length: int = 1
+    """Consecutive samples of one source. The global batch size makes every batch one of a single source."""
+
+    def __post_init__(self) -> None:
+        if not self.sizes or min(self.sizes) < 1:
+            raise ValueError(f"every source of a mixture must hold samples, got sizes {list(self.sizes)}")
+        if self.stop is not None and self.stop not in get_args(Stop):
+            raise ValueError(f"stop must be one of {', '.join(get_args(Stop))}, got {self.stop!r}")
+        if self.run_length < 1:
+            raise ValueError(f"run_length must be >= 1, got {self.run_length}")
+
+    @classmethod
+    def weighted(
+        cls,
+        sizes: Sequence[int],
+        weights: Sequence[Weight] | Mapping[int, Sequence[Weight]],
+        *,
+        stop: Stop = "first",
+        run_length: int = 1,
+    ) -> MixtureSpec:
+        """A mixture by weights, or by a schedule: {samples since the training began: weights from there on}.
+
+        Raises `ValueError` for weights that do not fit the sources, or a schedule that does not begin at 0.
+        """
+        schedule = weights if isinstance(weights, Mapping) else {0: weights}
+        if 0 not in schedule or min(schedule) < 0:
+            raise ValueError(f"a schedule must begin at step 0, got steps {sorted(schedule)}")
+        for given in schedule.values():
+            if len(given) != len(sizes):
+                raise ValueError(f"there are {len(sizes)} sources, but weights {list(given)}")
+        steps = tuple((step, exact_weights(schedule[step])) for step in sorted(schedule))
+        return cls(tuple(sizes), steps, stop=stop, run_length=run_length)
+
+    @classmethod
+    def repeated(cls, sizes: Sequence[int], repeats: Sequence[Weight], *, run_length: int = 1) -> MixtureSpec:
+        """Every source exactly `repeats` times an epoch: 2 is twice, 0.5 half of it, then the other half.
+
+        A source gives repeats * size samples, rounded to whole ones, or up to whole turns. Raises
+        `ValueError` for repeats that are negative or do not fit the sources.
+        """
+        if len(repeats) != len(sizes):
+            raise ValueError(f"there are {len(sizes)} sources, but repeats {list(repeats)}")
+        samples = [round(n * size) for n, size in zip(exact_numbers(repeats), sizes, strict=True)]
+        if not any(samples):
+            raise ValueError(
+                f"repeats {list(repeats)} of sources with {list(sizes)} samples leave no samples"
+            )
+        quota = tuple(-(-count // run_length) * run_length for count in samples)
+        steps = ((0, exact_weights(quota)),)
+        return cls(tuple(sizes), steps, stop=None, quota=quota, run_length=run_length)
+
+    def epoch(self, epoch: int) -> Interleaving:
+        """One epoch. O(epochs before the last step of the schedule), and a table for each phase."""
+        if epoch < 0 or (epoch and self.stop == "never"):
+            raise ValueError(f"there is no epoch {epoch} of a mixture with stop={self.stop!r}")
+        at, first = 0, np.zeros(len(self.sizes), np.int64)
+        last_step = self.steps[-1][0]
+        for number in range(epoch):
+            length, counts = self._steady if at >= last_step else self._lengths(at)
+            if at >= last_step:
+                return self._interleaving(at + (epoch - number) * length, first + (epoch - number) * counts)
+            at, first = at + length, first + counts
+        return self._interleaving(at, first)
+
+    @property
+    def digest(self) -> str:
+        """16 hex digits over everything that decides which sample comes when."""
+        weights = [(step, [str(w) for w in weights]) for step, weights in self.steps]
+        facts = (self.sizes, weights, self.stop, self.quota, self.run_length, MAX_PERIOD)
+        return hashlib.blake2b(repr(facts).encode(), digest_size=8).hexdigest()
+
+    @cached_property
+    def _steady(self) -> tuple[int, NDArray[np.int64]]:
+        return self._lengths(self.steps[-1][0])
+
+    def _lengths(self, at: int) -> tuple[int, NDArray[np.int64]]:
+        """Samples of the epoch that begins here, and of each source in it."""
+        epoch = self._interleaving(at, np.zeros(len(self.sizes), np.int64))
+        return epoch.num_samples, epoch.counts(epoch.num_samples)
+
+    def _interleaving(self, at: int, first: NDArray[np.int64]) -> Interleaving:
+        if self.stop is None:
+            turns = tuple(count // self.run_length for count in self.quota)
+            phases = [Phase(0, quota_pattern(turns))]
+            return Interleaving(phases, sum(self.quota), self.run_length, first)
+        phases = self._phases(at)
+        endless = Interleaving(phases, ENDLESS, self.run_length, np.zeros_like(first))
+        return Interleaving(phases, self._length(endless), self.run_length, first)
+
+    def _phases(self, at: int) -> list[Phase]:
+        """The phases of an epoch that begins at this sample of the training; none is empty."""
+        current = max(i for i, (step, _) in enumerate(self.steps) if step <= at)
+        starts = [0] + [-(-(step - at) // self.run_length) for step, _ in self.steps[current + 1 :]]
+        patterns = [fair_pattern(integer_shares(weights)) for _, weights in self.steps[current:]]
+        after = [*starts[1:], ENDLESS]
+        return [Phase(s, p) for s, p, end in zip(starts, patterns, after, strict=True) if s < end]
+
+    def _length(self, endless: Interleaving) -> int:
+        if self.stop == "never":
+            return ENDLESS
+        lasts = [endless.positions(i, np.array([size - 1])) for i, size in enumerate(self.sizes)]
+        ends = [int(last[0]) + 1 for last in lasts if last[0] != _NEVER]
+        return min(ends) if self.stop == "first" else max(ends)
+
+
+__all__ = ["ENDLESS", "Interleaving", "MixtureSpec", "Phase", "Stop"]

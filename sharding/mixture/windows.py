@@ -1,0 +1,237 @@
+"""A mixture as windows and a plan: what the stream stages, and what each rank takes of it.
+
+Each source keeps its own order for each of its epochs (seeded by the source's number), with its own windows
+and lanes. A window of the mixture is one window of one source in one source epoch; they are numbered
+`(source epoch * sources + source) * most windows of a source + window`. The positions of a window are
+scattered over the epoch: several windows, one a source or two, are open at any time.
+
+A batch lists its positions by their sample's lane in its own source, as the plan of a single source does; so
+the ranks' parts, one after the other, are one list in every world, and ranks that divide the lanes read
+different blocks of every source. Since turns of the sources do not divide evenly among lanes, a boundary
+between ranks lies up to a few samples inside a lane, whose blocks then two ranks read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sharding.mixture.interleaving import Interleaving
+from sharding.order.order import Order, Shuffle, mix_key, windows_touched
+from sharding.order.windows import most_windows
+from sharding.plan.plan import EpochPlan, Windows
+
+_KEPT_ORDERS = 2
+"""Orders kept a source: the source epoch that ends and the one that begins."""
+_CHUNK = 1 << 15  # positions located at a time, so that the temporaries stay in the L2 cache
+_KEPT_OFFSETS = 1 << 21
+"""Samples of this rank whose places in their batches are kept: 8 MiB."""
+_MIXTURE = 0x6D6978  # "mix", apart from the purposes of `sharding.order.order`
+
+
+def source_seed(seed: int, source: int) -> int:
+    """The seed of one source's orders: its number counts, so adding a source changes no other's order."""
+    return mix_key(seed, _MIXTURE, source)
+
+
+class MixtureWindows:
+    """Windows and samples of one epoch of a mixture. Thread-safe.
+
+    Args:
+        interleaving: the epoch.
+        epoch: its number.
+        shuffle: of all sources, with nothing left open.
+        sizes: samples of each source.
+        num_blocks: blocks with samples of each source.
+        orders: makes the order of (source, source epoch); called when one is first needed.
+
+    Raises `ValueError` for a full shuffle, which has no windows.
+    """
+
+    def __init__(
+        self,
+        interleaving: Interleaving,
+        epoch: int,
+        shuffle: Shuffle,
+        sizes: Sequence[int],
+        num_blocks: Sequence[int],
+        orders: Callable[[int, int], Order],
+    ) -> None:
+        if shuffle.kind == "full" or shuffle.window_blocks is None:
+            raise ValueError('a mixture needs windows: use another shuffle than "full"')
+        self.interleaving, self.num_samples = interleaving, interleaving.num_samples
+        self.epoch, self.shuffle, self.num_lanes = epoch, shuffle, shuffle.num_lanes
+        self._sizes = np.array(sizes, np.int64)
+        self._stride = max(most_windows(n, shuffle.window_blocks, self.num_lanes) for n in num_blocks)
+        self.order_of = lru_cache(_KEPT_ORDERS * len(self._sizes))(orders)
+        """(source, source epoch) -> its order."""
+        last = interleaving.first + interleaving.counts(interleaving.num_samples)
+        self.num_windows = (int((last // self._sizes).max()) + 1) * len(self._sizes) * self._stride
+        """Window numbers lie below; not every one is a window."""
+
+    def locate(self, positions: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Window and slot of each position, two int64 [n]. `IndexError` outside [0, num_samples)."""
+        window, slot = np.empty(len(positions), np.int64), np.empty(len(positions), np.int64)
+        for at in range(0, len(positions), _CHUNK):
+            part = slice(at, at + _CHUNK)
+            window[part], slot[part] = self._locate(positions[part])
+        return window, slot
+
+    def _locate(self, positions: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        source, epoch, index = self._find(positions)
+        window, slot = np.empty(len(source), np.int64), np.empty(len(source), np.int64)
+        for key, at in windows_touched(epoch * len(self._sizes) + source):
+            turn, number = divmod(key, len(self._sizes))
+            window[at], slot[at] = self.order_of(number, turn).locate(index[at])
+            window[at] += key * self._stride
+        return window, slot
+
+    def _find(
+        self, positions: NDArray[np.int64]
+    ) -> tuple[NDArray[np.int32], NDArray[np.int64], NDArray[np.int64]]:
+        """Source, source epoch and position in it of each position."""
+        source, index = self.interleaving.locate(positions)
+        size = self._sizes[source]
+        epoch = index // size
+        return source, epoch, index - epoch * size
+
+    def lanes(self, positions: NDArray[np.int64]) -> NDArray[np.uint16]:
+        """The lane of each position's sample in its source, uint16 [n]."""
+        lanes = np.empty(len(positions), np.uint16)
+        for at in range(0, len(positions), _CHUNK):
+            lanes[at : at + _CHUNK] = self._find(positions[at : at + _CHUNK])[2] % self.num_lanes
+        return lanes
+
+    def source_of(self, window: int) -> tuple[int, int, int]:
+        """(source, source epoch, window of that source's order)."""
+        key, own = divmod(window, self._stride)
+        epoch, source = divmod(key, len(self._sizes))
+        return source, epoch, own
+
+    def num_slots(self, window: int) -> int:
+        """Samples of a window, of which some may come in the epoch before or after this one."""
+        order, own = self._own_order(window)
+        return order.num_slots(own)
+
+    def window_positions(self, window: int) -> NDArray[np.int64]:
+        """The inverse of `locate`, int64 [slots]: where each slot comes; -1: not in this epoch."""
+        source, epoch, own = self.source_of(window)
+        index = self.order_of(source, epoch).window_positions(own)
+        index += epoch * self._sizes[source]
+        return self.interleaving.positions(source, index)
+
+    def window_span(self, window: int) -> tuple[int, int]:
+        """First position of a window in this epoch, and the one after its last; other windows lie between."""
+        positions = self.window_positions(window)
+        positions = positions[positions >= 0]
+        return (int(positions.min()), int(positions.max()) + 1) if len(positions) else (0, 0)
+
+    def window_blocks(self, window: int) -> NDArray[np.int64]:
+        """Blocks of a window in read order, int64 [b]: rows of its source's block table."""
+        order, own = self._own_order(window)
+        return order.window_blocks(own)
+
+    def window_samples(
+        self, window: int, slots: NDArray[np.int64] | None = None
+    ) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+        """Block ordinal int32 [k] and row in the block int64 [k] of each slot, or of those given."""
+        order, own = self._own_order(window)
+        return order.window_samples(own, slots)
+
+    def _own_order(self, window: int) -> tuple[Order, int]:
+        source, epoch, own = self.source_of(window)
+        return self.order_of(source, epoch), own
+
+
+@dataclass(frozen=True, eq=False)
+class MixturePlan(EpochPlan):
+    """One rank's batches of one epoch of a mixture: `EpochPlan`'s arithmetic, with the lanes of the sources.
+
+    Costs O(global batch) a batch, some 25 ns a sample of all ranks for `positions` and 80 for `own_slots`:
+    which samples are this rank's depends on what the others get.
+    """
+
+    order: MixtureWindows  # type: ignore[assignment]  # the plan asks it what it asks an `Order`
+    _kept: dict[int, NDArray[np.int32]] = field(default_factory=dict, init=False, repr=False)
+
+    def own_slots(self, window: int, windows: Windows | None = None) -> NDArray[np.int64] | None:
+        """The slots of a window that this rank's batches take, ascending, int64 [j]; None for all.
+
+        Padding is left out. `windows` is the order.
+        """
+        taken = self._takes(self.order.window_positions(window))
+        return None if taken.all() else np.flatnonzero(taken)
+
+    def _takes(self, positions: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Whether the rank's batches take each position, bool [n]; -1 never is."""
+        batch, offset = np.divmod(positions - self.start, self.global_batch_size)
+        taken = (positions >= self.start) & (batch < self._num_full)
+        if self.world_size > 1:
+            at = np.flatnonzero(taken)
+            numbers, which = np.unique(batch[at], return_inverse=True)
+            taken[at] = self._is_own(numbers, which, offset[at])
+        if self._last_share[1]:
+            last = self._last_batch
+            taken |= np.isin(positions, last[last < self.order.num_samples])
+        return taken
+
+    def _is_own(
+        self, batches: NDArray[np.int64], which: NDArray[np.int64], offset: NDArray[np.int64]
+    ) -> NDArray[np.bool_]:
+        """Whether the sample at each offset of the batch `batches[which]` is this rank's, bool [n]."""
+        own = np.zeros(len(which), bool)
+        parts = batches // self._part
+        for part in np.unique(parts).tolist():
+            shares = self._own_offsets(part)
+            mask = np.zeros((len(shares), self.global_batch_size), bool)
+            np.put_along_axis(mask, shares, True, axis=1)
+            here = np.flatnonzero(parts[which] == part)
+            own[here] = mask[batches[which[here]] - part * self._part, offset[here]]
+        return own
+
+    def _full_batches(self, first_batch: int, last_batch: int) -> NDArray[np.int64]:
+        """Positions of this rank in complete global batches, one after the other."""
+        if first_batch >= last_batch:
+            return np.empty(0, np.int64)
+        first, last = first_batch // self._part, (last_batch - 1) // self._part
+        shares = np.concatenate([self._own_offsets(part) for part in range(first, last + 1)])
+        shares = shares[first_batch - first * self._part :][: last_batch - first_batch]
+        begin = self.start + np.arange(first_batch, last_batch) * self.global_batch_size
+        return np.asarray(begin[:, None] + shares).reshape(-1)
+
+    @property
+    def _part(self) -> int:
+        """Batches whose shares are worked out together."""
+        return max(1, _CHUNK // self.global_batch_size)
+
+    def _own_offsets(self, part: int) -> NDArray[np.int32]:
+        """Offsets of this rank's samples in each complete batch of a part, [batches, batch_size].
+
+        The windows of all sources ask for the same batches, so the last ones are kept.
+        """
+        known = self._kept.get(part)
+        if known is None:
+            numbers = np.arange(part * self._part, min((part + 1) * self._part, self._num_full))
+            begin = self.start + numbers * self.global_batch_size
+            first, count = self.rank * self.batch_size, self.batch_size
+            known = self._shares(begin, self.global_batch_size, first, count).astype(np.int32)
+            self._kept[part] = known
+            most = max(8, _KEPT_OFFSETS // known.size)
+            for old in list(self._kept)[:-most]:
+                self._kept.pop(old, None)
+        return known
+
+    def _shares(self, begin: NDArray[np.int64], size: int, first: int, count: int) -> NDArray[np.int64]:
+        """Offsets in batches of `size` that begin at these positions: `count` from the `first` by lane."""
+        if self.order.num_lanes == 1:
+            return np.broadcast_to(np.arange(first, first + count), (len(begin), count))
+        positions = (begin[:, None] + np.arange(size)).reshape(-1) % self.order.num_samples  # padding wraps
+        lanes = self.order.lanes(positions).reshape(len(begin), size)
+        return np.argsort(lanes, axis=1, kind="stable")[:, first : first + count]
+
+
+__all__ = ["MixturePlan", "MixtureWindows", "source_seed"]

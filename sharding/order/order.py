@@ -1,0 +1,313 @@
+"""Order is arithmetic: `(seed, epoch, position) -> sample`, with no random-number state.
+
+An epoch puts the non-empty blocks in a keyed *spread order*, in which any run of blocks takes from all parts
+of the dataset, and deals them to lanes (`sharding.order.lanes`): position p is sample `p // L` of lane `p %
+L`. Each lane is cut into *windows* of consecutive blocks, and samples are mixed inside their lane's window.
+
+Window w of all lanes is one unit of staging. Lanes advance together, so each takes into window w the blocks
+whose middle lies in the same stretch of positions; where block sizes differ, windows of different lanes
+begin up to half a block apart, and around there two windows are in use at the same time. The first windows
+of an epoch are small (8, 16, 32 ... blocks), so that the first batch waits for few reads; the price is that
+the samples of these few blocks mix among fewer others.
+An `Order` holds O(blocks) memory and never changes: use it from any number of threads.
+"""
+
+from __future__ import annotations
+
+from typing import cast
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from sharding.order.keyed import (
+    BLOCK_ORDER,
+    FULL_ORDER,
+    LANE_ORDER,
+    WINDOW_ORDER,
+    feistel,
+    keyed_order,
+    mix_key,
+    mix_runs,
+    splitmix64,
+    spread_order,
+    uniform,
+)
+from sharding.order.lanes import Lanes, cut_lanes, deal_evenly, deal_with_exchange
+from sharding.order.shuffle import DEFAULT_WINDOW_BLOCKS, Kind, Shuffle
+from sharding.order.windows import FIRST_WINDOW_BLOCKS, cut_windows, windows_touched
+
+_SAMPLES_AT_ONCE = 1 << 21
+"""Samples tabulated together: 16 MiB."""
+
+
+class Order:
+    """The order of the samples in one epoch. Positions count from 0 to `num_samples`.
+
+    Every sample is in one slot of one window. A block is in one window and one lane, but for at most
+    `num_lanes` - 1 blocks that were cut to make the lanes equal: parts of these may be in several windows.
+    Blocks without samples are in no window.
+
+    Args:
+        num_samples_per_block: [blocks] integers >= 0, the block table's column.
+        shuffle: how to mix.
+        seed: any 64-bit integer.
+        epoch: >= 0.
+        window_blocks: used where `shuffle.window_blocks` is None.
+
+    Raises `ValueError` for arguments that break these rules.
+    """
+
+    def __init__(
+        self,
+        num_samples_per_block: ArrayLike,
+        shuffle: Shuffle,
+        *,
+        seed: int,
+        epoch: int,
+        window_blocks: int = DEFAULT_WINDOW_BLOCKS,
+    ) -> None:
+        counts = _checked_counts(num_samples_per_block)
+        if epoch < 0:
+            raise ValueError(f"epoch must be >= 0, got {epoch}")
+        self.seed, self.epoch = seed, epoch
+        self.shuffle = shuffle.resolved(window_blocks)
+        """The shuffle with nothing left open: what a resume must use to get the same order."""
+        self.num_lanes = self.shuffle.num_lanes
+        self.num_samples = int(counts.sum())
+        self._key = mix_key(seed, epoch, FULL_ORDER)
+        self._first_sample = np.cumsum(counts) - counts
+        blocks = self._block_order(np.flatnonzero(counts))
+        sizes = counts[blocks]
+        self.table = cut_windows(
+            self._lanes(blocks, sizes), blocks, sizes, self.shuffle.window_blocks or DEFAULT_WINDOW_BLOCKS
+        )
+        """Where its windows lie; of a "full" order, none."""
+        self.num_windows = self.table.num_windows
+
+    def _block_order(self, blocks: NDArray[np.int64]) -> NDArray[np.int64]:
+        if self.shuffle.kind == "none":
+            return blocks
+        if self.shuffle.kind == "full":  # block order has no meaning here
+            return blocks[:0]
+        order = spread_order(len(blocks), mix_key(self.seed, self.epoch, BLOCK_ORDER))
+        if self.num_lanes > 1:  # else each lane would get one contiguous part of equal blocks
+            order = mix_runs(order, self.num_lanes, mix_key(self.seed, self.epoch, LANE_ORDER))
+        return blocks[order]
+
+    def _lanes(self, blocks: NDArray[np.int64], sizes: NDArray[np.int64]) -> Lanes:
+        num_lanes, share = self.num_lanes, self.shuffle.exchange
+        if share == 1:
+            lane = deal_evenly(sizes, num_lanes)
+            # Their numbers mean nothing, and rotating them makes all lanes equally likely for a sample.
+            rotation = mix_key(self.seed, self.epoch, BLOCK_ORDER, num_lanes) % num_lanes
+            return cut_lanes(sizes, lane, num_lanes, 0 if self.shuffle.kind == "none" else rotation)
+        in_file_order = np.argsort(blocks)
+        lane = np.empty(len(blocks), np.uint16)
+        lane[in_file_order] = deal_with_exchange(
+            sizes[in_file_order], num_lanes, share, seed=self.seed, epoch=self.epoch
+        )
+        return cut_lanes(sizes, lane, num_lanes)
+
+    def locate(self, positions: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """The window of each position and the slot in it that holds its sample, both int64 [n].
+
+        Windows need not ascend with positions. Raises `IndexError` for a position that is not in
+        [0, num_samples), `ValueError` under "full", which has no windows.
+        """
+        if self.shuffle.kind == "full":
+            raise ValueError("a full shuffle has no windows: use samples(positions)")
+        self._check_positions(positions)
+        return self.table.locate(positions)
+
+    def num_slots(self, window: int) -> int:
+        """Samples in the window."""
+        return int(self.table.num_slots[self._checked(window)])
+
+    def window_span(self, window: int) -> tuple[int, int]:
+        """First position of the window, and the one after its last; some in between may be other windows'."""
+        table, cells = self.table, self.table.cells(self._checked(window))
+        begin, end = table.cell_start[cells], table.cell_start[cells + 1]
+        lane = np.flatnonzero(end > begin)
+        first, last = (at[lane] - table.lane_bounds[lane] for at in (begin, end - 1))
+        num = self.num_lanes
+        return int((first * num + lane).min()), int((last * num + lane).max()) + 1
+
+    def window_positions(self, window: int) -> NDArray[np.int64]:
+        """The inverse of `locate`: the position of each slot, int64 [num_slots]."""
+        table, cells = self.table, self.table.cells(self._checked(window))
+        begin, lane = table.cell_start[cells], np.arange(self.num_lanes)
+        size = table.cell_start[cells + 1] - begin
+        first = (begin - table.lane_bounds[lane] - table.cell_slot[cells]) * self.num_lanes + lane
+        positions = np.arange(int(size.sum())) * self.num_lanes
+        positions += np.repeat(first, size)
+        return positions
+
+    def window_blocks(self, window: int) -> NDArray[np.int64]:
+        """Numbers of the window's blocks (rows of the block table) in read order, int64 [b], read-only."""
+        self._checked(window)
+        start = self.table.read_start
+        return self.table.read_block[start[window] : start[window + 1]]
+
+    def window_samples(
+        self, window: int, slots: NDArray[np.int64] | None = None
+    ) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+        """Where the window's samples lie, slot by slot.
+
+        Args:
+            window: in [0, num_windows).
+            slots: int64 [k], the slots asked for; None for all. Lanes before the first and after the last
+                of them cost nothing.
+
+        Returns:
+            block_ordinal int32 [k]: index into `window_blocks(window)`; row int64 [k]: sample of that block.
+        """
+        table, cells = self.table, self.table.cells(self._checked(window))
+        if slots is None:
+            return self._mixed(window, cells)
+        if not len(slots):
+            return np.empty(0, np.int32), np.empty(0, np.int64)
+        ends = np.searchsorted(table.cell_slot[cells], [slots.min(), slots.max()], side="right")
+        cells = cells[ends[0] - 1 : ends[1]]
+        ordinal, row = self._mixed(window, cells)
+        slots = slots - table.cell_slot[cells[0]]
+        return ordinal[slots], row[slots]
+
+    def whole_window(
+        self, window: int, num_samples: NDArray[np.int64], out: NDArray[np.int64]
+    ) -> NDArray[np.int64]:
+        """A window for whoever stages all of its blocks, side by side in an order that makes this cheap.
+
+        Args:
+            window: in [0, num_windows).
+            num_samples: int64 [blocks], the block table's column.
+            out: int64 [num_slots(window)]; gets the row of each slot's sample, counting the samples of all
+                blocks through.
+
+        Returns the blocks, int64 [b], as `window_blocks` in another order.
+        """
+        cells = self.table.cells(self._checked(window))
+        blocks, rows = self.table.rows_of(cells, num_samples)
+        if self.shuffle.kind != "window":
+            out[:] = np.arange(len(out)) if rows is None else rows
+            return blocks
+        self._mixing(window, cells, out)
+        if rows is not None:
+            np.take(rows, out.copy(), out=out)
+        return blocks
+
+    def slots_at(self, window: int, lane: NDArray[np.int64], depth: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Slots of samples of a window, told by lane and place in the lane, int64 [n]."""
+        table, cell = self.table, lane * self.num_windows + window
+        return depth + table.lane_bounds[lane] + table.slot_of_place[cell]
+
+    def window_core(self, window: int) -> tuple[int, int]:
+        """The longest range of positions [first, end) that all lie in the window; none where end <= first."""
+        table, cells = self.table, self.table.cells(self._checked(window))
+        lane, num = np.arange(self.num_lanes), self.num_lanes
+        first, end = (table.cell_start[at] - table.lane_bounds[:-1] for at in (cells, cells + 1))
+        return int(((first - 1) * num + lane).max()) + 1, int((end * num + lane).min())
+
+    def _mixed(self, window: int, cells: NDArray[np.int64]) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+        """Block ordinal and row of all samples of some cells of a window, in their order."""
+        ordinal, row = self.table.samples_of(cells)
+        if self.shuffle.kind != "window":
+            return ordinal, row
+        order = np.empty(len(row), np.int64)
+        self._mixing(window, cells, order)
+        return ordinal[order], row[order]
+
+    def _mixing(self, window: int, cells: NDArray[np.int64], out: NDArray[np.int64]) -> None:
+        """Keyed orders of the cells' samples, side by side."""
+        sizes = self.table.cell_start[cells + 1] - self.table.cell_start[cells]
+        first = 0
+        for cell, size in zip(cells.tolist(), sizes.tolist(), strict=True):
+            key = mix_key(self.seed, self.epoch, WINDOW_ORDER, cell // self.num_windows, window)
+            order = keyed_order(size, key, out[first : first + size])
+            order += first
+            first += size
+
+    def samples(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Sample numbers in the dataset at the positions, int64 [n]; positions may come in any order.
+
+        Costs the arithmetic of each lane's window touched under "window", O(n log blocks) under "blocks".
+        Raises `IndexError` for a position that is not in [0, num_samples).
+        """
+        self._check_positions(positions)
+        table, kind = self.table, self.shuffle.kind
+        if kind == "full":
+            return feistel(positions.astype(np.uint64), self.num_samples, self._key).view(np.int64)
+        if kind != "window":
+            place = table.place(positions)
+            piece = np.searchsorted(table.piece_start, place, side="right") - 1
+            place += table.piece_row[piece] - table.piece_start[piece]
+            return place + self._first_sample[table.piece_block[piece]]
+        cells, places = table.find(positions)
+        out = np.empty(len(positions), np.int64)
+        for first, last in self._in_groups(cells):
+            found = (cells >= first) & (cells < last)
+            at = slice(None) if found.all() else np.flatnonzero(found)
+            out[at] = self._sample_numbers(cells[at], places[at], first, last)
+        return out
+
+    def _in_groups(self, cells: NDArray[np.int64]) -> list[tuple[int, int]]:
+        """Ranges of cells [first, last) that cover those touched, each small enough to tabulate."""
+        touched = _which(cells, 0, len(self.table.cell_slot))
+        size = self.table.cell_start[touched + 1] - self.table.cell_start[touched]
+        ends = np.flatnonzero(np.diff(np.cumsum(size) // _SAMPLES_AT_ONCE)) + 1
+        return [(int(part[0]), int(part[-1]) + 1) for part in np.split(touched, ends) if len(part)]
+
+    def _sample_numbers(
+        self, cells: NDArray[np.int64], places: NDArray[np.int64], first: int, last: int
+    ) -> NDArray[np.int64]:
+        """Sample numbers at places in cells of [first, last), by a table of all samples of those touched."""
+        shift, size, tables = np.zeros(last - first, np.int64), 0, []
+        for cell in _which(cells, first, last):
+            window = int(cell) % self.num_windows
+            ordinal, row = self._mixed(window, cell[None])
+            row += self._first_sample[self.window_blocks(window)][ordinal]
+            shift[cell - first] = size - self.table.cell_start[cell]
+            size += len(row)
+            tables.append(row)
+        return cast(NDArray[np.int64], np.concatenate(tables)[shift[cells - first] + places])
+
+    def _checked(self, window: int) -> int:
+        if not 0 <= window < self.num_windows:
+            raise IndexError(f"window must be in [0, {self.num_windows}), got {window}")
+        return window
+
+    def _check_positions(self, positions: NDArray[np.int64]) -> None:
+        if positions.size and not 0 <= int(positions.min()) <= int(positions.max()) < self.num_samples:
+            raise IndexError(
+                f"positions must be in [0, {self.num_samples}), got {positions.min()} to {positions.max()}"
+            )
+
+
+def _which(numbers: NDArray[np.int64], first: int, last: int) -> NDArray[np.int64]:
+    """The different numbers in [first, last) among some of them, ascending."""
+    seen = np.zeros(last - first, bool)
+    seen[numbers - first] = True
+    return np.flatnonzero(seen) + first
+
+
+def _checked_counts(num_samples_per_block: ArrayLike) -> NDArray[np.int64]:
+    counts = np.asarray(num_samples_per_block)
+    if counts.ndim != 1 or (counts.size and counts.dtype.kind not in "iu"):
+        raise ValueError(f"num_samples_per_block must be 1-D integers, got {counts.ndim}-D {counts.dtype}")
+    if counts.size and int(counts.min()) < 0:
+        raise ValueError(f"a block cannot hold {int(counts.min())} samples")
+    return counts.astype(np.int64)
+
+
+__all__ = [
+    "DEFAULT_WINDOW_BLOCKS",
+    "FIRST_WINDOW_BLOCKS",
+    "Kind",
+    "Order",
+    "Shuffle",
+    "feistel",
+    "keyed_order",
+    "mix_key",
+    "splitmix64",
+    "uniform",
+    "windows_touched",
+]

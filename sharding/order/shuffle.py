@@ -1,0 +1,109 @@
+"""How an epoch is mixed: the value a user gives, a loader fills in and a state keeps.
+
+Everything in a `Shuffle` is part of the order, and nothing in it may depend on the world: the number of
+lanes is a constant unless the user says otherwise, so that one machine and forty see the same batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Literal, cast, get_args
+
+Kind = Literal["window", "full", "blocks", "none"]
+
+DEFAULT_WINDOW_BLOCKS = 512
+"""Blocks mixed together where nobody says: trains like a full shuffle in published comparisons."""
+DEFAULT_CANONICAL_NODES = 8
+"""Lanes where nobody says: one block of each is what the first window of an epoch holds anyway, so a single
+machine pays nothing for them, and up to eight nodes (or ranks) read no block twice."""
+_MOST_LANES = 1 << 12
+
+
+@dataclass(frozen=True)
+class Shuffle:
+    """How an epoch is mixed. Raises `ValueError` for values that contradict each other."""
+
+    kind: Kind = "window"
+    """"window": blocks in keyed order, samples mixed inside windows of about `window_blocks` blocks.
+    "full": any sample anywhere, at one read per sample. "blocks": blocks in keyed order, the samples of a
+    block in file order. "none": everything in file order."""
+    window_blocks: int | None = None
+    """Blocks in a window of all lanes; None leaves it to the loader. More mixes better and holds more
+    memory. Under "blocks" and "none" with one lane it only groups reads; "full" has no windows."""
+    canonical_nodes: int | None = None
+    """Lanes: sequences of blocks that advance side by side, sample by sample, each for one node (or rank) to
+    read. A number of nodes that divides it reads every block once; see `sharding.plan.placement`. None: 8
+    under "window" (less where a window has fewer blocks), 1 under "blocks" and "none". With more than one,
+    "none" is file order within each lane."""
+    exchange: float = 1.0
+    """Share of the blocks that may change lane from one epoch to the next. 1: all are dealt anew. 0: a node
+    keeps its blocks, and its cache. The order inside a lane is new in every epoch."""
+
+    def __post_init__(self) -> None:
+        if self.kind not in get_args(Kind):
+            raise ValueError(f"shuffle kind must be one of {', '.join(get_args(Kind))}, got {self.kind!r}")
+        _check_count("window_blocks", self.window_blocks, (1 << 31) - 1)
+        _check_count("canonical_nodes", self.canonical_nodes, _MOST_LANES)
+        share = self.exchange
+        if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1:
+            raise ValueError(f"exchange must be a number in [0, 1], got {share!r}")
+        if self.kind == "full" and (self.window_blocks, self.canonical_nodes, share) != (None, None, 1):
+            raise ValueError("a full shuffle has no windows and no lanes: leave window_blocks, exchange out")
+        if self.kind == "none" and share != 1:
+            raise ValueError("file order deals the same blocks to the same lanes: leave exchange out")
+        if self.window_blocks is not None and self.window_blocks < (self.canonical_nodes or 1):
+            raise ValueError(
+                f"window_blocks must be >= canonical_nodes={self.canonical_nodes}, since a window holds a "
+                f"block of every lane, got {self.window_blocks}"
+            )
+
+    @property
+    def num_lanes(self) -> int:
+        """`canonical_nodes`, and 1 where there is none."""
+        return self.canonical_nodes or 1
+
+    @property
+    def is_file_order(self) -> bool:
+        """Whether positions are the samples' numbers; with lanes "none" is file order in each lane only."""
+        return self.kind == "none" and self.num_lanes == 1
+
+    def resolved(self, window_blocks: int = DEFAULT_WINDOW_BLOCKS) -> Shuffle:
+        """The same with nothing left open: what a state keeps, and a resume must use to get the same order.
+
+        Args:
+            window_blocks: used where the shuffle has none; raised to one block a lane.
+        """
+        if self.kind == "full":
+            return self
+        window = self.window_blocks or max(window_blocks, self.num_lanes)
+        lanes = self.canonical_nodes
+        if lanes is None:
+            # A power of two divides most batches, and the usual numbers of ranks divide it.
+            most = 1 << (window.bit_length() - 1)
+            lanes = min(DEFAULT_CANONICAL_NODES, most) if self.kind == "window" else 1
+        return replace(self, window_blocks=window, canonical_nodes=lanes)
+
+    def to_json(self) -> dict[str, object]:
+        """The value as JSON types."""
+        return {
+            "kind": self.kind,
+            "window_blocks": self.window_blocks,
+            "canonical_nodes": self.canonical_nodes,
+            "exchange": float(self.exchange),
+        }
+
+    @classmethod
+    def from_json(cls, value: object) -> Shuffle:
+        """The inverse of `to_json`. Raises `ValueError` saying what is wrong."""
+        names = {"kind", "window_blocks", "canonical_nodes", "exchange"}
+        if not isinstance(value, Mapping) or set(value) != names:
+            raise ValueError(f"a shuffle must be an object with {', '.join(sorted(names))}, got {value!r}")
+        return cls(
+            cast(Kind, value["kind"]), value["window_blocks"], value["canonical_nodes"], value["exchange"]
+        )
+
+
+def _check_count(name: str, value: object, most: int) -> None:
+    if value is not None and (type(value) is not int or not 1 <= value <= most):
+        raise ValueError(f"{name} must be an integer in [1, {most}], got {value!r}")

@@ -1,0 +1,210 @@
+"""Which node reads what: the seats of ranks, reads by more than one node, and hot spots.
+
+`EpochPlan` gives runs of lanes to runs of ranks. So ranks are seated rack by rack, node by node and NUMA
+node by NUMA node, and lanes with neighbouring numbers are read near each other. Blocks that change lane
+(`Shuffle(exchange=...)`) mostly go to a neighbouring lane: to the same node first, then to the same rack.
+
+With n nodes, L lanes and B blocks, each of the n - 1 boundaries between nodes falls between two lanes, which
+costs nothing, or inside a lane, whose blocks two nodes then read. And at most L - 1 blocks are cut between
+lanes. So there are at most `(n - 1) * (B / L + 1) + L - 1` reads more than blocks: 1 + (n - 1) / L reads a
+block. If n divides L and the lanes divide blocks of one size, there is exactly one. All this if L divides
+the global batch G; if not, boundaries wander between two lanes and cost twice that (more if G < L * L).
+`reads_by_node` counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import lcm
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from sharding.order.order import Order
+from sharding.topology.topology import Topology
+
+
+def seats(places: Sequence[tuple[object, ...]]) -> list[int]:
+    """The seat of each rank, for `EpochPlan(rank=...)`: ranks in the order of their places, then of rank.
+
+    Args:
+        places: one a rank, from far to near, such as (rack, node) or (rack, node, numa). Racks, and nodes in
+            them, are listed as they first appear. Nodes may have different numbers of ranks.
+
+    Raises `ValueError` if places have different lengths.
+    """
+    if len({len(place) for place in places}) > 1:
+        raise ValueError("all ranks need the same facts, such as (rack, node); leave out what some lack")
+    first: dict[tuple[object, ...], int] = {}
+    for rank, place in enumerate(places):
+        for depth in range(1, len(place) + 1):
+            first.setdefault(place[:depth], rank)
+
+    def key(rank: int) -> tuple[int, ...]:
+        place = places[rank]
+        return (*(first[place[:depth]] for depth in range(1, len(place) + 1)), rank)
+
+    out = [0] * len(places)
+    for seat, rank in enumerate(sorted(range(len(places)), key=key)):
+        out[rank] = seat
+    return out
+
+
+def seat_of(topology: Topology) -> int:
+    """The seat of a process: by rack, node and NUMA node as far as all ranks know them, else its data rank.
+
+    Ranks of a replica group share a seat. All ranks must know the same facts, or all must lack them.
+    """
+    nodes, of_rank = topology.nodes_of_data_ranks, topology.data_ranks
+    if nodes is None or of_rank is None:
+        return topology.data_rank
+    racks = topology.racks or ("",) * topology.num_nodes
+    numa = topology.numa_nodes_of_ranks
+    if numa is None or None in numa:  # ranks that are bound to no NUMA node are equally near to all
+        numa = (0,) * topology.world_size
+    first = [of_rank.index(data_rank) for data_rank in range(topology.data_world_size)]
+    places = [(racks[group[0]], group[0], numa[rank]) for group, rank in zip(nodes, first, strict=True)]
+    return seats(places)[topology.data_rank]
+
+
+def reads_by_node(
+    order: Order, nodes: Sequence[int], batch_size: int, *, start: int = 0, cost: ArrayLike | None = None
+) -> NDArray[np.int64]:
+    """What each node reads in an epoch: blocks it takes samples of, each once; int64 [nodes].
+
+    Their sum over the number of blocks (or over the sum of `cost`) is the read amplification: 1.0 if every
+    block is read by one node. Never too low, and exact but for two things: an incomplete last batch counts
+    as if it were complete, and under "window" a node that takes some samples of a lane's window counts as a
+    reader of all its blocks. O(blocks) for every node that shares a lane with another.
+
+    Args:
+        order: the epoch's; any kind but "full", which reads samples.
+        nodes: the node of each seat, [world_size], numbered from 0.
+        batch_size: samples of one rank in a batch.
+        start: position from which the epoch is read.
+        cost: [blocks] integers, such as bytes; 1 for each block when None.
+    """
+    if order.shuffle.kind == "full":
+        raise ValueError("a full shuffle reads samples, not blocks: nothing is shared by design")
+    owner = _owner_of_position(start, nodes, batch_size, order.num_lanes)
+    read: list[list[NDArray[np.int64]]] = [[] for _ in range(max(nodes) + 1)]
+    for lane in range(order.num_lanes):
+        blocks, begin, end, first = _pieces_from(order, lane, start)
+        of_depth = owner[(np.arange(len(owner) // order.num_lanes) + first) * order.num_lanes + lane - start]
+        for node in np.unique(of_depth).tolist():
+            before = _counter(of_depth == node)
+            read[node].append(blocks[before(end) > before(begin)])
+    each = [np.unique(np.concatenate(blocks)) if blocks else np.empty(0, np.int64) for blocks in read]
+    if cost is None:
+        return np.array([len(blocks) for blocks in each], np.int64)
+    return np.array([int(np.asarray(cost)[blocks].sum()) for blocks in each], np.int64)
+
+
+def read_amplification(
+    order: Order, batch_size: int, num_ranks: int, *, cost: ArrayLike | None = None
+) -> float:
+    """How often blocks are read in an epoch where each rank reads for itself; 1.0: no block by two ranks.
+
+    As `reads_by_node` with each rank a node, in O(blocks) for any number of ranks: those of a lane take turns
+    in it, so a block is read by as many as have their turns in it, at most by all. Blocks that are cut
+    between lanes count in both.
+
+    Args:
+        order: the epoch's; any kind but "full".
+        batch_size: samples of one rank in a batch.
+        num_ranks: ranks.
+        cost: [blocks] integers, such as bytes; 1 for each block when None.
+    """
+    if order.shuffle.kind == "full":
+        raise ValueError("a full shuffle reads samples, not blocks: nothing is shared by design")
+    lanes, read = order.num_lanes, 0.0
+    owner = _owner_of_position(0, range(num_ranks), batch_size, lanes).reshape(-1, lanes)
+    for lane in range(lanes):
+        blocks, begin, end, _ = _pieces_from(order, lane, 0)
+        of_depth = owner[:, lane]
+        turns = _counter(of_depth != np.roll(of_depth, 1))
+        readers = np.minimum(1 + turns(end) - turns(begin + 1), len(np.unique(of_depth)))
+        each = np.ones(len(blocks)) if cost is None else np.asarray(cost)[blocks]
+        read += float((readers * each).sum())
+    used = np.unique(order.table.piece_block)
+    whole = float(len(used) if cost is None else np.asarray(cost)[used].sum())
+    return read / whole if whole else 1.0
+
+
+def _owner_of_position(start: int, nodes: Sequence[int], batch_size: int, lanes: int) -> NDArray[np.int64]:
+    """The node that takes each position, counted from `start`, until the pattern repeats in every lane."""
+    group = batch_size * len(nodes)
+    owner = np.empty(lcm(group, lanes), np.int64)
+    of_place = np.repeat(np.asarray(nodes, np.int64), batch_size)
+    for begin in range(0, len(owner), group):
+        lane = ((start + begin + np.arange(group)) % lanes).astype(np.uint16)
+        owner[begin + np.argsort(lane, kind="stable")] = of_place
+    return owner
+
+
+def _pieces_from(
+    order: Order, lane: int, start: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], int]:
+    """Blocks of a lane, between which depths their samples are, and the first depth that is not done.
+
+    Depths count from that first one. Under "window" a block's samples may be anywhere in its window.
+    """
+    table = order.table
+    cells = table.num_windows * np.array([lane, lane + 1])
+    pieces = np.arange(*table.cell_piece[cells])
+    begin, end = table.piece_start[pieces], table.piece_start[pieces + 1]
+    if order.shuffle.kind == "window":
+        cell = np.searchsorted(table.cell_piece, pieces, side="right") - 1
+        begin, end = table.cell_start[cell], table.cell_start[cell + 1]
+    first = max(0, -(-(start - lane) // order.num_lanes))
+    done = table.lane_bounds[lane] + first
+    return table.piece_block[pieces], np.maximum(begin - done, 0), np.maximum(end - done, 0), first
+
+
+def _counter(mine: NDArray[np.bool_]) -> Callable[[NDArray[np.int64]], NDArray[np.int64]]:
+    """How many of the first n of a pattern that repeats are mine."""
+    before = np.concatenate(([0], np.cumsum(mine)))
+    return lambda n: n // len(mine) * before[-1] + before[n % len(mine)]
+
+
+@dataclass(frozen=True)
+class HotSpot:
+    """What is asked of one shard (folder, host) at the worst moment."""
+
+    label: int
+    """Which one."""
+    most: int
+    """Reads of it in the worst run."""
+    share: float
+    """Reads of it in a run on average. `most` far above it: one server works, others wait."""
+    ahead: int
+    """Reads in a run."""
+
+    @property
+    def ratio(self) -> float:
+        """`most` over the share, or over 1 where that is less. 1: nobody could do better."""
+        return self.most / max(1.0, self.share)
+
+
+def hot_spot(labels: ArrayLike, ahead: int) -> HotSpot:
+    """The label that is most above its share in any `ahead` consecutive reads.
+
+    Args:
+        labels: [reads] integers >= 0: the shard, folder or host of each read, in order of need, such as
+            `shard[order.table.read_block]` for the reads of all nodes together.
+        ahead: reads in flight or read ahead, such as a window's blocks; all of them if there are fewer.
+
+    O(reads log reads). Raises `ValueError` without reads, or for ahead < 1.
+    """
+    label = np.asarray(labels).astype(np.int64)
+    if not len(label) or ahead < 1:
+        raise ValueError(f"there must be reads, and ahead >= 1, got {len(label)} and {ahead}")
+    num_reads, run = len(label), min(len(label), ahead)
+    by_label = np.argsort(label, kind="stable")
+    label = label[by_label]
+    place = label * (num_reads + run) + by_label  # runs of different labels never touch
+    most = np.searchsorted(place, place + run) - np.arange(num_reads)
+    share = np.bincount(label)[label] * (run / num_reads)
+    worst = int(np.argmax(most - share))
+    return HotSpot(int(label[worst]), int(most[worst]), float(share[worst]), run)

@@ -1,0 +1,111 @@
+"""What must be neither shown nor kept: passwords and signatures in URLs.
+
+`without_secrets` takes them out of any text. What names a shard in catalogs, caches, states and errors is its
+URL without them (`identity_of`), so it stays the same when a signature is renewed; only what opens the shard
+has them, and lives in memory. All our errors pass through here; `hide_secrets` does the same to those of
+stores' clients, which stay as causes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from urllib.parse import unquote
+
+from sharding.urls import is_local
+
+_USER = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://([^\s/?#'\"]*)@")
+_UNQUOTED = re.compile(
+    r"(https?|ftps?|sftp|ssh|smb|webdavs?)://([^\s/?#'\":@]*):(?!\d*(?:[/?#]|$))[^\s'\"]*@", re.IGNORECASE
+)
+"""A password with signs that end the host's part of a URL."""
+_QUERY = re.compile(r"\?([^\s'\"<>]*?)(?=[)\],.;:]*(?:[\s'\"<>]|$))")
+_SECRET = re.compile(
+    r".*(token|signature|credentials?|password|passwd|pwd|secret|secretkey|accesskey|accountkey|apikey|jwt|hmac"
+    r"|accesskeyid|accessid|authorization|sessionid)"
+    r"|sig|sign|auth|hdnea|hdnts|hdntl|(xamz|xgoog|xoss|xcos|xobs|qsign|qkey|qheader|qurlparam|qak).*"
+)
+"""Names of parameters, in lower case and without signs, that are credentials or belong to a signature."""
+_BESIDE = re.compile(
+    "algorithm|e|exp|expires|expiry|hash|hashalgorithm|keypairid|md5|policy"
+    "|se|ses|si|sip|ske|skoid|sks|skt|sktid|skv|sp|spr|sr|srt|ss|st|sv"
+)
+"""What changes with a signature (CloudFront, Azure, nginx). Where there is none, it may name a file."""
+_PAIRS = ({"md5", "expires"}, {"st", "e"})
+"""A signature of nginx."""
+_KEY = re.compile(r"(?=.*\d)(?=.*[A-Za-z])[\w-]{16,}")
+"""A `key=` that names no object."""
+
+
+def identity_of(url: str) -> str:
+    """What names a shard wherever something is kept or shown."""
+    return url if is_local(url) else without_secrets(url)
+
+
+def without_secrets(text: str) -> str:
+    """Any text without the passwords and signatures of the URLs in it.
+
+    Of a query, what signs it is left out, and what names a file stays. Over HTTP a user name goes with the
+    password, as it may be a token.
+    """
+    if "@" in text:
+        text = _UNQUOTED.sub(_without_password, _USER.sub(_without_password, text))
+    return _QUERY.sub(_unsigned, text) if "?" in text else text
+
+
+def has_unquoted_password(url: str) -> bool:
+    """Whether a password has signs in it that no URL can have there, and that clients would show."""
+    return _UNQUOTED.search(_USER.sub(_without_password, url)) is not None
+
+
+def hide_secrets(error: BaseException) -> None:
+    """Take secrets out of what an error and its causes print.
+
+    In place: whether to try again depends on types and attributes.
+    """
+    for one in _with_causes(error):
+        text = without_secrets(str(one))
+        if text == str(one):
+            continue
+        one.args = tuple(without_secrets(arg) if isinstance(arg, str) else arg for arg in one.args)
+        if isinstance(one, OSError) and isinstance(one.filename, str):
+            one.filename = without_secrets(one.filename)
+        if str(one) != text:  # a class that makes its text of something else, such as aiohttp's
+            kind = type(one)
+            hidden = {"__str__": lambda _, text=text: text, "__module__": kind.__module__}
+            one.__class__ = type(kind.__name__, (kind,), hidden)
+
+
+def _with_causes(error: BaseException) -> Iterator[BaseException]:
+    """An error, and all that Python prints with it."""
+    left, seen = [error], set[int]()
+    while left:
+        one = left.pop()
+        if id(one) not in seen:
+            seen.add(id(one))
+            yield one
+            left += [other for other in (one.__cause__, one.__context__) if other is not None]
+
+
+def _without_password(found: re.Match[str]) -> str:
+    protocol, user = found[1], found[2].partition(":")[0]
+    return f"{protocol}://" if protocol.lower().startswith("http") else f"{protocol}://{user}@"
+
+
+def _unsigned(found: re.Match[str]) -> str:
+    parts = [(part, *_parameter(part)) for part in found[1].split("&")]
+    names = {name for _, name, _ in parts}
+    if not any(secret for *_, secret in parts) and not any(pair <= names for pair in _PAIRS):
+        return found[0]
+    kept = [part for part, name, secret in parts if not secret and not _BESIDE.fullmatch(name)]
+    return f"?{'&'.join(kept)}" if kept else ""
+
+
+def _parameter(text: str) -> tuple[str, bool]:
+    """The name of a parameter, in lower case and without signs; whether it is a secret."""
+    name, _, value = text.partition("=")
+    name = re.sub(r"[^a-z0-9]", "", unquote(name).lower())
+    return name, bool(_SECRET.fullmatch(name) or (name == "key" and _KEY.fullmatch(value)))
+
+
+__all__ = ["has_unquoted_password", "hide_secrets", "identity_of", "without_secrets"]

@@ -1,0 +1,362 @@
+"""Which of how many processes this is, on which machine, and what lies around it.
+
+A `Topology` is a frozen value, the same for the same arguments and environment. Ranks come from the launcher
+(`sharding.topology.launchers`), NUMA nodes and devices from sysfs (`sharding.topology.hardware`), the other
+ranks' places from what the ranks told each other (`sharding.topology.rank_facts`; the exchange itself is the
+dataflow package's).
+
+Nothing is guessed: a fact that nobody told is None, and `why_unknown` says why. Facts about all ranks
+(`hosts`, `nodes_of_ranks`, `racks`) are the same on every rank that has them, so that a plan made from them
+agrees without a word; those about this process alone (`node`, `numa_node`, ...) differ.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from itertools import islice
+from typing import Any
+
+from sharding.topology.hardware import read_hardware
+from sharding.topology.launchers import Env, Place, detect_place, slurm_switch
+from sharding.topology.replicas import Replicate, checked_replicate, data_place, data_ranks
+
+Racks = Mapping[str, str] | Callable[[str], str | None]
+"""Rack of a host: a mapping (looked up by full name, then by the part before the first dot) or a function."""
+
+_NO_NAMES = ("", "localhost", "localhost.localdomain")
+_OF_ALL_RANKS = ("hosts", "racks", "nodes_of_ranks", "numa_nodes_of_ranks")
+_NOT_GATHERED = (
+    "the ranks did not exchange it; with torch.distributed initialised, "
+    "dataflow.topology_exchange.detect_topology() does"
+)
+
+
+@dataclass(frozen=True)
+class Topology:
+    """One process among `world_size`. Raises `ValueError` for places outside their worlds."""
+
+    rank: int = 0
+    """This process, in [0, world_size)."""
+    world_size: int = 1
+    """Processes of the job; they share the dataset."""
+    local_rank: int = 0
+    """This process on its node, in [0, local_world_size)."""
+    local_world_size: int = 1
+    """Processes on this node: those that share its memory, disk and network."""
+    node: int = 0
+    """This node, in [0, num_nodes)."""
+    num_nodes: int = 1
+    source: str = "given"
+    """Where it was learned, for logs and error messages."""
+    replicate: Replicate = 1
+    """Which ranks get the same batches (see `sharding.topology.replicas`); 1: no two."""
+    host: str | None = None
+    """Host name of this node."""
+    rack: str | None = None
+    """Rack (or switch, or block of nodes) of this node."""
+    hosts: tuple[str, ...] | None = field(default=None, repr=False)
+    """Host name of each node."""
+    racks: tuple[str, ...] | None = field(default=None, repr=False)
+    """Rack of each node."""
+    nodes_of_ranks: tuple[int, ...] | None = field(default=None, repr=False)
+    """Node of each rank."""
+    numa_nodes_of_ranks: tuple[int | None, ...] | None = field(default=None, repr=False)
+    """`numa_node` of each rank, None for a rank that is bound to none."""
+    numa_node: int | None = None
+    """NUMA node of all CPUs that this process may use."""
+    gpu_numa_node: int | None = None
+    """NUMA node of this rank's GPU."""
+    nic_numa_node: int | None = None
+    """NUMA node of this node's network cards."""
+    num_numa_nodes: int | None = None
+    num_gpus: int | None = None
+    """GPUs of the machine, as sysfs shows them: also those that this process may not use."""
+    num_nics: int | None = None
+    """Network interfaces of the machine with hardware behind them."""
+    reasons: tuple[tuple[str, str], ...] = field(default=(), repr=False, compare=False)
+    """(fact, why it is not known); read it as `why_unknown`."""
+
+    def __post_init__(self) -> None:
+        for name, of in (("rank", "world_size"), ("local_rank", "local_world_size"), ("node", "num_nodes")):
+            value, size = getattr(self, name), getattr(self, of)
+            if type(value) is not int or type(size) is not int:
+                raise ValueError(f"{name} and {of} must be integers, got {value!r} and {size!r}")
+            if size < 1:
+                raise ValueError(f"{of} must be >= 1, got {size} (from {self.source})")
+            if not 0 <= value < size:
+                raise ValueError(f"{name} must be in [0, {of}={size}), got {value} (from {self.source})")
+        # Every other node has at least one process.
+        if self.local_world_size + self.num_nodes - 1 > self.world_size:
+            raise ValueError(
+                f"{self.local_world_size} processes on this node and {self.num_nodes} nodes do not fit "
+                f"world_size={self.world_size} (from {self.source})"
+            )
+        checked = checked_replicate(self.replicate, self.rank, self.world_size)
+        object.__setattr__(self, "replicate", checked)
+        self._check_places()
+
+    def _check_places(self) -> None:
+        for name, size in (
+            ("hosts", self.num_nodes),
+            ("racks", self.num_nodes),
+            ("nodes_of_ranks", self.world_size),
+            ("numa_nodes_of_ranks", self.world_size),
+        ):
+            values = getattr(self, name)
+            if values is not None:
+                object.__setattr__(self, name, tuple(values))
+                if len(values) != size:
+                    raise ValueError(f"{name} must have {size} values, got {len(values)}")
+        nodes = self.nodes_of_ranks
+        if nodes is None:
+            return
+        if set(nodes) != set(range(self.num_nodes)):
+            raise ValueError(f"nodes_of_ranks must hold each of {self.num_nodes} nodes, got {set(nodes)}")
+        if nodes[self.rank] != self.node or nodes.count(self.node) != self.local_world_size:
+            raise ValueError(
+                f"nodes_of_ranks puts rank {self.rank} on node {nodes[self.rank]} and "
+                f"{nodes.count(self.node)} ranks on node {self.node}, which has {self.local_world_size}"
+            )
+
+    # ---- making one ---------------------------------------------------------------------------------
+
+    @classmethod
+    def detect(
+        cls,
+        env: Env | None = None,
+        *,
+        racks: Racks | None = None,
+        replicate: Replicate = 1,
+        sysfs: str = "/sys",
+        host: str | None = None,
+        cpus: Iterable[int] | None = None,
+        gpu: str | None = None,
+    ) -> Topology:
+        """What this process can learn alone: from its launcher's variables, its host name and sysfs.
+
+        Launchers: torchrun, DeepSpeed, Open MPI, MPICH and Intel MPI, Slurm; without any, a single process.
+
+        Args:
+            env: the environment to read; `os.environ` when None.
+            racks: host -> rack; None: Slurm's switches, where it has them.
+            replicate: which ranks get the same batches: R for each R consecutive ranks, the data rank of
+                every rank, or a `DataParallel(rank, size)`.
+            sysfs: where sysfs is mounted.
+            host: this host's name; None: ask the system.
+            cpus: CPUs this process may use; None: ask the system.
+            gpu: PCI address of this rank's GPU, such as "0000:17:00.0".
+
+        Raises `ValueError` for a partial or contradictory environment, naming the variable and the cure.
+        """
+        env = given_variables(env)
+        return cls.at(
+            detect_place(env),
+            env,
+            racks=racks,
+            replicate=replicate,
+            sysfs=sysfs,
+            host=host,
+            cpus=cpus,
+            gpu=gpu,
+        )
+
+    @classmethod
+    def at(
+        cls,
+        place: Place,
+        env: Env,
+        *,
+        racks: Racks | None = None,
+        replicate: Replicate = 1,
+        sysfs: str = "/sys",
+        host: str | None = None,
+        cpus: Iterable[int] | None = None,
+        gpu: str | None = None,
+    ) -> Topology:
+        """As `detect`, for a process whose place is known already."""
+        host = platform.node() if host is None else host
+        known: dict[str, Any] = {"host": None if host in _NO_NAMES else host}
+        why = dict.fromkeys(_OF_ALL_RANKS, _NOT_GATHERED)
+        why["host"] = f"the host name is {host!r}, which does not tell machines apart"
+        if racks is None:
+            known["rack"], why["rack"] = slurm_switch(env)
+        else:
+            known["rack"], why["rack"] = rack_of(known["host"], racks)
+        for name, fact in read_hardware(sysfs, cpus, gpu).items():
+            known[name], why[name] = fact
+        if place.why_no_node:
+            why["node"] = place.why_no_node
+        elif place.num_nodes == 1:
+            known["nodes_of_ranks"] = (0,) * place.world_size
+            for one, every in (("host", "hosts"), ("rack", "racks")):
+                known[every] = None if known[one] is None else (known[one],)
+                why[every] = why[one]
+        if place.world_size == 1:
+            known["numa_nodes_of_ranks"] = (known["numa_node"],)
+        return cls(*place[:7], replicate, **known, reasons=tuple(why.items()))
+
+    @classmethod
+    def even(
+        cls, world_size: int, num_nodes: int = 1, rank: int = 0, *, replicate: Replicate = 1
+    ) -> Topology:
+        """A made-up job of equal nodes, ranks placed node by node: for planning without a cluster."""
+        if num_nodes < 1 or world_size % num_nodes:
+            raise ValueError(f"num_nodes must be >= 1 and divide world_size={world_size}, got {num_nodes}")
+        per_node = world_size // num_nodes
+        node, local = divmod(rank, per_node)
+        return cls(
+            rank,
+            world_size,
+            local,
+            per_node,
+            node,
+            num_nodes,
+            source="made up: equal nodes",
+            replicate=replicate,
+            hosts=tuple(f"node{i}" for i in range(num_nodes)),
+            nodes_of_ranks=tuple(i // per_node for i in range(world_size)),
+        )
+
+    # ---- who shares data ----------------------------------------------------------------------------
+
+    @property
+    def data_rank(self) -> int:
+        """Number of this rank's replica group, in [0, data_world_size): what the plan uses for a rank."""
+        return data_place(self.replicate, self.rank, self.world_size).rank
+
+    @property
+    def data_world_size(self) -> int:
+        """Number of replica groups: what the plan uses for a world size."""
+        return data_place(self.replicate, self.rank, self.world_size).size
+
+    @property
+    def data_ranks(self) -> tuple[int, ...] | None:
+        """Data rank of each rank; None if only this rank's is known."""
+        return data_ranks(self.replicate, self.world_size)
+
+    @property
+    def replica_group(self) -> tuple[int, ...] | None:
+        """The ranks that get the same batches as this one, itself among them, ascending."""
+        every = self.data_ranks
+        return None if every is None else tuple(r for r, d in enumerate(every) if d == self.data_rank)
+
+    @property
+    def nodes_of_data_ranks(self) -> tuple[tuple[int, ...], ...] | None:
+        """The nodes, ascending, on which each data rank has ranks: those that need its bytes."""
+        if self.data_ranks is None or self.nodes_of_ranks is None:
+            return None
+        nodes: list[set[int]] = [set() for _ in range(self.data_world_size)]
+        for data_rank, node in zip(self.data_ranks, self.nodes_of_ranks, strict=True):
+            nodes[data_rank].add(node)
+        return tuple(tuple(sorted(group)) for group in nodes)
+
+    # ---- telling ------------------------------------------------------------------------------------
+
+    @property
+    def why_unknown(self) -> dict[str, str]:
+        """Why each fact that is None is not known. "node": local rank and node are placeholders."""
+        given = dict(self.reasons)
+        missing = [f.name for f in fields(self) if getattr(self, f.name) is None]
+        why = {name: given.get(name, "not given") for name in missing}
+        if self.data_ranks is None:
+            why["data_ranks"] = "only this rank's data rank was given"
+        return why | ({"node": given["node"]} if "node" in given else {})
+
+    def to_json(self) -> dict[str, Any]:
+        """Every field and derived fact as plain JSON values, `why_unknown` included."""
+        facts = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "reasons"}
+        facts |= {"data_rank": self.data_rank, "data_world_size": self.data_world_size}
+        facts |= {"replica_group": self.replica_group, "why_unknown": self.why_unknown}
+        return {name: list(fact) if isinstance(fact, tuple) else fact for name, fact in facts.items()}
+
+    def describe(self) -> str:
+        """Some lines for people: this process, the nodes, its hardware, and what is not known."""
+        return description(self)
+
+
+def given_variables(env: Env | None) -> Env:
+    """The environment without empty variables, which launchers mean as unset; `os.environ` when None."""
+    present = os.environ if env is None else env
+    return {name: text for name, text in present.items() if text.strip()}
+
+
+def rack_of(host: str | None, racks: Racks) -> tuple[str | None, str]:
+    """Rack of a host, or None and why not."""
+    if host is None:
+        return None, "the host name is not known"
+    rack = racks(host) if callable(racks) else racks.get(host, racks.get(host.partition(".")[0]))
+    return rack, "" if rack is not None else f"the rack map has no host {host!r}"
+
+
+# ---- in words ------------------------------------------------------------------------------------------
+
+_LISTED_NODES = 16
+
+
+def description(place: Topology) -> str:
+    """The lines of `Topology.describe`."""
+    return "\n".join([*_process(place), *_nodes(place), *_hardware(place), *_unknown(place)])
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """Ascending numbers, shortened: 0, 1, 2, 5 is "0-2, 5"."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1][1:] = [number]
+        else:
+            runs.append([number])
+    return ", ".join("-".join(map(str, run)) for run in runs)
+
+
+def _process(place: Topology) -> Iterable[str]:
+    yield f"rank {place.rank} of {place.world_size}, from {place.source}"
+    yield (
+        f"local rank {place.local_rank} of {place.local_world_size}"
+        f" on node {place.node} of {place.num_nodes}{_named(place.host, place.rack)}"
+    )
+    if place.data_world_size != place.world_size:
+        group = place.replica_group
+        shared = f": the same batches on ranks {ranges(group)}" if group else ""
+        yield f"data rank {place.data_rank} of {place.data_world_size}{shared}"
+
+
+def _nodes(place: Topology) -> Iterable[str]:
+    if place.nodes_of_ranks is None or place.num_nodes == 1:
+        return
+    ranks: dict[int, list[int]] = {}
+    for rank, node in enumerate(place.nodes_of_ranks):
+        ranks.setdefault(node, []).append(rank)
+    for node in range(min(place.num_nodes, _LISTED_NODES)):
+        host = place.hosts[node] if place.hosts else None
+        rack = place.racks[node] if place.racks else None
+        yield f"  node {node}: ranks {ranges(ranks[node])}{_named(host, rack)}"
+    if place.num_nodes > _LISTED_NODES:
+        yield f"  ... and {place.num_nodes - _LISTED_NODES} more nodes"
+
+
+def _named(host: str | None, rack: str | None) -> str:
+    names = [f"host {host}"] * (host is not None) + [f"rack {rack}"] * (rack is not None)
+    return f" ({', '.join(names)})" if names else ""
+
+
+def _hardware(place: Topology) -> Iterable[str]:
+    counts = ("NUMA nodes", place.num_numa_nodes), ("GPUs", place.num_gpus), ("NICs", place.num_nics)
+    known = [f"{name}: {count}" for name, count in counts if count is not None]
+    if known:
+        yield f"machine: {', '.join(known)}"
+    nodes = ("CPUs", place.numa_node), ("GPU", place.gpu_numa_node), ("NICs", place.nic_numa_node)
+    known = [f"{name} {node}" for name, node in nodes if node is not None]
+    if known:
+        yield f"NUMA node of: {', '.join(known)}"
+
+
+def _unknown(place: Topology) -> Iterable[str]:
+    """One line a reason, with the facts that share it."""
+    facts: dict[str, list[str]] = {}
+    for fact, why in place.why_unknown.items():
+        facts.setdefault(why, []).append(fact)
+    yield from (f"not known: {', '.join(names)}: {why}" for why, names in islice(facts.items(), 32))

@@ -1,0 +1,117 @@
+"""A file that is complete or not there, on any fsspec filesystem.
+
+Most filesystems show a file while it is written, so it is written under a temporary name beside its place
+and renamed at the end (atomic on local disks). Object stores show an upload only once it is closed; there
+a rename would be a copy, so the file is uploaded under its own name and the upload abandoned on failure.
+"""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+import fsspec.core
+from fsspec.implementations.local import LocalFileSystem
+
+from sharding.redaction import identity_of
+
+PRIVATE_FILE = 0o600
+"""Mode of files that are this user's alone."""
+_OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "oss"}
+
+
+class NewFile:
+    """A file being written. `commit` puts it in its place; `discard` leaves no trace. Not thread-safe.
+
+    Raises `FileExistsError` where the file is there already, unless `overwrite`.
+    """
+
+    def __init__(
+        self, url: str, *, storage_options: Mapping[str, Any] | None = None, overwrite: bool = False
+    ) -> None:
+        self.url = url
+        self.num_bytes = 0
+        """Bytes written so far."""
+        self._overwrite = overwrite
+        self._fs, self._path = fsspec.core.url_to_fs(url, **(storage_options or {}))
+        protocols = self._fs.protocol
+        protocols = {protocols} if isinstance(protocols, str) else {*protocols}
+        self._refuse_existing()
+        if protocols & _OBJECT_STORES:
+            self._temporary = self._path
+        else:
+            self._temporary = f"{self._path}.{uuid.uuid4().hex[:12]}.partial"
+            self._fs.makedirs(self._fs._parent(self._path), exist_ok=True)
+        self._file: Any = self._fs.open(self._temporary, "wb")
+
+    @property
+    def closed(self) -> bool:
+        """Whether it was committed or discarded."""
+        return self._file is None
+
+    def write(self, data: bytes | memoryview) -> int:
+        """Append bytes."""
+        # A tar or gzip stream above flushes when it is collected, maybe after `discard`.
+        if self._file is not None:
+            self._file.write(data)
+            self.num_bytes += len(data)
+        return len(data)
+
+    def flush(self) -> None:
+        """Do nothing: `commit` writes what is buffered. Streams above call it."""
+
+    def tell(self) -> int:
+        """Bytes written so far."""
+        return self.num_bytes
+
+    def commit(self) -> None:
+        """Show the file under its name. Where this fails, the file is discarded and the error raised."""
+        try:
+            self._refuse_existing()
+            if isinstance(self._fs, LocalFileSystem):
+                self._file.flush()
+                os.fsync(self._file.fileno())
+            self._file.close()
+            if isinstance(self._fs, LocalFileSystem):
+                os.replace(self._temporary, self._path)
+            elif self._temporary != self._path:
+                if self._fs.exists(self._path):
+                    self._fs.rm(self._path)
+                self._fs.mv(self._temporary, self._path)
+        except BaseException:
+            self.discard()
+            raise
+        self._file = None
+
+    def discard(self) -> None:
+        """Remove what was written."""
+        file, self._file = self._file, None
+        if file is None:
+            return
+        if self._temporary == self._path:
+            with suppress(AttributeError):
+                file.discard()
+            file.closed = True  # fsspec closes a file when it is collected, which would upload it
+            return
+        with suppress(Exception):  # flushing may fail again for the reason we are here
+            file.close()
+        with suppress(FileNotFoundError):
+            self._fs.rm(self._temporary)
+
+    def _refuse_existing(self) -> None:
+        if not self._overwrite and self._fs.exists(self._path):
+            raise FileExistsError(f"{identity_of(self.url)} exists; to replace it, give overwrite=True")
+
+
+def private_folder(path: str) -> None:
+    """Make a folder and those above it that are missing, for this user alone. What is there stays."""
+    if not os.path.isdir(path):
+        private_folder(os.path.dirname(path))
+        with suppress(FileExistsError):
+            os.mkdir(path, 0o700)
+
+
+__all__ = ["PRIVATE_FILE", "NewFile", "private_folder"]

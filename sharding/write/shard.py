@@ -1,0 +1,211 @@
+"""One shard in progress: samples in, the bytes of one file out.
+
+Tar goes through webdataset's own encoders and `TarWriter`, Parquet through pyarrow's `ParquetWriter`.
+Samples are checked before any byte of them is written.
+"""
+
+from __future__ import annotations
+
+import gzip
+from collections.abc import Mapping
+from typing import Any, BinaryIO, Protocol, cast
+
+import numpy as np
+
+from sharding.compression import compression_of
+from sharding.errors import SampleError
+from sharding.formats.tar.samples import split_name
+from sharding.write.file import NewFile
+
+Sample = Mapping[str, Any]
+_PICKLED = {"pyd", "pickle", "pkl", "pth", "pt"}
+"""Extensions that webdataset and torch unpickle."""
+_INTEGERS = {"cls", "cls2", "class", "count", "index", "inx", "id"}
+"""Extensions that webdataset writes with `str` and reads with `int`."""
+
+
+class NewShard(Protocol):
+    """A shard in progress. After `finish`, its file can be committed."""
+
+    def add(self, sample: Sample) -> None:
+        """Append a sample; `SampleError` leaves the shard as it was."""
+        ...
+
+    def finish(self) -> None:
+        """Write what is held back."""
+        ...
+
+    def abandon(self) -> None:
+        """Let go of everything; called after the file was discarded."""
+        ...
+
+
+class NewTarShard:
+    """A tar shard, compressed if its name says so."""
+
+    def __init__(self, file: NewFile, *, allow_pickle: bool) -> None:
+        from webdataset.writer import TarWriter, default_handlers, make_encoder
+
+        self._url, self._allow_pickle = file.url, allow_pickle
+        self._encode = make_encoder(default_handlers)
+        self._compressor = _compressor(file)
+        self._tar = TarWriter(
+            self._compressor or file, encoder=False, mtime=0, user="", group="", mode=0o644, compress=False
+        )
+        self._last_key: str | None = None
+
+    def add(self, sample: Sample) -> None:
+        """Append a sample: `__key__` and a value per extension; other names with "_" first are left out."""
+        key = sample.get("__key__")
+        if not isinstance(key, str):
+            raise SampleError(
+                self._url, f"a sample needs a '__key__' of type str, got {key!r}", stage="write"
+            )
+        fields = {name: value for name, value in sample.items() if not name.startswith("_")}
+        refusal = self._refusal(key, fields)
+        if refusal:
+            raise SampleError(self._url, refusal, key=key, stage="write")
+        encoded = {name: self._encoded(key, name, value) for name, value in fields.items()}
+        self._tar.write({"__key__": key, **encoded})
+        self._last_key = key
+
+    def _encoded(self, key: str, name: str, value: Any) -> bytes:
+        try:
+            return bytes(self._encode({name: value})[name])
+        except ImportError:
+            raise
+        except Exception as error:
+            reason = f"{name!r} of type {type(value).__name__} cannot be encoded: {error}; give its bytes"
+            raise SampleError(self._url, reason, key=key, stage="write") from error
+
+    def finish(self) -> None:
+        """Write the end of the archive."""
+        self._tar.close()
+        if self._compressor is not None:
+            self._compressor.close()
+
+    def abandon(self) -> None:
+        """Close the streams; a discarded file swallows what they flush."""
+        self.finish()
+
+    def _refusal(self, key: str, fields: Sample) -> str | None:
+        """Why webdataset would not read the sample back as it is, or None."""
+        if not fields:
+            return "a sample needs a field besides '__key__'"
+        if key == self._last_key:
+            return "two samples in a row with one key would be read as one"
+        for name, value in fields.items():
+            if name != name.lower() or not _survives(key, name):
+                return f"{key}.{name} would not be read back as key {key!r} and extension {name!r}"
+            if not _reads_as_number(name, value):
+                return f"{name!r} would be written as {str(value)!r}, which is no integer; give an int"
+            if not self._allow_pickle and _is_pickled(name, value):
+                return (
+                    f"{name!r} would have to be unpickled; to write it all the same, give allow_pickle=True"
+                )
+        return None
+
+
+class NewParquetShard:
+    """A Parquet shard. The first row group decides the schema where none is given."""
+
+    def __init__(self, file: NewFile, *, row_group_size: int, schema: Any = None) -> None:
+        self._file, self._row_group_size, self._schema = file, row_group_size, schema
+        self._rows: list[Sample] = []
+        self._writer: Any = None
+
+    def add(self, sample: Sample) -> None:
+        """Append a row; a value of the wrong type is noticed when its row group is written."""
+        if not sample:
+            raise SampleError(self._file.url, "a sample needs a field", stage="write")
+        self._rows.append(dict(sample))
+        if len(self._rows) >= self._row_group_size:
+            self._flush()
+
+    def finish(self) -> None:
+        """Write the last row group and the footer."""
+        self._flush()
+        if self._writer is not None:
+            self._writer.close()
+
+    def abandon(self) -> None:
+        """Close the writer; a discarded file swallows the footer."""
+        self._rows.clear()
+        if self._writer is not None:
+            self._writer.close()
+
+    def _flush(self) -> None:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        if not self._rows:
+            return
+        table = self._table(pa)
+        if self._writer is None:
+            self._schema = table.schema
+            self._writer = pq.ParquetWriter(pa.PythonFile(self._file, mode="w"), table.schema)
+        self._writer.write_table(table, row_group_size=len(self._rows))
+        self._rows.clear()
+
+    def _table(self, pa: Any) -> Any:
+        types = {} if self._schema is None else {field.name: field.type for field in self._schema}
+        found = dict.fromkeys(name for row in self._rows for name in row)
+        unknown = found.keys() - types.keys() if types else ()
+        if unknown:
+            names = ", ".join(sorted(unknown))
+            raise self._refused(next(iter(unknown)), f"columns that the first row group lacks: {names}")
+        columns = {}
+        for name in types or found:
+            try:
+                columns[name] = pa.array([row.get(name) for row in self._rows], types.get(name))
+            except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
+                raise self._refused(name, f"column {name!r}: {error}") from error
+        return pa.table(columns, schema=self._schema)
+
+    def _refused(self, column: str, reason: str) -> SampleError:
+        rows = [row for row in self._rows if row.get(column) is not None]
+        key = rows[0].get("__key__") if len(rows) == 1 else None
+        return SampleError(self._file.url, f"{reason}; schema= tells the types", key=key, stage="write")
+
+
+def _compressor(file: NewFile) -> Any:
+    """A stream that compresses into `file`, or None. It leaves `file` open."""
+    kind = compression_of(file.url)
+    if kind == "gzip":
+        return gzip.GzipFile(filename="", mode="wb", fileobj=cast(BinaryIO, file), mtime=0)
+    if kind == "zstd":
+        try:
+            import zstandard
+        except ImportError as error:
+            raise ImportError("writing .zst files needs `pip install 'dataflow-loader[zstd]'`") from error
+        return zstandard.ZstdCompressor(write_checksum=True).stream_writer(
+            cast(BinaryIO, file), closefd=False
+        )
+    return None
+
+
+def _survives(key: str, extension: str) -> bool:
+    written = [text.encode("utf-8", "surrogateescape") for text in (key, extension)]
+    name = b".".join(written)
+    return bool(extension) and b"\0" not in name and split_name(name) == tuple(written)
+
+
+def _reads_as_number(extension: str, value: Any) -> bool:
+    """Whether what webdataset writes for a label, its `str`, is an integer; text and bytes are the user's."""
+    if isinstance(value, str | bytes) or extension.rpartition(".")[2] not in _INTEGERS:
+        return True
+    try:
+        int(str(value))
+    except ValueError:
+        return False
+    return True
+
+
+def _is_pickled(extension: str, value: Any) -> bool:
+    if not _PICKLED.isdisjoint(extension.lower().split(".")):
+        return True
+    values = value.values() if isinstance(value, Mapping) else [value]
+    return any(isinstance(one, np.ndarray) and one.dtype.hasobject for one in values)
+
+
+__all__ = ["NewParquetShard", "NewShard", "NewTarShard", "Sample"]

@@ -1,0 +1,210 @@
+"""Write datasets as shards that are either complete or not there.
+
+An exception removes the shard in progress and leaves the finished ones (`NewFile`). Output depends on the
+samples alone (no times, users or host names), so a second run gives the same bytes. What webdataset would
+read back differently from what was written (dots in keys, repeated keys, `__meta__` names) is refused.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from types import TracebackType
+from typing import Any, Self
+
+from sharding.formats import suffix_of
+from sharding.write.file import NewFile
+from sharding.write.shard import NewParquetShard, NewShard, NewTarShard, Sample
+
+DEFAULT_SHARD_BYTES = 1 << 30
+DEFAULT_ROW_GROUP_SIZE = 1024
+_NUMBER = re.compile(r"%0(\d+)d|%d|\{(?::0?(\d+)d?)?\}")
+_BRACES = re.compile(r"\{[^{}]*(?:\.\.|,)[^{}]*\}")
+_SUFFIX_FORMATS = {".tar": "tar", ".parquet": "parquet", ".pq": "parquet"}
+
+
+@dataclass(frozen=True)
+class WrittenShard:
+    """A finished shard."""
+
+    url: str
+    num_samples: int
+    num_bytes: int
+    """In the store."""
+
+
+class ShardWriter:
+    """Write samples into numbered shards; a context manager, not thread-safe.
+
+    A shard is finished when it has `max_count` samples or `max_bytes` bytes, whichever comes first. Parquet
+    bytes are counted a row group at a time. Without either limit, numbered shards end at 1 GiB.
+
+    Args:
+        pattern: where shards go: a path or fsspec URL with the shard's number as `%06d` or `{:06d}`;
+            without a number there is one shard.
+        format: "tar" (also `.tar.gz`, `.tgz`, `.tar.zst`) or "parquet"; None: by the pattern's ending.
+        max_count: samples a shard may have.
+        max_bytes: stored bytes after which a shard ends.
+        storage_options: for the fsspec filesystem.
+        overwrite: replace shards that exist; otherwise they raise `FileExistsError`.
+        allow_pickle: write extensions and arrays that reading would have to unpickle.
+        row_group_size: samples in a Parquet row group.
+        schema: `pyarrow.Schema` of Parquet shards; None: what the first row group shows.
+        start: number of the first shard.
+    """
+
+    def __init__(
+        self,
+        pattern: str,
+        *,
+        format: str | None = None,  # noqa: A002 - the name users give everywhere
+        max_count: int | None = None,
+        max_bytes: int | None = None,
+        storage_options: Mapping[str, Any] | None = None,
+        overwrite: bool = False,
+        allow_pickle: bool = False,
+        row_group_size: int = DEFAULT_ROW_GROUP_SIZE,
+        schema: Any = None,
+        start: int = 0,
+    ) -> None:
+        self._number = _number_in(pattern)
+        _check_limits(self._number, pattern, max_count, max_bytes, row_group_size)
+        if self._number and max_count is None and max_bytes is None:
+            max_bytes = DEFAULT_SHARD_BYTES
+        self._pattern, self._next = pattern, start
+        self._max_count, self._max_bytes = max_count, max_bytes
+        self._new_file = partial(NewFile, storage_options=storage_options, overwrite=overwrite)
+        self._new_shard: Callable[[NewFile], NewShard] = (
+            partial(NewTarShard, allow_pickle=allow_pickle)
+            if _format_of(pattern, format) == "tar"
+            else partial(NewParquetShard, row_group_size=row_group_size, schema=schema)
+        )
+        self._shards: list[WrittenShard] = []
+        self._file: NewFile | None = None
+        self._shard: NewShard | None = None
+        self._num_samples = 0
+
+    @property
+    def shards(self) -> tuple[WrittenShard, ...]:
+        """What was finished so far."""
+        return tuple(self._shards)
+
+    def write(self, sample: Sample) -> None:
+        """Append one sample.
+
+        Tar: `__key__` and a value per extension; webdataset's encoders turn str, int, json, npy and so on
+        into bytes by extension; other names beginning with "_" are not written, as in webdataset. Parquet:
+        any names; a name may lack in some samples.
+
+        Raises:
+            SampleError: the sample cannot be written; nothing of it was, and writing tar may go on. (In
+                Parquet, a value of the wrong type is noticed when its row group is written.)
+            FileExistsError: the shard to begin is there already.
+        """
+        if self._full():
+            self.close()
+        shard = self._shard or self._begin()
+        shard.add(sample)
+        self._num_samples += 1
+
+    def close(self) -> None:
+        """Finish the shard in progress; writing may go on in the next one."""
+        if self._file is None or self._shard is None or not self._num_samples:
+            self._abandon()
+            return
+        try:
+            self._shard.finish()
+            self._file.commit()
+        except BaseException:
+            self._abandon()
+            raise
+        self._shards.append(WrittenShard(self._file.url, self._num_samples, self._file.num_bytes))
+        self._file = self._shard = None
+        self._num_samples = 0
+        self._next += 1
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self._abandon()
+
+    def _begin(self) -> NewShard:
+        if self._number is None and self._shards:
+            raise ValueError(
+                f"the only shard is finished; for more, put %06d into the pattern {self._pattern!r}"
+            )
+        self._file = self._new_file(self._place())
+        try:
+            self._shard = self._new_shard(self._file)
+        except BaseException:
+            self._abandon()
+            raise
+        return self._shard
+
+    def _abandon(self) -> None:
+        file, shard = self._file, self._shard
+        self._file = self._shard = None
+        self._num_samples = 0
+        if file is not None:
+            file.discard()
+        if shard is not None:
+            shard.abandon()
+
+    def _full(self) -> bool:
+        if self._file is None or not self._num_samples:
+            return False
+        too_many = self._max_count is not None and self._num_samples >= self._max_count
+        return too_many or (self._max_bytes is not None and self._file.num_bytes >= self._max_bytes)
+
+    def _place(self) -> str:
+        if self._number is None:
+            return self._pattern
+        width = int(self._number[1] or self._number[2] or 0)
+        before, after = self._pattern[: self._number.start()], self._pattern[self._number.end() :]
+        return f"{before}{self._next:0{width}d}{after}"
+
+
+def _number_in(pattern: str) -> re.Match[str] | None:
+    numbers = list(_NUMBER.finditer(pattern))
+    if len(numbers) > 1:
+        raise ValueError(f"a pattern must have one number at most, got {pattern!r}")
+    if _BRACES.search(pattern):
+        raise ValueError(
+            f"braces name shards to read; to write some, put %04d where the number goes; got {pattern!r}"
+        )
+    return numbers[0] if numbers else None
+
+
+def _check_limits(
+    number: re.Match[str] | None,
+    pattern: str,
+    max_count: int | None,
+    max_bytes: int | None,
+    row_group_size: int,
+) -> None:
+    limits = {"max_count": max_count, "max_bytes": max_bytes, "row_group_size": row_group_size}
+    for name, limit in limits.items():
+        if limit is not None and limit < 1:
+            raise ValueError(f"{name} must be >= 1, got {limit}")
+    if number is None and (max_count or max_bytes):
+        raise ValueError(f"several shards need a number such as %06d in the pattern, got {pattern!r}")
+
+
+def _format_of(pattern: str, name: str | None) -> str:
+    name = _SUFFIX_FORMATS.get(suffix_of(pattern)) if name is None else name
+    if name not in ("tar", "parquet"):
+        raise ValueError(
+            f"format must be 'tar' or 'parquet' (or the pattern end so), got {name!r} for {pattern!r}"
+        )
+    return name
+
+
+__all__ = ["ShardWriter", "WrittenShard"]

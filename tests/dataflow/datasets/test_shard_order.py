@@ -1,0 +1,136 @@
+"""What training frameworks find in a loader over shards: a distributed sampler that is its order."""
+
+from __future__ import annotations
+
+import copy
+import os
+import pickle
+from itertools import islice
+from pathlib import Path
+
+import pytest
+import torch
+from ecosystem_kit import make_shards, numbers_of
+from torch.utils.data import BatchSampler, DistributedSampler
+
+from dataflow import DataLoader, ShardedDataset, Shuffle, Topology
+
+
+@pytest.fixture
+def shards(tmp_path: Path) -> ShardedDataset:
+    return make_shards(tmp_path)
+
+
+def epoch_of(dataset: ShardedDataset, epoch: int) -> list[list[int]]:
+    with DataLoader(dataset, 4, shuffle=True, seed=3) as loader:
+        loader.set_epoch(epoch)
+        return [numbers_of(batch) for batch in loader]
+
+
+def test_the_sampler_is_a_distributed_one_that_knows_the_plan(shards: ShardedDataset) -> None:
+    with DataLoader(shards, 4, shuffle=True, seed=3, topology=Topology(1, 4), num_workers=2) as loader:
+        sampler = loader.sampler
+        assert isinstance(sampler, DistributedSampler)
+        assert (sampler.rank, sampler.num_replicas, sampler.seed, sampler.epoch) == (1, 4, 3, 0)
+        assert (sampler.shuffle, sampler.drop_last, sampler.dataset) == (True, False, shards)
+        assert type(loader.batch_sampler) is BatchSampler
+        assert (loader.batch_size, loader.num_workers) == (4, 2)
+
+
+def test_nobody_else_reads_through_the_sampler(shards: ShardedDataset) -> None:
+    loader = DataLoader(shards, 4)
+    for read in (iter, len):
+        with pytest.raises(TypeError, match="iterated over"):
+            read(loader.sampler)
+    with pytest.raises(TypeError, match="prepare_loader"):
+        next(iter(torch.utils.data.DataLoader(shards, batch_sampler=loader.batch_sampler)))
+
+
+def test_the_sampler_sets_the_epoch_even_between_iter_and_next(shards: ShardedDataset) -> None:
+    with DataLoader(shards, 4, shuffle=True, seed=3) as loader:
+        batches = iter(loader)
+        loader.sampler.set_epoch(2)  # type: ignore[attr-defined]
+        assert [numbers_of(batch) for batch in batches] == epoch_of(shards, 2)
+        assert loader.state_dict()["epoch"] == 3
+
+
+@pytest.mark.parametrize("told", [0, 5])
+def test_epochs_are_counted_from_a_loaded_state_on(shards: ShardedDataset, told: int) -> None:
+    """A framework that resumes tells the state's epoch, or begins to count at 0."""
+    with DataLoader(shards, 4, shuffle=True, seed=3) as loader:
+        loader.set_epoch(5)
+        head = [numbers_of(batch) for batch in islice(loader, 3)]
+        state = loader.state_dict()
+    with DataLoader(shards, 4) as loader:
+        loader.load_state_dict(state)
+        found = []
+        for epoch in range(told, told + 2):
+            loader.sampler.set_epoch(epoch)  # type: ignore[attr-defined]
+            found.append([numbers_of(batch) for batch in loader])
+    assert [head + found[0], found[1]] == [epoch_of(shards, 5), epoch_of(shards, 6)]
+
+
+def test_after_the_last_batch_of_an_epoch_the_next_one_may_be_told(shards: ShardedDataset) -> None:
+    with DataLoader(shards, 4, shuffle=True, seed=3) as loader:
+        for _ in loader:
+            state = loader.state_dict()
+    with DataLoader(shards, 4) as loader:
+        loader.load_state_dict(state)
+        batches = iter(loader)
+        loader.sampler.set_epoch(1)  # type: ignore[attr-defined]
+        assert [numbers_of(batch) for batch in batches] == epoch_of(shards, 1)
+
+
+@pytest.mark.parametrize("keep", [True, False], ids=["iterator kept", "iterator dropped"])
+def test_a_loop_that_counts_batches_leaves_the_threads_reading(shards: ShardedDataset, keep: bool) -> None:
+    with DataLoader(shards, 4, shuffle=True, seed=3) as loader:
+        engines, found, kept = set(), [], []
+        for epoch in range(3):
+            if epoch == 2:
+                loader.set_epoch(2)
+            batches = iter(loader)
+            found.append([numbers_of(next(batches)) for _ in range(len(loader))])
+            kept.append(batches if keep else None)
+            del batches
+            engines.add(id(loader._stream.sessions.newest))  # type: ignore[union-attr]
+        assert found == [epoch_of(shards, epoch) for epoch in range(3)]
+        assert len(engines) == 1
+
+
+def test_a_loader_made_anew_with_the_order_has_all_its_settings(shards: ShardedDataset) -> None:
+    """As Lightning does for predictions, which knows torch's arguments only."""
+    made = DataLoader(shards, 4, Shuffle("full"), seed=9, topology=Topology(1, 2), tail="drop")
+    indices = BatchSampler(made.sampler, 1, False)
+    again = DataLoader(shards, sampler=None, shuffle=False, batch_sampler=indices, collate_fn=list)
+    assert again.batch_sampler is indices
+    assert [numbers_of(batch) for batch in again] == [numbers_of(batch) for batch in made]
+    made.close()
+    again.close()
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda loader: pickle.loads(pickle.dumps(loader))])
+def test_copies_stand_where_the_loader_stands_and_run_by_themselves(shards: ShardedDataset, copied) -> None:  # type: ignore[no-untyped-def]
+    loader = DataLoader(shards, 4, shuffle=True, seed=3)
+    first = numbers_of(next(batches := iter(loader)))
+    with copied(loader) as other:
+        assert other.state_dict() == loader.state_dict()
+        assert [numbers_of(batch) for batch in other] == epoch_of(shards, 1)
+    assert [first] + [numbers_of(batch) for batch in batches] == epoch_of(shards, 0)
+    loader.close()
+
+
+@pytest.mark.ranks(2, backend=None)
+def test_a_loader_made_before_the_process_group_finds_its_rank_later(tmp_path: Path) -> None:
+    """Also where the launcher's variables are not complete, as Lightning's are not."""
+    rank = int(os.environ.pop("RANK"))
+    whole = Topology(rank, 2)
+    dataset = make_shards(tmp_path / str(rank))
+    loader = DataLoader(dataset, 4, shuffle=True, seed=3)
+    with pytest.raises(ValueError, match="RANK missing"):
+        len(loader)
+    os.environ["RANK"] = str(rank)
+    torch.distributed.init_process_group("gloo")
+    assert (loader.topology.rank, loader.topology.world_size) == (rank, 2)
+    with DataLoader(dataset, 4, shuffle=True, seed=3, topology=whole) as told, loader:
+        assert len(loader) == len(told) == 5
+        assert [numbers_of(batch) for batch in loader] == [numbers_of(batch) for batch in told]

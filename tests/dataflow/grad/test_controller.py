@@ -1,0 +1,337 @@
+"""The controller on a virtual clock: near the best mode in hindsight, calm, and what each part is for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from itertools import pairwise
+from random import Random
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from controller_kit import COMPRESSION, JOBS, Run, best_static, controlled, fixed
+
+from dataflow.grad.adapt.control import agreed
+from dataflow.grad.adapt.controller import Controller, Seen
+from dataflow.grad.adapt.io_gate import Way
+from dataflow.grad.adapt.knobs import Adapt, allowed, with_options
+from dataflow.grad.adapt.merged import joined
+from dataflow.grad.adapt.trial import Knob
+from dataflow.grad.strategies import DiLoCo, Half, Int8, LocalSGD, TopK
+from dataflow.grad.strategies.all_reduce import AllReduce
+from dataflow.grad.windows import merged
+from dataflow.ragged import Ragged
+
+SEEDS = range(3)
+
+
+class Pair(NamedTuple):
+    x: torch.Tensor
+    y: torch.Tensor
+
+
+(IO,) = allowed(None, AllReduce(), 4, gated=True).knobs
+WAYS = list(Way)
+
+
+@cache
+def ran(name: str, seed: int) -> Run:
+    return controlled(JOBS[name], Controller([COMPRESSION]), seed)
+
+
+# ---- judged against the best mode in hindsight ------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [name for name, job in JOBS.items() if job.stationary])
+@pytest.mark.parametrize("seed", SEEDS)
+def test_where_nothing_changes_it_ends_with_the_best_mode_after_one_change_at_most(
+    name: str, seed: int
+) -> None:
+    option, seconds = best_static(JOBS[name], seed)
+    run = ran(name, seed)
+    assert run.options[-1] == option
+    assert seconds / run.seconds >= 0.95
+    assert run.changes <= 1
+
+
+@pytest.mark.parametrize("name", [n for n, job in JOBS.items() if not job.stationary])
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_network_that_changes_is_followed(name: str, seed: int) -> None:
+    job, run = JOBS[name], ran(name, seed)
+    assert best_static(job, seed)[1] / run.seconds >= job.bar
+    assert run.changes <= job.most_changes
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_following_a_link_that_drops_and_recovers_beats_every_fixed_mode(seed: int) -> None:
+    job = JOBS["link drops and recovers"]
+    assert ran("link drops and recovers", seed).seconds < min(fixed(job, option, seed) for option in range(3))
+    assert ran("link drops and recovers", seed).options[-1] == 0
+
+
+def test_a_slow_rank_is_not_taken_for_a_slow_network() -> None:
+    assert set(ran("a slow rank", 0).options) == {0}
+
+
+# ---- why each part is there -------------------------------------------------------------------------------
+
+
+def changes_and_trials(name: str, knob: Knob = COMPRESSION, **less: Any) -> tuple[int, int]:
+    runs = [controlled(JOBS[name], Controller([knob], **less), seed) for seed in SEEDS]
+    turns = sum(a != b for run in runs for a, b in pairwise(run.options))
+    return sum(run.changes for run in runs), turns
+
+
+def test_without_the_rest_after_a_trial_it_never_comes_to_rest() -> None:
+    _, calm = changes_and_trials("fast alternation")
+    _, restless = changes_and_trials("fast alternation", dwell=0)
+    assert restless > 2 * calm
+
+
+def test_without_the_dead_band_and_the_test_of_chance_it_swings_between_equals() -> None:
+    equals = replace(JOBS["codec costs what it saves"], codec_s=(0.0, 0.02, 0.038))
+    careless = replace(COMPRESSION, saving=0.0, sure=0.0)
+
+    def changes(knob: Knob) -> int:
+        return sum(controlled(equals, Controller([knob], patience=128), seed).changes for seed in SEEDS)
+
+    assert changes(COMPRESSION) == 0
+    assert changes(careless) > 6
+
+
+def test_without_a_second_look_at_a_hopeless_option_a_slow_link_costs_more() -> None:
+    patient = replace(COMPRESSION, hopeless=None)
+    job = JOBS["ten times too slow"]
+    assert controlled(job, Controller([patient])).seconds > 1.01 * ran("ten times too slow", 0).seconds
+
+
+# ---- decisions --------------------------------------------------------------------------------------------
+
+
+def test_the_same_windows_give_the_same_modes_and_a_resumed_one_goes_on_alike() -> None:
+    job, cut = JOBS["link drops and recovers"], 1030
+    first, whole = Controller([COMPRESSION]), Controller([COMPRESSION])
+    went: list[tuple[int, ...]] = []
+    for number in range(1400):
+        if number == cut:
+            state = json.loads(json.dumps(first.to_json()))
+            first = Controller([COMPRESSION])
+            first.load_json(state)
+            assert first.mode == whole.mode
+        options = [each.options(number) for each in (first, whole)]
+        assert options[0] == options[1]
+        went.append(options[0])
+        seconds, exposed = job.window(number, options[0][0], 1 + 0.02 * (number * 7 % 5))
+        for each in (first, whole):
+            each.seen(Seen(number, seconds, exposed))
+    assert went[cut] != went[cut - 6]  # the cut was in a trial
+    assert first.to_json() == whole.to_json()
+
+
+def test_where_other_options_are_allowed_than_before_it_begins_anew() -> None:
+    before = Controller([COMPRESSION])
+    for number in range(80):
+        before.seen(Seen(number, 1.0 - 0.3 * (before.options(number) == (2,)), 0.5))
+    after = Controller([replace(COMPRESSION, options=("all-reduce", "int8"))])
+    after.load_json(before.to_json())
+    assert before.options(80) == (2,)
+    assert after.options(80) == (0,)
+
+
+def test_all_ranks_see_the_mean_window_and_the_communication_of_the_rank_that_waits_least() -> None:
+    rows = [[7.0, 1.0, 0.5, 0.0], [7.0, 2.0, 0.1, 3.0]]
+    assert agreed(rows) == Seen(7, 1.5, 0.1, 3)
+    assert agreed([[7.0, 1.0, 0.5, 0.0], [7.0, 2.0, -1.0, 0.0]]).exposed_s is None
+
+
+def test_a_mode_tells_what_it_tries_why_it_stays_and_since_when() -> None:
+    controller = Controller([COMPRESSION])
+    assert controller.mode.reason == "not tried yet"
+    tried = set()
+    for number in range(80):
+        (option,) = controller.options(number)
+        tried.add(controller.mode.trying)
+        controller.seen(Seen(number, 1.0 - 0.3 * (option == 2), 0.5))
+    assert tried == {None, "compression"}
+    assert controller.mode.settings == {"compression": "int8"}
+    assert controller.mode.reason == "int8 saves 30.0% of a window"
+    assert controller.mode.since == 9 + 45
+
+
+# ---- reads ------------------------------------------------------------------------------------------------
+
+
+def io_run(seconds: Callable[[Way], float], windows: int, held: int = 1, **more: Any) -> Controller:
+    controller = Controller([IO], **more)
+    for number in range(windows):
+        way = WAYS[controller.options(number)[0]]
+        controller.seen(Seen(number, seconds(way), None, 0 if way is Way.OPEN else held))
+    return controller
+
+
+@pytest.mark.parametrize("best", WAYS)
+def test_the_way_of_reads_with_the_shortest_windows_is_kept(best: Way) -> None:
+    controller = io_run(lambda way: 0.9 if way is best else 1.0, 145)
+    assert controller.mode.settings == {"io": best.value}
+    assert controller.verdict("io").seconds[best.value] == pytest.approx(0.9)
+
+
+def test_a_saving_below_one_percent_leaves_reads_alone_and_says_so() -> None:
+    controller = io_run(lambda way: 1.0 if way is Way.OPEN else 0.995, 145)
+    assert controller.mode.settings == {"io": "open"}
+    assert "0.5%" in controller.mode.reason
+
+
+def test_where_no_read_was_held_back_chance_decides_nothing() -> None:
+    controller = io_run(lambda way: 1.0 if way is Way.OPEN else 0.5, 145, held=0)
+    assert controller.mode.settings == {"io": "open"}
+    assert "no read" in controller.mode.reason
+
+
+def test_the_first_window_of_a_turn_does_not_count_nor_do_a_few_long_ones() -> None:
+    before: list[Way] = [Way.OPEN]
+
+    def seconds(way: Way) -> float:
+        changed = way is not before[-1]
+        before.append(way)
+        return 9.0 if changed else 30.0 if len(before) in (20, 60) else 1.0
+
+    controller = io_run(seconds, 145)
+    assert set(controller.verdict("io").seconds.values()) == {1.0}
+
+
+def test_bursts_decide_though_they_are_rare() -> None:
+    number = iter(range(10**6))
+    controller = io_run(
+        lambda way: 1.5 if way is Way.OPEN and next(number) % 8 == 7 else 1.0 + 0.02 * (way != Way.OPEN), 260
+    )
+    assert controller.mode.settings != {"io": "open"}
+
+
+def test_chance_decides_nothing_where_windows_differ_widely() -> None:
+    def kept(seed: int) -> str:
+        draw = Random(seed)
+        return io_run(lambda way: max(0.4, draw.gauss(0.8, 0.3)), 300).mode.settings["io"]
+
+    assert [kept(seed) for seed in range(20)].count("open") >= 18
+
+
+def test_reads_come_before_what_changes_the_numbers() -> None:
+    controller = Controller([IO, COMPRESSION])
+    tried = []
+    for number in range(220):
+        controller.options(number)
+        tried.append(controller.mode.trying)
+        controller.seen(Seen(number, 1.0, 0.5, 1))
+    assert [other for one, other in pairwise([None, *tried]) if one != other][:3] == [
+        "io",
+        None,
+        "compression",
+    ]
+
+
+# ---- what may be changed ----------------------------------------------------------------------------------
+
+
+def test_by_itself_only_reads_may_be_held_back() -> None:
+    assert [knob.name for knob in allowed(None, AllReduce(), 8, gated=True).knobs] == ["io"]
+    assert allowed(None, AllReduce(), 8, gated=False).knobs == ()
+
+
+def test_what_is_allowed_is_tried_safest_first() -> None:
+    adapt: Adapt = {"compression": [Half("bf16"), Int8()], "accumulate": [4, 2]}
+    may = allowed(adapt, with_options(AllReduce(), adapt), 8, gated=True)
+    assert [knob.name for knob in may.knobs] == ["io", "accumulate", "compression"]
+    assert may.at_once == (1, 2, 4)
+
+
+def test_windows_with_and_without_an_average_are_looked_at_together() -> None:
+    adapt: Adapt = {"sync_period": [8, 12]}
+    (knob,) = allowed(adapt, with_options(LocalSGD(4), adapt), 1, gated=True).knobs
+    assert knob.options == ("4", "8", "12")
+    assert (knob.cycle, knob.turn) == (24, 25)
+
+
+@pytest.mark.parametrize(("average_s", "kept"), [(0.8, "12"), (0.01, "4")])
+def test_a_longer_sync_period_is_kept_where_averages_take_long(average_s: float, kept: str) -> None:
+    adapt: Adapt = {"sync_period": [8, 12]}
+    may = allowed(adapt, with_options(LocalSGD(4), adapt), 1, gated=False)
+    controller = Controller(may.knobs)
+    for number in range(8 * 24 + 9 * 25 + 10):
+        every = (4, 8, 12)[controller.options(number)[0]]
+        average = average_s * (number % every == every - 1)
+        controller.seen(Seen(number, 0.1 + average, average))
+    assert controller.mode.settings == {"sync_period": kept}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "adapt", "says"),
+    [
+        (AllReduce(), {"bucket_size": [1]}, "adapt may allow accumulate"),
+        (AllReduce(), {"compression": [TopK(0.1)]}, "between AllReduce, Half"),
+        (DiLoCo(8), {"compression": [Int8()]}, "got diloco"),
+        (AllReduce(), {"sync_period": [8]}, "LocalSGD"),
+        (LocalSGD(8), {"sync_period": [4]}, "must ascend"),
+        (AllReduce(), {"accumulate": [3]}, "divisors of 8"),
+        (AllReduce(), {"accumulate": [2, 4]}, "descending"),
+        (AllReduce(), {"accumulate": [8]}, "smaller"),
+        (AllReduce(), {"accumulate": [0]}, "divisors of 8"),
+        (AllReduce(), {"accumulate": [-2]}, "divisors of 8"),
+        (AllReduce(), {"accumulate": ["2"]}, "divisors of 8"),
+        (Int8(), {"compression": [Half("bf16"), Int8()]}, r"int8\(.*\) is named twice"),
+    ],
+)
+def test_what_cannot_be_changed_is_refused(strategy: Any, adapt: Any, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        allowed(adapt, with_options(strategy, adapt), 8, gated=False)
+
+
+# ---- merging ----------------------------------------------------------------------------------------------
+
+
+def test_batches_of_tensors_mappings_tuples_and_lists_are_put_together() -> None:
+    batches = [{"x": torch.full((n, 2), n), "both": (torch.zeros(n), ["a"] * n)} for n in (1, 2)]
+    made = joined(batches)
+    assert made["x"].tolist() == [[1, 1], [2, 2], [2, 2]]
+    assert made["both"][0].shape == (3,)
+    assert made["both"][1] == ["a"] * 3
+
+
+def test_ragged_columns_are_put_together_row_by_row() -> None:
+    rows = [torch.arange(n) for n in (2, 0, 3)]
+    one = Ragged(torch.cat(rows[:2]), torch.tensor([0, 2, 2]))
+    other = Ragged(rows[2], torch.tensor([0, 3]))
+    made = joined([{"doc": one}, {"doc": other}])["doc"]
+    assert [row.tolist() for row in made.rows()] == [row.tolist() for row in rows]
+
+
+def test_named_tuples_stay_what_they_are() -> None:
+    made = joined([Pair(torch.zeros(n), torch.ones(n)) for n in (1, 2)])
+    assert isinstance(made, Pair)
+    assert made.y.tolist() == [1, 1, 1]
+
+
+def test_only_what_counts_is_merged_and_a_single_batch_is_left_as_it_is() -> None:
+    batches = [torch.tensor([n]) for n in range(5)]
+    made = merged(batches, 3, 2, joined)
+    assert [each.tolist() for each in made] == [[0, 1], [2]]
+    assert made[1] is batches[2]
+
+
+@pytest.mark.parametrize(
+    "batches",
+    [
+        [1.0, 2.0],
+        [torch.zeros(1, 2), torch.zeros(1, 3)],
+        # Images of their own sizes, or the parts of each sample? Their first dimension is colours.
+        [{"jpg": [torch.zeros(3, 8, 8), torch.zeros(3, 9, 9)]}] * 2,
+        [[torch.zeros(2), [torch.zeros(3, 8, 8)] * 2]] * 2,
+        [[{"x": torch.zeros(3)}, {"x": torch.zeros(3)}]] * 2,
+    ],
+)
+def test_what_cannot_be_put_together_names_the_way_out(batches: list[Any]) -> None:
+    with pytest.raises(ValueError, match="merge"):
+        joined(batches)

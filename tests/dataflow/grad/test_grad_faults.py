@@ -1,0 +1,238 @@
+"""What goes wrong on one rank, as the other ranks see it."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from contextlib import ExitStack, suppress
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from dataflow import GradSchedule
+from dataflow.grad.agreement import DisagreementError
+from dataflow.grad.lost import RankLostError
+from dataflow.grad.strategies import Hierarchical
+from dataflow.grad.strategies.all_reduce import AllReduce
+from dataflow.grad.windows import UnevenRanksError
+from dataflow.testing import run_ranks
+
+FAST: Any = {"start_method": "forkserver"}
+DYING = 2
+
+
+def die() -> None:
+    """What the others see of a death: every connection of this process is closed."""
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError), socket.socket(fileno=os.dup(int(name))) as connection:
+            listens = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+            if connection.family in (socket.AF_INET, socket.AF_INET6) and not listens:
+                connection.shutdown(socket.SHUT_RDWR)
+
+
+def train_until(place: str, kind: str, known: bool) -> tuple[str, tuple[int, ...], float]:
+    """Train; one rank dies in the second window. Returns the error's name, the ranks it names, seconds."""
+    rank = dist.get_rank()
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    wrapped: nn.Module = fully_shard(model) if kind == "fsdp" else DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = [torch.ones(2, 4)] * 12
+    weights: Any = {} if known else {"samples": len}
+    began = time.monotonic()
+    try:
+        with GradSchedule(data, wrapped, optimizer, 3, weights=weights, timeout_s=30) as sched:
+            for number, batch in enumerate(sched):
+                dying = rank == DYING and number == {"compute": 3, "sync": 5}[place]
+                if dying and place == "compute":
+                    die()
+                out = wrapped(batch)
+                if dying:
+                    out.register_hook(lambda gradient: (die(), gradient)[1])
+                sched.backward(out.sum() * sched.scale())
+                sched.step()
+    except Exception as error:
+        return type(error).__name__, getattr(error, "ranks", ()), time.monotonic() - began
+    return "nothing", (), 0.0
+
+
+@pytest.mark.parametrize(
+    ("place", "kind", "known"),
+    [
+        ("compute", "ddp", False),
+        ("sync", "ddp", False),
+        ("sync", "ddp", True),
+        ("compute", "fsdp", False),
+        ("sync", "fsdp", True),
+    ],
+)
+def test_the_others_name_a_rank_that_died(place: str, kind: str, known: bool) -> None:
+    results = run_ranks(train_until, 4, args=(place, kind, known), timeout_s=40, **FAST)
+    for rank, (name, ranks, seconds) in enumerate(results):
+        if rank != DYING:
+            assert (name, ranks) == ("RankLostError", (DYING,))
+            assert seconds < 20  # groups would wait for 30 s and for 30 minutes
+
+
+def wait_for_a_rank_that_does_not_come() -> str:
+    rank, store = dist.get_rank(), dist.distributed_c10d._get_default_store()
+    model = DistributedDataParallel(nn.Linear(1, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    sched = GradSchedule([torch.ones(1, 1)] * 2, model, optimizer, 1, weights={"n": len}, timeout_s=0.5)
+    if rank == 1:
+        store.wait(["seen/0", "seen/2"], timedelta(seconds=20))
+        return ""
+    with pytest.raises(RankLostError) as caught:
+        next(iter(sched))
+    assert caught.value.ranks == (1,), str(caught.value)
+    store.set(f"seen/{rank}", "")
+    return str(caught.value)
+
+
+def test_a_rank_that_does_not_come_in_time_is_named() -> None:
+    said = run_ranks(wait_for_a_rank_that_does_not_come, 3, **FAST)
+    assert "rank 1 did not come in time" in said[0] + said[2]
+
+
+def wait_for_gradients_of_a_rank_that_hangs(kind: str) -> tuple[str, tuple[int, ...], float]:
+    """Rank 1 hangs in its first forward pass; lengths are known, so nobody agrees on anything there."""
+    rank, store = dist.get_rank(), dist.distributed_c10d._get_default_store()
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    wrapped: nn.Module = fully_shard(model) if kind == "fsdp" else DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    strategy = Hierarchical() if kind == "by node" else AllReduce()
+    began = time.monotonic()
+    try:
+        with GradSchedule(
+            [torch.ones(2, 4)] * 2, wrapped, optimizer, 2, strategy=strategy, timeout_s=0.5
+        ) as sched:
+            for batch in sched:
+                if rank == 1:
+                    store.wait(["seen/0", "seen/2"], timedelta(seconds=20))
+                    return "", (), 0.0
+                sched.backward(wrapped(batch).sum())
+                sched.step()
+    except RankLostError as error:
+        store.set(f"seen/{rank}", "")
+        return str(error), error.ranks, time.monotonic() - began
+    return "nothing", (), 0.0
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp", "by node"])
+def test_a_rank_that_hangs_while_it_computes_is_named_within_the_deadline(kind: str) -> None:
+    said = run_ranks(wait_for_gradients_of_a_rank_that_hangs, 3, args=(kind,), **FAST)
+    for text, ranks, seconds in (said[0], said[2]):
+        assert ranks == (1,)
+        assert "did not come in time" in text
+        assert seconds < 15  # the group would wait for 30 minutes
+
+
+def time_out_of_the_group() -> list[float]:
+    """In a forward pass, after a backward pass, and after a loop that is left."""
+    model = DistributedDataParallel(nn.Linear(1, 1))
+    gloo = model.process_group._get_backend(torch.device("cpu"))
+    seen = []
+    with GradSchedule(
+        [torch.ones(1, 1)] * 2, model, torch.optim.SGD(model.parameters(), 0.1), timeout_s=7
+    ) as sched:
+        for batch in sched:
+            seen.append(gloo.options._timeout.total_seconds())
+            if sched.position.window == 1:
+                break
+            sched.backward(model(batch).sum())
+            seen.append(gloo.options._timeout.total_seconds())
+            sched.step()
+        del batch
+        seen.append(gloo.options._timeout.total_seconds())
+    return seen
+
+
+def test_only_a_microbatch_lowers_the_time_out_of_the_programs_group() -> None:
+    assert run_ranks(time_out_of_the_group, 2, **FAST) == [[7, 1800, 7, 1800]] * 2
+
+
+class Other(AllReduce):
+    key = "other"
+
+
+def disagree() -> dict[str, str]:
+    """Several disagreements, one after the other: each leaves the ranks as they were."""
+    rank = dist.get_rank()
+    model = DistributedDataParallel(nn.Linear(1, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = [torch.ones(1, 1)] * (4 if rank else 3)
+
+    def made(**arguments: Any) -> GradSchedule:
+        return GradSchedule(data, model, optimizer, **{"accumulate": 2, **arguments})
+
+    def train(sched: GradSchedule) -> None:
+        for batch in sched:
+            sched.backward(model(batch).sum() * sched.scale())
+            sched.step()
+
+    def loaded() -> None:
+        sched = made(weights={"n": len})
+        state = {**sched.state_dict(), "window": 5 + rank}
+        sched.load_state_dict(state)
+        train(sched)
+
+    tried: dict[str, Any] = {
+        "accumulate": lambda: made(accumulate=2 + rank),
+        "strategy": lambda: made(strategy=Other() if rank else None),
+        "weights": lambda: made(weights={"n": 1 + rank}),
+        "window": loaded,
+        "uneven": lambda: train(made(uneven="error")),
+    }
+    said = {}
+    for name, attempt in tried.items():
+        with pytest.raises((DisagreementError, UnevenRanksError)) as caught:
+            attempt()
+        said[name] = str(caught.value)
+    return said
+
+
+def test_ranks_that_do_different_things_are_told_so_with_their_values() -> None:
+    expected = {
+        "accumulate": "ranks disagree on accumulate: 2 on rank 0; 3 on rank 1",
+        "strategy": "ranks disagree on strategy: 'all-reduce' on rank 0; 'other' on rank 1",
+        "weights": "ranks disagree on weights: {'n': 1.0} on rank 0; {'n': 2.0} on rank 1",
+        "window": "ranks disagree on window: 5 on rank 0; 6 on rank 1",
+    }
+    for said in run_ranks(disagree, 2, **FAST):
+        assert "rank 0 has 1, rank 1 has 2" in said.pop("uneven")
+        assert said == expected
+
+
+def lie_about_length() -> str:
+    class Loader(list[Any]):
+        def __len__(self) -> int:
+            return 5
+
+    rank = dist.get_rank()
+    model = DistributedDataParallel(nn.Linear(1, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = Loader([torch.ones(1, 1)] * (5 - rank))
+    try:
+        with ExitStack() as stack:
+            sched = stack.enter_context(GradSchedule(loader, model, optimizer, 2))
+            for batch in sched:
+                sched.backward(model(batch).sum() * sched.scale())
+                sched.step()
+    except RuntimeError as error:
+        die()
+        return str(error)
+    except RankLostError as error:
+        return str(error)
+    return ""
+
+
+def test_a_loader_with_a_wrong_length_is_named_and_hangs_nobody() -> None:
+    first, second = run_ranks(lie_about_length, 2, **FAST)
+    assert "the loader said 5 batches in this epoch and gave 4" in second
+    assert "rank 1 died" in first

@@ -1,0 +1,150 @@
+"""The I/O gate: when it holds reads back. What is tried and kept: test_controller.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from dataflow import GradSchedule
+from dataflow.grad.adapt.io_gate import FixedGate, IoGate, Way, gate_policy
+from dataflow.grad.strategies import PostLocalSGD
+from dataflow.testing import run_ranks
+from dataflow.timing.phases import Phase, PhaseLedger
+from prefetch.control.hold import ReadHold
+
+WAYS = list(Way)
+
+
+def test_an_unknown_word_is_refused() -> None:
+    with pytest.raises(ValueError, match="io must be"):
+        gate_policy("closed")  # type: ignore[arg-type]
+
+
+# ---- the gate itself --------------------------------------------------------------------------------------
+
+
+class Holds(ReadHold):
+    """Remembers what it was told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told: list[str] = []
+        self._on = False
+
+    def hold(self) -> None:
+        self._on = True
+        self.told.append("hold")
+
+    def release(self) -> None:
+        if self._on:
+            self.told.append("release")
+        self._on = False
+
+
+def window(gate: IoGate, ledger: PhaseLedger, told: list[str]) -> list[str]:
+    """One window; what happened, in order."""
+    gate.window_begins(0)
+    for phase in (Phase.SYNC, Phase.COMPUTE, Phase.STEP, Phase.COMPUTE):
+        told.append(str(phase))
+        ledger.enter(phase)
+    gate.window_ended(1.0)
+    return told
+
+
+@pytest.mark.parametrize(
+    ("way", "expected"),
+    [
+        (Way.OPEN, "sync compute step compute"),
+        (Way.SYNC, "sync hold compute step release compute"),
+    ],
+)
+def test_reads_are_held_from_where_the_way_says_until_the_step(way: Way, expected: str) -> None:
+    hold, ledger = Holds(), PhaseLedger()
+    assert window(IoGate(hold, FixedGate(way), ledger), ledger, hold.told) == expected.split()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_few_reads_run_at_a_time_but_for_the_open_way(way: Way) -> None:
+    hold, ledger = ReadHold(), PhaseLedger()
+    limits: list[int | None] = []
+    hold.limit = limits.append  # type: ignore[method-assign]
+    gate = IoGate(hold, FixedGate(way), ledger)
+    gate.window_begins(0)
+    gate.left()
+    assert limits == [None if way is Way.OPEN else 2, None]
+
+
+def test_leaving_a_window_lets_reads_begin() -> None:
+    hold, ledger = Holds(), PhaseLedger()
+    gate = IoGate(hold, FixedGate(Way.SYNC), ledger)
+    gate.window_begins(0)
+    ledger.enter(Phase.SYNC)
+    gate.left()
+    assert hold.told == ["hold", "release"]
+
+
+def test_a_closed_gate_hears_no_more() -> None:
+    hold, ledger = Holds(), PhaseLedger()
+    gate = IoGate(hold, FixedGate(Way.SYNC), ledger)
+    gate.window_begins(0)
+    gate.close()
+    gate.close()
+    ledger.enter(Phase.SYNC)
+    assert hold.told == []
+
+
+# ---- in a schedule ----------------------------------------------------------------------------------------
+
+
+class LoaderWithHold(list[Any]):
+    """Batches, and what was asked of the reads."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.ones(2, 3) for _ in range(4))
+        self.read_hold = Holds()
+
+
+def holds_of_two_windows(io: str) -> tuple[list[str], str]:
+    loader = LoaderWithHold()
+    model = DistributedDataParallel(torch.nn.Linear(3, 1))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with GradSchedule(loader, model, optimizer, accumulate=2, io=io) as sched:  # type: ignore[arg-type]
+        for batch in sched:
+            loader.read_hold.told.append("forward")
+            sched.backward(model(batch).sum() * sched.scale())
+            loader.read_hold.told.append("backward done")
+            sched.step()
+        assert sched.io is not None
+        return loader.read_hold.told, sched.io.way
+
+
+def limits_of_each_window() -> list[bool]:
+    """Gradients are reduced in the first two windows, parameters averaged from then on."""
+    loader = LoaderWithHold()
+    model = DistributedDataParallel(torch.nn.Linear(3, 1))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    limited = []
+    strategy = PostLocalSGD(8, start_step=2)
+    with GradSchedule(loader, model, optimizer, io="sync", strategy=strategy) as sched:
+        for batch in sched:
+            limited.append(loader.read_hold.is_limited)
+            sched.backward(model(batch).sum())
+            sched.step()
+    return limited
+
+
+def test_windows_without_a_reduction_let_any_number_of_reads_run() -> None:
+    limited = run_ranks(limits_of_each_window, 2, start_method="forkserver")
+    assert limited == [[True, True, False, False]] * 2
+
+
+@pytest.mark.parametrize("io", WAYS)
+def test_a_schedule_holds_reads_in_the_last_microbatch_of_each_window(io: Way) -> None:
+    told, way = run_ranks(holds_of_two_windows, 2, args=(str(io),), start_method="forkserver")[0]
+    plain = ["forward", "backward done"]
+    sync = ["forward", "hold", "backward done", "release"]
+    assert way == io
+    assert told == (plain + {Way.OPEN: plain, Way.SYNC: sync}[io]) * 2

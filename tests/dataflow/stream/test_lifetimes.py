@@ -1,0 +1,443 @@
+"""Who keeps what alive: batches, slots, threads, descriptors, memory, and the interpreter at its end."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+import threading
+import warnings
+import weakref
+from collections import Counter
+from collections.abc import Iterator
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+import torch
+from datasets_kit import (
+    MAKERS,
+    NUM_SAMPLES,
+    Made,
+    by_plan,
+    delivered,
+    make_ints_tar,
+    make_parquet,
+    make_tar,
+    make_tokens_bin,
+    rows_of,
+    sort_key,
+    write_tar,
+)
+from http_kit import slowstore
+from threads_kit import our_threads, threads_left
+
+from dataflow import DataLoader, ShardedDataset, Shuffle
+from dataflow.stream.session import Session
+
+HERE = Path(__file__).parents[2]
+
+
+def num_descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def session_of(loader: DataLoader) -> Session:
+    assert loader._stream.sessions.newest is not None
+    return loader._stream.sessions.newest
+
+
+@pytest.fixture
+def ints(tmp_path: Path) -> Made:
+    return make_ints_tar(tmp_path)
+
+
+@pytest.fixture(autouse=True)
+def _no_thread_is_left() -> Iterator[None]:
+    yield
+    gc.collect()
+    assert threads_left() == []
+
+
+# ---- batches and their slots ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("maker", [make_tar, make_parquet, make_tokens_bin], ids=["tar", "parquet", "tokens"])
+@pytest.mark.parametrize("limit", ["200kB", "1GB"])
+def test_a_list_of_all_batches_keeps_every_one_intact(tmp_path: Path, maker: Any, limit: str) -> None:
+    """Slots must not be reused while any of their views lives, however small the limit is."""
+    made = maker(tmp_path)
+    with DataLoader(made.open(), 4, Shuffle("window", 2), memory_limit=limit) as loader:
+        epochs = [list(loader) for _ in range(3)]
+        for epoch, batches in enumerate(epochs):
+            assert [rows_of(batch) for batch in batches] == by_plan(loader, made.samples, epoch)
+    for epoch, batches in enumerate(epochs):  # and after close
+        assert [rows_of(batch) for batch in batches] == by_plan(loader, made.samples, epoch)
+
+
+def test_one_row_of_a_batch_keeps_that_row(tmp_path: Path) -> None:
+    made = make_tokens_bin(tmp_path)
+    with DataLoader(made.open(), 4, shuffle=False, memory_limit="200kB") as loader:
+        rows = [batch["tokens"][1, 2:] for batch in loader if len(batch["tokens"]) > 1]
+        for _ in range(3):
+            list(loader)
+    assert [row.tolist() for row in rows] == [s["tokens"][2:] for s in made.samples[1::4]]
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_every_slot_comes_back(tmp_path: Path, name: str) -> None:
+    made = MAKERS[name](tmp_path)
+    loader = DataLoader(made.open(), 4, Shuffle("window", 2))
+    held = list(loader)
+    session = session_of(loader)
+    loader.close()
+    assert session.arena.num_leased <= len(held) * len(held[0])
+    assert session.arena.num_leased > 0 or not any(isinstance(v, torch.Tensor) for v in held[0].values())
+    del held
+    gc.collect()
+    assert session.arena.num_leased == 0
+    assert session.arena.mapped_bytes == 0
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_close_frees_what_was_prefetched_without_the_garbage_collector(tmp_path: Path, name: str) -> None:
+    """A training loop that allocates little may not see a collection for a long time."""
+    made = MAKERS[name](tmp_path)
+    gc.disable()
+    try:
+        for taken in (1, 2, 5):
+            loader = DataLoader(made.open(), 4, Shuffle("window", 2))
+            loop = iter(loader)
+            for _ in range(taken):
+                next(loop)
+            arena = session_of(loader).arena
+            loader.close()
+            assert arena.num_leased <= len(made.samples[0])  # of the chunk whose batches are handed out
+            del loop
+            assert arena.num_leased == 0
+            assert arena.mapped_bytes == 0
+    finally:
+        gc.enable()
+
+
+def test_close_frees_what_windows_hold_for_batches_that_were_never_built(tmp_path: Path) -> None:
+    made, gate, begun = make_tar(tmp_path), threading.Event(), threading.Event()
+
+    def transform(sample: dict[str, Any]) -> Any:
+        begun.set()
+        assert gate.wait(10)
+        return sample
+
+    dataset = made.open(columns=["bin"], transform=transform)
+    loader = DataLoader(dataset, 1, Shuffle("window", 3), num_threads=1, collate_fn=len)
+    session = loader._stream._new_session(0, 0, 1 << 30)
+    assert begun.wait(10)
+    assert session.engine._open
+    assert session.arena.num_leased > 0
+    readers = session.engine._readers
+    close_readers = readers.close
+    readers.close = lambda: (gate.set(), close_readers())[1]  # type: ignore[method-assign]
+    gc.disable()
+    try:
+        session.close()
+        assert session.arena.num_leased == 0
+    finally:
+        gc.enable()
+
+
+def test_the_ledger_knows_what_is_lent_and_forgets_what_came_back(tmp_path: Path) -> None:
+    made = make_tokens_bin(tmp_path)
+    with DataLoader(made.open(), 4, Shuffle("window", 2)) as loader:
+        held = list(loader)
+        assert loader.stats().memory.lent_bytes > 0
+        del held
+        assert loader.stats().memory.lent_bytes == 0
+    assert loader.stats().memory.window_bytes >= 0
+
+
+def test_batches_may_be_written_to_without_touching_others(tmp_path: Path) -> None:
+    made = make_tokens_bin(tmp_path)
+    with DataLoader(made.open(), 4, shuffle=False) as loader:
+        for _ in range(2):
+            for number, batch in enumerate(loader):
+                assert batch["tokens"].tolist() == [s["tokens"] for s in made.samples[4 * number :][:4]]
+                batch["tokens"].zero_()
+
+
+# ---- threads --------------------------------------------------------------------------------------------
+
+
+def test_threads_live_from_the_first_batch_to_close(ints: Made) -> None:
+    loader = DataLoader(ints.open(), 4, shuffle=True)
+    assert our_threads() == []
+    list(loader)
+    assert len(our_threads()) > 1
+    loader.close()
+    assert our_threads() == []
+
+
+def test_no_thread_is_left_after_with_break_exception_or_generator_close(ints: Made) -> None:
+    with DataLoader(ints.open(), 4, shuffle=True) as loader:
+        list(loader)
+    assert our_threads() == []
+    loader = DataLoader(ints.open(), 4, shuffle=True)
+    for _ in loader:
+        break
+    assert threads_left() == []
+    with pytest.raises(KeyError):
+        fail_inside(loader)
+    gc.collect()
+    loop = iter(loader)
+    next(loop)
+    loop.close()  # type: ignore[attr-defined]
+    assert threads_left() == []
+
+
+def fail_inside(loader: DataLoader) -> None:
+    for batch in loader:
+        batch["no such column"]
+
+
+def test_a_loader_that_is_dropped_stops_its_threads(ints: Made) -> None:
+    loader = DataLoader(ints.open(), 4, shuffle=True)
+    loop = iter(loader)
+    next(loop)
+    del loop, loader
+    gc.collect()
+    assert threads_left() == []
+    loader = DataLoader(ints.open(), 4, shuffle=True)
+    list(loader)  # between two epochs, no loop holds it
+    watch = weakref.ref(loader)
+    del loader
+    assert watch() is None, "a cycle would keep threads until the next garbage collection"
+    assert threads_left() == []
+
+
+def test_a_loader_in_a_cycle_stops_with_the_garbage_collection(ints: Made) -> None:
+    loader: Any = DataLoader(ints.open(), 4, shuffle=True)
+    loader.me = loader
+    list(loader)
+    del loader
+    gc.collect()
+    assert threads_left() == []
+
+
+def test_torchs_thread_count_is_left_alone(ints: Made) -> None:
+    before = torch.get_num_threads()
+    with DataLoader(ints.open(), 4, shuffle=True) as loader:
+        list(loader)
+        assert torch.get_num_threads() == before
+        counts: list[int] = []
+        other = threading.Thread(target=lambda: counts.append(torch.get_num_threads()))
+        other.start()
+        other.join()
+    assert counts == [before]
+
+
+# ---- growth ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("maker", [make_tar, make_parquet], ids=["tar", "parquet"])
+def test_twenty_epochs_hold_no_more_descriptors_or_memory_than_two(tmp_path: Path, maker: Any) -> None:
+    made = maker(tmp_path)
+    with DataLoader(made.open(), 4, Shuffle("window", 2)) as loader:
+        for _ in range(2):
+            list(loader)
+        descriptors, threads = num_descriptors(), our_threads()
+        mapped = session_of(loader).arena.mapped_bytes
+        for _ in range(20):
+            for _ in loader:
+                pass
+            assert session_of(loader).arena.mapped_bytes <= 4 * mapped + (1 << 20)
+        assert our_threads() == threads
+        assert num_descriptors() <= descriptors + len(threads)  # files that are being read now
+
+
+def test_many_loaders_leave_nothing_behind(ints: Made) -> None:
+    dataset = ints.open()
+    with DataLoader(dataset, 4, shuffle=True) as loader:
+        list(loader)
+    gc.collect()
+    descriptors = num_descriptors()
+    mapped = len(Path("/proc/self/maps").read_text().splitlines())
+    for _ in range(20):
+        with DataLoader(dataset, 4, shuffle=True) as loader:
+            assert list(islice(loader, 2))
+    gc.collect()
+    assert num_descriptors() == descriptors
+    assert len(Path("/proc/self/maps").read_text().splitlines()) < mapped + 40
+
+
+def test_random_access_leaves_no_descriptor_open(ints: Made) -> None:
+    dataset = ints.open()
+    assert dataset[0]
+    descriptors = num_descriptors()
+    assert [dataset[i]["cls"] for i in range(NUM_SAMPLES)] == list(range(NUM_SAMPLES))
+    assert num_descriptors() == descriptors
+
+
+# ---- processes ------------------------------------------------------------------------------------------
+
+NEVER_CLOSED = """
+import sys
+from dataflow import DataLoader, ShardedDataset
+loader = DataLoader(ShardedDataset(sys.argv[1], catalog=sys.argv[2], transform=lambda s: s), 2, shuffle=True)
+loop = iter(loader)
+print(len(next(loop)["cls"]))
+"""
+
+FAILS = NEVER_CLOSED + "raise SystemExit(7)\n"
+
+IN_A_THREAD = NEVER_CLOSED.replace(
+    "loop = iter(loader)", "loop = iter(loader); keep = [loader, loop]; keep.append(keep)"
+)
+
+
+@pytest.mark.parametrize(("script", "code"), [(NEVER_CLOSED, 0), (FAILS, 7), (IN_A_THREAD, 0)])
+def test_the_interpreter_ends_cleanly_with_an_open_loader(ints: Made, script: str, code: int) -> None:
+    ints.open()
+    command = [sys.executable, "-W", "error", "-c", script, ints.kwargs["source"], ints.kwargs["catalog"]]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False, cwd=HERE.parent)
+    assert (done.returncode, done.stdout, done.stderr) == (code, "2\n", "")
+
+
+def test_a_fork_after_the_start_is_a_clear_error_in_the_child(ints: Made) -> None:
+    with DataLoader(ints.open(), 4, shuffle=True) as loader:
+        loop = iter(loader)
+        next(loop)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of threads and fork
+            child = os.fork()
+        if child == 0:
+            os._exit(in_the_child(loop, loader))
+        _, status = os.waitpid(child, 0)
+        assert os.waitstatus_to_exitcode(status) == 0
+        assert len([rows_of(batch) for batch in loop]) == len(loader) - 1
+
+
+def in_the_child(loop: Iterator[Any], loader: DataLoader) -> int:
+    """0 if the error is the expected one, and closing returns."""
+    try:
+        for _ in loop:  # what is prefetched may still come
+            pass
+    except RuntimeError as error:
+        loader.close()
+        return 0 if "make the loader in the child" in str(error) else 1
+    except BaseException:
+        return 2
+    return 3
+
+
+def test_a_new_loader_works_in_a_forked_child(ints: Made) -> None:
+    dataset = ints.open()
+    with DataLoader(dataset, 4, shuffle=True) as loader:
+        next(iter(loader))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            child = os.fork()
+        if child == 0:
+            with DataLoader(dataset, 4, shuffle=True) as own:
+                code = 0 if sum(len(batch["cls"]) for batch in own) == NUM_SAMPLES else 1
+            os._exit(code)
+        _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+
+
+# ---- remote stores --------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, str]]:
+    """A folder and the URL that an HTTP server with byte ranges serves it under."""
+    pytest.importorskip("aiohttp")
+    folder = tmp_path_factory.mktemp("served")
+    with slowstore(folder) as url:
+        yield folder, url
+
+
+@pytest.mark.parametrize("name", ["tar", "tar.gz", "parquet", "tokens.bin", "jsonl", "megatron"])
+def test_http_gives_the_same_epochs_and_samples(server: tuple[Path, str], name: str) -> None:
+    root, url = server
+    folder = root / name.replace(".", "-")
+    folder.mkdir()
+    made = MAKERS[name](folder)
+    source = [f"{url}/{folder.name}/{path.name}" for path in made.shards if path.suffix != ".idx"]
+    dataset = made.open(source=source, catalog=str(folder / "remote.catalog"))
+    with DataLoader(dataset, 5, Shuffle("window", 3)) as loader:
+        for epoch in range(2):
+            got = delivered(loader)
+            assert got == by_plan(loader, made.samples, epoch)
+            assert Counter(map(sort_key, chain(*got))) == Counter(map(sort_key, made.samples))
+    assert rows_of({k: [v] for k, v in dataset[7].items()}) == [made.samples[7]]
+
+
+def test_a_remote_shard_that_changes_is_refused(server: tuple[Path, str]) -> None:
+    root, url = server
+    folder = root / "changing"
+    folder.mkdir()
+    made = make_ints_tar(folder)
+    source = [f"{url}/changing/{path.name}" for path in made.shards]
+    dataset = made.open(source=source, catalog=str(folder / "remote.catalog"))
+    write_tar(made.shards[1], [("1.cls", b"1")])
+    with (
+        DataLoader(dataset, 5, shuffle=True) as loader,
+        pytest.raises(Exception, match=r"shard-1\.tar.*size"),
+    ):
+        list(loader)
+
+
+def test_many_remote_loaders_leave_no_connection_open(server: tuple[Path, str]) -> None:
+    root, url = server
+    folder = root / "many"
+    folder.mkdir()
+    made = make_ints_tar(folder)
+    source = [f"{url}/many/{path.name}" for path in made.shards]
+    dataset = made.open(source=source, catalog=str(folder / "remote.catalog"))
+
+    def run(times: int) -> int:
+        for _ in range(times):
+            with DataLoader(dataset, 5, shuffle=True) as loader:
+                assert list(islice(loader, 2))
+        gc.collect()
+        return num_descriptors()
+
+    before = run(3)
+    assert run(10) <= before + 20
+
+
+@pytest.fixture
+def memory() -> Iterator[Any]:
+    fs = fsspec.filesystem("memory")
+    yield fs
+    fs.store.clear()
+
+
+def in_memory(made: Made, fs: Any, catalog: Path, **options: Any) -> ShardedDataset:
+    for path in made.folder.iterdir():
+        fs.pipe_file(f"/data/{path.name}", path.read_bytes())
+    pattern = Path(made.kwargs["source"]).name
+    return made.open(source=f"memory://data/{pattern}", catalog=str(catalog), **options)
+
+
+@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize("shuffle", [Shuffle("window", 2), Shuffle("full")], ids=str)
+def test_any_fsspec_store_gives_the_same_epoch(
+    tmp_path: Path, memory: Any, name: str, shuffle: Shuffle
+) -> None:
+    made = MAKERS[name](tmp_path)
+    with DataLoader(in_memory(made, memory, tmp_path / "remote.catalog"), 5, shuffle) as loader:
+        assert delivered(loader) == by_plan(loader, made.samples, 0)
+
+
+def test_a_chain_of_filesystems_is_followed(tmp_path: Path, memory: Any) -> None:
+    made = make_ints_tar(tmp_path)
+    for path in made.shards:
+        memory.pipe_file(f"/data/{path.name}", path.read_bytes())
+    source = [f"simplecache::memory://data/{path.name}" for path in made.shards]
+    options = {"simplecache": {"cache_storage": str(tmp_path / "cache")}}
+    dataset = made.open(source=source, catalog=str(tmp_path / "c"), storage_options=options)
+    with DataLoader(dataset, 5, shuffle=True) as loader:
+        assert delivered(loader) == by_plan(loader, made.samples, 0)

@@ -1,0 +1,303 @@
+"""Resuming: at every position, under any number of ranks, nothing is lost, repeated or reordered."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from datasets_kit import (
+    NUM_SAMPLES,
+    Made,
+    Make,
+    Row,
+    by_plan,
+    delivered,
+    edited,
+    make_ints_tar,
+    rank,
+    rows_of,
+    sort_key,
+)
+from hypothesis import HealthCheck, given, settings, strategies as st
+
+from dataflow import DataLoader, Shuffle
+
+FORMATS = ["tar", "tar.gz", "parquet", "tokens.bin", "megatron"]
+SHUFFLES = [Shuffle("none"), Shuffle("blocks", 2), Shuffle("window", 2), Shuffle("full")]
+
+
+@pytest.fixture(scope="module")
+def ints(tmp_path_factory: pytest.TempPathFactory) -> Made:
+    return make_ints_tar(tmp_path_factory.mktemp("ints"))
+
+
+def assert_resumes_everywhere(make: Callable[[], DataLoader]) -> None:
+    with make() as loader:
+        whole = delivered(loader)
+    for cut in range(len(whole) + 1):
+        with make() as loader:
+            head = [rows_of(batch) for batch in islice(loader, cut)]
+            state = through_json(loader.state_dict())
+        with make() as resumed:
+            resumed.load_state_dict(state)
+            tail = delivered(resumed)
+            after = resumed.state_dict()
+        assert head + tail == whole, f"differs when resumed after {cut}"
+        assert after["epoch"] == 1
+        assert after["position"] == 0
+
+
+def through_json(state: dict[str, Any]) -> dict[str, Any]:
+    text = json.dumps(state)
+    assert len(text) < 1000
+    return json.loads(text)
+
+
+# ---- one rank -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("tail", ["drop", "pad", "even", "uneven"])
+def test_resumes_at_every_position(made: Make, name: str, tail: str) -> None:
+    dataset = made(name).open()
+    assert_resumes_everywhere(lambda: DataLoader(dataset, 6, Shuffle("window", 2), tail=tail, seed=5))
+
+
+@pytest.mark.parametrize("shuffle", SHUFFLES, ids=str)
+def test_resumes_at_every_position_under_every_shuffle(ints: Made, shuffle: Shuffle) -> None:
+    dataset = ints.open()
+    assert_resumes_everywhere(lambda: DataLoader(dataset, 4, shuffle))
+    place = rank(1, 3)
+    assert_resumes_everywhere(lambda: DataLoader(dataset, 4, shuffle, topology=place))
+
+
+def test_the_state_inside_a_loop_counts_delivered_batches_not_prefetched_ones(ints: Made) -> None:
+    with DataLoader(ints.open(), 4, Shuffle("window", 2)) as loader:
+        positions = [loader.state_dict()["position"] for _ in loader]
+    assert positions == [min(4 * k, NUM_SAMPLES) for k in range(1, 13)]
+
+
+def test_a_state_after_the_last_batch_but_inside_the_loop_has_nothing_more_of_that_epoch(ints: Made) -> None:
+    with DataLoader(ints.open(), 4, Shuffle("window", 2)) as loader:
+        for _ in loader:
+            state = loader.state_dict()
+        after_loop = loader.state_dict()
+    with DataLoader(ints.open(), 4) as resumed:
+        resumed.load_state_dict(through_json(state))
+        assert delivered(resumed) == []
+        assert delivered(resumed) == by_plan(resumed, ints.samples, 1)
+        resumed.load_state_dict(through_json(after_loop))
+        assert delivered(resumed) == by_plan(resumed, ints.samples, 1)
+
+
+def test_a_state_may_be_loaded_twice_and_saved_before_anything_ran(ints: Made) -> None:
+    with DataLoader(ints.open(), 4, Shuffle("window", 2), seed=9) as loader:
+        assert list(islice(loader, 3))
+        state = through_json(loader.state_dict())
+    with DataLoader(ints.open(), 4) as resumed:
+        resumed.load_state_dict(state)
+        assert through_json(resumed.state_dict()) == state
+        first = delivered(resumed)
+        resumed.load_state_dict(state)
+        assert delivered(resumed) == first == by_plan(resumed, ints.samples, 0)[3:]
+
+
+def test_resuming_twice_in_one_epoch_gives_the_rest_of_the_rest(ints: Made) -> None:
+    dataset, parts = ints.open(), []
+    state = None
+    for take in (2, 3, 100):
+        with DataLoader(dataset, 4, Shuffle("window", 2)) as loader:
+            if state:
+                loader.load_state_dict(state)
+            parts += [rows_of(batch) for batch in islice(loader, take)]
+            state = through_json(loader.state_dict())
+    assert parts == by_plan(loader, ints.samples, 0)
+
+
+def test_loading_a_state_inside_a_loop_ends_that_loop(ints: Made) -> None:
+    with DataLoader(ints.open(), 4, Shuffle("window", 2)) as loader:
+        state = loader.state_dict()
+        seen = 0
+        for _ in loader:
+            seen += 1
+            if seen == 2:
+                loader.load_state_dict(state)
+        assert seen == 2
+        assert delivered(loader) == by_plan(loader, ints.samples, 0)
+
+
+def test_the_state_brings_seed_shuffle_and_epoch_of_its_run(ints: Made) -> None:
+    with DataLoader(ints.open(), 4, Shuffle("window", 2), seed=2**64 - 1) as loader:
+        loader.set_epoch(3)
+        head = [rows_of(batch) for batch in islice(loader, 2)]
+        state = through_json(loader.state_dict())
+        oracle = by_plan(loader, ints.samples, 3)
+    with DataLoader(ints.open(), 4, shuffle=False, seed=1) as resumed:
+        resumed.load_state_dict(state)
+        assert head + delivered(resumed) == oracle
+
+
+# ---- other ranks, other sizes -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_other_ranks_go_on_with_the_same_global_batches(made: Make, name: str) -> None:
+    data = made(name)
+    dataset, shuffle = data.open(), Shuffle("window", 2)
+
+    def run(world_size: int, state: dict[str, Any] | None, steps: int) -> tuple[list[list[Row]], Any]:
+        ranks, states = [], []
+        for r in range(world_size):
+            place = rank(r, world_size)
+            with DataLoader(dataset, 12 // world_size, shuffle, topology=place, tail="uneven") as loader:
+                if state:
+                    loader.load_state_dict(state)
+                ranks.append([rows_of(batch) for batch in islice(loader, steps)])
+                states.append(through_json(loader.state_dict()))
+        assert all(one == states[0] for one in states)
+        steps = max(map(len, ranks))
+        return [list(chain(*(r[i] for r in ranks if i < len(r)))) for i in range(steps)], states[0]
+
+    whole, _ = run(1, None, 100)
+    head, state = run(4, None, 1)
+    middle, state = run(2, state, 1)
+    rest, _ = run(3, state, 100)
+    assert head + middle + rest == whole
+
+
+@settings(
+    max_examples=40,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+@given(
+    cuts=st.lists(st.tuples(st.integers(1, 4), st.integers(1, 9), st.integers(0, 4)), min_size=1, max_size=4),
+    shuffle=st.sampled_from(SHUFFLES),
+    seed=st.integers(0, 2**64 - 1),
+)
+def test_no_chain_of_restarts_loses_or_repeats_a_sample(
+    ints: Made, cuts: list[tuple[int, int, int]], shuffle: Shuffle, seed: int
+) -> None:
+    """Each run has its own ranks, batch size and number of steps; the last one finishes the epoch."""
+    dataset = ints.open()
+    seen: Counter[str] = Counter()
+    state = None
+    for at, (world_size, batch_size, steps) in enumerate([*cuts, (3, 5, 1000)]):
+        states = []
+        for r in range(world_size):
+            options: dict[str, Any] = {"topology": rank(r, world_size), "tail": "uneven", "seed": seed}
+            with DataLoader(dataset, batch_size, shuffle, **options) as loader:
+                if state is not None:
+                    loader.load_state_dict(state)
+                for batch in islice(loader, steps):
+                    seen.update(map(sort_key, rows_of(batch)))
+                    states.append((loader.state_dict()["position"], loader.state_dict()))
+                states.append((loader.state_dict()["position"], loader.state_dict()))
+        state = max((s for s in states if s[1]["epoch"] == 0), key=lambda s: s[0], default=(0, None))[1]
+        if state is None or state["position"] == NUM_SAMPLES:
+            break
+        assert at < len(cuts)
+    assert seen == Counter(map(sort_key, ints.samples))
+
+
+def test_memory_limit_and_threads_may_differ_after_a_resume(ints: Made) -> None:
+    with DataLoader(ints.open(), 4, True, memory_limit="1GB", num_threads=3) as loader:
+        head = [rows_of(batch) for batch in islice(loader, 5)]
+        state = loader.state_dict()
+        oracle = by_plan(loader, ints.samples, 0)
+    with DataLoader(ints.open(), 4, memory_limit="2MB", num_threads=1, depth=1) as resumed:
+        resumed.load_state_dict(state)
+        assert head + delivered(resumed) == oracle
+
+
+# ---- states that are refused ----------------------------------------------------------------------------
+
+
+def test_a_state_of_other_data_is_refused(ints: Made, tmp_path: Path) -> None:
+    with DataLoader(ints.open(), 4) as loader:
+        state = loader.state_dict()
+    other = make_ints_tar(tmp_path, NUM_SAMPLES + 1)
+    with DataLoader(other.open(), 4) as loader, pytest.raises(ValueError, match="other shards"):
+        loader.load_state_dict(state)
+    with (
+        DataLoader(ints.open(block_bytes=5 * 1024, catalog=str(tmp_path / "c")), 4) as loader,
+        pytest.raises(ValueError, match="blocks differ"),
+    ):
+        loader.load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"position": -1},
+        {"position": NUM_SAMPLES + 1},
+        {"position": 1.5},
+        {"epoch": -1},
+        {"version": 1},
+        {"num_samples": NUM_SAMPLES - 1},
+        {"skipped_samples": -1},
+        {"skipped_samples": None},
+        {"shuffle": {"kind": "magic", "window_blocks": 2}},
+        {"extra": 1},
+        {"seed": None},
+    ],
+    ids=str,
+)
+def test_a_damaged_state_is_refused_and_changes_nothing(ints: Made, change: dict[str, Any]) -> None:
+    with DataLoader(ints.open(), 4, Shuffle("window", 2)) as loader:
+        before = loader.state_dict()
+        with pytest.raises(ValueError, match=r"[a-z]"):
+            loader.load_state_dict(edited(before, **change))
+        assert loader.state_dict() == before
+        assert delivered(loader) == by_plan(loader, ints.samples, 0)
+
+
+@pytest.mark.parametrize("state", [{}, [], None, {"version": 1}])
+def test_what_is_no_state_is_refused(ints: Made, state: Any) -> None:
+    with DataLoader(ints.open(), 4) as loader, pytest.raises(ValueError, match="not a state"):
+        loader.load_state_dict(state)
+
+
+# ---- augmentation ---------------------------------------------------------------------------------------
+
+
+def augmented(sample: dict[str, Any], rng: np.random.Generator) -> dict[str, Any]:
+    return {"cls": sample["cls"], "draw": rng.random()}
+
+
+def draws(batches: list[list[Row]]) -> dict[int, float]:
+    return {row["cls"]: row["draw"] for batch in batches for row in batch}
+
+
+def test_random_transforms_depend_on_seed_epoch_and_sample_alone(ints: Made) -> None:
+    dataset = ints.open(transform=augmented)
+    whole: list[dict[int, float]] = []
+    with DataLoader(dataset, 4, Shuffle("window", 2), seed=1) as loader:
+        whole = [draws(delivered(loader)) for _ in range(2)]
+    assert len(set(whole[0].values()) | set(whole[1].values())) == 2 * NUM_SAMPLES
+    for world_size, batch_size in ((2, 7), (3, 2)):
+        parts: dict[int, float] = {}
+        for r in range(world_size):
+            options: dict[str, Any] = {"topology": rank(r, world_size), "tail": "uneven", "seed": 1}
+            with DataLoader(dataset, batch_size, Shuffle("full"), **options) as loader:
+                assert list(islice(loader, 2))
+                state = loader.state_dict()
+                loader.load_state_dict(state)
+                assert delivered(loader) is not None
+                loader.load_state_dict(edited(state, position=0))
+                parts |= draws(delivered(loader))
+        assert parts == whole[0]
+    with DataLoader(dataset, 4, shuffle=True, seed=2) as loader:
+        assert not set(draws(delivered(loader)).values()) & set(whole[0].values())
+
+
+def test_a_transform_without_rng_gets_the_sample_alone(ints: Made) -> None:
+    with DataLoader(ints.open(transform=lambda s: {"double": 2 * s["cls"]}), 4, shuffle=False) as loader:
+        got = [row["double"] for batch in delivered(loader) for row in batch]
+    assert got == [2 * i for i in range(NUM_SAMPLES)]

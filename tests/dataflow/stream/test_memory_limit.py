@@ -1,0 +1,214 @@
+"""What `memory_limit` bounds: the process's memory, also where functions of the user or decoders make it.
+
+A process of its own measures anonymous pages, private and shared: pages of mapped shards are the cache's.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import textwrap
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow
+import pytest
+import torch
+from pyarrow import parquet
+
+from dataflow import DataLoader, Image, MemoryLimitError, ShardedDataset, ShardWriter
+from dataflow.batch.held_bytes import Ranges, held_bytes
+from dataflow.ragged import Ragged
+
+LIMIT = 50_000_000
+BESIDE = 150_000_000
+"""The library's code, what a builder has in hand, and what the C library keeps of freed memory."""
+MEASURE = """
+def held():
+    fields = dict(line.split(":") for line in open("/proc/self/smaps_rollup").read().splitlines()[1:])
+    return sum(1024 * int(fields[name].split()[0]) for name in ("Pss_Anon", "Pss_Shmem"))
+"""
+LOOP = """
+import json, sys
+import torch
+torch.ones(10).sum()
+bare = held()
+import dataflow
+{setup}
+loader = dataflow.DataLoader(dataset, batch_size=8, memory_limit=50_000_000, num_threads={threads})
+peak = ledger = 0
+for number, batch in enumerate(loader):
+    peak = max(peak, held())
+    ledger = max(ledger, loader.stats().memory.ready_bytes)
+print(json.dumps({{"bare": bare, "peak": peak, "ledger": ledger, "batches": number + 1}}))
+"""
+
+
+def measured(setup: str, *, threads: int = 2) -> dict[str, Any]:
+    """What a process of its own says of a loop."""
+    script = MEASURE + LOOP.format(setup=textwrap.dedent(setup), threads=threads)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def shards(folder: Path, samples: list[dict[str, Any]]) -> str:
+    with ShardWriter(str(folder / "s-{:05d}.tar")) as writer:
+        for number, sample in enumerate(samples):
+            writer.write({"__key__": f"{number:06d}", **sample})
+    return str(folder)
+
+
+def pictures(same: bool) -> list[bytes]:
+    simplejpeg = pytest.importorskip("simplejpeg")
+    widths = [800 + (0 if same else 8 * i) for i in range(8)]
+    return [simplejpeg.encode_jpeg(np.full((600, width, 3), width % 251, np.uint8)) for width in widths]
+
+
+def assert_bounded(found: dict[str, Any], batches: int) -> None:
+    assert found["batches"] == batches
+    above = found["peak"] - found["bare"]
+    assert above < LIMIT + BESIDE, f"{above:,} bytes above a bare torch process"
+    assert found["ledger"] > LIMIT // 2, "what the loop holds was not charged"
+
+
+@pytest.mark.parametrize("kind", ["transform", "batch_transform", "collate_fn"])
+def test_large_results_of_the_users_functions_stay_within_the_limit(tmp_path: Path, kind: str) -> None:
+    url = shards(tmp_path, [{"cls": i} for i in range(800)])
+    large = "torch.ones(65536 * {})"
+    setup = {
+        "transform": f"""
+            dataset = dataflow.ShardedDataset({url!r}, transform=lambda sample: {{"x": {large.format(1)}}})
+        """,
+        "batch_transform": f"""
+            made = lambda batch: {{"x": {large.format(8)}}}
+            dataset = dataflow.ShardedDataset({url!r}, batch_transform=made)
+        """,
+        "collate_fn": f"""
+            from functools import partial
+            dataflow.DataLoader = partial(dataflow.DataLoader, collate_fn=lambda samples: [{large.format(8)}])
+            dataset = dataflow.ShardedDataset({url!r})
+        """,
+    }
+    assert_bounded(measured(setup[kind]), 100)
+
+
+@pytest.mark.parametrize("same", [False, True])
+def test_images_of_free_size_stay_within_the_limit(tmp_path: Path, same: bool) -> None:
+    coded = pictures(same)
+    url = shards(tmp_path, [{"jpg": coded[i % 8]} for i in range(400)])
+    setup = f"dataset = dataflow.ShardedDataset({url!r}, decode={{'jpg': dataflow.Image()}})"
+    assert_bounded(measured(setup), 50)
+
+
+def test_images_of_free_size_are_charged_while_they_live(tmp_path: Path) -> None:
+    coded = pictures(False)
+    dataset = ShardedDataset(shards(tmp_path, [{"jpg": one} for one in coded]), decode={"jpg": Image()})
+    batch = next(iter(loader := DataLoader(dataset, batch_size=8)))
+    nbytes = sum(image.nbytes for image in batch["jpg"])
+    assert nbytes <= loader.stats().memory.lent_bytes
+    del batch
+    loader.close()
+
+
+def test_images_of_one_size_are_one_tensor_and_bad_ones_are_named(tmp_path: Path) -> None:
+    coded = pictures(True)
+    coded[3] = coded[3][:50]
+    url = shards(tmp_path, [{"jpg": one} for one in coded])
+    dataset = ShardedDataset(url, decode={"jpg": Image()}, on_error="skip")
+    batches = list(loader := DataLoader(dataset, batch_size=2))
+    assert [tuple(batch["jpg"].shape) for batch in batches[::2]] == [(2, 3, 600, 800)] * 2
+    assert loader.stats().skipped_samples == 1
+    assert "000003" in loader.stats().skipped[0]
+
+
+# ---- plans, and what stats() shows ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shuffle", [None, True])
+def test_a_window_of_too_many_samples_is_an_error_before_they_are_listed(
+    tmp_path: Path, shuffle: bool | None
+) -> None:
+    rows, path = 2_000_000, tmp_path / "bomb.parquet"
+    parquet.write_table(pyarrow.table({"x": np.zeros(rows, np.int8)}), path, row_group_size=rows)
+    assert path.stat().st_size < 100_000
+    loader = DataLoader(ShardedDataset(str(path)), batch_size=8, memory_limit="8MB", shuffle=shuffle)
+    tracemalloc.start()
+    with pytest.raises(MemoryLimitError, match=r"2,000,000 samples, .*bomb\.parquet at offset 4.*=8,000,000"):
+        next(iter(loader))
+    assert tracemalloc.get_traced_memory()[1] < 8_000_000
+    tracemalloc.stop()
+
+
+def test_an_epoch_that_cannot_be_planned_for_lack_of_memory_is_an_error_of_ours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise MemoryError
+
+    loader = DataLoader(ShardedDataset(shards(tmp_path, [{"cls": 1}] * 4)), batch_size=2)
+    monkeypatch.setattr("dataflow.stream.plan.StreamPlan.epoch", refuse)
+    with pytest.raises(MemoryLimitError, match="no memory to plan an epoch of 4 samples"):
+        len(loader)
+
+
+def test_mapped_shard_pages_are_shown_apart(tmp_path: Path) -> None:
+    url = shards(tmp_path, [{"bin": bytes(1000)} for _ in range(1000)])
+    loader = DataLoader(ShardedDataset(url), batch_size=10)
+    assert loader.stats().mapped_bytes == 0
+    batches = iter(loader)
+    next(batches)
+    size = sum(path.stat().st_size for path in tmp_path.glob("*.tar"))
+    assert size // 2 < loader.stats().mapped_bytes <= size
+    loader.close()
+    assert loader.stats().mapped_bytes == 0
+
+
+# ---- the shallow look ---------------------------------------------------------------------------------
+
+WEIGHT = torch.ones(1000)
+
+
+class Holder:
+    def __init__(self, value: Any) -> None:
+        self.value, self.other = value, [value]
+
+
+@pytest.mark.parametrize(
+    ("batch", "nbytes"),
+    [
+        (WEIGHT, 4000),
+        ([WEIGHT, WEIGHT[:10], {"a": WEIGHT}], 4000),
+        (WEIGHT[:1], 4000),
+        (torch.ones(1).expand(10**9), 4),
+        (np.broadcast_to(np.ones(1), 10**6), 8),
+        (np.ones((10, 10))[:, 0], 800),
+        (Ragged(torch.ones(500), torch.zeros(3, dtype=torch.int64)), 2024),
+        (Holder(WEIGHT), 4000),
+        (torch.ones(1000, device="meta"), 0),
+        (torch.eye(100).to_sparse(), 100 * (8 + 8 + 4)),
+        (np.array([b"x" * 3000, None], object), 3000),
+        ({"text": ["x" * 1000] * 1000}, 1_000_000),
+        ([[[["x" * 1000]]]], 1000),
+        (memoryview(b"x" * 1000), 1000),
+        ((1, 2.0, None, True, {1}, type, len, "x"), 0),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_bytes_are_counted_once_and_by_what_they_keep_alive(batch: Any, nbytes: int) -> None:
+    found = held_bytes(batch, Ranges())
+    assert nbytes <= found <= nbytes * 1.1 + 1200
+
+
+def test_memory_with_credits_of_its_own_is_not_counted_again() -> None:
+    memory = np.zeros(8000, np.uint8)
+    slots = Ranges()
+    for first in (4000, 0):
+        slots.add(memory.ctypes.data + first, 4000)
+    views = [torch.from_numpy(memory[first : first + 100]) for first in range(0, 8000, 100)]
+    assert held_bytes(views, slots) < 2000
+    assert held_bytes([*views, WEIGHT], slots) < 6000

@@ -1,0 +1,564 @@
+"""`dataflow bench storage`, `loader` and `compare` on tiny data, from end to end."""
+
+import json
+import os
+import sys
+import threading
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from cli_kit import run_command
+from http_kit import slowstore
+from torch.utils.data import IterableDataset, TensorDataset
+
+from dataflow import DataLoader, Mixture, ShardedDataset, ShardWriter
+from dataflow.tools.bench import evidence, loader, stages
+from dataflow.tools.bench.compare import (
+    Comparison,
+    Contestant,
+    Run,
+    compare,
+    contestants_over,
+    measure,
+    size_of,
+)
+from dataflow.tools.bench.compare_report import lines
+from dataflow.tools.bench.direct import ALIGNMENT, DirectReader, aligned_buffer
+from dataflow.tools.bench.evidence import device_bytes, evict, resident_share
+from dataflow.tools.bench.in_memory import InMemory
+from dataflow.tools.bench.stages import Work, run_phase
+from dataflow.tools.bench.storage import Sweep, bench_storage
+from dataflow.tools.terminal.given import Given, named_function
+from sharding.blocks import Shard
+from sharding.errors import ShardReadError
+
+SECONDS = 0.02
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def run(*arguments):
+    """Exit code and everything printed, as one line."""
+    code, text = run_command("bench", *arguments)
+    return code, " ".join(text.split())
+
+
+@pytest.fixture
+def shards(tmp_path):
+    """Two token shards of 256 KiB."""
+    folder = tmp_path / "shards"
+    folder.mkdir()
+    for name in "ab":
+        np.arange(1 << 17, dtype=np.uint16).tofile(folder / f"{name}.bin")
+    return folder
+
+
+@pytest.fixture
+def tars(tmp_path):
+    with ShardWriter(str(tmp_path / "tar-%02d.tar"), max_count=20) as writer:
+        for i in range(80):
+            writer.write({"__key__": f"{i:03d}", "bin": bytes(i + 1), "cls": i % 10})
+    return tmp_path / "tar-*.tar"
+
+
+def has_direct_reads(folder):
+    probe = folder / "probe"
+    probe.write_bytes(bytes(ALIGNMENT))
+    try:
+        os.close(os.open(probe, os.O_RDONLY | os.O_DIRECT))
+    except (OSError, AttributeError):
+        return False
+    finally:
+        probe.unlink()
+    return True
+
+
+TOKENS = ("--dtype", "uint16", "--length", "64")
+QUICK = ("--seconds", SECONDS)
+
+
+# ---- storage --------------------------------------------------------------------------------------------
+
+
+def test_storage_measures_every_combination(shards, tmp_path):
+    picture = tmp_path / "p.png"
+    given = ("--read", "buffered", "--block-size", "4KiB", "--block-size", "64KiB", "--in-flight", 1)
+    code, text = run("storage", shards, *given, "--in-flight", 3, *QUICK, "--json", "-", "--picture", picture)
+    assert code == 0
+    found = json.loads(text)
+    assert (found["shards"], found["stored_bytes"], found["read"]) == (2, 1 << 19, "buffered")
+    seen = {
+        (c["case"]["pattern"], c["case"]["block_bytes"], c["case"]["concurrency"]) for c in found["cases"]
+    }
+    assert len(seen) == len(found["cases"]) == 8
+    for case in found["cases"]:
+        assert case["total_bytes"] == case["reads"] * case["case"]["block_bytes"]
+        assert case["mb_per_s"] == pytest.approx(case["total_bytes"] / case["seconds"] / 1e6)
+        assert len(case["mb_per_s_over_time"]) == 20
+        assert case["cpu_s_per_gb"] > 0
+        assert case["label"]["word"] != "cold"  # the shards were just written
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_storage_prints_a_table_and_what_its_words_rest_on(shards):
+    code, text = run("storage", shards, "--read", "buffered", "--in-flight", 2, *QUICK)
+    assert code == 0
+    assert "shards 2, 524 kB" in text
+    assert "sequential 128 KiB 2" in text
+    assert "random 128 KiB 2" in text
+    assert "came from the device" in text
+    assert "p99.9 needs 10,000" in text
+
+
+def test_direct_reads_give_the_files_bytes(shards):
+    if not has_direct_reads(shards):
+        pytest.skip("this filesystem has no direct reads")
+    path = shards / "a.bin"
+    shard = Shard(str(path), path.stat().st_size, "")
+    out = aligned_buffer(8192)
+    with DirectReader([shard]) as reader:
+        reader.read_into(shard, 4096, out)
+        assert out.tobytes() == path.read_bytes()[4096:12288]
+        reader.read_into(shard, shard.size - 4096, out)  # short of what was asked at the end: no error
+        with pytest.raises(ShardReadError, match="wanted 8192 bytes"):
+            reader.read_into(replace(shard, size=shard.size + 9000), shard.size, out)
+
+
+def test_direct_reads_are_cold_by_evidence(shards):
+    if not has_direct_reads(shards) or device_bytes() is None:
+        pytest.skip("no direct reads, or the kernel does not count device bytes")
+    evict_all(shards)
+    asked = Sweep([str(shards)], seconds=SECONDS, block_bytes=[4096], concurrency=[1], patterns=["random"])
+    [one] = bench_storage(asked).cases
+    assert one.label.word in ("cold", "mixed")  # "mixed" where the filesystem serves direct reads from memory
+    assert (one.label.word == "cold") == ("around the page cache" in one.label.reason)
+
+
+def evict_all(shards):
+    evict([Shard(str(path), path.stat().st_size, "") for path in shards.glob("*.bin")])
+
+
+def test_cold_is_refused_over_files_in_memory(shards):
+    for path in shards.glob("*.bin"):
+        path.read_bytes()
+    given = ("--read", "buffered", "--pattern", "sequential", "--in-flight", 1, *QUICK)
+    code, text = run("storage", shards, *given, "--require-cold")
+    assert code == 1
+    assert "were not cold" in text
+    assert "--evict" in text
+
+
+def test_cold_is_refused_where_nobody_counts_device_bytes(shards, monkeypatch):
+    monkeypatch.setattr("dataflow.tools.bench.reads.device_bytes", lambda: None)
+    code, text = run("storage", shards, "--read", "buffered", "--in-flight", 1, *QUICK, "--require-cold")
+    assert code == 1
+    assert "the kernel does not say how many bytes came from a device" in text
+
+
+def swept(shards, monkeypatch, *, device_bytes, **asked):
+    """The one case of a sweep; the device is said to have given so many bytes, with none in memory before."""
+    counted = iter([0, device_bytes])
+    monkeypatch.setattr("dataflow.tools.bench.reads.device_bytes", lambda: next(counted))
+    monkeypatch.setattr("dataflow.tools.bench.storage.resident_share", lambda shards: 0.0)
+    [one] = bench_storage(Sweep([str(shards)], read="buffered", patterns=["sequential"], **asked)).cases
+    return one
+
+
+def test_evicted_files_are_read_once_and_called_by_what_the_device_gave(shards, monkeypatch):
+    asked = {"evict": True, "require_cold": True, "seconds": 5, "block_bytes": [4096], "concurrency": [2]}
+    one = swept(shards, monkeypatch, device_bytes=1 << 19, **asked)
+    assert one.exhausted
+    assert one.passes == 1
+    assert one.label.word == "cold"
+
+
+def test_what_is_read_a_second_time_is_not_called_cold(shards, monkeypatch):
+    asked = {"seconds": 0.1, "block_bytes": [1 << 18], "concurrency": [1]}
+    one = swept(shards, monkeypatch, device_bytes=1 << 50, **asked)
+    assert one.passes > 1
+    assert one.label.word == "mixed"
+
+
+def test_residency_is_seen_and_needs_the_right_to_know(shards, monkeypatch):
+    path = shards / "a.bin"
+    path.read_bytes()
+    shard = Shard(str(path), path.stat().st_size, "")
+    assert resident_share([shard]) == 1
+    evict([shard])
+    assert resident_share([shard]) <= 1  # tmpfs keeps everything
+    assert resident_share([]) is None
+    assert resident_share([Shard("http://host/x.bin", 10, "")]) is None
+    assert resident_share([replace(shard, size=1 << 50)]) is None
+    monkeypatch.setattr(evidence.os, "geteuid", lambda: 12345)
+    monkeypatch.setattr(evidence.os, "access", lambda *_: False)
+    assert resident_share([shard]) is None
+
+
+def test_device_bytes_are_unknown_without_the_kernels_account(tmp_path):
+    assert device_bytes(str(tmp_path / "none")) is None
+    (tmp_path / "io").write_text("rchar: 5\nread_bytes: 4096\nwrite_bytes: 7\n")
+    assert device_bytes(str(tmp_path / "io")) == 4096
+
+
+def test_storage_reads_a_remote_store_with_the_production_reader(shards):
+    with slowstore(shards) as url:
+        code, text = run("storage", f"{url}/a.bin", "--in-flight", 2, *QUICK, "--json", "-")
+        refused = run("storage", f"{url}/a.bin", "--require-cold")
+    assert code == 0
+    found = json.loads(text)
+    assert found["read"] == "store"
+    assert found["first_byte"]["nbytes"] == 1
+    assert {case["label"]["word"] for case in found["cases"]} == {"unknown"}
+    assert refused[0] == 1
+    assert "a remote store cannot be called cold" in refused[1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("missing/x.tar",), "no such file"),
+        (("shards", "--block-size", "1000"), "a multiple of 4096 bytes, got 1000"),
+        (("shards", "--picture", "x.gif"), "a picture must end in .png or .svg"),
+        (("empty.bin",), "nothing to read"),
+    ],
+)
+def test_storage_errors_are_one_line(shards, monkeypatch, arguments, message):
+    monkeypatch.chdir(shards.parent)
+    (shards.parent / "empty.bin").touch()
+    code, text = run("storage", *arguments)
+    assert code == 1
+    assert message in text
+
+
+@pytest.mark.parametrize("seconds", ["0", "-1", "nan", "inf"])
+@pytest.mark.parametrize("command", [("storage",), ("loader", "--compute-ms", "1"), ("compare",)])
+def test_seconds_are_a_finite_number_above_0(shards, monkeypatch, command, seconds):
+    monkeypatch.chdir(shards.parent)
+    assert run(*command, "shards", "--seconds", seconds)[0] == 2
+
+
+def test_a_file_that_may_not_be_read_is_named(shards, monkeypatch):
+    def refuse(path, flags, *_):
+        raise PermissionError(13, "Permission denied", path)
+
+    monkeypatch.setattr("dataflow.tools.bench.direct.os.open", refuse)
+    code, text = run("storage", shards / "a.bin")
+    assert code == 1
+    assert "a.bin" in text
+    assert "permission denied" in text
+
+
+def test_a_filesystem_without_direct_reads_names_the_other_way(shards, monkeypatch):
+    def refuse(path, flags, *_):
+        raise OSError(22, "Invalid argument", path)
+
+    monkeypatch.setattr("dataflow.tools.bench.direct.os.open", refuse)
+    assert "use --read buffered" in run("storage", shards / "a.bin")[1]
+
+
+# ---- loader ---------------------------------------------------------------------------------------------
+
+
+def in_this_process(work, ranks):
+    assert ranks == 1
+    return [run_phase(replace(work, seconds=SECONDS))]
+
+
+def test_loader_measures_each_part_and_says_what_binds(shards, monkeypatch):
+    monkeypatch.setattr(loader, "_in_ranks", in_this_process)
+    code, text = run("loader", shards, *TOKENS, "--compute-ms", 5, "--batch-size", 8, *QUICK)
+    assert code == 0
+    assert "accelerator utilisation" in text
+    assert "-bound:" in text
+    assert "expected gain of curing one part" in text
+    assert "the slowest part alone predicts" in text
+    assert "ledger: at most" in text
+
+
+def test_loader_figures_agree_with_each_other(shards, monkeypatch):
+    monkeypatch.setattr(loader, "_in_ranks", in_this_process)
+    code, text = run("loader", shards, *TOKENS, "--compute-ms", 5, "--batch-size", 8, *QUICK, "--json", "-")
+    assert code == 0
+    found = json.loads(text)
+    [rank] = found["phases"]["training"]
+    steps = rank["steps"]
+    assert rank["samples"] == 8 * (steps["count"] - 1)
+    assert rank["utilisation"] == pytest.approx(
+        (steps["count"] - 1) * 0.005 / (steps["ended_s"] - steps["first_s"])
+    )
+    assert found["accelerator_utilisation"] == rank["utilisation"] <= 1
+    assert {"training", "loader", "storage", "memory", "undecoded", "synthetic"} <= set(found["phases"])
+    assert found["rates_samples_per_s"]["measured"] == pytest.approx(rank["samples_per_s"])
+    assert found["verdict"]["bound"] in found["verdict"]["gains"]
+
+
+def test_loader_runs_in_gloo_ranks_that_go_in_step(shards):
+    options = {"format": "tokens", "dtype": "uint16", "length": 64}
+    work = Work("training", Given([str(shards)], options), 8, 0.001, SECONDS, 0, None, 1 << 20)
+    found = loader._in_ranks(work, 2)
+    assert [one.rank for one in found] == [0, 1]
+    assert found[0].steps["count"] == found[1].steps["count"] >= 2
+
+
+def test_data_that_came_from_the_disk_is_dropped_before_each_further_phase(shards, monkeypatch):
+    dropped = []
+    monkeypatch.setattr(loader, "evict", lambda shards: dropped.append(len(shards)))
+    options = {"format": "tokens", "dtype": "uint16", "length": 64}
+    asked = loader.Emulation(Given([str(shards)], options), 5.0, batch_size=8)
+
+    def figures(work, ranks):
+        [one] = in_this_process(work, ranks)
+        return [replace(one, device_bytes=one.read_bytes, samples_per_s=100.0)]
+
+    found = loader.emulate(asked, run=figures)
+    assert found.evicted
+    assert dropped == [2] * 5
+
+
+def test_a_loader_behind_its_parts_is_tried_with_more_memory(shards):
+    options = {"format": "tokens", "dtype": "uint16", "length": 64}
+    asked = loader.Emulation(Given([str(shards)], options), 5.0, batch_size=8, memory_limit=64 << 20)
+    rates = {"loader": 10.0, "training": 10.0, "more memory": 100.0}
+    limits = {}
+
+    def figures(work, ranks):
+        limits[work.phase] = work.memory_limit
+        [one] = in_this_process(work, ranks)
+        return [replace(one, samples_per_s=rates.get(work.phase, 90.0), device_bytes=0)]
+
+    found = loader.emulate(asked, run=figures)
+    assert limits["more memory"] == 4 * limits["training"]
+    assert found.verdict.bound == "memory"
+
+
+def test_a_dataset_in_memory_reads_nothing_from_its_store(tars):
+    with slowstore(tars.parent) as url:
+        urls = [f"{url}/tar-{i:02d}.tar" for i in range(4)]
+        dataset = InMemory(ShardedDataset(urls), 1 << 30)
+    assert not any(thread.name.startswith("dataflow-bench") for thread in threading.enumerate())
+    with DataLoader(dataset, batch_size=8, shuffle=True) as batches:  # the server is gone
+        assert sum(len(batch["cls"]) for batch in batches) == 80
+
+
+def test_a_dataset_in_memory_is_as_long_as_fits_and_may_stay_undecoded(tars):
+    whole = ShardedDataset(str(tars))
+    stored = int(whole.catalog.blocks.length.sum())
+    assert len(InMemory(whole, stored // 2)) == 40
+    assert len(InMemory(whole, 1)) == 1
+    assert len(InMemory(whole, 1, at_least=7)) == 7
+    with DataLoader(InMemory(whole, 1 << 30, decode=False), batch_size=80, shuffle=False) as batches:
+        [batch] = batches
+    assert batch["cls"].dtype == torch.uint8
+
+
+def test_ranks_share_the_blocks(tars, monkeypatch):
+    dataset = ShardedDataset(str(tars))
+    monkeypatch.setattr(stages, "_world", lambda: 3)
+    shares = []
+    for rank in range(3):
+        monkeypatch.setattr(stages, "_rank", lambda rank=rank: rank)
+        shares.append(stages._own_blocks(dataset, seed=0).tolist())
+    assert sorted(number for share in shares for number in share) == [0, 1, 2, 3]
+    monkeypatch.setattr(stages, "_world", lambda: 9)
+    assert sorted(stages._own_blocks(dataset, seed=0).tolist()) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("missing.tar", "--compute-ms", 5), "no such file"),
+        (("tokens.bin", "--compute-ms", 5), "needs length="),
+        (("nowhere:make", "--compute-ms", 5), "there is no module 'nowhere'"),
+        (("own_data:plain", "--compute-ms", 5), "dataflow bench compare"),
+        (("own_data:plain", "--compute-ms", 5, "--length", 3), "leave out the options that describe shards"),
+        (("a.tar", "--compute-ms", 0), "must be > 0"),
+    ],
+)
+def test_loader_errors_are_one_line(own_data, tmp_path, arguments, message):
+    (tmp_path / "tokens.bin").write_bytes(bytes(1000))
+    code, text = run("loader", *arguments)
+    assert code == 1
+    assert message in text
+
+
+def test_an_error_of_a_rank_comes_without_its_traceback(own_data, monkeypatch):
+    def fails(asked, tell):
+        error = ValueError("too little memory")
+        error.add_note("raised by rank 0 of 2:\nTraceback (most recent call last):\n  File")
+        raise error
+
+    monkeypatch.setattr(loader, "emulate", fails)
+    code, text = run("loader", "a.tar", "--compute-ms", 5)
+    assert code == 1
+    assert text.strip() == "Error: too little memory raised by rank 0 of 2"
+
+
+# ---- compare --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def own_data(tmp_path, monkeypatch):
+    """A module of the user's, in the current folder."""
+    (tmp_path / "own_data.py").write_text(
+        "import torch\n"
+        "from torch.utils.data import TensorDataset\n"
+        "def plain(): return TensorDataset(torch.zeros(64, 3), torch.arange(64))\n"
+        "def none(): return 3\n"
+        "def pairs(samples): return torch.stack([x for x, _ in samples])\n"
+        "number = 3\n"
+    )
+    (tmp_path / "broken_data.py").write_text("import surely_not_there\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    yield tmp_path
+    sys.modules.pop("own_data", None)
+
+
+def test_compare_runs_both_loaders_in_turns_over_a_torch_dataset(own_data, monkeypatch):
+    turns = []
+
+    def in_process(contestant, asked):
+        turns.append(contestant.name)
+        return measure(contestant, replace(asked, seconds=SECONDS))
+
+    monkeypatch.setattr("dataflow.tools.bench.compare._in_a_process", in_process)
+    code, text = run("compare", "own_data:plain", "--workers", 0, "--repeats", 2, "--batch-size", 8)
+    assert code == 0
+    assert turns == ["dataflow, no workers", "torch, no workers"] * 2
+    assert "TensorDataset" in text
+    assert "samples/s" in text
+
+
+def test_compare_over_shards_gives_torch_the_map_style_dataset(tars, monkeypatch):
+    monkeypatch.setattr(
+        "dataflow.tools.bench.compare._in_a_process",
+        lambda one, asked: measure(one, replace(asked, seconds=SECONDS)),
+    )
+    code, text = run("compare", tars, "--workers", 0, "--repeats", 1, "--batch-size", 8, "--json", "-")
+    assert code == 0
+    found = json.loads(text)
+    assert [one["name"] for one in found["contestants"]] == ["dataflow", "torch, no workers"]
+    assert found["ratio"] > 0
+    assert all(run["samples"] >= 8 for one in found["contestants"] for run in one["runs"])
+
+
+def test_a_run_is_a_process_of_its_own(own_data):
+    code, text = run(
+        "compare", "own_data:plain", "--workers", 0, "--repeats", 1, *QUICK, "--collate", "own_data:pairs"
+    )
+    assert code == 0
+    assert "own_data" in sys.modules  # imported because it was named
+    assert "torch, no workers" in text
+
+
+def compared(ours, theirs):
+    runs = {
+        Contestant("dataflow", 2): [Run(rate, 0.1, 1) for rate in ours],
+        Contestant("torch", 2): [Run(rate, 0.1, 1) for rate in theirs],
+    }
+    turns = {one: iter(each) for one, each in runs.items()}
+    asked = Comparison(Given(["own_data:plain"]), workers=(2,), repeats=len(ours))
+    return compare(asked, run=lambda one, _: next(turns[one]))
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "said"),
+    [
+        ([100, 90, 110], [200, 210, 190], "torch is faster here, 2.00 x"),
+        ([200, 210, 190], [100, 90, 110], "dataflow is faster here, 2.00 x"),
+        ([100, 103, 97], [100, 102, 98], "no difference beyond 5%"),
+    ],
+)
+def test_who_is_faster_is_said_plainly_from_the_medians(own_data, ours, theirs, said):
+    found = compared(ours, theirs)
+    assert found.ratio == pytest.approx(sorted(ours)[1] / sorted(theirs)[1])
+    assert next(iter(lines(found))).startswith(said)
+
+
+def test_overlapping_runs_are_said_to_overlap(own_data):
+    assert any("overlap" in line for line in lines(compared([100, 160], [120, 110])))
+    assert not any("overlap" in line for line in lines(compared([100, 101], [120, 110])))
+
+
+class Endless(IterableDataset):
+    def __iter__(self):
+        return iter(range(32))
+
+
+def test_an_iterable_dataset_is_compared_unshuffled(monkeypatch):
+    monkeypatch.setattr(Given, "open", lambda _: Endless())
+    asked = Comparison(Given(["own_data:endless"]), batch_size=8, seconds=SECONDS)
+    assert measure(Contestant("torch", 0), asked).samples >= 8
+    assert measure(Contestant("dataflow", 0), asked).samples >= 8
+
+
+def test_a_mixture_and_an_empty_dataset_are_refused(tars, monkeypatch):
+    dataset = ShardedDataset(str(tars))
+    with pytest.raises(ValueError, match="cannot read a Mixture"):
+        contestants_over(Mixture({dataset: 1.0}), (0,))
+    monkeypatch.setattr(Given, "open", lambda _: TensorDataset(torch.zeros(0, 3)))
+    with pytest.raises(ValueError, match=r"no batch|num_samples"):
+        measure(Contestant("dataflow", 0), Comparison(Given(["x"]), seconds=SECONDS))
+
+
+@pytest.mark.parametrize(
+    ("batch", "size"),
+    [
+        (torch.zeros(5, 2), 5),
+        ({"x": torch.zeros(4), "y": [1]}, 4),
+        ([torch.zeros(3), torch.zeros(3)], 3),
+        (["a", "b"], 2),
+        (torch.tensor(1), 1),
+        (object(), 9),
+    ],
+)
+def test_samples_of_a_batch_are_counted(batch, size):
+    assert size_of(batch, 9) == size
+
+
+@pytest.mark.parametrize(
+    ("name", "error", "message"),
+    [
+        ("nowhere:make", ImportError, "there is no module 'nowhere' here"),
+        ("own_data:absent", ValueError, "has no function 'absent'"),
+        ("own_data:number", ValueError, "has no function 'number'"),
+        ("own_data", ValueError, "package.module:name"),
+        ("broken_data:make", ImportError, "surely_not_there"),
+    ],
+)
+def test_a_name_that_is_no_function_is_an_error(own_data, name, error, message):
+    with pytest.raises(error, match=message):
+        named_function(name)
+
+
+def test_a_function_that_makes_no_dataset_is_an_error(own_data):
+    code, text = run("compare", "own_data:none")
+    assert code == 1
+    assert "own_data:none() gave a int, which is no dataset" in text
+
+
+def test_a_file_of_that_name_is_a_file(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert Given(["a:b"]).function == "a:b"
+    (tmp_path / "a:b").touch()
+    assert Given(["a:b"]).function is None
+    assert Given(["s3://bucket/x.tar"]).function is None
+    assert Given(["a:b", "c:d"]).function is None
+
+
+def test_an_image_size_needs_a_column_of_images(made):
+    with pytest.raises(ValueError, match="no column holds images"):
+        Given([str(path) for path in made("tar").shards], {}, image_size=8).open()
+
+
+def test_help_teaches_by_examples():
+    assert "dataflow bench compare SOURCE" in run("--help")[1]
+    for command in ("storage", "loader", "compare"):
+        code, text = run(command, "--help")
+        assert code == 0
+        assert f"dataflow bench {command} " in text

@@ -1,0 +1,243 @@
+"""`dataflow demo`: a tiny run in full, and its parts against independent oracles."""
+
+import json
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner
+from rich.console import Console
+
+from dataflow.tools.cli import main
+from dataflow.tools.demo import data as demo_data, report as demo_report
+from dataflow.tools.demo.data import LENGTH, read_tars, tokens, write_corpus
+from dataflow.tools.demo.demo import Report, Settings
+from dataflow.tools.demo.live import LiveLine
+from dataflow.tools.demo.loading import LoadingResult, load_with_dataflow, load_with_torch, workers_text
+from dataflow.tools.demo.model import ByteTransformer, next_byte_loss
+from dataflow.tools.demo.torch_loop import MappedTokens
+from dataflow.tools.demo.train import RunResult, peak_bytes
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    return write_corpus(tmp_path_factory.mktemp("corpus"), max_modules=25)
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory):
+    """The report of a tiny demo on two ranks, as its JSON file tells it."""
+    path = tmp_path_factory.mktemp("report") / "report.json"
+    sizes = ["--steps", "6", "--batch-size", "4", "--modules", "25"]
+    result = CliRunner().invoke(main, ["demo", *sizes, "--json", str(path)], catch_exceptions=False)
+    assert result.exit_code == 0
+    return json.loads(path.read_text()) | {"output": " ".join(result.output.split())}
+
+
+def test_the_resumed_losses_are_those_of_the_uninterrupted_run(report):
+    runs = report["runs"]
+    assert report["identical"] is True
+    assert len(runs["whole"]["losses"]) == 6
+    assert runs["interrupted"]["losses"] + runs["resumed"]["losses"] == runs["whole"]["losses"]
+    assert runs["resumed"]["first_step"] == 3
+    assert "identical: 6 losses" in report["output"]
+
+
+def test_the_losses_begin_at_that_of_chance_and_fall(report):
+    losses = report["runs"]["whole"]["losses"]
+    assert losses[0] == pytest.approx(np.log(256), rel=0.1)
+    assert losses[-1] < losses[0] - 0.5
+
+
+def test_every_run_tells_its_figures(report):
+    for run in report["runs"].values():
+        assert run["samples_per_s"] > 0
+        assert run["seconds"] > 0
+        assert 0 <= run["waiting_share"] < 1
+        assert run["first_batch_s"] > 0
+        assert run["peak_bytes"] > 50e6
+    assert report["runs"]["whole"]["loader_peak_bytes"] > 0
+    assert report["runs"]["interrupted"]["loader_state"]["position"] == 3 * 2 * 4
+
+
+def test_all_loaders_deliver_the_same_samples(report):
+    assert len({(one["samples"], one["checksum"]) for one in report["loading"]}) == 1
+    assert [one["torch_workers"] for one in report["loading"]] == [None, 0, 2]
+    assert "dataflow delivers the same samples" in report["output"] or "same speed" in report["output"]
+
+
+def test_the_temporary_folder_is_gone(report):
+    assert not demo_data.Path(report["settings"]["folder"]).exists()
+
+
+def test_a_folder_that_is_given_stays(tmp_path):
+    folder = tmp_path / "kept"
+    arguments = ["demo", "--ranks", "1", "--steps", "2", "--batch-size", "1", "--modules", "3"]
+    result = CliRunner().invoke(main, [*arguments, "--folder", str(folder)], catch_exceptions=False)
+    assert result.exit_code == 0
+    names = {path.name for path in folder.iterdir()}
+    assert {"tokens-000000.bin", "tokens.catalog", "modules-000000.tar", "checkpoint.pt"} <= names
+
+
+def test_a_loss_that_differs_in_one_bit_fails_the_command(monkeypatch):
+    monkeypatch.setattr(
+        "dataflow.tools.demo.demo.run_demo", lambda settings: SimpleNamespace(identical=False)
+    )
+    assert CliRunner().invoke(main, ["demo"]).exit_code == 1
+
+
+def test_identical_means_every_bit_of_every_step():
+    def found(whole, first, second):
+        empty = RunResult(0)
+        runs = [replace(empty, losses=losses) for losses in (whole, first, second)]
+        return Report(Settings(), None, None, *runs, empty, 0, (), 0.0)
+
+    assert found([1.0, 2.0], [1.0], [2.0]).identical
+    assert not found([1.0, 2.0], [1.0], [np.nextafter(2.0, 3)]).identical
+    assert not found([1.0, 2.0], [1.0], []).identical
+
+
+@pytest.mark.parametrize("wrong", [{"steps": 1}, {"num_ranks": 0}, {"batch_size": 0}])
+def test_settings_that_cannot_work_are_refused(wrong):
+    with pytest.raises(ValueError, match="must be >="):
+        Settings(**wrong)
+
+
+# ---- data ----------------------------------------------------------------------------------------------
+
+
+def test_the_shards_hold_the_sources_of_this_python(corpus, tmp_path):
+    assert corpus.num_modules == 25
+    tars = read_tars(corpus.folder)
+    assert tars.num_bytes == corpus.num_bytes
+    import abc
+
+    names = [module.name for module in tars.modules]
+    assert names == sorted(names, key=lambda name: name.replace(".", "/"))
+    [found] = [module for module in tars.modules if module.name == "abc"]
+    source = demo_data.Path(abc.__file__).read_bytes()
+    assert (found.num_bytes, found.num_lines) == (len(source), source.count(b"\n"))
+    files = sorted(demo_data.Path(corpus.folder).glob("tokens-*.bin"))
+    assert source in b"".join(path.read_bytes() for path in files)
+
+
+def test_the_shards_are_a_function_of_this_python_alone(corpus, tmp_path):
+    write_corpus(tmp_path, max_modules=25)
+    for path in sorted(tmp_path.glob("*-*")):
+        assert path.read_bytes() == (demo_data.Path(corpus.folder) / path.name).read_bytes()
+
+
+def test_mapped_tokens_are_the_samples_of_the_dataset(corpus, monkeypatch, tmp_path):
+    monkeypatch.setattr(demo_data, "_SHARD_BYTES", 100_000)  # so that there are several shards
+    write_corpus(tmp_path, max_modules=25)
+    dataset = tokens(tmp_path)
+    mapped = MappedTokens(sorted(str(path) for path in tmp_path.glob("tokens-*.bin")), LENGTH)
+    assert dataset.catalog.num_shards > 2
+    assert len(mapped) == len(dataset)
+    for index in (0, 1, 100_000 // LENGTH - 1, 100_000 // LENGTH, len(dataset) - 1):
+        assert torch.equal(mapped[index], dataset[index]["tokens"])
+        assert mapped[index].dtype == torch.int64
+
+
+def test_both_loaders_pass_over_every_sample_once(corpus):
+    passes = [load_with_dataflow(corpus.folder, 16, 0), load_with_torch(corpus.folder, 16, 0, 0)]
+    dataset = tokens(corpus.folder)
+    expected = sum(int(dataset[i]["tokens"].sum()) for i in range(len(dataset)))
+    assert [one.samples for one in passes] == [len(dataset)] * 2
+    assert [one.checksum for one in passes] == [expected] * 2
+
+
+# ---- model and display -----------------------------------------------------------------------------------
+
+
+def test_the_model_sees_only_the_past():
+    torch.manual_seed(0)
+    model = ByteTransformer(16)
+    text = torch.randint(0, 256, (2, 16))
+    other = text.clone()
+    other[:, 10:] = 0
+    assert torch.equal(model(text)[:, :10], model(other)[:, :10])
+    assert not torch.allclose(model(text)[:, 10:], model(other)[:, 10:])
+
+
+def test_the_loss_of_uniform_logits_is_the_logarithm_of_the_vocabulary():
+    flat = torch.nn.Module()
+    flat.forward = lambda tokens: torch.zeros(*tokens.shape, 256)
+    assert next_byte_loss(flat, torch.zeros(2, 9, dtype=torch.int64)).item() == pytest.approx(np.log(256))
+
+
+def test_plain_lines_are_few_and_only_on_rank_0(capsys):
+    for visible in (True, False):
+        with LiveLine("uninterrupted", 100, visible=visible) as live:
+            for step in range(1, 101):
+                live.show(step, 2.5, 1234.0, 128, 0.011)
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 4
+    assert lines[0] == "  uninterrupted  25/100 loss 2.500 1,234 samples/s 0.158 MB/s waiting 1.1%"
+    assert len(lines[0]) < 80
+
+
+def test_the_first_step_that_differs_is_named():
+    assert demo_report.first_difference([1.0, 2.0], [1.0, 2.0]) is None
+    assert demo_report.first_difference([1.0, 2.0], [1.0, 2.5]) == 2
+    assert demo_report.first_difference([1.0, 2.0], [1.0]) == 2
+    console = Console(record=True, width=100)
+    demo_report.show_losses(console, [1.0, 2.0], [1.0], 1)
+    assert "different: step 2 has loss 2.0 uninterrupted and none resumed" in console.export_text()
+
+
+def run_with(waiting_share):
+    return RunResult(0, seconds=1.0, waited_s=waiting_share)
+
+
+def passed(name, workers, samples_per_s, checksum=1):
+    return LoadingResult(name, workers, 1000, checksum, 1000 / samples_per_s, 0.1)
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "says"),
+    [
+        (0.0, 0.01, "the model is the limit"),
+        (0.2, 0.01, "dataflow made the training wait for 20%"),
+        (0.0, 0.3, "torch's loader made the training wait for 30%"),
+    ],
+)
+def test_the_verdict_on_training_names_who_waits(ours, theirs, says):
+    lines = list(demo_report.verdict(run_with(ours), run_with(theirs), ()))
+    assert says in lines[0]
+
+
+@pytest.mark.parametrize(
+    ("rates", "says"),
+    [
+        ((400, 100, 50), "the same samples 4.0 times as fast as torch, no workers"),
+        ((100, 50, 400), "the same samples 4.0 times slower than torch, 2 workers"),
+        ((100, 100, 50), "at the same speed"),
+    ],
+)
+def test_the_verdict_on_loading_compares_with_the_better_setting_of_torch(rates, says):
+    ours, none, two = rates
+    loading = (
+        passed("dataflow", None, ours),
+        passed("torch, no workers", 0, none),
+        passed("torch, 2 workers", 2, two),
+    )
+    assert says in list(demo_report.verdict(run_with(0), run_with(0), loading))[1]
+
+
+def test_the_verdict_says_if_the_samples_differ():
+    loading = (passed("dataflow", None, 2, checksum=1), passed("torch, no workers", 0, 1, checksum=2))
+    assert "NOT the same samples" in list(demo_report.verdict(run_with(0), run_with(0), loading))[1]
+
+
+def test_workers_are_counted_in_words():
+    assert [workers_text(n) for n in (0, 1, 2)] == ["no workers", "1 worker", "2 workers"]
+
+
+def test_peak_memory_of_a_process_that_is_gone_is_0():
+    import os
+
+    assert peak_bytes(os.getpid()) > 10e6
+    assert peak_bytes(1 << 30) == 0

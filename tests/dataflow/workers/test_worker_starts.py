@@ -1,0 +1,567 @@
+"""How workers start: main modules of all kinds, start methods, what a dataset may hold, and narrow limits."""
+
+from __future__ import annotations
+
+import functools
+import multiprocessing
+import os
+import resource
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from worker_kit import ANOTHER_THREAD, HERE, Does, Gate, nothing_left, run_script, workers_of_this_process
+
+import dataflow.workers.processes
+from dataflow import DataLoader
+from prefetch.workers.shared_arena import SharedFile, create_file
+
+pytestmark = [
+    pytest.mark.timeout(120),
+    pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),
+]
+
+
+@pytest.fixture(autouse=True)
+def _no_worker_is_left() -> Iterator[None]:
+    yield
+    assert workers_of_this_process() == []
+
+
+def same(index: int) -> int:
+    return index
+
+
+# ---- main modules ---------------------------------------------------------------------------------------
+
+MAIN = """
+import dataclasses, enum, os, sys
+from dataflow import DataLoader
+
+offset = 100
+
+class Kind(enum.Enum):
+    EVEN, ODD = 0, 1
+
+@dataclasses.dataclass
+class Item:
+    index: int
+    kind: Kind
+
+class Items:
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        return Item(index + offset, Kind(index % 2))
+
+class Bad(Exception):
+    pass
+
+def collate(items):
+    if items[0].index == 103:
+        raise Bad("three")
+    return items
+
+def init(worker):
+    global offset
+    offset += 0 if worker == 0 else 0
+
+factor = 10
+loader = DataLoader(
+    Items(), 1, num_workers=2, collate_fn=lambda items: [factor, *collate(items)], worker_init_fn=init,
+)
+got, errors = [], []
+iterator = iter(loader)
+while True:
+    try:
+        got.append(next(iterator))
+    except StopIteration:
+        break
+    except Bad as error:
+        errors.append(error)
+assert [one[0] for one in got] == [10] * 3
+items = [one[1] for one in got]
+assert all(type(item) is Item for item in items), [type(item) for item in items]
+assert items == [Item(100, Kind.EVEN), Item(101, Kind.ODD), Item(102, Kind.EVEN)], items
+assert items[0].kind is Kind.EVEN
+assert [type(error) for error in errors] == [Bad]
+assert os.getpid() not in {made.pid for made in iterator._workers}
+print("fine", __name__)
+"""
+
+
+@pytest.mark.parametrize("how", ["file", "-m", "-c"])
+def test_a_script_needs_no_guard_and_its_classes_come_back_as_they_are(tmp_path: Path, how: str) -> None:
+    """Unguarded, with a lambda, an enum, a dataclass and an exception of the main module."""
+    assert run_script(MAIN, how=how, folder=tmp_path) == (0, "fine __main__\n", "")
+
+
+def test_an_interactive_main_module_will_do(tmp_path: Path) -> None:
+    """As notebooks have one: cells are executed in a namespace, from no file."""
+    notebook = f"""
+import sys, types
+main = types.ModuleType("__main__")
+sys.modules["__main__"] = main
+cells = {MAIN!r}
+exec(compile(cells, "<cell>", "exec"), main.__dict__)
+"""
+    assert run_script(notebook, folder=tmp_path) == (0, "fine __main__\n", "")
+
+
+def test_standard_input_will_do() -> None:
+    done = subprocess.run(
+        [sys.executable, "-"],
+        input=MAIN,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(HERE.parent)},
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "fine __main__\n", "")
+
+
+GUARDED = """
+from dataflow import DataLoader
+
+class Squares:
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        return Square(index * index)
+
+class Square:
+    def __init__(self, value):
+        self.value = value
+
+def first(batch):
+    return batch[0]
+
+if __name__ == "__main__":
+    for method in ("fork", "spawn", "forkserver"):
+        loader = DataLoader(Squares(), 1, num_workers=1, collate_fn=first, multiprocessing_context=method)
+        got = list(loader)
+        assert all(type(one) is Square for one in got), got
+        assert [one.value for one in got] == [0, 1, 4, 9]
+    print("fine")
+"""
+
+
+def test_start_methods_that_were_asked_for_are_used_with_classes_of_a_guarded_script(tmp_path: Path) -> None:
+    assert run_script(GUARDED, folder=tmp_path) == (0, "fine\n", "")
+
+
+CLOSURES = """
+def run():
+    from dataflow import DataLoader
+    scale = 3
+
+    class Local:
+        def __init__(self, value):
+            self.value = value
+
+    class Numbers:
+        def __len__(self):
+            return 4
+
+        def __getitem__(self, index):
+            return Local(index * scale)
+
+    got = list(DataLoader(Numbers(), None, num_workers=1))
+    assert all(type(one) is Local for one in got)
+    assert [one.value for one in got] == [0, 3, 6, 9]
+
+run()
+print("fine")
+"""
+
+
+def test_local_classes_come_back_as_they_are(tmp_path: Path) -> None:
+    assert run_script(CLOSURES, folder=tmp_path) == (0, "fine\n", "")
+
+
+def test_indices_of_local_classes_reach_the_workers() -> None:
+    class Key:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+    loader = DataLoader(Does(lambda key: key.name.upper()), None, sampler=[Key("a"), Key("b")], num_workers=1)
+    assert list(loader) == ["A", "B"]
+
+
+# ---- start methods --------------------------------------------------------------------------------------
+
+
+def parent(index: int) -> tuple[int, str]:
+    return os.getppid(), multiprocessing.current_process().name
+
+
+def parents(loader: DataLoader) -> set[int]:
+    return {pid for pid, _ in loader}
+
+
+def test_using_a_lock_or_a_progress_bar_does_not_turn_workers_into_forks(tmp_path: Path) -> None:
+    """What first uses multiprocessing fixes Python's default, which is fork up to 3.13."""
+    multiprocessing.get_context()
+    multiprocessing.Lock()
+    for _ in range(3):  # our own start uses multiprocessing too
+        assert os.getpid() not in parents(DataLoader(Does(parent), None, num_workers=1))
+
+
+def test_a_start_method_that_was_set_is_used(tmp_path: Path) -> None:
+    text = """
+import multiprocessing, os
+from dataflow import DataLoader
+from worker_kit import Does
+
+def parent(_):
+    return os.getppid(), os.getpid()
+
+if __name__ == "__main__":
+    multiprocessing.set_start_method("spawn")
+    assert {pid for pid, _ in DataLoader(Does(parent), None, num_workers=1)} == {os.getpid()}
+    print("fine")
+"""
+    assert run_script(text, folder=tmp_path) == (0, "fine\n", "")
+
+
+# ---- what a dataset may hold ----------------------------------------------------------------------------
+
+
+class Holds(Does):
+    def __init__(self, thing: Any) -> None:
+        super().__init__(parent, 2)
+        self.thing = thing
+
+
+def test_what_cannot_be_sent_is_forked_with_a_word_about_it(tmp_path: Path) -> None:
+    (tmp_path / "data").write_text("text")
+    with (tmp_path / "data").open() as file:
+        for thing in (file, threading.Lock(), multiprocessing.get_context("fork").Value("i", 3)):
+            loader = DataLoader(Holds(thing), None, num_workers=1)
+            with pytest.warns(UserWarning, match=r"cannot be sent to worker processes.*are forked from"):
+                assert parents(loader) == {os.getpid()}
+    loader = DataLoader(Holds(threading.Lock()), None, num_workers=1, multiprocessing_context="fork")
+    assert parents(loader) == {os.getpid()}  # asked for: no word
+
+
+def test_what_cannot_be_sent_is_an_error_where_spawn_was_asked_for() -> None:
+    loader = DataLoader(Holds(threading.Lock()), None, num_workers=1, multiprocessing_context="spawn")
+    with pytest.warns(UserWarning, match="Got pickle error"), pytest.raises(TypeError, match="lock"):
+        iter(loader)
+
+
+def count(index: int) -> int:
+    return index
+
+
+class Counts(Does):
+    def __init__(self, value: Any) -> None:
+        super().__init__(self.add)
+        self.value = value
+
+    def add(self, index: int) -> int:
+        with self.value.get_lock():
+            self.value.value += 1
+        return index
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_a_shared_value_of_the_start_method_that_was_asked_for_is_shared(method: str) -> None:
+    context = multiprocessing.get_context(method)
+    value = context.Value("i", 0)
+    loader = DataLoader(Counts(value), None, num_workers=2, multiprocessing_context=method)
+    assert list(loader) == list(range(8))
+    assert value.value == 8
+
+
+# ---- memory of large datasets ---------------------------------------------------------------------------
+
+MIB = 1 << 20
+
+
+def pss(pid: int) -> int:
+    """Memory of a process in bytes, where what several share counts in parts."""
+    return int(psutil.Process(pid).memory_full_info().pss)
+
+
+class Large(Does):
+    """Tells after the first item that it has read everything, and waits."""
+
+    def __init__(self, array: Any, told: Gate, go_on: Gate) -> None:
+        super().__init__(self.read, 3)
+        self.array, self.told, self.go_on = array, told, go_on
+
+    def read(self, index: int) -> float:
+        total = float(self.array.sum())
+        self.told.open(os.getpid())
+        self.go_on.wait()
+        return total
+
+
+@pytest.mark.parametrize("kind", ["numpy", "torch", "nested"])
+def test_a_large_dataset_lies_in_memory_once_for_all_workers(tmp_path: Path, kind: str) -> None:
+    array: Any = np.ones(200 * MIB // 8)
+    if kind == "torch":
+        array = torch.from_numpy(array)
+    elif kind == "nested":
+        array = Parts([array[: len(array) // 2], torch.from_numpy(array[len(array) // 2 :])])
+    told, go_on = Gate(tmp_path / "told"), Gate(tmp_path / "go on")
+    loader = DataLoader(Large(array, told, go_on), None, num_workers=3)
+    iterator = iter(loader)
+    pids = {int(told.wait()) for _ in range(3)}
+    assert len(pids) == 3
+    together = sum(map(pss, pids))
+    for _ in range(3):
+        go_on.open()
+    assert list(iterator) == [200 * MIB / 8] * 3
+    told.close(), go_on.close()
+    assert together < (200 + 3 * 100) * MIB, f"{together / MIB:.0f} MiB"  # with copies it would be 900
+
+
+class Parts:
+    def __init__(self, parts: list[Any]) -> None:
+        self.parts = parts
+
+    def sum(self) -> float:
+        return sum(float(part.sum()) for part in self.parts)
+
+
+def test_workers_may_write_to_their_copy_of_a_dataset() -> None:
+    dataset = Writes(np.zeros(1 << 20, np.int64), torch.zeros(1 << 20, dtype=torch.int64))
+    for _ in range(2):
+        loader = DataLoader(dataset, None, num_workers=2)
+        assert list(loader) == [[2, 2], [2, 2], [4, 4], [4, 4]]
+    assert dataset.array[5] == dataset.tensor[5] == 0
+
+
+class Writes(Does):
+    def __init__(self, array: Any, tensor: Any) -> None:
+        super().__init__(self.write, 4)
+        self.array, self.tensor = array, tensor
+
+    def write(self, index: int) -> tuple[int, int]:
+        self.array += 2
+        self.tensor += 2
+        return int(self.array[5]), int(self.tensor[5])
+
+
+def test_many_python_objects_are_worth_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dataflow.workers.processes, "_OBJECT_BYTES", 100_000)
+    loader = DataLoader(Holds([str(number) for number in range(100_000)]), None, num_workers=1)
+    with pytest.warns(UserWarning, match=r"bytes of Python objects, which every worker holds again"):
+        assert len(list(loader)) == 2
+    loader = DataLoader(Holds(np.zeros(1 << 20)), None, num_workers=1)
+    assert len(list(loader)) == 2  # arrays are shared: no word
+
+
+# ---- limits ---------------------------------------------------------------------------------------------
+
+
+def many(index: int) -> list[torch.Tensor]:
+    return [torch.full((50,), index + k) for k in range(100)]
+
+
+@pytest.fixture
+def few_descriptors() -> Iterator[int]:
+    """Room for 40 more."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limit = len(os.listdir("/proc/self/fd")) + 40
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, before[1]))
+    yield limit
+    resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+@pytest.mark.usefixtures("few_descriptors")
+def test_descriptors_do_not_depend_on_the_number_of_tensors() -> None:
+    loader = DataLoader(Does(many, 50), None, num_workers=2)
+    held = list(loader)
+    assert [int(tensor[7]) for batch in held for tensor in batch] == [
+        i + k for i in range(50) for k in range(100)
+    ]
+
+
+def test_too_few_descriptors_are_an_error_before_anything_starts(few_descriptors: int) -> None:
+    loader = DataLoader(Does(same), None, num_workers=20)
+    with nothing_left(), pytest.raises(RuntimeError, match=rf"of at most {few_descriptors}.*ulimit -n"):
+        iter(loader)
+    assert list(DataLoader(Does(same), None, num_workers=2)) == list(range(8))
+
+
+ADDRESS_SPACE = """
+import resource, sys
+import torch
+from dataflow import DataLoader
+from worker_kit import Does
+
+def row(index):
+    return torch.full((1 << 17,), index)
+
+limit = 16 << 30
+resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+loader = DataLoader(Does(row, 32), 2, num_workers=2)
+held = list(loader)
+assert [int(batch[1, 5]) for batch in held] == list(range(1, 32, 2))
+zeros = torch.zeros(4 << 30, dtype=torch.uint8)  # and there is room for others
+print("fine")
+"""
+
+
+def test_a_limit_on_virtual_memory_leaves_room_for_others(tmp_path: Path) -> None:
+    assert run_script(ADDRESS_SPACE, folder=tmp_path) == (0, "fine\n", "")
+
+
+def test_no_room_for_the_address_space_is_said() -> None:
+    class Full(SharedFile):
+        def _create(self) -> None:
+            before = resource.getrlimit(resource.RLIMIT_AS)
+            resource.setrlimit(resource.RLIMIT_AS, (1 << 20, before[1]))
+            try:
+                super()._create()
+            finally:
+                resource.setrlimit(resource.RLIMIT_AS, before)
+
+    with nothing_left(), pytest.raises(OSError, match=r"raise the limit on virtual memory \(ulimit -v\)"):
+        Full(2, 100)
+
+
+@pytest.mark.parametrize("missing", ["attribute", "forbidden"])
+def test_without_memfd_create_a_file_without_a_name_serves(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, missing: str
+) -> None:
+    def forbidden(*_: object) -> int:
+        raise PermissionError(1, "Operation not permitted")
+
+    if missing == "attribute":
+        monkeypatch.delattr(os, "memfd_create")
+    else:
+        monkeypatch.setattr(os, "memfd_create", forbidden)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with nothing_left():
+        loader = DataLoader(Does(many, 20), 2, num_workers=2)
+        iterator = iter(loader)
+        assert f"{tmp_path}" in os.readlink(f"/proc/self/fd/{iterator._crew._file.fd}")
+        assert [int(batch[3][1, 7]) for batch in iterator] == [2 * index + 4 for index in range(10)]
+        del iterator
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_that_the_folder_cannot_hold_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(os, "memfd_create")
+    with pytest.raises(OSError) as caught:  # noqa: PT011  (the number differs between file systems)
+        create_file(1 << 62)
+    assert "set TMPDIR" in caught.value.__notes__[0]
+
+
+SMALL_SHM = """
+import os, subprocess
+import torch
+from dataflow import DataLoader
+from worker_kit import Does
+
+def row(index):
+    return torch.full((1 << 17,), index)
+
+subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", "/dev/shm"], check=True)
+assert os.statvfs("/dev/shm").f_blocks * os.statvfs("/dev/shm").f_frsize == 64 << 10
+held = list(DataLoader(Does(row, 32), 2, num_workers=2))
+assert [int(batch[1, 5]) for batch in held] == list(range(1, 32, 2))
+assert os.listdir("/dev/shm") == []
+print("fine")
+"""
+
+
+def test_the_size_of_dev_shm_does_not_matter(tmp_path: Path) -> None:
+    unshare = shutil.which("unshare")
+    if unshare is None:
+        pytest.skip("there is no unshare command here")
+    probe = [unshare, "--mount", "mount", "-t", "tmpfs", "tmpfs", "/dev/shm"]
+    if subprocess.run(probe, capture_output=True, timeout=60, check=False).returncode:
+        pytest.skip("this user may not mount a file system of its own")
+    (tmp_path / "script.py").write_text(SMALL_SHM)
+    done = subprocess.run(
+        [unshare, "--mount", sys.executable, str(tmp_path / "script.py")],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parent)])},
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "fine\n", "")
+
+
+def test_a_module_that_cannot_be_imported_by_the_fork_server_is_imported_by_the_worker(
+    tmp_path: Path,
+) -> None:
+    """And if it cannot either, that is what the error tells."""
+    (tmp_path / "choosy.py").write_text(
+        "import os, sys\n"
+        "if sys.argv[0] == '-c' or 'BAD' in os.environ:\n    raise SystemError('not in this process')\n"
+        "class Numbers:\n"
+        "    def __len__(self):\n        return 4\n"
+        "    def __getitem__(self, index):\n        return index\n"
+    )
+    text = f"""{ANOTHER_THREAD}
+import os
+from dataflow import DataLoader
+import choosy
+assert list(DataLoader(choosy.Numbers(), None, num_workers=1)) == [0, 1, 2, 3]
+os.environ["BAD"] = "1"  # workers have our environment as it is now
+try:
+    list(DataLoader(choosy.Numbers(), None, num_workers=1))
+except SystemError as error:
+    print("not in this process" in str(error), "worker process 0" in str(error))
+"""
+    code, out, _ = run_script(text, folder=tmp_path)
+    assert (code, out) == (0, "True True\n")
+
+
+def test_the_fork_server_finds_modules_where_this_process_does(tmp_path: Path) -> None:
+    """Each worker would import them for itself otherwise."""
+    folder = tmp_path / "elsewhere"
+    folder.mkdir()
+    (folder / "placed.py").write_text(
+        "import os\n"
+        "IMPORTED_BY = os.getpid()\n"
+        "class Parents:\n"
+        "    def __len__(self):\n        return 2\n"
+        "    def __getitem__(self, index):\n        return IMPORTED_BY == os.getppid()\n"
+    )
+    text = f"""{ANOTHER_THREAD}
+import os, sys
+sys.path.append({str(folder)!r})
+from dataflow import DataLoader
+import placed
+assert list(DataLoader(placed.Parents(), None, num_workers=2)) == [True, True]
+print([name for name in os.environ if "DATAFLOW" in name])
+"""
+    code, out, _ = run_script(text, folder=tmp_path)
+    assert (code, out) == (0, "[]\n")
+
+
+def test_a_fork_server_that_lacks_a_module_gives_way_to_one_that_has_it_when_its_workers_are_done() -> None:
+    """Persistent workers of the old one go on meanwhile."""
+    from prefetch.workers import fork_server
+
+    with DataLoader(Does(functools.partial(same)), None, num_workers=1, persistent_workers=True) as old:
+        assert list(old) == list(range(8))
+        before = fork_server.warm_up()
+        name = "fractions"
+        newer = fork_server.warm_up(frozenset({(name, 1)}))
+        assert newer is not before
+        assert os.getpid() not in parents(DataLoader(Does(parent), None, num_workers=1))
+        assert list(old) == list(range(8))
+        pid = before._forkserver_pid
+        assert pid is not None
+    assert os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT) is not None  # ends with its last worker
+    assert list(DataLoader(Does(same), None, num_workers=1)) == list(range(8))

@@ -1,0 +1,63 @@
+"""The interpreter's switch interval while engines run."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from dataflow import DataLoader
+from prefetch.engine import switching
+from prefetch.engine.switching import INTERVAL_S
+from tests.datasets_kit import make_tokens_bin
+
+
+@pytest.fixture(autouse=True)
+def usual() -> Iterator[None]:
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(0.005)
+    yield
+    sys.setswitchinterval(before)
+
+
+def test_it_is_low_while_a_loader_runs_and_set_back_by_the_last(tmp_path):
+    made = make_tokens_bin(tmp_path)
+    with DataLoader(made.open(), 4, shuffle=True) as one, DataLoader(made.open(), 4, shuffle=True) as two:
+        assert sys.getswitchinterval() == pytest.approx(0.005)
+        batches = [iter(one), iter(two)]  # a loop that is dropped would close its loader
+        next(batches[0])
+        assert sys.getswitchinterval() == pytest.approx(INTERVAL_S)
+        next(batches[1])
+        one.close()
+        assert sys.getswitchinterval() == pytest.approx(INTERVAL_S)
+        two.close()
+        two.close()
+        assert sys.getswitchinterval() == pytest.approx(0.005)
+
+
+@pytest.mark.parametrize("chosen", [0.02, 1e-6])
+def test_what_somebody_else_sets_meanwhile_stays(chosen):
+    switching.begin(switching)
+    sys.setswitchinterval(chosen)
+    switching.end(switching)
+    assert sys.getswitchinterval() == pytest.approx(chosen)
+
+
+def test_a_lower_interval_is_left_alone():
+    sys.setswitchinterval(1e-5)
+    switching.begin(switching)
+    assert sys.getswitchinterval() == pytest.approx(1e-5)
+    switching.end(switching)
+    assert sys.getswitchinterval() == pytest.approx(1e-5)
+
+
+def test_whoever_begins_or_ends_twice_counts_once():
+    switching.begin(switching)
+    switching.begin(switching)
+    switching.begin(sys)
+    switching.end(switching)
+    switching.end(switching)
+    assert sys.getswitchinterval() == pytest.approx(INTERVAL_S)
+    switching.end(sys)
+    assert sys.getswitchinterval() == pytest.approx(0.005)

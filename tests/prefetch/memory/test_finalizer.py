@@ -1,0 +1,192 @@
+"""Tasks that run when an object has died, and not where it dies; blocks that Ctrl-C waits for."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from threads_kit import python_calls, threads_left
+
+from prefetch.memory.finalizer import DeathWatch, Finalizer, WeakRegistry
+from prefetch.memory.interrupts import Uninterrupted
+
+WAIT_S = 10
+
+
+class Owner:
+    """Something that dies."""
+
+
+@pytest.fixture(autouse=True)
+def _no_thread_is_left() -> Iterator[None]:
+    yield
+    assert threads_left("dataflow-close") == []
+
+
+def test_the_task_runs_once_the_owner_has_died_in_another_thread() -> None:
+    ran: list[threading.Thread] = []
+    done = threading.Event()
+    owners = [Owner()]
+    finalizer = Finalizer(owners[0], lambda: (ran.append(threading.current_thread()), done.set()))
+    assert not done.is_set()
+    owners.clear()
+    assert done.wait(WAIT_S)
+    assert ran[0] is not threading.main_thread()
+    finalizer.detach()
+    assert len(ran) == 1
+
+
+def test_nothing_of_python_runs_where_the_owner_dies() -> None:
+    done = threading.Event()
+    owners = [Owner()]
+    finalizer = Finalizer(owners[0], done.set)
+    assert python_calls(owners.clear) == []
+    assert done.wait(WAIT_S)
+    del finalizer
+
+
+def test_an_owner_in_a_cycle_is_heard_of_though_the_finalizer_is_in_it() -> None:
+    done, owner = threading.Event(), Owner()
+    owner.me, owner.finalizer = owner, Finalizer(owner, done.set)  # type: ignore[attr-defined]
+    del owner
+    gc.collect()
+    assert done.wait(WAIT_S)
+
+
+def test_a_task_that_was_detached_does_not_run() -> None:
+    ran: list[int] = []
+    owner = Owner()
+    finalizer = Finalizer(owner, lambda: ran.append(1))
+    finalizer.detach()
+    finalizer.detach()
+    del owner
+    assert threads_left("dataflow-close") == []
+    assert ran == []
+
+
+def test_fire_runs_the_task_of_an_owner_that_lives() -> None:
+    done, owner = threading.Event(), Owner()
+    Finalizer(owner, done.set).fire()
+    assert done.wait(WAIT_S)
+
+
+AT_EXIT = """
+import sys, threading
+from prefetch.memory.finalizer import Finalizer
+class Owner: pass
+owner = Owner()
+kept = [Finalizer(owner, lambda: print(threading.current_thread().name)), owner]
+kept.append(kept)
+gone = Owner()
+Finalizer(gone, lambda: print("never")).detach()
+"""
+
+
+def test_the_end_of_the_program_runs_the_task() -> None:
+    command = [sys.executable, "-W", "error", "-c", AT_EXIT]
+    root = Path(__file__).parents[3]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False, cwd=root)
+    assert (done.stdout, done.stderr, done.returncode) == ("MainThread\n", "", 0)
+
+
+def test_a_watch_makes_its_call_once_and_none_before_it_is_set() -> None:
+    calls: list[int] = []
+    owner = Owner()
+    watch = DeathWatch(owner)
+    assert watch() is owner
+    del owner
+    assert watch() is None
+    owner = Owner()
+    watch = DeathWatch(owner)
+    watch.call = [1, 2].pop
+    watch.call = lambda: calls.append(1)
+    del owner
+    assert calls == [1]
+
+
+def test_a_registry_has_those_that_live_and_runs_nothing_where_one_dies() -> None:
+    registry: WeakRegistry[Owner] = WeakRegistry()
+    kept, dropped = Owner(), [Owner()]
+    registry.add(kept)
+    registry.add(kept)
+    registry.add(dropped[0])
+    assert set(registry) == {kept, dropped[0]}
+    assert python_calls(dropped.clear) == []
+    assert list(registry) == [kept]
+    registry.add(another := Owner())
+    assert set(registry) == {kept, another}
+    assert len(registry._refs) == 2
+
+
+# ---- blocks ------------------------------------------------------------------------------------------------
+
+
+def press() -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_ctrl_c_is_raised_behind_the_block() -> None:
+    reached = False
+    with pytest.raises(KeyboardInterrupt), Uninterrupted():  # noqa: PT012  the block is what is tested
+        press()
+        reached = True
+    assert reached
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_second_ctrl_c_is_raised_at_once() -> None:
+    reached = False
+    with pytest.raises(KeyboardInterrupt), Uninterrupted():  # noqa: PT012
+        press()
+        press()
+        reached = True
+    assert not reached
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_an_error_in_the_block_is_the_interrupts_context() -> None:
+    with pytest.raises(KeyboardInterrupt) as caught, Uninterrupted():  # noqa: PT012
+        press()
+        raise ValueError("in the block")
+    assert isinstance(caught.value.__context__, ValueError)
+
+
+def test_a_handler_of_the_programs_is_asked_behind_the_block() -> None:
+    heard: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, _: heard.append(number))
+    try:
+        with Uninterrupted():
+            press()
+            assert heard == []
+        assert heard == [signal.SIGINT]
+        with Uninterrupted():
+            pass
+        assert heard == [signal.SIGINT]
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_other_threads_and_ignored_interrupts_are_left_alone() -> None:
+    inside: list[Any] = []
+
+    def run() -> None:
+        with Uninterrupted():
+            inside.append(signal.getsignal(signal.SIGINT))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join(WAIT_S)
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        run()
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert inside == [before, signal.SIG_IGN]

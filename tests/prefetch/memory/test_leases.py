@@ -1,0 +1,321 @@
+"""Leases: a file that is loaded from keeps its length, and who wants to cut it waits milliseconds."""
+
+from __future__ import annotations
+
+import fcntl
+import itertools
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+
+from dataflow import DataLoader
+from prefetch.memory.leases import FileLeases, Lease
+from sharding.errors import DataflowError
+from tests.datasets_kit import make_tokens_bin
+
+TIMEOUT_S = 30.0
+
+
+def granted(folder: Path) -> bool:
+    probe = folder / "probe"
+    probe.write_bytes(b"x")
+    leases, descriptor = FileLeases(), os.open(probe, os.O_RDONLY)
+    try:
+        return leases.take(descriptor, leases) is not None
+    finally:
+        os.close(descriptor)
+        leases.close()
+
+
+@contextmanager
+def watchdog_of_child() -> Iterator[None]:
+    """The kernel ends a forked child that hangs, or leaves by an error."""
+    signal.alarm(20)
+    try:
+        yield
+    finally:
+        os._exit(3)
+
+
+def leads_to(descriptor: str, path: Path) -> bool:
+    with suppress(OSError):
+        return os.readlink(f"/proc/self/fd/{descriptor}") == str(path)
+    return False
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    if not granted(tmp_path):
+        pytest.skip("this filesystem grants no leases")
+    path = tmp_path / "file"
+    path.write_bytes(bytes(10_000))
+    return path
+
+
+class Watched(FileLeases):
+    """Tells when a lease is wanted back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wanted = threading.Event()
+
+    def let_go(self, lease: Lease) -> None:
+        super().let_go(lease)
+        self.wanted.set()
+
+
+@pytest.fixture
+def leases() -> Iterator[Watched]:
+    leases = Watched()
+    yield leases
+    leases.close()
+
+
+def take(leases: FileLeases, path: Path) -> Lease | None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        return leases.take(descriptor, leases)
+    finally:
+        os.close(descriptor)
+
+
+def truncating(path: Path) -> subprocess.Popen[bytes]:
+    return subprocess.Popen([sys.executable, "-c", f"import os; os.truncate({str(path)!r}, 10)"])
+
+
+def listeners() -> int:
+    return sum(thread.name == "dataflow-leases" for thread in threading.enumerate())
+
+
+def test_who_cuts_a_file_waits_for_the_loads_that_have_begun(path: Path, leases: Watched) -> None:
+    lease = take(leases, path)
+    assert lease is not None
+    with leases.loading():
+        assert lease.held
+        other = truncating(path)
+        assert leases.wanted.wait(TIMEOUT_S)
+        assert not lease.held
+        with leases.loading():  # a later load does not prolong the wait
+            pass
+        assert path.stat().st_size == 10_000
+        assert other.poll() is None
+    assert other.wait(TIMEOUT_S) == 0
+    assert path.stat().st_size == 10
+
+
+def test_loads_that_begin_later_keep_nobody_waiting(path: Path, leases: Watched) -> None:
+    assert take(leases, path)
+    begun, end = threading.Event(), threading.Event()
+
+    def load() -> None:
+        with leases.loading():
+            begun.set()
+            end.wait(TIMEOUT_S)
+
+    other = truncating(path)
+    assert leases.wanted.wait(TIMEOUT_S)
+    thread = threading.Thread(target=load)
+    thread.start()
+    assert begun.wait(TIMEOUT_S)
+    assert other.wait(TIMEOUT_S) == 0
+    end.set()
+    thread.join(TIMEOUT_S)
+
+
+@pytest.mark.timeout(20)  # without the listener it takes 45 s
+def test_the_process_that_holds_the_lease_may_write_the_file_itself(path: Path, leases: Watched) -> None:
+    lease = take(leases, path)
+    path.write_bytes(b"new")
+    assert lease is not None
+    assert not lease.held
+
+
+def test_no_handler_of_the_program_sees_the_signal(path: Path, leases: Watched) -> None:
+    seen: list[int] = []
+    before = signal.signal(signal.SIGURG, lambda number, frame: seen.append(number))
+    try:
+        assert take(leases, path)
+        path.write_bytes(b"new")
+        assert not seen
+    finally:
+        signal.signal(signal.SIGURG, before)
+
+
+def test_reading_renaming_and_deleting_wait_for_nobody_and_end_no_lease(path: Path, leases: Watched) -> None:
+    lease = take(leases, path)
+    assert lease is not None
+    assert len(path.read_bytes()) == 10_000
+    other = path.rename(path.with_name("other"))
+    other.unlink()
+    assert lease.held
+    assert not lease.is_wanted
+
+
+def test_a_file_that_somebody_writes_is_not_leased(path: Path, leases: Watched) -> None:
+    with path.open("r+b"):
+        assert take(leases, path) is None
+    assert take(leases, path) is not None
+
+
+def test_there_are_no_more_than_a_quarter_of_the_descriptors(path: Path, monkeypatch) -> None:
+    monkeypatch.setattr("resource.getrlimit", lambda which: (8, 8))
+    leases = FileLeases()
+    try:
+        assert [take(leases, path) is not None for _ in range(3)] == [True, True, False]
+    finally:
+        leases.close()
+
+
+def test_closing_ends_leases_thread_and_descriptors(path: Path) -> None:
+    before = set(os.listdir("/proc/self/fd"))
+    leases = FileLeases()
+    assert listeners() == 0
+    lease = take(leases, path)
+    assert take(leases, path) is not lease
+    assert listeners() == 1
+    leases.close()
+    leases.close()
+    assert listeners() == 0
+    assert set(os.listdir("/proc/self/fd")) == before
+    assert lease is not None
+    assert not lease.held
+    assert take(leases, path) is None
+    writable = os.open(path, os.O_WRONLY | os.O_NONBLOCK)  # EWOULDBLOCK while there is a lease
+    os.close(writable)
+
+
+def test_a_forked_child_does_not_keep_a_lease_that_was_ended(path: Path) -> None:
+    leases = FileLeases()
+    assert take(leases, path)
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(writing)
+        os.read(reading, 1)
+        os._exit(0)
+    leases.close()
+    os.close(os.open(path, os.O_WRONLY | os.O_NONBLOCK))
+    os.close(writing)
+    os.close(reading)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+def test_a_forked_child_leaves_its_parents_leases_alone(path: Path) -> None:
+    leases = FileLeases()
+    ending, staying = take(leases, path), take(leases, path)
+    assert ending
+    assert staying
+    with leases.loading():
+        child = os.fork()
+        if child == 0:
+            with watchdog_of_child():
+                descriptors = [name for name in os.listdir("/proc/self/fd") if leads_to(name, path)]
+                ending.let_go()
+                with leases.loading():
+                    may_load = staying.held
+                leases.close()
+                os._exit(bool(descriptors or may_load or take(leases, path)))
+    assert os.waitpid(child, 0)[1] == 0
+    assert staying.held
+    with pytest.raises(BlockingIOError):
+        os.open(path, os.O_WRONLY | os.O_NONBLOCK)
+    leases.close()
+    os.close(os.open(path, os.O_WRONLY | os.O_NONBLOCK))
+
+
+def test_a_child_forked_while_the_leases_are_locked_ends(path: Path) -> None:
+    leases = FileLeases()
+    lease = take(leases, path)
+    assert lease
+    held, over = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with leases._lock:
+            held.set()
+            over.wait(TIMEOUT_S)
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    assert held.wait(TIMEOUT_S)
+    child = os.fork()
+    if child == 0:
+        with watchdog_of_child():
+            lease.let_go()
+            leases.close()
+            os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    over.set()
+    holder.join(TIMEOUT_S)
+    leases.close()
+
+
+def test_batches_are_the_same_with_leases_and_without(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = make_tokens_bin(path.parent)
+    taken: list[bool] = []
+
+    def counted(self: FileLeases, descriptor: int, holder: object) -> Lease | None:
+        lease = original(self, descriptor, holder)
+        taken.append(lease is not None)
+        return lease
+
+    original = FileLeases.take
+    monkeypatch.setattr(FileLeases, "take", counted)
+    with DataLoader(made.open(), 2, shuffle=True) as loader:
+        leased = [batch["tokens"].tolist() for batch in loader]
+    assert taken
+    assert all(taken)
+    monkeypatch.setattr(FileLeases, "take", lambda self, descriptor, holder: None)
+    with DataLoader(made.open(), 2, shuffle=True) as loader:
+        assert [batch["tokens"].tolist() for batch in loader] == leased
+
+
+@pytest.mark.timeout(60)
+def test_a_shard_cut_in_the_middle_of_a_loop_is_an_error_not_a_signal(path: Path) -> None:
+    made = make_tokens_bin(path.parent)
+    shard = next(path.parent.glob("*.bin"))
+    with DataLoader(made.open(), 1, shuffle=False, depth=1) as loader:
+        batches = iter(loader)
+        next(batches)
+        os.truncate(shard, 100)
+        with pytest.raises(DataflowError, match=shard.name):
+            list(itertools.chain(batches, *[loader] * 20))
+
+
+def test_a_loader_leaves_no_lease_behind(path: Path) -> None:
+    made = make_tokens_bin(path.parent)
+    shard = next(path.parent.glob("*.bin"))
+    with DataLoader(made.open(), 1) as loader:
+        list(loader)
+        with pytest.raises(BlockingIOError):
+            os.open(shard, os.O_WRONLY | os.O_NONBLOCK)
+    descriptor = os.open(shard, os.O_RDONLY)
+    assert fcntl.fcntl(descriptor, fcntl.F_GETLEASE) == fcntl.F_UNLCK
+    os.close(descriptor)
+    os.close(os.open(shard, os.O_WRONLY | os.O_NONBLOCK))
+    assert listeners() == 0
+
+
+def test_a_lease_whose_holder_has_died_makes_room_for_others(leases: Watched, path: Path) -> None:
+    class Holder:
+        pass
+
+    leases._most = 2
+    holders = [Holder() for _ in range(3)]
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        taken = [leases.take(descriptor, holder) for holder in holders]
+        assert [lease is not None for lease in taken] == [True, True, False]
+        del holders[0]
+        lease = leases.take(descriptor, holders[0])
+        assert lease is not None
+        assert lease.held
+        assert [lease.held for lease in taken if lease] == [False, True]
+    finally:
+        os.close(descriptor)

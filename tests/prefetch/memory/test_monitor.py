@@ -1,0 +1,172 @@
+"""The monitor: a lock and a wait that a Ctrl-C at any moment leaves in order."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import pytest
+
+from prefetch.memory.monitor import Monitor
+
+WAIT_S = 10
+
+
+def waiting(monitor: Monitor, count: int) -> tuple[list[threading.Thread], list[bool]]:
+    """Threads that wait."""
+    ready, notified = threading.Semaphore(0), []
+
+    def wait() -> None:
+        with monitor:
+            ready.release()
+            notified.append(monitor.wait(WAIT_S))
+
+    threads = [threading.Thread(target=wait) for _ in range(count)]
+    for thread in threads:
+        thread.start()
+    for _ in threads:
+        assert ready.acquire(timeout=WAIT_S)
+    with monitor:  # whoever was ready holds it until it waits
+        assert len(monitor._waiters) == count
+    return threads, notified
+
+
+def joined(threads: list[threading.Thread]) -> None:
+    for thread in threads:
+        thread.join(WAIT_S)
+        assert not thread.is_alive()
+
+
+def test_notify_wakes_one_and_notify_all_the_others() -> None:
+    monitor = Monitor()
+    threads, notified = waiting(monitor, 3)
+    with monitor:
+        monitor.notify()
+        assert len(monitor._waiters) == 2
+    with monitor:
+        monitor.notify_all()
+    joined(threads)
+    assert notified == [True] * 3
+    with monitor:
+        monitor.notify()
+        monitor.notify_all()
+
+
+def test_a_wait_that_nobody_ends_takes_the_lock_again_as_often_as_it_was_held() -> None:
+    monitor = Monitor()
+    with monitor, monitor:
+        assert not monitor.wait(0.001)
+        assert not monitor._waiters
+    assert not monitor._is_owned()
+
+
+def test_a_waiter_that_was_woken_and_not_taken_out_costs_nobody_its_notice() -> None:
+    monitor = Monitor()
+    threads, notified = waiting(monitor, 2)
+    with monitor:
+        monitor._waiters[0].release()  # as when a Ctrl-C comes between the two steps of `notify`
+        monitor.notify()
+    joined(threads)
+    assert notified == [True] * 2
+    assert not monitor._waiters
+
+
+class Interrupting:
+    """Sends SIGINT when the n-th instruction of a function's code is about to run."""
+
+    def __init__(self, code: Any, at: int) -> None:
+        self._code, self._left = code, at
+        self.struck = False
+
+    def __call__(self, frame: FrameType, event: str, argument: Any) -> Any:
+        if frame.f_code is not self._code:
+            return None
+        frame.f_trace_opcodes = True
+        if event == "opcode" and not self.struck:
+            self._left -= 1
+            if self._left < 0:
+                self.struck = True
+                os.kill(os.getpid(), signal.SIGINT)
+        return self
+
+
+def interrupted_at_every_instruction(function: Callable[..., Any], action: Callable[[], None]) -> int:
+    """Run an action again and again, each time with a Ctrl-C one instruction further into a function."""
+    at = 0
+    while True:
+        strike = Interrupting(function.__code__, at)  # type: ignore[attr-defined]
+        sys.settrace(strike)
+        try:
+            action()
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.settrace(None)
+        if not strike.struck:
+            return at
+        at += 1
+
+
+@pytest.mark.parametrize("notified", [False, True])
+def test_a_ctrl_c_at_any_instruction_of_a_wait_leaves_the_lock_in_order(notified: bool) -> None:
+    monitor = Monitor()
+
+    def action() -> None:
+        with monitor:
+            waker = threading.Thread(target=wake)
+            waker.start()
+            try:
+                monitor.wait(WAIT_S if notified else 0.0)
+            finally:
+                assert monitor._is_owned()
+
+    def wake() -> None:
+        with monitor:
+            monitor.notify_all()
+
+    count = interrupted_at_every_instruction(Monitor.wait, action)
+    assert count > 20
+    assert not monitor._is_owned()
+    with monitor:
+        assert not monitor._waiters
+    joined([thread for thread in threading.enumerate() if thread.name.endswith("(wake)")])
+
+
+@pytest.mark.parametrize("function", [Monitor.notify, Monitor.notify_all])
+def test_a_ctrl_c_at_any_instruction_of_a_notice_loses_no_waiter(function: Callable[..., Any]) -> None:
+    monitor = Monitor()
+    threads: list[threading.Thread] = []
+
+    def action() -> None:
+        threads[:], _ = waiting(monitor, 2)
+        try:
+            with monitor:
+                function(monitor)
+        finally:
+            with monitor:
+                monitor.notify_all()
+
+    at = 0
+    while True:
+        strike = Interrupting(function.__code__, at)  # type: ignore[attr-defined]
+        threads[:], _ = waiting(monitor, 2)
+        sys.settrace(strike)
+        try:
+            with monitor:
+                function(monitor)
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.settrace(None)
+        with monitor:
+            monitor.notify_all()
+        joined(threads)
+        if not strike.struck:
+            break
+        at += 1
+    assert at > 10

@@ -1,0 +1,120 @@
+"""Shared slots: they come back when their last view dies, and nothing of Python runs where it does."""
+
+from __future__ import annotations
+
+import gc
+import os
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from threads_kit import python_calls
+
+from prefetch.workers.shared_arena import HEADER_BYTES, SharedFile
+
+PAGE = 4096
+SLOT = HEADER_BYTES + 16 * PAGE
+
+
+def used_bytes(file: SharedFile) -> int:
+    """Memory that the file takes, as the system sees it through a descriptor that outlives `close`."""
+    return os.fstat(file.seen).st_blocks * 512  # type: ignore[attr-defined]
+
+
+def make(register: Any = None) -> SharedFile:
+    file = SharedFile(2, 0, register)
+    file.seen = os.dup(file.fd)  # type: ignore[attr-defined]
+    return file
+
+
+def lent(file: SharedFile, worker: int = 0, slot: int = 0, nbytes: int = 3 * PAGE) -> list[Any]:
+    """What the training code has of a slot that a worker has written."""
+    offset = SLOT + 4 * slot * PAGE
+    array = file.borrow(worker, offset, nbytes)
+    array[:] = slot + 1
+    return [torch.from_numpy(array)[:10], array[20:]]
+
+
+def test_a_slot_is_given_back_when_its_last_view_has_died() -> None:
+    file = make()
+    views = lent(file, worker=1)
+    assert file.take_returned(1) == []
+    views.pop()
+    assert file.take_returned(1) == []
+    assert python_calls(views.clear) == []
+    assert file.take_returned(0) == []
+    assert file.take_returned(1) == [SLOT]
+    assert file.take_returned(1) == []
+    file.close()
+
+
+def test_what_is_borrowed_at_the_end_keeps_its_memory_and_gives_it_back_as_it_dies() -> None:
+    file = make()
+    first, second = lent(file, slot=0), lent(file, slot=1)
+    file.header.set(0, 1)
+    file.close()
+    assert used_bytes(file) == file.held_bytes == 6 * PAGE
+    assert python_calls(first.clear) == []
+    assert used_bytes(file) == file.held_bytes == 3 * PAGE
+    assert second[0].tolist() == [2] * 10
+    second.pop(0)
+    assert used_bytes(file) == 3 * PAGE
+    second.clear()
+    assert used_bytes(file) == file.held_bytes == 0
+
+
+def test_a_slot_that_was_borrowed_twice_is_given_back_with_the_second() -> None:
+    file = make()
+    once, twice = lent(file), lent(file)
+    file.close()
+    once.clear()
+    assert used_bytes(file) == 3 * PAGE
+    twice.clear()
+    assert used_bytes(file) == 0
+
+
+@pytest.mark.parametrize("gives_back", [True, False])
+def test_locked_ranges_are_unlocked_once_before_their_memory_goes(
+    monkeypatch: pytest.MonkeyPatch, gives_back: bool
+) -> None:
+    locked: dict[int, int] = {}
+
+    def register(address: int, nbytes: int) -> Callable[[], None]:
+        assert address not in locked
+        locked[address] = nbytes
+
+        def unregister() -> None:
+            assert not gives_back or used_bytes(file) == 3 * PAGE
+            del locked[address]
+
+        return unregister
+
+    if not gives_back:
+        monkeypatch.setattr("prefetch.workers.shared_arena.give_pages_back", lambda *_: False)
+    file = make(register)
+    views = lent(file)
+    views += lent(file)
+    assert len(locked) == 1
+    file.close()
+    assert len(locked) == 1
+    views.clear()
+    assert not locked
+
+
+def test_a_forked_child_leaves_its_parents_memory_alone() -> None:
+    file = make()
+    views = lent(file)
+    file.close()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        child = os.fork()
+    if child == 0:
+        views.clear()
+        gc.collect()
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert used_bytes(file) == 3 * PAGE
+    assert np.asarray(views[1]).tolist() == [1] * (3 * PAGE - 20)

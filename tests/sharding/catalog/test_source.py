@@ -1,0 +1,357 @@
+"""What a source means: braces, globs, directories, lists, chains; and the format told from endings."""
+
+from __future__ import annotations
+
+import glob as std_glob
+import shutil
+import subprocess
+import uuid
+import zipfile
+from pathlib import Path
+
+import fsspec
+import pytest
+from braceexpand import braceexpand
+from fsspec.implementations.memory import MemoryFileSystem
+from hypothesis import given, settings, strategies as st
+
+from sharding.catalog.expand import expand
+from sharding.errors import ShardReadError
+from sharding.formats import has_suffix, resolve_format, sibling, suffix_of
+from sharding.urls import file_name, is_local, local_path
+from tests.fake_formats import RecordFormat
+
+
+@pytest.fixture
+def folder(tmp_path):
+    for name in ("b.tar", "a.tar", "c.tar.gz", ".hidden.tar", "_partial.tar", "notes.txt"):
+        (tmp_path / name).write_bytes(b"x")
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "d.tar").write_bytes(b"x")
+    return tmp_path
+
+
+@pytest.fixture
+def memory():
+    """A folder of its own in the memory store."""
+    root = f"memory://{uuid.uuid4().hex}"
+    fs = fsspec.filesystem("memory")
+    for name in ("b.tar", "a.tar", "sub/d.tar"):
+        fs.pipe_file(f"{root}/{name}", b"x")
+    return root
+
+
+def names(urls):
+    return [file_name(url) for url in urls]
+
+
+# Braces
+
+
+def test_braces_keep_zero_padding_and_order():
+    urls = expand("s3://b/train-{0009..0011}.tar")
+    assert urls == [f"s3://b/train-00{n}.tar" for n in ("09", "10", "11")]
+
+
+def test_braces_nest_and_multiply_as_in_bash():
+    urls = expand("s3://b/{train,val{1..2}}-{a,b}.tar")
+    stems = [f"{split}-{part}" for split in ("train", "val1", "val2") for part in "ab"]
+    assert urls == [f"s3://b/{stem}.tar" for stem in stems]
+
+
+def test_braces_expand_in_http_urls_with_a_query():
+    assert expand("https://h/x-{0..1}.tar?sig=a*b") == [
+        "https://h/x-0.tar?sig=a*b",
+        "https://h/x-1.tar?sig=a*b",
+    ]
+
+
+def test_unbalanced_braces_are_named():
+    with pytest.raises(ValueError, match=r"unbalanced braces in 's3://b/\{0..9.tar'"):
+        expand("s3://b/{0..9.tar")
+
+
+def test_a_spelled_out_list_asks_no_store():
+    assert len(expand("no-such-protocol://b/{0..999}.tar")) == 1000
+
+
+words = st.text("ab0", min_size=1, max_size=3)
+ranges = st.tuples(st.integers(8, 11), st.integers(8, 11), st.booleans()).map(
+    lambda r: f"{{{r[0]:0{2 if r[2] else 1}}..{r[1]:0{2 if r[2] else 1}}}}"
+)
+groups = st.recursive(
+    words | ranges,
+    lambda inner: st.lists(inner | st.tuples(inner, inner).map("".join), min_size=2, max_size=2).map(
+        lambda parts: "{" + ",".join(parts) + "}"
+    ),
+    max_leaves=4,
+)
+patterns = st.lists(groups, min_size=1, max_size=2).map(lambda parts: f"s3://b/{''.join(parts)}.tar")
+
+
+@settings(deadline=None)
+@given(patterns)
+def test_braces_mean_what_braceexpand_says(pattern):
+    expected = list(braceexpand(pattern))
+    if len(set(expected)) < len(expected):
+        with pytest.raises(ValueError, match="once only"):
+            expand(pattern)
+    elif len(expected) > 1:
+        assert expand(pattern) == expected
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
+@settings(max_examples=20, deadline=None)
+@given(st.lists(patterns, min_size=5, max_size=5))
+def test_braces_mean_what_bash_says(batch):
+    script = "\n".join(f"printf '%s ' {pattern}; echo" for pattern in batch)
+    output = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True).stdout
+    for pattern, line in zip(batch, output.splitlines(), strict=True):
+        expected = line.split()
+        if len(expected) > 1 and len(set(expected)) == len(expected):
+            assert expand(pattern) == expected
+
+
+# Globs and directories
+
+
+def test_a_glob_is_sorted_and_skips_hidden_files(folder):
+    assert expand(folder / "*.tar") == [str(folder / name) for name in ("_partial.tar", "a.tar", "b.tar")]
+
+
+def test_a_glob_agrees_with_the_standard_library(folder):
+    for pattern in ("*.tar", "?.tar", "[ac].tar*", "**/*.tar", "*"):
+        found = std_glob.glob(str(folder / pattern), recursive=True)
+        assert expand(folder / pattern) == sorted(name for name in found if Path(name).is_file()), pattern
+
+
+def test_a_directory_gives_its_shards_and_not_those_below(folder):
+    assert names(expand(folder)) == ["a.tar", "b.tar", "c.tar.gz"]
+    assert expand(f"{folder}/") == expand(folder) == expand(f"file://{folder}")
+
+
+def test_a_directory_gives_only_the_wanted_endings(folder):
+    (folder / "x.parquet").write_bytes(b"x")
+    assert names(expand(folder, suffixes=(".parquet",))) == ["x.parquet"]
+
+
+def test_a_directory_may_have_the_ending_of_a_shard(tmp_path):
+    (tmp_path / "train.parquet").mkdir()
+    (tmp_path / "train.parquet" / "part-0.parquet").write_bytes(b"x")
+    assert names(expand(tmp_path / "train.parquet")) == ["part-0.parquet"]
+
+
+def test_a_directory_without_shards_suggests_a_glob(folder):
+    (folder / "outer" / "train").mkdir(parents=True)
+    with pytest.raises(ShardReadError, match=r"no shards among its 0 files; it has sub-directories"):
+        expand(folder / "outer")
+
+
+def test_nothing_found_names_the_pattern(folder):
+    with pytest.raises(ShardReadError, match=r"\*\.parquet: no file matches") as caught:
+        expand(folder / "*.parquet")
+    assert caught.value.shard == str(folder / "*.parquet")
+    with pytest.raises(ShardReadError, match="matches 1 directories"):
+        expand(folder / "su[b]")
+
+
+def test_a_missing_file_is_named(folder):
+    with pytest.raises(ShardReadError, match=r"missing.tar: no such file"):
+        expand(folder / "missing.tar")
+
+
+@pytest.mark.parametrize("host", ["[::1]:8000", "me@[fe80::1%25eth0]", "[1:2:3:4:5:6:7:8]"])
+def test_ipv6_addresses_are_refused_with_the_cure(host):
+    with pytest.raises(ValueError, match=r"IPv6.*give the host by its name"):
+        expand(f"http://{host}/x.tar")
+
+
+def test_a_file_really_called_like_a_pattern_is_that_file(tmp_path):
+    for name in ("x[1].tar", "x1.tar", "{a,b}.tar"):
+        (tmp_path / name).write_bytes(b"x")
+    assert names(expand(tmp_path / "x[1].tar")) == ["x[1].tar"]
+    assert names(expand(tmp_path / "{a,b}.tar")) == ["{a,b}.tar"]
+
+
+def test_local_shards_become_absolute_paths(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("HOME", str(folder))
+    expected = [str(folder / "a.tar"), str(folder / "b.tar")]
+    assert expand("{a,b}.tar") == expand(["./a.tar", "~/b.tar"]) == expand("[ab].tar") == expected
+    assert expand(f"file://{folder}/{{a,b}}.tar") == expected
+
+
+def test_memory_globs_and_directories_keep_the_users_spelling(memory):
+    assert expand(f"{memory}/*.tar") == [f"{memory}/a.tar", f"{memory}/b.tar"]
+    assert expand(f"{memory}/**/*.tar") == [f"{memory}/{name}.tar" for name in ("a", "b", "sub/d")]
+    assert expand(memory) == expand(f"{memory}/") == [f"{memory}/a.tar", f"{memory}/b.tar"]
+
+
+class _Backwards(MemoryFileSystem):
+    """A store that lists in the wrong order."""
+
+    protocol = "backwards"
+
+    @classmethod
+    def _strip_protocol(cls, path):
+        return super()._strip_protocol(path.replace("backwards://", "memory://"))
+
+    def glob(self, path, **kwargs):
+        return dict(reversed(super().glob(path, **kwargs).items()))
+
+    def ls(self, path, **kwargs):
+        return super().ls(path, **kwargs)[::-1]
+
+
+def test_what_a_store_lists_is_sorted(memory):
+    fsspec.register_implementation("backwards", _Backwards, clobber=True)
+    root = memory.replace("memory", "backwards")
+    assert expand(f"{root}/*.tar") == expand(root) == [f"{root}/a.tar", f"{root}/b.tar"]
+
+
+def test_globs_reach_into_chains(tmp_path, memory):
+    archive = tmp_path / "x.zip"
+    with zipfile.ZipFile(archive, "w") as file:
+        file.writestr("in/b.tar", b"b")
+        file.writestr("in/a.tar", b"a")
+    urls = expand(f"zip://in/*.tar::{archive}")
+    assert urls == [f"zip://in/{name}.tar::{archive}" for name in "ab"] == expand(f"zip://in::{archive}")
+    with fsspec.open(urls[0]) as file:
+        assert file.read() == b"a"
+    cached = expand(f"simplecache::{memory}/*.tar")
+    assert cached == [f"simplecache::{memory}/a.tar", f"simplecache::{memory}/b.tar"]
+
+
+@pytest.mark.parametrize("url", ["https://h/*.tar", "http://h/data/", "simplecache::https://h/x-*.tar"])
+def test_http_cannot_be_listed(url):
+    with pytest.raises(ValueError, match="give a brace pattern"):
+        expand(url)
+
+
+# Lists
+
+
+def test_a_list_keeps_its_order(folder):
+    assert names(expand([folder / "b.tar", "s3://b/{1..2}.tar", str(folder / "a.tar")])) == [
+        "b.tar",
+        "1.tar",
+        "2.tar",
+        "a.tar",
+    ]
+
+
+def test_a_shard_named_twice_is_an_error_however_it_is_spelled(folder):
+    with pytest.raises(ValueError, match=r"once only, got '.*/a\.tar' twice"):
+        expand([f"{folder}/*.tar", f"file://{folder}/sub/../a.tar"])
+
+
+@pytest.mark.parametrize("source", [[], (), {"a.tar"}, 3, [3], "", [b"a.tar"], None])
+def test_what_is_no_source_is_refused(source):
+    with pytest.raises(ValueError, match="must be a path"):
+        expand(source)
+
+
+def test_an_unknown_protocol_is_named():
+    with pytest.raises(ValueError, match=r"nosuch://b/x: .*nosuch"):
+        expand("nosuch://b/x")
+
+
+# Names and formats
+
+
+@pytest.mark.parametrize(
+    ("url", "suffix"),
+    [
+        ("a.tar", ".tar"),
+        ("s3://b/a.TAR.GZ", ".tar"),
+        ("a.tgz", ".tar"),
+        ("a.tar.zst", ".tar"),
+        ("https://h/a.parquet?sig=x/y.tar", ".parquet"),
+        ("s3://b/a.parquet?versionId=12.tar", ".parquet"),
+        ("zip://a.tar::s3://b/x.zip", ".tar"),
+        ("simplecache::https://h/a.jsonl.gz?x=1", ".jsonl"),
+        ("filecache::/data/x.bin", ".bin"),
+        ("simplecache://::s3://b/x.parquet", ".parquet"),
+        ("/data.tar/x", ""),
+        (".tar", ""),
+        ("https://h/download", ""),
+    ],
+)
+def test_the_ending_is_that_of_the_naming_part(url, suffix):
+    assert suffix_of(url) == suffix
+
+
+def test_only_plain_files_are_local():
+    assert is_local("a/b.tar")
+    assert local_path("file:///a/../b.tar") == "/b.tar"
+    assert not any(map(is_local, ("s3://b/x", "simplecache::/data/x.tar", "zip://a.tar::x.zip")))
+    with pytest.raises(ValueError, match="not a local path"):
+        local_path("s3://b/x")
+
+
+def test_the_sibling_differs_in_the_last_ending():
+    assert sibling("/d/x.y.bin", ".idx") == "/d/x.y.idx"
+    assert sibling("s3://x.bin/x.bin", ".idx") == "s3://x.bin/x.idx"
+    assert sibling("https://h/x.bin?s=1", ".idx") == "https://h/x.idx?s=1"
+    assert sibling("simplecache::s3://b/x.bin", ".idx") == "simplecache::s3://b/x.idx"
+
+
+@pytest.mark.parametrize(
+    ("urls", "name"),
+    [
+        (["a.tar", "b.tar.gz", "c.tgz"], "tar"),
+        (["a.parquet", "b.pq"], "parquet"),
+        (["a.arrow"], "arrow"),
+        (["a.arrows"], "arrow-stream"),
+        (["a.jsonl.zst", "a.ndjson"], "jsonl"),
+    ],
+)
+def test_auto_goes_by_the_endings(urls, name):
+    assert resolve_format("auto", urls).name == name
+
+
+def test_bin_is_megatron_where_the_index_exists():
+    asked = []
+
+    def exists(url):
+        asked.append(url)
+        return True
+
+    assert resolve_format("auto", ["/d/x.bin"], exists=exists).name == "megatron"
+    assert asked == ["/d/x.idx"]
+    for how in (None, lambda url: False):
+        assert resolve_format("auto", ["/d/x.bin"], exists=how, dtype="uint16", length=4).name == "tokens"
+
+
+def test_mixed_endings_name_two_shards():
+    with pytest.raises(ValueError, match=r"'a.tar' \(tar\) and 'b.parquet' \(parquet\)"):
+        resolve_format("auto", ["a.tar", "c.tar", "b.parquet"])
+
+
+def test_unknown_endings_and_names_list_the_formats():
+    with pytest.raises(ValueError, match=r"'a.xyz' by its ending .*format= one of tar, parquet, arrow"):
+        resolve_format("auto", ["a.tar", "a.xyz"])
+    with pytest.raises(ValueError, match=r"'auto' or one of tar, parquet, .*, got 'zip'"):
+        resolve_format("zip", ["a.tar"])
+
+
+def test_an_option_of_another_format_is_refused():
+    with pytest.raises(ValueError, match="dtype= is an option of"):
+        resolve_format("auto", ["a.tar"], dtype="uint16")
+    with pytest.raises(ValueError, match="length= is an option of"):
+        resolve_format(RecordFormat(), ["a.tar"], length=3)
+
+
+def test_an_instance_is_taken_as_it_is():
+    codec = RecordFormat()
+    assert resolve_format(codec, ["a.xyz"]) is codec
+
+
+@pytest.mark.parametrize("name", ["tar", "parquet", "arrow", "arrow-stream", "jsonl", "tokens"])
+def test_every_formats_own_suffixes_lead_to_it(name):
+    length = 4 if name == "tokens" else None
+    codec = resolve_format(name, [], length=length)
+    assert codec.name == name
+    for suffix in codec.suffixes:
+        assert has_suffix(f"a{suffix}")
+        assert resolve_format("auto", [f"a{suffix}"], length=length).name == name

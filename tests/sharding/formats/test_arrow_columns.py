@@ -1,0 +1,312 @@
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from sharding.blocks import Block, Shard, Spans
+from sharding.errors import CorruptShardError, SampleError, ShardError
+from sharding.formats.arrow.columns import columns_of
+from sharding.formats.arrow.schema import specs_of
+from tests.formats_kit import rows_of
+
+
+def block_of(rows: int) -> Block:
+    return Block(Shard("s.arrow", 999, ""), 128, 64, 64, 1000, 100, rows, 3, 1)
+
+
+def converted(array: pa.Array | pa.ChunkedArray):
+    table = pa.table({"x": array})
+    return columns_of(table, None, block_of(len(array)))["x"]
+
+
+def python_values(column) -> list:
+    return [row["x"] for row in rows_of([{"x": column}])]
+
+
+NUMBERS = {
+    pa.int8(): st.integers(-128, 127),
+    pa.uint16(): st.integers(0, 65535),
+    pa.int64(): st.integers(-(2**63), 2**63 - 1),
+    pa.uint64(): st.integers(0, 2**64 - 1),
+    pa.bool_(): st.booleans(),
+    pa.float32(): st.floats(width=32, allow_nan=False),
+    pa.float64(): st.floats(allow_nan=False),
+    pa.list_(pa.float32(), 2): st.lists(st.floats(width=32, allow_nan=False), min_size=2, max_size=2),
+    pa.list_(pa.bool_(), 3): st.lists(st.booleans(), min_size=3, max_size=3),
+    pa.list_(pa.list_(pa.int16(), 2), 2): st.lists(
+        st.lists(st.integers(-9, 9), min_size=2, max_size=2), min_size=2, max_size=2
+    ),
+}
+VARIABLE = {
+    pa.string(): st.text(max_size=5),
+    pa.large_string(): st.text(max_size=5),
+    pa.binary(): st.binary(max_size=5),
+    pa.large_binary(): st.binary(max_size=5),
+    pa.string_view(): st.text(max_size=20),
+    pa.binary_view(): st.binary(max_size=20),
+    pa.list_(pa.int32()): st.lists(st.integers(-9, 9), max_size=4),
+    pa.large_list(pa.float64()): st.lists(st.floats(allow_nan=False), max_size=4),
+    pa.list_(pa.bool_()): st.lists(st.booleans(), max_size=9),
+    pa.list_view(pa.int32()): st.lists(st.integers(-9, 9), max_size=4),
+    pa.large_list_view(pa.int16()): st.lists(st.integers(-9, 9), max_size=4),
+    pa.dictionary(pa.int8(), pa.string()): st.sampled_from(["", "cat", "a dog"]),
+    pa.dictionary(pa.uint16(), pa.large_binary()): st.sampled_from([b"", b"\x00", b"xyz"]),
+}
+
+
+def array_of(rows: list, kind: pa.DataType) -> pa.Array:
+    """`pa.array`, which not every release of pyarrow has for every type of dictionary."""
+    if not pa.types.is_dictionary(kind):
+        return pa.array(rows, kind)
+    encoded = pa.array(rows, kind.value_type).dictionary_encode()
+    return pa.DictionaryArray.from_arrays(encoded.indices.cast(kind.index_type), encoded.dictionary)
+
+
+@st.composite
+def sliced_arrays(draw, types, nulls: bool):
+    kind = draw(st.sampled_from(list(types)))
+    values = types[kind] if not nulls else st.none() | types[kind]
+    rows = draw(st.lists(values, max_size=20))
+    array = array_of(rows, kind)
+    first = draw(st.integers(0, len(rows)))
+    size = draw(st.integers(0, len(rows) - first))
+    return array.slice(first, size)
+
+
+def with_bytes(values: list) -> list:
+    return [v.encode() if isinstance(v, str) else v for v in values]
+
+
+@given(sliced_arrays(NUMBERS, nulls=False))
+def test_fixed_width_slices_equal_pyarrow(array):
+    column = converted(array)
+    spec = specs_of(pa.schema([("x", array.type)]), "s")["x"]
+    assert isinstance(column, np.ndarray)
+    assert (column.dtype, column.shape) == (np.dtype(spec.dtype), (len(array), *spec.shape))
+    assert python_values(column) == array.to_pylist()
+
+
+@given(sliced_arrays(VARIABLE, nulls=True))
+def test_variable_length_slices_with_nulls_equal_pyarrow(array):
+    column = converted(array)
+    spec = specs_of(pa.schema([("x", array.type)]), "s")["x"]
+    assert isinstance(column, Spans)
+    assert column.starts.dtype == column.lengths.dtype == np.int64
+    assert column.buffer.dtype == spec.dtype
+    assert python_values(column) == with_bytes(array.to_pylist())
+
+
+@given(st.lists(sliced_arrays({pa.dictionary(pa.int8(), pa.string()): st.text(max_size=2)}, nulls=True)))
+def test_chunks_with_dictionaries_of_their_own_are_joined(arrays):
+    chunked = pa.chunked_array(arrays, pa.dictionary(pa.int8(), pa.string()))
+    assert python_values(converted(chunked)) == with_bytes(chunked.to_pylist())
+
+
+@pytest.mark.parametrize("kind", [*VARIABLE, *NUMBERS], ids=str)
+@settings(max_examples=20)
+@given(data=st.data())
+def test_chunks_are_joined_whatever_the_type(kind, data):
+    types, nulls = (VARIABLE, True) if kind in VARIABLE else (NUMBERS, False)
+    arrays = data.draw(st.lists(sliced_arrays({kind: types[kind]}, nulls), max_size=3))
+    chunked = pa.chunked_array(arrays, kind)
+    assert python_values(converted(chunked)) == with_bytes(chunked.to_pylist())
+
+
+@given(st.lists(st.none() | st.floats(width=16), min_size=1), st.sampled_from([pa.float16(), pa.float32()]))
+def test_missing_floats_become_nan(values, kind):
+    array = pa.array([None if v is None else np.float16(v) for v in values], kind).slice(1)
+    wanted = [math.nan if v is None else v for v in array.to_pylist()]
+    np.testing.assert_array_equal(converted(array).astype(float), np.array(wanted, float))
+
+
+def test_numbers_are_views_of_the_arrow_buffer():
+    array = pa.array(np.arange(1000))
+    assert converted(array).ctypes.data == array.buffers()[1].address
+
+
+def test_text_spans_are_views_of_the_arrow_buffer():
+    array = pa.array(["ab", "c"])
+    assert converted(array).buffer.ctypes.data == array.buffers()[2].address
+
+
+def test_dictionary_spans_share_the_entries():
+    column = converted(pa.array(["a long value", "b"] * 50).dictionary_encode())
+    assert len(column.buffer) == len("a long valueb")
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [
+        (pa.timestamp("us", "UTC"), "int64"),
+        (pa.date32(), "int32"),
+        (pa.time32("s"), "int32"),
+        (pa.duration("ns"), "int64"),
+    ],
+    ids=str,
+)
+def test_times_are_integers_in_their_unit(kind, dtype):
+    array = pa.array([5, 7], dtype).cast(kind)
+    column = converted(array)
+    assert column.dtype == dtype
+    assert column.tolist() == [5, 7]
+
+
+def test_structs_become_one_column_a_leaf():
+    rows = [{"a": {"b": 1, "c": {"d": "x"}}, "e": 2.0}, {"a": {"b": 3, "c": {"d": None}}, "e": 4.0}]
+    columns = columns_of(pa.Table.from_pylist(rows), None, block_of(2))
+    assert list(columns) == ["a.b", "a.c.d", "e"]
+    assert columns["a.b"].tolist() == [1, 3]
+    assert columns["a.c.d"].lengths.tolist() == [1, -1]
+
+
+def test_a_leaf_of_a_missing_struct_is_missing():
+    columns = columns_of(pa.table({"s": pa.array([{"t": "x"}, None])}), ["s.t"], block_of(2))
+    assert columns["s.t"].lengths.tolist() == [1, -1]
+
+
+def test_fixed_size_binary_is_rows_of_bytes():
+    array = pa.array([b"ab", b"cd", b"ef"], pa.binary(2)).slice(1)
+    assert converted(array).tolist() == [list(b"cd"), list(b"ef")]
+
+
+def test_tensors_keep_their_shape():
+    tensors = np.arange(12, dtype=np.int32).reshape(2, 3, 2)
+    array = pa.FixedShapeTensorArray.from_numpy_ndarray(tensors)
+    np.testing.assert_array_equal(converted(array), tensors)
+    assert specs_of(pa.schema([("x", array.type)]), "s")["x"].shape == (3, 2)
+
+
+def test_run_length_encoded_numbers_are_decoded():
+    array = pa.RunEndEncodedArray.from_arrays([2, 3], [7, 9])
+    assert converted(array).tolist() == [7, 7, 9]
+
+
+def test_a_column_of_only_nulls_is_missing_text():
+    assert converted(pa.nulls(3)).lengths.tolist() == [-1, -1, -1]
+
+
+def test_a_dictionary_of_only_nulls_is_missing_text():
+    array = pa.array([None, None], pa.dictionary(pa.int8(), pa.string()))
+    assert converted(array).lengths.tolist() == [-1, -1]
+
+
+@pytest.mark.parametrize(
+    ("array", "row"),
+    [
+        (pa.array([1, 2, None, None]), 2),
+        (pa.array([True, None]), 1),
+        (pa.array([0, None], pa.timestamp("s")), 1),
+        (pa.array([[1, 2], [3, None]], pa.list_(pa.int32(), 2)), 1),
+        (pa.array([[1, 2], None], pa.list_(pa.int32(), 2)), 1),
+        (pa.array([[1, 2], [], [3, None]]), 2),
+        (pa.array([b"ab", None], pa.binary(2)), 1),
+        (pa.array([9, 9, 1, None]).slice(2), 1),
+    ],
+    ids=str,
+)
+def test_a_null_without_a_value_names_column_and_first_row(array, row):
+    with pytest.raises(SampleError, match=r"column 'x'.*null") as caught:
+        converted(array)
+    assert (caught.value.shard, caught.value.offset, caught.value.stage) == ("s.arrow", 128, "decode")
+    assert caught.value.key == str(100 + row)
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        pa.array([1]).cast(pa.decimal128(30, 2)),
+        pa.array([(1, 2, 3)], pa.month_day_nano_interval()),
+        pa.array([[b"ab"]]),
+    ],
+    ids=lambda array: str(array.type),
+)
+def test_a_type_without_array_form_says_how_to_leave_it_out(array):
+    table = pa.table({"x": array, "y": [1]})
+    with pytest.raises(ShardError, match=r"column 'x'.*pass columns= without it"):
+        columns_of(table, None, block_of(1))
+    assert list(columns_of(table, ["y"], block_of(1))) == ["y"]
+    assert list(specs_of(table.schema, "s")) == ["y"]
+
+
+def test_an_unknown_column_lists_those_there():
+    with pytest.raises(CorruptShardError, match="no column 'z'; the shard has a, b"):
+        columns_of(pa.table({"a": [1], "b": [2]}), ["a", "z"], block_of(1))
+
+
+def test_two_columns_of_one_name_are_refused():
+    with pytest.raises(CorruptShardError, match="two columns are named 'a'"):
+        specs_of(pa.schema([("a", pa.int8()), ("a", pa.int8())]), "s")
+
+
+@pytest.mark.parametrize("kind", [pa.string(), pa.list_(pa.int8())])
+def test_offsets_outside_the_buffer_are_refused(kind):
+    raw = pa.py_buffer(np.array([0, 9, 3], np.int32))
+    if pa.types.is_list(kind):
+        array = pa.Array.from_buffers(kind, 2, [None, raw], children=[pa.array([1, 2, 3], pa.int8())])
+    else:
+        array = pa.Array.from_buffers(kind, 2, [None, raw, pa.py_buffer(b"abc")])
+    with pytest.raises(CorruptShardError, match=r"column 'x'.*is broken") as caught:
+        converted(array)
+    assert caught.value.offset == 128
+
+
+def test_codes_outside_the_dictionary_are_refused():
+    codes = pa.Array.from_buffers(pa.int32(), 2, [None, pa.py_buffer(np.array([0, 7], np.int32))])
+    array = pa.DictionaryArray.from_arrays(codes, pa.array(["a"]), safe=False)
+    with pytest.raises(CorruptShardError, match="is broken"):
+        converted(array)
+
+
+def codes(*values: int, valid: int | None = None) -> pa.Array:
+    """Codes as they are stored, with a bitmap of what is valid."""
+    bitmap = None if valid is None else pa.py_buffer(bytes([valid]))
+    return pa.Array.from_buffers(pa.int32(), len(values), [bitmap, pa.py_buffer(np.array(values, np.int32))])
+
+
+def test_broken_codes_are_refused_before_chunks_are_joined():
+    """Joining looks up each code: one of 2**30 would be read from memory far away."""
+    chunks = [pa.DictionaryArray.from_arrays(codes(0, 1 << 30), [name], safe=False) for name in "ab"]
+    with pytest.raises(CorruptShardError, match="codes 0 to 1073741824 of a dictionary of 1 entries"):
+        converted(pa.chunked_array(chunks))
+
+
+def test_codes_beneath_nulls_lead_nowhere():
+    chunks = [pa.DictionaryArray.from_arrays(codes(0, 1 << 30, valid=1), [name], safe=False) for name in "ab"]
+    assert python_values(converted(pa.chunked_array(chunks))) == [b"a", None, b"b", None]
+
+
+def test_broken_views_are_refused_before_chunks_are_joined():
+    """A view says in 8 bytes in which buffer its text lies, and where."""
+    view = np.array([20, 0, 7, 1 << 30], np.int32)  # length, prefix, buffer, offset
+    array = pa.Array.from_buffers(pa.string_view(), 1, [None, pa.py_buffer(view), pa.py_buffer(bytes(20))])
+    with pytest.raises(CorruptShardError, match="is broken"):
+        converted(pa.chunked_array([array, array]))
+
+
+@pytest.mark.parametrize("kind", [pa.string_view(), pa.binary_view()], ids=str)
+def test_views_beneath_nulls_lead_nowhere(kind):
+    """Of three, after a slice of one: the text "abc", and one that is missing."""
+    abc, wild = [3, int.from_bytes(b"abc", "little"), 0, 0], [20, 0, 7, 1 << 30]
+    views = pa.py_buffer(np.array([wild, abc, wild], np.int32))
+    array = pa.Array.from_buffers(
+        kind, 2, [pa.py_buffer(b"\x02"), views, pa.py_buffer(bytes(20))], 1, offset=1
+    )
+    assert python_values(converted(array)) == [b"abc", None]
+    assert python_values(converted(pa.chunked_array([array, array]))) == [b"abc", None] * 2
+    entries = pa.DictionaryArray.from_arrays([0, 1], array)
+    assert python_values(converted(entries)) == [b"abc", None]
+
+
+@pytest.mark.parametrize("kind", [pa.string(), pa.binary(), pa.float32()], ids=str)
+def test_a_bitmap_of_other_nulls_than_are_told_is_refused(kind):
+    width = 4 if pa.types.is_floating(kind) else 0
+    buffers = [np.arange(3, dtype=np.int32), *([] if width else [np.zeros(2, np.uint8)])]
+    raw = [pa.py_buffer(b"\x00"), *map(pa.py_buffer, buffers)]
+    array = pa.Array.from_buffers(kind, 2, raw, null_count=1)
+    for column in (array, pa.chunked_array([array, array])):
+        with pytest.raises(CorruptShardError, match="is broken"):
+            converted(column)

@@ -1,0 +1,258 @@
+from __future__ import annotations
+
+import gzip
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from sharding.blocks import Spans
+from sharding.errors import CorruptShardError, SampleError
+from sharding.formats.arrow.jsonl import JsonlFormat
+from tests.formats_kit import blocks_of, decoded_blocks, rows_of, scan_of, shard_of
+
+FORMAT = JsonlFormat()
+URL = "a.jsonl"
+
+
+def jsonl(rows: list[dict[str, Any]], newline: str = "\n") -> bytes:
+    return "".join(json.dumps(row, ensure_ascii=False) + newline for row in rows).encode()
+
+
+def oracle(content: bytes) -> list[dict[str, Any]]:
+    rows = [json.loads(line) for line in content.decode().splitlines() if line.strip()]
+    return [{k: v.encode() if isinstance(v, str) else v for k, v in row.items()} for row in rows]
+
+
+ROWS = [
+    {"label": i, "x": i / 3, "text": f"sämple\n{i}" * (i % 4), "ok": i % 2 == 0, "ids": list(range(i % 5))}
+    for i in range(60)
+]
+
+TEXTS = st.text(
+    st.characters(codec="utf-8", exclude_characters="\x85\u2028\u2029\x0b\x0c\x1c\x1d\x1e\r\n"), max_size=6
+)
+LINES = st.fixed_dictionaries(
+    {
+        "i": st.integers(-(2**63), 2**63 - 1),
+        "f": st.floats(allow_nan=False, allow_infinity=False, width=32),
+        "t": TEXTS,
+        "b": st.booleans(),
+        "l": st.lists(st.integers(-9, 9), max_size=3),
+    }
+)
+
+
+@pytest.mark.parametrize("newline", ["\n", "\r\n", "\n\n", "\n \t\n"])
+@pytest.mark.parametrize("block_bytes", [1, 100, 1000, 1 << 20])
+def test_all_blocks_equal_the_json_module(newline, block_bytes):
+    content = jsonl(ROWS, newline)
+    assert rows_of(decoded_blocks(FORMAT, content, URL, block_bytes=block_bytes)) == oracle(content)
+
+
+@settings(max_examples=60)
+@given(st.lists(LINES, min_size=1, max_size=8), st.integers(1, 400), st.booleans())
+def test_any_lines_in_any_blocks_equal_the_json_module(rows, block_bytes, ends_in_newline):
+    content = jsonl(rows)
+    content = content if ends_in_newline else content[:-1]
+    assert rows_of(decoded_blocks(FORMAT, content, URL, block_bytes=block_bytes)) == rows_of_json(rows)
+
+
+def rows_of_json(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{**row, "t": row["t"].encode()} for row in rows]
+
+
+@settings(max_examples=60)
+@given(st.lists(st.sampled_from([b'{"a":1}', b'{"a":22222}', b"", b"  "])), st.integers(1, 40))
+def test_blocks_cover_the_file_in_whole_lines(lines, block_bytes):
+    content = b"\n".join(lines)
+    scan = scan_of(FORMAT, content, URL, block_bytes)
+    for offset, length in zip(scan.offset, scan.length, strict=True):
+        assert offset == 0 or content[offset - 1 : offset] == b"\n"
+        assert offset + length == len(content) or content[offset + length - 1 : offset + length] == b"\n"
+    assert scan.num_samples.sum() == sum(1 for line in lines if line.strip())
+
+
+def test_blocks_are_near_the_asked_size():
+    content = jsonl(ROWS * 20)
+    scan = scan_of(FORMAT, content, URL, 5000)
+    assert (scan.length <= 5000).all()
+    assert (scan.length[:-1] > 4500).all()
+
+
+def test_a_line_longer_than_a_block_is_a_block():
+    content = jsonl([{"t": "a"}, {"t": "b" * 5000}, {"t": "c"}])
+    assert rows_of(decoded_blocks(FORMAT, content, URL, block_bytes=64)) == oracle(content)
+
+
+@pytest.mark.parametrize("compression", ["gz", "zst"])
+@pytest.mark.parametrize("tail", [b"", b"\n" * 5000])
+def test_a_compressed_file_is_one_block(compression, tail):
+    content = jsonl(ROWS) + tail
+    if compression == "gz":
+        stored = gzip.compress(content)
+    else:
+        stored = pytest.importorskip("zstandard").compress(content)
+    url = f"a.jsonl.{compression}"
+    scan = scan_of(FORMAT, stored, url, block_bytes=200)
+    assert (scan.offset.tolist(), scan.length.tolist()) == ([0], [len(stored)])
+    assert scan.nbytes[0] >= len(content)
+    assert rows_of(decoded_blocks(FORMAT, stored, url, block_bytes=200)) == oracle(content)
+
+
+def test_integers_and_floats_unify_across_blocks():
+    content = jsonl([{"x": 1}, {"x": 2.5}, {"x": 3}])
+    blocks = decoded_blocks(FORMAT, content, URL, block_bytes=1)
+    assert {block["x"].dtype.name for block in blocks} == {"float64"}
+    assert [row["x"] for row in rows_of(blocks)] == [1.0, 2.5, 3.0]
+
+
+def test_missing_strings_and_lists_are_missing_in_every_block():
+    content = jsonl([{"i": 1}, {"i": 2, "t": "x", "l": [1]}, {"i": 3, "t": None, "l": []}])
+    for block_bytes in (1, 1000):
+        rows = rows_of(decoded_blocks(FORMAT, content, URL, block_bytes=block_bytes))
+        assert [row["t"] for row in rows] == [None, b"x", None]
+        assert [row["l"] for row in rows] == [None, [1], []]
+    schema = scan_of(FORMAT, content, URL).schema
+    assert schema["t"].optional
+    assert not schema["i"].size_range
+
+
+def test_columns_that_no_line_lacks_are_not_optional():
+    schema = scan_of(FORMAT, jsonl(ROWS), URL, 100).schema
+    assert not any(spec.optional for spec in schema.values())
+    assert {n: s.kind for n, s in schema.items()} == {
+        "label": "fixed",
+        "x": "fixed",
+        "text": "text",
+        "ok": "fixed",
+        "ids": "list",
+    }
+
+
+def test_missing_floats_are_nan():
+    (block,) = decoded_blocks(FORMAT, jsonl([{"x": 1.5}, {"x": None}, {"y": 1.0}]), URL)
+    np.testing.assert_array_equal(block["x"], [1.5, np.nan, np.nan])
+
+
+def test_a_missing_integer_names_its_row():
+    content = jsonl([{"i": 1}, {"i": 2}, {"t": "x"}])
+    with pytest.raises(SampleError, match="column 'i'") as caught:
+        decoded_blocks(FORMAT, content, URL, block_bytes=1)
+    assert caught.value.key == "2"
+
+
+@pytest.mark.parametrize("block_bytes", [1, 1000])
+def test_strings_that_look_like_dates_stay_strings(block_bytes):
+    content = jsonl([{"t": "2020-01-01", "s": {"d": "2020-01-01T00:00:00Z"}}, {"t": "x", "s": {"d": "y"}}])
+    rows = rows_of(decoded_blocks(FORMAT, content, URL, block_bytes=block_bytes))
+    assert rows[0] == {"t": b"2020-01-01", "s.d": b"2020-01-01T00:00:00Z"}
+
+
+@pytest.mark.parametrize("block_bytes", [1, 1000])
+def test_objects_become_one_column_a_field(block_bytes):
+    content = jsonl([{"a": {"b": 1.0}}, {"a": {"b": 2, "c": {"d": "x"}}}])
+    rows = rows_of(decoded_blocks(FORMAT, content, URL, block_bytes=block_bytes))
+    assert rows == [{"a.b": 1.0, "a.c.d": None}, {"a.b": 2.0, "a.c.d": b"x"}]
+
+
+def test_lists_that_are_always_empty_are_lists():
+    (block,) = decoded_blocks(FORMAT, jsonl([{"l": []}, {"l": []}]), URL)
+    assert block["l"].lengths.tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("columns", [["x"], ["text", "label"], ["ids"], []])
+def test_projection_gives_the_wanted_columns_in_their_order(columns):
+    content = jsonl(ROWS)
+    blocks = decoded_blocks(FORMAT, content, URL, columns, block_bytes=500)
+    assert all(list(block) == columns for block in blocks)
+    if columns:
+        assert rows_of(blocks) == [{name: row[name] for name in columns} for row in oracle(content)]
+
+
+def test_nbytes_bounds_the_decoded_columns():
+    content = jsonl([{"l": [1, 2, 3] * 50, "b": True, "t": "x"} for _ in range(50)])
+    scan = scan_of(FORMAT, content, URL, 1000)
+    for nbytes, block in zip(
+        scan.nbytes, decoded_blocks(FORMAT, content, URL, block_bytes=1000), strict=True
+    ):
+        parts = [(c.buffer, c.starts, c.lengths) if isinstance(c, Spans) else (c,) for c in block.values()]
+        assert sum(array.nbytes for part in parts for array in part) <= nbytes
+
+
+@pytest.mark.parametrize("content", [b"", b"\n", b"\n \n\r\n"])
+def test_a_file_without_lines_has_no_samples(content):
+    assert len(scan_of(FORMAT, content, URL).offset) == 0
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b'{"a": 1',
+        b'{"a": tru}',
+        b"5",
+        b"[1]",
+        b'"x"',
+        b'{"a": 1} garbage',
+        b"\xff\xfe",
+        b'{"a": "\xff"}',
+        b"}",
+        b"{a: 1}",
+    ],
+)
+@pytest.mark.parametrize("block_bytes", [1, 1000])
+def test_a_broken_line_is_named_by_its_offset(line, block_bytes):
+    before = jsonl([{"a": 1}, {"a": 2}]) + b"\n"
+    content = before + line + b"\n" + jsonl([{"a": 3}])
+    with pytest.raises(CorruptShardError, match="line") as caught:
+        scan_of(FORMAT, content, URL, block_bytes)
+    assert (caught.value.shard, caught.value.offset, caught.value.stage) == (URL, len(before), "index")
+
+
+def test_a_field_of_two_types_names_the_line():
+    before = jsonl([{"a": 1}, {"a": 2}])
+    with pytest.raises(CorruptShardError, match="from number to string") as caught:
+        scan_of(FORMAT, before + jsonl([{"a": "x"}]), URL)
+    assert caught.value.offset == len(before)
+
+
+def test_blocks_of_two_types_name_the_first_that_differs():
+    before = jsonl([{"a": 1}, {"a": 2}])
+    with pytest.raises(CorruptShardError, match=r"Field a has incompatible types") as caught:
+        scan_of(FORMAT, before + jsonl([{"a": "x"}]), URL, 1)
+    assert caught.value.offset == len(before)
+
+
+def test_a_truncated_gzip_file_is_noticed():
+    stored = gzip.compress(jsonl(ROWS))
+    with pytest.raises(CorruptShardError, match="truncated"):
+        scan_of(FORMAT, stored[:-20], "a.jsonl.gz")
+
+
+def first_block(content: bytes):
+    block = blocks_of(scan_of(FORMAT, content, URL), shard_of(content, URL))[0]
+    return block, memoryview(content)[block.offset : block.offset + block.length]
+
+
+def test_bytes_that_changed_since_indexing_are_noticed():
+    block, data = first_block(jsonl([{"a": 1}, {"a": 2}]))
+    with pytest.raises(CorruptShardError, match="1 samples where 2") as caught:
+        FORMAT.decode(block, data[:8], None)
+    assert caught.value.stage == "decode"
+    with pytest.raises(CorruptShardError, match="does not fit") as caught:
+        FORMAT.decode(block, memoryview(b'{"a": 1}\n{"a": "x"}\n'), None)
+    assert caught.value.offset == 9
+
+
+def test_an_unknown_column_lists_those_there():
+    block, data = first_block(jsonl([{"a": 1, "s": {"b": 2}}]))
+    with pytest.raises(CorruptShardError, match=r"no column 'z'; the shard has a, s\.b"):
+        FORMAT.decode(block, data, ["z"])
+
+
+def test_two_columns_of_one_name_are_named():
+    content = jsonl([{"a.b": 1, "a": {"b": 2}}])
+    with pytest.raises(CorruptShardError, match=r"two columns are named 'a\.b'"):
+        scan_of(FORMAT, content, URL)

@@ -1,0 +1,302 @@
+from __future__ import annotations
+
+import io
+import math
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from sharding.blocks import Spans
+from sharding.errors import CorruptShardError, SampleError, ShardError
+from sharding.formats.arrow.parquet import ParquetFormat
+from tests.formats_kit import blocks_of, decoded_blocks, rows_of, scan_of, shard_of
+
+FORMAT = ParquetFormat()
+URL = "a.parquet"
+
+
+def parquet(table: pa.Table, **options) -> bytes:
+    file = io.BytesIO()
+    pq.write_table(table, file, **options)
+    return file.getvalue()
+
+
+def oracle(content: bytes) -> list[dict]:
+    table = pq.read_table(io.BytesIO(content))
+    while any(pa.types.is_struct(kind) for kind in table.schema.types):
+        table = table.flatten()
+    encoded = {str: str.encode}
+    return [{k: encoded.get(type(v), lambda v: v)(v) for k, v in row.items()} for row in table.to_pylist()]
+
+
+def mixed_table(rows: int) -> pa.Table:
+    rng = np.random.default_rng(rows)
+    words = [None if i % 7 == 0 else "word" * (i % 5) for i in range(rows)]
+    return pa.table(
+        {
+            "label": rng.integers(0, 10, rows),
+            "x": rng.random(rows, np.float32),
+            "embedding": pa.FixedSizeListArray.from_arrays(rng.random(rows * 4), 4),
+            "words": words,
+            "unique": [f"sample {i}" for i in range(rows)],
+            "tags": [list(range(i % 4)) for i in range(rows)],
+            "image": [{"bytes": bytes([i % 256]) * (i % 9), "path": None} for i in range(rows)],
+            "flag": rng.random(rows) < 0.5,
+        }
+    )
+
+
+@pytest.mark.parametrize("compression", ["none", "snappy", "zstd", "gzip"])
+@pytest.mark.parametrize("dictionary", [True, False])
+def test_all_row_groups_equal_pyarrow(compression, dictionary):
+    content = parquet(
+        mixed_table(250), row_group_size=100, compression=compression, use_dictionary=dictionary
+    )
+    blocks = decoded_blocks(FORMAT, content, URL)
+    assert [len(block["label"]) for block in blocks] == [100, 100, 50]
+    assert rows_of(blocks) == oracle(content)
+
+
+@pytest.mark.parametrize(
+    "options", [{"version": "1.0"}, {"data_page_version": "2.0"}, {"use_byte_stream_split": ["x"]}]
+)
+def test_every_page_layout_is_read(options):
+    content = parquet(mixed_table(64), row_group_size=40, **{"use_dictionary": False, **options})
+    assert rows_of(decoded_blocks(FORMAT, content, URL)) == oracle(content)
+
+
+@settings(max_examples=30)
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(-9, 9), st.none() | st.text(max_size=4), st.lists(st.integers(0, 3), max_size=3)
+        )
+    ),
+    st.integers(1, 9),
+    st.booleans(),
+)
+def test_any_rows_in_any_groups_equal_pyarrow(rows, group, dictionary):
+    schema = pa.schema([("i", pa.int32()), ("t", pa.string()), ("l", pa.list_(pa.int64()))])
+    table = pa.Table.from_pylist([dict(zip("itl", row, strict=True)) for row in rows], schema)
+    content = parquet(table, row_group_size=group, use_dictionary=dictionary)
+    assert rows_of(decoded_blocks(FORMAT, content, URL)) == oracle(content)
+
+
+@pytest.mark.parametrize("columns", [["x"], ["words", "label"], ["image.bytes"], ["tags", "embedding"], []])
+def test_projection_gives_the_wanted_columns_in_their_order(columns):
+    content = parquet(mixed_table(30), row_group_size=20)
+    blocks = decoded_blocks(FORMAT, content, URL, columns)
+    assert all(list(block) == columns for block in blocks)
+    if columns:
+        assert rows_of(blocks) == [{name: row[name] for name in columns} for row in oracle(content)]
+
+
+def test_the_schema_says_which_columns_may_be_missing():
+    schema = scan_of(FORMAT, parquet(mixed_table(30)), URL).schema
+    assert schema["words"].optional
+    assert not schema["unique"].optional
+    assert not schema["image.bytes"].optional
+    assert (schema["embedding"].dtype, schema["embedding"].shape) == ("float64", (4,))
+    assert {name: schema[name].kind for name in ("label", "words", "tags", "image.bytes")} == {
+        "label": "fixed",
+        "words": "text",
+        "tags": "list",
+        "image.bytes": "bytes",
+    }
+
+
+def test_blocks_are_the_byte_ranges_of_their_column_chunks():
+    content = parquet(mixed_table(90), row_group_size=30)
+    scan = scan_of(FORMAT, content, URL)
+    assert scan.offset[0] == 4
+    np.testing.assert_array_equal(scan.offset[1:], (scan.offset + scan.length)[:-1])
+    assert content.endswith(scan.footer)
+    assert scan.offset[-1] + scan.length[-1] + len(scan.footer) == len(content)
+
+
+def test_repeated_strings_cost_their_dictionary_not_their_rows():
+    table = pa.table({"t": ["a" * 1000, "b" * 1000] * 5000})
+    content = parquet(table)
+    (block,) = decoded_blocks(FORMAT, content, URL)
+    column = block["t"]
+    assert isinstance(column, Spans)
+    assert len(column.buffer) == 2000
+    assert column.value(9999).tobytes() == b"b" * 1000
+    decoded = column.buffer.nbytes + column.starts.nbytes + column.lengths.nbytes
+    assert decoded <= scan_of(FORMAT, content, URL).nbytes[0] < 10 * 1000 * 50
+
+
+def test_a_given_up_dictionary_is_read_as_plain_strings():
+    rng = np.random.default_rng(0)
+    table = pa.table({"t": [rng.bytes(40) for _ in range(3000)]})
+    content = parquet(table, dictionary_pagesize_limit=1000, row_group_size=1500, compression="none")
+    assert rows_of(decoded_blocks(FORMAT, content, URL)) == oracle(content)
+
+
+def test_nbytes_bounds_the_decoded_columns():
+    content = parquet(mixed_table(1000), row_group_size=300, compression="zstd")
+    scan = scan_of(FORMAT, content, URL)
+    for nbytes, block in zip(scan.nbytes, decoded_blocks(FORMAT, content, URL), strict=True):
+        parts = [(c.buffer, c.starts, c.lengths) if isinstance(c, Spans) else (c,) for c in block.values()]
+        assert sum(array.nbytes for part in parts for array in part) <= nbytes
+
+
+def test_row_groups_without_rows_are_no_blocks():
+    table = mixed_table(10)
+    file = io.BytesIO()
+    with pq.ParquetWriter(file, table.schema) as writer:
+        for part in (table[:0], table[:4], table[:0], table[4:], table[:0]):
+            writer.write_table(part)
+    content = file.getvalue()
+    assert pq.read_metadata(io.BytesIO(content)).num_row_groups == 5
+    assert scan_of(FORMAT, content, URL).num_samples.tolist() == [4, 6]
+    assert rows_of(decoded_blocks(FORMAT, content, URL)) == oracle(content)
+
+
+def test_a_file_without_rows_has_no_blocks_but_a_schema():
+    scan = scan_of(FORMAT, parquet(mixed_table(0)), URL)
+    assert len(scan.offset) == 0
+    assert scan.schema["x"].dtype == "float32"
+
+
+def test_a_footer_longer_than_the_first_read_is_read_whole():
+    content = parquet(pa.table({f"column {i} {'x' * 100}": [i] for i in range(400)}))
+    scan = scan_of(FORMAT, content, URL)
+    assert len(scan.footer) > 64 << 10
+    assert rows_of(decoded_blocks(FORMAT, content, URL)) == oracle(content)
+
+
+def test_only_the_tail_of_the_file_is_read_when_indexing():
+    class Watched(io.BytesIO):
+        first_read = math.inf
+
+        def read(self, size=-1):
+            self.first_read = min(self.first_read, self.tell())
+            return super().read(size)
+
+    content = parquet(pa.table({"x": np.random.default_rng(0).random(100_000)}))
+    file = Watched(content)
+    FORMAT.scan(file, shard_of(content, URL), block_bytes=1)
+    assert file.first_read == len(content) - (64 << 10)
+
+
+def test_threads_share_a_format():
+    content = parquet(mixed_table(400), row_group_size=20)
+    shard = shard_of(content, URL)
+    blocks = blocks_of(scan_of(FORMAT, content, URL), shard)
+
+    def decoded(block):
+        return FORMAT.decode(block, memoryview(content)[block.offset : block.offset + block.length], None)
+
+    with ThreadPoolExecutor(4) as pool:
+        assert rows_of(list(pool.map(decoded, blocks))) == oracle(content)
+
+
+def test_select_gives_ranges_that_hold_the_columns():
+    rng = np.random.default_rng(0)
+    table = pa.table({name: rng.random(20_000) for name in "abcd"})
+    content = parquet(table, use_dictionary=False, compression="none")
+    (block,) = blocks_of(scan_of(FORMAT, content, URL), shard_of(content, URL))
+    whole = FORMAT.select(block, list("abcd"))
+    assert whole == [(block.offset, block.length)]
+    ((start, length),) = FORMAT.select(block, ["b"])
+    assert table["b"].to_numpy().tobytes() in content[start : start + length]
+    assert length < 20_000 * 8 + 200
+    assert len(FORMAT.select(block, ["a", "d"])) == 2
+    with pytest.raises(CorruptShardError, match="no column 'z'"):
+        FORMAT.select(block, ["z"])
+
+
+def scan_error(content: bytes) -> CorruptShardError:
+    with pytest.raises(CorruptShardError) as caught:
+        scan_of(FORMAT, content, URL)
+    assert (caught.value.shard, caught.value.stage) == (URL, "index")
+    return caught.value
+
+
+def test_an_empty_file_is_not_parquet():
+    assert "0 bytes" in scan_error(b"").reason
+
+
+def test_every_truncation_is_noticed():
+    content = parquet(mixed_table(20))
+    for size in range(0, len(content), 97):
+        assert "not a Parquet file, or truncated" in scan_error(content[:size]).reason
+
+
+def test_a_wrong_magic_is_named():
+    assert "b'nope'" in scan_error(parquet(mixed_table(2))[:-4] + b"nope").reason
+
+
+def test_a_footer_larger_than_the_file_is_named():
+    content = bytearray(parquet(mixed_table(2)))
+    content[-8:-4] = (1 << 30).to_bytes(4, "little")
+    assert "in a file of" in scan_error(bytes(content)).reason
+
+
+def test_an_encrypted_footer_is_named():
+    assert "encrypted" in scan_error(b"PARE" + bytes(40) + b"PARE").reason
+
+
+def test_two_columns_of_one_name_are_named():
+    table = pa.Table.from_arrays([pa.array(["x"]), pa.array(["y"])], names=["a", "a"])
+    assert "two columns are named 'a'" in scan_error(parquet(table)).reason
+
+
+def test_garbage_in_the_footer_is_named_with_its_offset():
+    content = bytearray(parquet(mixed_table(2)))
+    size = int.from_bytes(content[-8:-4], "little")
+    content[-8 - size : -8] = b"\xff" * size
+    error = scan_error(bytes(content))
+    assert "footer" in error.reason
+    assert error.offset == len(content) - 8 - size
+
+
+def test_missing_data_is_noticed_by_the_footer():
+    content = parquet(mixed_table(500), compression="none")
+    size = int.from_bytes(content[-8:-4], "little") + 8
+    error = scan_error(b"PAR1" + content[-size:])
+    assert "past the data" in error.reason
+
+
+def first_block(content: bytes):
+    block = blocks_of(scan_of(FORMAT, content, URL), shard_of(content, URL))[0]
+    return block, memoryview(content)[block.offset : block.offset + block.length]
+
+
+def test_broken_pages_name_the_row_group():
+    content = parquet(mixed_table(100), row_group_size=50)
+    block, data = first_block(content)
+    with pytest.raises(CorruptShardError, match="row group 0") as caught:
+        FORMAT.decode(block, memoryview(b"\xff" * len(data)), None)
+    assert (caught.value.offset, caught.value.stage) == (block.offset, "decode")
+
+
+def test_too_few_bytes_are_noticed():
+    block, data = first_block(parquet(mixed_table(100)))
+    with pytest.raises(CorruptShardError, match="row group 0"):
+        FORMAT.decode(block, data[: len(data) // 2], None)
+
+
+def test_an_unknown_column_lists_those_there():
+    block, data = first_block(parquet(pa.table({"a": [1], "s": [{"b": 2}]})))
+    with pytest.raises(CorruptShardError, match=r"no column 'z'; the shard has a, s\.b"):
+        FORMAT.decode(block, data, ["z"])
+
+
+def test_a_null_integer_names_its_row_in_the_shard():
+    content = parquet(pa.table({"i": [1, 2, 3, None]}), row_group_size=2)
+    with pytest.raises(SampleError, match="column 'i'") as caught:
+        decoded_blocks(FORMAT, content, URL)
+    assert caught.value.key == "3"
+
+
+def test_a_decimal_column_can_be_left_out():
+    content = parquet(pa.table({"d": pa.array([1]).cast(pa.decimal128(30, 2)), "i": [5]}))
+    with pytest.raises(ShardError, match=r"column 'd' of type decimal128\(30, 2\)"):
+        decoded_blocks(FORMAT, content, URL)
+    assert rows_of(decoded_blocks(FORMAT, content, URL, ["i"])) == [{"i": 5}]

@@ -1,0 +1,177 @@
+from __future__ import annotations
+
+import io
+
+import numpy as np
+import pytest
+from hypothesis import given, strategies as st
+
+from sharding.errors import CorruptShardError
+from sharding.formats.tokens import TokensFormat
+from tests.formats_kit import blocks_of, decoded_blocks, scan_of, shard_of
+
+DTYPES = st.sampled_from(["uint8", "uint16", "int32", "uint32", "int64"])
+
+
+def tokens_of(count: int, dtype: str) -> np.ndarray:
+    return np.random.default_rng(count).integers(0, 100, count).astype(dtype)
+
+
+def windows(tokens: np.ndarray, length: int) -> np.ndarray:
+    """The oracle: one slice a sample."""
+    rows = [tokens[i : i + length + 1] for i in range(0, len(tokens) - length, length)]
+    return np.array(rows, tokens.dtype).reshape(-1, length + 1)
+
+
+def npy(array: np.ndarray, version: tuple[int, int] | None = None) -> bytes:
+    file = io.BytesIO()
+    np.lib.format.write_array(file, array, version=version)
+    return file.getvalue()
+
+
+@given(st.integers(0, 300), st.integers(1, 40), st.integers(1, 500), DTYPES, st.booleans())
+def test_all_windows_equal_slicing(count, length, block_bytes, dtype, as_npy):
+    tokens = tokens_of(count, dtype)
+    fmt = TokensFormat(dtype=dtype, length=length)
+    content = npy(tokens) if as_npy else tokens.tobytes()
+    blocks = decoded_blocks(fmt, content, "t.npy" if as_npy else "t.bin", block_bytes=block_bytes)
+    got = [block["tokens"] for block in blocks] or [np.empty((0, length + 1), dtype)]
+    assert all(part.dtype == dtype for part in got)
+    np.testing.assert_array_equal(np.concatenate(got), windows(tokens, length))
+    assert sum(map(len, got)) == max(0, count - 1) // length
+
+
+@given(st.integers(2, 300), st.integers(1, 40), st.integers(1, 500), DTYPES)
+def test_located_bytes_are_the_decoded_values(count, length, block_bytes, dtype):
+    tokens = tokens_of(count, dtype)
+    content = tokens.tobytes()
+    fmt = TokensFormat(dtype=dtype, length=length)
+    for block in blocks_of(scan_of(fmt, content, "t.bin", block_bytes), shard_of(content, "t.bin")):
+        data = memoryview(content)[block.offset : block.offset + block.length]
+        spans = fmt.locate(block, None)["tokens"]
+        values = fmt.decode(block, data, None)["tokens"]
+        assert len(spans) == block.num_samples
+        assert (spans.lengths == (length + 1) * tokens.itemsize).all()
+        for i, start in enumerate(spans.starts):
+            assert bytes(data[start : start + spans.lengths[i]]) == values[i].tobytes()
+
+
+def test_blocks_are_near_the_asked_size_and_share_one_token():
+    scan = scan_of(TokensFormat(dtype="uint16", length=16), bytes(100_000), "t.bin", 4096)
+    assert (scan.length[:-1] == 4096 + 2).all()
+    assert (scan.offset[1:] == (scan.offset + scan.length - 2)[:-1]).all()
+    assert scan.nbytes.tolist() == scan.length.tolist()
+    assert scan.schema["tokens"].shape == (17,)
+
+
+def test_a_sample_larger_than_a_block_is_a_block():
+    scan = scan_of(TokensFormat(dtype="uint16", length=1000), bytes(2 * 3001), "t.bin", 64)
+    assert scan.num_samples.tolist() == [1, 1, 1]
+
+
+def test_windows_are_read_only_views_of_the_block():
+    content = tokens_of(1000, "uint16").tobytes()
+    (columns,) = decoded_blocks(TokensFormat(dtype="uint16", length=9), content, "t.bin")
+    values = columns["tokens"]
+    assert values.strides == (18, 2)
+    assert not values.flags.owndata
+    assert not values.flags.writeable
+
+
+@pytest.mark.parametrize("version", [(1, 0), (2, 0), (3, 0)])
+def test_every_npy_version_tells_its_own_dtype(version):
+    tokens = tokens_of(50, "uint32")
+    (columns,) = decoded_blocks(TokensFormat(length=7), npy(tokens, version), "t.npy")
+    np.testing.assert_array_equal(columns["tokens"], windows(tokens, 7))
+
+
+def test_blocks_decode_as_they_were_indexed():
+    content = tokens_of(100, "int32").tobytes()
+    scan = scan_of(TokensFormat(dtype="int32", length=10), content, "t.bin")
+    (block,) = blocks_of(scan, shard_of(content, "t.bin"))
+    other = TokensFormat(dtype="uint8", length=3)
+    assert other.decode(block, memoryview(content)[: block.length], None)["tokens"].shape == (9, 11)
+
+
+@pytest.mark.parametrize("count", [0, 1, 8])
+def test_too_few_tokens_give_no_samples(count):
+    content = tokens_of(count, "uint16").tobytes()
+    assert len(scan_of(TokensFormat(dtype="uint16", length=8), content, "t.bin").offset) == 0
+
+
+def test_projection_knows_one_column():
+    content = tokens_of(20, "uint16").tobytes()
+    fmt = TokensFormat(dtype="uint16", length=4)
+    (block,) = blocks_of(scan_of(fmt, content, "t.bin"), shard_of(content, "t.bin"))
+    data = memoryview(content)[: block.length]
+    assert list(fmt.decode(block, data, ["tokens"])) == ["tokens"]
+    assert fmt.decode(block, data, []) == {}
+    assert fmt.locate(block, []) == {}
+    with pytest.raises(CorruptShardError, match="no column 'x'; the shard has tokens"):
+        fmt.decode(block, data, ["x"])
+
+
+def test_too_few_bytes_are_noticed():
+    content = tokens_of(20, "uint16").tobytes()
+    fmt = TokensFormat(dtype="uint16", length=4)
+    (block,) = blocks_of(scan_of(fmt, content, "t.bin"), shard_of(content, "t.bin"))
+    with pytest.raises(CorruptShardError, match="32 bytes where 17 uint16 tokens") as caught:
+        fmt.decode(block, memoryview(content)[:32], None)
+    assert caught.value.stage == "decode"
+
+
+def scan_error(content: bytes, url: str, **options) -> CorruptShardError:
+    with pytest.raises(CorruptShardError) as caught:
+        scan_of(TokensFormat(length=4, **options), content, url)
+    assert (caught.value.shard, caught.value.stage) == (url, "index")
+    return caught.value
+
+
+def test_a_raw_file_asks_for_its_dtype():
+    assert "pass dtype=" in scan_error(bytes(10), "t.bin").reason
+
+
+def test_an_odd_size_names_size_and_dtype():
+    error = scan_error(bytes(11), "t.bin", dtype="uint16")
+    assert "11 bytes" in error.reason
+    assert "uint16" in error.reason
+    assert error.offset == 10
+
+
+@pytest.mark.parametrize(
+    "array",
+    [np.zeros((3, 3), np.int32), np.zeros(9, np.float32), np.zeros(9, ">i4"), np.array(3), np.zeros(9, "U3")],
+    ids=lambda a: f"{a.dtype.str}{a.shape}",
+)
+def test_other_arrays_than_flat_integers_are_refused(array):
+    assert "1-D array of integers" in scan_error(npy(array), "t.npy").reason
+
+
+def test_a_npy_file_of_another_dtype_is_refused():
+    assert (
+        "are int32, not dtype='uint16'"
+        in scan_error(npy(np.zeros(9, np.int32)), "t.npy", dtype="uint16").reason
+    )
+
+
+def test_every_truncation_of_a_npy_file_is_noticed():
+    content = npy(np.zeros(9, np.int32))
+    for size in range(6, len(content)):
+        scan_error(content[:size], "t.npy")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"length": 0},
+        {"length": 2.5},
+        {"length": "8"},
+        {"length": 4, "dtype": "float32"},
+        {"length": 4, "dtype": "U3"},
+        {"length": 4, "dtype": ">u2"},
+    ],
+)
+def test_options_are_checked_at_construction(options):
+    with pytest.raises(ValueError, match=r"length|dtype"):
+        TokensFormat(**options)

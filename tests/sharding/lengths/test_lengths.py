@@ -1,0 +1,109 @@
+"""Lengths of samples against the samples themselves, for every format, and how little is read for them."""
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from dataflow import ShardedDataset
+from sharding.catalog.build import open_by_fsspec
+from sharding.errors import SampleError
+from sharding.lengths.found import column_lengths, resolve_lengths
+from tests.datasets_kit import MAKERS, write_tar
+
+
+@pytest.fixture(params=sorted(MAKERS))
+def made(request, tmp_path):
+    return MAKERS[request.param](tmp_path)
+
+
+def columns_with_lengths(made):
+    return [name for name in ("txt", "lst", "bin", "vec", "tokens") if name in made.samples[0]]
+
+
+def test_lengths_are_those_of_the_samples(made):
+    catalog = made.open().catalog
+    for name in columns_with_lengths(made):
+        values = [row[name] for row in made.samples]
+        expected = [len(v.encode()) if isinstance(v, str) else len(v) for v in values]
+        found = column_lengths(catalog, name)
+        assert found.dtype == np.int32
+        assert found.tolist() == expected
+
+
+@pytest.mark.parametrize("name", ["parquet", "arrow", "jsonl.gz"])
+def test_an_integer_column_is_the_lengths(name, tmp_path):
+    made = MAKERS[name](tmp_path)
+    assert column_lengths(made.open().catalog, "label").tolist() == [r["label"] for r in made.samples]
+
+
+@pytest.mark.parametrize("name", ["tar", "tar.gz", "tar.zst", "tokens.bin", "megatron"])
+def test_nothing_is_read_where_the_catalog_knows(name, tmp_path):
+    made = MAKERS[name](tmp_path)
+    catalog = made.open().catalog
+    column = columns_with_lengths(made)[0]
+    assert len(column_lengths(catalog, column, open_shard=None)) == len(made.samples)
+
+
+def test_only_the_column_is_read_from_parquet(tmp_path):
+    rows = [list(range(i % 7)) for i in range(300)]
+    big = np.random.default_rng(0).bytes(1 << 20)
+    table = pa.table({"big": [big] * 3 + [b""] * 297, "tokens": rows})
+    pq.write_table(table, tmp_path / "a.parquet", use_dictionary=False)
+    catalog = ShardedDataset(str(tmp_path / "a.parquet"), catalog=str(tmp_path / "c.catalog")).catalog
+    read = []
+
+    class Counted:
+        def __init__(self, file):
+            self.file = file
+            self.seek = file.seek
+
+        def read(self, size):
+            read.append(size)
+            return self.file.read(size)
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            self.file.close()
+
+    counted = column_lengths(catalog, "tokens", open_shard=lambda *given: Counted(open_by_fsspec(*given)))
+    assert counted.tolist() == [i % 7 for i in range(300)]
+    assert 0 < sum(read) < 100_000 < catalog.blocks.length.sum()
+
+
+def test_a_sample_without_the_column_is_named(tmp_path):
+    write_tar(tmp_path / "a.tar", [("0.txt", b"abc"), ("0.cls", b"1"), ("1.cls", b"2")])
+    # One sample a block: the number is that in the shard.
+    kept = str(tmp_path / "c.catalog")
+    catalog = ShardedDataset(str(tmp_path / "a.tar"), catalog=kept, block_bytes=1, columns=["cls"]).catalog
+    with pytest.raises(SampleError, match=r"a\.tar.*sample '1'.*lacks the column.*'txt'"):
+        column_lengths(catalog, "txt")
+
+
+def test_lengths_may_be_an_array_or_a_function(tmp_path):
+    catalog = MAKERS["parquet"](tmp_path).open().catalog
+    given = np.arange(catalog.num_samples, dtype=np.uint16)
+    assert resolve_lengths(given, catalog, "lst").tolist() == given.tolist()
+    assert resolve_lengths(lambda c: [3] * c.num_samples, catalog, "lst").tolist() == [3] * len(given)
+    assert resolve_lengths("label", catalog, "lst").tolist() == given.tolist()
+    assert resolve_lengths(None, catalog, "lst").tolist() == (given % 4).tolist()
+    wide = np.full(len(given), 1 << 40)
+    assert resolve_lengths(wide, catalog, "lst").dtype == np.int64
+
+
+@pytest.mark.parametrize(
+    ("lengths", "text"),
+    [
+        ([1, 2], r"47 integers.*shape \(2,\)"),
+        (np.zeros(47), "47 integers.*float64"),
+        (np.full(47, -1), "got -1 for sample 0"),
+        ("nothing", "no column 'nothing'.*label"),
+        ("x", "float32 numbers"),
+    ],
+)
+def test_bad_lengths_say_what_is_wrong(lengths, text, tmp_path):
+    catalog = MAKERS["parquet"](tmp_path).open().catalog
+    with pytest.raises(ValueError, match=text):
+        resolve_lengths(lengths, catalog, "lst")

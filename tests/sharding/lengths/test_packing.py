@@ -1,0 +1,178 @@
+"""Packing against best-fit decreasing written out, and against first fit."""
+
+from collections import Counter
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, strategies as st
+
+from sharding.errors import DataflowError
+from sharding.lengths.packing import best_fit_rows, pack, pieces_of
+from sharding.lengths.units import NO_PIECES, Pieces
+
+capacities = st.integers(1, 40)
+documents = st.lists(st.integers(0, 90), max_size=60) | st.lists(st.integers(0, 30), min_size=20, max_size=60)
+
+
+def best_fit_decreasing(lengths, capacity):
+    """The room left in each row, ascending: longest first, into the fullest row with room."""
+    rooms = []
+    for size in sorted(lengths, reverse=True):
+        fits = [i for i, room in enumerate(rooms) if room >= size]
+        best = min(fits, key=rooms.__getitem__, default=None)
+        if best is None:
+            rooms.append(capacity - size)
+        else:
+            rooms[best] -= size
+    return sorted(rooms)
+
+
+def first_fit_rows(lengths, capacity):
+    rooms = []
+    for size in lengths:
+        row = next((i for i, room in enumerate(rooms) if room >= size), None)
+        if row is None:
+            rooms.append(capacity - size)
+        else:
+            rooms[row] -= size
+    return len(rooms)
+
+
+def rows_of(units):
+    """Each row as a list of (position, begin, length)."""
+    p = units.pieces
+    flat = list(zip(p.position.tolist(), p.begin.tolist(), p.length.tolist(), strict=True))
+    bounds = units.first.tolist()
+    return [flat[a:b] for a, b in pairwise(bounds)]
+
+
+@given(st.lists(st.integers(1, 40), max_size=80), capacities)
+def test_packing_by_classes_is_best_fit_decreasing(lengths, capacity):
+    lengths = np.array([n for n in lengths if n <= capacity], np.int64)
+    row, num_rows = best_fit_rows(lengths, capacity)
+    rooms = capacity - np.bincount(row, lengths, num_rows).astype(int)
+    assert sorted(rooms.tolist()) == best_fit_decreasing(lengths.tolist(), capacity)
+
+
+@given(documents, capacities, st.integers(0, 2**64 - 1))
+def test_every_token_is_in_exactly_one_piece(lengths, capacity, key):
+    units = pack(np.array(lengths, np.int64), capacity, "split", key)
+    seen = Counter(
+        (position, token)
+        for row in rows_of(units)
+        for position, begin, length in row
+        for token in range(begin, begin + length)
+    )
+    assert seen == Counter((i, token) for i, size in enumerate(lengths) for token in range(size))
+    assert units.stats.tokens == sum(lengths)
+    assert units.stats.truncated_tokens == units.stats.truncated == 0
+    assert units.stats.split == sum(size > capacity for size in lengths)
+    assert units.stats.empty == lengths.count(0)
+
+
+@given(documents, capacities, st.sampled_from(["split", "truncate"]))
+def test_rows_are_neither_empty_nor_too_full(lengths, capacity, overlong):
+    units = pack(np.array(lengths, np.int64), capacity, overlong, 1)
+    for row in rows_of(units):
+        assert 1 <= sum(length for _, _, length in row) <= capacity
+        assert all(length >= 1 for _, _, length in row)
+        assert row == sorted(row)
+    assert units.stats.capacity == len(units) * capacity
+    assert units.stats.units == len(units)
+    assert units.stats.pieces == len(units.pieces)
+
+
+@given(documents, capacities)
+def test_what_truncation_loses_is_counted(lengths, capacity):
+    stats = pack(np.array(lengths, np.int64), capacity, "truncate", 1).stats
+    assert stats.truncated == sum(size > capacity for size in lengths)
+    assert stats.truncated_tokens == sum(max(0, size - capacity) for size in lengths)
+    assert stats.tokens + stats.truncated_tokens == sum(lengths)
+
+
+def test_too_long_a_sample_is_an_error_that_names_the_cure():
+    with pytest.raises(DataflowError, match=r"sample of 9 elements.*length=8.*split.*truncate"):
+        pack(np.array([3, 9]), 8, "error", 1)
+    assert len(pack(np.array([3, 8]), 8, "error", 1)) == 2
+
+
+def test_pieces_of_a_split_document_are_full_rows_and_a_rest():
+    pieces, stats = pieces_of(np.array([2, 21, 0, 8]), 8, "split")
+    assert pieces.position.tolist() == [0, 1, 1, 1, 3]
+    assert pieces.begin.tolist() == [0, 0, 8, 16, 0]
+    assert pieces.length.tolist() == [2, 8, 8, 5, 8]
+    assert (stats.split, stats.empty) == (1, 1)
+
+
+@given(documents, capacities)
+def test_no_more_rows_than_best_fit_decreasing_may_take(lengths, capacity):
+    """11/9 of any packing's rows, and one (Johnson 1974): adversaries may beat it by that much."""
+    pieces, _ = pieces_of(np.array(lengths, np.int64), capacity, "split")
+    _, num_rows = best_fit_rows(pieces.length, capacity)
+    assert num_rows <= first_fit_rows(pieces.length.tolist(), capacity) * 11 / 9 + 1
+
+
+@pytest.mark.parametrize("capacity", [64, 512, 2048])
+@pytest.mark.parametrize("seed", range(3))
+def test_it_packs_no_worse_than_first_fit(capacity, seed):
+    rng = np.random.default_rng(seed)
+    lengths = np.clip(rng.lognormal(4.5, 1, 500).astype(np.int64), 1, capacity)
+    _, num_rows = best_fit_rows(lengths, capacity)
+    assert num_rows <= first_fit_rows(lengths.tolist(), capacity)
+
+
+def test_very_many_distinct_lengths_are_packed_by_classes():
+    lengths = np.random.default_rng(0).permutation(np.arange(1, 40_001))[:12_000]
+    units = pack(lengths, 40_001, "split", 1)
+    assert all(sum(length for _, _, length in row) <= 40_001 for row in rows_of(units))
+    assert sorted(units.pieces.length.tolist()) == sorted(lengths.tolist())
+    assert units.stats.efficiency > 0.995
+
+
+@given(st.lists(st.integers(1, 4000), max_size=40), st.integers(1, 3), st.sampled_from([1000, 2048, 4001]))
+def test_free_rows_are_found_in_any_word(lengths, times, capacity):
+    lengths = np.array([n for n in lengths * times if n <= capacity], np.int64)
+    row, num_rows = best_fit_rows(lengths, capacity)
+    rooms = capacity - np.bincount(row, lengths, num_rows).astype(int)
+    assert sorted(rooms.tolist()) == best_fit_decreasing(lengths.tolist(), capacity)
+
+
+def test_the_tightest_row_wins_across_words():
+    row, num_rows = best_fit_rows(np.array([3900, 2600, 900]), 5000)
+    assert (row.tolist(), num_rows) == ([0, 1, 0], 2)
+    row, num_rows = best_fit_rows(np.array([900, 2600, 3900, 5000]), 5000)
+    assert (row[0] == row[2], num_rows) == (True, 3)
+
+
+@given(documents, capacities, st.data())
+def test_only_the_emptiest_row_waits_for_the_next_window(lengths, capacity, data):
+    carried = Pieces(*np.array([[-3, -1], [0, 5], [1, 1]])) if data.draw(st.booleans()) else NO_PIECES
+    lengths = np.array(lengths, np.int64)
+    whole = pack(lengths, capacity, "split", 1, carried=carried)
+    units = pack(lengths, capacity, "split", 1, carried=carried, last=False)
+    assert len(units) in (len(whole), len(whole) - 1)
+    assert units.stats.tokens + units.carried.length.sum() == whole.stats.tokens
+    assert (units.carried.position >= -len(lengths)).all()
+    assert (units.carried.position < 0).all()
+    given_back = set(zip(carried.position.tolist(), carried.begin.tolist(), strict=True))
+    waiting = set(
+        zip((units.carried.position + len(lengths)).tolist(), units.carried.begin.tolist(), strict=True)
+    )
+    assert not given_back & waiting
+    free = [capacity - sum(length for _, _, length in row) for row in rows_of(units) if row[0][0] >= 0]
+    assert not free or not len(units.carried) or capacity - units.carried.length.sum() >= max(free)
+
+
+def test_the_key_orders_rows_and_changes_nothing_else():
+    lengths = np.random.default_rng(0).integers(1, 30, 400)
+    one, other = (pack(lengths, 64, "split", key) for key in (1, 2))
+    assert rows_of(one) != rows_of(other)
+    assert sorted(rows_of(one)) == sorted(rows_of(other))
+    assert rows_of(one) == rows_of(pack(lengths, 64, "split", 1))
+
+
+def test_no_samples_make_no_rows():
+    for lengths in ([], [0, 0]):
+        units = pack(np.array(lengths, np.int64), 8, "split", 1)
+        assert (len(units), len(units.pieces), units.stats.efficiency) == (0, 0, 0.0)

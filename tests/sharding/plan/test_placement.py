@@ -1,0 +1,182 @@
+"""Seats, reads by more than one node, and hot spots, against sets of blocks counted sample by sample."""
+
+import numpy as np
+import pytest
+from hypothesis import given, strategies as st
+
+from sharding.order.order import Order, Shuffle
+from sharding.plan.placement import hot_spot, read_amplification, reads_by_node, seats
+from sharding.plan.plan import EpochPlan
+
+tables = st.lists(st.integers(1, 8), min_size=1, max_size=50)
+
+
+def blocks_read(order, table, nodes, batch_size, start=0):
+    """Blocks of which each node's ranks get samples."""
+    first, read = np.cumsum(table) - table, [set() for _ in range(max(nodes) + 1)]
+    for seat, node in enumerate(nodes):
+        made = {"batch_size": batch_size, "world_size": len(nodes), "tail": "drop", "start": start}
+        plan = EpochPlan(order, rank=seat, **made)
+        samples = order.samples(plan.positions(0, plan.num_batches)[0])
+        read[node] |= set((np.searchsorted(first, samples, side="right") - 1).tolist())
+    return [len(blocks) for blocks in read]
+
+
+def nodes_of(*ranks_per_node):
+    return np.repeat(np.arange(len(ranks_per_node)), ranks_per_node).tolist()
+
+
+@given(
+    tables,
+    st.integers(1, 9),
+    st.sampled_from([0, 0.5, 1]),
+    st.lists(st.integers(1, 3), min_size=1, max_size=4),
+    st.integers(1, 6),
+    st.sampled_from(["window", "blocks"]),
+    st.data(),
+)
+def test_reads_are_never_counted_too_low(table, lanes, share, ranks, batch_size, kind, data):
+    order = Order(table, Shuffle(kind, max(8, lanes), lanes, share), seed=1, epoch=3)
+    start = data.draw(st.integers(0, order.num_samples))
+    nodes = nodes_of(*ranks)
+    counted = reads_by_node(order, nodes, batch_size, start=start).tolist()
+    read = blocks_read(order, table, nodes, batch_size, start)
+    assert all(c >= r for c, r in zip(counted, read, strict=True))
+    if kind == "blocks" and (order.num_samples - start) % (batch_size * len(nodes)) == 0:
+        assert counted == read
+
+
+@pytest.mark.parametrize("num_nodes", [1, 2, 4, 8])
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_each_block_is_read_by_one_node_where_nodes_divide_the_lanes(num_nodes, ranks):
+    table = [40] * 160
+    order = Order(table, Shuffle("window", 32), seed=2, epoch=1)
+    nodes = nodes_of(*[ranks] * num_nodes)
+    assert reads_by_node(order, nodes, 8).sum() == 160
+    assert sum(blocks_read(order, table, nodes, 8)) == 160
+
+
+@pytest.mark.parametrize("share", [0, 0.3, 1])
+def test_blocks_of_unlike_sizes_cost_less_than_one_read_a_lane_more(share):
+    table = 20 + np.arange(3000) * 17 % 40
+    order = Order(table, Shuffle("window", 64, 8, share), seed=2, epoch=1)
+    for num_nodes in (2, 4, 8):
+        assert reads_by_node(order, nodes_of(*[2] * num_nodes), 8).sum() <= 3000 + 7
+
+
+@given(st.lists(st.integers(1, 4), min_size=1, max_size=12), st.integers(1, 9), st.integers(1, 12))
+def test_what_uneven_worlds_cost_is_bounded(ranks, lanes, batch_size):
+    table = 1 + np.arange(300) * 7 % 9
+    order = Order(table, Shuffle("window", 16, lanes), seed=2, epoch=1)
+    reads = reads_by_node(order, nodes_of(*ranks), batch_size).sum()
+    group = batch_size * sum(ranks)
+    if group % lanes and group < lanes**2:
+        return  # a boundary wanders over more than two lanes
+    in_a_lane = max(np.diff(np.searchsorted(order.table.piece_start, order.table.lane_bounds)))
+    assert reads <= 300 + (lanes - 1) + (len(ranks) - 1) * in_a_lane * (2 if group % lanes else 1)
+
+
+def test_reads_are_weighed_by_their_cost():
+    order = Order([4] * 16, Shuffle("window", 8), seed=0, epoch=0)
+    nbytes = np.arange(16) * 100
+    assert reads_by_node(order, nodes_of(1, 1), 8, cost=nbytes).sum() == nbytes.sum()
+
+
+def test_a_full_shuffle_has_no_block_reads_to_count():
+    order = Order([4] * 16, Shuffle("full"), seed=0, epoch=0)
+    with pytest.raises(ValueError, match="reads samples, not blocks"):
+        reads_by_node(order, [0], 8)
+
+
+@given(
+    tables,
+    st.sampled_from([1, 1, 2, 8]),
+    st.integers(1, 7),
+    st.integers(1, 6),
+    st.sampled_from(["none", "blocks", "window"]),
+)
+def test_amplification_is_what_all_ranks_read_over_what_there_is(table, lanes, ranks, batch_size, kind):
+    order = Order(table, Shuffle(kind, 8, lanes), seed=1, epoch=0)
+    cost = 1 + np.arange(len(table)) % 5
+    found = read_amplification(order, batch_size, ranks, cost=cost)
+    counted = reads_by_node(order, range(ranks), batch_size, cost=cost).sum() / cost.sum()
+    if lanes == 1:
+        assert found == pytest.approx(counted)
+    else:  # a block that is cut between two lanes counts in both
+        assert found >= counted - 1e-9
+        if batch_size * ranks % lanes == 0:
+            assert found <= counted + (lanes - 1) * ranks * cost.max() / cost.sum() + 1e-9
+
+
+def test_in_file_order_every_rank_reads_every_large_block_and_a_shuffle_reads_it_once():
+    table = [1000] * 64
+    for ranks in (1, 2, 4, 8):
+        in_order = Order(table, Shuffle("none"), seed=0, epoch=0)
+        assert read_amplification(in_order, 16, ranks) == ranks
+        assert read_amplification(in_order, 1000, ranks) == 1
+        assert read_amplification(Order(table, Shuffle("window"), seed=0, epoch=0), 16, ranks) == 1
+    with pytest.raises(ValueError, match="reads samples, not blocks"):
+        read_amplification(Order(table, Shuffle("full"), seed=0, epoch=0), 16, 2)
+
+
+# Seats
+
+
+def test_ranks_are_seated_rack_by_rack_and_node_by_node():
+    # Ranks dealt round over nodes b, a, c; a and b stand in one rack.
+    places = [("x", "b"), ("x", "a"), ("y", "c"), ("x", "b"), ("x", "a"), ("y", "c")]
+    assert seats(places) == [0, 2, 4, 1, 3, 5]
+
+
+def test_ranks_in_node_order_keep_their_numbers_however_many_a_node_has():
+    assert seats([(node,) for node in "aabbbbc"]) == list(range(7))
+    assert seats([("rack", "node", numa) for numa in (0, 1, 0, 1)]) == [0, 2, 1, 3]
+    assert seats([]) == []
+
+
+def test_places_with_missing_facts_are_refused():
+    with pytest.raises(ValueError, match="all ranks need the same facts"):
+        seats([("rack", "a"), ("b",)])
+
+
+@given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 3)), max_size=20))
+def test_seats_are_a_permutation_in_which_nodes_and_racks_are_runs(places):
+    got = seats(places)
+    assert sorted(got) == list(range(len(places)))
+    by_seat = [places[got.index(seat)] for seat in range(len(places))]
+    for depth in (1, 2):
+        runs = [p[:depth] for i, p in enumerate(by_seat) if i == 0 or by_seat[i - 1][:depth] != p[:depth]]
+        assert len(runs) == len(set(runs))
+
+
+# Hot spots
+
+
+@given(st.lists(st.integers(0, 4), min_size=1, max_size=40), st.integers(1, 50))
+def test_the_hot_spot_is_the_worst_of_all_runs_of_reads(labels, ahead):
+    run = min(ahead, len(labels))
+    share = np.bincount(labels) * run / len(labels)
+    runs = [np.bincount(labels[at : at + run], minlength=len(share)) for at in range(len(labels) - run + 1)]
+    found = hot_spot(labels, ahead)
+    assert found.ahead == run
+    assert found.most == max(counts[found.label] for counts in runs)
+    assert found.share == pytest.approx(share[found.label])
+    assert found.most - found.share == pytest.approx(max((counts - share).max() for counts in runs))
+    assert found.ratio == found.most / max(1, found.share)
+
+
+@pytest.mark.parametrize(("labels", "ahead"), [([], 3), ([1], 0)])
+def test_a_hot_spot_needs_reads(labels, ahead):
+    with pytest.raises(ValueError, match="there must be reads, and ahead >= 1"):
+        hot_spot(labels, ahead)
+
+
+@pytest.mark.parametrize("window", [32, 64, 512])
+def test_no_shard_or_folder_is_asked_for_much_more_than_its_share(window):
+    even = Order([100] * 4096, Shuffle("window", window), seed=1, epoch=2)
+    uneven = Order(50 + np.arange(4096) % 100, Shuffle("window", window), seed=1, epoch=2)
+    shard, folder = np.arange(4096) // 16, np.arange(4096) // 512
+    for order, more in ((even, 1), (uneven, 4)):
+        for labels in (shard, folder):
+            found = hot_spot(labels[order.table.read_block], window)
+            assert found.most <= np.ceil(found.share) + more

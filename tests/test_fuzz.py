@@ -1,0 +1,19 @@
+"""The short form of the runs in tests/fuzz: damaged inputs of every format, Ctrl-C at random moments."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+_FOLDER = Path(__file__).parent / "fuzz"
+
+
+@pytest.mark.parametrize("script", ["damage.py --mutants 112 --seed 15", "ctrl_c.py --rounds 24 --seed 15"])
+def test_a_short_run_finds_no_defect(script: str) -> None:
+    name, *options = script.split()
+    command = [sys.executable, str(_FOLDER / name), *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=110)
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"

@@ -1,0 +1,50 @@
+"""Which threads of a loader there are, and which are left; what runs where something dies."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable, Collection
+from types import FrameType
+from typing import Any
+
+_ENDS_IN_S = 10.0
+
+
+def our_threads(prefix: str | tuple[str, ...] = "dataflow") -> list[threading.Thread]:
+    """Those that run now."""
+    return [thread for thread in threading.enumerate() if thread.name.startswith(prefix)]
+
+
+def threads_left(
+    prefix: str | tuple[str, ...] = "dataflow", *, but: Collection[threading.Thread] = ()
+) -> list[str]:
+    """Names of the threads that do not end by themselves.
+
+    Those of a loop that was dropped are ended by another thread, so that nothing runs where it was dropped.
+    """
+    deadline = time.monotonic() + _ENDS_IN_S
+    while threads := [thread for thread in our_threads(prefix) if thread not in but]:
+        if time.monotonic() > deadline:
+            break
+        for thread in threads:
+            if thread.ident is not None:  # else it is just being started
+                thread.join(max(0.0, deadline - time.monotonic()))
+    return sorted(thread.name for thread in threads)
+
+
+def python_calls(action: Callable[[], object]) -> list[str]:
+    """The Python functions that run in this thread while a built-in function does."""
+    calls: list[str] = []
+
+    def note(frame: FrameType, event: str, _: Any) -> None:
+        if event == "call":
+            calls.append(frame.f_code.co_qualname)
+
+    sys.setprofile(note)
+    try:
+        action()
+    finally:
+        sys.setprofile(None)
+    return calls
