@@ -151,6 +151,12 @@ def test_nothing_relies_on_del(module: Path) -> None:
 
 
 @every(MODULES)
+def test_no_value_is_cached_under_a_lock_for_all_objects(module: Path) -> None:
+    """As by `functools.cached_property` up to Python 3.11: `sharding.cached_property` has none."""
+    assert "functools.cached_property" not in set(imported_modules(module))
+
+
+@every(MODULES)
 def test_no_module_is_a_drawer_for_leftovers(module: Path) -> None:
     assert not set(module.with_suffix("").parts) & {"utils", "util", "common", "helpers", "misc", "base"}
 

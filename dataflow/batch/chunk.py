@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -29,6 +29,7 @@ from prefetch.memory.arena import Arena, rounded_bytes
 from prefetch.memory.heap import HeapKeeper
 from prefetch.memory.leases import FileLeases
 from prefetch.work import Piece
+from sharding.cached_property import cached_property
 from sharding.errors import SampleError
 from sharding.lengths.batching import Batching
 from sharding.lengths.unit_plan import UnitPlan

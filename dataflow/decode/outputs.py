@@ -13,7 +13,6 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -22,6 +21,7 @@ from numpy.typing import NDArray
 
 from dataflow.decode.image import Image
 from sharding.blocks import Column, ColumnSpec, Spans, spec_text
+from sharding.cached_property import cached_property
 from sharding.formats.npy_header import plain_header
 
 Array = NDArray[Any]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,6 +13,7 @@ from numpy.typing import NDArray
 from dataflow.decode.outputs import BadRows, Output
 from prefetch.memory.addresses import memory_at
 from sharding.blocks import Column, Spans
+from sharding.cached_property import cached_property
 
 Array = NDArray[Any]
 ALIGN = 512

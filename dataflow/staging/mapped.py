@@ -13,7 +13,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -28,6 +28,7 @@ from prefetch.memory.iovec import copy_mapped
 from prefetch.memory.leases import Lease
 from prefetch.memory.mapping import MappedShard, can_map, will_need
 from sharding.blocks import Spans
+from sharding.cached_property import cached_property
 from sharding.errors import DataflowError
 
 

@@ -6,7 +6,6 @@ import threading
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -18,6 +17,7 @@ from prefetch.control.hold import ReadHold
 from prefetch.memory.mapping import Mappings
 from prefetch.store.reader import Awaited, StoreReader
 from sharding.blocks import Block, Format, Shard, Spans
+from sharding.cached_property import cached_property
 from sharding.catalog.build import Catalog
 
 Array = NDArray[Any]

@@ -11,13 +11,13 @@ import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
 from prefetch.cache.entry import Entry, mark_of, tag_of
 from prefetch.cache.folder import Stored
+from sharding.cached_property import cached_property
 from sharding.catalog.build import Catalog
 from sharding.order.keyed import splitmix64
 from sharding.order.order import Order

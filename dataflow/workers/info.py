@@ -8,6 +8,7 @@ code again. Threads that are no workers see what they saw before.
 
 from __future__ import annotations
 
+import os
 import random
 import sys
 import threading
@@ -61,6 +62,10 @@ def uninstall() -> None:
         _users -= 1
         if _users == 0:
             torch_worker.get_worker_info.__code__ = _code
+
+
+# A child is forked between two changes, never while a thread that it lacks holds the lock.
+os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release)
 
 
 def become(info: Any) -> None:

@@ -12,6 +12,7 @@ the last one is closed, unless somebody else has changed it meanwhile.
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 
@@ -43,3 +44,7 @@ def end(user: object) -> None:
             if abs(sys.getswitchinterval() - INTERVAL_S) < 1e-9:
                 sys.setswitchinterval(_before)
             _before = None
+
+
+# A child is forked between two changes, never while a thread that it lacks holds the lock.
+os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release)

@@ -11,7 +11,6 @@ import hashlib
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -19,6 +18,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from sharding.blocks import Block, ColumnSpec, Format, Shard
+from sharding.cached_property import cached_property
 from sharding.catalog.file import (
     CHECKSUMS,
     BlobCrcs,

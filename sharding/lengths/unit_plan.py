@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any, cast
@@ -24,6 +24,7 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from sharding.cached_property import cached_property
 from sharding.lengths.batching import Batching
 from sharding.lengths.units import (
     DEFAULT_WINDOW_SAMPLES,

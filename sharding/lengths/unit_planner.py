@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
+from sharding.cached_property import cached_property
 from sharding.lengths.batching import Batching, Bucketed, Packed
 from sharding.lengths.unit_plan import UnitPlan, UnitSequence, epoch_lengths
 from sharding.lengths.units import DEFAULT_WINDOW_SAMPLES

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping
-from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
+from sharding.cached_property import cached_property
 from sharding.order.order import DEFAULT_WINDOW_BLOCKS, Order, Shuffle
 
 _NO_BITS = -1

@@ -21,12 +21,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, asdict, dataclass, fields
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import Literal, Protocol, cast, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
+from sharding.cached_property import cached_property
 from sharding.order.order import Order
 from sharding.order.shuffle import Shuffle
 

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
+
+from sharding.cached_property import cached_property
 
 _LEAST_SHARE = 0.5
 """Of a link that data flows would fill: TCP shares it between a gradient and a data flow."""

@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 import threading
-import warnings
 import weakref
 from collections import Counter
 from collections.abc import Iterator
@@ -32,6 +31,7 @@ from datasets_kit import (
     sort_key,
     write_tar,
 )
+from forked_kit import exit_code_in_child
 from http_kit import slowstore
 from threads_kit import our_threads, threads_left
 
@@ -308,42 +308,27 @@ def test_a_fork_after_the_start_is_a_clear_error_in_the_child(ints: Made) -> Non
     with DataLoader(ints.open(), 4, shuffle=True) as loader:
         loop = iter(loader)
         next(loop)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of threads and fork
-            child = os.fork()
-        if child == 0:
-            os._exit(in_the_child(loop, loader))
-        _, status = os.waitpid(child, 0)
-        assert os.waitstatus_to_exitcode(status) == 0
+        assert exit_code_in_child(lambda: fails_and_closes(loop, loader)) == 0
         assert len([rows_of(batch) for batch in loop]) == len(loader) - 1
 
 
-def in_the_child(loop: Iterator[Any], loader: DataLoader) -> int:
-    """0 if the error is the expected one, and closing returns."""
-    try:
+def fails_and_closes(loop: Iterator[Any], loader: DataLoader) -> None:
+    with pytest.raises(RuntimeError, match="make the loader in the child"):
         for _ in loop:  # what is prefetched may still come
             pass
-    except RuntimeError as error:
-        loader.close()
-        return 0 if "make the loader in the child" in str(error) else 1
-    except BaseException:
-        return 2
-    return 3
+    loader.close()
 
 
 def test_a_new_loader_works_in_a_forked_child(ints: Made) -> None:
     dataset = ints.open()
+
+    def work() -> None:
+        with DataLoader(dataset, 4, shuffle=True) as own:
+            assert sum(len(batch["cls"]) for batch in own) == NUM_SAMPLES
+
     with DataLoader(dataset, 4, shuffle=True) as loader:
         next(iter(loader))
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)
-            child = os.fork()
-        if child == 0:
-            with DataLoader(dataset, 4, shuffle=True) as own:
-                code = 0 if sum(len(batch["cls"]) for batch in own) == NUM_SAMPLES else 1
-            os._exit(code)
-        _, status = os.waitpid(child, 0)
-    assert os.waitstatus_to_exitcode(status) == 0
+        assert exit_code_in_child(work) == 0
 
 
 # ---- remote stores --------------------------------------------------------------------------------------

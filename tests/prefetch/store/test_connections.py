@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import socket
 import ssl
@@ -18,6 +17,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 import pytest
+from forked_kit import exit_code_in_child
 
 from prefetch.errors import ReaderClosedError
 from prefetch.store import bodies, connections
@@ -260,18 +260,10 @@ def test_idle_connections_are_closed(server: RawServer, monkeypatch: pytest.Monk
     assert ended.wait(WAIT_S)
 
 
-@pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
 def test_a_forked_child_makes_its_own_connections(server: RawServer) -> None:
     reader = StoreReader()
     read(server, reader)
-    pid = os.fork()
-    if not pid:
-        code = 1
-        with suppress(BaseException):
-            read(server, reader, 100)
-            code = 0
-        os._exit(code)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert exit_code_in_child(lambda: read(server, reader, 100)) == 0
     read(server, reader, 200)
     assert server.connections == [0, 1, 0]
 
