@@ -25,7 +25,7 @@ from dataflow.workers.settings import WorkerLoader
 from prefetch.control.depth import DepthPolicy
 from sharding.lengths.batching import Batching
 from sharding.order.order import Shuffle
-from sharding.plan.plan import Tail
+from sharding.plan.batch_plan import Tail
 from sharding.topology.topology import Topology
 
 if TYPE_CHECKING:

@@ -27,7 +27,8 @@ from torch import Tensor
 from dataflow import DataLoader, Ragged, ShardedDataset, Topology
 from dataflow.state_checksum import checked_fields, with_checksum
 from sharding.order.order import Order
-from sharding.plan.plan import EpochPlan, Tail
+from sharding.plan.batch_plan import Tail
+from sharding.plan.plan import EpochPlan
 
 Row = dict[str, Any]
 NUM_SAMPLES = 47

@@ -22,7 +22,7 @@ from dataflow.batch.held_bytes import held_bytes
 from dataflow.batch.packed import batch_bytes, batch_columns
 from dataflow.batch.samples import Misfit, described, drop_rows, misfit_of, samples_of, transform_reason
 from dataflow.decode.outputs import Output
-from dataflow.staging.block_windows import Located, RankPlan
+from dataflow.staging.block_windows import Located
 from dataflow.staging.columns import StagedSpans
 from dataflow.staging.window import StagedWindow
 from prefetch.memory.arena import Arena, rounded_bytes
@@ -33,7 +33,7 @@ from sharding.cached_property import cached_property
 from sharding.errors import SampleError
 from sharding.lengths.batching import Batching
 from sharding.lengths.unit_plan import UnitPlan
-from sharding.plan.plan import EpochPlan
+from sharding.plan.plan import EpochPlan, RankPlan
 
 _FIXED_KINDS = ("array", "spans", "image")
 _SLOT_KINDS = (*_FIXED_KINDS, "ragged")
@@ -195,7 +195,7 @@ class BatchChunk:
         if window.in_batches is None:
             window.in_batches = _rows_in_batches(plan, number, window, self._shop.arena)
         first, rows = window.in_batches
-        begin = (self._first_batch - first) * plan.batch_size
+        begin = (self._first_batch - first) * plan.batch_plan.batch_size
         return rows[begin : begin + self._num_rows]
 
     @property
@@ -397,10 +397,10 @@ def _rows_in_batches(
 
     For all of them at once: a chunk would pay the same few calls for its own batches.
     """
-    core = plan.batches_within(*plan.order.window_core(number))
-    num_rows = len(core) * plan.batch_size
+    core = plan.batch_plan.batches_within(*plan.order.window_core(number))
+    num_rows = len(core) * plan.batch_plan.batch_size
     rows = arena.lease(8 * num_rows)[: 8 * num_rows].view(np.int64)
-    whole = plan.whole_lanes(core.start)
+    whole = plan.batch_plan.whole_lanes(core.start)
     if whole is None:
         slots = plan.order.locate(plan.positions(core.start, core.stop)[0])[1]
         np.take(window.rows, slots, out=rows, mode="clip")

@@ -7,16 +7,11 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from sharding.lengths.unit_plan import UnitPlan
 from sharding.order.selection import SelectedOrder
-from sharding.plan.plan import EpochPlan, Windows
+from sharding.plan.plan import Windows
 
 Located = tuple[NDArray[np.int64], NDArray[np.int64]]
 """Window and slot of each of some samples, both [rows]."""
-
-
-RankPlan = EpochPlan | UnitPlan
-"""Which positions each batch of a rank takes."""
 
 
 class BlockWindows(Windows, Protocol):

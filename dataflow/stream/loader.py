@@ -25,7 +25,6 @@ from dataflow.batch.chunk import REPEAT
 from dataflow.dataset import ShardedDataset
 from dataflow.memory_limit import memory_limit_bytes
 from dataflow.mixture import Mixture
-from dataflow.staging.block_windows import RankPlan
 from dataflow.stats import LoaderStats
 from dataflow.stream.accounts import Counts
 from dataflow.stream.length_aware import checked_batching, make_planner
@@ -43,8 +42,9 @@ from sharding.lengths.unit_plan import UnitPlan
 from sharding.lengths.units import LengthStats
 from sharding.mixture.interleaving import ENDLESS
 from sharding.order.order import Shuffle
+from sharding.plan.batch_plan import Tail
 from sharding.plan.placement import read_amplification, seat_of
-from sharding.plan.plan import EpochPlan, PlanState, Tail
+from sharding.plan.plan import EpochPlan, PlanState, RankPlan
 from sharding.plan.window_size import DEFAULT_LIMIT, deciding_table, resolve_windows
 from sharding.topology.topology import Topology
 
@@ -446,7 +446,7 @@ class StreamLoader:
         plan = self._epoch_plan(*self._next_loop())
         if self.tail == "drop" or not self.shuffle.is_file_order or type(plan) is not EpochPlan:
             return -1
-        return (plan.order.num_samples - plan.start) % plan.global_batch_size
+        return (plan.order.num_samples - plan.start) % plan.batch_plan.global_batch_size
 
     @property
     def epoch(self) -> int:

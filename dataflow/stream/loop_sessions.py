@@ -12,11 +12,11 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from dataflow.staging.block_windows import RankPlan
 from dataflow.stream.accounts import Counts
 from dataflow.stream.session import Session
 from prefetch.memory.finalizer import Finalizer
 from prefetch.memory.interrupts import Uninterrupted
+from sharding.plan.plan import RankPlan
 
 
 class EpochLoop:

@@ -8,11 +8,11 @@ from typing import cast
 
 from dataflow.dataset import ShardedDataset
 from dataflow.mixture import Mixture
-from dataflow.staging.block_windows import RankPlan
 from sharding.lengths.unit_planner import UnitPlanner
 from sharding.mixture.windows import MixturePlan, MixtureWindows
 from sharding.order.order import Order, Shuffle
-from sharding.plan.plan import EpochPlan, Tail
+from sharding.plan.batch_plan import Tail
+from sharding.plan.plan import EpochPlan, RankPlan
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class StreamPlan:
                 tail=self.tail,
                 start=start,
             )
-        plan: Callable[..., EpochPlan] = MixturePlan if isinstance(order, MixtureWindows) else EpochPlan
+        plan: Callable[..., RankPlan] = MixturePlan if isinstance(order, MixtureWindows) else EpochPlan
         return plan(
             order,
             batch_size=self.batch_size,

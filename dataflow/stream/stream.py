@@ -16,12 +16,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dataflow.batch.chunk import BatchChunk, Workshop
-from dataflow.staging.block_windows import BlockWindows, Located, RankPlan
+from dataflow.staging.block_windows import BlockWindows, Located
 from dataflow.staging.stager import Stager
 from dataflow.staging.window import StagedWindow
 from dataflow.stream.plan import StreamPlan
 from sharding.order.order import Order, windows_touched
-from sharding.plan.plan import EpochPlan
+from sharding.plan.plan import EpochPlan, RankPlan
 
 _SPAN_ROWS = 1 << 14
 """Samples located at a time, so that the cost of a call vanishes."""
@@ -123,7 +123,7 @@ class Stream:
             slots = plan.own_slots(number, units)
         core = range(0)
         if isinstance(units, Order) and isinstance(plan, EpochPlan):
-            core = plan.batches_within(*units.window_core(number))
+            core = plan.batch_plan.batches_within(*units.window_core(number))
         if slots is None:
             return _Use(number, self._stager.stage(units, number, None), units.num_slots(number), core)
         left = len(slots)

@@ -15,11 +15,10 @@ second, on first use); after that a batch costs planning its window again, if it
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,7 +36,8 @@ from sharding.lengths.units import (
     ranges,
 )
 from sharding.order.order import Order, mix_key
-from sharding.plan.plan import EpochPlan, Tail, Windows
+from sharding.plan.batch_plan import BatchPlan, Tail
+from sharding.plan.plan import RankPlan, Windows
 
 _UNITS = 0x756E6974
 """Purpose of a key: the order of the units in a planning window."""
@@ -173,80 +173,54 @@ class BatchPieces:
         return BatchPieces(self.pieces.take(pieces), np.array([len(pieces)]), self.rows, of_row)
 
 
-@dataclass(frozen=True, eq=False)
-class UnitPlan:
-    """One rank's batches of one epoch, from unit `start` on. Thread-safe.
+class UnitPlan(RankPlan):
+    """One rank's batches of one epoch's units, from unit `start` on. Thread-safe.
 
     Numbers called position here are as in `EpochPlan`, but `start` and `position_after` count units, so
-    that a state may lie inside a planning window.
+    that a state may lie inside a megabatch.
+
+    Args:
+        order: the epoch's.
+        sequence: its units.
+        units_per_batch: rows of a batch where units are rows; else 1.
+        rank, world_size, tail: see `BatchPlan`.
+        start: units done, in [0, num_units]: a state's position.
+
+    Raises `ValueError` where an argument is out of range.
     """
 
-    order: Order
-    sequence: UnitSequence
-    _: KW_ONLY
-    units_per_batch: int
-    """Rows of a batch where units are rows; else 1."""
-    rank: int
-    world_size: int
-    tail: Tail
-    start: int = 0
-    """Units done, in [0, num_units]: a state's position."""
-
-    def __post_init__(self) -> None:
-        if self.units_per_batch != 1 and not self.sequence.batching.rows_are_units:
+    def __init__(
+        self,
+        order: Order,
+        sequence: UnitSequence,
+        *,
+        units_per_batch: int,
+        rank: int,
+        world_size: int,
+        tail: Tail,
+        start: int = 0,
+    ) -> None:
+        if units_per_batch != 1 and not sequence.batching.rows_are_units:
             raise ValueError("the batching makes whole batches: leave batch_size out")
-        if not 0 <= self.start <= self.sequence.num_units:
-            raise ValueError(f"start must be in [0, {self.sequence.num_units}] units, got {self.start}")
-        assert self._cuts is not None  # making it checks the other arguments
-
-    @cached_property
-    def _cuts(self) -> EpochPlan:
-        """How units are dealt: as samples are, by the same arithmetic, which only asks for their number."""
-        sequence = self.sequence
-        num_units = sequence.num_whole_units if self.tail == "drop" else sequence.num_units
-        counted = cast(Order, SimpleNamespace(num_samples=num_units, num_lanes=1))
-        return EpochPlan(
-            counted,
-            batch_size=self.units_per_batch,
-            rank=self.rank,
-            world_size=self.world_size,
-            tail=self.tail,
-            start=min(self.start, num_units),
+        if not 0 <= start <= sequence.num_units:
+            raise ValueError(f"start must be in [0, {sequence.num_units}] units, got {start}")
+        self.sequence = sequence
+        num_units = sequence.num_whole_units if tail == "drop" else sequence.num_units
+        batch_plan = BatchPlan(
+            num_items=num_units,
+            batch_size=units_per_batch,
+            rank=rank,
+            world_size=world_size,
+            tail=tail,
+            start=min(start, num_units),
         )
-
-    @property
-    def num_global_batches(self) -> int:
-        """Batches that at least one rank gets: the steps left in the epoch."""
-        return self._cuts.num_global_batches
-
-    @property
-    def num_batches(self) -> int:
-        """Batches of this rank."""
-        return self._cuts.num_batches
-
-    @property
-    def steps_agree(self) -> bool:
-        """Whether all ranks have `num_global_batches` batches."""
-        return self._cuts.steps_agree
-
-    @property
-    def num_padded(self) -> int:
-        """Units this rank gets a second time: the last ones of its last batch."""
-        return self._cuts.num_padded
-
-    @property
-    def num_padded_global(self) -> int:
-        """Units delivered a second time, over all ranks."""
-        return self._cuts.num_padded_global
-
-    def repeats(self, first_batch: int, last_batch: int) -> NDArray[np.bool_]:
-        """Which units of batches [first_batch, last_batch) fill the last batch up a second time, bool [m]."""
-        return self._cuts.repeats(first_batch, last_batch)
+        super().__init__(order, batch_plan)
 
     @property
     def num_dropped_global(self) -> int:
         """Units that no rank gets in this epoch."""
-        return self.sequence.num_units - self._cuts.order.num_samples + self._cuts.num_dropped_global
+        plan = self.batch_plan
+        return self.sequence.num_units - plan.num_items + plan.num_dropped_global
 
     @property
     def stats(self) -> LengthStats:
@@ -255,61 +229,47 @@ class UnitPlan:
 
     def batches(self, first_batch: int, last_batch: int) -> BatchPieces:
         """What this rank's batches [first_batch, last_batch) consist of. Raises `IndexError` beyond them."""
-        units, rows = self._cuts.positions(first_batch, last_batch)
+        units, rows = self.batch_plan.items(first_batch, last_batch)
         pieces, pieces_of_row = self.sequence.take(units)
         ends = np.concatenate(([0], np.cumsum(pieces_of_row)))
         bounds = ends[np.concatenate(([0], np.cumsum(rows)))]
         return BatchPieces(pieces, np.diff(bounds), rows, pieces_of_row)
 
     def positions(self, first_batch: int, last_batch: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Positions of the samples of batches [first_batch, last_batch), one entry a piece.
-
-        Returns:
-            positions int64 [m]; sizes int64 [batches], the number of pieces of each batch, sum m.
-        """
-        found = self.batches(first_batch, last_batch)
-        return found.pieces.position, found.sizes
-
-    def position_after(self, num_batches: int) -> int:
-        """Units done once all ranks have taken `num_batches` batches: what a state saves."""
-        return self._cuts.position_after(num_batches)
+        """See `RankPlan.positions`; one entry a piece, and the number of pieces of each batch."""
+        batches = self.batches(first_batch, last_batch)
+        return batches.pieces.position, batches.sizes
 
     @property
     def padding(self) -> NDArray[np.int64]:
-        """Positions of the pieces that this rank gets as padding, in its last batch, int64 [k]."""
-        return self.sequence.take(self._cuts.padding)[0].position
+        """See `RankPlan.padding`; one entry a piece."""
+        return self.sequence.take(self.batch_plan.padding)[0].position
 
     def own_slots(self, window: int, windows: Windows | None = None) -> NDArray[np.int64]:
-        """Slots of a window of the order whose pieces this rank's batches take, ascending, int64 [j].
+        """See `RankPlan.own_slots`. A slot comes once for each of its pieces.
 
-        A slot comes once for each of its pieces: a window is done with when as many were delivered.
-        Padding is left out, which brings its windows once more. `windows` is the order unless given.
+        So a window is done with when as many pieces were delivered.
         """
         windows = windows or self.order
         begin, end = windows.window_span(window)
         bounds = self.sequence.bounds
         first, last = (np.searchsorted(bounds, [begin, end - 1], side="right") - 1).tolist()
-        last = min(last + 1, len(bounds) - 2)  # pieces may be carried to the planning window that follows
-        found = [np.empty(0, np.int64)]
-        for planned in range(first, last + 1):
-            numbers, slots = self._located(planned, windows)
-            found.append(slots[numbers == window])
-        return np.sort(np.concatenate(found))
+        last = min(last + 1, len(bounds) - 2)  # pieces may be carried to the megabatch that follows
+        parts = [np.empty(0, np.int64)]
+        for megabatch in range(first, last + 1):
+            numbers, slots = self._located(megabatch, windows)
+            parts.append(slots[numbers == window])
+        return np.sort(np.concatenate(parts))
 
     @cached_property
     def _located(self) -> Callable[[int, Any], tuple[NDArray[np.int64], NDArray[np.int64]]]:
-        """Window and slot of this rank's pieces of a planning window; kept, as windows lie side by side."""
+        """Window and slot of this rank's pieces of a megabatch; kept, as windows lie side by side."""
         return lru_cache(_KEPT_LOCATED)(
-            lambda planned, windows: windows.locate(self.sequence.take(self._own_units(planned))[0].position)
+            lambda megabatch, windows: windows.locate(self._own_pieces(megabatch).position)
         )
 
-    def _own_units(self, window: int) -> NDArray[np.int64]:
-        """Units of a planning window that this rank's batches take, ascending; padding left out."""
-        cuts, bounds = self._cuts, self.sequence.first_unit[window : window + 2]
-        first, last = ((bounds - self.start) // cuts.global_batch_size).tolist()
-        last = max(0, min(last + 1, cuts.num_batches))
-        units, _ = cuts.positions(min(max(0, first), last), last)
-        if last == cuts.num_batches and cuts.num_padded:
-            units = units[: -cuts.num_padded]
-        inside: NDArray[np.bool_] = (units >= bounds[0]) & (units < bounds[1])
-        return units[inside]
+    def _own_pieces(self, megabatch: int) -> Pieces:
+        """Pieces of a megabatch that this rank's batches take; padding left out."""
+        first, end = self.sequence.first_unit[megabatch : megabatch + 2].tolist()
+        units = self.batch_plan.own_items(first, end)
+        return self.sequence.take(np.arange(first, end) if units is None else units)[0]

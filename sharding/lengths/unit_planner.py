@@ -17,7 +17,7 @@ from sharding.lengths.batching import Batching, Bucketed, Packed
 from sharding.lengths.unit_plan import UnitPlan, UnitSequence, epoch_lengths
 from sharding.lengths.units import DEFAULT_WINDOW_SAMPLES
 from sharding.order.order import Order
-from sharding.plan.plan import Tail
+from sharding.plan.batch_plan import Tail
 
 _KEPT_EPOCHS = 2
 

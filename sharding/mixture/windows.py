@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,7 +24,8 @@ from numpy.typing import NDArray
 from sharding.mixture.interleaving import Interleaving
 from sharding.order.order import Order, Shuffle, mix_key, windows_touched
 from sharding.order.windows import most_windows
-from sharding.plan.plan import EpochPlan, Windows
+from sharding.plan.batch_plan import BatchPlan, Tail
+from sharding.plan.plan import RankPlan, Windows
 
 _KEPT_ORDERS = 2
 """Orders kept a source: the source epoch that ends and the one that begins."""
@@ -147,36 +149,27 @@ class MixtureWindows:
         return self.order_of(source, epoch), own
 
 
-@dataclass(frozen=True, eq=False)
-class MixturePlan(EpochPlan):
-    """One rank's batches of one epoch of a mixture: `EpochPlan`'s arithmetic, with the lanes of the sources.
+@dataclass(frozen=True, eq=False, kw_only=True)
+class MixtureBatchPlan(BatchPlan):
+    """Batches of a mixture's positions: `BatchPlan`'s arithmetic, with the lanes of the sources.
 
-    Costs O(global batch) a batch, some 25 ns a sample of all ranks for `positions` and 80 for `own_slots`:
-    which samples are this rank's depends on what the others get.
+    Costs O(global batch) a batch, some 25 ns a sample of all ranks for `items` and 80 for `takes`: which
+    samples are this rank's depends on what the others get.
     """
 
-    order: MixtureWindows  # type: ignore[assignment]  # the plan asks it what it asks an `Order`
+    windows: MixtureWindows
     _kept: dict[int, NDArray[np.int32]] = field(default_factory=dict, init=False, repr=False)
 
-    def own_slots(self, window: int, windows: Windows | None = None) -> NDArray[np.int64] | None:
-        """The slots of a window that this rank's batches take, ascending, int64 [j]; None for all.
-
-        Padding is left out. `windows` is the order.
-        """
-        taken = self._takes(self.order.window_positions(window))
-        return None if taken.all() else np.flatnonzero(taken)
-
-    def _takes(self, positions: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Whether the rank's batches take each position, bool [n]; -1 never is."""
+    def takes(self, positions: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Whether the rank's batches take each position, padding left out, bool [n]; -1 never is."""
         batch, offset = np.divmod(positions - self.start, self.global_batch_size)
-        taken = (positions >= self.start) & (batch < self._num_full)
+        taken = (positions >= self.start) & (batch < self.num_full)
         if self.world_size > 1:
             at = np.flatnonzero(taken)
             numbers, which = np.unique(batch[at], return_inverse=True)
             taken[at] = self._is_own(numbers, which, offset[at])
-        if self._last_share[1]:
-            last = self._last_batch
-            taken |= np.isin(positions, last[last < self.order.num_samples])
+        if len(self.own_tail):
+            taken |= np.isin(positions, self.own_tail)
         return taken
 
     def _is_own(
@@ -213,25 +206,50 @@ class MixturePlan(EpochPlan):
 
         The windows of all sources ask for the same batches, so the last ones are kept.
         """
-        known = self._kept.get(part)
-        if known is None:
-            numbers = np.arange(part * self._part, min((part + 1) * self._part, self._num_full))
+        offsets = self._kept.get(part)
+        if offsets is None:
+            numbers = np.arange(part * self._part, min((part + 1) * self._part, self.num_full))
             begin = self.start + numbers * self.global_batch_size
             first, count = self.rank * self.batch_size, self.batch_size
-            known = self._shares(begin, self.global_batch_size, first, count).astype(np.int32)
-            self._kept[part] = known
-            most = max(8, _KEPT_OFFSETS // known.size)
+            offsets = self._shares(begin, self.global_batch_size, first, count).astype(np.int32)
+            self._kept[part] = offsets
+            most = max(8, _KEPT_OFFSETS // offsets.size)
             for old in list(self._kept)[:-most]:
                 self._kept.pop(old, None)
-        return known
+        return offsets
 
     def _shares(self, begin: NDArray[np.int64], size: int, first: int, count: int) -> NDArray[np.int64]:
         """Offsets in batches of `size` that begin at these positions: `count` from the `first` by lane."""
-        if self.order.num_lanes == 1:
+        if self.num_lanes == 1:
             return np.broadcast_to(np.arange(first, first + count), (len(begin), count))
-        positions = (begin[:, None] + np.arange(size)).reshape(-1) % self.order.num_samples  # padding wraps
-        lanes = self.order.lanes(positions).reshape(len(begin), size)
+        positions = (begin[:, None] + np.arange(size)).reshape(-1) % self.num_items  # padding wraps
+        lanes = self.windows.lanes(positions).reshape(len(begin), size)
         return np.argsort(lanes, axis=1, kind="stable")[:, first : first + count]
+
+
+class MixturePlan(RankPlan):
+    """One rank's batches of one epoch of a mixture. Arguments and errors as those of `EpochPlan`."""
+
+    def __init__(
+        self, order: MixtureWindows, *, batch_size: int, rank: int, world_size: int, tail: Tail, start: int = 0
+    ) -> None:
+        batch_plan = MixtureBatchPlan(
+            windows=order,
+            num_items=order.num_samples,
+            num_lanes=order.num_lanes,
+            batch_size=batch_size,
+            rank=rank,
+            world_size=world_size,
+            tail=tail,
+            start=start,
+        )
+        super().__init__(cast(Order, order), batch_plan)  # it is asked what an `Order` is asked
+        self._takes, self._window_positions = batch_plan.takes, order.window_positions
+
+    def own_slots(self, window: int, windows: Windows | None = None) -> NDArray[np.int64] | None:
+        """See `RankPlan.own_slots`; `windows` is the mixture's."""
+        taken = self._takes(self._window_positions(window))
+        return None if taken.all() else np.flatnonzero(taken)
 
 
 __all__ = ["MixturePlan", "MixtureWindows", "source_seed"]

@@ -1,37 +1,21 @@
-"""Which positions of an epoch each rank gets in which batch, and the state that resumes it.
+"""One rank's batches of an epoch, and the state that resumes it.
 
-Global batch b holds positions [start + b*G, start + (b+1)*G) with G = batch_size * world_size. So what
-forms global batch b depends on G alone, never on how many ranks, nodes or workers deliver it; and one
-number, the position, resumes an epoch under any other G with nothing lost or repeated.
-
-A batch lists its positions *by lane*, and rank r takes the r-th `batch_size` of them: the ranks' parts one
-after the other are the same list for any world. Where the number of lanes divides G, each lane has the same
-part of every batch; ranks (and nodes, which are runs of ranks) that divide the lanes then read whole lanes,
-and no block twice. Otherwise a boundary between ranks falls inside a lane, whose blocks two ranks read:
-`sharding.plan.placement` counts what that costs. With one lane, ranks take consecutive positions. All of it
-is arithmetic on a few integers: no communication, O(G) memory.
-
-The samples left over for the last, incomplete global batch follow the tail rule:
-"drop" leaves them out, "pad" fills up with the epoch's first positions, "even" does so only until all ranks
-have equal parts, so that the last batches are short, "uneven" shares them out as evenly as possible without
-any, so that ranks may differ by one step.
+A plan has an order, which tells where positions lie, and a `BatchPlan`, which tells what is dealt to this rank.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import KW_ONLY, asdict, dataclass, fields
-from functools import lru_cache
-from typing import Literal, Protocol, cast, get_args
+from dataclasses import asdict, dataclass, fields
+from typing import Protocol, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from sharding.cached_property import cached_property
 from sharding.order.order import Order
 from sharding.order.shuffle import Shuffle
-
-Tail = Literal["drop", "pad", "even", "uneven"]
+from sharding.plan.batch_plan import BatchPlan, Tail
 
 STATE_VERSION = 2
 """Version 2 knows lanes; the order of version 1 had none."""
@@ -49,75 +33,21 @@ class Windows(Protocol):
         ...
 
 
-@dataclass(frozen=True, eq=False)
-class EpochPlan:
+class RankPlan(ABC):
     """One rank's batches of one epoch, from `start` on. Batches count from 0 at `start`; thread-safe.
 
-    Raises `ValueError` where an argument is out of range.
+    What is dealt out are items: positions of the order, or units of samples (`UnitPlan`).
+
+    Args:
+        order: where the positions lie.
+        batch_plan: which items each batch takes.
     """
 
-    order: Order
-    _: KW_ONLY
-    batch_size: int
-    """Samples of one rank in a full batch."""
-    rank: int
-    """Place of this rank when ranks are listed rack by rack, node by node (`placement.seats`)."""
-    world_size: int
-    tail: Tail
-    """What becomes of the last, incomplete global batch: "drop", "pad", "even" or "uneven"."""
-    start: int = 0
-    """Global position of the first sample to deliver, in [0, num_samples]: a state's position."""
-
-    def __post_init__(self) -> None:
-        if self.batch_size < 1:
-            raise ValueError(f"batch_size must be >= 1, got {self.batch_size}")
-        if not 0 <= self.rank < self.world_size:
-            raise ValueError(f"rank must be in [0, world_size={self.world_size}), got {self.rank}")
-        if self.tail not in get_args(Tail):
-            raise ValueError(f"tail must be one of {', '.join(get_args(Tail))}, got {self.tail!r}")
-        if not 0 <= self.start <= self.order.num_samples:
-            raise ValueError(f"start must be in [0, {self.order.num_samples}], got {self.start}")
-
-    @property
-    def global_batch_size(self) -> int:
-        """Samples of all ranks in a full batch."""
-        return self.batch_size * self.world_size
-
-    @property
-    def num_global_batches(self) -> int:
-        """Batches that at least one rank gets: the steps left in the epoch."""
-        return self._num_full + (self._num_left > 0 and self.tail != "drop")
-
-    @property
-    def num_batches(self) -> int:
-        """Batches of this rank, none of them empty."""
-        return self._num_full + (self._last_share[1] > 0)
-
-    @property
-    def steps_agree(self) -> bool:
-        """Whether all ranks have `num_global_batches` batches.
-
-        False only under "uneven", where the last samples do not reach every rank.
-        """
-        return self.tail != "uneven" or not 0 < self._num_left < self.world_size
-
-    @property
-    def num_padded(self) -> int:
-        """Samples this rank gets a second time: the last ones of its last batch."""
-        return int(np.count_nonzero(self._last_batch >= self.order.num_samples)) if self._num_left else 0
-
-    @property
-    def num_padded_global(self) -> int:
-        """Samples delivered a second time, over all ranks."""
-        return max(0, self._last_size - self._num_left)
-
-    @property
-    def num_dropped_global(self) -> int:
-        """Samples that no rank gets in this epoch."""
-        return self._num_left if self.tail == "drop" else 0
+    def __init__(self, order: Order, batch_plan: BatchPlan) -> None:
+        self.order, self.batch_plan = order, batch_plan
 
     def positions(self, first_batch: int, last_batch: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Positions of this rank in its batches [first_batch, last_batch).
+        """Positions of the samples of this rank's batches [first_batch, last_batch).
 
         Returns:
             positions int64 [m], batch after batch, by lane within a batch, each in [0, num_samples); sizes
@@ -125,142 +55,94 @@ class EpochPlan:
 
         Raises `IndexError` unless 0 <= first_batch <= last_batch <= num_batches.
         """
-        if not 0 <= first_batch <= last_batch <= self.num_batches:
-            raise IndexError(f"batches [{first_batch}, {last_batch}) are not within [0, {self.num_batches})")
-        sizes = np.full(last_batch - first_batch, self.batch_size, np.int64)
-        positions = self._full_batches(first_batch, min(last_batch, self._num_full))
-        if first_batch < last_batch and last_batch > self._num_full:
-            last = self._last_batch % self.order.num_samples  # padding wraps
-            sizes[-1] = len(last)
-            positions = np.concatenate((positions, last))
-        return positions, sizes
-
-    def repeats(self, first_batch: int, last_batch: int) -> NDArray[np.bool_]:
-        """Which of `positions(first_batch, last_batch)` fill the last batch up a second time, bool [m]."""
-        flags = np.zeros(max(0, min(last_batch, self._num_full) - first_batch) * self.batch_size, bool)
-        if first_batch < last_batch and last_batch > self._num_full:
-            flags = np.concatenate((flags, self._last_batch >= self.order.num_samples))
-        return flags
-
-    def position_after(self, num_batches: int) -> int:
-        """The global position once all ranks have taken `num_batches` batches: what a state saves.
-
-        Raises `IndexError` unless 0 <= num_batches <= num_global_batches.
-        """
-        if not 0 <= num_batches <= self.num_global_batches:
-            raise IndexError(f"num_batches must be in [0, {self.num_global_batches}], got {num_batches}")
-        return min(self.order.num_samples, self.start + num_batches * self.global_batch_size)
+        return self.batch_plan.items(first_batch, last_batch)
 
     @property
     def padding(self) -> NDArray[np.int64]:
-        """Positions that this rank gets as padding, in its last batch, int64 [num_padded]."""
-        last = self._last_batch if self.num_padded else np.zeros(0, np.int64)
-        return last[last >= self.order.num_samples] % self.order.num_samples
+        """Positions that this rank gets as padding, in its last batch, int64 [k]."""
+        return self.batch_plan.padding
 
-    def whole_lanes(self, batch: int) -> tuple[NDArray[np.int64], NDArray[np.int64], int] | None:
-        """The lanes of which this rank takes the same share of every full batch, where it is so.
-
-        Returns:
-            lanes int64 [l], in the order in which a batch lists them; the depth int64 [l] in each at which
-            `batch` begins; the samples of each that a batch takes. From batch to batch, depths grow by these.
-        """
-        lanes, group = self.order.num_lanes, self.global_batch_size
-        each = group // lanes
-        if group % lanes or self.batch_size % each:
-            return None
-        first = self.rank * self.batch_size // each
-        own = np.arange(first, first + self.batch_size // each)
-        begin = self.start + batch * group
-        return own, -((own - begin) // lanes), each
-
-    def batches_within(self, first: int, end: int) -> range:
-        """The full batches whose positions, over all ranks, lie in [first, end)."""
-        begin = -(-max(0, first - self.start) // self.global_batch_size)
-        return range(begin, max(begin, min(self._num_full, (end - self.start) // self.global_batch_size)))
-
+    @abstractmethod
     def own_slots(self, window: int, windows: Windows | None = None) -> NDArray[np.int64] | None:
-        """The slots of a window that this rank's batches take, ascending, each once, int64 [j]; None for all.
+        """The slots of a window that this rank's batches take, ascending, int64 [j]; None for all.
 
         Padding, which comes back to the epoch's first windows, is left out. `windows` is the order unless
-        given. Costs O(samples of the window that are this rank's); nothing where one rank takes everything.
+        given.
         """
+
+    @property
+    def start(self) -> int:
+        """Items done before the first batch: a state's position."""
+        return self.batch_plan.start
+
+    @property
+    def num_batches(self) -> int:
+        """Batches of this rank, none of them empty."""
+        return self.batch_plan.num_batches
+
+    @property
+    def num_global_batches(self) -> int:
+        """Batches that at least one rank gets: the steps left in the epoch."""
+        return self.batch_plan.num_global_batches
+
+    @property
+    def num_padded(self) -> int:
+        """Items this rank gets a second time: the last ones of its last batch."""
+        return self.batch_plan.num_padded
+
+    @property
+    def num_padded_global(self) -> int:
+        """Items delivered a second time, over all ranks."""
+        return self.batch_plan.num_padded_global
+
+    @property
+    def num_dropped_global(self) -> int:
+        """Items that no rank gets in this epoch."""
+        return self.batch_plan.num_dropped_global
+
+    def repeats(self, first_batch: int, last_batch: int) -> NDArray[np.bool_]:
+        """Which items of batches [first_batch, last_batch) fill the last batch up a second time, bool [m]."""
+        return self.batch_plan.repeats(first_batch, last_batch)
+
+    def position_after(self, num_batches: int) -> int:
+        """Items done once all ranks have taken `num_batches` batches: what a state saves.
+
+        Raises `IndexError` unless 0 <= num_batches <= num_global_batches.
+        """
+        return self.batch_plan.position_after(num_batches)
+
+
+class EpochPlan(RankPlan):
+    """One rank's batches of an order's positions. Raises `ValueError` where an argument is out of range.
+
+    Args:
+        order: the epoch's.
+        batch_size, rank, world_size, tail: see `BatchPlan`.
+        start: global position of the first sample to deliver, in [0, num_samples]: a state's position.
+    """
+
+    def __init__(
+        self, order: Order, *, batch_size: int, rank: int, world_size: int, tail: Tail, start: int = 0
+    ) -> None:
+        batch_plan = BatchPlan(
+            num_items=order.num_samples,
+            num_lanes=order.num_lanes,
+            batch_size=batch_size,
+            rank=rank,
+            world_size=world_size,
+            tail=tail,
+            start=start,
+        )
+        super().__init__(order, batch_plan)
+
+    def own_slots(self, window: int, windows: Windows | None = None) -> NDArray[np.int64] | None:
+        """See `RankPlan.own_slots`; each slot comes once. O(samples of the window that are this rank's)."""
         windows = windows or self.order
-        first, end = windows.window_span(window)
-        done = self.start + self._num_full * self.global_batch_size
-        if (
-            self.world_size == 1
-            and self.start <= first
-            and end <= (done if self.tail == "drop" else self.order.num_samples)
-        ):
+        positions = self.batch_plan.own_items(*windows.window_span(window))
+        if positions is None:
             return None
-        begin = max(0, (first - self.start) // self.global_batch_size)
-        stop = min(self._num_full, max(begin, -(-(end - self.start) // self.global_batch_size)))
-        positions = self._full_batches(begin, stop)
-        if end > done and self._last_share[1]:
-            last = self._last_batch
-            positions = np.concatenate((positions, last[last < self.order.num_samples]))
-        found, slots = windows.locate(positions)
-        return np.sort(slots[found == window])
-
-    @property
-    def _num_full(self) -> int:
-        return (self.order.num_samples - self.start) // self.global_batch_size
-
-    @property
-    def _num_left(self) -> int:
-        return (self.order.num_samples - self.start) % self.global_batch_size
-
-    @property
-    def _last_size(self) -> int:
-        """Samples of all ranks in the incomplete global batch, padding included; 0 where there is none."""
-        left = self._num_left
-        if not left or self.tail == "drop":
-            return 0
-        if self.tail == "pad":
-            return self.global_batch_size
-        return -(-left // self.world_size) * self.world_size if self.tail == "even" else left
-
-    @property
-    def _last_share(self) -> tuple[int, int]:
-        """First and size of this rank's part of the incomplete global batch, by lane; size 0 for none."""
-        each, extra = divmod(self._last_size, self.world_size)
-        return self.rank * each + min(self.rank, extra), each + (self.rank < extra)
-
-    @cached_property
-    def _last_batch(self) -> NDArray[np.int64]:
-        """Positions of this rank in the incomplete global batch; padding lies beyond the epoch."""
-        first, size = self._last_share
-        begin = self.start + self._num_full * self.global_batch_size
-        return np.array(begin + self._shares(np.array([begin]), self._last_size, first, size)[0])
-
-    def _full_batches(self, first_batch: int, last_batch: int) -> NDArray[np.int64]:
-        """Positions of this rank in complete global batches, one after the other."""
-        if first_batch >= last_batch:
-            return np.empty(0, np.int64)
-        begin = self.start + np.arange(first_batch, last_batch) * self.global_batch_size
-        shares = self._shares(begin, self.global_batch_size, self.rank * self.batch_size, self.batch_size)
-        return (begin[:, None] + shares).reshape(-1)
-
-    def _shares(self, begin: NDArray[np.int64], size: int, first: int, count: int) -> NDArray[np.int64]:
-        """Offsets in batches of `size` that begin at these positions: `count` from the `first` by lane."""
-        lanes = self.order.num_lanes
-        # A batch's lanes depend on the lane it begins in: one and the same if the lanes divide the batch.
-        phases, which = np.unique(begin % lanes, return_inverse=True)
-        shares = [_share_by_lane(phase, size, lanes, first, count) for phase in phases.tolist()]
-        stacked: NDArray[np.int64] = np.stack(shares)[which]
-        return stacked
-
-
-@lru_cache(maxsize=64)
-def _share_by_lane(phase: int, size: int, num_lanes: int, first: int, count: int) -> NDArray[np.int64]:
-    """Offsets in a batch of `size` from lane `phase` on: `count` from the `first` by lane."""
-    if num_lanes == 1:
-        share = np.arange(first, first + count)
-    else:
-        lanes = (np.arange(phase, phase + size) % num_lanes).astype(np.uint16)
-        share = np.argsort(lanes, kind="stable")[first : first + count].copy()
-    share.setflags(write=False)
-    return share
+        numbers, slots = windows.locate(positions)
+        return np.sort(slots[numbers == window])
 
 
 @dataclass(frozen=True)

@@ -117,7 +117,7 @@ def figures_of(
     distances = neighbour_distances(stretch)
     codes = None if labels is None or labels.dtype.kind == "f" else labels
     blocks, shards = (distinct_per_batch(stretch, of) for of in (stretch.block, table.shard[stretch.block]))
-    read = amplification(stretch, reads, table, plans[0].batch_size)
+    read = amplification(stretch, reads, table, plans[0].batch_plan.batch_size)
     held = max(int(open_bytes(stretch, reads, node).max()) for node in range(stretch.num_nodes))
     full = stretch.order.shuffle.kind == "full"
     figures = Figures(
@@ -149,7 +149,7 @@ def _mean(
 
 
 def _rank_amplification(plans: Sequence[EpochPlan], table: BlockTable) -> float:
-    order, batch_size = plans[0].order, plans[0].batch_size
+    order, batch_size = plans[0].order, plans[0].batch_plan.batch_size
     read = reads_by_node(order, range(len(plans)), batch_size, cost=table.length)
     return float(read.sum() / table.length[table.num_samples > 0].sum())
 

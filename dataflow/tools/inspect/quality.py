@@ -82,11 +82,11 @@ def stretch_of(
     """
     if len(nodes) != len(plans) or not len(plans):
         raise ValueError(f"there must be one node a rank, got {len(nodes)} nodes for {len(plans)} ranks")
-    total, size = plans[0].num_global_batches, plans[0].global_batch_size
+    total, size = plans[0].num_global_batches, plans[0].batch_plan.global_batch_size
     if not total:
         raise ValueError(
             f"the epoch has no batch: {plans[0].order.num_samples} samples, {size} a global batch, and "
-            f"tail={plans[0].tail!r}; lower batch_size or keep the tail"
+            f"tail={plans[0].batch_plan.tail!r}; lower batch_size or keep the tail"
         )
     if batches is None:
         length = min(total, max(1, max_samples // size))

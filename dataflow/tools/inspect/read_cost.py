@@ -141,7 +141,7 @@ def first_batch_bytes(
         if order.shuffle.kind == "full"
         else max(order.window_span(window)[1] for window in first.tolist())
     )
-    positions = _delivered(plans, -(-(end - plans[0].start) // plans[0].global_batch_size))
+    positions = _delivered(plans, -(-(end - plans[0].start) // plans[0].batch_plan.global_batch_size))
     positions = positions[np.isin(windows_of(order, positions, together), first)]
     blocks = np.searchsorted(table.first_sample, order.samples(positions), side="right") - 1
     if located and order.shuffle.kind == "full":

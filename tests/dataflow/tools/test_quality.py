@@ -99,7 +99,7 @@ def test_a_long_epoch_is_sampled_from_its_middle(world, max_samples):
     table, plans, nodes = world
     stretch = stretch_of(plans, nodes, table, max_samples=max_samples)
     first, last, total = stretch.first_batch, stretch.last_batch, stretch.num_batches
-    assert last - first == min(total, max(1, max_samples // plans[0].global_batch_size))
+    assert last - first == min(total, max(1, max_samples // plans[0].batch_plan.global_batch_size))
     assert abs(first - (total - last)) <= 1
     assert stretch.sample.tolist() == [row[2] for row in plain_rows(plans, nodes, table, (first, last))]
 
@@ -209,7 +209,7 @@ def test_each_node_reads_a_block_once_a_window(world, located):
 def amplified(plans, nodes, table, **reading):
     stretch = stretch_of(plans, nodes, table)
     reads = reads_of(stretch, table, **{"located": False} | reading)
-    return amplification(stretch, reads, table, plans[0].batch_size)
+    return amplification(stretch, reads, table, plans[0].batch_plan.batch_size)
 
 
 @pytest.mark.parametrize("kind", ["window", "blocks", "none"])

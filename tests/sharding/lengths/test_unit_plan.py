@@ -88,7 +88,7 @@ def test_each_world_delivers_the_same_sequence(lengths, batching, world_size, ro
     if tail == "drop":
         assert together == alone[: len(together)]
         assert (
-            len(alone) - len(together) == plans[0].num_dropped_global < plans[0]._cuts.global_batch_size + 1
+            len(alone) - len(together) == plans[0].num_dropped_global < plans[0].batch_plan.global_batch_size + 1
         )
     elif tail == "uneven":
         assert Counter(together) == Counter(alone)
@@ -103,7 +103,7 @@ def test_all_ranks_have_the_same_number_of_batches(lengths, batching, world_size
     for tail in ("drop", "pad", "even"):
         plans = plans_of(made, world_size, tail, rows=rows)
         assert len({plan.num_batches for plan in plans}) == 1
-        assert all(plan.steps_agree for plan in plans)
+        assert all(plan.batch_plan.steps_agree for plan in plans)
 
 
 @given(sample_lengths, batchings)

@@ -24,7 +24,7 @@ from sharding.mixture.shares import (
 )
 from sharding.mixture.windows import MixturePlan, MixtureWindows, source_seed
 from sharding.order.order import Order, Shuffle
-from sharding.plan.plan import Tail
+from sharding.plan.batch_plan import Tail
 
 SHARES = st.lists(st.integers(0, 60), min_size=1, max_size=20).filter(any)
 WEIGHTS = [0, 1, 0.5, 0.3, 0.7, Fraction(1, 3), 2]

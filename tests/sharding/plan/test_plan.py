@@ -141,7 +141,7 @@ def test_uneven_shares_differ_by_one_sample_at_most(n, batch_size, world_size):
 def test_steps_agree_exactly_where_all_ranks_have_the_same_number(n, batch_size, world_size, tail):
     plans = plans_of(order_of(n), batch_size, world_size, tail)
     agree = len({plan.num_batches for plan in plans}) == 1
-    assert [plan.steps_agree for plan in plans] == [agree] * world_size
+    assert [plan.batch_plan.steps_agree for plan in plans] == [agree] * world_size
 
 
 @pytest.mark.parametrize("tail", TAILS)
@@ -278,10 +278,10 @@ def test_all_ranks_know_the_steps_of_all_ranks(n, batch_size, world_size, tail, 
     assert [plan.num_batches for plan in plans] == steps
     for plan in plans:
         assert plan.num_global_batches == max(steps)
-        assert plan.steps_agree == (min(steps) == max(steps))
+        assert plan.batch_plan.steps_agree == (min(steps) == max(steps))
         assert plan.position_after(max(steps)) == n - plan.num_dropped_global
     if tail != "uneven":
-        assert all(plan.steps_agree for plan in plans)
+        assert all(plan.batch_plan.steps_agree for plan in plans)
 
 
 @given(st.integers(0, 60), small, small, st.sampled_from(TAILS), st.data())
@@ -440,9 +440,9 @@ def test_whole_lanes_spell_out_what_a_rank_takes_of_full_batches(n, batch_size, 
     start = data.draw(st.integers(0, n))
     for plan in plans_of(order, batch_size, world_size, "drop", start=start):
         for batch in range(plan.num_batches):
-            found = plan.whole_lanes(batch)
+            found = plan.batch_plan.whole_lanes(batch)
             if found is None:
-                assert plan.global_batch_size % lanes or batch_size * lanes % plan.global_batch_size
+                assert plan.batch_plan.global_batch_size % lanes or batch_size * lanes % plan.batch_plan.global_batch_size
                 continue
             own, depths, each = found
             spelled = (own[:, None] + (depths[:, None] + np.arange(each)) * lanes).reshape(-1)
