@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 
 from benchmarks.report import origin, save_figures
 from sharding.lengths.batching import Packed
-from sharding.lengths.packing import pieces_of
+from sharding.lengths.cutting import pieces_of
 from sharding.lengths.unit_plan import UnitSequence
 from sharding.order.order import keyed_order
 
@@ -97,7 +97,7 @@ def distributions(texts: tuple[Path, ...]) -> dict[str, Documents]:
 
 
 def ours(documents: Documents, length: int) -> tuple[int, int]:
-    stats = UnitSequence(documents, Packed(length), 0, 0).stats
+    stats = UnitSequence(documents, Packed(length), seed=0, epoch=0).stats
     return stats.units, stats.split
 
 
@@ -108,7 +108,7 @@ def ours_tensors(documents: Documents, length: int) -> tuple[int, int]:
     from dataflow.batch.packed import packed
     from dataflow.ragged import Ragged
 
-    sequence = UnitSequence(documents, Packed(length), 0, 0)
+    sequence = UnitSequence(documents, Packed(length), seed=0, epoch=0)
     values, rows = np.zeros(int(documents.max()), np.int32), 0
     for first in range(0, sequence.num_units, 64):
         pieces, of_row = sequence.take(np.arange(first, min(first + 64, sequence.num_units)))

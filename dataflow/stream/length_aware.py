@@ -16,9 +16,9 @@ from dataflow.decode.outputs import Output
 from dataflow.mixture import Mixture
 from prefetch.store.shard_files import shard_file
 from sharding.lengths.batching import Batching, Bucketed, Packed, TokenBudget
-from sharding.lengths.found import resolve_lengths
-from sharding.lengths.unit_planner import UnitPlanner
-from sharding.lengths.units import DEFAULT_WINDOW_SAMPLES
+from sharding.lengths.column_lengths import resolve_lengths
+from sharding.lengths.unit_plan import UnitPlanner
+from sharding.lengths.units import DEFAULT_MEGABATCH_SAMPLES
 
 _THREADS = 16
 
@@ -111,9 +111,9 @@ def _output(name: str, dataset: ShardedDataset) -> Output | None:
 def make_planner(batching: Batching, dataset: ShardedDataset, window_bytes: int) -> UnitPlanner:
     """Find the lengths, and plan with them. Reads shards where the catalog does not know.
 
-    Where `batching.window` is None, a planning window holds about `window_bytes` of blocks.
+    Where `batching.window` is None, a megabatch holds about `window_bytes` of blocks.
 
-    Raises as `sharding.lengths.found.resolve_lengths` does.
+    Raises as `sharding.lengths.column_lengths.resolve_lengths` does.
     """
     output = _output(batching.column, dataset)
     stored = output.sources[0] if output is not None else batching.column  # `columns=` may rename
@@ -134,5 +134,5 @@ def make_planner(batching: Batching, dataset: ShardedDataset, window_bytes: int)
     if len(lengths) and output is not None:
         _check_others(batching, dataset, lengths)
     held = max(1, int(np.maximum(blocks.length, blocks.nbytes).sum()))
-    window = max(1, min(DEFAULT_WINDOW_SAMPLES, window_bytes * len(lengths) // held))
+    window = max(1, min(DEFAULT_MEGABATCH_SAMPLES, window_bytes * len(lengths) // held))
     return UnitPlanner(lengths, batching, window)

@@ -8,7 +8,7 @@ from typing import cast
 
 from dataflow.dataset import ShardedDataset
 from dataflow.mixture import Mixture
-from sharding.lengths.unit_planner import UnitPlanner
+from sharding.lengths.unit_plan import UnitPlanner
 from sharding.mixture.windows import MixturePlan, MixtureWindows
 from sharding.order.order import Order, Shuffle
 from sharding.plan.batch_plan import Tail

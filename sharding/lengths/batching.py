@@ -1,4 +1,4 @@
-"""What a user says about length-aware batches: three frozen values, and how each cuts a planning window.
+"""What a user says about length-aware batches: three frozen values, and how each cuts a megabatch.
 
 `Packed` fills rows of a fixed length with several documents each, `TokenBudget` makes batches of like
 padded size, `Bucketed` batches of a fixed number of samples of like length. See docs/batching.md.
@@ -7,15 +7,14 @@ padded size, `Bucketed` batches of a fixed number of samples of like length. See
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
-from typing import Any, get_args
+from dataclasses import KW_ONLY, dataclass, field, fields, replace
+from typing import Any, ClassVar, Self, get_args
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from sharding.lengths.buckets import bucket, budget, equal_share_boundaries
-from sharding.lengths.packing import Overlong, pack
-from sharding.lengths.units import DEFAULT_WINDOW_SAMPLES, NO_PIECES, Pieces, Units
+from sharding.lengths.cutting import Overlong, bucket, budget, equal_share_boundaries, pack
+from sharding.lengths.units import DEFAULT_MEGABATCH_SAMPLES, NO_PIECES, Pieces, Units
 
 Lengths = str | ArrayLike | Callable[[Any], ArrayLike]
 """Where lengths come from: a column (its values if they are integers, else their lengths), an array with
@@ -24,8 +23,10 @@ one entry a sample in file order, or a function of the catalog that gives one.""
 
 @dataclass(frozen=True, kw_only=True)
 class BatchedColumns:
-    """What every batching says of columns, beside the one whose lengths count."""
+    """What every batching says of columns, beside the one whose lengths count, and of itself."""
 
+    kind: ClassVar[str]
+    """What a state calls it."""
     columns: Sequence[str] = ()
     """Those that are cut, packed or padded alike: lists, in each sample as long as that of `column`."""
     whole: Sequence[str] = ()
@@ -35,7 +36,8 @@ class BatchedColumns:
     lengths: Lengths | None = field(default=None, compare=False, repr=False)
     """Where lengths come from; None: `column`."""
     window: int | None = None
-    """Consecutive samples of the epoch's order that are planned together; their blocks are held in memory.
+    """Samples of a megabatch: consecutive ones of the epoch's order that are planned together, and whose blocks
+    are held in memory.
     None: 16,384, less where samples are large for the memory limit."""
 
     def _resolve(self, column: str) -> None:
@@ -54,11 +56,50 @@ class BatchedColumns:
         padded = self.pad if isinstance(self.pad, Mapping) else {}
         if strange := [name for name in padded if name not in columns]:
             raise ValueError(f"pad names {strange[0]!r}, which is not in columns={list(columns)}")
-        _check_at_least(self, 1, *_given(self.window))
+        if self.window is not None:
+            _check_at_least(self, 1, "window")
 
     def pad_of(self, column: str) -> int:
         """What fills a column up."""
         return self.pad.get(column, 0) if isinstance(self.pad, Mapping) else self.pad
+
+    @property
+    def rows_are_units(self) -> bool:
+        """Whether a unit is one row of a batch, not a whole batch."""
+        return False
+
+    @property
+    def cuts(self) -> bool:
+        """Whether a piece need not be a whole sample."""
+        return False
+
+    @property
+    def sizes_multiple(self) -> int:
+        """All megabatches but the last have a multiple of this many samples."""
+        return 1
+
+    def resolved(self, lengths: NDArray[np.integer], window: int = DEFAULT_MEGABATCH_SAMPLES) -> Self:
+        """The value with nothing left open: `window`, and what follows from all lengths."""
+        return replace(self, window=self.window or window)
+
+    def cut(
+        self, lengths: NDArray[np.integer], key: int | None, carried: Pieces = NO_PIECES, last: bool = True
+    ) -> Units:
+        """The units of one megabatch. Call it on what `resolved` gave.
+
+        Args:
+            lengths: [n], elements of each sample.
+            key: decides the order of the units; None: their first samples do.
+            carried: pieces left by the megabatch before.
+            last: whether no megabatch follows.
+        """
+        raise NotImplementedError
+
+    def to_json(self) -> dict[str, object]:
+        """What decides about the units, as JSON types, without `lengths`."""
+        left_out = ("lengths", "columns", "whole", "pad")  # a state may be gone on with other columns
+        values = {one.name: getattr(self, one.name) for one in fields(self) if one.name not in left_out}
+        return {"kind": self.kind} | {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}
 
 
 @dataclass(frozen=True)
@@ -80,26 +121,15 @@ class Packed(BatchedColumns):
                 f"overlong must be one of {', '.join(get_args(Overlong))}, got {self.overlong!r}"
             )
 
-    sizes_multiple = 1
-    """Planning windows may have any size."""
+    kind = "packed"
     rows_are_units = True
-    """A unit is one row of a batch, not a whole batch."""
     cuts = True
-    """A piece need not be a whole sample."""
-
-    def resolved(self, lengths: NDArray[np.integer], window: int = DEFAULT_WINDOW_SAMPLES) -> Packed:
-        """The value with a window."""
-        return replace(self, window=self.window or window)
 
     def cut(
         self, lengths: NDArray[np.integer], key: int | None, carried: Pieces = NO_PIECES, last: bool = True
     ) -> Units:
-        """See `packing.pack`."""
+        """See `cutting.pack`."""
         return pack(lengths, self.length, self.overlong, key, carried=carried, last=last)
-
-    def to_json(self) -> dict[str, object]:
-        """What decides about the units, as JSON types, without `lengths`."""
-        return _to_json(self)
 
 
 @dataclass(frozen=True)
@@ -114,6 +144,7 @@ class TokenBudget(BatchedColumns):
     """Most samples of a batch."""
     multiple: int = 1
     """Padded lengths are rounded up to a multiple of this; 8 suits tensor cores."""
+    _: KW_ONLY
     overlong: Overlong = "error"
     """Samples that do not fit alone: "error", or "truncate" (what is lost is counted)."""
 
@@ -127,30 +158,18 @@ class TokenBudget(BatchedColumns):
         if self.overlong not in ("truncate", "error"):
             raise ValueError(f"overlong must be truncate or error, got {self.overlong!r}")
 
-    sizes_multiple = 1
-    """Planning windows may have any size."""
-    rows_are_units = False
-    """A unit is a whole batch."""
+    kind = "token_budget"
 
     @property
     def cuts(self) -> bool:
-        """A piece need not be a whole sample."""
+        """See `BatchedColumns`."""
         return self.overlong == "truncate"
-
-    def resolved(self, lengths: NDArray[np.integer], window: int = DEFAULT_WINDOW_SAMPLES) -> TokenBudget:
-        """The value with a window."""
-        return replace(self, window=self.window or window)
 
     def cut(
         self, lengths: NDArray[np.integer], key: int | None, carried: Pieces = NO_PIECES, last: bool = True
     ) -> Units:
-        """See `length_batches.budget`; nothing is carried."""
-        truncate = self.overlong == "truncate"
-        return budget(lengths, self.max_tokens, self.max_samples, self.multiple, truncate, key)
-
-    def to_json(self) -> dict[str, object]:
-        """What decides about the units, as JSON types, without `lengths`."""
-        return _to_json(self)
+        """See `cutting.budget`; nothing is carried."""
+        return budget(lengths, self.max_tokens, self.max_samples, self.multiple, self.cuts, key)
 
 
 @dataclass(frozen=True)
@@ -178,17 +197,14 @@ class Bucketed(BatchedColumns):
             raise ValueError(f"boundaries must be ascending integers >= 0, got {self.boundaries!r}")
         object.__setattr__(self, "boundaries", bounds)
 
-    rows_are_units = False
-    """A unit is a whole batch."""
-    cuts = False
-    """A piece is a whole sample."""
+    kind = "bucketed"
 
     @property
     def sizes_multiple(self) -> int:
-        """Whole batches, so that only the last planning window has a short one."""
+        """Whole batches, so that only the last megabatch has a short one."""
         return self.batch_size
 
-    def resolved(self, lengths: NDArray[np.integer], window: int = DEFAULT_WINDOW_SAMPLES) -> Bucketed:
+    def resolved(self, lengths: NDArray[np.integer], window: int = DEFAULT_MEGABATCH_SAMPLES) -> Bucketed:
         """The value with a window, and boundaries chosen."""
         bounds = self.boundaries
         if isinstance(bounds, int):
@@ -198,34 +214,16 @@ class Bucketed(BatchedColumns):
     def cut(
         self, lengths: NDArray[np.integer], key: int | None, carried: Pieces = NO_PIECES, last: bool = True
     ) -> Units:
-        """See `length_batches.bucket`. Needs boundaries: call it on what `resolved` gave. Carries nothing."""
+        """See `cutting.bucket`; nothing is carried."""
         assert not isinstance(self.boundaries, int)
-        boundaries = np.array(self.boundaries, np.int64)
-        return bucket(lengths, self.batch_size, boundaries, self.multiple, key)
-
-    def to_json(self) -> dict[str, object]:
-        """What decides about the units, as JSON types, without `lengths`."""
-        return _to_json(self)
+        return bucket(lengths, self.batch_size, np.array(self.boundaries, np.int64), self.multiple, key)
 
 
 Batching = Packed | TokenBudget | Bucketed
 
-_KINDS: dict[type[Batching], str] = {Packed: "packed", TokenBudget: "token_budget", Bucketed: "bucketed"}
 
-
-def _to_json(value: Batching) -> dict[str, object]:
-    left_out = ("lengths", "columns", "whole", "pad")  # a state may be gone on with other columns
-    given = {one.name: getattr(value, one.name) for one in fields(value) if one.name not in left_out}
-    values = {name: list(v) if isinstance(v, tuple) else v for name, v in given.items()}
-    return {"kind": _KINDS[type(value)]} | values
-
-
-def _given(window: int | None) -> tuple[str, ...]:
-    return () if window is None else ("window",)
-
-
-def _check_at_least(value: object, least: int, *names: str) -> None:
+def _check_at_least(batching: object, least: int, *names: str) -> None:
     for name in names:
-        given = getattr(value, name)
-        if type(given) is not int or given < least:
-            raise ValueError(f"{name} must be an integer >= {least}, got {given!r}")
+        number = getattr(batching, name)
+        if type(number) is not int or number < least:
+            raise ValueError(f"{name} must be an integer >= {least}, got {number!r}")

@@ -1,21 +1,21 @@
-"""One rank's batches of an epoch whose batches depend on lengths.
+"""The length-aware plans of a run: one for each epoch, rank and place in it, from the lengths of all samples.
 
-The units of all planning windows (packed rows, or whole batches) follow one another in one sequence, which
-depends on (seed, epoch, order, lengths, batching) and on nothing else: all ranks compute the same, in any
-world. In file order, the units of a planning window follow their first samples. A batch is one unit, or as
-many rows as the loader's batch size. Global batch b of W ranks holds units [start + b*G, start + (b+1)*G), G
-being units a batch times W, and rank r the r-th part of them; so `EpochPlan`'s arithmetic holds with units
-for samples: the same number of batches for every rank, its tail rules for what is left over, and one number,
-the units done, resumes the epoch in any world.
+The units of all megabatches (packed rows, or whole batches) follow one another in one sequence, which depends
+on (seed, epoch, order, lengths, batching) and on nothing else: all ranks compute the same, in any world. In
+file order, the units of a megabatch follow their first samples. A batch is one unit, or as many rows as the
+loader's batch size. Units are dealt to ranks by the arithmetic that deals out samples, `BatchPlan`: the same
+number of batches for every rank, its tail rules for what is left over, and one number, the units done, resumes
+the epoch in any world.
 
-To know how many units there are, all planning windows are planned once (a pass of a few million samples a
-second, on first use); after that a batch costs planning its window again, if it is not one of the last few.
+To know how many units there are, all megabatches are planned once (a pass of a few million samples a second,
+on first use); after that a batch costs planning its megabatch again, if it is not one of the last few.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import hashlib
+from collections.abc import Callable, Mapping
+from dataclasses import KW_ONLY, dataclass
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any
@@ -24,24 +24,27 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sharding.cached_property import cached_property
-from sharding.lengths.batching import Batching
+from sharding.lengths.batching import Batching, Bucketed, Packed
 from sharding.lengths.units import (
-    DEFAULT_WINDOW_SAMPLES,
+    DEFAULT_MEGABATCH_SAMPLES,
     NO_PIECES,
     LengthStats,
     Pieces,
     Units,
     joined,
-    planning_bounds,
-    ranges,
+    megabatch_bounds,
 )
-from sharding.order.order import Order, mix_key
+from sharding.order.keyed import mix_key
+from sharding.order.order import Order
+from sharding.order.windows import ranges
 from sharding.plan.batch_plan import BatchPlan, Tail
 from sharding.plan.plan import RankPlan, Windows
 
 _UNITS = 0x756E6974
-"""Purpose of a key: the order of the units in a planning window."""
-_KEPT_WINDOWS = 4
+"""Purpose of a key: the order of the units in a megabatch."""
+_KEPT_EPOCHS = 2
+"""The loader and its stream, which is an epoch ahead at times, ask for the same ones."""
+_KEPT_MEGABATCHES = 4
 _KEPT_LOCATED = 64
 _CHUNK = 1 << 20
 
@@ -57,16 +60,17 @@ def epoch_lengths(order: Order, lengths: NDArray[np.integer]) -> NDArray[np.inte
 
 @dataclass(frozen=True, eq=False)
 class UnitSequence:
-    """All units of one epoch, planned window by window. Shared by the plans of any ranks; thread-safe."""
+    """All units of one epoch, megabatch by megabatch. Shared by the plans of any ranks; thread-safe."""
 
     lengths: NDArray[np.integer]
     """[num_samples], by position: what `epoch_lengths` gives."""
     batching: Batching
     """`resolved`."""
+    _: KW_ONLY
     seed: int
     epoch: int
     shuffled: bool = True
-    """False: the units of a planning window come in the order of their first samples."""
+    """False: the units of a megabatch come in the order of their first samples."""
 
     def __post_init__(self) -> None:
         if len(self.lengths) and int(self.lengths.min()) < 0:
@@ -74,17 +78,16 @@ class UnitSequence:
 
     @cached_property
     def bounds(self) -> NDArray[np.int64]:
-        """First position of every planning window, and the number of samples, int64 [windows + 1]."""
-        return planning_bounds(
-            len(self.lengths), self.batching.window or DEFAULT_WINDOW_SAMPLES, self.batching.sizes_multiple
-        )
+        """First position of every megabatch, and the number of samples, int64 [megabatches + 1]."""
+        size = self.batching.window or DEFAULT_MEGABATCH_SAMPLES
+        return megabatch_bounds(len(self.lengths), size, self.batching.sizes_multiple)
 
     @cached_property
     def _counted(self) -> tuple[NDArray[np.int64], LengthStats, list[Pieces]]:
-        """First units, sums, and what was left to each window."""
+        """First units, sums, and what was left to each megabatch."""
         counts, stats, carried = [0], [], [NO_PIECES]
-        for window in range(len(self.bounds) - 1):
-            units = self._plan(window, carried[window])
+        for megabatch in range(len(self.bounds) - 1):
+            units = self._plan(megabatch, carried[megabatch])
             counts.append(len(units))
             stats.append(units.stats)
             carried.append(units.carried)
@@ -92,7 +95,7 @@ class UnitSequence:
 
     @property
     def first_unit(self) -> NDArray[np.int64]:
-        """Number of every planning window's first unit, and the number of units, int64 [windows + 1]."""
+        """Number of every megabatch's first unit, and the number of units, int64 [megabatches + 1]."""
         return self._counted[0]
 
     @property
@@ -110,37 +113,31 @@ class UnitSequence:
         """Units but for a last batch that is short of samples, as `Bucketed` may have: what "drop" deals."""
         return self.num_units - (len(self.lengths) % self.batching.sizes_multiple > 0)
 
-    def units(self, window: int) -> Units:
-        """The units of a planning window; the last few are kept."""
-        return self._planned(window)
-
     @cached_property
-    def _planned(self) -> Callable[[int], Units]:
-        return lru_cache(_KEPT_WINDOWS)(lambda window: self._plan(window, self._counted[2][window]))
+    def units(self) -> Callable[[int], Units]:
+        """The units of a megabatch; the last few are kept."""
+        carried = self._counted[2]
+        return lru_cache(_KEPT_MEGABATCHES)(lambda megabatch: self._plan(megabatch, carried[megabatch]))
 
-    def _plan(self, window: int, carried: Pieces) -> Units:
-        first, end = self.bounds[window : window + 2].tolist()
-        key = mix_key(self.seed, self.epoch, _UNITS, window) if self.shuffled else None
+    def _plan(self, megabatch: int, carried: Pieces) -> Units:
+        first, end = self.bounds[megabatch : megabatch + 2].tolist()
+        key = mix_key(self.seed, self.epoch, _UNITS, megabatch) if self.shuffled else None
         return self.batching.cut(self.lengths[first:end], key, carried, end == len(self.lengths))
-
-    def window_of_units(self, units: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The planning window of each unit, int64 [n]."""
-        return np.searchsorted(self.first_unit, units, side="right") - 1
 
     def take(self, units: NDArray[np.int64]) -> tuple[Pieces, NDArray[np.int64]]:
         """The pieces of the units, in the order given, and how many each has, int64 [n].
 
-        Positions count from the epoch's first. Units that follow one another in a window are cheapest.
+        Positions count from the epoch's first. Units that follow one another in a megabatch are cheapest.
         """
         parts, counts = [], np.empty(len(units), np.int64)
-        windows = self.window_of_units(units)
-        cuts = [0, *(np.flatnonzero(np.diff(windows)) + 1).tolist(), len(units)]
+        megabatches = np.searchsorted(self.first_unit, units, side="right") - 1
+        cuts = [0, *(np.flatnonzero(np.diff(megabatches)) + 1).tolist(), len(units)]
         for begin, end in pairwise(cuts) if len(units) else ():
-            window = int(windows[begin])
-            planned, own = self.units(window), units[begin:end] - self.first_unit[window]
-            counts[begin:end] = many = np.diff(planned.first)[own]
-            rows = ranges(planned.first[own], many)
-            parts.append(planned.pieces.take(rows).moved(int(self.bounds[window])))
+            megabatch = int(megabatches[begin])
+            plan, own = self.units(megabatch), units[begin:end] - self.first_unit[megabatch]
+            counts[begin:end] = np.diff(plan.first)[own]
+            rows = ranges(plan.first[own], counts[begin:end])
+            parts.append(plan.pieces.take(rows).shifted(int(self.bounds[megabatch])))
         return joined(parts), counts
 
 
@@ -273,3 +270,76 @@ class UnitPlan(RankPlan):
         first, end = self.sequence.first_unit[megabatch : megabatch + 2].tolist()
         units = self.batch_plan.own_items(first, end)
         return self.sequence.take(np.arange(first, end) if units is None else units)[0]
+
+
+class UnitPlanner:
+    """Makes the plans of any epoch of one dataset. Thread-safe.
+
+    Args:
+        lengths: [num_samples] in file order, as `column_lengths.resolve_lengths` gives them.
+        batching: as the user gives it.
+        window: samples of a megabatch where that leaves it open.
+    """
+
+    def __init__(
+        self, lengths: NDArray[np.integer], batching: Batching, window: int = DEFAULT_MEGABATCH_SAMPLES
+    ) -> None:
+        self.lengths, self._open_batching = lengths, batching
+        self.batching = batching.resolved(lengths, window)
+        # Replaced, never changed: two threads may find the same units at the same time, no more.
+        self._sequences: tuple[tuple[object, UnitSequence], ...] = ()
+
+    def plan(
+        self, order: Order, *, units_per_batch: int, rank: int, world_size: int, tail: Tail, start: int = 0
+    ) -> UnitPlan:
+        """See `UnitPlan`; the units of the order's epoch are found if they are not known."""
+        return UnitPlan(
+            order,
+            self.sequence(order),
+            units_per_batch=units_per_batch,
+            rank=rank,
+            world_size=world_size,
+            tail=tail,
+            start=start,
+        )
+
+    def sequence(self, order: Order) -> UnitSequence:
+        """The units of an order of the dataset's samples."""
+        key = order.seed, order.epoch, order.shuffle
+        for other, sequence in self._sequences:
+            if other == key:
+                return sequence
+        sequence = UnitSequence(
+            epoch_lengths(order, self.lengths),
+            self.batching,
+            seed=order.seed,
+            epoch=order.epoch,
+            shuffled=order.shuffle.kind != "none",
+        )
+        self._sequences = ((key, sequence), *self._sequences[: _KEPT_EPOCHS - 1])
+        return sequence
+
+    @property
+    def samples_per_unit(self) -> int:
+        """About how many samples a unit has, for sizing; nothing is planned for it."""
+        mean = max(1.0, float(self.lengths.mean())) if len(self.lengths) else 1.0
+        if isinstance(self.batching, Bucketed):
+            return self.batching.batch_size
+        if isinstance(self.batching, Packed):
+            return max(1, int(self.batching.length / mean))
+        most = self.batching.max_samples or len(self.lengths)
+        return max(1, min(int(self.batching.max_tokens / mean), most))
+
+    def resumed(self, mark: Mapping[str, object]) -> UnitPlanner:
+        """The planner of a state with this mark: its megabatch is taken where the user gave none."""
+        window = mark.get("window")
+        if self._open_batching.window is not None or type(window) is not int or window < 1:
+            return self
+        same = window == self.batching.window
+        return self if same else UnitPlanner(self.lengths, self._open_batching, window)
+
+    @cached_property
+    def mark(self) -> dict[str, object]:
+        """What must agree for a number of units to mean the same ones, as JSON types: a state keeps it."""
+        digest = hashlib.blake2b(self.lengths.astype("<i8").tobytes(), digest_size=8)
+        return self.batching.to_json() | {"lengths": digest.hexdigest()}

@@ -1,11 +1,11 @@
-"""Units of delivery cut from a planning window: what length-aware batching plans with.
+"""Megabatches, and the units of delivery that they are cut into.
 
-An epoch's positions are cut into *planning windows* of consecutive positions, each planned on its own
-from the lengths of its samples. A plan of a window is a list of *units*, each a list of *pieces* of
-samples: a packed row, or a batch of samples of like length. A unit is found by planning one window, given
-the few pieces that the window before left to it; the number of units in all windows before counts them.
+An epoch's positions are cut into *megabatches* of consecutive positions, each planned on its own from the
+lengths of its samples. The plan of a megabatch is a list of *units*, each a list of *pieces* of samples: a
+packed row, or a batch of samples of like length. A unit is found by planning one megabatch, given the few
+pieces that the one before left to it; the number of units in all megabatches before counts them.
 
-The first windows of an epoch are small and double, so that the first batch waits for few reads.
+The first megabatches of an epoch are small and double, so that the first batch waits for few reads.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from dataclasses import dataclass, fields
 import numpy as np
 from numpy.typing import NDArray
 
-FIRST_WINDOW_SAMPLES = 1024
-"""Samples in the first planning window of an epoch; each next one doubles up to the full size."""
-DEFAULT_WINDOW_SAMPLES = 16_384
+FIRST_MEGABATCH_SAMPLES = 1024
+"""Samples of the first megabatch of an epoch; each next one doubles up to the full size."""
+DEFAULT_MEGABATCH_SAMPLES = 16_384
 """Samples planned together where nobody says; more pack no better in practice and hold more memory."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class LengthStats:
-    """What a plan makes of the lengths; sums over windows. Lengths count elements of the length column."""
+    """What a plan makes of the lengths; sums over megabatches. Lengths count elements of the length column."""
 
     units: int = 0
     """Packed rows, or batches."""
@@ -51,10 +51,8 @@ class LengthStats:
     @classmethod
     def total(cls, parts: Iterable[LengthStats]) -> LengthStats:
         """Sums, field by field."""
-        names, sums = [field.name for field in fields(cls)], cls()
-        for part in parts:
-            sums = cls(*(getattr(sums, name) + getattr(part, name) for name in names))
-        return sums
+        terms = list(parts)
+        return cls(**{one.name: sum(getattr(term, one.name) for term in terms) for one in fields(cls)})
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,7 +60,7 @@ class Pieces:
     """e pieces of samples, in order."""
 
     position: NDArray[np.int64]
-    """[e]: the sample; counted in its window, or in the epoch."""
+    """[e]: the sample; counted in its megabatch, or in the epoch."""
     begin: NDArray[np.int64]
     """[e]: first element of the sample that the piece takes."""
     length: NDArray[np.int64]
@@ -75,7 +73,7 @@ class Pieces:
         """Some of the pieces."""
         return Pieces(self.position[rows], self.begin[rows], self.length[rows])
 
-    def moved(self, by: int) -> Pieces:
+    def shifted(self, by: int) -> Pieces:
         """The same pieces of positions that count from elsewhere."""
         return Pieces(self.position + by, self.begin, self.length)
 
@@ -87,15 +85,15 @@ NO_PIECES = Pieces(_NONE, _NONE, _NONE)
 
 @dataclass(frozen=True, eq=False)
 class Units:
-    """The units of one planning window."""
+    """The units of one megabatch."""
 
     pieces: Pieces
-    """In unit order; positions count from the window's first, and are negative where they were carried."""
+    """In unit order; positions count from the megabatch's first, and are negative where they were carried."""
     first: NDArray[np.int64]
     """[units + 1]: unit u has the pieces `first[u]` up to `first[u + 1]`."""
     stats: LengthStats
     carried: Pieces = NO_PIECES
-    """What is left to the next window; positions count from that one's first, and are negative."""
+    """What is left to the next megabatch; positions count from that one's first, and are negative."""
 
     def __len__(self) -> int:
         return len(self.first) - 1
@@ -109,24 +107,17 @@ def joined(parts: list[Pieces]) -> Pieces:
     return Pieces(*(np.concatenate(column) for column in zip(*columns, strict=True)))
 
 
-def planning_bounds(num_samples: int, window: int, multiple: int = 1) -> NDArray[np.int64]:
-    """First position of every planning window, and `num_samples` at the end, int64 [windows + 1].
+def megabatch_bounds(num_samples: int, size: int, multiple: int = 1) -> NDArray[np.int64]:
+    """First position of every megabatch, and `num_samples` at the end, int64 [megabatches + 1].
 
     Sizes are multiples of `multiple`, but for the last one.
     """
-    size, start, bounds = min(window, FIRST_WINDOW_SAMPLES), 0, list[int]()
-    full = -(-window // multiple) * multiple
-    while size < window and start < num_samples:
+    next_size, start, bounds = min(size, FIRST_MEGABATCH_SAMPLES), 0, list[int]()
+    while next_size < size and start < num_samples:
         bounds.append(start)
-        start, size = start + -(-size // multiple) * multiple, size * 2
-    steady = np.arange(start, max(num_samples, start), full)
+        start, next_size = start + -(-next_size // multiple) * multiple, next_size * 2
+    steady = np.arange(start, max(num_samples, start), -(-size // multiple) * multiple)
     return np.concatenate((bounds, steady, [num_samples])).astype(np.int64)
-
-
-def ranges(starts: NDArray[np.int64], counts: NDArray[np.int64]) -> NDArray[np.int64]:
-    """`starts[i], starts[i] + 1, ...`, `counts[i]` of them for each i, one after the other."""
-    before = np.cumsum(counts) - counts
-    return np.repeat(starts - before, counts) + np.arange(int(counts.sum()))
 
 
 def stable_order(key: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -100,7 +100,7 @@ class WindowTable:
     def samples_of(self, cells: NDArray[np.int64]) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
         """Block ordinal and row of every sample of some cells, in the order of their blocks."""
         pieces, size = self._pieces(cells)
-        return np.repeat(self.piece_ordinal[pieces], size), _ranges(self.piece_row[pieces], size)
+        return np.repeat(self.piece_ordinal[pieces], size), ranges(self.piece_row[pieces], size)
 
     def rows_of(
         self, cells: NDArray[np.int64], num_samples: NDArray[np.int64]
@@ -115,7 +115,7 @@ class WindowTable:
             return blocks, None
         once, which = np.unique(blocks, return_inverse=True)
         counts = num_samples[once]
-        return once, _ranges((np.cumsum(counts) - counts)[which] + row, size)
+        return once, ranges((np.cumsum(counts) - counts)[which] + row, size)
 
     def _pieces(self, cells: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """The pieces of some cells, and their samples."""
@@ -124,7 +124,7 @@ class WindowTable:
         return pieces, self.piece_start[pieces + 1] - self.piece_start[pieces]
 
 
-def _ranges(first: NDArray[np.int64], size: NDArray[np.int64]) -> NDArray[np.int64]:
+def ranges(first: NDArray[np.int64], size: NDArray[np.int64]) -> NDArray[np.int64]:
     """`size[i]` consecutive numbers from `first[i]` on, for each i."""
     out = np.arange(int(size.sum()))
     out += np.repeat(first - (np.cumsum(size) - size), size)

@@ -9,7 +9,7 @@ import torch
 
 from dataflow import Bucketed, Packed, Ragged, TokenBudget
 from dataflow.batch.packed import batch_columns
-from sharding.lengths.found import resolve_lengths
+from sharding.lengths.column_lengths import resolve_lengths
 from sharding.lengths.unit_plan import UnitPlan, UnitSequence, epoch_lengths
 from sharding.order.order import Order, Shuffle
 from tests.datasets_kit import MAKERS
@@ -20,7 +20,7 @@ FORMATS = {"parquet": "lst", "megatron": "tokens", "tar": "bin"}
 def plan_of(dataset, batching, *, rank=0, world_size=1, tail="uneven", start=0, rows=1):
     order = Order(dataset.catalog.blocks.num_samples, Shuffle("window", 4), seed=3, epoch=1)
     lengths = resolve_lengths(batching.lengths, dataset.catalog, batching.column)
-    sequence = UnitSequence(epoch_lengths(order, lengths), batching.resolved(lengths), 3, 1)
+    sequence = UnitSequence(epoch_lengths(order, lengths), batching.resolved(lengths), seed=3, epoch=1)
     made = {"rank": rank, "world_size": world_size, "tail": tail, "start": start}
     return UnitPlan(order, sequence, units_per_batch=rows, **made)
 

@@ -57,7 +57,7 @@ SHUFFLES = [
 @pytest.fixture(autouse=True, scope="module")
 def _small_first_windows() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(units_module, "FIRST_WINDOW_SAMPLES", 4)
+        patch.setattr(units_module, "FIRST_MEGABATCH_SAMPLES", 4)
         yield
 
 
@@ -81,7 +81,9 @@ def units_of(loader: DataLoader, data: Made, epoch: int = 0) -> list[Unit]:
     order = Order(loader.dataset.catalog.blocks.num_samples, loader.shuffle, seed=loader.seed, epoch=epoch)
     numbers = order.samples(np.arange(len(lengths)))
     shuffled = loader.shuffle.kind != "none"
-    sequence = UnitSequence(lengths[numbers], batching.resolved(lengths), loader.seed, epoch, shuffled)
+    sequence = UnitSequence(
+        lengths[numbers], batching.resolved(lengths), seed=loader.seed, epoch=epoch, shuffled=shuffled
+    )
     pieces, counts = sequence.take(np.arange(sequence.num_units))
     flat = [
         (documents[numbers[p]], b, n)

@@ -33,7 +33,7 @@ ROW = 4
 @pytest.fixture(autouse=True, scope="module")
 def _small_first_windows() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(units_module, "FIRST_WINDOW_SAMPLES", 4)
+        patch.setattr(units_module, "FIRST_MEGABATCH_SAMPLES", 4)
         yield
 
 

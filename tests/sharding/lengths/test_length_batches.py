@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from sharding.errors import DataflowError
-from sharding.lengths.buckets import bucket, budget, equal_share_boundaries
+from sharding.lengths.cutting import bucket, budget, equal_share_boundaries
 
 samples = st.lists(st.integers(0, 60), max_size=80) | st.lists(st.integers(0, 20), min_size=30, max_size=80)
 multiples = st.integers(1, 9)

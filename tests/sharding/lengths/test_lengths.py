@@ -8,7 +8,7 @@ import pytest
 from dataflow import ShardedDataset
 from sharding.catalog.build import open_by_fsspec
 from sharding.errors import SampleError
-from sharding.lengths.found import column_lengths, resolve_lengths
+from sharding.lengths.column_lengths import column_lengths, resolve_lengths
 from tests.datasets_kit import MAKERS, write_tar
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from sharding.errors import DataflowError
-from sharding.lengths.packing import best_fit_rows, pack, pieces_of
+from sharding.lengths.cutting import best_fit_rows, pack, pieces_of
 from sharding.lengths.units import NO_PIECES, Pieces
 
 capacities = st.integers(1, 40)

@@ -10,8 +10,7 @@ from hypothesis import given, strategies as st
 
 from sharding.lengths import units as units_module
 from sharding.lengths.batching import Bucketed, Packed, TokenBudget
-from sharding.lengths.unit_plan import UnitPlan, UnitSequence, epoch_lengths
-from sharding.lengths.unit_planner import UnitPlanner
+from sharding.lengths.unit_plan import UnitPlan, UnitPlanner, UnitSequence, epoch_lengths
 from sharding.order.order import Order, Shuffle
 
 TAILS = ["drop", "pad", "even", "uneven"]
@@ -33,7 +32,7 @@ sample_lengths = st.lists(st.integers(0, 30), min_size=1, max_size=60) | st.list
 @pytest.fixture(autouse=True, scope="module")
 def _small_first_windows():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(units_module, "FIRST_WINDOW_SAMPLES", 4)
+        patch.setattr(units_module, "FIRST_MEGABATCH_SAMPLES", 4)
         yield
 
 
@@ -48,7 +47,8 @@ def sequence_of(lengths, batching, order=None):
     order = order or order_of(len(lengths))
     in_order = epoch_lengths(order, lengths)
     shuffled = order.shuffle.kind != "none"
-    return order, UnitSequence(in_order, batching.resolved(lengths), order.seed, order.epoch, shuffled)
+    of_epoch = {"seed": order.seed, "epoch": order.epoch, "shuffled": shuffled}
+    return order, UnitSequence(in_order, batching.resolved(lengths), **of_epoch)
 
 
 def plans_of(made, world_size, tail, start=0, rows=1):
@@ -170,7 +170,7 @@ def test_dropping_the_tail_leaves_whole_batches_only(lengths, world_size):
 
 @given(sample_lengths, batchings, worlds)
 def test_in_file_order_units_follow_their_first_samples(lengths, batching, world_size):
-    """In each planning window, whatever is carried; the order alone differs from that of a shuffle."""
+    """In each megabatch, whatever is carried; the order alone differs from that of a shuffle."""
     made = order, sequence = sequence_of(lengths, batching, order_of(len(lengths), kind="none"))
     units = delivered(plans_of(made, 1, "uneven"))
     short = len(lengths) % batching.sizes_multiple > 0  # comes last in any order
@@ -178,8 +178,8 @@ def test_in_file_order_units_follow_their_first_samples(lengths, batching, world
         own = units[first:end]
         ordered = own[:-1] if short and end == sequence.num_units else own
         assert ordered == sorted(ordered, key=lambda unit: unit[0])
-        assert all(list(unit) == sorted(unit) for unit in own), f"of planning window {window}"
-    keyed = UnitSequence(sequence.lengths, sequence.batching, order.seed, order.epoch)
+        assert all(list(unit) == sorted(unit) for unit in own), f"of megabatch {window}"
+    keyed = UnitSequence(sequence.lengths, sequence.batching, seed=order.seed, epoch=order.epoch)
     assert Counter(map(sorted_unit, units)) == Counter(
         map(sorted_unit, delivered(plans_of((order, keyed), 1, "uneven")))
     )
@@ -227,10 +227,10 @@ def test_epochs_differ_and_repeat():
 
 
 def test_windows_start_small_and_are_whole_batches():
-    bounds = units_module.planning_bounds(100, 16, 3).tolist()
+    bounds = units_module.megabatch_bounds(100, 16, 3).tolist()
     assert bounds == [0, 6, 15, 33, 51, 69, 87, 100]
-    assert units_module.planning_bounds(0, 16).tolist() == [0]
-    assert units_module.planning_bounds(3, 2).tolist() == [0, 2, 3]
+    assert units_module.megabatch_bounds(0, 16).tolist() == [0]
+    assert units_module.megabatch_bounds(3, 2).tolist() == [0, 2, 3]
 
 
 @pytest.mark.parametrize("batching", BATCHINGS)

@@ -55,13 +55,13 @@ def resolve_lengths(
         return column_lengths(
             catalog, source or column, storage_options=storage_options, map=map, open_shard=open_shard
         )
-    given = np.asarray(source(catalog) if callable(source) else source)
-    if given.shape != (catalog.num_samples,) or given.dtype.kind not in "iu":
+    lengths = np.asarray(source(catalog) if callable(source) else source)
+    if lengths.shape != (catalog.num_samples,) or lengths.dtype.kind not in "iu":
         raise ValueError(
             f"lengths must be {catalog.num_samples} integers, one a sample in file order, "
-            f"got {given.dtype} of shape {given.shape}"
+            f"got {lengths.dtype} of shape {lengths.shape}"
         )
-    return _checked(given)
+    return _checked(lengths)
 
 
 def column_lengths(
@@ -88,9 +88,9 @@ def column_lengths(
     def of_shard(number: int) -> list[NDArray[np.integer]]:
         first, last = catalog.first_block[number : number + 2].tolist()
         blocks = [catalog.block(at) for at in range(first, last)]
-        known = [one for block in blocks if (one := _indexed(codec, block, column, itemsize)) is not None]
-        if len(known) == len(blocks):
-            return known
+        indexed = [one for block in blocks if (one := _indexed(codec, block, column, itemsize)) is not None]
+        if len(indexed) == len(blocks):
+            return indexed
         fs, path = places[number]
         with open_shard(blocks[0].shard, fs, path) as file:
             return [_decoded(codec, b, _column_bytes(codec, b, column, file), column) for b in blocks]
@@ -127,10 +127,10 @@ def _column_bytes(codec: Format, block: Block, column: str, file: Any) -> memory
 
 
 def _decoded(codec: Format, block: Block, data: memoryview, column: str) -> NDArray[np.integer]:
-    found: Column = codec.decode(block, data, [column])[column]
-    if isinstance(found, Spans):
-        return _present(found.lengths, block, column)
-    return found.astype(found.dtype)  # a view would keep the block
+    values: Column = codec.decode(block, data, [column])[column]
+    if isinstance(values, Spans):
+        return _present(values.lengths, block, column)
+    return values.astype(values.dtype)  # a view would keep the block
 
 
 def _present(lengths: NDArray[np.int64], block: Block, column: str) -> NDArray[np.int64]:
