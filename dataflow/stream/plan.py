@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import cast
 
 from dataflow.dataset import ShardedDataset
 from dataflow.mixture import Mixture
-from sharding.lengths.unit_plan import UnitPlanner
+from sharding.lengths.unit_plan import UnitPlan, UnitPlanner
 from sharding.mixture.windows import MixturePlan, MixtureWindows
-from sharding.order.order import Order, Shuffle
-from sharding.plan.batch_plan import Tail
+from sharding.order.order import Shuffle
+from sharding.plan.batch_plan import Dealing, Tail
 from sharding.plan.plan import EpochPlan, RankPlan
 
 
@@ -37,22 +35,16 @@ class StreamPlan:
 
     def epoch(self, epoch: int, start: int = 0) -> RankPlan:
         """The plan of one epoch, from position `start` on."""
-        order = self.dataset.windows(epoch, self.shuffle, seed=self.seed)
+        windows = self.dataset.windows(epoch, self.shuffle, seed=self.seed)
+        dealing: Dealing = {
+            "batch_size": self.batch_size,
+            "rank": self.rank,
+            "world_size": self.world_size,
+            "tail": self.tail,
+            "start": start,
+        }
+        if isinstance(windows, MixtureWindows):
+            return MixturePlan(windows, **dealing)
         if self.planner is not None:
-            return self.planner.plan(
-                cast(Order, order),
-                units_per_batch=self.batch_size,
-                rank=self.rank,
-                world_size=self.world_size,
-                tail=self.tail,
-                start=start,
-            )
-        plan: Callable[..., RankPlan] = MixturePlan if isinstance(order, MixtureWindows) else EpochPlan
-        return plan(
-            order,
-            batch_size=self.batch_size,
-            rank=self.rank,
-            world_size=self.world_size,
-            tail=self.tail,
-            start=start,
-        )
+            return UnitPlan(windows, self.planner.sequence(windows), **dealing)
+        return EpochPlan(windows, **dealing)

@@ -36,9 +36,8 @@ class BatchedColumns:
     lengths: Lengths | None = field(default=None, compare=False, repr=False)
     """Where lengths come from; None: `column`."""
     window: int | None = None
-    """Samples of a megabatch: consecutive ones of the epoch's order that are planned together, and whose blocks
-    are held in memory.
-    None: 16,384, less where samples are large for the memory limit."""
+    """Samples of a megabatch: consecutive ones of the epoch's order that are planned together, and whose
+    blocks are held in memory. None: 16,384, less where samples are large for the memory limit."""
 
     def _resolve(self, column: str) -> None:
         """Let `column` lead `columns`, and check the names. Idempotent."""

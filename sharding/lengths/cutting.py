@@ -1,15 +1,15 @@
 """How a megabatch is cut into units: packed rows, or batches of samples of like length.
 
-*Packed rows* take pieces of documents by best-fit decreasing (Johnson et al. 1974; at most 11/9 of the optimal
-number of rows, plus one): longest first, each into the fullest row that still has room. What it does depends
-only on how many pieces have each length and how many rows have each room left, so it runs on those two
-histograms: a step takes all rows of one room at once, fills each with as many pieces of one length as fit
+*Packed rows* take pieces of documents by best-fit decreasing (Johnson et al. 1974; at most 11/9 of the
+optimal number of rows, plus one): longest first, each into the fullest row that still has room. What it does
+depends only on how many pieces have each length and how many rows have each room left, so it runs on those
+two histograms: a step takes all rows of one room at once, fills each with as many pieces of one length as fit
 (after one piece, the same row is the fullest again), and moves them to the room that is left. The result is
 exactly best-fit decreasing; the steps number a few for each distinct length, not one for each piece. The
 smallest sufficient room is found by a bit trick on an integer with one bit a room. Actual pieces take their
 places afterwards, in bulk, equal lengths in the order of their positions. A megabatch with more than 8,192
-distinct lengths has long documents: there they are rounded up to that many classes while packing, which bounds
-the steps and costs 1/16,384 of a row a piece on average.
+distinct lengths has long documents: there they are rounded up to that many classes while packing, which
+bounds the steps and costs 1/16,384 of a row a piece on average.
 
 *Batches of like length*, by buckets of length or by a budget of elements with padding, come from sorting the
 samples by length and cutting; then they are put in keyed order, so that lengths do not drift within a
@@ -50,8 +50,8 @@ def pack(
 ) -> Units:
     """Pack the samples of a megabatch into rows.
 
-    The emptiest row is not delivered but carried into the next megabatch, unless it is the last one: else each
-    would waste half a row. Pieces are carried once only, so they wait one megabatch at most.
+    The emptiest row is not delivered but carried into the next megabatch, unless it is the last one: else
+    each would waste half a row. Pieces are carried once only, so they wait one megabatch at most.
 
     Args:
         lengths: [n], elements of each sample, >= 0.

@@ -4,8 +4,8 @@ The units of all megabatches (packed rows, or whole batches) follow one another 
 on (seed, epoch, order, lengths, batching) and on nothing else: all ranks compute the same, in any world. In
 file order, the units of a megabatch follow their first samples. A batch is one unit, or as many rows as the
 loader's batch size. Units are dealt to ranks by the arithmetic that deals out samples, `BatchPlan`: the same
-number of batches for every rank, its tail rules for what is left over, and one number, the units done, resumes
-the epoch in any world.
+number of batches for every rank, its tail rules for what is left over, and one number, the units done,
+resumes the epoch in any world.
 
 To know how many units there are, all megabatches are planned once (a pass of a few million samples a second,
 on first use); after that a batch costs planning its megabatch again, if it is not one of the last few.
@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass
 from functools import lru_cache
 from itertools import pairwise
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,7 +37,7 @@ from sharding.lengths.units import (
 from sharding.order.keyed import mix_key
 from sharding.order.order import Order
 from sharding.order.windows import ranges
-from sharding.plan.batch_plan import BatchPlan, Tail
+from sharding.plan.batch_plan import BatchPlan, Dealing
 from sharding.plan.plan import RankPlan, Windows
 
 _UNITS = 0x756E6974
@@ -179,39 +179,22 @@ class UnitPlan(RankPlan):
     Args:
         order: the epoch's.
         sequence: its units.
-        units_per_batch: rows of a batch where units are rows; else 1.
-        rank, world_size, tail: see `BatchPlan`.
-        start: units done, in [0, num_units]: a state's position.
+        dealing: see `BatchPlan`; `batch_size` is 1 unless units are rows, and `start` counts units, in
+            [0, num_units].
 
     Raises `ValueError` where an argument is out of range.
     """
 
-    def __init__(
-        self,
-        order: Order,
-        sequence: UnitSequence,
-        *,
-        units_per_batch: int,
-        rank: int,
-        world_size: int,
-        tail: Tail,
-        start: int = 0,
-    ) -> None:
-        if units_per_batch != 1 and not sequence.batching.rows_are_units:
+    def __init__(self, order: Order, sequence: UnitSequence, **dealing: Unpack[Dealing]) -> None:
+        if dealing["batch_size"] != 1 and not sequence.batching.rows_are_units:
             raise ValueError("the batching makes whole batches: leave batch_size out")
+        start = dealing.get("start", 0)
         if not 0 <= start <= sequence.num_units:
             raise ValueError(f"start must be in [0, {sequence.num_units}] units, got {start}")
         self.sequence = sequence
-        num_units = sequence.num_whole_units if tail == "drop" else sequence.num_units
-        batch_plan = BatchPlan(
-            num_items=num_units,
-            batch_size=units_per_batch,
-            rank=rank,
-            world_size=world_size,
-            tail=tail,
-            start=min(start, num_units),
-        )
-        super().__init__(order, batch_plan)
+        num_units = sequence.num_whole_units if dealing["tail"] == "drop" else sequence.num_units
+        dealing["start"] = min(start, num_units)
+        super().__init__(order, BatchPlan(num_items=num_units, **dealing))
 
     @property
     def num_dropped_global(self) -> int:
@@ -273,7 +256,7 @@ class UnitPlan(RankPlan):
 
 
 class UnitPlanner:
-    """Makes the plans of any epoch of one dataset. Thread-safe.
+    """Finds the units of any epoch of one dataset. Thread-safe.
 
     Args:
         lengths: [num_samples] in file order, as `column_lengths.resolve_lengths` gives them.
@@ -289,22 +272,8 @@ class UnitPlanner:
         # Replaced, never changed: two threads may find the same units at the same time, no more.
         self._sequences: tuple[tuple[object, UnitSequence], ...] = ()
 
-    def plan(
-        self, order: Order, *, units_per_batch: int, rank: int, world_size: int, tail: Tail, start: int = 0
-    ) -> UnitPlan:
-        """See `UnitPlan`; the units of the order's epoch are found if they are not known."""
-        return UnitPlan(
-            order,
-            self.sequence(order),
-            units_per_batch=units_per_batch,
-            rank=rank,
-            world_size=world_size,
-            tail=tail,
-            start=start,
-        )
-
     def sequence(self, order: Order) -> UnitSequence:
-        """The units of an order of the dataset's samples."""
+        """The units of an order of the dataset's samples; those of the last epochs are kept."""
         key = order.seed, order.epoch, order.shuffle
         for other, sequence in self._sequences:
             if other == key:

@@ -24,7 +24,7 @@ DEFAULT_MEGABATCH_SAMPLES = 16_384
 
 @dataclass(frozen=True, kw_only=True)
 class LengthStats:
-    """What a plan makes of the lengths; sums over megabatches. Lengths count elements of the length column."""
+    """What a plan makes of the lengths, over all megabatches. They count elements of the length column."""
 
     units: int = 0
     """Packed rows, or batches."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import cast
+from typing import Unpack, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from sharding.mixture.interleaving import Interleaving
 from sharding.order.order import Order, Shuffle, mix_key, windows_touched
 from sharding.order.windows import most_windows
-from sharding.plan.batch_plan import BatchPlan, Tail
+from sharding.plan.batch_plan import BatchPlan, Dealing
 from sharding.plan.plan import RankPlan, Windows
 
 _KEPT_ORDERS = 2
@@ -230,18 +230,9 @@ class MixtureBatchPlan(BatchPlan):
 class MixturePlan(RankPlan):
     """One rank's batches of one epoch of a mixture. Arguments and errors as those of `EpochPlan`."""
 
-    def __init__(
-        self, order: MixtureWindows, *, batch_size: int, rank: int, world_size: int, tail: Tail, start: int = 0
-    ) -> None:
+    def __init__(self, order: MixtureWindows, **dealing: Unpack[Dealing]) -> None:
         batch_plan = MixtureBatchPlan(
-            windows=order,
-            num_items=order.num_samples,
-            num_lanes=order.num_lanes,
-            batch_size=batch_size,
-            rank=rank,
-            world_size=world_size,
-            tail=tail,
-            start=start,
+            windows=order, num_items=order.num_samples, num_lanes=order.num_lanes, **dealing
         )
         super().__init__(cast(Order, order), batch_plan)  # it is asked what an `Order` is asked
         self._takes, self._window_positions = batch_plan.takes, order.window_positions

@@ -1,9 +1,9 @@
 """Which of a row of numbered items each rank gets in which batch: arithmetic on a few integers.
 
 Items are what is dealt out: the positions of an epoch's order, or the units of length-aware batches. Global
-batch b holds items [start + b*G, start + (b+1)*G) with G = batch_size * world_size. So what forms global batch
-b depends on G alone, never on how many ranks, nodes or workers deliver it; and one number, the items done,
-resumes an epoch under any other G with nothing lost or repeated.
+batch b holds items [start + b*G, start + (b+1)*G) with G = batch_size * world_size. So what forms global
+batch b depends on G alone, never on how many ranks, nodes or workers deliver it; and one number, the items
+done, resumes an epoch under any other G with nothing lost or repeated.
 
 A batch lists its items *by lane*, and rank r takes the r-th `batch_size` of them: the ranks' parts one after
 the other are the same list for any world. Where the number of lanes divides G, each lane has the same part
@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal, get_args
+from typing import Literal, NotRequired, TypedDict, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,6 +30,16 @@ from numpy.typing import NDArray
 from sharding.cached_property import cached_property
 
 Tail = Literal["drop", "pad", "even", "uneven"]
+
+
+class Dealing(TypedDict):
+    """How items are dealt to ranks, as keywords: see the fields of `BatchPlan`."""
+
+    batch_size: int
+    rank: int
+    world_size: int
+    tail: Tail
+    start: NotRequired[int]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

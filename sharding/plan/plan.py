@@ -1,6 +1,7 @@
 """One rank's batches of an epoch, and the state that resumes it.
 
-A plan has an order, which tells where positions lie, and a `BatchPlan`, which tells what is dealt to this rank.
+A plan has an order, which tells where positions lie, and a `BatchPlan`, which tells what is dealt to this
+rank.
 """
 
 from __future__ import annotations
@@ -8,14 +9,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
-from typing import Protocol, cast
+from typing import Protocol, Unpack, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from sharding.order.order import Order
 from sharding.order.shuffle import Shuffle
-from sharding.plan.batch_plan import BatchPlan, Tail
+from sharding.plan.batch_plan import BatchPlan, Dealing
 
 STATE_VERSION = 2
 """Version 2 knows lanes; the order of version 1 had none."""
@@ -117,23 +118,11 @@ class EpochPlan(RankPlan):
 
     Args:
         order: the epoch's.
-        batch_size, rank, world_size, tail: see `BatchPlan`.
-        start: global position of the first sample to deliver, in [0, num_samples]: a state's position.
+        dealing: see `BatchPlan`; `start` is the global position of the first sample to deliver.
     """
 
-    def __init__(
-        self, order: Order, *, batch_size: int, rank: int, world_size: int, tail: Tail, start: int = 0
-    ) -> None:
-        batch_plan = BatchPlan(
-            num_items=order.num_samples,
-            num_lanes=order.num_lanes,
-            batch_size=batch_size,
-            rank=rank,
-            world_size=world_size,
-            tail=tail,
-            start=start,
-        )
-        super().__init__(order, batch_plan)
+    def __init__(self, order: Order, **dealing: Unpack[Dealing]) -> None:
+        super().__init__(order, BatchPlan(num_items=order.num_samples, num_lanes=order.num_lanes, **dealing))
 
     def own_slots(self, window: int, windows: Windows | None = None) -> NDArray[np.int64] | None:
         """See `RankPlan.own_slots`; each slot comes once. O(samples of the window that are this rank's)."""

@@ -22,7 +22,7 @@ def plan_of(dataset, batching, *, rank=0, world_size=1, tail="uneven", start=0, 
     lengths = resolve_lengths(batching.lengths, dataset.catalog, batching.column)
     sequence = UnitSequence(epoch_lengths(order, lengths), batching.resolved(lengths), seed=3, epoch=1)
     made = {"rank": rank, "world_size": world_size, "tail": tail, "start": start}
-    return UnitPlan(order, sequence, units_per_batch=rows, **made)
+    return UnitPlan(order, sequence, batch_size=rows, **made)
 
 
 def batches_of(dataset, plan):

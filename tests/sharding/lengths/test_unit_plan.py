@@ -54,7 +54,7 @@ def sequence_of(lengths, batching, order=None):
 def plans_of(made, world_size, tail, start=0, rows=1):
     order, sequence = made
     rows = rows if sequence.batching.rows_are_units else 1
-    given = {"units_per_batch": rows, "world_size": world_size, "tail": tail, "start": start}
+    given = {"batch_size": rows, "world_size": world_size, "tail": tail, "start": start}
     return [UnitPlan(order, sequence, rank=rank, **given) for rank in range(world_size)]
 
 
@@ -88,7 +88,9 @@ def test_each_world_delivers_the_same_sequence(lengths, batching, world_size, ro
     if tail == "drop":
         assert together == alone[: len(together)]
         assert (
-            len(alone) - len(together) == plans[0].num_dropped_global < plans[0].batch_plan.global_batch_size + 1
+            len(alone) - len(together)
+            == plans[0].num_dropped_global
+            < plans[0].batch_plan.global_batch_size + 1
         )
     elif tail == "uneven":
         assert Counter(together) == Counter(alone)
@@ -277,4 +279,4 @@ def test_bad_arguments_say_what_to_do(make, text):
 def test_batches_of_whole_batchings_have_no_rows():
     order, sequence = sequence_of([3, 4], TokenBudget(8))
     with pytest.raises(ValueError, match="leave batch_size out"):
-        UnitPlan(order, sequence, units_per_batch=2, rank=0, world_size=1, tail="drop")
+        UnitPlan(order, sequence, batch_size=2, rank=0, world_size=1, tail="drop")

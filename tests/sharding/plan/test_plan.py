@@ -442,7 +442,10 @@ def test_whole_lanes_spell_out_what_a_rank_takes_of_full_batches(n, batch_size, 
         for batch in range(plan.num_batches):
             found = plan.batch_plan.whole_lanes(batch)
             if found is None:
-                assert plan.batch_plan.global_batch_size % lanes or batch_size * lanes % plan.batch_plan.global_batch_size
+                assert (
+                    plan.batch_plan.global_batch_size % lanes
+                    or batch_size * lanes % plan.batch_plan.global_batch_size
+                )
                 continue
             own, depths, each = found
             spelled = (own[:, None] + (depths[:, None] + np.arange(each)) * lanes).reshape(-1)
