@@ -130,7 +130,7 @@ class ShardedDataset(Sharded, Dataset[S]):
         self.on_error, self.error_budget = on_error, error_budget
         self._codec = self.catalog.codec() if isinstance(format, str) else format
         self.outputs: tuple[Output, ...] = resolve_outputs(
-            self.catalog.schema, columns, decode, format_name=self.catalog.format
+            self.catalog.schema, columns, decode, codec=self._codec
         )
         if on_error == "raise":
             _refuse_missing(self.catalog, self.outputs)

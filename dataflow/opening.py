@@ -28,7 +28,6 @@ from sharding.catalog.build import (
     default_catalog_path,
     find_catalog,
     is_catalog,
-    options_of,
     unfinished_text,
     unlisted_columns,
 )
@@ -102,7 +101,7 @@ class Opening:
         else:
             there = is_there(path, options, retrier)
             found = load_catalog(path, options, retrier) if there else None
-        same = (list(map(identity_of, urls)), codec.name, options_of(codec))
+        same = (list(map(identity_of, urls)), codec.name, codec.options())
         if found is None or (found.urls, found.format, found.options) != same or not self._fits(found):
             return build()
         return self._checked(found.signed_by(urls), retrier, rebuild=build)

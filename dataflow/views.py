@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 
 from dataflow.staging.source import Source
 from sharding.catalog.build import Catalog
-from sharding.catalog.predicate import Predicate, Tabular, blocks_that_may_match
+from sharding.catalog.predicate import Predicate, blocks_that_may_match
+from sharding.formats.arrow.columns import TabularFormat
 from sharding.order.order import mix_key
 from sharding.order.selection import Selection
 from sharding.plan.split import By, split_selection
@@ -69,7 +70,7 @@ def split_parts(
 def matching(source: Source, selection: Selection, expression: Any) -> Selection:
     """The samples for which a pyarrow expression is true."""
     codec, catalog = source.format, source.catalog
-    if not isinstance(codec, Tabular):
+    if not isinstance(codec, TabularFormat):
         raise ValueError(f"format {codec.name!r} has no columns to filter by; Parquet, Arrow and JSONL have")
 
     @lru_cache(maxsize=64)
@@ -82,10 +83,7 @@ def matching(source: Source, selection: Selection, expression: Any) -> Selection
         data = np.empty(
             block.length, np.uint8
         )  # pages that no column of the condition lies on stay untouched
-        ranges = [(block.offset, block.length)]
-        if hasattr(codec, "select"):
-            ranges = codec.select(block, condition.columns)
-        for offset, length in ranges:
+        for offset, length in codec.select(block, condition.columns):
             at = offset - block.offset
             source.reader.read_into(block.shard, offset, data[at : at + length])
         return condition.holds(codec.table(block, data.data, condition.columns))

@@ -8,9 +8,10 @@ wherever the layout allows it. Nothing here does I/O, knows threads, or imports 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import BinaryIO, Protocol
+from typing import BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -131,25 +132,47 @@ Column = NDArray[np.generic] | Spans
 Columns = dict[str, Column]
 
 
-class Format(Protocol):
+class Format(ABC):
     """How one file format is indexed and decoded. Stateless: one instance serves all threads.
 
-    One whose `locate` goes by index and footer also has `check(block)`, which raises `ValueError` where these
-    contradict the block's numbers: a catalog calls it once a block, before anybody else sees the block.
+    A format says how to `scan` and `decode`; all else has a default that is right for one whose values cannot
+    be read by themselves, and whose samples and columns have no names of their own.
     """
 
     name: str
     """Name users give as `format=`."""
-    suffixes: tuple[str, ...]
-    """File name endings it claims under `format="auto"`, without compression endings, e.g. (".tar",)."""
+    sibling_suffix = ""
+    """Last ending of a file beside each shard, which `scan` is given as `sibling`; "": there is none."""
+    has_keys = False
+    """Whether samples have keys of their own, for `keys` to tell."""
+    has_empty_samples = True
+    """Whether a sample may take no byte: if not, a block of more samples than bytes is damaged."""
+    columns_are_extensions = False
+    """Whether a column is the file extension of its values, which tells how to decode them. A sample, and a
+    whole shard, may then lack a column that others have."""
+    token_column = ""
+    """Column of fixed size that holds token ids, delivered as int64 whatever they are stored as; "": none."""
 
+    def options(self) -> dict[str, str | int]:
+        """What it was made with, as arguments of `resolve_format`, those left at their defaults left out.
+
+        JSON values, kept in catalogs: they are all, besides the shards, that shapes the blocks.
+        """
+        return {}
+
+    @abstractmethod
     def scan(self, file: BinaryIO, shard: Shard, *, block_bytes: int) -> ShardScan:
         """Index one shard by reading headers or footers only.
 
         `file` is seekable and positioned anywhere; for compressed formats it gives the stored bytes.
         Raises `CorruptShardError` naming shard and byte offset.
         """
-        ...
+
+    def check(self, block: Block) -> None:  # noqa: B027 - few have something to check
+        """Raise `ValueError` where index and footer contradict the block's numbers.
+
+        A catalog calls it once a block, before anybody else sees the block.
+        """
 
     def locate(self, block: Block, columns: Sequence[str] | None) -> dict[str, Spans] | None:
         """Where the values lie in the stored bytes, known from `block.index` and geometry alone.
@@ -157,8 +180,21 @@ class Format(Protocol):
         The spans' buffer is empty; starts count bytes from `block.offset`, lengths are bytes.
         None where values cannot be read without decoding the whole block (Parquet, compressed files).
         """
-        ...
+        return None
 
+    def value_bytes(self, block: Block, column: str) -> NDArray[np.int64] | None:
+        """Bytes of each sample's value, [n], from the index alone; -1: it has none. None: the data tells."""
+        spans = self.locate(block, [column])
+        return None if spans is None else spans[column].lengths
+
+    def select(self, block: Block, columns: Sequence[str]) -> list[tuple[int, int]]:
+        """Byte ranges (offset in the file, length) that hold the columns of a block, for `decode` of these.
+
+        Raises `CorruptShardError` for an unknown column where the format has its names at hand.
+        """
+        return [(block.offset, block.length)]
+
+    @abstractmethod
     def decode(self, block: Block, data: memoryview, columns: Sequence[str] | None) -> Columns:
         """Turn the stored bytes of a block into columns of `block.num_samples` values each.
 
@@ -166,7 +202,10 @@ class Format(Protocol):
         there raises `CorruptShardError`, or is missing from every sample where samples name their own
         columns (tar). Releases the GIL in the heavy parts; thread-safe.
         """
-        ...
+
+    def keys(self, block: Block, data: memoryview) -> list[str]:
+        """What names each sample in messages: its key where it has one, else its number in the shard."""
+        return [str(block.first_in_shard + i) for i in range(block.num_samples)]
 
 
 def spec_text(spec: ColumnSpec) -> str:

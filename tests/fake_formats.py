@@ -7,14 +7,12 @@ from typing import BinaryIO
 
 import numpy as np
 
-from sharding.blocks import Block, Columns, ColumnSpec, Shard, ShardScan, Spans
+from sharding.blocks import Block, Columns, ColumnSpec, Format, Shard, ShardScan
 from sharding.errors import CorruptShardError
 
 
-class RecordFormat:
+class RecordFormat(Format):
     """`columns` int32 values a record, after an 8-byte header "REC1" + the column names' letters."""
-
-    suffixes = (".rec",)
 
     def __init__(self, name: str = "records", blobs: bool = False) -> None:
         self.name = name
@@ -40,9 +38,6 @@ class RecordFormat:
             index=[f"{shard.url}/{i}".encode() for i in range(len(first))] if self.blobs else None,
             footer=header if self.blobs else b"",
         )
-
-    def locate(self, block: Block, columns: Sequence[str] | None) -> dict[str, Spans] | None:
-        return None
 
     def decode(self, block: Block, data: memoryview, columns: Sequence[str] | None) -> Columns:
         values = np.frombuffer(data, "<i4").reshape(block.num_samples, -1)

@@ -20,9 +20,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dataflow.decode.image import Image
-from sharding.blocks import Column, ColumnSpec, Spans, spec_text
+from sharding.blocks import Column, ColumnSpec, Format, Spans, spec_text
 from sharding.cached_property import cached_property
-from sharding.formats.npy_header import plain_header
+from sharding.formats.tokens import plain_header
 
 Array = NDArray[Any]
 
@@ -94,7 +94,7 @@ def resolve_outputs(
     columns: Sequence[str] | Mapping[str, str | Sequence[str]] | None,
     decode: object,
     *,
-    format_name: str,
+    codec: Format,
 ) -> tuple[Output, ...]:
     """Decide each output column from the dataset's schema and the user's `columns=` and `decode=`.
 
@@ -111,7 +111,7 @@ def resolve_outputs(
         rule = rules.get(name, "auto") if decode is not None else None
         if decode not in (None, "auto") and not isinstance(decode, Mapping):
             rule = decode
-        outputs.append(_resolve(name, sources, [schema_of(schema, s) for s in sources], rule, format_name))
+        outputs.append(_resolve(name, sources, [schema_of(schema, s) for s in sources], rule, codec))
     return tuple(outputs)
 
 
@@ -154,15 +154,15 @@ def _chosen(
 
 
 def _resolve(
-    name: str, sources: tuple[str, ...], specs: list[ColumnSpec], rule: object, format_name: str
+    name: str, sources: tuple[str, ...], specs: list[ColumnSpec], rule: object, codec: Format
 ) -> Output:
     if len(sources) > 1:
         return _stacked(name, sources, specs, rule)
     spec, source = specs[0], sources[0]
     if spec.kind == "fixed":
-        return _fixed(name, source, spec, rule, format_name)
+        return _fixed(name, source, spec, rule, codec)
     if rule == "auto":
-        rule = _auto_rule(source, spec, format_name)
+        rule = _auto_rule(source, spec, codec)
     if isinstance(rule, Image):
         return _image(name, source, rule)
     if isinstance(rule, Pad):
@@ -187,10 +187,10 @@ def _resolve(
     return Output(name, sources, "objects", convert=converter)
 
 
-def _auto_rule(source: str, spec: ColumnSpec, format_name: str) -> object:
+def _auto_rule(source: str, spec: ColumnSpec, codec: Format) -> object:
     if spec.kind in ("text", "json"):
         return spec.kind
-    if format_name != "tar":
+    if not codec.columns_are_extensions:
         return None
     suffix = PurePosixPath("x." + source).suffix[1:].lower() if source else ""
     for rule, suffixes in (
@@ -211,8 +211,8 @@ def _auto_rule(source: str, spec: ColumnSpec, format_name: str) -> object:
     return None
 
 
-def _fixed(name: str, source: str, spec: ColumnSpec, rule: object, format_name: str) -> Output:
-    if format_name in ("tokens", "megatron") and source == "tokens":
+def _fixed(name: str, source: str, spec: ColumnSpec, rule: object, codec: Format) -> Output:
+    if source == codec.token_column:
         return Output(name, (source,), "spans", "int64", spec.dtype, spec.shape)
     _check_numbers(name, spec, rule)
     return Output(name, (source,), "array", spec.dtype, spec.dtype, spec.shape)

@@ -229,10 +229,9 @@ class MappedWindow(StagedWindow):
 
     def _key(self, ordinal: int, in_block: int) -> str:
         block = self.blocks[ordinal]
-        keys = getattr(self.source.format, "keys", None)
-        if keys is not None:
+        if self.source.format.has_keys:
             with suppress(DataflowError):
                 data = np.empty(block.length, np.uint8)
                 self.source.reader.read_into(block.shard, block.offset, data)
-                return str(keys(block, data.data)[in_block])
+                return self.source.format.keys(block, data.data)[in_block]
         return str(block.first_in_shard + in_block)

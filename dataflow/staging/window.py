@@ -319,9 +319,8 @@ class StagedWindow:
 
     def _key(self, ordinal: int, in_block: int) -> str:
         block, data = self.blocks[ordinal], self._data[ordinal]
-        keys = getattr(self.source.format, "keys", None)
-        if keys is not None and data is not None:
-            return str(keys(block, data)[in_block])
+        if self.source.format.has_keys and data is not None:
+            return self.source.format.keys(block, data)[in_block]
         return str(block.first_in_shard + in_block)
 
     def sample_number(self, row: int) -> int:

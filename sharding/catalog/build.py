@@ -23,20 +23,18 @@ import pyarrow as pa
 
 from sharding.blocks import DEFAULT_BLOCK_BYTES, Format, Shard, ShardScan
 from sharding.catalog.file import VERSION, arrow_rows, kept_folder
-from sharding.catalog.predicate import Tabular
 from sharding.catalog.schema import merge_schemas
 from sharding.catalog.storage import check_shard, failure_text, open_shard, open_url, shard_info, shard_of
-from sharding.catalog.table import BlockTable, Catalog, options_of
+from sharding.catalog.table import BlockTable, Catalog
 from sharding.errors import CorruptShardError, DataflowError, ShardError, ShardReadError
 from sharding.formats import sibling
+from sharding.formats.arrow.columns import TabularFormat
 from sharding.formats.arrow.schema import specs_of
 from sharding.redaction import identity_of
 from sharding.urls import file_name, is_local
 
 CATALOG_SUFFIX = ".catalog"
 """Ending of saved catalogs; a source with this ending is one."""
-_MAY_LACK_COLUMNS = ("tar",)
-"""Formats whose samples name their own columns."""
 _NAMED_IN_A_WARNING = 3
 
 T = TypeVar("T")
@@ -145,13 +143,13 @@ def build_catalog(
     if samples == 0:
         raise DataflowError(f"the dataset is empty: no samples in {len(urls)} shards such as {urls[0]}")
     seen = ((shard.url, scan.schema) for shard, scan in indexed if scan.num_samples.any())
-    schema = merge_schemas(seen, may_lack=codec.name in _MAY_LACK_COLUMNS)
+    schema = merge_schemas(seen, may_lack=codec.columns_are_extensions)
     rows = arrow_rows([shard for shard, _ in indexed], [scan for _, scan in indexed])
     unfinished = {number: scan.unfinished for number, (_, scan) in enumerate(indexed) if scan.unfinished}
     missing = _missing(
         [name for name, spec in schema.items() if spec.optional], [scan for _, scan in indexed]
     )
-    catalog = Catalog(codec.name, options_of(codec), block_bytes, schema, rows, unfinished, missing)
+    catalog = Catalog(codec.name, codec.options(), block_bytes, schema, rows, unfinished, missing)
     return catalog.signed_by(urls)
 
 
@@ -183,8 +181,8 @@ def _index_shard(
     with ExitStack() as files:
         file = files.enter_context(open_shard(shard, place.fs, place.path))
         beside: dict[str, BinaryIO] = {}
-        if suffix := getattr(codec, "sibling_suffix", None):  # Megatron keeps its index in a file of its own.
-            other = _places([sibling(place.url, suffix)], options)[0]
+        if codec.sibling_suffix:
+            other = _places([sibling(place.url, codec.sibling_suffix)], options)[0]
             beside["sibling"] = files.enter_context(open_shard(_shard_at(other), other.fs, other.path))
         try:
             return shard, codec.scan(file, shard, block_bytes=block_bytes, **beside)
@@ -247,7 +245,7 @@ def unlisted_columns(catalog: Catalog) -> list[str]:
     first = catalog.block(0) if catalog.num_blocks else None
     try:
         codec = catalog.codec()
-        if first is None or not isinstance(codec, Tabular):
+        if first is None or not isinstance(codec, TabularFormat):
             return []
         known = specs_of(codec.schema(bytes(first.footer)), first.shard.url)
     except (pa.ArrowException, OSError, ValueError, CorruptShardError):
@@ -283,7 +281,7 @@ def default_catalog_path(urls: Sequence[str], codec: Format, block_bytes: int = 
     shapes the blocks, so different readings of the same shards differ.
     """
     names = list(map(identity_of, urls))
-    key = json.dumps([VERSION, codec.name, options_of(codec), block_bytes, names], sort_keys=True)
+    key = json.dumps([VERSION, codec.name, codec.options(), block_bytes, names], sort_keys=True)
     name = hashlib.blake2b(key.encode(), digest_size=16).hexdigest() + CATALOG_SUFFIX
     return os.path.join(kept_folder(), name)
 
@@ -317,7 +315,6 @@ __all__ = [
     "default_catalog_path",
     "find_catalog",
     "is_catalog",
-    "options_of",
     "unfinished_text",
     "unlisted_columns",
 ]

@@ -8,30 +8,17 @@ which the condition is null is left out.
 
 from __future__ import annotations
 
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from sharding.blocks import Block
 from sharding.catalog.table import Catalog
+from sharding.formats.arrow.columns import TabularFormat
 from sharding.formats.arrow.schema import leaves
 
 _UNFIT = (pa.ArrowException, KeyError, TypeError, ValueError)
-
-
-@runtime_checkable
-class Tabular(Protocol):
-    """A format whose blocks are Arrow tables."""
-
-    def schema(self, footer: bytes) -> pa.Schema:
-        """Columns of a shard, from its footer."""
-        ...
-
-    def table(self, block: Block, data: memoryview, columns: list[str] | None) -> pa.Table:
-        """A block's rows; structs stay structs."""
-        ...
 
 
 class Predicate:
@@ -82,16 +69,16 @@ def _evaluated(expression: Any, table: pa.Table) -> pa.ChunkedArray:
 def blocks_that_may_match(catalog: Catalog, expression: Any) -> NDArray[np.bool_]:
     """Blocks whose statistics do not rule the condition out, bool [blocks]: all, where there are none."""
     may = np.ones(catalog.num_blocks, bool)
-    matching = getattr(catalog.codec(), "matching_groups", None)
-    if matching is None:
+    codec = catalog.codec()
+    if not isinstance(codec, TabularFormat):
         return may
     for shard in range(catalog.num_shards):
         first, last = (int(n) for n in catalog.first_block[shard : shard + 2])
         if first == last:
             continue
-        groups = matching(bytes(catalog.block(first).footer), expression)
-        numbers = _group_numbers(catalog, first, last)
-        may[first:last] = np.isin(numbers, groups)
+        groups = codec.matching_groups(bytes(catalog.block(first).footer), expression)
+        if groups is not None:
+            may[first:last] = np.isin(_group_numbers(catalog, first, last), groups)
     return may
 
 
@@ -102,4 +89,4 @@ def _group_numbers(catalog: Catalog, first: int, last: int) -> NDArray[np.int64]
     return np.array([int.from_bytes(catalog.block(b).index, "little") for b in range(first, last)], np.int64)
 
 
-__all__ = ["Predicate", "Tabular", "blocks_that_may_match"]
+__all__ = ["Predicate", "blocks_that_may_match"]

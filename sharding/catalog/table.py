@@ -37,8 +37,6 @@ from sharding.urls import file_name
 
 _MOST_SAMPLES = 1 << 48
 """Samples of a dataset, at most."""
-_NO_EMPTY_SAMPLES = ("tar", "jsonl")
-"""Formats whose samples take a byte, at least; windows of tokens do, too."""
 _MOST_BYTES = 1 << 60
 """Of all blocks together: sums stay far from the end of an int64."""
 
@@ -196,10 +194,9 @@ class Catalog:
             self._unproved_footers[shard] = False
         if blob_crc(self._indexes[block.number]) != of_indexes[block.number]:
             raise damaged(self.url, f"the index of {where} is not what was saved")
-        check = getattr(self._codec, "check", None)
-        if check is not None:
+        if self._codec is not None:
             try:
-                check(block)
+                self._codec.check(block)
             except (LookupError, TypeError, ValueError, RecursionError) as error:
                 raise damaged(self.url, f"{where}: {error}") from error
 
@@ -317,8 +314,8 @@ class Catalog:
             raise ValueError("a block lies outside its shard")
         if table.num_samples.sum(dtype=np.float64) > _MOST_SAMPLES:
             raise ValueError(f"its samples are more than {_MOST_SAMPLES}")
-        dense = self.format in _NO_EMPTY_SAMPLES or (self._codec is not None and "length" in self.options)
-        if dense and (table.num_samples > table.nbytes).any():
+        takes_bytes = self._codec is not None and not self._codec.has_empty_samples
+        if takes_bytes and (table.num_samples > table.nbytes).any():
             raise ValueError("a block has more samples than bytes")
         if max(n.sum(dtype=np.float64) for n in (sizes, table.nbytes)) > _MOST_BYTES:
             raise ValueError(f"its sizes sum to more than {_MOST_BYTES} bytes")
@@ -337,7 +334,7 @@ class Catalog:
         for name, value in self.options.items():
             if type(value) is not kinds[name]:
                 raise TypeError(f"option {name} is {value!r}")
-        if self._codec is not None and dict(self.options) != options_of(self._codec):
+        if self._codec is not None and dict(self.options) != self._codec.options():
             raise ValueError(f"options {self.options!r} of format {self.format!r}")
 
 
@@ -345,17 +342,4 @@ def _blob(value: pa.Scalar) -> memoryview | bytes:
     return memoryview(value.as_buffer()) if value.is_valid else b""
 
 
-def options_of(codec: Format) -> dict[str, str | int]:
-    """The options a format was made with, as JSON values; those left out are not in it."""
-    given = {name: getattr(codec, name, None) for name in ("dtype", "length")}
-    options: dict[str, str | int] = {}
-    if given["dtype"] is not None:
-        options["dtype"] = np.dtype(given["dtype"]).name
-    if given["length"] is not None:
-        options["length"] = int(given["length"])
-    if getattr(codec, "allow_unfinished", False):
-        options["allow_unfinished"] = True
-    return options
-
-
-__all__ = ["BlockTable", "Catalog", "options_of"]
+__all__ = ["BlockTable", "Catalog"]

@@ -1,41 +1,64 @@
 """Which format a dataset has: from its name, or from the endings of its files.
 
-The table below is all there is: no registry. A format that is not in it is given as an instance. One
-ending does not decide alone: `.bin` is Megatron's where the sibling `.idx` exists, else flat tokens.
+The table below is all there is: nothing registers itself. A format that is not in it is given as an instance.
+One ending does not decide alone: `.bin` is Megatron's where the sibling `.idx` exists, else flat tokens.
 The caller says how to look (`exists`); nothing here does I/O.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-
-import numpy as np
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
 
 from sharding.blocks import Format
 from sharding.redaction import identity_of
 from sharding.urls import file_name, naming_part
 
-FORMATS = ("tar", "parquet", "arrow", "arrow-stream", "jsonl", "tokens", "megatron")
+
+@dataclass(frozen=True, kw_only=True)
+class FormatEntry:
+    """What is known of a format without importing it: each brings its own library."""
+
+    where: str
+    """Module and class, "module:class"."""
+    suffixes: tuple[str, ...]
+    """Endings that it claims under `format="auto"`, without those of compression."""
+    options: tuple[str, ...] = ()
+    """Arguments of `resolve_format` that it takes."""
+    sibling_suffix: str = ""
+    """It has a claim only where a file with this last ending lies beside the shard; "": everywhere."""
+
+
+_ARROW, _WITH_END = "sharding.formats.arrow", ("allow_unfinished",)
+ENTRIES = {
+    "tar": FormatEntry(where="sharding.formats.tar.format:TarFormat", suffixes=(".tar",), options=_WITH_END),
+    "parquet": FormatEntry(where=f"{_ARROW}.parquet:ParquetFormat", suffixes=(".parquet", ".pq")),
+    "arrow": FormatEntry(
+        where=f"{_ARROW}.ipc:ArrowFileFormat", suffixes=(".arrow", ".feather", ".ipc"), options=_WITH_END
+    ),
+    "arrow-stream": FormatEntry(
+        where=f"{_ARROW}.ipc:ArrowStreamFormat", suffixes=(".arrows", ".stream"), options=_WITH_END
+    ),
+    "jsonl": FormatEntry(where=f"{_ARROW}.jsonl:JsonlFormat", suffixes=(".jsonl", ".ndjson")),
+    "tokens": FormatEntry(
+        where="sharding.formats.tokens:TokensFormat", suffixes=(".npy", ".bin"), options=("dtype", "length")
+    ),
+    "megatron": FormatEntry(
+        where="sharding.formats.megatron:MegatronFormat",
+        suffixes=(".bin",),
+        options=("length",),
+        sibling_suffix=".idx",
+    ),
+}
+"""By name, all formats that there are. One more is a file and an entry here."""
+FORMATS = tuple(ENTRIES)
 """Names that `format=` takes, besides "auto"."""
 
 _FORMAT_OF_SUFFIX = {
-    ".tar": "tar",
-    ".parquet": "parquet",
-    ".pq": "parquet",
-    ".arrow": "arrow",
-    ".feather": "arrow",
-    ".ipc": "arrow",
-    ".arrows": "arrow-stream",
-    ".stream": "arrow-stream",
-    ".jsonl": "jsonl",
-    ".ndjson": "jsonl",
-    ".npy": "tokens",
-    ".bin": "tokens",
+    suffix: name for name, entry in ENTRIES.items() for suffix in entry.suffixes if not entry.sibling_suffix
 }
 _COMPRESSIONS = (".gz", ".zst")
-_TOKEN_FORMATS = ("tokens", "megatron")
-_WITH_END = ("tar", "arrow", "arrow-stream")
-"""Formats whose files say where they end."""
 
 
 def resolve_format(
@@ -60,21 +83,21 @@ def resolve_format(
     Raises:
         ValueError: unknown or mixed endings, an unknown name, or an option of another format.
     """
+    options = {"dtype": dtype, "length": length, "allow_unfinished": allow_unfinished or None}
+    options = {option: value for option, value in options.items() if value is not None}
     name = name_or_instance
     if not isinstance(name, str):
-        _refuse_options(name.name, dtype=dtype, length=length, allow_unfinished=allow_unfinished or None)
+        _refuse_options(name.name, options, ())
         return name
     if name == "auto":
-        name = _format_of_all(urls)
-        if suffix_of(urls[0]) == ".bin" and exists and exists(sibling(urls[0], ".idx")):
-            name = "megatron"
-    if name != "tokens":
-        _refuse_options(name, dtype=dtype)
-    if name not in _TOKEN_FORMATS:
-        _refuse_options(name, length=length)
-    if name not in _WITH_END:
-        _refuse_options(name, allow_unfinished=allow_unfinished or None)
-    return _make(name, dtype, length, allow_unfinished)
+        name = _format_of_all(urls, exists)
+    if name not in ENTRIES:
+        raise ValueError(f"format must be 'auto' or one of {', '.join(FORMATS)}, got {name!r}")
+    entry = ENTRIES[name]
+    _refuse_options(name, options, entry.options)
+    module, _, class_name = entry.where.partition(":")
+    codec: Format = getattr(import_module(module), class_name)(**options)
+    return codec
 
 
 def suffix_of(url: str) -> str:
@@ -100,60 +123,30 @@ def sibling(url: str, suffix: str) -> str:
     return url.replace(part, beside.join(part.rsplit(name, 1)), 1)
 
 
-def _format_of_all(urls: Sequence[str]) -> str:
-    found: dict[str, str] = {}
+def _format_of_all(urls: Sequence[str], exists: Callable[[str], bool] | None) -> str:
+    first_url: dict[str, str] = {}
     for url in urls:
         name = _FORMAT_OF_SUFFIX.get(suffix_of(url))
         if name is None:
+            rule = f"cannot tell the format of {identity_of(url)!r} by its ending"
             known = ", ".join(_FORMAT_OF_SUFFIX)
-            rule = f"cannot tell the format of {identity_of(url)!r} by its ending (known: {known})"
-            raise ValueError(f"{rule}; give format= one of {', '.join(FORMATS)}")
-        found.setdefault(name, url)
-    if len(found) != 1:
-        two = " and ".join(f"{identity_of(url)!r} ({name})" for name, url in list(found.items())[:2])
+            raise ValueError(f"{rule} (known: {known}); give format= one of {', '.join(FORMATS)}")
+        first_url.setdefault(name, url)
+    if len(first_url) != 1:
+        two = " and ".join(f"{identity_of(url)!r} ({name})" for name, url in list(first_url.items())[:2])
         raise ValueError(f"the shards of a dataset must have one format, got {two}")
-    return next(iter(found))
+    for name, entry in ENTRIES.items() if exists else ():
+        claims = entry.sibling_suffix and suffix_of(urls[0]) in entry.suffixes
+        if exists and claims and exists(sibling(urls[0], entry.sibling_suffix)):
+            return name
+    return next(iter(first_url))
 
 
-def _refuse_options(name: str, **options: str | int | None) -> None:
+def _refuse_options(name: str, options: Mapping[str, object], taken: Collection[str]) -> None:
     for option, value in options.items():
-        if value is not None:
-            owner = "tar" if option == "allow_unfinished" else "tokens"
+        if option not in taken:
+            owner = next(other for other, entry in ENTRIES.items() if option in entry.options)
             raise ValueError(f"{option}= is an option of format={owner!r}, not of {name!r}; got {value!r}")
 
 
-def _make(name: str, dtype: str | None, length: int | None, allow_unfinished: bool) -> Format:
-    # Imported here: each brings its own library, and most datasets need one.
-    match name:
-        case "tar":
-            from sharding.formats.tar.format import TarFormat
-
-            return TarFormat(allow_unfinished=allow_unfinished)
-        case "parquet":
-            from sharding.formats.arrow.parquet import ParquetFormat
-
-            return ParquetFormat()
-        case "arrow":
-            from sharding.formats.arrow.ipc import ArrowFileFormat
-
-            return ArrowFileFormat(allow_unfinished=allow_unfinished)
-        case "arrow-stream":
-            from sharding.formats.arrow.ipc import ArrowStreamFormat
-
-            return ArrowStreamFormat(allow_unfinished=allow_unfinished)
-        case "jsonl":
-            from sharding.formats.arrow.jsonl import JsonlFormat
-
-            return JsonlFormat()
-        case "tokens":
-            from sharding.formats.tokens import TokensFormat
-
-            return TokensFormat(dtype=None if dtype is None else np.dtype(dtype).name, length=length)
-        case "megatron":
-            from sharding.formats.megatron import MegatronFormat
-
-            return MegatronFormat(length=length)
-    raise ValueError(f"format must be 'auto' or one of {', '.join(FORMATS)}, got {name!r}")
-
-
-__all__ = ["FORMATS", "has_suffix", "resolve_format", "sibling", "suffix_of"]
+__all__ = ["ENTRIES", "FORMATS", "FormatEntry", "has_suffix", "resolve_format", "sibling", "suffix_of"]

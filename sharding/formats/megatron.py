@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from sharding.blocks import Block, Columns, ColumnSpec, Shard, ShardScan, Spans
+from sharding.blocks import Block, Columns, ColumnSpec, Format, Shard, ShardScan, Spans
 from sharding.errors import CorruptShardError
 from sharding.formats.tokens import (
     COLUMN,
@@ -36,7 +36,7 @@ _HEADER = struct.Struct("<9sQBQQ")
 _DTYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 6: "float64", 7: "float32", 8: "uint16"}
 
 
-class MegatronFormat:
+class MegatronFormat(Format):
     """Documents (`length=None`) or windows of `length` + 1 tokens over all documents, see `tokens`.
 
     Shards are the `.bin` files; whoever indexes opens the file with `sibling_suffix` beside each and hands it
@@ -44,13 +44,18 @@ class MegatronFormat:
     """
 
     name = "megatron"
-    suffixes: tuple[str, ...] = (".idx",)
     sibling_suffix = ".idx"
+    token_column = COLUMN
 
     def __init__(self, *, length: int | None = None) -> None:
         if length is not None and (not isinstance(length, int | np.integer) or length < 1):
             raise ValueError(f"length must be >= 1 or None (one sample a document), got {length!r}")
         self.length = None if length is None else int(length)
+        self.has_empty_samples = length is None  # a document may be
+
+    def options(self) -> dict[str, str | int]:
+        """What shapes the blocks, see `Format.options`."""
+        return {} if self.length is None else {"length": self.length}
 
     def scan(
         self, file: BinaryIO, shard: Shard, *, block_bytes: int, sibling: BinaryIO | None = None

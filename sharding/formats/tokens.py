@@ -9,24 +9,29 @@ one token, too. Nothing is read but the header of a `.npy` file.
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Sequence
 from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
 
-from sharding.blocks import Block, Columns, ColumnSpec, Shard, ShardScan, Spans
+from sharding.blocks import Block, Columns, ColumnSpec, Format, Shard, ShardScan, Spans
 from sharding.errors import CorruptShardError
-from sharding.formats.npy_header import plain_header
 
 _NPY_MAGIC = b"\x93NUMPY"
+_NPY_LINE = re.compile(
+    rb"\{'descr': '([^'\\]+)', 'fortran_order': (False|True), "
+    rb"'shape': \(((?:\d+,(?: \d+(?:, \d+)*)?)?)\), \}\s*"
+)
+"""What `numpy.save` writes of a plain array."""
 _HEADER_BYTES = 4096
 """More than the header of any plain array."""
 COLUMN = "tokens"
 """Name of the only column."""
 
 
-class TokensFormat:
+class TokensFormat(Format):
     """Windows of `length` + 1 tokens over `.bin` (raw, native byte order) and 1-D `.npy` files.
 
     Args:
@@ -37,7 +42,8 @@ class TokensFormat:
     """
 
     name = "tokens"
-    suffixes: tuple[str, ...] = (".bin", ".npy")
+    token_column = COLUMN
+    has_empty_samples = False
 
     def __init__(self, *, dtype: str | None = None, length: int | None = None) -> None:
         if not isinstance(length, int | np.integer) or length < 1:
@@ -46,6 +52,10 @@ class TokensFormat:
             raise ValueError(f"dtype must be an integer type in native byte order, got {dtype!r}")
         self.dtype = None if dtype is None else np.dtype(dtype).name
         self.length = int(length)
+
+    def options(self) -> dict[str, str | int]:
+        """What shapes the blocks, see `Format.options`."""
+        return {"length": self.length, **({} if self.dtype is None else {"dtype": self.dtype})}
 
     def scan(self, file: BinaryIO, shard: Shard, *, block_bytes: int) -> ShardScan:
         """Cut the file into blocks of whole samples; reads at most a header.
@@ -197,3 +207,26 @@ def _npy_header(file: BinaryIO, shard: Shard) -> tuple[tuple[int, ...], np.dtype
     except ValueError as error:
         raise CorruptShardError(shard.url, f"broken .npy header: {error}", 0) from error
     return shape, dtype
+
+
+def plain_header(data: bytes | memoryview) -> tuple[np.dtype[Any], bool, tuple[int, ...], int] | None:
+    """dtype, Fortran order, shape and first data byte, from the first bytes of a `.npy` value.
+
+    numpy evaluates the header with `ast.literal_eval`, which takes the GIL for 20 us and now and then fails
+    where several threads do it at once (gh-106905, seen with CPython 3.11.7: "SystemError: AST constructor
+    recursion depth mismatch"). The one fixed line that it writes of a plain array is matched here; anything
+    else is None, and for numpy to read.
+    """
+    head = bytes(data[:12])
+    if head[:6] != _NPY_MAGIC or len(head) < 12 or head[6] not in (1, 2, 3):
+        return None
+    start = 10 if head[6] == 1 else 12
+    end = start + int.from_bytes(head[8:start], "little")
+    match = _NPY_LINE.fullmatch(bytes(data[start:end])) if end <= len(data) else None
+    if match is None:
+        return None
+    descr, fortran, shape = match.groups()
+    dtype = np.dtype(descr.decode())
+    if dtype.hasobject:
+        return None
+    return dtype, fortran == b"True", tuple(int(n) for n in shape.replace(b" ", b"").split(b",") if n), end

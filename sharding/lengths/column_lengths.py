@@ -103,19 +103,14 @@ def column_lengths(
 
 def _indexed(codec: Format, block: Block, column: str, itemsize: int) -> NDArray[np.integer] | None:
     """What the catalog tells by itself."""
-    sizes = getattr(codec, "value_bytes", None)
-    if sizes is not None:  # also known for compressed shards, whose values cannot be located
-        return _present(sizes(block, column), block, column)
-    located = codec.locate(block, [column])
-    return None if located is None else _present(located[column].lengths // itemsize, block, column)
+    sizes = codec.value_bytes(block, column)
+    return None if sizes is None else _present(sizes // itemsize, block, column)
 
 
 def _column_bytes(codec: Format, block: Block, column: str, file: Any) -> memoryview:
     """The block with at least the bytes of its column in place; the others are zero pages never touched."""
-    select = getattr(codec, "select", None)
-    ranges = [(block.offset, block.length)] if select is None else select(block, [column])
     data = np.zeros(block.length, np.uint8)
-    for offset, length in ranges:
+    for offset, length in codec.select(block, [column]):
         with store_errors(block.shard.url):
             file.seek(offset)
             read = file.read(length)

@@ -1,6 +1,7 @@
 """Reading the labels that `dataflow inspect --label` asks for, and nothing else where the format allows it.
 
-A Parquet column is read by projection; any other format's by a pass over the data in file order.
+A column of tables is read by itself, in Parquet without the others; any other by a pass over the data in file
+order.
 """
 
 from __future__ import annotations
@@ -9,14 +10,11 @@ from contextlib import closing
 from typing import Any
 
 import numpy as np
-import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from dataflow.dataset import ShardedDataset
 from dataflow.loader import DataLoader
-from prefetch.store.shard_files import shard_file
-from sharding.catalog.storage import open_url
-from sharding.urls import is_local
+from sharding.formats.arrow.columns import TabularFormat, flattened
 
 _USUAL_LABELS = ("label", "labels", "cls", "class", "target", "y")
 
@@ -39,8 +37,11 @@ def labels_of(dataset: ShardedDataset, name: str | None) -> tuple[NDArray[Any] |
         return None, "not read" + (f"; --label {usual} reads them" if usual else "")
     if name not in dataset.schema:
         raise ValueError(f"there is no column {name!r}; there are {', '.join(dataset.schema)}")
-    parquet = dataset.catalog.format == "parquet"
-    values = _parquet_column(dataset, name) if parquet else _loaded_column(dataset, name)
+    codec = dataset.catalog.codec()
+    if isinstance(codec, TabularFormat):
+        values = _table_column(dataset, codec, name)
+    else:
+        values = _loaded_column(dataset, name)
     if values.ndim != 1 or values.dtype.kind not in "biufUSO":
         raise ValueError(f"labels must be one number or text a sample, got column {name!r} {values.dtype}")
     if values.dtype.kind == "f":
@@ -49,14 +50,17 @@ def labels_of(dataset: ShardedDataset, name: str | None) -> tuple[NDArray[Any] |
     return codes.astype(np.int64), f"column {name}, {len(distinct):,} values"
 
 
-def _parquet_column(dataset: ShardedDataset, name: str) -> NDArray[Any]:
-    """One column of all shards, nothing else of them."""
+def _table_column(dataset: ShardedDataset, codec: TabularFormat, name: str) -> NDArray[Any]:
+    """One column of all shards; of the others no more than lies between."""
     parts = []
     with closing(dataset.new_reader()) as reader:
-        for shard in map(dataset.catalog.shard, range(dataset.catalog.num_shards)):
-            place = (None, "") if is_local(shard.url) else open_url(shard.location, dataset.storage_options)
-            with shard_file(reader, shard, *place) as file:
-                parts.append(pq.read_table(file, columns=[name]).column(name).to_numpy())
+        for block in map(dataset.catalog.block, range(dataset.catalog.num_blocks)):
+            data = np.empty(block.length, np.uint8)
+            for offset, length in codec.select(block, [name]):
+                at = offset - block.offset
+                reader.read_into(block.shard, offset, data[at : at + length])
+            table = flattened(codec.table(block, data.data, [name]))
+            parts.append(table.column(name).to_numpy())
     return np.concatenate(parts)
 
 

@@ -30,7 +30,6 @@ from sharding.catalog.build import (
     unfinished_text,
     unlisted_columns,
 )
-from sharding.catalog.table import options_of
 from sharding.errors import CorruptShardError
 from sharding.formats import resolve_format
 from sharding.redaction import identity_of, without_secrets
@@ -140,7 +139,7 @@ def _saved(wanted: Wanted, retrier: Retrier) -> tuple[Catalog | None, list[str]]
 
 def _stale(catalog: Catalog, wanted: Wanted, retrier: Retrier) -> Iterator[str]:
     was = (catalog.format, dict(catalog.options), catalog.block_bytes)
-    now = (wanted.codec.name, options_of(wanted.codec), wanted.block_bytes)
+    now = (wanted.codec.name, wanted.codec.options(), wanted.block_bytes)
     for name, before, after in zip(("format", "options", "block bytes"), was, now, strict=True):
         if before != after:
             yield f"{name}: was {before}, now {after}"

@@ -15,6 +15,7 @@ column for offsets, nothing for fixed-width columns; a few microseconds a row fo
 from __future__ import annotations
 
 import json
+from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,9 +24,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from sharding.blocks import Block, Column, Columns, Spans
+from sharding.blocks import Block, Column, Columns, Format, Spans
 from sharding.errors import CorruptShardError, SampleError, ShardError
-from sharding.formats.arrow.nested_checks import check_codes, check_nested
 from sharding.formats.arrow.schema import (
     dtype_of,
     is_bytes,
@@ -49,6 +49,34 @@ class _NullElementError(Exception):
 
 class _FallingOffsetsError(Exception):
     """Offsets that do not rise, so that some may point outside the buffer they belong to."""
+
+
+class TabularFormat(Format):
+    """A format whose blocks are Arrow tables: their columns can be looked at by expressions."""
+
+    def decode(self, block: Block, data: memoryview, columns: Sequence[str] | None) -> Columns:
+        """Decode the wanted columns in the calling thread, without the GIL.
+
+        Raises:
+            CorruptShardError: a column is not there, or the block is broken or not what was indexed.
+            SampleError, ShardError: see `columns_of`.
+        """
+        return columns_of(self.table(block, data, columns), columns, block)
+
+    @abstractmethod
+    def table(self, block: Block, data: memoryview, columns: Sequence[str] | None) -> pa.Table:
+        """The wanted columns as Arrow has them, structs not flattened. Only their bytes need be in `data`.
+
+        Raises `CorruptShardError` as `decode` does.
+        """
+
+    @abstractmethod
+    def schema(self, footer: bytes) -> pa.Schema:
+        """Columns of a shard, from its footer."""
+
+    def matching_groups(self, footer: bytes, expression: Any) -> list[int] | None:
+        """Row groups that may hold rows for which a pyarrow expression is true; None: any block may."""
+        return None
 
 
 def columns_of(table: pa.Table, columns: Sequence[str] | None, block: Block) -> Columns:
@@ -344,3 +372,58 @@ def _view(buffer: pa.Buffer | None, dtype: Any, n: int = -1, first: int = 0) -> 
     if buffer is None or buffer.size == 0:
         return np.empty(0, dtype)
     return np.frombuffer(buffer, dtype, n, first * dtype.itemsize)
+
+
+def check_nested(array: pa.Array) -> None:
+    """Raise `pa.ArrowInvalid` where an offset, a dictionary code or a text is broken, at any level.
+
+    Full validation says so, with one exception: beneath nulls, Arrow's own builders fill dictionary codes
+    with 0, also where the dictionary is empty, and full validation refuses what they wrote. Such arrays are
+    checked level by level.
+    """
+    try:
+        array.validate(full=True)
+    except pa.ArrowInvalid:
+        array.validate()  # lengths of buffers and children
+        _check_levels(array)
+
+
+def _check_levels(array: pa.Array) -> None:
+    kind = array.type
+    if isinstance(kind, pa.BaseExtensionType):
+        _check_levels(array.storage)
+    elif pa.types.is_dictionary(kind):
+        array.dictionary.validate(full=True)
+        # A 0 that nothing masks is an IndexError of `to_pylist`.
+        check_codes(array.indices, max(len(array.dictionary), 1))
+    elif pa.types.is_struct(kind):
+        for i in range(kind.num_fields):
+            _check_levels(array.field(i))
+    elif pa.types.is_fixed_size_list(kind):
+        _check_levels(array.values)
+    elif pa.types.is_nested(kind) and not pa.types.is_run_end_encoded(kind):
+        _check_offsets(array)
+        _check_levels(array.values)
+    else:
+        array.validate(full=True)
+
+
+def _check_offsets(array: pa.Array) -> None:
+    """Those of lists or a map, as of lists of nulls."""
+    kind, nothing = array.type, pa.null()
+    if is_list_view(kind):
+        like = (pa.large_list_view if pa.types.is_large_list_view(kind) else pa.list_view)(nothing)
+    else:
+        like = (pa.large_list if pa.types.is_large_list(kind) else pa.list_)(nothing)
+    own = array.buffers()[: like.num_buffers]
+    nulls = pa.nulls(len(array.values))
+    pa.Array.from_buffers(like, len(array), own, offset=array.offset, children=[nulls]).validate(full=True)
+
+
+def check_codes(indices: pa.Array, num_entries: int) -> None:
+    """Raise `pa.ArrowInvalid` where a code, nulls aside, is none of so many entries of a dictionary."""
+    codes = pc.min_max(indices).as_py()
+    if codes["max"] is not None and not 0 <= codes["min"] <= codes["max"] < num_entries:
+        raise pa.ArrowInvalid(
+            f"codes {codes['min']} to {codes['max']} of a dictionary of {num_entries} entries"
+        )

@@ -22,18 +22,17 @@ from typing import BinaryIO
 import numpy as np
 import pyarrow as pa
 
-from sharding.blocks import Block, Columns, ColumnSpec, Shard, ShardScan, Spans
+from sharding.blocks import Block, Columns, ColumnSpec, Shard, ShardScan
 from sharding.errors import CorruptShardError
-from sharding.formats.arrow.columns import check_columns, columns_of
+from sharding.formats.arrow.columns import TabularFormat, check_columns, check_nested, columns_of
 from sharding.formats.arrow.json_sizes import json_columns, tally_of_batch
 from sharding.formats.arrow.messages import HEAD, LARGEST, Message, bytes_of, read_layout
-from sharding.formats.arrow.nested_checks import check_nested
 from sharding.formats.arrow.schema import decoded_bytes, leaves, specs_of
 
 _BROKEN = (pa.ArrowException, OSError, UnicodeDecodeError)
 
 
-class ArrowFileFormat:
+class ArrowFileFormat(TabularFormat):
     """Arrow IPC files (Feather version 2); a stream in such a file is recognised. Thread-safe, stateless.
 
     Args:
@@ -41,10 +40,13 @@ class ArrowFileFormat:
     """
 
     name = "arrow"
-    suffixes: tuple[str, ...] = (".arrow", ".feather", ".ipc")
 
     def __init__(self, *, allow_unfinished: bool = False) -> None:
         self.allow_unfinished = allow_unfinished
+
+    def options(self) -> dict[str, str | int]:
+        """What shapes the blocks, see `Format.options`."""
+        return {"allow_unfinished": True} if self.allow_unfinished else {}
 
     def scan(self, file: BinaryIO, shard: Shard, *, block_bytes: int) -> ShardScan:
         """Index the record batches by their headers.
@@ -78,17 +80,8 @@ class ArrowFileFormat:
             unfinished=layout.unfinished,
         )
 
-    def locate(self, block: Block, columns: Sequence[str] | None) -> dict[str, Spans] | None:
-        """None: where values lie is said in each batch's header, inside the block."""
-        return None
-
     def decode(self, block: Block, data: memoryview, columns: Sequence[str] | None) -> Columns:
-        """Decode the wanted columns, as views of `data` where it is one uncompressed batch.
-
-        Raises:
-            CorruptShardError: a column is not there, or the batches cannot be read.
-            SampleError, ShardError: see `columns_of`.
-        """
+        """Decode the wanted columns, see `TabularFormat.decode`: one uncompressed batch is not copied."""
         if columns is not None and not columns:
             return {}
         return columns_of(self._table(block, data, columns, full=False), columns, block)
@@ -127,7 +120,6 @@ class ArrowStreamFormat(ArrowFileFormat):
     """Arrow IPC streams; a file is recognised. The two differ by their bytes, not by their index."""
 
     name = "arrow-stream"
-    suffixes: tuple[str, ...] = (".arrows", ".stream")
 
 
 class _Joined(io.RawIOBase):

@@ -25,10 +25,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.json as pj
 
-from sharding.blocks import Block, Columns, Shard, ShardScan, Spans
+from sharding.blocks import Block, Shard, ShardScan
 from sharding.compression import compression_of, decompress, open_decompressed
 from sharding.errors import CorruptShardError
-from sharding.formats.arrow.columns import check_columns, columns_of, flattened
+from sharding.formats.arrow.columns import TabularFormat, check_columns, flattened
 from sharding.formats.arrow.json_limits import MAX_DEPTH, num_places, too_deep
 from sharding.formats.arrow.json_sizes import Tally, json_columns
 from sharding.formats.arrow.schema import decoded_bytes, leaves, specs_of
@@ -46,7 +46,7 @@ _MAX_QUOTED_BYTES = 1 << 20
 Buffer = bytes | memoryview
 
 
-class JsonlFormat:
+class JsonlFormat(TabularFormat):
     """One JSON object a line, UTF-8; blank lines are skipped. Thread-safe, stateless.
 
     Args:
@@ -55,7 +55,7 @@ class JsonlFormat:
     """
 
     name = "jsonl"
-    suffixes: tuple[str, ...] = (".jsonl", ".ndjson")
+    has_empty_samples = False
 
     def __init__(self, *, max_line_bytes: int = 16 << 20, max_columns: int = 10_000) -> None:
         for name, value in (("max_line_bytes", max_line_bytes), ("max_columns", max_columns)):
@@ -118,19 +118,6 @@ class JsonlFormat:
             _schema(bytes(block.footer))
         except _BROKEN as error:
             raise ValueError(f"its schema cannot be read: {error}") from error
-
-    def locate(self, block: Block, columns: Sequence[str] | None) -> dict[str, Spans] | None:
-        """None: values are text that has to be parsed."""
-        return None
-
-    def decode(self, block: Block, data: memoryview, columns: Sequence[str] | None) -> Columns:
-        """Parse the wanted columns in the calling thread, without the GIL.
-
-        Raises:
-            CorruptShardError: a line is broken or does not fit the schema, or a column is not there.
-            SampleError, ShardError: see `columns_of`.
-        """
-        return columns_of(self.table(block, data, columns), columns, block)
 
     def table(self, block: Block, data: memoryview, columns: Sequence[str] | None) -> pa.Table:
         """The wanted columns as Arrow has them, structs not flattened; raises as `decode` does."""

@@ -21,9 +21,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from sharding.blocks import Block, Columns, ColumnSpec, Shard, ShardScan, Spans
+from sharding.blocks import Block, ColumnSpec, Shard, ShardScan
 from sharding.errors import CorruptShardError
-from sharding.formats.arrow.columns import check_columns, columns_of
+from sharding.formats.arrow.columns import TabularFormat, check_columns
 from sharding.formats.arrow.json_sizes import NUMBER_BYTES, json_columns
 from sharding.formats.arrow.schema import decoded_bytes, leaves, spec_of, specs_of
 
@@ -44,11 +44,10 @@ class _Footer:
     """Columns of strings or byte strings: name -> number of the column chunk in a row group."""
 
 
-class ParquetFormat:
+class ParquetFormat(TabularFormat):
     """Row groups of a Parquet file; every codec pyarrow was built with. Thread-safe, stateless."""
 
     name = "parquet"
-    suffixes: tuple[str, ...] = (".parquet", ".pq")
 
     def scan(self, file: BinaryIO, shard: Shard, *, block_bytes: int) -> ShardScan:
         """Index the row groups from the footer alone; `block_bytes` plays no role.
@@ -85,24 +84,8 @@ class ParquetFormat:
             footer=raw,
         )
 
-    def locate(self, block: Block, columns: Sequence[str] | None) -> dict[str, Spans] | None:
-        """None: pages are encoded, so values cannot be read without decoding."""
-        return None
-
-    def decode(self, block: Block, data: memoryview, columns: Sequence[str] | None) -> Columns:
-        """Decode the wanted columns of one row group, in the calling thread, without the GIL.
-
-        Raises:
-            CorruptShardError: a column is not there, or pages are broken or encrypted.
-            SampleError, ShardError: see `columns_of`.
-        """
-        return columns_of(self.table(block, data, columns), columns, block)
-
     def table(self, block: Block, data: memoryview, columns: Sequence[str] | None) -> pa.Table:
-        """The wanted columns as Arrow has them, structs not flattened. Only their bytes need be in `data`.
-
-        Raises `CorruptShardError` as `decode` does.
-        """
+        """The wanted columns of a row group, see `TabularFormat.table`. Encrypted pages are an error, too."""
         footer, group = _indexed(block)
         check_columns(columns, footer.names, block)
         wanted = footer.names if columns is None else columns

@@ -27,7 +27,7 @@ from typing import BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from sharding.blocks import Block, Columns, ColumnSpec, Shard, ShardScan, Spans
+from sharding.blocks import Block, Columns, ColumnSpec, Format, Shard, ShardScan, Spans
 from sharding.compression import compression_of, decompress, open_decompressed
 from sharding.errors import CorruptShardError
 from sharding.formats.tar.header import BLOCK, MAGIC, NO_MAGIC, ODD_SIZE, SIZE
@@ -49,7 +49,7 @@ def _records(place: str) -> tuple[np.dtype[np.void], np.dtype[np.void]]:
 _NARROW, _WIDE = _records("<u4"), _records("<u8")
 
 
-class TarFormat:
+class TarFormat(Format):
     """The `Format` of `.tar`, `.tar.gz`, `.tgz` and `.tar.zst` shards; stateless and thread-safe.
 
     Args:
@@ -57,13 +57,19 @@ class TarFormat:
         max_members: files of a compressed shard that indexing accepts; each takes some 600 bytes of memory.
     """
 
-    name: str = "tar"
-    suffixes: tuple[str, ...] = (".tar", ".tgz")
+    name = "tar"
+    has_keys = True
+    has_empty_samples = False
+    columns_are_extensions = True
 
     def __init__(self, *, allow_unfinished: bool = False, max_members: int = 500_000) -> None:
         if not isinstance(max_members, int) or max_members < 1:
             raise ValueError(f"max_members must be an integer >= 1, got {max_members!r}")
         self.allow_unfinished, self.max_members = allow_unfinished, max_members
+
+    def options(self) -> dict[str, str | int]:
+        """What shapes the blocks, see `Format.options`."""
+        return {"allow_unfinished": True} if self.allow_unfinished else {}
 
     def scan(self, file: BinaryIO, shard: Shard, *, block_bytes: int) -> ShardScan:
         """Index one shard; see `Format.scan`. Every extension is a column of kind "bytes".
@@ -121,9 +127,8 @@ class TarFormat:
         return index.columns(columns, _NOTHING, block)
 
     def value_bytes(self, block: Block, column: str) -> NDArray[np.int64]:
-        """Bytes of each sample's value, from the index alone, for compressed shards too; -1: it has none."""
-        found: Spans = _Index.of(block).columns([column], _NOTHING, block)[column]
-        return found.lengths
+        """Bytes of each sample's value; known for compressed shards, too, whose values cannot be located."""
+        return _Index.of(block).columns([column], _NOTHING, block)[column].lengths
 
     def decode(self, block: Block, data: memoryview, columns: Sequence[str] | None) -> Columns:
         """Views of the wanted values in `data`; see `Format.decode`.

@@ -17,7 +17,7 @@ from hypothesis import given, settings, strategies as st
 
 from sharding.catalog.expand import expand
 from sharding.errors import ShardReadError
-from sharding.formats import has_suffix, resolve_format, sibling, suffix_of
+from sharding.formats import ENTRIES, FORMATS, has_suffix, resolve_format, sibling, suffix_of
 from sharding.urls import file_name, is_local, local_path
 from tests.fake_formats import RecordFormat
 
@@ -347,11 +347,19 @@ def test_an_instance_is_taken_as_it_is():
     assert resolve_format(codec, ["a.xyz"]) is codec
 
 
-@pytest.mark.parametrize("name", ["tar", "parquet", "arrow", "arrow-stream", "jsonl", "tokens"])
+@pytest.mark.parametrize("name", FORMATS)
 def test_every_formats_own_suffixes_lead_to_it(name):
     length = 4 if name == "tokens" else None
-    codec = resolve_format(name, [], length=length)
-    assert codec.name == name
-    for suffix in codec.suffixes:
+    assert resolve_format(name, [], length=length).name == name
+    for suffix in ENTRIES[name].suffixes:
         assert has_suffix(f"a{suffix}")
-        assert resolve_format("auto", [f"a{suffix}"], length=length).name == name
+        exists = (lambda url: url == "a.idx") if name == "megatron" else None
+        assert resolve_format("auto", [f"a{suffix}"], length=length, exists=exists).name == name
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_what_is_known_of_a_format_before_it_is_imported_is_true(name):
+    entry, given = ENTRIES[name], {"dtype": "uint16", "length": 4, "allow_unfinished": True}
+    codec = resolve_format(name, [], **{option: given[option] for option in entry.options})
+    assert codec.options() == {option: given[option] for option in entry.options}
+    assert codec.sibling_suffix == entry.sibling_suffix
