@@ -13,7 +13,7 @@ things in different blocks, and is an error.
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
@@ -25,11 +25,19 @@ import pyarrow as pa
 from sharding.blocks import Block, Columns, ColumnSpec, Shard, ShardScan
 from sharding.errors import CorruptShardError
 from sharding.formats.arrow.columns import TabularFormat, check_columns, check_nested, columns_of
-from sharding.formats.arrow.json_sizes import json_columns, tally_of_batch
 from sharding.formats.arrow.messages import HEAD, LARGEST, Message, bytes_of, read_layout
-from sharding.formats.arrow.schema import decoded_bytes, leaves, specs_of
+from sharding.formats.arrow.schema import (
+    NUMBER_BYTES,
+    decoded_bytes,
+    is_bytes,
+    is_text,
+    json_columns,
+    leaves,
+    specs_of,
+)
 
 _BROKEN = (pa.ArrowException, OSError, UnicodeDecodeError)
+_VALUE_BYTES = 6  # of a bool, null, brackets or quotes, and a comma in JSON
 
 
 class ArrowFileFormat(TabularFormat):
@@ -67,7 +75,7 @@ class ArrowFileFormat(TabularFormat):
         except _BROKEN as error:
             raise CorruptShardError(shard.url, f"unreadable Arrow schema: {error}", 0) from error
         blocks = _joined(batches, block_bytes)
-        sizes = _Sizes(
+        sizes = _BlockSizes(
             schema, specs, max((m.body_length / max(1, m.rows) for m in layout.dictionaries), default=0)
         )
         return ShardScan(
@@ -201,7 +209,7 @@ def _length(block: Sequence[Message]) -> int:
 
 
 @dataclass(frozen=True)
-class _Sizes:
+class _BlockSizes:
     """What decoded blocks of a shard take."""
 
     schema: pa.Schema
@@ -212,21 +220,80 @@ class _Sizes:
     def decoded_bytes(self, file: BinaryIO, block: Sequence[Message], shard: Shard) -> int:
         """Bytes of one block, estimated from its batches' headers."""
         bools = {name: spec for name, spec in self.specs.items() if spec.dtype == "bool"}
-        total = 0
+        nested, total = json_columns(self.specs), 0
         for message in block:
             sizes = _true_sizes(file, message, shard)
             total += message.length - sum(stored for _, stored in message.buffers) + sum(sizes)
             total += decoded_bytes(self.specs, message.rows)[1] + decoded_bytes(bools, message.rows)[0]
-            total += self._json_bytes(message, sizes)
+            if nested:
+                texts = _JsonText(iter(message.lengths), iter(sizes), iter(message.views), self.entry_bytes)
+                total += min(LARGEST, texts.of_columns(self.schema, nested))
         return total
 
-    def _json_bytes(self, message: Message, sizes: Sequence[int]) -> int:
-        nested = json_columns(self.specs)
-        if not nested:
-            return 0
-        tally = tally_of_batch(self.schema, message.lengths, sizes, message.views, self.entry_bytes)
-        fields = ((name, field.type) for name, field in leaves(self.schema) if name in nested)
-        return min(LARGEST, sum(tally.json_bytes(kind, (name,)) for name, kind in fields))
+
+@dataclass
+class _JsonText:
+    """How many bytes the JSON text of a batch's columns takes, from above, by the header's vectors.
+
+    Goes through types and vectors side by side; a vector that is too short (damage) counts as zeros. A
+    constant times the batch's bytes would not do: a code of a dictionary stands for any length of text, and a
+    list of nulls has no bytes at all (docs/notes/json-size-estimates.md).
+    """
+
+    lengths: Iterator[int]
+    """Of the arrays, parents before children."""
+    buffers: Iterator[int]
+    """Bytes of each."""
+    views: Iterator[int]
+    """How many buffers each array of string views has for its text."""
+    entry_bytes: float
+    """Mean size of an entry of the dictionaries, which lie elsewhere."""
+
+    def of_columns(self, fields: Iterable[pa.Field], wanted: Collection[str], prefix: str = "") -> int:
+        """Bytes of the wanted columns, structs flattened."""
+        total = 0
+        for one in fields:
+            if pa.types.is_struct(one.type):
+                next(self.lengths, 0)
+                self._take(1)
+                total += self.of_columns(list(one.type), wanted, f"{prefix}{one.name}.")
+            else:
+                _, text_bytes = self._of(one.type)
+                total += text_bytes if prefix + one.name in wanted else 0
+        return total
+
+    def _of(self, kind: pa.DataType) -> tuple[int, int]:
+        """Values of the next array, and bytes of their text with that of the arrays below.
+
+        Text counts twice: for itself, and for what is escaped in it and the Arrow form that it is made from.
+        """
+        while isinstance(kind, pa.BaseExtensionType):
+            kind = kind.storage_type
+        count = next(self.lengths, 0)
+        if pa.types.is_dictionary(kind):
+            self._take(2)
+            return count, _VALUE_BYTES * count + 2 * int(count * self.entry_bytes)
+        if pa.types.is_run_end_encoded(kind):
+            self._of(kind.run_end_type)
+            runs, text_bytes = self._of(kind.value_type)
+            return count, text_bytes * count // max(1, runs)  # a run is as long as runs are on average
+        if pa.types.is_string_view(kind) or pa.types.is_binary_view(kind):
+            self._take(1)
+            return count, _VALUE_BYTES * count + 2 * self._take(1 + next(self.views, 0))  # short text: views
+        if is_text(kind) or is_bytes(kind):
+            self._take(2)
+            return count, _VALUE_BYTES * count + 2 * self._take(1)
+        if pa.types.is_nested(kind):
+            self._take(kind.num_buffers - pa.types.is_union(kind))  # pyarrow counts a bitmap unions lack
+            children = [kind.field(i) for i in range(kind.num_fields)]
+            names = sum(len(child.name.encode()) + 4 for child in children) if pa.types.is_struct(kind) else 0
+            return count, (_VALUE_BYTES + names) * count + sum(self._of(child.type)[1] for child in children)
+        self._take(0 if pa.types.is_null(kind) else 2)
+        is_number = pa.types.is_integer(kind) or pa.types.is_floating(kind)
+        return count, (NUMBER_BYTES if is_number else _VALUE_BYTES) * count
+
+    def _take(self, num_buffers: int) -> int:
+        return sum(next(self.buffers, 0) for _ in range(num_buffers))
 
 
 def _true_sizes(file: BinaryIO, message: Message, shard: Shard) -> list[int]:

@@ -16,13 +16,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import BinaryIO
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.json as pj
 
 from sharding.blocks import Block, Shard, ShardScan
@@ -30,8 +31,7 @@ from sharding.compression import compression_of, decompress, open_decompressed
 from sharding.errors import CorruptShardError
 from sharding.formats.arrow.columns import TabularFormat, check_columns, flattened
 from sharding.formats.arrow.json_limits import MAX_DEPTH, num_places, too_deep
-from sharding.formats.arrow.json_sizes import Tally, json_columns
-from sharding.formats.arrow.schema import decoded_bytes, leaves, specs_of
+from sharding.formats.arrow.schema import decoded_bytes, is_text, json_columns, leaves, specs_of
 
 # UnicodeDecodeError: pyarrow fails to word its error where the line at fault is not UTF-8.
 _BROKEN = (pa.ArrowException, OSError, UnicodeDecodeError)
@@ -76,30 +76,34 @@ class JsonlFormat(TabularFormat):
             file = open_decompressed(file, shard.url)
         else:
             file.seek(0)
-        runs: list[_Run] = []
+        runs: list[_LineRun] = []
         inference = _Inference(shard, self.max_columns)
         null_free: frozenset[str] | None = None
         for offset, lines in _whole_lines(file, shard, block_bytes, self.max_line_bytes):
-            run = _Run(offset, len(lines))
+            run = _LineRun(offset, len(lines))
             for table in inference.tables(lines, offset):
                 flat = flattened(table)
                 run.rows += table.num_rows
                 run.nbytes += table.nbytes
-                _count_lists(flat, run.tally)
+                if any(map(pa.types.is_list, flat.schema.types)):
+                    run.objects = lines.count(b"{")
+                    run.text_bytes += _text_bytes(flat)
                 if table.num_rows:
                     complete = _without_nulls(flat)
                     null_free = complete if null_free is None else null_free & complete
             runs.append(run)
-        schema = inference.schema
-        schema = pa.schema([field.with_type(_settled(field.type)) for field in schema])
+        schema = pa.schema([field.with_type(_settled(field.type)) for field in inference.schema])
         specs = specs_of(schema, shard.url, null_free=null_free or frozenset())
-        wanted = json_columns(specs)
-        nested = {name: field.type for name, field in leaves(schema) if name in wanted}
+        nested = json_columns(specs)
+        grows = bool(nested) or not schema.equals(inference.schema)
+        absent_bytes = sum(_absent_bytes(field.type) for name, field in leaves(schema) if name in nested)
         blocks = [
             (
                 r.offset,
                 r.length,
-                max(r.length, r.nbytes) + sum(decoded_bytes(specs, r.rows)) + r.json_bytes(nested),
+                max(r.length, r.nbytes)
+                + sum(decoded_bytes(specs, r.rows))
+                + (r.grown_bytes(absent_bytes) if grows and r.objects else 0),
                 r.rows,
             )
             for r in runs
@@ -143,7 +147,7 @@ class JsonlFormat(TabularFormat):
 
 
 @dataclass
-class _Run:
+class _LineRun:
     """What indexing keeps of a run of lines."""
 
     offset: int
@@ -151,12 +155,18 @@ class _Run:
     rows: int = 0
     nbytes: int = 0
     """Bytes of the parsed table."""
-    tally: Tally = field(default_factory=Tally)
-    """What its lists hold."""
+    objects: int = 0
+    """How many it holds, where there are lists: in these, an object has a null for each key that it lacks."""
+    text_bytes: int = 0
+    """Of text columns beside lists: it is in no other."""
 
-    def json_bytes(self, nested: Mapping[str, pa.DataType]) -> int:
-        """Bytes of the JSON text of these columns, at most; a field that no line here has is null."""
-        return sum(self.tally.json_bytes(kind, (name,)) for name, kind in nested.items())
+    def grown_bytes(self, absent_bytes: int) -> int:
+        """Bytes of the JSON text of nested columns, at most, where an object without keys takes so many more.
+
+        That text was in the lines, and what people write at most doubles: "1," becomes "1.0,", and "null,"
+        the 8 bytes of a NaN, where a list holds nothing else.
+        """
+        return 2 * (self.length - self.text_bytes) + self.objects * absent_bytes
 
 
 @dataclass
@@ -355,11 +365,18 @@ def _mapped(kind: pa.DataType, change: Callable[[pa.DataType], pa.DataType]) -> 
     return kind
 
 
-def _count_lists(flat: pa.Table, tally: Tally) -> None:
-    for name, column in zip(flat.column_names, flat.columns, strict=True):
-        if pa.types.is_list(column.type):
-            for chunk in column.chunks:
-                tally.add_array((name,), chunk)
+def _text_bytes(flat: pa.Table) -> int:
+    texts = (column for column in flat.columns if is_text(column.type))
+    return sum(pc.sum(pc.binary_length(text)).as_py() or 0 for text in texts)
+
+
+def _absent_bytes(kind: pa.DataType) -> int:
+    """Bytes of the JSON text of all keys inside a type, were each null."""
+    children = [kind.field(i) for i in range(kind.num_fields)]
+    names = sum(len(json.dumps(child.name, ensure_ascii=False).encode()) for child in children)
+    nulls = len(":null,") * len(children)
+    own = names + nulls if pa.types.is_struct(kind) else 0
+    return own + sum(_absent_bytes(child.type) for child in children)
 
 
 def _without_nulls(flat: pa.Table) -> frozenset[str]:

@@ -24,8 +24,14 @@ import pyarrow.parquet as pq
 from sharding.blocks import Block, ColumnSpec, Shard, ShardScan
 from sharding.errors import CorruptShardError
 from sharding.formats.arrow.columns import TabularFormat, check_columns
-from sharding.formats.arrow.json_sizes import NUMBER_BYTES, json_columns
-from sharding.formats.arrow.schema import decoded_bytes, leaves, spec_of, specs_of
+from sharding.formats.arrow.schema import (
+    NUMBER_BYTES,
+    decoded_bytes,
+    json_columns,
+    leaves,
+    spec_of,
+    specs_of,
+)
 
 _MAGIC = b"PAR1"
 _TAIL_BYTES = 64 << 10
@@ -286,8 +292,9 @@ def _decoded_bytes(group: Any, specs: dict[str, ColumnSpec]) -> int:
 
 
 def _json_bytes(chunk: Any) -> int:
-    """What a leaf of nested values adds to their JSON text, estimated from above (see `json_sizes`).
+    """What a leaf of nested values adds to their JSON text, estimated from above.
 
+    Text counts twice: for itself, and for what is escaped in it and the Arrow form that it is made from.
     Encoded text does not tell how often each entry of its dictionary is used: every value counts like the
     longer of the two that the statistics show.
     """

@@ -21,6 +21,9 @@ from sharding.errors import CorruptShardError
 SPAN_BYTES = 16
 """Bytes `Spans` needs for each value besides its contents: start and length."""
 
+NUMBER_BYTES = 25
+"""Of a number and a comma in JSON, at most: "-2.2250738585072014e-308,"."""
+
 _FLOATS = {"halffloat": "float16", "float": "float32", "double": "float64"}
 """Arrow's names where they are not numpy's; `to_pandas_dtype` imports pandas in older releases of pyarrow."""
 
@@ -60,6 +63,11 @@ def decoded_bytes(specs: Mapping[str, ColumnSpec], rows: int) -> tuple[int, int]
     """Bytes of the fixed-width columns, and bytes of the spans' starts and lengths, for so many rows."""
     fixed = [np.dtype(s.dtype).itemsize * int(np.prod(s.shape)) for s in specs.values() if s.kind == "fixed"]
     return rows * sum(fixed), rows * SPAN_BYTES * (len(specs) - len(fixed))
+
+
+def json_columns(specs: Mapping[str, ColumnSpec]) -> frozenset[str]:
+    """The columns whose values become JSON."""
+    return frozenset(name for name, spec in specs.items() if spec.kind == "json")
 
 
 def spec_of(kind: pa.DataType) -> ColumnSpec | None:
