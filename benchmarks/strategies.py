@@ -47,8 +47,7 @@ from dataflow.grad.strategies import (
     PowerSGD,
     TopK,
 )
-from dataflow.grad.strategies.passive import Passive
-from dataflow.grad.strategies.strategy import StrategyContext
+from dataflow.grad.strategies.strategy import PassiveStrategy, StrategyContext
 from dataflow.testing import run_ranks
 from dataflow.tools.demo.data import write_corpus
 from dataflow.tools.demo.model import ByteTransformer, next_byte_loss
@@ -123,11 +122,21 @@ def _run(text: Tensor, held_out: Tensor, setup: Setup, arm: str, seed: int) -> d
         optimizer = torch.optim.SGD(ddp.parameters(), setup.lr, 0.9)
     else:
         optimizer = torch.optim.AdamW(ddp.parameters(), setup.lr)
-    strategy = _arms(setup.steps)[arm]() or Passive(REFERENCE)
+    strategy = _arms(setup.steps)[arm]() or PassiveStrategy(REFERENCE)
     rank = dist.get_rank()
     parameters = dict(model.named_parameters())
     group = dist.new_group()
-    strategy.setup(StrategyContext(ddp, optimizer, parameters, group, rank, WORLD, Topology.detect()))
+    strategy.setup(
+        StrategyContext(
+            model=ddp,
+            optimizer=optimizer,
+            parameters=parameters,
+            group=group,
+            rank=rank,
+            world_size=WORLD,
+            topology=Topology.detect(),
+        )
+    )
     if strategy.hooks_gradients:
         ddp.register_comm_hook(None, lambda _, bucket: strategy.reduce(bucket))
     dist.barrier()

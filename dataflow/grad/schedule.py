@@ -21,7 +21,7 @@ from dataflow.grad.adapt.control import Control
 from dataflow.grad.adapt.controller import Mode
 from dataflow.grad.adapt.io_gate import GateDecision, GatePolicy, Io, IoGate, gate_policy
 from dataflow.grad.adapt.knobs import Adapt, allowed, with_options
-from dataflow.grad.adapt.switched import Switched
+from dataflow.grad.adapt.strategy_switch import StrategySwitch
 from dataflow.grad.agreement import Agreement
 from dataflow.grad.boundary import Boundary, Outcome, check_boundary
 from dataflow.grad.deadline import Deadline
@@ -268,7 +268,7 @@ class GradSchedule:
             return None
         self._check_scaled(microbatch.window)
         self.phases.enter(Phase.STEP)
-        exact = type(self.strategy) is AllReduce or isinstance(self.strategy, Switched)
+        exact = type(self.strategy) is AllReduce or isinstance(self.strategy, StrategySwitch)
         equal = exact and self.strategy.syncs(self._position.step) and isinstance(self._wrapped, Ddp)
         outcome = self._call(lambda: self._boundary.step(self._position.step, equal_gradients=equal))
         self.phases.enter(Phase.COMPUTE)

@@ -54,21 +54,18 @@ def set_up(
         # With the backend of the gradients: host memory is not where they are under NCCL.
         backend = dist.get_backend(model.group) if model.group is not None else "gloo"
         group = private_group(agreement.ranks, timeout_s, backend)
-    place = topology or detect_topology()
-    parameters = trainable(model.inner)
     strategy.setup(
         StrategyContext(
-            model.inner,
-            optimizer,
-            parameters,
-            group,
-            agreement.rank,
-            agreement.world_size,
-            place,
-            timeout_s,
+            model=model.inner,
+            optimizer=optimizer,
+            parameters=trainable(model.inner),
+            group=group,
+            rank=agreement.rank,
+            world_size=agreement.world_size,
+            topology=topology or detect_topology(),
+            timeout_s=timeout_s,
         )
     )
-
     _IN_USE.add(strategy)
 
     def reduced(bucket: GradBucket) -> torch.futures.Future[Tensor]:

@@ -17,7 +17,7 @@ from dataflow.grad.adapt.controller import Controller, Mode, Seen
 from dataflow.grad.adapt.io_gate import GateDecision, Way
 from dataflow.grad.adapt.knobs import ACCUMULATE, IO, Allowed
 from dataflow.grad.adapt.merged import Join
-from dataflow.grad.adapt.switched import Switched
+from dataflow.grad.adapt.strategy_switch import StrategySwitch
 from dataflow.timing.step_info import StepInfo
 
 _NOTHING = (-1.0, 0.0, -1.0, 0.0)
@@ -45,7 +45,7 @@ class Control:
 
     def __init__(self, allowed: Allowed, strategy: Any) -> None:
         self._allowed, self._names = allowed, [knob.name for knob in allowed.knobs]
-        self._switched = strategy if isinstance(strategy, Switched) else None
+        self._switch = strategy if isinstance(strategy, StrategySwitch) else None
         self.controller = Controller(allowed.knobs)
         self._outbox: deque[tuple[float, ...]] = deque()
         self._options: tuple[int, ...] = ()
@@ -73,8 +73,8 @@ class Control:
             self.controller.seen(agreed(rows))
         self._options = self.controller.options(window)
         settings = dict(zip(self._names, self._options, strict=True))
-        if self._switched is not None:
-            self._switched.use(self._options[-1])
+        if self._switch is not None:
+            self._switch.use(self._options[-1])
         return Passes(self._allowed.at_once[settings.get(ACCUMULATE, 0)], self._allowed.join)
 
     def window_ended(self, info: StepInfo, exposed_s: float | None, *, syncs: bool) -> None:

@@ -7,14 +7,11 @@ from dataclasses import dataclass
 from math import lcm
 from typing import Any, TypedDict
 
+from dataflow.grad import strategies
 from dataflow.grad.adapt.io_gate import Way
 from dataflow.grad.adapt.merged import Join, joined
-from dataflow.grad.adapt.switched import Switched
+from dataflow.grad.adapt.strategy_switch import StrategySwitch
 from dataflow.grad.adapt.trial import Knob
-from dataflow.grad.strategies.all_reduce import AllReduce
-from dataflow.grad.strategies.half import Half
-from dataflow.grad.strategies.hierarchical import Hierarchical
-from dataflow.grad.strategies.int8 import Int8
 from dataflow.grad.strategies.local_sgd import LocalSGD
 from dataflow.grad.strategies.strategy import Strategy
 
@@ -22,8 +19,10 @@ IO = "io"
 ACCUMULATE = "accumulate"
 COMPRESSION = "compression"
 SYNC_PERIOD = "sync_period"
-_SHORT_MEMORY = (AllReduce, Half, Hierarchical, Int8)
-"""Strategies that can be left at any step. The others owe many steps' gradients, or keep ranks apart."""
+_SHORT_MEMORY = {
+    kind: name for name in strategies.__all__ if (kind := getattr(strategies, name)).short_memory
+}
+"""Strategies that can be left at any step."""
 _BURSTS = {"turn": 16, "rounds": 2, "most_rounds": 6}
 """Reads come in bursts, a shuffle window at once, and a turn must see them come and go."""
 
@@ -72,7 +71,7 @@ def with_options(strategy: Strategy, adapt: Adapt | None) -> Strategy:
             raise ValueError(f"a strategy is an object such as dataflow.grad.strategies.Int8(), got {each!r}")
     for each in [strategy, *others] if others else []:
         if type(each) not in _SHORT_MEMORY:
-            names = ", ".join(kind.__name__ for kind in _SHORT_MEMORY)
+            names = ", ".join(_SHORT_MEMORY.values())
             raise ValueError(f"compression can be changed between {names} only, got {each.name}")
     keys = [each.key for each in [strategy, *others]]
     if twice := next((key for key in keys if keys.count(key) > 1), None):
@@ -85,7 +84,7 @@ def with_options(strategy: Strategy, adapt: Adapt | None) -> Strategy:
                 f"sync_period must ascend from LocalSGD({strategy.every}), got {', '.join(map(str, periods))}"
             )
         others += [LocalSGD(every) for every in periods]
-    return Switched([strategy, *others]) if others else strategy
+    return StrategySwitch([strategy, *others]) if others else strategy
 
 
 def allowed(adapt: Adapt | None, strategy: Strategy, window_size: int, *, gated: bool) -> Allowed:
@@ -115,7 +114,7 @@ def allowed(adapt: Adapt | None, strategy: Strategy, window_size: int, *, gated:
                 f"smaller, got {', '.join(map(str, passes[1:]))}"
             )
         knobs.append(Knob(ACCUMULATE, tuple(map(str, passes))))
-    if isinstance(strategy, Switched):
+    if isinstance(strategy, StrategySwitch):
         periods = [each.every for each in strategy.options if isinstance(each, LocalSGD)]
         if periods:
             cycle = lcm(*periods)

@@ -1,14 +1,15 @@
-"""The strategies that `GradSchedule(strategy=...)` takes; see docs/strategies.md."""
+"""The strategies that `GradSchedule(strategy=...)` takes; see docs/strategies.md.
 
-from dataflow.grad.strategies.all_reduce import AllReduce
+In: buckets of gradients, or parameters after a step. Out: the ranks' means. A new one is a file here and a
+line in this one. Read `strategy` first (the protocol, and what ours begin from), then `wire`.
+"""
+
+from dataflow.grad.strategies.all_reduce import AllReduce, Half
 from dataflow.grad.strategies.delayed import Delayed
-from dataflow.grad.strategies.half import Half
 from dataflow.grad.strategies.hierarchical import Hierarchical
 from dataflow.grad.strategies.int8 import Int8
-from dataflow.grad.strategies.local_sgd import DiLoCo, LocalSGD
-from dataflow.grad.strategies.post_local_sgd import PostLocalSGD
+from dataflow.grad.strategies.local_sgd import DiLoCo, LocalSGD, PostLocalSGD
 from dataflow.grad.strategies.power_sgd import PowerSGD
-from dataflow.grad.strategies.strategy import Strategy
 from dataflow.grad.strategies.top_k import TopK
 
 __all__ = [
@@ -23,17 +24,3 @@ __all__ = [
     "PowerSGD",
     "TopK",
 ]
-
-# For the type checker: each keeps the protocol.
-_STRATEGIES: tuple[type[Strategy], ...] = (
-    AllReduce,
-    Delayed,
-    DiLoCo,
-    Half,
-    Hierarchical,
-    Int8,
-    LocalSGD,
-    PostLocalSGD,
-    PowerSGD,
-    TopK,
-)

@@ -15,11 +15,10 @@ from torch import Tensor
 from torch.futures import Future
 
 from dataflow.grad.strategies.ordered_comm import OrderedComm
-from dataflow.grad.strategies.passive import Passive
-from dataflow.grad.strategies.strategy import StrategyContext
+from dataflow.grad.strategies.strategy import PassiveStrategy, StrategyContext
 
 
-class Delayed(Passive):
+class Delayed(PassiveStrategy):
     """All-reduce with one step of staleness."""
 
     _comm: OrderedComm | None = None
@@ -32,58 +31,58 @@ class Delayed(Passive):
         super().setup(context)
         self._comm = OrderedComm("comm-delayed")
         self._late: dict[str, Tensor] = {}
-        self._travels: Future[Tensor] | None = None
+        self._exchange: Future[Tensor] | None = None
 
     @torch.no_grad()
     def before_step(self, step: int) -> None:
         """Send this step's gradients off; put the previous step's means in their place."""
         if self._comm is None:
             raise RuntimeError("delayed is closed, or was never set up")
-        arrived = self._arrived()
+        last_means = self._means()
         parameters = self.context.parameters
         self._late = {
             name: torch.zeros_like(p) if p.grad is None else p.grad.clone() for name, p in parameters.items()
         }
-        going = list(self._late.values())
+        gradients = list(self._late.values())
         for name, parameter in parameters.items():
-            late = arrived.get(name)
+            mean = last_means.get(name)
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-            parameter.grad.zero_() if late is None else parameter.grad.copy_(late)
+            parameter.grad.zero_() if mean is None else parameter.grad.copy_(mean)
 
         @torch.no_grad()
         def exchange() -> Tensor:
-            self.wire.mean(going)
-            return going[0]
+            self.wire.mean(gradients)
+            return gradients[0]
 
-        self._travels = self._comm.run(exchange, going[0])
+        self._exchange = self._comm.run(exchange, gradients[0])
 
-    def _arrived(self) -> dict[str, Tensor]:
+    def _means(self) -> dict[str, Tensor]:
         """The means of the step before, when they are there."""
-        if self._travels is not None:
-            self._travels.wait()
-            self._travels = None
+        if self._exchange is not None:
+            self._exchange.wait()
+            self._exchange = None
         return self._late
 
     @torch.no_grad()
     def scale_changed(self, ratio: float) -> None:
         """The means that the next step applies came in the old scale."""
-        for mean in self._arrived().values():
+        for mean in self._means().values():
             mean.mul_(ratio)
 
     def bytes_sent(self) -> int:
         """What has arrived and what is under way."""
-        self._arrived()
+        self._means()
         return super().bytes_sent()
 
     def state_dict(self) -> dict[str, Any]:
         """The means that the next step will apply."""
-        return {"late": {name: mean.clone() for name, mean in self._arrived().items()}}
+        return {"late": {name: mean.clone() for name, mean in self._means().items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue."""
         self.check_entries(state, {"late"})
-        self._arrived()
+        self._means()
         self._late = self.checked_tensors(state["late"])
 
     def close(self) -> None:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
 
-from dataflow.grad.strategies.passive import Reducing
+from dataflow.grad.strategies.ordered_comm import BucketStrategy
 
 
 class ErrorFeedback:
@@ -31,30 +31,31 @@ class ErrorFeedback:
 
     def __init__(self, *, enabled: bool = True) -> None:
         self._enabled = enabled
-        self._kept: dict[str, Tensor] = {}
-        self._proposed: dict[str, Tensor] = {}
+        self._residuals: dict[str, Tensor] = {}
+        self._of_step: dict[str, Tensor] = {}
+        """Valid when the step is known to have been taken."""
 
     def compensated(self, name: str, gradient: Tensor) -> Tensor:
         """A new flat tensor: the gradient plus what is owed; at least float32: small rests survive."""
-        owed = self._proposed.get(name, self._kept.get(name))
+        owed = self._of_step.get(name, self._residuals.get(name))
         precise = gradient.reshape(-1).to(torch.promote_types(gradient.dtype, torch.float32), copy=True)
         return precise if owed is None else precise.add_(owed)
 
-    def left(self, name: str, residual: Tensor) -> None:
-        """What of a compensated gradient was not sent in this step; flat, and this object's from now on."""
+    def keep(self, name: str, residual: Tensor) -> None:
+        """Remember what of a compensated gradient was not sent; flat, and this object's from now on."""
         if self._enabled:
-            self._proposed[name] = residual
+            self._of_step[name] = residual
 
     def step_ended(self, *, skipped: bool) -> None:
         """Keep what this step left; or, if it was skipped, what there was before."""
         if not skipped:
-            self._kept |= self._proposed
-        self._proposed = {}
+            self._residuals |= self._of_step
+        self._of_step = {}
 
     def lr_changed(self, ratio: float) -> None:
         """The learning rate became `ratio` times what it was; to or from 0 there is nothing to convert by."""
         if math.isfinite(ratio) and ratio > 0:
-            for residual in self._kept.values():
+            for residual in self._residuals.values():
                 residual.div_(ratio)
 
     def scale_changed(self, ratio: float) -> None:
@@ -63,17 +64,17 @@ class ErrorFeedback:
 
     def state(self) -> dict[str, Tensor]:
         """The residuals by parameter name, flat; not copies."""
-        return dict(self._kept)
+        return dict(self._residuals)
 
     def load(self, residuals: Mapping[str, Tensor]) -> None:
         """Take over flat residuals; the tensors are this object's from now on."""
-        self._kept, self._proposed = dict(residuals), {}
+        self._residuals, self._of_step = dict(residuals), {}
 
 
-class Compensated(Reducing):
-    """A strategy with a lossy code and error feedback: the step count and the residuals are its state.
+class LossyStrategy(BucketStrategy):
+    """Reduces by a lossy code with error feedback: the step count and the residuals are its state.
 
-    Args: as `Passive`; `error_feedback` is among the settings.
+    Args: as `PassiveStrategy`; `error_feedback` is among the settings.
     """
 
     def __init__(self, name: str, *, error_feedback: bool, **settings: Any) -> None:
@@ -81,7 +82,7 @@ class Compensated(Reducing):
         self.feedback = ErrorFeedback(enabled=error_feedback)
         self.step = 0
 
-    def owed(self, bucket: GradBucket) -> dict[str, Tensor]:
+    def compensated(self, bucket: GradBucket) -> dict[str, Tensor]:
         """New flat tensors by parameter name, in the order of the bucket: what should be sent."""
         parts = zip(self.names_in(bucket), bucket.gradients(), strict=True)
         return {name: self.feedback.compensated(name, part) for name, part in parts}

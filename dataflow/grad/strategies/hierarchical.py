@@ -11,25 +11,31 @@ The reduce-scatter is an all-to-all with a local sum, because gloo's moves as ma
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from datetime import timedelta
 from typing import Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
+from torch.distributed import ProcessGroup
 from torch.nn import functional as F  # noqa: N812
 
-from dataflow.grad.strategies.groups import give_back, own_group, ranks_by_node
-from dataflow.grad.strategies.passive import Reducing
+from dataflow.grad.strategies.ordered_comm import BucketStrategy
 from dataflow.grad.strategies.strategy import StrategyContext
 from dataflow.grad.strategies.wire import Wire
+from sharding.topology.topology import Topology
 
 
-class Hierarchical(Reducing):
+class Hierarchical(BucketStrategy):
     """Two-level all-reduce by `context.topology`.
 
     Args:
         layout: "shards", "leaders", or "auto": shards where all nodes have equally many ranks.
     """
+
+    short_memory = True
 
     def __init__(self, layout: Literal["auto", "shards", "leaders"] = "auto") -> None:
         if layout not in ("auto", "shards", "leaders"):
@@ -84,3 +90,46 @@ class Hierarchical(Reducing):
         if hasattr(self, "_inside"):
             give_back([self._inside.group, self._between.group])
             self._inside.group = self._between.group = None
+
+
+def ranks_by_node(topology: Topology, why: str) -> list[list[int]]:
+    """Ranks of each node, ascending. `why`: who asks; `ValueError` if the places are not known."""
+    nodes = topology.nodes_of_ranks
+    if nodes is None:
+        raise ValueError(
+            f"{why} needs to know the node of every rank, which is not known "
+            f"({topology.why_unknown['nodes_of_ranks']}); pass topology=detect_topology(), made on all ranks"
+        )
+    return [[rank for rank, on in enumerate(nodes) if on == node] for node in range(topology.num_nodes)]
+
+
+def own_group(context: StrategyContext, members: Sequence[Sequence[int]]) -> ProcessGroup | None:
+    """Make a group for each list of ranks, on all ranks alike; return the one of this rank.
+
+    None if the rank is in no list, or alone in one. Ranks are numbered as in `context.group`.
+    """
+    if context.group is None:
+        return None
+    if (num_ranks := sum(len(ranks) for ranks in members)) > context.world_size:
+        raise ValueError(
+            f"the topology is that of {num_ranks} ranks, and the model is on {context.world_size} of them: "
+            "reducing by node needs a model on all ranks"
+        )
+    everyone = dist.get_process_group_ranks(context.group)
+    own: ProcessGroup | None = None
+    timeout = None if context.timeout_s is None else timedelta(seconds=context.timeout_s)
+    backend = dist.get_backend(context.group)
+    for ranks in members:
+        if len(ranks) > 1:
+            group = dist.new_group([everyone[rank] for rank in ranks], timeout, backend)
+            if context.rank in ranks:
+                assert isinstance(group, ProcessGroup)
+                own = group
+    return own
+
+
+def give_back(groups: Sequence[ProcessGroup | None]) -> None:
+    """Destroy groups, unless all of them went already with the job's own."""
+    for group in groups:
+        if group is not None and dist.is_initialized():
+            dist.destroy_process_group(group)

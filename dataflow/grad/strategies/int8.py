@@ -18,13 +18,16 @@ from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
 from torch.nn import functional as F  # noqa: N812
 
-from dataflow.grad.strategies.compress import dequantized, quantized
-from dataflow.grad.strategies.error_feedback import Compensated
+from dataflow.grad.strategies.error_feedback import LossyStrategy
 from dataflow.grad.strategies.strategy import StrategyContext
+
+_LEVELS = 127
+_SCALE_BYTES = 4
+"""Each block of a packed row ends with its float32 scale."""
 
 
 @dataclass(frozen=True)
-class _Deal:
+class _BlockOwners:
     """Who owns the blocks of a bucket."""
 
     order: Tensor
@@ -33,7 +36,7 @@ class _Deal:
     """Blocks of each owner."""
 
 
-class Int8(Compensated):
+class Int8(LossyStrategy):
     """Eight bits an entry, with error feedback.
 
     Args:
@@ -41,13 +44,15 @@ class Int8(Compensated):
         error_feedback: False loses what is rounded off; it is there to show what that costs.
     """
 
+    short_memory = True
+
     def __init__(self, block: int = 128, *, error_feedback: bool = True) -> None:
         # The scales lie behind each block and are read as floats of 4 bytes.
         if block < 4 or block % 4:
             raise ValueError(f"block must be a multiple of 4 entries, got {block}")
         super().__init__("int8", block=block, error_feedback=error_feedback)
         self._block = block
-        self._deals: dict[tuple[str, ...], _Deal] = {}
+        self._deals: dict[tuple[str, ...], _BlockOwners] = {}
 
     def setup(self, context: StrategyContext) -> None:
         """Number the blocks of the model."""
@@ -64,38 +69,40 @@ class Int8(Compensated):
     @torch.no_grad()
     def reduced(self, bucket: GradBucket) -> Tensor:
         """The mean of what the ranks send; called on the thread."""
-        owed = self.owed(bucket)
+        owed = self.compensated(bucket)
         dtype = next(iter(owed.values())).dtype
         deal = self._deal(owed)
-        wanted = self._as_blocks(owed)[deal.order]
-        rows = quantized(wanted)
-        rests = wanted - dequantized(rows, dtype)
+        blocks = self._as_blocks(owed)[deal.order]
+        rows = quantized(blocks)
+        rests = blocks - dequantized(rows, dtype)
         own = slice(start := sum(deal.counts[: self.wire.rank]), start + deal.counts[self.wire.rank])
-        mean = dequantized(self.wire.exchange(rows, deal.counts), dtype).sum(0).div_(self.wire.size)
-        told = quantized(mean)
-        rests[own] += (mean - dequantized(told, dtype)).mul_(self.wire.size)
-        means = dequantized(self._from_owners(told, deal.counts), dtype)
+        own_mean = dequantized(self.wire.exchange(rows, deal.counts), dtype).sum(0).div_(self.wire.size)
+        own_rows = quantized(own_mean)
+        # The owner alone owes what the second rounding loses; the mean over ranks will divide it by `size`.
+        rests[own] += (own_mean - dequantized(own_rows, dtype)).mul_(self.wire.size)
+        means = dequantized(self._from_owners(own_rows, deal.counts), dtype)
         for name, rest in self._as_parts(rests, deal, owed).items():
-            self.feedback.left(name, rest.clone())
-        for part, found in zip(bucket.gradients(), self._as_parts(means, deal, owed).values(), strict=True):
-            part.copy_(found.view(part.shape))
+            self.feedback.keep(name, rest.clone())
+        for part, mean in zip(bucket.gradients(), self._as_parts(means, deal, owed).values(), strict=True):
+            part.copy_(mean.view(part.shape))
         return bucket.buffer()
 
-    def _deal(self, owed: dict[str, Tensor]) -> _Deal:
+    def _deal(self, owed: dict[str, Tensor]) -> _BlockOwners:
         names = tuple(owed)
         if names not in self._deals:
+            # By the block's number in the model, not in the bucket: another cut into buckets changes nothing.
             numbers = [torch.arange(self._blocks_in(t)) + self._first[name] for name, t in owed.items()]
             owners = torch.cat(numbers) % self.wire.size
             counts = owners.bincount(minlength=self.wire.size).tolist()
             order = owners.argsort(stable=True).to(next(iter(owed.values())).device)
-            self._deals[names] = _Deal(order, counts)
+            self._deals[names] = _BlockOwners(order, counts)
         return self._deals[names]
 
     def _as_blocks(self, owed: dict[str, Tensor]) -> Tensor:
         padded = [F.pad(t, (0, -t.numel() % self._block)) for t in owed.values()]
         return torch.cat(padded).view(-1, self._block)
 
-    def _as_parts(self, dealt: Tensor, deal: _Deal, owed: dict[str, Tensor]) -> dict[str, Tensor]:
+    def _as_parts(self, dealt: Tensor, deal: _BlockOwners, owed: dict[str, Tensor]) -> dict[str, Tensor]:
         """Back to flat tensors by name."""
         blocks = torch.empty_like(dealt)
         blocks[deal.order] = dealt
@@ -106,4 +113,24 @@ class Int8(Compensated):
         """The rows of all owners, in their order; shorter ones are filled up on the wire."""
         longest = max(counts)
         gathered = self.wire.gather(F.pad(rows, (0, 0, 0, longest - len(rows))))
-        return torch.cat([told[:count] for told, count in zip(gathered, counts, strict=True)])
+        return torch.cat([row[:count] for row, count in zip(gathered, counts, strict=True)])
+
+
+def quantized(blocks: Tensor) -> Tensor:
+    """Rows of floats [n, b] as bytes [n, b + 4]: int8 multiples of the row's largest magnitude / 127.
+
+    Loses at most 1/254 of the largest magnitude per entry. A row that holds inf or NaN comes back as NaN.
+    """
+    scales = (blocks.abs().amax(1, keepdim=True) / _LEVELS).to(torch.float32)
+    steps = torch.where(scales > 0, blocks / scales, 0).nan_to_num_(0, 0, 0)
+    whole = steps.round_().clamp_(-_LEVELS, _LEVELS).to(torch.int8)
+    # By way of a flat view: the strides of a single row may be anything, and then bytes cannot be viewed.
+    as_bytes = scales.reshape(-1).view(torch.uint8).view(-1, _SCALE_BYTES)
+    return torch.cat([whole.view(torch.uint8), as_bytes], 1)
+
+
+def dequantized(rows: Tensor, dtype: torch.dtype) -> Tensor:
+    """The floats [..., b] that `quantized` rows [..., b + 4] stand for."""
+    whole = rows[..., :-_SCALE_BYTES].contiguous().view(torch.int8)
+    scales = rows[..., -_SCALE_BYTES:].contiguous().view(torch.float32)
+    return whole.to(dtype) * scales.to(dtype)

@@ -1,19 +1,62 @@
-"""Local SGD (Stich 2019) and DiLoCo (Douillard et al. 2023): ranks step alone and meet every so many steps.
+"""Ranks step alone, and average their parameters every so many steps.
 
-No rank is ever more than `every` steps away from the common model, which bounds its staleness. Between the
-meetings nothing is sent.
+Local SGD (Stich 2019), DiLoCo (Douillard et al. 2023), and PyTorch's post-local SGD (Lin et al. 2020), which
+begins with an all-reduce. No rank is ever more than `every` steps away from the common model, which bounds
+its staleness. Between the averages nothing is sent.
+
+While ranks are apart, one rank's checkpoint is not the run: DDP copies rank 0's parameters to all when it is
+made. So the state of these strategies holds the rank's own parameters whenever they differ, and loading it
+puts them back. The optimizer's state differs too: every rank saves and loads its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._distributed_c10d import GradBucket
+from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook as stock
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+from torch.distributed.algorithms.model_averaging.hierarchical_model_averager import HierarchicalModelAverager
+from torch.futures import Future
 
-from dataflow.grad.strategies.drift import Drifting
-from dataflow.grad.strategies.strategy import StrategyContext
+from dataflow.grad.strategies.hierarchical import give_back, own_group, ranks_by_node
+from dataflow.grad.strategies.strategy import PassiveStrategy, StrategyContext
+from dataflow.grad.strategies.wire import Wire
+
+
+class LocalStrategy(PassiveStrategy):
+    """Keeps account of whether parameters are equal on all ranks. Args: as `PassiveStrategy`."""
+
+    drifted = False
+    """Whether ranks have stepped by themselves since all parameters were last averaged."""
+
+    def parameters(self) -> Iterable[Tensor]:
+        """The data of all parameters, in the model's order."""
+        return [parameter.data for parameter in self.context.parameters.values()]
+
+    @torch.no_grad()
+    def average(self) -> None:
+        """Average the parameters now, if ranks have drifted apart; on all ranks."""
+        if self.drifted:
+            self.wire.mean(self.parameters())
+        self.drifted = False
+
+    def state_dict(self) -> dict[str, Any]:
+        """The rank's parameters by name, if they are its own."""
+        own = self.context.parameters.items() if self.drifted else ()
+        return {"parameters": {name: parameter.detach().clone() for name, parameter in own}}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Put this rank's parameters back."""
+        self.check_entries(state, {"parameters"})
+        for name, own in self.checked_tensors(state["parameters"]).items():
+            self.context.parameters[name].copy_(own)
+        self.drifted = bool(state["parameters"])
 
 
 def _checked_every(every: int) -> int:
@@ -22,7 +65,7 @@ def _checked_every(every: int) -> int:
     return every
 
 
-class LocalSGD(Drifting):
+class LocalSGD(LocalStrategy):
     """Average the parameters every so many steps. Momentum and other optimizer state stay each rank's own.
 
     Args:
@@ -40,10 +83,10 @@ class LocalSGD(Drifting):
             return
         self.drifted = True
         if (step + 1) % self.every == 0:
-            self.meet()
+            self.average()
 
 
-class DiLoCo(Drifting):
+class DiLoCo(LocalStrategy):
     """Average what ranks did in `every` steps; an outer SGD with Nesterov momentum takes that as a gradient.
 
     Costs the memory of the parameters twice: the last common model, and the outer momentum.
@@ -124,3 +167,127 @@ class DiLoCo(Drifting):
 def _grad_of(tensor: Tensor) -> Tensor:
     assert tensor.grad is not None
     return tensor.grad
+
+
+class PostLocalSGD(LocalStrategy):
+    """All-reduce gradients until `start_step`, then average parameters.
+
+    The hook is PyTorch's `post_localSGD_hook`, the averages are those of its `PeriodicModelAverager` or
+    `HierarchicalModelAverager`.
+
+    Args:
+        every: steps between averages over all ranks, >= 2. Or a mapping from steps to the number of
+            consecutive ranks that average then, such as {4: 8, 16: 64}: the largest period that divides the
+            step wins; the last one must have all ranks.
+        start_step: the first step without an all-reduce.
+        reduce_in_node: from then on, all-reduce gradients inside each node (by `context.topology`).
+    """
+
+    hooks_gradients = True
+
+    def __init__(
+        self, every: int | Mapping[int, int] = 8, *, start_step: int = 0, reduce_in_node: bool = False
+    ) -> None:
+        periods = [every] if isinstance(every, int) else list(every)
+        if not periods or min(periods) < 1 or max(periods) < 2 or periods != sorted(set(periods)):
+            raise ValueError(f"every must be >= 2 steps; several in ascending order; got {every}")
+        if start_step < 0:
+            raise ValueError(f"start_step must be >= 0, got {start_step}")
+        setting = every if isinstance(every, int) else dict(every)
+        super().__init__(
+            "post-local-sgd", every=setting, start_step=start_step, reduce_in_node=reduce_in_node
+        )
+        self._every, self._start_step, self._reduce_in_node = every, start_step, reduce_in_node
+
+    def setup(self, context: StrategyContext) -> None:
+        """Make groups and averagers; all ranks."""
+        super().setup(context)
+        self._step = 0
+        by_node = ranks_by_node(context.topology, "reduce_in_node=True") if self._reduce_in_node else []
+        if context.group is None:
+            return
+        self._inside = Wire(own_group(context, by_node))
+        self._hook_state = stock.PostLocalSGDState(
+            context.group, self._inside.group, self._start_step, self._inside.size > 1
+        )
+        self._averager: PeriodicModelAverager | HierarchicalModelAverager
+        if isinstance(self._every, int):
+            self._averager = PeriodicModelAverager(self._every, self._start_step, context.group)
+            self._averaging: dict[int, Wire] = {self._every: self.wire}
+        else:
+            sizes = OrderedDict(self._every)
+            self._averager = HierarchicalModelAverager(sizes, self._start_step, context.group)
+            groups = self._averager.period_process_group_dict
+            self._averaging = {p: self.wire if g is context.group else Wire(g) for p, g in groups.items()}
+
+    def syncs(self, step: int) -> bool:
+        """Until `start_step`, and after it if nodes reduce."""
+        return step < self._start_step or self._reduce_in_node
+
+    def reduce(self, bucket: GradBucket) -> Future[Tensor]:
+        """Start the all-reduce of now: over all ranks, over the node, or none."""
+        if self.context.group is None:
+            return super().reduce(bucket)
+        # The hook counts backward passes; a window may have several.
+        self._hook_state.iter = self._step
+        wire = self.wire if self._step < self._start_step else self._inside
+        wire.count_all_reduce(bucket.buffer().nbytes)
+        future: Future[Tensor] = stock.post_localSGD_hook(self._hook_state, bucket)
+        return future
+
+    def after_step(self, step: int, *, skipped: bool) -> None:
+        """Average, when it is time."""
+        self._step = step + (not skipped)
+        if self.context.group is None or skipped:
+            return
+        self._averager.step = step
+        self.drifted |= step >= self._start_step
+        wire = self._due(step)
+        if wire is None:
+            return
+        # The stock averager passes over parameters without a gradient; `zero_grad` may have run already.
+        parameters = list(self.context.parameters.values())
+        without_gradient = [parameter for parameter in parameters if parameter.grad is None]
+        for parameter in without_gradient:
+            parameter.grad = parameter.data
+        try:
+            self._averager.average_parameters(parameters)
+        finally:
+            for parameter in without_gradient:
+                parameter.grad = None
+        wire.count_all_reduce(sum(parameter.nbytes for parameter in parameters))
+        if wire is self.wire:
+            self.drifted = False
+
+    def _due(self, step: int) -> Wire | None:
+        """The group that averages after a step, by the stock averagers' rules."""
+        if step < self._start_step:
+            return None
+        since = step - self._start_step if isinstance(self._every, int) else step
+        return next((w for period, w in reversed(self._averaging.items()) if since % period == 0), None)
+
+    def bytes_sent(self) -> int:
+        """Gradients and parameters, over all groups."""
+        if self.context.group is None:
+            return 0
+        wires = {id(wire): wire for wire in (self.wire, self._inside, *self._averaging.values())}
+        return sum(wire.sent for wire in wires.values())
+
+    def state_dict(self) -> dict[str, Any]:
+        """The step; this rank's parameters, if they are its own."""
+        return super().state_dict() | {"step": self._step}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue; every rank loads its own."""
+        self.check_entries(state, {"parameters", "step"})
+        step = int(state["step"])
+        super().load_state_dict({"parameters": state["parameters"]})
+        self._step = step
+
+    def close(self) -> None:
+        """Destroy the groups."""
+        if hasattr(self, "_averaging"):
+            parts = [wire for wire in (self._inside, *self._averaging.values()) if wire is not self.wire]
+            give_back([wire.group for wire in parts])
+            for wire in parts:
+                wire.group = None

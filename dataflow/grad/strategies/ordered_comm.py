@@ -1,4 +1,4 @@
-"""Run what a communication hook has to do on one thread, bucket after bucket.
+"""What a communication hook has to do runs on one thread, bucket after bucket.
 
 A hook that needs several dependent collectives cannot wait for them in the callbacks of gloo's own threads:
 there are two, and with two buckets under way both wait for work that is queued behind them (PyTorch's
@@ -12,8 +12,10 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 
+from dataflow.grad.strategies.strategy import PassiveStrategy, StrategyContext
 from prefetch.workers.ordered_thread import OrderedThread
 
 
@@ -55,3 +57,32 @@ class OrderedComm:
     def close(self) -> None:
         """Let the work end, and the thread. May be called twice. `TimeoutError` if it does not end."""
         self._thread.close()
+
+
+class BucketStrategy(PassiveStrategy):
+    """Reduces each bucket by blocking work on one ordered thread."""
+
+    hooks_gradients = True
+    _comm: OrderedComm | None = None
+
+    def setup(self, context: StrategyContext) -> None:
+        """Start the thread."""
+        super().setup(context)
+        self._comm = OrderedComm(f"comm-{self.name}")
+
+    def reduce(self, bucket: GradBucket) -> Future[Tensor]:
+        """`reduced` of the bucket, on the thread."""
+        if self._comm is None:
+            raise RuntimeError(f"{self.name} is closed, or was never set up")
+        return self._comm.run(lambda: self.reduced(bucket), bucket.buffer())
+
+    @torch.no_grad()
+    def reduced(self, bucket: GradBucket) -> Tensor:
+        """The mean over ranks, flat; called on the thread."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """End the thread."""
+        if self._comm is not None:
+            self._comm.close()
+            self._comm = None

@@ -16,13 +16,13 @@ from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as stock
 
-from dataflow.grad.strategies.passive import Reducing
+from dataflow.grad.strategies.ordered_comm import BucketStrategy
 from dataflow.grad.strategies.strategy import StrategyContext
 
 _KINDS = ("error_dict", "p_memory_dict", "q_memory_dict")
 
 
-class PowerSGD(Reducing):
+class PowerSGD(BucketStrategy):
     """Low-rank gradients with error feedback and warm-started factors.
 
     Args:
@@ -168,6 +168,7 @@ class PowerSGD(Reducing):
 
     def _factored(self, names: tuple[str, ...]) -> Iterator[tuple[str, int, int]]:
         """Name, entries of P and of Q, for each compressed parameter, in the order of the hook's memory."""
+        # The stock hook multiplies matrices of one shape in one batch, so its memory goes shape by shape.
         by_shape: dict[tuple[int, int], list[str]] = {}
         for name in names:
             parameter = self.context.parameters[name]

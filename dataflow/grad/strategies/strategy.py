@@ -1,4 +1,7 @@
-"""How gradients, or parameters, travel between ranks: the protocol that all strategies keep."""
+"""How gradients, or parameters, travel between ranks: the protocol that all strategies keep.
+
+Ours begin from `PassiveStrategy`, which exchanges nothing, and override their own part.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +13,14 @@ import torch
 from torch import Tensor, nn
 from torch._C._distributed_c10d import GradBucket
 from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
+from torch.futures import Future
 
+from dataflow.grad.strategies.wire import Wire
 from sharding.topology.topology import Topology
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class StrategyContext:
     """What a strategy is set up with, once, by `GradSchedule`; the same on every rank but for `rank`.
 
@@ -66,7 +72,7 @@ class Strategy(Protocol):
     def syncs(self, step: int) -> bool:
         """Whether gradients are reduced in the window that ends with optimizer step `step` (0, 1, ...)."""
 
-    def reduce(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+    def reduce(self, bucket: GradBucket) -> Future[Tensor]:
         """DDP's communication hook: the mean over ranks of the bucket's gradients, flat, in its dtype."""
 
     def before_step(self, step: int) -> None:
@@ -92,3 +98,77 @@ class Strategy(Protocol):
 
     def close(self) -> None:
         """Give groups and threads back; may be called twice."""
+
+
+class PassiveStrategy(Strategy):
+    """Exchanges nothing. Args: the strategy's name, and the settings that change the numbers."""
+
+    name = key = ""
+    hooks_gradients = False
+    short_memory = False
+    """Whether another may take its place at any step: it owes no gradients, ranks stay equal."""
+    context: StrategyContext
+    wire: Wire
+    """Over the context's group."""
+
+    def __init__(self, name: str, **settings: Any) -> None:
+        self.name = name
+        self.key = f"{name}({', '.join(f'{k}={v!r}' for k, v in settings.items())})"
+
+    def setup(self, context: StrategyContext) -> None:
+        """Remember the context and the private group. `ValueError` for parameters that FSDP2 shards."""
+        sharded = next((n for n, p in context.parameters.items() if isinstance(p, DTensor)), None)
+        if sharded is not None:
+            raise ValueError(
+                f"{self.name} needs whole parameters on each rank, but {sharded!r} is sharded; "
+                "use DistributedDataParallel, or leave the reduction to FSDP2 with AllReduce()"
+            )
+        self.context = context
+        self.wire = Wire(context.group)
+        self._names = {id(parameter): name for name, parameter in context.parameters.items()}
+
+    def names_in(self, bucket: GradBucket) -> tuple[str, ...]:
+        """Names of the parameters of a bucket, in its order."""
+        return tuple(self._names[id(parameter)] for parameter in bucket.parameters())
+
+    def syncs(self, step: int) -> bool:
+        """Where gradients are hooked, every window reduces them."""
+        return self.hooks_gradients
+
+    def reduce(self, bucket: GradBucket) -> Future[Tensor]:
+        """Give the bucket back."""
+        future: Future[Tensor] = Future()
+        future.set_result(bucket.buffer())
+        return future
+
+    def bytes_sent(self) -> int:
+        """What went over the private group."""
+        return self.wire.sent
+
+    def state_dict(self) -> dict[str, Any]:
+        """A strategy that remembers nothing has an empty state."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Accept what `state_dict` gave."""
+        self.check_entries(state, set())
+
+    def check_entries(self, state: Mapping[str, Any], entries: set[str]) -> None:
+        """Raise `ValueError` unless the state has just these entries."""
+        if set(state) != entries:
+            raise ValueError(
+                f"the state does not fit {self.key}: it has {sorted(state)}, wanted {sorted(entries)}; "
+                "make the strategy with the settings of the run that saved it"
+            )
+
+    def checked_tensors(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Copies on the parameters' devices; `ValueError` for a name or shape that is not the model's."""
+        for name, tensor in tensors.items():
+            parameter = self.context.parameters.get(name)
+            if parameter is None or parameter.shape != tensor.shape:
+                shape = "no such parameter" if parameter is None else f"shape {tuple(parameter.shape)}"
+                raise ValueError(
+                    f"the state of {self.name} has {name!r} of shape {tuple(tensor.shape)}, "
+                    f"the model has {shape}"
+                )
+        return {n: t.detach().to(self.context.parameters[n].device, copy=True) for n, t in tensors.items()}

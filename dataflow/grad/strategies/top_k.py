@@ -13,14 +13,13 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
 
-from dataflow.grad.strategies.compress import top_k
-from dataflow.grad.strategies.error_feedback import Compensated
+from dataflow.grad.strategies.error_feedback import LossyStrategy
 from dataflow.grad.strategies.wire import all_reduce_bytes
 
 _INDEX_BYTES = 4
 
 
-class TopK(Compensated):
+class TopK(LossyStrategy):
     """Top-k with error feedback.
 
     Args:
@@ -46,11 +45,12 @@ class TopK(Compensated):
     @torch.no_grad()
     def reduced(self, bucket: GradBucket) -> Tensor:
         """The mean of what the ranks send; called on the thread."""
-        flat, owed = bucket.buffer(), self.owed(bucket)
+        flat, owed = bucket.buffer(), self.compensated(bucket)
         ratio = self.ratio_at(self.step)
         counts = [max(1, math.ceil(ratio * tensor.numel())) for tensor in owed.values()]
         entry_bytes = _INDEX_BYTES + next(iter(owed.values())).element_size()
         sparse_bytes = (self.wire.size - 1) * sum(counts) * entry_bytes
+        # What is gathered grows with the ranks; the dense sum does not.
         if sparse_bytes < all_reduce_bytes(flat.nbytes, self.wire.size):
             means = self._sparse(owed, counts)
         else:
@@ -61,23 +61,29 @@ class TopK(Compensated):
 
     def _dense(self, owed: dict[str, Tensor]) -> list[Tensor]:
         for name, tensor in owed.items():
-            self.feedback.left(name, torch.zeros_like(tensor))
+            self.feedback.keep(name, torch.zeros_like(tensor))
         self.wire.mean(owed.values())
         return list(owed.values())
 
     def _sparse(self, owed: dict[str, Tensor], counts: list[int]) -> list[Tensor]:
-        chosen = [top_k(tensor, k) for tensor, k in zip(owed.values(), counts, strict=True)]
+        entries = [top_k(tensor, k) for tensor, k in zip(owed.values(), counts, strict=True)]
         sums = [torch.zeros_like(tensor) for tensor in owed.values()]
-        for (name, tensor), (indices, _) in zip(owed.items(), chosen, strict=True):
-            self.feedback.left(name, tensor.index_fill_(0, indices.long(), 0))
+        for (name, tensor), (indices, _) in zip(owed.items(), entries, strict=True):
+            self.feedback.keep(name, tensor.index_fill_(0, indices.long(), 0))
         # Values first: they begin at a multiple of their size, which a view as floats needs.
         packed = torch.cat(
-            [part.view(torch.uint8) for column in (1, 0) for part in [c[column] for c in chosen]]
+            [part.view(torch.uint8) for column in (1, 0) for part in [e[column] for e in entries]]
         )
         cut = sum(counts) * sums[0].element_size()
-        for told in self.wire.gather(packed):
-            values = told[:cut].view(sums[0].dtype).split(counts)
-            indices = told[cut:].view(torch.int32).split(counts)
-            for added, where, what in zip(sums, indices, values, strict=True):
-                added.index_add_(0, where.long(), what)
-        return [added.div_(self.wire.size) for added in sums]
+        for row in self.wire.gather(packed):
+            values = row[:cut].view(sums[0].dtype).split(counts)
+            indices = row[cut:].view(torch.int32).split(counts)
+            for total, where, what in zip(sums, indices, values, strict=True):
+                total.index_add_(0, where.long(), what)
+        return [total.div_(self.wire.size) for total in sums]
+
+
+def top_k(vector: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Indices (int32) and values of the k entries of largest magnitude; NaN counts as the largest."""
+    indices = vector.abs().topk(k, sorted=False).indices
+    return indices.to(torch.int32), vector[indices]

@@ -70,10 +70,10 @@ class Wire:
         """The tensor of each rank, in rank order; all are of one shape."""
         if self.size == 1:
             return [tensor]
-        found = [torch.empty_like(tensor) for _ in range(self.size)]
-        dist.all_gather(found, tensor.contiguous(), group=self.group)
+        tensors = [torch.empty_like(tensor) for _ in range(self.size)]
+        dist.all_gather(tensors, tensor.contiguous(), group=self.group)
         self.sent += (self.size - 1) * tensor.nbytes
-        return found
+        return tensors
 
     def exchange(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
         """Send the first `counts[0]` rows to rank 0, the next `counts[1]` to rank 1, and so on.
@@ -81,15 +81,15 @@ class Wire:
         Returns what the ranks sent here, [size, counts[rank], ...]; `counts` is the same on all ranks.
         """
         own = counts[self.rank]
-        found = rows.new_empty((self.size * own, *rows.shape[1:]))
+        received = rows.new_empty((self.size * own, *rows.shape[1:]))
         if self.size == 1:
-            found.copy_(rows)
+            received.copy_(rows)
         else:
             dist.all_to_all_single(
-                found, rows.contiguous(), [own] * self.size, list(counts), group=self.group
+                received, rows.contiguous(), [own] * self.size, list(counts), group=self.group
             )
             self.sent += (rows.shape[0] - own) * rows[:1].nbytes
-        return found.view(self.size, own, *rows.shape[1:])
+        return received.view(self.size, own, *rows.shape[1:])
 
     def add_at_first(self, tensor: Tensor) -> None:
         """Replace the tensor on rank 0 by the sum over ranks; elsewhere it is left undefined."""

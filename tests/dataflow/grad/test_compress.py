@@ -6,9 +6,9 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from dataflow.grad.strategies.compress import dequantized, quantized, top_k
 from dataflow.grad.strategies.error_feedback import ErrorFeedback
-from dataflow.grad.strategies.top_k import TopK
+from dataflow.grad.strategies.int8 import dequantized, quantized
+from dataflow.grad.strategies.top_k import TopK, top_k
 
 floats = st.floats(-1e6, 1e6, width=32)
 vectors = st.lists(floats, min_size=1, max_size=64).map(lambda v: torch.tensor(v, dtype=torch.float64))
@@ -72,28 +72,28 @@ def test_what_was_sent_and_what_is_owed_are_all_gradients_exactly(rows, k):
         owed = feedback.compensated("w", gradient)
         indices, values = top_k(owed, k)
         sent[indices.long()] += values
-        feedback.left("w", owed.index_fill_(0, indices.long(), 0))
+        feedback.keep("w", owed.index_fill_(0, indices.long(), 0))
         feedback.step_ended(skipped=False)
     assert torch.equal(sent + feedback.state()["w"], gradients.sum(0))
 
 
 def owing(value, **settings):
     feedback = ErrorFeedback(**settings)
-    feedback.left("w", torch.tensor([value]))
+    feedback.keep("w", torch.tensor([value]))
     feedback.step_ended(skipped=False)
     return feedback
 
 
 def test_a_skipped_step_leaves_what_was_owed_before():
     feedback = owing(2.0)
-    feedback.left("w", torch.tensor([math.nan]))
+    feedback.keep("w", torch.tensor([math.nan]))
     feedback.step_ended(skipped=True)
     assert feedback.state()["w"].item() == 2.0
 
 
 def test_two_reductions_in_one_step_owe_one_after_the_other():
     feedback = owing(2.0)
-    feedback.left("w", feedback.compensated("w", torch.tensor([1.0])))
+    feedback.keep("w", feedback.compensated("w", torch.tensor([1.0])))
     assert feedback.compensated("w", torch.tensor([1.0])).item() == 4.0
 
 

@@ -2,7 +2,7 @@
 
 DDP takes one communication hook for ever, so the hook asks here, and even the plain all-reduce runs in it.
 Whatever a strategy knows from an earlier turn is stale when its next one comes: each turn begins as the first
-did, with nothing owed. Parameters that have drifted apart meet before the next strategy begins.
+did, with nothing owed. Parameters that have drifted apart are averaged before the next strategy begins.
 """
 
 from __future__ import annotations
@@ -10,44 +10,20 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 
-from dataflow.grad.strategies.all_reduce import AllReduce
-from dataflow.grad.strategies.drift import Drifting
-from dataflow.grad.strategies.passive import Passive
+from dataflow.grad.strategies.all_reduce import AllReduce, AllReduceHook
+from dataflow.grad.strategies.local_sgd import LocalStrategy
 from dataflow.grad.strategies.strategy import Strategy, StrategyContext
 
 
-class Summed(Passive):
-    """The plain all-reduce, as a hook."""
-
-    hooks_gradients = True
-
-    def __init__(self) -> None:
-        super().__init__(AllReduce.name)
-
-    def reduce(self, bucket: GradBucket) -> Future[Tensor]:
-        """Start the all-reduce; it overlaps with the backward pass."""
-        if self.wire.size == 1:
-            return super().reduce(bucket)
-        # As DDP itself: times 1 / ranks, then the sum.
-        buffer = bucket.buffer().mul_(1 / self.wire.size)
-        self.wire.count_all_reduce(buffer.nbytes)
-        work = dist.all_reduce(buffer, group=self.context.group, async_op=True)
-        assert work is not None
-        future: Future[Tensor] = work.get_future().then(lambda done: done.value()[0])
-        return future
-
-
-class Switched:
+class StrategySwitch:
     """One of several strategies at a time. Args: the strategies; the first is in use at first."""
 
     def __init__(self, options: Sequence[Strategy]) -> None:
-        self.options = tuple(Summed() if type(each) is AllReduce else each for each in options)
+        self.options = tuple(AllReduceHook() if type(each) is AllReduce else each for each in options)
         if len({each.hooks_gradients for each in self.options}) > 1:
             raise ValueError("strategies that hook gradients and others cannot take turns")
         self._at = 0
@@ -66,8 +42,8 @@ class Switched:
         if option == self._at:
             return
         before, self._at = self.current, option
-        if isinstance(before, Drifting):
-            before.meet()
+        if isinstance(before, LocalStrategy):
+            before.average()
         self.current.load_state_dict(self._new[option])
 
     def setup(self, context: StrategyContext) -> None:
@@ -80,7 +56,7 @@ class Switched:
         """As the one in use."""
         return self.current.syncs(step)
 
-    def reduce(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+    def reduce(self, bucket: GradBucket) -> Future[Tensor]:
         """As the one in use."""
         return self.current.reduce(bucket)
 
