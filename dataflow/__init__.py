@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from dataflow.mixture import Mixture
     from dataflow.ragged import Ragged
     from dataflow.stats import LoaderStats as LoaderStats, WorkerStats as WorkerStats
-    from dataflow.timing.step_info import StepInfo as StepInfo
+    from dataflow.timing.phases import StepInfo as StepInfo
     from prefetch.errors import MemoryLimitError as MemoryLimitError, StallError as StallError
     from prefetch.store.retries import RetryPolicy as RetryPolicy
     from sharding.errors import (
@@ -66,7 +66,7 @@ _MODULES = {
     "ShardError": "sharding.errors",
     "ShardReadError": "sharding.errors",
     "StallError": "prefetch.errors",
-    "StepInfo": "dataflow.timing.step_info",
+    "StepInfo": "dataflow.timing.phases",
     "WorkerStats": "dataflow.stats",
     # `__all__`:
     "Bucketed": "sharding.lengths.batching",

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from dataflow.grad.adapt.controller import Controller, Seen
+from dataflow.grad.adapt.controller import Controller, Measurement
 from dataflow.grad.adapt.trial import Knob
 
 COMPRESSION = Knob("compression", ("all-reduce", "bf16", "int8"))
@@ -102,10 +102,10 @@ def controlled(job: Job, controller: Controller, seed: int = 0) -> Run:
     run, told = Run(0.0), []
     for number, luck in enumerate(luck_of(job, seed)):
         if len(told) > LAG:
-            controller.seen(told.pop(0))
+            controller.observe(told.pop(0))
         (option,) = controller.options(number)
         seconds, exposed = job.window(number, option, luck)
-        told.append(Seen(number, seconds + job.waits_s, exposed))
+        told.append(Measurement(number, seconds + job.waits_s, exposed))
         run.seconds += seconds + job.waits_s
         run.options.append(option)
     run.changes, run.reason = controller.changes, controller.mode.reason

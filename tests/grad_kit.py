@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -69,6 +70,7 @@ class Result:
     averaged: list[Tensor]
     replays: int = 0
     exchanges: int = 0
+    """All-reduces that Python began: what ranks told each other. DDP's own are C++'s."""
     left_out: int = 0
 
 
@@ -126,8 +128,17 @@ def plain_values(parameters: Any) -> list[Tensor]:
     return [(p.full_tensor() if isinstance(p, DTensor) else p).detach().clone() for p in parameters]
 
 
-def in_windows(case: Case, adapt: Adapt | None = None) -> Result:
-    """This rank's part of the run."""
+def go_on_in_mode(sched: GradSchedule, *options: int) -> None:
+    """Load the schedule's state, as if its controller had chosen these options."""
+    state = sched.state_dict()
+    for setting, option in zip(state["control"]["controller"]["settings"], options, strict=True):
+        setting["chosen"] = option
+    state["control"]["controller"]["ran"] = []
+    sched.load_state_dict(state)
+
+
+def in_windows(case: Case, adapt: Adapt | None = None, mode: tuple[int, ...] | None = None) -> Result:
+    """This rank's part of the run; `mode`: what the controller has chosen."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     model, optimizer, lr = wrapped(case)
     averaged: list[Tensor] = []
@@ -152,7 +163,19 @@ def in_windows(case: Case, adapt: Adapt | None = None) -> Result:
         timeout_s=20,
         adapt=adapt,
     )
+    if mode is not None:
+        go_on_in_mode(sched, *mode)
     result = Result([], [], [], [], [], averaged)
+    with mock.patch.object(dist, "all_reduce", side_effect=dist.all_reduce) as exchange:
+        loop_over(sched, model, case, result)
+    result.parameters = plain_values(model.parameters())
+    result.exchanges, result.left_out = exchange.call_count, sched.position.left_out
+    sched.close()
+    return result
+
+
+def loop_over(sched: GradSchedule, model: nn.Module, case: Case, result: Result) -> None:
+    """One epoch, whose steps the result tells."""
     for batch in sched:
         out = model(batch["x"])
         loss = token_loss(out, batch) * sched.scale("tokens") if "tokens" in case.normalisers else 0
@@ -167,10 +190,6 @@ def in_windows(case: Case, adapt: Adapt | None = None) -> Result:
             result.skipped.append(info.skipped)
             result.totals.append(dict(info.totals))
             result.replays += info.replays
-    result.parameters = plain_values(model.parameters())
-    result.exchanges, result.left_out = sched._negotiation.exchanges, sched.position.left_out
-    sched.close()
-    return result
 
 
 def as_large_batches(case: Case) -> Result:

@@ -81,17 +81,17 @@ class Agreement:
         """`DisagreementError` unless all ranks have the same settings; on all ranks alike."""
         if self.group is None:
             return
-        found = self.gathered(dict(settings))
+        of_ranks = self.gathered(dict(settings))
         for name in settings:
-            self.same(name, [each.get(name, "nothing") for each in found])
+            self.same(name, [each.get(name, "nothing") for each in of_ranks])
 
     def gathered(self, value: Any) -> list[Any]:
         """What each rank gave, in rank order, pickled on the way."""
         if self.group is None:
             return [value]
-        found: list[Any] = [None] * self.world_size
-        self._call(lambda: dist.all_gather_object(found, value, self.group))
-        return found
+        values: list[Any] = [None] * self.world_size
+        self._call(lambda: dist.all_gather_object(values, value, self.group))
+        return values
 
     def same(self, field: str, values: Sequence[Any]) -> None:
         """`DisagreementError` unless the ranks' values are equal."""
@@ -114,14 +114,14 @@ class Agreement:
         return rows_of_all
 
     def any(self, flag: bool) -> bool:
-        """Whether any rank says so."""
+        """Whether the flag is set on any rank."""
         return any(row[0] for row in self.offer([float(flag)])())
 
-    def handed_over(self, value: Any, source: int) -> Any:
+    def broadcast(self, value: Any, source: int) -> Any:
         """What rank `source` (of this agreement) gave, pickled on the way."""
-        found = [value]
-        self._call(lambda: dist.broadcast_object_list(found, src=self.ranks[source], group=self.group))
-        return found[0]
+        values = [value]
+        self._call(lambda: dist.broadcast_object_list(values, src=self.ranks[source], group=self.group))
+        return values[0]
 
     def explained(self, error: BaseException, also: dist.ProcessGroup | None = None) -> BaseException:
         """The error, or a `RankLostError` in its place where a lost rank is the cause.
@@ -131,7 +131,7 @@ class Agreement:
         return error if self._peers is None else self._peers.explained(error, also)
 
     def close(self) -> None:
-        """Give the group back."""
+        """Give the group back; idempotent."""
         group, self.group, self._peers = self.group, None, None
         give_private_back(group)
 

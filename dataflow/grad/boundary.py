@@ -1,4 +1,4 @@
-"""The end of a window, in the one right order.
+"""The end of a step, in the one right order.
 
 Gradients are reduced; the scaler divides its scale out; ranks agree whether they are finite; they are
 clipped; the optimizer steps; gradients are dropped; only then, and only if it has stepped, the learning rate
@@ -8,7 +8,7 @@ and the running average move. A step that is skipped is skipped on every rank.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,45 +18,71 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from dataflow.grad.agreement import Agreement
+from dataflow.grad.settings import ScheduleSettings
 from dataflow.grad.strategies.strategy import Strategy
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a window."""
+    """What became of a step."""
 
     grad_norm: float | None
-    """Norm of the window's gradient before clipping; None if nothing asked for it."""
+    """Norm of the step's gradient before clipping; None if nothing asked for it."""
     skipped: bool
     """The gradient was not finite on some rank: parameters, learning rate and average stayed."""
     lr: float
     """Learning rate of the first parameter group in this step."""
 
 
-@dataclass(frozen=True)
+@dataclass(kw_only=True)
 class Boundary:
-    """What happens at the end of each window.
+    """What happens at the end of each step. One thread.
 
     Attributes:
         model: the user's module.
         optimizer, scaler, schedulers, ema: what steps.
-        max_norm: gradients are scaled down to this norm; None: never.
-        skip_nonfinite: a gradient with infinities or NaN makes no step. False, without `max_norm` and
-            `scaler`: nobody looks.
+        settings: `max_norm`: gradients are scaled down to this norm; None: never. `skip_nonfinite`: a
+            gradient with infinities or NaN makes no step; False, without `max_norm` and `scaler`: nobody
+            looks.
     """
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
     strategy: Strategy
     agreement: Agreement
-    max_norm: float | None = None
+    settings: ScheduleSettings
     scaler: Any = None
     schedulers: Sequence[Any] = ()
     ema: Any = None
-    skip_nonfinite: bool = True
+
+    def __post_init__(self) -> None:
+        self._lr, self._scale = self._lr_now(), self._scale_now()
+
+    def units_changed(self) -> None:
+        """Tell the strategy what has changed since the last call: what it owes was measured in other units.
+
+        They are the learning rate of the first parameter group, and the scaler's scale.
+        """
+        lr, last_lr = self._lr_now(), self._lr
+        if lr != last_lr:
+            self._lr = lr
+            if last_lr:
+                self.strategy.lr_changed(lr / last_lr)
+        scale, last_scale = self._scale_now(), self._scale
+        if scale != last_scale:
+            self._scale = scale
+            self.strategy.scale_changed(scale / last_scale)
+
+    def units(self) -> dict[str, float]:
+        """The units that the strategy was told last. JSON."""
+        return {"lr": self._lr, "scale": self._scale}
+
+    def load_units(self, state: Mapping[str, Any]) -> None:
+        """What the strategy counts in now is that of `units()`."""
+        self._lr, self._scale = float(state["lr"]), float(state["scale"])
 
     def step(self, number: int, *, equal_gradients: bool) -> Outcome:
-        """End a window with optimizer step `number`.
+        """End the step with this number, counted over those taken.
 
         `equal_gradients`: all ranks hold the same gradient, so they judge it alike without a word.
         """
@@ -64,17 +90,18 @@ class Boundary:
         scaled = self.scaler is not None and self.scaler.is_enabled()
         agree = self.agreement.world_size > 1 and not equal_gradients
         if scaled:
-            if agree:
+            if agree:  # a scaler skips its step for what it has found itself, and only for that
                 self._spread_nonfinite()
             self.scaler.unscale_(self.optimizer)
-        norm = self._norm() if self.max_norm is not None or self.skip_nonfinite or scaled else None
+        max_norm = self.settings.max_norm
+        norm = self._norm() if max_norm is not None or self.settings.skip_nonfinite or scaled else None
         value = None if norm is None else float(norm)
         skipped = value is not None and not math.isfinite(value)
         if agree and value is not None and not scaled:
             skipped = self.agreement.any(skipped)
-        if norm is not None and self.max_norm is not None and not skipped:
-            clip_grads_with_norm_(self._parameters(), self.max_norm, norm)
-        lr = first_lr(self.optimizer)
+        if norm is not None and max_norm is not None and not skipped:
+            clip_grads_with_norm_(self._parameters(), max_norm, norm)
+        lr = self._lr_now()
         if not skipped:
             if self.scaler is None:
                 self.optimizer.step()
@@ -91,7 +118,7 @@ class Boundary:
         return Outcome(value, skipped, lr)
 
     def drop_gradients(self) -> None:
-        """Begin anew."""
+        """Let the next step begin without gradients."""
         self.optimizer.zero_grad(set_to_none=True)
 
     def _parameters(self) -> list[torch.Tensor]:
@@ -105,12 +132,19 @@ class Boundary:
 
     def _spread_nonfinite(self) -> None:
         """Let every rank's scaler find what one rank's gradient has; it has no other way to be told."""
-        held = [_entries(p) for p in self._parameters()]
-        local = [g.to_local() if isinstance(g, DTensor) else g for g in held]
+        entries = [_entries(p) for p in self._parameters()]
+        local = [g.to_local() if isinstance(g, DTensor) else g for g in entries]
         finite = all(bool(torch.isfinite(gradient).all()) for gradient in local)
         if self.agreement.any(not finite) and finite:
             for gradient in local:
                 gradient.view(-1)[:1] = torch.nan
+
+    def _lr_now(self) -> float:
+        groups = self.optimizer.param_groups
+        return float(groups[0]["lr"]) if groups else 0.0
+
+    def _scale_now(self) -> float:
+        return 1.0 if self.scaler is None else float(self.scaler.get_scale())
 
     def _average(self) -> None:
         if self.ema is None:
@@ -129,12 +163,12 @@ def _entries(parameter: torch.Tensor) -> torch.Tensor:
     return parameter.grad._values()
 
 
-_SCALES = ("scale", "unscale_", "step", "update", "is_enabled", "get_scale")
+_SCALER_METHODS = ("scale", "unscale_", "step", "update", "is_enabled", "get_scale")
 
 
 def check_boundary(optimizer: Any, schedulers: Sequence[Any], ema: Any, scaler: Any) -> None:
     """`ValueError` for what cannot be stepped here."""
-    if scaler is not None and not all(callable(getattr(scaler, name, None)) for name in _SCALES):
+    if scaler is not None and not all(callable(getattr(scaler, name, None)) for name in _SCALER_METHODS):
         raise ValueError(f"scaler must be a torch.amp.GradScaler, got {scaler!r}")
     if not hasattr(optimizer, "param_groups") or not callable(getattr(optimizer, "step", None)):
         raise ValueError(f"optimizer must be one torch optimizer, got {type(optimizer).__name__}")
@@ -150,8 +184,3 @@ def check_boundary(optimizer: Any, schedulers: Sequence[Any], ema: Any, scaler: 
             "ema must be an AveragedModel, or a function that is called with the model, "
             f"got {type(ema).__name__}"
         )
-
-
-def first_lr(optimizer: torch.optim.Optimizer) -> float:
-    """Learning rate of the first parameter group."""
-    return float(optimizer.param_groups[0]["lr"]) if optimizer.param_groups else 0.0

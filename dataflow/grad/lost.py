@@ -1,4 +1,4 @@
-"""Which rank is gone, when a collective fails.
+"""Which rank is gone, when a collective fails; and how long one may wait for another rank.
 
 Gloo reports a closed connection to those that are directly connected to a dead rank in the collective at
 hand, without a name, and leaves all others waiting for their time-out. Therefore each rank keeps a receive
@@ -73,8 +73,8 @@ class Peers:
             any(not _is_closed(_receive(rank, also)) for rank in self._others)
         try:
             # A collective's own time-out closes connections too, a moment before its rank can say "here".
-            if gone := self._silent(store, closed, min(self._grace, _MOMENT)):
-                return RankLostError(tuple(gone), f"died (seen by rank {self._own}): see its own output")
+            if dead := self._silent(store, closed, min(self._grace, _MOMENT)):
+                return RankLostError(tuple(dead), f"died (seen by rank {self._own}): see its own output")
             late = self._silent(store, self._others, self._grace)
         except RuntimeError:
             return RankLostError(
@@ -94,10 +94,46 @@ class Peers:
         return f"{self._name}/here/{rank}"
 
 
+class Deadline:
+    """The time-out of the model's gloo group, lowered while a microbatch is under way. One thread.
+
+    The collectives of DDP and FSDP2 give no time-out of their own, so the group's counts: for gloo 30
+    minutes, unless the program said otherwise. The group is the program's, which may wait in it for longer
+    elsewhere (a barrier while one rank evaluates), so its time-out is lowered from the forward pass of a
+    microbatch to the end of its backward pass only. NCCL's is left: its watchdog ends the process, which
+    names nobody.
+
+    Args:
+        group: of the model; None: there is nothing to lower.
+        timeout_s: at most so long does a collective wait that begins meanwhile.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, timeout_s: float) -> None:
+        self._within = timedelta(seconds=timeout_s)
+        self._gloo: Any = None
+        self._usual: timedelta | None = None
+        if group is not None and dist.get_backend(group) == "gloo":
+            backend = group._get_backend(torch.device("cpu"))
+            # Not with TORCH_DISTRIBUTED_DEBUG=DETAIL, whose wrapper does not tell its time-out.
+            self._gloo = backend if hasattr(backend, "options") else None
+
+    def begin(self) -> None:
+        """Lower it, unless it is lower."""
+        if self._gloo is not None and self._usual is None and self._gloo.options._timeout > self._within:
+            self._usual = self._gloo.options._timeout
+            self._gloo._set_default_timeout(self._within)
+
+    def end(self) -> None:
+        """Set it back."""
+        if self._usual is not None:
+            self._gloo._set_default_timeout(self._usual)
+            self._usual = None
+
+
 def _receive(rank: int, group: dist.ProcessGroup) -> Any:
-    held = torch.empty(1)
+    tensor = torch.empty(1)
     try:
-        return dist.irecv(held, src=rank, group=group, tag=_TAG), held  # the tensor must outlive the receive
+        return dist.irecv(tensor, src=rank, group=group, tag=_TAG), tensor  # which must outlive the receive
     except RuntimeError as error:
         return error
 
@@ -105,12 +141,17 @@ def _receive(rank: int, group: dist.ProcessGroup) -> Any:
 def _is_closed(work: Any) -> bool:
     """Whether the rank's end of the connection is closed. Closes this end if not."""
     if isinstance(work, RuntimeError):
-        return "imed out" not in str(work) and "timeout" not in str(work)
+        return not _is_time_out(work)
     try:
         work[0].wait(_LOOK)
     except RuntimeError as error:
-        return "imed out" not in str(error) and "timeout" not in str(error)
+        return not _is_time_out(error)
     return False
+
+
+def _is_time_out(error: RuntimeError) -> bool:
+    """Gloo has one class of errors for all; it writes both "Timed out" and "timeout"."""
+    return "imed out" in str(error) or "timeout" in str(error)
 
 
 def _is_of_connection(error: BaseException) -> bool:

@@ -1,30 +1,21 @@
-"""What becomes of the next window: this rank's row is sent while the present window computes, then decided.
+"""What becomes of the next step: this rank's row is sent while the present step computes, then decided.
 
 Where every rank has as many batches in the epoch (each says so when it begins), no weight depends on data and
-there is no controller, nothing is sent for windows: every rank knows what the others have.
+there is no controller, nothing is sent for steps: every rank knows what the others have.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 
 from dataflow.grad.adapt.control import Control
+from dataflow.grad.adapt.merged import merged_batches
 from dataflow.grad.agreement import Agreement
-from dataflow.grad.lookahead import Share
-from dataflow.grad.position import Position
-from dataflow.grad.windows import (
-    MICROBATCHES,
-    Partial,
-    Uneven,
-    UnevenRanksError,
-    WindowPlan,
-    merged,
-    merged_plan,
-    plan_window,
-    scales,
-    summed,
-)
+from dataflow.grad.lookahead import LookAhead, Share
+from dataflow.grad.settings import MICROBATCHES, ScheduleSettings
+from dataflow.grad.state import Position
+from dataflow.grad.step import Replay, Step, StepPlan, UnevenRanksError, plan_step, scales, summed
 
 _COLUMNS = (
     "epoch's batches",
@@ -36,136 +27,139 @@ _COLUMNS = (
     "replay",
     "the controller's mode",
 )
-_BATCHES, _COUNT, _WINDOW, _STEP, _ACCUMULATE, _ORDER, _REPLAY, _DECISION = range(len(_COLUMNS))
-"""Of a rank's row; the weights follow, and what a controller tells. `_DECISION`: a checksum of its mode."""
-_ALIKE = (_WINDOW, _STEP, _ACCUMULATE, _ORDER, _DECISION)
+_BATCHES, _COUNT, _WINDOW, _STEP, _ACCUMULATE, _ORDER, _REPLAY, _MODE = range(len(_COLUMNS))
+"""Of a rank's row; the weights follow, and what a controller tells. `_MODE`: a checksum."""
+_ALIKE = (_WINDOW, _STEP, _ACCUMULATE, _ORDER, _MODE)
 """Columns in which ranks that do the same have the same."""
 
 
-@dataclass
-class Window:
-    """A window that all ranks have decided on, on this rank."""
-
-    plan: WindowPlan
-    share: Share
-    totals: dict[str, float]
-    """Each weight over all ranks."""
-    scales: dict[str, float]
-    giver: int | None = None
-    """The rank whose batch those replay that have none; None if nobody needs one."""
-    scaled: bool = False
-    """A loss of it was scaled."""
-    ended: bool = False
-
-
 class Negotiation:
-    """Offers this rank's share of a window, and decides with the other ranks' offers.
+    """Offers what this rank has for a step, and decides on the step with the other ranks' offers.
 
     Args:
         agreement: with whom.
-        weights: names, the same on all ranks.
-        constant: no weight depends on data.
-        accumulate, uneven, partial: as for `plan_window`.
+        look: has the batches of the next step.
+        replay: has the batch that this rank can run again.
+        settings: the schedule's.
+        accumulate: microbatches of a full step.
         replays_allowed: False where a replayed batch would change what other ranks compute.
-        control: tells the other ranks of windows that ended, and decides on the mode of the next one.
+        control: tells the other ranks of steps that ended, and decides on the mode of the next one.
     """
 
     def __init__(
         self,
         agreement: Agreement,
-        weights: Mapping[str, object],
+        look: LookAhead,
+        replay: Replay,
+        settings: ScheduleSettings,
         *,
-        constant: bool,
         accumulate: int,
-        uneven: Uneven,
-        partial: Partial,
         replays_allowed: bool,
         control: Control | None = None,
     ) -> None:
-        self._agreement, self._weights, self._control = agreement, tuple(weights), control
-        self._constant = constant and control is None
-        self._accumulate, self._uneven, self._partial = accumulate, uneven, partial
-        self._replays_allowed = replays_allowed
+        self._agreement, self._look, self._replay = agreement, look, replay
+        self._settings, self._weights, self._accumulate = settings, tuple(settings.weights), accumulate
+        self._replays_allowed, self._control = replays_allowed, control
+        self._constant = settings.constant_weights and control is None
         self._rows: Callable[[], list[list[float]]] = list
         self.exchanges = 0
-        """Times that ranks told each other something about windows."""
-        self._promised: int | None = None
-        """Batches that every rank has in this epoch; None: unknown, and every window is agreed on."""
+        """Times that ranks told each other something about steps."""
+        self._promise: int | None = None
+        """Batches that every rank has in this epoch; None: unknown, and every step is agreed on."""
 
-    def begin_epoch(self, batches: int, at: Position) -> None:
-        """Learn whether all ranks know that they have as many batches (-1: this one does not know)."""
-        self._promised = None
+    def begin_epoch(self, at: Position) -> None:
+        """Learn whether all ranks know that they have as many batches."""
+        self._promise = None
         if self._agreement.world_size == 1 or not self._constant:
             return
+        batches = self._look.batches_ahead()
         rows = self._agreement.offer(self._row(at, batches=batches))()
         self.exchanges += 1
         self._check(rows)
-        known = {row[_BATCHES] for row in rows}
-        self._promised = batches if len(known) == 1 and batches >= 0 else None
+        counts = {row[_BATCHES] for row in rows}
+        self._promise = batches if len(counts) == 1 and batches >= 0 else None
 
-    def offer(self, share: Share, at: Position, *, replay: bool, taken: int, exhausted: bool) -> None:
-        """Tell what this rank has for the next window. Waits for nobody.
-
-        `replay`: it has a batch that it can run again. `taken`, `exhausted`: of the epoch's batches.
-        """
-        row = self._row(at, share, replay)
-        if self._promised is not None:
-            if taken > self._promised or (exhausted and taken < self._promised):
-                raise RuntimeError(
-                    f"the loader said {self._promised} batches in this epoch and gave {taken}"
-                    f"{'' if exhausted else ' or more'}; the other ranks have relied on that: its len must "
-                    "be right, or raise TypeError"
-                )
-            rows = [row] * self._agreement.world_size
-            self._rows = lambda: rows
+    def offer(self, at: Position) -> None:
+        """Tell what this rank has for the next step. Waits for nobody."""
+        share, num_taken = self._look.share, self._look.num_taken
+        row = self._row(at, share, can_replay=not share.batches and self._replay.available())
+        if self._promise is None:
+            self.exchanges += self._agreement.world_size > 1
+            self._rows = self._agreement.offer(row)
             return
-        self.exchanges += self._agreement.world_size > 1
-        self._rows = self._agreement.offer(row)
+        if num_taken > self._promise or (self._look.exhausted and num_taken < self._promise):
+            raise RuntimeError(
+                f"the loader said {self._promise} batches in this epoch and gave {num_taken}"
+                f"{'' if self._look.exhausted else ' or more'}; the other ranks have relied on that: its len "
+                "must be right, or raise TypeError"
+            )
+        rows = [row] * self._agreement.world_size  # theirs are as mine
+        self._rows = lambda: rows
 
-    def decide(self, share: Share, at: Position, *, equal_forwards: bool) -> Window:
-        """Wait for the other ranks' offers, and decide."""
+    def decide(self, at: Position, *, equal_forwards: bool) -> Step:
+        """Wait for the other ranks' offers, and decide; on all ranks alike.
+
+        Raises `DisagreementError` where ranks are not at the same place, and `UnevenRanksError`.
+        """
+        share, rank = self._look.next_share(), self._agreement.rank
         rows = self._rows()
         self._check(rows)
-        told = len(_COLUMNS) + len(self._weights)
-        passes = self._control.begin([row[told:] for row in rows], at.window) if self._control else None
+        end = len(_COLUMNS) + len(self._weights)  # of the weights in a row
+        passes = self._control.begin([row[end:] for row in rows], at.window) if self._control else None
         counts = [int(row[_COUNT]) for row in rows]
-        plan = plan_window(
+        plan = plan_step(
             counts,
             accumulate=self._accumulate,
-            uneven=self._uneven,
-            partial=self._partial,
+            uneven=self._settings.uneven,
+            partial=self._settings.partial,
             equal_forwards=equal_forwards,
         )
         if plan.forwards != plan.counts and not self._replays_allowed:
             raise UnevenRanksError(
                 plan.counts, 'SyncBatchNorm would mix a replayed batch into the others: use uneven="min"'
             )
-        each = [dict(zip(self._weights, row[len(_COLUMNS) : told], strict=True)) for row in rows]
+        weights = [dict(zip(self._weights, row[len(_COLUMNS) : end], strict=True)) for row in rows]
         if any(plan.left_out) and not plan.empty:
-            mine = summed(share.weights[: plan.counts[self._agreement.rank]])
-            kept = self._agreement.offer([mine.get(name, 0.0) for name in self._weights])()
-            each = [dict(zip(self._weights, row, strict=True)) for row in kept]
+            # Rows have the weights of all batches that were offered; only now it is known which of them run.
+            own = summed(share.weights[: plan.counts[rank]])
+            run = self._agreement.offer([own.get(name, 0.0) for name in self._weights])()
+            weights = [dict(zip(self._weights, row, strict=True)) for row in run]
         if passes is not None and passes.at_once > 1:
-            own = plan.counts[self._agreement.rank]
-            share = replace(share, batches=merged(share.batches, own, passes.at_once, passes.join))
-            plan = merged_plan(plan, passes.at_once)
-        totals = {**summed(each), MICROBATCHES: float(plan.num_microbatches)}
-        needs = [r for r, row in enumerate(rows) if plan.forwards[r] and not (plan.counts[r] or row[_REPLAY])]
-        giver = next(rank for rank, count in enumerate(plan.counts) if count) if needs else None
-        return Window(plan, share, totals, scales(totals, self._agreement.world_size), giver)
+            batches = merged_batches(share.batches, plan.counts[rank], passes.at_once, passes.join)
+            share, plan = replace(share, batches=batches), plan.merged(passes.at_once)
+        totals = {**summed(weights), MICROBATCHES: float(sum(plan.counts))}
+        self._lend_batch(rows, plan, share)
+        factors = scales(totals, self._agreement.world_size)
+        return Step(plan=plan, share=share, totals=totals, scales=factors)
+
+    def _lend_batch(self, rows: list[list[float]], plan: StepPlan, share: Share) -> None:
+        """Hand a batch to ranks that must replay one and never had any: another rank's first."""
+        lacking = (
+            forwards and not (count or row[_REPLAY])
+            for forwards, count, row in zip(plan.forwards, plan.counts, rows, strict=True)
+        )
+        if not any(lacking):
+            return
+        lender = next(rank for rank, count in enumerate(plan.counts) if count)
+        own = share.batches[0] if lender == self._agreement.rank else None
+        batch = self._agreement.broadcast(own, lender)
+        if not share.batches and not self._replay.available():
+            self._replay.take_over(batch)
 
     def _row(
-        self, at: Position, share: Share | None = None, replay: bool = False, batches: int = -1
+        self, at: Position, share: Share | None = None, *, can_replay: bool = False, batches: int = -1
     ) -> list[float]:
-        own = summed(share.weights) if share is not None else {}
+        """What this rank tells: its columns, its weights, and what its controller says."""
+        weights = summed(share.weights) if share is not None else {}
         row = [0.0] * len(_COLUMNS)
         row[_BATCHES], row[_COUNT] = batches, len(share.batches) if share is not None else 0
         row[_WINDOW], row[_STEP], row[_ACCUMULATE] = at.window, at.step, self._accumulate
-        row[_ORDER], row[_REPLAY] = at.order, replay
-        told: Sequence[float] = ()
+        row[_ORDER], row[_REPLAY] = at.order, can_replay
+        row += [weights.get(name, 0.0) for name in self._weights]
         if self._control is not None:
-            row[_DECISION], told = self._control.check(), self._control.row()
-        return [*row, *(own.get(name, 0.0) for name in self._weights), *told]
+            row[_MODE] = self._control.check()
+            row += self._control.row()
+        return row
 
     def _check(self, rows: list[list[float]]) -> None:
         for column in _ALIKE:

@@ -1,18 +1,17 @@
-"""`GradSchedule`: the loop over microbatches, windows and steps.
+"""`GradSchedule`: what a training loop calls for accumulation, reduction and optimizer steps.
 
-It owns the window: what is in it (agreed with the other ranks while the one before computes), when gradients
-are reduced, and what happens at its end. Its invariant: for each rank and window the same collectives in the
-same order, whatever the ranks' data.
+It checks its arguments, compares them with the other ranks', puts its parts together, and is the front of
+`StepLoop`. Users call the microbatches of one optimizer step a window; in the code they are a step.
 """
 
 from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,32 +19,21 @@ from torch import Tensor, nn
 from dataflow.grad.adapt.control import Control
 from dataflow.grad.adapt.controller import Mode
 from dataflow.grad.adapt.io_gate import GateDecision, GatePolicy, Io, IoGate, gate_policy
-from dataflow.grad.adapt.knobs import Adapt, allowed, with_options
+from dataflow.grad.adapt.knobs import Adapt, knob_set, with_options
 from dataflow.grad.adapt.strategy_switch import StrategySwitch
 from dataflow.grad.agreement import Agreement
-from dataflow.grad.boundary import Boundary, Outcome, check_boundary
-from dataflow.grad.deadline import Deadline
-from dataflow.grad.lookahead import LookAhead, Weight, weigher
-from dataflow.grad.microbatch import Microbatch
-from dataflow.grad.negotiation import Negotiation, Window
-from dataflow.grad.position import Position, check_same_windows
-from dataflow.grad.records import RankRecords, WindowRecorder
-from dataflow.grad.replay import Replay
-from dataflow.grad.settings import Settings, checked_names
+from dataflow.grad.boundary import Boundary, check_boundary
+from dataflow.grad.loop import StepLoop
+from dataflow.grad.settings import MICROBATCHES, Partial, ScheduleSettings, Uneven, Weight, checked_names
+from dataflow.grad.state import Position, check_same_windows
+from dataflow.grad.step import Step
 from dataflow.grad.strategies.all_reduce import AllReduce
 from dataflow.grad.strategies.strategy import Strategy
 from dataflow.grad.strategy_setup import check_strategy, set_up
-from dataflow.grad.units import Units
-from dataflow.grad.windows import MICROBATCHES, Partial, Uneven, checked_weight
-from dataflow.grad.wrapped import Ddp, buffers_kept, check_hooks, check_optimizer, mixes_batches, wrapped
-from dataflow.timing.phases import Phase, PhaseLedger
-from dataflow.timing.step_info import StepInfo
+from dataflow.grad.wrapper import DdpModel, check_hooks, check_optimizer, wrapper_of
+from dataflow.timing.phases import Phase, PhaseLedger, StepInfo
+from dataflow.timing.report import Report, report_of, write_trace
 from sharding.topology.topology import Topology
-
-if TYPE_CHECKING:
-    from dataflow.timing.report import Report
-
-T = TypeVar("T")
 
 
 class GradSchedule:
@@ -116,84 +104,72 @@ class GradSchedule:
         topology: Topology | None = None,
         ledger: PhaseLedger | None = None,
     ) -> None:
-        self._settings = Settings(
-            accumulate,
-            global_batch,
-            checked_names(weights),
-            uneven,
-            partial,
-            max_norm,
-            skip_nonfinite,
-            timeout_s,
+        self._settings = ScheduleSettings(
+            accumulate=accumulate,
+            global_batch=global_batch,
+            weights=checked_names(weights),
+            uneven=uneven,
+            partial=partial,
+            max_norm=max_norm,
+            skip_nonfinite=skip_nonfinite,
+            timeout_s=timeout_s,
         )
         policy = gate_policy(io)
         schedulers = () if lr is None else tuple(lr) if isinstance(lr, Sequence) else (lr,)
         check_boundary(optimizer, schedulers, ema, scaler)
         self.strategy: Strategy = with_options(strategy or AllReduce(), adapt)
-        self._wrapped = wrapped(model)
-        check_hooks(self._wrapped)
-        check_optimizer(self._wrapped, optimizer)
-        check_strategy(self.strategy, self._wrapped)
+        wrapper = wrapper_of(model)
+        check_hooks(wrapper)
+        check_optimizer(wrapper, optimizer)
+        check_strategy(self.strategy, wrapper)
         self.phases = ledger or PhaseLedger()
-        self._loader, self._scaler = loader, scaler
-        self._agreement = Agreement(self._wrapped.ranks, timeout_s)
-        self._deadline = Deadline(self._wrapped.group, timeout_s)
+        self._scaler = scaler
+        self._agreement = Agreement(wrapper.ranks, timeout_s)
+        several = self._agreement.world_size > 1
         self.window_size = self._settings.window_size(loader, self._agreement.world_size)
         """Microbatches a rank and full window."""
-        hold = getattr(loader, "read_hold", None) if self._agreement.world_size > 1 else None
-        may = allowed(adapt, self.strategy, self.window_size, gated=hold is not None and policy is None)
-        self._control: Control | None = None
-        if may.knobs and self._agreement.world_size > 1:
-            self._control = Control(may, self.strategy)
+        hold = getattr(loader, "read_hold", None) if several else None
+        options = knob_set(adapt, self.strategy, self.window_size, gated=hold is not None and policy is None)
+        self._control = Control(options, self.strategy) if options.knobs and several else None
         self._agreement.compare(
             {
-                "what may change (adapt=, io=)": {knob.name: knob.options for knob in may.knobs},
+                "what may change (adapt=, io=)": {knob.name: knob.options for knob in options.knobs},
                 "accumulate": self.window_size,
                 "strategy": self.strategy.key,
-                "the kind of model": self._wrapped.kind,
+                "the kind of model": wrapper.kind,
                 "a scaler": scaler is not None and scaler.is_enabled(),
                 **self._settings.compared(),
             }
         )
-        self._look = LookAhead(loader, self.window_size, weigher(self._settings.weights, checked_weight))
-        self._negotiation = Negotiation(
-            self._agreement,
-            self._settings.weights,
-            constant=self._settings.constant_weights,
-            accumulate=self.window_size,
-            uneven=uneven,
-            partial=partial,
-            replays_allowed=not mixes_batches(self._wrapped.inner),
-            control=self._control,
-        )
-        self._boundary = Boundary(
-            self._wrapped.inner,
-            optimizer,
-            self.strategy,
-            self._agreement,
-            max_norm,
-            scaler,
-            schedulers,
-            ema,
-            skip_nonfinite,
-        )
         policy = policy or self._control
         self._gate = None if hold is None or policy is None else IoGate(hold, policy, self.phases)
-        self._replay = Replay()
-        self._running = self._warned_of_scale = False
-        self._microbatch: Microbatch | None = None
+        self._loop = StepLoop(
+            loader,
+            settings=self._settings,
+            accumulate=self.window_size,
+            model=wrapper,
+            boundary=Boundary(
+                model=wrapper.inner,
+                optimizer=optimizer,
+                strategy=self.strategy,
+                agreement=self._agreement,
+                settings=self._settings,
+                scaler=scaler,
+                schedulers=schedulers,
+                ema=ema,
+            ),
+            agreement=self._agreement,
+            phases=self.phases,
+            gate=self._gate,
+            control=self._control,
+        )
+        self._warned_of_scale = False
         self._implied: str | None = None
-        self._position = Position.start(self._settings.weights)
         self.last: StepInfo | None = None
         """What `step` returned last at a boundary."""
-        self._units = Units(optimizer, scaler)
-        self._recorder = WindowRecorder(self._wrapped, self.phases)
-        self._records = RankRecords(
-            self._recorder, self._agreement, self._wrapped, self.strategy, loader, self._control
-        )
         self._end_strategy = set_up(
             self.strategy,
-            self._wrapped,
+            wrapper,
             optimizer,
             self._agreement,
             timeout_s=timeout_s,
@@ -214,70 +190,75 @@ class GradSchedule:
     @property
     def position(self) -> Position:
         """Windows, steps and totals so far; a copy."""
-        return replace(self._position, totals=dict(self._position.totals))
+        return replace(self._loop.position, totals=dict(self._loop.position.totals))
 
     # ---- the loop -----------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Any]:
         """One epoch's microbatches; sync is switched for the forward and the backward pass of each."""
-        for window in self._windows():
-            yield from self._microbatches(window)
+        for step in self._loop.steps():
+            yield from self._loop.microbatches(step)
 
     def windows(self) -> Iterator[Iterator[Any]]:
         """One epoch's windows, each an iterator of its microbatches; call `step` after each window."""
-        for window in self._windows():
-            yield self._microbatches(window)
+        for step in self._loop.steps():
+            yield self._loop.microbatches(step)
 
     def scale(self, name: str = MICROBATCHES) -> float:
         """What to multiply a microbatch's *sum* of losses with, for the mean over the weight `name`.
 
         The number of ranks divided by the weight's total over window and ranks; 0 in a replay.
         """
-        microbatch = self._open()
-        microbatch.window.scaled = True
+        microbatch = self._loop.present()
+        microbatch.step.is_scaled = True
         return microbatch.scale(name)
 
     def backward(self, loss: Tensor) -> None:
         """The backward pass of the microbatch: once for each, with all its losses added up."""
-        microbatch = self._open()
-        if microbatch.done:
+        microbatch = self._loop.present()
+        if microbatch.is_done:
             raise RuntimeError("backward was called twice for one microbatch: add its losses up first")
         if self._implied is not None:
             loss = loss * self.scale(self._implied)
         if microbatch.is_replay:
             loss = loss * 0.0
         elif microbatch.index == 0:
-            self._replay.note(microbatch.batch, loss)
+            self._loop.replay.note(microbatch.batch, loss)
         if microbatch.reduces and not self.strategy.hooks_gradients:
             self.phases.enter(Phase.SYNC)
         if self._scaler is not None:
             loss = self._scaler.scale(loss)
         try:
-            self._call(loss.backward)
+            self._loop.call(loss.backward)
         finally:
-            self._deadline.end()
+            self._loop.deadline.end()
         self.phases.enter(Phase.COMPUTE)
         microbatch.finish()
 
     def step(self) -> StepInfo | None:
         """End the window after its last microbatch, with an optimizer step; None after all others."""
-        microbatch = self._open()
-        if not microbatch.done:
+        microbatch = self._loop.present()
+        if not microbatch.is_done:
             raise RuntimeError("sched.step was called before sched.backward(loss) for this microbatch")
-        if not microbatch.is_last or microbatch.window.ended:
+        if not microbatch.is_last or microbatch.step.has_ended:
             return None
-        self._check_scaled(microbatch.window)
+        self._check_scaled(microbatch.step)
         self.phases.enter(Phase.STEP)
         exact = type(self.strategy) is AllReduce or isinstance(self.strategy, StrategySwitch)
-        equal = exact and self.strategy.syncs(self._position.step) and isinstance(self._wrapped, Ddp)
-        outcome = self._call(lambda: self._boundary.step(self._position.step, equal_gradients=equal))
+        equal = (
+            exact and self.strategy.syncs(self._loop.position.step) and isinstance(self._loop.model, DdpModel)
+        )
+        outcome = self._loop.call(
+            lambda: self._loop.boundary.step(self._loop.position.step, equal_gradients=equal)
+        )
         self.phases.enter(Phase.COMPUTE)
-        return self._end(microbatch.window, outcome)
+        self.last = self._loop.end(microbatch.step, outcome)
+        return self.last
 
-    def _check_scaled(self, window: Window) -> None:
-        """Warn, once, of losses that nobody divided by the window's size."""
-        count = window.plan.counts[self._agreement.rank]
-        if count < 2 or window.scaled or self._warned_of_scale:
+    def _check_scaled(self, step: Step) -> None:
+        """Warn, once, of losses that nobody divided by the step's size."""
+        count = step.plan.counts[self._agreement.rank]
+        if count < 2 or step.is_scaled or self._warned_of_scale:
             return
         self._warned_of_scale = True
         warnings.warn(
@@ -300,140 +281,6 @@ class GradSchedule:
             self._implied = None
         self.step()
 
-    def _windows(self) -> Iterator[Window]:
-        if self._running:
-            raise RuntimeError("two loops ran over one GradSchedule at the same time")
-        self._running, self._microbatch = True, None
-        try:
-            self._look.settle()
-            self._negotiation.begin_epoch(self._look.batches_ahead(), self._position)
-            self._look.begin()
-            self._offer()
-            while True:
-                window = self._decide()
-                self._position.left_out += window.plan.left_out[self._agreement.rank]
-                if window.plan.empty:
-                    break
-                self._units.tell(self.strategy)
-                if self._gate and self.strategy.syncs(self._position.step):
-                    self._gate.window_begins(self._position.window)
-                elif self._gate:
-                    self._gate.left()
-                yield window
-                if not window.ended:
-                    raise RuntimeError("a window was left before its end: call step() after each backward()")
-                if window.plan.last:
-                    break
-            self._look.epoch_ended()
-        finally:
-            if self._microbatch is not None:  # left within a window, whose gradient nobody will step on
-                self._boundary.drop_gradients()
-            self._running, self._microbatch = False, None
-            self._deadline.end()
-            self._wrapped.restore()
-            self._look.end()
-            self.phases.enter(Phase.COMPUTE)
-            if self._gate:
-                self._gate.left()
-            self._records.save()
-
-    def _microbatches(self, window: Window) -> Iterator[Any]:
-        rank = self._agreement.rank
-        forwards, count = window.plan.forwards[rank], window.plan.counts[rank]
-        syncs = self.strategy.syncs(self._position.step)
-        self._wrapped.window_begins(reduces=syncs)
-        batch = None
-        for index in range(forwards):
-            is_last = index == forwards - 1
-            if not window.plan.last:
-                self.phases.waited(self._look.take_one)
-                if is_last:
-                    self._offer()
-            if is_replay := index >= count:
-                batch = self._replay.batch(instead=batch)
-            else:
-                batch, window.share.batches[index] = window.share.batches[index], None
-            self._wrapped.sync(is_last and syncs)
-            microbatch = Microbatch(window, index, is_last, is_replay, is_last and syncs, batch)
-            if is_replay:
-                microbatch.kept = buffers_kept(self._wrapped.inner)
-            self._microbatch = microbatch
-            self._deadline.begin()
-            yield batch
-            if not microbatch.done:
-                raise RuntimeError("call sched.backward(loss) once for every microbatch, replays too")
-
-    # ---- between windows ----------------------------------------------------------------------------
-
-    def _offer(self) -> None:
-        share = self.phases.waited(self._look.fill)
-        replay = not share.batches and self._replay.available()
-        self._negotiation.offer(
-            share, self._position, replay=replay, taken=self._look.taken, exhausted=self._look.exhausted
-        )
-
-    def _decide(self) -> Window:
-        share = self._look.next_share()
-
-        def decide() -> Window:
-            forwards = self._wrapped.equal_forwards
-            return self._negotiation.decide(share, self._position, equal_forwards=forwards)
-
-        window = self.phases.waited(lambda: self._call(decide), "peers")
-        share = window.share
-        if window.giver is not None:
-            mine = share.batches[0] if window.giver == self._agreement.rank else None
-            given = self._agreement.handed_over(mine, window.giver)
-            if not share.batches and not self._replay.available():
-                self._replay.given(given)
-        return window
-
-    def _end(self, window: Window, outcome: Outcome) -> StepInfo:
-        plan, rank = window.plan, self._agreement.rank
-        window.ended, self._microbatch = True, None
-        if outcome.skipped:
-            self._replay.forget()
-        self._wrapped.window_done()
-        syncs = self.strategy.syncs(self._position.step)
-        self._position.ended(plan, window.totals, syncs=syncs, skipped=outcome.skipped)
-        self._look.window_ended(window.share, last=plan.last)
-        self.last = StepInfo(
-            self._position.window - 1,
-            self._position.step,
-            outcome.skipped,
-            outcome.grad_norm,
-            outcome.lr,
-            window.totals,
-            plan.forwards[rank] - plan.counts[rank],
-            self.phases.take(),
-        )
-        if self._gate and syncs:
-            self._gate.window_ended(self.last.seconds.total)
-        exposed_s = self._records.window_ended(self.last, plan.forwards[rank])
-        if self._control:
-            self._control.window_ended(self.last, exposed_s, syncs=syncs)
-        return self.last
-
-    def _open(self) -> Microbatch:
-        if self._microbatch is not None:
-            return self._microbatch
-        if self._running:
-            raise RuntimeError(
-                "no microbatch is under way: step(), or the end of the accumulate() block, has ended the "
-                "window, and `sched.last` is its StepInfo"
-            )
-        raise RuntimeError("no microbatch is under way: this is for the body of `for batch in sched`")
-
-    def _call(self, what: Callable[[], T]) -> T:
-        """Do what communicates; an error names the rank that is gone, if one is."""
-        try:
-            return what()
-        except RuntimeError as error:
-            explained = self._agreement.explained(error, also=self._wrapped.group)
-            if explained is error:
-                raise
-            raise explained from error
-
     # ---- state --------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
@@ -444,15 +291,15 @@ class GradSchedule:
 
         Raises `RuntimeError` inside a window: gradients are no part of it.
         """
-        if self._microbatch is not None:
+        if self._loop.microbatch is not None:
             raise RuntimeError("a window is under way: take the state after step() has returned a StepInfo")
         return {
-            **self._position.to_json(),
+            **self._loop.position.to_json(),
             "accumulate": self.window_size,
             "global_batch": self._settings.global_batch,
             "world_size": self._agreement.world_size,
-            **self._units.state(),
-            **self._look.state(),
+            **self._loop.boundary.units(),
+            **self._loop.look.state(),
             "strategy": {"key": self.strategy.key, "state": self.strategy.state_dict()},
             "control": self._control.state_dict() if self._control else None,
         }
@@ -464,7 +311,7 @@ class GradSchedule:
 
         Raises `ValueError` if the state does not fit; then nothing has changed.
         """
-        if self._running:
+        if self._loop.is_running:
             raise RuntimeError("a loop is under way: load the state before it")
         position = Position.from_json(state, self._settings.weights)
         check_same_windows(
@@ -473,26 +320,26 @@ class GradSchedule:
             global_batch=self._settings.global_batch,
             strategy=self.strategy.key,
         )
-        kept, control = state["strategy"]["state"], state.get("control")
+        strategy_state, control = state["strategy"]["state"], state.get("control")
         same_ranks = state["world_size"] == self._agreement.world_size
-        if kept and not same_ranks:
+        if strategy_state and not same_ranks:
             warnings.warn(
                 f"the state of {self.strategy.name} is that of {state['world_size']} ranks, here are "
                 f"{self._agreement.world_size}: it begins anew",
                 stacklevel=2,
             )
         with ExitStack() as undo:
-            undo.callback(self._units.load, self._units.state())
-            self._units.load(state)
-            undo.callback(self._look.put_back, *self._look.place())
-            self._look.load(state)
+            undo.callback(self._loop.boundary.load_units, self._loop.boundary.units())
+            self._loop.boundary.load_units(state)
+            undo.callback(self._loop.look.undo_of_load())
+            self._loop.look.load(state)
             if self._control and control is not None and same_ranks:  # elsewhere other things are measured
                 undo.callback(self._control.load_state_dict, self._control.state_dict())
                 self._control.load_state_dict(control)
-            if kept and same_ranks:
-                self.strategy.load_state_dict(kept)
+            if strategy_state and same_ranks:
+                self.strategy.load_state_dict(strategy_state)
             undo.pop_all()
-        self._position = position
+        self._loop.position = position
 
     def report(self, *, all_ranks: bool = False, trace: str | None = None) -> Report:
         """Where the time of the windows so far went (the last 2,000), and what to do about it.
@@ -504,7 +351,11 @@ class GradSchedule:
 
         Raises `ValueError` before the first window has ended.
         """
-        return self._records.report(all_ranks=all_ranks, trace=trace)
+        own = self._loop.recorder.record(events=trace is not None)
+        records = self._agreement.gathered(own) if all_ranks else [own]
+        if trace is not None and (not all_ranks or self._agreement.rank == 0):
+            write_trace({one.rank: one.events for one in records}, trace)
+        return report_of(records)
 
     # ---- its end ------------------------------------------------------------------------------------
 
@@ -514,10 +365,10 @@ class GradSchedule:
         Loader and model stay usable; where a strategy has reduced gradients, its hook stays in DDP, and
         training goes on with the module in a new `DistributedDataParallel`.
         """
-        self._wrapped.restore()
+        self._loop.model.restore()
         if self._gate:
             self._gate.close()
-        self._records.close()
+        self._loop.recorder.close()
         self._end_strategy()
         self._agreement.close()
 
@@ -526,7 +377,7 @@ class GradSchedule:
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         """Close; an error of a connection becomes one that names the rank that is gone."""
-        explained = error and self._agreement.explained(error, also=self._wrapped.group)
+        explained = error and self._agreement.explained(error, also=self._loop.model.group)
         self.close()
         if explained is not error and explained is not None:
             raise explained from error

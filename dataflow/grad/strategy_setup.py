@@ -14,7 +14,7 @@ from dataflow.grad.agreement import Agreement, give_private_back, private_group
 from dataflow.grad.strategies.all_reduce import AllReduce
 from dataflow.grad.strategies.delayed import Delayed
 from dataflow.grad.strategies.strategy import Strategy, StrategyContext
-from dataflow.grad.wrapped import Ddp, Wrapped, sparse_layer, trainable
+from dataflow.grad.wrapper import DdpModel, ModelWrapper, sparse_layer, trainable
 from dataflow.topology_exchange import detect_topology
 from sharding.topology.topology import Topology
 
@@ -22,13 +22,13 @@ _IN_USE: WeakSet[Strategy] = WeakSet()
 """Strategies of schedules that are not closed: a strategy knows one model only."""
 
 
-def check_strategy(strategy: Strategy, model: Wrapped) -> None:
+def check_strategy(strategy: Strategy, model: ModelWrapper) -> None:
     """`ValueError` if the strategy has nothing to hook into, or cannot send what the model makes."""
     if strategy in _IN_USE:
         raise ValueError(
             f"this {strategy.name} belongs to another GradSchedule: make one for each, or close that schedule"
         )
-    if strategy.hooks_gradients and not isinstance(model, Ddp):
+    if strategy.hooks_gradients and not isinstance(model, DdpModel):
         raise ValueError(f"{strategy.name} needs DistributedDataParallel's hook, got a {model.kind} model")
     sparse = sparse_layer(model.inner)
     if sparse is not None and (strategy.hooks_gradients or isinstance(strategy, Delayed)):
@@ -40,7 +40,7 @@ def check_strategy(strategy: Strategy, model: Wrapped) -> None:
 
 def set_up(
     strategy: Strategy,
-    model: Wrapped,
+    model: ModelWrapper,
     optimizer: torch.optim.Optimizer,
     agreement: Agreement,
     *,
@@ -72,7 +72,7 @@ def set_up(
         on_bucket()
         return strategy.reduce(bucket)
 
-    if strategy.hooks_gradients and isinstance(model, Ddp):
+    if strategy.hooks_gradients and isinstance(model, DdpModel):
         # DDP compares annotations with its classes, and ours are strings: a lambda has none.
         model.ddp.register_comm_hook(None, lambda _, bucket: reduced(bucket))
 

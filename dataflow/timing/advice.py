@@ -42,35 +42,35 @@ def gain_text(gain: float) -> str:
     return f"at most {gain:.2f} x faster"
 
 
-def advise(found: Diagnosis, records: Sequence[RankRecord]) -> Advice:
+def advise(diagnosis: Diagnosis, records: Sequence[RankRecord]) -> Advice:
     """The next action for what holds training up."""
-    critical = records[found.critical]
-    if found.bound == "data":
-        return _data(found, critical, len(records))
-    if found.bound == "network":
-        return _network(found, critical, waiting_in_it=critical.world_size > len(records))
-    if found.bound == "straggler":
-        return _straggler(found, critical, len(records))
-    if found.bound == "optimizer":
-        verdict = f"optimizer-bound: {found.share('optimizer'):.0%} of the time in step()"
+    critical = records[diagnosis.critical]
+    if diagnosis.bound == "data":
+        return _data(diagnosis, critical, len(records))
+    if diagnosis.bound == "network":
+        return _network(diagnosis, critical, waiting_in_it=critical.world_size > len(records))
+    if diagnosis.bound == "straggler":
+        return _straggler(diagnosis, critical, len(records))
+    if diagnosis.bound == "optimizer":
+        verdict = f"optimizer-bound: {diagnosis.share('optimizer'):.0%} of the time in step()"
         if critical.strategy != "all-reduce" and critical.world_size > 1 and critical.model == "DDP":
             verdict += f", the exchanges of {critical.strategy} included"
         action = (
             "accumulate twice the microbatches a step (a larger global batch), or a fused optimizer "
             "(fused=True) where there is one"
         )
-        return Advice(verdict, action, found.halved("optimizer"))
+        return Advice(verdict, action, diagnosis.halved("optimizer"))
     if _cores_are_shared(critical):
-        return _cores(found, critical.loader)
+        return _cores(diagnosis, critical.loader)
     if not critical.in_schedule:
-        verdict = f"not data-bound: {found.share('data'):.0%} waiting for the loader"
+        verdict = f"not data-bound: {diagnosis.share('data'):.0%} waiting for the loader"
         action = (
             "let the loop run over a GradSchedule(loader, model, optimizer, ...): it tells computing, "
             "communication, slow ranks and optimizer apart"
         )
         return Advice(verdict, action, None)
-    best = max(found.gains.values())
-    verdict = f"compute-bound: {found.share('compute'):.0%} forward, backward and the loop itself"
+    best = max(diagnosis.gains.values())
+    verdict = f"compute-bound: {diagnosis.share('compute'):.0%} forward, backward and the loop itself"
     if best < WORTH:
         verdict += "; no cure of the rest gains 5 %"
     return Advice(
@@ -80,10 +80,10 @@ def advise(found: Diagnosis, records: Sequence[RankRecord]) -> Advice:
     )
 
 
-def _data(found: Diagnosis, critical: RankRecord, num_ranks: int) -> Advice:
-    where = "" if num_ranks == 1 or takes_turns(found, num_ranks) else f", most on rank {critical.rank}"
-    verdict = f"data-bound: {found.share('data'):.0%} waiting for the loader{where}"
-    return Advice(verdict, _loader_action(critical.loader), found.gains["data"])
+def _data(diagnosis: Diagnosis, critical: RankRecord, num_ranks: int) -> Advice:
+    where = "" if num_ranks == 1 or takes_turns(diagnosis, num_ranks) else f", most on rank {critical.rank}"
+    verdict = f"data-bound: {diagnosis.share('data'):.0%} waiting for the loader{where}"
+    return Advice(verdict, _loader_action(critical.loader), diagnosis.gains["data"])
 
 
 def _cores_are_shared(one: RankRecord) -> bool:
@@ -91,10 +91,10 @@ def _cores_are_shared(one: RankRecord) -> bool:
     return one.device in ("", "cpu") and (one.loader.cores_busy or 0.0) >= _MOST
 
 
-def _cores(found: Diagnosis, loader: LoaderTimes) -> Advice:
+def _cores(diagnosis: Diagnosis, loader: LoaderTimes) -> Advice:
     verdict = (
         f"decoding takes the cores: {loader.cores_busy:.0%} of this rank's {loader.cores:g} are busy making "
-        f"batches, {found.share('data'):.0%} waiting for the loader"
+        f"batches, {diagnosis.share('data'):.0%} waiting for the loader"
     )
     action = (
         "if the training computes on these cores, too: cheaper decoding or transforms (smaller images, "
@@ -124,31 +124,31 @@ def _loader_action(loader: LoaderTimes) -> str:
     return f"{_STORES[loader.store]}: {busy}; `dataflow bench loader` measures each alone"
 
 
-def _network(found: Diagnosis, critical: RankRecord, *, waiting_in_it: bool) -> Advice:
-    verdict = f"network-bound: {found.share('network'):.0%} exposed"
+def _network(diagnosis: Diagnosis, critical: RankRecord, *, waiting_in_it: bool) -> Advice:
+    verdict = f"network-bound: {diagnosis.share('network'):.0%} exposed"
     if waiting_in_it:
         action = "compare the ranks (all_ranks=True, or dataflow doctor): waiting for slower ones is in it"
-        return Advice(verdict, action, found.gains["network"])
+        return Advice(verdict, action, diagnosis.gains["network"])
     action = "halve the bytes (16 bits, docs/strategies.md), or accumulate twice the microbatches a step"
     if critical.strategy != "all-reduce":
         action = "accumulate twice the microbatches a step (a larger global batch)"
-    return Advice(verdict, action, found.halved("network"))
+    return Advice(verdict, action, diagnosis.halved("network"))
 
 
-def _straggler(found: Diagnosis, critical: RankRecord, num_ranks: int) -> Advice:
-    share = f"{found.share('straggler'):.0%} waiting for the slowest rank"
-    if takes_turns(found, num_ranks):
+def _straggler(diagnosis: Diagnosis, critical: RankRecord, num_ranks: int) -> Advice:
+    share = f"{diagnosis.share('straggler'):.0%} waiting for the slowest rank"
+    if takes_turns(diagnosis, num_ranks):
         verdict = f"straggler-bound: {share}, and ranks take turns"
         action = f"{_equal_work(critical.loader)} longer windows, in which differences even out"
     else:
         verdict = (
             f"straggler-bound: {share}, rank {critical.rank} on {critical.host} "
-            f"in {found.critical_share:.0%} of the windows"
+            f"in {diagnosis.critical_share:.0%} of the windows"
         )
         action = (
             f"look at rank {critical.rank}'s machine (clock, other processes) and at its share of the work"
         )
-    return Advice(verdict, action, found.gains["straggler"])
+    return Advice(verdict, action, diagnosis.gains["straggler"])
 
 
 def _equal_work(loader: LoaderTimes) -> str:

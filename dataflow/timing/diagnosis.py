@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from statistics import median_low
 from typing import Literal
 
-from dataflow.timing.window_times import WindowTimes
+from dataflow.timing.records import StepTimes
 
 Part = Literal["compute", "data", "network", "straggler", "optimizer"]
 PARTS: tuple[Part, ...] = ("compute", "data", "network", "straggler", "optimizer")
@@ -28,7 +28,7 @@ _MOSTLY = 0.6
 turns."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Diagnosis:
     """What the windows say."""
 
@@ -57,7 +57,7 @@ class Diagnosis:
         return self.total_s / (self.total_s - self.seconds[part] / 2) if self.total_s else 1.0
 
 
-def same_windows(ranks: Sequence[Sequence[WindowTimes]]) -> list[tuple[WindowTimes, ...]]:
+def same_steps(ranks: Sequence[Sequence[StepTimes]]) -> list[tuple[StepTimes, ...]]:
     """Windows that all ranks have, each as a row of one entry a rank.
 
     Without the first, which makes what later ones reuse, and without those whose communication was not
@@ -67,10 +67,10 @@ def same_windows(ranks: Sequence[Sequence[WindowTimes]]) -> list[tuple[WindowTim
     common = sorted(set.intersection(*(set(each) for each in by_number)))
     rows = [tuple(each[number] for each in by_number) for number in common]
     later = rows[1:] or rows
-    return [row for row in later if _tells(row)] or later
+    return [row for row in later if _is_measured(row)] or later
 
 
-def diagnose(rows: Sequence[Sequence[WindowTimes]]) -> Diagnosis:
+def diagnose(rows: Sequence[Sequence[StepTimes]]) -> Diagnosis:
     """What holds the ranks' common windows up. `ValueError` without any."""
     if not rows:
         raise ValueError("no window has ended on all ranks yet: there is nothing to report")
@@ -85,10 +85,16 @@ def diagnose(rows: Sequence[Sequence[WindowTimes]]) -> Diagnosis:
     gains: dict[Part, float] = {part: _gain(total, seconds[part]) for part in PARTS if part != "compute"}
     bound: Part = max(gains, key=lambda part: gains[part])
     rank, times = turns.most_common(1)[0]
-    return Diagnosis(bound if gains[bound] >= WORTH else "compute", seconds, gains, rank, times / len(rows))
+    return Diagnosis(
+        bound=bound if gains[bound] >= WORTH else "compute",
+        seconds=seconds,
+        gains=gains,
+        critical=rank,
+        critical_share=times / len(rows),
+    )
 
 
-def rank_parts(rows: Sequence[Sequence[WindowTimes]], rank: int) -> dict[Part, float]:
+def rank_parts(rows: Sequence[Sequence[StepTimes]], rank: int) -> dict[Part, float]:
     """Seconds of one rank; its straggler part is its waiting for the slowest rank."""
     seconds: dict[Part, float] = dict.fromkeys(PARTS, 0.0)
     for row in rows:
@@ -103,25 +109,27 @@ def rank_parts(rows: Sequence[Sequence[WindowTimes]], rank: int) -> dict[Part, f
     return seconds
 
 
-def takes_turns(found: Diagnosis, num_ranks: int) -> bool:
+def takes_turns(diagnosis: Diagnosis, num_ranks: int) -> bool:
     """Whether no single rank is the slow one."""
-    return found.critical_share < max(_MOSTLY, min(0.9, 2 / num_ranks))
+    return diagnosis.critical_share < max(_MOSTLY, min(0.9, 2 / num_ranks))
 
 
-def _critical(row: Sequence[WindowTimes]) -> int:
+def _critical(row: Sequence[StepTimes]) -> int:
     """Who has its gradients last; or waited longest for data, where waiting for others is in computing."""
-    told = _tells(row)
-    return max(range(len(row)), key=lambda rank: row[rank].own_s if told else row[rank].data_s)
+    measured = _is_measured(row)
+    return max(range(len(row)), key=lambda rank: row[rank].own_s if measured else row[rank].data_s)
 
 
-def _tells(row: Sequence[WindowTimes]) -> bool:
+def _is_measured(row: Sequence[StepTimes]) -> bool:
     """Whether waiting for others is told apart from computing."""
     return all(one.exposed_s is not None for one in row)
 
 
-def _critical_parts(row: Sequence[WindowTimes], critical: int) -> dict[Part, float]:
+def _critical_parts(row: Sequence[StepTimes], critical: int) -> dict[Part, float]:
     one = row[critical]
-    slower = max(0.0, one.compute_s - median_low([other.compute_s for other in row])) if _tells(row) else 0.0
+    slower = (
+        max(0.0, one.compute_s - median_low([other.compute_s for other in row])) if _is_measured(row) else 0.0
+    )
     return {
         "compute": one.compute_s - slower,
         "data": one.data_s,

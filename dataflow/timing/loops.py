@@ -8,12 +8,9 @@ from __future__ import annotations
 
 import itertools
 import os
-import socket
 import time
 import weakref
-from collections import deque
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -21,8 +18,7 @@ import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from dataflow.timing import VARIABLE
-from dataflow.timing.records import FIRST_SAVED, IN_SCHEDULES, LoaderTimes, RankRecord, loader_times
-from dataflow.timing.window_times import SPANS, WINDOWS, Span, WindowTimes
+from dataflow.timing.records import IN_SCHEDULES, Recorder, StepTimes
 from sharding.topology.topology import Topology
 
 _SERIAL = itertools.count()
@@ -50,23 +46,28 @@ _STEPS = _OptimizerSteps()
 
 
 class Loop:
-    """The batches of one loader over all its epochs; the last 2,000 are kept. Used by the training thread.
+    """The batches of one loader over all its epochs. Used by the training thread.
 
     Args:
         folder: where the record goes.
         now: seconds on a clock that only goes forward.
     """
 
-    def __init__(self, folder: str, now: Any = time.perf_counter) -> None:
+    def __init__(self, folder: str, now: Callable[[], float] = time.perf_counter) -> None:
         self._now = now
-        self._offset = time.time() - now()
-        self._rank, self._world_size = _place()
-        self._path = Path(folder) / f"{self._rank:06d}-loop-{next(_SERIAL):03d}.json"
-        self._windows: deque[WindowTimes] = deque(maxlen=WINDOWS)
-        self._spans: deque[Span] = deque(maxlen=SPANS)
-        self._ended, self._save_at = 0, FIRST_SAVED
-        self._loader_times: LoaderTimes | None = None
-        self._optimizer_steps = self._steps_before = 0
+        rank, world_size = _rank_and_world_size()
+        self._recorder = Recorder(
+            f"loop-{next(_SERIAL):03d}",
+            folder=folder,
+            now=now,
+            rank=rank,
+            world_size=world_size,
+            model="",
+            strategy="",
+            device="",
+            in_schedule=False,
+        )
+        self._num_batches = self._optimizer_steps = self._steps_before = 0
         _STEPS.begin()
         self._under_way: tuple[float, float] | None = None
         """When the present batch was asked for, and when it came."""
@@ -74,13 +75,13 @@ class Loop:
     def next_of(self, batches: Iterator[Any], loader: Any) -> Any:
         """The next batch; the step on the one before is over."""
         self._step_ended(loader)
-        asked = self._now()
+        asked_at = self._now()
         try:
             batch = next(batches)
         except BaseException:
             self.save(loader)
             raise
-        self._under_way, self._steps_before = (asked, self._now()), _STEPS.count
+        self._under_way, self._steps_before = (asked_at, self._now()), _STEPS.count
         return batch
 
     def left(self, loader: Any) -> None:
@@ -89,49 +90,38 @@ class Loop:
         self.save(loader)
 
     def save(self, loader: Any) -> None:
-        """Write the record, with what the loader says of itself; without batches, too."""
-        self._loader_times = loader_times(loader, self._loader_times)
-        record = RankRecord(
-            self._rank,
-            self._world_size,
-            socket.gethostname(),
-            model="",
-            strategy="",
-            device="",
-            loader=self._loader_times,
-            windows=tuple(self._windows),
-            spans=tuple(self._spans),
-            in_schedule=False,
-            optimizer_steps=self._optimizer_steps,
-        )
-        record.save(self._path)
+        """Write the record."""
+        self._recorder.save(loader, optimizer_steps=self._optimizer_steps)
 
     def _step_ended(self, loader: Any) -> None:
         if self._under_way is None:
             return
-        (asked, came), self._under_way, now = self._under_way, None, self._now()
-        number = self._ended
+        (asked_at, came_at), self._under_way, now = self._under_way, None, self._now()
+        number, self._num_batches = self._num_batches, self._num_batches + 1
         self._optimizer_steps += _STEPS.count - self._steps_before
-        self._windows.append(WindowTimes(number, 1, came - asked, 0.0, now - came, None, 0.0))
-        for lane, name, since, until in (
-            ("window", f"batch {number}", asked, now),
-            ("wait", "data", asked, came),
-        ):
-            self._spans.append(Span(lane, name, since + self._offset, until + self._offset))
-        self._ended += 1
-        if self._ended == self._save_at:
-            self._save_at *= 2
+        times = StepTimes(
+            window=number,
+            microbatches=1,
+            data_s=came_at - asked_at,
+            peers_s=0.0,
+            compute_s=now - came_at,
+            exposed_s=None,
+            optimizer_s=0.0,
+        )
+        self._recorder.keep_event("window", f"batch {number}", asked_at, now)
+        self._recorder.keep_event("wait", "data", asked_at, came_at)
+        if self._recorder.keep_step(times):
             self.save(loader)
 
 
-class Watched:
+class WatchedIterator:
     """An iterator over a loader's batches, and all else that the loader's own iterator is."""
 
     def __init__(self, batches: Any, loader: Any, loop: Loop) -> None:
         self._batches, self._loader, self._loop = batches, loader, loop
         weakref.finalize(self, loop.left, loader)  # a loop that is left by `break` tells nobody
 
-    def __iter__(self) -> Watched:
+    def __iter__(self) -> WatchedIterator:
         return self
 
     def __next__(self) -> Any:
@@ -154,15 +144,15 @@ def watched(batches: Any, loader: Any) -> Any:
         return batches
     if loader not in _LOOPS:
         _LOOPS[loader] = Loop(folder)
-    return Watched(batches, loader, _LOOPS[loader])
+    return WatchedIterator(batches, loader, _LOOPS[loader])
 
 
-def _place() -> tuple[int, int]:
+def _rank_and_world_size() -> tuple[int, int]:
     """Number of this rank, and of all."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     try:
-        place = Topology.detect()
+        topology = Topology.detect()
     except ValueError:
         return 0, 1
-    return place.rank, place.world_size
+    return topology.rank, topology.world_size

@@ -9,7 +9,7 @@ collectives are enqueued, not when they are done.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal, TypeVar, get_args
@@ -33,7 +33,7 @@ WaitListener = Callable[[Wait, float, float], None]
 """Called after a wait with what was waited for, and when it began and ended; must not block."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class PhaseSeconds:
     """Seconds of one window on this rank."""
 
@@ -54,6 +54,28 @@ class PhaseSeconds:
         return self.compute + self.sync + self.step + self.data_wait + self.peer_wait
 
 
+@dataclass(frozen=True, kw_only=True)
+class StepInfo:
+    """What came of one window; `GradSchedule.step` returns it."""
+
+    window: int
+    """Number of the window since the run began, from 0."""
+    step: int
+    """Optimizer steps taken since the run began, this one included if it was taken."""
+    skipped: bool
+    """The gradient was not finite on some rank; no rank has stepped."""
+    grad_norm: float | None
+    """Norm of the window's gradient over all ranks, before clipping; None if nothing asked for it."""
+    lr: float
+    """Learning rate of the first parameter group in this step."""
+    totals: Mapping[str, float]
+    """Sum of each weight over the window and all ranks; "microbatches" among them."""
+    replays: int
+    """Passes of this rank with weight zero, for want of data."""
+    seconds: PhaseSeconds
+    """Where this rank's time went since the window before."""
+
+
 class PhaseLedger:
     """Adds up seconds per phase. Used by the training thread and the thread of its backward pass, in turn."""
 
@@ -62,7 +84,7 @@ class PhaseLedger:
         self._listeners: list[Listener] = []
         self._wait_listeners: list[WaitListener] = []
         self._since = now()
-        self._waited: dict[Wait, float] = dict.fromkeys(get_args(Wait), 0.0)
+        self._waits: dict[Wait, float] = dict.fromkeys(get_args(Wait), 0.0)
         self._seconds = dict.fromkeys(Phase, 0.0)
         self.phase = Phase.COMPUTE
 
@@ -92,17 +114,21 @@ class PhaseLedger:
             return wait()
         finally:
             self._since = self.now()
-            self._waited[what] += self._since - began
+            self._waits[what] += self._since - began
             for listener in self._wait_listeners:
                 listener(what, began, self._since)
 
     def take(self) -> PhaseSeconds:
         """What was counted since the last call."""
         self._account()
-        spent, self._seconds = self._seconds, dict.fromkeys(Phase, 0.0)
-        waited, self._waited = self._waited, dict.fromkeys(get_args(Wait), 0.0)
+        seconds, self._seconds = self._seconds, dict.fromkeys(Phase, 0.0)
+        waits, self._waits = self._waits, dict.fromkeys(get_args(Wait), 0.0)
         return PhaseSeconds(
-            spent[Phase.COMPUTE], spent[Phase.SYNC], spent[Phase.STEP], waited["data"], waited["peers"]
+            compute=seconds[Phase.COMPUTE],
+            sync=seconds[Phase.SYNC],
+            step=seconds[Phase.STEP],
+            data_wait=waits["data"],
+            peer_wait=waits["peers"],
         )
 
     def _account(self) -> float:

@@ -1,30 +1,76 @@
-"""What one rank knows of its windows: gathered for a report, or saved for `dataflow doctor`.
+"""What one rank knows of its steps: kept while it trains, gathered for a report, saved for `dataflow doctor`.
 
 `dataflow doctor` sets the variable `DATAFLOW_DOCTOR` to a folder; a schedule that finds it saves its record
 there after 50, 100, 200, ... windows, at the end of each loop and when it is closed, so that a run that is
-killed leaves one too. The time that saving takes is in no window. Loops without a schedule: `doctor.loops`.
+killed leaves one too. The time that saving takes is in no window. A step is a window of a
+schedule, or a batch of a loop without one (`loops`).
 """
 
 from __future__ import annotations
 
 import json
 import os
+import socket
+import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any
 from weakref import WeakSet
 
 from torch.utils.data import BatchSampler, SequentialSampler
 
-from dataflow.timing.window_times import Span, WindowTimes
-
-FIRST_SAVED = 50
-"""Windows after which a record is saved first."""
+_MOST_STEPS, _MOST_EVENTS = 2000, 20_000
+"""That are kept of a long run."""
+_FIRST_SAVED = 50
+"""Steps after which a record is saved first."""
 IN_SCHEDULES: WeakSet[Any] = WeakSet()
 """Loaders of schedules that are recorded: their loops are not watched besides, for saving that takes time."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTimes:
+    """A window, or a plain loop's batch, on one rank; the seconds add up to the time since the one before."""
+
+    window: int
+    """Its number since the run began."""
+    microbatches: int
+    """Forward passes of this rank, replays included."""
+    data_s: float
+    """Waiting for the loader. Near 0: it keeps up."""
+    peers_s: float
+    """Waiting for the other ranks' counts. Near 0, since they are asked for early."""
+    compute_s: float
+    """Forward and backward passes, and whatever the loop does besides."""
+    exposed_s: float | None
+    """Gradients on their way after the backward pass had nothing left to compute; waiting for slower ranks is
+    in it. Near 0: hidden. None: not measured (then it is in `compute_s`)."""
+    optimizer_s: float
+    """From the end of the backward pass to the end of `step`."""
+
+    @property
+    def total_s(self) -> float:
+        """Of the window."""
+        return self.data_s + self.peers_s + self.compute_s + (self.exposed_s or 0.0) + self.optimizer_s
+
+    @property
+    def own_s(self) -> float:
+        """Until this rank had its gradients: who takes longest keeps the others waiting."""
+        return self.data_s + self.compute_s
+
+
+@dataclass(frozen=True)
+class TraceEvent:
+    """What a rank was doing from one time to another, in seconds since 1970."""
+
+    lane: str
+    """"window", "phase" or "wait"."""
+    name: str
+    began_s: float
+    ended_s: float
 
 
 @dataclass(frozen=True)
@@ -35,6 +81,7 @@ class LoaderTimes:
     """"shards", "process", "thread", "main" or "other"."""
     stall_share: float | None = None
     """Share of the time that training waited for it, in [0, 1]."""
+    _: KW_ONLY
     read_busy: float | None = None
     """Share of the time that its reading threads were busy. Near 1: reading is the bottleneck."""
     build_busy: float | None = None
@@ -53,7 +100,7 @@ class LoaderTimes:
     """Whether samples come in the order of the dataset, as far as its sampler tells."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RankRecord:
     """What one rank knows."""
 
@@ -65,8 +112,8 @@ class RankRecord:
     strategy: str
     device: str
     loader: LoaderTimes
-    windows: tuple[WindowTimes, ...]
-    spans: tuple[Span, ...] = ()
+    windows: tuple[StepTimes, ...]
+    events: tuple[TraceEvent, ...] = ()
     mode: str = ""
     """What the controller of the schedule has decided, and why; "" without one."""
     in_schedule: bool = True
@@ -76,7 +123,7 @@ class RankRecord:
 
     def to_json(self) -> dict[str, Any]:
         """A JSON value."""
-        lists = {"windows": [vars(one) for one in self.windows], "spans": [vars(one) for one in self.spans]}
+        lists = {"windows": [vars(one) for one in self.windows], "events": [vars(one) for one in self.events]}
         return {**vars(self), "loader": vars(self.loader), **lists}  # asdict copies deeply, and takes long
 
     @classmethod
@@ -85,8 +132,8 @@ class RankRecord:
         try:
             rest = dict(value)
             rest["loader"] = LoaderTimes(**value["loader"])
-            rest["windows"] = tuple(WindowTimes(**one) for one in value["windows"])
-            rest["spans"] = tuple(Span(**one) for one in value["spans"])
+            rest["windows"] = tuple(StepTimes(**one) for one in value["windows"])
+            rest["events"] = tuple(TraceEvent(**one) for one in value["events"])
             return cls(**rest)
         except (KeyError, TypeError) as error:
             raise ValueError(f"not a record of this version: {error}") from None
@@ -101,6 +148,66 @@ class RankRecord:
             warnings.warn(f"this rank's times could not be saved for dataflow doctor: {error}", stacklevel=2)
 
 
+class Recorder:
+    """Keeps the last 2,000 steps and 20,000 trace events of one rank. Used by the training thread.
+
+    Args:
+        name: of the record among those of the rank, such as "loop-000"; the same on all ranks.
+        folder: where records are saved; None or "": nowhere.
+        now: seconds on the clock that steps are measured by.
+        about: what the records say of the run: "rank", "world_size" and other fields of `RankRecord`.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        folder: str | None,
+        now: Callable[[], float],
+        **about: Any,
+    ) -> None:
+        self._about = about | {"host": socket.gethostname()}
+        self._path = Path(folder) / f"{about['rank']:06d}-{name}.json" if folder else None
+        self._steps: deque[StepTimes] = deque(maxlen=_MOST_STEPS)
+        self._events: deque[TraceEvent] = deque(maxlen=_MOST_EVENTS)
+        self._offset = time.time() - now()
+        self._num_steps, self._save_at = 0, _FIRST_SAVED
+        self._loader_times: LoaderTimes | None = None
+
+    @property
+    def saves(self) -> bool:
+        """Whether `dataflow doctor` asked for records."""
+        return self._path is not None
+
+    def keep_event(self, lane: str, name: str, began: float, ended: float) -> None:
+        """Keep what happened between two times of the clock."""
+        self._events.append(TraceEvent(lane, name, began + self._offset, ended + self._offset))
+
+    def keep_step(self, times: StepTimes) -> bool:
+        """Keep a step that has ended; True where it is time to save."""
+        self._steps.append(times)
+        self._num_steps += 1
+        is_time = self._num_steps == self._save_at
+        self._save_at *= 1 + is_time
+        return is_time
+
+    def record(self, loader: Any, *, events: bool = True, **latest: Any) -> RankRecord:
+        """What was kept so far, with what the loader says of itself, and fields of now."""
+        self._loader_times = loader_times(loader, self._loader_times)
+        return RankRecord(
+            **self._about,
+            **latest,
+            loader=self._loader_times,
+            windows=tuple(self._steps),
+            events=tuple(self._events) if events else (),
+        )
+
+    def save(self, loader: Any, **latest: Any) -> None:
+        """Write the record where `dataflow doctor` looks for it, if it asked; without steps, too."""
+        if self._path is not None:
+            self.record(loader, **latest).save(self._path)
+
+
 def loader_times(loader: Any, before: LoaderTimes | None = None) -> LoaderTimes:
     """What a loader's `stats()` say; little of a loader that is not ours.
 
@@ -110,14 +217,14 @@ def loader_times(loader: Any, before: LoaderTimes | None = None) -> LoaderTimes:
 
     stats = loader.stats() if callable(getattr(loader, "stats", None)) else None
     cores = _cores_of_rank()
-    told: dict[str, Any] = {"cores": cores, "file_order": _in_file_order(loader)}
+    always: dict[str, Any] = {"cores": cores, "file_order": _in_file_order(loader)}
     if isinstance(stats, WorkerStats):
         busy = busy_cores(stats.worker_pids)
         share = busy / cores if busy is not None else before.cores_busy if before else None
         reason = stats.workers_reason
-        return LoaderTimes(stats.workers, stats.stall_share, reason=reason, cores_busy=share, **told)
+        return LoaderTimes(stats.workers, stats.stall_share, reason=reason, cores_busy=share, **always)
     if not isinstance(stats, LoaderStats):
-        return LoaderTimes("other", file_order=told["file_order"])
+        return LoaderTimes("other", file_order=always["file_order"])
     read, build = (
         stage.busy_s / (stage.threads * stats.elapsed_s) if stage.threads and stats.elapsed_s else None
         for stage in (stats.read, stats.build)
@@ -127,13 +234,13 @@ def loader_times(loader: Any, before: LoaderTimes | None = None) -> LoaderTimes:
     return LoaderTimes(
         "shards",
         stats.stall_share,
-        read,
-        build,
-        stats.depth_reason,
+        read_busy=read,
+        build_busy=build,
+        reason=stats.depth_reason,
         store="cached" if cached else "remote" if stats.in_flight_limit else "local",
         batching=type(batching).__name__ if batching else "",
         cores_busy=None if build is None else build * stats.build.threads / cores,
-        **told,
+        **always,
     )
 
 

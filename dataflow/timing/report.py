@@ -1,9 +1,10 @@
-"""What `sched.report()` returns and `dataflow doctor` prints: verdict, next action, and a table."""
+"""What `sched.report()` returns and `dataflow doctor` prints: verdict, next action, tables; or a trace."""
 
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -11,9 +12,8 @@ from rich.console import Console
 from rich.table import Table
 
 from dataflow.timing.advice import Advice, advise, gain_text
-from dataflow.timing.diagnosis import PARTS, Part, diagnose, rank_parts, same_windows
-from dataflow.timing.records import LoaderTimes, RankRecord
-from dataflow.timing.window_times import WindowTimes
+from dataflow.timing.diagnosis import PARTS, Part, diagnose, rank_parts, same_steps
+from dataflow.timing.records import LoaderTimes, RankRecord, StepTimes, TraceEvent
 
 NAMES: Mapping[Part, str] = {
     "compute": "forward, backward",
@@ -45,7 +45,7 @@ class Quantiles:
     p90: float
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RankReport:
     """Where one rank's time went."""
 
@@ -61,7 +61,7 @@ class RankReport:
     loader: LoaderTimes
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Report:
     """Where the time of training steps goes. `str` of it is the text; `to_json` the figures."""
 
@@ -158,43 +158,42 @@ class Report:
 
 def report_of(records: Sequence[RankRecord]) -> Report:
     """The report of one or all ranks. `ValueError` without a window that all of them have."""
-    rows = same_windows([one.windows for one in records])
-    found = diagnose(rows)
-    ranks = tuple(_rank_report(rows, number, one) for number, one in enumerate(records))
+    rows = same_steps([one.windows for one in records])
+    diagnosis = diagnose(rows)
     return Report(
-        advise(found, records),
-        found.bound,
-        {part: found.share(part) for part in PARTS},
-        dict(found.gains),
-        records[found.critical].rank,
-        found.critical_share,
-        records[0].world_size,
-        len(rows),
-        _quantiles([max(one.total_s for one in row) for row in rows]),
-        max(one.microbatches for row in rows for one in row),
-        records[0].in_schedule,
-        ranks,
-        tuple(_notes(records, rows)),
+        advice=advise(diagnosis, records),
+        bound=diagnosis.bound,
+        shares={part: diagnosis.share(part) for part in PARTS},
+        gains=dict(diagnosis.gains),
+        critical_rank=records[diagnosis.critical].rank,
+        critical_share=diagnosis.critical_share,
+        world_size=records[0].world_size,
+        windows=len(rows),
+        window_s=_quantiles([max(one.total_s for one in row) for row in rows]),
+        microbatches=max(one.microbatches for row in rows for one in row),
+        in_schedule=records[0].in_schedule,
+        ranks=tuple(_rank_report(rows, number, one) for number, one in enumerate(records)),
+        notes=tuple(_notes(records, rows)),
     )
 
 
-def _rank_report(rows: Sequence[Sequence[WindowTimes]], number: int, record: RankRecord) -> RankReport:
+def _rank_report(rows: Sequence[Sequence[StepTimes]], number: int, record: RankRecord) -> RankReport:
     parts = rank_parts(rows, number)
     total = sum(parts.values()) or 1.0
     own = [row[number] for row in rows]
     names = ("data_s", "peers_s", "compute_s", "exposed_s", "optimizer_s")
     return RankReport(
-        record.rank,
-        record.host,
-        {part: value / total for part, value in parts.items()},
-        _quantiles([one.total_s for one in own]),
-        {name: _quantiles([getattr(one, name) or 0.0 for one in own]) for name in names},
-        0.0 if record.device == "cpu" else None,
-        record.loader,
+        rank=record.rank,
+        host=record.host,
+        shares={part: value / total for part, value in parts.items()},
+        window_s=_quantiles([one.total_s for one in own]),
+        seconds={name: _quantiles([getattr(one, name) or 0.0 for one in own]) for name in names},
+        h2d_s=0.0 if record.device == "cpu" else None,
+        loader=record.loader,
     )
 
 
-def _notes(records: Sequence[RankRecord], rows: Sequence[Sequence[WindowTimes]]) -> list[str]:
+def _notes(records: Sequence[RankRecord], rows: Sequence[Sequence[StepTimes]]) -> list[str]:
     notes = _schedule_notes(records, rows) if records[0].in_schedule else [_LOOP_NOTE]
     if any(one.loader.file_order and (one.in_schedule or one.optimizer_steps) for one in records):
         notes.insert(0, _FILE_ORDER)
@@ -205,12 +204,12 @@ def _notes(records: Sequence[RankRecord], rows: Sequence[Sequence[WindowTimes]])
     return notes
 
 
-def _schedule_notes(records: Sequence[RankRecord], rows: Sequence[Sequence[WindowTimes]]) -> list[str]:
+def _schedule_notes(records: Sequence[RankRecord], rows: Sequence[Sequence[StepTimes]]) -> list[str]:
     notes = []
     world_size = records[0].world_size
     if world_size > len(records):
-        known = ", ".join(str(one.rank) for one in records)
-        notes.append(f"of rank {known} only: waiting for slower ranks counts as communication")
+        ranks = ", ".join(str(one.rank) for one in records)
+        notes.append(f"of rank {ranks} only: waiting for slower ranks counts as communication")
     if any(one.exposed_s is None for row in rows for one in row):
         notes.append(
             "communication is not told apart from computing here (it is with DistributedDataParallel)"
@@ -243,3 +242,46 @@ def _table(*columns: str) -> Table:
     for name in columns[1:]:
         table.add_column(name, justify="right")
     return table
+
+
+# ---- the trace --------------------------------------------------------------------------------------
+
+
+_LANES = {"window": 0, "phase": 1, "wait": 2}
+
+
+def trace_of(ranks: Mapping[int, Sequence[TraceEvent]]) -> dict[str, Any]:
+    """The ranks' events for chrome://tracing, Perfetto, or HTA beside the profiler's traces: a JSON value.
+
+    A process a rank, a lane for windows, phases and waits. Times are microseconds since the first event of
+    all ranks; between machines they are as good as their clocks agree.
+    """
+    start = min((event.began_s for events in ranks.values() for event in events), default=0.0)
+    return {"traceEvents": [*_lane_names(ranks), *_trace_events(ranks, start)], "displayTimeUnit": "ms"}
+
+
+def write_trace(ranks: Mapping[int, Sequence[TraceEvent]], path: str) -> None:
+    """Write the trace of the ranks to a file."""
+    with open(path, "w") as file:
+        json.dump(trace_of(ranks), file)
+
+
+def _lane_names(ranks: Mapping[int, Sequence[TraceEvent]]) -> Iterator[dict[str, Any]]:
+    for rank in ranks:
+        yield {"ph": "M", "name": "process_name", "pid": rank, "tid": 0, "args": {"name": f"rank {rank}"}}
+        for lane, number in _LANES.items():
+            yield {"ph": "M", "name": "thread_name", "pid": rank, "tid": number, "args": {"name": lane}}
+
+
+def _trace_events(ranks: Mapping[int, Sequence[TraceEvent]], start: float) -> Iterator[dict[str, Any]]:
+    for rank, events in ranks.items():
+        for event in events:
+            yield {
+                "ph": "X",
+                "name": event.name,
+                "cat": event.lane,
+                "pid": rank,
+                "tid": _LANES[event.lane],
+                "ts": (event.began_s - start) * 1e6,
+                "dur": (event.ended_s - event.began_s) * 1e6,
+            }

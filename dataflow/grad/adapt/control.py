@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
-from dataflow.grad.adapt.controller import Controller, Mode, Seen
+from dataflow.grad.adapt.controller import Controller, Measurement, Mode
 from dataflow.grad.adapt.io_gate import GateDecision, Way
-from dataflow.grad.adapt.knobs import ACCUMULATE, IO, Allowed
+from dataflow.grad.adapt.knobs import ACCUMULATE, IO, KnobSet
 from dataflow.grad.adapt.merged import Join
 from dataflow.grad.adapt.strategy_switch import StrategySwitch
-from dataflow.timing.step_info import StepInfo
+from dataflow.timing.phases import StepInfo
 
 _NOTHING = (-1.0, 0.0, -1.0, 0.0)
 _WINDOW, _SECONDS, _EXPOSED, _HELD = range(len(_NOTHING))
@@ -39,14 +39,14 @@ class Control:
     """The controller of one schedule, on one rank; also the policy of its I/O gate. One thread.
 
     Args:
-        allowed: what may be changed.
+        knobs: what may be changed.
         strategy: the schedule's.
     """
 
-    def __init__(self, allowed: Allowed, strategy: Any) -> None:
-        self._allowed, self._names = allowed, [knob.name for knob in allowed.knobs]
+    def __init__(self, knobs: KnobSet, strategy: Any) -> None:
+        self._knobs, self._names = knobs, [knob.name for knob in knobs.knobs]
         self._switch = strategy if isinstance(strategy, StrategySwitch) else None
-        self.controller = Controller(allowed.knobs)
+        self.controller = Controller(knobs.knobs)
         self._outbox: deque[tuple[float, ...]] = deque()
         self._options: tuple[int, ...] = ()
         self._held_reads = 0
@@ -70,14 +70,14 @@ class Control:
         """Hear what all ranks told, and go into the mode of a window; returns how its passes are made."""
         if rows[0][_WINDOW] >= 0:
             self._outbox.popleft()
-            self.controller.seen(agreed(rows))
+            self.controller.observe(measured_by_all(rows))
         self._options = self.controller.options(window)
         settings = dict(zip(self._names, self._options, strict=True))
         if self._switch is not None:
             self._switch.use(self._options[-1])
-        return Passes(self._allowed.at_once[settings.get(ACCUMULATE, 0)], self._allowed.join)
+        return Passes(self._knobs.at_once[settings.get(ACCUMULATE, 0)], self._knobs.join)
 
-    def window_ended(self, info: StepInfo, exposed_s: float | None, *, syncs: bool) -> None:
+    def step_ended(self, info: StepInfo, exposed_s: float | None, *, syncs: bool) -> None:
         """Note what this rank saw.
 
         `exposed_s`: None where it was not measured. `syncs`: gradients were reduced; else what travels are
@@ -88,23 +88,23 @@ class Control:
             self._exposed = self._options, exposed_s
         elif self._exposed is not None and self._exposed[0] == self._options:
             exposed_s = self._exposed[1]
-        told = -1.0 if exposed_s is None else exposed_s
-        self._outbox.append((info.window, info.seconds.total, told, self._held_reads))
+        exposed_or_unknown = -1.0 if exposed_s is None else exposed_s
+        self._outbox.append((info.window, info.seconds.total, exposed_or_unknown, self._held_reads))
         self._held_reads = 0
 
     def state_dict(self) -> dict[str, Any]:
         """The controller's state, and what other ranks were not told yet. JSON."""
-        return {"controller": self.controller.to_json(), "untold": [list(told) for told in self._outbox]}
+        return {"controller": self.controller.to_json(), "untold": [list(row) for row in self._outbox]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on; where something else was allowed then, the controller begins anew.
 
         Raises `ValueError` if it is no such state; then nothing has changed.
         """
-        controller = Controller(self._allowed.knobs)
+        controller = Controller(self._knobs.knobs)
         try:
             controller.load_json(state["controller"])
-            outbox = deque(tuple(told) for told in state["untold"])
+            outbox = deque(tuple(row) for row in state["untold"])
         except (KeyError, IndexError, TypeError) as error:
             raise ValueError(f"the controller's part of the state is not whole: {error!r}") from error
         self.controller, self._outbox = controller, outbox
@@ -117,9 +117,9 @@ class Control:
         """How reads and gradients share the network at present."""
         if IO not in self._names:
             return GateDecision(Way.OPEN, "gradients are not reduced", {})
-        verdict = self.controller.verdict(IO)
-        seconds = {Way(name): mean for name, mean in verdict.seconds.items()}
-        return GateDecision(self.way(), verdict.reason, seconds)
+        result = self.controller.result(IO)
+        seconds = {Way(name): mean for name, mean in result.seconds.items()}
+        return GateDecision(self.way(), result.reason, seconds)
 
     def way(self, window: int = 0) -> Way:
         """Of the window under way."""
@@ -130,12 +130,12 @@ class Control:
         self._held_reads = held_reads
 
 
-def agreed(rows: Sequence[Sequence[float]]) -> Seen:
+def measured_by_all(rows: Sequence[Sequence[float]]) -> Measurement:
     """One window as all ranks see it, from what each told. The same on all ranks."""
-    known = [row[_EXPOSED] for row in rows if row[_EXPOSED] >= 0]
-    return Seen(
+    exposed = [row[_EXPOSED] for row in rows if row[_EXPOSED] >= 0]
+    return Measurement(
         int(rows[0][_WINDOW]),
         fmean(row[_SECONDS] for row in rows),
-        min(known) if len(known) == len(rows) else None,
+        min(exposed) if len(exposed) == len(rows) else None,
         int(sum(row[_HELD] for row in rows)),
     )

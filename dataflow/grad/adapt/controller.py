@@ -15,11 +15,11 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from statistics import fmean, median, stdev
 from typing import Any
 
-from dataflow.grad.adapt.trial import Knob, Trial, Verdict
+from dataflow.grad.adapt.trial import Knob, Trial, TrialResult
 
 _SATURATED = 0.05
 """Share of a window in which gradients are exposed: less is not worth a trial."""
@@ -38,11 +38,10 @@ followed, but what is best on average can be found."""
 _PATIENCE = 1024
 """Windows from a trial to the next one where nothing happens; doubled when nothing came of a trial."""
 _LONGEST = 4 * _PATIENCE
-_UNTRIED = "not tried yet"
 
 
 @dataclass(frozen=True)
-class Seen:
+class Measurement:
     """A window that all ranks have run and agreed on."""
 
     window: int
@@ -72,6 +71,24 @@ class Mode:
         return f"{settings}{since}: {self.reason}" + (f"; trying {self.trying}" if self.trying else "")
 
 
+@dataclass(kw_only=True)
+class _Setting:
+    """What is known of one knob. Numbers are windows."""
+
+    chosen: int = 0
+    """The option in use outside trials."""
+    due: int = _WARM_UP
+    """The first that may be part of a trial."""
+    ended: int
+    """The last one of the latest trial."""
+    dwell: int
+    """From a trial to the next one at least."""
+    rest: int
+    """From a trial to the next one where nothing happens."""
+    result: TrialResult = field(default_factory=lambda: TrialResult(0, "not tried yet", {}))
+    """Of the latest trial."""
+
+
 class Controller:
     """Chooses the mode of each window. Not thread-safe; the same on every rank.
 
@@ -83,11 +100,7 @@ class Controller:
 
     def __init__(self, knobs: Sequence[Knob], *, dwell: int = _DWELL, patience: int = _PATIENCE) -> None:
         self._knobs, self._dwell, self._patience = tuple(knobs), dwell, patience
-        self._chosen = [0] * len(knobs)
-        self._due = [_WARM_UP] * len(knobs)
-        self._ended = [-2 * dwell] * len(knobs)
-        self._dwells = [dwell] * len(knobs)
-        self._rests = [patience] * len(knobs)
+        self._settings = [_Setting(ended=-2 * dwell, dwell=dwell, rest=patience) for _ in knobs]
         self._at: int | None = None
         """Place in `knobs` of what the trial under way is about."""
         self._trial: Trial | None = None
@@ -96,7 +109,6 @@ class Controller:
         self._usual_s: float | None = None
         """Exposed communication in this mode, when it was new."""
         self._ran: dict[int, list[int]] = {}
-        self._verdicts: list[Verdict] = [Verdict(0, _UNTRIED, {}) for _ in knobs]
         self._latest = 0
         """The knob that was judged last."""
         self._since: int | None = 0
@@ -109,7 +121,7 @@ class Controller:
         if window not in self._ran:
             if self._trial is None:
                 self._begin(window)
-            now = list(self._chosen)
+            now = self._chosen()
             self._since = window if self._since is None else self._since
             if self._trial is not None and self._at is not None:
                 now[self._at] = self._trial.next(window)
@@ -119,44 +131,40 @@ class Controller:
     @property
     def mode(self) -> Mode:
         """In words: of the window that options were asked for last; before that, as decided so far."""
-        options = self._ran[max(self._ran)] if self._ran else self._chosen
+        options = self._ran[max(self._ran)] if self._ran else self._chosen()
         return Mode(
             {knob.name: knob.options[option] for knob, option in zip(self._knobs, options, strict=True)},
-            self._verdicts[self._latest].reason,
+            self._settings[self._latest].result.reason,
             self._since,
             None if self._at is None else self._knobs[self._at].name,
         )
 
-    def verdict(self, name: str) -> Verdict:
+    def result(self, name: str) -> TrialResult:
         """Of the last trial of a knob."""
-        return next(v for knob, v in zip(self._knobs, self._verdicts, strict=True) if knob.name == name)
+        settings = zip(self._knobs, self._settings, strict=True)
+        return next(setting.result for knob, setting in settings if knob.name == name)
 
-    def seen(self, seen: Seen) -> None:
+    def observe(self, one: Measurement) -> None:
         """A window has ended; windows come in order, some may be missing."""
-        ran = self._ran.get(seen.window)
-        self._ran = {window: options for window, options in self._ran.items() if window > seen.window}
+        ran = self._ran.get(one.window)
+        self._ran = {window: options for window, options in self._ran.items() if window > one.window}
         if self._trial is not None:
-            self._trial.seen(seen.window, seen.seconds, seen.held_reads)
-            self._judge(seen.window)
-        elif ran == self._chosen and self._since is not None and seen.window > self._since:
-            self._recent.append((seen.seconds, seen.exposed_s))
-            self._notice(seen.window)
+            self._trial.observe(one.window, one.seconds, one.held_reads)
+            self._judge(one.window)
+        elif ran == self._chosen() and self._since is not None and one.window > self._since:
+            self._recent.append((one.seconds, one.exposed_s))
+            self._notice(one.window)
 
     def to_json(self) -> dict[str, Any]:
         """What it knows, as a JSON value; the same on every rank."""
         return {
             "knobs": [[knob.name, *knob.options] for knob in self._knobs],
-            "chosen": list(self._chosen),
-            "due": list(self._due),
-            "ended": list(self._ended),
-            "rests": list(self._rests),
-            "dwells": list(self._dwells),
+            "settings": [asdict(setting) for setting in self._settings],
             "at": self._at,
             "trial": None if self._trial is None else self._trial.to_json(),
             "recent": [list(each) for each in self._recent],
             "usual_s": self._usual_s,
             "ran": [[window, list(options)] for window, options in self._ran.items()],
-            "verdicts": [[v.option, v.reason, dict(v.seconds)] for v in self._verdicts],
             "latest": self._latest,
             "since": self._since,
             "changes": self.changes,
@@ -166,16 +174,16 @@ class Controller:
         """Go on from `to_json()`; where other settings or options were allowed then, begin anew."""
         if state["knobs"] != [[knob.name, *knob.options] for knob in self._knobs]:
             return
-        self._chosen, self._due = list(state["chosen"]), list(state["due"])
-        self._ended, self._rests = list(state["ended"]), list(state["rests"])
-        self._dwells = list(state["dwells"])
+        self._settings = [
+            _Setting(**{**setting, "result": TrialResult(**setting["result"])})
+            for setting in state["settings"]
+        ]
         self._at, trial = state["at"], state["trial"]
         self._trial = None if trial is None else Trial.from_json(self._knobs[state["at"]], trial)
         self._recent.clear()
         self._recent.extend((seconds, exposed) for seconds, exposed in state["recent"])
         self._usual_s = state["usual_s"]
         self._ran = {window: list(options) for window, options in state["ran"]}
-        self._verdicts = [Verdict(*verdict) for verdict in state["verdicts"]]
         self._latest, self._since, self.changes = state["latest"], state["since"], state["changes"]
 
     def _begin(self, window: int) -> None:
@@ -184,29 +192,29 @@ class Controller:
             return
         seconds, exposed = self._usual()
         saturated = exposed is not None and exposed >= _SATURATED * seconds
-        for at, knob in enumerate(self._knobs):
+        for at, (knob, setting) in enumerate(zip(self._knobs, self._settings, strict=True)):
             blind = exposed is None and knob.only_if_held  # changes no number: no reason needed
-            if window >= self._due[at] and (saturated or blind or self._chosen[at]):
+            if window >= setting.due and (saturated or blind or setting.chosen):
                 # It changed again while the last trial was rested from.
-                soon = window - self._ended[at] <= self._dwells[at] + _RECENT * self._cycle
-                self._dwells[at] = min(2 * self._dwells[at], self._patience) if soon else self._dwell
-                longer = self._dwells[at] // self._dwell if self._dwell else 1
-                self._at, self._trial = at, Trial(knob, self._chosen[at], longer)
+                soon = window - setting.ended <= setting.dwell + _RECENT * self._cycle
+                setting.dwell = min(2 * setting.dwell, self._patience) if soon else self._dwell
+                length = setting.dwell // self._dwell if self._dwell else 1
+                self._at, self._trial = at, Trial(knob, setting.chosen, length)
                 return
 
     def _judge(self, window: int) -> None:
         """End the trial, if it has come to an end."""
         assert self._trial is not None
         assert self._at is not None
-        verdict = self._trial.verdict()
-        if verdict is None:
+        result = self._trial.result()
+        if result is None:
             return
-        at, same = self._at, verdict.option == self._chosen[self._at]
-        self._rests[at] = min(2 * self._rests[at], _LONGEST) if same else self._patience
-        self._ended[at], self._due[at] = window, window + self._rests[at]
+        setting, self._latest = self._settings[self._at], self._at
+        same = result.option == setting.chosen
+        setting.rest = min(2 * setting.rest, _LONGEST) if same else self._patience
+        setting.ended, setting.due = window, window + setting.rest
         self.changes += not same
-        self._chosen[at] = verdict.option
-        self._verdicts[at], self._latest = verdict, at
+        setting.chosen, setting.result = result.option, result
         self._since = self._trial = self._at = self._usual_s = None
         self._recent.clear()
 
@@ -221,22 +229,26 @@ class Controller:
             self._usual_s = exposed
         elif abs(exposed - self._usual_s) > max(_CHANGED * seconds, _CHANCE * self._error()):
             self._usual_s = exposed
-            for at, ended in enumerate(self._ended):
-                self._rests[at] = self._patience
-                self._due[at] = min(self._due[at], max(window, ended + self._dwells[at]))
+            for setting in self._settings:
+                setting.rest = self._patience
+                setting.due = min(setting.due, max(window, setting.ended + setting.dwell))
+
+    def _chosen(self) -> list[int]:
+        """The option of each knob outside trials."""
+        return [setting.chosen for setting in self._settings]
 
     def _usual(self) -> tuple[float, float | None]:
-        known = self._exposed()
+        values = self._exposed()
         seconds = median(self._by_cycle([seconds for seconds, _ in self._recent]))
-        return seconds, median(known) if known else None
+        return seconds, median(values) if values else None
 
     def _exposed(self) -> list[float]:
         return self._by_cycle([exposed for _, exposed in self._recent if exposed is not None])
 
     def _error(self) -> float:
         """Standard error of a difference between two looks at exposed communication."""
-        known = self._exposed()
-        return stdev(known) * math.sqrt(2 / len(known)) if len(known) > 1 else 0.0
+        values = self._exposed()
+        return stdev(values) * math.sqrt(2 / len(values)) if len(values) > 1 else 0.0
 
     def _by_cycle(self, values: Sequence[float]) -> list[float]:
         cycle = min(self._cycle, len(values)) or 1

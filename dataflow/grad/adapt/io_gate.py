@@ -94,32 +94,29 @@ class IoGate:
         self._held_before = 0
         self._end = ledger.listen(self._entered)
 
-    def window_begins(self, window: int) -> None:
+    def step_begins(self, window: int) -> None:
         """A window of that number, which ends with a reduction."""
         self._window, self._way = window, self.policy.way(window)
         self._hold.limit(None if self._way is Way.OPEN else _FEW)
         self._held_before = self._hold.stats().held_reads
 
-    def window_ended(self, seconds: float) -> None:
+    def step_ended(self, seconds: float) -> None:
         """Its gradients are there and the step is taken; `seconds` since the window before ended."""
         self._hold.release()
         self.policy.ended(self._window, seconds, self._hold.stats().held_reads - self._held_before)
         self._way = Way.OPEN
 
-    def left(self) -> None:
-        """No window is under way: the loop has ended, by itself or not."""
-        self._open()
-
-    def close(self) -> None:
-        """Let reads begin, and listen no more. Idempotent."""
-        self._open()
-        self._end()
-        self._end = lambda: None
-
-    def _open(self) -> None:
+    def open(self) -> None:
+        """Let any number of reads begin: no step is under way that reduces."""
         self._hold.release()
         self._hold.limit(None)
         self._way = Way.OPEN
+
+    def close(self) -> None:
+        """Let reads begin, and listen no more. Idempotent."""
+        self.open()
+        self._end()
+        self._end = lambda: None
 
     def _entered(self, phase: Phase, now: float) -> None:
         if phase is Phase.SYNC:

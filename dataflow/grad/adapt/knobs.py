@@ -42,7 +42,7 @@ class Adapt(TypedDict, total=False):
 
 
 @dataclass(frozen=True)
-class Allowed:
+class KnobSet:
     """The settings of a controller, and what their options mean."""
 
     knobs: tuple[Knob, ...]
@@ -58,8 +58,8 @@ def with_options(strategy: Strategy, adapt: Adapt | None) -> Strategy:
     adapt = adapt or {}
     unknown = set(adapt) - set(Adapt.__annotations__)
     if unknown:
-        known = ", ".join(Adapt.__annotations__)
-        raise ValueError(f"adapt may allow {known}; got {', '.join(sorted(map(str, unknown)))}")
+        names = ", ".join(Adapt.__annotations__)
+        raise ValueError(f"adapt may allow {names}; got {', '.join(sorted(map(str, unknown)))}")
     for name, options in adapt.items():
         if name == "merge" and not callable(options):
             raise ValueError(f"adapt's merge must be a function of a list of batches, got {options!r}")
@@ -87,7 +87,7 @@ def with_options(strategy: Strategy, adapt: Adapt | None) -> Strategy:
     return StrategySwitch([strategy, *others]) if others else strategy
 
 
-def allowed(adapt: Adapt | None, strategy: Strategy, window_size: int, *, gated: bool) -> Allowed:
+def knob_set(adapt: Adapt | None, strategy: Strategy, window_size: int, *, gated: bool) -> KnobSet:
     """What a controller may change, safest first. Raises `ValueError`.
 
     Args:
@@ -123,4 +123,4 @@ def allowed(adapt: Adapt | None, strategy: Strategy, window_size: int, *, gated:
             names = tuple(each.name for each in strategy.options)
             keys = tuple(each.key for each in strategy.options)
             knobs.append(Knob(COMPRESSION, names if len(set(names)) == len(names) else keys))
-    return Allowed(tuple(knobs), tuple(window_size // each for each in passes), adapt.get("merge", joined))
+    return KnobSet(tuple(knobs), tuple(window_size // each for each in passes), adapt.get("merge", joined))

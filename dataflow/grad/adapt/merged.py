@@ -28,6 +28,12 @@ def joined(batches: list[Any]) -> Any:
     return _joined(batches, outermost=True)
 
 
+def merged_batches(batches: Sequence[Any], count: int, at_once: int, join: Join) -> list[Any]:
+    """The first `count` batches, `at_once` of them joined; a single one is left as it is."""
+    groups = [list(batches[at : min(at + at_once, count)]) for at in range(0, count, at_once)]
+    return [join(group) if len(group) > 1 else group[0] for group in groups]
+
+
 def _joined(batches: list[Any], *, outermost: bool = False) -> Any:
     first = batches[0]
     if isinstance(first, Ragged):

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from statistics import fmean, median, variance
 from typing import Any
 
@@ -28,6 +28,7 @@ class Knob:
     name: str
     options: tuple[str, ...]
     """As reported. The run begins with the first; each changes more than those before it."""
+    _: KW_ONLY
     turn: int = 5
     """Windows of a turn; the first does not count."""
     rounds: int = 3
@@ -47,8 +48,8 @@ class Knob:
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """What a trial found."""
+class TrialResult:
+    """What came of a trial."""
 
     option: int
     reason: str
@@ -59,49 +60,49 @@ class Verdict:
 class Trial:
     """One trial under way. Args: the knob, the option in use, and how many times as long as usual it is."""
 
-    def __init__(self, knob: Knob, incumbent: int, longer: int = 1) -> None:
+    def __init__(self, knob: Knob, incumbent: int, length: int = 1) -> None:
         self.knob, self._incumbent = knob, incumbent
         self._alive = list(range(len(knob.options)))
-        self._found: list[list[float]] = [[] for _ in knob.options]
-        self._plan: list[tuple[int, bool]] = []
+        self._seconds: list[list[float]] = [[] for _ in knob.options]
+        self._turns: list[tuple[int, bool]] = []
         self._ran: dict[int, tuple[int, bool]] = {}
         self._rounds = self._held = 0
-        for _ in range(knob.rounds * longer):
+        for _ in range(knob.rounds * length):
             self._add_round()
 
     def next(self, window: int) -> int:
         """The option of the next window; when all turns are over, the one in use."""
-        if not self._plan:
+        if not self._turns:
             return self._incumbent
-        self._ran[window] = self._plan.pop(0)
+        self._ran[window] = self._turns.pop(0)
         return self._ran[window][0]
 
-    def seen(self, window: int, seconds: float, held_reads: int) -> None:
+    def observe(self, window: int, seconds: float, held_reads: int) -> None:
         """A window took that long, and so many reads waited in it; windows come in order."""
         option, counts = self._ran.pop(window, (self._incumbent, False))
         self._ran = {number: ran for number, ran in self._ran.items() if number > window}
         self._held += held_reads
         if counts:
-            self._found[option].append(seconds)
+            self._seconds[option].append(seconds)
             self._drop_if_hopeless(option)
 
-    def verdict(self) -> Verdict | None:
+    def result(self) -> TrialResult | None:
         """None while turns are under way; asks for more turns where they could decide."""
-        if self._plan or self._ran:
+        if self._turns or self._ran:
             return None
-        verdict, sure = self._judged()
+        result, sure = self._judged()
         if not sure and self._rounds < self.knob.most_rounds:
             self._add_round()
             return None
-        return verdict
+        return result
 
     def to_json(self) -> dict[str, Any]:
         """As a JSON value."""
         return {
             "incumbent": self._incumbent,
             "alive": self._alive,
-            "found": self._found,
-            "plan": [list(entry) for entry in self._plan],
+            "found": self._seconds,
+            "plan": [list(entry) for entry in self._turns],
             "ran": [[window, *entry] for window, entry in self._ran.items()],
             "rounds": self._rounds,
             "held": self._held,
@@ -110,42 +111,44 @@ class Trial:
     @classmethod
     def from_json(cls, knob: Knob, state: Mapping[str, Any]) -> Trial:
         """From `to_json()`."""
-        made = cls(knob, state["incumbent"])
-        made._alive, made._rounds, made._held = list(state["alive"]), state["rounds"], state["held"]
-        made._found = [list(found) for found in state["found"]]
-        made._plan = [(option, counts) for option, counts in state["plan"]]
-        made._ran = {window: (option, counts) for window, option, counts in state["ran"]}
-        return made
+        trial = cls(knob, state["incumbent"])
+        trial._alive, trial._rounds, trial._held = list(state["alive"]), state["rounds"], state["held"]
+        trial._seconds = [list(seconds) for seconds in state["found"]]
+        trial._turns = [(option, counts) for option, counts in state["plan"]]
+        trial._ran = {window: (option, counts) for window, option, counts in state["ran"]}
+        return trial
 
     def _add_round(self) -> None:
         self._rounds += 1
         for option in self._alive:
-            self._plan += [(option, at > 0) for at in range(self.knob.turn)]
+            self._turns += [(option, at > 0) for at in range(self.knob.turn)]
 
     def _samples(self, option: int) -> list[float]:
-        found, cycle = self._found[option], self.knob.cycle
-        return [fmean(found[at : at + cycle]) for at in range(0, len(found) - cycle + 1, cycle)]
+        seconds, cycle = self._seconds[option], self.knob.cycle
+        return [fmean(seconds[at : at + cycle]) for at in range(0, len(seconds) - cycle + 1, cycle)]
 
     def _drop_if_hopeless(self, option: int) -> None:
         if self.knob.hopeless is None or option not in self._alive:
             return
-        known = {each: self._samples(each) for each in self._alive}
+        samples = {each: self._samples(each) for each in self._alive}
         enough = 2 if self.knob.cycle > 1 else _ENOUGH
-        usual = {each: median(found) for each, found in known.items() if len(found) >= min(enough, 2)}
-        if len(known[option]) < enough or len(usual) < 2:
+        usual = {each: median(values) for each, values in samples.items() if len(values) >= min(enough, 2)}
+        if len(samples[option]) < enough or len(usual) < 2:
             return
         if usual[option] > self.knob.hopeless * min(usual.values()):
             self._alive.remove(option)
-            self._plan = [entry for entry in self._plan if entry[0] != option]
+            self._turns = [entry for entry in self._turns if entry[0] != option]
 
-    def _judged(self) -> tuple[Verdict, bool]:
+    def _judged(self) -> tuple[TrialResult, bool]:
         """What is best, and whether more turns would not change it."""
         knob = self.knob
-        samples = {option: kept for option in range(len(knob.options)) if (kept := self._kept(option))}
-        means = {option: fmean(kept) for option, kept in samples.items()}
+        samples = {option: values for option in range(len(knob.options)) if (values := self._usual(option))}
+        means = {option: fmean(values) for option, values in samples.items()}
         seconds = {knob.options[option]: mean for option, mean in means.items()}
         if knob.only_if_held and not self._held:
-            return Verdict(0, "no read came while gradients travelled", seconds), True
+            return TrialResult(0, "no read came while gradients travelled", seconds), True
+        # From the option that changes least on, so that one that changes more must beat all before it. The
+        # one in use needs less to stay (the dead band), and no proof: only a change must be more than chance.
         best, most, unsure = 0, 0.0, []
         for option in list(means)[1:]:
             saved = 1 - means[option] / means[best]
@@ -160,11 +163,13 @@ class Trial:
         sure = not any(means[option] * (1 - knob.saving) < means[best] for option in unsure)
         if not best:
             name = knob.name
-            return Verdict(0, f"{name}: nothing saves enough, at best {most:.1%} of a window", seconds), sure
+            return TrialResult(
+                0, f"{name}: nothing saves enough, at best {most:.1%} of a window", seconds
+            ), sure
         saved = 1 - means[best] / means[0]
-        return Verdict(best, f"{knob.options[best]} saves {saved:.1%} of a window", seconds), sure
+        return TrialResult(best, f"{knob.options[best]} saves {saved:.1%} of a window", seconds), sure
 
-    def _kept(self, option: int) -> list[float]:
+    def _usual(self, option: int) -> list[float]:
         """All but the slowest: a checkpoint is not the network's fault. No more: bursts of reads are rare."""
         samples = sorted(self._samples(option))
         return samples[: max(1, len(samples) - 1)]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Literal
 
-import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
@@ -53,15 +52,7 @@ class AllReduceHook(PassiveStrategy):
 
     def reduce(self, bucket: GradBucket) -> Future[Tensor]:
         """Start the all-reduce; it overlaps with the backward pass."""
-        if self.wire.size == 1:
-            return super().reduce(bucket)
-        # As DDP itself: times 1 / ranks, then the sum.
-        buffer = bucket.buffer().mul_(1 / self.wire.size)
-        self.wire.count_all_reduce(buffer.nbytes)
-        work = dist.all_reduce(buffer, group=self.context.group, async_op=True)
-        assert work is not None
-        future: Future[Tensor] = work.get_future().then(lambda sums: sums.value()[0])
-        return future
+        return self.wire.begin_mean(bucket.buffer())
 
 
 _HALF_HOOKS = {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook}

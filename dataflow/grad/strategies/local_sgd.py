@@ -1,7 +1,7 @@
 """Ranks step alone, and average their parameters every so many steps.
 
-Local SGD (Stich 2019), DiLoCo (Douillard et al. 2023), and PyTorch's post-local SGD (Lin et al. 2020), which
-begins with an all-reduce. No rank is ever more than `every` steps away from the common model, which bounds
+Local SGD (Stich 2019), DiLoCo (Douillard et al. 2023), and post-local SGD (Lin et al. 2020), which begins
+with an all-reduce. No rank is ever more than `every` steps away from the common model, which bounds
 its staleness. Between the averages nothing is sent.
 
 While ranks are apart, one rank's checkpoint is not the run: DDP copies rank 0's parameters to all when it is
@@ -11,16 +11,12 @@ puts them back. The optimizer's state differs too: every rank saves and loads it
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
-from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook as stock
-from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
-from torch.distributed.algorithms.model_averaging.hierarchical_model_averager import HierarchicalModelAverager
 from torch.futures import Future
 
 from dataflow.grad.strategies.hierarchical import give_back, own_group, ranks_by_node
@@ -172,9 +168,6 @@ def _grad_of(tensor: Tensor) -> Tensor:
 class PostLocalSGD(LocalStrategy):
     """All-reduce gradients until `start_step`, then average parameters.
 
-    The hook is PyTorch's `post_localSGD_hook`, the averages are those of its `PeriodicModelAverager` or
-    `HierarchicalModelAverager`.
-
     Args:
         every: steps between averages over all ranks, >= 2. Or a mapping from steps to the number of
             consecutive ranks that average then, such as {4: 8, 16: 64}: the largest period that divides the
@@ -197,28 +190,28 @@ class PostLocalSGD(LocalStrategy):
         super().__init__(
             "post-local-sgd", every=setting, start_step=start_step, reduce_in_node=reduce_in_node
         )
-        self._every, self._start_step, self._reduce_in_node = every, start_step, reduce_in_node
+        self._every, self._start_step, self._reduce_in_node = setting, start_step, reduce_in_node
 
     def setup(self, context: StrategyContext) -> None:
-        """Make groups and averagers; all ranks."""
+        """Make the groups; all ranks. `ValueError` for numbers of ranks that are not the model's."""
         super().setup(context)
         self._step = 0
         by_node = ranks_by_node(context.topology, "reduce_in_node=True") if self._reduce_in_node else []
-        if context.group is None:
-            return
         self._inside = Wire(own_group(context, by_node))
-        self._hook_state = stock.PostLocalSGDState(
-            context.group, self._inside.group, self._start_step, self._inside.size > 1
-        )
-        self._averager: PeriodicModelAverager | HierarchicalModelAverager
-        if isinstance(self._every, int):
-            self._averager = PeriodicModelAverager(self._every, self._start_step, context.group)
-            self._averaging: dict[int, Wire] = {self._every: self.wire}
-        else:
-            sizes = OrderedDict(self._every)
-            self._averager = HierarchicalModelAverager(sizes, self._start_step, context.group)
-            groups = self._averager.period_process_group_dict
-            self._averaging = {p: self.wire if g is context.group else Wire(g) for p, g in groups.items()}
+        world = context.world_size
+        sizes = {self._every: world} if isinstance(self._every, int) else self._every
+        if context.group is None:
+            self._averaging = dict.fromkeys(sizes, self.wire)
+            return
+        if list(sizes.values())[-1] != world or any(size < 1 or world % size for size in sizes.values()):
+            raise ValueError(f"every must end with all {world} ranks, in equal parts before; got {sizes}")
+        self._averaging = {period: self._wire_of(size) for period, size in sizes.items()}
+
+    def _wire_of(self, size: int) -> Wire:
+        """Over so many consecutive ranks."""
+        ranks = range(self.context.world_size)
+        parts = [ranks[at : at + size] for at in ranks[::size]]
+        return self.wire if len(parts) == 1 else Wire(own_group(self.context, parts))
 
     def syncs(self, step: int) -> bool:
         """Until `start_step`, and after it if nodes reduce."""
@@ -226,52 +219,26 @@ class PostLocalSGD(LocalStrategy):
 
     def reduce(self, bucket: GradBucket) -> Future[Tensor]:
         """Start the all-reduce of now: over all ranks, over the node, or none."""
-        if self.context.group is None:
-            return super().reduce(bucket)
-        # The hook counts backward passes; a window may have several.
-        self._hook_state.iter = self._step
-        wire = self.wire if self._step < self._start_step else self._inside
-        wire.count_all_reduce(bucket.buffer().nbytes)
-        future: Future[Tensor] = stock.post_localSGD_hook(self._hook_state, bucket)
-        return future
+        return (self.wire if self._step < self._start_step else self._inside).begin_mean(bucket.buffer())
 
+    @torch.no_grad()
     def after_step(self, step: int, *, skipped: bool) -> None:
         """Average, when it is time."""
         self._step = step + (not skipped)
-        if self.context.group is None or skipped:
+        if self.context.group is None or skipped or step < self._start_step:
             return
-        self._averager.step = step
-        self.drifted |= step >= self._start_step
-        wire = self._due(step)
-        if wire is None:
-            return
-        # The stock averager passes over parameters without a gradient; `zero_grad` may have run already.
-        parameters = list(self.context.parameters.values())
-        without_gradient = [parameter for parameter in parameters if parameter.grad is None]
-        for parameter in without_gradient:
-            parameter.grad = parameter.data
-        try:
-            self._averager.average_parameters(parameters)
-        finally:
-            for parameter in without_gradient:
-                parameter.grad = None
-        wire.count_all_reduce(sum(parameter.nbytes for parameter in parameters))
+        self.drifted = True
+        # As PyTorch's averagers count: one period since the start, several since the first step.
+        number = step - self._start_step if isinstance(self._every, int) else step
+        wire = next((w for period, w in reversed(self._averaging.items()) if number % period == 0), None)
         if wire is self.wire:
-            self.drifted = False
-
-    def _due(self, step: int) -> Wire | None:
-        """The group that averages after a step, by the stock averagers' rules."""
-        if step < self._start_step:
-            return None
-        since = step - self._start_step if isinstance(self._every, int) else step
-        return next((w for period, w in reversed(self._averaging.items()) if since % period == 0), None)
+            self.average()
+        elif wire is not None:
+            wire.mean(self.parameters())
 
     def bytes_sent(self) -> int:
         """Gradients and parameters, over all groups."""
-        if self.context.group is None:
-            return 0
-        wires = {id(wire): wire for wire in (self.wire, self._inside, *self._averaging.values())}
-        return sum(wire.sent for wire in wires.values())
+        return sum(wire.sent for wire in {self.wire, self._inside, *self._averaging.values()})
 
     def state_dict(self) -> dict[str, Any]:
         """The step; this rank's parameters, if they are its own."""
@@ -287,7 +254,7 @@ class PostLocalSGD(LocalStrategy):
     def close(self) -> None:
         """Destroy the groups."""
         if hasattr(self, "_averaging"):
-            parts = [wire for wire in (self._inside, *self._averaging.values()) if wire is not self.wire]
-            give_back([wire.group for wire in parts])
-            for wire in parts:
-                wire.group = None
+            for wire in dict.fromkeys((self._inside, *self._averaging.values())):
+                if wire is not self.wire:
+                    give_back([wire.group])
+                    wire.group = None

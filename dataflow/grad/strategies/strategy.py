@@ -100,7 +100,7 @@ class Strategy(Protocol):
         """Give groups and threads back; may be called twice."""
 
 
-class PassiveStrategy(Strategy):
+class PassiveStrategy:
     """Exchanges nothing. Args: the strategy's name, and the settings that change the numbers."""
 
     name = key = ""
@@ -140,6 +140,21 @@ class PassiveStrategy(Strategy):
         future: Future[Tensor] = Future()
         future.set_result(bucket.buffer())
         return future
+
+    def before_step(self, step: int) -> None:
+        """Nothing waits for all gradients."""
+
+    def after_step(self, step: int, *, skipped: bool) -> None:
+        """Parameters stay as the optimizer left them."""
+
+    def lr_changed(self, ratio: float) -> None:
+        """Nothing is owed."""
+
+    def scale_changed(self, ratio: float) -> None:
+        """Nothing is owed."""
+
+    def close(self) -> None:
+        """Nothing is held."""
 
     def bytes_sent(self) -> int:
         """What went over the private group."""

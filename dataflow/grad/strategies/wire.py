@@ -1,4 +1,4 @@
-"""Blocking collectives over one process group, and the payload bytes that this rank sends by each.
+"""Collectives over one process group, and the payload bytes that this rank sends by each.
 
 The counts are those of the algorithms that gloo runs, and NCCL's rings: an all-reduce of n bytes among p
 ranks sends 2 (p - 1) / p n from each, all-to-all (p - 1) / p n, an all-gather p - 1 times what a rank has.
@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.futures import Future
 
 
 def all_reduce_bytes(nbytes: int, size: int) -> int:
@@ -65,6 +66,19 @@ class Wire:
             self.add(flat)
             for tensor, part in zip(same, flat.split([t.numel() for t in same]), strict=True):
                 tensor.copy_(part.view_as(tensor))
+
+    def begin_mean(self, flat: Tensor) -> Future[Tensor]:
+        """Begin to replace a flat tensor by its mean: as DDP does, times 1 / ranks first, then the sum."""
+        if self.size == 1:
+            result: Future[Tensor] = Future()
+            result.set_result(flat)
+            return result
+        flat.mul_(1 / self.size)
+        self.count_all_reduce(flat.nbytes)
+        work = dist.all_reduce(flat, group=self.group, async_op=True)
+        assert work is not None
+        future: Future[Tensor] = work.get_future().then(lambda sums: sums.value()[0])
+        return future
 
     def gather(self, tensor: Tensor) -> list[Tensor]:
         """The tensor of each rank, in rank order; all are of one shape."""

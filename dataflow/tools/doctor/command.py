@@ -118,8 +118,7 @@ def _not_reported(seen: Sequence[RankRecord]) -> str:
 def _show(folder: Path, json_path: str | None, html: str | None, trace: str | None) -> None:
     from rich.console import Console
 
-    from dataflow.timing.chrome_trace import write_trace
-    from dataflow.timing.report import report_of
+    from dataflow.timing.report import report_of, write_trace
     from dataflow.tools.doctor.page import write_page
     from dataflow.tools.doctor.saved import read_records
 
@@ -137,6 +136,6 @@ def _show(folder: Path, json_path: str | None, html: str | None, trace: str | No
     elif json_path is not None:
         Path(json_path).write_text(json.dumps(report.to_json(), indent=1))
     if trace is not None:
-        write_trace({one.rank: one.spans for one in saved.records}, trace)
+        write_trace({one.rank: one.events for one in saved.records}, trace)
     if html is not None:
         write_page(report, saved.records, html)

@@ -13,7 +13,7 @@ from dataflow.timing.records import RankRecord
 
 _SHOWN = 8
 _NAME = re.compile(r"\d{6,}-(loop-)?\d{3,}\.json")
-"""As `RankRecords` and `Loop` name them: the folder may be a user's own, with other files in it."""
+"""As `timing.records.Recorder` names them: the folder may be a user's own, with other files in it."""
 
 
 @dataclass(frozen=True)

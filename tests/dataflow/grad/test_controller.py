@@ -14,15 +14,14 @@ import pytest
 import torch
 from controller_kit import COMPRESSION, JOBS, Run, best_static, controlled, fixed
 
-from dataflow.grad.adapt.control import agreed
-from dataflow.grad.adapt.controller import Controller, Seen
+from dataflow.grad.adapt.control import measured_by_all
+from dataflow.grad.adapt.controller import Controller, Measurement
 from dataflow.grad.adapt.io_gate import Way
-from dataflow.grad.adapt.knobs import Adapt, allowed, with_options
-from dataflow.grad.adapt.merged import joined
+from dataflow.grad.adapt.knobs import Adapt, knob_set, with_options
+from dataflow.grad.adapt.merged import joined, merged_batches
 from dataflow.grad.adapt.trial import Knob
 from dataflow.grad.strategies import DiLoCo, Half, Int8, LocalSGD, TopK
 from dataflow.grad.strategies.all_reduce import AllReduce
-from dataflow.grad.windows import merged
 from dataflow.ragged import Ragged
 
 SEEDS = range(3)
@@ -33,7 +32,7 @@ class Pair(NamedTuple):
     y: torch.Tensor
 
 
-(IO,) = allowed(None, AllReduce(), 4, gated=True).knobs
+(IO,) = knob_set(None, AllReduce(), 4, gated=True).knobs
 WAYS = list(Way)
 
 
@@ -126,7 +125,7 @@ def test_the_same_windows_give_the_same_modes_and_a_resumed_one_goes_on_alike() 
         went.append(options[0])
         seconds, exposed = job.window(number, options[0][0], 1 + 0.02 * (number * 7 % 5))
         for each in (first, whole):
-            each.seen(Seen(number, seconds, exposed))
+            each.observe(Measurement(number, seconds, exposed))
     assert went[cut] != went[cut - 6]  # the cut was in a trial
     assert first.to_json() == whole.to_json()
 
@@ -134,7 +133,7 @@ def test_the_same_windows_give_the_same_modes_and_a_resumed_one_goes_on_alike() 
 def test_where_other_options_are_allowed_than_before_it_begins_anew() -> None:
     before = Controller([COMPRESSION])
     for number in range(80):
-        before.seen(Seen(number, 1.0 - 0.3 * (before.options(number) == (2,)), 0.5))
+        before.observe(Measurement(number, 1.0 - 0.3 * (before.options(number) == (2,)), 0.5))
     after = Controller([replace(COMPRESSION, options=("all-reduce", "int8"))])
     after.load_json(before.to_json())
     assert before.options(80) == (2,)
@@ -143,8 +142,8 @@ def test_where_other_options_are_allowed_than_before_it_begins_anew() -> None:
 
 def test_all_ranks_see_the_mean_window_and_the_communication_of_the_rank_that_waits_least() -> None:
     rows = [[7.0, 1.0, 0.5, 0.0], [7.0, 2.0, 0.1, 3.0]]
-    assert agreed(rows) == Seen(7, 1.5, 0.1, 3)
-    assert agreed([[7.0, 1.0, 0.5, 0.0], [7.0, 2.0, -1.0, 0.0]]).exposed_s is None
+    assert measured_by_all(rows) == Measurement(7, 1.5, 0.1, 3)
+    assert measured_by_all([[7.0, 1.0, 0.5, 0.0], [7.0, 2.0, -1.0, 0.0]]).exposed_s is None
 
 
 def test_a_mode_tells_what_it_tries_why_it_stays_and_since_when() -> None:
@@ -154,7 +153,7 @@ def test_a_mode_tells_what_it_tries_why_it_stays_and_since_when() -> None:
     for number in range(80):
         (option,) = controller.options(number)
         tried.add(controller.mode.trying)
-        controller.seen(Seen(number, 1.0 - 0.3 * (option == 2), 0.5))
+        controller.observe(Measurement(number, 1.0 - 0.3 * (option == 2), 0.5))
     assert tried == {None, "compression"}
     assert controller.mode.settings == {"compression": "int8"}
     assert controller.mode.reason == "int8 saves 30.0% of a window"
@@ -168,7 +167,7 @@ def io_run(seconds: Callable[[Way], float], windows: int, held: int = 1, **more:
     controller = Controller([IO], **more)
     for number in range(windows):
         way = WAYS[controller.options(number)[0]]
-        controller.seen(Seen(number, seconds(way), None, 0 if way is Way.OPEN else held))
+        controller.observe(Measurement(number, seconds(way), None, 0 if way is Way.OPEN else held))
     return controller
 
 
@@ -176,7 +175,7 @@ def io_run(seconds: Callable[[Way], float], windows: int, held: int = 1, **more:
 def test_the_way_of_reads_with_the_shortest_windows_is_kept(best: Way) -> None:
     controller = io_run(lambda way: 0.9 if way is best else 1.0, 145)
     assert controller.mode.settings == {"io": best.value}
-    assert controller.verdict("io").seconds[best.value] == pytest.approx(0.9)
+    assert controller.result("io").seconds[best.value] == pytest.approx(0.9)
 
 
 def test_a_saving_below_one_percent_leaves_reads_alone_and_says_so() -> None:
@@ -200,7 +199,7 @@ def test_the_first_window_of_a_turn_does_not_count_nor_do_a_few_long_ones() -> N
         return 9.0 if changed else 30.0 if len(before) in (20, 60) else 1.0
 
     controller = io_run(seconds, 145)
-    assert set(controller.verdict("io").seconds.values()) == {1.0}
+    assert set(controller.result("io").seconds.values()) == {1.0}
 
 
 def test_bursts_decide_though_they_are_rare() -> None:
@@ -225,7 +224,7 @@ def test_reads_come_before_what_changes_the_numbers() -> None:
     for number in range(220):
         controller.options(number)
         tried.append(controller.mode.trying)
-        controller.seen(Seen(number, 1.0, 0.5, 1))
+        controller.observe(Measurement(number, 1.0, 0.5, 1))
     assert [other for one, other in pairwise([None, *tried]) if one != other][:3] == [
         "io",
         None,
@@ -237,20 +236,20 @@ def test_reads_come_before_what_changes_the_numbers() -> None:
 
 
 def test_by_itself_only_reads_may_be_held_back() -> None:
-    assert [knob.name for knob in allowed(None, AllReduce(), 8, gated=True).knobs] == ["io"]
-    assert allowed(None, AllReduce(), 8, gated=False).knobs == ()
+    assert [knob.name for knob in knob_set(None, AllReduce(), 8, gated=True).knobs] == ["io"]
+    assert knob_set(None, AllReduce(), 8, gated=False).knobs == ()
 
 
 def test_what_is_allowed_is_tried_safest_first() -> None:
     adapt: Adapt = {"compression": [Half("bf16"), Int8()], "accumulate": [4, 2]}
-    may = allowed(adapt, with_options(AllReduce(), adapt), 8, gated=True)
+    may = knob_set(adapt, with_options(AllReduce(), adapt), 8, gated=True)
     assert [knob.name for knob in may.knobs] == ["io", "accumulate", "compression"]
     assert may.at_once == (1, 2, 4)
 
 
 def test_windows_with_and_without_an_average_are_looked_at_together() -> None:
     adapt: Adapt = {"sync_period": [8, 12]}
-    (knob,) = allowed(adapt, with_options(LocalSGD(4), adapt), 1, gated=True).knobs
+    (knob,) = knob_set(adapt, with_options(LocalSGD(4), adapt), 1, gated=True).knobs
     assert knob.options == ("4", "8", "12")
     assert (knob.cycle, knob.turn) == (24, 25)
 
@@ -258,12 +257,12 @@ def test_windows_with_and_without_an_average_are_looked_at_together() -> None:
 @pytest.mark.parametrize(("average_s", "kept"), [(0.8, "12"), (0.01, "4")])
 def test_a_longer_sync_period_is_kept_where_averages_take_long(average_s: float, kept: str) -> None:
     adapt: Adapt = {"sync_period": [8, 12]}
-    may = allowed(adapt, with_options(LocalSGD(4), adapt), 1, gated=False)
+    may = knob_set(adapt, with_options(LocalSGD(4), adapt), 1, gated=False)
     controller = Controller(may.knobs)
     for number in range(8 * 24 + 9 * 25 + 10):
         every = (4, 8, 12)[controller.options(number)[0]]
         average = average_s * (number % every == every - 1)
-        controller.seen(Seen(number, 0.1 + average, average))
+        controller.observe(Measurement(number, 0.1 + average, average))
     assert controller.mode.settings == {"sync_period": kept}
 
 
@@ -286,7 +285,7 @@ def test_a_longer_sync_period_is_kept_where_averages_take_long(average_s: float,
 )
 def test_what_cannot_be_changed_is_refused(strategy: Any, adapt: Any, says: str) -> None:
     with pytest.raises(ValueError, match=says):
-        allowed(adapt, with_options(strategy, adapt), 8, gated=False)
+        knob_set(adapt, with_options(strategy, adapt), 8, gated=False)
 
 
 # ---- merging ----------------------------------------------------------------------------------------------
@@ -316,7 +315,7 @@ def test_named_tuples_stay_what_they_are() -> None:
 
 def test_only_what_counts_is_merged_and_a_single_batch_is_left_as_it_is() -> None:
     batches = [torch.tensor([n]) for n in range(5)]
-    made = merged(batches, 3, 2, joined)
+    made = merged_batches(batches, 3, 2, joined)
     assert [each.tolist() for each in made] == [[0, 1], [2]]
     assert made[1] is batches[2]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from grad_kit import Case, Result, as_large_batches, in_windows
+from grad_kit import Case, Result, as_large_batches, go_on_in_mode, in_windows
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -21,7 +20,7 @@ from dataflow.grad.adapt.knobs import Adapt
 from dataflow.grad.agreement import DisagreementError
 from dataflow.grad.strategies import Half, Int8, LocalSGD
 from dataflow.testing import run_ranks
-from dataflow.timing.phases import PhaseLedger
+from dataflow.timing.phases import Phase, PhaseLedger
 
 FAST: Any = {"start_method": "forkserver"}
 SECONDS = ({"all-reduce": 0.9, "fp16": 0.5, "int8": 0.2}, {"all-reduce": 0.3, "fp16": 0.35, "int8": 0.4})
@@ -60,12 +59,22 @@ class Clock:
         return self.now_s
 
 
-def model_and_data(windows: int) -> tuple[nn.Module, list[Tensor]]:
+class SlowLink(DistributedDataParallel):
+    """Its log tells of gradients that travel for a while after all is computed."""
+
+    exposed_s, iterations = 0.0, 0
+
+    def _get_ddp_logging_data(self) -> dict[str, Any]:
+        self.iterations += 1
+        return {"iteration": self.iterations, "backward_comm_time": self.exposed_s * 1e9}
+
+
+def model_and_data(windows: int) -> tuple[SlowLink, list[Tensor]]:
     torch.manual_seed(dist.get_rank())
     data = [torch.randn(4, 6) for _ in range(windows)]
     torch.manual_seed(99)
     net = nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 3))
-    return DistributedDataParallel(net), data
+    return SlowLink(net), data
 
 
 def values(model: nn.Module) -> list[Tensor]:
@@ -79,33 +88,32 @@ def story(
     *,
     resumed: dict[str, Any] | None = None,
     from_window: int = 0,
-    strategy: Any = None,
-    force: Callable[[int], tuple[int, ...]] | None = None,
 ) -> Story:
     """A run on a clock of this rank's own: ranks see other windows, other communication."""
     rank, clock = dist.get_rank(), Clock()
     model, data = model_and_data(windows)
+    model.exposed_s = exposed_s * (1 + 0.25 * rank)
     optimizer = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9)
     if resumed is not None:
         with torch.no_grad():
             for parameter, value in zip(model.parameters(), resumed["parameters"], strict=True):
                 parameter.copy_(value)
         optimizer.load_state_dict(resumed["optimizer"])
-    told = Story()
-    sched = GradSchedule(
-        data[from_window:], model, optimizer, 1, adapt=adapt, strategy=strategy, ledger=PhaseLedger(clock)
-    )
-    with sched:
+    told, ledger = Story(), PhaseLedger(clock)
+
+    def travel(phase: Phase, _: float) -> None:
+        if phase is Phase.SYNC:
+            clock.now_s += model.exposed_s
+
+    ledger.listen(travel)
+    with GradSchedule(data[from_window:], model, optimizer, 1, adapt=adapt, ledger=ledger) as sched:
         if resumed is not None:
             sched.load_state_dict(resumed["sched"])
-        sched._recorder._exposed = lambda sync_s: exposed_s * (1 + rank)  # type: ignore[method-assign]
-        if force is not None:
-            assert sched._control is not None
-            sched._control.controller.options = force  # type: ignore[method-assign]
         for number, batch in enumerate(sched, from_window):
             name = sched.mode.settings.get("compression", "") if sched.mode else ""
             took_s = SECONDS[rank % 2].get(name, 0.5) * (1 + 0.01 * rank) * (1 + 0.01 * (number * 7 % 5))
-            clock.now_s += round(1024 * took_s) / 1024  # differences are exact, whenever a run began
+            # In parts of 1024, so that differences are exact, whenever a run began.
+            clock.now_s += round(1024 * took_s) / 1024 - model.exposed_s
             sched.backward(model(batch).square().mean() * sched.scale())
             info = sched.step()
             assert info is not None
@@ -129,7 +137,7 @@ def story(
 
 
 def saturated() -> Story:
-    return story(75, compression(), 0.2)
+    return story(75, compression(), 0.125)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -146,8 +154,8 @@ def test_ranks_that_measure_different_things_decide_the_same(ranks: int) -> None
 
 
 def in_two_parts() -> tuple[Story, Story]:
-    whole = story(75, compression(), 0.2)
-    return whole, story(75, compression(), 0.2, resumed=whole.state, from_window=SAVED + 1)
+    whole = story(75, compression(), 0.125)
+    return whole, story(75, compression(), 0.125, resumed=whole.state, from_window=SAVED + 1)
 
 
 def test_a_run_resumed_within_a_trial_decides_and_computes_as_the_whole_one() -> None:
@@ -173,8 +181,8 @@ def test_ranks_that_were_allowed_different_things_are_told() -> None:
 
 
 def four_runs() -> list[Story]:
-    hidden, seen = (story(30, compression(), exposed_s) for exposed_s in (0.0, 0.2))
-    return [story(30, None, 0.2), story(30, {}, 0.2), hidden, seen]
+    hidden, seen = (story(30, compression(), exposed_s) for exposed_s in (0.0, 0.125))
+    return [story(30, None, 0.125), story(30, {}, 0.125), hidden, seen]
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -189,11 +197,16 @@ def test_nothing_changes_the_numbers_unless_it_was_allowed_and_needed(ranks: int
 
 def periods() -> list[list[Tensor]]:
     """Parameters before and after the switch from period 4 to 8 (at window 6, where neither averages)."""
-    adapt: Adapt = {"sync_period": [8]}
-    return [
-        story(windows, adapt, 0.0, strategy=LocalSGD(4), force=lambda window: (int(window >= 6),)).parameters
-        for windows in (5, 6)
-    ]
+    model, data = model_and_data(6)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    with GradSchedule(data, model, optimizer, 1, adapt={"sync_period": [8]}, strategy=LocalSGD(4)) as sched:
+        for batch in sched:
+            sched.backward(model(batch).square().mean())
+            sched.step()
+        before = values(model)
+        go_on_in_mode(sched, 1)
+        next(iter(sched))  # a window is decided on, and not trained
+        return [before, values(model)]
 
 
 def test_ranks_that_drifted_apart_meet_before_another_sync_period_begins() -> None:
@@ -212,10 +225,7 @@ MERGED = {
 
 
 def merged_runs() -> dict[str, Result]:
-    from dataflow.grad.adapt.controller import Controller
-
-    Controller.options = lambda self, window: (1,)  # type: ignore[method-assign]
-    return {name: in_windows(case, adapt={"accumulate": [2, 1]}) for name, case in MERGED.items()}
+    return {name: in_windows(case, adapt={"accumulate": [2, 1]}, mode=(1,)) for name, case in MERGED.items()}
 
 
 @cache

@@ -12,7 +12,7 @@ import torch.distributed.nn.functional  # or DDP's first import of it keeps the 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from dataflow.grad.wrapped import wrapped
+from dataflow.grad.wrapper import wrapper_of
 from dataflow.testing import run_ranks
 
 
@@ -20,7 +20,7 @@ def end_while_a_thread_of_gloo_wants_the_interpreter_lock() -> bool:
     """Whether the thread got the lock while the model was let go of."""
     sys.setswitchinterval(1000)  # the lock goes from thread to thread only where it is given away
     model = DistributedDataParallel(nn.Linear(2, 2))
-    handle = wrapped(model)
+    handle = wrapper_of(model)
     # Of the default store, which outlives the group.
     store = dist.distributed_c10d._get_default_store()
     called, go_on, lock_again = Event(), Event(), Event()

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from grad_kit import go_on_in_mode
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -19,9 +20,9 @@ from torch.nn.parallel import DistributedDataParallel
 from dataflow import GradSchedule
 from dataflow.grad.agreement import DisagreementError
 from dataflow.grad.lost import RankLostError
+from dataflow.grad.step import UnevenRanksError
 from dataflow.grad.strategies import Hierarchical
 from dataflow.grad.strategies.all_reduce import AllReduce
-from dataflow.grad.windows import UnevenRanksError
 from dataflow.testing import run_ranks
 
 FAST: Any = {"start_method": "forkserver"}
@@ -78,6 +79,31 @@ def test_the_others_name_a_rank_that_died(place: str, kind: str, known: bool) ->
         if rank != DYING:
             assert (name, ranks) == ("RankLostError", (DYING,))
             assert seconds < 20  # groups would wait for 30 s and for 30 minutes
+
+
+def lose_a_rank_while_a_window_is_decided() -> str:
+    """Parameters that have drifted apart are averaged there, and microbatches merged, as here."""
+
+    def merge(batches: list[torch.Tensor]) -> torch.Tensor:
+        if dist.get_rank() == 1:
+            die()
+        dist.all_reduce(torch.ones(1))
+        return torch.cat(batches)
+
+    model = DistributedDataParallel(nn.Linear(1, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    adapt: Any = {"accumulate": [1], "merge": merge}
+    sched = GradSchedule([torch.ones(1, 1)] * 2, model, optimizer, 2, adapt=adapt, timeout_s=30)
+    go_on_in_mode(sched, 1)
+    try:
+        next(iter(sched))
+    except (RuntimeError, RankLostError) as error:
+        return str(error)
+    return "nothing"
+
+
+def test_a_rank_lost_while_a_window_is_decided_is_named() -> None:
+    assert run_ranks(lose_a_rank_while_a_window_is_decided, 2, **FAST)[0].startswith("rank 1 died")
 
 
 def wait_for_a_rank_that_does_not_come() -> str:

@@ -23,10 +23,10 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from dataflow import DataLoader, GradSchedule, ShardedDataset
+from dataflow.grad.step import UnevenRanksError
 from dataflow.grad.strategies import Half, Hierarchical, Int8, PowerSGD
 from dataflow.grad.strategies.all_reduce import AllReduce
 from dataflow.grad.strategies.strategy import StrategyContext
-from dataflow.grad.windows import UnevenRanksError
 from dataflow.testing import run_ranks
 
 FAST: Any = {"start_method": "forkserver"}

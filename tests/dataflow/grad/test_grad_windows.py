@@ -7,15 +7,8 @@ import math
 import pytest
 from hypothesis import given, strategies as st
 
-from dataflow.grad.windows import (
-    MICROBATCHES,
-    UnevenRanksError,
-    accumulate_for,
-    checked_weight,
-    plan_window,
-    scales,
-    summed,
-)
+from dataflow.grad.settings import MICROBATCHES, accumulate_for, checked_weight
+from dataflow.grad.step import UnevenRanksError, plan_step, scales, summed
 
 lengths = st.lists(st.integers(0, 20), min_size=1, max_size=5)
 """Batches that each rank has in an epoch."""
@@ -27,7 +20,7 @@ def epoch(held: list[int], accumulate: int, **settings: object) -> list[object]:
     left, plans = list(held), []
     for _ in range(max(held) + 2):
         counts = [min(accumulate, has) for has in left]
-        plan = plan_window(counts, accumulate=accumulate, **settings)  # type: ignore[arg-type]
+        plan = plan_step(counts, accumulate=accumulate, **settings)  # type: ignore[arg-type]
         plans.append(plan)
         left = [has - count for has, count in zip(left, counts, strict=True)]
         if plan.empty or plan.last:

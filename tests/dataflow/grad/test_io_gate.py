@@ -46,11 +46,11 @@ class Holds(ReadHold):
 
 def window(gate: IoGate, ledger: PhaseLedger, told: list[str]) -> list[str]:
     """One window; what happened, in order."""
-    gate.window_begins(0)
+    gate.step_begins(0)
     for phase in (Phase.SYNC, Phase.COMPUTE, Phase.STEP, Phase.COMPUTE):
         told.append(str(phase))
         ledger.enter(phase)
-    gate.window_ended(1.0)
+    gate.step_ended(1.0)
     return told
 
 
@@ -72,24 +72,24 @@ def test_few_reads_run_at_a_time_but_for_the_open_way(way: Way) -> None:
     limits: list[int | None] = []
     hold.limit = limits.append  # type: ignore[method-assign]
     gate = IoGate(hold, FixedGate(way), ledger)
-    gate.window_begins(0)
-    gate.left()
+    gate.step_begins(0)
+    gate.open()
     assert limits == [None if way is Way.OPEN else 2, None]
 
 
 def test_leaving_a_window_lets_reads_begin() -> None:
     hold, ledger = Holds(), PhaseLedger()
     gate = IoGate(hold, FixedGate(Way.SYNC), ledger)
-    gate.window_begins(0)
+    gate.step_begins(0)
     ledger.enter(Phase.SYNC)
-    gate.left()
+    gate.open()
     assert hold.told == ["hold", "release"]
 
 
 def test_a_closed_gate_hears_no_more() -> None:
     hold, ledger = Holds(), PhaseLedger()
     gate = IoGate(hold, FixedGate(Way.SYNC), ledger)
-    gate.window_begins(0)
+    gate.step_begins(0)
     gate.close()
     gate.close()
     ledger.enter(Phase.SYNC)

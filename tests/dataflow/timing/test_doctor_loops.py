@@ -16,10 +16,9 @@ from torch.utils.data import BatchSampler, SequentialSampler, TensorDataset
 
 from dataflow import DataLoader, GradSchedule, Packed
 from dataflow.timing import VARIABLE
-from dataflow.timing.loops import Loop, Watched
-from dataflow.timing.records import LoaderTimes, RankRecord, busy_cores, loader_times
+from dataflow.timing.loops import Loop, WatchedIterator
+from dataflow.timing.records import LoaderTimes, RankRecord, StepTimes, busy_cores, loader_times
 from dataflow.timing.report import Report, report_of
-from dataflow.timing.window_times import WindowTimes
 from dataflow.tools.doctor.saved import read_records, record_files
 
 DATA = TensorDataset(torch.arange(12.0))
@@ -45,7 +44,7 @@ class Timed:
             yield number
 
     def train(self, batches: int) -> None:
-        for _ in Watched(self.batches(batches), self, self.loop):
+        for _ in WatchedIterator(self.batches(batches), self, self.loop):
             self.now += self.step_s
 
 
@@ -87,14 +86,25 @@ def test_the_rank_that_waited_longest_for_data_counts() -> None:
     """The others wait for it in their all-reduce, which a plain loop sees as computing."""
     records = [
         RankRecord(
-            rank,
-            2,
-            "host",
+            rank=rank,
+            world_size=2,
+            host="host",
             model="",
             strategy="",
             device="",
             loader=LoaderTimes("other"),
-            windows=tuple(WindowTimes(n, 1, waited, 0.0, 10.0 - waited, None, 0.0) for n in range(4)),
+            windows=tuple(
+                StepTimes(
+                    window=number,
+                    microbatches=1,
+                    data_s=waited,
+                    peers_s=0.0,
+                    compute_s=10.0 - waited,
+                    exposed_s=None,
+                    optimizer_s=0.0,
+                )
+                for number in range(4)
+            ),
             in_schedule=False,
         )
         for rank, waited in enumerate((0.5, 6.0))
@@ -110,7 +120,7 @@ def test_a_loader_leaves_its_record_and_what_it_knows_of_itself(folder: Path) ->
     assert len(list(loader)) == 4
     [record] = read_records(folder).records
     assert (len(record.windows), record.loader.kind, record.in_schedule) == (8, "main", False)
-    assert {span.name for span in record.spans} >= {"data", "batch 7"}
+    assert {span.name for span in record.events} >= {"data", "batch 7"}
 
 
 def test_a_loop_that_is_left_early_leaves_one_too(folder: Path) -> None:
@@ -258,7 +268,7 @@ def test_the_loop_that_trains_is_reported_and_not_a_longer_evaluation(folder: Pa
 
 def test_nobody_is_watched_where_nobody_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(VARIABLE, raising=False)
-    assert not isinstance(iter(DataLoader(DATA)), Watched)
+    assert not isinstance(iter(DataLoader(DATA)), WatchedIterator)
 
 
 PLAIN = """

@@ -8,21 +8,19 @@ from typing import Any
 import pytest
 
 from dataflow.timing.advice import advise
-from dataflow.timing.chrome_trace import trace_of
-from dataflow.timing.diagnosis import PARTS, diagnose, rank_parts, same_windows
-from dataflow.timing.records import LoaderTimes, RankRecord
-from dataflow.timing.report import report_of
-from dataflow.timing.window_times import Span, WindowTimes
+from dataflow.timing.diagnosis import PARTS, diagnose, rank_parts, same_steps
+from dataflow.timing.records import LoaderTimes, RankRecord, StepTimes, TraceEvent
+from dataflow.timing.report import report_of, trace_of
 
 LOADER = LoaderTimes("shards", 0.5, read_busy=0.9, build_busy=0.2)
 
 
-def window(number: int = 0, **seconds: Any) -> WindowTimes:
+def window(number: int = 0, **seconds: Any) -> StepTimes:
     zero = {"data_s": 0.0, "peers_s": 0.0, "compute_s": 6.0, "exposed_s": 0.0, "optimizer_s": 0.0}
-    return WindowTimes(number, 4, **{**zero, **seconds})
+    return StepTimes(window=number, microbatches=4, **{**zero, **seconds})
 
 
-def record(rank: int, windows: list[WindowTimes], world_size: int = 2, **about: Any) -> RankRecord:
+def record(rank: int, windows: list[StepTimes], world_size: int = 2, **about: Any) -> RankRecord:
     kept: dict[str, Any] = {
         "host": f"node{rank}",
         "model": "DDP",
@@ -163,10 +161,10 @@ def test_one_rank_of_many_does_not_call_waiting_for_the_others_network() -> None
 
 def test_the_first_window_and_windows_that_were_not_measured_are_left_out() -> None:
     windows = [window(0), window(1, exposed_s=None), window(2), window(3)]
-    rows = same_windows([windows, windows[:3]])
+    rows = same_steps([windows, windows[:3]])
     assert [row[0].window for row in rows] == [2]
     unmeasured = [window(n, exposed_s=None) for n in range(3)]
-    assert len(same_windows([unmeasured])) == 2
+    assert len(same_steps([unmeasured])) == 2
     assert "not told apart" in report_of([record(0, unmeasured, 1)]).notes[0]
 
 
@@ -182,16 +180,18 @@ def test_seconds_of_zero_divide_nothing() -> None:
 
 
 def test_a_record_survives_json_and_another_value_is_refused() -> None:
-    kept = record(1, [window(3)], spans=(Span("wait", "data", 1.0, 2.0),))
+    kept = record(1, [window(3)], events=(TraceEvent("wait", "data", 1.0, 2.0),))
     assert RankRecord.from_json(kept.to_json()) == kept
     with pytest.raises(ValueError, match="not a record"):
         RankRecord.from_json({"rank": 0})
 
 
-def test_spans_become_a_chrome_trace_with_a_process_a_rank() -> None:
-    trace = trace_of({0: [Span("phase", "compute", 100.0, 100.5)], 1: [Span("wait", "data", 100.25, 101.0)]})
-    spans = [event for event in trace["traceEvents"] if event["ph"] == "X"]
-    assert [(e["pid"], e["tid"], e["name"], e["ts"], e["dur"]) for e in spans] == [
+def test_events_become_a_chrome_trace_with_a_process_a_rank() -> None:
+    trace = trace_of(
+        {0: [TraceEvent("phase", "compute", 100.0, 100.5)], 1: [TraceEvent("wait", "data", 100.25, 101.0)]}
+    )
+    events = [event for event in trace["traceEvents"] if event["ph"] == "X"]
+    assert [(e["pid"], e["tid"], e["name"], e["ts"], e["dur"]) for e in events] == [
         (0, 1, "compute", 0.0, 5e5),
         (1, 2, "data", 2.5e5, 7.5e5),
     ]

@@ -2,7 +2,7 @@
 
 Whether DDP reduces is decided when a forward pass begins and again in the backward pass, so the switch must
 hold for both; this is why the schedule sets it before it hands out a microbatch. DDP with a static graph
-cannot begin without a reduction (it records the graph then), so its first window reduces after every
+cannot begin without a reduction (it records the graph then), so its first step reduces after every
 microbatch: the same sum, since what is there already is equal on all ranks and stays as it is.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Mapping
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -19,80 +19,68 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
+_CUDA_EVERY = 20
+"""On CUDA DDP measures so rarely, since it must wait for events to be done."""
 
-class Wrapped(Protocol):
-    """A model whose gradients are averaged over ranks."""
 
-    kind: str
-    """"plain", "DDP" or "FSDP2"."""
-    inner: nn.Module
-    """The user's module."""
-    ranks: list[int] | None
+class ModelWrapper:
+    """A plain model in one process; and what its kinds on several ranks override."""
+
+    kind = "plain"
+    ranks: list[int] | None = None
     """Global ranks that the gradients are averaged over; None in a single process."""
-    group: dist.ProcessGroup | None
+    group: dist.ProcessGroup | None = None
     """Where gradients travel; None if there is no single one."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.inner = model
+        """The user's module."""
 
     @property
     def equal_forwards(self) -> bool:
-        """Whether every rank must run as many forward passes in the next window."""
+        """Whether every rank must run as many forward passes in the next step."""
+        return False
 
-    def window_begins(self, *, reduces: bool) -> None:
+    def step_begins(self, *, reduces: bool) -> None:
         """Before its first forward pass: whether gradients are reduced in it."""
 
     def sync(self, on: bool) -> None:
         """Whether the next forward and backward pass reduce gradients."""
 
-    def window_done(self) -> None:
-        """A window was run to its end."""
+    def step_ended(self) -> None:
+        """A step was run to its end."""
 
     def restore(self) -> None:
-        """Set the switches back to what PyTorch expects outside windows."""
+        """Set the switches back to what PyTorch expects outside steps."""
+
+    def exposed_s(self, sync_s: float) -> float | None:
+        """Seconds of the latest SYNC phase, `sync_s` in all, that no computing hid; None: unknown."""
+        return 0.0
 
 
-class Plain:
-    """One process."""
-
-    kind = "plain"
-    ranks: list[int] | None = None
-    group: dist.ProcessGroup | None = None
-    equal_forwards = False
-
-    def __init__(self, model: nn.Module) -> None:
-        self.inner = model
-
-    def window_begins(self, *, reduces: bool) -> None:
-        """Nothing to note."""
-
-    def sync(self, on: bool) -> None:
-        """Nothing to reduce."""
-
-    def window_done(self) -> None:
-        """Nothing to note."""
-
-    def restore(self) -> None:
-        """Nothing was changed."""
-
-
-class Ddp:
+class DdpModel(ModelWrapper):
     """DistributedDataParallel."""
 
     kind = "DDP"
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
+        super().__init__(ddp.module)
         self.ddp = ddp
-        self.inner: nn.Module = ddp.module
-        self.group: dist.ProcessGroup | None = ddp.process_group
-        self.ranks: list[int] | None = dist.get_process_group_ranks(ddp.process_group)
+        self.group = ddp.process_group
+        self.ranks = dist.get_process_group_ranks(ddp.process_group)
         _keep_beyond_reducer(ddp, ddp.process_group)
         self._primed = not ddp.static_graph
-        self._collective = _has_sync_batch_norm(ddp)
+        self._collective = mixes_batches(ddp)
+        self._iteration = -1
+        on_cuda = any(parameter.is_cuda for parameter in ddp.parameters())
+        ddp._set_ddp_runtime_logging_sample_rate(_CUDA_EVERY if on_cuda else 1)
 
     @property
     def equal_forwards(self) -> bool:
         """While every microbatch is reduced, and with SyncBatchNorm."""
         return self._collective or not self._primed
 
-    def window_begins(self, *, reduces: bool) -> None:
+    def step_begins(self, *, reduces: bool) -> None:
         """Rank 0's buffers go to all ranks where gradients are reduced, and never where ranks step alone.
 
         DDP itself copies them if the forward pass before was in sync, and in the first one of a program.
@@ -103,13 +91,31 @@ class Ddp:
         """As `no_sync`, but held over forward and backward."""
         self.ddp.require_backward_grad_sync = on or not self._primed
 
-    def window_done(self) -> None:
+    def step_ended(self) -> None:
         """The static graph, if there is one, is known now."""
         self._primed = True
 
     def restore(self) -> None:
         """A backward pass reduces."""
         self.ddp.require_backward_grad_sync = True
+
+    def exposed_s(self, sync_s: float) -> float | None:
+        """By DDP's own log: its clock reads when the first bucket left and when the last one was back.
+
+        On CUDA DDP must wait for events to read its log, so there only every twentieth step is looked at.
+        """
+        if sync_s == 0.0:
+            return 0.0
+        # DDP fills its log when the next forward pass begins; asked here, the numbers are this step's.
+        logger: Any = self.ddp.logger
+        logger.set_runtime_stats_and_log()
+        log: dict[str, Any] = self.ddp._get_ddp_logging_data()
+        iteration, self._iteration = self._iteration, log.get("iteration", -1)
+        if self._iteration == iteration or "backward_comm_time" not in log:
+            return None
+        hidden = log.get("backward_compute_comm_overlap_time", 0)
+        exposed_s: float = (log["backward_comm_time"] - hidden) / 1e9
+        return min(max(0.0, exposed_s), sync_s)
 
 
 def _keep_beyond_reducer(ddp: DistributedDataParallel, group: dist.ProcessGroup) -> None:
@@ -127,36 +133,34 @@ def _let_go(group: dist.ProcessGroup) -> None:
     """The arguments of a finalizer live as long as it."""
 
 
-class Fsdp2:
+class Fsdp2Model(ModelWrapper):
     """A module that `fully_shard` was applied to; its forward passes gather parameters from all ranks."""
 
     kind = "FSDP2"
     equal_forwards = True
 
     def __init__(self, model: nn.Module) -> None:
-        self.inner = model
+        super().__init__(model)
         self._fsdp = cast(FSDPModule, model)
         mesh = _mesh_of_shards(model)
-        self.group: dist.ProcessGroup | None = mesh.get_group() if mesh.ndim == 1 else None
-        self.ranks: list[int] | None = [int(rank) for rank in mesh.mesh.flatten().tolist()]
-
-    def window_begins(self, *, reduces: bool) -> None:
-        """Buffers stay each rank's own."""
+        self.group = mesh.get_group() if mesh.ndim == 1 else None
+        self.ranks = [int(rank) for rank in mesh.mesh.flatten().tolist()]
 
     def sync(self, on: bool) -> None:
         """Whether the backward pass scatters sums; else gradients stay whole, on every rank."""
         self._fsdp.set_requires_gradient_sync(on)
         self._fsdp.set_is_last_backward(on)
 
-    def window_done(self) -> None:
-        """Nothing to note."""
-
     def restore(self) -> None:
         """A backward pass reduces."""
         self.sync(True)
 
+    def exposed_s(self, sync_s: float) -> float | None:
+        """FSDP2 does not tell."""
+        return None if sync_s else 0.0
 
-def wrapped(model: nn.Module) -> Wrapped:
+
+def wrapper_of(model: nn.Module) -> ModelWrapper:
     """What the model is wrapped in; `ValueError` for what windows cannot be exact with."""
     model = getattr(model, "_orig_mod", model)  # torch.compile's wrapper: the switches lie inside
     if type(model).__module__.split(".")[0] == "deepspeed":
@@ -169,9 +173,9 @@ def wrapped(model: nn.Module) -> Wrapped:
     if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
         raise ValueError("FullyShardedDataParallel (FSDP1) is not supported: use fully_shard (FSDP2)")
     if isinstance(model, DistributedDataParallel):
-        return Ddp(model)
+        return DdpModel(model)
     if isinstance(model, FSDPModule):
-        return Fsdp2(cast(nn.Module, model))
+        return Fsdp2Model(cast(nn.Module, model))
     for name, module in model.named_modules():
         if isinstance(module, DistributedDataParallel | FSDPModule):
             cure = (
@@ -185,12 +189,12 @@ def wrapped(model: nn.Module) -> Wrapped:
             f"there are {dist.get_world_size()} ranks, but the model's gradients are not averaged: "
             "wrap it in DistributedDataParallel, or apply fully_shard"
         )
-    return Plain(model)
+    return ModelWrapper(model)
 
 
-def check_hooks(model: Wrapped) -> None:
+def check_hooks(model: ModelWrapper) -> None:
     """`ValueError` where gradients already go elsewhere than into windows."""
-    if isinstance(model, Ddp) and model.ddp._comm_hooks:
+    if isinstance(model, DdpModel) and model.ddp._comm_hooks:
         hook = model.ddp._comm_hooks[0][0]
         if getattr(hook, "__module__", "").startswith("dataflow."):
             raise ValueError(
@@ -210,14 +214,14 @@ def check_hooks(model: Wrapped) -> None:
             )
 
 
-def check_optimizer(model: Wrapped, optimizer: torch.optim.Optimizer) -> None:
+def check_optimizer(model: ModelWrapper, optimizer: torch.optim.Optimizer) -> None:
     """`ValueError` where the optimizer would step on other gradients than those that windows make."""
     averaged = {
         id(value) for name, value in model.inner.named_parameters() if _is_averaged(model, name, value)
     }
-    stepped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    others = [parameter for parameter in stepped if id(parameter) not in averaged]
-    if len(others) == len(stepped):
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    others = [parameter for parameter in parameters if id(parameter) not in averaged]
+    if len(others) == len(parameters):
         raise ValueError(
             "the optimizer has none of the model's parameters: make it from model.parameters(), "
             "after fully_shard, which replaces them"
@@ -231,10 +235,10 @@ def check_optimizer(model: Wrapped, optimizer: torch.optim.Optimizer) -> None:
         )
 
 
-def _is_averaged(model: Wrapped, name: str, parameter: nn.Parameter) -> bool:
-    if isinstance(model, Ddp):
+def _is_averaged(model: ModelWrapper, name: str, parameter: nn.Parameter) -> bool:
+    if isinstance(model, DdpModel):
         return name not in model.ddp.parameters_to_ignore
-    return isinstance(parameter, DTensor) or not isinstance(model, Fsdp2)
+    return isinstance(parameter, DTensor) or not isinstance(model, Fsdp2Model)
 
 
 def sparse_layer(model: nn.Module) -> str | None:
@@ -247,17 +251,13 @@ def trainable(model: nn.Module) -> Mapping[str, nn.Parameter]:
     return {name: value for name, value in model.named_parameters() if value.requires_grad}
 
 
-def buffers_kept(model: nn.Module) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
+def copied_buffers(model: nn.Module) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
     """Each buffer and a copy of it: a replay must not move running statistics."""
     return [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
 
 
 def mixes_batches(model: nn.Module) -> bool:
-    """Whether a replayed batch would change other ranks' results."""
-    return _has_sync_batch_norm(model)
-
-
-def _has_sync_batch_norm(model: nn.Module) -> bool:
+    """Whether the batches of all ranks meet in forward passes, where a replay would change the others."""
     return any(isinstance(module, nn.SyncBatchNorm) for module in model.modules())
 
 
@@ -268,7 +268,7 @@ def _mesh_of_shards(model: nn.Module) -> Any:
     mesh = sharded[0].device_mesh
     if any(value.device_mesh != mesh for value in sharded):
         raise ValueError("the model's parts lie on different device meshes, which is not supported")
-    if any(not placed.is_replicate() for value in sharded for placed in value.placements[:-1]):
+    if any(not one.is_replicate() for value in sharded for one in value.placements[:-1]):
         raise ValueError(
             f"parameters are sharded over several dimensions of {mesh}, as with tensor parallelism, "
             "which is not supported"

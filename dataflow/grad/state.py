@@ -1,4 +1,4 @@
-"""Where a run stands: what is counted from window to window, compared between ranks and kept in states."""
+"""Where a run stands: what is counted from step to step, compared between ranks and kept in states."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from dataflow.grad.windows import MICROBATCHES, WindowPlan
+from dataflow.grad.settings import MICROBATCHES
+from dataflow.grad.step import StepPlan
 
-VERSION = 1
+_VERSION = 1
 _ENTRIES = (
     *("window", "step", "order", "left_out", "totals", "accumulate", "global_batch", "world_size"),
     *("lr", "scale", "loader", "strategy"),
@@ -17,7 +18,7 @@ _ENTRIES = (
 """What every state of a schedule has."""
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Position:
     """Equal on all ranks, but for `left_out`."""
 
@@ -37,7 +38,7 @@ class Position:
         """Of a run that begins."""
         return cls(totals=dict.fromkeys([*weights, MICROBATCHES], 0.0))
 
-    def ended(self, plan: WindowPlan, totals: Mapping[str, float], *, syncs: bool, skipped: bool) -> None:
+    def step_ended(self, plan: StepPlan, totals: Mapping[str, float], *, syncs: bool, skipped: bool) -> None:
         """One more window."""
         self.order = zlib.crc32(repr((self.window, plan.forwards, syncs, skipped)).encode(), self.order)
         self.window += 1
@@ -47,22 +48,21 @@ class Position:
 
     def to_json(self) -> dict[str, Any]:
         """As a JSON value."""
-        return {"version": VERSION, **asdict(self)}
+        return {"version": _VERSION, **asdict(self)}
 
     @classmethod
     def from_json(cls, state: Mapping[str, Any], weights: Iterable[str]) -> Position:
         """From `to_json()`; `ValueError` if it is something else. Weights that are new begin at 0."""
-        if not isinstance(state, Mapping) or state.get("version") != VERSION:
-            raise ValueError(f"a GradSchedule state of version {VERSION} is needed, got {state!r:.80}")
-        lacks = [name for name in _ENTRIES if name not in state]
+        if not isinstance(state, Mapping) or state.get("version") != _VERSION:
+            raise ValueError(f"a GradSchedule state of version {_VERSION} is needed, got {state!r:.80}")
+        missing = [name for name in _ENTRIES if name not in state]
         strategy = state.get("strategy")
-        if not lacks and not (isinstance(strategy, Mapping) and {"key", "state"} <= set(strategy)):
-            lacks = ["key and state of the strategy"]
-        if lacks:
-            raise ValueError(f"the state of a GradSchedule is not whole: it lacks {', '.join(lacks)}")
-        made = cls(**{name: state[name] for name in ("window", "step", "order", "left_out")})
-        made.totals = {**cls.start(weights).totals, **state["totals"]}
-        return made
+        if not missing and not (isinstance(strategy, Mapping) and {"key", "state"} <= set(strategy)):
+            missing = ["key and state of the strategy"]
+        if missing:
+            raise ValueError(f"the state of a GradSchedule is not whole: it lacks {', '.join(missing)}")
+        counts = {name: state[name] for name in ("window", "step", "order", "left_out")}
+        return cls(**counts, totals={**cls.start(weights).totals, **state["totals"]})
 
 
 def check_same_windows(

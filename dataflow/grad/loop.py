@@ -1,0 +1,207 @@
+"""The loop over steps and their microbatches on one rank.
+
+Each step is decided on with the other ranks while the one before computes; its microbatches are handed out
+with the model's switches set for them; at its end all who keep account of steps are told. Its invariant: for
+each rank and step the same collectives in the same order, whatever the ranks' data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+from dataflow.grad.adapt.control import Control
+from dataflow.grad.adapt.io_gate import IoGate
+from dataflow.grad.agreement import Agreement
+from dataflow.grad.boundary import Boundary, Outcome
+from dataflow.grad.lookahead import LookAhead
+from dataflow.grad.lost import Deadline
+from dataflow.grad.negotiation import Negotiation
+from dataflow.grad.settings import ScheduleSettings
+from dataflow.grad.state import Position
+from dataflow.grad.step import Microbatch, Replay, Step
+from dataflow.grad.wrapper import ModelWrapper, copied_buffers, mixes_batches
+from dataflow.timing.phases import Phase, PhaseLedger, StepInfo
+from dataflow.timing.steps import StepRecorder
+
+T = TypeVar("T")
+
+
+class StepLoop:
+    """The loop of one schedule, and what takes part in it. Used by one thread.
+
+    Args:
+        loader: whose batches are run.
+        settings: the schedule's.
+        accumulate: microbatches a rank of a full step.
+        model, boundary, agreement, phases: what is run, ends steps, asks other ranks, counts seconds.
+        gate, control: where reads are held back, and where something may change.
+    """
+
+    def __init__(
+        self,
+        loader: Any,
+        *,
+        settings: ScheduleSettings,
+        accumulate: int,
+        model: ModelWrapper,
+        boundary: Boundary,
+        agreement: Agreement,
+        phases: PhaseLedger,
+        gate: IoGate | None,
+        control: Control | None,
+    ) -> None:
+        self.model, self.boundary, self.strategy = model, boundary, boundary.strategy
+        self.agreement, self.phases, self._gate, self._control = agreement, phases, gate, control
+        self.look, self.replay = LookAhead(loader, accumulate, settings.weigh), Replay()
+        self._negotiation = Negotiation(
+            agreement,
+            self.look,
+            self.replay,
+            settings,
+            accumulate=accumulate,
+            replays_allowed=not mixes_batches(model.inner),
+            control=control,
+        )
+        self.deadline = Deadline(model.group, settings.timeout_s)
+        self.recorder = StepRecorder(
+            phases,
+            loader,
+            mode=lambda: str(control.mode) if control else "",
+            rank=agreement.ranks[agreement.rank],
+            world_size=agreement.world_size,
+            model=model.kind,
+            strategy=self.strategy.name,
+            device=next((p.device.type for p in model.inner.parameters()), "cpu"),
+        )
+        self.position = Position.start(settings.weights)
+        self.is_running = False
+        self.microbatch: Microbatch | None = None
+        """The one under way: handed out, and its step has not ended."""
+
+    def steps(self) -> Iterator[Step]:
+        """The steps of one epoch; `end` is called for each before the next."""
+        if self.is_running:
+            raise RuntimeError("two loops ran over one GradSchedule at the same time")
+        self.is_running, self.microbatch = True, None
+        try:
+            self.look.settle()
+            self._negotiation.begin_epoch(self.position)
+            self.look.begin()
+            self._offer()
+            while True:
+                step = self.phases.waited(lambda: self.call(self._decide), "peers")
+                self.position.left_out += step.plan.left_out[self.agreement.rank]
+                if step.plan.empty:
+                    break
+                self.boundary.units_changed()
+                if self._gate and self.strategy.syncs(self.position.step):
+                    self._gate.step_begins(self.position.window)
+                elif self._gate:
+                    self._gate.open()
+                yield step
+                if not step.has_ended:
+                    raise RuntimeError("a window was left before its end: call step() after each backward()")
+                if step.plan.last:
+                    break
+            self.look.epoch_ended()
+        finally:
+            if self.microbatch is not None:  # left within a step, on whose gradient nobody will step
+                self.boundary.drop_gradients()
+            self.is_running, self.microbatch = False, None
+            self.deadline.end()
+            self.model.restore()
+            self.look.end()
+            self.phases.enter(Phase.COMPUTE)
+            if self._gate:
+                self._gate.open()
+            self.recorder.save()
+
+    def microbatches(self, step: Step) -> Iterator[Any]:
+        """The batches of one step, replays included; sync is switched for both passes of each."""
+        rank = self.agreement.rank
+        forwards, count = step.plan.forwards[rank], step.plan.counts[rank]
+        syncs = self.strategy.syncs(self.position.step)
+        self.model.step_begins(reduces=syncs)
+        batch = None
+        for index in range(forwards):
+            is_last, is_replay = index == forwards - 1, index >= count
+            if not step.plan.last:
+                self.phases.waited(self.look.take_one)
+                if is_last:  # the other ranks get to know it while this microbatch computes
+                    self._offer()
+            if is_replay:
+                batch = self.replay.batch(instead=batch)
+            else:
+                batch, step.share.batches[index] = step.share.batches[index], None
+            # DDP looks at the switch in the forward and in the backward pass: it is set before both.
+            self.model.sync(is_last and syncs)
+            self.microbatch = microbatch = Microbatch(
+                step=step,
+                index=index,
+                is_last=is_last,
+                is_replay=is_replay,
+                reduces=is_last and syncs,
+                batch=batch,
+                buffers=copied_buffers(self.model.inner) if is_replay else (),
+            )
+            self.deadline.begin()
+            yield batch
+            if not microbatch.is_done:
+                raise RuntimeError("call sched.backward(loss) once for every microbatch, replays too")
+
+    def present(self) -> Microbatch:
+        """The microbatch under way; `RuntimeError` without one."""
+        if self.microbatch is not None:
+            return self.microbatch
+        if self.is_running:
+            raise RuntimeError(
+                "no microbatch is under way: step(), or the end of the accumulate() block, has ended the "
+                "window, and `sched.last` is its StepInfo"
+            )
+        raise RuntimeError("no microbatch is under way: this is for the body of `for batch in sched`")
+
+    def end(self, step: Step, outcome: Outcome) -> StepInfo:
+        """Account for a step whose optimizer has stepped, or skipped it."""
+        plan, rank = step.plan, self.agreement.rank
+        step.has_ended, self.microbatch = True, None
+        if outcome.skipped:
+            self.replay.forget()
+        self.model.step_ended()
+        syncs = self.strategy.syncs(self.position.step)
+        self.position.step_ended(plan, step.totals, syncs=syncs, skipped=outcome.skipped)
+        self.look.step_ended(step.share, last=plan.last)
+        info = StepInfo(
+            window=self.position.window - 1,
+            step=self.position.step,
+            skipped=outcome.skipped,
+            grad_norm=outcome.grad_norm,
+            lr=outcome.lr,
+            totals=step.totals,
+            replays=plan.forwards[rank] - plan.counts[rank],
+            seconds=self.phases.take(),
+        )
+        if self._gate and syncs:
+            self._gate.step_ended(info.seconds.total)
+        exposed_s = self.model.exposed_s(info.seconds.sync)
+        self.recorder.step_ended(info, plan.forwards[rank], exposed_s)
+        if self._control:
+            self._control.step_ended(info, exposed_s, syncs=syncs)
+        return info
+
+    def call(self, what: Callable[[], T]) -> T:
+        """Do what communicates; an error names the rank that is gone, if one is."""
+        try:
+            return what()
+        except RuntimeError as error:
+            explained = self.agreement.explained(error, also=self.model.group)
+            if explained is error:
+                raise
+            raise explained from error
+
+    def _offer(self) -> None:
+        self.phases.waited(self.look.fill)
+        self._negotiation.offer(self.position)
+
+    def _decide(self) -> Step:
+        return self._negotiation.decide(self.position, equal_forwards=self.model.equal_forwards)

@@ -1,0 +1,209 @@
+"""A step's microbatches, which users call a window: what each rank runs, what is summed, what is run again.
+
+A step has up to `accumulate` microbatches a rank; the optimizer steps after them. Each rank reports how many
+microbatches it has for the next step and the sum of each weight over them; from these reports, the same on
+all ranks, `plan_step` decides the same on all ranks. Invariants: every rank ends the same steps; each
+microbatch that is run counts once; over all of them, scale * weight sums to the number of ranks, which the
+mean over ranks divides out again. So a step's gradient is that of one large batch, whatever its parts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dataflow.grad.lookahead import Share
+from dataflow.grad.settings import Partial, Uneven
+
+
+class UnevenRanksError(ValueError):
+    """Ranks have different numbers of microbatches, and uneven="error" (or the model) does not allow it.
+
+    Attributes:
+        counts: microbatches of each rank in the window.
+        cure: what to do.
+    """
+
+    def __init__(self, counts: tuple[int, ...], cure: str) -> None:
+        super().__init__(counts, cure)
+        self.counts, self.cure = counts, cure
+
+    def __str__(self) -> str:
+        each = ", ".join(f"rank {rank} has {count}" for rank, count in enumerate(self.counts))
+        return f"ranks have different numbers of microbatches in this window: {each}; {self.cure}"
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """What is run in one step, the same value on every rank."""
+
+    counts: tuple[int, ...]
+    """Microbatches that each rank runs and that count."""
+    forwards: tuple[int, ...]
+    """Forward passes of each rank: its microbatches, then replays with weight zero. All 0: no step."""
+    left_out: tuple[int, ...]
+    """Microbatches of each rank that are not run."""
+    last: bool
+    """No step of this epoch follows."""
+
+    @property
+    def empty(self) -> bool:
+        """Whether nothing is run."""
+        return not any(self.forwards)
+
+    def merged(self, at_once: int) -> StepPlan:
+        """The same step in passes of `at_once` microbatches; the last of a rank may have fewer."""
+        counts, forwards = (tuple(-(-n // at_once) for n in each) for each in (self.counts, self.forwards))
+        return replace(self, counts=counts, forwards=forwards)
+
+
+def plan_step(
+    counts: Sequence[int],
+    *,
+    accumulate: int,
+    uneven: Uneven = "pad",
+    partial: Partial = "keep",
+    equal_forwards: bool = False,
+) -> StepPlan:
+    """Decide on a step from the microbatches that each rank has for it.
+
+    Args:
+        counts: of each rank, in [0, accumulate]; less than `accumulate` only where a rank's data ends.
+        accumulate: microbatches of a full window.
+        uneven: what happens where counts differ. "pad": ranks that lack a part replay a batch with weight
+            zero; "min": all run what the shortest has, and the epoch ends; "error": `UnevenRanksError`.
+        partial: "drop" leaves out a window that is full on no rank.
+        equal_forwards: the model's forward pass is collective, so replays fill up to the longest rank;
+            otherwise a rank replays only to take part in the reduction, once if it has nothing.
+    """
+    # A count below `accumulate` is the only sign of a rank's end, so an epoch whose last window is full ends
+    # with a step that is empty on every rank.
+    last = min(counts) < accumulate if uneven == "min" else max(counts) < accumulate
+    if uneven == "error" and len(set(counts)) > 1:
+        raise UnevenRanksError(
+            tuple(counts), 'use uneven="pad" or uneven="min", or give each rank as much data'
+        )
+    runs = [min(counts)] * len(counts) if uneven == "min" else list(counts)
+    if partial == "drop" and max(runs) < accumulate:
+        runs = [0] * len(counts)
+    longest = max(runs)
+    fewest = longest if equal_forwards else min(1, longest)
+    forwards = tuple(max(count, fewest) for count in runs)
+    left_out = tuple(count - run for count, run in zip(counts, runs, strict=True))
+    return StepPlan(tuple(runs), forwards, left_out, last)
+
+
+def scales(totals: Mapping[str, float], world_size: int) -> dict[str, float]:
+    """What a sum of losses is multiplied with: world size / total, since ranks' gradients are averaged.
+
+    A total of zero gives 0: then no sample of the step has weight, and a sum over none is zero anyway.
+    Raises `ValueError` for a total so small that its reciprocal is not finite, on all ranks alike.
+    """
+    factors = {name: world_size / total if total else 0.0 for name, total in totals.items()}
+    for name, factor in factors.items():
+        if factor == math.inf:
+            raise ValueError(
+                f"the weights {name!r} of a window add up to {totals[name]}: too little to divide by"
+            )
+    return factors
+
+
+def summed(weights: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The weights of several microbatches, or ranks, added up; exactly rounded, so in any order the same."""
+    names = weights[0] if weights else {}
+    return {name: math.fsum(each[name] for each in weights) for name in names}
+
+
+# ---- on this rank -----------------------------------------------------------------------------------------
+
+
+@dataclass(kw_only=True)
+class Step:
+    """A step that all ranks have decided on, on this rank."""
+
+    plan: StepPlan
+    share: Share
+    totals: dict[str, float]
+    """Each weight over all ranks."""
+    scales: dict[str, float]
+    """What sums of losses are multiplied with, by weight."""
+    is_scaled: bool = False
+    """A loss of it was scaled."""
+    has_ended: bool = False
+
+
+@dataclass(kw_only=True)
+class Microbatch:
+    """One forward and backward pass of a step on this rank, as it was handed out."""
+
+    step: Step
+    index: int
+    is_last: bool
+    """The step ends with it."""
+    is_replay: bool
+    """It was run before and has weight zero now."""
+    reduces: bool
+    """Its backward pass reduces gradients."""
+    batch: Any = field(repr=False)
+    buffers: Iterable[tuple[Tensor, Tensor]] = ()
+    """Those that a replay must not move, with their values."""
+    is_done: bool = False
+    """Its backward pass has been."""
+
+    def scale(self, name: str) -> float:
+        """What its sum of losses is multiplied with."""
+        if name not in self.step.scales:
+            raise ValueError(f"weights has no {name!r}; there are {', '.join(self.step.scales)}")
+        return 0.0 if self.is_replay else self.step.scales[name]
+
+    def finish(self) -> None:
+        """Its backward pass has been: set back what a replay has moved, let the batch go."""
+        with torch.no_grad():
+            for buffer, value in self.buffers:
+                buffer.copy_(value)
+        self.is_done, self.buffers, self.batch = True, (), None
+
+
+class Replay:
+    """Holds a batch that a rank can run again, with weight zero, where it has none of its own.
+
+    It is the first batch of the latest step that is known to be good. Zero times infinity is not zero, so a
+    batch whose loss was not finite, or whose step was skipped, is never run again. Whether a loss is finite
+    is looked at only when that is asked for: asking an accelerator waits.
+    """
+
+    def __init__(self) -> None:
+        self._good: tuple[Any] | None = None
+        self._latest: tuple[Any, Tensor] | None = None
+        """A batch, and whether its loss was finite."""
+
+    def note(self, batch: Any, loss: Tensor) -> None:
+        """The first microbatch of a step was run."""
+        self.available()
+        self._latest = batch, torch.isfinite(loss.detach()).all()
+
+    def forget(self) -> None:
+        """The latest step was skipped: a gradient may be infinite where the loss was not."""
+        self._latest = None
+
+    def available(self) -> bool:
+        """Whether there is a batch whose loss was finite."""
+        if self._latest is not None:
+            batch, finite = self._latest
+            if bool(finite):
+                self._good = (batch,)
+            self._latest = None
+        return self._good is not None
+
+    def take_over(self, batch: Any) -> None:
+        """Use another rank's batch, on a rank that has none."""
+        self._good = (batch,)
+
+    def batch(self, instead: Any) -> Any:
+        """The batch to run again; where none is good `instead`, whose step is skipped anyway."""
+        return self._good[0] if self.available() and self._good else instead
