@@ -41,7 +41,8 @@ from torch import Tensor, nn
 from benchmarks.report import save_figures, versions
 from dataflow import DataLoader, ShardedDataset, ShardWriter, Shuffle
 from dataflow.tools.inspect.command import Wish, inspect_dataset
-from sharding.order.order import Order, mix_key
+from sharding.order.keyed import mix_key
+from sharding.order.order import Order
 
 ARMS = ("full", "full again", "default", "buffer 2", "buffer 4", "shard")
 

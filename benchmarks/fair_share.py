@@ -98,7 +98,7 @@ def rank(source: str, place: Sequence[int], admission: str) -> dict[str, Any]:
     elif admission == "greedy":
         module.Inflight = type("Greedy", (module.Inflight,), {"admits": lambda *_: True})  # type: ignore
     dataset = ShardedDataset(source)
-    where = Topology(host * ranks + local, hosts * ranks, local, ranks, host, hosts)
+    where = Topology(host * ranks + local, hosts * ranks, local, ranks, node=host, num_nodes=hosts)
     samples, noted, third = 0, [], False
     with DataLoader(dataset, 16, True, topology=where, seed=1) as loader:
         total = len(dataset) // (hosts * ranks)

@@ -134,7 +134,7 @@ def rank(
     inputs = torch.zeros(1, side)
     loader: Any = Made(windows * given.accumulate, given.batch)
     if source:
-        topology = Topology(me, ranks, 0, 1, me, ranks)
+        topology = Topology(me, ranks, 0, 1, node=me, num_nodes=ranks)
         loader = DataLoader(ShardedDataset(source), given.batch, True, topology=topology, seed=1)
     found = []
     with contextlib.ExitStack() as stack:

@@ -67,7 +67,14 @@ def ours(num_samples: int, kind: str) -> tuple[Callable[[], Lookup], Callable[[]
         return made.order.samples(made.positions(0, 1)[0])
 
     resolved = shuffle.resolved()
-    state = PlanState(SEED, EPOCH, num_samples // 2, num_samples, resolved, "0123456789abcdef")
+    state = PlanState(
+        seed=SEED,
+        epoch=EPOCH,
+        position=num_samples // 2,
+        num_samples=num_samples,
+        shuffle=resolved,
+        fingerprint="0123456789abcdef",
+    )
     return lambda: plan().order.samples, seek, {"state_bytes": len(json.dumps(state.to_json()))}
 
 

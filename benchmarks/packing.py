@@ -31,7 +31,7 @@ from benchmarks.report import origin, save_figures
 from sharding.lengths.batching import Packed
 from sharding.lengths.cutting import pieces_of
 from sharding.lengths.unit_plan import UnitSequence
-from sharding.order.order import keyed_order
+from sharding.order.keyed import keyed_order
 
 Documents = NDArray[np.int64]
 

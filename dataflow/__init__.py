@@ -28,7 +28,7 @@ if TYPE_CHECKING:
         ShardReadError as ShardReadError,
     )
     from sharding.lengths.batching import Bucketed, Packed, TokenBudget
-    from sharding.order.order import Shuffle
+    from sharding.order.shuffle import Shuffle
     from sharding.topology.topology import Topology
     from sharding.write.writer import ShardWriter
 
@@ -81,7 +81,7 @@ _MODULES = {
     "Ragged": "dataflow.ragged",
     "ShardWriter": "sharding.write.writer",
     "ShardedDataset": "dataflow.dataset",
-    "Shuffle": "sharding.order.order",
+    "Shuffle": "sharding.order.shuffle",
     "TokenBudget": "sharding.lengths.batching",
     "Topology": "sharding.topology.topology",
 }

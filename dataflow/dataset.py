@@ -42,8 +42,8 @@ from sharding.blocks import DEFAULT_BLOCK_BYTES, Format
 from sharding.catalog.build import Catalog
 from sharding.catalog.table import BlockTable
 from sharding.errors import CorruptShardError, SampleError
-from sharding.order.order import Shuffle
 from sharding.order.selection import SelectedOrder, Selection
+from sharding.order.shuffle import Shuffle
 from sharding.plan.split import By
 
 _log = logging.getLogger("dataflow")

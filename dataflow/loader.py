@@ -24,7 +24,7 @@ from dataflow.workers.resumed import Resumed, resumed_from
 from dataflow.workers.settings import WorkerLoader
 from prefetch.control.depth import DepthPolicy
 from sharding.lengths.batching import Batching
-from sharding.order.order import Shuffle
+from sharding.order.shuffle import Shuffle
 from sharding.plan.batch_plan import Tail
 from sharding.topology.topology import Topology
 

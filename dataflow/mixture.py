@@ -18,11 +18,11 @@ import numpy as np
 from dataflow.dataset import OnError, ShardedDataset
 from dataflow.decode.outputs import Output
 from dataflow.sharded import Sharded
-from sharding.mixture.interleaving import ENDLESS, MixtureSpec, Stop
-from sharding.mixture.shares import Weight, exact_numbers, integer_shares, temperature_weights
+from sharding.mixture.interleaving import MixtureSpec, Stop
+from sharding.mixture.shares import ENDLESS, Weight, exact_numbers, integer_shares, temperature_weights
 from sharding.mixture.windows import MixtureWindows, source_seed
-from sharding.order.order import Shuffle
 from sharding.order.selection import SelectedOrder
+from sharding.order.shuffle import Shuffle
 
 Member = Union[ShardedDataset, "Mixture"]
 Weights = Mapping[Member, Weight] | Sequence[Weight]
@@ -163,9 +163,14 @@ class Mixture(Sharded):
             own = source_seed(seed, source)
             return SelectedOrder(self.sources[source].selection, shuffle, seed=own, epoch=source_epoch)
 
-        sizes = [len(source) for source in self.sources]
-        num_blocks = [int(np.count_nonzero(source.selection.num_samples)) for source in self.sources]
-        return MixtureWindows(self.spec.epoch(epoch), epoch, shuffle, sizes, num_blocks, order)
+        return MixtureWindows(
+            self.spec.epoch(epoch),
+            epoch=epoch,
+            shuffle=shuffle,
+            sizes=[len(source) for source in self.sources],
+            num_blocks=[int(np.count_nonzero(source.selection.num_samples)) for source in self.sources],
+            orders=order,
+        )
 
     def __repr__(self) -> str:
         parts = ", ".join(

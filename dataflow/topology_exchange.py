@@ -15,7 +15,7 @@ import numpy as np
 import torch.distributed as dist
 
 from sharding.errors import DataflowError
-from sharding.topology.launchers import Env, Place, detect_place, slurm_switch
+from sharding.topology.launchers import Env, RankPlace, detect_place, slurm_switch
 from sharding.topology.rank_facts import RankFacts, facts_of, placed
 from sharding.topology.replicas import Replicate
 from sharding.topology.topology import Racks, Topology, given_variables
@@ -46,11 +46,11 @@ def detect_topology(
         DataflowError: the exchange failed or timed out.
     """
     env = given_variables(env)
-    if not (dist.is_available() and dist.is_initialized()):
-        return Topology.detect(env, racks=racks, replicate=replicate, sysfs=sysfs, host=host, gpu=gpu)
-    place = _place_in_group(env)
-    here = Topology.at(place, env, racks=racks, replicate=replicate, sysfs=sysfs, host=host, gpu=gpu)
-    if place.world_size == 1:
+    place = _place_in_group(env) if dist.is_available() and dist.is_initialized() else None
+    here = Topology.detect(
+        env, place=place, racks=racks, replicate=replicate, sysfs=sysfs, host=host, gpu=gpu
+    )
+    if place is None or place.world_size == 1:
         return here
     # What is gathered holds Slurm's racks, not this call's: a rack map is looked up here, by host.
     return placed(here, _gathered(facts_of(here)._replace(rack=slurm_switch(env)[0])), racks)
@@ -76,7 +76,7 @@ def data_ranks_of_mesh(mesh: DeviceMesh, *data_dims: str) -> list[int]:
     return [int(rank) for rank in found]
 
 
-def _place_in_group(env: Env) -> Place:
+def _place_in_group(env: Env) -> RankPlace:
     """The launcher's word if it has this rank, else torch.distributed's, which knows no nodes."""
     rank, world = dist.get_rank(), dist.get_world_size()
     try:
@@ -86,7 +86,7 @@ def _place_in_group(env: Env) -> Place:
         place, why = None, str(error)
     if place is not None and (place.rank, place.world_size) == (rank, world):
         return place
-    return Place.alone_on_its_node(rank, world, "torch.distributed", why)
+    return RankPlace.alone_on_its_node(rank, world, "torch.distributed", why)
 
 
 def _gathered(own: RankFacts) -> list[RankFacts]:

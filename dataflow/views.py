@@ -17,7 +17,7 @@ from dataflow.staging.source import Source
 from sharding.catalog.build import Catalog
 from sharding.catalog.predicate import Predicate, blocks_that_may_match
 from sharding.formats.arrow.columns import TabularFormat
-from sharding.order.order import mix_key
+from sharding.order.keyed import mix_key
 from sharding.order.selection import Selection
 from sharding.plan.split import By, split_selection
 

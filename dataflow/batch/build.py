@@ -37,7 +37,7 @@ from prefetch.errors import EngineClosedError
 from prefetch.memory.arena import Arena, rounded_bytes
 from prefetch.memory.iovec import copy_mapped, copy_spans
 from sharding.errors import SampleError, ShardReadError
-from sharding.order.order import uniform
+from sharding.order.keyed import uniform
 
 Array = NDArray[Any]
 _IMAGE_PART = 8

@@ -13,7 +13,7 @@ from prefetch.cache.block_cache import NO_CACHE, CacheStats
 from prefetch.control.depth import Decision
 from prefetch.engine.stats import NOT_STARTED, EngineStats
 from prefetch.store.reader import NO_FAULTS, ReadStats
-from sharding.order.order import Shuffle
+from sharding.order.shuffle import Shuffle
 
 _NOT_IN_FLIGHT = Decision(0, "not started")
 

@@ -19,7 +19,7 @@ from prefetch.memory.arena import Arena
 from sharding.mixture.windows import source_seed
 from sharding.order.order import Order
 from sharding.order.selection import SelectedOrder
-from sharding.plan.next_use import Lanes, lanes_of_seats
+from sharding.plan.next_use import LaneRange, lanes_of_seats
 from sharding.plan.placement import seat_of
 from sharding.topology.topology import Topology
 from sharding.urls import is_local
@@ -115,11 +115,11 @@ def _order(dataset: ShardedDataset, shuffle: Any, seed: int, epoch: int) -> Orde
     return SelectedOrder(dataset.selection, shuffle, seed=seed, epoch=epoch)
 
 
-def _lanes(plan: StreamPlan, num_lanes: int, place: Topology) -> Lanes:
+def _lanes(plan: StreamPlan, num_lanes: int, place: Topology) -> LaneRange:
     """The lanes of this machine's ranks; nodes are taken to have equally many."""
     world = place.data_world_size
     if plan.planner is not None:  # units, not samples, are dealt to ranks
-        return Lanes(0, num_lanes, shared=place.local_world_size > 1)
+        return LaneRange(0, num_lanes, shared=place.local_world_size > 1)
     each = max(1, world // place.num_nodes)
     first = seat_of(place) // each * each
     return lanes_of_seats(range(first, min(world, first + each)), world, num_lanes, plan.batch_size)

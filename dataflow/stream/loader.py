@@ -40,8 +40,8 @@ from prefetch.memory.finalizer import Finalizer
 from sharding.lengths.batching import Batching
 from sharding.lengths.unit_plan import UnitPlan
 from sharding.lengths.units import LengthStats
-from sharding.mixture.interleaving import ENDLESS
-from sharding.order.order import Shuffle
+from sharding.mixture.shares import ENDLESS
+from sharding.order.shuffle import Shuffle
 from sharding.plan.batch_plan import Tail
 from sharding.plan.placement import read_amplification, seat_of
 from sharding.plan.plan import EpochPlan, PlanState, RankPlan

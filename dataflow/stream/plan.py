@@ -8,7 +8,7 @@ from dataflow.dataset import ShardedDataset
 from dataflow.mixture import Mixture
 from sharding.lengths.unit_plan import UnitPlan, UnitPlanner
 from sharding.mixture.windows import MixturePlan, MixtureWindows
-from sharding.order.order import Shuffle
+from sharding.order.shuffle import Shuffle
 from sharding.plan.batch_plan import Dealing, Tail
 from sharding.plan.plan import EpochPlan, RankPlan
 

@@ -21,7 +21,7 @@ from sharding.cached_property import cached_property
 from sharding.catalog.build import Catalog
 from sharding.order.keyed import splitmix64
 from sharding.order.order import Order
-from sharding.plan.next_use import Lanes, next_uses, windows_of_blocks
+from sharding.plan.next_use import LaneRange, next_uses, windows_of_blocks
 
 _WINDOWS_OPEN = 3
 """Windows that are read at the same time: blocks of the oldest of them may still be wanted."""
@@ -36,7 +36,7 @@ class Plan:
     """The order of one of its epochs."""
     samples: float
     """Samples of all sources that are delivered during one epoch of this one."""
-    lanes: Lanes
+    lanes: LaneRange
     sparse: bool
     """Whether single samples are read: they are in no table, and none is known to be needed sooner."""
     _begun: deque[tuple[int, int]] = field(default_factory=lambda: deque(maxlen=_WINDOWS_OPEN))

@@ -20,7 +20,8 @@ from dataflow.staging.block_windows import BlockWindows, Located
 from dataflow.staging.stager import Stager
 from dataflow.staging.window import StagedWindow
 from dataflow.stream.plan import StreamPlan
-from sharding.order.order import Order, windows_touched
+from sharding.order.order import Order
+from sharding.order.windows import windows_touched
 from sharding.plan.plan import EpochPlan, RankPlan
 
 _SPAN_ROWS = 1 << 14

@@ -165,7 +165,7 @@ def inspect_(
       dataflow inspect train.catalog --memory-limit 256MiB --picture plan.html
     """  # noqa: D301 - click wants the control character
     from dataflow.tools.inspect.command import Wish, inspect_source
-    from sharding.order.order import Shuffle
+    from sharding.order.shuffle import Shuffle
 
     if max_samples is not None:
         wish["max_samples"] = max_samples

@@ -141,6 +141,3 @@ def _checked(lengths: NDArray[np.integer]) -> NDArray[np.integer]:
         raise ValueError(f"lengths must be >= 0, got {int(lengths[at])} for sample {at}")
     narrow = not len(lengths) or int(lengths.max()) < 1 << 31
     return lengths.astype(np.int32 if narrow else np.int64)
-
-
-__all__ = ["column_lengths", "resolve_lengths"]

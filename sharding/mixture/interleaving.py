@@ -41,7 +41,7 @@ _CHUNK = 1 << 15  # positions located at a time, so that the temporaries stay in
 
 
 @dataclass(frozen=True)
-class Phase:
+class MixturePhase:
     """Turns of an epoch under one set of shares."""
 
     start: int
@@ -61,7 +61,7 @@ class Interleaving:
     """
 
     def __init__(
-        self, phases: Sequence[Phase], num_samples: int, run_length: int, first: NDArray[np.int64]
+        self, phases: Sequence[MixturePhase], num_samples: int, run_length: int, first: NDArray[np.int64]
     ) -> None:
         self.phases, self.num_samples, self.run_length = tuple(phases), num_samples, run_length
         self.first = np.array(first, np.int64)
@@ -239,19 +239,19 @@ class MixtureSpec:
     def _interleaving(self, at: int, first: NDArray[np.int64]) -> Interleaving:
         if self.stop is None:
             turns = tuple(count // self.run_length for count in self.quota)
-            phases = [Phase(0, quota_pattern(turns))]
+            phases = [MixturePhase(0, quota_pattern(turns))]
             return Interleaving(phases, sum(self.quota), self.run_length, first)
         phases = self._phases(at)
         endless = Interleaving(phases, ENDLESS, self.run_length, np.zeros_like(first))
         return Interleaving(phases, self._length(endless), self.run_length, first)
 
-    def _phases(self, at: int) -> list[Phase]:
+    def _phases(self, at: int) -> list[MixturePhase]:
         """The phases of an epoch that begins at this sample of the training; none is empty."""
         current = max(i for i, (step, _) in enumerate(self.steps) if step <= at)
         starts = [0] + [-(-(step - at) // self.run_length) for step, _ in self.steps[current + 1 :]]
         patterns = [fair_pattern(integer_shares(weights)) for _, weights in self.steps[current:]]
         after = [*starts[1:], ENDLESS]
-        return [Phase(s, p) for s, p, end in zip(starts, patterns, after, strict=True) if s < end]
+        return [MixturePhase(s, p) for s, p, end in zip(starts, patterns, after, strict=True) if s < end]
 
     def _length(self, endless: Interleaving) -> int:
         if self.stop == "never":
@@ -259,6 +259,3 @@ class MixtureSpec:
         lasts = [endless.positions(i, np.array([size - 1])) for i, size in enumerate(self.sizes)]
         ends = [int(last[0]) + 1 for last in lasts if last[0] != _NEVER]
         return min(ends) if self.stop == "first" else max(ends)
-
-
-__all__ = ["ENDLESS", "Interleaving", "MixtureSpec", "Phase", "Stop"]

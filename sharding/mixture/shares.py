@@ -115,7 +115,7 @@ def integer_shares(weights: Sequence[Fraction], limit: int = MAX_PERIOD) -> tupl
     return tuple(shares)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class Pattern:
     """A sequence of turns that repeats. Turns count from 0; thread-safe, O(period) memory."""
 
@@ -171,10 +171,10 @@ def fair_pattern(shares: tuple[int, ...]) -> Pattern:
     first = np.concatenate(([0], np.cumsum(shares))).astype(np.int64)
     nth = np.empty(len(source), np.int64)
     nth[place] = np.arange(len(source)) - first[source[place]]
-    arrays = (np.array(shares, np.int64), source, nth, place, first)
-    for array in arrays:
+    pattern = Pattern(shares=np.array(shares, np.int64), source=source, nth=nth, place=place, first=first)
+    for array in vars(pattern).values():
         array.flags.writeable = False
-    return Pattern(*arrays)
+    return pattern
 
 
 class QuotaPattern:

@@ -22,8 +22,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sharding.mixture.interleaving import Interleaving
-from sharding.order.order import Order, Shuffle, mix_key, windows_touched
-from sharding.order.windows import most_windows
+from sharding.order.keyed import mix_key
+from sharding.order.order import Order
+from sharding.order.shuffle import Shuffle
+from sharding.order.windows import most_windows, windows_touched
 from sharding.plan.batch_plan import BatchPlan, Dealing
 from sharding.plan.plan import RankPlan, Windows
 
@@ -57,6 +59,7 @@ class MixtureWindows:
     def __init__(
         self,
         interleaving: Interleaving,
+        *,
         epoch: int,
         shuffle: Shuffle,
         sizes: Sequence[int],
@@ -241,6 +244,3 @@ class MixturePlan(RankPlan):
         """See `RankPlan.own_slots`; `windows` is the mixture's."""
         taken = self._takes(self._window_positions(window))
         return None if taken.all() else np.flatnonzero(taken)
-
-
-__all__ = ["MixturePlan", "MixtureWindows", "source_seed"]

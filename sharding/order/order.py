@@ -28,13 +28,11 @@ from sharding.order.keyed import (
     keyed_order,
     mix_key,
     mix_runs,
-    splitmix64,
     spread_order,
-    uniform,
 )
 from sharding.order.lanes import Lanes, cut_lanes, deal_evenly, deal_with_exchange
-from sharding.order.shuffle import DEFAULT_WINDOW_BLOCKS, Kind, Shuffle
-from sharding.order.windows import FIRST_WINDOW_BLOCKS, cut_windows, windows_touched
+from sharding.order.shuffle import DEFAULT_WINDOW_BLOCKS, Shuffle
+from sharding.order.windows import cut_windows
 
 _SAMPLES_AT_ONCE = 1 << 21
 """Samples tabulated together: 16 MiB."""
@@ -296,18 +294,3 @@ def _checked_counts(num_samples_per_block: ArrayLike) -> NDArray[np.int64]:
     if counts.size and int(counts.min()) < 0:
         raise ValueError(f"a block cannot hold {int(counts.min())} samples")
     return counts.astype(np.int64)
-
-
-__all__ = [
-    "DEFAULT_WINDOW_BLOCKS",
-    "FIRST_WINDOW_BLOCKS",
-    "Kind",
-    "Order",
-    "Shuffle",
-    "feistel",
-    "keyed_order",
-    "mix_key",
-    "splitmix64",
-    "uniform",
-    "windows_touched",
-]

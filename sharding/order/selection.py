@@ -15,7 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sharding.cached_property import cached_property
-from sharding.order.order import DEFAULT_WINDOW_BLOCKS, Order, Shuffle
+from sharding.order.order import Order
+from sharding.order.shuffle import DEFAULT_WINDOW_BLOCKS, Shuffle
 
 _NO_BITS = -1
 Ints = NDArray[np.int64]
@@ -178,6 +179,3 @@ class SelectedOrder(Order):
         """Block ordinal int32 [k], and row in the stored block int64 [k], of each slot or of those given."""
         ordinal, nth = super().window_samples(window, slots)
         return ordinal, self.selection.rows_of(self.window_blocks(window), ordinal, nth)
-
-
-__all__ = ["SelectedOrder", "Selection"]

@@ -22,7 +22,7 @@ FIRST_WINDOW_BLOCKS = 8
 _Ints = TypeVar("_Ints", NDArray[np.int32], NDArray[np.int64])
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class WindowTable:
     """Where the windows of an epoch lie. All arrays are read-only; about 45 bytes a block."""
 

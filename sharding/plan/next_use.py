@@ -18,7 +18,7 @@ NOT_READ = -1
 
 
 @dataclass(frozen=True)
-class Lanes:
+class LaneRange:
     """The lanes that the ranks of one machine take."""
 
     first: int
@@ -27,16 +27,16 @@ class Lanes:
     """Whether two of these ranks take from one lane, so that a block is read more than once."""
 
 
-def lanes_of_seats(seats: range, world_size: int, num_lanes: int, batch_size: int) -> Lanes:
+def lanes_of_seats(seats: range, world_size: int, num_lanes: int, batch_size: int) -> LaneRange:
     """The lanes of consecutive seats: rank r of w takes the r-th part of each batch, listed by lane."""
     first = seats.start * num_lanes // world_size
     end = -(-seats.stop * num_lanes // world_size)
     even = batch_size * world_size % num_lanes == 0
     inside = all(seat * num_lanes % world_size == 0 for seat in seats[1:])
-    return Lanes(first, end, len(seats) > 1 and not (even and inside))
+    return LaneRange(first, end, len(seats) > 1 and not (even and inside))
 
 
-def windows_of_blocks(order: Order, num_blocks: int, lanes: Lanes) -> NDArray[np.int64]:
+def windows_of_blocks(order: Order, num_blocks: int, lanes: LaneRange) -> NDArray[np.int64]:
     """The first window in which some lanes read each block of the table, int64 [num_blocks]; or `NOT_READ`.
 
     Of a full shuffle, which has no windows: window 0 for all blocks.

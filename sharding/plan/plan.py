@@ -134,7 +134,7 @@ class EpochPlan(RankPlan):
         return np.sort(slots[numbers == window])
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class PlanState:
     """Where a run stands: enough to go on with any number of ranks, constant in size (< 1 KB of JSON)."""
 

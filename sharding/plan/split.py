@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sharding.catalog.table import Catalog
-from sharding.order.order import mix_key, splitmix64
+from sharding.order.keyed import mix_key, splitmix64
 from sharding.order.selection import Selection
 from sharding.urls import file_name
 
@@ -65,6 +65,3 @@ def split_selection(
 def _shard_key(catalog: Catalog, shard: int, seed: int) -> int:
     name = file_name(catalog.shard(shard).url)
     return mix_key(seed, int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little"))
-
-
-__all__ = ["By", "split_selection"]

@@ -102,13 +102,3 @@ def resolve_windows(
 
 def _mib(count: int) -> str:
     return f"{count / (1 << 20):,.1f} MiB" if count >= 1 << 20 else f"{count / (1 << 10):,.1f} KiB"
-
-
-__all__ = [
-    "DEFAULT_LIMIT",
-    "WINDOW_BYTES",
-    "WindowSize",
-    "choose_window_blocks",
-    "deciding_table",
-    "resolve_windows",
-]

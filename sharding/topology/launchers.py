@@ -1,7 +1,7 @@
 """What launchers leave in the environment: the place of a process among the ranks.
 
 A rank is never guessed: a partial or contradictory environment is an error, because a wrong rank trains
-silently on the wrong samples. Where a launcher tells ranks but no nodes, `Place.why_no_node` says so.
+silently on the wrong samples. Where a launcher tells ranks but no nodes, `RankPlace.why_no_node` says so.
 
 torchrun's variables come first, as torchrun is often started inside a Slurm step. Those of MPI launchers
 come before Slurm's: under `mpirun` in a Slurm job, SLURM_PROCID is the rank of mpirun's daemon, one per node.
@@ -23,7 +23,7 @@ _PMI_LOCAL = (("MPI_LOCALRANKID", "MPI_LOCALNRANKS"), ("PMI_LOCAL_RANK", "PMI_LO
 """Local rank and size by MPICH's and Intel MPI's Hydra, and by Cray's PALS."""
 
 
-class Place(NamedTuple):
+class RankPlace(NamedTuple):
     """What a launcher tells. Fields as in `Topology`, unchecked."""
 
     rank: int = 0
@@ -37,12 +37,12 @@ class Place(NamedTuple):
     """Why node and local rank are placeholders; "" if they are what the launcher says or implies."""
 
     @classmethod
-    def alone_on_its_node(cls, rank: int, world_size: int, source: str, why: str = _ONE_A_NODE) -> Place:
+    def alone_on_its_node(cls, rank: int, world_size: int, source: str, why: str = _ONE_A_NODE) -> RankPlace:
         """A rank of which no node is known: alone, it shares nothing by mistake."""
         return cls(rank, world_size, 0, 1, rank, world_size, source, why)
 
 
-def detect_place(env: Env) -> Place:
+def detect_place(env: Env) -> RankPlace:
     """Read the variables of torchrun or DeepSpeed, Open MPI, MPICH or Intel MPI, Slurm; else one process.
 
     Raises `ValueError` for a partial or contradictory environment, naming the variable and the cure.
@@ -51,8 +51,8 @@ def detect_place(env: Env) -> Place:
         if (found := launcher(env)) is not None:
             return found
     if "SLURM_JOB_ID" in env:
-        return Place(source="single process (in a Slurm allocation, but not a task started by srun)")
-    return Place()
+        return RankPlace(source="single process (in a Slurm allocation, but not a task started by srun)")
+    return RankPlace()
 
 
 def slurm_switch(env: Env) -> tuple[str | None, str]:
@@ -71,7 +71,7 @@ def slurm_switch(env: Env) -> tuple[str | None, str]:
     return ".".join(parts[:-1]), ""
 
 
-def _torchrun(env: Env) -> Place | None:
+def _torchrun(env: Env) -> RankPlace | None:
     """RANK, WORLD_SIZE and friends, as torchrun, DeepSpeed, Kubernetes operators and job scripts set them."""
     if "RANK" not in env and "WORLD_SIZE" not in env:
         local = _number(env, "LOCAL_RANK")
@@ -82,7 +82,7 @@ def _torchrun(env: Env) -> Place | None:
     deepspeed = "LOCAL_SIZE" in env and "LOCAL_WORLD_SIZE" not in env  # its own name for the same number
     local_name = "LOCAL_SIZE" if deepspeed else "LOCAL_WORLD_SIZE"
     if "LOCAL_RANK" not in env and local_name not in env:
-        return Place.alone_on_its_node(rank, world, "RANK and WORLD_SIZE (no LOCAL_RANK: one a node)")
+        return RankPlace.alone_on_its_node(rank, world, "RANK and WORLD_SIZE (no LOCAL_RANK: one a node)")
     if local_name not in env and (step := _slurm(env)) and (step.rank, step.world_size) == (rank, world):
         return step  # a job script that copied Slurm's variables
     local, local_world = _together(env, "LOCAL_RANK", local_name)
@@ -91,20 +91,20 @@ def _torchrun(env: Env) -> Place | None:
     if node is None or num_nodes is None:
         node, num_nodes = _placed(rank, world, local, local_world, "RANK")
     source = "DeepSpeed (RANK, LOCAL_SIZE)" if deepspeed else "torchrun (RANK, WORLD_SIZE)"
-    return Place(rank, world, local, local_world, node, num_nodes, source)
+    return RankPlace(rank, world, local, local_world, node, num_nodes, source)
 
 
-def _open_mpi(env: Env) -> Place | None:
+def _open_mpi(env: Env) -> RankPlace | None:
     prefix = "OMPI_COMM_WORLD_"
     if f"{prefix}RANK" not in env and f"{prefix}SIZE" not in env:
         return None
     rank, world = _together(env, f"{prefix}RANK", f"{prefix}SIZE")
     local, local_world = _together(env, f"{prefix}LOCAL_RANK", f"{prefix}LOCAL_SIZE")
     node, num_nodes = _placed(rank, world, local, local_world, f"{prefix}RANK")
-    return Place(rank, world, local, local_world, node, num_nodes, "Open MPI (OMPI_COMM_WORLD_*)")
+    return RankPlace(rank, world, local, local_world, node, num_nodes, "Open MPI (OMPI_COMM_WORLD_*)")
 
 
-def _hydra(env: Env) -> Place | None:
+def _hydra(env: Env) -> RankPlace | None:
     """MPICH and Intel MPI (Hydra), Cray's PALS. `srun --mpi=pmi2` sets PMI_RANK too, but no local names."""
     if "PMI_RANK" not in env:
         return None
@@ -115,15 +115,17 @@ def _hydra(env: Env) -> Place | None:
             return step
     rank, world = _together(env, "PMI_RANK", "PMI_SIZE")
     if names is None:
-        return Place.alone_on_its_node(rank, world, "PMI_RANK and PMI_SIZE (no MPI_LOCALRANKID: one a node)")
+        return RankPlace.alone_on_its_node(
+            rank, world, "PMI_RANK and PMI_SIZE (no MPI_LOCALRANKID: one a node)"
+        )
     local, local_world = _together(env, *names)
     node, num_nodes = _placed(rank, world, local, local_world, "PMI_RANK")
-    return Place(
+    return RankPlace(
         rank, world, local, local_world, node, num_nodes, f"MPICH or Intel MPI (PMI_RANK, {names[0]})"
     )
 
 
-def _slurm(env: Env) -> Place | None:
+def _slurm(env: Env) -> RankPlace | None:
     """The task of an `srun` step.
 
     sbatch and salloc set SLURM_NTASKS and even SLURM_PROCID=0 in their single shell, which is no task of a
@@ -142,12 +144,12 @@ def _slurm(env: Env) -> Place | None:
     rank, world = _together(env, "SLURM_PROCID", size_name)
     nodes_name = "SLURM_STEP_NUM_NODES" if "SLURM_STEP_NUM_NODES" in env else "SLURM_NNODES"
     if "SLURM_NODEID" not in env and nodes_name not in env and world == 1:
-        return Place(source="Slurm (srun step)")
+        return RankPlace(source="Slurm (srun step)")
     node, num_nodes = _together(env, "SLURM_NODEID", nodes_name)
     if (local := _number(env, "SLURM_LOCALID")) is None:
         raise ValueError(f"SLURM_LOCALID is not set in an srun step of {world} tasks: {_CURE}")
     local_world = _slurm_tasks_on(env, node, num_nodes, world)
-    return Place(rank, world, local, local_world, node, num_nodes, "Slurm (srun step)")
+    return RankPlace(rank, world, local, local_world, node, num_nodes, "Slurm (srun step)")
 
 
 def _slurm_tasks_on(env: Env, node: int, num_nodes: int, world: int) -> int:

@@ -15,12 +15,12 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import KW_ONLY, dataclass, field, fields
 from itertools import islice
 from typing import Any
 
 from sharding.topology.hardware import read_hardware
-from sharding.topology.launchers import Env, Place, detect_place, slurm_switch
+from sharding.topology.launchers import Env, RankPlace, detect_place, slurm_switch
 from sharding.topology.replicas import Replicate, checked_replicate, data_place, data_ranks
 
 Racks = Mapping[str, str] | Callable[[str], str | None]
@@ -46,6 +46,7 @@ class Topology:
     """This process on its node, in [0, local_world_size)."""
     local_world_size: int = 1
     """Processes on this node: those that share its memory, disk and network."""
+    _: KW_ONLY
     node: int = 0
     """This node, in [0, num_nodes)."""
     num_nodes: int = 1
@@ -128,6 +129,7 @@ class Topology:
         cls,
         env: Env | None = None,
         *,
+        place: RankPlace | None = None,
         racks: Racks | None = None,
         replicate: Replicate = 1,
         sysfs: str = "/sys",
@@ -141,6 +143,7 @@ class Topology:
 
         Args:
             env: the environment to read; `os.environ` when None.
+            place: of this process, where it is known already; None: what the launcher's variables say.
             racks: host -> rack; None: Slurm's switches, where it has them.
             replicate: which ranks get the same batches: R for each R consecutive ranks, the data rank of
                 every rank, or a `DataParallel(rank, size)`.
@@ -152,31 +155,7 @@ class Topology:
         Raises `ValueError` for a partial or contradictory environment, naming the variable and the cure.
         """
         env = given_variables(env)
-        return cls.at(
-            detect_place(env),
-            env,
-            racks=racks,
-            replicate=replicate,
-            sysfs=sysfs,
-            host=host,
-            cpus=cpus,
-            gpu=gpu,
-        )
-
-    @classmethod
-    def at(
-        cls,
-        place: Place,
-        env: Env,
-        *,
-        racks: Racks | None = None,
-        replicate: Replicate = 1,
-        sysfs: str = "/sys",
-        host: str | None = None,
-        cpus: Iterable[int] | None = None,
-        gpu: str | None = None,
-    ) -> Topology:
-        """As `detect`, for a process whose place is known already."""
+        place = place or detect_place(env)
         host = platform.node() if host is None else host
         known: dict[str, Any] = {"host": None if host in _NO_NAMES else host}
         why = dict.fromkeys(_OF_ALL_RANKS, _NOT_GATHERED)
@@ -196,7 +175,9 @@ class Topology:
                 why[every] = why[one]
         if place.world_size == 1:
             known["numa_nodes_of_ranks"] = (known["numa_node"],)
-        return cls(*place[:7], replicate, **known, reasons=tuple(why.items()))
+        told = place._asdict()
+        del told["why_no_node"]
+        return cls(**told, replicate=replicate, **known, reasons=tuple(why.items()))
 
     @classmethod
     def even(
@@ -212,8 +193,8 @@ class Topology:
             world_size,
             local,
             per_node,
-            node,
-            num_nodes,
+            node=node,
+            num_nodes=num_nodes,
             source="made up: equal nodes",
             replicate=replicate,
             hosts=tuple(f"node{i}" for i in range(num_nodes)),

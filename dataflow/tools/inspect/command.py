@@ -26,7 +26,8 @@ from dataflow.tools.terminal import pictures
 from dataflow.tools.terminal.indexing import bytes_text
 from sharding.catalog.table import Catalog
 from sharding.order.keyed import keyed_order
-from sharding.order.order import Order, Shuffle
+from sharding.order.order import Order
+from sharding.order.shuffle import Shuffle
 from sharding.plan.placement import HotSpot
 from sharding.plan.plan import EpochPlan
 from sharding.plan.window_size import resolve_windows

@@ -11,7 +11,8 @@ from dataflow import Bucketed, Packed, Ragged, TokenBudget
 from dataflow.batch.packed import batch_columns
 from sharding.lengths.column_lengths import resolve_lengths
 from sharding.lengths.unit_plan import UnitPlan, UnitSequence, epoch_lengths
-from sharding.order.order import Order, Shuffle
+from sharding.order.order import Order
+from sharding.order.shuffle import Shuffle
 from tests.datasets_kit import MAKERS
 
 FORMATS = {"parquet": "lst", "megatron": "tokens", "tar": "bin"}

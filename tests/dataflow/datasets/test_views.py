@@ -32,8 +32,8 @@ from hypothesis import given, strategies as st
 
 from dataflow import DataLoader, ShardedDataset, TokenBudget
 from prefetch.store.reader import StoreReader
-from sharding.order.order import Shuffle
 from sharding.order.selection import SelectedOrder, Selection
+from sharding.order.shuffle import Shuffle
 
 
 @pytest.fixture

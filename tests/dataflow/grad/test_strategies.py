@@ -189,7 +189,13 @@ def on_nodes(nodes):
     rank = dist.get_rank()
     node, here = nodes[rank], [r for r, on in enumerate(nodes) if on == nodes[rank]]
     return Topology(
-        rank, len(nodes), here.index(rank), len(here), node, len(set(nodes)), nodes_of_ranks=nodes
+        rank,
+        len(nodes),
+        here.index(rank),
+        len(here),
+        node=node,
+        num_nodes=len(set(nodes)),
+        nodes_of_ranks=nodes,
     )
 
 

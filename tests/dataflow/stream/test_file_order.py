@@ -75,7 +75,8 @@ def test_false_none_and_the_shuffle_none_are_one_order(ints: Made) -> None:
 def test_ranks_that_are_numbered_across_nodes_take_their_parts_by_rank(ints: Made) -> None:
     """Not by seat: a shuffle seats ranks node by node, and what is gathered by rank would be out of order."""
     places = [
-        Topology(r, 4, r // 2, 2, r % 2, 2, hosts=("a", "b"), nodes_of_ranks=(0, 1, 0, 1)) for r in range(4)
+        Topology(r, 4, r // 2, 2, node=r % 2, num_nodes=2, hosts=("a", "b"), nodes_of_ranks=(0, 1, 0, 1))
+        for r in range(4)
     ]
     assert [seat_of(place) for place in places] == [0, 2, 1, 3]
     assert gathered(of_all_ranks(ints.open(), 3, places))[: len(ints.samples)] == ints.samples

@@ -18,7 +18,7 @@ import pytest
 from dataflow import DataLoader, ShardedDataset, Shuffle
 from dataflow.state_checksum import checked_fields, with_checksum
 from sharding.errors import ShardChangedError
-from sharding.order.order import windows_touched
+from sharding.order.windows import windows_touched
 from tests.datasets_kit import MAKERS, rows_of
 from tests.http_kit import WAIT_S, Asked, RangeServer, serving
 

@@ -25,7 +25,8 @@ from dataflow.tools.inspect.read_cost import (
 )
 from sharding.catalog.table import BlockTable
 from sharding.order.keyed import keyed_order
-from sharding.order.order import Order, Shuffle
+from sharding.order.order import Order
+from sharding.order.shuffle import Shuffle
 from sharding.plan.plan import EpochPlan
 
 TOGETHER = 7

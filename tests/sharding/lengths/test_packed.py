@@ -9,7 +9,8 @@ from dataflow.batch.packed import batch_columns, cut, packed, padded
 from dataflow.ragged import Ragged
 from sharding.lengths.batching import Bucketed, Packed, TokenBudget
 from sharding.lengths.unit_plan import UnitPlan, UnitSequence, epoch_lengths
-from sharding.order.order import Order, Shuffle
+from sharding.order.order import Order
+from sharding.order.shuffle import Shuffle
 
 documents = st.lists(st.integers(0, 20), min_size=1, max_size=40)
 

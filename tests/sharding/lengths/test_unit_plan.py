@@ -11,7 +11,8 @@ from hypothesis import given, strategies as st
 from sharding.lengths import units as units_module
 from sharding.lengths.batching import Bucketed, Packed, TokenBudget
 from sharding.lengths.unit_plan import UnitPlan, UnitPlanner, UnitSequence, epoch_lengths
-from sharding.order.order import Order, Shuffle
+from sharding.order.order import Order
+from sharding.order.shuffle import Shuffle
 
 TAILS = ["drop", "pad", "even", "uneven"]
 BATCHINGS = [

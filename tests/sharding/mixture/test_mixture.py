@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 from hypothesis import assume, given, settings, strategies as st
 
-from sharding.mixture.interleaving import ENDLESS, Interleaving, MixtureSpec
+from sharding.mixture.interleaving import Interleaving, MixtureSpec
 from sharding.mixture.shares import (
+    ENDLESS,
     MAX_PERIOD,
     QuotaPattern,
     exact_weights,
@@ -23,7 +24,8 @@ from sharding.mixture.shares import (
     temperature_weights,
 )
 from sharding.mixture.windows import MixturePlan, MixtureWindows, source_seed
-from sharding.order.order import Order, Shuffle
+from sharding.order.order import Order
+from sharding.order.shuffle import Shuffle
 from sharding.plan.batch_plan import Tail
 
 SHARES = st.lists(st.integers(0, 60), min_size=1, max_size=20).filter(any)
@@ -282,8 +284,14 @@ def windows_of(
     def order(source: int, source_epoch: int) -> Order:
         return Order(blocks[source], shuffle, seed=source_seed(seed, source), epoch=source_epoch)
 
-    num_blocks = [np.count_nonzero(counts) for counts in blocks]
-    return MixtureWindows(spec.epoch(epoch), epoch, shuffle, [sum(c) for c in blocks], num_blocks, order)
+    return MixtureWindows(
+        spec.epoch(epoch),
+        epoch=epoch,
+        shuffle=shuffle,
+        sizes=[sum(counts) for counts in blocks],
+        num_blocks=[np.count_nonzero(counts) for counts in blocks],
+        orders=order,
+    )
 
 
 def samples_at(windows: MixtureWindows, positions: np.ndarray[Any, Any]) -> list[tuple[tuple[int, int], int]]:

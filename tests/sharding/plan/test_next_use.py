@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from sharding.order.order import Order, Shuffle
-from sharding.plan.next_use import NOT_READ, Lanes, lanes_of_seats, next_uses, windows_of_blocks
+from sharding.order.order import Order
+from sharding.order.shuffle import Shuffle
+from sharding.plan.next_use import NOT_READ, LaneRange, lanes_of_seats, next_uses, windows_of_blocks
 from sharding.plan.plan import EpochPlan
 
 
@@ -56,17 +57,17 @@ def test_a_block_is_needed_by_the_lanes_of_a_machine_when_its_ranks_take_it(
 @pytest.mark.parametrize(
     ("seats", "world", "lanes", "batch", "expected"),
     [
-        (range(1), 1, 8, 4, Lanes(0, 8, shared=False)),
-        (range(2), 2, 8, 4, Lanes(0, 8, shared=False)),
-        (range(2, 4), 4, 8, 4, Lanes(4, 8, shared=False)),
-        (range(2), 2, 1, 4, Lanes(0, 1, shared=True)),
-        (range(8), 16, 8, 4, Lanes(0, 4, shared=True)),
-        (range(2), 2, 8, 3, Lanes(0, 8, shared=True)),  # the lanes do not divide the batch
-        (range(1), 3, 8, 8, Lanes(0, 3, shared=False)),
+        (range(1), 1, 8, 4, LaneRange(0, 8, shared=False)),
+        (range(2), 2, 8, 4, LaneRange(0, 8, shared=False)),
+        (range(2, 4), 4, 8, 4, LaneRange(4, 8, shared=False)),
+        (range(2), 2, 1, 4, LaneRange(0, 1, shared=True)),
+        (range(8), 16, 8, 4, LaneRange(0, 4, shared=True)),
+        (range(2), 2, 8, 3, LaneRange(0, 8, shared=True)),  # the lanes do not divide the batch
+        (range(1), 3, 8, 8, LaneRange(0, 3, shared=False)),
     ],
 )
 def test_ranks_share_lanes_where_the_boundary_between_them_is_inside_one(
-    seats: range, world: int, lanes: int, batch: int, expected: Lanes
+    seats: range, world: int, lanes: int, batch: int, expected: LaneRange
 ) -> None:
     assert lanes_of_seats(seats, world, lanes, batch) == expected
 
@@ -81,5 +82,5 @@ def test_a_block_is_needed_in_this_epoch_else_in_the_next_else_never() -> None:
 
 def test_a_full_shuffle_needs_every_block_all_the_time() -> None:
     order = Order([SAMPLES] * 10, Shuffle("full"), seed=3, epoch=0)
-    windows = windows_of_blocks(order, 10, Lanes(0, 1, shared=False))
+    windows = windows_of_blocks(order, 10, LaneRange(0, 1, shared=False))
     assert windows.tolist() == [0] * 10

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from sharding.order.order import Order, Shuffle
+from sharding.order.order import Order
+from sharding.order.shuffle import Shuffle
 from sharding.plan.placement import hot_spot, read_amplification, reads_by_node, seats
 from sharding.plan.plan import EpochPlan
 

@@ -2,12 +2,14 @@
 
 import json
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from sharding.order.order import Order, Shuffle
+from sharding.order.order import Order
+from sharding.order.shuffle import Shuffle
 from sharding.plan.plan import EpochPlan, PlanState
 
 TAILS = ["drop", "pad", "even", "uneven"]
@@ -364,7 +366,14 @@ STATE = PlanState(
 @pytest.mark.parametrize("fingerprint", ["", "f" * 128, '"' * 128])
 def test_a_state_survives_json_and_stays_small(seed, fingerprint):
     most = 2**63 - 1
-    state = PlanState(seed, most, most, most, Shuffle("window", 2**31 - 1, 4096, 1 / 3), fingerprint)
+    state = PlanState(
+        seed=seed,
+        epoch=most,
+        position=most,
+        num_samples=most,
+        shuffle=Shuffle("window", 2**31 - 1, 4096, 1 / 3),
+        fingerprint=fingerprint,
+    )
     text = json.dumps(state.to_json())
     assert PlanState.from_json(json.loads(text)) == state
     assert len(text) < 1024
@@ -385,7 +394,7 @@ def test_the_states_json_is_pinned():
 def test_a_state_rebuilds_the_order_it_was_made_with():
     table = [5] * 100
     order = Order(table, Shuffle(), seed=7, epoch=3, window_blocks=16)
-    saved = PlanState(7, 3, 40, order.num_samples, order.shuffle).to_json()
+    saved = replace(STATE, position=40, num_samples=order.num_samples, shuffle=order.shuffle).to_json()
     state = PlanState.from_json(json.loads(json.dumps(saved)))
     again = Order(table, state.shuffle, seed=state.seed, epoch=state.epoch, window_blocks=999)
     everywhere = np.arange(500)
@@ -431,7 +440,7 @@ def test_json_that_is_no_state_is_refused():
 
 def test_a_state_made_by_hand_needs_a_shuffle():
     with pytest.raises(ValueError, match="shuffle must be a Shuffle, got 'none'"):
-        PlanState(0, 0, 0, 0, "none")
+        PlanState(seed=0, epoch=0, position=0, num_samples=0, shuffle="none")
 
 
 @given(st.integers(1, 400), st.integers(1, 12), small, st.integers(1, 8), st.data())

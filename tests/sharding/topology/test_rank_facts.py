@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, strategies as st
 
-from sharding.topology.launchers import Place, slurm_switch
+from sharding.topology.launchers import RankPlace, slurm_switch
 from sharding.topology.rank_facts import facts_of, placed
 from sharding.topology.replicas import DataParallel
 from sharding.topology.topology import Topology, ranges
@@ -251,7 +251,7 @@ def test_switches_of_all_nodes_come_with_the_exchange():
 )
 def test_facts_about_all_ranks_must_fit_this_one(fields, says):
     with pytest.raises(ValueError, match=says):
-        Topology(0, 4, 0, 2, 0, 2, **fields)
+        Topology(0, 4, 0, 2, node=0, num_nodes=2, **fields)
 
 
 @given(st.integers(1, 5), st.integers(1, 4), st.data())
@@ -304,7 +304,7 @@ def test_a_topology_of_sixteen_thousand_ranks_is_made_from_facts():
         facts_of(views[0])._replace(node=r // 8, num_nodes=2048, local_world_size=8) for r in range(16384)
     ]
     facts = [fact._replace(local_rank=r % 8, host=f"n{r // 8}") for r, fact in enumerate(facts)]
-    place = Topology.at(Place(9, 16384, 1, 8, 1, 2048, "x"), {}, host="n1", sysfs=BARE)
+    place = Topology.detect({}, place=RankPlace(9, 16384, 1, 8, 1, 2048, "x"), host="n1", sysfs=BARE)
     found = placed(place, facts)
     assert found.nodes_of_ranks == tuple(r // 8 for r in range(16384))
     assert len(found.describe()) < 2000

@@ -202,6 +202,7 @@ def test_impossible_topologies_are_refused(fields, says):
 
 def test_every_rank_of_a_world_is_accepted_and_a_topology_is_a_value():
     for rank in range(8):
-        t = Topology(rank, 8, rank % 4, 4, rank // 4, 2)
-        assert t == Topology(*numbers(t))
-        assert hash(t) == hash(Topology(*numbers(t)))
+        t = Topology(rank, 8, rank % 4, 4, node=rank // 4, num_nodes=2)
+        again = Topology(rank, 8, rank % 4, 4, node=rank // 4, num_nodes=2)
+        assert t == again
+        assert hash(t) == hash(again)
