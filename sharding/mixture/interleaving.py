@@ -37,7 +37,7 @@ from sharding.mixture.shares import (
 Stop = Literal["first", "all", "never"]
 
 _NEVER = -1
-_CHUNK = 1 << 15  # positions located at a time, so that the temporaries stay in the L2 cache
+_CHUNK = 1 << 15  # indices looked up at a time: their temporaries stay in the L2 cache, a third of the time
 
 
 @dataclass(frozen=True)
@@ -77,18 +77,14 @@ class Interleaving:
         """The source of each position, int32 [n], and the sample's index in it, int64 [n].
 
         Indices count through all epochs: index // size is the source's own epoch. Positions come in any
-        order. Raises `IndexError` for a position that is not in [0, num_samples).
+        order; few at a time are fastest, whose temporaries stay in the L2 cache. Raises `IndexError` for a
+        position that is not in [0, num_samples).
         """
         positions = np.asarray(positions, np.int64)
         if positions.size and not 0 <= int(positions.min()) <= int(positions.max()) < self.num_samples:
             raise IndexError(f"positions must be in [0, {self.num_samples})")
-        source, index = np.empty(len(positions), np.int32), np.empty(len(positions), np.int64)
-        for at in range(0, len(positions), _CHUNK):
-            part = slice(at, at + _CHUNK)
-            source[part], index[part] = self._locate(positions[part])
-        return source, index
-
-    def _locate(self, positions: NDArray[np.int64]) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+        if not len(positions):
+            return np.empty(0, np.int32), np.empty(0, np.int64)
         turns = positions // self.run_length if self.run_length > 1 else positions
         first, last = np.searchsorted(self._starts, (turns.min(), turns.max()), side="right") - 1
         if first == last:
@@ -183,9 +179,9 @@ class MixtureSpec:
         schedule = weights if isinstance(weights, Mapping) else {0: weights}
         if 0 not in schedule or min(schedule) < 0:
             raise ValueError(f"a schedule must begin at step 0, got steps {sorted(schedule)}")
-        for given in schedule.values():
-            if len(given) != len(sizes):
-                raise ValueError(f"there are {len(sizes)} sources, but weights {list(given)}")
+        for of_sources in schedule.values():
+            if len(of_sources) != len(sizes):
+                raise ValueError(f"there are {len(sizes)} sources, but weights {list(of_sources)}")
         steps = tuple((step, exact_weights(schedule[step])) for step in sorted(schedule))
         return cls(tuple(sizes), steps, stop=stop, run_length=run_length)
 

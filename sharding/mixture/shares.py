@@ -264,10 +264,10 @@ def _chairman_assignment(shares: NDArray[np.int64]) -> NDArray[np.int32]:
     urgency = (must_come * len(shares) + source)[order].tolist()
     coming = np.searchsorted(may_come[order], np.arange(period), side="right").tolist()
     waiting: list[int] = []
-    turns, seen = [], 0
+    turns, start = [], 0
     for stop in coming:
-        for candidate in urgency[seen:stop]:
+        for candidate in urgency[start:stop]:
             heapq.heappush(waiting, candidate)
-        seen = stop
+        start = stop
         turns.append(heapq.heappop(waiting))
     return (np.array(turns) % len(shares)).astype(np.int32)

@@ -166,14 +166,14 @@ class MixtureBatchPlan(BatchPlan):
     def takes(self, positions: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Whether the rank's batches take each position, padding left out, bool [n]; -1 never is."""
         batch, offset = np.divmod(positions - self.start, self.global_batch_size)
-        taken = (positions >= self.start) & (batch < self.num_full)
+        mask = (positions >= self.start) & (batch < self.num_full)
         if self.world_size > 1:
-            at = np.flatnonzero(taken)
+            at = np.flatnonzero(mask)
             numbers, which = np.unique(batch[at], return_inverse=True)
-            taken[at] = self._is_own(numbers, which, offset[at])
+            mask[at] = self._is_own(numbers, which, offset[at])
         if len(self.own_tail):
-            taken |= np.isin(positions, self.own_tail)
-        return taken
+            mask |= np.isin(positions, self.own_tail)
+        return mask
 
     def _is_own(
         self, batches: NDArray[np.int64], which: NDArray[np.int64], offset: NDArray[np.int64]
@@ -242,5 +242,5 @@ class MixturePlan(RankPlan):
 
     def own_slots(self, window: int, windows: Windows | None = None) -> NDArray[np.int64] | None:
         """See `RankPlan.own_slots`; `windows` is the mixture's."""
-        taken = self._takes(self._window_positions(window))
-        return None if taken.all() else np.flatnonzero(taken)
+        mask = self._takes(self._window_positions(window))
+        return None if mask.all() else np.flatnonzero(mask)

@@ -127,9 +127,8 @@ def feistel(index: NDArray[np.uint64], n: int, key: int, rounds: int = 12) -> ND
         part[:] = _feistel_pass(part, bits, keys)
         outside = np.flatnonzero(part >= n)
         while outside.size:
-            walked = _feistel_pass(part[outside], bits, keys)
-            part[outside] = walked
-            outside = outside[walked >= n]
+            part[outside] = _feistel_pass(part[outside], bits, keys)
+            outside = outside[part[outside] >= n]
     return out.reshape(index.shape)
 
 
@@ -139,13 +138,13 @@ def _feistel_pass(x: NDArray[np.uint64], bits: int, keys: list[np.uint64]) -> ND
     masks = np.uint64((1 << bits // 2) - 1), np.uint64((1 << width) - 1)
     halves = [x >> np.uint64(width), x & masks[1]]
     for r, key in enumerate(keys):
-        changed, kept = r % 2, halves[1 - r % 2]
-        h = (kept ^ key) * np.uint64(_MUL1)
+        side, other = r % 2, halves[1 - r % 2]
+        h = (other ^ key) * np.uint64(_MUL1)
         h ^= h >> np.uint64(32)
         h *= np.uint64(_MUL2)
         h >>= np.uint64(32)
-        h &= masks[changed]
-        halves[changed] ^= h
+        h &= masks[side]
+        halves[side] ^= h
     return (halves[0] << np.uint64(width)) | halves[1]
 
 

@@ -242,8 +242,8 @@ class Order:
         cells, places = table.find(positions)
         out = np.empty(len(positions), np.int64)
         for first, last in self._in_groups(cells):
-            found = (cells >= first) & (cells < last)
-            at = slice(None) if found.all() else np.flatnonzero(found)
+            inside = (cells >= first) & (cells < last)
+            at = slice(None) if inside.all() else np.flatnonzero(inside)
             out[at] = self._sample_numbers(cells[at], places[at], first, last)
         return out
 
@@ -258,6 +258,8 @@ class Order:
         self, cells: NDArray[np.int64], places: NDArray[np.int64], first: int, last: int
     ) -> NDArray[np.int64]:
         """Sample numbers at places in cells of [first, last), by a table of all samples of those touched."""
+        # A keyed order is a sort, which tells nothing of one sample alone: a cell is mixed whole, and once
+        # for all of its positions. `shift` leads from a place in the lanes to one in the tables side by side.
         shift, size, tables = np.zeros(last - first, np.int64), 0, []
         for cell in _which(cells, first, last):
             window = int(cell) % self.num_windows
@@ -282,9 +284,10 @@ class Order:
 
 def _which(numbers: NDArray[np.int64], first: int, last: int) -> NDArray[np.int64]:
     """The different numbers in [first, last) among some of them, ascending."""
-    seen = np.zeros(last - first, bool)
-    seen[numbers - first] = True
-    return np.flatnonzero(seen) + first
+    # Not by `unique`: it sorts, and there are as many numbers as positions that were asked for.
+    mask = np.zeros(last - first, bool)
+    mask[numbers - first] = True
+    return np.flatnonzero(mask) + first
 
 
 def _checked_counts(num_samples_per_block: ArrayLike) -> NDArray[np.int64]:

@@ -36,13 +36,13 @@ class Selection:
         """[blocks] kept samples of each block."""
         self._first_byte = np.full(len(total), _NO_BITS, np.int64)
         pieces, at = [], 0
-        for block, kept in sorted(rows.items()):
+        for block, own in sorted(rows.items()):
             size = int(total[block])
-            self.num_samples[block] = size if kept is None else len(kept)
-            if kept is None or len(kept) in (0, size):
+            self.num_samples[block] = size if own is None else len(own)
+            if own is None or len(own) in (0, size):
                 continue
             mask = np.zeros(size, bool)
-            mask[kept] = True
+            mask[own] = True
             pieces.append(np.packbits(mask))
             self._first_byte[block], at = at, at + len(pieces[-1])
         self._bits = np.concatenate(pieces) if pieces else np.zeros(0, np.uint8)
@@ -108,9 +108,9 @@ class Selection:
         """Row in its block of the `nth[i]`-th kept sample of `blocks[ordinal[i]]`, int64 [n]."""
         if not len(self._bits):
             return nth
-        kept = [self.rows(block) for block in blocks.tolist()]
-        first = np.cumsum([0, *map(len, kept)])
-        rows: Ints = np.concatenate([*kept, np.zeros(0, np.int64)])[first[ordinal] + nth]
+        parts = [self.rows(block) for block in blocks.tolist()]
+        first = np.cumsum([0, *map(len, parts)])
+        rows: Ints = np.concatenate([*parts, np.zeros(0, np.int64)])[first[ordinal] + nth]
         return rows
 
     # ---- smaller selections --------------------------------------------------------------------------
@@ -137,10 +137,10 @@ class Selection:
         """The kept samples that a function of (block, its kept rows) says True to; called block by block."""
         rows: dict[int, Ints | None] = {}
         for block in np.flatnonzero(self.num_samples).tolist():
-            kept = self.rows(block)
-            mask = keep(block, kept)
+            own = self.rows(block)
+            mask = keep(block, own)
             if mask.any():
-                rows[block] = None if mask.all() and self._is_whole(block) else kept[mask]
+                rows[block] = None if mask.all() and self._is_whole(block) else own[mask]
         return Selection(self._total, rows)
 
     def of_blocks(self, blocks: NDArray[np.bool_]) -> Selection:

@@ -7,8 +7,8 @@ lanes is a constant unless the user says otherwise, so that one machine and fort
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Literal, cast, get_args
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Literal, get_args
 
 Kind = Literal["window", "full", "blocks", "none"]
 
@@ -86,22 +86,15 @@ class Shuffle:
 
     def to_json(self) -> dict[str, object]:
         """The value as JSON types."""
-        return {
-            "kind": self.kind,
-            "window_blocks": self.window_blocks,
-            "canonical_nodes": self.canonical_nodes,
-            "exchange": float(self.exchange),
-        }
+        return asdict(self) | {"exchange": float(self.exchange)}
 
     @classmethod
     def from_json(cls, value: object) -> Shuffle:
         """The inverse of `to_json`. Raises `ValueError` saying what is wrong."""
-        names = {"kind", "window_blocks", "canonical_nodes", "exchange"}
+        names = {one.name for one in fields(cls)}
         if not isinstance(value, Mapping) or set(value) != names:
             raise ValueError(f"a shuffle must be an object with {', '.join(sorted(names))}, got {value!r}")
-        return cls(
-            cast(Kind, value["kind"]), value["window_blocks"], value["canonical_nodes"], value["exchange"]
-        )
+        return cls(**value)
 
 
 def _check_count(name: str, value: object, most: int) -> None:

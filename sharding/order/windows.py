@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,8 +17,6 @@ from sharding.order.lanes import Lanes
 
 FIRST_WINDOW_BLOCKS = 8
 """Blocks in the first window of an epoch, or one a lane; each next window doubles up to the full size."""
-
-_Ints = TypeVar("_Ints", NDArray[np.int32], NDArray[np.int64])
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -56,9 +53,14 @@ class WindowTable:
     read_start: NDArray[np.int64]
     """[windows + 1]: reads in the windows before."""
 
+    def __post_init__(self) -> None:
+        for value in vars(self).values():
+            if isinstance(value, np.ndarray):
+                value.setflags(write=False)
+
     @property
     def num_lanes(self) -> int:
-        """Lanes."""
+        """Lanes of the epoch."""
         return len(self.lane_bounds) - 1
 
     def cells(self, window: int) -> NDArray[np.int64]:
@@ -154,20 +156,20 @@ def cut_windows(
     ordinal, read_turn, read_start = _reads(window, lanes.turn, num_windows)
     return WindowTable(
         num_windows=num_windows,
-        lane_bounds=_frozen(lanes.bounds),
-        cell_start=_frozen(cell_start),
-        cell_piece=_frozen(cell_piece),
-        cell_slot=_frozen(slot),
-        slot_of_place=_frozen(slot - cell_start[:-1]),
-        grid=_frozen(grid),
+        lane_bounds=lanes.bounds,
+        cell_start=cell_start,
+        cell_piece=cell_piece,
+        cell_slot=slot,
+        slot_of_place=slot - cell_start[:-1],
+        grid=grid,
         grid_shift=shift,
-        num_slots=_frozen(slots.sum(axis=0)),
-        piece_start=_frozen(lanes.start),
-        piece_block=_frozen(blocks[lanes.turn]),
-        piece_row=_frozen(lanes.row),
-        piece_ordinal=_frozen(ordinal),
-        read_block=_frozen(blocks[read_turn]),
-        read_start=_frozen(read_start),
+        num_slots=slots.sum(axis=0),
+        piece_start=lanes.start,
+        piece_block=blocks[lanes.turn],
+        piece_row=lanes.row,
+        piece_ordinal=ordinal,
+        read_block=blocks[read_turn],
+        read_start=read_start,
     )
 
 
@@ -199,10 +201,12 @@ def _window_of_piece(
     num_lanes = len(lanes.bounds) - 1
     first_block = _first_blocks(len(sizes), window_blocks, num_lanes)
     begin = np.concatenate(([0], np.cumsum(sizes)))[first_block]
-    middle = lanes.start[:-1] + lanes.start[1:] - 2 * lanes.bounds[lane]  # twice, to stay integer
+    # By the middle: cut by their first or last samples, lanes would be up to a whole block apart. Twice the
+    # middle, and in positions of all lanes, so that every comparison is one of integers, alike everywhere.
+    middle = lanes.start[:-1] + lanes.start[1:] - 2 * lanes.bounds[lane]
     window = np.searchsorted(2 * begin, middle * num_lanes, side="right") - 1
-    seen = np.bincount(window, minlength=1) > 0
-    return (np.cumsum(seen) - 1)[window]
+    in_use = np.bincount(window, minlength=1) > 0
+    return (np.cumsum(in_use) - 1)[window]
 
 
 def _first_blocks(num_blocks: int, window_blocks: int, num_lanes: int) -> NDArray[np.int64]:
@@ -228,6 +232,7 @@ def _grid(
     longest = int(np.diff(lane_bounds).max())
     shift = max(0, (longest // max(1, 4 * num_windows)).bit_length() - 1)
     depths = np.arange((longest >> shift) + 1) << shift
+    # The earliest of all lanes: one grid serves them all, and `find` steps forward only.
     grid = np.full(len(depths), max(0, num_windows - 1))
     for lane, first in enumerate(lane_bounds[:-1].tolist()):
         ends = cell_start[lane * num_windows + 1 : (lane + 1) * num_windows + 1] - first
@@ -259,8 +264,3 @@ def _lane_and_depth(
     if num_lanes == 1 << shift:  # dividing takes ten times as long as shifting
         return positions & (num_lanes - 1), positions >> shift
     return positions % num_lanes, positions // num_lanes
-
-
-def _frozen(array: _Ints) -> _Ints:
-    array.setflags(write=False)
-    return array

@@ -158,8 +158,8 @@ def _pieces_from(
         cell = np.searchsorted(table.cell_piece, pieces, side="right") - 1
         begin, end = table.cell_start[cell], table.cell_start[cell + 1]
     first = max(0, -(-(start - lane) // order.num_lanes))
-    done = table.lane_bounds[lane] + first
-    return table.piece_block[pieces], np.maximum(begin - done, 0), np.maximum(end - done, 0), first
+    origin = table.lane_bounds[lane] + first
+    return table.piece_block[pieces], np.maximum(begin - origin, 0), np.maximum(end - origin, 0), first
 
 
 def _counter(mine: NDArray[np.bool_]) -> Callable[[NDArray[np.int64]], NDArray[np.int64]]:
@@ -203,7 +203,9 @@ def hot_spot(labels: ArrayLike, ahead: int) -> HotSpot:
     num_reads, run = len(label), min(len(label), ahead)
     by_label = np.argsort(label, kind="stable")
     label = label[by_label]
-    place = label * (num_reads + run) + by_label  # runs of different labels never touch
+    # Reads of all labels on one axis, label after label, too far apart for runs of two labels to touch: how
+    # many reads a run has that begins at a read is then one binary search, for all reads at once.
+    place = label * (num_reads + run) + by_label
     most = np.searchsorted(place, place + run) - np.arange(num_reads)
     share = np.bincount(label)[label] * (run / num_reads)
     worst = int(np.argmax(most - share))

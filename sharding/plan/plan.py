@@ -188,8 +188,8 @@ class PlanState:
             raise ValueError(f"the state lacks {', '.join(missing)}")
         if unknown := sorted(set(value) - names, key=str):
             raise ValueError(f"the state has unknown fields: {', '.join(map(str, unknown))}")
-        known = cast(Mapping[str, object], value)
-        return cls(**{**known, "shuffle": Shuffle.from_json(known["shuffle"])})  # type: ignore[arg-type]
+        state = cast(Mapping[str, object], value)
+        return cls(**{**state, "shuffle": Shuffle.from_json(state["shuffle"])})  # type: ignore[arg-type]
 
 
 def _check_version(version: object) -> None:

@@ -58,9 +58,9 @@ def choose_window_blocks(table: BlockTable, memory_limit: int | None = None) -> 
     if num_blocks <= min(max(of_bytes, _MIN_BLOCKS), of_limit):
         return WindowSize(num_blocks, f"all {num_blocks:,} {blocks}: the whole dataset fits into one window")
     if of_limit < max(of_bytes, _MIN_BLOCKS):
-        given = _mib(DEFAULT_LIMIT) + ", the default" if memory_limit is None else _mib(memory_limit)
+        limit = _mib(DEFAULT_LIMIT) + ", the default" if memory_limit is None else _mib(memory_limit)
         few = "" if of_limit else "; not even one fits, and a window has at least one"
-        return WindowSize(max(1, of_limit), f"{blocks} in a quarter of memory_limit ({given}){few}")
+        return WindowSize(max(1, of_limit), f"{blocks} in a quarter of memory_limit ({limit}){few}")
     if of_bytes < _MIN_BLOCKS:
         return WindowSize(_MIN_BLOCKS, f"the fewest that mix, though {blocks} exceed {_mib(WINDOW_BYTES)}")
     return WindowSize(of_bytes, f"{_mib(WINDOW_BYTES)} of {blocks}")

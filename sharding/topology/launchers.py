@@ -48,8 +48,8 @@ def detect_place(env: Env) -> RankPlace:
     Raises `ValueError` for a partial or contradictory environment, naming the variable and the cure.
     """
     for launcher in (_torchrun, _open_mpi, _hydra, _slurm):
-        if (found := launcher(env)) is not None:
-            return found
+        if (place := launcher(env)) is not None:
+            return place
     if "SLURM_JOB_ID" in env:
         return RankPlace(source="single process (in a Slurm allocation, but not a task started by srun)")
     return RankPlace()
@@ -98,10 +98,8 @@ def _open_mpi(env: Env) -> RankPlace | None:
     prefix = "OMPI_COMM_WORLD_"
     if f"{prefix}RANK" not in env and f"{prefix}SIZE" not in env:
         return None
-    rank, world = _together(env, f"{prefix}RANK", f"{prefix}SIZE")
-    local, local_world = _together(env, f"{prefix}LOCAL_RANK", f"{prefix}LOCAL_SIZE")
-    node, num_nodes = _placed(rank, world, local, local_world, f"{prefix}RANK")
-    return RankPlace(rank, world, local, local_world, node, num_nodes, "Open MPI (OMPI_COMM_WORLD_*)")
+    local_names = f"{prefix}LOCAL_RANK", f"{prefix}LOCAL_SIZE"
+    return _numbered(env, (f"{prefix}RANK", f"{prefix}SIZE"), local_names, "Open MPI (OMPI_COMM_WORLD_*)")
 
 
 def _hydra(env: Env) -> RankPlace | None:
@@ -110,19 +108,15 @@ def _hydra(env: Env) -> RankPlace | None:
         return None
     names = next((names for names in _PMI_LOCAL if names[0] in env or names[1] in env), None)
     if names is None and (step := _slurm(env)):
-        told = _number(env, "PMI_RANK"), _number(env, "PMI_SIZE") or step.world_size
-        if told == (step.rank, step.world_size):
+        hydra = _number(env, "PMI_RANK"), _number(env, "PMI_SIZE") or step.world_size
+        if hydra == (step.rank, step.world_size):
             return step
-    rank, world = _together(env, "PMI_RANK", "PMI_SIZE")
     if names is None:
+        rank, world = _together(env, "PMI_RANK", "PMI_SIZE")
         return RankPlace.alone_on_its_node(
             rank, world, "PMI_RANK and PMI_SIZE (no MPI_LOCALRANKID: one a node)"
         )
-    local, local_world = _together(env, *names)
-    node, num_nodes = _placed(rank, world, local, local_world, "PMI_RANK")
-    return RankPlace(
-        rank, world, local, local_world, node, num_nodes, f"MPICH or Intel MPI (PMI_RANK, {names[0]})"
-    )
+    return _numbered(env, ("PMI_RANK", "PMI_SIZE"), names, f"MPICH or Intel MPI (PMI_RANK, {names[0]})")
 
 
 def _slurm(env: Env) -> RankPlace | None:
@@ -166,6 +160,14 @@ def _slurm_tasks_on(env: Env, node: int, num_nodes: int, world: int) -> int:
             f"does not say how: {_CURE}"
         )
     return world // num_nodes
+
+
+def _numbered(env: Env, names: tuple[str, str], local_names: tuple[str, str], source: str) -> RankPlace:
+    """The place of a rank whose launcher numbers ranks and local ranks, not nodes."""
+    rank, world = _together(env, *names)
+    local, local_world = _together(env, *local_names)
+    node, num_nodes = _placed(rank, world, local, local_world, names[0])
+    return RankPlace(rank, world, local, local_world, node, num_nodes, source)
 
 
 def _placed(rank: int, world: int, local: int, local_world: int, name: str) -> tuple[int, int]:

@@ -51,8 +51,8 @@ def placed(place: Topology, facts: Sequence[RankFacts], racks: Racks | None = No
     if len(facts) != place.world_size:
         raise ValueError(f"facts must be of {place.world_size} ranks, got {len(facts)}")
     numa_nodes = tuple(fact.numa_node for fact in facts)
-    told = _told_nodes(facts)
-    nodes = told or _nodes_by_host(facts)
+    launchers = _launchers_nodes(facts)
+    nodes = launchers or _nodes_by_host(facts)
     if nodes is None:
         why = _why_not_placed(facts)
         unknown = {"hosts": None, "racks": None, "nodes_of_ranks": None}
@@ -66,11 +66,11 @@ def placed(place: Topology, facts: Sequence[RankFacts], racks: Racks | None = No
     return _with(
         place,
         {"hosts": why_hosts, "racks": why_racks, "node": ""},
-        local_rank=facts[place.rank].local_rank if told else local.index(place.rank),
+        local_rank=facts[place.rank].local_rank if launchers else local.index(place.rank),
         local_world_size=len(local),
         node=nodes[place.rank],
         num_nodes=len(first),
-        source=place.source if told else f"{place.source}, nodes by host name",
+        source=place.source if launchers else f"{place.source}, nodes by host name",
         rack=of_nodes[nodes[place.rank]] if of_nodes else place.rack,
         hosts=hosts,
         racks=of_nodes,
@@ -84,7 +84,7 @@ def _with(place: Topology, why: dict[str, str], **known: object) -> Topology:
     return replace(place, reasons=tuple(reasons.items()), **known)  # type: ignore[arg-type]
 
 
-def _told_nodes(facts: Sequence[RankFacts]) -> tuple[int, ...] | None:
+def _launchers_nodes(facts: Sequence[RankFacts]) -> tuple[int, ...] | None:
     """The launcher's node of every rank, if all have one and what they say fits together."""
     nodes = tuple(fact.node for fact in facts if fact.node is not None)
     if len(nodes) != len(facts):
@@ -133,9 +133,10 @@ def _racks(
     facts: Sequence[RankFacts], first: Sequence[int], racks: Racks | None
 ) -> tuple[tuple[str, ...] | None, str]:
     """All racks or none: a plan by racks needs every node's."""
-    found = [facts[rank].rack if racks is None else rack_of(facts[rank].host, racks)[0] for rank in first]
-    known = tuple(rack for rack in found if rack is not None)
-    if len(known) == len(first):
-        return known, ""
-    lacking = f"{len(found) - len(known)} of {len(found)} nodes, node {found.index(None)} the first of them"
+    of_nodes = [facts[rank].rack if racks is None else rack_of(facts[rank].host, racks)[0] for rank in first]
+    names = tuple(rack for rack in of_nodes if rack is not None)
+    if len(names) == len(first):
+        return names, ""
+    num_lacking, lowest = len(first) - len(names), of_nodes.index(None)
+    lacking = f"{num_lacking} of {len(first)} nodes, node {lowest} the first of them"
     return None, f"no rack is known of {lacking}; give racks= for all hosts"
