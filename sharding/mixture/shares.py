@@ -20,7 +20,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,27 +31,6 @@ ENDLESS = 1 << 62
 """Turns of a sequence that never ends."""
 
 Weight = int | float | Fraction
-
-
-class Turns(Protocol):
-    """A sequence of turns: `Pattern` repeats for ever, `QuotaPattern` ends. Turns count from 0."""
-
-    @property
-    def totals(self) -> NDArray[np.int64]:
-        """Turns that each source ever has, int64 [sources]; `ENDLESS` for no end."""
-        ...
-
-    def locate(self, turns: NDArray[np.int64]) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-        """Whose turns these are, int32 [n], and how many turns that source had before, int64 [n]."""
-        ...
-
-    def turns(self, source: int, index: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The inverse of `locate`, int64 [n]; indices are below the source's total."""
-        ...
-
-    def counts(self, turn: int) -> NDArray[np.int64]:
-        """Turns of each source before this one, int64 [sources]."""
-        ...
 
 
 def exact_weights(weights: Sequence[Weight]) -> tuple[Fraction, ...]:
@@ -241,6 +219,10 @@ class QuotaPattern:
             start = int(self._extra_start[cycle])
             counts += self._extra.counts(start + within - period) - self._extra.counts(start)
         return counts
+
+
+Turns = Pattern | QuotaPattern
+"""A sequence of turns, counted from 0: one that repeats for ever, or one that ends."""
 
 
 @lru_cache(maxsize=8)

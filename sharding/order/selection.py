@@ -95,14 +95,11 @@ class Selection:
         if positions.size and not 0 <= int(positions.min()) <= int(positions.max()) < len(self):
             raise IndexError(f"positions must be in [0, {len(self)})")
         blocks = np.searchsorted(self._start, positions, side="right") - 1
-        return blocks, self.rows_at(blocks, positions - self._start[blocks])
-
-    def rows_at(self, blocks: Ints, nth: Ints) -> Ints:
-        """Row in its block of the `nth[i]`-th kept sample of `blocks[i]`, int64 [n]."""
+        nth = positions - self._start[blocks]
         if not len(self._bits):
-            return nth
-        used, at = np.unique(blocks, return_inverse=True)
-        return self.rows_of(used, at, nth)
+            return blocks, nth
+        used, ordinal = np.unique(blocks, return_inverse=True)
+        return blocks, self.rows_of(used, ordinal, nth)
 
     def rows_of(self, blocks: Ints, ordinal: NDArray[np.integer], nth: Ints) -> Ints:
         """Row in its block of the `nth[i]`-th kept sample of `blocks[ordinal[i]]`, int64 [n]."""
