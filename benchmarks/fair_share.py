@@ -89,14 +89,15 @@ def rank(source: str, place: Sequence[int], admission: str) -> dict[str, Any]:
         place: host, hosts, local rank, ranks of the host.
         admission: as in the module's text.
     """
-    import dataflow.stream.session as module
+    import dataflow.stream.read_ahead as read_ahead
+    import dataflow.stream.session as session
     from dataflow import DataLoader, ShardedDataset, Topology
 
     host, hosts, local, ranks = place
     if admission in ("64 MiB", "alone"):
-        module._START_TOGETHER = module._START_IN_FLIGHT * (hosts if admission == "alone" else 1)
+        read_ahead._START_TOGETHER = read_ahead._START_IN_FLIGHT * (hosts if admission == "alone" else 1)
     elif admission == "greedy":
-        module.Inflight = type("Greedy", (module.Inflight,), {"admits": lambda *_: True})  # type: ignore
+        session.Inflight = type("Greedy", (session.Inflight,), {"admits": lambda *_: True})  # type: ignore
     dataset = ShardedDataset(source)
     where = Topology(host * ranks + local, hosts * ranks, local, ranks, node=host, num_nodes=hosts)
     samples, noted, third = 0, [], False

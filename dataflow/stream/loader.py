@@ -30,6 +30,7 @@ from dataflow.stream.accounts import Counts
 from dataflow.stream.length_aware import checked_batching, make_planner
 from dataflow.stream.loop_sessions import EpochLoop, LoopSessions
 from dataflow.stream.plan import StreamPlan
+from dataflow.stream.read_ahead import megabatch_bytes
 from dataflow.stream.session import Session, SessionOptions, is_all_local
 from dataflow.stream.skipped import LastGood, Skipped, SkippedAhead
 from dataflow.topology_exchange import detect_topology
@@ -45,7 +46,7 @@ from sharding.order.shuffle import Shuffle
 from sharding.plan.batch_plan import Tail
 from sharding.plan.placement import read_amplification, seat_of
 from sharding.plan.plan import EpochPlan, PlanState, RankPlan
-from sharding.plan.window_size import DEFAULT_LIMIT, deciding_table, resolve_windows
+from sharding.plan.window_size import deciding_table, resolve_windows
 from sharding.topology.topology import Topology
 
 
@@ -135,7 +136,7 @@ class StreamLoader:
         self._given_limit = memory_limit
         self._take_place(self._topology)
         self._planner = (
-            make_planner(self.batching, dataset, self._window_limit // 8)
+            make_planner(self.batching, dataset, megabatch_bytes(memory_limit, self.memory_limit).value)
             if self.batching and isinstance(dataset, ShardedDataset)
             else None
         )
@@ -239,10 +240,6 @@ class StreamLoader:
         limit = None if self._given_limit is None else self.memory_limit
         tables = [source.kept_blocks for source in self.dataset.sources]
         return resolve_windows(shuffle, *deciding_table(tables, limit))
-
-    @property
-    def _window_limit(self) -> int:
-        return DEFAULT_LIMIT if self._given_limit is None else self.memory_limit
 
     def _stream_plan(self) -> StreamPlan:
         place = self._topology

@@ -1,7 +1,7 @@
 """One run of a loader's engine, with all that it works with: from a place in the stream on, until closed.
 
-A session is told what to deliver by a plan, and how by options; it knows no loader. It decides what follows
-from the data: how many threads read and build, how large chunks are, how many reads are in flight.
+A session is told what to deliver by a plan, and how by options; it knows no loader. What follows
+from the data is decided here (how many threads build) and in `read_ahead`.
 """
 
 from __future__ import annotations
@@ -22,17 +22,18 @@ from dataflow.staging.source import Source, Traffic
 from dataflow.staging.stager import Stager
 from dataflow.stream.cache import OpenCaches, memory_for_caches
 from dataflow.stream.plan import StreamPlan
+from dataflow.stream.read_ahead import choose_read_ahead
 from dataflow.stream.skipped import SkippedAhead
 from dataflow.stream.stream import Stream
 from dataflow.torch_threads import one_torch_thread, run_with_one_torch_thread, setting_kept
 from prefetch.control.broker import SharedGate, broker_name
-from prefetch.control.depth import AdaptiveDepth, Decision, DepthPolicy, Observation, fixed_depth
+from prefetch.control.depth import Decision, DepthPolicy
 from prefetch.control.gate import ReadGate
 from prefetch.control.hold import ReadHold
 from prefetch.control.inflight import Inflight
 from prefetch.engine.engine import Engine, EngineOptions
 from prefetch.engine.ledger import Ledger
-from prefetch.memory.arena import Arena, rounded_bytes
+from prefetch.memory.arena import Arena
 from prefetch.memory.device import CudaStreams, DeviceCopier, register_pinned
 from prefetch.memory.heap import HeapKeeper
 from prefetch.memory.leases import FileLeases
@@ -41,25 +42,6 @@ from sharding.lengths.batching import Packed
 from sharding.topology.topology import Topology
 from sharding.urls import is_local, naming_part
 
-_CHUNK_BYTES = 8 << 20
-"""Output of one chunk, once the stream runs: enough that its Python cost vanishes."""
-_CHUNKS_IN_LIMIT = 32
-"""A chunk is no more than this part of the memory limit."""
-_MAX_CHUNK_BATCHES = 128
-_UNTOLD_BYTES = 1 << 20
-_UNTOLD_IN_LIMIT = 256
-"""What the user's functions made is charged in such parts of the memory limit, or batch by batch."""
-_WINDOWS_AHEAD = 3
-"""Windows a source: one drained, one staged, one being read."""
-_LOCAL_READERS = 2
-_REMOTE_READERS = 48
-"""The most; how many read at a time is for the in-flight control to say."""
-_START_IN_FLIGHT = 64 << 20
-_START_TOGETHER = 16 << 20
-"""Of all nodes of a job. One that begins with too much delays its own second window only; several delay each
-other's first batch (`benchmarks.fair_share`)."""
-_LEAST_START = 4 << 20
-_DEPTH = 4
 _NO_GATE = Decision(0, "local shards are read without a limit")
 
 
@@ -96,7 +78,14 @@ class Session:
         dataset, limit = plan.dataset, options.memory_limit
         local = is_all_local(dataset)
         copies_only = not (options.collate_fn or plan.planner) and _copies_only(dataset)
-        num_readers = _LOCAL_READERS if local else _REMOTE_READERS
+        self.read_ahead = ahead = choose_read_ahead(
+            limit,
+            batch_bytes=_batch_bytes(plan),
+            is_local=local,
+            num_sources=len(dataset.sources),
+            num_nodes=options.topology.num_nodes,
+            depth=options.depth,
+        )
         self._cached_bytes = memory_for_caches(dataset.sources, limit) if options.caches_in_memory else 0
         self.ledger = Ledger(limit - self._cached_bytes)
         on_cuda = options.device.type == "cuda"
@@ -108,13 +97,24 @@ class Session:
         self.skipped = options.skipped
         self._hold = options.hold
         self._now = options.hold.moving_s if options.hold else time.perf_counter
-        self.gate = None if local else _open_gate(dataset, options.topology, limit, self._refusals, self._now)
+        self.gate = (
+            None
+            if local
+            else _open_gate(
+                dataset,
+                options.topology,
+                limit,
+                start_bytes=ahead.in_flight_bytes.value,
+                refusals=self._refusals,
+                now=self._now,
+            )
+        )
         self.leases = FileLeases()
         self.caches = OpenCaches(
             dataset.sources, plan, options.topology, self.arena, in_memory=options.caches_in_memory
         )
         self.sources = _open_sources(
-            dataset, limit // 4, self.traffic, self.gate, self.leases, self.caches, self._hold
+            dataset, ahead.mapped_bytes.value, self.traffic, self.gate, self.leases, self.caches, self._hold
         )
         self._next = (epoch, start)
         self._closing = threading.RLock()  # held until all has ended
@@ -130,9 +130,7 @@ class Session:
             plan.planner.batching if plan.planner else None,
             options.mark_repeats,
         )
-        batch_bytes = _batch_bytes(plan)
-        per_chunk = _batches_per_chunk(batch_bytes, limit)
-        stager = Stager(self.sources, self.arena, num_readers=num_readers, limit_bytes=limit)
+        stager = Stager(self.sources, self.arena, num_readers=ahead.num_readers.value, limit_bytes=limit)
         shop = Workshop(
             dataset.outputs,
             plan.seed,
@@ -142,9 +140,9 @@ class Session:
             on_return=lambda nbytes: lambda: ledger.give_back_lent(nbytes),
             closing=self._builds_end,
             heap=HeapKeeper(limit),
-            untold_bytes=min(_UNTOLD_BYTES, limit // _UNTOLD_IN_LIMIT),
+            untold_bytes=ahead.untold_bytes.value,
         )
-        stream = Stream(plan, stager, shop, batches_per_chunk=per_chunk)
+        stream = Stream(plan, stager, shop, batches_per_chunk=ahead.batches_per_chunk.value)
         readers, caches = [source.reader for source in self.sources], self.caches
 
         def end_reads() -> None:
@@ -152,13 +150,12 @@ class Session:
                 reader.close()
             caches.end()
 
-        chunk_bytes = rounded_bytes(per_chunk * batch_bytes)
         engine_options = EngineOptions(
-            num_readers=num_readers,
+            num_readers=ahead.num_readers.value,
             num_workers=options.num_threads or _build_threads(dataset, copies_only),
-            depth=_at_least(options.depth or _default_depth(local, limit), 3 * per_chunk),
-            max_windows=_WINDOWS_AHEAD * len(self.sources),
-            keep_bytes=max(chunk_bytes, min(3 * chunk_bytes, limit // 4)),
+            depth=ahead.depth,
+            max_windows=ahead.max_windows.value,
+            keep_bytes=ahead.output_bytes.value,
             timeout_s=options.timeout_s,
             initializer=one_torch_thread,
             in_consumer=run_with_one_torch_thread if copies_only else None,
@@ -253,25 +250,21 @@ def is_all_local(dataset: ShardedDataset | Mixture) -> bool:
     return all(is_local(url) for source in dataset.sources for url in source.catalog.urls[:1])
 
 
-def start_in_flight(num_nodes: int) -> int:
-    """Bytes that each node of a job has in flight at first."""
-    return _START_IN_FLIGHT if num_nodes == 1 else max(_LEAST_START, _START_TOGETHER // num_nodes)
-
-
 def _open_gate(
     dataset: ShardedDataset | Mixture,
     place: Topology,
     limit: int,
+    *,
+    start_bytes: int,
     refusals: Callable[[], int],
     now: Callable[[], float],
 ) -> ReadGate:
     """The gate of this rank, or of all ranks of this machine together."""
     ranks = place.local_world_size
-    start = start_in_flight(place.num_nodes)
 
     def control(share: int = 1) -> Inflight:
         most = limit * ranks // share
-        return Inflight(start_bytes=min(start // share, most), max_bytes=most)
+        return Inflight(start_bytes=min(start_bytes // share, most), max_bytes=most)
 
     url = next(url for source in dataset.sources for url in source.catalog.urls if not is_local(url))
     name = broker_name("/".join(naming_part(url).split("/")[:3])) if ranks > 1 else None
@@ -297,16 +290,11 @@ def _open_sources(
     hold: ReadHold | None,
 ) -> list[Source]:
     """What the stream reads, numbered, with one account of bytes and one gate."""
-    opened = [source.source(keep_bytes // len(dataset.sources), leases, hold) for source in dataset.sources]
+    opened = [source.source(keep_bytes, leases, hold) for source in dataset.sources]
     return [
         replace(source, number=number, traffic=traffic, gate=gate, cache=caches.of(number))
         for number, source in enumerate(opened)
     ]
-
-
-def _batches_per_chunk(batch_bytes: int, memory_limit: int) -> int:
-    wanted = min(_CHUNK_BYTES, memory_limit // _CHUNKS_IN_LIMIT)
-    return max(1, min(_MAX_CHUNK_BATCHES, wanted // batch_bytes))
 
 
 def _batch_bytes(plan: StreamPlan) -> int:
@@ -321,25 +309,6 @@ def _batch_bytes(plan: StreamPlan) -> int:
     if isinstance(batching, Packed):  # 8 bytes an element, and as many for segment ids and positions
         laid = plan.batch_size * batching.length * 8 * (len(batching.columns) + 1)
     return max(1, plan.samples_per_batch * (fixed + mean) + laid)
-
-
-def _default_depth(local: bool, memory_limit: int) -> DepthPolicy:
-    # Local values are mapped or read within milliseconds: four batches never ran dry there.
-    if local:
-        return fixed_depth(_DEPTH)
-    return AdaptiveDepth(start=_DEPTH, limit_bytes=memory_limit // 2)
-
-
-def _at_least(depth: DepthPolicy, batches: int) -> DepthPolicy:
-    """A depth in whole chunks: fewer than three would leave threads without work."""
-
-    def decide(seen: Observation) -> Decision:
-        decision = depth(seen)
-        if decision.value >= batches:
-            return decision
-        return Decision(batches, f"{decision.reason}; raised to three chunks")
-
-    return decide
 
 
 def _copies_only(dataset: ShardedDataset | Mixture) -> bool:

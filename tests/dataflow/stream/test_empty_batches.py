@@ -148,7 +148,7 @@ def test_several_ranks_repeat_their_last_good_batch(
     ints: Made, how: str, chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rank 0 has 0 1, 4 5, 8 9 ..., and nothing is left of 8 9, 12 13 and 20 21."""
-    monkeypatch.setattr("dataflow.stream.session._MAX_CHUNK_BATCHES", chunk)
+    monkeypatch.setattr("dataflow.stream.read_ahead.MAX_CHUNK_BATCHES", chunk)
     dataset = ints.open(**HOW[how](5, 8, 9, 12, 13, 20, 21), on_error="skip")
     found, stats = of_rank(dataset, 2, 0, mark_repeats=True)
     assert [numbers(batch) for batch in found] == [[0, 1], [4], [4], [4], [16, 17], [16, 17]]

@@ -240,7 +240,7 @@ def test_windows_are_staged_once_and_closed_on_the_way(
     made: Make, kind: str, shuffle: Shuffle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing but the count of pieces tells that a window is done with: one too few and it comes twice."""
-    monkeypatch.setattr("dataflow.stream.session._MAX_CHUNK_BATCHES", 1)
+    monkeypatch.setattr("dataflow.stream.read_ahead.MAX_CHUNK_BATCHES", 1)
     monkeypatch.setattr("dataflow.staging.stager._FULL_WINDOW_SAMPLES", 5)
     data, batching = made("megatron"), BATCHINGS[kind]("tokens")
     with loader_of(data, type(batching)(**{**vars(batching), "window": 8}), shuffle=shuffle) as loader:

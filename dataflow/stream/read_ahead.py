@@ -1,0 +1,145 @@
+"""How far ahead a session reads and builds: all numbers in one value, each with its reason.
+
+They follow from the memory limit, the size of a batch and whether shards are local, and are fixed for a
+session. What moves while it runs starts here, and is moved by `prefetch.control`: the batches held ready
+(`depth`) and the bytes in flight.
+
+Windows (`sharding.plan.window_size`) and megabatches bound the read-ahead, too, but they are part of the
+order, and ranks of unlike machines must agree on it: they follow from the limit as the user gave it, never
+from the machine.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from prefetch.control.depth import AdaptiveDepth, Decision, DepthPolicy, Observation, fixed_depth
+from prefetch.memory.arena import rounded_bytes
+from sharding.plan.window_size import DEFAULT_LIMIT
+
+CHUNK_BYTES = 8 << 20
+"""Output of one chunk, once the stream runs: enough that its Python cost vanishes."""
+_CHUNKS_IN_LIMIT = 32
+"""A chunk is no more than this part of the memory limit."""
+MAX_CHUNK_BATCHES = 128
+_UNTOLD_BYTES = 1 << 20
+_UNTOLD_IN_LIMIT = 256
+"""What the user's functions made is charged in such parts of the memory limit, or batch by batch."""
+_WINDOWS_OPEN = 3
+"""Windows a source: one drained, one staged, one being read."""
+_LOCAL_READERS = 2
+_REMOTE_READERS = 48
+"""The most; how many read at a time is for the in-flight control to say."""
+_START_IN_FLIGHT = 64 << 20
+_START_TOGETHER = 16 << 20
+"""Of all nodes of a job. One that begins with too much delays its own second window only; several delay each
+other's first batch (`benchmarks.fair_share`)."""
+_LEAST_START = 4 << 20
+_DEPTH = 4
+_MEGABATCHES_IN_LIMIT = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReadAhead:
+    """The numbers of one session."""
+
+    num_readers: Decision
+    """Threads that read, at most."""
+    max_windows: Decision
+    """Windows that are open at a time."""
+    batches_per_chunk: Decision
+    """Batches built together, once the stream runs."""
+    depth: DepthPolicy
+    """Batches held ready, as it goes; never fewer than three chunks."""
+    output_bytes: Decision
+    """Credits that windows leave free for batches."""
+    mapped_bytes: Decision
+    """Bytes of mapped files that no window uses and that stay mapped, of each source."""
+    untold_bytes: Decision
+    """Bytes that the user's functions may make before they are charged."""
+    in_flight_bytes: Decision
+    """Bytes in flight at a store at first, of this node."""
+
+
+def choose_read_ahead(
+    memory_limit: int,
+    *,
+    batch_bytes: int,
+    is_local: bool,
+    num_sources: int = 1,
+    num_nodes: int = 1,
+    depth: DepthPolicy | None = None,
+) -> ReadAhead:
+    """The numbers of a session that may hold `memory_limit` bytes.
+
+    Args:
+        memory_limit: bytes.
+        batch_bytes: of one batch, about.
+        is_local: whether no shard is behind a network.
+        num_sources: datasets that are mixed.
+        num_nodes: nodes of the job, which may begin together.
+        depth: the user's; None: four batches over local shards, else what waits and lead times ask for.
+    """
+    chunk = _chunk_batches(batch_bytes, memory_limit)
+    chunk_bytes = rounded_bytes(chunk.value * batch_bytes)
+    if is_local:
+        readers = Decision(_LOCAL_READERS, "local files are mapped, or read within milliseconds")
+    else:
+        readers = Decision(_REMOTE_READERS, "the most; bytes in flight decide how many read at a time")
+    output_bytes = max(chunk_bytes, min(3 * chunk_bytes, memory_limit // 4))
+    return ReadAhead(
+        num_readers=readers,
+        max_windows=Decision(
+            _WINDOWS_OPEN * num_sources, "one drained, one staged, one being read of each source"
+        ),
+        batches_per_chunk=chunk,
+        depth=_at_least(depth or _default_depth(is_local, memory_limit), 3 * chunk.value),
+        output_bytes=Decision(output_bytes, "three chunks, in at most a quarter of the limit; at least one"),
+        mapped_bytes=Decision(memory_limit // 4 // num_sources, "a quarter of the limit, of all sources"),
+        untold_bytes=Decision(
+            min(_UNTOLD_BYTES, memory_limit // _UNTOLD_IN_LIMIT), "1 MiB, or 1/256 of the limit if less"
+        ),
+        in_flight_bytes=start_in_flight(num_nodes),
+    )
+
+
+def megabatch_bytes(given_limit: object, memory_limit: int) -> Decision:
+    """Bytes of blocks that a megabatch may have: a part of the limit if the user gave one.
+
+    Else a part of a limit that is the same on all machines.
+    """
+    if given_limit is None:
+        return Decision(DEFAULT_LIMIT // _MEGABATCHES_IN_LIMIT, "an eighth of the default memory limit")
+    return Decision(memory_limit // _MEGABATCHES_IN_LIMIT, "an eighth of the memory limit")
+
+
+def start_in_flight(num_nodes: int) -> Decision:
+    """Bytes that each node of a job has in flight at first."""
+    if num_nodes == 1:
+        return Decision(_START_IN_FLIGHT, "a node alone")
+    return Decision(max(_LEAST_START, _START_TOGETHER // num_nodes), f"{num_nodes} nodes begin together")
+
+
+def _chunk_batches(batch_bytes: int, memory_limit: int) -> Decision:
+    nbytes = min(CHUNK_BYTES, memory_limit // _CHUNKS_IN_LIMIT)
+    batches = max(1, min(MAX_CHUNK_BATCHES, nbytes // batch_bytes))
+    return Decision(batches, f"{nbytes:,} bytes of batches of {batch_bytes:,}")
+
+
+def _default_depth(is_local: bool, memory_limit: int) -> DepthPolicy:
+    # Local values are mapped or read within milliseconds: four batches never ran dry there.
+    if is_local:
+        return fixed_depth(_DEPTH)
+    return AdaptiveDepth(start=_DEPTH, limit_bytes=memory_limit // 2)
+
+
+def _at_least(depth: DepthPolicy, batches: int) -> DepthPolicy:
+    """A depth in whole chunks: fewer than three would leave threads without work."""
+
+    def decide(seen: Observation) -> Decision:
+        decision = depth(seen)
+        if decision.value >= batches:
+            return decision
+        return Decision(batches, f"{decision.reason}; raised to three chunks")
+
+    return decide

@@ -1,0 +1,57 @@
+"""How far ahead a session reads and builds, as a table."""
+
+import pytest
+
+from dataflow.stream.read_ahead import choose_read_ahead, megabatch_bytes
+from prefetch.control.depth import Observation, fixed_depth
+
+MIB = 1 << 20
+NOTHING_YET = Observation(delivered_batches=0, starved_s=0.0, ready_batches=0, batch_bytes=0)
+
+
+@pytest.mark.parametrize(
+    ("limit", "batch_bytes", "batches", "output_bytes"),
+    [
+        (1024 * MIB, MIB, 8, 24 * MIB),  # chunks of 8 MiB
+        (1024 * MIB, 64 * MIB, 1, 192 * MIB),  # at least one batch
+        (1024 * MIB, 1, 128, 3 * 4096),  # at most 128, in whole pages
+        (64 * MIB, MIB, 2, 6 * MIB),  # a chunk is 1/32 of the limit
+        (64 * MIB, 32 * MIB, 1, 32 * MIB),  # a quarter of the limit, but at least one chunk
+    ],
+)
+def test_chunks_and_what_windows_leave_to_them(
+    limit: int, batch_bytes: int, batches: int, output_bytes: int
+) -> None:
+    ahead = choose_read_ahead(limit, batch_bytes=batch_bytes, is_local=True)
+    assert ahead.batches_per_chunk.value == batches
+    assert ahead.output_bytes.value == output_bytes
+    assert ahead.untold_bytes.value == min(MIB, limit // 256)
+
+
+@pytest.mark.parametrize(("is_local", "readers"), [(True, 2), (False, 48)])
+def test_a_store_behind_a_network_is_read_by_more_threads(is_local: bool, readers: int) -> None:
+    ahead = choose_read_ahead(1024 * MIB, batch_bytes=MIB, is_local=is_local)
+    assert ahead.num_readers.value == readers
+
+
+def test_each_source_has_windows_of_its_own_and_its_part_of_the_mapped_files() -> None:
+    ahead = choose_read_ahead(1024 * MIB, batch_bytes=MIB, is_local=True, num_sources=4)
+    assert ahead.max_windows.value == 12
+    assert ahead.mapped_bytes.value == 64 * MIB
+
+
+@pytest.mark.parametrize(("depth", "batches"), [(2, 24), (30, 30)])
+def test_three_chunks_are_held_ready_at_least(depth: int, batches: int) -> None:
+    ahead = choose_read_ahead(1024 * MIB, batch_bytes=MIB, is_local=True, depth=fixed_depth(depth))
+    assert ahead.depth(NOTHING_YET).value == batches
+
+
+def test_every_number_has_a_reason() -> None:
+    ahead = choose_read_ahead(1024 * MIB, batch_bytes=MIB, is_local=False)
+    decisions = [getattr(ahead, name) for name in vars(ahead) if name != "depth"]
+    assert all(decision.reason for decision in [*decisions, ahead.depth(NOTHING_YET)])
+
+
+def test_megabatches_depend_on_the_limit_that_was_given_never_on_the_machine() -> None:
+    assert megabatch_bytes(None, 5 * MIB).value == 128 * MIB
+    assert megabatch_bytes("80MiB", 80 * MIB).value == 10 * MIB
