@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from dataflow.stream.read_ahead import WINDOWS_OPEN
 from prefetch.cache.entry import Entry, mark_of, tag_of
 from prefetch.cache.folder import Stored
 from sharding.cached_property import cached_property
@@ -22,9 +23,6 @@ from sharding.catalog.build import Catalog
 from sharding.order.keyed import splitmix64
 from sharding.order.order import Order
 from sharding.plan.next_use import LaneRange, next_uses, windows_of_blocks
-
-_WINDOWS_OPEN = 3
-"""Windows that are read at the same time: blocks of the oldest of them may still be wanted."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +37,8 @@ class Plan:
     lanes: LaneRange
     sparse: bool
     """Whether single samples are read: they are in no table, and none is known to be needed sooner."""
-    _begun: deque[tuple[int, int]] = field(default_factory=lambda: deque(maxlen=_WINDOWS_OPEN))
+    # Blocks of the oldest window that is open may still be wanted.
+    _begun: deque[tuple[int, int]] = field(default_factory=lambda: deque(maxlen=WINDOWS_OPEN))
     _windows: OrderedDict[int, tuple[NDArray[np.int64], int]] = field(default_factory=OrderedDict)
 
     def begins(self, epoch: int, window: int) -> None:

@@ -25,7 +25,7 @@ MAX_CHUNK_BATCHES = 128
 _UNTOLD_BYTES = 1 << 20
 _UNTOLD_IN_LIMIT = 256
 """What the user's functions made is charged in such parts of the memory limit, or batch by batch."""
-_WINDOWS_OPEN = 3
+WINDOWS_OPEN = 3
 """Windows a source: one drained, one staged, one being read."""
 _LOCAL_READERS = 2
 _REMOTE_READERS = 48
@@ -90,7 +90,7 @@ def choose_read_ahead(
     return ReadAhead(
         num_readers=readers,
         max_windows=Decision(
-            _WINDOWS_OPEN * num_sources, "one drained, one staged, one being read of each source"
+            WINDOWS_OPEN * num_sources, "one drained, one staged, one being read of each source"
         ),
         batches_per_chunk=chunk,
         depth=_at_least(depth or _default_depth(is_local, memory_limit), 3 * chunk.value),
