@@ -214,8 +214,9 @@ class _FreeRows:
             word += (above & -above).bit_length()
             bits = self._words[word]
         room = (word << _WORD) + (bits & -bits).bit_length() - 1
-        first, rows = self._ranges[room].pop()
-        if not self._ranges[room]:
+        row_ranges = self._ranges[room]
+        first, rows = row_ranges.pop()
+        if not row_ranges:
             self._words[word] ^= 1 << (room & _IN_WORD)
             if not self._words[word]:
                 self._summary ^= 1 << word

@@ -65,8 +65,8 @@ def _own_cpus() -> frozenset[int]:
     return frozenset(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else frozenset()
 
 
-def _number_of(found: Mapping[int, object] | list[Path] | None, why: str) -> Fact:
-    return Fact(None, why) if found is None else Fact(len(found))
+def _number_of(things: Mapping[int, object] | list[Path] | None, why: str) -> Fact:
+    return Fact(None, why) if things is None else Fact(len(things))
 
 
 def _cpus_of_numa_nodes(root: Path) -> dict[int, frozenset[int]] | None:
@@ -123,12 +123,12 @@ def _numa_node_of_any(root: Path, devices: list[Path] | None, kind: str) -> Fact
     if not devices:
         return Fact(None, f"sysfs shows no {kind}")
     homes = {_numa_node_of(root, device) for device in devices}
-    known = sorted(node for node in homes if node is not None)
-    if len(known) == len(homes) == 1:
-        return Fact(known[0])
-    if not known:
+    nodes = sorted(node for node in homes if node is not None)
+    if len(nodes) == len(homes) == 1:
+        return Fact(nodes[0])
+    if not nodes:
         return Fact(None, f"sysfs tells the NUMA node of no {kind}")
-    where = f"NUMA nodes {_words(known)}" + (" and unknown ones" if None in homes else "")
+    where = f"NUMA nodes {_words(nodes)}" + (" and unknown ones" if None in homes else "")
     return Fact(None, f"{len(devices)} {kind}s on {where}, and which one this rank uses is not known")
 
 

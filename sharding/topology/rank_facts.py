@@ -115,9 +115,7 @@ def _why_not_placed(facts: Sequence[RankFacts]) -> str:
 
 def _first_ranks(nodes: Sequence[int]) -> list[int]:
     """The lowest rank of each node."""
-    first: dict[int, int] = {}
-    for rank, node in enumerate(nodes):
-        first.setdefault(node, rank)
+    first = {node: rank for rank, node in reversed(list(enumerate(nodes)))}
     return [first[node] for node in range(len(first))]
 
 

@@ -157,27 +157,27 @@ class Topology:
         env = given_variables(env)
         place = place or detect_place(env)
         host = platform.node() if host is None else host
-        known: dict[str, Any] = {"host": None if host in _NO_NAMES else host}
+        facts: dict[str, Any] = {"host": None if host in _NO_NAMES else host}
         why = dict.fromkeys(_OF_ALL_RANKS, _NOT_GATHERED)
         why["host"] = f"the host name is {host!r}, which does not tell machines apart"
         if racks is None:
-            known["rack"], why["rack"] = slurm_switch(env)
+            facts["rack"], why["rack"] = slurm_switch(env)
         else:
-            known["rack"], why["rack"] = rack_of(known["host"], racks)
+            facts["rack"], why["rack"] = rack_of(facts["host"], racks)
         for name, fact in read_hardware(sysfs, cpus, gpu).items():
-            known[name], why[name] = fact
+            facts[name], why[name] = fact
         if place.why_no_node:
             why["node"] = place.why_no_node
         elif place.num_nodes == 1:
-            known["nodes_of_ranks"] = (0,) * place.world_size
+            facts["nodes_of_ranks"] = (0,) * place.world_size
             for one, every in (("host", "hosts"), ("rack", "racks")):
-                known[every] = None if known[one] is None else (known[one],)
+                facts[every] = None if facts[one] is None else (facts[one],)
                 why[every] = why[one]
         if place.world_size == 1:
-            known["numa_nodes_of_ranks"] = (known["numa_node"],)
-        told = place._asdict()
-        del told["why_no_node"]
-        return cls(**told, replicate=replicate, **known, reasons=tuple(why.items()))
+            facts["numa_nodes_of_ranks"] = (facts["numa_node"],)
+        numbers = place._asdict()
+        del numbers["why_no_node"]
+        return cls(**numbers, replicate=replicate, **facts, reasons=tuple(why.items()))
 
     @classmethod
     def even(
@@ -239,12 +239,12 @@ class Topology:
     @property
     def why_unknown(self) -> dict[str, str]:
         """Why each fact that is None is not known. "node": local rank and node are placeholders."""
-        given = dict(self.reasons)
-        missing = [f.name for f in fields(self) if getattr(self, f.name) is None]
-        why = {name: given.get(name, "not given") for name in missing}
+        reasons = dict(self.reasons)
+        unknown = [f.name for f in fields(self) if getattr(self, f.name) is None]
+        why = {name: reasons.get(name, "not given") for name in unknown}
         if self.data_ranks is None:
             why["data_ranks"] = "only this rank's data rank was given"
-        return why | ({"node": given["node"]} if "node" in given else {})
+        return why | ({"node": reasons["node"]} if "node" in reasons else {})
 
     def to_json(self) -> dict[str, Any]:
         """Every field and derived fact as plain JSON values, `why_unknown` included."""
@@ -326,13 +326,11 @@ def _named(host: str | None, rack: str | None) -> str:
 
 def _hardware(place: Topology) -> Iterable[str]:
     counts = ("NUMA nodes", place.num_numa_nodes), ("GPUs", place.num_gpus), ("NICs", place.num_nics)
-    known = [f"{name}: {count}" for name, count in counts if count is not None]
-    if known:
-        yield f"machine: {', '.join(known)}"
+    if parts := [f"{name}: {count}" for name, count in counts if count is not None]:
+        yield f"machine: {', '.join(parts)}"
     nodes = ("CPUs", place.numa_node), ("GPU", place.gpu_numa_node), ("NICs", place.nic_numa_node)
-    known = [f"{name} {node}" for name, node in nodes if node is not None]
-    if known:
-        yield f"NUMA node of: {', '.join(known)}"
+    if parts := [f"{name} {node}" for name, node in nodes if node is not None]:
+        yield f"NUMA node of: {', '.join(parts)}"
 
 
 def _unknown(place: Topology) -> Iterable[str]:
