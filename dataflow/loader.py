@@ -15,13 +15,11 @@ from dataflow.memory_limit import memory_limit_bytes
 from dataflow.sharded import Sharded
 from dataflow.state_checksum import checked_fields, with_checksum
 from dataflow.timing import VARIABLE
-from dataflow.workers.choice import Decision
-from dataflow.workers.fetching import MainIterator, Tally
+from dataflow.workers.auto import WorkerChoice
+from dataflow.workers.fetching import DeliveryMeter, MainIterator, WorkerLoader
 from dataflow.workers.iterator import WorkerIterator
 from dataflow.workers.processes import begin_to_start
-from dataflow.workers.progress import Progress, identity
-from dataflow.workers.resumed import Resumed, resumed_from
-from dataflow.workers.settings import WorkerLoader
+from dataflow.workers.state import EpochProgress, progress_from
 from prefetch.control.depth import DepthPolicy
 from sharding.lengths.batching import Batching
 from sharding.order.shuffle import Shuffle
@@ -169,14 +167,12 @@ class DataLoader(WorkerLoader, Generic[D_co, B]):
         self.workers = _checked_workers(workers, num_workers, multiprocessing_context)
         self.snapshot_every_n_steps = snapshot_every_n_steps
         self.memory_limit = memory_limit_bytes(memory_limit, 1)
-        self._tally = Tally()
+        self._meter = DeliveryMeter()
         self._choice = _choice(self.workers, num_workers)
         self._start = ("", "")
         self._latest: weakref.ref[MainIterator | WorkerIterator] | None = None
         self._iterators: weakref.WeakSet[WorkerIterator] = weakref.WeakSet()
-        self._progress: Progress = Progress()
-        self._resumed: Resumed | None = None
-        self._chain: torch.Generator | None = None
+        self._progress = EpochProgress()
         self._times_closed = 0
         super().__init__(
             dataset,  # type: ignore[arg-type]  # any object with an index or an iterator serves, as in torch
@@ -227,11 +223,11 @@ class DataLoader(WorkerLoader, Generic[D_co, B]):
     def _begun(self) -> Any:
         if self._stream is not None:
             return iter(self._stream)
-        if self._resumed is not None or getattr(self._iterator, "ends_with_epoch", False):
+        if self._progress.loaded is not None or getattr(self._iterator, "ends_with_epoch", False):
             self._iterator = None  # persistent workers stand elsewhere, or have ended
         began = time.perf_counter()
         iterator = super().__iter__()
-        self._tally.waited(began)
+        self._meter.waited(began)
         return iterator
 
     def _get_iterator(self) -> Any:
@@ -286,9 +282,7 @@ class DataLoader(WorkerLoader, Generic[D_co, B]):
         if self._stream is not None:
             self._stream.load_state_dict(fields)
             return
-        self._resumed = resumed_from(fields, identity(self))
-        self._progress = Progress.loaded(fields)
-        self._chain = self._resumed.chain
+        self._progress = progress_from(fields, self)
 
     # ---- statistics ---------------------------------------------------------------------------------
 
@@ -302,24 +296,24 @@ class DataLoader(WorkerLoader, Generic[D_co, B]):
             return self._stream.stats()
         from dataflow.stats import WorkerStats
 
-        iterator, tally = self._latest() if self._latest else None, self._tally
-        crew = iterator.crew if iterator is not None else None
+        iterator, meter = self._latest() if self._latest else None, self._meter
+        runners = iterator.runners if iterator is not None else None
         ahead, ready = iterator.num_ahead if iterator is not None else (0, 0)
-        elapsed_s = tally.elapsed_s
+        elapsed_s = meter.elapsed_s
         return WorkerStats(
-            batches=tally.batches,
-            delivered_bytes=tally.bytes,
+            batches=meter.batches,
+            delivered_bytes=meter.bytes,
             elapsed_s=elapsed_s,
-            starved_s=tally.starved_s,
-            stall_share=tally.starved_s / elapsed_s if elapsed_s else 0.0,
-            first_batch_s=tally.first_batch_s,
+            starved_s=meter.starved_s,
+            stall_share=meter.starved_s / elapsed_s if elapsed_s else 0.0,
+            first_batch_s=meter.first_batch_s,
             num_workers=self.num_workers,
             workers=self._choice.value,
             workers_reason=self._choice.reason,
             ahead_batches=ahead,
             ready_batches=ready,
-            shared_bytes=crew.shared_bytes if crew else 0,
-            worker_pids=_alive(crew.processes) if crew else (),
+            shared_bytes=runners.shared_bytes if runners else 0,
+            worker_pids=_alive(runners.processes) if runners else (),
             start=self._start[0],
             start_reason=self._start[1],
         )
@@ -345,8 +339,12 @@ class DataLoader(WorkerLoader, Generic[D_co, B]):
         """A copy begins with an epoch of its own, or where a loaded state says."""
         state = self.__dict__.copy()
         if self._stream is None:
-            loaded = self._progress if self._resumed is not None else Progress()
-            state.update(_iterator=None, _iterators=None, _latest=None, _tally=Tally(), _progress=loaded)
+            progress = self._progress
+            if progress.loaded is None:
+                progress = EpochProgress(chain=progress.chain)
+            state.update(
+                _iterator=None, _iterators=None, _latest=None, _meter=DeliveryMeter(), _progress=progress
+            )
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -375,12 +373,12 @@ def _alive(processes: Sequence[Any]) -> tuple[int, ...]:
     return tuple(process.pid for process in processes if process.is_alive())
 
 
-def _choice(workers: str, num_workers: int) -> Decision:
+def _choice(workers: str, num_workers: int) -> WorkerChoice:
     if num_workers == 0:
-        return Decision("main", "num_workers=0")
+        return WorkerChoice("main", "num_workers=0")
     if workers == "auto":
-        return Decision("auto", "the first loop decides")
-    return Decision(workers, f"workers={workers!r}")
+        return WorkerChoice("auto", "the first loop decides")
+    return WorkerChoice(workers, f"workers={workers!r}")
 
 
 def _refuse(why: str, **arguments: Any) -> None:

@@ -21,7 +21,7 @@ from typing import Any
 import psutil
 from torch.utils.data import Dataset, IterableDataset
 
-from prefetch.workers import fork_server
+from prefetch.workers.fork_server import server_pids
 
 HERE = Path(__file__).parent
 WAIT_S = 60.0
@@ -121,12 +121,11 @@ def ended(*pids: int) -> bool:
 def workers_of_this_process() -> list[int]:
     """Processes below this one, but for helpers that live as long as it does; zombies count."""
     found = []
-    forked = {getattr(server, "_forkserver_pid", None) for server in fork_server._servers}
     for child in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):
             command = " ".join(child.cmdline())
             server = "forkserver import main" in command and child.ppid() == os.getpid()
-            if not server and child.pid not in forked and "resource_tracker" not in command:
+            if not server and child.pid not in server_pids() and "resource_tracker" not in command:
                 found.append(child.pid)
     return found
 

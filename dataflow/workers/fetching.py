@@ -1,7 +1,7 @@
 """Iterators of `DataLoader` over any map-style or iterable dataset: their base, and the one without workers.
 
 They follow `torch.utils.data.DataLoader` in what can be observed: the order of batches, what worker k
-fetches, the seeds, the errors. Batch b belongs to lane b mod n (of the lanes that have not ended), so
+fetches, the seeds, the errors. Batch b belongs to worker b mod n (of the workers that have not ended), so
 random augmentation gives the values that it gives with torch. `dataflow.workers.iterator` has the iterator
 with workers.
 """
@@ -16,19 +16,40 @@ from typing import Any
 
 import cloudpickle
 import torch
-from torch.utils.data import IterDataPipe, MapDataPipe, _DatasetKind
+from torch.utils.data import DataLoader as TorchDataLoader, IterDataPipe, MapDataPipe, _DatasetKind
 from torch.utils.data._utils import pin_memory as torch_pin, worker as torch_worker
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _sharding_worker_init_fn
 
-from dataflow.workers.lane import Job, Lane, has_state
+from dataflow.workers.auto import WorkerChoice
 from dataflow.workers.payload import array_bytes
 from dataflow.workers.process_main import collate_map_changes
-from dataflow.workers.progress import Progress
-from dataflow.workers.resumed import Resumed
-from dataflow.workers.settings import WorkerLoader
+from dataflow.workers.state import EpochProgress, WorkerProgress
+from dataflow.workers.worker import Worker, WorkerJob, WorkerLimits, WorkerState, has_state
 
 
-class Tally:
+class WorkerLoader(TorchDataLoader[Any]):
+    """Torch's loader with the settings and the position of ours, as iterators see it.
+
+    `DataLoader` derives from this class, so that nothing here imports it.
+    """
+
+    workers: str
+    """"process", "thread" or "auto"."""
+    memory_limit: int
+    """Bytes."""
+    snapshot_every_n_steps: int
+    worker_limits = WorkerLimits()
+    _choice: WorkerChoice
+    """Which kind of workers serves, and why."""
+    _start: tuple[str, str]
+    """How the workers of the loop begun last were started, and why so."""
+    _meter: DeliveryMeter
+    """Of all iterators."""
+    _progress: EpochProgress
+    """Of the loop begun last, or a loaded state where the next loop goes on."""
+
+
+class DeliveryMeter:
     """What was handed out, and what that took, over all iterators of a loader."""
 
     def __init__(self) -> None:
@@ -42,7 +63,7 @@ class Tally:
             self._began = since
         self.starved_s += time.perf_counter() - since
 
-    def handed_out(self, since: float, nbytes: int) -> None:
+    def delivered(self, since: float, nbytes: int) -> None:
         """The training code has waited for a batch."""
         self.waited(since)
         self.batches += 1
@@ -60,42 +81,53 @@ class FetchIterator(_BaseDataLoaderIter):
     """What iterators with and without workers share: the sampler's place and what a state needs."""
 
     def __init__(self, loader: WorkerLoader) -> None:
-        resumed = loader._take_resumed()
-        self._progress = Progress.begin(loader, resumed)
-        loader._progress = self._progress
+        resumed = loader._progress if loader._progress.loaded is not None else None
+        self._resumed = resumed
+        """The loaded state that this goes on from, until it has begun."""
+        self._progress = loader._progress = loader._progress.begun(loader)
         super().__init__(loader)
-        self._tally = loader._tally
-        self._handed_bytes = 0
-        self._num_lanes = resumed.lanes_for(self._num_workers) if resumed else self._num_workers
-        self._base_seed = self._progress.seeded(loader, int(self._base_seed), self._num_lanes, resumed)
-        self._resume_sampler(loader, resumed)
+        self._iterable = self._dataset_kind == _DatasetKind.Iterable
+        self._meter = loader._meter
+        self._delivered_bytes = 0
+        self._base_seed = self._progress.seeded(loader, int(self._base_seed), resumed)
+        self._begin_sampler(loader)
 
-    def _resume_sampler(self, loader: WorkerLoader, resumed: Resumed | None) -> None:
-        iterable = self._dataset_kind == _DatasetKind.Iterable
-        skip = resumed.batches if resumed and not iterable else 0
-        self._sampler_iter = self._progress.sampler_iterator(loader, resumed, skip)
-        self._num_yielded = resumed.batches if resumed else 0
+    def _begin_sampler(self, loader: WorkerLoader) -> None:
+        self._sampler_iter = self._progress.sampler_iterator(loader)
+        self._num_yielded = self._progress.batches
 
-    def _job(self, loader: WorkerLoader, resumed: Resumed | None) -> Job:
+    def _resumed_worker(self, worker: int) -> WorkerProgress:
+        """Where a worker goes on; at the beginning if nothing was loaded."""
+        workers = self._resumed.workers if self._resumed is not None else {}
+        return workers.get(worker, WorkerProgress())
+
+    def _num_skipped(self, worker: int) -> int:
+        """Batches that a worker must fetch again and drop: those delivered since it told its state."""
+        return self._resumed_worker(worker).since if self._iterable else 0
+
+    def _job(self, loader: WorkerLoader) -> WorkerJob:
         init_fn = loader.worker_init_fn
         if isinstance(self._dataset, IterDataPipe | MapDataPipe):
             init_fn = functools.partial(_sharding_worker_init_fn, init_fn, self._world_size, self._rank)
-        iterable = self._dataset_kind == _DatasetKind.Iterable
-        return Job(
-            self._dataset_kind,
-            self._dataset,
-            self._auto_collation,
-            self._collate_fn,
-            self._drop_last,
-            init_fn,
-            int(self._base_seed),
-            self._num_lanes,
-            self._shared_seed,
-            collate_map_changes(),
-            torch.get_default_dtype(),
-            loader.snapshot_every_n_steps if iterable or has_state(self._dataset) else 0,
-            has_state(self._dataset),
-            {number: lane.state for number, lane in resumed.lanes.items()} if resumed else {},
+        workers = self._resumed.workers if self._resumed is not None else {}
+        return WorkerJob(
+            kind=self._dataset_kind,
+            dataset=self._dataset,
+            auto_collation=self._auto_collation,
+            collate_fn=self._collate_fn,
+            drop_last=self._drop_last,
+            init_fn=init_fn,
+            base_seed=int(self._base_seed),
+            num_workers=self._progress.num_workers,
+            shared_seed=self._shared_seed,
+            collate_map=collate_map_changes(),
+            default_dtype=torch.get_default_dtype(),
+            state_every=loader.snapshot_every_n_steps if self._iterable or has_state(self._dataset) else 0,
+            announce=has_state(self._dataset),
+            states={number: worker.state for number, worker in workers.items()},
+            num_runners=self._num_workers,
+            turn=self._progress.turn,
+            limits=loader.worker_limits,
         )
 
     @property
@@ -110,78 +142,70 @@ class FetchIterator(_BaseDataLoaderIter):
         else:
             data = self._next_data()
             self._num_yielded += 1
-        self._tally.handed_out(began, self._handed_bytes)
+        self._meter.delivered(began, self._delivered_bytes)
         return data
 
 
 class MainIterator(FetchIterator):
     """`num_workers=0`: batches are fetched when they are asked for."""
 
-    @property
-    def crew(self) -> None:
-        """Who fetches: this process alone."""
-        return None
+    runners = None
+    """This process alone fetches."""
 
     def __init__(self, loader: WorkerLoader) -> None:
-        resumed = loader._resumed
         super().__init__(loader)
         if isinstance(self._dataset, IterDataPipe | MapDataPipe):
             torch.utils.data.graph_settings.apply_sharding(self._dataset, self._world_size, self._rank)
-        job = self._job(loader, resumed)
+        job = self._job(loader)
         job.init_fn = None
-        self._every = job.state_every
-        count = max(1, self._num_lanes)
-        states = job.resumed
-        self._lanes = [
-            Lane(
+        self._own_workers = [
+            Worker(
                 job,
-                n,
-                self._dataset if count == 1 else pickle.loads(cloudpickle.dumps(self._dataset)),
-                states.get(n),
+                number,
+                self._dataset if job.num_copies == 1 else pickle.loads(cloudpickle.dumps(self._dataset)),
             )
-            for n in range(count)
+            for number in range(job.num_copies)
         ]
-        self._order = LaneOrder(count, resumed)
-        for number, lane in enumerate(self._lanes):
-            self._enter(lane)
-            lane.open(None)
-            for _ in range(resumed.skips(number) if resumed else 0):
-                lane.skip(next(self._sampler_iter))
+        self._turns = RoundRobin(job.num_copies, self._progress)
+        for number, worker in enumerate(self._own_workers):
+            self._enter(worker)
+            worker.open(None)
+            for _ in range(self._num_skipped(number)):
+                worker.skip(next(self._sampler_iter))
             self._leave()
-        self._progress.lanes_begin(self._order)
-        self._progress.live = True
-        if self._every:
-            self._progress.look = lambda lanes=self._lanes: [copy.deepcopy(lane.snapshot()) for lane in lanes]
+        self._progress.begin_workers(job.num_copies)
+        self._progress.look = functools.partial(_snapshots, self._own_workers if job.state_every else [])
+        self._resumed = None
 
-    def _enter(self, lane: Lane) -> None:
-        if lane.info is not None:
-            torch_worker._worker_info = lane.info
+    def _enter(self, worker: Worker) -> None:
+        if worker.info is not None:
+            torch_worker._worker_info = worker.info
 
     def _leave(self) -> None:
-        if self._num_lanes:
+        if self._progress.num_workers:
             torch_worker._worker_info = None
 
     def _next_data(self) -> Any:
         index = self._next_index_or_end()
         while True:
-            number = self._order.next()
+            number = self._turns.next()
             if number is None:
                 self._progress.end()
                 raise StopIteration
-            lane = self._lanes[number]
-            self._enter(lane)
+            worker = self._own_workers[number]
+            self._enter(worker)
             try:
-                data = lane.fetch(index)
+                data = worker.fetch(index)
                 break
             except StopIteration:
-                self._order.end(number)
+                self._turns.end(number)
             except BaseException:
                 self._progress.delivered(number)
                 raise
             finally:
                 self._leave()
         self._progress.delivered(number)
-        self._handed_bytes = array_bytes(data)
+        self._delivered_bytes = array_bytes(data)
         if self._pin_memory:
             data = torch_pin.pin_memory(data, self._pin_memory_device)
         return data
@@ -194,25 +218,27 @@ class MainIterator(FetchIterator):
             raise
 
 
-class LaneOrder:
-    """Whose turn it is: lanes one after another, without those that have ended."""
+def _snapshots(workers: list[Worker]) -> list[WorkerState | None]:
+    return [copy.deepcopy(worker.snapshot()) for worker in workers]
 
-    def __init__(self, count: int, resumed: Resumed | None, given: int = 0) -> None:
+
+class RoundRobin:
+    """Whose turn it is: workers one after another, without those that have ended."""
+
+    def __init__(self, count: int, progress: EpochProgress, num_sent: int = 0) -> None:
         self.count = count
         self.active = [True] * count
-        self._at = given
-        if resumed:
-            self._at = resumed.next_lane if resumed.lanes else resumed.batches
-        self._at %= count
+        at = progress.next_worker if progress.workers else progress.batches
+        self._at = (at + num_sent) % count
 
     def next(self) -> int | None:
-        """The next lane; None when all have ended."""
+        """The next worker; None when all have ended."""
         for _ in range(self.count):
-            lane, self._at = self._at, (self._at + 1) % self.count
-            if self.active[lane]:
-                return lane
+            worker, self._at = self._at, (self._at + 1) % self.count
+            if self.active[worker]:
+                return worker
         return None
 
-    def end(self, lane: int) -> None:
-        """A lane has no more."""
-        self.active[lane] = False
+    def end(self, worker: int) -> None:
+        """A worker has no more."""
+        self.active[worker] = False

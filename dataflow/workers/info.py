@@ -19,8 +19,6 @@ import numpy as np
 import torch
 from torch.utils.data._utils import collate, worker as torch_worker
 
-from dataflow.workers.lane import Job
-
 _own = threading.local()
 _lock = threading.RLock()  # a finaliser may call `uninstall` here; guards _users and torch's function
 _users = 0
@@ -76,18 +74,6 @@ def become(info: Any) -> None:
 def was_asked() -> bool:
     """Whether anybody has asked in the calling thread since `become`."""
     return bool(_own.asked)
-
-
-def thread_info(job: Job, number: int, dataset: Any, rng: Generators) -> Any:
-    """The `WorkerInfo` of a thread, or of a lane on it."""
-    return torch_worker.WorkerInfo(
-        id=number,
-        num_workers=job.num_lanes,
-        seed=job.base_seed + number,
-        dataset=dataset,
-        rng=rng,  # type: ignore[arg-type]
-        worker_method="thread",
-    )
 
 
 class Generators:

@@ -6,6 +6,8 @@ same object again whose tensors and arrays are views of the buffer, writable and
 
 Classes and functions of the main module, closures and lambdas go by value (cloudpickle), so the other side
 need not import the main module; classes keep their identity when objects come back.
+
+`copies` makes copies for several threads of this process in the same way.
 """
 
 from __future__ import annotations
@@ -13,6 +15,8 @@ from __future__ import annotations
 import copyreg
 import ctypes
 import io
+import mmap
+import os
 import pickle
 import struct
 import threading
@@ -26,6 +30,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+from prefetch.workers.shared_arena import create_file, read_message
 
 _ALIGN = 64
 _SPAN = struct.Struct("<qq")
@@ -43,8 +49,8 @@ Borrow = Callable[[int, int], Buffer]
 """(offset, bytes) -> that memory."""
 
 
-@dataclass
-class Packed:
+@dataclass(kw_only=True)
+class PackedObject:
     """An object taken apart: `nbytes` bytes are needed for all of it."""
 
     meta: bytes | memoryview
@@ -61,6 +67,11 @@ class Packed:
     """What crosses as a file descriptor, if that was asked for."""
     modules: set[str] = field(default_factory=set)
     """Modules of the classes and functions in it, if it went by value."""
+
+    @property
+    def layout(self) -> tuple[int, int, int]:
+        """What `unpack` needs to know: where the pickle lies, its bytes, those of `spans` behind it."""
+        return self.meta_offset, len(self.meta), len(self.spans)
 
     @property
     def nbytes(self) -> int:
@@ -99,6 +110,7 @@ class _Packer:
         return offset
 
     def _tensor(self, tensor: Tensor) -> Any:
+        # What a view of plain bytes cannot be goes torch's own way; its storage still comes here.
         if (
             tensor.device.type != "cpu"
             or tensor.layout is not torch.strided
@@ -121,6 +133,7 @@ class _Packer:
         shape, stride, numel = tuple(tensor.shape), None, tensor.numel()
         size = tensor.element_size()
         if not tensor.is_contiguous():
+            # Copied as it lies if that is no more than its values: not a few columns of a large array.
             stride = tuple(tensor.stride())
             span = 1 + sum((n - 1) * s for n, s in zip(shape, stride, strict=True))
             if span > numel:
@@ -206,7 +219,7 @@ class _CloudPickler(cloudpickle.Pickler):  # type: ignore[misc]
 
 def pack(
     obj: Any, *, place: Place | None = None, by_value: bool | None = None, share: bool = False
-) -> Packed:
+) -> PackedObject:
     """Take an object apart.
 
     Args:
@@ -236,12 +249,17 @@ def pack(
     return packed
 
 
-def _packed(packer: _Packer, file: io.BytesIO, *, by_value: bool) -> Packed:
+def _packed(packer: _Packer, file: io.BytesIO, *, by_value: bool) -> PackedObject:
     packer.reducers.clear()  # no cycle may keep the parts: they hold memory of the arena
-    spans = b"".join(_SPAN.pack(*span) for span in packer.spans)
-    meta_offset = -(-packer.end // _ALIGN) * _ALIGN
-    shared = list((packer.shared or {}).values())
-    return Packed(file.getbuffer(), packer.parts, spans, meta_offset, packer.placed, by_value, shared)
+    return PackedObject(
+        meta=file.getbuffer(),
+        parts=packer.parts,
+        spans=b"".join(_SPAN.pack(*span) for span in packer.spans),
+        meta_offset=-(-packer.end // _ALIGN) * _ALIGN,
+        placed=packer.placed,
+        by_value=by_value,
+        shared=list((packer.shared or {}).values()),
+    )
 
 
 def dumps_by_value(obj: Any) -> bytes:
@@ -276,6 +294,27 @@ def unpack(
         return pickle.loads(meta.data, buffers=[buffer[at : at + length] for at, length in spans])
     finally:
         _current.place = before
+
+
+def copies(obj: Any, count: int) -> list[Any]:
+    """`count` copies. Their arrays and tensors share memory until they are written to.
+
+    Raises whatever pickling raises.
+    """
+    return copies_of(pack(obj), count)
+
+
+def copies_of(packed: PackedObject, count: int) -> list[Any]:
+    """`count` copies of what was packed."""
+    fd = create_file(packed.nbytes)
+    try:
+        with mmap.mmap(fd, packed.nbytes) as memory:
+            view = np.frombuffer(memory, np.uint8)
+            packed.copy_to(view.ctypes.data)
+            del view  # else the mapping could not be closed
+        return [unpack(read_message(fd, 0, packed.nbytes), *packed.layout) for _ in range(count)]
+    finally:
+        os.close(fd)
 
 
 def placed_offsets(buffer: Buffer, count: int) -> list[int]:
@@ -322,19 +361,19 @@ def _array(
     return array
 
 
-_MOST_LOOKED_AT = 1000
+_MOST_VISITED = 1000
 
 
 def array_bytes(obj: Any) -> int:
     """Bytes of the tensors and arrays in nested containers; of a thousand objects at most."""
-    total, left, waiting = 0, _MOST_LOOKED_AT, [obj]
-    while waiting and left:
-        left -= 1
-        thing = waiting.pop()
-        if isinstance(thing, Tensor | np.ndarray):
-            total += thing.nbytes
-        elif isinstance(thing, Mapping):
-            waiting.extend(thing.values())
-        elif isinstance(thing, list | tuple):
-            waiting.extend(thing[:left])
+    total, limit, parts = 0, _MOST_VISITED, [obj]
+    while parts and limit:
+        limit -= 1
+        part = parts.pop()
+        if isinstance(part, Tensor | np.ndarray):
+            total += part.nbytes
+        elif isinstance(part, Mapping):
+            parts.extend(part.values())
+        elif isinstance(part, list | tuple):
+            parts.extend(part[:limit])
     return total

@@ -1,32 +1,55 @@
 """What a worker process does: fetch batches of a dataset and hand them over in shared memory.
 
-A worker serves one or more lanes (`dataflow.workers.lane`). There are as many lanes as workers, unless a
-state is resumed that was taken with another number of workers: then the lanes of the state go on, on the
-processes there are.
+It runs one or more workers (`dataflow.workers.worker`). There are as many workers as processes, unless a
+state is resumed that was taken with another number of them: then the workers of the state go on, in the
+processes there are, and take turns at the process's global random generators.
 """
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import os
 import pickle
 import weakref
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch._utils import ExceptionWrapper
 from torch.utils.data._utils import collate, signal_handling, worker as torch_worker
 
-from dataflow.workers.lane import BACK, BATCH, ERROR, MARK, OPENED, RANDOM, RESET, SKIP, Job, Lane
-from dataflow.workers.payload import Buffer, Packed, pack, unpack
+from dataflow.workers.payload import Buffer, PackedObject, pack, unpack
 from dataflow.workers.random_state import Draws, random_state, seed_all, set_random_state
-from prefetch.workers.pool import Answer, WorkerStart, begin
+from dataflow.workers.worker import Worker, WorkerJob, WorkerMessage, WorkerResult, wrapped_error
 from prefetch.workers.shared_arena import Header, Region, read_message
+from prefetch.workers.worker_start import WorkerStart, begin
 
+MESSAGE_HEAD = 4096
+"""Bytes before the packed job: its layout, and the sizes of what crosses by descriptors."""
 _DIRECT_BYTES = 32 << 10
 """Tensors of at least this size are collated in shared memory at once; smaller ones are copied together."""
+
+
+class ProcessResponse(NamedTuple):
+    """What a process says about a task.
+
+    Offsets count from the beginning of the shared file.
+    """
+
+    kind: int
+    runner: int
+    generation: int
+    task: int
+    offset: int
+    nbytes: int
+    meta: int
+    meta_bytes: int
+    table: int
+    """Bytes behind the pickle that list its out-of-band buffers."""
+    placed: int
+    """Ranges of shared memory that it holds beside its own, listed at its end."""
+    total: int
+    """All bytes of shared memory that the response holds."""
 
 
 def collate_map_changes() -> dict[Any, Any]:
@@ -39,8 +62,8 @@ def collate_map_changes() -> dict[Any, Any]:
     }
 
 
-class _Hand:
-    """Puts objects into this worker's region."""
+class _BatchWriter:
+    """Puts objects into this process's region of shared memory."""
 
     def __init__(self, region: Region) -> None:
         self._region = region
@@ -76,7 +99,7 @@ class _Hand:
             return self._region.offset_of(address)
         return None
 
-    def put(self, obj: Any) -> tuple[int, Packed]:
+    def put(self, obj: Any) -> tuple[int, PackedObject]:
         """Copy an object into shared memory; gives its offset in the file."""
         packed = pack(obj, place=self._place, by_value=self._by_value)
         self._by_value = packed.by_value or None
@@ -93,152 +116,173 @@ def run(start: WorkerStart) -> None:
         begin(start)
         signal_handling._set_worker_signal_handlers()  # type: ignore[attr-defined]
         torch.set_num_threads(1)
-        _serve(start)
+        process = _WorkerProcess(start)
+        process.open()
+        process.serve()
     except (KeyboardInterrupt, BrokenPipeError):
         pass  # the parent hears Ctrl-C itself, or has gone
 
 
-def _serve(start: WorkerStart) -> None:
-    memory = start.memory.fd
-    header = Header(memory)
-    hand = _Hand(Region(memory, start.region_offset, start.region_bytes, start.region_limit))
-    region = hand._region
-    lanes: dict[int, Lane] = {}
-    failure: ExceptionWrapper | None = None
-    broken: dict[int, ExceptionWrapper] = {}
-    randoms: dict[int, Any] = {}
-    marked: dict[int, Any] = {}
-    draws: dict[int, Draws] = {}
-    running = -1
+def _load_job(start: WorkerStart) -> WorkerJob:
+    if start.inherited is not None:
+        inherited: WorkerJob = start.inherited
+        return inherited
+    buffer = read_message(start.memory.fd, start.message_offset, start.message_bytes)
+    meta, meta_bytes, spans = np.frombuffer(buffer[:24], np.int64).tolist()
+    fds = [passed.fd for passed in start.passed]
+    sizes = np.frombuffer(buffer[24 : 24 + 8 * len(fds)], np.int64).tolist()
+    shared = list(zip(fds, sizes, strict=True))
+    job: WorkerJob = unpack(buffer[MESSAGE_HEAD:], meta, meta_bytes, spans, shared=shared)
+    for fd in fds:
+        os.close(fd)
+    torch.set_default_dtype(job.default_dtype)
+    collate.default_collate_fn_map.update(job.collate_map)
+    return job
 
-    def load() -> Job:
-        if start.inherited is not None:
-            inherited: Job = start.inherited
-            return inherited
-        buffer = read_message(memory, start.message_offset, start.message_bytes)
-        meta, meta_bytes, spans = np.frombuffer(buffer[:24], np.int64).tolist()
-        fds = [passed.fd for passed in start.passed]
-        sizes = np.frombuffer(buffer[24 : 24 + 8 * len(fds)], np.int64).tolist()
-        shared = list(zip(fds, sizes, strict=True))
-        loaded: Job = unpack(buffer[4096:], meta, meta_bytes, spans, shared=shared)
-        for fd in fds:
-            os.close(fd)
-        torch.set_default_dtype(loaded.default_dtype)
-        collate.default_collate_fn_map.update(loaded.collate_map)
-        return loaded
 
-    def switch(lane: int) -> None:
-        nonlocal running
-        if lane != running:
-            if running >= 0:
-                randoms[running] = random_state()
-            if lane in randoms:
-                set_random_state(randoms[lane])
-            else:
-                seed_all(current.base_seed, lane)
-                draws[lane] = Draws()
-            running = lane
-        torch_worker._worker_info = lanes[lane].info
+@dataclass(eq=False)
+class _ProcessWorker:
+    """A worker, and the global generators as they are while it runs."""
 
-    def wrapped(lane: int) -> ExceptionWrapper:
-        return ExceptionWrapper(where=f"in DataLoader worker process {lane}")
+    worker: Worker
+    random: Any = None
+    """Their state when another worker's turn came."""
+    marked: Any = None
+    """Their state to go back to if the next epoch, begun ahead, is not the one that was guessed."""
+    draws: Draws | None = None
+    """None: it has not had a turn."""
 
-    def open_lane(lane: int, shared_seed: int | None, generation: int) -> None:
-        broken.pop(lane, None)
-        state = None
+
+class _WorkerProcess:
+    """The workers that one process runs, and what goes to the parent."""
+
+    _job: WorkerJob
+
+    def __init__(self, start: WorkerStart) -> None:
+        self._start = start
+        self._header = Header(start.memory.fd)
+        self._region = Region(start.memory.fd, start.region_offset, start.region_bytes, start.region_limit)
+        self._writer = _BatchWriter(self._region)
+        self._workers: dict[int, _ProcessWorker] = {}
+        self._running: _ProcessWorker | None = None
+        self._failed = False
+
+    def open(self) -> None:
+        """Load the job and begin the first epoch, or tell the parent why that cannot be."""
+        start = self._start
         try:
-            switch(lane)
-            lanes[lane].open(shared_seed)
-            if current.announce and current.state_every:
-                state = lanes[lane].snapshot()
+            self._job = job = _load_job(start)
+            for number in range(start.worker, job.num_copies, start.num_workers):
+                dataset = copy.deepcopy(job.dataset) if self._workers else job.dataset
+                self._workers[number] = _ProcessWorker(Worker(job, number, dataset))
+                self._open_worker(number, job.shared_seed, 0)
         except Exception:
-            broken[lane] = wrapped(lane)
-        if current.announce:
-            answer(OPENED, generation, lane, lane, broken.get(lane), state)
+            self._failed = True
+            number = start.worker
+            self._respond(WorkerResult.OPENED, 0, number, number, (wrapped_error(number), None, None))
 
-    def answer(
-        kind: int, generation: int, lane: int, task: int, data: Any, state: Any = None, random: Any = None
-    ) -> None:
-        try:
-            offset, packed = hand.put((data, state, random))
-        except Exception:
-            kind = ERROR if kind == BATCH else kind
+    def serve(self) -> None:
+        """Do what the parent says until it says no more."""
+        while True:
             try:
-                offset, packed = hand.put((wrapped(lane), state, random))
+                message = self._start.tasks.recv_bytes()
+            except (EOFError, OSError):
+                return
+            if not message:
+                return
+            *request, returned = pickle.loads(message)
+            for offset in returned:
+                self._region.take_back(offset)
+            if self._header.get(Header.STOP):
+                return
+            if not self._failed:
+                self._serve(*request)
+            del message, request  # while it waits for more, nothing keeps the last batch
+
+    def _serve(self, kind: int, generation: int, number: int, task: int, content: bytes) -> None:
+        if kind == WorkerMessage.RANDOM:
+            self._set_random(number, pickle.loads(content))
+        elif kind == WorkerMessage.MARK:
+            for own in self._workers.values():
+                own.marked = random_state() if own is self._running else own.random
+        elif kind in (WorkerMessage.RESET, WorkerMessage.BACK):
+            for each, own in self._workers.items():
+                if kind == WorkerMessage.BACK:
+                    self._set_random(each, own.marked)
+                self._open_worker(each, pickle.loads(content), generation)
+        elif generation >= self._header.get(Header.GENERATION):
+            self._fetch(kind, generation, number, task, content)
+
+    def _fetch(self, kind: int, generation: int, number: int, task: int, content: bytes) -> None:
+        worker = self._workers[number].worker
+        if worker.failure is not None:
+            if kind != WorkerMessage.SKIP:
+                self._respond(WorkerResult.ERROR, generation, number, task, (worker.failure, None, None))
+            return
+        try:
+            index = pickle.loads(content)
+        except Exception:
+            if kind != WorkerMessage.SKIP:
+                self._respond(
+                    WorkerResult.ERROR, generation, number, task, (wrapped_error(number), None, None)
+                )
+            return
+        draws = self._switch_to(number)
+        if kind == WorkerMessage.SKIP:
+            worker.skip(index)
+            return
+        kind, data, state = worker.respond(index)
+        self._respond(kind, generation, number, task, (data, state, draws.since()))
+
+    def _open_worker(self, number: int, shared_seed: int | None, generation: int) -> None:
+        self._switch_to(number)
+        worker = self._workers[number].worker
+        state = worker.try_to_open(shared_seed)
+        if self._job.announce:
+            self._respond(WorkerResult.OPENED, generation, number, number, (worker.failure, state, None))
+
+    def _switch_to(self, number: int) -> Draws:
+        """Give the global generators, and `get_worker_info`, to a worker."""
+        own = self._workers[number]
+        if own is not self._running:
+            if self._running is not None:
+                self._running.random = random_state()
+            if own.draws is not None:
+                set_random_state(own.random)
+            else:
+                seed_all(self._job.base_seed, number)
+                own.draws = Draws()
+            self._running = own
+        torch_worker._worker_info = own.worker.info
+        assert own.draws is not None
+        return own.draws
+
+    def _set_random(self, number: int, state: Any) -> None:
+        draws = self._switch_to(number)
+        set_random_state(state)
+        draws.since()  # that was no draw
+
+    def _respond(self, kind: int, generation: int, number: int, task: int, value: tuple[Any, ...]) -> None:
+        """Tell the parent: batch or error, state of the worker, state of the generators if it drew."""
+        put = self._writer.put
+        try:
+            offset, packed = put(value)
+        except Exception:
+            kind = WorkerResult.ERROR if kind == WorkerResult.BATCH else kind
+            try:
+                offset, packed = put((wrapped_error(number), *value[1:]))
             except Exception:
-                offset, packed = hand.put((wrapped(lane), None, None))
-        start.answer(
-            Answer(
+                offset, packed = put((wrapped_error(number), None, None))
+        self._start.respond(
+            ProcessResponse(
                 kind,
-                start.worker,
+                self._start.worker,
                 generation,
                 task,
                 offset,
                 packed.nbytes,
-                packed.meta_offset,
-                len(packed.meta),
-                len(packed.spans),
+                *packed.layout,
                 len(packed.placed),
                 packed.nbytes + sum(tensor.nbytes for tensor, _ in packed.placed),
             )
         )
-
-    try:
-        current = load()
-        for number in range(start.worker, max(1, current.num_lanes), start.num_workers):
-            dataset = copy.deepcopy(current.dataset) if lanes else current.dataset
-            lanes[number] = Lane(current, number, dataset, current.resumed.get(number))
-            open_lane(number, current.shared_seed, 0)
-    except Exception:
-        failure = wrapped(start.worker)
-        answer(OPENED, 0, start.worker, start.worker, failure)
-    while True:
-        try:
-            message = start.tasks.recv_bytes()
-        except (EOFError, OSError):
-            return
-        if not message:
-            return
-        kind, generation, lane, task, sent, returned = pickle.loads(message)
-        for offset in returned:
-            region.take_back(offset)
-        if header.get(Header.STOP):
-            return
-        if failure is not None:
-            continue  # the parent has been told
-        if kind == RANDOM:
-            switch(lane)
-            set_random_state(pickle.loads(sent))
-            draws[lane].since()
-            continue
-        if kind == MARK:
-            marked = {number: randoms[number] if number != running else random_state() for number in lanes}
-            continue
-        if kind in (RESET, BACK):
-            for number in lanes:
-                if kind == BACK:
-                    switch(number)
-                    set_random_state(marked[number])
-                    draws[number].since()
-                open_lane(number, pickle.loads(sent), generation)
-            continue
-        if generation < header.get(Header.GENERATION):
-            continue
-        if kind == SKIP:
-            if lane not in broken:
-                switch(lane)
-                with contextlib.suppress(Exception):
-                    lanes[lane].skip(pickle.loads(sent))
-            continue
-        if lane in broken:
-            answer(ERROR, generation, lane, task, broken[lane])
-            continue
-        try:
-            index = pickle.loads(sent)
-        except Exception:
-            answer(ERROR, generation, lane, task, wrapped(lane))
-            continue
-        switch(lane)
-        kind, data, state = lanes[lane].answer(index)
-        answer(kind, generation, lane, task, data, state, draws[lane].since())
-        del data, index, sent, message

@@ -1,4 +1,4 @@
-"""Worker processes for `DataLoader`: how they are started, given work, and what their answers are made of."""
+"""Worker processes for `DataLoader`: how they are started, given work, and what they respond with."""
 
 from __future__ import annotations
 
@@ -10,94 +10,90 @@ import pickle
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Sequence
-from multiprocessing.process import BaseProcess
 from typing import Any
 
 import numpy as np
 import torch
 
-from dataflow.workers.lane import Job
-from dataflow.workers.payload import Buffer, dumps_by_value, pack, placed_offsets, unpack
-from dataflow.workers.process_main import run
+from dataflow.workers.fetching import WorkerLoader
+from dataflow.workers.payload import Buffer, PackedObject, dumps_by_value, pack, placed_offsets, unpack
+from dataflow.workers.process_main import MESSAGE_HEAD, ProcessResponse, run
 from dataflow.workers.random_state import copied_random_state
-from dataflow.workers.settings import WorkerLoader
+from dataflow.workers.worker import WorkerJob
 from prefetch.memory.device import register_pinned
-from prefetch.workers.fork_server import Modules, warm_up
+from prefetch.workers.fork_server import Modules, ServerNeeds, warm_up
 from prefetch.workers.pool import WorkerPool
 from prefetch.workers.shared_arena import Header, SharedFile
 
-_OBJECT_BYTES = 256 << 20
-"""Python objects of a dataset above this size are worth a word: each worker has its own."""
-_MESSAGE_HEAD = 4096
+_PRELOADED = ("torch", "numpy", run.__module__)
 _IN_SERVER = {*sys.stdlib_module_names, "torch", "numpy", "cloudpickle", "dataflow", "prefetch", "sharding"}
 
 
-class ProcessWorkers:
+class ProcessRunners:
     """Worker processes and the file that their batches lie in."""
 
-    kind = "process"
     shares_work = False
-    """A task is for one worker."""
+    """A task is for one process."""
 
     def __init__(self, file: SharedFile, pool: WorkerPool) -> None:
-        self._file, self._pool = file, pool
-        self.receive, self.wait, self.stacks = pool.receive, pool.wait, pool.stacks
+        self.file, self.pool = file, pool
+        self.stacks, self.processes = pool.stacks, pool.processes
+        self.isolated = pool.isolated
+        """Whether nothing that this process changes reaches them."""
         self.dumps = dumps_by_value if pool.context is None else pickle.dumps
         self.start, self.start_reason = pool.start, pool.start_reason
 
     @property
-    def processes(self) -> Sequence[BaseProcess]:
-        """One a worker."""
-        return self._pool.processes
-
-    @property
     def started(self) -> bool:
         """Whether all can take work."""
-        return self._pool.started
-
-    @property
-    def isolated(self) -> bool:
-        """Whether nothing that this process changes reaches them."""
-        return self._pool.isolated
+        return self.pool.started
 
     @property
     def shared_bytes(self) -> int:
         """Memory that the file takes now."""
-        return self._file.held_bytes
+        return self.file.held_bytes
 
-    def post(self, worker: int, message: tuple[Any, ...], number: int) -> None:
-        """Send (kind, generation, lane, task, index as `dumps` gives it)."""
-        self._pool.send(worker, pickle.dumps((*message, self._file.take_returned(worker))))
+    def post(self, runner: int, message: tuple[Any, ...], number: int) -> None:
+        """Send (kind, generation, worker, task, index as `dumps` gives it)."""
+        self.pool.send(runner, pickle.dumps((*message, self.file.take_returned(runner))))
+
+    def receive(self) -> list[ProcessResponse]:
+        """The responses that are there, without waiting."""
+        return [ProcessResponse._make(record) for record in self.pool.receive()]
+
+    def wait(self, timeout_s: float | None) -> list[ProcessResponse]:
+        """Wait for responses, as `WorkerPool.wait`."""
+        return [ProcessResponse._make(record) for record in self.pool.wait(timeout_s)]
 
     def begin_epoch(self, generation: int) -> None:
         """Let workers pass over tasks of earlier generations."""
-        self._file.header.set(Header.GENERATION, generation)
+        self.file.header.set(Header.GENERATION, generation)
 
-    def unpack(self, answer: Any) -> Any:
-        """What an answer brings; see `worker_process`."""
-        borrowed: list[int] = []
+    def unpack(self, response: Any) -> Any:
+        """What a response brings: batch or error, state of the worker, state of its global generators."""
+        runner, borrowed = response.runner, list[int]()
 
         def borrow(offset: int, nbytes: int) -> Buffer:
             borrowed.append(offset)
-            return self._file.borrow(answer.worker, offset, nbytes)
+            return self.file.borrow(runner, offset, nbytes)
 
-        buffer = self._file.borrow(answer.worker, answer.offset, answer.nbytes)
+        buffer = self.file.borrow(runner, response.offset, response.nbytes)
         try:
-            data, state, random = unpack(buffer, answer.meta, answer.meta_bytes, answer.table, borrow)
+            data, state, random = unpack(buffer, response.meta, response.meta_bytes, response.table, borrow)
             # These are kept for long, and must not keep the memory of the batch they came with.
             return data, copy.deepcopy(state), random and copied_random_state(random)
         except BaseException:
-            rest = Counter(placed_offsets(buffer, answer.placed)) - Counter(borrowed)
+            # What was borrowed comes back when its views die; the rest nobody will ever view.
+            rest = Counter(placed_offsets(buffer, response.placed)) - Counter(borrowed)
             for offset in rest.elements():
-                self._file.give_back(answer.worker, offset)
+                self.file.give_back(runner, offset)
             raise
 
-    def discard(self, answer: Any) -> None:
-        """Give the memory of an answer back without looking at it: its objects may have opinions."""
-        buffer = self._file.borrow(answer.worker, answer.offset, answer.nbytes)
-        for offset in placed_offsets(buffer, answer.placed):
-            self._file.give_back(answer.worker, offset)
+    def discard(self, response: Any) -> None:
+        """Give the memory of a response back without looking at it: its objects may have opinions."""
+        buffer = self.file.borrow(response.runner, response.offset, response.nbytes)
+        for offset in placed_offsets(buffer, response.placed):
+            self.file.give_back(response.runner, offset)
 
     def close(self, *, hurry: bool = False) -> None:
         """End them. Batches that are still used keep their memory. Idempotent.
@@ -105,21 +101,21 @@ class ProcessWorkers:
         `hurry`: do not let them finish what they are doing.
         """
         try:
-            self._pool.close(stop_s=0 if hurry else None)
+            self.pool.close(stop_s=0 if hurry else None)
         finally:
-            self._file.close()
+            self.file.close()
 
 
-def _start_context(given: Any) -> Any:
-    """How worker processes start; None: from our fork server."""
-    if given is not None or multiprocessing.parent_process() is not None:
-        return given  # a child process has inherited its method, not chosen it
-    chosen = multiprocessing.get_start_method(allow_none=True)
+def _start_context(context: Any) -> Any:
+    """How worker processes start, by the argument of the loader; None: from our fork server."""
+    if context is not None or multiprocessing.parent_process() is not None:
+        return context  # a child process has inherited its method, not chosen it
+    method = multiprocessing.get_start_method(allow_none=True)
     # The platform's default is nobody's choice: it is fixed as soon as anything is used that comes from it,
     # the lock of a progress bar for instance.
-    if chosen in (None, multiprocessing.get_all_start_methods()[0]):
+    if method in (None, multiprocessing.get_all_start_methods()[0]):
         return None
-    return torch.multiprocessing.get_context(chosen)
+    return torch.multiprocessing.get_context(method)
 
 
 def begin_to_start(loader: WorkerLoader) -> None:
@@ -128,7 +124,11 @@ def begin_to_start(loader: WorkerLoader) -> None:
         parts = [loader.dataset, *getattr(loader.dataset, "__dict__", {}).values()]
         functions = [f for f in (loader.collate_fn, loader.worker_init_fn) if hasattr(f, "__module__")]
         modules = {type(part).__module__ for part in parts} | {f.__module__ for f in functions}
-        warm_up(_importable(modules), _unforkable())
+        warm_up(_server_needs(modules))
+
+
+def _server_needs(modules: set[str]) -> ServerNeeds:
+    return ServerNeeds(preload=_PRELOADED, modules=_importable(modules), unforkable=_unforkable())
 
 
 def _unforkable() -> str:
@@ -144,17 +144,17 @@ def _unforkable() -> str:
 
 def _importable(names: set[str]) -> Modules:
     """Which of these modules a fork server should import; what it has anyway is left out."""
-    found = set()
+    modules = set()
     for name in names:
         spec = getattr(sys.modules.get(name), "__spec__", None)
         if name.partition(".")[0] in _IN_SERVER or spec is None or not spec.origin:
             continue
         with contextlib.suppress(OSError):
-            found.add((name, os.stat(spec.origin).st_mtime_ns))
-    return frozenset(found)
+            modules.add((name, os.stat(spec.origin).st_mtime_ns))
+    return frozenset(modules)
 
 
-def start_workers(loader: WorkerLoader, job: Job, *, pin: bool) -> tuple[SharedFile, WorkerPool]:
+def start_processes(loader: WorkerLoader, job: WorkerJob, *, pin: bool) -> ProcessRunners:
     """Worker processes for a job, which is serialised once for all of them."""
     context = _start_context(loader.multiprocessing_context)
     packed, inherited = None, None
@@ -182,36 +182,45 @@ def start_workers(loader: WorkerLoader, job: Job, *, pin: bool) -> tuple[SharedF
                     stacklevel=4,
                 )
                 raise
-    if packed is not None and len(packed.meta) > _OBJECT_BYTES:
+    if packed is not None and len(packed.meta) > job.limits.object_bytes:
         warnings.warn(
             f"the dataset holds {len(packed.meta):,} bytes of Python objects, which every worker holds again "
             f"({loader.num_workers} workers). Arrays and tensors are shared: keep the data in those, or in "
             "Arrow or a file that is mapped.",
             stacklevel=4,
         )
-    nbytes = _MESSAGE_HEAD + packed.nbytes if packed else 0
-    file = SharedFile(loader.num_workers, nbytes, register_pinned if pin else None)
+    file = SharedFile(
+        loader.num_workers,
+        MESSAGE_HEAD + packed.nbytes if packed else 0,
+        register_pinned if pin else None,
+        region_bytes=job.limits.region_bytes,
+    )
     try:
         if packed is not None:
-            sizes = [nbytes for _, nbytes in packed.shared]
-            head = np.array([packed.meta_offset, len(packed.meta), len(packed.spans), *sizes], np.int64)
-            file.write_message(0, head.tobytes())
-            for offset, address, length, _ in packed.parts:
-                file.write_memory(_MESSAGE_HEAD + offset, address, length)
-            file.write_message(_MESSAGE_HEAD + packed.meta_offset, packed.meta)
-            file.write_message(_MESSAGE_HEAD + packed.meta_offset + len(packed.meta), packed.spans)
+            _write_job(file, packed)
         pool = WorkerPool(
             run,
             loader.num_workers,
             file,
+            record_fields=len(ProcessResponse._fields),
             context=context,
+            needs=_server_needs(packed.modules if packed else set()),
             inherited=inherited,
-            modules=_importable(packed.modules) if packed else frozenset(),
             passed=[fd for fd, _ in packed.shared] if packed else [],
-            unforkable=_unforkable(),
             region_limit=loader.memory_limit if not pin else 1 << 60,
+            stop_s=job.limits.stop_s,
         )
     except BaseException:
         file.close()
         raise
-    return file, pool
+    return ProcessRunners(file, pool)
+
+
+def _write_job(file: SharedFile, packed: PackedObject) -> None:
+    """Put a job where all processes find it: `process_main` reads it."""
+    head = np.array([*packed.layout, *(nbytes for _, nbytes in packed.shared)], np.int64)
+    file.write_message(0, head.tobytes())
+    for offset, address, nbytes, _ in packed.parts:
+        file.write_memory(MESSAGE_HEAD + offset, address, nbytes)
+    file.write_message(MESSAGE_HEAD + packed.meta_offset, packed.meta)
+    file.write_message(MESSAGE_HEAD + packed.meta_offset + len(packed.meta), packed.spans)

@@ -16,11 +16,11 @@ _STATE_BYTES = 625 * 4
 """MT19937: 624 words and the place in them."""
 
 
-def seed_all(base_seed: int, lane: int) -> None:
-    """Seed the global generators as PyTorch seeds worker `lane`."""
-    random.seed(base_seed + lane)
-    torch.manual_seed(base_seed + lane)
-    np.random.seed(torch_worker._generate_state(base_seed, lane))
+def seed_all(base_seed: int, number: int) -> None:
+    """Seed the global generators as PyTorch seeds worker `number`."""
+    random.seed(base_seed + number)
+    torch.manual_seed(base_seed + number)
+    np.random.seed(torch_worker._generate_state(base_seed, number))
 
 
 def random_state() -> Any:

@@ -5,57 +5,60 @@ of the first batch that has one; whoever finishes the last item of a batch colla
 holds up one thread and not the items beside it. What must be asked for in one piece (`__getitems__`,
 `batch_size=None`) counts as one item.
 
-Iterable datasets, and those with a state of their own, are served in lanes as by worker processes (see
-`worker_process`): lane k has a copy of the dataset and belongs to one thread.
+Iterable datasets, and those with a state of their own, are served as by worker processes (see
+`process_main`): worker k has a copy of the dataset and belongs to one thread.
 """
 
 from __future__ import annotations
 
-import copy
 import operator
 import sys
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch._utils import ExceptionWrapper
 from torch.utils.data import MapDataPipe, Subset, _DatasetKind, default_collate, default_convert
 
 from dataflow.torch_threads import one_torch_thread, setting_kept
-from dataflow.workers.copies import copies
-from dataflow.workers.info import Generators, become, install, thread_info, uninstall
-from dataflow.workers.lane import BACK, BATCH, ERROR, OPENED, RESET, SKIP, TASK, Job, Lane, has_state
-from dataflow.workers.payload import array_bytes
+from dataflow.workers.info import Generators, become, install, uninstall
+from dataflow.workers.payload import array_bytes, copies
+from dataflow.workers.worker import (
+    Worker,
+    WorkerJob,
+    WorkerMessage,
+    WorkerResult,
+    has_state,
+    worker_info,
+    wrapped_error,
+)
 from prefetch.memory.heap import trim_heap
 from prefetch.workers.threads import WorkerThreads
 
+_KEY = "lane"
+"""Part of what seeds the generators of a worker's batches: another would draw other values after a resume."""
 _FREE_BYTES = 32 << 20
 """Freed memory that the C library may keep when threads end: what they used lies in heaps of their own."""
 
 
-@dataclass(frozen=True)
-class Finished:
-    """A task that is done; what `prefetch.workers.pool.Answer` is for processes."""
+class ThreadResponse(NamedTuple):
+    """A task that is done; what `processes.ProcessResponse` is for processes."""
 
     kind: int
-    worker: int
+    runner: int
     generation: int
     task: int
     total: int
     """Bytes of arrays and tensors."""
     value: tuple[Any, Any, Any]
-    """Batch or error, state of the lane, nothing."""
+    """Batch or error, state of the worker, nothing."""
 
 
-class ThreadWorkers:
-    """Threads that fetch batches, to `WorkerIterator` what `ProcessWorkers` is.
+class ThreadRunners:
+    """Threads that fetch batches, to `WorkerIterator` what `ProcessRunners` is."""
 
-    `turn` is the number of epochs that were begun before with the same seed.
-    """
-
-    kind = "thread"
     isolated = False
     """What the caller changes in the dataset, the threads see."""
     processes: Sequence[Any] = ()
@@ -68,23 +71,23 @@ class ThreadWorkers:
         """Nothing has to be sent anywhere."""
         return index
 
-    def __init__(self, job: Job, num_workers: int, turn: int, *, copied: bool) -> None:
-        self._job, self._num_workers, self._turn = job, num_workers, turn
+    def __init__(self, job: WorkerJob, *, copied: bool) -> None:
+        self._job, self._turn = job, job.turn
         self.isolated = copied and job.collate_fn in (default_collate, default_convert)
         """Whether nothing that the training code changes reaches them."""
         self._generation = 0
-        self._threads = WorkerThreads(num_workers, "dataflow-worker")
+        self._threads = WorkerThreads(job.num_runners, "dataflow-worker", stop_s=job.limits.stop_s)
         self.receive, self.wait, self.stacks = self._threads.receive, self._threads.wait, self._threads.stacks
         install()
         with setting_kept():
             self._threads.on_all(lambda _: one_torch_thread())
 
-    def unpack(self, answer: Any) -> Any:
+    def unpack(self, response: Any) -> Any:
         """What a finished task brings."""
-        return answer.value
+        return response.value
 
-    def discard(self, answer: Any) -> None:
-        """A finished task that nobody wants."""
+    def discard(self, response: Any) -> None:
+        """Drop a finished task that nobody wants."""
 
     def begin_epoch(self, generation: int) -> None:
         """Pass over tasks of earlier generations; those of the next may be here already."""
@@ -102,24 +105,27 @@ class ThreadWorkers:
     def _turn_of(self, generation: int) -> int:
         return self._turn + (generation > self._generation)
 
-    def _put(self, kind: int, worker: int, task: int, value: tuple[Any, Any, Any], generation: int) -> None:
-        total = array_bytes(value[0]) if kind == BATCH else 0
-        self._threads.put(Finished(kind, worker, generation, task, total, value))
+    def _put(self, kind: int, runner: int, generation: int, task: int, data: Any, state: Any = None) -> None:
+        total = array_bytes(data) if kind == WorkerResult.BATCH else 0
+        self._threads.put(ThreadResponse(kind, runner, generation, task, total, (data, state, None)))
 
 
 # ---- item by item -------------------------------------------------------------------------------------
 
 
 class _Batch:
-    """A batch in work."""
+    """A batch in work. `key` is that of its random numbers."""
 
-    def __init__(self, units: Sequence[Any], worker: int, generation: int, task: int, key: Any) -> None:
-        self.units, self.worker, self.generation, self.task, self.key = units, worker, generation, task, key
-        self.items: list[Any] = [None] * len(units)
-        self.takes = iter(range(len(units)))  # `next` is one step of the interpreter: no lock
+    def __init__(
+        self, indices: Sequence[Any], *, runner: int, generation: int, task: int, key: tuple[int, int]
+    ) -> None:
+        self.indices, self.key = indices, key
+        self.runner, self.generation, self.task = runner, generation, task
+        count = len(indices)
+        self.items: list[Any] = [None] * count
+        self.places = iter(range(count))  # `next` is one step of the interpreter: no lock
         self._lock = threading.Lock()  # guards _left, failed_at and error
-        self._left = len(units)
-        self.failed_at = len(units)
+        self._left = self.failed_at = count
         self.error: ExceptionWrapper | None = None
 
     def fail(self, place: int, error: ExceptionWrapper) -> None:
@@ -128,27 +134,24 @@ class _Batch:
             if place < self.failed_at:
                 self.failed_at, self.error = place, error
 
-    def done(self, count: int) -> bool:
+    def add(self, count: int) -> bool:
         """So many more items are there; whether they all are."""
         with self._lock:
             self._left -= count
             return self._left == 0
 
 
-class _Hand:
+class _ItemFetcher:
     """One thread's view: its dataset, its `WorkerInfo`, its generators."""
 
-    def __init__(self, job: Job, number: int, dataset: Any) -> None:
-        self._job, self._number, self._dataset = job, number, dataset
+    def __init__(self, job: WorkerJob, number: int, dataset: Any) -> None:
+        self._job, self._number = job, number
+        self.error = partial(wrapped_error, number, in_thread=True)
         self.rng = Generators()
-        self._info = thread_info(job, number, dataset, self.rng)
-        self.broken: ExceptionWrapper | None = None
-        self.get: Any = partial(operator.getitem, dataset)
-        if not by_item(job):
-            fetcher = _DatasetKind.create_fetcher(
-                job.kind, dataset, job.auto_collation, job.collate_fn, job.drop_last
-            )
-            self.get = fetcher.fetch
+        self._info = worker_info(job, number, dataset, self.rng)
+        self.failure: ExceptionWrapper | None = None
+        """Of `worker_init_fn`."""
+        self.get: Any = partial(operator.getitem, dataset) if by_item(job) else job.fetcher(dataset).fetch
 
     def begin(self) -> None:
         """First thing in the thread."""
@@ -158,27 +161,23 @@ class _Hand:
             if self._job.init_fn is not None:
                 self._job.init_fn(self._number)
         except BaseException:
-            self.broken = self.error()
-
-    def error(self) -> ExceptionWrapper:
-        """The exception being handled."""
-        return ExceptionWrapper(where=f"in DataLoader worker thread {self._number}")
+            self.failure = self.error()
 
     def collate(self, batch: _Batch) -> tuple[int, Any]:
         """The batch of items that are all there, or the first error."""
         items, batch.items = batch.items, []  # busy threads still have the batch in their queues
         if batch.error is not None:
-            return ERROR, batch.error
+            return WorkerResult.ERROR, batch.error
         if not by_item(self._job):
-            return BATCH, items[0]
+            return WorkerResult.BATCH, items[0]
         self.rng.go_to(-1)
         try:
-            return BATCH, self._job.collate_fn(items)
+            return WorkerResult.BATCH, self._job.collate_fn(items)
         except BaseException:
-            return ERROR, self.error()
+            return WorkerResult.ERROR, self.error()
 
 
-def by_item(job: Job) -> bool:
+def by_item(job: WorkerJob) -> bool:
     """Whether the items of a batch can be asked for one by one."""
     dataset = job.dataset
     while type(dataset) is Subset:  # its `__getitems__` is a loop, unless there is one below
@@ -186,141 +185,137 @@ def by_item(job: Job) -> bool:
     return job.auto_collation and not getattr(dataset, "__getitems__", None)
 
 
-class ItemThreads(ThreadWorkers):
+class ItemThreads(ThreadRunners):
     """Threads over a map-style dataset, which all use, or one each of `datasets`."""
 
     shares_work = True
 
-    def __init__(self, job: Job, num_workers: int, turn: int, datasets: Sequence[Any] | None = None) -> None:
-        super().__init__(job, num_workers, turn, copied=datasets is not None)
-        self._hands = [
-            _Hand(job, number, datasets[number] if datasets else job.dataset) for number in range(num_workers)
+    def __init__(self, job: WorkerJob, datasets: Sequence[Any] | None = None) -> None:
+        super().__init__(job, copied=datasets is not None)
+        self._fetchers = [
+            _ItemFetcher(job, number, datasets[number] if datasets else job.dataset)
+            for number in range(job.num_runners)
         ]
-        for number, hand in enumerate(self._hands):
-            self._threads.submit(number, hand.begin)
+        for number, fetcher in enumerate(self._fetchers):
+            self._threads.submit(number, fetcher.begin)
 
-    def post(self, worker: int, message: tuple[Any, ...], number: int) -> None:
-        """Hand out (kind, generation, lane, task, index); `number` is the batch's in the epoch."""
+    def post(self, runner: int, message: tuple[Any, ...], number: int) -> None:
+        """Hand out (kind, generation, worker, task, index); `number` is the batch's in the epoch."""
         kind, generation, _, task, index = message
-        if kind == TASK:
-            units = list(index) if by_item(self._job) else [index]
+        if kind == WorkerMessage.TASK:
+            indices = list(index) if by_item(self._job) else [index]
             key = self._turn_of(generation), number
-            batch = _Batch(units or [index], worker, generation, task, key)
-            for thread, hand in enumerate(self._hands):
-                self._threads.submit(thread, partial(self._help, hand, batch))
+            batch = _Batch(indices or [index], runner=runner, generation=generation, task=task, key=key)
+            for thread, fetcher in enumerate(self._fetchers):
+                self._threads.submit(thread, partial(self._help, fetcher, batch))
 
-    def _help(self, hand: _Hand, batch: _Batch) -> None:
+    def _help(self, fetcher: _ItemFetcher, batch: _Batch) -> None:
         """Take items of a batch until none is left to take."""
-        get, rng, count = hand.get, hand.rng, 0
+        get, rng, count = fetcher.get, fetcher.rng, 0
         rng.begin(self._job.base_seed, *batch.key)
-        if hand.broken is not None:
-            batch.fail(-1, hand.broken)
-        for place in batch.takes:
+        if fetcher.failure is not None:
+            batch.fail(-1, fetcher.failure)
+        for place in batch.places:
             if batch.generation < self._generation:
                 return
             if place <= batch.failed_at:
                 rng.go_to(place)
                 try:
-                    batch.items[place] = get(batch.units[place])
+                    batch.items[place] = get(batch.indices[place])
                 except BaseException:
-                    batch.fail(place, hand.error())
+                    batch.fail(place, fetcher.error())
             count += 1
-        if count and batch.done(count):
-            kind, data = hand.collate(batch)
-            self._put(kind, batch.worker, batch.task, (data, None, None), batch.generation)
+        # Items that others still fetch are theirs to count: whoever counts the last one collates.
+        if count and batch.add(count):
+            kind, data = fetcher.collate(batch)
+            self._put(kind, batch.runner, batch.generation, batch.task, data)
 
 
-# ---- lane by lane -------------------------------------------------------------------------------------
+# ---- worker by worker ---------------------------------------------------------------------------------
 
 
-def needs_lanes(job: Job) -> bool:
-    """Whether it matters who fetches what: each lane then has a dataset of its own."""
+def needs_own_datasets(job: WorkerJob) -> bool:
+    """Whether it matters who fetches what: each worker then has a dataset of its own."""
     iterable = job.kind == _DatasetKind.Iterable
     return iterable or has_state(job.dataset) or isinstance(job.dataset, MapDataPipe)
 
 
-class LaneThreads(ThreadWorkers):
-    """Threads with one or more lanes each.
+@dataclass
+class _ThreadWorker:
+    """A worker, its generators, and what those are seeded by: the epoch and the batches fetched in it."""
 
-    `fetched` tells how many batches of a lane were fetched before, where that is not none.
+    worker: Worker
+    rng: Generators
+    turn: int
+    fetched: int
+
+
+class BatchThreads(ThreadRunners):
+    """Threads that fetch whole batches, each for one or more workers with a dataset of their own.
+
+    `fetched` tells how many batches of a worker were fetched before, where that is not none.
     """
 
     shares_work = False
 
-    def __init__(self, job: Job, num_workers: int, turn: int, fetched: dict[int, int]) -> None:
-        datasets = _lane_datasets(job)
-        super().__init__(job, num_workers, turn, copied=datasets[0] is not job.dataset)
-        self._fetched = [fetched.get(number, 0) for number in range(len(datasets))]
-        self._turns = [turn] * len(datasets)
-        self._rngs = [Generators() for _ in datasets]
-        self._broken: dict[int, ExceptionWrapper] = {}
-        self._lanes = []
+    def __init__(self, job: WorkerJob, fetched: dict[int, int]) -> None:
+        datasets = _dataset_copies(job)
+        super().__init__(job, copied=datasets[0] is not job.dataset)
+        self._workers = []
         for number, dataset in enumerate(datasets):
-            lane = Lane(job, number, dataset, job.resumed.get(number))
-            lane.where = f"in DataLoader worker thread {number}"
-            if job.num_lanes:
-                lane.info = thread_info(job, number, dataset, self._rngs[number])
-            self._lanes.append(lane)
-            self._threads.submit(number % num_workers, partial(self._open, number, job.shared_seed, 0, turn))
+            rng = Generators()
+            worker = Worker(job, number, dataset, rng)
+            self._workers.append(_ThreadWorker(worker, rng, job.turn, fetched.get(number, 0)))
+            first = partial(self._open, number, job.shared_seed, 0, job.turn)
+            self._threads.submit(number % job.num_runners, first)
 
-    def post(self, worker: int, message: tuple[Any, ...], number: int) -> None:
-        """Hand out (kind, generation, lane, task, index)."""
-        kind, generation, lane, task, index = message
-        if kind in (RESET, BACK):
+    def post(self, runner: int, message: tuple[Any, ...], number: int) -> None:
+        """Hand out (kind, generation, worker, task, index)."""
+        kind, generation, worker, task, index = message
+        if kind in (WorkerMessage.RESET, WorkerMessage.BACK):
             turn = self._turn_of(generation)
-            for reset in range(worker, len(self._lanes), self._num_workers):
-                self._threads.submit(worker, partial(self._open, reset, index, generation, turn))
-        elif kind in (TASK, SKIP):
-            self._threads.submit(worker, partial(self._serve, kind, generation, lane, task, index))
+            for reset in range(runner, len(self._workers), self._job.num_runners):
+                self._threads.submit(runner, partial(self._open, reset, index, generation, turn))
+        elif kind in (WorkerMessage.TASK, WorkerMessage.SKIP):
+            self._threads.submit(runner, partial(self._serve, kind, generation, worker, task, index))
 
     def _open(self, number: int, shared_seed: Any, generation: int, turn: int) -> None:
-        lane = self._lanes[number]
-        become(lane.info)
-        if turn != self._turns[number]:
-            self._turns[number], self._fetched[number] = turn, 0
-        self._broken.pop(number, None)
-        self._rngs[number].begin(self._job.base_seed, turn, "lane", number)
-        try:
-            lane.open(shared_seed)
-        except BaseException:
-            self._broken[number] = ExceptionWrapper(where=lane.where)
+        own = self._workers[number]
+        become(own.worker.info)
+        if turn != own.turn:
+            own.turn, own.fetched = turn, 0
+        own.rng.begin(self._job.base_seed, turn, _KEY, number)
+        state = own.worker.try_to_open(shared_seed)
         if self._job.announce:
-            error = self._broken.get(number)
-            state = lane.snapshot() if error is None and self._job.state_every else None
-            value = error, copy.deepcopy(state), None
-            self._put(OPENED, number % self._num_workers, number, value, generation)
+            runner = number % self._job.num_runners
+            self._put(WorkerResult.OPENED, runner, generation, number, own.worker.failure, state)
 
     def _serve(self, kind: int, generation: int, number: int, task: int, index: Any) -> None:
         if generation < self._generation:
             return
-        lane, worker = self._lanes[number], number % self._num_workers
-        become(lane.info)
-        if number in self._broken:
-            if kind == TASK:
-                self._put(ERROR, worker, task, (self._broken[number], None, None), generation)
+        own, runner = self._workers[number], number % self._job.num_runners
+        worker = own.worker
+        become(worker.info)
+        if worker.failure is not None:
+            if kind == WorkerMessage.TASK:
+                self._put(WorkerResult.ERROR, runner, generation, task, worker.failure)
             return
-        key = self._turns[number], "lane", number, self._fetched[number]
-        self._rngs[number].begin(self._job.base_seed, *key)
-        self._fetched[number] += 1
-        if kind == SKIP:
-            lane.skip(index)
-            return
-        try:
-            answer, data, state = lane.answer(index)
-            value = data, copy.deepcopy(state), None  # the dataset goes on, the state must not
-        except BaseException:
-            answer, value = ERROR, (ExceptionWrapper(where=lane.where), None, None)
-        self._put(answer, worker, task, value, generation)
+        own.rng.begin(self._job.base_seed, own.turn, _KEY, number, own.fetched)
+        own.fetched += 1
+        if kind == WorkerMessage.SKIP:
+            worker.skip(index)
+        else:
+            kind, data, state = worker.respond(index)
+            self._put(kind, runner, generation, task, data, state)
 
 
-def _lane_datasets(job: Job) -> list[Any]:
-    count = max(1, job.num_lanes)
+def _dataset_copies(job: WorkerJob) -> list[Any]:
     try:
-        return copies(job.dataset, count)
+        return copies(job.dataset, job.num_copies)
     except Exception as error:
-        if count == 1:
+        if job.num_copies == 1:
             return [job.dataset]
         raise RuntimeError(
-            f"each of {count} threads needs a copy of this dataset, and it cannot be copied: {error}. "
-            'Make it picklable, use num_workers=1, or worker processes (without workers="thread")'
+            f"each of {job.num_copies} threads needs a copy of this dataset, and it cannot be copied: "
+            f'{error}. Make it picklable, use num_workers=1, or worker processes (without workers="thread")'
         ) from error

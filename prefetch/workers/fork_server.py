@@ -1,11 +1,11 @@
-"""A fork server of our own: one process without threads that has imported torch and what the dataset needs.
+"""A fork server of our own: one process without threads that has imported what its workers need.
 
 Workers forked from it start in milliseconds and inherit nothing of the parent's locks, clients and CUDA
 context. While the parent has one thread and no GPU open, the server is forked from it (`forked_server`).
 Otherwise it is a new process, which needs 1 to 2 s to import torch, and does not import the parent's main
-module. It ignores Ctrl-C from its first moment on, as
-its workers do until they are ready for it. It ends with the process it belongs to, however that ends:
-then nobody holds the writing end of its pipe any more, and its workers are sent SIGKILL.
+module. It ignores Ctrl-C from its first moment on, as its workers do until they are ready for it. It ends
+with the process it belongs to, however that ends: then nobody holds the writing end of its pipe any more,
+and its workers are sent SIGKILL.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from multiprocessing import (
     connection,
     forkserver,
@@ -31,10 +32,8 @@ from multiprocessing import (
 from multiprocessing.context import set_spawning_popen
 from typing import Any, cast
 
-from prefetch.workers.forked_server import fork_server
-from prefetch.workers.server_path import path_told
+from prefetch.workers.forked_server import fork_server, search_path_shared
 
-_PRELOADED = ["prefetch.workers.server_path", "torch", "numpy", "dataflow.workers.process_main"]
 _PR_SET_PDEATHSIG = 1
 
 
@@ -57,29 +56,47 @@ Modules = frozenset[tuple[str, int]]
 """Names of modules, each with the time its file was changed."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class ServerNeeds:
+    """What workers need of the fork server that they come from."""
+
+    preload: tuple[str, ...] = ()
+    """Modules that all workers of this kind use."""
+    modules: Modules = frozenset()
+    """Those of what they work on. A forked server leaves it to the workers to import what it lacks."""
+    unforkable: str = ""
+    """Why the server must not be forked from this process, as far as the caller knows; "": it may."""
+
+
 class Server(forkserver.ForkServer):
-    """A process with modules imported, from which workers are forked; started when first needed.
+    """A process with modules imported, from which workers are forked; started when first needed."""
 
-    Args:
-        modules: to be imported, if it is a new process; a forked one leaves to the workers what it lacks.
-        unforkable: why it must not be forked from this process, as far as the caller knows; "": it may.
-    """
-
-    def __init__(self, modules: Modules, unforkable: str) -> None:
+    def __init__(self, needs: ServerNeeds) -> None:
         super().__init__()
-        self.modules = modules
+        self.preload, self.modules = needs.preload, needs.modules
         self.num_users = 0
-        self.not_forked = unforkable
+        self.not_forked = needs.unforkable
         """Why it was not forked from this process; "": it was."""
         self._specs: dict[str, Any] = {}
         """Of the modules that a forked one has."""
         self._begun = False
-        self.set_forkserver_preload([*_PRELOADED, *sorted(name for name, _ in modules)])
+        self._set_preload()
+
+    def _set_preload(self) -> None:
+        names = sorted(name for name, _ in self.modules)
+        # The first makes it search for the others where this process does.
+        self.set_forkserver_preload([fork_server.__module__, *self.preload, *names])
+
+    @property
+    def pid(self) -> int | None:
+        """Of the process, while it belongs to this one."""
+        pid: int | None = cast(Any, self)._forkserver_pid
+        return pid
 
     def ensure_running(self) -> None:
         """Start it if it does not run, without waiting for it."""
         resource_tracker.ensure_running()  # it lets interrupts through once started
-        with interrupts_held(), path_told():
+        with interrupts_held(), search_path_shared():
             if not self._begun and not self.not_forked:
                 self._fork()
             self._begun = True
@@ -98,25 +115,24 @@ class Server(forkserver.ForkServer):
         server._forkserver_pid = forked.pid
         self._specs = {name: getattr(module, "__spec__", None) for name, module in sys.modules.items()}
 
-    def provides(self, modules: Modules) -> bool:
+    def provides(self, needs: ServerNeeds) -> bool:
         """Whether workers from here get these modules as they are, and need not import them first.
 
         A forked server has what was imported here; loading a module again gives it another spec.
         """
         if self.not_forked:
-            return modules <= self.modules
-        specs = {name: getattr(sys.modules.get(name), "__spec__", None) for name, _ in modules}
+            return needs.modules <= self.modules and set(needs.preload) <= set(self.preload)
+        specs = {name: getattr(sys.modules.get(name), "__spec__", None) for name, _ in needs.modules}
         return all(self._specs.get(name, spec) is spec for name, spec in specs.items())
 
     def let_go(self) -> int | None:
         """Forget the process, which ends when nobody else holds on to it; its id."""
         server: Any = self
-        alive, pid = server._forkserver_alive_fd, server._forkserver_pid
+        alive, pid = server._forkserver_alive_fd, self.pid
         server._forkserver_address = server._forkserver_alive_fd = server._forkserver_pid = None
         if alive is not None:
             os.close(alive)
-        found: int | None = pid
-        return found
+        return pid
 
     def replace(self) -> None:
         """The process has ended: it was killed, or a module could not be imported there. Have another."""
@@ -125,7 +141,7 @@ class Server(forkserver.ForkServer):
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(pid, 0)
         self.modules, self.not_forked = frozenset(), self.not_forked or "the forked one has ended"
-        self.set_forkserver_preload(_PRELOADED)
+        self._set_preload()
 
 
 _lock = threading.RLock()  # guards what follows; a finaliser may come back here
@@ -136,30 +152,36 @@ _ending: list[int] = []
 """Processes of former servers that will end, to be waited for."""
 
 
-def warm_up(modules: Modules = frozenset(), unforkable: str = "") -> Server:
-    """Start the fork server, without waiting for it, with these modules imported besides torch.
+def server_pids() -> list[int]:
+    """Processes of the servers that run."""
+    return [server.pid for server in list(_servers) if server.pid is not None]
+
+
+def warm_up(needs: ServerNeeds) -> Server:
+    """Start the fork server, without waiting for it, with these modules imported.
 
     One that runs already is kept if it has them; otherwise the next workers come from a new one.
     """
     global _current
     with _lock:
         if _current is None:
-            _current = Server(modules, unforkable)
+            _current = Server(needs)
             _servers.append(_current)
-        elif not _current.provides(modules):
-            names = {name for name, _ in modules}
-            kept = {(name, changed) for name, changed in _current.modules if name not in names}
-            _current = Server(modules | kept, unforkable)
+        elif not _current.provides(needs):
+            names = {name for name, _ in needs.modules}
+            others = {(name, changed) for name, changed in _current.modules if name not in names}
+            preload = tuple(dict.fromkeys((*_current.preload, *needs.preload)))
+            _current = Server(replace(needs, preload=preload, modules=needs.modules | others))
             _servers.append(_current)
             _end_unused()
         _current.ensure_running()
         return _current
 
 
-def begin_to_use(modules: Modules, unforkable: str = "") -> Server:
-    """The fork server with these modules. It lives until `stop_using`."""
+def begin_to_use(needs: ServerNeeds) -> Server:
+    """The fork server with what is needed. It lives until `stop_using`."""
     with _lock:
-        server = warm_up(modules, unforkable)
+        server = warm_up(needs)
         server.num_users += 1
         return server
 
@@ -238,13 +260,13 @@ class _Popen(popen_forkserver.Popen):
             server.replace()
             self._fork(server, buffer)
 
-    def _fork(self, server: Server, given: io.BytesIO) -> None:
+    def _fork(self, server: Server, description: io.BytesIO) -> None:
         self.sentinel, writer = server.connect_to_new_process(self._fds)  # type: ignore[attr-defined]
         parent_writer = os.dup(writer)
         self.finalizer = util.Finalize(self, util.close_fds, (parent_writer, self.sentinel))  # type: ignore[attr-defined]
         try:
             with open(writer, "wb", closefd=True) as file:
-                file.write(given.getbuffer())
+                file.write(description.getbuffer())
             self.pid = forkserver.read_signed(self.sentinel)
         except BaseException:
             self.finalizer()

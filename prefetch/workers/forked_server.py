@@ -8,6 +8,10 @@ killed before it has done anything.
 
 The copy keeps the memory of the moment (shared until somebody writes to it) and no descriptor: sockets and
 pipes would look open to those at their other ends, and locks of files held. Regular files are opened anew.
+
+A server that is a new process imports this module before anything else, to search for modules where the
+process that it belongs to does: the standard library's ignores that `sys.path` (before Python 3.12), and each
+worker would import a dataset's module anew, with all that it imports.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ import contextlib
 import fcntl
 import gc
 import inspect
+import json
 import os
 import signal
 import socket
@@ -24,16 +29,31 @@ import stat
 import sys
 import threading
 import warnings
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from multiprocessing import connection, forkserver, util
+from typing import Final
 
 _MOST_BYTES = 1 << 30
 """A fork copies page tables, 2 ms per 100 MB or more, and what is freed here stays with the copy."""
 _GPU_DEVICES = ("/dev/nvidia", "/dev/kfd", "/dev/dri/", "/dev/accel", "/dev/infiniband/")
+_PATH_VARIABLE: Final = "DATAFLOW_FORK_SERVER_PATH"
+
+if _PATH_VARIABLE in os.environ:  # this is such a server
+    sys.path[:] = json.loads(os.environ.pop(_PATH_VARIABLE))
 
 
-@dataclass(frozen=True)
+@contextlib.contextmanager
+def search_path_shared() -> Iterator[None]:
+    """Processes that are started meanwhile, and import this module, take over `sys.path`."""
+    os.environ[_PATH_VARIABLE] = json.dumps([entry for entry in sys.path if isinstance(entry, str)])
+    try:
+        yield
+    finally:
+        os.environ.pop(_PATH_VARIABLE, None)
+
+
+@dataclass(frozen=True, kw_only=True)
 class ForkFacts:
     """What decides whether this process may be forked."""
 
@@ -66,11 +86,11 @@ def fork_facts() -> ForkFacts:
     with open("/proc/self/status") as lines:
         sizes = dict(line.split(":", 1) for line in lines)
     return ForkFacts(
-        num_threads(),
-        threading.active_count() + (threading.current_thread() is not threading.main_thread()),
-        len(libraries) * ((os.cpu_count() or 1) - 1),
-        {path for path in map(_path, _descriptors()) if path.startswith(_GPU_DEVICES)},
-        sum(1024 * int(sizes[name].split()[0]) for name in ("RssAnon", "RssShmem")),
+        threads=num_threads(),
+        python_threads=threading.active_count() + (threading.current_thread() is not threading.main_thread()),
+        blas_threads=len(libraries) * ((os.cpu_count() or 1) - 1),
+        devices={path for path in map(_path, _descriptors()) if path.startswith(_GPU_DEVICES)},
+        held_bytes=sum(1024 * int(sizes[name].split()[0]) for name in ("RssAnon", "RssShmem")),
     )
 
 
@@ -81,7 +101,7 @@ def num_threads() -> int:
 
 @dataclass(frozen=True)
 class ForkedServer:
-    """A server that runs."""
+    """A server that was forked from this process, as `multiprocessing` finds it."""
 
     address: str
     alive: int
@@ -141,35 +161,35 @@ def _serve(listener: int, alive: int) -> None:
     for number in signal.valid_signals():
         if callable(signal.getsignal(number)):
             signal.signal(number, signal.SIG_DFL)
-    _leave_files({0, 1, 2, listener, alive})
+    _replace_descriptors({0, 1, 2, listener, alive})
     atexit._clear()  # Python 3.13 and later runs what is left at the end of each worker
     gc.freeze()  # what is dead here must not be finalised, and pages that are not looked at stay shared
     forkserver.main(listener, alive, [])
 
 
-def _leave_files(kept: Collection[int]) -> None:
-    """Put others in the place of all descriptors: objects here still know, and may close, their numbers."""
+def _replace_descriptors(own: Collection[int]) -> None:
+    """Put others in the place of all but our `own`: objects here still know, and may close, their numbers."""
     null = os.open(os.devnull, os.O_RDWR)
     for fd in _descriptors():
-        if fd in kept or fd == null:
+        if fd in own or fd == null:
             continue
         with contextlib.suppress(OSError):  # it was that of the listing, or may not be opened again
             status = os.fstat(fd)
             if stat.S_ISREG(status.st_mode) and status.st_nlink:
-                other = _opened_again(fd)
-                os.dup2(other, fd, inheritable=False)
-                os.close(other)
+                copy = _reopen(fd)
+                os.dup2(copy, fd, inheritable=False)
+                os.close(copy)
             elif not stat.S_ISCHR(status.st_mode) and not stat.S_ISDIR(status.st_mode):
                 os.dup2(null, fd, inheritable=False)
     os.close(null)
 
 
-def _opened_again(fd: int) -> int:
+def _reopen(fd: int) -> int:
     """The same file with a place of its own, so that reading here moves nobody else's; writers append."""
     mode = fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE
-    other = os.open(f"/proc/self/fd/{fd}", mode | (os.O_APPEND if mode != os.O_RDONLY else 0))
-    os.lseek(other, os.lseek(fd, 0, os.SEEK_CUR), os.SEEK_SET)
-    return other
+    copy = os.open(f"/proc/self/fd/{fd}", mode | (os.O_APPEND if mode != os.O_RDONLY else 0))
+    os.lseek(copy, os.lseek(fd, 0, os.SEEK_CUR), os.SEEK_SET)
+    return copy
 
 
 def _descriptors() -> list[int]:

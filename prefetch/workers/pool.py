@@ -1,8 +1,8 @@
-"""Worker processes that take tasks from one pipe each and answer through one pipe they all share.
+"""Worker processes that take tasks from one pipe each and respond through one pipe they all share.
 
-Answers are fixed-size records, shorter than `PIPE_BUF`: the kernel writes each as a whole, so workers need
-no lock, the parent reads many with one call, and a worker that is killed cannot leave half a record or a
-held lock behind. What a record describes lies in the shared file (see `shared_arena`). Messages to a
+Responses are records of integers, shorter than `PIPE_BUF`: the kernel writes each as a whole, so workers
+need no lock, the parent reads many with one call, and a worker that is killed cannot leave half a record or
+a held lock behind. What a record describes lies in the shared file (see `shared_arena`). Messages to a
 worker never block the parent: what a pipe does not hold yet waits here.
 
 Processes come from our own fork server (see `fork_server`) unless the caller names a start method. The
@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import faulthandler
+import fcntl
 import multiprocessing
 import os
 import resource
@@ -29,109 +29,102 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from multiprocessing import connection, process, reduction
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing import connection, process
 from multiprocessing.context import BaseContext
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any
 
-from prefetch.workers.death import WorkerDiedError
 from prefetch.workers.fork_server import (
-    Modules,
     Server,
+    ServerNeeds,
     ServerProcess,
     begin_to_use,
-    end_with_parent,
     interrupts_held,
-    let_interrupt,
-    release_server,
     stop_using,
 )
 from prefetch.workers.shared_arena import Header, SharedFile
+from prefetch.workers.worker_start import (
+    STACKS_SIGNAL,
+    Descriptor,
+    WorkerStart,
+    record_format,
+    stdio_descriptors,
+)
 
-STACKS_SIGNAL = signal.SIGUSR2
-_ANSWER_S = 2.0
+STOP_S = 5.0
+"""Time that workers have to end by themselves, together."""
+_KILL_S = 2.0
+_STACKS_S = 2.0
 """A worker begins to write its stacks within this time."""
 _QUIET_S = 0.25
 """Stacks have arrived when nothing more came for this long."""
-_STOP_S = 5.0
-"""Time that workers have to end by themselves, together."""
-_KILL_S = 2.0
 _PIPE_BYTES = 1 << 20
 _LONGEST_S = 1e6
 """`poll` takes no longer times."""
-
-
-class Answer(NamedTuple):
-    """What a worker says about a task.
-
-    Offsets count from the beginning of the shared file.
-    """
-
-    kind: int
-    worker: int
-    generation: int
-    task: int
-    offset: int
-    nbytes: int
-    meta: int
-    meta_bytes: int
-    table: int
-    """Bytes behind the pickle that list its out-of-band buffers."""
-    placed: int
-    """Ranges of shared memory that it holds beside its own, listed at its end."""
-    total: int
-    """All bytes of shared memory that the answer holds."""
-
-
-_ANSWER = struct.Struct("<iiqqqqqqqqq")
+_RECORDS = 1024
+"""So many responses are read at once."""
 _FRAME = struct.Struct("!i")
 """What `Connection.recv_bytes` expects before a message: its length."""
+CGROUPS = Path("/sys/fs/cgroup")
+_OWN_CGROUP = Path("/proc/self/cgroup")
 
 
-class Descriptor:
-    """A file descriptor that is passed on to a process while it starts."""
+class WorkerDiedError(RuntimeError):
+    """Worker processes ended that should not have.
 
-    def __init__(self, fd: int) -> None:
-        self.fd = fd
+    Attributes:
+        workers: (number, process id, exit code) of each; a negative exit code is a signal's number.
+        memory: what the system said about memory, if one was killed.
+    """
 
-    def __reduce__(self) -> Any:
-        return _received, (reduction.DupFd(self.fd),)
+    def __init__(self, workers: Sequence[tuple[int, int, int | None]], memory: str | None = None) -> None:
+        killed = any(code == -signal.SIGKILL for _, _, code in workers)
+        if memory is None:
+            memory = cgroup_memory(own_cgroup()) if killed else ""  # now: later it may have changed
+        super().__init__(workers, memory)
+        self.workers, self.memory = list(workers), memory
+
+    def __str__(self) -> str:
+        pids = ", ".join(str(pid) for _, pid, _ in self.workers)
+        parts = [f"DataLoader worker (pid(s) {pids}) exited unexpectedly."]
+        for _, pid, code in self.workers:
+            if code is not None and code < 0:
+                name = signal.strsignal(-code) or f"signal {-code}"
+                parts.append(f"DataLoader worker (pid {pid}) is killed by signal: {name}.")
+            elif code is not None:
+                parts.append(
+                    f"DataLoader worker (pid {pid}) exited unexpectedly with exit code {code}. Its output "
+                    "may tell why; num_workers=0 runs the same code in this process."
+                )
+        return " ".join(filter(None, [*parts, self.memory]))
 
 
-def _received(dup: Any) -> Descriptor:
-    return Descriptor(dup.detach())
+def own_cgroup(root: Path = CGROUPS, membership: Path = _OWN_CGROUP) -> Path:
+    """The folder of this process's cgroup (version 2), or the one that is mounted where that is hidden."""
+    with contextlib.suppress(OSError):
+        for line in membership.read_text().splitlines():
+            if line.startswith("0::"):
+                folder = root / line[3:].lstrip("/")
+                return folder if folder.is_dir() else root
+    return root
 
 
-@dataclass(frozen=True)
-class WorkerStart:
-    """All that a worker is given at its start."""
-
-    worker: int
-    num_workers: int
-    memory: Descriptor
-    message_offset: int
-    message_bytes: int
-    region_offset: int
-    region_bytes: int
-    region_limit: int
-    tasks: connection.Connection
-    answers: Descriptor
-    stacks: Descriptor
-    stdio: tuple[Descriptor, ...]
-    environment: dict[str, str] | None
-    inherited: Any
-    """What a forked worker takes from the parent as it is; None: the message in the shared file."""
-    passed: tuple[Descriptor, ...]
-    """Further descriptors that the target asked for."""
-    watched: bool
-    """The thread that starts this process lives as long as the parent: the kernel may watch it."""
-    interruptible: bool
-    """Ctrl-C interrupts the parent, so it may interrupt this process; else the parent has other plans."""
-
-    def answer(self, answer: Answer) -> None:
-        """Tell the parent. Raises BrokenPipeError when it has gone."""
-        os.write(self.answers.fd, _ANSWER.pack(*answer))
+def cgroup_memory(cgroup: Path) -> str:
+    """What the files of a cgroup say about memory, as far as they say anything."""
+    facts: dict[str, list[str]] = {}
+    for name in ("memory.events", "memory.current", "memory.max"):
+        with contextlib.suppress(OSError):
+            facts[name] = (cgroup / name).read_text().split()
+    events = facts.get("memory.events", [])
+    counts = dict(zip(events[::2], events[1::2], strict=False))
+    if not counts:
+        return "SIGKILL often means that the machine ran out of memory."
+    current, limit = (" ".join(facts.get(name, "?")) for name in ("memory.current", "memory.max"))
+    return (
+        f"SIGKILL often means out of memory: this cgroup counts {counts.get('oom_kill', '?')} processes "
+        f"killed for memory; it uses {current} bytes now, of at most {limit}."
+    )
 
 
 class WorkerPool:
@@ -140,12 +133,13 @@ class WorkerPool:
     Args:
         target: called in each process with a `WorkerStart`; importable by name.
         file: the shared file.
+        record_fields: integers in a response.
         context: how processes start; None: from our fork server.
+        needs: of that server.
         inherited: handed to forked workers as it is.
         passed: descriptors that every worker gets a copy of.
         region_limit: bytes of free slabs that a worker keeps.
-        modules: what the processes will import, for our fork server to have imported already.
-        unforkable: why our fork server must not be forked from this process, as far as the caller knows.
+        stop_s: time that workers have to end by themselves, together.
 
     Used by one thread, except that `close` may run in another or in a finaliser. In a forked child all
     methods but `close` raise RuntimeError.
@@ -160,16 +154,18 @@ class WorkerPool:
         num_workers: int,
         file: SharedFile,
         *,
+        record_fields: int,
         context: BaseContext | None,
+        needs: ServerNeeds,
         inherited: Any = None,
         passed: Sequence[int] = (),
         region_limit: int,
-        modules: Modules = frozenset(),
-        unforkable: str = "",
+        stop_s: float = STOP_S,
     ) -> None:
         require_descriptors(num_workers)
         self.num_workers, self.context = num_workers, context
-        self._file = file
+        self._record = record_format(record_fields)
+        self._file, self._stop_s = file, stop_s
         self._owner = os.getpid()
         self.isolated = inherited is None and not passed
         """Whether what this process does with its objects cannot be seen by the workers."""
@@ -180,78 +176,67 @@ class WorkerPool:
         self._tasks: list[connection.Connection] = []
         self._waiting: list[deque[memoryview]] = [deque() for _ in range(num_workers)]
         self._poll = select.poll()
-        self._server = begin_to_use(modules, unforkable) if context is None else None
+        self._server = begin_to_use(needs) if context is None else None
         self.start, self.start_reason = _start_of(self._server, context)
-        self._answers, writer = os.pipe()
+        self._responses, writer = os.pipe()
         self._stacks, stacks_writer = os.pipe()
         _pools.add(self)
         try:
             for fd in (writer, stacks_writer):
                 _enlarge(fd)
-            for fd in (self._answers, self._stacks, stacks_writer):  # stacks nobody reads are dropped
+            for fd in (self._responses, self._stacks, stacks_writer):  # stacks nobody reads are dropped
                 os.set_blocking(fd, False)
+            method = context.get_start_method() if context else None
+            common = {
+                "num_workers": num_workers,
+                "memory": Descriptor(file.fd),
+                "message_offset": file.message_offset,
+                "message_bytes": file.message_bytes,
+                "region_bytes": file.region_bytes,
+                "region_limit": region_limit,
+                "responses": Descriptor(writer),
+                "stacks": Descriptor(stacks_writer),
+                "stdio": () if context else stdio_descriptors(),
+                "environment": None if context else dict(os.environ),
+                "inherited": inherited,
+                "passed": tuple(map(Descriptor, passed)),
+                "watched": method in (None, "forkserver")
+                or threading.current_thread() is threading.main_thread(),
+                "interruptible": signal.getsignal(signal.SIGINT) is signal.default_int_handler,
+            }
             for worker in range(num_workers):
-                self._start(worker, target, writer, stacks_writer, context, inherited, passed, region_limit)
+                self._start(worker, target, common)
         except BaseException:
             self.close(stop_s=0)
             raise
         finally:
             os.close(writer)
             os.close(stacks_writer)
-        self._poll.register(self._answers, select.POLLIN)
-        self._sentinels = {made.sentinel: worker for worker, made in enumerate(self.processes)}
+        self._poll.register(self._responses, select.POLLIN)
+        self._sentinels = {child.sentinel: worker for worker, child in enumerate(self.processes)}
         for sentinel in self._sentinels:
             self._poll.register(sentinel, select.POLLIN)
         self._blocked: dict[int, int] = {}
         """Workers whose pipe is full, by the descriptor of our end of it."""
 
-    def _start(
-        self,
-        worker: int,
-        target: Callable[[WorkerStart], None],
-        answers: int,
-        stacks: int,
-        context: BaseContext | None,
-        inherited: Any,
-        passed: Sequence[int],
-        region_limit: int,
-    ) -> None:
-        file = self._file
-        start, length = file.region_span(worker)
+    def _start(self, worker: int, target: Callable[[WorkerStart], None], common: Mapping[str, Any]) -> None:
         reader, tasks = multiprocessing.Pipe(duplex=False)
         self._tasks.append(tasks)
         os.set_blocking(tasks.fileno(), False)
-        method = context.get_start_method() if context else None
-        given = WorkerStart(
-            worker,
-            self.num_workers,
-            Descriptor(file.fd),
-            file.message_offset,
-            file.message_bytes,
-            start,
-            length,
-            region_limit,
-            reader,
-            Descriptor(answers),
-            Descriptor(stacks),
-            () if context else _stdio(),
-            None if context else dict(os.environ),
-            inherited,
-            tuple(map(Descriptor, passed)),
-            method in (None, "forkserver") or threading.current_thread() is threading.main_thread(),
-            signal.getsignal(signal.SIGINT) is signal.default_int_handler,
-        )
-        made: process.BaseProcess
-        name = f"dataflow-worker-{worker}"
+        region = self._file.region_offset(worker)
+        start = WorkerStart(worker=worker, region_offset=region, tasks=reader, **common)
+        child: process.BaseProcess
+        name, context = f"dataflow-worker-{worker}", self.context
         if self._server is not None:
-            made = ServerProcess(self._server, target, given, name)
+            child = ServerProcess(self._server, target, start, name)
         else:
-            made = context.Process(target=target, args=(given,), name=name)  # type: ignore[union-attr]
-        with reader, interrupts_held() if method == "fork" else contextlib.nullcontext():
-            made.start()
-        self.processes.append(made)
+            child = context.Process(target=target, args=(start,), name=name)  # type: ignore[union-attr]
+        forks = context is not None and context.get_start_method() == "fork"
+        with reader, interrupts_held() if forks else contextlib.nullcontext():
+            child.start()
+        self.processes.append(child)
         # We end it ourselves. A forked child of ours that exits must neither wait for it nor end it.
-        process._children.discard(made)  # type: ignore[attr-defined]
+        process._children.discard(child)  # type: ignore[attr-defined]
 
     def _require_open(self) -> None:
         if self._closed:
@@ -294,43 +279,43 @@ class WorkerPool:
         if self._blocked.pop(fd, None) is not None:
             self._poll.unregister(fd)
 
-    def receive(self) -> list[Answer]:
-        """The answers that are there, without waiting."""
+    def receive(self) -> list[tuple[int, ...]]:
+        """The responses that are there, without waiting."""
         with self._using:
             self._require_open()
             for worker in list(self._blocked.values()):
                 self._flush(worker)
             try:
-                data = os.read(self._answers, _ANSWER.size * 1024)
+                data = os.read(self._responses, _RECORDS * self._record.size)
             except BlockingIOError:
                 return []
-            return [Answer._make(record) for record in _ANSWER.iter_unpack(data)]
+            return list(self._record.iter_unpack(data))
 
-    def wait(self, timeout_s: float | None) -> list[Answer]:
-        """Wait for answers; [] when none came in time.
+    def wait(self, timeout_s: float | None) -> list[tuple[int, ...]]:
+        """Wait for responses; [] when none came in time.
 
         Raises:
-            WorkerDiedError: a worker has ended, and all that it had answered was received.
+            WorkerDiedError: a worker has ended, and all its responses were received.
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         with self._using:
             while True:
-                left = _LONGEST_S if deadline is None else deadline - time.monotonic()
-                ready = dict(self._poll.poll(1000 * min(max(0.0, left), _LONGEST_S)))
-                if answers := self.receive():
-                    return answers
+                rest_s = _LONGEST_S if deadline is None else deadline - time.monotonic()
+                ready = dict(self._poll.poll(1000 * min(max(0.0, rest_s), _LONGEST_S)))
+                if responses := self.receive():
+                    return responses
                 dead = [worker for fd, worker in self._sentinels.items() if fd in ready]
                 if dead:
                     raise WorkerDiedError([(w, self.processes[w].pid or 0, self._exit_code(w)) for w in dead])
-                if ready.get(self._answers, 0) & select.POLLHUP:  # all have ended; we shall hear of it
-                    self._poll.unregister(self._answers)
-                if not ready and left <= 0:
+                if ready.get(self._responses, 0) & select.POLLHUP:  # all have ended; we shall hear of it
+                    self._poll.unregister(self._responses)
+                if not ready and rest_s <= 0:
                     return []
 
     def _exit_code(self, worker: int) -> int | None:
-        made = self.processes[worker]
-        made.join(_KILL_S)
-        return made.exitcode
+        child = self.processes[worker]
+        child.join(_KILL_S)
+        return child.exitcode
 
     @property
     def started(self) -> bool:
@@ -344,16 +329,16 @@ class WorkerPool:
         with self._using:
             self._require_open()
             self._read_stacks(0)  # what somebody else's signal has brought
-            for worker, made in enumerate(self.processes):
+            for worker, child in enumerate(self.processes):
                 header = self._file.header
                 if not header.get(header.WORKERS + worker):
-                    said = "it has not started yet"  # and the signal would end it
-                elif made.exitcode is not None:
-                    said = f"it has ended with exit code {made.exitcode}"
+                    text = "it has not started yet"  # and the signal would end it
+                elif child.exitcode is not None:
+                    text = f"it has ended with exit code {child.exitcode}"
                 else:
-                    os.kill(made.pid or 0, STACKS_SIGNAL)
-                    said = self._read_stacks(_ANSWER_S).strip() or "it does not answer"
-                texts.append(f"worker {worker} (pid {made.pid}):\n{said}")
+                    os.kill(child.pid or 0, STACKS_SIGNAL)
+                    text = self._read_stacks(_STACKS_S).strip() or "it does not answer"
+                texts.append(f"worker {worker} (pid {child.pid}):\n{text}")
         return "\n".join(texts)
 
     def _read_stacks(self, first_s: float) -> str:
@@ -372,14 +357,14 @@ class WorkerPool:
         Idempotent, thread-safe: whoever comes second waits, too. Does nothing in a forked child.
 
         Args:
-            stop_s: time that they have to finish what they are doing; None: some seconds.
+            stop_s: time that they have to finish what they are doing; None: that of the pool.
         """
         if self._owner != os.getpid():
             return  # a thread of the parent may have held the lock at the fork
         with self._closing:
             if not self._closed:
                 self._closed = True
-                self._end(_STOP_S if stop_s is None else stop_s)
+                self._end(self._stop_s if stop_s is None else stop_s)
 
     def wait_for_end(self) -> None:
         """If a thread is closing it, wait until that is done."""
@@ -398,28 +383,28 @@ class WorkerPool:
             self._join(_KILL_S, process.BaseProcess.terminate)
         finally:  # interrupted: at once
             self._join(_KILL_S, process.BaseProcess.kill)
-            # A thread that waits for answers has been woken by the end of the workers.
+            # A thread that waits for responses has been woken by the end of the workers.
             if self._using.acquire(timeout=_KILL_S):
                 self._close_ends()
                 self._using.release()
 
     def _join(self, seconds: float, first: Callable[[process.BaseProcess], None] | None) -> None:
-        alive = [made for made in self.processes if made.exitcode is None]
+        alive = [child for child in self.processes if child.exitcode is None]
         if first:
-            for made in alive:
-                first(made)
+            for child in alive:
+                first(child)
         deadline = time.monotonic() + seconds
-        for made in alive:
-            made.join(max(0.0, deadline - time.monotonic()))
+        for child in alive:
+            child.join(max(0.0, deadline - time.monotonic()))
 
     def _close_ends(self) -> None:
         if self._server is not None:
             stop_using(self._server)
-        os.close(self._answers)
+        os.close(self._responses)
         os.close(self._stacks)
-        for made in self.processes:
-            if made.exitcode is not None:
-                made._popen.close()  # type: ignore[attr-defined]
+        for child in self.processes:
+            if child.exitcode is not None:
+                child._popen.close()  # type: ignore[attr-defined]
 
     def leave_to_parent(self) -> None:
         """In a forked child: close our copies of the parent's ends, lest workers think that it lives."""
@@ -427,7 +412,7 @@ class WorkerPool:
             self._closed = True
             for tasks in self._tasks:
                 tasks.close()
-            os.close(self._answers)
+            os.close(self._responses)
             os.close(self._stacks)
 
 
@@ -476,47 +461,8 @@ def require_descriptors(num_workers: int) -> None:
 
 def _enlarge(pipe: int) -> bool:
     """Let a pipe hold more, if it may; whether it holds more now."""
-    try:
-        import fcntl
-
+    with contextlib.suppress(OSError):  # as much as this user may have
         if fcntl.fcntl(pipe, fcntl.F_GETPIPE_SZ) < _PIPE_BYTES:
             fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
             return True
-    except (OSError, AttributeError):  # as much as this user may have, or another system
-        pass
     return False
-
-
-def _stdio() -> tuple[Descriptor, ...]:
-    """Our standard output and error as they are now: the fork server has those of its start."""
-    found = []
-    for fd in (1, 2):
-        try:
-            os.fstat(fd)
-        except OSError:
-            return ()
-        found.append(Descriptor(fd))
-    return tuple(found)
-
-
-def begin(start: WorkerStart) -> None:
-    """First thing in a worker: it ends with its parent, writes where it writes, and tells its stacks."""
-    if start.watched:
-        end_with_parent()
-    release_server()
-    for fd, given in zip((1, 2), start.stdio, strict=False):
-        os.dup2(given.fd, fd)
-        os.close(given.fd)
-    if start.environment is not None:
-        os.environ.clear()
-        os.environ.update(start.environment)
-    faulthandler.register(STACKS_SIGNAL, file=start.stacks.fd, all_threads=True, chain=False)
-    header = Header(start.memory.fd)
-    header.set(header.WORKERS + start.worker, 1)
-    signal.signal(signal.SIGINT, _interrupted if start.interruptible else signal.SIG_IGN)
-    let_interrupt()
-
-
-def _interrupted(*_: object) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second one would strike while we end
-    raise KeyboardInterrupt

@@ -130,7 +130,7 @@ class Region:
         self._end = 0
         self._dropped: defaultdict[int, list[int]] = defaultdict(list)
         self.arena = Arena(limit_bytes=limit_bytes, map_slab=self._carve)
-        self._lent: dict[int, list[Any]] = {}
+        self._leases: dict[int, list[Any]] = {}
 
     def _carve(self, nbytes: int) -> _RegionSlab:
         if dropped := self._dropped[nbytes]:
@@ -156,15 +156,15 @@ class Region:
     def lend(self, leased: Borrowed) -> int:
         """Keep a leased array until the parent gives it back; returns its offset in the file."""
         offset = self.offset_of(leased.ctypes.data)
-        self._lent.setdefault(offset, []).append(leased)
+        self._leases.setdefault(offset, []).append(leased)
         return offset
 
     def take_back(self, offset: int) -> None:
         """The parent's last view of what was lent at `offset` has died."""
-        held = self._lent[offset]
-        held.pop()
-        if not held:
-            del self._lent[offset]
+        leases = self._leases[offset]
+        leases.pop()
+        if not leases:
+            del self._leases[offset]
 
 
 class _Loan:
@@ -209,8 +209,9 @@ class SharedFile:
 
     Args:
         num_workers: regions.
-        message: bytes for every worker alike; see `message_span`.
+        message_bytes: of what every worker gets alike.
         register: page-locks a range for CUDA, once per range borrowed, and gives the unlocking function.
+        region_bytes: address space of a region; less where the process may not have so much.
 
     Not thread-safe, but arrays may die in any thread.
     """
@@ -220,12 +221,14 @@ class SharedFile:
         num_workers: int,
         message_bytes: int,
         register: Callable[[int, int], Unregister] | None = None,
+        *,
+        region_bytes: int = REGION_BYTES,
     ) -> None:
         self.message_offset = HEADER_BYTES
         self.message_bytes = message_bytes
         self._first_region = HEADER_BYTES + page_rounded(message_bytes)
         self._num_workers = num_workers
-        self.region_bytes = _region_bytes(num_workers)
+        self.region_bytes = _allowed_region_bytes(num_workers, region_bytes)
         while True:
             try:
                 self._nbytes = self._first_region + num_workers * self.region_bytes
@@ -260,16 +263,16 @@ class SharedFile:
                 "raise the limit on virtual memory (ulimit -v) or use fewer workers",
             ) from error
 
-    def region_span(self, worker: int) -> tuple[int, int]:
-        """Offset and length of a worker's region."""
-        return self._first_region + worker * self.region_bytes, self.region_bytes
+    def region_offset(self, worker: int) -> int:
+        """Where a worker's region of `region_bytes` begins in the file."""
+        return self._first_region + worker * self.region_bytes
 
     def write_message(self, offset: int, data: bytes | memoryview) -> None:
         """Fill a part of the message, without mapping its pages here."""
-        view = memoryview(data).cast("B")
-        done = 0
-        while done < len(view):
-            done += os.pwrite(self.fd, view[done:], self.message_offset + offset + done)
+        rest, at = memoryview(data).cast("B"), self.message_offset + offset
+        while rest:
+            written = os.pwrite(self.fd, rest, at)
+            rest, at = rest[written:], at + written
 
     def write_memory(self, offset: int, address: int, nbytes: int) -> None:
         """Fill a part of the message from memory."""
@@ -301,10 +304,10 @@ class SharedFile:
     def take_returned(self, worker: int) -> list[int]:
         """Offsets to tell the worker about."""
         self._settle()
-        queue, taken = self._returned[worker], []
+        queue, offsets = self._returned[worker], []
         while queue:
-            taken.append(queue.popleft())
-        return taken
+            offsets.append(queue.popleft())
+        return offsets
 
     @property
     def held_bytes(self) -> int:
@@ -324,34 +327,33 @@ class SharedFile:
         self._closed = True
         if self._owner != os.getpid():
             return
-        held: dict[int, int] = {}
+        sizes: dict[int, int] = {}
         loans: dict[int, list[_Loan]] = defaultdict(list)
         for end in list(self._loans):
             loan = end()
             if loan is not None:
-                held[end.offset] = max(held.get(end.offset, 0), page_rounded(end.nbytes))
+                sizes[end.offset] = max(sizes.get(end.offset, 0), page_rounded(end.nbytes))
                 loans[end.offset].append(loan)
-        for offset in self._registered.keys() - held.keys():
+        for offset in self._registered.keys() - sizes.keys():
             self._registered.pop(offset)()
         start, gives_back = 0, True
-        for offset, nbytes in [*sorted(held.items()), (self._nbytes, 0)]:
+        for offset, nbytes in [*sorted(sizes.items()), (self._nbytes, 0)]:
             if offset > start:
                 gives_back = give_pages_back(self.memory, start, offset - start)
             start = max(start, offset + nbytes)
-        for offset, borrowed in loans.items():
+        for offset, group in loans.items():
             calls = [self._registered.pop(offset)] if offset in self._registered else []
             if gives_back:
-                calls.append(partial(self.memory.madvise, mmap.MADV_REMOVE, offset, held[offset]))
+                calls.append(partial(self.memory.madvise, mmap.MADV_REMOVE, offset, sizes[offset]))
             remains = only_ours(_Remains(self, calls))
-            for loan in borrowed:
+            for loan in group:
                 loan.owner = remains
         os.close(self.fd)
 
 
-def _region_bytes(num_workers: int) -> int:
+def _allowed_region_bytes(num_workers: int, nbytes: int) -> int:
     """Address space for a region: all of them take at most a quarter of what the process may have."""
     most, _ = resource.getrlimit(resource.RLIMIT_AS)
-    nbytes = REGION_BYTES
     while most != resource.RLIM_INFINITY and 4 * num_workers * nbytes > most and nbytes > _MIN_REGION_BYTES:
         nbytes //= 2
     return nbytes

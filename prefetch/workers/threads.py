@@ -1,6 +1,6 @@
 """Worker threads: each takes its own tasks in order, and all put what they finish into one mailbox.
 
-The counterpart of `workers.WorkerPool`, with the same way of waiting. Python cannot end a thread from
+The counterpart of `pool.WorkerPool`, with the same way of waiting. Python cannot end a thread from
 outside, so `close` waits for the tasks that run, and only for so long: a thread whose task hangs is left
 to itself. It is a daemon, so it does not keep the interpreter from exiting.
 """
@@ -22,16 +22,20 @@ from prefetch.work import Task
 
 _log = logging.getLogger("dataflow")
 
-_STOP_S = 5.0
+STOP_S = 5.0
 """Time that running tasks have to end, together."""
 _CLOSED = object()
 """Wakes the receiver."""
 
 
 class WorkerThreads:
-    """`num_threads` threads with a queue each. Thread-safe, but for one receiver."""
+    """`num_threads` threads with a queue each. Thread-safe, but for one receiver.
 
-    def __init__(self, num_threads: int, name: str) -> None:
+    `stop_s`: how long `close` waits for running tasks, together.
+    """
+
+    def __init__(self, num_threads: int, name: str, *, stop_s: float = STOP_S) -> None:
+        self._stop_s = stop_s
         self._pools = [PriorityPool(1, f"{name}-{number}") for number in range(num_threads)]
         self._finished: SimpleQueue[Any] = SimpleQueue()
         self._closing = threading.Lock()  # guards _closed; held until the threads have ended
@@ -44,16 +48,16 @@ class WorkerThreads:
 
     def on_all(self, task: Callable[[int], None]) -> None:
         """Let each thread run `task(its number)`, and wait for all."""
-        done = threading.Semaphore(0)
+        ends = threading.Semaphore(0)
 
         def run(thread: int) -> None:
             task(thread)
-            done.release()
+            ends.release()
 
         for thread in range(len(self._pools)):
             self.submit(thread, lambda thread=thread: run(thread))  # type: ignore[misc]
         for _ in self._pools:
-            done.acquire()
+            ends.acquire()
 
     def put(self, finished: Any) -> None:
         """Tell the receiver of something that is done; called by tasks."""
@@ -61,16 +65,16 @@ class WorkerThreads:
 
     def receive(self) -> list[Any]:
         """What is done, without waiting."""
-        return self._taken([])
+        return self._with_rest([])
 
     def wait(self, timeout_s: float | None) -> list[Any]:
         """Wait for something to be done; [] when nothing was in time, or the threads were closed."""
         try:
-            return self._taken([self._finished.get(timeout=timeout_s)])
+            return self._with_rest([self._finished.get(timeout=timeout_s)])
         except Empty:
             return []
 
-    def _taken(self, finished: list[Any]) -> list[Any]:
+    def _with_rest(self, finished: list[Any]) -> list[Any]:
         while not self._finished.empty():  # there is one receiver
             finished.append(self._finished.get())
         return [one for one in finished if one is not _CLOSED]
@@ -82,8 +86,8 @@ class WorkerThreads:
         for number, pool in enumerate(self._pools):
             for ident in pool.idents:
                 frame = frames.get(ident)
-                said = "".join(traceback.format_stack(frame)) if frame else "it has ended"
-                texts.append(f"worker thread {number}:\n{said.rstrip()}")
+                text = "".join(traceback.format_stack(frame)) if frame else "it has ended"
+                texts.append(f"worker thread {number}:\n{text.rstrip()}")
         return "\n".join(texts)
 
     def close(self, *, join: bool = True) -> None:
@@ -100,12 +104,12 @@ class WorkerThreads:
         with self._closing:
             if self._closed:
                 return
-            deadline = time.monotonic() + _STOP_S
+            deadline = time.monotonic() + self._stop_s
             ended = [pool.close(max(0.0, deadline - time.monotonic())) for pool in self._pools]
             self._closed = True
         if not all(ended):
             _log.warning(
-                "worker threads still work after %d s; they end with what they are doing:\n%s",
-                _STOP_S,
+                "worker threads still work after %g s; they end with what they are doing:\n%s",
+                self._stop_s,
                 self.stacks(),
             )

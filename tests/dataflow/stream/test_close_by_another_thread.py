@@ -12,8 +12,8 @@ import pytest
 from threads_kit import threads_left
 
 from dataflow import DataLoader, ShardedDataset, ShardWriter
+from dataflow.workers.worker import WorkerLimits
 from prefetch.errors import EngineClosedError
-from prefetch.workers import pool as workers
 
 _WAIT_S = 20.0
 _SAMPLES = 64
@@ -68,13 +68,14 @@ class Consumer:
 
 
 @pytest.mark.parametrize("kind", ["thread", "process"])
-def test_the_consumer_of_a_map_style_dataset_is_woken(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(workers, "_STOP_S", 0.1)  # a process that hangs is ended by a signal
+def test_the_consumer_of_a_map_style_dataset_is_woken(kind: str) -> None:
     events = multiprocessing.get_context("fork") if kind == "process" else threading
     dataset = Hanging(events.Event(), events.Event())
     loader: Any = DataLoader(
         dataset, 8, num_workers=1, workers=kind, multiprocessing_context="fork" if kind == "process" else None
     )
+    if kind == "process":
+        loader.worker_limits = WorkerLimits(stop_s=0.1)  # one that hangs is ended by a signal
     consumer = Consumer(loader)
     assert dataset.begun.wait(_WAIT_S)
     closer = threading.Thread(target=loader.close)

@@ -384,7 +384,7 @@ def test_persistent_workers_begin_the_next_epoch_before_it_is_asked_for(argument
     torch.manual_seed(2)
     loader = DataLoader(Squares(12), 2, num_workers=2, persistent_workers=True, **arguments)
     first = indices(epochs(loader))
-    ahead = iterator_of(loader)._next_epoch
+    ahead = iterator_of(loader).next_epoch
     assert ahead is not None
     assert len(ahead.indices) == 4
     sent = list(ahead.indices)
@@ -540,7 +540,7 @@ def test_persistent_workers_of_iterables_begin_the_next_epoch_too(workers: int) 
 
     ours = loader(DataLoader)
     assert epochs(ours, 4) == epochs(loader(TorchDataLoader), 4)
-    ahead = iterator_of(ours)._next_epoch
+    ahead = iterator_of(ours).next_epoch
     assert ahead is not None
     assert len(ahead.tasks) == 2 * workers
 

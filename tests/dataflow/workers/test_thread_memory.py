@@ -71,12 +71,12 @@ def test_nothing_of_an_iterator_that_was_dropped_lives_on(persistent: bool) -> N
     for _ in range(5):
         iterator = iter(loader)
         next(iterator)
-        workers.append(weakref.ref(iterator._crew))
+        workers.append(weakref.ref(iterator.runners))
         del iterator
     loader.close()
     assert dataset.made
     assert [item() for item in dataset.made if item() is not None] == []
-    assert [crew() for crew in workers if crew() is not None] == []
+    assert [runners() for runners in workers if runners() is not None] == []
     assert threads_left() == []
 
 

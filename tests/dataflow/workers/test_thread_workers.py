@@ -209,7 +209,7 @@ def test_worker_processes_give_the_same_batches(case: str) -> None:
 # ---- iterable datasets ----------------------------------------------------------------------------------
 
 
-def test_each_thread_is_a_lane_of_an_iterable_dataset() -> None:
+def test_each_thread_is_a_worker_of_an_iterable_dataset() -> None:
     assert numbers(threaded(Lines(10), 2)) == [[0, 2], [1, 3], [4, 6], [5, 7], [8], [9]]
 
 
@@ -224,7 +224,7 @@ class Sized(IterableDataset):
 
 @pytest.mark.parametrize(("drop_last", "expected"), [(False, [0, 1, 3]), (True, [0, 0, 2])])
 @pytest.mark.parametrize("prefetch_factor", [1, 2, 4])
-def test_lanes_end_one_by_one(drop_last: bool, expected: list[int], prefetch_factor: int) -> None:
+def test_workers_end_one_by_one(drop_last: bool, expected: list[int], prefetch_factor: int) -> None:
     loader = threaded(
         Sized([0, 4, 20]), 7, num_workers=3, drop_last=drop_last, prefetch_factor=prefetch_factor
     )
@@ -243,14 +243,14 @@ class Moving(IterableDataset):
             yield int(self.order[self.at])
 
 
-def test_lanes_have_datasets_of_their_own_and_leave_the_given_one_alone() -> None:
+def test_workers_have_datasets_of_their_own_and_leave_the_given_one_alone() -> None:
     dataset = Moving()
     assert numbers(threaded(dataset, 6)) == [[5, 4, 3, 2, 1, 0], [15, 14, 13, 12, 11, 10]]
     assert dataset.at == 0
     assert dataset.order.tolist() == [0, 1, 2, 3, 4, 5]
 
 
-def test_a_lane_stays_on_one_thread() -> None:
+def test_a_worker_stays_on_one_thread() -> None:
     class Bound(IterableDataset):
         def __iter__(self) -> Iterator[bool]:
             mine = threading.get_ident()
@@ -268,7 +268,7 @@ def test_a_dataset_that_cannot_be_copied_serves_one_thread() -> None:
         iter(threaded(dataset, 3))
 
 
-def test_persistent_lanes_begin_anew() -> None:
+def test_persistent_workers_of_iterables_begin_anew() -> None:
     with threaded(Lines(7), 2, persistent_workers=True) as loader:
         whole = numbers(loader)
         next(iter(loader))
@@ -339,7 +339,7 @@ def drawn_while_item_0_is_away(**options: Any) -> int:
     """How many items are asked for, one a batch, until nothing more happens without item 0."""
     dataset, sampler, received = Gated(400, 0), Sampler(400), 0
     it = iter(threaded(dataset, 1, sampler=sampler, **options))
-    wait, drawn = it.crew.wait, 0
+    wait, drawn = it.runners.wait, 0
 
     def wait_or_let_it_come(timeout_s: float | None) -> list[Any]:
         nonlocal received, drawn
@@ -352,7 +352,7 @@ def drawn_while_item_0_is_away(**options: Any) -> int:
         received += len(answers)
         return answers
 
-    receive = it.crew.receive
+    receive = it.runners.receive
 
     def receive_counted() -> list[Any]:
         nonlocal received
@@ -360,7 +360,7 @@ def drawn_while_item_0_is_away(**options: Any) -> int:
         received += len(answers)
         return answers
 
-    it.crew.wait, it.crew.receive = wait_or_let_it_come, receive_counted
+    it.runners.wait, it.runners.receive = wait_or_let_it_come, receive_counted
     assert next(it) == 0
     assert len(list(it)) == 399
     return drawn
@@ -860,10 +860,8 @@ def test_a_hanging_item_is_told_with_the_stacks_of_all_threads() -> None:
 
 HANGING = """
 import threading
-import prefetch.workers.threads
 from dataflow import DataLoader
-
-prefetch.workers.threads._STOP_S = 0.1
+from dataflow.workers.worker import WorkerLimits
 
 class Hanging(list):
     def __getitem__(self, i):
@@ -871,7 +869,9 @@ class Hanging(list):
         threading.Event().wait()
 
 begun = threading.Event()
-it = iter(DataLoader(Hanging(range(4)), 1, num_workers=2, workers="thread"))
+loader = DataLoader(Hanging(range(4)), 1, num_workers=2, workers="thread")
+loader.worker_limits = WorkerLimits(stop_s=0.1)
+it = iter(loader)
 begun.wait()
 print("leaving")
 """

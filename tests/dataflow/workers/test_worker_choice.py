@@ -7,6 +7,7 @@ import threading
 import time
 from collections import Counter as Tally
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,10 +17,8 @@ from torch.utils.data import Dataset, IterableDataset, default_collate, default_
 
 from dataflow import DataLoader
 from dataflow.workers import iterator as worker_loader
-from dataflow.workers.choice import Decision, Observed, decide
-from dataflow.workers.lane import Job
-from dataflow.workers.trial import observe, shares_memory
-from prefetch.workers.lock_share import Counter
+from dataflow.workers.auto import LockCounter, TrialTimes, WorkerChoice, decide, observe, shares_memory
+from dataflow.workers.worker import WorkerJob
 from prefetch.workers.threads import WorkerThreads
 
 MS = 1e-3
@@ -34,9 +33,16 @@ def no_thread_is_left() -> Iterator[None]:
 # ---- the decision -----------------------------------------------------------------------------------------
 
 
-def seen(work: float, cpu: float, locked: float, pack: float, unpack: float) -> Observed:
+def seen(work: float, cpu: float, locked: float, pack: float, unpack: float) -> TrialTimes:
     """In milliseconds."""
-    return Observed(work * MS, cpu * MS, locked * MS, False, pack * MS, unpack * MS)
+    return TrialTimes(
+        work_s=work * MS,
+        cpu_s=cpu * MS,
+        locked_s=locked * MS,
+        locked_is_bound=False,
+        pack_s=pack * MS,
+        unpack_s=unpack * MS,
+    )
 
 
 @pytest.mark.parametrize(
@@ -72,14 +78,14 @@ def test_the_reason_has_the_figures() -> None:
 
 
 def test_figures_that_are_bounds_say_so() -> None:
-    observed = Observed(1.0, 1.0, 1.0, True, 0.0, 0.0)
+    observed = replace(seen(1000, 1000, 1000, 0, 0), locked_is_bound=True)
     assert "the lock may be held for less" in decide(observed, num_workers=2, num_cores=2).reason
 
 
 # ---- the trial --------------------------------------------------------------------------------------------
 
 
-def job(dataset: Any, **changes: Any) -> Job:
+def job(dataset: Any, **changes: Any) -> WorkerJob:
     batched = changes.get("auto_collation", True)
     options = {
         "kind": int(isinstance(dataset, IterableDataset)),
@@ -88,9 +94,9 @@ def job(dataset: Any, **changes: Any) -> Job:
         "drop_last": False,
         "init_fn": None,
         "base_seed": 0,
-        "num_lanes": 2,
+        "num_workers": 2,
     }
-    return Job(dataset=dataset, **{**options, **changes})
+    return WorkerJob(dataset=dataset, **{**options, **changes})
 
 
 class Rows(Dataset):
@@ -106,13 +112,13 @@ class Rows(Dataset):
         return self.make(i)
 
 
-def tried(dataset: Any, index: Any = range(8), **changes: Any) -> Observed | str:
+def tried(dataset: Any, index: Any = range(8), **changes: Any) -> TrialTimes | str:
     return observe(job(dataset, **changes), index, 0.0)
 
 
 def test_a_dataset_without_peculiarities_is_measured() -> None:
     measured = tried(Rows())
-    assert isinstance(measured, Observed)
+    assert isinstance(measured, TrialTimes)
     assert measured.work_s > 0
     assert measured.locked_s >= 0
     assert measured.pack_s > 0
@@ -127,7 +133,7 @@ def test_what_is_measured_is_scaled_to_the_whole_batch() -> None:
         return i
 
     measured = tried(Rows(slow), range(16))
-    assert isinstance(measured, Observed)
+    assert isinstance(measured, TrialTimes)
     assert measured.cpu_s > 0.9 * 16 * 0.02, "though only a few of the sixteen were fetched"
 
 
@@ -218,7 +224,7 @@ def test_processes_it_is_where_values_might_differ(dataset: Any, changes: Any, r
 
 
 def test_collating_by_torch_does_not_count_as_asking_who_one_is() -> None:
-    assert isinstance(tried(Keeping()), Observed)
+    assert isinstance(tried(Keeping()), TrialTimes)
 
 
 def test_a_trial_leaves_the_generators_as_they_were() -> None:
@@ -282,9 +288,9 @@ def deciding(value: str, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Let the decision fall so; what it was asked with."""
     asked: list[Any] = []
 
-    def decided(observed: Any, **facts: Any) -> Decision:
+    def decided(observed: Any, **facts: Any) -> WorkerChoice:
         asked.append(observed)
-        return Decision(value, "as the test says")
+        return WorkerChoice(value, "as the test says")
 
     monkeypatch.setattr(worker_loader, "decide", decided)
     return asked
@@ -322,7 +328,7 @@ def test_either_way_each_batch_comes_once_and_in_order(value: str, monkeypatch: 
         assert loader.stats().workers == value
         assert loader.stats().workers_reason == "as the test says"
     assert len(asked) == 1, "the second loop knows"
-    assert isinstance(asked[0], Observed)
+    assert isinstance(asked[0], TrialTimes)
 
 
 def test_a_state_taken_right_after_the_trial_is_exact(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -384,7 +390,7 @@ def test_nothing_of_the_trial_is_left_in_the_counts(monkeypatch: pytest.MonkeyPa
 
 def held_by(work: Callable[[], Any]) -> tuple[float, float]:
     """Seconds under the lock, and of processor time."""
-    threads, counter = WorkerThreads(1, "dataflow-test"), Counter()
+    threads, counter = WorkerThreads(1, "dataflow-test"), LockCounter()
     try:
         threads.submit(0, counter.run)
         began = time.thread_time()

@@ -23,11 +23,9 @@ import torch
 from torch.utils.data import default_collate
 from worker_kit import Does, Gate, Script, Streams, ended, workers_of_this_process
 
-import dataflow.workers.iterator
-import prefetch.workers.pool
-import prefetch.workers.shared_arena
 from dataflow import DataLoader
-from prefetch.workers.death import WorkerDiedError, _memory_said, own_cgroup
+from dataflow.workers.worker import WorkerLimits
+from prefetch.workers.pool import STOP_S, WorkerDiedError, cgroup_memory, own_cgroup
 
 pytestmark = [
     pytest.mark.timeout(120),
@@ -47,12 +45,6 @@ def gate(tmp_path: Path) -> Iterator[Callable[[str], Gate]]:
     yield get
     for one in made.values():
         one.close()
-
-
-@pytest.fixture
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Workers that are busy when the loop ends are ended at once."""
-    monkeypatch.setattr(prefetch.workers.pool, "_STOP_S", 0.0)
 
 
 @pytest.fixture(autouse=True)
@@ -137,12 +129,12 @@ def arrive_and_wait(arrived: Gate, go_on: Gate, index: int) -> int:
     return index
 
 
-@pytest.mark.usefixtures("impatient")
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_worker_is_killed_while_all_fetch(gate: Callable[[str], Gate], victim: int) -> None:
     """The one that the consumer waits for, or another one."""
     arrived, go_on = gate("arrived"), gate("go on")
     loader = DataLoader(Does(functools.partial(arrive_and_wait, arrived, go_on)), None, num_workers=2)
+    loader.worker_limits = WorkerLimits(stop_s=0.0)  # who is busy when the loop ends is ended at once
     iterator = iter(loader)
     assert {int(arrived.wait()), int(arrived.wait())} == set(pids_of(iterator))
     os.kill(pids_of(iterator)[victim], signal.SIGKILL)
@@ -193,13 +185,13 @@ def test_the_memory_of_the_cgroup_is_told(tmp_path: Path) -> None:
     told = tmp_path / "cgroup"
     told.write_text("1:name=systemd:/\n0::/jobs/17\n")
     assert own_cgroup(tmp_path, told) == group
-    said = _memory_said(group)
+    said = cgroup_memory(group)
     assert "counts 3 processes killed for memory" in said
     assert "uses 1073000000 bytes now, of at most 1073741824" in said
     told.write_text("0::/hidden/from/this/container\n")
     assert own_cgroup(tmp_path, told) == tmp_path
     assert own_cgroup(tmp_path, tmp_path / "none") == tmp_path
-    assert "machine ran out of memory" in _memory_said(tmp_path)
+    assert "machine ran out of memory" in cgroup_memory(tmp_path)
 
 
 def test_only_a_killed_worker_has_a_word_about_memory() -> None:
@@ -238,11 +230,8 @@ def late(iterator: Any) -> list[Any]:
     return list(iterator)
 
 
-def test_without_a_time_out_there_is_a_notice_now_and_then(
-    gate: Callable[[str], Gate], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert dataflow.workers.iterator._NOTICE_S == 300
-    monkeypatch.setattr(dataflow.workers.iterator, "_NOTICE_S", 0.0)
+def test_without_a_time_out_there_is_a_notice_now_and_then(gate: Callable[[str], Gate]) -> None:
+    assert DataLoader.worker_limits.notice_s == 300
     arrived, go_on = gate("arrived"), gate("go on")
     heard: list[str] = []
 
@@ -258,6 +247,7 @@ def test_without_a_time_out_there_is_a_notice_now_and_then(
         loader = DataLoader(
             Does(functools.partial(wait_for_the_disk, arrived, go_on), 1), None, num_workers=1
         )
+        loader.worker_limits = WorkerLimits(notice_s=0.0)
         iterator = iter(loader)
         arrived.wait()
         assert list(iterator) == [0]
@@ -274,7 +264,7 @@ def test_a_worker_that_has_not_started_is_not_asked_for_its_stacks(gate: Callabl
     dataset.slow = Slow(never)  # type: ignore[attr-defined]
     loader = DataLoader(dataset, None, num_workers=1, multiprocessing_context="spawn")
     iterator = iter(loader)
-    pool = iterator.crew._pool
+    pool = iterator.runners.pool
     if not pool.started:
         assert "it has not started yet" in pool.stacks()
     never.open()
@@ -567,7 +557,7 @@ def test_a_batch_that_cannot_be_rebuilt_is_an_error_and_its_memory_comes_back() 
             del caught
         else:
             assert int(next(iterator)[1][0, 5]) == index
-        most = max(most, iterator.crew.shared_bytes)
+        most = max(most, iterator.runners.shared_bytes)
     assert most < 10 << 20  # 100 batches of 256 KiB have passed
     with pytest.raises(StopIteration):
         next(iterator)
@@ -597,9 +587,10 @@ def large(index: int) -> np.ndarray:
     return np.zeros(200 << 20 if index == 1 else 8, np.uint8)
 
 
-def test_a_batch_that_does_not_fit_shared_memory_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefetch.workers.shared_arena, "REGION_BYTES", 64 << 20)
-    found = outcomes(iter(DataLoader(Does(large, 4), None, num_workers=2)))
+def test_a_batch_that_does_not_fit_shared_memory_says_what_to_do() -> None:
+    loader = DataLoader(Does(large, 4), None, num_workers=2)
+    loader.worker_limits = WorkerLimits(region_bytes=64 << 20)
+    found = outcomes(iter(loader))
     assert isinstance(found[1], MemoryError)
     assert "lower batch_size or prefetch_factor" in str(found[1])
     assert [len(found[i]) for i in (0, 2, 3)] == [8, 8, 8]
@@ -615,7 +606,7 @@ def test_batches_of_an_epoch_that_was_left_are_not_looked_at_and_give_their_memo
         for _ in range(20):
             iterator = iter(loader)
             assert int(next(iterator)[1][0, 5]) == 0
-        assert iterator.crew.shared_bytes < 10 << 20
+        assert iterator.runners.shared_bytes < 10 << 20
         assert len(outcomes(iter(loader))) == 8
 
 
@@ -663,7 +654,7 @@ def test_ctrl_c_ends_everything_quickly_and_quietly(
         code, out, err = script.end()
         took = time.monotonic() - began
     assert ended(*pids)
-    assert took < prefetch.workers.pool._STOP_S  # nobody was waited for
+    assert took < STOP_S  # nobody was waited for
     assert (code, out) == (-signal.SIGINT, "0 1\n")
     assert err.count("Traceback") == 1, err
     assert err.rstrip().endswith("KeyboardInterrupt"), err

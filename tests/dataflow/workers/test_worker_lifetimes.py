@@ -125,7 +125,7 @@ def test_a_hundred_epochs_of_persistent_workers_left_early_leave_nothing_behind(
                 iterator = iter(loader)
                 pids = pids_of(iterator)
                 assert int(next(iterator)[1, 5]) == 1
-            held = os.fstat(iterator._crew._file.fd).st_blocks * 512
+            held = os.fstat(iterator.runners.file.fd).st_blocks * 512
             del iterator
         assert ended(*pids)
     assert held < 64 << 20  # 4 batches of 2 MiB are under way at most, and some of the next epoch
@@ -211,7 +211,7 @@ def test_a_loop_that_waits_in_one_thread_can_be_closed_in_another(tmp_path: Path
         iterator = iter(loader)
         waiting = thread.submit(next, iterator)
         reader = os.open(tmp_path / "never", os.O_RDWR)  # the worker has arrived, or will
-        iterator._crew._pool.close(stop_s=0)
+        iterator.runners.pool.close(stop_s=0)
         with pytest.raises(RuntimeError, match=r"closed inside this loop|exited unexpectedly"):
             waiting.result(60)
         os.close(reader)
@@ -289,7 +289,7 @@ def test_batches_stay_valid_when_their_loop_has_gone_and_give_their_memory_back_
         loader = DataLoader(Does(row, 40), 2, num_workers=2)
         iterator = iter(loader)
         held = [next(iterator) for _ in range(20 if how == "finish" else 12)]
-        file = os.dup(iterator._crew._file.fd)
+        file = os.dup(iterator.runners.file.fd)
         if how == "finish":
             assert next(iterator, None) is None
         elif how == "close":
@@ -518,7 +518,7 @@ def busy(index):
 
 iterator = iter(DataLoader(Does(busy, 64), 2, num_workers=2, multiprocessing_context="fork"))
 next(iterator)
-begun, exits, pool = threading.Event(), threading.Event(), iterator.crew._pool
+begun, exits, pool = threading.Event(), threading.Event(), iterator.runners.pool
 
 def end(stop_s, end=pool._end):
     begun.set()

@@ -20,8 +20,9 @@ import pytest
 import torch
 from worker_kit import ANOTHER_THREAD, HERE, Does, Gate, nothing_left, run_script, workers_of_this_process
 
-import dataflow.workers.processes
 from dataflow import DataLoader
+from dataflow.workers.worker import WorkerLimits
+from prefetch.workers.fork_server import ServerNeeds, warm_up
 from prefetch.workers.shared_arena import SharedFile, create_file
 
 pytestmark = [
@@ -356,12 +357,14 @@ class Writes(Does):
         return int(self.array[5]), int(self.tensor[5])
 
 
-def test_many_python_objects_are_worth_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dataflow.workers.processes, "_OBJECT_BYTES", 100_000)
+def test_many_python_objects_are_worth_a_word() -> None:
+    limits = WorkerLimits(object_bytes=100_000)
     loader = DataLoader(Holds([str(number) for number in range(100_000)]), None, num_workers=1)
+    loader.worker_limits = limits
     with pytest.warns(UserWarning, match=r"bytes of Python objects, which every worker holds again"):
         assert len(list(loader)) == 2
     loader = DataLoader(Holds(np.zeros(1 << 20)), None, num_workers=1)
+    loader.worker_limits = limits
     assert len(list(loader)) == 2  # arrays are shared: no word
 
 
@@ -450,7 +453,7 @@ def test_without_memfd_create_a_file_without_a_name_serves(
     with nothing_left():
         loader = DataLoader(Does(many, 20), 2, num_workers=2)
         iterator = iter(loader)
-        assert f"{tmp_path}" in os.readlink(f"/proc/self/fd/{iterator._crew._file.fd}")
+        assert f"{tmp_path}" in os.readlink(f"/proc/self/fd/{iterator.runners.file.fd}")
         assert [int(batch[3][1, 7]) for batch in iterator] == [2 * index + 4 for index in range(10)]
         del iterator
     assert list(tmp_path.iterdir()) == []
@@ -551,17 +554,14 @@ print([name for name in os.environ if "DATAFLOW" in name])
 
 def test_a_fork_server_that_lacks_a_module_gives_way_to_one_that_has_it_when_its_workers_are_done() -> None:
     """Persistent workers of the old one go on meanwhile."""
-    from prefetch.workers import fork_server
-
     with DataLoader(Does(functools.partial(same)), None, num_workers=1, persistent_workers=True) as old:
         assert list(old) == list(range(8))
-        before = fork_server.warm_up()
-        name = "fractions"
-        newer = fork_server.warm_up(frozenset({(name, 1)}))
+        before = warm_up(ServerNeeds())
+        newer = warm_up(ServerNeeds(modules=frozenset({("fractions", 1)})))
         assert newer is not before
         assert os.getpid() not in parents(DataLoader(Does(parent), None, num_workers=1))
         assert list(old) == list(range(8))
-        pid = before._forkserver_pid
+        pid = before.pid
         assert pid is not None
     assert os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT) is not None  # ends with its last worker
     assert list(DataLoader(Does(same), None, num_workers=1)) == list(range(8))

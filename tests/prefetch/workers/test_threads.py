@@ -9,7 +9,6 @@ from collections.abc import Iterator
 
 import pytest
 
-import prefetch.workers.threads
 from prefetch.engine.pool import PriorityPool
 from prefetch.workers.threads import WorkerThreads
 
@@ -86,11 +85,9 @@ def test_tasks_that_have_not_begun_are_dropped(monkeypatch: pytest.MonkeyPatch) 
     assert ran == []
 
 
-def test_a_hanging_task_does_not_hold_up_the_end_and_is_told(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(prefetch.workers.threads, "_STOP_S", 0.05)
-    threads, begun, gate = WorkerThreads(1, "test-threads"), threading.Event(), threading.Event()
+def test_a_hanging_task_does_not_hold_up_the_end_and_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    threads = WorkerThreads(1, "test-threads", stop_s=0.05)
+    begun, gate = threading.Event(), threading.Event()
 
     def hanging() -> None:
         begun.set()

@@ -1,0 +1,391 @@
+"""Where a loader over a map-style or iterable dataset stands, as a JSON value and back.
+
+Kept are: how many batches of the epoch were handed out; what decided their order (see `samplers`); and for
+datasets or iterators with a `state_dict`, their state on each worker. Nothing of what was merely prefetched
+is in it. An iterable without a state is read again up to the place.
+
+One class is both what an iterator writes while it delivers, and what a loaded state says until an iterator
+goes on from it. In a state's JSON, workers are called lanes.
+"""
+
+from __future__ import annotations
+
+import base64
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader as TorchDataLoader
+
+from dataflow.workers.samplers import SamplerProgress, draw_seed, draws_globally, identity, is_iterable
+from dataflow.workers.worker import WorkerState
+
+VERSION = 2
+_TAG = "__dataflow__"
+
+
+@dataclass(kw_only=True)
+class WorkerProgress:
+    """Where a worker stands."""
+
+    batches: int = 0
+    """Delivered in this epoch."""
+    since: int = 0
+    """Of those, delivered after `state` was taken."""
+    state: WorkerState = field(default_factory=WorkerState)
+    random: Any = None
+    """State of the worker's global generators after the last batch, if the batches draw from them."""
+    at_end: tuple[WorkerState | None, Any] | None = None
+    """State and generators when the iterable had ended: what the next epoch begins with."""
+
+    @property
+    def has_state(self) -> bool:
+        """Whether a dataset, an iterator or generators that were drawn from have a state here."""
+        return any(x is not None for x in (self.state.dataset, self.state.iterator, self.random))
+
+    def at_next_epoch(self) -> WorkerProgress:
+        """What outlives the epoch."""
+        return WorkerProgress(state=WorkerState(self.state.dataset), random=self.random)
+
+    def to_json(self) -> dict[str, Any]:
+        """As part of a state."""
+        return {
+            "batches": self.batches,
+            "since": self.since,
+            "dataset": encoded(self.state.dataset),
+            "iterator": encoded(self.state.iterator),
+            "ended": self.state.ended,
+            "random": encoded(self.random),
+        }
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> WorkerProgress:
+        """Inverse of `to_json`."""
+        dataset, iterator = decoded(value["dataset"]), decoded(value["iterator"])
+        return cls(
+            batches=_count(value, "batches"),
+            since=_count(value, "since"),
+            state=WorkerState(dataset, iterator, _checked(value, "ended", bool)),
+            random=decoded(value["random"]),
+        )
+
+
+@dataclass(kw_only=True)
+class EpochProgress:
+    """What has been delivered of an epoch."""
+
+    complete: bool = True
+    """No epoch is under way: the next loop begins one."""
+    persistent: bool = False
+    """Of workers that outlive epochs: nothing is seeded anew."""
+    batches: int = 0
+    """Delivered without a gap."""
+    ahead: set[int] = field(default_factory=set)
+    """Numbers of batches delivered beyond those."""
+    base_seed: int = 0
+    turn: int = 0
+    """Epochs that were begun with this base seed before."""
+    num_workers: int = 0
+    next_worker: int = 0
+    generator: Any = None
+    """State of the loader's `generator` where the epoch began."""
+    chain: torch.Generator | None = None
+    """After resuming: what seeds are drawn from, in place of torch's global generator."""
+    sampler: SamplerProgress = field(default_factory=SamplerProgress)
+    workers: dict[int, WorkerProgress] = field(default_factory=dict)
+    loaded: Mapping[str, Any] | None = None
+    """The JSON value that all this comes from, until an iterator goes on from it."""
+    look: Callable[[], list[WorkerState | None]] | None = None
+    """Takes the states of all workers now, or [], where nothing runs ahead of what was delivered."""
+
+    # ---- beginning an epoch --------------------------------------------------------------------
+
+    def begun(self, loader: TorchDataLoader[Any]) -> EpochProgress:
+        """The epoch after this one, or the rest of this one if it was loaded.
+
+        Sets the loader's generator back to where that epoch began.
+        """
+        progress = EpochProgress(complete=False, chain=self.chain)
+        if self.loaded is not None:
+            progress = replace(
+                self,
+                complete=False,
+                persistent=False,
+                ahead=set(self.ahead),
+                turn=0,
+                sampler=SamplerProgress(copy.deepcopy(self.sampler.marks)),
+                workers={number: replace(worker) for number, worker in self.workers.items()},
+                loaded=None,
+            )
+            if self.generator is not None and loader.generator is not None:
+                loader.generator.set_state(self.generator)
+        progress.generator = loader.generator.get_state() if loader.generator is not None else None
+        return progress
+
+    def begun_with_same_workers(self, loader: TorchDataLoader[Any]) -> EpochProgress:
+        """The epoch after this one, of persistent workers, which go on with the seed that they have."""
+        progress = self.begun(loader)
+        progress.workers = {number: worker.at_next_epoch() for number, worker in self.workers.items()}
+        progress.base_seed, progress.num_workers = self.base_seed, self.num_workers
+        progress.turn = self.turn + 1
+        return progress
+
+    def seeded(self, loader: TorchDataLoader[Any], drawn: int, resumed: EpochProgress | None) -> int:
+        """The seed of the workers: what the iterator has drawn, unless the epoch began elsewhere."""
+        if resumed and (resumed.persistent or not resumed.complete):
+            drawn = resumed.base_seed
+            self.turn = resumed.turn + resumed.complete
+            if resumed.complete and loader.generator is not None and resumed.generator is not None:
+                loader.generator.set_state(resumed.generator)
+        elif self.chain is not None:
+            drawn = draw_seed(self.chain)
+        self.base_seed = drawn
+        self.num_workers = resumed.workers_for(loader.num_workers) if resumed else loader.num_workers
+        return drawn
+
+    def sampler_iterator(self, loader: TorchDataLoader[Any]) -> Iterator[Any]:
+        """The sampler's indices of what was not delivered."""
+        sampler: Any = loader._index_sampler
+        if is_iterable(loader):
+            return iter(sampler)
+        iterator = self.sampler.iterator(sampler, self.batches, self.chain)
+        if not self.ahead:
+            return iterator
+        ahead = frozenset(self.ahead)
+        return (index for number, index in enumerate(iterator, self.batches) if number not in ahead)
+
+    def workers_for(self, num_workers: int) -> int:
+        """How many workers go on with a loaded epoch: another number would draw other random values."""
+        goes_on = num_workers > 0 and self.num_workers > 0 and not self.complete
+        return self.num_workers if self.workers or goes_on else num_workers
+
+    # ---- what iterators tell -------------------------------------------------------------------
+
+    def begin_workers(self, count: int) -> None:
+        """The epoch has so many workers; 1 without any."""
+        for number in range(count):
+            self.workers.setdefault(number, WorkerProgress())
+
+    def worker_opened(self, worker: int, state: WorkerState | None) -> None:
+        """What a worker tells before its first batch."""
+        if state is not None and not self.workers[worker].batches:
+            self.workers[worker].state = state
+
+    def worker_ended(self, worker: int, state: WorkerState | None, random: Any) -> None:
+        """A worker's iterable is exhausted. Its last batches may not be out yet."""
+        self.workers[worker].at_end = (state, random)
+
+    def delivered(
+        self,
+        worker: int,
+        state: WorkerState | None = None,
+        random: Any = None,
+        sampled: Any = None,
+        number: int | None = None,
+    ) -> None:
+        """One more batch, or an error in its place, was handed out."""
+        if number is None or number == self.batches:
+            self.batches += 1
+        else:
+            self.ahead.add(number)
+        while self.batches in self.ahead:
+            self.ahead.remove(self.batches)
+            self.batches += 1
+        progress = self.workers[worker]
+        progress.batches += 1
+        progress.since += 1
+        if state is not None:
+            progress.state, progress.since = state, 0
+        if random is not None:
+            progress.random = random
+        self.sampler.delivered(sampled)
+        self.next_worker = (worker + 1) % len(self.workers)
+
+    def end(self) -> None:
+        """The epoch was handed out to its end."""
+        self.complete = True
+        for worker in self.workers.values():
+            if worker.at_end is not None:
+                worker.state = worker.at_end[0] or worker.state
+                worker.random = worker.at_end[1] or worker.random
+
+    # ---- as JSON -------------------------------------------------------------------------------
+
+    def to_json(self, loader: TorchDataLoader[Any]) -> dict[str, Any]:
+        """The state."""
+        if self.loaded is not None:
+            return copy.deepcopy(dict(self.loaded))
+        generator, chain = self.generator, None
+        if self.complete:
+            generator = loader.generator.get_state() if loader.generator is not None else None
+        if self._draws_globally(loader):
+            chain = torch.get_rng_state() if self.chain is None else self.chain.get_state()
+        marks = self.sampler.own_marks(now=self.look is not None)
+        if self.look is not None:
+            for worker, state in zip(self.workers.values(), self.look(), strict=False):
+                if state is not None:
+                    worker.state, worker.since = state, 0
+        return {
+            "version": VERSION,
+            **identity(loader),
+            "complete": self.complete,
+            "persistent": bool(loader.persistent_workers and self.workers),
+            "generator": encoded(generator),
+            "chain": encoded(chain),
+            "batches": 0 if self.complete else self.batches,
+            "ahead": [] if self.complete else sorted(self.ahead),
+            "base_seed": self.base_seed,
+            "turn": self.turn,
+            "num_lanes": self.num_workers,
+            "next_lane": 0 if self.complete else self.next_worker,
+            "sampler": {} if self.complete else {name: encoded(mark) for name, mark in marks.items()},
+            "lanes": [worker.to_json() for worker in self._workers_to_tell(loader)],
+        }
+
+    def _workers_to_tell(self, loader: TorchDataLoader[Any]) -> list[WorkerProgress]:
+        workers = list(self.workers.values())
+        stateful = any(worker.has_state for worker in workers)
+        if not self.complete:
+            return workers if is_iterable(loader) or stateful else []
+        # What outlives the epoch: the dataset in this process or in persistent workers.
+        outlives = loader.num_workers == 0 or loader.persistent_workers
+        return [worker.at_next_epoch() for worker in workers] if stateful and outlives else []
+
+    def _draws_globally(self, loader: TorchDataLoader[Any]) -> bool:
+        """Whether seeds of later epochs come from torch's global generator."""
+        if loader.generator is not None:
+            return False
+        if loader.num_workers:  # the seeds of workers
+            return True
+        if is_iterable(loader) or self.sampler.has_state:
+            return False
+        return draws_globally(loader._index_sampler)
+
+
+def progress_from(state: Mapping[str, Any], loader: TorchDataLoader[Any]) -> EpochProgress:
+    """What a state says.
+
+    Args:
+        state: its fields, without the checksum.
+        loader: that it is for.
+
+    Raises:
+        ValueError: it is no state of such a loader.
+    """
+    here = identity(loader)
+    if state.get("version") != VERSION:
+        raise ValueError(f"not a state of this kind of DataLoader (version {VERSION}): {str(state)[:200]}")
+    if wrong := EpochProgress().to_json(loader).keys() ^ state.keys():
+        raise ValueError(f"the state lacks or has too many fields: {', '.join(sorted(map(str, wrong)))}")
+    for name, value in here.items():
+        # Between epochs nothing stands anywhere in the sampler's order: it may go on over other ranks.
+        if state[name] != value and not (name == "sampler_length" and state["complete"]):
+            raise ValueError(
+                f"the state was taken with {name}={state[name]!r}, and this loader has {name}={value!r}: its "
+                "place means other samples here"
+            )
+    try:
+        return _checked_progress(state)
+    except (LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError) as error:
+        raise ValueError(f"the state is damaged: {error!r}") from error
+
+
+def _checked_progress(state: Mapping[str, Any]) -> EpochProgress:
+    chain = None
+    if state["chain"] is not None:
+        chain = torch.Generator()
+        chain.set_state(decoded(state["chain"]))
+    batches, num_workers = _count(state, "batches"), _count(state, "num_lanes")
+    next_worker, ahead = _count(state, "next_lane"), _checked(state, "ahead", list)
+    workers = _checked(state, "lanes", list)
+    if next_worker >= max(1, num_workers) or len(workers) not in (0, max(1, num_workers)):
+        raise ValueError(
+            f"the state is damaged: {len(workers)} of {num_workers} lanes, lane {next_worker} is next"
+        )
+    if any(type(number) is not int or number <= batches for number in ahead):
+        raise ValueError(f"the state is damaged: batches {ahead} were delivered ahead of {batches}")
+    complete, sampler = _checked(state, "complete", bool), _checked(state, "sampler", dict)
+    if complete and (batches or next_worker or ahead or sampler):
+        raise ValueError("the state is damaged: it is of no epoch, and has a place in one")
+    for name in sampler.keys() & {"seed", "epoch"}:
+        _count(sampler, name)
+    if batches and not sampler and not str(state["sampler_kind"]).endswith(("None", "SequentialSampler")):
+        raise ValueError("the state is damaged: it lacks what decided the sampler's order")
+    return EpochProgress(
+        complete=complete,
+        persistent=_checked(state, "persistent", bool),
+        batches=batches,
+        ahead=set(ahead),
+        base_seed=_count(state, "base_seed"),
+        turn=_count(state, "turn"),
+        num_workers=num_workers,
+        next_worker=next_worker,
+        generator=decoded(state["generator"]),
+        chain=chain,
+        sampler=SamplerProgress({name: decoded(mark) for name, mark in sampler.items()}),
+        workers={number: WorkerProgress.from_json(value) for number, value in enumerate(workers)},
+        loaded=state,
+    )
+
+
+def _checked(fields: Mapping[str, Any], name: str, kind: type) -> Any:
+    value = fields[name]
+    if type(value) is not kind:
+        raise ValueError(f"the state is damaged: {name} must be a {kind.__name__}, got {str(value)[:200]}")
+    return value
+
+
+def _count(fields: Mapping[str, Any], name: str) -> int:
+    value: int = _checked(fields, name, int)
+    if value < 0:
+        raise ValueError(f"the state is damaged: {name} must be >= 0, got {value}")
+    return value
+
+
+def encoded(value: Any) -> Any:
+    """A JSON value for tensors, arrays, bytes, tuples and mappings with other keys than text.
+
+    What JSON and this function do not know is left as it is: such a state is for `torch.save`.
+    """
+    if isinstance(value, torch.Tensor):
+        return {_TAG: "tensor", "value": encoded(value.detach().cpu().numpy())}
+    if isinstance(value, np.ndarray) and not value.dtype.hasobject:
+        data = base64.b64encode(np.ascontiguousarray(value).tobytes()).decode()
+        return {_TAG: "array", "dtype": value.dtype.str, "shape": list(value.shape), "value": data}
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, bytes):
+        return {_TAG: "bytes", "value": base64.b64encode(value).decode()}
+    if type(value) is tuple:
+        return {_TAG: "tuple", "value": [encoded(item) for item in value]}
+    if type(value) is list:
+        return [encoded(item) for item in value]
+    if type(value) is dict:
+        if all(type(key) is str for key in value) and _TAG not in value:
+            return {key: encoded(item) for key, item in value.items()}
+        return {_TAG: "dict", "value": [[encoded(key), encoded(item)] for key, item in value.items()]}
+    return value
+
+
+def decoded(value: Any) -> Any:
+    """Inverse of `encoded`."""
+    if type(value) is list:
+        return [decoded(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    tag = value.get(_TAG)
+    if tag is None:
+        return {key: decoded(item) for key, item in value.items()}
+    if tag == "tensor":
+        return torch.from_numpy(decoded(value["value"]))
+    if tag == "array":
+        data = bytearray(base64.b64decode(value["value"]))
+        return np.frombuffer(data, np.dtype(value["dtype"])).reshape(value["shape"])
+    if tag == "bytes":
+        return base64.b64decode(value["value"])
+    if tag == "tuple":
+        return tuple(decoded(item) for item in value["value"])
+    return {decoded(key): decoded(item) for key, item in value["value"]}

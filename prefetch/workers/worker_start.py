@@ -1,0 +1,106 @@
+"""What a worker process is given at its start, and the first things it does with it.
+
+Used in both processes: the pool makes a `WorkerStart` for each worker, which travels there with copies of
+the descriptors it names, and the worker calls `begin` before anything else.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+import struct
+from dataclasses import dataclass
+from functools import cache
+from multiprocessing import connection, reduction
+from typing import Any
+
+from prefetch.workers.fork_server import end_with_parent, let_interrupt, release_server
+from prefetch.workers.shared_arena import Header
+
+STACKS_SIGNAL = signal.SIGUSR2
+"""A worker that gets it writes its stacks."""
+
+
+class Descriptor:
+    """A file descriptor that is passed on to a process while it starts."""
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+
+    def __reduce__(self) -> Any:
+        return _received, (reduction.DupFd(self.fd),)
+
+
+def _received(duplicate: Any) -> Descriptor:
+    return Descriptor(duplicate.detach())
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerStart:
+    """All that a worker is given at its start."""
+
+    worker: int
+    num_workers: int
+    memory: Descriptor
+    message_offset: int
+    message_bytes: int
+    region_offset: int
+    region_bytes: int
+    region_limit: int
+    tasks: connection.Connection
+    responses: Descriptor
+    stacks: Descriptor
+    stdio: tuple[Descriptor, ...]
+    environment: dict[str, str] | None
+    inherited: Any
+    """What a forked worker takes from the parent as it is; None: the message in the shared file."""
+    passed: tuple[Descriptor, ...]
+    """Further descriptors that the target asked for."""
+    watched: bool
+    """The thread that starts this process lives as long as the parent: the kernel may watch it."""
+    interruptible: bool
+    """Ctrl-C interrupts the parent, so it may interrupt this process; else the parent has other plans."""
+
+    def respond(self, record: tuple[int, ...]) -> None:
+        """Tell the parent of something that is done. Raises BrokenPipeError when it has gone."""
+        os.write(self.responses.fd, record_format(len(record)).pack(*record))
+
+
+@cache
+def record_format(num_fields: int) -> struct.Struct:
+    """How a record crosses: shorter than `PIPE_BUF`, so the kernel writes it as a whole."""
+    return struct.Struct(f"<{num_fields}q")
+
+
+def stdio_descriptors() -> tuple[Descriptor, ...]:
+    """Standard output and error of this process as they are now: a fork server has those of its start."""
+    try:
+        for fd in (1, 2):
+            os.fstat(fd)
+    except OSError:
+        return ()
+    return Descriptor(1), Descriptor(2)
+
+
+def begin(start: WorkerStart) -> None:
+    """First thing in a worker: it ends with its parent, writes where it writes, and tells its stacks."""
+    if start.watched:
+        end_with_parent()
+    release_server()
+    for fd, descriptor in zip((1, 2), start.stdio, strict=False):
+        os.dup2(descriptor.fd, fd)
+        os.close(descriptor.fd)
+    if start.environment is not None:
+        os.environ.clear()
+        os.environ.update(start.environment)
+    faulthandler.register(STACKS_SIGNAL, file=start.stacks.fd, all_threads=True, chain=False)
+    header = Header(start.memory.fd)
+    header.set(header.WORKERS + start.worker, 1)
+    signal.signal(signal.SIGINT, _interrupted if start.interruptible else signal.SIG_IGN)
+    let_interrupt()
+
+
+def _interrupted(*_: object) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second one would strike while we end
+    raise KeyboardInterrupt
