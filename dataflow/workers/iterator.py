@@ -74,7 +74,8 @@ class WorkerIterator(FetchIterator):
         self._memory_limit = loader.memory_limit
         self._limits = loader.worker_limits
         self._failure: BaseException | None = None
-        self._generation = 0
+        self.generation = 0
+        """Of messages and responses: 1 more with an epoch that was guessed, 2 more with another."""
         job = self._job(loader)
         self._announced = job.announce
         self.runners: Runners = self._start(loader, job)
@@ -200,14 +201,14 @@ class WorkerIterator(FetchIterator):
         if guess is not None:
             indices = list(itertools.islice(self._sampler_iter, len(guess.indices)))
             if indices == guess.indices:
-                self._generation += 1
-                self.runners.begin_epoch(self._generation)
+                self.generation += 1
+                self.runners.begin_epoch(self.generation)
                 self._begin(guess)
                 return
             self._sampler_iter = itertools.chain(indices, self._sampler_iter)
             self._discard_tasks(guess.tasks)
-        self._generation += 2  # the one between was the guess
-        self.runners.begin_epoch(self._generation)
+        self.generation += 2  # the one between was the guess
+        self.runners.begin_epoch(self.generation)
         kind = WorkerMessage.RESET if guess is None else WorkerMessage.BACK
         for runner in range(self._num_workers):
             self._post(runner, kind, runner, -1, self._dumps(self._shared_seed))
@@ -226,7 +227,7 @@ class WorkerIterator(FetchIterator):
     def _post(
         self, runner: int, kind: int, worker: int, task: int, index: Any, *, later: int = 0, number: int = -1
     ) -> None:
-        self.runners.post(runner, (kind, self._generation + later, worker, task, index), number)
+        self.runners.post(runner, (kind, self.generation + later, worker, task, index), number)
 
     def _send(self, worker: int, kind: int, task: int, index: Any, number: int = -1) -> None:
         self._post(worker % self._num_workers, kind, worker, task, index, number=number)
@@ -425,12 +426,12 @@ class WorkerIterator(FetchIterator):
 
     def _take(self, responses: Sequence[Response]) -> None:
         for response in responses:
-            if self.next_epoch is not None and response.generation == self._generation + 1:
+            if self.next_epoch is not None and response.generation == self.generation + 1:
                 self._unfinished[response.runner] -= 1
                 self._held_bytes += response.total
                 self.next_epoch.tasks[response.task].response = response
                 continue
-            if response.generation != self._generation:
+            if response.generation != self.generation:
                 self.runners.discard(response)  # of an epoch that was left
                 continue
             if response.kind == WorkerResult.OPENED:

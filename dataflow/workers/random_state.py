@@ -57,13 +57,13 @@ class Draws:
     """Notices whether anything was drawn from the three global generators.
 
     The states of numpy and of `random` are looked at where they lie: asking for them takes as long as
-    handing over a small batch.
+    handing over a small batch. `by_address=False`: that of `random` is asked for all the same.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, by_address: bool = True) -> None:
         generator = np.random.mtrand._rand._bit_generator
         self._numpy_at: int = generator.ctypes.state_address
-        self._python_at = _address_of_python_state()
+        self._python_at = _address_of_python_state() if by_address else None
         self._words, self._pair = b"", False
         self._last = self._look()
 

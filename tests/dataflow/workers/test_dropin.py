@@ -390,7 +390,7 @@ def test_persistent_workers_begin_the_next_epoch_before_it_is_asked_for(argument
     sent = list(ahead.indices)
     second = indices(epochs(loader))
     assert second[:4] == sent
-    assert iterator_of(loader)._generation == 1
+    assert iterator_of(loader).generation == 1
     assert sorted(itertools.chain(*first)) == sorted(itertools.chain(*second)) == list(range(12))
 
 
@@ -415,7 +415,7 @@ def test_a_distributed_sampler_s_next_epoch_is_guessed_from_its_steps() -> None:
         sampler.set_epoch(epoch)
         seen = indices(epochs(loader))
         assert list(itertools.chain(*seen)) == list(sampler)
-    assert iterator_of(loader)._generation == 2 + 1 + 1  # the first guess was that nothing changes
+    assert iterator_of(loader).generation == 2 + 1 + 1  # the first guess was that nothing changes
 
 
 def test_an_idle_worker_goes_on_while_the_consumer_waits_for_another(tmp_path: Any) -> None:
@@ -546,13 +546,10 @@ def test_persistent_workers_of_iterables_begin_the_next_epoch_too(workers: int) 
 
 
 def test_every_draw_from_a_global_generator_is_noticed() -> None:
-    draws = Draws()
-    assert draws.since() is None
-    python_looked_up = draws._python_at
     ways = [random.random, np.random.rand, torch.seed, np.random.randn, np.random.randn, np.random.randn]
-    for place in (python_looked_up, None):
-        draws._python_at = place
-        draws.since()
+    for by_address in (True, False):
+        draws = Draws(by_address=by_address)
+        assert draws.since() is None
         for draw in [*ways, lambda: torch.rand(()), lambda: random.gauss(0, 1), lambda: random.gauss(0, 1)]:
             draw()
             assert draws.since() is not None, draw

@@ -55,7 +55,7 @@ def _no_worker_is_left() -> Iterator[None]:
 
 
 def pids_of(iterator: Any) -> list[int]:
-    return [made.pid for made in iterator._workers]
+    return [process.pid for process in iterator.runners.processes]
 
 
 def values(loader: DataLoader) -> list[Any]:
@@ -628,7 +628,7 @@ def item(index):
     return index
 
 iterator = iter(DataLoader(Does(item), None, num_workers=2))
-pids = [made.pid for made in iterator._workers]
+pids = [process.pid for process in iterator.runners.processes]
 arrived.open(psutil.Process(pids[0]).ppid())
 print(next(iterator), next(iterator), flush=True)
 _gate_at(folder + "/printed").open()
@@ -768,7 +768,8 @@ def main():
     if method != "forkserver" and os.fork() == 0:  # a child that lives on, with copies of all descriptors
         _gate_at(folder + "/bystander").open(os.getpid())
         signal.pause()
-    servers = {psutil.Process(made.pid).ppid() for it in iterators for made in it._workers} - {os.getpid()}
+    processes = [process for iterator in iterators for process in iterator.runners.processes]
+    servers = {psutil.Process(process.pid).ppid() for process in processes} - {os.getpid()}
     arrived.open(min(servers, default=os.getpid()))
     next(iterators[0])
     arrived.open(os.getpid())

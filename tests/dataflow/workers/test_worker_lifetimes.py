@@ -41,7 +41,7 @@ def row(index: int) -> torch.Tensor:
 
 
 def pids_of(iterator: Any) -> list[int]:
-    return [made.pid for made in iterator._workers]
+    return [process.pid for process in iterator.runners.processes]
 
 
 @pytest.fixture(autouse=True)
@@ -385,7 +385,7 @@ finished = list(DataLoader(Does(row), 2, num_workers=1))
 running = DataLoader(Does(row, 1000), 2, num_workers=2)
 iterator = iter(running)
 held = [next(iterator) for _ in range(4)]
-pids = [made.pid for made in iterator._workers]
+pids = [process.pid for process in iterator.runners.processes]
 
 rounds, what = int(sys.argv[1]), sys.argv[2]
 gc.freeze()

@@ -95,7 +95,7 @@ assert all(type(item) is Item for item in items), [type(item) for item in items]
 assert items == [Item(100, Kind.EVEN), Item(101, Kind.ODD), Item(102, Kind.EVEN)], items
 assert items[0].kind is Kind.EVEN
 assert [type(error) for error in errors] == [Bad]
-assert os.getpid() not in {made.pid for made in iterator._workers}
+assert os.getpid() not in {process.pid for process in iterator.runners.processes}
 print("fine", __name__)
 """
 

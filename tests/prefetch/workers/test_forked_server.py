@@ -61,7 +61,7 @@ server, = children()
 assert server.cmdline() == psutil.Process().cmdline()
 assert start_of(loader) == "forked server"
 iterator = iter(loader)
-assert {psutil.Process(made.pid).ppid() for made in iterator._workers} == {server.pid}
+assert {psutil.Process(process.pid).ppid() for process in iterator.runners.processes} == {server.pid}
 import threading
 threading.Thread(target=threading.Event().wait, daemon=True).start()
 assert start_of(loaded()) == "forked server"  # it is there already
