@@ -227,9 +227,10 @@ def ddp(loader: Any) -> tuple[list[Any], Any]:
 @pytest.mark.ranks(2, backend=None, timeout_s=100, env={"TORCHELASTIC_RUN_ID": "test"})
 def test_ranks_get_their_parts(tmp_path: Path) -> None:
     """One start of Lightning serves several facts: it takes seconds."""
+    # With workers, torch would fork a process that has gloo's threads.
+    theirs, _ = ddp(TorchDataLoader(Numbers(SIZE), 4, shuffle=True))
     for workers in (0, 2):
         ours, loader = ddp(Own(Numbers(SIZE), 4, shuffle=True, num_workers=workers, memory_limit="9MB"))
-        theirs, _ = ddp(TorchDataLoader(Numbers(SIZE), 4, shuffle=True, num_workers=workers))
         assert ours == theirs
         assert (type(loader), type(loader.sampler)) == (Own, DistributedSampler)
         assert (loader.memory_limit, loader.num_workers) == (9_000_000, workers)
