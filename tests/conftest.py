@@ -1,6 +1,7 @@
 """What several test modules share."""
 
 import functools
+import gc
 import signal
 
 import pytest
@@ -17,6 +18,12 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 # How fast examples are made depends on what else the machine does.
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")
+
+
+def pytest_collection_finish() -> None:
+    """What is there before the first test stays: the many tests that collect garbage need not look at it."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

@@ -72,25 +72,20 @@ def losses(printed: str) -> dict[int, float]:
     return {int(step): float(loss) for step, loss in re.findall(r"^step (\d+) loss (\S+)$", printed, re.M)}
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the names of threads from /proc")
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_an_example_learns_and_resumes_from_its_checkpoint_to_the_same_losses(
     script: str, tmp_path: Path
 ) -> None:
+    """No thread of gloo outlives it: one that lets go of a tensor while Python ends would abort it."""
     arguments = [*SMALL[script.removesuffix("_plain")], "--steps", "9", "--save-every", "7"]
     whole = losses(torchrun(script, *arguments, folder=tmp_path))
     assert list(whole) == list(range(1, 10))
     assert whole[9] < 0.85 * whole[1]
-    resumed = losses(torchrun(script, *arguments, folder=tmp_path))  # as if stopped after the checkpoint
-    assert resumed == {step: whole[step] for step in (8, 9)}
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="reads the names of threads from /proc")
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_no_thread_of_gloo_outlives_an_example(script: str, tmp_path: Path) -> None:
-    """One that lets go of a tensor while Python ends would abort the program."""
     (tmp_path / "run.py").write_text(THEN_THREADS)
     command = [str(tmp_path / "run.py"), str(EXAMPLES / f"{script}.py"), "--out", str(tmp_path)]
-    printed = started(*command, *SMALL[script.removesuffix("_plain")], "--steps", "1", folder=tmp_path)
+    printed = started(*command, *arguments, folder=tmp_path)  # as if stopped after the checkpoint
+    assert losses(printed) == {step: whole[step] for step in (8, 9)}
     assert len(re.findall(r"left:", printed)) == 2
     assert "gloo" not in printed
 

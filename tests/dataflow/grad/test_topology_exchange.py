@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from datasets_kit import Made, make_ints_tar, rank, rows_of
+from ranks_kit import fast_ranks
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from dataflow import DataflowError, DataLoader, ShardedDataset, Shuffle, Topology
-from dataflow.testing import run_ranks
 from dataflow.topology_exchange import data_ranks_of_mesh, detect_topology
 from sharding.topology.replicas import DataParallel
 
@@ -59,7 +59,7 @@ def new_group() -> None:
 
 
 def test_ranks_learn_where_all_ranks_are() -> None:
-    places = run_ranks(everyones_place, 4, num_nodes=2, **FAST)
+    places = fast_ranks(everyones_place, 4, num_nodes=2, **FAST)
     host = platform.node()
     for r, found in enumerate(places):
         assert found["launched"].nodes_of_ranks == (0, 0, 1, 1)
@@ -96,7 +96,7 @@ def count_gathers(nccl_alone: bool) -> tuple[int, int, tuple[int, ...] | None]:
 
 @pytest.mark.parametrize("nccl_alone", [False, True], ids=["gloo", "nccl"])
 def test_hosts_are_gathered_once_a_process_group_and_no_group_is_left(nccl_alone: bool) -> None:
-    assert run_ranks(count_gathers, 2, args=(nccl_alone,), **FAST) == [(1, 0, (0, 0))] * 2
+    assert fast_ranks(count_gathers, 2, args=(nccl_alone,), **FAST) == [(1, 0, (0, 0))] * 2
 
 
 def failed_exchange() -> str:
@@ -110,7 +110,7 @@ def failed_exchange() -> str:
 
 
 def test_an_exchange_that_fails_says_what_to_do() -> None:
-    assert "Timed out" in run_ranks(failed_exchange, 2, **FAST)[1]
+    assert "Timed out" in fast_ranks(failed_exchange, 2, **FAST)[1]
 
 
 def test_without_a_process_group_nothing_is_exchanged() -> None:
@@ -155,7 +155,7 @@ def batches_of_all_kinds(source: str, catalog: str) -> dict[str, list[list[int]]
 
 
 def test_ranks_of_a_group_get_identical_batches_and_groups_share_the_epoch_exactly(ints: Made) -> None:
-    found = run_ranks(batches_of_all_kinds, 4, args=(ints.kwargs["source"], ints.kwargs["catalog"]), **FAST)
+    found = fast_ranks(batches_of_all_kinds, 4, args=(ints.kwargs["source"], ints.kwargs["catalog"]), **FAST)
     data_ranks = {
         "consecutive": [0, 0, 1, 1],
         "strided": [0, 1, 0, 1],
@@ -222,7 +222,7 @@ def mesh_maps() -> dict[str, Any]:
 
 
 def test_a_device_mesh_tells_the_groups() -> None:
-    for found in run_ranks(mesh_maps, 4, **FAST):
+    for found in fast_ranks(mesh_maps, 4, **FAST):
         assert found["inner tp"] == [0, 0, 1, 1]
         assert found["all data"] == [0, 1, 2, 3]
         assert found["other way round"] == [0, 2, 1, 3]

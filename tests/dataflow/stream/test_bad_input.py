@@ -35,10 +35,11 @@ from datasets_kit import (
     write_tar,
 )
 from fsspec.implementations.memory import MemoryFileSystem
+from ranks_kit import fast_ranks
 from threads_kit import our_threads, threads_left
 
 from dataflow import DataflowError, DataLoader, Image, ShardedDataset, Shuffle
-from dataflow.testing import RankError, run_ranks
+from dataflow.testing import RankError
 from prefetch.engine.ledger import Ledger, State
 from prefetch.errors import MemoryLimitError, StallError
 from sharding.errors import CorruptShardError, SampleError, ShardChangedError, ShardReadError
@@ -792,12 +793,12 @@ def rows_of_a_rank(source: str, catalog: str) -> list[Any]:
 def test_a_killed_rank_is_reported_and_nothing_hangs(ints: Made) -> None:
     ints.open()
     with pytest.raises((RankError, RuntimeError)):
-        run_ranks(one_rank_dies, 2, args=(ints.kwargs["source"], ints.kwargs["catalog"]), timeout_s=60)
+        fast_ranks(one_rank_dies, 2, args=(ints.kwargs["source"], ints.kwargs["catalog"]), timeout_s=60)
 
 
 def test_real_ranks_find_their_own_place_and_share_the_epoch(ints: Made) -> None:
     ints.open()
-    ranks = run_ranks(rows_of_a_rank, 2, args=(ints.kwargs["source"], ints.kwargs["catalog"]), timeout_s=60)
+    ranks = fast_ranks(rows_of_a_rank, 2, args=(ints.kwargs["source"], ints.kwargs["catalog"]), timeout_s=60)
     for r, got in enumerate(ranks):
         with DataLoader(ints.open(), 4, Shuffle("window", 2), tail="uneven", topology=rank(r, 2)) as loader:
             assert got == [[row["cls"] for row in batch] for batch in by_plan(loader, ints.samples, 0)]

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 from http_kit import slowstore
+from ranks_kit import fast_ranks
 
 from dataflow import Cache, DataLoader, Mixture, ShardedDataset, Shuffle, Topology
-from dataflow.testing import run_ranks
 
 pytest.importorskip("aiohttp")
 
@@ -121,7 +121,7 @@ def epoch_of_rank(url: str, folder: str, cache: str) -> tuple[list[int], int]:
 def test_processes_of_a_machine_fetch_each_byte_once(server: Server, tmp_path: Path) -> None:
     dataset = open_dataset(server.url, tmp_path, None)
     server.served()
-    ranks = run_ranks(
+    ranks = fast_ranks(
         epoch_of_rank,
         2,
         args=(server.url, str(tmp_path), str(tmp_path / "cache")),

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from datasets_kit import Made, make_ints_tar, make_parquet, rank
+from ranks_kit import fast_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -27,7 +28,6 @@ from dataflow import (
     TokenBudget,
     Topology,
 )
-from dataflow.testing import run_ranks
 
 SIZE = 24
 
@@ -259,7 +259,7 @@ def mean_losses(kwargs: dict[str, Any]) -> list[float]:
 
 def test_ranks_step_together_and_no_mean_is_nan(ints: Made) -> None:
     ints.open()
-    found = run_ranks(mean_losses, 2, args=(ints.kwargs,), timeout_s=60)
+    found = fast_ranks(mean_losses, 2, args=(ints.kwargs,), timeout_s=60)
     assert found[0] == found[1]
     assert len(found[0]) == SIZE // 4
     assert not any(math.isnan(loss) for loss in found[0])
@@ -286,6 +286,6 @@ def windows_of_unlike_ranks(kwargs: dict[str, Any]) -> tuple[list[float], int]:
 
 def test_a_schedule_does_not_rely_on_a_length_that_batches_may_be_missing_from(ints: Made) -> None:
     ints.open()
-    found = run_ranks(windows_of_unlike_ranks, 2, args=(ints.kwargs,), timeout_s=90)
+    found = fast_ranks(windows_of_unlike_ranks, 2, args=(ints.kwargs,), timeout_s=90)
     assert [batches for _, batches in found] == [6, 4]
     assert found[0][0] == found[1][0] == [4.0, 4.0, 2.0]

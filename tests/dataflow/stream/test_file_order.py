@@ -11,9 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from datasets_kit import MAKERS, Made, Make, delivered, make_ints_tar, make_parquet, rank, write_tar
+from ranks_kit import fast_ranks
 
 from dataflow import Bucketed, DataLoader, Mixture, Packed, ShardedDataset, Shuffle, TokenBudget, Topology
-from dataflow.testing import run_ranks
 from sharding.plan.placement import seat_of
 
 
@@ -203,6 +203,6 @@ def predictions(kwargs: dict[str, Any]) -> list[int]:
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_gathered_predictions_of_processes_are_in_the_files_order(ints: Made, world_size: int) -> None:
     ints.open()  # the catalog is built once
-    for found in run_ranks(predictions, world_size, args=(ints.kwargs,), timeout_s=90):
+    for found in fast_ranks(predictions, world_size, args=(ints.kwargs,), timeout_s=90):
         assert found[: len(ints.samples)] == [row["cls"] for row in ints.samples]
         assert len(found) - len(ints.samples) < world_size

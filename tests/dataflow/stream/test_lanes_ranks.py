@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from ranks_kit import fast_ranks
 
 from dataflow import DataLoader, ShardedDataset, Shuffle, Topology
-from dataflow.testing import run_ranks
 
 LENGTH, PER_BLOCK, NUM_BLOCKS = 4, 4, 64
 NUM_SAMPLES = PER_BLOCK * NUM_BLOCKS
@@ -51,7 +51,7 @@ def test_each_sample_comes_once_and_each_block_is_read_by_one_node(
 ) -> None:
     path = make(tmp_path)
     open_tokens(path)  # the catalog is built once
-    ranks = run_ranks(two_epochs, world_size, args=(path, 32 // world_size, num_nodes), timeout_s=90)
+    ranks = fast_ranks(two_epochs, world_size, args=(path, 32 // world_size, num_nodes), timeout_s=90)
     with loader_of(path, 32, Topology()) as loader:
         alone = [[samples_of(batch) for batch in loader] for _ in range(2)]
     for epoch in range(2):
@@ -89,7 +89,7 @@ def test_ranks_take_the_same_number_of_steps_with_fewer_samples_than_ranks_or_a_
     path = str(tmp_path / "few.bin")
     np.arange(num_samples * LENGTH + 1, dtype=np.uint16).tofile(path)
     ShardedDataset(path, format="tokens", dtype="uint16", length=LENGTH, catalog=path + ".catalog")
-    ranks = run_ranks(stepping_together, 3, args=(path, batch_size, tail), timeout_s=90)
+    ranks = fast_ranks(stepping_together, 3, args=(path, batch_size, tail), timeout_s=90)
     steps = -(-num_samples // (3 * batch_size)) if tail != "drop" else num_samples // (3 * batch_size)
     assert [found[0] for found in ranks] == [steps] * 3
     taken = set(chain(*(found[1] for found in ranks)))

@@ -14,13 +14,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from datasets_kit import Made, Make, edited, rank, write_megatron
+from ranks_kit import fast_ranks
 
 from dataflow import Bucketed, DataLoader, Packed, Pad, ShardedDataset, Shuffle, TokenBudget
 from dataflow.batch.chunk import BatchChunk
 from dataflow.batch.packed import PackedRows, PaddedRows
 from dataflow.stream.length_aware import make_planner
 from dataflow.stream.stream import Stream
-from dataflow.testing import run_ranks
 from prefetch.errors import MemoryLimitError
 from sharding.errors import DataflowError, SampleError
 from sharding.lengths import units as units_module
@@ -294,7 +294,7 @@ def steps_and_tokens(kwargs: dict[str, Any]) -> tuple[int, dict[int, int], dict[
 
 def test_two_processes_step_together(made: Make) -> None:
     data = made("megatron")
-    ranks = run_ranks(steps_and_tokens, 2, args=(data.kwargs,), timeout_s=60)
+    ranks = fast_ranks(steps_and_tokens, 2, args=(data.kwargs,), timeout_s=60)
     assert ranks[0][0] == ranks[1][0] > 5
     assert ranks[0][2] == ranks[1][2]
     found = Counter(ranks[0][1]) + Counter(ranks[1][1])

@@ -18,9 +18,9 @@ import pytest
 import torch
 from datasets_kit import edited, make_ints_tar, make_jsonl, make_parquet, rank, write_tar
 from hypothesis import HealthCheck, given, settings, strategies as st
+from ranks_kit import fast_ranks
 
 from dataflow import DataLoader, Image, Mixture, ShardedDataset, Shuffle, TokenBudget
-from dataflow.testing import run_ranks
 from sharding.errors import SampleError
 from sharding.mixture.windows import MixturePlan, source_seed
 from sharding.order.selection import SelectedOrder
@@ -420,7 +420,7 @@ def open_from(folder: str) -> list[ShardedDataset]:
 
 def test_processes_deliver_one_list_and_one_of_them_can_go_on(tmp_path: Path) -> None:
     mixture = RULES["all"](*open_all(tmp_path))
-    ranks = run_ranks(samples_of_a_rank, 2, args=(str(tmp_path),), timeout_s=60)
+    ranks = fast_ranks(samples_of_a_rank, 2, args=(str(tmp_path),), timeout_s=60)
     assert ranks[0][1] == ranks[1][1]
     with DataLoader(mixture, 6, Shuffle("window", 4, 4)) as loader:
         whole = delivered(loader)

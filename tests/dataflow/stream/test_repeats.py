@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from datasets_kit import NUM_SAMPLES, Made, Make, make_ints_tar, rank
+from ranks_kit import fast_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
@@ -27,7 +28,6 @@ from dataflow import (
     TokenBudget,
     Topology,
 )
-from dataflow.testing import run_ranks
 
 TAILS = ["drop", "pad", "even", "uneven"]
 SHUFFLES = [None, Shuffle("window", 3, 1), Shuffle("window", 4, 4), Shuffle("full")]
@@ -259,7 +259,7 @@ def test_repeats_of_weight_zero_give_exactly_the_gradient_of_the_epoch(
     (squared(model, whole) / 45).backward()
     expected = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
     args = (ints.kwargs, tail, True, 100)
-    for windows, counted in run_ranks(gradients, world_size, args=args, timeout_s=120):
+    for windows, counted in fast_ranks(gradients, world_size, args=args, timeout_s=120):
         assert counted == 45
         (found,) = windows
         gradient = torch.tensor(list(chain(*found)), dtype=torch.float64)

@@ -26,8 +26,8 @@ pytestmark = [
     pytest.mark.timeout(120),
     pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),
 ]
-TIMES = 100
-PROGRAMS = 10
+TIMES = 30
+PROGRAMS = 4
 """Fewer: the interpreter's end with torch in it takes a second on a busy machine."""
 
 
@@ -110,7 +110,7 @@ def close_inside(loader: DataLoader) -> None:
 @pytest.mark.parametrize(
     "leave", [leave_at_once, leave_after_one, leave_a_generator, leave_by_an_exception, finish, close_inside]
 )
-def test_a_hundred_loops_leave_nothing_behind(leave: Callable[[DataLoader], None]) -> None:
+def test_many_loops_leave_nothing_behind(leave: Callable[[DataLoader], None]) -> None:
     loader = DataLoader(Does(same), num_workers=1)
     with nothing_left():
         for _ in range(TIMES):
@@ -118,7 +118,7 @@ def test_a_hundred_loops_leave_nothing_behind(leave: Callable[[DataLoader], None
 
 
 @pytest.mark.usefixtures("no_collector")
-def test_a_hundred_epochs_of_persistent_workers_left_early_leave_nothing_behind() -> None:
+def test_many_epochs_of_persistent_workers_left_early_leave_nothing_behind() -> None:
     with nothing_left():
         with DataLoader(Does(row), 2, num_workers=2, persistent_workers=True) as loader:
             for _ in range(TIMES):

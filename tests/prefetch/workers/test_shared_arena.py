@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import gc
 import os
-import warnings
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from forked_kit import exit_code_in_child
 from threads_kit import python_calls
 
 from prefetch.workers.shared_arena import HEADER_BYTES, SharedFile
@@ -108,13 +107,6 @@ def test_a_forked_child_leaves_its_parents_memory_alone() -> None:
     file = make()
     views = lent(file)
     file.close()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        child = os.fork()
-    if child == 0:
-        views.clear()
-        gc.collect()
-        os._exit(0)
-    os.waitpid(child, 0)
+    assert exit_code_in_child(views.clear) == 0
     assert used_bytes(file) == 3 * PAGE
     assert np.asarray(views[1]).tolist() == [1] * (3 * PAGE - 20)
