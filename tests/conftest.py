@@ -1,8 +1,10 @@
 """What several test modules share."""
 
+import compileall
 import functools
 import gc
 import signal
+from pathlib import Path
 
 import pytest
 from datasets_kit import MAKERS, Make
@@ -18,6 +20,13 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 # How fast examples are made depends on what else the machine does.
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Processes that tests start need not compile the packages again, also where Python keeps none."""
+    if not hasattr(config, "workerinput"):
+        for package in ("sharding", "prefetch", "dataflow"):
+            compileall.compile_dir(Path(__file__).parent.parent / package, quiet=2)
 
 
 def pytest_collection_finish() -> None:
