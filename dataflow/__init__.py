@@ -5,10 +5,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dataflow.batch.packed import PackedRows as PackedRows
+    from dataflow.batch.ragged import Pad
     from dataflow.cache import Cache
     from dataflow.dataset import ShardedDataset
     from dataflow.decode.image import Image, MissingImageSupportError as MissingImageSupportError
-    from dataflow.decode.outputs import Pad
     from dataflow.grad.agreement import DisagreementError as DisagreementError
     from dataflow.grad.lost import RankLostError as RankLostError
     from dataflow.grad.schedule import GradSchedule
@@ -77,7 +77,7 @@ _MODULES = {
     "Image": "dataflow.decode.image",
     "Mixture": "dataflow.mixture",
     "Packed": "sharding.lengths.batching",
-    "Pad": "dataflow.decode.outputs",
+    "Pad": "dataflow.batch.ragged",
     "Ragged": "dataflow.ragged",
     "ShardWriter": "sharding.write.writer",
     "ShardedDataset": "dataflow.dataset",

@@ -21,11 +21,11 @@ import numpy as np
 from torch.utils.data import Dataset
 from typing_extensions import TypeVar
 
-from dataflow.batch.build import ColumnBuilder, Randomness, Run
-from dataflow.batch.chunk import sample_rng
+from dataflow.batch.columns import ChunkColumns, ChunkRows, Randomness, WindowPart
+from dataflow.batch.output import Output
+from dataflow.batch.resolve import resolve_outputs
 from dataflow.batch.samples import samples_of, transform_reason
 from dataflow.cache import Cache
-from dataflow.decode.outputs import Output, resolve_outputs
 from dataflow.opening import Opening
 from dataflow.sharded import Sharded
 from dataflow.staging.source import Source
@@ -287,39 +287,40 @@ class ShardedDataset(Sharded, Dataset[S]):
         if ((samples < -total) | (samples >= total)).any():
             raise IndexError(f"sample index out of range: {indices} in a dataset of {total}")
         blocks, rows = self.selection.locate(np.where(samples < 0, samples + total, samples))
-        builder, values, runs = self._gather(blocks, rows)
-        if builder.bad:
-            raise builder.bad[min(builder.bad)]
+        columns, values = self._build(blocks, rows)
+        if columns.bad:
+            raise columns.bad[min(columns.bad)]
         if self.transform is None:
             return values  # type: ignore[return-value]
-        return [self._transformed(value, run) for value, run in zip(values, runs, strict=True)]
+        return [self._transformed(value, *columns.rows.find(row)) for row, value in enumerate(values)]
 
-    def _transformed(self, sample: dict[str, Any], run: Run) -> Any:
-        """What `transform` makes of the one sample of a run."""
+    def _transformed(self, sample: dict[str, Any], window: StagedWindow, row: int) -> Any:
+        """What `transform` makes of the sample in a row of a window."""
         assert self.transform is not None
-        window, row = run.window, int(run.rows[0])
         try:
             if self.transform_wants_rng:
-                return self.transform(
-                    sample, rng=sample_rng(self.seed, self.epoch, window.sample_number(row))
-                )
+                rng = Randomness(self.seed, self.epoch).generator(window, row)
+                return self.transform(sample, rng=rng)
             return self.transform(sample)
         except Exception as error:
             reason = transform_reason(error, [output.name for output in self.outputs])
             raise window.sample_error(row, reason, None, stage="transform") from error
 
-    def _gather(self, blocks: Any, rows: Any) -> tuple[ColumnBuilder, list[dict[str, Any]], list[Run]]:
+    def _build(self, blocks: Any, rows: Any) -> tuple[ChunkColumns, list[dict[str, Any]]]:
         """Stage the blocks in this thread, and build the columns of the rows as a batch would."""
-        arena = self._arena()
-        runs = []
+        arena, parts = self._arena(), []
         for at, (block, row) in enumerate(zip(blocks.tolist(), rows.tolist(), strict=True)):
             window, first = self._window(arena, block, row)
-            runs.append(Run(window, np.array([first], np.int64), slice(at, at + 1)))
-        randomness = Randomness(self.seed, self.epoch)
-        never = threading.Event()
-        builder = ColumnBuilder(arena, runs, len(runs), randomness, None, may_load=True, closing=never)
-        batch = {output.name: builder.build(output).whole(len(runs)) for output in self.outputs}
-        return builder, samples_of(batch, self.outputs, len(runs)), runs
+            parts.append(WindowPart(window, np.array([first], np.int64), slice(at, at + 1)))
+        columns = ChunkColumns(
+            ChunkRows(len(parts), lambda: parts),
+            arena,
+            Randomness(self.seed, self.epoch),
+            may_load=True,
+            closing=threading.Event(),
+        )
+        batch = {output.name: output.build(columns).whole(len(parts)) for output in self.outputs}
+        return columns, samples_of(batch, self.outputs, len(parts))
 
     def _window(self, arena: Arena, block: int, row: int) -> tuple[StagedWindow, int]:
         """A staged window that holds one row of a block, and the row in it."""

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from fractions import Fraction
 from typing import Any, Union
 
 import numpy as np
 
+from dataflow.batch.output import Output
 from dataflow.dataset import OnError, ShardedDataset
-from dataflow.decode.outputs import Output
 from dataflow.sharded import Sharded
 from sharding.mixture.interleaving import MixtureSpec, Stop
 from sharding.mixture.shares import ENDLESS, Weight, exact_numbers, integer_shares, temperature_weights
@@ -211,24 +210,13 @@ def _common_outputs(sources: Sequence[ShardedDataset]) -> tuple[Output, ...]:
             cure = "choose and rename them with columns= or select()"
             raise ValueError(f"source {number} delivers {names}, source 0 {expected}: {cure}")
         for output, other in zip(source.outputs, first, strict=True):
-            if _delivered(output) != _delivered(other):
+            if output != other:
                 raise ValueError(
-                    f"column {output.name!r} is {_text(output)} in source {number} and {_text(other)} in "
-                    "source 0: give both the same decode="
+                    f"column {output.name!r} is {output.description()} in source {number} and "
+                    f"{other.description()} in source 0: give both the same decode="
                 )
         if (source.on_error, source.error_budget) != (sources[0].on_error, sources[0].error_budget):
             raise ValueError(f"source {number} has another on_error or error_budget than source 0")
         if source.batch_transform is not sources[0].batch_transform:
             raise ValueError(f"source {number} has another batch_transform than source 0, but shares batches")
     return first
-
-
-def _delivered(output: Output) -> Output:
-    """An output without what each source does by itself while staging."""
-    return replace(output, sources=(), parse=None)
-
-
-def _text(output: Output) -> str:
-    shape = list(output.shape) if output.kind in ("array", "spans", "image") else ""
-    decoder: object = output.image or output.pad or getattr(output.convert, "__name__", "")
-    return " ".join(str(part) for part in (output.kind, output.dtype, shape, decoder) if part != "")

@@ -1,7 +1,10 @@
 """A chunk: consecutive batches built together from staged windows, and finished one by one.
 
-Its columns are gathered for all its batches at once (`dataflow.batch.build`), then split; bad samples are
-left out or raised, and what the user gave is called: transforms, `collate_fn`, `batch_transform`.
+A chunk is a few consecutive batches of one rank: one slot, one copy and one split a column, however many
+batches it holds, so that the Python cost is paid per chunk. Its columns are built by their outputs
+(`dataflow.batch.output`) and split into batches, dicts of views of the slots; a slot comes back when the last
+of its views dies. Then bad samples are left out or raised, and what the user gave is called: transforms,
+`collate_fn`, `batch_transform`.
 """
 
 from __future__ import annotations
@@ -17,13 +20,12 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import default_collate
 
-from dataflow.batch.build import ColumnBuilder, Cut, Randomness, Run, raise_if_closing
+from dataflow.batch.columns import ChunkColumns, ChunkRows, Cut, Randomness, WindowPart, raise_if_closing
 from dataflow.batch.held_bytes import held_bytes
+from dataflow.batch.output import BuiltColumn, Output
 from dataflow.batch.packed import batch_bytes, batch_columns
 from dataflow.batch.samples import Misfit, described, drop_rows, misfit_of, samples_of, transform_reason
-from dataflow.decode.outputs import Output
 from dataflow.staging.block_windows import Located
-from dataflow.staging.columns import StagedSpans
 from dataflow.staging.window import StagedWindow
 from prefetch.memory.arena import Arena, rounded_bytes
 from prefetch.memory.heap import HeapKeeper
@@ -35,22 +37,20 @@ from sharding.lengths.batching import Batching
 from sharding.lengths.unit_plan import UnitPlan
 from sharding.plan.plan import EpochPlan, RankPlan
 
-_FIXED_KINDS = ("array", "spans", "image")
-_SLOT_KINDS = (*_FIXED_KINDS, "ragged")
 REPEAT = "__repeat__"
 """The column of `mark_repeats`: bool [samples], or [rows] of packed ones."""
 
 BatchFn = Callable[[Any], Any]
 
 
-@dataclass(frozen=True)
-class Finishing:
-    """What happens to a batch after its columns are gathered."""
+@dataclass(frozen=True, kw_only=True)
+class Postprocessing:
+    """What happens to a batch after its columns are built."""
 
     transforms: Sequence[tuple[Callable[..., Any] | None, bool]]
     """Of each source: what is called with each sample, in worker threads, and whether it takes `rng=`."""
     collate: Callable[[list[Any]], Any] | None
-    """Samples -> batch; None keeps the gathered columns."""
+    """Samples -> batch; None keeps the columns."""
     batch_transform: BatchFn | None
     on_bad: Callable[[SampleError], bool]
     """Decides about a bad sample: True skips it; may raise."""
@@ -66,7 +66,7 @@ class Finishing:
 
     @property
     def does_something(self) -> bool:
-        """Whether the gathered columns are not yet the batch."""
+        """Whether the built columns are not yet the batch."""
         return bool(self.takes_samples or self.batch_transform or self.batching or self.mark_repeats)
 
     def forms(self, column: str) -> bool:
@@ -88,13 +88,13 @@ class Delivered(NamedTuple):
     """An earlier batch, in place of one of which nothing was left."""
 
 
-@dataclass(frozen=True)
-class Workshop:
+@dataclass(frozen=True, kw_only=True)
+class BuildContext:
     """What all chunks of a stream are built with."""
 
     outputs: Sequence[Output]
     seed: int
-    finishing: Finishing
+    postprocessing: Postprocessing
     arena: Arena
     leases: FileLeases
     on_return: Callable[[int], Callable[[], None]]
@@ -111,205 +111,174 @@ class BatchChunk:
 
     def __init__(
         self,
-        shop: Workshop,
+        context: BuildContext,
         plan: RankPlan,
+        *,
         first_batch: int,
         sizes: NDArray[np.int64],
         windows: Mapping[int, StagedWindow],
         located: Located | None = None,
     ) -> None:
         """`located`: window and slot of each row; None: to be asked when it is built, all in one window."""
-        self._shop, self._plan = shop, plan
-        self._first_batch, self._sizes = first_batch, sizes
-        self._windows, self._located = dict(windows), located
+        self._context, self._plan = context, plan
+        self.first_batch, self._sizes = first_batch, sizes
         self.num_batches = len(sizes)
-        self._num_rows = int(sizes.sum())
         self.needs = tuple(windows.values())
         self.closes: list[StagedWindow] = []
         self.leased_bytes = 0
-        self._randomness = Randomness(shop.seed, plan.order.epoch)
-        self._builder: ColumnBuilder | None = None
-        self._built: list[Any] = []
-        self._runs: list[Run] | None = None
+        self._randomness = Randomness(context.seed, plan.order.epoch)
+        self._columns: ChunkColumns | None = None
+        self._built: list[BuiltColumn] = []
         self._pieces = (
             plan.batches(first_batch, first_batch + len(sizes)) if isinstance(plan, UnitPlan) else None
         )
+        locate = partial(
+            _window_parts,
+            plan,
+            dict(windows),
+            located,
+            first_batch=first_batch,
+            num_rows=int(sizes.sum()),
+            arena=context.arena,
+        )
+        self._rows = ChunkRows(int(sizes.sum()), locate, self._cut())
 
     @cached_property
     def nbytes(self) -> int:
         """Output credits; known once the windows are staged."""
-        outputs, rows = self._shop.outputs, self._num_rows
-        if self._pieces is not None:
-            return sum(map(self._piece_bytes, outputs))
-        if all(output.kind in _FIXED_KINDS for output in outputs):
-            return sum(rounded_bytes(rows * output.row_bytes) for output in outputs)
-        return sum(_output_bytes(output, self.runs(), rows) for output in outputs)
+        return sum(
+            output.batch_bytes(self._rows) + self._laid_bytes(output) for output in self._context.outputs
+        )
 
-    def _piece_bytes(self, output: Output) -> int:
-        """Credits of a column of length-aware batches: what is gathered, and what it is laid into."""
-        found, finishing = self._pieces, self._shop.finishing
-        assert found is not None
-        if not finishing.forms(output.name):
-            return _output_bytes(output, self.runs(), self._num_rows)
-        batching = finishing.batching
-        assert batching is not None
-        dtype = np.dtype(output.dtype)
-        batches = map(found.one, range(self.num_batches))
-        laid = (batch_bytes(batching, batch, output.name, dtype) for batch in batches)
-        if output.kind in _FIXED_KINDS:
-            gathered = rounded_bytes(self._num_rows * output.row_bytes)
-        else:
-            gathered = rounded_bytes(max(1, int(found.pieces.length.sum()) * dtype.itemsize))
-        return gathered + sum(map(rounded_bytes, laid))
+    def _laid_bytes(self, output: Output) -> int:
+        """Credits of what pieces of a column are laid into, packed or padded."""
+        steps = self._context.postprocessing
+        if self._pieces is None or not steps.forms(output.name):
+            return 0
+        assert steps.batching is not None
+        batches, dtype = map(self._pieces.one, range(self.num_batches)), np.dtype(output.dtype)
+        laid = (batch_bytes(steps.batching, pieces, output.name, dtype) for pieces in batches)
+        return sum(map(rounded_bytes, laid))
 
     def _cut(self) -> Cut | None:
         """Which part of its columns a length-aware batch takes."""
-        batching, found, plan = self._shop.finishing.batching, self._pieces, self._plan
-        if batching is None or found is None or not self._shop.finishing.forms(batching.column):
+        steps, plan = self._context.postprocessing, self._plan
+        if self._pieces is None or steps.batching is None or not steps.forms(steps.batching.column):
             return None
         assert isinstance(plan, UnitPlan)
-        pieces = found.pieces
+        pieces = self._pieces.pieces
         whole = plan.sequence.lengths[pieces.position].astype(np.int64)
-        return Cut(batching.columns, pieces.begin, pieces.length, whole)
-
-    def runs(self) -> list[Run]:
-        """Its rows, window by window."""
-        if self._runs is None:
-            self._runs = [self._run(number, window) for number, window in self._windows.items()]
-        return self._runs
-
-    def _run(self, number: int, window: StagedWindow) -> Run:
-        if self._located is None:
-            return Run(window, self._rows_of(number, window), slice(0, self._num_rows))
-        numbers, slots = self._located
-        if len(self._windows) == 1:
-            return Run(window, window.rows[slots], slice(0, len(slots)))
-        places = np.flatnonzero(numbers == number)
-        rows = window.rows[slots[places]]
-        first, last = int(places[0]), int(places[-1]) + 1
-        return Run(window, rows, slice(first, last) if last - first == len(places) else places)
-
-    def _rows_of(self, number: int, window: StagedWindow) -> NDArray[np.int64]:
-        """Its rows, all in one window."""
-        plan = cast(EpochPlan, self._plan)
-        if window.in_batches is None:
-            window.in_batches = _rows_in_batches(plan, number, window, self._shop.arena)
-        first, rows = window.in_batches
-        begin = (self._first_batch - first) * plan.batch_plan.batch_size
-        return rows[begin : begin + self._num_rows]
-
-    @property
-    def _where(self) -> Located:
-        """Window and slot of each row."""
-        if self._located is None:
-            last = self._first_batch + self.num_batches
-            positions = self._plan.positions(self._first_batch, last)[0]
-            self._located = self._plan.order.locate(positions)
-        return self._located
+        return Cut(steps.batching.columns, pieces.begin, pieces.length, whole)
 
     def begin(self) -> Sequence[Callable[[], None]]:
-        """Gather every column; give the image parts."""
-        shop, runs = self._shop, self.runs()
-        rows, cut, draws = self._num_rows, self._cut(), self._randomness
-        with shop.leases.loading():
-            may_load = all(run.window.may_load for run in runs)
-            self._builder = ColumnBuilder(
-                shop.arena, runs, rows, draws, shop.on_return, cut, may_load=may_load, closing=shop.closing
+        """Copy what is copied; give the parts that decode."""
+        context, rows = self._context, self._rows
+        with context.leases.loading():
+            self._columns = columns = ChunkColumns(
+                rows,
+                context.arena,
+                self._randomness,
+                may_load=all(part.window.may_load for part in rows.parts),
+                closing=context.closing,
+                on_return=context.on_return,
             )
-            self._built = [self._builder.build(output) for output in shop.outputs]
-        return [part for built in self._built for part in built.parts]
+            for output in context.outputs:
+                self._built.append(output.build(columns))
+                for copy in self._built[-1].copies:
+                    copy()
+        return [decode for built in self._built for decode in built.decodes]
 
     def finish(self) -> Iterator[Piece[Delivered]]:
         """Split into batches, apply what the user gave: one by one where that takes memory of its own."""
-        assert self._builder is not None
-        sizes: list[int] = self._sizes.tolist()
+        assert self._columns is not None
+        context, sizes = self._context, list[int](self._sizes.tolist())
         columns = [built.split(sizes) for built in self._built]
-        names = [output.name for output in self._shop.outputs]
+        names = [output.name for output in context.outputs]
         batches = (dict(zip(names, values, strict=True)) for values in zip(*columns, strict=True))
         if self._is_planned:
             epoch = self._plan.order.epoch
-            places = enumerate(zip(batches, sizes, strict=True), self._first_batch)
-            yield Piece([Delivered(epoch, number, batch, size) for number, (batch, size) in places])
+            numbered = enumerate(zip(batches, sizes, strict=True), self.first_batch)
+            yield Piece([Delivered(epoch, number, batch, size) for number, (batch, size) in numbered])
         else:
             delivered, heap_bytes, row = list[Delivered](), 0, 0
-            for number, size in enumerate(sizes, self._first_batch):
-                raise_if_closing(self._shop.closing)
+            for number, size in enumerate(sizes, self.first_batch):
+                raise_if_closing(context.closing)
                 ahead = sum(built.ahead(size) for built in self._built if built.ahead)
                 if ahead:
                     yield Piece(slot_bytes=ahead)
                 delivered.append(self._delivered(number, next(batches), row, size))
-                heap_bytes += held_bytes(delivered[-1].batch, self._builder.slots)
+                heap_bytes += held_bytes(delivered[-1].batch, self._columns.slots)
                 row += size
-                if ahead or heap_bytes >= self._shop.untold_bytes or row == self._num_rows:
-                    self._shop.heap.made(heap_bytes)
+                if ahead or heap_bytes >= context.untold_bytes or row == self._rows.num_rows:
+                    context.heap.made(heap_bytes)
                     piece = Piece(delivered, heap_bytes=heap_bytes)
                     delivered, heap_bytes = [], 0
                     yield piece
                     del piece
-        self.leased_bytes = self._builder.leased_bytes
-        self._builder, self._built, self._runs, self._located = None, [], None, None
+        self.leased_bytes = self._columns.leased_bytes
+        self._columns, self._built, self._rows = None, [], _NO_ROWS
         for window in self.closes:
             window.verify()
 
     @property
     def _is_planned(self) -> bool:
         """Whether what it takes was known before: nothing of the user's runs, and no object is made."""
-        assert self._builder is not None
-        if self._builder.bad or self._shop.finishing.does_something:
+        assert self._columns is not None
+        if self._columns.bad or self._context.postprocessing.does_something:
             return False
-        return all(output.kind in _SLOT_KINDS for output in self._shop.outputs)
+        return all(output.is_view for output in self._context.outputs)
 
     def _delivered(self, number: int, batch: dict[str, Any], row: int, size: int) -> Delivered:
         skipped: list[SampleError] = []
-        done, kept = self._finish_batch(number, batch, row, size, skipped)
-        return Delivered(self._plan.order.epoch, number, done, kept, tuple(skipped))
+        result, num_samples = self._finish_batch(number, batch, row, size, skipped)
+        return Delivered(self._plan.order.epoch, number, result, num_samples, tuple(skipped))
 
     def _finish_batch(
         self, number: int, batch: dict[str, Any], row: int, size: int, skipped: list[SampleError]
     ) -> tuple[Any, int]:
-        finishing, builder = self._shop.finishing, self._builder
-        assert builder is not None
-        dropped = {r - row for r in builder.bad if row <= r < row + size}
+        steps, columns = self._context.postprocessing, self._columns
+        assert columns is not None
+        dropped = {r - row for r in columns.bad if row <= r < row + size}
         for r in sorted(dropped):
-            if not finishing.on_bad(builder.bad[row + r]):
-                raise builder.bad[row + r]
-            skipped.append(builder.bad[row + r])
-        keep = np.array([i for i in range(size) if i not in dropped], np.int64) if dropped else None
-        if keep is not None:
-            if not len(keep):
+            if not steps.on_bad(columns.bad[row + r]):
+                raise columns.bad[row + r]
+            skipped.append(columns.bad[row + r])
+        kept = np.arange(size)
+        if dropped:
+            kept = np.delete(kept, list(dropped))
+            if not len(kept):
                 return {}, 0
-            batch, size = drop_rows(batch, keep), len(keep)
-        if self._pieces is not None and finishing.collate is None:
-            assert finishing.batching is not None
-            found = self._pieces.one(number - self._first_batch)
-            found = found if keep is None else found.keep(keep)
-            batch = batch_columns(finishing.batching, found, batch, builder.slot)
-        done: Any = batch
-        kept = np.arange(size) if keep is None else keep
-        if finishing.takes_samples:
+            batch = drop_rows(batch, kept)
+        if self._pieces is not None and steps.collate is None:
+            assert steps.batching is not None
+            pieces = self._pieces.one(number - self.first_batch)
+            pieces = pieces.keep(kept) if dropped else pieces
+            batch = batch_columns(steps.batching, pieces, batch, columns.slot)
+        result: Any = batch
+        if steps.takes_samples:
             samples, kept = self._transform(batch, kept, row, skipped)
             if not samples:
                 return {}, 0
-            if finishing.collate:
+            if steps.collate:
                 place = partial(self._place, "collate_fn=", number, row, kept, samples)
-                done = _called(finishing.collate, samples, place)
+                result = _called(steps.collate, samples, place)
             else:
-                done, kept = self._collate(samples, kept, row, skipped)
+                result, kept = self._collate(samples, kept, row, skipped)
                 if not len(kept):
                     return {}, 0
-        if finishing.batch_transform:
-            place = partial(self._place, "batch_transform=", number, row, kept, done)
-            done = _called(finishing.batch_transform, done, place)
-        if finishing.mark_repeats:
-            _checked_dict(done, finishing)[REPEAT] = torch.from_numpy(self._repeats(number, kept))
-        return done, len(kept)
+        if steps.batch_transform:
+            place = partial(self._place, "batch_transform=", number, row, kept, result)
+            result = _called(steps.batch_transform, result, place)
+        if steps.mark_repeats:
+            _checked_dict(result, steps)[REPEAT] = torch.from_numpy(self._repeats(number, kept))
+        return result, len(kept)
 
     def _repeats(self, number: int, kept: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Of a batch's samples that are kept (of packed rows: of all), which come a second time."""
         flags = self._plan.repeats(number, number + 1)
         if self._pieces is None:
             return flags[kept]
-        batching = self._shop.finishing.batching
+        batching = self._context.postprocessing.batching
         assert batching is not None
         return flags if batching.rows_are_units else np.full(len(kept), flags[0])
 
@@ -317,19 +286,19 @@ class BatchChunk:
         self, batch: dict[str, Any], kept: NDArray[np.int64], first: int, skipped: list[SampleError]
     ) -> tuple[list[Any], NDArray[np.int64]]:
         """The samples that the transforms made, and which rows of the batch these are."""
-        samples, done = [], []
-        numbers, slots = self._where
-        for sample, place in zip(samples_of(batch, self._shop.outputs, len(kept)), kept, strict=True):
-            raise_if_closing(self._shop.closing)
-            row = first + place
-            window = self._windows[int(numbers[row])]
+        samples, transformed = [], []
+        outputs = self._context.outputs
+        for sample, index in zip(samples_of(batch, outputs, len(kept)), kept, strict=True):
+            raise_if_closing(self._context.closing)
+            row = first + int(index)
             try:
-                samples.append(self._apply(sample, window, int(window.rows[slots[row]])))
-                done.append(place)
+                samples.append(self._apply(sample, *self._rows.find(row)))
+                transformed.append(index)
             except Exception as error:
-                reason = transform_reason(error, [output.name for output in self._shop.outputs])
-                self._leave_out(self._sample_error(row, reason, None, "transform"), error, skipped)
-        return samples, np.array(done, np.int64)
+                reason = transform_reason(error, [output.name for output in outputs])
+                bad = self._rows.sample_error(row, reason, None, "transform")
+                self._leave_out(bad, error, skipped)
+        return samples, np.array(transformed, np.int64)
 
     def _collate(
         self, samples: list[Any], kept: NDArray[np.int64], first: int, skipped: list[SampleError]
@@ -339,7 +308,7 @@ class BatchChunk:
             try:
                 return default_collate(samples), kept
             except Exception as error:
-                misfit = misfit_of(samples, self._shop.outputs)
+                misfit = misfit_of(samples, self._context.outputs)
                 if misfit is None:
                     raise
                 bad = self._misfit_error(misfit, first + kept)
@@ -354,40 +323,68 @@ class BatchChunk:
         whole = not misfit.column
         text = f"transform= returned {misfit.what}" if whole else misfit.what
         if misfit.beside is not None:
-            other = self._sample_error(int(rows[misfit.beside]), "", None, "collate")
+            other = self._rows.sample_error(int(rows[misfit.beside]), "", None, "collate")
             sample = f"sample {other.key!r}"
             text += f", but for {sample} {misfit.other}" if whole else f", but {sample} has {misfit.other}"
         row, column = int(rows[misfit.at]), misfit.column or None
-        return self._sample_error(row, f"{text}; {misfit.cure}", column, "collate")
+        return self._rows.sample_error(row, f"{text}; {misfit.cure}", column, "collate")
 
     def _leave_out(self, bad: SampleError, cause: Exception, skipped: list[SampleError]) -> None:
         """Leave a sample out, or raise its error, as the user decided."""
         bad.__cause__ = cause
-        if not self._shop.finishing.on_bad(bad):
+        if not self._context.postprocessing.on_bad(bad):
             raise bad from cause
         skipped.append(bad)
 
-    def _sample_error(self, row: int, reason: str, column: str | None, stage: str) -> SampleError:
-        """An error that names the sample in a row of the chunk."""
-        numbers, slots = self._where
-        window = self._windows[int(numbers[row])]
-        return window.sample_error(int(window.rows[slots[row]]), reason, column, stage)
-
     def _place(self, name: str, number: int, row: int, kept: NDArray[np.int64], argument: Any) -> str:
         """Where a function of batches was, and what it was given."""
-        ends = (self._sample_error(row + int(kept[at]), "", None, "collate") for at in (0, -1))
+        ends = (self._rows.sample_error(row + int(kept[at]), "", None, "collate") for at in (0, -1))
         samples = " to ".join(f"{end.key!r} of {end.shard}" for end in ends)
         batch = f"batch {number} of epoch {self._plan.order.epoch}"
         return f"in {name} of {batch}, samples {samples}; it was given {described(argument)}"
 
     def _apply(self, sample: dict[str, Any], window: StagedWindow, row: int) -> Any:
-        transform, wants_rng = self._shop.finishing.transforms[window.source.number]
+        steps = self._context.postprocessing
+        transform, wants_rng = steps.transforms[window.source.number]
         if transform is None:
             return sample
         if not wants_rng:
             return transform(sample)
-        seed, epoch = self._shop.seed, self._randomness.epoch_of(window)
-        return transform(sample, rng=sample_rng(seed, epoch, window.sample_number(row)))
+        return transform(sample, rng=self._randomness.generator(window, row))
+
+
+_NO_ROWS = ChunkRows(0, list)
+"""Those of a chunk that is finished: windows and slots are free to go."""
+
+
+def _window_parts(
+    plan: RankPlan,
+    windows: Mapping[int, StagedWindow],
+    located: Located | None,
+    *,
+    first_batch: int,
+    num_rows: int,
+    arena: Arena,
+) -> list[WindowPart]:
+    """The rows of a chunk, window by window."""
+    if located is None:
+        [(number, window)] = windows.items()
+        if window.in_batches is None:
+            window.in_batches = _rows_in_batches(cast(EpochPlan, plan), number, window, arena)
+        first, rows = window.in_batches
+        begin = (first_batch - first) * cast(EpochPlan, plan).batch_plan.batch_size
+        return [WindowPart(window, rows[begin : begin + num_rows], slice(0, num_rows))]
+    numbers, slots = located
+    if len(windows) == 1:
+        return [WindowPart(window, window.rows[slots], slice(0, num_rows)) for window in windows.values()]
+    parts = []
+    for number, window in windows.items():
+        chunk_rows = np.flatnonzero(numbers == number)
+        first, end = int(chunk_rows[0]), int(chunk_rows[-1]) + 1
+        adjacent = end - first == len(chunk_rows)
+        rows = window.rows[slots[chunk_rows]]
+        parts.append(WindowPart(window, rows, slice(first, end) if adjacent else chunk_rows))
+    return parts
 
 
 def _rows_in_batches(
@@ -395,7 +392,10 @@ def _rows_in_batches(
 ) -> tuple[int, NDArray[np.int64]]:
     """The first full batch that lies in the window alone, and the rows of all such batches one after another.
 
-    For all of them at once: a chunk would pay the same few calls for its own batches.
+    Most batches lie in one window. Locating their positions would cost more than all else that a chunk of
+    tokens does: so it is done once a window, by a chunk of any of them, for all its batches, and the chunks
+    take slices. Where a batch has the same share of whole lanes each time, not even positions are needed:
+    a lane's samples lie one after another in the window's mixed rows, and each batch takes the next few.
     """
     core = plan.batch_plan.batches_within(*plan.order.window_core(number))
     num_rows = len(core) * plan.batch_plan.batch_size
@@ -405,16 +405,11 @@ def _rows_in_batches(
         slots = plan.order.locate(plan.positions(core.start, core.stop)[0])[1]
         np.take(window.rows, slots, out=rows, mode="clip")
         return core.start, rows
-    lanes, depths, each = whole  # a lane's samples follow one another: a copy for each lane
+    lanes, depths, each = whole
     by_lane = rows.reshape(len(core), len(lanes), each)
     for i, slot in enumerate(plan.order.slots_at(number, lanes, depths).tolist()):
         by_lane[:, i] = window.rows[slot : slot + len(core) * each].reshape(-1, each)
     return core.start, rows
-
-
-def sample_rng(seed: int, epoch: int, sample: int) -> np.random.Generator:
-    """The random numbers of one sample in one epoch: Philox keyed by (seed, epoch, sample)."""
-    return np.random.Generator(np.random.Philox(key=[seed & (1 << 64) - 1, epoch], counter=[0, 0, 0, sample]))
 
 
 def _called(function: BatchFn, argument: Any, place: Callable[[], str]) -> Any:
@@ -433,26 +428,13 @@ def _called(function: BatchFn, argument: Any, place: Callable[[], str]) -> Any:
         raise
 
 
-def _checked_dict(batch: Any, finishing: Finishing) -> MutableMapping[str, Any]:
+def _checked_dict(batch: Any, steps: Postprocessing) -> MutableMapping[str, Any]:
     if isinstance(batch, MutableMapping):
         return batch
     who = "the transformed samples were collated to"
-    if finishing.batch_transform or finishing.collate:
-        who = f"{'batch_transform' if finishing.batch_transform else 'collate_fn'} returned"
+    if steps.batch_transform or steps.collate:
+        who = f"{'batch_transform' if steps.batch_transform else 'collate_fn'} returned"
     raise TypeError(
         f"mark_repeats=True adds a column {REPEAT!r} to batches that are dicts, but {who} a "
         f"{type(batch).__name__}"
     )
-
-
-def _output_bytes(output: Output, runs: Sequence[Run], rows: int) -> int:
-    if output.kind in _FIXED_KINDS:
-        return rounded_bytes(rows * output.row_bytes)
-    if output.kind in ("ragged", "pad"):
-        total = 0
-        for run in runs:
-            staged = run.window.staged[output.name]
-            assert isinstance(staged, StagedSpans)
-            total += int(np.maximum(staged.lengths[run.rows], 0).sum())
-        return rounded_bytes(max(1, total))
-    return 0  # Python objects live outside the arena

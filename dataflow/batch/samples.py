@@ -12,33 +12,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import default_collate
 
-from dataflow.decode.outputs import Output
+from dataflow.batch.objects import collate_objects
+from dataflow.batch.output import Output
 from dataflow.ragged import Ragged
-
-
-def collate_objects(values: list[Any]) -> Any:
-    """Arrays of one shape are stacked; everything else stays a list (arrays as tensors, if all can be)."""
-    first = values[0] if values else None
-    if isinstance(first, np.ndarray):
-        arrays = [value for value in values if isinstance(value, np.ndarray)]
-        tensors = [tensor for array in arrays if (tensor := _tensor_of(array)) is not None]
-        if len(tensors) < len(values):
-            return values
-        return tensors if any(t.shape != tensors[0].shape for t in tensors) else torch.stack(tensors)
-    if isinstance(first, Tensor) and all(
-        isinstance(v, Tensor) and v.shape == first.shape and v.dtype == first.dtype for v in values
-    ):
-        return torch.stack(values)
-    return values
-
-
-def _tensor_of(array: NDArray[Any]) -> Tensor | None:
-    """The array as a tensor in native byte order; None where torch has no such type (text, dates)."""
-    native = np.require(array, array.dtype.newbyteorder("="), ["C", "W"])  # keeps 0-d arrays 0-d
-    try:
-        return torch.from_numpy(native)
-    except TypeError:
-        return None
 
 
 def drop_rows(batch: Mapping[str, Any], keep: NDArray[np.int64]) -> dict[str, Any]:
@@ -81,8 +57,6 @@ _GIVEN_ELSE = (KeyError, TypeError, AttributeError)
 """What is raised by code that takes its argument for something else."""
 _LEAVE_OUT = "or leave such samples out by on_error='skip'"
 _ONE_SHAPE = "pad or cut them to one shape in transform=, or give a collate_fn= that does"
-_DECODERS = {"ragged": "Pad()} pads them", "images": "Image(size=...)} makes them one size"}
-"""What makes the values of columns equal in shape, by the kind of output."""
 _ONE_TYPE = "return one type for every sample, or give a collate_fn= that takes both"
 _BATCHABLE = "return tensors, arrays, numbers, text, or lists and dicts of those, or give a collate_fn="
 
@@ -107,9 +81,9 @@ class Misfit:
 def misfit_of(samples: Sequence[Any], outputs: Sequence[Output]) -> Misfit | None:
     """Find who is at odds with the first sample, with torch's own function as the oracle; None: nobody."""
     cures = {
-        output.name: f"decode={{{output.name!r}: {_DECODERS[output.kind]}, or {_ONE_SHAPE}"
+        output.name: f"decode={{{output.name!r}: {output.one_shape_cure}, or {_ONE_SHAPE}"
         for output in outputs
-        if output.kind in _DECODERS
+        if output.one_shape_cure
     }
     return None if _fits(samples) else _misfit(samples, "", cures)
 

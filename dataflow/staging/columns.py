@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from dataflow.decode.outputs import BadRows, Output
+from dataflow.decode.values import BadRows
 from prefetch.memory.addresses import memory_at
+from prefetch.memory.arena import Arena
 from sharding.blocks import Column, Spans
 from sharding.cached_property import cached_property
 
@@ -28,34 +29,34 @@ class StagedArray:
 
     values: Array
     """[rows, *shape]."""
-
+    parse: Callable[[Spans], tuple[Array, BadRows]] | None = None
+    """How byte strings become numbers; None: they are stored as numbers."""
     bad: dict[int, str] = field(default_factory=dict)
     """Rows whose value could not be parsed, with the reason."""
 
-    def put(self, output: Output, first: int, columns: Sequence[Column]) -> None:
-        """Stage one block's values at rows from `first`."""
+    def put(self, first: int, columns: Sequence[Column]) -> None:
+        """Stage one block's values at rows from `first`; those of several columns become a last dimension."""
         if len(columns) == 1:
-            values, bad = _numbers(output, columns[0])
+            values, bad = self._numbers(columns[0])
             np.copyto(self.values[first : first + len(values)], values)
             self.bad.update((first + row, reason) for row, reason in bad)
             return
-        # Several columns become one row-major array, by tiles that stay in the cache: gathering the
-        # columns of a tile first and transposing it is twice as fast as writing each column strided.
+        # By tiles that stay in the cache: gathering the columns of a tile first and
+        # transposing it is twice as fast as writing each column strided.
         arrays = [np.asarray(column) for column in columns]
         num_rows = len(arrays[0])
-        tile_rows = max(1, _TILE_BYTES // max(1, output.row_bytes))
+        tile_rows = max(1, _TILE_BYTES // max(1, self.values[:1].nbytes))
         tile = np.empty((len(arrays), min(tile_rows, num_rows), *arrays[0].shape[1:]), arrays[0].dtype)
         for start in range(0, num_rows, tile_rows):
             stop = min(start + tile_rows, num_rows)
             part = np.stack([array[start:stop] for array in arrays], out=tile[:, : stop - start])
             np.copyto(self.values[first + start : first + stop], np.moveaxis(part, 0, -1))
 
-
-def _numbers(output: Output, column: Column) -> tuple[Array, BadRows]:
-    if isinstance(column, Spans):
-        assert output.parse is not None
-        return output.parse(column)
-    return column, ()
+    def _numbers(self, column: Column) -> tuple[Array, BadRows]:
+        if isinstance(column, Spans):
+            assert self.parse is not None
+            return self.parse(column)
+        return column, ()
 
 
 def lowest_bit(number: int) -> int:
@@ -122,8 +123,9 @@ class StagedSpans:
         """Whether any row lacks the column; asked once the window is staged."""
         return bool((self.lengths < 0).any())
 
-    def put(self, first: int, column: Column) -> None:
-        """Stage one block's values at rows from `first`."""
+    def put(self, first: int, columns: Sequence[Column]) -> None:
+        """Stage one block's values, of one column, at rows from `first`."""
+        column = columns[0]
         rows = slice(first, first + len(column))
         self.keep.append(column)
         if isinstance(column, Spans):
@@ -134,3 +136,34 @@ class StagedSpans:
             row_bytes = int(np.prod(column.shape[1:], dtype=np.int64)) * column.itemsize
             self.addresses[rows] = column.ctypes.data + np.arange(len(column)) * column.strides[0]
             self.lengths[rows] = row_bytes
+
+
+class StagedOutput(Protocol):
+    """An output column as staging sees it."""
+
+    @property
+    def name(self) -> str:
+        """Key of the column in `StagedWindow.staged`."""
+        ...
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """Dataset columns it is made of."""
+        ...
+
+    @property
+    def stays_in_place(self) -> bool:
+        """Whether a window keeps addresses of values, not values."""
+        ...
+
+    def takes(self, column: Column) -> bool:
+        """Whether a decoded column of a block is of the type that the schema promised."""
+        ...
+
+    def staged_bytes(self, num_rows: int) -> int:
+        """Bytes that a window of so many rows holds of it, beside the stored bytes."""
+        ...
+
+    def stage(self, num_rows: int, arena: Arena) -> StagedArray | StagedSpans:
+        """Where a window of so many rows puts it, before anything is read."""
+        ...

@@ -19,11 +19,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dataflow.decode.outputs import BadRows, Output
-from dataflow.staging.columns import StagedArray, StagedSpans
+from dataflow.decode.values import BadRows
+from dataflow.staging.columns import StagedArray, StagedOutput, StagedSpans
 from dataflow.staging.source import Source
 from dataflow.staging.window import NotLocatableError, StagedWindow
-from prefetch.memory.arena import Arena, rounded_bytes
+from prefetch.memory.arena import Arena
 from prefetch.memory.iovec import copy_mapped
 from prefetch.memory.leases import Lease
 from prefetch.memory.mapping import MappedShard, can_map, will_need
@@ -82,17 +82,15 @@ class MappedWindow(StagedWindow):
         self._tasks_left = min(num_readers, len(self.blocks))
 
     def _bound(self, num_readers: int) -> int:
-        outputs = self.source.outputs
-        arrays = sum(rounded_bytes(self.num_rows * o.row_bytes) for o in outputs if o.kind == "array")
+        copied = [output for output in self.source.outputs if not output.stays_in_place]
+        arrays = sum(output.staged_bytes(self.num_rows) for output in copied)
         return int(self._sizes.sum()) + arrays + 16 * self.num_rows * len(self.source.columns)
 
     def reads(self) -> Sequence[Callable[[], None]]:
         """One task a thread: to map a block takes less time than to wake a thread."""
         for output in self.source.outputs:
-            if output.kind == "array":
-                nbytes = self.num_rows * output.row_bytes
-                used = self.arena.lease(nbytes or 1)[:nbytes].view(output.dtype)
-                self.staged[output.name] = StagedArray(used.reshape(self.num_rows, *output.shape))
+            if not output.stays_in_place:
+                self.staged[output.name] = output.stage(self.num_rows, self.arena)
         tasks, ordinals = self._tasks_left, range(len(self.blocks))
         return [partial(self._map, ordinals[i::tasks]) for i in range(tasks)]
 
@@ -120,7 +118,7 @@ class MappedWindow(StagedWindow):
     def _stage_rest(self) -> None:
         """What the whole window needs at once, by the thread that mapped the last block."""
         for output in self.source.outputs:
-            if output.kind != "array":
+            if output.stays_in_place:
                 self.staged[output.name] = self._spans_of(output.sources[0])
         rows = np.arange(self.num_rows) if self._wanted is None else self._wanted
         if not self._whole:
@@ -128,37 +126,40 @@ class MappedWindow(StagedWindow):
                 if isinstance(staged, StagedSpans):
                     will_need(staged.addresses[rows], staged.lengths[rows])
         for output in self.source.outputs:
-            if output.kind == "array":
+            if not output.stays_in_place:
                 self._parse(output, rows)
 
-    def _parse(self, output: Output, rows: NDArray[np.int64]) -> None:
+    def _parse(self, output: StagedOutput, rows: NDArray[np.int64]) -> None:
         """Numbers of the rows wanted; those of whole blocks only once, where they can be remembered."""
         staged = self.staged[output.name]
         assert isinstance(staged, StagedArray)
-        known = self.source.numbers(output) if self._whole else None  # else few rows of many blocks
+        known = (
+            self.source.numbers(output.name, staged) if self._whole else None
+        )  # else few rows of many blocks
         if known is not None:
             rows = self._fill(staged, known)
             if not len(rows):
                 return
-        values, bad = self._parsed(output, rows)
+        values, bad = self._parsed(staged, output.sources[0], rows)
         staged.values[rows] = values
         staged.bad.update((int(rows[row]), reason) for row, reason in bad)
         if known is not None:
             self._remember(staged, known)
 
-    def _parsed(self, output: Output, rows: NDArray[np.int64]) -> tuple[NDArray[Any], BadRows]:
-        name = output.sources[0]
-        assert output.parse is not None
+    def _parsed(
+        self, staged: StagedArray, name: str, rows: NDArray[np.int64]
+    ) -> tuple[NDArray[Any], BadRows]:
+        assert staged.parse is not None
         column = self._spans_of(name)
         buffer, places = self.fetch(column, rows, name)
-        return output.parse(Spans(buffer, places, column.lengths[rows]))
+        return staged.parse(Spans(buffer, places, column.lengths[rows]))
 
     def _spans_of(self, name: str) -> StagedSpans:
         """Where the values of a column lie in the mappings."""
         if name == "__url__" or not self._located:
             spans = StagedSpans(np.zeros(self.num_rows, np.int64), np.full(self.num_rows, -1, np.int64))
             for ordinal in range(len(self.blocks)):
-                spans.put(int(self.first_row[ordinal]), self._urls(ordinal))
+                spans.put(int(self.first_row[ordinal]), [self._urls(ordinal)])
             return spans
         bases = [
             m.address + b.offset for m, b in zip(self._shards, self.blocks, strict=True) if m is not None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dataflow.decode.outputs import Output
+from dataflow.staging.columns import StagedArray, StagedOutput
 from prefetch.control.gate import ReadGate
 from prefetch.control.hold import ReadHold
 from prefetch.memory.mapping import Mappings
@@ -57,7 +57,7 @@ class Source:
     catalog: Catalog
     format: Format
     reader: StoreReader
-    outputs: tuple[Output, ...]
+    outputs: Sequence[StagedOutput]
     mappings: Mappings = field(compare=False)
     traffic: Traffic = field(default_factory=Traffic)
     gate: ReadGate | None = field(default=None, compare=False)
@@ -83,11 +83,11 @@ class Source:
                 self._found[number] = known
         return known
 
-    def numbers(self, output: Output) -> dict[int, Array] | None:
+    def numbers(self, name: str, staged: StagedArray) -> dict[int, Array] | None:
         """First sample of a block -> its parsed numbers; None where those of all blocks exceed 64 MiB."""
-        if self.catalog.num_samples * output.row_bytes > _REMEMBERED_BYTES:
+        if self.catalog.num_samples * staged.values[:1].nbytes > _REMEMBERED_BYTES:
             return None
-        return self._numbers.setdefault(output.name, {})
+        return self._numbers.setdefault(name, {})
 
     def read_into(
         self,

@@ -98,19 +98,14 @@ class StagedWindow:
 
     def _bound(self, num_readers: int) -> int:
         """Bytes held from admission to close, at most."""
-        arrays = sum(
-            rounded_bytes(self.num_rows * output.row_bytes)
-            for output in self.source.outputs
-            if output.kind == "array"
-        )
-        tables = 16 * self.num_rows * sum(output.kind != "array" for output in self.source.outputs)
+        columns = sum(output.staged_bytes(self.num_rows) for output in self.source.outputs)
         if self._in_region:
-            return rounded_bytes(int(self._sizes.sum())) + arrays + tables
+            return rounded_bytes(int(self._sizes.sum())) + columns
         largest = sorted(((b.length + b.nbytes) for b in self.blocks), reverse=True)
         kept = 0
-        if any(output.kind != "array" for output in self.source.outputs):
+        if any(output.stays_in_place for output in self.source.outputs):
             kept = sum(b.length + b.nbytes for b in self.blocks)
-        return max(kept, sum(largest[:num_readers])) + arrays + tables
+        return max(kept, sum(largest[:num_readers])) + columns
 
     # ---- the engine's window ------------------------------------------------------------------------
 
@@ -153,13 +148,7 @@ class StagedWindow:
         if self._in_region:
             self.region = self.arena.lease(int(self._sizes.sum()) or 1)
         for output in self.source.outputs:
-            if output.kind == "array":
-                flat = self.arena.lease(self.num_rows * output.row_bytes or 1)
-                used = flat[: self.num_rows * output.row_bytes].view(output.dtype)
-                self.staged[output.name] = StagedArray(used.reshape(self.num_rows, *output.shape))
-            else:
-                lengths = np.full(self.num_rows, -1, np.int64)
-                self.staged[output.name] = StagedSpans(np.zeros(self.num_rows, np.int64), lengths)
+            self.staged[output.name] = output.stage(self.num_rows, self.arena)
 
     def _read(self, run: range, at: int) -> None:
         if self._sparse is not None:
@@ -224,11 +213,7 @@ class StagedWindow:
             if output.sources[0] == "__url__":
                 columns["__url__"] = self._urls(ordinal)
             sources = [columns[name] if name in columns else self._absent(ordinal) for name in output.sources]
-            target = self.staged[output.name]
-            if isinstance(target, StagedSpans):
-                target.put(first, sources[0])
-                continue
-            target.put(output, first, sources)
+            self.staged[output.name].put(first, sources)
 
     def _urls(self, ordinal: int) -> Spans:
         url = np.frombuffer(self.blocks[ordinal].shard.url.encode(), np.uint8)

@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from dataflow.batch.output import Output
+from dataflow.batch.ragged import PaddedOutput, RaggedOutput
 from dataflow.dataset import ShardedDataset
-from dataflow.decode.outputs import Output
 from dataflow.mixture import Mixture
 from prefetch.store.shard_files import shard_file
 from sharding.lengths.batching import Batching, Bucketed, Packed, TokenBudget
@@ -72,8 +73,10 @@ def _check_others(
 
     def is_alike(output: Output) -> bool:
         if lengths is not None:
-            return _is_list(output) and bool((lengths == output.shape[0]).all())
-        return output.kind in ("ragged", "pad") or (_is_list(output) and output.shape == lead.shape)
+            return output.list_length is not None and bool((lengths == output.list_length).all())
+        if isinstance(output, RaggedOutput):
+            return True
+        return output.list_length is not None and output.list_length == lead.list_length
 
     alike = [output.name for output in dataset.outputs if output.name not in named and is_alike(output)]
     if alike and batching.cuts:
@@ -86,18 +89,14 @@ def _check_others(
         )
 
 
-def _is_list(output: Output) -> bool:
-    return output.kind in ("spans", "array") and len(output.shape) == 1
-
-
 def _check_column(name: str, dataset: ShardedDataset) -> None:
     output = _output(name, dataset)
     if output is None:
         listed = ", ".join(output.name for output in dataset.outputs)
         raise ValueError(f"batching by column {name!r}, but the batches have {listed}; pass column=")
-    if output.kind == "pad":
+    if isinstance(output, PaddedOutput):
         raise ValueError(f"column {name!r} is padded by decode=Pad(...); leave that out, batching= does it")
-    if output.kind != "ragged" and not _is_list(output):
+    if not isinstance(output, RaggedOutput) and output.list_length is None:
         raise ValueError(
             f"column {name!r} must hold lists of numbers or bytes to be packed or padded, which it is "
             f'not as decoded; for bytes pass decode={{"{name}": None}}'

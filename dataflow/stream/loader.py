@@ -269,9 +269,7 @@ class StreamLoader:
         return plan
 
     def _check_batch_fits(self) -> None:
-        rows = self._plan.samples_per_batch * sum(
-            o.row_bytes for o in self.dataset.outputs if o.kind != "objects"
-        )
+        rows = self._plan.samples_per_batch * sum(output.row_bytes for output in self.dataset.outputs)
         if rows > self.memory_limit:
             raise MemoryLimitError(
                 f"one batch of {self.batch_size} samples needs {rows:,} bytes, more than "

@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-from dataflow.batch.chunk import Delivered, Finishing, Workshop
+from dataflow.batch.chunk import BuildContext, Delivered, Postprocessing
+from dataflow.batch.fixed import FixedOutput
 from dataflow.dataset import ShardedDataset
 from dataflow.mixture import Mixture
 from dataflow.staging.source import Source, Traffic
@@ -122,27 +123,27 @@ class Session:
         self._closed = False
         self._taken, self._took_s = 0, self._now()
         ledger = self.ledger
-        finishing = Finishing(
-            [(source.transform, source.transform_wants_rng) for source in dataset.sources],
-            options.collate_fn,
-            dataset.batch_transform,
-            options.skipped.decide,
-            plan.planner.batching if plan.planner else None,
-            options.mark_repeats,
+        postprocessing = Postprocessing(
+            transforms=[(source.transform, source.transform_wants_rng) for source in dataset.sources],
+            collate=options.collate_fn,
+            batch_transform=dataset.batch_transform,
+            on_bad=options.skipped.decide,
+            batching=plan.planner.batching if plan.planner else None,
+            mark_repeats=options.mark_repeats,
         )
         stager = Stager(self.sources, self.arena, num_readers=ahead.num_readers.value, limit_bytes=limit)
-        shop = Workshop(
-            dataset.outputs,
-            plan.seed,
-            finishing,
-            self.arena,
-            self.leases,
+        context = BuildContext(
+            outputs=dataset.outputs,
+            seed=plan.seed,
+            postprocessing=postprocessing,
+            arena=self.arena,
+            leases=self.leases,
             on_return=lambda nbytes: lambda: ledger.give_back_lent(nbytes),
             closing=self._builds_end,
             heap=HeapKeeper(limit),
             untold_bytes=ahead.untold_bytes.value,
         )
-        stream = Stream(plan, stager, shop, batches_per_chunk=ahead.batches_per_chunk.value)
+        stream = Stream(plan, stager, context, batches_per_chunk=ahead.batches_per_chunk.value)
         readers, caches = [source.reader for source in self.sources], self.caches
 
         def end_reads() -> None:
@@ -300,8 +301,8 @@ def _open_sources(
 def _batch_bytes(plan: StreamPlan) -> int:
     """Bytes of one batch, from the catalog: exact for fixed rows, the mean for ragged ones."""
     dataset = plan.dataset
-    fixed = sum(o.row_bytes for o in dataset.outputs if o.kind in ("array", "spans", "image"))
-    ragged = any(o.kind in ("ragged", "pad", "objects", "images") for o in dataset.outputs)
+    fixed = sum(output.row_bytes for output in dataset.outputs)
+    ragged = not all(isinstance(output, FixedOutput) for output in dataset.outputs)
     catalogs = [source.catalog for source in dataset.sources]
     mean = max(int(c.blocks.nbytes.sum()) // max(1, c.num_samples) for c in catalogs) if ragged else 0
     laid = 0
@@ -314,14 +315,12 @@ def _batch_bytes(plan: StreamPlan) -> int:
 def _copies_only(dataset: ShardedDataset | Mixture) -> bool:
     """Whether batches are made by copying alone: no decoder, and nothing of the user's, runs."""
     transforms = [dataset.batch_transform, *(source.transform for source in dataset.sources)]
-    copied = ("array", "spans", "ragged")
-    return not any(transforms) and all(output.kind in copied for output in dataset.outputs)
+    return not any(transforms) and not any(output.is_decoded for output in dataset.outputs)
 
 
 def _build_threads(dataset: ShardedDataset | Mixture, copies_only: bool) -> int:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if copies_only:  # the consumer's thread copies too while it waits
         return max(1, cores - 1)
-    images = any(o.image is not None for o in dataset.outputs)
-    # Decoders take the GIL between images: one more thread than cores works while another waits for it.
-    return cores + 1 if images else cores
+    # Decoders take the GIL between values: one more thread than cores works while another waits for it.
+    return cores + any(output.releases_gil for output in dataset.outputs)

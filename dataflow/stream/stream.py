@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from dataflow.batch.chunk import BatchChunk, Workshop
+from dataflow.batch.chunk import BatchChunk, BuildContext
 from dataflow.staging.block_windows import BlockWindows, Located
 from dataflow.staging.stager import Stager
 from dataflow.staging.window import StagedWindow
@@ -32,8 +32,10 @@ _MAX_SPAN_BATCHES = 1024
 class Stream:
     """Windows and chunks of one rank, without end. One iterator, used by one thread at a time."""
 
-    def __init__(self, plan: StreamPlan, stager: Stager, shop: Workshop, *, batches_per_chunk: int) -> None:
-        self._plan, self._stager, self._shop = plan, stager, shop
+    def __init__(
+        self, plan: StreamPlan, stager: Stager, context: BuildContext, *, batches_per_chunk: int
+    ) -> None:
+        self._plan, self._stager, self._context = plan, stager, context
         self._batches_per_chunk = batches_per_chunk
         self._batches_per_span = max(
             batches_per_chunk, min(_SPAN_ROWS // plan.samples_per_batch, _MAX_SPAN_BATCHES)
@@ -105,7 +107,14 @@ class Stream:
             end = int(ends[stop - 1])
             taken, located = span.rows(row, end)
             windows = {number: opened[number].window for number in taken}
-            chunk = BatchChunk(self._shop, plan, span.first + batch, span.sizes[batch:stop], windows, located)
+            chunk = BatchChunk(
+                self._context,
+                plan,
+                first_batch=span.first + batch,
+                sizes=span.sizes[batch:stop],
+                windows=windows,
+                located=located,
+            )
             for number, count in taken.items():
                 opened[number].left -= count
                 if opened[number].left <= 0 or span.first + stop == plan.num_batches:

@@ -21,7 +21,7 @@ from typing import Any, Literal
 import torch
 from torch.utils.data import DataLoader as TorchDataLoader, IterableDataset
 
-from dataflow.batch.samples import collate_objects
+from dataflow.batch.objects import collate_objects
 from dataflow.dataset import ShardedDataset
 from dataflow.loader import DataLoader
 from dataflow.mixture import Mixture

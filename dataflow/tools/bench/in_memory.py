@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from dataflow.batch.resolve import resolve_outputs
 from dataflow.dataset import ShardedDataset
-from dataflow.decode.outputs import resolve_outputs
 from dataflow.staging.source import Source
 from prefetch.control.hold import ReadHold
 from prefetch.memory.leases import FileLeases

@@ -33,7 +33,7 @@ from datasets_kit import (
 from hypothesis import given, strategies as st
 
 from dataflow import DataflowError, DataLoader, Image, Pad, Ragged, ShardedDataset, Shuffle
-from dataflow.decode.outputs import _from_npy, parse_floats, parse_ints
+from dataflow.decode.values import _from_npy, parse_floats, parse_ints
 from sharding.blocks import Spans
 from sharding.errors import SampleError
 

@@ -226,7 +226,7 @@ def staged_and_closed(loader: DataLoader, monkeypatch: pytest.MonkeyPatch) -> tu
         before = len(chunks)
         cuts(stream, plan, span, windows, chunks)
         if plan.order.epoch == 0:
-            closed.extend(chunk._first_batch for chunk in chunks[before:] for _ in chunk.closes)
+            closed.extend(chunk.first_batch for chunk in chunks[before:] for _ in chunk.closes)
 
     monkeypatch.setattr(Stream, "_open", open_)
     monkeypatch.setattr(Stream, "_cut", cut)

@@ -13,7 +13,7 @@ import pytest
 from numpy.typing import NDArray
 
 from dataflow import DataLoader, Shuffle
-from dataflow.decode.outputs import BadRows, parse_ints
+from dataflow.decode.values import BadRows, parse_ints
 from prefetch.memory import mapping as module
 from prefetch.memory.iovec import copies_by_kernel, copy_mapped
 from prefetch.memory.mapping import MappedShard, Mappings, can_map, touch_pages, will_need
@@ -179,7 +179,7 @@ def test_a_full_shuffle_parses_the_numbers_of_its_own_samples_only(
         parsed.append(len(column))
         return parse_ints(column)
 
-    monkeypatch.setattr("dataflow.decode.outputs.parse_ints", counting)
+    monkeypatch.setattr("dataflow.batch.resolve.parse_ints", counting)
     monkeypatch.setattr("dataflow.staging.stager._FULL_WINDOW_SAMPLES", 2)
     made = make_ints_tar(tmp_path)
     with DataLoader(made.open(), 1, Shuffle("full")) as loader:

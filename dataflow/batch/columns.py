@@ -1,0 +1,272 @@
+"""What outputs build the columns of a chunk with: its rows, slots, random numbers, a list of bad samples.
+
+"Batch b takes rows r of window w" is found out once a chunk (`ChunkRows`): values are gathered, random
+numbers drawn and bad samples named by this one answer.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dataflow.batch.held_bytes import Ranges
+from dataflow.decode.crop import Draws
+from dataflow.decode.values import MISSING
+from dataflow.staging.columns import StagedSpans
+from dataflow.staging.window import StagedWindow
+from prefetch.errors import EngineClosedError
+from prefetch.memory.arena import Arena, rounded_bytes
+from sharding.cached_property import cached_property
+from sharding.errors import SampleError
+from sharding.order.keyed import uniform
+
+Array = NDArray[Any]
+StoredValue = tuple[NDArray[np.uint8], int]
+"""The stored bytes of a value, and the row of the chunk that it is of."""
+
+
+@dataclass(frozen=True)
+class WindowPart:
+    """The rows of a chunk that come from one window."""
+
+    window: StagedWindow
+    rows: NDArray[np.int64]
+    """[n] rows of the window."""
+    chunk_rows: slice | NDArray[np.int64]
+    """The rows of the chunk that they fill, ascending; a slice where they follow one another."""
+
+    def chunk_row(self, index: int) -> int:
+        """The row of the chunk that `rows[index]` fills."""
+        if isinstance(self.chunk_rows, slice):
+            return int(self.chunk_rows.start) + index
+        return int(self.chunk_rows[index])
+
+    def between(self, start: int, stop: int) -> WindowPart:
+        """Its rows [start, stop), or up to its last."""
+        if isinstance(self.chunk_rows, slice):
+            first = self.chunk_rows.start
+            taken = slice(first + start, min(first + stop, self.chunk_rows.stop))
+            return WindowPart(self.window, self.rows[start:stop], taken)
+        return WindowPart(self.window, self.rows[start:stop], self.chunk_rows[start:stop])
+
+    def spans(self, column: str) -> StagedSpans:
+        """A column of the window whose values stay where they were read."""
+        staged = self.window.staged[column]
+        assert isinstance(staged, StagedSpans)
+        return staged
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Of some columns only pieces of the values are taken, [rows] each; all in elements."""
+
+    columns: Sequence[str]
+    """The first is the one that the plan's lengths are of."""
+    begin: NDArray[np.int64]
+    length: NDArray[np.int64]
+    whole: NDArray[np.int64]
+    """The whole value's, as the plan knows it."""
+
+    def apply(self, pieces: NDArray[np.int64], itemsize: int) -> NDArray[np.int64]:
+        """Make pieces of whole values ([rows, 2] address and bytes), and tell the rows of another length."""
+        wrong = np.flatnonzero(pieces[:, 1] != self.whole * itemsize)
+        pieces[:, 0] += self.begin * itemsize
+        pieces[:, 1] = self.length * itemsize
+        pieces[wrong, 1] = 0
+        return wrong
+
+
+@dataclass(frozen=True, eq=False)
+class ChunkRows:
+    """The rows of a chunk. Found when they are first needed, by whoever builds the chunk."""
+
+    num_rows: int
+    locate: Callable[[], Sequence[WindowPart]]
+    """Finds the parts; called once."""
+    cut: Cut | None = None
+    """Which pieces are taken of some columns; None: all values come whole."""
+
+    def cut_of(self, column: str) -> Cut | None:
+        """The pieces that a column's values are cut to; None: they come whole."""
+        return self.cut if self.cut is not None and column in self.cut.columns else None
+
+    @cached_property
+    def parts(self) -> Sequence[WindowPart]:
+        """The rows, window by window."""
+        return self.locate()
+
+    def find(self, row: int) -> tuple[StagedWindow, int]:
+        """The window that a row of the chunk comes from, and its row there."""
+        part_of, window_row = self._by_row
+        return self.parts[part_of[row]].window, int(window_row[row])
+
+    @cached_property
+    def _by_row(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        part_of, window_row = np.empty((2, self.num_rows), np.int64)
+        for number, part in enumerate(self.parts):
+            part_of[part.chunk_rows], window_row[part.chunk_rows] = number, part.rows
+        return part_of, window_row
+
+    def sample_error(self, row: int, reason: str, column: str | None, stage: str = "decode") -> SampleError:
+        """An error that names the sample in a row of the chunk, and the column if it is about one."""
+        window, window_row = self.find(row)
+        return window.sample_error(window_row, reason, column, stage)
+
+
+@dataclass(frozen=True)
+class Randomness:
+    """What random augmentation is a function of, beside the sample."""
+
+    seed: int
+    epoch: int
+
+    def epoch_of(self, window: StagedWindow) -> int:
+        """The epoch that counts for samples of a window: a sample may come twice in one of a mixture."""
+        return self.epoch if window.source_epoch is None else window.source_epoch
+
+    def draws(self, window: StagedWindow, rows: NDArray[np.int64]) -> Draws:
+        """Random numbers of the samples in rows of a window, each a function of (seed, epoch, sample)."""
+        return partial(uniform, self.seed, self.epoch_of(window), window.sample_numbers(rows))
+
+    def generator(self, window: StagedWindow, row: int) -> np.random.Generator:
+        """A sample's own random numbers: Philox keyed by (seed, epoch, sample)."""
+        key = [self.seed & (1 << 64) - 1, self.epoch_of(window)]
+        return np.random.Generator(np.random.Philox(key=key, counter=[0, 0, 0, window.sample_number(row)]))
+
+
+class ChunkColumns:
+    """The columns of one chunk while they are built. Used by one chunk; parts of it by several threads.
+
+    Args:
+        rows: what is built.
+        arena: where slots are taken.
+        randomness: for images.
+        may_load: whether values of all windows may be touched where they lie, until the copies are made.
+        closing: set when nobody wants the columns any more.
+        on_return: bytes of a slot -> what is called when its last view dies.
+    """
+
+    def __init__(
+        self,
+        rows: ChunkRows,
+        arena: Arena,
+        randomness: Randomness,
+        *,
+        may_load: bool,
+        closing: threading.Event,
+        on_return: Callable[[int], Callable[[], None]] | None = None,
+    ) -> None:
+        self.rows, self.randomness = rows, randomness
+        self.arena, self.may_load = arena, may_load
+        self._closing, self._on_return = closing, on_return
+        self._lock = threading.Lock()  # guards bad
+        self.bad: dict[int, SampleError] = {}
+        """Row of the chunk -> what is wrong with it."""
+        self.leased_bytes = 0
+        """Of slots within the chunk's credits."""
+        self.slots = Ranges()
+        """All slots: what lies there has credits."""
+
+    # ---- memory -------------------------------------------------------------------------------------------
+
+    def slot(self, nbytes: int) -> NDArray[np.uint8]:
+        """Memory within the chunk's credits, uint8 [nbytes], given back when its last view dies."""
+        self.leased_bytes += rounded_bytes(max(1, nbytes))
+        return self.slot_of_batch(nbytes)
+
+    def slot_of_batch(self, nbytes: int) -> NDArray[np.uint8]:
+        """Memory that a batch has announced by itself, as `slot`."""
+        size = max(1, nbytes)
+        on_return = self._on_return(rounded_bytes(size)) if self._on_return else None
+        slot = self.arena.lease(size, on_return)
+        self.slots.add(slot.__array_interface__["data"][0], size)
+        return slot[:nbytes]
+
+    def fixed_slot(self, dtype: str, shape: tuple[int, ...]) -> Array:
+        """A slot for a value of this shape in each row, [rows, *shape]."""
+        rows = self.rows.num_rows
+        nbytes = rows * int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
+        return self.slot(nbytes).view(dtype).reshape(rows, *shape)
+
+    # ---- where values lie ---------------------------------------------------------------------------------
+
+    def pieces(self, column: str) -> NDArray[np.int64]:
+        """Address and bytes of every row's value, int64 [rows, 2]; missing ones are empty."""
+        pieces = np.empty((self.rows.num_rows, 2), np.int64)
+        for part in self.rows.parts:
+            pieces[part.chunk_rows] = part.spans(column).pieces[part.rows]
+        return pieces
+
+    def stored_values(self, column: str) -> list[StoredValue | None]:
+        """The stored bytes of every row's value; None where the sample has none."""
+        stored: list[StoredValue | None] = [None] * self.rows.num_rows
+        for part in self.rows.parts:
+            spans = part.spans(column)
+            buffer, starts = part.window.buffer_of(spans, part.rows, column)
+            ends = starts + spans.lengths[part.rows]
+            for index, (start, end) in enumerate(zip(starts.tolist(), ends.tolist(), strict=True)):
+                if end >= start:
+                    row = part.chunk_row(index)
+                    stored[row] = buffer[start:end], row
+        return stored
+
+    def decoded(
+        self, column: str, value: StoredValue | None, decode: Callable[[NDArray[np.uint8], int], Any]
+    ) -> Any:
+        """What `decode` makes of stored bytes and row; None where it is missing or bad, which is noted."""
+        if value is None:
+            return None
+        raise_if_closing(self._closing)
+        try:
+            return decode(*value)
+        except Exception as error:
+            self.note_bad(value[1], column, error)
+            return None
+
+    # ---- bad samples --------------------------------------------------------------------------------------
+
+    def note_bad(self, row: int, column: str, reason: str | Exception) -> None:
+        """Note what is wrong with a row of the chunk; the first that is noted counts."""
+        cause = reason if isinstance(reason, Exception) else None
+        error = self.rows.sample_error(row, _text(reason), column)
+        error.__cause__ = cause
+        with self._lock:
+            self.bad.setdefault(row, error)
+
+    def note_missing(self, column: str) -> None:
+        """Note the rows whose sample lacks a column."""
+        for part in self.rows.parts:
+            spans = part.spans(column)
+            if not spans.has_missing:
+                continue
+            for index in np.flatnonzero(spans.lengths[part.rows] < 0).tolist():
+                self.note_bad(part.chunk_row(index), column, MISSING)
+
+    def note_lengths(self, column: str, wrong: NDArray[np.int64], have: NDArray[np.int64]) -> None:
+        """Note the rows whose value is not as long as the plan says; `have`: elements of every row's."""
+        cut = self.rows.cut
+        assert cut is not None
+        lead = cut.columns[0]
+        for row in wrong.tolist():
+            if column == lead:  # where its length is wrong, its companions' only seem to be
+                self.bad.pop(row, None)
+            source = "lengths= says" if column == lead else f"{lead!r} holds"
+            self.note_bad(row, column, f"holds {have[row]} elements, but {source} {cut.whole[row]}")
+
+
+def raise_if_closing(closing: threading.Event) -> None:
+    """Raise `EngineClosedError` if nobody wants what is being built."""
+    if closing.is_set():
+        raise EngineClosedError("the loader was closed while the batch was built")
+
+
+def _text(reason: str | Exception) -> str:
+    if isinstance(reason, SampleError):
+        return reason.reason
+    return f"{type(reason).__name__}: {reason}" if isinstance(reason, Exception) else reason

@@ -1,0 +1,146 @@
+"""Columns of encoded images: decoded straight into their rows of the slot, in parts that run in parallel."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from dataflow.batch import copies
+from dataflow.batch.columns import ChunkColumns, ChunkRows, StoredValue, WindowPart
+from dataflow.batch.fixed import FixedOutput
+from dataflow.batch.output import BuiltColumn, Output, split_list, split_rows
+from dataflow.decode.image import Image, decode_image, decode_images, of_own_size
+from prefetch.memory.arena import rounded_bytes
+
+_PART = 8
+"""Images decoded by one task: small enough to share a batch among threads."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageOutput(FixedOutput):
+    """Images of one size: a tensor uint8 [batch, *image.shape]."""
+
+    kind: ClassVar[str] = "image"
+    is_decoded: ClassVar[bool] = True
+    releases_gil: ClassVar[bool] = True
+
+    image: Image
+
+    @property
+    def list_length(self) -> int | None:
+        """None: images are no lists."""
+        return None
+
+    def description(self) -> str:
+        """Kind, dtype, shape and settings."""
+        return f"{super().description()} {self.image}"
+
+    def build(self, columns: ChunkColumns) -> BuiltColumn:
+        """Images decoded in parts of a few."""
+        columns.note_missing(self.name)
+        out = columns.fixed_slot(self.dtype, self.shape)
+        tasks: list[Callable[[], None]] = []
+        for part in columns.rows.parts:
+            for start in range(0, len(part.rows), _PART):
+                few = part.between(start, start + _PART)
+                decode = partial(self._decode, columns, few)
+                tasks.append(partial(copies.fill, columns, few, out, decode))
+        return BuiltColumn(split=split_rows(out), decodes=tasks)
+
+    def _decode(self, columns: ChunkColumns, part: WindowPart, out: NDArray[np.uint8]) -> None:
+        """Decode the images of a part into `out`, and note those that cannot be."""
+        spans = part.spans(self.name)
+        buffer, starts = part.window.buffer_of(spans, part.rows, self.name)
+        lengths, rows = spans.lengths[part.rows], part.rows
+        have = np.flatnonzero(lengths >= 0)
+        target = out
+        if len(have) < len(lengths):
+            target = np.empty_like(out[have])
+            starts, lengths, rows = starts[have], lengths[have], rows[have]
+        draws = columns.randomness.draws(part.window, rows) if self.image.random else None
+        failures = decode_images(self.image, buffer, starts, lengths, target, draws, name=str)
+        for index, error in failures:
+            columns.note_bad(part.chunk_row(int(have[index])), self.name, error)
+        if target is not out:
+            out[have] = target
+
+
+@dataclass(frozen=True, kw_only=True)
+class FreeImageOutput(Output):
+    """Images of their own sizes: a list of tensors a batch, one tensor where all are of one size."""
+
+    kind: ClassVar[str] = "images"
+    is_decoded: ClassVar[bool] = True
+    releases_gil: ClassVar[bool] = True
+    one_shape_cure: ClassVar[str] = "Image(size=...)} makes them one size"
+
+    image: Image
+
+    def description(self) -> str:
+        """Kind, dtype and settings."""
+        return f"{super().description()} {self.image}"
+
+    def batch_bytes(self, rows: ChunkRows) -> int:
+        """None: how large a batch's slot is, the images' headers say."""
+        return 0
+
+    def build(self, columns: ChunkColumns) -> BuiltColumn:
+        """Images decoded batch by batch. Those of a batch share a slot."""
+        columns.note_missing(self.name)
+        stored = columns.stored_values(self.name)
+        first, specs = 0, list[Image | None]()
+
+        def ahead(size: int) -> int:
+            nonlocal first, specs
+            batch = stored[first : first + size]
+            first += size
+            specs = [
+                columns.decoded(self.name, value, lambda data, row: of_own_size(self.image, data))
+                for value in batch
+            ]
+            return rounded_bytes(_pixel_bytes(specs))
+
+        def values(sizes: Sequence[int]) -> Iterator[Any]:
+            for batch in split_list(stored, sizes):
+                yield self._decode(columns, batch, specs)
+
+        return BuiltColumn(split=values, ahead=ahead)
+
+    def _decode(
+        self, columns: ChunkColumns, batch: Sequence[StoredValue | None], specs: Sequence[Image | None]
+    ) -> Any:
+        """The images of a batch: one tensor where all have one size, else a list."""
+        nbytes = _pixel_bytes(specs)
+        slot, used, images = columns.slot_of_batch(nbytes), 0, list[Tensor | None]()
+        for value, spec in zip(batch, specs, strict=True):
+            if spec is None:
+                images.append(None)
+                continue
+            out = slot[used : used + math.prod(spec.shape)].reshape(spec.shape)
+            used += out.nbytes
+
+            def decode(
+                data: NDArray[np.uint8], row: int, spec: Image = spec, out: NDArray[np.uint8] = out
+            ) -> Tensor:
+                window, window_row = columns.rows.find(row)
+                draws = columns.randomness.draws(window, np.array([window_row])) if spec.random else None
+                return torch.from_numpy(decode_image(spec, data, draws, out=out))
+
+            images.append(columns.decoded(self.name, value, decode))
+        shapes = {None if image is None else image.shape for image in images}
+        if len(shapes) > 1 or None in shapes:
+            return images
+        shape = cast(Tensor, images[0]).shape
+        return torch.from_numpy(slot.reshape(len(images), *shape))
+
+
+def _pixel_bytes(specs: Sequence[Image | None]) -> int:
+    return sum(math.prod(spec.shape) for spec in specs if spec is not None)

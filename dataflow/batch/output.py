@@ -1,0 +1,136 @@
+"""What becomes of a column, from stored bytes to the value in a batch: one class for each kind of value.
+
+A column arrives per block, as an array or as spans (`sharding.blocks`). It is *staged*: copied into one array
+of the window, or left where it was read, of which only addresses are kept. For each chunk the output then
+*builds* the column: it says what has to be copied from where into which slot, what has to be decoded, and how
+the slot is split into batches. A new kind of value is one more class in a file of its own, and a line in
+`dataflow.batch.resolve`. Outputs are values, shared by all windows and threads.
+"""
+
+from __future__ import annotations
+
+import itertools
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from dataflow.batch.columns import ChunkColumns, ChunkRows
+from dataflow.staging.columns import StagedArray, StagedSpans
+from prefetch.memory.arena import Arena
+from sharding.blocks import Column, Spans
+
+Task = Callable[[], None]
+
+
+@dataclass(kw_only=True)
+class BuiltColumn:
+    """What is left to do for one output column of a chunk."""
+
+    split: Callable[[Sequence[int]], Iterable[Any]]
+    """Batch sizes -> one value a batch; of Python objects each is made when it is asked for."""
+    copies: Sequence[Task] = ()
+    """Copies of values from where they were read into the slot: to be done at once, one after the other."""
+    decodes: Sequence[Task] = ()
+    """Decoding into the slot: parts that may run in parallel, after the copies."""
+    ahead: Callable[[int], int] | None = None
+    """Size of the next batch -> bytes of slots that its value will take: to be asked before each value."""
+
+    def whole(self, size: int) -> Any:
+        """Do everything, and give the value of one batch of all rows."""
+        for task in (*self.copies, *self.decodes):
+            task()
+        if self.ahead is not None:
+            self.ahead(size)
+        return next(iter(self.split([size])))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Output(ABC):
+    """One column of the batches. Equal to another that delivers the same, whatever is stored."""
+
+    kind: ClassVar[str]
+    """What messages call it."""
+    is_view: ClassVar[bool] = False
+    """Whether a batch's value is a view of the chunk's slot, so that nothing is made batch by batch."""
+    is_decoded: ClassVar[bool] = False
+    """Whether values are decoded when a batch is built, not copied as they were staged."""
+    releases_gil: ClassVar[bool] = False
+    """Whether decoding runs without the lock of the interpreter, but for moments."""
+    stays_in_place: ClassVar[bool] = True
+    """Whether a window keeps addresses of values, not values."""
+    one_shape_cure: ClassVar[str] = ""
+    """What in `decode=` gives all its values one shape, and what it does; "" where nothing does."""
+
+    name: str
+    sources: tuple[str, ...] = field(compare=False)
+    """Dataset columns it is made of: one, or several that are stacked on a last dimension."""
+    dtype: str = "uint8"
+    """numpy dtype of one element as delivered."""
+    source_dtype: str = "uint8"
+    """numpy dtype of one element as stored."""
+    shape: tuple[int, ...] = ()
+    """Shape of one row, where all have the same."""
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one delivered row; 0 where rows differ."""
+        return 0
+
+    @property
+    def list_length(self) -> int | None:
+        """Elements of each row, where rows are lists of one length."""
+        return None
+
+    def description(self) -> str:
+        """What it delivers, for messages: kind, dtype and what else decides."""
+        return f"{self.kind} {self.dtype}"
+
+    # ---- staging: `dataflow.staging.columns.StagedOutput` -------------------------------------------------
+
+    def takes(self, column: Column) -> bool:
+        """Whether a decoded column of a block is of the type that the schema promised."""
+        if isinstance(column, Spans):
+            return bool(column.buffer.dtype == self.source_dtype)
+        return bool(column.dtype == self.source_dtype and column.shape[1:] == self.shape)
+
+    def staged_bytes(self, num_rows: int) -> int:
+        """Bytes that a window of so many rows holds of it, beside the stored bytes."""
+        return 16 * num_rows
+
+    def stage(self, num_rows: int, arena: Arena) -> StagedArray | StagedSpans:
+        """Where a window of so many rows puts it, before anything is read."""
+        return StagedSpans(np.zeros(num_rows, np.int64), np.full(num_rows, -1, np.int64))
+
+    # ---- building -----------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def batch_bytes(self, rows: ChunkRows) -> int:
+        """Bytes of the slot that `build` takes; known once the windows are staged."""
+
+    @abstractmethod
+    def build(self, columns: ChunkColumns) -> BuiltColumn:
+        """Take the slot, and say what has to be done to fill it."""
+
+
+def split_rows(out: NDArray[Any]) -> Callable[[Sequence[int]], list[Tensor]]:
+    """One view of the slot a batch. numpy slices them: `Tensor.split` would give up the GIL in the middle."""
+
+    def split(sizes: Sequence[int]) -> list[Tensor]:
+        ends = list(itertools.accumulate(sizes))
+        return [torch.from_numpy(out[end - size : end]) for end, size in zip(ends, sizes, strict=True)]
+
+    return split
+
+
+def split_list(values: list[Any], sizes: Sequence[int]) -> Iterator[list[Any]]:
+    """The values of each batch."""
+    start = 0
+    for size in sizes:
+        yield values[start : start + size]
+        start += size

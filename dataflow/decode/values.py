@@ -1,0 +1,99 @@
+"""What the bytes of a value become: numbers, parsed for a whole block at once, or Python objects one by one.
+
+`CONVERTERS` holds the decoders that `decode=` knows by name: a new one is one more line there.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sharding.blocks import Spans
+from sharding.formats.tokens import plain_header
+
+Array = NDArray[Any]
+BadRows = Sequence[tuple[int, str]]
+"""Rows whose value cannot be decoded, each with the reason."""
+MISSING = "the sample lacks this column"
+
+
+def parse_ints(column: Spans) -> tuple[NDArray[np.int64], BadRows]:
+    """Decimal integers in ASCII, surrounding blanks allowed: values int64 [n], and the rows that are none.
+
+    Values of at most 18 digits and nothing else are parsed together; otherwise one by one.
+    """
+    if not len(column):
+        return np.zeros(0, np.int64), ()
+    width = int(column.lengths.max())
+    if 0 < width <= 18 and (column.lengths > 0).all():
+        digits = _right_aligned(column, width)
+        number = digits - np.uint8(48)
+        inside = np.arange(width, 0, -1) <= column.lengths[:, None]
+        if (number[inside] < 10).all():
+            number[~inside] = 0
+            return number.astype(np.int64) @ (10 ** np.arange(width - 1, -1, -1, dtype=np.int64)), ()
+    return _parse_each(int, column, np.int64)
+
+
+def parse_floats(column: Spans) -> tuple[NDArray[np.float64], BadRows]:
+    """Decimal numbers in ASCII: values float64 [n], and the rows that are none."""
+    return _parse_each(float, column, np.float64)
+
+
+def _right_aligned(column: Spans, width: int) -> NDArray[np.uint8]:
+    """The values as rows [n, width] of characters, filled with blanks on the left."""
+    at = column.starts[:, None] + column.lengths[:, None] - np.arange(width, 0, -1)
+    inside = at >= column.starts[:, None]
+    return np.where(inside, column.buffer.view(np.uint8)[np.where(inside, at, 0)], np.uint8(32))
+
+
+def _parse_each(parse: Callable[[bytes], Any], column: Spans, dtype: type) -> tuple[Array, BadRows]:
+    values: Array = np.zeros(len(column), dtype)
+    bad: list[tuple[int, str]] = []
+    for row in range(len(column)):
+        if column.lengths[row] < 0:
+            bad.append((row, MISSING))
+            continue
+        text = column.value(row).tobytes()
+        try:
+            values[row] = parse(text.strip())
+        except (ValueError, OverflowError):
+            bad.append((row, f"not a number of type {np.dtype(dtype)}: {text[:40]!r}"))
+    return values, bad
+
+
+def _from_npy(data: bytes) -> Array:
+    header = plain_header(data)
+    if header is not None:
+        dtype, fortran, shape, start = header
+        values = np.frombuffer(data, dtype, math.prod(shape), start)
+        return values.reshape(shape, order="F" if fortran else "C").copy(order="K")
+    return np.asarray(np.load(io.BytesIO(data), allow_pickle=False))
+
+
+def _unpickle(data: bytes) -> Any:
+    import pickle
+
+    return pickle.loads(data)
+
+
+def _torch_load(data: bytes) -> Any:
+    import torch
+
+    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+
+
+CONVERTERS: dict[str, Callable[[bytes], Any]] = {
+    "text": bytes.decode,
+    "json": json.loads,
+    "npy": _from_npy,
+    "pickle": _unpickle,
+    "torch": _torch_load,
+}
+"""Name in `decode=` -> the function that makes an object of the bytes of one value."""
