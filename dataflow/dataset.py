@@ -28,6 +28,7 @@ from dataflow.batch.samples import samples_of, transform_reason
 from dataflow.cache import Cache
 from dataflow.opening import Opening
 from dataflow.sharded import Sharded
+from dataflow.staging.reading import ReadWindow, SparseWindow
 from dataflow.staging.source import Source
 from dataflow.staging.window import StagedWindow
 from dataflow.views import matching, picked, split_parts
@@ -326,16 +327,16 @@ class ShardedDataset(Sharded, Dataset[S]):
         """A staged window that holds one row of a block, and the row in it."""
         source = self._source()
         if source.format.locate(self.catalog.block(block), source.columns) is not None:
-            rows = np.zeros(1, np.int64)
-            window = StagedWindow(source, arena, [self.catalog.block(block)], rows, sparse=[np.array([row])])
-            _stage(window)
-            return window, 0
+            blocks, rows = [self.catalog.block(block)], np.zeros(1, np.int64)
+            sparse = SparseWindow(source, arena, blocks, rows, rows_in_block=[np.array([row])])
+            _stage(sparse)
+            return sparse, 0
         with self._lock:
             kept = self._windows.get(block)
             if kept is not None:
                 self._windows.move_to_end(block)
                 return kept, row
-        window = StagedWindow(source, arena, [self.catalog.block(block)], np.zeros(0, np.int64))
+        window = ReadWindow(source, arena, [self.catalog.block(block)], np.zeros(0, np.int64))
         _stage(window)
         with self._lock:
             self._windows[block] = window

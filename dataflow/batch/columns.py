@@ -132,12 +132,12 @@ class Randomness:
 
     def draws(self, window: StagedWindow, rows: NDArray[np.int64]) -> Draws:
         """Random numbers of the samples in rows of a window, each a function of (seed, epoch, sample)."""
-        return partial(uniform, self.seed, self.epoch_of(window), window.sample_numbers(rows))
+        return partial(uniform, self.seed, self.epoch_of(window), window.samples.numbers(rows))
 
     def generator(self, window: StagedWindow, row: int) -> np.random.Generator:
         """A sample's own random numbers: Philox keyed by (seed, epoch, sample)."""
         key = [self.seed & (1 << 64) - 1, self.epoch_of(window)]
-        return np.random.Generator(np.random.Philox(key=key, counter=[0, 0, 0, window.sample_number(row)]))
+        return np.random.Generator(np.random.Philox(key=key, counter=[0, 0, 0, window.samples.number(row)]))
 
 
 class ChunkColumns:

@@ -21,6 +21,8 @@ from sharding.cached_property import cached_property
 from sharding.catalog.build import Catalog
 
 Array = NDArray[Any]
+LocatedBlock = tuple[Block, dict[str, Spans] | None]
+"""A block, and where its values lie; None where its format cannot tell."""
 _REMEMBERED_BYTES = 64 << 20
 _SOURCE_SHIFT = 44  # 2**44 samples a source
 
@@ -71,17 +73,17 @@ class Source:
     """Which of a mixture's sources it is."""
     _locates: dict[str, bool] = field(default_factory=dict, compare=False)
     _numbers: dict[str, dict[int, Array]] = field(default_factory=dict, compare=False)
-    _found: dict[int, tuple[Block, dict[str, Spans] | None]] = field(default_factory=dict, compare=False)
+    _located: dict[int, LocatedBlock] = field(default_factory=dict, compare=False)
 
-    def found(self, number: int) -> tuple[Block, dict[str, Spans] | None]:
+    def located(self, number: int) -> LocatedBlock:
         """A block, and where its values lie; remembered over epochs where all of them fit 64 MiB."""
-        known = self._found.get(number)
-        if known is None:
+        located = self._located.get(number)
+        if located is None:
             block = self.catalog.block(number)
-            known = block, self.format.locate(block, self.columns)
+            located = block, self.format.locate(block, self.columns)
             if 16 * self.catalog.num_samples * len(self.columns) <= _REMEMBERED_BYTES:
-                self._found[number] = known
-        return known
+                self._located[number] = located
+        return located
 
     def numbers(self, name: str, staged: StagedArray) -> dict[int, Array] | None:
         """First sample of a block -> its parsed numbers; None where those of all blocks exceed 64 MiB."""
@@ -123,8 +125,8 @@ class Source:
 
     def locates(self, block: Block) -> bool:
         """Whether values of this block's shard lie in the stored bytes: not so in compressed shards."""
-        known = self._locates.get(block.shard.url)
-        if known is None:
-            known = self.format.locate(block, self.columns) is not None
-            self._locates[block.shard.url] = known
-        return known
+        locates = self._locates.get(block.shard.url)
+        if locates is None:
+            locates = self.format.locate(block, self.columns) is not None
+            self._locates[block.shard.url] = locates
+        return locates

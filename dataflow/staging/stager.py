@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from dataflow.staging.block_windows import BlockWindows, FullWindows
 from dataflow.staging.columns import ALIGN
 from dataflow.staging.mapped import MappedWindow, can_map_windows
+from dataflow.staging.reading import ReadWindow, SparseWindow
 from dataflow.staging.source import Source
 from dataflow.staging.window import NotLocatableError, StagedWindow
 from prefetch.errors import MemoryLimitError
@@ -116,21 +117,21 @@ class Stager:
         used = np.zeros(len(blocks), bool)
         used[ordinal] = True
         counts = np.where(used, source.catalog.blocks.num_samples[blocks], 0)
-        wanted = (np.cumsum(counts) - counts)[ordinal]
-        wanted += row
+        needed = (np.cumsum(counts) - counts)[ordinal]
+        needed += row
         rows = np.full(units.num_slots(number), -1)
-        rows[slots] = wanted
-        return self._stage_blocks(source, blocks[used], rows, wanted, whole)
+        rows[slots] = needed
+        return self._stage_blocks(source, blocks[used], rows, needed, whole)
 
     def _stage_blocks(
         self,
         source: Source,
         blocks: NDArray[np.int64],
         rows: NDArray[np.int64],
-        wanted: NDArray[np.int64] | None,
+        needed: NDArray[np.int64] | None,
         whole: bool,
     ) -> StagedWindow:
-        """A window of whole blocks, of which only the rows `wanted` are used; None for all."""
+        """A window of whole blocks, of which only the rows `needed` are used; None for all."""
         if self._mapped[source.number]:
             with suppress(NotLocatableError):
                 return MappedWindow(
@@ -138,11 +139,11 @@ class Stager:
                     self._arena,
                     blocks,
                     rows,
-                    wanted=wanted,
+                    needed=needed,
                     whole=whole,
                     num_readers=self._num_readers,
                 )
-        return StagedWindow(source, self._arena, _blocks(source, blocks), rows, num_readers=self._num_readers)
+        return ReadWindow(source, self._arena, _blocks(source, blocks), rows, num_readers=self._num_readers)
 
     def _stage_sparse(
         self,
@@ -153,16 +154,17 @@ class Stager:
         slots: NDArray[np.int64],
         num_slots: int,
     ) -> StagedWindow | None:
-        """A window that reads only the rows wanted; None where the format cannot say where they lie."""
+        """A window that reads only the values needed; None where the format cannot say where they lie."""
         by_place = np.lexsort((row, ordinal))
         rows = np.full(num_slots, -1, np.int64)
         rows[slots[by_place]] = np.arange(len(slots))
         used, counts = np.unique(ordinal, return_counts=True)
-        sparse = np.split(row[by_place], np.cumsum(counts)[:-1])
-        try:
-            return StagedWindow(source, self._arena, _blocks(source, blocks[used]), rows, sparse=sparse)
-        except NotLocatableError:
-            return None
+        rows_in_block = np.split(row[by_place], np.cumsum(counts)[:-1])
+        with suppress(NotLocatableError):
+            return SparseWindow(
+                source, self._arena, _blocks(source, blocks[used]), rows, rows_in_block=rows_in_block
+            )
+        return None
 
 
 def _blocks(source: Source, numbers: NDArray[np.int64]) -> list[Block]:

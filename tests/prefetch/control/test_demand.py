@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from dataflow import DataLoader, ShardedDataset
-from dataflow.staging.window import StagedWindow
+from dataflow.staging.reading import ReadWindow
 from prefetch.control.demand import CALM, Demand
 from prefetch.control.gate import ReadGate
 from prefetch.control.inflight import Inflight
@@ -73,7 +73,7 @@ def test_a_window_that_is_waited_for_tells_the_gate_once(
     gate, told = gate_that_knows_its_store(), list[str]()
     monkeypatch.setattr(gate, "hurry", lambda: told.append("hurry"))
     source = replace(dataset.source(1 << 20), gate=gate)
-    window = StagedWindow(source, Arena(limit_bytes=1 << 20), [dataset.catalog.block(0)], np.arange(1))
+    window = ReadWindow(source, Arena(limit_bytes=1 << 20), [dataset.catalog.block(0)], np.arange(1))
     window.hurry()
     window.hurry()
     assert told == ["hurry"]

@@ -5,17 +5,18 @@ from __future__ import annotations
 import pickle
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
-from types import SimpleNamespace
+from dataclasses import replace
 
 import fsspec
+import numpy as np
 import pytest
 from datasets_kit import Make, rows_of
 
 from dataflow import DataLoader, ShardedDataset
-from dataflow.staging.window import StagedWindow
+from dataflow.staging.reading import ReadWindow
 from prefetch.control.hold import HoldStats, ReadHold
+from prefetch.memory.arena import Arena
 
 TIMEOUT_S = 10
 
@@ -229,10 +230,10 @@ def test_time_goes_on_in_a_hold_in_which_nothing_stands_still() -> None:
     assert hold.moving_s() == 3.0
 
 
-def test_each_wait_of_the_training_code_ends_the_hold_not_only_the_first_for_a_window() -> None:
+def test_each_wait_of_the_training_code_ends_the_hold_not_only_the_first_for_a_window(made: Make) -> None:
     hold, _ = held()
-    window = StagedWindow.__new__(StagedWindow)
-    window.source, window._awaited = SimpleNamespace(hold=hold, gate=None), Future()  # type: ignore[assignment]
+    source = replace(made("tar").open().source(1 << 20), hold=hold)
+    window = ReadWindow(source, Arena(limit_bytes=1 << 20), [source.catalog.block(0)], np.arange(1))
     window.hurry()
     hold.hold()
     window.hurry()

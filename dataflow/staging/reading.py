@@ -1,0 +1,213 @@
+"""Windows whose bytes are read: whole blocks, or only the values of the rows asked for.
+
+Formats whose values lie in the stored bytes (`Format.locate`) are read into one contiguous region of the
+arena and keep only addresses; a batch of fixed-size rows is then one gather over absolute offsets, whichever
+shards its samples come from. Other formats are decoded per block into one array a column.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dataflow.staging.columns import ALIGN
+from dataflow.staging.source import Source
+from dataflow.staging.window import NotLocatableError, StagedWindow, WindowSamples
+from prefetch.memory.arena import Arena, rounded_bytes
+from prefetch.store.ranges import MOST_BYTES, coalesce
+from sharding.blocks import Block, Columns, Spans
+from sharding.errors import CorruptShardError
+
+
+class ReadWindow(StagedWindow):
+    """A window that reads whole blocks.
+
+    Args:
+        blocks: [b] the blocks to stage, in read order.
+        rows: as for `StagedWindow`.
+        num_readers: threads that will read.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        arena: Arena,
+        blocks: Sequence[Block],
+        rows: NDArray[np.int64],
+        *,
+        num_readers: int = 1,
+    ) -> None:
+        super().__init__(source, arena, WindowSamples(source.first_number, blocks), rows)
+        self._data: list[memoryview | None] = [None] * len(blocks)
+        self._region: NDArray[np.uint8] | None = None
+        self._in_region = bool(blocks) and all(map(source.locates, blocks))
+        columns = sum(output.staged_bytes(self.samples.num_rows) for output in source.outputs)
+        self.nbytes = columns + self._block_bytes(num_readers)
+
+    def _block_bytes(self, num_readers: int) -> int:
+        """Bytes of stored and decoded blocks that are held at one time, at most."""
+        blocks = self.samples.blocks
+        if self._in_region:
+            return rounded_bytes(sum(_aligned(block.length) for block in blocks))
+        sizes = sorted((block.length + block.nbytes for block in blocks), reverse=True)
+        if any(output.stays_in_place for output in self.source.outputs):
+            return sum(sizes)
+        return sum(sizes[:num_readers])
+
+    def reads(self) -> Sequence[Callable[[], None]]:
+        """One task a request: a block, or neighbours of one shard, which together are one range."""
+        for output in self.source.outputs:
+            self.staged[output.name] = output.stage(self.samples.num_rows, self.arena)
+        sizes = np.array([_aligned(block.length) for block in self.samples.blocks], np.int64)
+        if self._in_region:
+            self._region = self.arena.lease(int(sizes.sum()) or 1)
+        starts = np.cumsum(sizes) - sizes
+        return [partial(self._read, blocks, int(starts[blocks.start])) for blocks in self._requests()]
+
+    def _requests(self) -> list[range]:
+        """The blocks of each request.
+
+        Neighbours come together where they lie side by side in the region, too (not where one is filled up to
+        the next boundary), have no checksums, and no cache keeps each for itself.
+        """
+        requests: list[range] = []
+        joins = self._in_region and self.source.cache is None
+        nbytes = 0
+        before: Block | None = None
+        for i, block in enumerate(self.samples.blocks):
+            nbytes += _aligned(block.length)
+            if joins and before is not None and nbytes <= MOST_BYTES and _adjoin(before, block):
+                requests[-1] = range(requests[-1].start, i + 1)
+            else:
+                requests.append(range(i, i + 1))
+                nbytes = _aligned(block.length)
+            before = block
+        return requests
+
+    def _read(self, ordinals: range, at: int) -> None:
+        blocks = self.samples.blocks[ordinals.start : ordinals.stop]
+        length = sum(block.length for block in blocks)
+        data = self.arena.lease(length) if self._region is None else self._region[at : at + length]
+        first = blocks[0]
+        self.source.read_into(first.shard, first.offset, data, checksum=first.checksum, awaited=self._awaited)
+        for ordinal, block in zip(ordinals, blocks, strict=True):
+            begin = block.offset - first.offset
+            self._decode(ordinal, block, data[begin : begin + block.length].data)
+
+    def _decode(self, ordinal: int, block: Block, data: memoryview) -> None:
+        self._data[ordinal] = data
+        names = None if self.source.all_columns else self.source.columns
+        columns = self.source.format.decode(block, data, names)
+        for output in self.source.outputs:
+            for name in output.sources:
+                if name in columns and not output.takes(columns[name]):
+                    reason = f"column {name!r} is not what the catalog says; index the shards again"
+                    raise CorruptShardError(block.shard.url, reason, block.offset, stage="decode")
+        self.source.traffic.add(block.length, block.nbytes)
+        self._stage(ordinal, columns)
+        if not self._in_region and not any(output.stays_in_place for output in self.source.outputs):
+            self._data[ordinal] = None
+
+    def _release(self) -> None:
+        self._data = [None] * len(self._data)
+        self._region = None
+
+    def _stored(self, ordinal: int) -> memoryview | None:
+        return self._data[ordinal]
+
+
+class SparseWindow(StagedWindow):
+    """A window that reads only the values of the rows asked for: random access and `Shuffle("full")` use it.
+
+    Args:
+        blocks: [b] the blocks that hold them, in read order.
+        rows: as for `StagedWindow`.
+        rows_in_block: per block the rows of the block to read, ascending.
+
+    Raises `NotLocatableError` where the format cannot tell where values lie.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        arena: Arena,
+        blocks: Sequence[Block],
+        rows: NDArray[np.int64],
+        *,
+        rows_in_block: Sequence[NDArray[np.int64]],
+    ) -> None:
+        super().__init__(source, arena, WindowSamples(source.first_number, blocks, rows_in_block), rows)
+        self._region: NDArray[np.uint8] | None = None
+        self._spans = [self._locate(block, own) for block, own in zip(blocks, rows_in_block, strict=True)]
+        self._ranges = [self._joined(spans) for spans in self._spans]
+        self._sizes = np.array([_aligned(lengths).sum() for _, lengths, _ in self._ranges], np.int64)
+        columns = sum(output.staged_bytes(self.samples.num_rows) for output in source.outputs)
+        self.nbytes = rounded_bytes(int(self._sizes.sum())) + columns
+
+    def _locate(self, block: Block, rows: NDArray[np.int64]) -> dict[str, Spans]:
+        """Where the values of rows of a block lie in its stored bytes."""
+        spans = self.source.format.locate(block, self.source.columns)
+        if spans is None:
+            raise NotLocatableError(f"format {self.source.format.name} cannot tell where values lie")
+        return {name: Spans(s.buffer, s.starts[rows], s.lengths[rows]) for name, s in spans.items()}
+
+    def _joined(
+        self, spans: dict[str, Spans]
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+        """First byte and length of the ranges to ask for, and which holds each value, column by column.
+
+        Values that lie near each other are in one range, unless a cache keeps each for itself.
+        """
+        starts = np.concatenate([s.starts for s in spans.values()] or [np.zeros(0, np.int64)])
+        lengths = np.concatenate([s.lengths for s in spans.values()] or [np.zeros(0, np.int64)])
+        most_bytes = MOST_BYTES if self.source.cache is None else 0
+        return coalesce(starts, np.maximum(lengths, 0), most_bytes=most_bytes)
+
+    def reads(self) -> Sequence[Callable[[], None]]:
+        """One task a block."""
+        for output in self.source.outputs:
+            self.staged[output.name] = output.stage(self.samples.num_rows, self.arena)
+        self._region = self.arena.lease(int(self._sizes.sum()) or 1)
+        starts = (np.cumsum(self._sizes) - self._sizes).tolist()
+        return [partial(self._read, ordinal, start) for ordinal, start in enumerate(starts)]
+
+    def _read(self, ordinal: int, start: int) -> None:
+        """Read the ranges of a block one after the other into the region, from `start` on, and stage them."""
+        block, region = self.samples.blocks[ordinal], self._region
+        assert region is not None
+        firsts, lengths, range_of = self._ranges[ordinal]
+        targets = start + np.cumsum(_aligned(lengths)) - _aligned(lengths)
+        for first, length, target in zip(firsts.tolist(), lengths.tolist(), targets.tolist(), strict=True):
+            view = region[target : target + length]
+            self.source.read_into(block.shard, block.offset + first, view, awaited=self._awaited)
+        columns: Columns = {}
+        value_bytes = at = 0
+        for name, spans in self._spans[ordinal].items():
+            ranges = range_of[at : at + len(spans)]
+            at += len(spans)
+            moved = spans.starts + (targets - firsts)[ranges] if len(firsts) else spans.starts
+            columns[name] = Spans(region, np.where(spans.lengths > 0, moved, start), spans.lengths)
+            value_bytes += int(np.maximum(spans.lengths, 0).sum())
+        self.source.traffic.add(int(lengths.sum()), value_bytes)
+        self._stage(ordinal, columns)
+
+    def _release(self) -> None:
+        self._region = None
+
+    def _stored(self, ordinal: int) -> memoryview | None:
+        return None
+
+
+def _adjoin(before: Block, block: Block) -> bool:
+    """Whether two blocks may be read at once into neighbouring places."""
+    same_file = before.shard.url == block.shard.url and before.offset + before.length == block.offset
+    checked = before.checksum is not None or block.checksum is not None
+    return same_file and not checked and before.length == _aligned(before.length)
+
+
+def _aligned(nbytes: Any) -> Any:
+    return -(-nbytes // ALIGN) * ALIGN
