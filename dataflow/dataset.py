@@ -160,11 +160,11 @@ class ShardedDataset(Sharded, Dataset[S]):
     ) -> Source:
         """What the loader reads with; a new reader each, so nothing is shared between loaders."""
         return Source(
-            self.catalog,
-            self._codec,
-            self.new_reader(hold),
-            self.outputs,
-            Mappings(keep_mapped_bytes, leases),
+            catalog=self.catalog,
+            format=self._codec,
+            reader=self.new_reader(hold),
+            outputs=self.outputs,
+            mappings=Mappings(keep_mapped_bytes, leases),
             hold=hold,
             all_columns=self._all_columns,
         )

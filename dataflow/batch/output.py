@@ -12,18 +12,15 @@ from __future__ import annotations
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from dataflow.batch.columns import ChunkColumns, ChunkRows
-from dataflow.staging.columns import StagedArray, StagedSpans
-from prefetch.memory.arena import Arena
-from sharding.blocks import Column, Spans
+from dataflow.staging.columns import StagedOutput
 
 Task = Callable[[], None]
 
@@ -51,8 +48,8 @@ class BuiltColumn:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Output(ABC):
-    """One column of the batches. Equal to another that delivers the same, whatever is stored."""
+class Output(StagedOutput, ABC):
+    """One column of the batches."""
 
     kind: ClassVar[str]
     """What messages call it."""
@@ -62,20 +59,8 @@ class Output(ABC):
     """Whether values are decoded when a batch is built, not copied as they were staged."""
     releases_gil: ClassVar[bool] = False
     """Whether decoding runs without the lock of the interpreter, but for moments."""
-    stays_in_place: ClassVar[bool] = True
-    """Whether a window keeps addresses of values, not values."""
     one_shape_cure: ClassVar[str] = ""
     """What in `decode=` gives all its values one shape, and what it does; "" where nothing does."""
-
-    name: str
-    sources: tuple[str, ...] = field(compare=False)
-    """Dataset columns it is made of: one, or several that are stacked on a last dimension."""
-    dtype: str = "uint8"
-    """numpy dtype of one element as delivered."""
-    source_dtype: str = "uint8"
-    """numpy dtype of one element as stored."""
-    shape: tuple[int, ...] = ()
-    """Shape of one row, where all have the same."""
 
     @property
     def row_bytes(self) -> int:
@@ -90,24 +75,6 @@ class Output(ABC):
     def description(self) -> str:
         """What it delivers, for messages: kind, dtype and what else decides."""
         return f"{self.kind} {self.dtype}"
-
-    # ---- staging: `dataflow.staging.columns.StagedOutput` -------------------------------------------------
-
-    def takes(self, column: Column) -> bool:
-        """Whether a decoded column of a block is of the type that the schema promised."""
-        if isinstance(column, Spans):
-            return bool(column.buffer.dtype == self.source_dtype)
-        return bool(column.dtype == self.source_dtype and column.shape[1:] == self.shape)
-
-    def staged_bytes(self, num_rows: int) -> int:
-        """Bytes that a window of so many rows holds of it, beside the stored bytes."""
-        return 16 * num_rows
-
-    def stage(self, num_rows: int, arena: Arena) -> StagedArray | StagedSpans:
-        """Where a window of so many rows puts it, before anything is read."""
-        return StagedSpans(np.zeros(num_rows, np.int64), np.full(num_rows, -1, np.int64))
-
-    # ---- building -----------------------------------------------------------------------------------------
 
     @abstractmethod
     def batch_bytes(self, rows: ChunkRows) -> int:

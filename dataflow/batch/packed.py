@@ -260,24 +260,24 @@ def _rounded(length: int, multiple: int) -> int:
     return -(-length // multiple) * multiple
 
 
-def batch_bytes(batching: Batching, found: BatchPieces, column: str, dtype: np.dtype[Any]) -> int:
+def batch_bytes(batching: Batching, pieces: BatchPieces, column: str, dtype: np.dtype[Any]) -> int:
     """What `batch_columns` allocates for one column of one batch alone, stored as `dtype`."""
     itemsize = delivered_dtype(dtype).itemsize
     if isinstance(batching, Packed):
         numbers = 8 if column == batching.column else 0  # segment ids and positions
-        return len(found.pieces_of_row) * batching.length * (itemsize + numbers)
-    longest = int(found.pieces.length.max(initial=0))
-    return len(found.pieces) * _rounded(longest, batching.multiple) * itemsize
+        return len(pieces.pieces_of_row) * batching.length * (itemsize + numbers)
+    longest = int(pieces.pieces.length.max(initial=0))
+    return len(pieces.pieces) * _rounded(longest, batching.multiple) * itemsize
 
 
 def batch_columns(
-    batching: Batching, found: BatchPieces, columns: Mapping[str, Any], allocate: Allocate = _new
+    batching: Batching, pieces: BatchPieces, columns: Mapping[str, Any], allocate: Allocate = _new
 ) -> dict[str, Any]:
     """Give one batch its form: the batching's columns packed or padded, the others one entry a piece.
 
     Args:
         batching: what the plan was made with.
-        found: the pieces of the batch.
+        pieces: those of the batch.
         columns: gathered values, one entry (row of a tensor, of a `Ragged`, item of a list) a piece: whole
             samples, or, of a `Ragged`, just the piece.
         allocate: gives the memory of the new columns.
@@ -286,11 +286,11 @@ def batch_columns(
         `columns` with the batching's column replaced by `PackedRows` or `PaddedRows`, and those cut like it
         by tensors of the same shape as its tokens.
     """
-    lead, *companions = ((name, _pieces(name, columns[name], found.pieces)) for name in batching.columns)
+    lead, *companions = ((name, _pieces(name, columns[name], pieces.pieces)) for name in batching.columns)
     laid: PackedRows | PaddedRows
     if isinstance(batching, Packed):
-        pad, begin = batching.pad_of(lead[0]), found.pieces.begin
-        laid = packed(lead[1], found.pieces_of_row, batching.length, pad, allocate, begin)
+        pad, begin = batching.pad_of(lead[0]), pieces.pieces.begin
+        laid = packed(lead[1], pieces.pieces_of_row, batching.length, pad, allocate, begin)
     else:
         laid = padded(lead[1], batching.multiple, batching.pad_of(lead[0]), allocate)
     formed: dict[str, Any] = {lead[0]: laid}

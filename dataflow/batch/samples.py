@@ -20,18 +20,18 @@ from dataflow.ragged import Ragged
 def drop_rows(batch: Mapping[str, Any], keep: NDArray[np.int64]) -> dict[str, Any]:
     """The batch with only the rows `keep`."""
     index = torch.from_numpy(keep)
-    kept: dict[str, Any] = {}
+    rest: dict[str, Any] = {}
     for name, value in batch.items():
         if isinstance(value, Ragged):
             rows = [value.row(i) for i in keep.tolist()]
             lengths = value.lengths[index]
             offsets = torch.cat((torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)))
-            kept[name] = Ragged(torch.cat(rows) if rows else value.values[:0], offsets)
+            rest[name] = Ragged(torch.cat(rows) if rows else value.values[:0], offsets)
         elif isinstance(value, Tensor):
-            kept[name] = value[index]
+            rest[name] = value[index]
         else:
-            kept[name] = collate_objects([value[i] for i in keep.tolist()])
-    return kept
+            rest[name] = collate_objects([value[i] for i in keep.tolist()])
+    return rest
 
 
 def samples_of(batch: Mapping[str, Any], outputs: Sequence[Output], size: int) -> list[dict[str, Any]]:
@@ -53,7 +53,7 @@ def samples_of(batch: Mapping[str, Any], outputs: Sequence[Output], size: int) -
 
 _NAMED = 20
 """Columns that a message names."""
-_GIVEN_ELSE = (KeyError, TypeError, AttributeError)
+_OF_OTHER_ARGUMENTS = (KeyError, TypeError, AttributeError)
 """What is raised by code that takes its argument for something else."""
 _LEAVE_OUT = "or leave such samples out by on_error='skip'"
 _ONE_SHAPE = "pad or cut them to one shape in transform=, or give a collate_fn= that does"
@@ -61,7 +61,7 @@ _ONE_TYPE = "return one type for every sample, or give a collate_fn= that takes 
 _BATCHABLE = "return tensors, arrays, numbers, text, or lists and dicts of those, or give a collate_fn="
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Misfit:
     """The first sample that `default_collate` cannot put together with the others."""
 
@@ -93,16 +93,16 @@ def _misfit(values: Sequence[Any], column: str, cures: Mapping[str, str]) -> Mis
     for at, value in enumerate(values):
         if value is None:
             cure = f"return {'a value' if column else 'the sample'}, {_LEAVE_OUT}"
-            return Misfit(at, column, "None", cure)
+            return Misfit(at=at, column=column, what="None", cure=cure)
     if isinstance(first, Mapping | list | tuple):
         return _inner_misfit(values, column, cures)
     for at, value in enumerate(values):
         if not _fits([value]):
-            return Misfit(at, column, described(value), f"{_BATCHABLE}; {_LEAVE_OUT}")
+            return Misfit(at=at, column=column, what=described(value), cure=f"{_BATCHABLE}; {_LEAVE_OUT}")
         if not _fits([first, value]):
             same = isinstance(value, type(first))
             cure = cures.get(column, _ONE_SHAPE) if same else _ONE_TYPE
-            return Misfit(at, column, described(value), cure, 0, described(first))
+            return _unlike(at, column, value, first, cure)
     return None
 
 
@@ -113,17 +113,24 @@ def _inner_misfit(values: Sequence[Any], column: str, cures: Mapping[str, str]) 
     for at, value in enumerate(values):
         cure = _ONE_SHAPE if isinstance(value, kind) else _ONE_TYPE
         if not isinstance(value, kind) or (kind is not Mapping and len(value) != len(first)):
-            return Misfit(at, column, described(value), cure, 0, described(first))
+            return _unlike(at, column, value, first, cure)
     for key in first if isinstance(first, Mapping) else range(len(first)):
         name = f"{column}[{key}]" if isinstance(key, int) else f"{column}.{key}" if column else str(key)
         for at, value in enumerate(values):
             if isinstance(value, Mapping) and key not in value:
                 cure = "return the same columns for every sample"
-                return Misfit(at, name, "missing", cure, 0, described(first[key]))
+                return Misfit(
+                    at=at, column=name, what="missing", cure=cure, beside=0, other=described(first[key])
+                )
         inner = [value[key] for value in values]
         if not _fits(inner):
             return _misfit(inner, name, cures)
     return None
+
+
+def _unlike(at: int, column: str, value: Any, first: Any, cure: str) -> Misfit:
+    """What does not fit the first sample's."""
+    return Misfit(at=at, column=column, what=described(value), cure=cure, beside=0, other=described(first))
 
 
 def _fits(values: Sequence[Any]) -> bool:
@@ -153,6 +160,6 @@ def transform_reason(error: Exception, columns: Sequence[str]) -> str:
     """Why a transform failed; where it may have taken its argument for something else, what that was."""
     reason = f"{type(error).__name__}: {error}"
     missing = not isinstance(error, KeyError) or error.args[:1] not in [(name,) for name in columns]
-    if isinstance(error, _GIVEN_ELSE) and missing:
+    if isinstance(error, _OF_OTHER_ARGUMENTS) and missing:
         reason += f"; it was given {described(dict.fromkeys(columns))}"
     return reason

@@ -1,5 +1,5 @@
-"""Which columns a dataset delivers, and how each is decoded.
+"""What the bytes of values become: numbers, objects, pixels.
 
-In: a catalog's schema, what the user asked for. Out: `Output` values: dtype, shape, decoder of each column.
-Read `outputs` first; `image`, `jpeg` and `crop` make pixels.
+In: stored bytes. Out: arrays and Python objects. Pure functions, called from any thread. Read `values` first;
+`image`, `jpeg` and `crop` make pixels.
 """

@@ -77,8 +77,8 @@ class Image:
     def __post_init__(self) -> None:
         for field, kinds in (("crop", Crop), *_CHOICES):
             if getattr(self, field) not in get_args(kinds):
-                known = ", ".join(repr(kind) for kind in get_args(kinds))
-                raise ValueError(f"Image {field} must be one of {known}, got {getattr(self, field)!r}")
+                choices = ", ".join(repr(kind) for kind in get_args(kinds))
+                raise ValueError(f"Image {field} must be one of {choices}, got {getattr(self, field)!r}")
         self._check_sizes()
         if not 0 < self.scale[0] <= self.scale[1] <= 1:
             raise ValueError(f"Image scale must be (low, high) with 0 < low <= high <= 1, got {self.scale}")
@@ -133,7 +133,7 @@ class Image:
         """Crop boxes int64 [n, 4] (top, left, height, width) for images of sizes [n, 2] (height, width)."""
         heights, widths = sizes[:, 0], sizes[:, 1]
         if self.crop == "random_resized":
-            return random_resized_crop_boxes(widths, heights, _given(draws), self.scale, self.ratio)
+            return random_resized_crop_boxes(widths, heights, _required(draws), self.scale, self.ratio)
         if self.crop == "center":
             shorter = self.resize_shorter or round(max(self.height_width) * 256 / 224)
             return center_boxes(widths, heights, self.height_width, shorter)
@@ -141,7 +141,7 @@ class Image:
 
     def flips(self, n: int, draws: Draws | None) -> NDArray[np.bool_]:
         """Which of n images to mirror, [n]."""
-        return column(_given(draws), DRAW_FLIP) < self.flip if self.flip > 0 else np.zeros(n, bool)
+        return column(_required(draws), DRAW_FLIP) < self.flip if self.flip > 0 else np.zeros(n, bool)
 
 
 _CHOICES = (
@@ -288,7 +288,7 @@ def _check_out(spec: Image, out: NDArray[np.uint8], n: int) -> None:
         )
 
 
-def _given(draws: Draws | None) -> Draws:
+def _required(draws: Draws | None) -> Draws:
     if draws is None:
         raise ValueError("random crops and flips need draws")
     return draws

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -138,32 +138,33 @@ class StagedSpans:
             self.lengths[rows] = row_bytes
 
 
-class StagedOutput(Protocol):
-    """An output column as staging sees it."""
+@dataclass(frozen=True, kw_only=True)
+class StagedOutput:
+    """An output column as staging sees it. Equal to another that delivers the same, whatever is stored."""
 
-    @property
-    def name(self) -> str:
-        """Key of the column in `StagedWindow.staged`."""
-        ...
+    stays_in_place: ClassVar[bool] = True
+    """Whether a window keeps addresses of values, not values."""
 
-    @property
-    def sources(self) -> tuple[str, ...]:
-        """Dataset columns it is made of."""
-        ...
-
-    @property
-    def stays_in_place(self) -> bool:
-        """Whether a window keeps addresses of values, not values."""
-        ...
+    name: str
+    sources: tuple[str, ...] = field(compare=False)
+    """Dataset columns it is made of: one, or several that are stacked on a last dimension."""
+    dtype: str = "uint8"
+    """numpy dtype of one element as delivered."""
+    source_dtype: str = "uint8"
+    """numpy dtype of one element as stored."""
+    shape: tuple[int, ...] = ()
+    """Shape of one row, where all have the same."""
 
     def takes(self, column: Column) -> bool:
         """Whether a decoded column of a block is of the type that the schema promised."""
-        ...
+        if isinstance(column, Spans):
+            return bool(column.buffer.dtype == self.source_dtype)
+        return bool(column.dtype == self.source_dtype and column.shape[1:] == self.shape)
 
     def staged_bytes(self, num_rows: int) -> int:
         """Bytes that a window of so many rows holds of it, beside the stored bytes."""
-        ...
+        return 16 * num_rows
 
     def stage(self, num_rows: int, arena: Arena) -> StagedArray | StagedSpans:
         """Where a window of so many rows puts it, before anything is read."""
-        ...
+        return StagedSpans(np.zeros(num_rows, np.int64), np.full(num_rows, -1, np.int64))

@@ -52,7 +52,7 @@ class SourceCache:
     """`BlockCache.read_into`."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Source:
     """A dataset resolved for reading: what to read, with what, into what."""
 
