@@ -47,13 +47,16 @@ def take_rows(columns: ChunkColumns, name: str, stored: np.dtype[Any], out: Arra
     Raises `SampleError` for a value of another length, `ShardReadError` for one whose bytes are gone.
     """
     row_bytes = math.prod(out.shape[1:]) * stored.itemsize
-    take = _take_of_all(columns, name, row_bytes)
-    if take is not None:
-        _convert(take, stored, row_bytes, out)
-        return
-    for part in columns.rows.parts:
-        take = partial(_take_spans, part, name, row_bytes)
-        fill(columns, part, out, partial(_convert, take, stored, row_bytes))
+    staged = [part.spans(name) for part in columns.rows.parts]
+    uniform = all(spans.uniform_bytes == row_bytes for spans in staged)
+    if uniform and columns.may_load:
+        take: Take = partial(_gather, *_joined_grid(columns.rows, staged, row_bytes))
+    else:
+        pieces = columns.pieces(name)
+        if not uniform and not _replace_missing(columns, name, row_bytes, pieces):
+            return
+        take = partial(_copy_rows, columns, name, row_bytes, pieces)
+    _convert(take, stored, row_bytes, out)
 
 
 def copy_values(columns: ChunkColumns, name: str, pieces: NDArray[np.int64], out: NDArray[np.uint8]) -> None:
@@ -63,10 +66,8 @@ def copy_values(columns: ChunkColumns, name: str, pieces: NDArray[np.int64], out
     """
     if columns.may_load and out.nbytes >= _LOADED_BYTES * len(pieces):
         _load(pieces[pieces[:, 1] > 0], out)
-    elif any(part.window.mapped for part in columns.rows.parts):
-        _check_copied(columns, name, copy_mapped(pieces, out), len(pieces))
     else:
-        copy_spans(pieces[:, 0], pieces[:, 1], out)
+        _copy(columns, name, pieces, out)
 
 
 def fill(columns: ChunkColumns, part: WindowPart, out: Array, fill: Callable[[Array], None]) -> None:
@@ -78,25 +79,6 @@ def fill(columns: ChunkColumns, part: WindowPart, out: Array, fill: Callable[[Ar
     own = columns.arena.lease(nbytes or 1)[:nbytes].view(out.dtype).reshape(len(part.rows), *out.shape[1:])
     fill(own)
     out[part.chunk_rows] = own
-
-
-def _take_of_all(columns: ChunkColumns, name: str, row_bytes: int) -> Take | None:
-    """How to take rows of any window in the order of the chunk; None: window by window."""
-    parts = columns.rows.parts
-    staged = [part.spans(name) for part in parts]
-    if not all(spans.uniform_bytes == row_bytes for spans in staged):
-        return None
-    if columns.may_load:
-        return partial(_gather, *_joined_grid(columns.rows, staged, row_bytes))
-    if not all(part.window.mapped for part in parts):
-        return None
-    pieces = columns.pieces(name)
-
-    def copy(start: int, stop: int, out: Array) -> None:
-        copied = copy_mapped(pieces[start:stop], out.reshape(-1).view(np.uint8), row_bytes)
-        _check_copied(columns, name, start + copied, stop)
-
-    return copy
 
 
 def _joined_grid(rows: ChunkRows, staged: Sequence[StagedSpans], row_bytes: int) -> tuple[Tensor, Tensor]:
@@ -121,10 +103,50 @@ def _joined_grid(rows: ChunkRows, staged: Sequence[StagedSpans], row_bytes: int)
     return Grid.of(base, step, places, row_bytes).view, torch.from_numpy(places)
 
 
-def _check_copied(columns: ChunkColumns, name: str, copied: int, wanted: int) -> None:
-    """Raise for the first row of the chunk that was not copied, as its bytes are gone."""
-    if copied < wanted:
-        window, row = columns.rows.find(copied)
+def _replace_missing(columns: ChunkColumns, name: str, row_bytes: int, pieces: NDArray[np.int64]) -> bool:
+    """Let the rows that lack a value, which will be left out, have another's; False if no row has one.
+
+    Raises `SampleError` for a value of another length.
+    """
+    lengths = np.empty(len(pieces), np.int64)
+    for part in columns.rows.parts:
+        lengths[part.chunk_rows] = part.spans(name).lengths[part.rows]
+    have, wrong = np.flatnonzero(lengths >= 0), np.flatnonzero((lengths >= 0) & (lengths != row_bytes))
+    if len(wrong):
+        reason = f"holds {lengths[wrong[0]]} bytes where every other sample holds {row_bytes}"
+        raise columns.rows.sample_error(int(wrong[0]), reason, name)
+    pieces[lengths < 0] = pieces[have[:1]]
+    return len(have) > 0
+
+
+def _copy_rows(
+    columns: ChunkColumns,
+    name: str,
+    row_bytes: int,
+    pieces: NDArray[np.int64],
+    start: int,
+    stop: int,
+    out: Array,
+) -> None:
+    """Copy rows [start, stop), all of one length."""
+    _copy(columns, name, pieces[start:stop], out.reshape(-1).view(np.uint8), row_bytes, start)
+
+
+def _copy(
+    columns: ChunkColumns,
+    name: str,
+    pieces: NDArray[np.int64],
+    out: NDArray[np.uint8],
+    each: int = -1,
+    first_row: int = 0,
+) -> None:
+    """Copy pieces by the kernel, and raise for the first that is gone."""
+    if not any(part.window.mapped for part in columns.rows.parts):
+        copy_spans(pieces[:, 0], pieces[:, 1], out)
+        return
+    copied = copy_mapped(pieces, out, each)
+    if copied < len(pieces):
+        window, row = columns.rows.find(first_row + copied)
         raise window.truncated(row, name)
 
 
@@ -177,24 +199,3 @@ def _load(pieces: NDArray[np.int64], out: NDArray[np.uint8]) -> None:
         memory, starts = torch.from_numpy(memory_at(base, int(ends.max()) - base)), pieces[:, 0] - base
         spans = zip(starts.tolist(), (ends - base).tolist(), strict=True)
         torch.cat([memory[start:end] for start, end in spans], out=torch.from_numpy(out))
-
-
-def _take_spans(part: WindowPart, name: str, row_bytes: int, start: int, stop: int, out: Array) -> None:
-    """Gather equally long spans, rows [start, stop) of a part, into `out` as they are stored."""
-    window, spans, rows = part.window, part.spans(name), part.rows[start:stop]
-    out = out.reshape(-1).view(np.uint8).reshape(len(rows), -1)
-    if spans.uniform_bytes == row_bytes:
-        window.copy_values(spans, rows, out.reshape(-1), name)
-        return
-    lengths = spans.lengths[rows]
-    wrong = np.flatnonzero((lengths >= 0) & (lengths != row_bytes))
-    if len(wrong):
-        reason = f"holds {lengths[wrong[0]]} bytes where every other sample holds {row_bytes}"
-        raise window.sample_error(int(rows[wrong[0]]), reason, name)
-    have = np.flatnonzero(lengths >= 0)  # the others are reported as bad rows
-    if len(have) == len(lengths):
-        window.copy_values(spans, rows, out.reshape(-1), name)
-        return
-    packed = np.empty((len(have), row_bytes), np.uint8)
-    window.copy_values(spans, rows[have], packed.reshape(-1), name)
-    out[have] = packed

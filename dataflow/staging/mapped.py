@@ -23,6 +23,7 @@ from dataflow.staging.columns import ALIGN, StagedArray, StagedOutput, StagedSpa
 from dataflow.staging.source import Source
 from dataflow.staging.window import NotLocatableError, StagedWindow, WindowSamples
 from prefetch.memory.arena import Arena
+from prefetch.memory.iovec import copy_mapped
 from prefetch.memory.leases import Lease
 from prefetch.memory.mapping import MappedShard, can_map, will_need
 from sharding.blocks import Spans
@@ -136,7 +137,7 @@ class MappedWindow(StagedWindow):
             if not len(rows):
                 return
         spans = self._spans_of(column)
-        buffer, starts = self.copied(spans, rows, column)
+        buffer, starts = self.buffer_of(spans, rows, column)
         staged.values[rows], bad = staged.parse(Spans(buffer, starts, spans.lengths[rows]))
         staged.bad.update((int(rows[index]), reason) for index, reason in bad)
         if remembered is not None:
@@ -183,6 +184,24 @@ class MappedWindow(StagedWindow):
     def may_load(self) -> bool:
         """While all its files are leased. To be asked inside `FileLeases.loading`."""
         return all(lease is not None and lease.held for lease in self._leases)
+
+    def buffer_of(
+        self, spans: StagedSpans, rows: NDArray[np.int64], column: str
+    ) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
+        """A copy of the values of rows, and the start of each in it: only the kernel may touch mapped pages.
+
+        Raises `ShardReadError` for a row whose bytes are gone.
+        """
+        lengths = np.maximum(spans.lengths[rows], 0)
+        ends = np.cumsum(lengths)
+        nbytes = int(ends[-1]) if len(ends) else 0
+        # A slab of the arena, not fresh memory: first touches cost more than the copy.
+        buffer = self.arena.lease(nbytes or 1)[:nbytes]
+        have = rows[spans.lengths[rows] >= 0]
+        copied = copy_mapped(spans.pieces[have], buffer, spans.uniform_bytes)
+        if copied < len(have):
+            raise self.truncated(int(have[copied]), column)
+        return buffer, ends - lengths
 
     def verify(self) -> None:
         """Raise `ShardChangedError` if a shard was written in place since it was indexed."""

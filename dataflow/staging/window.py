@@ -21,7 +21,6 @@ from dataflow.staging.columns import StagedArray, StagedSpans
 from dataflow.staging.source import Source
 from prefetch.memory.addresses import memory_at
 from prefetch.memory.arena import Arena
-from prefetch.memory.iovec import copy_mapped, copy_spans
 from prefetch.store.reader import Awaited
 from sharding.blocks import Block, Columns, Spans
 from sharding.cached_property import cached_property
@@ -168,26 +167,10 @@ class StagedWindow(ABC):
         """Whether values may be touched where they lie; else only the kernel may copy them."""
         return True
 
-    def copy_values(
-        self, spans: StagedSpans, rows: NDArray[np.int64], out: NDArray[np.uint8], column: str
-    ) -> None:
-        """Copy the values of rows of a column, none missing, one after the other into `out`.
-
-        Raises `ShardReadError` for one whose bytes are gone.
-        """
-        if not self.mapped:
-            copy_spans(spans.addresses[rows], spans.lengths[rows], out)
-            return
-        copied = copy_mapped(spans.pieces[rows], out, spans.uniform_bytes)
-        if copied < len(rows):
-            raise self.truncated(int(rows[copied]), column)
-
     def buffer_of(
         self, spans: StagedSpans, rows: NDArray[np.int64], column: str
     ) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
         """Memory that may be read and holds the rows' values, and the start of each in it."""
-        if self.mapped:
-            return self.copied(spans, rows, column)
         have = rows[spans.lengths[rows] >= 0]
         addresses, lengths = spans.addresses[have], spans.lengths[have]
         if not len(have):
@@ -195,19 +178,6 @@ class StagedWindow(ABC):
         base, end = int(addresses.min()), int((addresses + lengths).max())
         # Blocks lie apart in memory: the view spans them all, but only the rows' own bytes are read.
         return memory_at(base, end - base), spans.addresses[rows] - base
-
-    def copied(
-        self, spans: StagedSpans, rows: NDArray[np.int64], column: str
-    ) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
-        """A copy of the values of rows, and the start of each in it; missing ones take no room."""
-        lengths = np.maximum(spans.lengths[rows], 0)
-        ends = np.cumsum(lengths)
-        nbytes = int(ends[-1]) if len(ends) else 0
-        # A slab of the arena, not fresh memory: first touches cost more than the copy.
-        buffer = self.arena.lease(nbytes or 1)[:nbytes]
-        have = rows[spans.lengths[rows] >= 0]
-        self.copy_values(spans, have, buffer, column)
-        return buffer, ends - lengths
 
     # ---- telling where a row came from ----------------------------------------------------------------
 

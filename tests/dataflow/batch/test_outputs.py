@@ -1,0 +1,51 @@
+"""Output classes: what is said of a kind of column in one place."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+import pytest
+import torch
+from datasets_kit import Make
+
+from dataflow import DataLoader, Pad
+from dataflow.batch.columns import ChunkColumns, ChunkRows
+from dataflow.batch.output import BuiltColumn, Output
+from dataflow.batch.ragged import PaddedOutput, RaggedOutput
+
+
+@dataclass(frozen=True, kw_only=True)
+class LengthOutput(Output):
+    """How many bytes each value has: a kind that the product does not know."""
+
+    kind: ClassVar[str] = "length"
+
+    def batch_bytes(self, rows: ChunkRows) -> int:
+        return 0
+
+    def build(self, columns: ChunkColumns) -> BuiltColumn:
+        lengths = columns.pieces(self.name)[:, 1]
+
+        def split(sizes: Sequence[int]) -> list[torch.Tensor]:
+            return list(torch.from_numpy(np.array(lengths)).split(list(sizes)))
+
+        return BuiltColumn(split=split)
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_a_new_kind_of_column_is_one_class(made: Make, shuffle: bool) -> None:
+    data = made("tar")
+    dataset = data.open(columns=["bin"], decode=None)
+    dataset.outputs = (LengthOutput(name="n", sources=("bin",)),)
+    with DataLoader(dataset, 3, shuffle=shuffle) as loader:
+        lengths = torch.cat([batch["n"] for batch in loader]).tolist()
+    assert sorted(lengths) == sorted(len(row["bin"]) for row in data.samples)
+    assert dataset[1] == {"n": len(data.samples[1]["bin"])}
+
+
+def test_outputs_that_deliver_the_same_are_equal_whatever_is_stored() -> None:
+    assert RaggedOutput(name="x", sources=("a",)) == RaggedOutput(name="x", sources=("b",))
+    assert RaggedOutput(name="x", sources=("a",)) != PaddedOutput(name="x", sources=("a",), pad=Pad())
