@@ -1,12 +1,15 @@
-"""`DataLoader`: torch's class, that streams shards and hands over other datasets' batches faster."""
+"""`DataLoader`: torch's class, that streams shards and hands over other datasets' batches faster.
+
+It is a front: it sorts arguments, checks states and measures loops. Batches come from one of two engines:
+`dataflow.stream` over shards, `dataflow.workers` over any other dataset.
+"""
 
 from __future__ import annotations
 
+import copy
 import os
-import time
-import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Generic, Literal, Self, overload
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, Self, cast, overload
 
 import torch
 from typing_extensions import TypeVar
@@ -15,11 +18,8 @@ from dataflow.memory_limit import memory_limit_bytes
 from dataflow.sharded import Sharded
 from dataflow.state_checksum import checked_fields, with_checksum
 from dataflow.timing import VARIABLE
-from dataflow.workers.auto import WorkerChoice
-from dataflow.workers.fetching import DeliveryMeter, MainIterator, WorkerLoader
-from dataflow.workers.iterator import WorkerIterator
-from dataflow.workers.processes import begin_to_start
-from dataflow.workers.state import EpochProgress, progress_from
+from dataflow.workers.drop_in import DropInEngine, checked_workers, new_state
+from dataflow.workers.fetching import WorkerLoader
 from prefetch.control.depth import DepthPolicy
 from sharding.lengths.batching import Batching
 from sharding.order.shuffle import Shuffle
@@ -35,6 +35,52 @@ D_co = TypeVar("D_co", covariant=True, default=Any)
 """The dataset: a `Sharded` one decides what batches and statistics are."""
 B = TypeVar("B", default=dict[str, Any])
 """A batch of shards: what `collate_fn` returns, or else a dict of columns."""
+T = TypeVar("T")
+
+
+class LoaderEngine(Protocol):
+    """What serves the batches of a `DataLoader`."""
+
+    def __iter__(self) -> Iterator[Any]:
+        """Begin a loop: an epoch, or where a loaded state says."""
+
+    def __len__(self) -> int:
+        """Batches of an epoch on this rank. `TypeError` where it cannot be known."""
+
+    @property
+    def resumed(self) -> bool:
+        """Whether a state was loaded and no batch asked for since."""
+
+    @property
+    def read_hold(self) -> ReadHold | None:
+        """Asks remote reads to wait; None where there are none."""
+
+    def set_epoch(self, epoch: int) -> None:
+        """Let the next loop run this epoch."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the batches handed out so far end, as JSON values."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Let the next loop go on there. `ValueError`, and nothing changes, if that means other samples."""
+
+    def stats(self) -> LoaderStats | WorkerStats:
+        """A snapshot, counted since the loader was made."""
+
+    def close(self) -> None:
+        """End threads and processes, and the loops that run. Idempotent."""
+
+
+class StreamAttribute(Generic[T]):
+    """An attribute that a loader has over shards only: its stream's."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, loader: DataLoader[Any, Any], owner: type) -> T:
+        if loader._stream is None:
+            raise AttributeError(f"a {type(loader).__name__} has {self._name!r} over shards only")
+        return cast("T", getattr(loader._stream, self._name))
 
 
 class DataLoader(WorkerLoader, Generic[D_co, B]):
@@ -164,16 +210,10 @@ class DataLoader(WorkerLoader, Generic[D_co, B]):
             mark_repeats=mark_repeats or None,
             shuffle=shuffle if isinstance(shuffle, Shuffle) else None,
         )
-        self.workers = _checked_workers(workers, num_workers, multiprocessing_context)
+        self.workers = checked_workers(workers, num_workers, multiprocessing_context)
         self.snapshot_every_n_steps = snapshot_every_n_steps
         self.memory_limit = memory_limit_bytes(memory_limit, 1)
-        self._meter = DeliveryMeter()
-        self._choice = _choice(self.workers, num_workers)
-        self._start = ("", "")
-        self._latest: weakref.ref[MainIterator | WorkerIterator] | None = None
-        self._iterators: weakref.WeakSet[WorkerIterator] = weakref.WeakSet()
-        self._progress = EpochProgress()
-        self._times_closed = 0
+        self._drop_in = new_state(self.workers, num_workers)
         super().__init__(
             dataset,  # type: ignore[arg-type]  # any object with an index or an iterator serves, as in torch
             batch_size,
@@ -193,71 +233,48 @@ class DataLoader(WorkerLoader, Generic[D_co, B]):
             pin_memory_device=pin_memory_device,
             in_order=in_order,
         )
-        if num_workers and self.workers == "process":
-            begin_to_start(self)
+        DropInEngine(self).warm_up()
 
-    def __getattr__(self, name: str) -> Any:
-        stream = self.__dict__.get("_stream")
-        if stream is not None and not name.startswith("_"):
-            return getattr(stream, name)
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+    @property
+    def _engine(self) -> LoaderEngine:
+        return self._stream if self._stream is not None else DropInEngine(self)
+
+    batches_left = StreamAttribute[int | None]()
+    batching = StreamAttribute[Batching | None]()
+    device = StreamAttribute[torch.device]()
+    epoch = StreamAttribute[int]()
+    mark_repeats = StreamAttribute[bool]()
+    memory_limit = StreamAttribute[int]()  # type: ignore[assignment]  # over other data, an attribute
+    seed = StreamAttribute[int]()
+    shuffle = StreamAttribute[Shuffle]()
+    tail = StreamAttribute[Tail]()
+    topology = StreamAttribute[Topology]()
+    window_reason = StreamAttribute[str]()
 
     # ---- iterating ----------------------------------------------------------------------------------
 
     def __len__(self) -> int:
         """Batches of an epoch (on this rank). `TypeError` where it cannot be known."""
-        return super().__len__() if self._stream is None else len(self._stream)
+        return len(self._engine)
 
     @overload  # type: ignore[override]  # torch's own iterator class says nothing of batches
     def __iter__(self: DataLoader[Sharded, B]) -> Iterator[B]: ...
     @overload
     def __iter__(self) -> Iterator[Any]: ...
     def __iter__(self) -> Any:
-        batches = self._begun()
+        batches = iter(self._engine)
         if VARIABLE not in os.environ:
             return batches
         from dataflow.timing.loops import watched
 
         return watched(batches, self)
 
-    def _begun(self) -> Any:
-        if self._stream is not None:
-            return iter(self._stream)
-        if self._progress.loaded is not None or getattr(self._iterator, "ends_with_epoch", False):
-            self._iterator = None  # persistent workers stand elsewhere, or have ended
-        began = time.perf_counter()
-        iterator = super().__iter__()
-        self._meter.waited(began)
-        return iterator
-
     def _get_iterator(self) -> Any:
-        if self.num_workers == 0:
-            main = MainIterator(self)
-            self._latest = weakref.ref(main)
-            return main
-        self.check_worker_number_rationality()
-        closed = self._times_closed
-        iterator = WorkerIterator(self)
-        self._iterators.add(iterator)
-        if closed != self._times_closed:  # by another thread, which saw no iterator
-            iterator.close()
-        self._latest = weakref.ref(iterator)
-        return iterator
-
-    def check_worker_number_rationality(self) -> None:
-        """Warn of more processes than cores, as torch does. More threads than cores are usual for reading."""
-        if self.workers != "thread":
-            super().check_worker_number_rationality()
+        return DropInEngine(self).new_iterator()  # torch's `__iter__` asks for one, which shards do not use
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch: of the order over shards, else of the sampler and the dataset that have one."""
-        if self._stream is not None:
-            self._stream.set_epoch(epoch)
-            return
-        parts: list[Any] = [self.sampler, self.batch_sampler, self.dataset]
-        for part in parts:
-            if callable(getattr(part, "set_epoch", None)):
-                part.set_epoch(epoch)
+        self._engine.set_epoch(epoch)
 
     # ---- state --------------------------------------------------------------------------------------
 
@@ -268,8 +285,7 @@ class DataLoader(WorkerLoader, Generic[D_co, B]):
         loop, to a new epoch. With any number of workers it resumes to the same order; with any number above
         0 of worker processes, if it was taken with processes, to the same random values in that epoch.
         """
-        stream = self._stream
-        return with_checksum(stream.state_dict() if stream is not None else self._progress.to_json(self))
+        return with_checksum(self._engine.state_dict())
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Let the next loop go on where `state_dict` was taken.
@@ -278,11 +294,12 @@ class DataLoader(WorkerLoader, Generic[D_co, B]):
             ValueError: it is no state, was damaged or edited, or was taken over other data or with other
                 settings, where its place means other samples. Nothing has changed then.
         """
-        fields = checked_fields(state)
-        if self._stream is not None:
-            self._stream.load_state_dict(fields)
-            return
-        self._progress = progress_from(fields, self)
+        self._engine.load_state_dict(checked_fields(state))
+
+    @property
+    def resumed(self) -> bool:
+        """Whether a state was loaded and no batch asked for since."""
+        return self._engine.resumed
 
     # ---- statistics ---------------------------------------------------------------------------------
 
@@ -292,93 +309,31 @@ class DataLoader(WorkerLoader, Generic[D_co, B]):
     def stats(self) -> LoaderStats | WorkerStats: ...
     def stats(self) -> LoaderStats | WorkerStats:
         """How the loader fares: a `LoaderStats` over shards, otherwise a `WorkerStats`."""
-        if self._stream is not None:
-            return self._stream.stats()
-        from dataflow.stats import WorkerStats
-
-        iterator, meter = self._latest() if self._latest else None, self._meter
-        runners = iterator.runners if iterator is not None else None
-        ahead, ready = iterator.num_ahead if iterator is not None else (0, 0)
-        elapsed_s = meter.elapsed_s
-        return WorkerStats(
-            batches=meter.batches,
-            delivered_bytes=meter.bytes,
-            elapsed_s=elapsed_s,
-            starved_s=meter.starved_s,
-            stall_share=meter.starved_s / elapsed_s if elapsed_s else 0.0,
-            first_batch_s=meter.first_batch_s,
-            num_workers=self.num_workers,
-            workers=self._choice.value,
-            workers_reason=self._choice.reason,
-            ahead_batches=ahead,
-            ready_batches=ready,
-            shared_bytes=runners.shared_bytes if runners else 0,
-            worker_pids=_alive(runners.processes) if runners else (),
-            start=self._start[0],
-            start_reason=self._start[1],
-        )
+        return self._engine.stats()
 
     @property
     def read_hold(self) -> ReadHold | None:
         """What `GradSchedule` asks remote reads to wait with; None for local shards and other datasets."""
-        return self._stream.read_hold if self._stream is not None else None
+        return self._engine.read_hold
 
-    # ---- engine -------------------------------------------------------------------------------------
+    # ---- end ----------------------------------------------------------------------------------------
 
     def close(self) -> None:
         """End workers and threads. Batches handed out stay valid, and another loop may follow. Idempotent."""
-        if self._stream is not None:
-            self._stream.close()
-            return
-        self._iterator = None
-        self._times_closed += 1
-        for iterator in list(self._iterators):
-            iterator.close()
+        self._engine.close()
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy begins with an epoch of its own, or where a loaded state says."""
-        state = self.__dict__.copy()
+        state = {**self.__dict__, "_iterator": None}
         if self._stream is None:
-            progress = self._progress
-            if progress.loaded is None:
-                progress = EpochProgress(chain=progress.chain)
-            state.update(
-                _iterator=None, _iterators=None, _latest=None, _meter=DeliveryMeter(), _progress=progress
-            )
+            state["_drop_in"] = copy.copy(self._drop_in)
         return state
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        if self._stream is None:
-            self.__dict__["_iterators"] = weakref.WeakSet()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _checked_workers(workers: Any, num_workers: int, context: Any) -> str:
-    if workers not in (None, "process", "thread", "auto"):
-        raise ValueError(f'workers must be "process", "thread" or "auto", got {workers!r}')
-    if workers in ("thread", "auto") and num_workers == 0:
-        raise ValueError(f"workers={workers!r} needs num_workers > 0")
-    if workers == "thread" and context is not None:
-        raise ValueError('multiprocessing_context cannot be used with workers="thread"')
-    return workers or "process"
-
-
-def _alive(processes: Sequence[Any]) -> tuple[int, ...]:
-    return tuple(process.pid for process in processes if process.is_alive())
-
-
-def _choice(workers: str, num_workers: int) -> WorkerChoice:
-    if num_workers == 0:
-        return WorkerChoice("main", "num_workers=0")
-    if workers == "auto":
-        return WorkerChoice("auto", "the first loop decides")
-    return WorkerChoice(workers, f"workers={workers!r}")
 
 
 def _refuse(why: str, **arguments: Any) -> None:

@@ -175,11 +175,9 @@ class LookAhead:
 
 def batches_ahead(loader: Any) -> int:
     """Batches that the next loop over the loader runs; -1 where nobody can tell."""
-    left = getattr(loader, "batches_left", None)
-    if isinstance(left, int):
-        return left
-    resumed = getattr(loader, "_resumed", None)  # our own loader over other datasets: None unless resumed
-    if resumed is not None or (hasattr(loader, "load_state_dict") and not hasattr(loader, "_resumed")):
+    if hasattr(loader, "batches_left"):  # ours over shards
+        return -1 if loader.batches_left is None else int(loader.batches_left)
+    if getattr(loader, "resumed", hasattr(loader, "load_state_dict")):  # ours tell, others may be resumed
         return -1
     try:
         return len(loader)

@@ -12,6 +12,7 @@ import copy
 import functools
 import pickle
 import time
+import weakref
 from typing import Any
 
 import cloudpickle
@@ -39,14 +40,12 @@ class WorkerLoader(TorchDataLoader[Any]):
     """Bytes."""
     snapshot_every_n_steps: int
     worker_limits = WorkerLimits()
-    _choice: WorkerChoice
-    """Which kind of workers serves, and why."""
-    _start: tuple[str, str]
-    """How the workers of the loop begun last were started, and why so."""
-    _meter: DeliveryMeter
-    """Of all iterators."""
-    _progress: EpochProgress
-    """Of the loop begun last, or a loaded state where the next loop goes on."""
+    _drop_in: DropInState
+
+    def check_worker_number_rationality(self) -> None:
+        """Warn of more processes than cores, as torch does. More threads than cores are usual for reading."""
+        if self.workers != "thread":
+            super().check_worker_number_rationality()
 
 
 class DeliveryMeter:
@@ -77,17 +76,47 @@ class DeliveryMeter:
         return 0.0 if self._began is None else time.perf_counter() - self._began
 
 
+class DropInState:
+    """What the loops over one loader share. A copy begins an own epoch, or where a loaded state says."""
+
+    def __init__(self, choice: WorkerChoice) -> None:
+        self.choice = choice
+        """Which kind of workers serves, and why."""
+        self.start = ("", "")
+        """How the workers of the loop begun last were started, and why so."""
+        self.meter = DeliveryMeter()
+        """Of all iterators."""
+        self.progress = EpochProgress()
+        """Of the loop begun last, or a loaded state where the next loop goes on."""
+        self.latest: weakref.ref[Any] | None = None
+        """The iterator begun last."""
+        self.iterators: weakref.WeakSet[Any] = weakref.WeakSet()
+        """Those with workers."""
+        self.times_closed = 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        progress = self.progress
+        if progress.loaded is None:
+            progress = EpochProgress(chain=progress.chain)
+        fresh = {"meter": DeliveryMeter(), "progress": progress, "latest": None, "iterators": None}
+        return {**self.__dict__, **fresh}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, iterators=weakref.WeakSet())
+
+
 class FetchIterator(_BaseDataLoaderIter):
     """What iterators with and without workers share: the sampler's place and what a state needs."""
 
     def __init__(self, loader: WorkerLoader) -> None:
-        resumed = loader._progress if loader._progress.loaded is not None else None
+        before = loader._drop_in.progress
+        resumed = before if before.loaded is not None else None
         self._resumed = resumed
         """The loaded state that this goes on from, until it has begun."""
-        self._progress = loader._progress = loader._progress.begun(loader)
+        self._progress = loader._drop_in.progress = before.begun(loader)
         super().__init__(loader)
         self._iterable = self._dataset_kind == _DatasetKind.Iterable
-        self._meter = loader._meter
+        self._meter = loader._drop_in.meter
         self._delivered_bytes = 0
         self._base_seed = self._progress.seeded(loader, int(self._base_seed), resumed)
         self._begin_sampler(loader)

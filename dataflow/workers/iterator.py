@@ -80,7 +80,7 @@ class WorkerIterator(FetchIterator):
         self._announced = job.announce
         self.runners: Runners = self._start(loader, job)
         """Who fetches."""
-        loader._start = self.runners.start, self.runners.start_reason
+        loader._drop_in.start = self.runners.start, self.runners.start_reason
         self._dumps = self.runners.dumps
         # Runs when the iterator dies, and at exit.
         self._closer = util.Finalize(self, self.runners.close, exitpriority=10)
@@ -102,9 +102,9 @@ class WorkerIterator(FetchIterator):
         self._resumed = None
 
     def _start(self, loader: WorkerLoader, job: WorkerJob) -> Runners:
-        if loader._choice.value == "auto":
-            loader._choice = self._chosen(job)
-        if loader._choice.value == "process":
+        if loader._drop_in.choice.value == "auto":
+            loader._drop_in.choice = self._chosen(job)
+        if loader._drop_in.choice.value == "process":
             return start_processes(loader, job, pin=self._pin_memory)
         if not needs_own_datasets(job):
             # Nobody has said that the dataset may be used by several threads.
@@ -190,9 +190,9 @@ class WorkerIterator(FetchIterator):
 
     def _reset(self, loader: Any, first_iter: bool = False) -> None:
         """The next epoch with the workers there are."""
-        assert loader._progress.loaded is None, "a loaded state needs new workers"
+        assert loader._drop_in.progress.loaded is None, "a loaded state needs new workers"
         self._raise_if_failed()
-        self._progress = loader._progress = self._progress.begun_with_same_workers(loader)
+        self._progress = loader._drop_in.progress = self._progress.begun_with_same_workers(loader)
         super()._reset(loader, first_iter)
         self._begin_sampler(loader)
         self._epochs.append(self._sampler_epoch())

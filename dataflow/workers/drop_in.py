@@ -1,0 +1,143 @@
+"""The engine of a `DataLoader` over any dataset that is not sharded: torch's loader with our iterators.
+
+It holds nothing of its own, as the loader must not be part of a cycle: what loops share is the loader's
+`DropInState`, and persistent workers end with the loader that keeps their iterator.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from torch.utils.data import DataLoader as TorchDataLoader
+
+from dataflow.workers.auto import WorkerChoice
+from dataflow.workers.fetching import DropInState, MainIterator, WorkerLoader
+from dataflow.workers.iterator import WorkerIterator
+from dataflow.workers.processes import begin_to_start
+from dataflow.workers.state import progress_from
+
+if TYPE_CHECKING:
+    from dataflow.stats import WorkerStats
+
+
+def checked_workers(workers: Any, num_workers: int, context: Any) -> str:
+    """`workers=`, if it goes with the other arguments. Raises `ValueError` saying why not."""
+    if workers not in (None, "process", "thread", "auto"):
+        raise ValueError(f'workers must be "process", "thread" or "auto", got {workers!r}')
+    if workers in ("thread", "auto") and num_workers == 0:
+        raise ValueError(f"workers={workers!r} needs num_workers > 0")
+    if workers == "thread" and context is not None:
+        raise ValueError('multiprocessing_context cannot be used with workers="thread"')
+    return workers or "process"
+
+
+def new_state(workers: str, num_workers: int) -> DropInState:
+    """What the loops of a new loader begin with."""
+    choice = WorkerChoice(workers, f"workers={workers!r}")
+    if num_workers == 0:
+        choice = WorkerChoice("main", "num_workers=0")
+    elif workers == "auto":
+        choice = WorkerChoice("auto", "the first loop decides")
+    return DropInState(choice)
+
+
+class DropInEngine:
+    """Implements `dataflow.loader.LoaderEngine` over map-style and iterable datasets."""
+
+    read_hold = None
+
+    def __init__(self, loader: WorkerLoader) -> None:
+        self._loader, self._state = loader, loader._drop_in
+
+    def warm_up(self) -> None:
+        """Start what worker processes will come from, without waiting for it."""
+        if self._loader.num_workers and self._loader.workers == "process":
+            begin_to_start(self._loader)
+
+    def __len__(self) -> int:
+        """As torch counts. `TypeError` where it cannot."""
+        return TorchDataLoader.__len__(self._loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        loader = self._loader
+        if self.resumed or getattr(loader._iterator, "ends_with_epoch", False):
+            loader._iterator = None  # persistent workers stand elsewhere, or have ended
+        began = time.perf_counter()
+        iterator = TorchDataLoader.__iter__(loader)
+        self._state.meter.waited(began)
+        return iterator
+
+    def new_iterator(self) -> MainIterator | WorkerIterator:
+        """An iterator that begins an epoch, or goes on where a loaded state says."""
+        state = self._state
+        if self._loader.num_workers == 0:
+            main = MainIterator(self._loader)
+            state.latest = weakref.ref(main)
+            return main
+        self._loader.check_worker_number_rationality()
+        closed = state.times_closed
+        iterator = WorkerIterator(self._loader)
+        state.iterators.add(iterator)
+        if closed != state.times_closed:  # by another thread, which saw no iterator
+            iterator.close()
+        state.latest = weakref.ref(iterator)
+        return iterator
+
+    @property
+    def resumed(self) -> bool:
+        """Whether the next loop goes on where a loaded state says."""
+        return self._state.progress.loaded is not None
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tell sampler, batch sampler and dataset, where they want to know."""
+        parts: list[Any] = [self._loader.sampler, self._loader.batch_sampler, self._loader.dataset]
+        for part in parts:
+            if callable(getattr(part, "set_epoch", None)):
+                part.set_epoch(epoch)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the loop begun last stands."""
+        return self._state.progress.to_json(self._loader)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Let the next loop go on there. `ValueError`, and nothing changes, for what fits no such loader."""
+        self._state.progress = progress_from(state, self._loader)
+
+    def stats(self) -> WorkerStats:
+        """A snapshot; cheap."""
+        from dataflow.stats import WorkerStats
+
+        state, meter = self._state, self._state.meter
+        iterator = state.latest() if state.latest else None
+        runners = iterator.runners if iterator is not None else None
+        ahead, ready = iterator.num_ahead if iterator is not None else (0, 0)
+        elapsed_s = meter.elapsed_s
+        return WorkerStats(
+            batches=meter.batches,
+            delivered_bytes=meter.bytes,
+            elapsed_s=elapsed_s,
+            starved_s=meter.starved_s,
+            stall_share=meter.starved_s / elapsed_s if elapsed_s else 0.0,
+            first_batch_s=meter.first_batch_s,
+            num_workers=self._loader.num_workers,
+            workers=state.choice.value,
+            workers_reason=state.choice.reason,
+            ahead_batches=ahead,
+            ready_batches=ready,
+            shared_bytes=runners.shared_bytes if runners else 0,
+            worker_pids=tuple(process.pid for process in runners.processes if process.is_alive())
+            if runners
+            else (),
+            start=state.start[0],
+            start_reason=state.start[1],
+        )
+
+    def close(self) -> None:
+        """End the workers of all loops. Idempotent."""
+        self._loader._iterator = None
+        self._state.times_closed += 1
+        for iterator in list(self._state.iterators):
+            iterator.close()
