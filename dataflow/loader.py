@@ -110,7 +110,7 @@ class DataLoader(WorkerLoader, Generic[D_co, B]):
         memory_limit: bytes, or text such as "2GB", that the loader may hold; None: 1 GiB or an eighth of
             the machine's memory per local rank, whichever is less.
         seed, topology, device, tail, depth, num_threads, batching, mark_repeats: over shards only; see
-            `StreamLoader`.
+            `StreamSettings`.
 
     Used by one thread. `for batch in loader` runs one epoch.
     """
@@ -151,6 +151,7 @@ class DataLoader(WorkerLoader, Generic[D_co, B]):
         if isinstance(dataset, Sharded):
             from dataflow.shard_order import ShardOrder, order_given
             from dataflow.stream.loader import StreamLoader
+            from dataflow.stream.settings import StreamSettings
 
             order = order_given(sampler, batch_sampler)
             if order is None:
@@ -168,33 +169,33 @@ class DataLoader(WorkerLoader, Generic[D_co, B]):
                     raise ValueError("batch_size=None is not for shards: they are read in batches")
                 if num_workers < 0:
                     raise ValueError(f"num_workers must be >= 0, got {num_workers}")
-                arguments: Mapping[str, Any] = {
-                    "batch_size": batch_size,
-                    "shuffle": shuffle,
-                    "drop_last": drop_last,
-                    "collate_fn": collate_fn,
-                    "timeout": timeout,
-                    "seed": seed,
-                    "topology": topology,
-                    "device": device,
-                    "memory_limit": memory_limit,
-                    "tail": tail,
-                    "depth": depth,
-                    "num_threads": num_workers or None if num_threads is None else num_threads,
-                    "batching": batching,
-                    "pin_memory": pin_memory,
-                    "mark_repeats": mark_repeats,
-                }
+                settings = StreamSettings(
+                    batch_size=batch_size,
+                    shuffle=shuffle,
+                    drop_last=drop_last,
+                    collate_fn=collate_fn,
+                    timeout=timeout,
+                    seed=seed,
+                    topology=topology,
+                    device=device,
+                    memory_limit=memory_limit,
+                    tail=tail,
+                    depth=depth,
+                    num_threads=num_workers or None if num_threads is None else num_threads,
+                    batching=batching,
+                    pin_memory=pin_memory,
+                    mark_repeats=mark_repeats,
+                )
             else:
-                arguments = order.arguments
+                settings = order.settings
             self.workers = "thread"
-            self._stream = stream = StreamLoader(dataset, **arguments)  # type: ignore[arg-type]  # one of the two
+            self._stream = StreamLoader(dataset, settings)  # type: ignore[arg-type]  # one of the two
             super().__init__(
                 dataset,  # type: ignore[arg-type]
-                stream.batch_size,
-                sampler=ShardOrder(stream, arguments),
-                drop_last=stream.drop_last,
-                collate_fn=stream.collate_fn,
+                settings.batch_size,
+                sampler=ShardOrder(self._stream),
+                drop_last=settings.drop_last,
+                collate_fn=settings.collate_fn,
                 timeout=timeout,
             )
             if batch_sampler is not None:  # the one who gave it looks for it

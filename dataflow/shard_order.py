@@ -8,12 +8,13 @@ loader of its own (as Accelerate does) cannot train on other samples than were p
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from torch.utils.data import DistributedSampler
 
 from dataflow.stream.loader import StreamLoader
+from dataflow.stream.settings import StreamSettings
 
 _NOT_READ = (
     "a loader over shards is iterated over (and measured) itself, not through its sampler or in another "
@@ -24,16 +25,19 @@ _NOT_READ = (
 class ShardOrder(DistributedSampler[int]):
     """`.sampler` of a `DataLoader` over shards.
 
-    Attributes:
-        arguments: what its `StreamLoader` was made with. A `DataLoader` that is given this order, or a batch
-            sampler over it, is made with the same, whatever else it is given.
+    A `DataLoader` that is given this order, or a batch sampler over it, has the settings of its stream,
+    whatever else it is given.
     """
 
-    def __init__(self, stream: StreamLoader, arguments: Mapping[str, Any]) -> None:
+    def __init__(self, stream: StreamLoader) -> None:
         # Not DistributedSampler's: it asks torch.distributed for a rank now, and the dataset for a length.
         self._stream = stream
-        self.arguments = arguments
         self._ahead = 0
+
+    @property
+    def settings(self) -> StreamSettings:
+        """Of the loader whose order it is."""
+        return self._stream.settings
 
     def set_epoch(self, epoch: int) -> None:
         """The next loop runs this epoch; after a state was loaded, counted from the state's epoch on.

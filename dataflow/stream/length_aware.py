@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from functools import partial
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +13,7 @@ from dataflow.batch.output import Output
 from dataflow.batch.ragged import PaddedOutput, RaggedOutput
 from dataflow.dataset import ShardedDataset
 from dataflow.mixture import Mixture
+from dataflow.stream.settings import StreamSettings
 from prefetch.store.shard_files import shard_file
 from sharding.lengths.batching import Batching, Bucketed, Packed, TokenBudget
 from sharding.lengths.column_lengths import resolve_lengths
@@ -24,15 +23,11 @@ from sharding.lengths.units import DEFAULT_MEGABATCH_SAMPLES
 _THREADS = 16
 
 
-def checked_batching(
-    batching: Batching | None,
-    dataset: ShardedDataset | Mixture,
-    batch_size: int,
-    collate_fn: Callable[[list[Any]], Any] | None,
-) -> Batching | None:
-    """The batching, if the loader's other arguments go with it. Raises `ValueError` saying what does not."""
+def check_batching(settings: StreamSettings, dataset: ShardedDataset | Mixture) -> None:
+    """Raise `ValueError` for what of the settings and the dataset does not go with `batching=`."""
+    batching, batch_size, collate_fn = settings.batching, settings.batch_size, settings.collate_fn
     if batching is None:
-        return None
+        return
     if isinstance(dataset, Mixture):
         raise ValueError("batching= does not take a Mixture yet: lengths are known of one dataset at a time")
     name = type(batching).__name__
@@ -54,7 +49,6 @@ def checked_batching(
         for column in batching.columns:
             _check_column(column, dataset)
         _check_others(batching, dataset)
-    return batching
 
 
 def _check_others(

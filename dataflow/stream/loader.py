@@ -1,6 +1,6 @@
-"""What `DataLoader` does over a `ShardedDataset` or a `Mixture`.
+"""The engine of a `DataLoader` over a `ShardedDataset` or a `Mixture`.
 
-It turns its arguments into a plan (which samples, in which order, for this rank), starts one engine (threads,
+It turns settings into a plan (which samples, in which order, for this rank), starts one engine (threads,
 credits, arena), and hands out batches. The engine lives from the first batch to `close`, across epochs: while
 the last batches of an epoch train, the first ones of the next are read. Loops that run at the same time have
 an engine each (`dataflow.stream.loop_sessions`). The loader's state is the position of the batches that its
@@ -9,16 +9,12 @@ newest loop handed out, never of those that were prefetched.
 
 from __future__ import annotations
 
-import copy
 import time
-import weakref
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
-from numbers import Integral
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from dataflow.batch.chunk import REPEAT
@@ -27,24 +23,23 @@ from dataflow.memory_limit import memory_limit_bytes
 from dataflow.mixture import Mixture
 from dataflow.stats import LoaderStats
 from dataflow.stream.accounts import Counts
-from dataflow.stream.length_aware import checked_batching, make_planner
-from dataflow.stream.loop_sessions import EpochLoop, LoopSessions
+from dataflow.stream.length_aware import check_batching, make_planner
+from dataflow.stream.loop_sessions import LoopSessions
+from dataflow.stream.loops import EpochLoop, LoopQueue
 from dataflow.stream.plan import StreamPlan
 from dataflow.stream.read_ahead import megabatch_bytes
 from dataflow.stream.session import Session, SessionOptions, is_all_local
+from dataflow.stream.settings import StreamSettings
 from dataflow.stream.skipped import LastGood, Skipped, SkippedAhead
 from dataflow.topology_exchange import detect_topology
-from prefetch.control.depth import DepthPolicy, fixed_depth
 from prefetch.control.hold import ReadHold
 from prefetch.errors import EngineClosedError, MemoryLimitError, StallError
 from prefetch.memory.finalizer import Finalizer
-from sharding.lengths.batching import Batching
 from sharding.lengths.unit_plan import UnitPlan
 from sharding.lengths.units import LengthStats
-from sharding.mixture.shares import ENDLESS
 from sharding.order.shuffle import Shuffle
 from sharding.plan.batch_plan import Tail
-from sharding.plan.placement import read_amplification, seat_of
+from sharding.plan.placement import seat_of
 from sharding.plan.plan import EpochPlan, PlanState, RankPlan
 from sharding.plan.window_size import deciding_table, resolve_windows
 from sharding.topology.topology import Topology
@@ -59,126 +54,51 @@ class LoopFrame:
 class StreamLoader:
     """Batches of a dataset or a mixture, in an order that is a function of (seed, epoch, position).
 
-    Args:
-        dataset: a `ShardedDataset` (or a view of one), or a `Mixture`.
-        batch_size: samples per batch and rank; with `batching=Packed(...)` rows.
-        shuffle: None or False: file order, so that the ranks' batches, put together rank by rank, are the
-            samples as the files have them; True: a windowed shuffle; or a `Shuffle`.
-        drop_last: leave out the last, incomplete global batch (the same as `tail="drop"`).
-        collate_fn: samples -> batch; None stacks columns (or torch's `default_collate` after a transform).
-        timeout: seconds to wait for one batch; 0: 600.
-        seed: any 64-bit integer; with the epoch it decides order and augmentation.
-        topology: this rank's place; None: torch.distributed if initialised, else the environment.
-        device: where batches go; None or "cpu": host memory. "cuda": page-locked slots, copied on a side
-            stream.
-        memory_limit: bytes, or text such as "2GB", that the loader may hold; None: 1 GiB or an eighth of
-            the memory of the machine (or its cgroup) per local rank, whichever is less.
-        tail: what happens to the last, incomplete global batch: "drop"; "pad" (filled up with the epoch's
-            first samples); "even" (equal short parts: filled up only to a multiple of the ranks); "uneven"
-            (shared out as it is, so that ranks may differ by a step). None: "drop" if drop_last, else
-            "uneven" in one process and "even" with several.
-        depth: batches kept ready: an int, a `DepthPolicy`, or None: 4 over local shards, and over remote ones
-            what `AdaptiveDepth` decides (docs/adaptive.md).
-        num_threads: threads that build batches; None: by the number of cores.
-        batching: `Packed(...)`, `TokenBudget(...)` or `Bucketed(...)`: batches by the lengths of samples.
-            `transform` and `collate_fn` then go together, and not with `Packed`. See docs/batching.md.
-        pin_memory: build batches in page-locked memory, where there is CUDA.
-        mark_repeats: add a column "__repeat__" to each batch, bool [samples] ([rows] with `Packed`): what the
-            tail rule delivers a second time. After `collate_fn` and transforms, whose result must be a dict.
-
     `for batch in loader` runs one epoch; the next loop runs the next one, also while others run: loops have
     their epochs in order of `iter` and share the memory limit; the loader's state is that of the newest. Each
     loop is for one thread.
     A mixture with `stop="never"` has no length and one epoch: the next loop goes on where the last was left.
+
+    Raises `ValueError` for settings that do not go with the dataset or each other, `MemoryLimitError` where
+    the memory limit has no room for a batch.
     """
 
-    def __init__(
-        self,
-        dataset: ShardedDataset | Mixture,
-        batch_size: int = 1,
-        shuffle: bool | Shuffle | None = None,
-        *,
-        drop_last: bool = False,
-        collate_fn: Callable[[list[Any]], Any] | None = None,
-        timeout: float = 0,
-        seed: int = 0,
-        topology: Topology | None = None,
-        device: str | torch.device | None = None,
-        memory_limit: int | str | None = None,
-        tail: Tail | None = None,
-        depth: int | DepthPolicy | None = None,
-        num_threads: int | None = None,
-        batching: Batching | None = None,
-        pin_memory: bool = False,
-        mark_repeats: bool = False,
-    ) -> None:
-        if timeout < 0:
-            raise ValueError(f"timeout must be >= 0 seconds, got {timeout}")
-        if num_threads is not None and num_threads < 1:
-            raise ValueError(
-                f"num_threads must be >= 1, or None for as many as suit the cores, got {num_threads}"
-            )
-        if mark_repeats and any(output.name == REPEAT for output in dataset.outputs):
+    def __init__(self, dataset: ShardedDataset | Mixture, settings: StreamSettings) -> None:
+        if settings.mark_repeats and any(output.name == REPEAT for output in dataset.outputs):
             raise ValueError(f"mark_repeats=True: the dataset has a column of its own called {REPEAT!r}")
-        self.mark_repeats = mark_repeats
-        self.dataset, self.batch_size, self.collate_fn = dataset, batch_size, collate_fn
-        self.drop_last, self.timeout, self.seed = drop_last, timeout, seed
+        self.dataset, self.settings = dataset, settings
+        self.seed, self.batching = settings.seed, settings.batching
+        self.device, self.mark_repeats = settings.torch_device, settings.mark_repeats
         self._unplaced: ValueError | None = None
         """Why the launcher's variables alone do not tell this rank's place."""
-        self._alone = topology is None and not _is_distributed()
+        self._alone = settings.topology is None and not _is_distributed()
         """Whether the place was found before torch.distributed was there to ask."""
-        self._topology = topology or self._first_place()
-        self.device = _checked_device(device)
-        self.pin_memory = pin_memory and torch.cuda.is_available()
-        self.batching = checked_batching(batching, dataset, batch_size, collate_fn)
+        self._take_place(settings.topology or self._first_place())
+        check_batching(settings, dataset)
         self._length_stats: LengthStats | None = None
-        self._given_tail = tail
-        self._given_limit = memory_limit
-        self._take_place(self._topology)
         self._planner = (
-            make_planner(self.batching, dataset, megabatch_bytes(memory_limit, self.memory_limit).value)
-            if self.batching and isinstance(dataset, ShardedDataset)
+            make_planner(
+                settings.batching, dataset, megabatch_bytes(settings.memory_limit, self.memory_limit).value
+            )
+            if settings.batching and isinstance(dataset, ShardedDataset)
             else None
         )
-        self._depth = fixed_depth(depth) if isinstance(depth, int) else depth
-        self._num_threads = num_threads
-        self.shuffle, self.window_reason = self._resolve_shuffle(shuffle)
-        self._epoch = 0
-        self._start = 0
-        self.resumed = False
-        """A state was loaded and no batch asked for since."""
-        self._in_epoch = False
-        self._epochs_begun = 0
-        self._num_loops = 0
-        self._since = 0
-        """From which loop on they move the place of the loader."""
-        self._last_begun = -1
-        self._pending: list[EpochLoop] = []
-        """Loops that were asked for, and not for a batch yet."""
-        self._newest: EpochLoop | None = None
-        """The loop whose place is the loader's."""
+        self.shuffle, self.window_reason = self._resolve_shuffle()
         self._hold: ReadHold | None = None
         self._finalizer: Finalizer | None = None
         self._skipped = Skipped(dataset.on_error, dataset.error_budget)
         self._counts = Counts()
+        self._loops = LoopQueue(dataset)
         self.sessions = LoopSessions(self._counts)
         self._last_good = LastGood()
-        self._amplification: tuple[StreamPlan, float] | None = None
         self._plan = self._stream_plan()
-        self._epoch_plan(0, 0)  # raises if the arguments make no plan
+        self.epoch_plan(0, 0)  # raises if the settings make no plan
         self._check_batch_fits()
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy stands where this loader stands, and reads with threads of its own.
-        own: dict[str, Any] = {
-            "sessions": None,
-            "_finalizer": None,
-            "_hold": None,
-            "_pending": [],
-            "_endless": None,
-            "_last_good": LastGood(),
-        }
-        return {**self.__dict__, **own, "_newest": copy.copy(self._newest)}
+        own: dict[str, Any] = {"sessions": None, "_finalizer": None, "_hold": None, "_last_good": LastGood()}
+        return {**self.__dict__, **own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -204,8 +124,8 @@ class StreamLoader:
 
     def _take_place(self, topology: Topology) -> None:
         self._topology = topology
-        self.tail: Tail = self._given_tail or _default_tail(self.drop_last, topology)
-        self.memory_limit = memory_limit_bytes(self._given_limit, topology.local_world_size)
+        self.tail: Tail = self.settings.tail_on(topology)
+        self.memory_limit = memory_limit_bytes(self.settings.memory_limit, topology.local_world_size)
 
     def _settle(self) -> None:
         """Find this rank's place again, if torch.distributed came up after the loader was made."""
@@ -225,37 +145,32 @@ class StreamLoader:
         self._settle()
         return self._topology
 
-    def _resolve_shuffle(self, shuffle: bool | Shuffle | None) -> tuple[Shuffle, str]:
+    def _resolve_shuffle(self) -> tuple[Shuffle, str]:
         """The shuffle, and why its windows are as large as they are.
 
         Each source of a mixture has windows of its own, and they share that quarter.
         It never depends on the machine: ranks of unlike machines must agree on the order.
         """
-        if isinstance(shuffle, str):
-            raise ValueError(
-                f"shuffle must be True, False, None or a Shuffle; for {shuffle!r} give Shuffle({shuffle!r})"
-            )
-        if not isinstance(shuffle, Shuffle):
-            shuffle = Shuffle("window" if shuffle else "none")
-        limit = None if self._given_limit is None else self.memory_limit
+        limit = None if self.settings.memory_limit is None else self.memory_limit
         tables = [source.kept_blocks for source in self.dataset.sources]
-        return resolve_windows(shuffle, *deciding_table(tables, limit))
+        return resolve_windows(self.settings.order, *deciding_table(tables, limit))
 
     def _stream_plan(self) -> StreamPlan:
         place = self._topology
         return StreamPlan(
-            self.dataset,
-            self.shuffle,
-            self.seed,
-            self.batch_size,
+            dataset=self.dataset,
+            shuffle=self.shuffle,
+            seed=self.seed,
+            batch_size=self.settings.batch_size,
             # In file order what is gathered by rank must be in order: seats may be numbered otherwise.
-            place.data_rank if self.shuffle.is_file_order else seat_of(place),
-            place.data_world_size,
-            self.tail,
-            self._planner,
+            rank=place.data_rank if self.shuffle.is_file_order else seat_of(place),
+            world_size=place.data_world_size,
+            tail=self.tail,
+            planner=self._planner,
         )
 
-    def _epoch_plan(self, epoch: int, start: int) -> RankPlan:
+    def epoch_plan(self, epoch: int, start: int) -> RankPlan:
+        """The plan of this rank for an epoch, from a position on."""
         try:
             plan = self._plan.epoch(epoch, start)
         except MemoryError as error:
@@ -272,7 +187,7 @@ class StreamLoader:
         rows = self._plan.samples_per_batch * sum(output.row_bytes for output in self.dataset.outputs)
         if rows > self.memory_limit:
             raise MemoryLimitError(
-                f"one batch of {self.batch_size} samples needs {rows:,} bytes, more than "
+                f"one batch of {self.settings.batch_size} samples needs {rows:,} bytes, more than "
                 f"memory_limit={self.memory_limit:,}; lower batch_size or raise memory_limit"
             )
 
@@ -287,22 +202,15 @@ class StreamLoader:
         """
         len(self.dataset)
         self._settle()
-        return self._epoch_plan(self._epoch, 0).num_batches
+        return self.epoch_plan(self._loops.epoch, 0).num_batches
 
     def __iter__(self) -> Iterator[Any]:
         self._settle()
-        if self._in_epoch:
-            self._begin_epoch(*self._next_loop())
-        loop = EpochLoop(self._num_loops)
-        self._num_loops += 1
-        batches = self._batches(loop)
-        loop.batches = weakref.ref(batches)
-        self._pending.append(loop)
-        return batches
+        return self._loops.add(self._batches)
 
     def _batches(self, loop: EpochLoop) -> Generator[Any, None, None]:
         # What is to be delivered is looked up at the first `next`: training loops set the epoch after `iter`.
-        plan, began, counts = self._begin_loop(loop), time.perf_counter(), self._counts
+        plan, began, counts = self._loops.begin(loop, self.epoch_plan), time.perf_counter(), self._counts
         taken, total = 0, plan.num_batches
         frame, session, on_device = LoopFrame(), None, None
         in_step = self._may_be_empty and self._topology.data_world_size > 1
@@ -341,53 +249,27 @@ class StreamLoader:
         except BaseException as error:
             self._give_up(loop, error)
             raise
-        if self._newest is loop and not loop.closed:
-            self._begin_epoch(plan.order.epoch + 1, 0)
-
-    def _begin_loop(self, loop: EpochLoop) -> RankPlan:
-        """Settle what a loop delivers."""
-        if loop in self._pending:
-            count = self._pending.index(loop) + 1
-            asked, self._pending = self._pending[:count], self._pending[count:]
-            self._place(asked)
-        assert loop.place is not None
-        loop.plan = self._epoch_plan(*loop.place)
-        if loop.number >= self._since:
-            self._since = loop.number
-            self._begin_epoch(*loop.place)
-            self._newest, self._in_epoch = loop, True
-        self._last_begun = max(self._last_begun, loop.number)
-        self._epochs_begun += 1
-        return loop.plan
-
-    def _place(self, loops: list[EpochLoop]) -> None:
-        """Settle where loops begin, in the order they were asked for, without those that were dropped."""
-        place = self._next_loop()
-        for loop in loops:
-            if loop.is_live:
-                loop.place = place
-                if not self._is_endless(place[0]):
-                    place = place[0] + 1, 0
+        self._loops.end(loop, plan.order.epoch)
 
     def _serve(self, loop: EpochLoop, frame: LoopFrame, epoch: int, *, again: bool) -> Session:
         """Have a session for a loop, `again` from where it stands: its former one was closed."""
         assert loop.plan is not None
         if again:
-            loop.plan, loop.taken = self._epoch_plan(epoch, loop.plan.position_after(loop.taken)), 0
+            loop.plan, loop.taken = self.epoch_plan(epoch, loop.plan.position_after(loop.taken)), 0
         else:
             loop.finalizer = Finalizer(frame, partial(self.sessions.leave, loop))
         if self._finalizer is None:
             self._finalizer = Finalizer(self, self.sessions.close)
         make = partial(self._new_session, epoch, loop.plan.start)
         session = self.sessions.serve(loop, self.memory_limit, make)
-        if self._epochs_begun > 1:
+        if self._loops.num_begun > 1:
             session.read_on()
         return session
 
     def _has_all(self, loop: EpochLoop, session: Session) -> None:
         """The last batch of a loop is handed out."""
         assert loop.plan is not None
-        if loop.number == self._last_begun:
+        if self._loops.is_last_begun(loop):
             session.epoch_done(loop.plan.order.epoch)
             self.sessions.keep(loop)
         else:
@@ -407,17 +289,6 @@ class StreamLoader:
         elif loop.finalizer is not None:  # Ctrl-C: nobody wants to wait
             loop.finalizer.fire()
 
-    def _next_loop(self) -> tuple[int, int]:
-        """Epoch and position at which the next loop begins."""
-        if not self._in_epoch:
-            return self._epoch, self._start
-        # The last loop was left early: a new loop is a new epoch.
-        endless = not self._is_whole() and self._is_endless(self._epoch)
-        return (self._epoch, self._position()) if endless else (self._epoch + 1, 0)
-
-    def _is_endless(self, epoch: int) -> bool:
-        return self.dataset.num_samples(epoch) >= ENDLESS
-
     @property
     def batches_left(self) -> int | None:
         """Batches that the next loop runs on this rank: those after a loaded state, else of a whole epoch.
@@ -427,7 +298,7 @@ class StreamLoader:
         self._settle()
         if self._may_be_empty and self._topology.data_world_size == 1:
             return None
-        return self._epoch_plan(*self._next_loop()).num_batches
+        return self.epoch_plan(*self._loops.next_place()).num_batches
 
     @property
     def _may_be_empty(self) -> bool:
@@ -438,7 +309,7 @@ class StreamLoader:
     def remainder(self) -> int:
         """As `ShardOrder.remainder`."""
         self._settle()
-        plan = self._epoch_plan(*self._next_loop())
+        plan = self.epoch_plan(*self._loops.next_place())
         if self.tail == "drop" or not self.shuffle.is_file_order or type(plan) is not EpochPlan:
             return -1
         return (plan.order.num_samples - plan.start) % plan.batch_plan.global_batch_size
@@ -446,36 +317,24 @@ class StreamLoader:
     @property
     def epoch(self) -> int:
         """The epoch that runs, or runs next."""
-        return self._epoch
+        return self._loops.epoch
+
+    @property
+    def resumed(self) -> bool:
+        """Whether a state was loaded and no batch asked for since."""
+        return self._loops.resumed
 
     @property
     def nothing_left(self) -> bool:
         """Whether no batches are left of the epoch that the next loop runs."""
-        return self._epoch_plan(self._epoch, self._start).num_batches == 0
-
-    def _is_whole(self) -> bool:
-        """Whether the newest loop has all batches of its epoch."""
-        return self._in_epoch and self._newest is not None and self._newest.is_whole
-
-    def _begin_epoch(self, epoch: int, start: int) -> None:
-        self._epoch, self._start, self._in_epoch = epoch, start, False
-        self._newest, self.resumed = None, False
+        return self.epoch_plan(self._loops.epoch, self._loops.start).num_batches == 0
 
     def set_epoch(self, epoch: int) -> None:
         """The next loop runs this epoch, from its beginning. Costs nothing if it is the next one anyway.
 
         Loops that have begun go on with theirs.
         """
-        if not isinstance(epoch, Integral) or epoch < 0:
-            raise ValueError(f"epoch must be an integer >= 0, got {epoch!r}")
-        if self._is_whole():
-            self._begin_epoch(self._epoch + 1, 0)
-        if epoch != self._epoch or self._in_epoch:
-            self._pending = [loop for loop in self._pending if loop.is_live]
-            self._place(self._pending[:-1])
-            self._pending = self._pending[-1:]
-            self._since = self._pending[0].number if self._pending else self._num_loops
-            self._begin_epoch(epoch, 0)
+        if self._loops.set_epoch(epoch):
             self.sessions.drop_idle(epoch, 0)
 
     # ---- state --------------------------------------------------------------------------------------
@@ -488,20 +347,14 @@ class StreamLoader:
         """
         state = PlanState(
             seed=self.seed,
-            epoch=self._epoch,
-            position=self._position(),
-            num_samples=self.dataset.num_samples(self._epoch),
+            epoch=self._loops.epoch,
+            position=self._loops.position,
+            num_samples=self.dataset.num_samples(self._loops.epoch),
             shuffle=self.shuffle,
             fingerprint=self.dataset.fingerprint(),
             batching=self._planner.mark if self._planner else None,
         )
         return {**state.to_json(), "skipped_samples": self._skipped.count}
-
-    def _position(self) -> int:
-        newest = self._newest
-        if newest is None or newest.plan is None:
-            return self._start
-        return newest.plan.position_after(newest.taken)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where `state_dict` was taken: seed and shuffle come from the state.
@@ -539,24 +392,17 @@ class StreamLoader:
         self.window_reason = "as in the loaded state"
         self._skipped.count = skipped
         self._plan = self._stream_plan()
-        self._begin_epoch(loaded.epoch, loaded.position)
-        self.resumed = True
+        self._loops.resume(loaded.epoch, loaded.position)
 
     # ---- engine -------------------------------------------------------------------------------------
 
     def _new_session(self, epoch: int, start: int, memory_limit: int) -> Session:
         """A session from this place on, which may hold so many bytes."""
         options = SessionOptions(
+            settings=self.settings,
             topology=self._topology,
             memory_limit=memory_limit,
-            device=self.device,
-            pin_memory=self.pin_memory,
-            collate_fn=self.collate_fn,
             skipped=SkippedAhead(self._skipped),
-            mark_repeats=self.mark_repeats,
-            depth=self._depth,
-            num_threads=self._num_threads,
-            timeout_s=self.timeout or 600.0,
             hold=self.read_hold,
             caches_in_memory=memory_limit == self.memory_limit,
         )
@@ -570,22 +416,8 @@ class StreamLoader:
             counted,
             lengths=self._length_stats,
             unfinished_shards=unfinished,
-            read_amplification=self._read_amplification(),
+            read_amplification=self._plan.read_amplification,
         )
-
-    def _read_amplification(self) -> float | None:
-        """As `LoaderStats.read_amplification`: worked out once for a plan, from the order of one epoch."""
-        plan, dataset = self._plan, self.dataset
-        if plan.world_size == 1:
-            return 1.0
-        if plan.planner or plan.shuffle.kind == "full" or not isinstance(dataset, ShardedDataset):
-            return None
-        if self._amplification is None or self._amplification[0] is not plan:
-            order = dataset.windows(0, plan.shuffle, seed=plan.seed)
-            nbytes = dataset.catalog.blocks.length
-            found = read_amplification(order, plan.batch_size, plan.world_size, cost=nbytes)
-            self._amplification = plan, found
-        return self._amplification[1]
 
     def close(self) -> None:
         """Stop and join all threads, drop what is prefetched, and end the loops that run. Idempotent.
@@ -606,18 +438,3 @@ class StreamLoader:
 
 def _is_distributed() -> bool:
     return dist.is_available() and dist.is_initialized()
-
-
-def _checked_device(device: str | torch.device | None) -> torch.device:
-    checked = torch.device("cpu" if device is None else device)
-    if checked.type not in ("cpu", "cuda"):
-        raise ValueError(f"device must be a CPU or CUDA device, got {checked}; copy batches to it yourself")
-    if checked.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"device is {checked}, but torch sees no CUDA device")
-    return checked
-
-
-def _default_tail(drop_last: bool, place: Topology) -> Tail:
-    if drop_last:
-        return "drop"
-    return "even" if place.data_world_size > 1 else "uneven"

@@ -10,52 +10,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Any
 
 from dataflow.stream.accounts import Counts
+from dataflow.stream.loops import EpochLoop
 from dataflow.stream.session import Session
-from prefetch.memory.finalizer import Finalizer
 from prefetch.memory.interrupts import Uninterrupted
-from sharding.plan.plan import RankPlan
-
-
-class EpochLoop:
-    """One loop over a loader: which epoch, how far it is, and what serves it."""
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-        """Of the loops over this loader, in order of `iter`."""
-        self.place: tuple[int, int] | None = None
-        """Epoch and position where it begins; None: they follow from the loops before."""
-        self.plan: RankPlan | None = None
-        """From where its session began on; None: no batch was asked for."""
-        self.taken = 0
-        """Batches of the plan that were handed out."""
-        self.session: Session | None = None
-        self.finalizer: Finalizer | None = None
-        self.closed = False
-        """Whether the loader was closed meanwhile."""
-        self.batches: Callable[[], Any] = lambda: None
-        """The generator that the training code iterates over, if it still has it."""
-
-    def __getstate__(self) -> dict[str, Any]:
-        """A copy stands where this loop stands, and is not served."""
-        return {"number": self.number, "plan": self.plan, "taken": self.taken}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(0)  # type: ignore[misc]
-        self.__dict__.update(state)
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether it has all its batches; those that count batches do not ask for the end."""
-        return self.plan is not None and self.taken == self.plan.num_batches
-
-    @property
-    def is_live(self) -> bool:
-        """Whether its batches may still be asked for."""
-        batches = self.batches()
-        return not self.closed and getattr(batches, "gi_frame", None) is not None
 
 
 class LoopSessions:

@@ -6,14 +6,16 @@ from dataclasses import dataclass
 
 from dataflow.dataset import ShardedDataset
 from dataflow.mixture import Mixture
+from sharding.cached_property import cached_property
 from sharding.lengths.unit_plan import UnitPlan, UnitPlanner
 from sharding.mixture.windows import MixturePlan, MixtureWindows
 from sharding.order.shuffle import Shuffle
 from sharding.plan.batch_plan import Dealing, Tail
+from sharding.plan.placement import read_amplification
 from sharding.plan.plan import EpochPlan, RankPlan
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class StreamPlan:
     """Everything that decides which samples come when, for one rank."""
 
@@ -32,6 +34,17 @@ class StreamPlan:
     def samples_per_batch(self) -> int:
         """Samples of a batch; about how many, of length-aware ones."""
         return self.batch_size * (self.planner.samples_per_unit if self.planner else 1)
+
+    @cached_property
+    def read_amplification(self) -> float | None:
+        """As `LoaderStats.read_amplification`, from the order of one epoch."""
+        if self.world_size == 1:
+            return 1.0
+        if self.planner or self.shuffle.kind == "full" or not isinstance(self.dataset, ShardedDataset):
+            return None
+        order = self.dataset.windows(0, self.shuffle, seed=self.seed)
+        nbytes = self.dataset.catalog.blocks.length
+        return read_amplification(order, self.batch_size, self.world_size, cost=nbytes)
 
     def epoch(self, epoch: int, start: int = 0) -> RankPlan:
         """The plan of one epoch, from position `start` on."""

@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
@@ -24,11 +23,12 @@ from dataflow.staging.stager import Stager
 from dataflow.stream.cache import OpenCaches, memory_for_caches
 from dataflow.stream.plan import StreamPlan
 from dataflow.stream.read_ahead import choose_read_ahead
+from dataflow.stream.settings import StreamSettings
 from dataflow.stream.skipped import SkippedAhead
 from dataflow.stream.stream import Stream
 from dataflow.torch_threads import one_torch_thread, run_with_one_torch_thread, setting_kept
 from prefetch.control.broker import SharedGate, broker_name
-from prefetch.control.depth import Decision, DepthPolicy
+from prefetch.control.depth import Decision
 from prefetch.control.gate import ReadGate
 from prefetch.control.hold import ReadHold
 from prefetch.control.inflight import Inflight
@@ -46,29 +46,19 @@ from sharding.urls import is_local, naming_part
 _NO_GATE = Decision(0, "local shards are read without a limit")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class SessionOptions:
     """How a session works; which samples it delivers, and in which order, is its plan's."""
 
+    settings: StreamSettings
     topology: Topology
     memory_limit: int
     """Bytes; the share of this session, if others of the loader run."""
-    device: torch.device
-    pin_memory: bool
-    """Whether host batches lie in page-locked memory."""
-    collate_fn: Callable[[list[Any]], Any] | None
     skipped: SkippedAhead
     """Decides about bad samples."""
-    mark_repeats: bool = False
-    """Whether batches tell what of them is delivered a second time."""
-    depth: DepthPolicy | None = None
-    num_threads: int | None = None
-    """Threads that build; None: by the number of cores."""
-    timeout_s: float = 600.0
-    """To wait for one batch."""
-    hold: ReadHold | None = None
+    hold: ReadHold | None
     """Holds remote reads back; outlives the session."""
-    caches_in_memory: bool = True
+    caches_in_memory: bool
     """Whether caches may keep blocks in memory, as they say."""
 
 
@@ -76,24 +66,25 @@ class Session:
     """One engine with its arena and ledger, from a place in the stream on. `close` may run in any thread."""
 
     def __init__(self, plan: StreamPlan, options: SessionOptions, epoch: int, start: int) -> None:
-        dataset, limit = plan.dataset, options.memory_limit
-        local = is_all_local(dataset)
-        copies_only = not (options.collate_fn or plan.planner) and _copies_only(dataset)
+        dataset, limit, settings = plan.dataset, options.memory_limit, options.settings
+        local, device = is_all_local(dataset), settings.torch_device
+        copies_only = not (settings.collate_fn or plan.planner) and _copies_only(dataset)
         self.read_ahead = ahead = choose_read_ahead(
             limit,
             batch_bytes=_batch_bytes(plan),
             is_local=local,
             num_sources=len(dataset.sources),
             num_nodes=options.topology.num_nodes,
-            depth=options.depth,
+            depth=settings.depth_policy,
         )
         self._cached_bytes = memory_for_caches(dataset.sources, limit) if options.caches_in_memory else 0
         self.ledger = Ledger(limit - self._cached_bytes)
-        on_cuda = options.device.type == "cuda"
-        register = register_pinned if on_cuda or options.pin_memory else None
+        on_cuda = device.type == "cuda"
+        pinned = on_cuda or (settings.pin_memory and torch.cuda.is_available())
+        register = register_pinned if pinned else None
         self.arena = Arena(limit_bytes=limit, register=register)
         self.ledger.settle_first(self.arena.settle)
-        self.copier = DeviceCopier(CudaStreams(options.device)) if on_cuda else None
+        self.copier = DeviceCopier(CudaStreams(device)) if on_cuda else None
         self.traffic = Traffic()
         self.skipped = options.skipped
         self._hold = options.hold
@@ -125,11 +116,11 @@ class Session:
         ledger = self.ledger
         postprocessing = Postprocessing(
             transforms=[(source.transform, source.transform_wants_rng) for source in dataset.sources],
-            collate=options.collate_fn,
+            collate=settings.collate_fn,
             batch_transform=dataset.batch_transform,
             on_bad=options.skipped.decide,
             batching=plan.planner.batching if plan.planner else None,
-            mark_repeats=options.mark_repeats,
+            mark_repeats=settings.mark_repeats,
         )
         stager = Stager(self.sources, self.arena, num_readers=ahead.num_readers.value, limit_bytes=limit)
         context = BuildContext(
@@ -153,11 +144,11 @@ class Session:
 
         engine_options = EngineOptions(
             num_readers=ahead.num_readers.value,
-            num_workers=options.num_threads or _build_threads(dataset, copies_only),
+            num_workers=settings.num_threads or _build_threads(dataset, copies_only),
             depth=ahead.depth,
             max_windows=ahead.max_windows.value,
             keep_bytes=ahead.output_bytes.value,
-            timeout_s=options.timeout_s,
+            timeout_s=settings.timeout_s,
             initializer=one_torch_thread,
             in_consumer=run_with_one_torch_thread if copies_only else None,
             interrupt=end_reads,

@@ -95,7 +95,7 @@ def test_ranks_together_deliver_every_sample_of_every_format(
     data = made(name)
     ranks, loader = epoch_of_all_ranks(data, world_size, 4, shuffle=Shuffle("window", 2), tail=tail, seed=1)
     got, want = counted(chain(*chain(*ranks))), counted(data.samples)
-    plan = loader._stream._epoch_plan(0, 0)
+    plan = loader._stream.epoch_plan(0, 0)
     if tail == "uneven":
         assert got == want
     elif tail in ("pad", "even"):

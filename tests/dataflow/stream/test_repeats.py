@@ -161,7 +161,7 @@ def test_rows_and_batches_by_length_are_marked_as_they_repeat(made: Make, batchi
     units, again = 0, 0
     for r in range(3):
         with DataLoader(data.open(), topology=rank(r, 3), mark_repeats=True, **options) as loader:
-            plan = loader._stream._epoch_plan(0, 0)  # type: ignore[union-attr]
+            plan = loader._stream.epoch_plan(0, 0)  # type: ignore[union-attr]
             batches = list(loader)
         for batch in batches:
             repeats = batch["__repeat__"]

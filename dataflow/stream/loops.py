@@ -1,0 +1,180 @@
+"""The loops over one loader: which epoch each runs, how far it is, and whose place is the loader's.
+
+Loops have their epochs in order of `iter`, but their places are settled when the first of them is asked for a
+batch: training loops set the epoch after `iter`. The loader stands where its newest loop stands.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Callable, Generator
+from numbers import Integral
+from typing import Any
+
+from dataflow.dataset import ShardedDataset
+from dataflow.mixture import Mixture
+from dataflow.stream.session import Session
+from prefetch.memory.finalizer import Finalizer
+from sharding.mixture.shares import ENDLESS
+from sharding.plan.plan import RankPlan
+
+
+class EpochLoop:
+    """One loop over a loader: which epoch, how far it is, and what serves it."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        """Of the loops over this loader, in order of `iter`."""
+        self.place: tuple[int, int] | None = None
+        """Epoch and position where it begins; None: they follow from the loops before."""
+        self.plan: RankPlan | None = None
+        """From where its session began on; None: no batch was asked for."""
+        self.taken = 0
+        """Batches of the plan that were handed out."""
+        self.session: Session | None = None
+        self.finalizer: Finalizer | None = None
+        self.closed = False
+        """Whether the loader was closed meanwhile."""
+        self.batches: Callable[[], Any] = lambda: None
+        """The generator that the training code iterates over, if it still has it."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy stands where this loop stands, and is not served."""
+        return {"number": self.number, "plan": self.plan, "taken": self.taken}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(0)  # type: ignore[misc]
+        self.__dict__.update(state)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it has all its batches; those that count batches do not ask for the end."""
+        return self.plan is not None and self.taken == self.plan.num_batches
+
+    @property
+    def is_live(self) -> bool:
+        """Whether its batches may still be asked for."""
+        batches = self.batches()
+        return not self.closed and getattr(batches, "gi_frame", None) is not None
+
+
+class LoopQueue:
+    """Loops in order of `iter`, and the place of their loader."""
+
+    def __init__(self, dataset: ShardedDataset | Mixture) -> None:
+        self._dataset = dataset
+        self.epoch = 0
+        """The epoch that runs, or runs next."""
+        self.start = 0
+        """Position at which the epoch begins, or goes on after a loaded state."""
+        self.resumed = False
+        """Whether a state was loaded and no batch asked for since."""
+        self.num_begun = 0
+        self._in_epoch = False
+        self._num_loops = 0
+        self._since = 0
+        """From which loop on they move the place of the loader."""
+        self._last_begun = -1
+        self._pending: list[EpochLoop] = []
+        """Loops that were asked for, and not for a batch yet."""
+        self._newest: EpochLoop | None = None
+        """The loop whose place is the loader's."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy stands where this queue stands, without the loops that wait."""
+        return {**self.__dict__, "_pending": [], "_newest": copy.copy(self._newest)}
+
+    def add(
+        self, batches_of: Callable[[EpochLoop], Generator[Any, None, None]]
+    ) -> Generator[Any, None, None]:
+        """Add a loop, whose batches `batches_of` makes."""
+        if self._in_epoch:
+            self._begin_epoch(*self.next_place())
+        loop = EpochLoop(self._num_loops)
+        self._num_loops += 1
+        batches = batches_of(loop)
+        loop.batches = weakref.ref(batches)
+        self._pending.append(loop)
+        return batches
+
+    def begin(self, loop: EpochLoop, plan_of: Callable[[int, int], RankPlan]) -> RankPlan:
+        """Settle what a loop delivers: it is asked for its first batch."""
+        if loop in self._pending:
+            count = self._pending.index(loop) + 1
+            due, self._pending = self._pending[:count], self._pending[count:]
+            self._place(due)
+        assert loop.place is not None
+        loop.plan = plan_of(*loop.place)
+        if loop.number >= self._since:
+            self._since = loop.number
+            self._begin_epoch(*loop.place)
+            self._newest, self._in_epoch = loop, True
+        self._last_begun = max(self._last_begun, loop.number)
+        self.num_begun += 1
+        return loop.plan
+
+    def _place(self, loops: list[EpochLoop]) -> None:
+        """Settle where loops begin, in the order they were asked for, without those that were dropped."""
+        place = self.next_place()
+        for loop in loops:
+            if loop.is_live:
+                loop.place = place
+                if not self._is_endless(place[0]):
+                    place = place[0] + 1, 0
+
+    def end(self, loop: EpochLoop, epoch: int) -> None:
+        """Move on to the next epoch, if it is the newest loop that has ended."""
+        if self._newest is loop and not loop.closed:
+            self._begin_epoch(epoch + 1, 0)
+
+    def is_last_begun(self, loop: EpochLoop) -> bool:
+        """Whether no later loop has begun."""
+        return loop.number == self._last_begun
+
+    def next_place(self) -> tuple[int, int]:
+        """Epoch and position at which the next loop begins."""
+        if not self._in_epoch:
+            return self.epoch, self.start
+        # The last loop was left early: a new loop is a new epoch.
+        endless = not self._is_whole() and self._is_endless(self.epoch)
+        return (self.epoch, self.position) if endless else (self.epoch + 1, 0)
+
+    @property
+    def position(self) -> int:
+        """Where in the epoch the batches handed out by the newest loop end."""
+        newest = self._newest
+        if newest is None or newest.plan is None:
+            return self.start
+        return newest.plan.position_after(newest.taken)
+
+    def set_epoch(self, epoch: int) -> bool:
+        """Let the next loop run this epoch, from its beginning; whether that moves the place."""
+        if not isinstance(epoch, Integral) or epoch < 0:
+            raise ValueError(f"epoch must be an integer >= 0, got {epoch!r}")
+        if self._is_whole():
+            self._begin_epoch(self.epoch + 1, 0)
+        if epoch == self.epoch and not self._in_epoch:
+            return False
+        self._pending = [loop for loop in self._pending if loop.is_live]
+        self._place(self._pending[:-1])
+        self._pending = self._pending[-1:]
+        self._since = self._pending[0].number if self._pending else self._num_loops
+        self._begin_epoch(epoch, 0)
+        return True
+
+    def resume(self, epoch: int, position: int) -> None:
+        """Let the next loop go on at a place that was loaded."""
+        self._begin_epoch(epoch, position)
+        self.resumed = True
+
+    def _begin_epoch(self, epoch: int, start: int) -> None:
+        self.epoch, self.start, self._in_epoch = epoch, start, False
+        self._newest, self.resumed = None, False
+
+    def _is_whole(self) -> bool:
+        """Whether the newest loop has all batches of its epoch."""
+        return self._in_epoch and self._newest is not None and self._newest.is_whole
+
+    def _is_endless(self, epoch: int) -> bool:
+        return self._dataset.num_samples(epoch) >= ENDLESS

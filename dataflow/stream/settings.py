@@ -1,0 +1,114 @@
+"""What a `DataLoader` over shards is told: one value, from its arguments to its threads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from prefetch.control.depth import DepthPolicy, fixed_depth
+from sharding.lengths.batching import Batching
+from sharding.order.shuffle import Shuffle
+from sharding.plan.batch_plan import Tail
+from sharding.topology.topology import Topology
+
+_TIMEOUT_S = 600.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class StreamSettings:
+    """The arguments of `DataLoader` that shape a stream. Raises `ValueError` for values that are none."""
+
+    batch_size: int = 1
+    """Samples per batch and rank; with `batching=Packed(...)` rows."""
+    shuffle: bool | Shuffle | None = None
+    """None or False: file order, so that the ranks' batches, put together rank by rank, are the samples as
+    the files have them; True: a windowed shuffle; or a `Shuffle`."""
+    drop_last: bool = False
+    """Leave out the last, incomplete global batch (the same as `tail="drop"`)."""
+    collate_fn: Callable[[list[Any]], Any] | None = None
+    """Samples -> batch; None stacks columns (or torch's `default_collate` after a transform)."""
+    timeout: float = 0
+    """Seconds to wait for one batch; 0: 600."""
+    seed: int = 0
+    """Any 64-bit integer; with the epoch it decides order and augmentation."""
+    topology: Topology | None = None
+    """This rank's place; None: torch.distributed if initialised, else the environment."""
+    device: str | torch.device | None = None
+    """Where batches go; None or "cpu": host memory. "cuda": page-locked slots, copied on a side stream."""
+    memory_limit: int | str | None = None
+    """Bytes, or text such as "2GB", that the loader may hold; None: 1 GiB or an eighth of the memory of the
+    machine (or its cgroup) per local rank, whichever is less."""
+    tail: Tail | None = None
+    """What happens to the last, incomplete global batch: "drop"; "pad" (filled up with the epoch's first
+    samples); "even" (equal short parts: filled up only to a multiple of the ranks); "uneven" (shared out as
+    it is, so that ranks may differ by a step). None: "drop" if drop_last, else "uneven" in one process and
+    "even" with several."""
+    depth: int | DepthPolicy | None = None
+    """Batches kept ready: an int, a `DepthPolicy`, or None: 4 over local shards, and over remote ones what
+    `AdaptiveDepth` decides (docs/adaptive.md)."""
+    num_threads: int | None = None
+    """Threads that build batches; None: by the number of cores."""
+    batching: Batching | None = None
+    """`Packed(...)`, `TokenBudget(...)` or `Bucketed(...)`: batches by the lengths of samples. `transform`
+    and `collate_fn` then go together, and not with `Packed`. See docs/batching.md."""
+    pin_memory: bool = False
+    """Build batches in page-locked memory, where there is CUDA."""
+    mark_repeats: bool = False
+    """Add a column "__repeat__" to each batch, bool [samples] ([rows] with `Packed`): what the tail rule
+    delivers a second time. After `collate_fn` and transforms, whose result must be a dict."""
+
+    def __post_init__(self) -> None:
+        if self.timeout < 0:
+            raise ValueError(f"timeout must be >= 0 seconds, got {self.timeout}")
+        if self.num_threads is not None and self.num_threads < 1:
+            raise ValueError(
+                f"num_threads must be >= 1, or None for as many as suit the cores, got {self.num_threads}"
+            )
+        if isinstance(self.shuffle, str):
+            raise ValueError(
+                f"shuffle must be True, False, None or a Shuffle; for {self.shuffle!r} give "
+                f"Shuffle({self.shuffle!r})"
+            )
+        device = self.torch_device
+        if device.type not in ("cpu", "cuda"):
+            raise ValueError(
+                f"device must be a CPU or CUDA device, got {device}; copy batches to it yourself"
+            )
+        if device.type == "cuda" and not torch.cuda.is_available():
+            raise ValueError(f"device is {device}, but torch sees no CUDA device")
+        _ = self.depth_policy  # raises for a depth that is none
+
+    @property
+    def torch_device(self) -> torch.device:
+        """Where batches go."""
+        return torch.device("cpu" if self.device is None else self.device)
+
+    @property
+    def order(self) -> Shuffle:
+        """The shuffle, its windows maybe not sized yet."""
+        return (
+            self.shuffle
+            if isinstance(self.shuffle, Shuffle)
+            else Shuffle("window" if self.shuffle else "none")
+        )
+
+    @property
+    def depth_policy(self) -> DepthPolicy | None:
+        """What decides how many batches are kept ready; None: what suits the store."""
+        return fixed_depth(self.depth) if isinstance(self.depth, int) else self.depth
+
+    @property
+    def timeout_s(self) -> float:
+        """Seconds to wait for one batch."""
+        return self.timeout or _TIMEOUT_S
+
+    def tail_on(self, place: Topology) -> Tail:
+        """What happens to the last, incomplete global batch of this many ranks."""
+        if self.tail is not None:
+            return self.tail
+        if self.drop_last:
+            return "drop"
+        return "even" if place.data_world_size > 1 else "uneven"
