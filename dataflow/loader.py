@@ -245,7 +245,7 @@ class DataLoader(WorkerLoader, Generic[D_co, B]):
     device = StreamAttribute[torch.device]()
     epoch = StreamAttribute[int]()
     mark_repeats = StreamAttribute[bool]()
-    memory_limit = StreamAttribute[int]()  # type: ignore[assignment]  # over other data, an attribute
+    memory_limit = StreamAttribute[int]()  # over other data, an attribute of the loader
     seed = StreamAttribute[int]()
     shuffle = StreamAttribute[Shuffle]()
     tail = StreamAttribute[Tail]()
