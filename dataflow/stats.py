@@ -2,88 +2,170 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, is_dataclass
+from typing import Any
 
 from prefetch.cache.block_cache import NO_CACHE, CacheStats
+from prefetch.control.depth import Decision
 from prefetch.engine.ledger import MemoryHeld
-from prefetch.engine.stats import StageStats
+from prefetch.engine.stats import NOT_STARTED, EngineStats, StageStats
 from prefetch.store.reader import NO_FAULTS, ReadStats
 from sharding.lengths.units import LengthStats
 
+_NOT_STARTED = Decision(0, "not started")
 
-@dataclass(frozen=True)
-class LoaderStats:
-    """A snapshot of a `DataLoader`, counted since it was made."""
+
+@dataclass(frozen=True, kw_only=True)
+class SessionStats:
+    """What threads did for the batches of a loader."""
+
+    engine: EngineStats = NOT_STARTED
+    read_bytes: int = 0
+    """Bytes read, from the store or from a cache. Far above `delivered_bytes`: most of each block is not
+    used by this rank."""
+    decoded_bytes: int = 0
+    """Bytes of blocks after decompression and decoding, before rows are picked."""
+    in_flight: Decision = _NOT_STARTED
+    """Bytes that may be in flight at a remote store; 0: local shards, read without such a limit."""
+    faults: ReadStats = NO_FAULTS
+    """What went wrong with remote reads: retries, throttling, second requests, wrong checksums."""
+    cache: CacheStats = NO_CACHE
+    """What became of reads through a `Cache`: hits, misses, bytes, blocks dropped, errors."""
+
+    def with_past(self, past: SessionStats) -> SessionStats:
+        """The session as it is, its sums together with those of earlier ones."""
+        return SessionStats(
+            engine=self.engine.with_past(past.engine),
+            read_bytes=past.read_bytes + self.read_bytes,
+            decoded_bytes=past.decoded_bytes + self.decoded_bytes,
+            in_flight=self.in_flight,
+            faults=past.faults + self.faults,
+            cache=past.cache + self.cache,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoaderStats(SessionStats):
+    """A snapshot of a `DataLoader`, counted since it was made; of several loops, the newest one's engine."""
 
     samples: int
     """Samples delivered to the training code, on this rank; with `batching=`, pieces of samples."""
     batches: int
     """Batches delivered on this rank."""
-    read_bytes: int
-    """Bytes read, from the store or from a cache. Far above `delivered_bytes`: most of each block is not
-    used by this rank."""
-    decoded_bytes: int
-    """Bytes of blocks after decompression and decoding, before rows are picked."""
-    delivered_bytes: int
-    """Bytes of the batches' slots. Python objects (text, JSON, transformed samples) are not counted."""
-    elapsed_s: float
-    """Seconds since the first batch was asked for."""
-    starved_s: float
-    """Seconds the training code waited for a batch. Near 0: the loader keeps up. Near `elapsed_s`: the
-    loader is the bottleneck."""
-    stall_share: float
-    """`starved_s / elapsed_s`, in [0, 1]."""
     first_batch_s: float
     """Seconds from asking for the first batch to having it; 0 before that."""
-    read: StageStats
-    """Reading and decoding blocks."""
-    build: StageStats
-    """Gathering and decoding batches."""
-    ready_batches: int
-    """Finished batches waiting. 0 while training: the loader is behind. At `depth`: it is ahead."""
-    depth: int
-    """Batches kept ready or in work."""
-    depth_reason: str
-    """Why that many."""
-    in_flight_limit: int
-    """Bytes that may be in flight at a remote store; 0: local shards, read without such a limit."""
-    in_flight_reason: str
-    """Why that many."""
-    window_blocks: int
+    window: Decision
     """Blocks mixed together by the shuffle; 0 where the order has no windows."""
-    window_reason: str
-    """Why that many."""
-    memory: MemoryHeld
-    """Bytes held now, by state: what `memory_limit` is about."""
     skipped_samples: int
     """Samples left out by `on_error`."""
     skipped: tuple[str, ...]
     """The first 1,000 of them: shard, offset, key, reason."""
-    empty_batches: int = 0
+    empty_batches: int
     """Batches of which that left nothing. With one rank they are left out; with several the rank's last good
     batch came again in the place of each, so that no rank lacks a step."""
-    read_amplification: float | None = 1.0
+    read_amplification: float | None
     """How often the ranks together read each byte of the shards in an epoch, by the plan, caches left out. 1:
     no block by two ranks, as with one rank or `shuffle=True` on up to eight. Up to the number of ranks in
     file order, where each takes a part of every batch. None: not known (full shuffles, mixtures,
     `batching=`)."""
-    faults: ReadStats = NO_FAULTS
-    """What went wrong with remote reads: retries, throttling, second requests, wrong checksums."""
-    cache: CacheStats = NO_CACHE
-    """What became of reads through a `Cache`: hits, misses, bytes, blocks dropped, errors."""
-    lengths: LengthStats | None = None
+    lengths: LengthStats | None
     """What `batching=` makes of the lengths of the epoch that was begun last, over all ranks: efficiency,
     elements cut off, and more. None without `batching=`."""
-    mapped_bytes: int = 0
+    mapped_bytes: int
     """Bytes of local shards whose pages are in this process now: windows in use, which `memory` counts, too,
     and up to a quarter of the limit beside them. They are the page cache's: shared with other processes, and
     the system takes them back when it needs memory."""
-    unfinished_shards: int = 0
+    unfinished_shards: int
     """Shards that end before their format says so, which `allow_unfinished=True` lets pass. Above 0: samples
     may be missing."""
 
+    @property
+    def delivered_bytes(self) -> int:
+        """Bytes of the batches' slots. Python objects (text, JSON, transformed samples) are not counted."""
+        return self.engine.delivered_bytes
 
-@dataclass(frozen=True)
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds since the first batch was asked for."""
+        return self.engine.elapsed_s
+
+    @property
+    def starved_s(self) -> float:
+        """Seconds the training code waited for a batch.
+
+        Near 0: the loader keeps up. Near `elapsed_s`: the loader is the bottleneck.
+        """
+        return self.engine.starved_s
+
+    @property
+    def stall_share(self) -> float:
+        """`starved_s / elapsed_s`, in [0, 1]."""
+        return self.starved_s / self.elapsed_s if self.elapsed_s else 0.0
+
+    @property
+    def read(self) -> StageStats:
+        """Reading and decoding blocks."""
+        return self.engine.read
+
+    @property
+    def build(self) -> StageStats:
+        """Gathering and decoding batches."""
+        return self.engine.build
+
+    @property
+    def ready_batches(self) -> int:
+        """Finished batches waiting. 0 while training: the loader is behind. At `depth`: it is ahead."""
+        return self.engine.ready_batches
+
+    @property
+    def depth(self) -> int:
+        """Batches kept ready or in work."""
+        return self.engine.depth
+
+    @property
+    def depth_reason(self) -> str:
+        """Why that many."""
+        return self.engine.depth_reason
+
+    @property
+    def in_flight_limit(self) -> int:
+        """Bytes that may be in flight at a remote store; 0: local shards, read without such a limit."""
+        return self.in_flight.value
+
+    @property
+    def in_flight_reason(self) -> str:
+        """Why that many."""
+        return self.in_flight.reason
+
+    @property
+    def window_blocks(self) -> int:
+        """Blocks mixed together by the shuffle; 0 where the order has no windows."""
+        return self.window.value
+
+    @property
+    def window_reason(self) -> str:
+        """Why that many."""
+        return self.window.reason
+
+    @property
+    def memory(self) -> MemoryHeld:
+        """Bytes held now, by state: what `memory_limit` is about."""
+        return self.engine.memory
+
+    def to_json(self) -> dict[str, Any]:
+        """All figures by their names, as JSON values."""
+        properties = [name for name, value in vars(LoaderStats).items() if isinstance(value, property)]
+        figures: Mapping[str, Any] = {**vars(self), **{name: getattr(self, name) for name in properties}}
+        parts = {"engine", "in_flight", "window"}  # their figures have names of their own
+        return {
+            name: asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
+            for name, value in figures.items()
+            if name not in parts
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
 class WorkerStats:
     """A snapshot of a `DataLoader` over any other dataset, counted since it was made."""
 

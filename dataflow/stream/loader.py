@@ -22,7 +22,7 @@ from dataflow.dataset import ShardedDataset
 from dataflow.memory_limit import memory_limit_bytes
 from dataflow.mixture import Mixture
 from dataflow.stats import LoaderStats
-from dataflow.stream.accounts import Counts
+from dataflow.stream.deliveries import Deliveries, LastGood, Skipped, SkippedAhead
 from dataflow.stream.length_aware import check_batching, make_planner
 from dataflow.stream.loop_sessions import LoopSessions
 from dataflow.stream.loops import EpochLoop, LoopQueue
@@ -30,8 +30,8 @@ from dataflow.stream.plan import StreamPlan
 from dataflow.stream.read_ahead import megabatch_bytes
 from dataflow.stream.session import Session, SessionOptions, is_all_local
 from dataflow.stream.settings import StreamSettings
-from dataflow.stream.skipped import LastGood, Skipped, SkippedAhead
 from dataflow.topology_exchange import detect_topology
+from prefetch.control.depth import Decision
 from prefetch.control.hold import ReadHold
 from prefetch.errors import EngineClosedError, MemoryLimitError, StallError
 from prefetch.memory.finalizer import Finalizer
@@ -87,9 +87,9 @@ class StreamLoader:
         self._hold: ReadHold | None = None
         self._finalizer: Finalizer | None = None
         self._skipped = Skipped(dataset.on_error, dataset.error_budget)
-        self._counts = Counts()
+        self._deliveries = Deliveries()
         self._loops = LoopQueue(dataset)
-        self.sessions = LoopSessions(self._counts)
+        self.sessions = LoopSessions()
         self._last_good = LastGood()
         self._plan = self._stream_plan()
         self.epoch_plan(0, 0)  # raises if the settings make no plan
@@ -97,12 +97,7 @@ class StreamLoader:
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy stands where this loader stands, and reads with threads of its own.
-        own: dict[str, Any] = {"sessions": None, "_finalizer": None, "_hold": None, "_last_good": LastGood()}
-        return {**self.__dict__, **own}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self.sessions = LoopSessions(self._counts)
+        return {**self.__dict__, "_finalizer": None, "_hold": None, "_last_good": LastGood()}
 
     @property
     def read_hold(self) -> ReadHold | None:
@@ -210,7 +205,7 @@ class StreamLoader:
 
     def _batches(self, loop: EpochLoop) -> Generator[Any, None, None]:
         # What is to be delivered is looked up at the first `next`: training loops set the epoch after `iter`.
-        plan, began, counts = self._loops.begin(loop, self.epoch_plan), time.perf_counter(), self._counts
+        plan, began, counts = self._loops.begin(loop, self.epoch_plan), time.perf_counter(), self._deliveries
         taken, total = 0, plan.num_batches
         frame, session, on_device = LoopFrame(), None, None
         in_step = self._may_be_empty and self._topology.data_world_size > 1
@@ -410,13 +405,20 @@ class StreamLoader:
 
     def stats(self) -> LoaderStats:
         """A snapshot; cheap, any thread."""
-        counted = self._counts.snapshot(self.sessions.open, self.shuffle, self.window_reason, self._skipped)
-        unfinished = sum(len(one.catalog.unfinished) for one in self.dataset.sources)
-        return replace(
-            counted,
-            lengths=self._length_stats,
-            unfinished_shards=unfinished,
+        sessions, delivered = self.sessions.open, self._deliveries
+        return LoaderStats(
+            **vars(self.sessions.stats()),
+            samples=delivered.samples,
+            batches=delivered.batches,
+            first_batch_s=delivered.first_batch_s,
+            window=Decision(self.shuffle.window_blocks or 0, self.window_reason),
+            skipped_samples=self._skipped.count,
+            skipped=tuple(self._skipped.errors),
+            empty_batches=delivered.empty_batches,
             read_amplification=self._plan.read_amplification,
+            lengths=self._length_stats,
+            mapped_bytes=sum(session.mapped_bytes() for session in sessions),
+            unfinished_shards=sum(len(one.catalog.unfinished) for one in self.dataset.sources),
         )
 
     def close(self) -> None:

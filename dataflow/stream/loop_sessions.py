@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from dataflow.stream.accounts import Counts
+from dataflow.stats import SessionStats
 from dataflow.stream.loops import EpochLoop
 from dataflow.stream.session import Session
 from prefetch.memory.interrupts import Uninterrupted
@@ -23,8 +23,9 @@ class LoopSessions:
     It does not refer to the loader, so that the end of the loader may end them.
     """
 
-    def __init__(self, counts: Counts) -> None:
-        self._counts = counts
+    def __init__(self) -> None:
+        self._past = SessionStats()
+        """Sums over the sessions that have ended: however many there were, one record is kept."""
         self._lock = threading.RLock()  # guards what follows; sessions are made under it, and closed outside
         self._memory_limit = 0
         self._loops: list[EpochLoop] = []
@@ -32,6 +33,22 @@ class LoopSessions:
         self._idle: Session | None = None
         """What served the newest loop, until the next one begins."""
         self._closing: list[Session] = []
+
+    def __getstate__(self) -> SessionStats:
+        """A copy has no sessions yet."""
+        return self._past
+
+    def __setstate__(self, past: SessionStats) -> None:
+        self.__init__()  # type: ignore[misc]
+        self._past = past
+
+    def stats(self) -> SessionStats:
+        """Sums over all sessions, and what the running (or last) one does: of several the newest."""
+        with self._lock:
+            total, sessions = self._past, self.open
+        for session in sessions:
+            total = session.stats().with_past(total)
+        return total
 
     @property
     def open(self) -> list[Session]:
@@ -97,7 +114,8 @@ class LoopSessions:
                 self._closing.append(session)
         if session is not None and not join:
             session.close(join=False)
-            self._counts.keep(session)
+            with self._lock:
+                self._past = session.stats().with_past(self._past)
         self._finish_closing()
         self._forget(loop)
 
@@ -158,7 +176,7 @@ class LoopSessions:
             with self._lock:
                 if session in self._closing:
                     self._closing.remove(session)
-                    self._counts.keep(session)
+                    self._past = session.stats().with_past(self._past)
 
 
 def _stands_at_start(loop: EpochLoop) -> bool:

@@ -20,11 +20,12 @@ from dataflow.dataset import ShardedDataset
 from dataflow.mixture import Mixture
 from dataflow.staging.source import Source, Traffic
 from dataflow.staging.stager import Stager
+from dataflow.stats import SessionStats
 from dataflow.stream.cache import OpenCaches, memory_for_caches
+from dataflow.stream.deliveries import SkippedAhead
 from dataflow.stream.plan import StreamPlan
 from dataflow.stream.read_ahead import choose_read_ahead
 from dataflow.stream.settings import StreamSettings
-from dataflow.stream.skipped import SkippedAhead
 from dataflow.stream.stream import Stream
 from dataflow.torch_threads import one_torch_thread, run_with_one_torch_thread, setting_kept
 from prefetch.control.broker import SharedGate, broker_name
@@ -38,7 +39,7 @@ from prefetch.memory.arena import Arena
 from prefetch.memory.device import CudaStreams, DeviceCopier, register_pinned
 from prefetch.memory.heap import HeapKeeper
 from prefetch.memory.leases import FileLeases
-from prefetch.store.reader import NO_FAULTS, ReadStats
+from prefetch.store.reader import NO_FAULTS
 from sharding.lengths.batching import Packed
 from sharding.topology.topology import Topology
 from sharding.urls import is_local, naming_part
@@ -185,10 +186,6 @@ class Session:
             # What is read ahead counts, too: that makes the demand too high at first, which does no harm.
             self.gate.took(self.traffic.read_bytes * taken // self._taken, gap_s)
 
-    def in_flight(self) -> Decision:
-        """Bytes that may be in flight at the store, and why."""
-        return self.gate.decision if self.gate else _NO_GATE
-
     def read_on(self) -> None:
         """A second epoch has begun: see `Engine.read_on`."""
         self.engine.read_on()
@@ -201,9 +198,16 @@ class Session:
         """All batches of the epoch were taken."""
         self._next = (epoch + 1, 0)
 
-    def faults(self) -> ReadStats:
-        """Of all sources."""
-        return sum((source.reader.stats() for source in self.sources), NO_FAULTS)
+    def stats(self) -> SessionStats:
+        """A snapshot; cheap, any thread."""
+        return SessionStats(
+            engine=self.engine.stats(),
+            read_bytes=self.traffic.read_bytes,
+            decoded_bytes=self.traffic.decoded_bytes,
+            in_flight=self.gate.decision if self.gate else _NO_GATE,
+            faults=sum((source.reader.stats() for source in self.sources), NO_FAULTS),
+            cache=self.caches.stats(),
+        )
 
     def mapped_bytes(self) -> int:
         """Bytes of local shards whose pages are in this process."""

@@ -45,6 +45,18 @@ class EngineStats:
     build: StageStats
     memory: MemoryHeld
 
+    def with_past(self, past: EngineStats) -> EngineStats:
+        """The engine as it is, its sums together with those of an earlier one."""
+        return replace(
+            self,
+            elapsed_s=past.elapsed_s + self.elapsed_s,
+            starved_s=past.starved_s + self.starved_s,
+            delivered_batches=past.delivered_batches + self.delivered_batches,
+            delivered_bytes=past.delivered_bytes + self.delivered_bytes,
+            read=self.read.with_past(past.read),
+            build=self.build.with_past(past.build),
+        )
+
 
 NOT_STARTED = EngineStats(
     elapsed_s=0.0,

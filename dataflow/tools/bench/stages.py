@@ -102,7 +102,7 @@ def run_phase(work: Work) -> RankFigures:
         cpu_s=cpu_s,
         utilisation=steps.utilisation if steps else None,
         steps=asdict(steps) if steps else None,
-        stats=asdict(stats) if stats else None,
+        stats=stats.to_json() if stats else None,
     )
 
 

@@ -28,7 +28,21 @@ class Rows(Dataset):
 
 def test_before_the_first_loop_there_is_nothing() -> None:
     before = DataLoader(Rows(), 3).stats()
-    assert before == WorkerStats(0, 0, 0.0, 0.0, 0.0, 0.0, 0, "main", "num_workers=0", 0, 0, 0, ())
+    assert before == WorkerStats(
+        batches=0,
+        delivered_bytes=0,
+        elapsed_s=0.0,
+        starved_s=0.0,
+        stall_share=0.0,
+        first_batch_s=0.0,
+        num_workers=0,
+        workers="main",
+        workers_reason="num_workers=0",
+        ahead_batches=0,
+        ready_batches=0,
+        shared_bytes=0,
+        worker_pids=(),
+    )
 
 
 @pytest.mark.parametrize("workers", [None, "thread", "process"])

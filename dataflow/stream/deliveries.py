@@ -1,4 +1,4 @@
-"""Samples that are left out by policy: counted, listed, and what comes where a whole batch is left out."""
+"""What is delivered, which samples are left out by policy, and what comes in place of an empty batch."""
 
 from __future__ import annotations
 
@@ -12,12 +12,23 @@ import torch
 
 from dataflow.batch.chunk import REPEAT, Delivered
 from dataflow.torch_threads import run_with_one_torch_thread
-from prefetch.control.depth import Decision
 from sharding.errors import DataflowError, SampleError
 
-_NOT_IN_FLIGHT = Decision(0, "not started")
-
 _LISTED_ERRORS = 1000
+
+
+class Deliveries:
+    """Counts of what was handed out, over all loops of a loader."""
+
+    def __init__(self) -> None:
+        self.samples = self.batches = self.empty_batches = 0
+        self.first_batch_s = 0.0
+
+    def add(self, delivered: Delivered) -> None:
+        """Count a batch that is handed out, or left out for being empty."""
+        self.empty_batches += delivered.in_place or not delivered.num_samples
+        self.batches += delivered.num_samples > 0
+        self.samples += delivered.num_samples
 
 
 class LastGood:
