@@ -23,7 +23,7 @@ from benchmarks.memory import tree_cpu_s
 from benchmarks.remote_peers import Remote
 
 IMPORTS = {
-    "ours": ("dataflow.shard_order", "fsspec.implementations.http"),
+    "ours": ("dataflow.stream.loader", "fsspec.implementations.http"),
     "webdataset": ("webdataset",),
     "torch_fsspec": ("fsspec", "aiohttp"),
     "hf": ("datasets",),

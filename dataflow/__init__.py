@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from dataflow.batch.packed import PackedRows as PackedRows
     from dataflow.batch.ragged import Pad
-    from dataflow.cache import Cache
     from dataflow.dataset import ShardedDataset
     from dataflow.decode.image import Image, MissingImageSupportError as MissingImageSupportError
     from dataflow.grad.agreement import DisagreementError as DisagreementError
     from dataflow.grad.lost import RankLostError as RankLostError
     from dataflow.grad.schedule import GradSchedule
+    from dataflow.limits import Cache
     from dataflow.loader import DataLoader
     from dataflow.mixture import Mixture
     from dataflow.ragged import Ragged
@@ -70,7 +70,7 @@ _MODULES = {
     "WorkerStats": "dataflow.stats",
     # `__all__`:
     "Bucketed": "sharding.lengths.batching",
-    "Cache": "dataflow.cache",
+    "Cache": "dataflow.limits",
     "DataLoader": "dataflow.loader",
     "DataflowError": "sharding.errors",
     "GradSchedule": "dataflow.grad.schedule",
@@ -96,7 +96,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'dataflow' has no attribute {name!r}")
     value = globals()[name] = getattr(import_module(_MODULES[name]), name)
     if name in ("ShardedDataset", "Mixture"):
-        import_module("dataflow.shard_order")  # a loader over them needs it: not at its first batch
+        import_module("dataflow.stream.loader")  # a loader over them needs it: not at its first batch
     return value
 
 

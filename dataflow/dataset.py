@@ -25,9 +25,9 @@ from dataflow.batch.columns import ChunkColumns, ChunkRows, Randomness, WindowPa
 from dataflow.batch.output import Output
 from dataflow.batch.resolve import resolve_outputs
 from dataflow.batch.samples import samples_of, transform_reason
-from dataflow.cache import Cache
+from dataflow.limits import Cache
 from dataflow.opening import Opening
-from dataflow.sharded import Sharded
+from dataflow.shard_order import Sharded
 from dataflow.staging.reading import ReadWindow, SparseWindow
 from dataflow.staging.source import Source
 from dataflow.staging.window import StagedWindow

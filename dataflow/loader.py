@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, Self, cast, o
 import torch
 from typing_extensions import TypeVar
 
-from dataflow.memory_limit import memory_limit_bytes
-from dataflow.sharded import Sharded
+from dataflow.limits import memory_limit_bytes
+from dataflow.shard_order import Sharded, ShardOrder, order_given
 from dataflow.state_checksum import checked_fields, with_checksum
 from dataflow.timing import VARIABLE
 from dataflow.workers.drop_in import DropInEngine, checked_workers, new_state
@@ -149,7 +149,6 @@ class DataLoader(WorkerLoader, Generic[D_co, B]):
     ) -> None:
         self._stream: StreamLoader | None = None
         if isinstance(dataset, Sharded):
-            from dataflow.shard_order import ShardOrder, order_given
             from dataflow.stream.loader import StreamLoader
             from dataflow.stream.settings import StreamSettings
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from dataflow.batch.output import Output
 from dataflow.dataset import OnError, ShardedDataset
-from dataflow.sharded import Sharded
+from dataflow.shard_order import Sharded
 from sharding.mixture.interleaving import MixtureSpec, Stop
 from sharding.mixture.shares import ENDLESS, Weight, exact_numbers, integer_shares, temperature_weights
 from sharding.mixture.windows import MixtureWindows, source_seed

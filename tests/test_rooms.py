@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from test_architecture import MODULES, ROOT, imported_modules
 
-LEAVES = {"dataflow.memory_limit", "dataflow.ragged", "dataflow.stats", "dataflow.torch_threads"}
+LEAVES = {"dataflow.limits", "dataflow.ragged", "dataflow.stats", "dataflow.torch_threads"}
 """Of the front door: values that rooms behind it share."""
-DATASETS = {"dataflow.cache", "dataflow.dataset", "dataflow.mixture"}
+DATASETS = {"dataflow.dataset", "dataflow.mixture"}
 ORDERS = {"sharding.order", "sharding.plan", "sharding.mixture", "sharding.lengths", "sharding.topology"}
 MAY_USE: dict[str, set[str]] = {
     # sharding: values

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from dataflow.cache import Cache
 from dataflow.dataset import ShardedDataset
+from dataflow.limits import Cache
 from dataflow.staging.source import SourceCache
 from dataflow.stream.plan import StreamPlan
 from dataflow.stream.planned_use import Plan, PlannedUse

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from dataflow.batch.chunk import REPEAT
 from dataflow.dataset import ShardedDataset
-from dataflow.memory_limit import memory_limit_bytes
+from dataflow.limits import memory_limit_bytes
 from dataflow.mixture import Mixture
 from dataflow.stats import LoaderStats
 from dataflow.stream.deliveries import Deliveries, LastGood, Skipped, SkippedAhead

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from dataflow.dataset import ShardedDataset
-from dataflow.memory_limit import memory_limit_bytes
+from dataflow.limits import memory_limit_bytes
 from dataflow.testing import StartMethod, run_ranks
 from dataflow.tools.bench.evidence import evict
 from dataflow.tools.bench.stages import Phase, RankFigures, Work, run_phase

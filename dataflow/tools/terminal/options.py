@@ -156,7 +156,7 @@ def size(_ctx: click.Context, _param: click.Parameter, value: str | None) -> int
     """Bytes, from text such as "4MiB"."""
     if value is None:
         return None
-    from dataflow.memory_limit import parse_bytes
+    from dataflow.limits import parse_bytes
 
     try:
         nbytes = parse_bytes(value)

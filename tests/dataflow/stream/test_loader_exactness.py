@@ -323,7 +323,7 @@ def test_the_memory_of_the_machine_does_not_change_the_order_of_shuffle_true(
     data = make_parquet(tmp_path, 200)
     orders = []
     for memory in (1 << 29, 1 << 40):
-        monkeypatch.setattr("dataflow.memory_limit._machine_memory", lambda memory=memory: memory)
+        monkeypatch.setattr("dataflow.limits._machine_memory", lambda memory=memory: memory)
         with DataLoader(data.open(), 4, True, topology=rank(0, 2)) as loader:
             orders.append((loader.shuffle, loader.memory_limit))
     assert orders[0][0] == orders[1][0]
