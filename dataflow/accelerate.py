@@ -52,26 +52,28 @@ def prepare_loader(
     order: Any = loader.sampler
     if isinstance(order, ShardOrder):
         # It is not to be taken apart: Accelerate makes a wrapper for another one.
-        made = accelerator.prepare_data_loader(TorchDataLoader([0]), device_placement)  # type: ignore[arg-type]
+        wrapper = accelerator.prepare_data_loader(TorchDataLoader([0]), device_placement)  # type: ignore[arg-type]
         base = loader
         loader.batch_sampler.num_processes = accelerator.num_processes  # type: ignore[union-attr]
-        made._drop_last = True  # `begin` knows better than the dataset's length what the last batch repeats
+        wrapper._drop_last = (
+            True  # `begin` knows better than the dataset's length what the last batch repeats
+        )
     else:
-        made = accelerator.prepare_data_loader(loader, device_placement)
+        wrapper = accelerator.prepare_data_loader(loader, device_placement)
         base = copy.copy(loader)
-        base.__dict__.update({name: made.base_dataloader.__dict__[name] for name in _REPLACED})
-    kind = _Dispatcher if type(made) is DataLoaderDispatcher else _Shard
+        base.__dict__.update({name: wrapper.base_dataloader.__dict__[name] for name in _REPLACED})
+    kind = _Dispatcher if type(wrapper) is DataLoaderDispatcher else _Shard
     prepared: Any = kind.__new__(kind)
-    prepared.take(made, base)
-    accelerator._dataloaders[accelerator._dataloaders.index(made)] = prepared
+    prepared.adopt(wrapper, base)
+    accelerator._dataloaders[accelerator._dataloaders.index(wrapper)] = prepared
     return prepared  # type: ignore[no-any-return]
 
 
 class _Keeping:
     """A wrapper whose state holds the epoch too, which Accelerate counts and sets samplers by."""
 
-    def take(self, made: Any, base: DataLoader) -> None:
-        self.__dict__.update(made.__dict__)
+    def adopt(self, wrapper: Any, base: DataLoader) -> None:
+        self.__dict__.update(wrapper.__dict__)
         self.base_dataloader: Any = base
         self.use_stateful_dataloader = True  # so that save_state and load_state ask for states
         self._is_accelerate_prepared = True
@@ -87,8 +89,8 @@ class _Keeping:
 
     def _update_state_dict(self) -> None:
         ended = bool(self.end_of_dataloader)
-        told = {_FINISHED: ended, _ITERATION: self.iteration + ended}
-        self.dl_state_dict = {**self.base_dataloader.state_dict(), **told}
+        marks = {_FINISHED: ended, _ITERATION: self.iteration + ended}
+        self.dl_state_dict = {**self.base_dataloader.state_dict(), **marks}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if not isinstance(state, Mapping) or not state.keys() >= _ADDED:

@@ -123,7 +123,14 @@ class ShardedDataset(Sharded, Dataset[S]):
         self.storage_options = dict(storage_options or {})
         self.retry, self._hosts = retry or RetryPolicy(), Hosts()
         opening = Opening(
-            format, catalog, dtype, length, block_bytes, progress, self.storage_options, allow_unfinished
+            format=format,
+            catalog=catalog,
+            dtype=dtype,
+            length=length,
+            block_bytes=block_bytes,
+            progress=progress,
+            storage_options=self.storage_options,
+            allow_unfinished=allow_unfinished,
         )
         with Retrier(self.retry, self._hosts) as retrier:
             self.catalog = opening.find(source, retrier)
@@ -242,12 +249,12 @@ class ShardedDataset(Sharded, Dataset[S]):
 
     def select(self, columns: Sequence[str]) -> ShardedDataset[S]:
         """Only these columns of what this dataset delivers, in this order. `ValueError` for unknown ones."""
-        known = {output.name: output for output in self.outputs}
-        unknown = [name for name in columns if name not in known]
+        outputs = {output.name: output for output in self.outputs}
+        unknown = [name for name in columns if name not in outputs]
         if unknown or not columns or isinstance(columns, str):
-            raise ValueError(f"columns must be a list out of {', '.join(known)}; got {columns!r}")
+            raise ValueError(f"columns must be a list out of {', '.join(outputs)}; got {columns!r}")
         view = self._view(self.selection)
-        view.outputs, view._all_columns = tuple(known[name] for name in columns), False
+        view.outputs, view._all_columns = tuple(outputs[name] for name in columns), False
         return view
 
     def filter(self, expression: Any) -> ShardedDataset[S]:

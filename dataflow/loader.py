@@ -337,6 +337,6 @@ class DataLoader(WorkerLoader, Generic[D_co, B]):
 
 
 def _refuse(why: str, **arguments: Any) -> None:
-    given = [name for name, value in arguments.items() if value is not None]
-    if given:
-        raise ValueError(f"{why}{', '.join(f'{name}=' for name in given)} cannot be used here")
+    names = [name for name, value in arguments.items() if value is not None]
+    if names:
+        raise ValueError(f"{why}{', '.join(f'{name}=' for name in names)} cannot be used here")

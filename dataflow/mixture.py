@@ -67,24 +67,24 @@ class Mixture(Sharded):
         stop: Stop = "first",
         run_length: int = 1,
     ) -> None:
-        given = members if isinstance(members, Mapping) else None
+        weights = members if isinstance(members, Mapping) else None
         self.members = tuple(members)
         _check_members(self.members)
-        rules = {"weights": given, "repeats": repeats, "temperature": temperature, "schedule": schedule}
+        rules = {"weights": weights, "repeats": repeats, "temperature": temperature, "schedule": schedule}
         named = [name for name, rule in rules.items() if rule is not None]
         if len(named) > 1:
             raise ValueError(f"a mixture has one rule for its shares, got {' and '.join(named)}")
         self.sources: tuple[ShardedDataset, ...] = tuple(s for m in self.members for s in _sources(m))
         """The datasets, those of nested mixtures in their place."""
         sizes = [len(source) for source in self.sources]
-        if given is not None:
-            schedule = {0: given}
+        if weights is not None:
+            schedule = {0: weights}
         elif temperature is not None:
             schedule = {
                 0: temperature_weights([sum(map(len, _sources(m))) for m in self.members], temperature)
             }
         if schedule is not None:
-            steps = {step: self._of_sources(weights) for step, weights in schedule.items()}
+            steps = {step: self._of_sources(rule) for step, rule in schedule.items()}
             self.spec = MixtureSpec.weighted(sizes, steps, stop=stop, run_length=run_length)
         elif stop != "first":
             raise ValueError(f"without weights an epoch has a fixed length: leave out stop={stop!r}")

@@ -41,7 +41,7 @@ from sharding.urls import is_local
 _INDEX_THREADS = 16
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Opening:
     """How a dataset is opened; see `ShardedDataset` for what the fields mean."""
 
@@ -56,10 +56,10 @@ class Opening:
 
     def find(self, source: Any, retrier: Retrier) -> Catalog:
         """The catalog of a source; indexes what has no true one, and warns of unfinished shards."""
-        found = self._find(source, retrier)
-        if found.unfinished:
-            warnings.warn(unfinished_text(found), stacklevel=3)
-        return found
+        catalog = self._find(source, retrier)
+        if catalog.unfinished:
+            warnings.warn(unfinished_text(catalog), stacklevel=3)
+        return catalog
 
     def _find(self, source: Any, retrier: Retrier) -> Catalog:
         options = self.storage_options
@@ -124,7 +124,7 @@ class Opening:
         if local:
             changed = changes(found)
         else:
-            with retrier.pool(_INDEX_THREADS, "dataflow-index") as pool, _told_of_signatures(found):
+            with retrier.pool(_INDEX_THREADS, "dataflow-index") as pool, _explain_signatures(found):
                 changed = changes(
                     found, self.storage_options, pool.map, fresh=False, retry=retrier, shards=shards
                 )
@@ -150,7 +150,7 @@ class Opening:
 
 
 @contextmanager
-def _told_of_signatures(catalog: Catalog) -> Iterator[None]:
+def _explain_signatures(catalog: Catalog) -> Iterator[None]:
     try:
         yield
     except ShardReadError as error:
@@ -182,8 +182,8 @@ def shards_of(source: Any, options: Mapping[str, Any], retrier: Retrier) -> list
 
 def _some(num_shards: int) -> Sequence[int]:
     """As many shards as are asked at once, the first and the last among them."""
-    asked = min(num_shards, _INDEX_THREADS)
-    return [i * (num_shards - 1) // max(1, asked - 1) for i in range(asked)]
+    count = min(num_shards, _INDEX_THREADS)
+    return [i * (num_shards - 1) // max(1, count - 1) for i in range(count)]
 
 
 def index(

@@ -178,5 +178,5 @@ def _reduce_outcome(kind: str, outcome: BaseException) -> tuple[Any, tuple[str, 
 
 
 def _outcome(kind: str, message: str) -> BaseException:
-    made: BaseException = getattr(pytest, kind).Exception(message)
-    return made
+    outcome: BaseException = getattr(pytest, kind).Exception(message)
+    return outcome

@@ -113,5 +113,5 @@ class ShardOrder(DistributedSampler[int]):
 
 def order_given(sampler: Any, batch_sampler: Any) -> ShardOrder | None:
     """The order that a framework hands back, as it is or inside a batch sampler of its own; None: none."""
-    found = getattr(batch_sampler, "sampler", None) if sampler is None else sampler
-    return found if isinstance(found, ShardOrder) else None
+    order = getattr(batch_sampler, "sampler", None) if sampler is None else sampler
+    return order if isinstance(order, ShardOrder) else None

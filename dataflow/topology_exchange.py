@@ -71,9 +71,9 @@ def data_ranks_of_mesh(mesh: DeviceMesh, *data_dims: str) -> list[int]:
         raise ValueError("the mesh must have every rank of the job: pass the whole mesh, not a part of it")
     axes = [names.index(dim) for dim in data_dims]
     places = np.indices(ranks.shape)[axes]
-    found = np.empty(ranks.size, np.int64)
-    found[ranks] = np.ravel_multi_index(tuple(places), tuple(ranks.shape[axis] for axis in axes))
-    return [int(rank) for rank in found]
+    data_ranks = np.empty(ranks.size, np.int64)
+    data_ranks[ranks] = np.ravel_multi_index(tuple(places), tuple(ranks.shape[axis] for axis in axes))
+    return [int(rank) for rank in data_ranks]
 
 
 def _place_in_group(env: Env) -> RankPlace:
@@ -108,8 +108,8 @@ def _all_gather(own: RankFacts) -> list[RankFacts]:
     """By the job's own group if that serves host memory; else (NCCL alone) by a gloo group made for it."""
     on_host = "cpu:" in dist.get_backend_config()
     group = None if on_host else dist.new_group(backend="gloo")
-    found: list[RankFacts] = [own] * dist.get_world_size()
-    dist.all_gather_object(found, own, group)
+    facts: list[RankFacts] = [own] * dist.get_world_size()
+    dist.all_gather_object(facts, own, group)
     if group is not None:
         dist.destroy_process_group(group)
-    return found
+    return facts

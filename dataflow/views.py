@@ -33,14 +33,14 @@ def picked(selection: Selection, indices: Any) -> Selection:
         if step == 1:
             return selection.between(start, max(start, stop))
         return selection.at(np.arange(start, stop, step))
-    given = np.asarray(indices)
-    if given.dtype == bool:
-        if given.shape != (len(selection),):
+    chosen = np.asarray(indices)
+    if chosen.dtype == bool:
+        if chosen.shape != (len(selection),):
             raise ValueError(f"a mask must have one bool for each of {len(selection)} samples")
-        return selection.at(np.flatnonzero(given))
-    if given.ndim != 1 or (given.size and given.dtype.kind not in "iu"):
-        raise ValueError(f"indices must be a slice or a list of integers, got {given.ndim}-D {given.dtype}")
-    return selection.at(_ascending(given.astype(np.int64), len(selection)))
+        return selection.at(np.flatnonzero(chosen))
+    if chosen.ndim != 1 or (chosen.size and chosen.dtype.kind not in "iu"):
+        raise ValueError(f"indices must be a slice or a list of integers, got {chosen.ndim}-D {chosen.dtype}")
+    return selection.at(_ascending(chosen.astype(np.int64), len(selection)))
 
 
 def _ascending(indices: NDArray[np.int64], total: int) -> NDArray[np.int64]:

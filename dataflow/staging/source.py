@@ -47,7 +47,7 @@ class SourceCache:
     """A cache as one source sees it. Thread-safe."""
 
     begins: Callable[[int, int], None]
-    """`Plan.begins`: a window of an epoch is going to be read; one thread at a time. Cheap."""
+    """`SourceUse.begins`: a window of an epoch is going to be read; one thread at a time. Cheap."""
     read_into: Callable[..., None]
     """`BlockCache.read_into`."""
 

@@ -11,8 +11,8 @@ import numpy as np
 from dataflow.dataset import ShardedDataset
 from dataflow.limits import Cache
 from dataflow.staging.source import SourceCache
+from dataflow.stream.next_use import NextUse, SourceUse
 from dataflow.stream.plan import StreamPlan
-from dataflow.stream.planned_use import Plan, PlannedUse
 from prefetch.cache.block_cache import NO_CACHE, BlockCache, CacheStats
 from prefetch.cache.memory_tier import MemoryTier
 from prefetch.memory.arena import Arena
@@ -40,15 +40,15 @@ class OpenCaches:
         self._of_source: dict[int, SourceCache] = {}
         self._open: list[BlockCache] = []
         self._memory: list[MemoryTier] = []
-        plans = {
-            number: _plan_of(dataset, number, plan, place)
+        uses = {
+            number: _use_of(dataset, number, plan, place)
             for number, dataset in enumerate(datasets)
             if _cache_of(dataset) is not None
         }
-        for cache in dict.fromkeys(datasets[number].cache for number in plans):
+        for cache in dict.fromkeys(datasets[number].cache for number in uses):
             assert cache is not None
-            mine = [number for number in plans if datasets[number].cache == cache]
-            future = PlannedUse([plans[number] for number in mine])
+            numbers = [number for number in uses if datasets[number].cache == cache]
+            future = NextUse([uses[number] for number in numbers])
             memory = None
             if cache.memory_bytes and in_memory:
                 memory = MemoryTier(cache.memory_bytes, arena.lease, future.of_names)
@@ -56,7 +56,7 @@ class OpenCaches:
             blocks = BlockCache(cache.folder, cache.limit_bytes, future, memory=memory)
             self._open.append(blocks)
             self._of_source.update(
-                (number, SourceCache(plans[number].begins, blocks.read_into)) for number in mine
+                (number, SourceCache(uses[number].begins, blocks.read_into)) for number in numbers
             )
 
     def of(self, source: int) -> SourceCache | None:
@@ -97,14 +97,14 @@ def _cache_of(dataset: ShardedDataset) -> Cache | None:
     return dataset.cache if remote else None
 
 
-def _plan_of(dataset: ShardedDataset, number: int, plan: StreamPlan, place: Topology) -> Plan:
+def _use_of(dataset: ShardedDataset, number: int, plan: StreamPlan, place: Topology) -> SourceUse:
     mixed = plan.dataset.sources != (dataset,)
     seed = source_seed(plan.seed, number) if mixed else plan.seed
     share = float(getattr(plan.dataset, "shares", [1])[number if mixed else 0])
     shuffle = plan.shuffle.resolved()
-    return Plan(
-        dataset.catalog,
-        partial(_order, dataset, shuffle, seed),
+    return SourceUse(
+        catalog=dataset.catalog,
+        order_of=partial(_order, dataset, shuffle, seed),
         samples=len(dataset) / share if share else np.inf,
         lanes=_lanes(plan, shuffle.num_lanes, place),
         sparse=shuffle.kind == "full",

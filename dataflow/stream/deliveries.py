@@ -49,14 +49,14 @@ class LastGood:
             elif self._last is None:
                 raise _nothing_to_repeat(one) from one.skipped[0]
             else:
-                one = self._again(self._last, one)
+                one = self._repeated(self._last, one)
             filled.append(one)
         if self._last is not None and self._last is not before:
             self._last = self._last._replace(batch=_copied(self._last.batch))
         return iter(filled)
 
     @staticmethod
-    def _again(last: Delivered, empty: Delivered) -> Delivered:
+    def _repeated(last: Delivered, empty: Delivered) -> Delivered:
         batch = _copied(last.batch)
         if isinstance(batch, MutableMapping) and REPEAT in batch:
             batch[REPEAT] = torch.ones_like(batch[REPEAT])

@@ -212,7 +212,7 @@ class StreamLoader:
         try:
             while taken < total and not loop.closed:
                 if session is None or loop.session is not session:
-                    session = self._serve(loop, frame, plan.order.epoch, again=session is not None)
+                    session = self._serve(loop, frame, plan.order.epoch, restarted=session is not None)
                     assert loop.plan is not None
                     taken, total = loop.taken, loop.plan.num_batches
                     on_device = session.copier.to_device if session.copier else None
@@ -230,7 +230,7 @@ class StreamLoader:
                     counts.add(delivered)
                     loop.taken = taken = taken + 1
                     if taken == total:
-                        self._has_all(loop, session)
+                        self._deliver_last(loop, session)
                     if not delivered.num_samples:
                         continue
                     yield batch
@@ -242,14 +242,14 @@ class StreamLoader:
         except GeneratorExit:
             raise  # the loop was left: whatever else ran here now would swallow a Ctrl-C
         except BaseException as error:
-            self._give_up(loop, error)
+            self._fail(loop, error)
             raise
         self._loops.end(loop, plan.order.epoch)
 
-    def _serve(self, loop: EpochLoop, frame: LoopFrame, epoch: int, *, again: bool) -> Session:
-        """Have a session for a loop, `again` from where it stands: its former one was closed."""
+    def _serve(self, loop: EpochLoop, frame: LoopFrame, epoch: int, *, restarted: bool) -> Session:
+        """Have a session for a loop; `restarted` from where the loop is, as its former one was closed."""
         assert loop.plan is not None
-        if again:
+        if restarted:
             loop.plan, loop.taken = self.epoch_plan(epoch, loop.plan.position_after(loop.taken)), 0
         else:
             loop.finalizer = Finalizer(frame, partial(self.sessions.leave, loop))
@@ -261,8 +261,8 @@ class StreamLoader:
             session.read_on()
         return session
 
-    def _has_all(self, loop: EpochLoop, session: Session) -> None:
-        """The last batch of a loop is handed out."""
+    def _deliver_last(self, loop: EpochLoop, session: Session) -> None:
+        """Note that the last batch of a loop is handed out: its session serves the next one, or ends."""
         assert loop.plan is not None
         if self._loops.is_last_begun(loop):
             session.epoch_done(loop.plan.order.epoch)
@@ -270,8 +270,8 @@ class StreamLoader:
         else:
             self.sessions.leave(loop)
 
-    def _give_up(self, loop: EpochLoop, error: BaseException) -> None:
-        """A loop failed, or was interrupted."""
+    def _fail(self, loop: EpochLoop, error: BaseException) -> None:
+        """End a loop that failed, or was interrupted."""
         num_loops = self.sessions.num_loops
         if isinstance(error, MemoryLimitError) and num_loops > 1:
             error.add_note(

@@ -80,7 +80,7 @@ class LoopSessions:
             if loop not in self._loops:  # else its session was closed for holding too much
                 self._loops.append(loop)
                 loop.session, self._idle = self._idle, None
-            if loop.session is not None and not _stands_at_start(loop):
+            if loop.session is not None and not _is_at_start(loop):
                 self._closing.append(loop.session)
                 loop.session = None
             self._share_out()
@@ -122,7 +122,7 @@ class LoopSessions:
     def drop_idle(self, epoch: int, start: int) -> None:
         """Close the session that waits for the next loop, unless that is where it stands."""
         with self._lock:
-            if self._idle is not None and not self._idle.stands_at(epoch, start):
+            if self._idle is not None and not self._idle.is_at(epoch, start):
                 self._closing.append(self._idle)
                 self._idle = None
         self._finish_closing()
@@ -179,7 +179,7 @@ class LoopSessions:
                     self._past = session.stats().with_past(self._past)
 
 
-def _stands_at_start(loop: EpochLoop) -> bool:
+def _is_at_start(loop: EpochLoop) -> bool:
     assert loop.plan is not None
     assert loop.session is not None
-    return loop.session.stands_at(loop.plan.order.epoch, loop.plan.start)
+    return loop.session.is_at(loop.plan.order.epoch, loop.plan.start)

@@ -113,7 +113,7 @@ class Session:
         self._closing = threading.RLock()  # held until all has ended
         self._builds_end = threading.Event()
         self._closed = False
-        self._taken, self._took_s = 0, self._now()
+        self._num_taken, self._last_taken_s = 0, self._now()
         ledger = self.ledger
         postprocessing = Postprocessing(
             transforms=[(source.transform, source.transform_wants_rng) for source in dataset.sources],
@@ -170,11 +170,11 @@ class Session:
 
     def next_batches(self) -> Sequence[Delivered]:
         """The batches of the next chunk."""
-        gap_s = self._now() - self._took_s
+        gap_s = self._now() - self._last_taken_s
         batches = self.engine.next_batches()
         if batches:
             self._next = (batches[-1].epoch, -1)
-            self._took_s = self._now()
+            self._last_taken_s = self._now()
             self._tell_demand(len(batches), gap_s)
             if self._hold:
                 self._hold.took()
@@ -182,15 +182,15 @@ class Session:
 
     def _tell_demand(self, taken: int, gap_s: float) -> None:
         if self.gate:
-            self._taken += taken
+            self._num_taken += taken
             # What is read ahead counts, too: that makes the demand too high at first, which does no harm.
-            self.gate.took(self.traffic.read_bytes * taken // self._taken, gap_s)
+            self.gate.took(self.traffic.read_bytes * taken // self._num_taken, gap_s)
 
     def read_on(self) -> None:
         """A second epoch has begun: see `Engine.read_on`."""
         self.engine.read_on()
 
-    def stands_at(self, epoch: int, start: int) -> bool:
+    def is_at(self, epoch: int, start: int) -> bool:
         """Whether the next batch is the first from `start` of the epoch."""
         return self._next == (epoch, start)
 

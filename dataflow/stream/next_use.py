@@ -25,9 +25,9 @@ from sharding.order.order import Order
 from sharding.plan.next_use import LaneRange, next_uses, windows_of_blocks
 
 
-@dataclass(frozen=True)
-class Plan:
-    """What is known of one source."""
+@dataclass(frozen=True, kw_only=True)
+class SourceUse:
+    """When the blocks of one source are needed."""
 
     catalog: Catalog
     order_of: Callable[[int], Order]
@@ -38,37 +38,37 @@ class Plan:
     sparse: bool
     """Whether single samples are read: they are in no table, and none is known to be needed sooner."""
     # Blocks of the oldest window that is open may still be wanted.
-    _begun: deque[tuple[int, int]] = field(default_factory=lambda: deque(maxlen=WINDOWS_OPEN))
+    _open: deque[tuple[int, int]] = field(default_factory=lambda: deque(maxlen=WINDOWS_OPEN))
     _windows: OrderedDict[int, tuple[NDArray[np.int64], int]] = field(default_factory=OrderedDict)
 
     def begins(self, epoch: int, window: int) -> None:
-        """Its next window is going to be read. Cheap; one thread."""
-        self._begun.append((epoch, window))
+        """Note that its next window is going to be read. Cheap; one thread."""
+        self._open.append((epoch, window))
 
-    def uses(self, blocks: NDArray[np.int64], *, done: bool) -> NDArray[np.float64]:
+    def next_uses(self, blocks: NDArray[np.int64], *, just_read: bool) -> NDArray[np.float64]:
         """When some of its blocks are needed next. One thread at a time."""
-        epoch, window = self._begun[0] if self._begun else (0, 0)
+        epoch, window = self._open[0] if self._open else (0, 0)
         this, following = self._at(epoch), self._at(epoch + 1)
-        when = next_uses(blocks, (epoch, window), this, following, done=done and not self.lanes.shared)
+        when = next_uses(blocks, (epoch, window), this, following, done=just_read and not self.lanes.shared)
         return when * self.samples
 
     def _at(self, epoch: int) -> tuple[NDArray[np.int64], int]:
-        known = self._windows.get(epoch)
-        if known is None:
+        windows = self._windows.get(epoch)
+        if windows is None:
             order = self.order_of(epoch)
-            known = windows_of_blocks(order, self.catalog.num_blocks, self.lanes), order.num_windows
-            self._windows[epoch] = known
+            windows = windows_of_blocks(order, self.catalog.num_blocks, self.lanes), order.num_windows
+            self._windows[epoch] = windows
             while len(self._windows) > 2:
                 self._windows.popitem(last=False)
-        return known
+        return windows
 
 
-class PlannedUse:
+class NextUse:
     """Implements `prefetch.cache.block_cache.Future` over several sources. Thread-safe."""
 
-    def __init__(self, plans: Sequence[Plan]) -> None:
-        self._plans = plans
-        self._lock = threading.Lock()  # guards the plans' memory, and making the tables
+    def __init__(self, sources: Sequence[SourceUse]) -> None:
+        self._sources = sources
+        self._lock = threading.Lock()  # guards what sources keep, and making the tables
 
     def marks(self) -> NDArray[np.uint64]:
         """Of all shards."""
@@ -76,53 +76,53 @@ class PlannedUse:
 
     def of_stored(self, stored: Stored) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
         """When each block of a folder is needed, and whether it is one of ours."""
-        return self._of(stored.marks, stored.offsets, done=False)
+        return self._of(stored.marks, stored.offsets, just_read=False)
 
     def of_names(self, names: Sequence[str]) -> NDArray[np.float64]:
         """When each of these blocks is needed; infinity for others."""
         parts = [name.split("-") for name in names]
         marks = np.array([mark_of(part[0]) for part in parts], np.uint64)
-        return self._of(marks, np.array([int(part[1]) for part in parts], np.int64), done=False)[0]
+        return self._of(marks, np.array([int(part[1]) for part in parts], np.int64), just_read=False)[0]
 
     def of_entry(self, entry: Entry) -> float:
         """When a block that was just read is needed again."""
         mark, offset = np.array([mark_of(entry.tag)], np.uint64), np.array([entry.offset])
-        return float(self._of(mark, offset, done=True)[0][0])
+        return float(self._of(mark, offset, just_read=True)[0][0])
 
     def _of(
-        self, marks: NDArray[np.uint64], offsets: NDArray[np.int64], *, done: bool
+        self, marks: NDArray[np.uint64], offsets: NDArray[np.int64], *, just_read: bool
     ) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
         with self._lock:
             keys = _keys(marks, offsets)
             sorted_keys, owner, block = self._table
             at = np.minimum(np.searchsorted(sorted_keys, keys), len(sorted_keys) - 1)
-            known = sorted_keys[at] == keys
-            ours = known.copy()
+            in_table = sorted_keys[at] == keys
+            ours = in_table.copy()
             when = np.full(len(keys), np.inf)
-            for plan, of_shards in zip(self._plans, self._shard_marks, strict=True):
-                if plan.sparse:
-                    its = ~known & np.isin(marks, of_shards)
+            for source, of_shards in zip(self._sources, self._shard_marks, strict=True):
+                if source.sparse:
+                    its = ~in_table & np.isin(marks, of_shards)
                     when[its] = 0.0
                     ours |= its
-            for number, plan in enumerate(self._plans):
-                its = known & (owner[at] == number)
+            for number, source in enumerate(self._sources):
+                its = in_table & (owner[at] == number)
                 if its.any():
-                    when[its] = plan.uses(block[at[its]], done=done)
+                    when[its] = source.next_uses(block[at[its]], just_read=just_read)
         return when, ours
 
     @cached_property
     def _shard_marks(self) -> list[NDArray[np.uint64]]:
         return [
             np.array([mark_of(tag_of(c.shard(i))) for i in range(c.num_shards)], np.uint64)
-            for c in (plan.catalog for plan in self._plans)
+            for c in (source.catalog for source in self._sources)
         ]
 
     @cached_property
     def _table(self) -> tuple[NDArray[np.uint64], NDArray[np.int16], NDArray[np.int64]]:
         """Keys of all blocks, ascending; the source and the row in its table of each."""
         keys, owners, blocks = [], [], []
-        for number, (plan, marks) in enumerate(zip(self._plans, self._shard_marks, strict=True)):
-            table = plan.catalog.blocks
+        for number, (source, marks) in enumerate(zip(self._sources, self._shard_marks, strict=True)):
+            table = source.catalog.blocks
             keys.append(_keys(marks[table.shard], table.offset))
             owners.append(np.full(len(table.shard), number, np.int16))
             blocks.append(np.arange(len(table.shard)))
