@@ -255,7 +255,7 @@ class StreamLoader:
             loop.finalizer = Finalizer(frame, partial(self.sessions.leave, loop))
         if self._finalizer is None:
             self._finalizer = Finalizer(self, self.sessions.close)
-        make = partial(self._new_session, epoch, loop.plan.start)
+        make = partial(self.new_session, epoch, loop.plan.start)
         session = self.sessions.serve(loop, self.memory_limit, make)
         if self._loops.num_begun > 1:
             session.read_on()
@@ -391,7 +391,7 @@ class StreamLoader:
 
     # ---- engine -------------------------------------------------------------------------------------
 
-    def _new_session(self, epoch: int, start: int, memory_limit: int) -> Session:
+    def new_session(self, epoch: int, start: int, memory_limit: int) -> Session:
         """A session from this place on, which may hold so many bytes."""
         options = SessionOptions(
             settings=self.settings,

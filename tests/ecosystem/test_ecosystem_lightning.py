@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from ecosystem_kit import Numbers, Stream, Twins, make_shards, numbers_of
+from stream_kit import session_of
 from torch.utils.data import DataLoader as TorchDataLoader, DistributedSampler, RandomSampler
 
 from dataflow import DataLoader
@@ -146,7 +147,7 @@ def test_the_next_epoch_of_shards_is_read_while_the_last_batch_trains(tmp_path: 
 
     class Look(pl.Callback):
         def on_train_batch_start(self, *_: Any) -> None:
-            engines.add(id(loader._stream.sessions.newest))  # type: ignore[union-attr]
+            engines.add(id(session_of(loader)))
 
     steps_of(loader, max_epochs=4, callbacks=[Look()])
     assert len(engines) == 1

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from ecosystem_kit import make_shards, numbers_of
+from stream_kit import session_of
 from torch.utils.data import BatchSampler, DistributedSampler
 
 from dataflow import DataLoader, ShardedDataset, Shuffle, Topology
@@ -92,7 +93,7 @@ def test_a_loop_that_counts_batches_leaves_the_threads_reading(shards: ShardedDa
             found.append([numbers_of(next(batches)) for _ in range(len(loader))])
             kept.append(batches if keep else None)
             del batches
-            engines.add(id(loader._stream.sessions.newest))  # type: ignore[union-attr]
+            engines.add(id(session_of(loader)))
         assert found == [epoch_of(shards, epoch) for epoch in range(3)]
         assert len(engines) == 1
 

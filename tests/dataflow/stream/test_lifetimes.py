@@ -33,21 +33,16 @@ from datasets_kit import (
 )
 from forked_kit import exit_code_in_child
 from http_kit import slowstore
+from stream_kit import session_of, stream_of
 from threads_kit import our_threads, threads_left
 
 from dataflow import DataLoader, ShardedDataset, Shuffle
-from dataflow.stream.session import Session
 
 HERE = Path(__file__).parents[2]
 
 
 def num_descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
-
-
-def session_of(loader: DataLoader) -> Session:
-    assert loader._stream.sessions.newest is not None
-    return loader._stream.sessions.newest
 
 
 @pytest.fixture
@@ -133,7 +128,7 @@ def test_close_frees_what_windows_hold_for_batches_that_were_never_built(tmp_pat
 
     dataset = made.open(columns=["bin"], transform=transform)
     loader = DataLoader(dataset, 1, Shuffle("window", 3), num_threads=1, collate_fn=len)
-    session = loader._stream._new_session(0, 0, 1 << 30)
+    session = stream_of(loader).new_session(0, 0, 1 << 30)
     assert begun.wait(10)
     assert session.engine._open
     assert session.arena.num_leased > 0

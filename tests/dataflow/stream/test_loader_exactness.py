@@ -27,6 +27,7 @@ from datasets_kit import (
     write_tar,
 )
 from hypothesis import HealthCheck, given, settings, strategies as st
+from stream_kit import session_of, stream_of
 
 from dataflow import DataLoader, Shuffle
 
@@ -95,7 +96,7 @@ def test_ranks_together_deliver_every_sample_of_every_format(
     data = made(name)
     ranks, loader = epoch_of_all_ranks(data, world_size, 4, shuffle=Shuffle("window", 2), tail=tail, seed=1)
     got, want = counted(chain(*chain(*ranks))), counted(data.samples)
-    plan = loader._stream.epoch_plan(0, 0)
+    plan = stream_of(loader).epoch_plan(0, 0)
     if tail == "uneven":
         assert got == want
     elif tail in ("pad", "even"):
@@ -224,7 +225,7 @@ def test_plain_and_compressed_shards_may_be_mixed(tmp_path: Path) -> None:
 def test_epochs_follow_without_a_break_and_differ(tokens: Made, tail: str, shuffle: Shuffle) -> None:
     with DataLoader(tokens.open(), 5, shuffle, tail=tail, topology=rank(1, 2)) as loader:
         epochs = [delivered(loader) for _ in range(5)]
-        assert loader._stream.sessions.newest is not None
+        assert session_of(loader)
         assert epochs == [by_plan(loader, tokens.samples, epoch) for epoch in range(5)]
     firsts = {str(epoch[0]) for epoch in epochs}
     assert len(firsts) == 5
@@ -233,11 +234,11 @@ def test_epochs_follow_without_a_break_and_differ(tokens: Made, tail: str, shuff
 def test_one_engine_serves_all_epochs(ints: Made) -> None:
     with DataLoader(ints.open(), 5, True) as loader:
         list(loader)
-        session = loader._stream.sessions.newest
+        session = session_of(loader)
         list(loader)
         loader.set_epoch(2)  # the next one anyway
         list(loader)
-        assert loader._stream.sessions.newest is session
+        assert session_of(loader) is session
 
 
 def test_set_epoch_gives_that_epoch_before_between_and_within_loops(ints: Made) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from datasets_kit import MAKERS, Made, Row, by_plan, delivered, make_ints_tar, make_parquet, rows_of
+from stream_kit import session_of, stream_of
 from threads_kit import our_threads, threads_left
 
 from dataflow import DataLoader, GradSchedule, Mixture, Shuffle
@@ -71,7 +72,7 @@ def test_the_session_of_inner_loops_reads_on_from_one_to_the_next(ints: Made) ->
         served = []
         for _ in loader:
             list(loader)
-            served.append(loader._stream.sessions.newest)
+            served.append(session_of(loader))
         assert len(served) == 3
         assert len(set(map(id, served))) == 1
 
@@ -191,7 +192,7 @@ def test_a_copy_stands_where_the_newest_loop_stands(ints: Made, copied: Any) -> 
 
 
 def limits(loader: DataLoader) -> list[int]:
-    return [session.ledger.limit_bytes for session in loader._stream.sessions.open]
+    return [session.ledger.limit_bytes for session in stream_of(loader).sessions.open]
 
 
 def test_loops_share_the_limit_and_the_last_one_has_it_all(ints: Made) -> None:
@@ -217,11 +218,11 @@ def test_a_loop_that_holds_more_than_its_share_goes_on_from_where_it_stands(ints
     with DataLoader(ints.open(), 4, WINDOW, memory_limit=6_000_000) as loader:
         oracle, outer = epochs(loader, ints, 3), iter(loader)
         got = [rows_of(batch) for batch in islice(outer, 5)]
-        session = loader._stream.sessions.newest
+        session = session_of(loader)
         assert session is not None
         assert session.ledger.reserve(State.WINDOW, 3_000_000, head_of_order=True)
         assert delivered(loader) == oracle[1]
-        assert session not in loader._stream.sessions.open
+        assert session not in stream_of(loader).sessions.open
         assert loader.state_dict()["epoch"] == 2
         assert got + delivered(outer) == oracle[0]
         assert delivered(loader) == oracle[2]
@@ -241,7 +242,7 @@ def test_a_waiting_loop_whose_session_another_thread_closes_goes_on(tmp_path: Pa
         thread = threading.Thread(target=lambda: got.extend(delivered(outer)))
         thread.start()
         assert begun.wait(WAIT_S)
-        session = loader._stream.sessions.newest
+        session = session_of(loader)
         assert session is not None
         assert session.ledger.reserve(State.WINDOW, 3_000_000, head_of_order=True)
         close, session.close = session.close, lambda: (gate.set(), close())[1]  # type: ignore[method-assign]
@@ -269,7 +270,7 @@ def test_a_dropped_loop_frees_its_threads_and_memory_while_others_run(ints: Made
         outers = set(our_threads())
         inner = iter(loader)
         next(inner)
-        session = loader._stream.sessions.newest
+        session = session_of(loader)
         assert session is not None
         inners = set(our_threads()) - outers
         assert inners

@@ -19,6 +19,7 @@ import torch
 from datasets_kit import edited, make_ints_tar, make_jsonl, make_parquet, rank, write_tar
 from hypothesis import HealthCheck, given, settings, strategies as st
 from ranks_kit import fast_ranks
+from stream_kit import stream_of
 
 from dataflow import DataLoader, Image, Mixture, ShardedDataset, Shuffle, TokenBudget
 from sharding.errors import SampleError
@@ -76,7 +77,7 @@ def delivered(loader: DataLoader) -> list[list[Sample]]:
 def by_plan(loader: DataLoader, epoch: int, start: int = 0) -> list[list[Sample]]:
     """The oracle: this rank's positions, their source and index, that source's order, sample by sample."""
     mixture, found = loader.dataset, []
-    plan = loader._stream.epoch_plan(epoch, start)
+    plan = stream_of(loader).epoch_plan(epoch, start)
     assert isinstance(mixture, Mixture)
     assert isinstance(plan, MixturePlan)
     for number in range(plan.num_batches):
@@ -256,7 +257,7 @@ def test_an_endless_mixture_has_no_length_and_goes_on_where_a_loop_was_left(
         parts = [[samples_of(batch) for batch in islice(loader, n)] for n in (20, 1, 30)]
         state = loader.state_dict()
         assert (state["epoch"], state["position"]) == (0, 51 * 6)
-        plan = loader._stream.epoch_plan(0, 0)
+        plan = stream_of(loader).epoch_plan(0, 0)
         source, index = plan.order.interleaving.locate(plan.positions(0, 51)[0])  # type: ignore[attr-defined]
         expected = [sample_at(loader, int(s), int(i)) for s, i in zip(source, index, strict=True)]
         assert list(chain(*chain(*parts))) == expected
@@ -269,7 +270,7 @@ def test_an_endless_mixture_starts_anywhere_at_once(abc: list[ShardedDataset]) -
     with DataLoader(mixture, 6) as resumed:
         resumed.load_state_dict(state)
         batch = samples_of(next(iter(resumed)))
-        positions = resumed._stream.epoch_plan(0, 10**12).positions(0, 1)[0]
+        positions = stream_of(resumed).epoch_plan(0, 10**12).positions(0, 1)[0]
         source, index = mixture.spec.epoch(0).locate(positions)
         assert batch == [sample_at(resumed, int(s), int(i)) for s, i in zip(source, index, strict=True)]
 
@@ -377,7 +378,7 @@ def test_ranks_that_divide_the_lanes_read_little_twice(tmp_path: Path) -> None:
     opened: Counter[tuple[int, int]] = Counter()
     for r in range(4):
         with DataLoader(Mixture(sources), 16, Shuffle("window", 64, 8), topology=rank(r, 4)) as loader:
-            plan = loader._stream.epoch_plan(0, 0)
+            plan = stream_of(loader).epoch_plan(0, 0)
             windows: Any = plan.order
             touched = set(windows.locate(plan.positions(0, plan.num_batches)[0])[0].tolist())
             mine = set()

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from datasets_kit import NUM_SAMPLES, Made, Make, make_ints_tar, rank
 from ranks_kit import fast_ranks
+from stream_kit import stream_of
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
@@ -161,7 +162,7 @@ def test_rows_and_batches_by_length_are_marked_as_they_repeat(made: Make, batchi
     units, again = 0, 0
     for r in range(3):
         with DataLoader(data.open(), topology=rank(r, 3), mark_repeats=True, **options) as loader:
-            plan = loader._stream.epoch_plan(0, 0)  # type: ignore[union-attr]
+            plan = stream_of(loader).epoch_plan(0, 0)
             batches = list(loader)
         for batch in batches:
             repeats = batch["__repeat__"]

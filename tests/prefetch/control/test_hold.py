@@ -12,6 +12,7 @@ import fsspec
 import numpy as np
 import pytest
 from datasets_kit import Make, rows_of
+from stream_kit import session_of
 
 from dataflow import DataLoader, ShardedDataset
 from dataflow.staging.reading import ReadWindow
@@ -261,10 +262,9 @@ def test_a_loop_under_a_hold_that_is_never_released_delivers_everything(made: Ma
         loader.read_hold.hold()
         assert len([row for batch in loader for row in rows_of(batch)]) == len(dataset.samples)
         assert loader.read_hold.stats().holds == 1
-        assert loader._stream is not None
-        assert loader._stream.sessions.newest is not None
-        assert loader._stream.sessions.newest.gate is not None
-        assert loader._stream.sessions.newest.gate._now == loader.read_hold.moving_s
+        gate = session_of(loader).gate
+        assert gate is not None
+        assert gate._now == loader.read_hold.moving_s
         copy = pickle.loads(pickle.dumps(loader))
         assert copy.read_hold is not loader.read_hold
 
