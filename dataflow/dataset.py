@@ -31,7 +31,7 @@ from dataflow.shard_order import Sharded
 from dataflow.staging.reading import ReadWindow, SparseWindow
 from dataflow.staging.source import Source
 from dataflow.staging.window import StagedWindow
-from dataflow.views import matching, picked, split_parts
+from dataflow.views import matching, picked
 from prefetch.control.hold import ReadHold
 from prefetch.memory.arena import Arena
 from prefetch.memory.leases import FileLeases
@@ -43,9 +43,10 @@ from sharding.blocks import DEFAULT_BLOCK_BYTES, Format
 from sharding.catalog.build import Catalog
 from sharding.catalog.table import BlockTable
 from sharding.errors import CorruptShardError, SampleError
+from sharding.order.keyed import mix_key
 from sharding.order.selection import SelectedOrder, Selection
 from sharding.order.shuffle import Shuffle
-from sharding.plan.split import By
+from sharding.plan.split import By, split_selection
 
 _log = logging.getLogger("dataflow")
 _KEPT_BLOCKS = 4
@@ -241,7 +242,9 @@ class ShardedDataset(Sharded, Dataset[S]):
         A sample's part depends on the seed, its shard's file name and its row in the shard: it stays when
         shards are added. `by="shard"` gives whole shards to a part. See `sharding.plan.split`.
         """
-        parts = split_parts(self.selection, self.catalog, fractions, by=by, seed=seed, level=self._num_splits)
+        # A part that is split again draws anew, or its parts would be skewed.
+        drawn = mix_key(seed, self._num_splits) if self._num_splits else seed
+        parts = split_selection(self.selection, self.catalog, fractions, by=by, seed=drawn)
         views = {name: self._view(selection) for name, selection in parts.items()}
         for view in views.values():
             view._num_splits += 1

@@ -8,14 +8,14 @@ inside another is spread out into its sources, each with the product of its weig
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
-from typing import Any, Union
+from typing import Union
 
 import numpy as np
 
 from dataflow.batch.output import Output
-from dataflow.dataset import OnError, ShardedDataset
+from dataflow.dataset import ShardedDataset
 from dataflow.shard_order import Sharded
 from sharding.mixture.interleaving import MixtureSpec, Stop
 from sharding.mixture.shares import ENDLESS, Weight, exact_numbers, integer_shares, temperature_weights
@@ -94,6 +94,9 @@ class Mixture(Sharded):
             times = [1] * len(sizes) if repeats is None else self._in_order(repeats)
             self.spec = MixtureSpec.repeated(sizes, times, run_length=run_length)
         self.outputs = _common_outputs(self.sources)
+        first = self.sources[0]  # in what follows, all sources are alike
+        self.on_error, self.error_budget = first.on_error, first.error_budget
+        self.batch_transform = first.batch_transform
 
     def _in_order(self, weights: Weights) -> Sequence[Weight]:
         """One weight a member."""
@@ -110,23 +113,6 @@ class Mixture(Sharded):
         exact = exact_numbers(self._in_order(weights))
         pairs = zip(self.members, exact, strict=True)
         return [weight * part for member, weight in pairs for part in _parts(member)]
-
-    # ---- what the loader asks for, the same for all sources -----------------------------------------
-
-    @property
-    def on_error(self) -> OnError:
-        """What happens to bad samples."""
-        return self.sources[0].on_error
-
-    @property
-    def error_budget(self) -> int:
-        """Samples that may be skipped, of all sources together."""
-        return self.sources[0].error_budget
-
-    @property
-    def batch_transform(self) -> Callable[[Any], Any] | None:
-        """Called with each batch."""
-        return self.sources[0].batch_transform
 
     # ---- what it is ---------------------------------------------------------------------------------
 

@@ -5,7 +5,6 @@ Only a condition reads data: the columns it looks at, of the blocks that their s
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from typing import Any
@@ -14,12 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dataflow.staging.source import Source
-from sharding.catalog.build import Catalog
 from sharding.catalog.predicate import Predicate, blocks_that_may_match
 from sharding.formats.arrow.columns import TabularFormat
-from sharding.order.keyed import mix_key
 from sharding.order.selection import Selection
-from sharding.plan.split import By, split_selection
 
 _FILTER_THREADS = 16
 
@@ -51,20 +47,6 @@ def _ascending(indices: NDArray[np.int64], total: int) -> NDArray[np.int64]:
         cure = "sort them with numpy.unique; shuffling is the loader's, repeating is a Mixture's"
         raise ValueError(f"samples keep their order, so indices must ascend and not repeat: {cure}")
     return indices
-
-
-def split_parts(
-    selection: Selection,
-    catalog: Catalog,
-    fractions: Mapping[str, float],
-    *,
-    by: By,
-    seed: int,
-    level: int,
-) -> dict[str, Selection]:
-    """The parts of a split. A part that is split again (`level`) draws anew, or its parts would be skewed."""
-    drawn = mix_key(seed, level) if level else seed
-    return split_selection(selection, catalog, fractions, by=by, seed=drawn)
 
 
 def matching(source: Source, selection: Selection, expression: Any) -> Selection:

@@ -80,65 +80,55 @@ def _nothing_to_repeat(empty: Delivered) -> DataflowError:
 
 
 class Skipped:
-    """The account of samples left out by policy: decided ahead by many threads, counted as delivered."""
+    """The samples left out by policy, over all loops of a loader. `lock` guards what follows it."""
 
     def __init__(self, on_error: Any, budget: int) -> None:
-        self._on_error, self._budget = on_error, budget
-        self._lock = threading.Lock()  # guards what follows
-        self._num_ahead = 0
+        self.on_error, self.budget = on_error, budget
+        self.lock = threading.Lock()
+        self.num_ahead = 0
+        """Of batches that are not delivered yet."""
         self.count = 0
         self.errors: list[str] = []
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_lock": None, "_num_ahead": 0}
+        return {**self.__dict__, "lock": None, "num_ahead": 0}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__ = {**state, "_lock": threading.Lock()}
-
-    def decide(self, error: SampleError, ahead: SkippedAhead) -> bool:
-        """Whether to leave the sample out."""
-        skip = self._on_error == "skip" or (callable(self._on_error) and bool(self._on_error(error)))
-        if not skip:
-            return False
-        with self._lock:
-            before = self.count + self._num_ahead
-            if before >= self._budget:
-                error.add_note(f"{before} samples were skipped before; error_budget={self._budget}")
-                return False
-            self._num_ahead += 1
-            ahead.count += 1
-        return True
-
-    def add(self, errors: Sequence[SampleError], ahead: SkippedAhead) -> None:
-        """Count what is missing from a batch that is handed out."""
-        with self._lock:
-            self._num_ahead -= len(errors)
-            ahead.count -= len(errors)
-            self.count += len(errors)
-            self.errors += map(str, errors[: _LISTED_ERRORS - len(self.errors)])
-
-    def forget(self, ahead: SkippedAhead) -> None:
-        """Forget what was decided about batches that will never be delivered."""
-        with self._lock:
-            self._num_ahead -= ahead.count
-            ahead.count = 0
+        self.__dict__ = {**state, "lock": threading.Lock()}
 
 
 class SkippedAhead:
-    """What one session decided about samples of batches that are not delivered yet."""
+    """What one session decides about samples of batches that are not delivered yet. Thread-safe."""
 
-    def __init__(self, account: Skipped) -> None:
-        self._account = account
-        self.count = 0
+    def __init__(self, skipped: Skipped) -> None:
+        self._skipped = skipped
+        self._count = 0
 
     def decide(self, error: SampleError) -> bool:
         """Whether to leave the sample out."""
-        return self._account.decide(error, self)
+        skipped = self._skipped
+        if skipped.on_error != "skip" and not (callable(skipped.on_error) and skipped.on_error(error)):
+            return False
+        with skipped.lock:
+            before = skipped.count + skipped.num_ahead
+            if before >= skipped.budget:
+                error.add_note(f"{before} samples were skipped before; error_budget={skipped.budget}")
+                return False
+            skipped.num_ahead += 1
+            self._count += 1
+        return True
 
     def delivered(self, errors: Sequence[SampleError]) -> None:
-        """A batch without these samples is handed out."""
-        self._account.add(errors, self)
+        """Count what is missing from a batch that is handed out."""
+        skipped = self._skipped
+        with skipped.lock:
+            skipped.num_ahead -= len(errors)
+            self._count -= len(errors)
+            skipped.count += len(errors)
+            skipped.errors += map(str, errors[: _LISTED_ERRORS - len(skipped.errors)])
 
     def forget(self) -> None:
-        """The session has ended."""
-        self._account.forget(self)
+        """Forget what was decided about batches that will never be delivered."""
+        with self._skipped.lock:
+            self._skipped.num_ahead -= self._count
+            self._count = 0
