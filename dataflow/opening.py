@@ -97,54 +97,57 @@ class Opening:
             return built
 
         if self.catalog is None:
-            found = find_catalog(urls, codec, self.block_bytes)
+            catalog = find_catalog(urls, codec, self.block_bytes)
         else:
-            there = is_there(path, options, retrier)
-            found = load_catalog(path, options, retrier) if there else None
+            catalog = load_catalog(path, options, retrier) if is_there(path, options, retrier) else None
         same = (list(map(identity_of, urls)), codec.name, codec.options())
-        if found is None or (found.urls, found.format, found.options) != same or not self._fits(found):
+        if (
+            catalog is None
+            or (catalog.urls, catalog.format, catalog.options) != same
+            or not self._fits(catalog)
+        ):
             return build()
-        return self._checked(found.signed_by(urls), retrier, rebuild=build)
+        return self._checked(catalog.signed_by(urls), retrier, rebuild=build)
 
-    def _signed(self, known: Catalog, source: Any, retrier: Retrier) -> Catalog:
+    def _signed(self, catalog: Catalog, source: Any, retrier: Retrier) -> Catalog:
         """A catalog in memory, with passwords and signatures that the source has."""
-        given = [source] if isinstance(source, (str, os.PathLike)) else source
-        if all(identity_of(text) == text for text in map(str, given)):
-            return known
-        return known.signed_by(shards_of(source, self.storage_options, retrier))
+        sources = [source] if isinstance(source, (str, os.PathLike)) else source
+        if all(identity_of(text) == text for text in map(str, sources)):
+            return catalog
+        return catalog.signed_by(shards_of(source, self.storage_options, retrier))
 
-    def _fits(self, found: Catalog) -> bool:
+    def _fits(self, catalog: Catalog) -> bool:
         """Whether its blocks are those asked for; the default takes any."""
-        return self.block_bytes in (DEFAULT_BLOCK_BYTES, found.block_bytes)
+        return self.block_bytes in (DEFAULT_BLOCK_BYTES, catalog.block_bytes)
 
-    def _checked(self, found: Catalog, retrier: Retrier, rebuild: Callable[[], Catalog] | None) -> Catalog:
+    def _checked(self, catalog: Catalog, retrier: Retrier, rebuild: Callable[[], Catalog] | None) -> Catalog:
         """The catalog if its shards are as indexed; says so if not, and indexes again where it may."""
-        local = all(map(is_local, found.urls))
-        shards = range(found.num_shards) if local or rebuild else _some(found.num_shards)
+        local = all(map(is_local, catalog.urls))
+        shards = range(catalog.num_shards) if local or rebuild else _some(catalog.num_shards)
         if local:
-            changed = changes(found)
+            changed = changes(catalog)
         else:
-            with retrier.pool(_INDEX_THREADS, "dataflow-index") as pool, _explain_signatures(found):
+            with retrier.pool(_INDEX_THREADS, "dataflow-index") as pool, _explain_signatures(catalog):
                 changed = changes(
-                    found, self.storage_options, pool.map, fresh=False, retry=retrier, shards=shards
+                    catalog, self.storage_options, pool.map, fresh=False, retry=retrier, shards=shards
                 )
         if not changed:
-            return self._with_all_columns(found, rebuild)
+            return self._with_all_columns(catalog, rebuild)
         text = changes_text(changed, len(shards))
         if rebuild is None:
             raise ShardChangedError(changed[0].url, f"{text}; index the dataset again: dataflow index")
         warnings.warn(f"{text}; indexing again", stacklevel=5)
         return rebuild()
 
-    def _with_all_columns(self, found: Catalog, rebuild: Callable[[], Catalog] | None) -> Catalog:
+    def _with_all_columns(self, catalog: Catalog, rebuild: Callable[[], Catalog] | None) -> Catalog:
         """The catalog, or a new one if an earlier release made it, which could not deliver some columns."""
-        unlisted = unlisted_columns(found)
+        unlisted = unlisted_columns(catalog)
         if not unlisted:
-            return found
+            return catalog
         text = f"the catalog is of an earlier release and leaves out column {unlisted[0]!r}"
         if rebuild is None:
             warnings.warn(f"{text}; index the dataset again for it: dataflow index", stacklevel=6)
-            return found
+            return catalog
         warnings.warn(f"{text}; indexing again", stacklevel=6)
         return rebuild()
 
