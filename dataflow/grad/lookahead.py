@@ -175,8 +175,9 @@ class LookAhead:
 
 def batches_ahead(loader: Any) -> int:
     """Batches that the next loop over the loader runs; -1 where nobody can tell."""
-    if hasattr(loader, "batches_left"):  # ours over shards
-        return -1 if loader.batches_left is None else int(loader.batches_left)
+    left = getattr(loader, "batches_left", "unknown")  # ours over shards know, or say None
+    if left != "unknown":
+        return -1 if left is None else int(left)
     if getattr(loader, "resumed", hasattr(loader, "load_state_dict")):  # ours tell, others may be resumed
         return -1
     try:
