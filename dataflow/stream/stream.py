@@ -24,9 +24,9 @@ from sharding.order.order import Order
 from sharding.order.windows import windows_touched
 from sharding.plan.plan import EpochPlan, RankPlan
 
-_SPAN_ROWS = 1 << 14
+_LOCATED_SAMPLES = 1 << 14
 """Samples located at a time, so that the cost of a call vanishes."""
-_MAX_SPAN_BATCHES = 1024
+_LOCATED_BATCHES = 1024
 
 
 class Stream:
@@ -37,8 +37,8 @@ class Stream:
     ) -> None:
         self._plan, self._stager, self._context = plan, stager, context
         self._batches_per_chunk = batches_per_chunk
-        self._batches_per_span = max(
-            batches_per_chunk, min(_SPAN_ROWS // plan.samples_per_batch, _MAX_SPAN_BATCHES)
+        self._batches_per_lookup = max(
+            batches_per_chunk, min(_LOCATED_SAMPLES // plan.samples_per_batch, _LOCATED_BATCHES)
         )
         self._next_chunk = 1
 
@@ -50,74 +50,76 @@ class Stream:
 
     def _epoch(self, plan: RankPlan) -> Iterator[StagedWindow]:
         units = self._stager.units(plan.order)
-        opened: dict[int, _Use] = {}
-        known: set[int] = set()
+        opened: dict[int, _OpenWindow] = {}
+        staged: set[int] = set()
         newest: StagedWindow | None = None
-        done = 0
+        num_cut = 0
         ahead = _NO_BATCHES
-        while done < plan.num_batches:
-            span = self._inside(opened, done)
-            if span is None:
-                ahead = ahead or self._locate(plan, units, done)
-                span, ahead = ahead.split(_servable(ahead, opened))
+        while num_cut < plan.num_batches:
+            batches = self._inside(opened, num_cut)
+            if batches is None:
+                ahead = ahead or self._locate(plan, units, num_cut)
+                batches, ahead = ahead.split(_servable(ahead, opened))
             else:
                 ahead = _NO_BATCHES
-            if span:
+            if batches:
                 assert newest is not None
-                self._cut(plan, span, opened, newest.chunk_list)
-                done += len(span)
+                self._cut(plan, batches, opened, newest.chunk_list)
+                num_cut += len(batches)
                 continue
-            needs, _ = ahead.split(1)
-            for number in needs.windows:
+            first, _ = ahead.split(1)
+            for number in first.windows:
                 if number in opened:
                     continue
                 if newest is not None:
                     yield newest
-                # Padding comes back to windows that are done with: only its own rows are wanted then.
-                slots = needs.slots_of(number) if number in known else None
+                # Padding comes back to windows that were dropped: only its own rows are wanted then.
+                slots = first.slots_of(number) if number in staged else None
                 opened[number] = self._open(plan, units, number, slots)
                 newest = opened[number].window
                 newest.epoch = plan.order.epoch
-                known.add(number)
+                staged.add(number)
         if newest is not None:
             yield newest
 
-    def _inside(self, opened: Mapping[int, _Use], first: int) -> _Span | None:
+    def _inside(self, opened: Mapping[int, _OpenWindow], first: int) -> _BatchRange | None:
         """The full batches from `first` on that lie in one open window: most do, and are not looked up."""
-        for use in opened.values():
-            if first in use.core:
-                sizes = np.full(use.core.stop - first, self._plan.batch_size)
-                return _Span(first, sizes, [use.number], None)
+        for window in opened.values():
+            if first in window.core:
+                sizes = np.full(window.core.stop - first, self._plan.batch_size)
+                return _BatchRange(first, sizes, [window.number], None)
         return None
 
-    def _locate(self, plan: RankPlan, units: BlockWindows, first: int) -> _Span:
+    def _locate(self, plan: RankPlan, units: BlockWindows, first: int) -> _BatchRange:
         """The batches from `first` on, looked up."""
-        last = min(first + self._batches_per_span, plan.num_batches)
+        last = min(first + self._batches_per_lookup, plan.num_batches)
         if plan.num_padded:  # a padded batch comes alone: it may need windows that the others are done with
             last = min(last, max(first + 1, plan.num_batches - 1))
         positions, sizes = plan.positions(first, last)
-        return _Span.of(first, sizes, units.locate(positions))
+        return _BatchRange.of(first, sizes, units.locate(positions))
 
-    def _cut(self, plan: RankPlan, span: _Span, opened: dict[int, _Use], chunks: list[BatchChunk]) -> None:
-        """Cut a span into chunks, and close what no later batch needs."""
-        ends = np.cumsum(span.sizes)
+    def _cut(
+        self, plan: RankPlan, batches: _BatchRange, opened: dict[int, _OpenWindow], chunks: list[BatchChunk]
+    ) -> None:
+        """Cut batches into chunks, and close what no later batch needs."""
+        ends = np.cumsum(batches.sizes)
         batch = row = 0
-        while batch < len(span):
-            stop = min(batch + self._next_chunk, len(span))
+        while batch < len(batches):
+            stop = min(batch + self._next_chunk, len(batches))
             end = int(ends[stop - 1])
-            taken, located = span.rows(row, end)
+            taken, located = batches.rows(row, end)
             windows = {number: opened[number].window for number in taken}
             chunk = BatchChunk(
                 self._context,
                 plan,
-                first_batch=span.first + batch,
-                sizes=span.sizes[batch:stop],
+                first_batch=batches.first + batch,
+                sizes=batches.sizes[batch:stop],
                 windows=windows,
                 located=located,
             )
             for number, count in taken.items():
                 opened[number].left -= count
-                if opened[number].left <= 0 or span.first + stop == plan.num_batches:
+                if opened[number].left <= 0 or batches.first + stop == plan.num_batches:
                     chunk.closes.append(opened.pop(number).window)
             chunks.append(chunk)
             # The stream's first batch waits for one batch's work only.
@@ -126,7 +128,7 @@ class Stream:
 
     def _open(
         self, plan: RankPlan, units: BlockWindows, number: int, slots: NDArray[np.int64] | None
-    ) -> _Use:
+    ) -> _OpenWindow:
         """Stage a window for the slots given, or else for all that this rank's batches take of it."""
         self._stager.check_fits(units, number)
         if slots is None:
@@ -135,16 +137,16 @@ class Stream:
         if isinstance(units, Order) and isinstance(plan, EpochPlan):
             core = plan.batch_plan.batches_within(*units.window_core(number))
         if slots is None:
-            return _Use(number, self._stager.stage(units, number, None), units.num_slots(number), core)
+            return _OpenWindow(number, self._stager.stage(units, number, None), units.num_slots(number), core)
         left = len(slots)
         if plan.num_padded:  # the last batch may come while the window is still open
             numbers, padded = units.locate(plan.padding)
             slots = np.concatenate((slots, padded[numbers == number]))
-        return _Use(number, self._stager.stage(units, number, np.unique(slots)), left, core)
+        return _OpenWindow(number, self._stager.stage(units, number, np.unique(slots)), left, core)
 
 
 @dataclass
-class _Use:
+class _OpenWindow:
     """A window that batches to come need."""
 
     number: int
@@ -156,7 +158,7 @@ class _Use:
 
 
 @dataclass(frozen=True)
-class _Span:
+class _BatchRange:
     """Consecutive batches."""
 
     first: int
@@ -171,17 +173,17 @@ class _Span:
         return len(self.sizes)
 
     @classmethod
-    def of(cls, first: int, sizes: NDArray[np.int64], located: Located) -> _Span:
+    def of(cls, first: int, sizes: NDArray[np.int64], located: Located) -> _BatchRange:
         """Batches that were looked up."""
         return cls(first, sizes, [number for number, _ in windows_touched(located[0])], located)
 
-    def split(self, batches: int) -> tuple[_Span, _Span]:
+    def split(self, batches: int) -> tuple[_BatchRange, _BatchRange]:
         """The first batches, looked up, and the others."""
         assert self.located is not None
         (numbers, slots), rows = self.located, int(self.sizes[:batches].sum())
         return (
-            _Span.of(self.first, self.sizes[:batches], (numbers[:rows], slots[:rows])),
-            _Span.of(self.first + batches, self.sizes[batches:], (numbers[rows:], slots[rows:])),
+            _BatchRange.of(self.first, self.sizes[:batches], (numbers[:rows], slots[:rows])),
+            _BatchRange.of(self.first + batches, self.sizes[batches:], (numbers[rows:], slots[rows:])),
         )
 
     def rows(self, begin: int, end: int) -> tuple[dict[int, int], Located | None]:
@@ -201,10 +203,10 @@ class _Span:
         return np.sort(slots[numbers == window])
 
 
-_NO_BATCHES = _Span(0, np.zeros(0, np.int64), [], None)
+_NO_BATCHES = _BatchRange(0, np.zeros(0, np.int64), [], None)
 
 
-def _servable(ahead: _Span, opened: Mapping[int, _Use]) -> int:
+def _servable(ahead: _BatchRange, opened: Mapping[int, _OpenWindow]) -> int:
     """How many of the batches need open windows only, up to where one of these serves alone."""
     count = len(ahead)
     missing = [number for number in ahead.windows if number not in opened]
@@ -212,5 +214,5 @@ def _servable(ahead: _Span, opened: Mapping[int, _Use]) -> int:
         assert ahead.located is not None
         at = int(np.flatnonzero(np.isin(ahead.located[0], missing))[0])
         count = int(np.searchsorted(np.cumsum(ahead.sizes), at, side="right"))
-    cores = [use.core.start - ahead.first for use in opened.values() if use.core.start > ahead.first]
+    cores = [window.core.start - ahead.first for window in opened.values() if window.core.start > ahead.first]
     return min(count, *cores) if cores else count
