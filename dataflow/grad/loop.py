@@ -168,7 +168,7 @@ class StepLoop:
         if outcome.skipped:
             self.replay.forget()
         self.model.step_ended()
-        syncs = self.strategy.syncs(self.position.step)
+        syncs = self.strategy.syncs(self.position.step)  # before the position moves on
         self.position.step_ended(plan, step.totals, syncs=syncs, skipped=outcome.skipped)
         self.look.step_ended(step.share, last=plan.last)
         info = StepInfo(

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from dataflow.grad.adapt.control import Control
-from dataflow.grad.adapt.merged import merged_batches
 from dataflow.grad.agreement import Agreement
 from dataflow.grad.lookahead import LookAhead, Share
 from dataflow.grad.settings import MICROBATCHES, ScheduleSettings
@@ -105,7 +104,7 @@ class Negotiation:
         rows = self._rows()
         self._check(rows)
         end = len(_COLUMNS) + len(self._weights)  # of the weights in a row
-        passes = self._control.begin([row[end:] for row in rows], at.window) if self._control else None
+        at_once = self._control.begin([row[end:] for row in rows], at.window) if self._control else 1
         counts = [int(row[_COUNT]) for row in rows]
         plan = plan_step(
             counts,
@@ -124,9 +123,9 @@ class Negotiation:
             own = summed(share.weights[: plan.counts[rank]])
             run = self._agreement.offer([own.get(name, 0.0) for name in self._weights])()
             weights = [dict(zip(self._weights, row, strict=True)) for row in run]
-        if passes is not None and passes.at_once > 1:
-            batches = merged_batches(share.batches, plan.counts[rank], passes.at_once, passes.join)
-            share, plan = replace(share, batches=batches), plan.merged(passes.at_once)
+        if self._control and at_once > 1:
+            batches = self._control.merged(share.batches, plan.counts[rank], at_once)
+            share, plan = replace(share, batches=batches), plan.merged(at_once)
         totals = {**summed(weights), MICROBATCHES: float(sum(plan.counts))}
         self._lend_batch(rows, plan, share)
         factors = scales(totals, self._agreement.world_size)

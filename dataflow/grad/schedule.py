@@ -24,7 +24,7 @@ from dataflow.grad.adapt.strategy_switch import StrategySwitch
 from dataflow.grad.agreement import Agreement
 from dataflow.grad.boundary import Boundary, check_boundary
 from dataflow.grad.loop import StepLoop
-from dataflow.grad.settings import MICROBATCHES, Partial, ScheduleSettings, Uneven, Weight, checked_names
+from dataflow.grad.settings import MICROBATCHES, Partial, ScheduleSettings, Uneven, Weight
 from dataflow.grad.state import Position, check_same_windows
 from dataflow.grad.step import Step
 from dataflow.grad.strategies.all_reduce import AllReduce
@@ -107,7 +107,7 @@ class GradSchedule:
         self._settings = ScheduleSettings(
             accumulate=accumulate,
             global_batch=global_batch,
-            weights=checked_names(weights),
+            weights={} if weights is None else weights,
             uneven=uneven,
             partial=partial,
             max_norm=max_norm,
@@ -221,7 +221,7 @@ class GradSchedule:
         if self._implied is not None:
             loss = loss * self.scale(self._implied)
         if microbatch.is_replay:
-            loss = loss * 0.0
+            loss = loss * 0.0  # its gradient is zero, and its backward pass takes part in the reduction
         elif microbatch.index == 0:
             self._loop.replay.note(microbatch.batch, loss)
         if microbatch.reduces and not self.strategy.hooks_gradients:
@@ -244,13 +244,11 @@ class GradSchedule:
             return None
         self._check_scaled(microbatch.step)
         self.phases.enter(Phase.STEP)
-        exact = type(self.strategy) is AllReduce or isinstance(self.strategy, StrategySwitch)
-        equal = (
-            exact and self.strategy.syncs(self._loop.position.step) and isinstance(self._loop.model, DdpModel)
-        )
-        outcome = self._loop.call(
-            lambda: self._loop.boundary.step(self._loop.position.step, equal_gradients=equal)
-        )
+        number = self._loop.position.step
+        # Where DDP has averaged, all ranks hold the same gradient: what is finite need not be asked.
+        is_mean = type(self.strategy) is AllReduce or isinstance(self.strategy, StrategySwitch)
+        equal = is_mean and self.strategy.syncs(number) and isinstance(self._loop.model, DdpModel)
+        outcome = self._loop.call(lambda: self._loop.boundary.step(number, equal_gradients=equal))
         self.phases.enter(Phase.COMPUTE)
         self.last = self._loop.end(microbatch.step, outcome)
         return self.last

@@ -40,6 +40,11 @@ class ScheduleSettings:
             raise ValueError(f"accumulate must be an integer >= 1, got {self.accumulate!r}")
         if self.global_batch is not None and type(self.global_batch) is not int:
             raise ValueError(f"global_batch must be an integer >= 1, got {self.global_batch!r}")
+        if not isinstance(self.weights, Mapping) or any(type(name) is not str for name in self.weights):
+            raise ValueError(
+                f'weights must be names with weights, such as {{"samples": len}}, got {self.weights!r}'
+            )
+        object.__setattr__(self, "weights", dict(self.weights))
         if MICROBATCHES in self.weights:
             raise ValueError(f"{MICROBATCHES!r} is a weight that is there always: choose another name")
         for name, weight in self.weights.items():
@@ -83,15 +88,6 @@ class ScheduleSettings:
                 for name, weight in sorted(self.weights.items())
             },
         }
-
-
-def checked_names(weights: Any) -> dict[str, Weight]:
-    """A copy; `ValueError` unless names are told for weights."""
-    if weights is not None and not (
-        isinstance(weights, Mapping) and all(type(name) is str for name in weights)
-    ):
-        raise ValueError(f'weights must be names with weights, such as {{"samples": len}}, got {weights!r}')
-    return dict(weights or {})
 
 
 def checked_weight(name: str, value: object) -> float:

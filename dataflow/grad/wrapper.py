@@ -220,6 +220,7 @@ def check_optimizer(model: ModelWrapper, optimizer: torch.optim.Optimizer) -> No
         id(value) for name, value in model.inner.named_parameters() if _is_averaged(model, name, value)
     }
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    # By identity: equality of tensors compares entries, and `fully_shard` replaces parameters.
     others = [parameter for parameter in parameters if id(parameter) not in averaged]
     if len(others) == len(parameters):
         raise ValueError(

@@ -82,6 +82,7 @@ def diagnose(rows: Sequence[Sequence[StepTimes]]) -> Diagnosis:
         for part, value in _critical_parts(row, critical).items():
             seconds[part] += value
     total = sum(seconds.values())
+    # Computing is what remains: nobody gains by its vanishing, and it is the bound where no cure is worth it.
     gains: dict[Part, float] = {part: _gain(total, seconds[part]) for part in PARTS if part != "compute"}
     bound: Part = max(gains, key=lambda part: gains[part])
     rank, times = turns.most_common(1)[0]

@@ -9,30 +9,19 @@ from __future__ import annotations
 import zlib
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
 from dataflow.grad.adapt.controller import Controller, Measurement, Mode
 from dataflow.grad.adapt.io_gate import GateDecision, Way
 from dataflow.grad.adapt.knobs import ACCUMULATE, IO, KnobSet
-from dataflow.grad.adapt.merged import Join
+from dataflow.grad.adapt.merged import merged_batches
 from dataflow.grad.adapt.strategy_switch import StrategySwitch
 from dataflow.timing.phases import StepInfo
 
 _NOTHING = (-1.0, 0.0, -1.0, 0.0)
 _WINDOW, _SECONDS, _EXPOSED, _HELD = range(len(_NOTHING))
 """Of what a rank tells; -1: no window, unknown."""
-
-
-@dataclass(frozen=True)
-class Passes:
-    """How the microbatches of a window are run."""
-
-    at_once: int
-    """Microbatches in a pass."""
-    join: Join
-    """Makes one of them."""
 
 
 class Control:
@@ -66,8 +55,8 @@ class Control:
         """Equal on ranks that are in the same mode and tell of the same window."""
         return zlib.crc32(repr((self._options, self.controller.changes, self.row()[_WINDOW])).encode())
 
-    def begin(self, rows: Sequence[Sequence[float]], window: int) -> Passes:
-        """Hear what all ranks told, and go into the mode of a window; returns how its passes are made."""
+    def begin(self, rows: Sequence[Sequence[float]], window: int) -> int:
+        """Hear what all ranks told, and go into the mode of a step; returns microbatches in a pass."""
         if rows[0][_WINDOW] >= 0:
             self._outbox.popleft()
             self.controller.observe(measured_by_all(rows))
@@ -75,7 +64,11 @@ class Control:
         settings = dict(zip(self._names, self._options, strict=True))
         if self._switch is not None:
             self._switch.use(self._options[-1])
-        return Passes(self._knobs.at_once[settings.get(ACCUMULATE, 0)], self._knobs.join)
+        return self._knobs.at_once[settings.get(ACCUMULATE, 0)]
+
+    def merged(self, batches: Sequence[Any], count: int, at_once: int) -> list[Any]:
+        """The first `count` batches of a step, as its passes want them."""
+        return merged_batches(batches, count, at_once, self._knobs.join)
 
     def step_ended(self, info: StepInfo, exposed_s: float | None, *, syncs: bool) -> None:
         """Note what this rank saw.

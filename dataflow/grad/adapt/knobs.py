@@ -73,6 +73,7 @@ def with_options(strategy: Strategy, adapt: Adapt | None) -> Strategy:
         if type(each) not in _SHORT_MEMORY:
             names = ", ".join(_SHORT_MEMORY.values())
             raise ValueError(f"compression can be changed between {names} only, got {each.name}")
+    # Ranks compare keys, and a state names one by its key: two of a key could not be told apart.
     keys = [each.key for each in [strategy, *others]]
     if twice := next((key for key in keys if keys.count(key) > 1), None):
         raise ValueError(f"{twice} is named twice: compression names what may take the place of strategy=")
@@ -103,9 +104,9 @@ def knob_set(adapt: Adapt | None, strategy: Strategy, window_size: int, *, gated
         knobs.append(Knob(IO, ways, **_BURSTS, saving=0.01, hopeless=None, only_if_held=True))
     passes = [window_size, *adapt.get("accumulate", ())]
     if len(passes) > 1:
-        integers = all(type(each) is int and each > 0 for each in passes)
+        are_counts = all(type(each) is int and each > 0 for each in passes)
         if (
-            not integers
+            not are_counts
             or passes != sorted(set(passes), reverse=True)
             or any(window_size % each for each in passes)
         ):
@@ -117,6 +118,7 @@ def knob_set(adapt: Adapt | None, strategy: Strategy, window_size: int, *, gated
     if isinstance(strategy, StrategySwitch):
         periods = [each.every for each in strategy.options if isinstance(each, LocalSGD)]
         if periods:
+            # Only windows between the same averages compare: a turn holds whole cycles of all periods.
             cycle = lcm(*periods)
             knobs.append(Knob(SYNC_PERIOD, tuple(map(str, periods)), turn=1 + cycle, cycle=cycle))
         else:

@@ -43,7 +43,7 @@ class Delayed(PassiveStrategy):
         self._late = {
             name: torch.zeros_like(p) if p.grad is None else p.grad.clone() for name, p in parameters.items()
         }
-        gradients = list(self._late.values())
+        gradients = list(self._late.values())  # copies: the optimizer steps on others meanwhile
         for name, parameter in parameters.items():
             mean = last_means.get(name)
             if parameter.grad is None:

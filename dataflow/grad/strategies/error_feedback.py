@@ -58,10 +58,6 @@ class ErrorFeedback:
             for residual in self._residuals.values():
                 residual.div_(ratio)
 
-    def scale_changed(self, ratio: float) -> None:
-        """Gradients come `ratio` times as large as before, and mean the same."""
-        self.lr_changed(1 / ratio)
-
     def state(self) -> dict[str, Tensor]:
         """The residuals by parameter name, flat; not copies."""
         return dict(self._residuals)
@@ -95,10 +91,6 @@ class LossyStrategy(BucketStrategy):
     def lr_changed(self, ratio: float) -> None:
         """Rescale what is owed."""
         self.feedback.lr_changed(ratio)
-
-    def scale_changed(self, ratio: float) -> None:
-        """Rescale what is owed."""
-        self.feedback.scale_changed(ratio)
 
     def state_dict(self) -> dict[str, Any]:
         """What this rank owes, shaped as the parameters, and the step: every rank saves its own."""

@@ -119,7 +119,7 @@ def own_group(context: StrategyContext, members: Sequence[Sequence[int]]) -> Pro
     own: ProcessGroup | None = None
     timeout = None if context.timeout_s is None else timedelta(seconds=context.timeout_s)
     backend = dist.get_backend(context.group)
-    for ranks in members:
+    for ranks in members:  # on every rank, also for groups of others: that is how torch counts groups
         if len(ranks) > 1:
             group = dist.new_group([everyone[rank] for rank in ranks], timeout, backend)
             if context.rank in ranks:

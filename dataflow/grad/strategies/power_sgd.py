@@ -100,14 +100,9 @@ class PowerSGD(BucketStrategy):
     def lr_changed(self, ratio: float) -> None:
         """Rescale the errors, as `ErrorFeedback.lr_changed`."""
         if math.isfinite(ratio) and ratio > 0:
-            for error in self._hook_state.error_dict.values():
-                error.div_(ratio)
-            for error in self._apart["error_dict"].values():
-                error.div_(ratio)
-
-    def scale_changed(self, ratio: float) -> None:
-        """Rescale the errors."""
-        self.lr_changed(1 / ratio)
+            for errors in (self._hook_state.error_dict, self._apart["error_dict"]):
+                for error in errors.values():
+                    error.div_(ratio)
 
     def state_dict(self) -> dict[str, Any]:
         """Errors and factors by parameter name, the step, and the generator: every rank saves its own."""

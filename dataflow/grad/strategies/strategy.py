@@ -151,7 +151,8 @@ class PassiveStrategy:
         """Nothing is owed."""
 
     def scale_changed(self, ratio: float) -> None:
-        """Nothing is owed."""
+        """What is owed shrinks against gradients that are `ratio` times as large and mean the same."""
+        self.lr_changed(1 / ratio)
 
     def close(self) -> None:
         """Nothing is held."""
