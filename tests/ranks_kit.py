@@ -3,7 +3,37 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 from dataflow.testing import run_ranks
 
 fast_ranks = functools.partial(run_ranks, start_method="forkserver")
+F = TypeVar("F", bound=Callable[[], Any])
+
+
+class RankSet:
+    """Runs its functions one after the other in one set of ranks, once, when a result is first asked for."""
+
+    def __init__(self, world_size: int, timeout_s: float = 110.0) -> None:
+        self.world_size, self.timeout_s = world_size, timeout_s
+        self._functions: list[Callable[[], Any]] = []
+        self._results: dict[str, list[Any]] = {}
+
+    def add(self, function: F) -> F:
+        """Run the function, too; a decorator."""
+        self._functions.append(function)
+        return function
+
+    def results(self, function: Callable[[], Any]) -> list[Any]:
+        """What the function returned on each rank."""
+        if not self._results:
+            ranks = fast_ranks(in_turn, self.world_size, args=(self._functions,), timeout_s=self.timeout_s)
+            names = [each.__name__ for each in self._functions]
+            self._results = {name: [rank[at] for rank in ranks] for at, name in enumerate(names)}
+        return self._results[function.__name__]
+
+
+def in_turn(functions: Sequence[Callable[[], Any]]) -> list[Any]:
+    """What each function returns, in one rank."""
+    return [function() for function in functions]

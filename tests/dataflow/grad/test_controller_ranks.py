@@ -5,13 +5,13 @@ from __future__ import annotations
 import copy
 import json
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from grad_kit import Case, Result, as_large_batches, go_on_in_mode, in_windows
+from ranks_kit import RankSet
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -19,10 +19,10 @@ from dataflow import GradSchedule
 from dataflow.grad.adapt.knobs import Adapt
 from dataflow.grad.agreement import DisagreementError
 from dataflow.grad.strategies import Half, Int8, LocalSGD
-from dataflow.testing import run_ranks
 from dataflow.timing.phases import Phase, PhaseLedger
 
-FAST: Any = {"start_method": "forkserver"}
+two, four = RankSet(2), RankSet(4)
+SETS = {2: two, 4: four}
 SECONDS = ({"all-reduce": 0.9, "fp16": 0.5, "int8": 0.2}, {"all-reduce": 0.3, "fp16": 0.35, "int8": 0.4})
 """Of a window on even ranks, and on odd ones, which by themselves would stay as they are."""
 
@@ -136,13 +136,15 @@ def story(
 # ---- decisions --------------------------------------------------------------------------------------------
 
 
+@four.add
+@two.add
 def saturated() -> Story:
     return story(75, compression(), 0.125)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_ranks_that_measure_different_things_decide_the_same(ranks: int) -> None:
-    told = run_ranks(saturated, ranks, **FAST)
+    told = SETS[ranks].results(saturated)
     assert [each.modes for each in told] == [told[0].modes] * ranks
     assert len({each.seconds[20] for each in told}) == ranks
     assert told[0].modes[0] == ("all-reduce",)
@@ -153,19 +155,21 @@ def test_ranks_that_measure_different_things_decide_the_same(ranks: int) -> None
         assert all(map(torch.equal, each.parameters, told[0].parameters))
 
 
+@two.add
 def in_two_parts() -> tuple[Story, Story]:
     whole = story(75, compression(), 0.125)
     return whole, story(75, compression(), 0.125, resumed=whole.state, from_window=SAVED + 1)
 
 
 def test_a_run_resumed_within_a_trial_decides_and_computes_as_the_whole_one() -> None:
-    for whole, second in run_ranks(in_two_parts, 2, **FAST):
+    for whole, second in two.results(in_two_parts):
         assert second.modes[0] != whole.modes[-1]  # a trial was under way
         assert second.modes == whole.modes[SAVED + 1 :]
         assert second.control == whole.control
         assert all(map(torch.equal, second.parameters, whole.parameters))
 
 
+@two.add
 def different_allowances() -> str:
     adapt: Adapt = {"compression": [Half("fp16")]} if dist.get_rank() else compression()
     with pytest.raises(DisagreementError) as error:
@@ -174,12 +178,14 @@ def different_allowances() -> str:
 
 
 def test_ranks_that_were_allowed_different_things_are_told() -> None:
-    assert "ranks disagree on what may change (adapt=, io=)" in run_ranks(different_allowances, 2, **FAST)[0]
+    assert "ranks disagree on what may change (adapt=, io=)" in two.results(different_allowances)[0]
 
 
 # ---- numbers ----------------------------------------------------------------------------------------------
 
 
+@four.add
+@two.add
 def four_runs() -> list[Story]:
     hidden, seen = (story(30, compression(), exposed_s) for exposed_s in (0.0, 0.125))
     return [story(30, None, 0.125), story(30, {}, 0.125), hidden, seen]
@@ -187,7 +193,7 @@ def four_runs() -> list[Story]:
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_nothing_changes_the_numbers_unless_it_was_allowed_and_needed(ranks: int) -> None:
-    for plain, nothing, hidden, seen in run_ranks(four_runs, ranks, **FAST):
+    for plain, nothing, hidden, seen in SETS[ranks].results(four_runs):
         assert plain.modes == nothing.modes == [()] * 30
         assert set(hidden.modes) == {("all-reduce",)}
         for same in (nothing, hidden):
@@ -195,6 +201,7 @@ def test_nothing_changes_the_numbers_unless_it_was_allowed_and_needed(ranks: int
         assert not any(map(torch.equal, seen.parameters, plain.parameters))
 
 
+@two.add
 def periods() -> list[list[Tensor]]:
     """Parameters before and after the switch from period 4 to 8 (at window 6, where neither averages)."""
     model, data = model_and_data(6)
@@ -210,7 +217,7 @@ def periods() -> list[list[Tensor]]:
 
 
 def test_ranks_that_drifted_apart_meet_before_another_sync_period_begins() -> None:
-    (apart, together), (apart_too, together_too) = run_ranks(periods, 2, **FAST)
+    (apart, together), (apart_too, together_too) = two.results(periods)
     assert not any(map(torch.equal, apart, apart_too))
     assert all(map(torch.equal, together, together_too))
 
@@ -224,25 +231,21 @@ MERGED = {
 }
 
 
+@two.add
 def merged_runs() -> dict[str, Result]:
     return {name: in_windows(case, adapt={"accumulate": [2, 1]}, mode=(1,)) for name, case in MERGED.items()}
-
-
-@cache
-def merged_results() -> list[dict[str, Result]]:
-    return run_ranks(merged_runs, 2, **FAST)
 
 
 @pytest.mark.parametrize("name", MERGED)
 def test_merged_microbatches_give_the_gradient_of_one_large_batch(name: str) -> None:
     expected = as_large_batches(MERGED[name])
-    for rank in merged_results():
+    for rank in two.results(merged_runs):
         assert rank[name].norms == pytest.approx(expected.norms, rel=1e-12)
         for ours, theirs in zip(rank[name].parameters, expected.parameters, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
     counts = [min(4, max(0, n - 4 * w)) for w in range(2) for n in MERGED[name].counts]
     passes = [-(-count // 2) for count in counts]
-    assert [t["microbatches"] for t in merged_results()[0][name].totals] == [
+    assert [t["microbatches"] for t in two.results(merged_runs)[0][name].totals] == [
         sum(passes[:2]),
         sum(passes[2:]),
     ]

@@ -46,4 +46,5 @@ def end_while_a_thread_of_gloo_wants_the_interpreter_lock() -> bool:
 
 
 def test_letting_go_of_a_ddp_model_does_not_wait_for_a_thread_with_the_lock_held() -> None:
-    assert run_ranks(end_while_a_thread_of_gloo_wants_the_interpreter_lock, 2) == [True, True]
+    work = end_while_a_thread_of_gloo_wants_the_interpreter_lock
+    assert run_ranks(work, 2, start_method="forkserver") == [True, True]

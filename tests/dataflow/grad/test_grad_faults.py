@@ -5,14 +5,17 @@ from __future__ import annotations
 import os
 import socket
 import time
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from datetime import timedelta
+from functools import cache
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from grad_kit import go_on_in_mode
+from ranks_kit import RankSet
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -26,6 +29,7 @@ from dataflow.grad.strategies.all_reduce import AllReduce
 from dataflow.testing import run_ranks
 
 FAST: Any = {"start_method": "forkserver"}
+two = RankSet(2)
 DYING = 2
 
 
@@ -36,6 +40,28 @@ def die() -> None:
             listens = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
             if connection.family in (socket.AF_INET, socket.AF_INET6) and not listens:
                 connection.shutdown(socket.SHUT_RDWR)
+
+
+def in_new_groups(function: Callable[..., Any], cases: Sequence[tuple[Any, ...]]) -> list[Any]:
+    """What the function returns for each case: what dies or hangs in one leaves its group unusable."""
+    results = []
+    for number, case in enumerate(cases):
+        port, rank, world_size = (int(os.environ[name]) for name in ("MASTER_PORT", "RANK", "WORLD_SIZE"))
+        store = dist.TCPStore(os.environ["MASTER_ADDR"], port, is_master=False)
+        own = dist.PrefixStore(f"case {number}", store)
+        dist.init_process_group("gloo", store=own, rank=rank, world_size=world_size)
+        results.append(function(*case))
+        dist.destroy_process_group()
+    return results
+
+
+@cache
+def results_of_cases(
+    world_size: int, function: Callable[..., Any], *cases: tuple[Any, ...]
+) -> dict[tuple[Any, ...], list[Any]]:
+    """What each rank returned for each case; all in the same processes."""
+    ranks = run_ranks(in_new_groups, world_size, args=(function, cases), backend=None, timeout_s=100, **FAST)
+    return dict(zip(cases, zip(*ranks, strict=True), strict=True))  # type: ignore[arg-type]
 
 
 def train_until(place: str, kind: str, known: bool) -> tuple[str, tuple[int, ...], float]:
@@ -63,18 +89,18 @@ def train_until(place: str, kind: str, known: bool) -> tuple[str, tuple[int, ...
     return "nothing", (), 0.0
 
 
-@pytest.mark.parametrize(
-    ("place", "kind", "known"),
-    [
-        ("compute", "ddp", False),
-        ("sync", "ddp", False),
-        ("sync", "ddp", True),
-        ("compute", "fsdp", False),
-        ("sync", "fsdp", True),
-    ],
+DEATHS = (
+    ("compute", "ddp", False),
+    ("sync", "ddp", False),
+    ("sync", "ddp", True),
+    ("compute", "fsdp", False),
+    ("sync", "fsdp", True),
 )
-def test_the_others_name_a_rank_that_died(place: str, kind: str, known: bool) -> None:
-    results = run_ranks(train_until, 4, args=(place, kind, known), timeout_s=40, **FAST)
+
+
+@pytest.mark.parametrize("case", DEATHS)
+def test_the_others_name_a_rank_that_died(case: tuple[str, str, bool]) -> None:
+    results = results_of_cases(4, train_until, *DEATHS)[case]
     for rank, (name, ranks, seconds) in enumerate(results):
         if rank != DYING:
             assert (name, ranks) == ("RankLostError", (DYING,))
@@ -150,15 +176,19 @@ def wait_for_gradients_of_a_rank_that_hangs(kind: str) -> tuple[str, tuple[int, 
     return "nothing", (), 0.0
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp", "by node"])
-def test_a_rank_that_hangs_while_it_computes_is_named_within_the_deadline(kind: str) -> None:
-    said = run_ranks(wait_for_gradients_of_a_rank_that_hangs, 3, args=(kind,), **FAST)
+HANGS = (("ddp",), ("fsdp",), ("by node",))
+
+
+@pytest.mark.parametrize("case", HANGS)
+def test_a_rank_that_hangs_while_it_computes_is_named_within_the_deadline(case: tuple[str]) -> None:
+    said = results_of_cases(3, wait_for_gradients_of_a_rank_that_hangs, *HANGS)[case]
     for text, ranks, seconds in (said[0], said[2]):
         assert ranks == (1,)
         assert "did not come in time" in text
         assert seconds < 15  # the group would wait for 30 minutes
 
 
+@two.add
 def time_out_of_the_group() -> list[float]:
     """In a forward pass, after a backward pass, and after a loop that is left."""
     model = DistributedDataParallel(nn.Linear(1, 1))
@@ -180,13 +210,14 @@ def time_out_of_the_group() -> list[float]:
 
 
 def test_only_a_microbatch_lowers_the_time_out_of_the_programs_group() -> None:
-    assert run_ranks(time_out_of_the_group, 2, **FAST) == [[7, 1800, 7, 1800]] * 2
+    assert two.results(time_out_of_the_group) == [[7, 1800, 7, 1800]] * 2
 
 
 class Other(AllReduce):
     key = "other"
 
 
+@two.add
 def disagree() -> dict[str, str]:
     """Several disagreements, one after the other: each leaves the ranks as they were."""
     rank = dist.get_rank()
@@ -230,7 +261,7 @@ def test_ranks_that_do_different_things_are_told_so_with_their_values() -> None:
         "weights": "ranks disagree on weights: {'n': 1.0} on rank 0; {'n': 2.0} on rank 1",
         "window": "ranks disagree on window: 5 on rank 0; 6 on rank 1",
     }
-    for said in run_ranks(disagree, 2, **FAST):
+    for said in two.results(disagree):
         assert "rank 0 has 1, rank 1 has 2" in said.pop("uneven")
         assert said == expected
 

@@ -5,11 +5,9 @@ from __future__ import annotations
 import gc
 import json
 import os
-import signal
 import subprocess
 import sys
 import weakref
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +15,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from datasets_kit import make_ints_tar
+from elastic_kit import train_from
 from grad_kit import Case, Result, as_large_batches, run_cases, wrapped
+from ranks_kit import RankSet
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from dataflow import DataLoader, GradSchedule, ShardedDataset
+from dataflow import DataLoader, GradSchedule
 from dataflow.grad.step import UnevenRanksError
 from dataflow.grad.strategies import Half, Hierarchical, Int8, PowerSGD
 from dataflow.grad.strategies.all_reduce import AllReduce
@@ -30,6 +30,7 @@ from dataflow.grad.strategies.strategy import StrategyContext
 from dataflow.testing import run_ranks
 
 FAST: Any = {"start_method": "forkserver"}
+two = RankSet(2)
 
 CASES = {
     "constant weights": Case((6, 6), normalisers=("microbatches",)),
@@ -41,9 +42,9 @@ CASES = {
 }
 
 
-@cache
-def results() -> list[dict[str, Result]]:
-    return run_ranks(run_cases, 2, args=(CASES,), **FAST)
+@two.add
+def cases() -> dict[str, Result]:
+    return run_cases(CASES)
 
 
 def worst(ours: list[Tensor], theirs: list[Tensor]) -> float:
@@ -51,7 +52,7 @@ def worst(ours: list[Tensor], theirs: list[Tensor]) -> float:
 
 
 def test_windows_of_known_lengths_need_no_agreement() -> None:
-    for rank in results():
+    for rank in two.results(cases):
         assert rank["constant weights"].exchanges == 1  # as the epoch begins
         assert rank["constant weights, uneven"].exchanges == 1 + 3
         assert rank["drop"].exchanges == 3
@@ -60,7 +61,7 @@ def test_windows_of_known_lengths_need_no_agreement() -> None:
 def test_a_batch_that_was_not_finite_is_never_replayed() -> None:
     expected = as_large_batches(CASES["infinite, then nothing"])
     assert expected.skipped == [True, False]
-    for rank, result in enumerate(results()):
+    for rank, result in enumerate(two.results(cases)):
         found = result["infinite, then nothing"]
         assert (found.skipped, found.replays) == ([True, False], rank)
         assert worst(found.parameters, expected.parameters) < 1e-12
@@ -76,7 +77,7 @@ def test_a_batch_that_was_not_finite_is_never_replayed() -> None:
 )
 def test_what_is_left_out_changes_nothing_else(name: str, same: Case, left_out: tuple[int, ...]) -> None:
     expected = as_large_batches(same)
-    for rank, result in enumerate(results()):
+    for rank, result in enumerate(two.results(cases)):
         assert result[name].left_out == left_out[rank]
         assert result[name].totals == expected.totals
         assert worst(result[name].parameters, expected.parameters) < 1e-12
@@ -110,6 +111,7 @@ class Uneven:
         self.states.append((len(self.windows), json.dumps(self.sched.state_dict())))
 
 
+@two.add
 def resumed_everywhere() -> list[str]:
     """Differences between runs and those resumed from each of their states, in loops and between them."""
     found = []
@@ -133,12 +135,13 @@ def resumed_everywhere() -> list[str]:
 
 
 def test_a_run_resumed_around_an_epoch_that_ends_early_equals_one_that_was_not() -> None:
-    assert run_ranks(resumed_everywhere, 2, **FAST) == [[], []]
+    assert two.results(resumed_everywhere) == [[], []]
 
 
 # ---- replays and what must not notice them --------------------------------------------------------------
 
 
+@two.add
 def averages_of_batch_norm() -> tuple[list[float], int]:
     """Rank 0 runs four batches, rank 1 one; every window ends on both."""
     rank = dist.get_rank()
@@ -154,7 +157,7 @@ def averages_of_batch_norm() -> tuple[list[float], int]:
 
 
 def test_replays_move_no_running_statistics() -> None:
-    first, second = run_ranks(averages_of_batch_norm, 2, **FAST)
+    first, second = two.results(averages_of_batch_norm)
     assert first[1] == 4
     assert second == ([0.1 * 2.0], 1)
 
@@ -187,6 +190,7 @@ class Hooked(AllReduce):
         self.told.append(("lr", round(ratio, 12)))
 
 
+@two.add
 def run_hooked() -> tuple[list[Any], list[Tensor], bool]:
     from grad_kit import batches_of, plain_values, token_loss
 
@@ -212,7 +216,7 @@ def run_hooked() -> tuple[list[Any], list[Tensor], bool]:
 
 def test_a_strategy_is_called_in_order_and_switches_are_set_back_when_a_loop_is_left() -> None:
     expected = as_large_batches(Case((3, 2), accumulate=2))
-    for told, parameters, restored in run_ranks(run_hooked, 2, **FAST):
+    for told, parameters, restored in two.results(run_hooked):
         calls = [call for call in told if call != "reduce"]
         assert told[0] == "reduce"
         assert calls == [
@@ -229,6 +233,7 @@ def test_a_strategy_is_called_in_order_and_switches_are_set_back_when_a_loop_is_
 # ---- what is refused ------------------------------------------------------------------------------------
 
 
+@two.add
 def refusals() -> dict[str, str]:
     model = nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -291,7 +296,7 @@ def test_combinations_that_cannot_be_exact_are_refused() -> None:
         "no matrix": "'0' of shape () cannot be",
         "sync-bn": "SyncBatchNorm would mix",
     }
-    for said in run_ranks(refusals, 2, **FAST):
+    for said in two.results(refusals):
         assert {name: text in said[name] for name, text in expected.items()} == dict.fromkeys(expected, True)
 
 
@@ -308,12 +313,13 @@ def is_kept(strategy: Any) -> bool:
     return kept() is not None
 
 
+@two.add
 def models_kept() -> list[bool]:
     return [is_kept(AllReduce()), is_kept(Half("bf16")), is_kept(Int8())]
 
 
 def test_a_closed_schedule_with_a_hook_keeps_no_model() -> None:
-    assert run_ranks(models_kept, 2, **FAST) == [[False] * 3] * 2
+    assert two.results(models_kept) == [[False] * 3] * 2
 
 
 def schedules_on_a_part_of_the_ranks() -> list[float]:
@@ -342,46 +348,6 @@ def test_schedules_follow_one_another_on_a_part_of_the_ranks() -> None:
 # ---- going on with another number of ranks --------------------------------------------------------------
 
 
-def train_from(folder: Path, until: int, die_at: int = -1) -> tuple[list[list[int]], list[Tensor]]:
-    """Train up to so many windows, from the checkpoint if there is one; save one after each window.
-
-    Rank 1 is killed in window `die_at`, unless it was restarted.
-    """
-    several = dist.is_initialized() and dist.get_world_size() > 1
-    torch.manual_seed(0)
-    model = nn.Linear(1, 1).double()
-    ddp = DistributedDataParallel(model) if several else model
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-    dataset = ShardedDataset(str(folder / "*.tar"), decode={"cls": "int"}, columns=["cls"])
-    seen: list[list[int]] = []
-    saved = folder / "checkpoint.pt"
-    restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
-    with DataLoader(dataset, 2, shuffle=True, seed=5) as loader:
-        sched = GradSchedule(loader, ddp, optimizer, global_batch=8, weights={"n": lambda b: len(b["cls"])})
-        if saved.exists():
-            state = torch.load(saved, weights_only=True)
-            sched.load_state_dict(json.loads(state["sched"]))
-            model.load_state_dict(state["model"])
-            optimizer.load_state_dict(state["optimizer"])
-        window: list[int] = []
-        for batch in sched:
-            window += batch["cls"].tolist() if sched.scale() else []
-            if sched.position.window == die_at and dist.get_rank() and not restarts:
-                os.kill(os.getpid(), signal.SIGKILL)
-            x = batch["cls"].view(-1, 1).double() / 100
-            sched.backward(ddp(x).square().sum() * sched.scale("n"))
-            if sched.step():
-                seen, window = [*seen, window], []
-                if not several or dist.get_rank() == 0:
-                    sched_state = json.dumps(sched.state_dict())
-                    parts = {"sched": sched_state, "model": model.state_dict()}
-                    torch.save({**parts, "optimizer": optimizer.state_dict()}, folder / "new.pt")
-                    (folder / "new.pt").replace(saved)  # the launcher may kill this rank at any time
-                if sched.position.window == until:
-                    break
-    return seen, [p.detach().clone() for p in model.parameters()]
-
-
 def test_a_run_goes_on_with_fewer_ranks_over_the_same_windows(tmp_path: Path) -> None:
     for name in ("whole", "cut"):
         (tmp_path / name).mkdir()
@@ -399,7 +365,7 @@ import sys
 from pathlib import Path
 import torch
 import torch.distributed as dist
-from test_grad_ranks import train_from
+from elastic_kit import train_from
 dist.init_process_group("gloo")
 folder = Path(sys.argv[1])
 torch.save(train_from(folder, 4, die_at=2), folder / f"rank-{dist.get_rank()}.pt")
@@ -413,7 +379,7 @@ def test_torchrun_restarts_a_run_whose_rank_was_killed_over_the_same_windows(tmp
         make_ints_tar(tmp_path / name)
     expected, parameters = train_from(tmp_path / "whole", 4)
     (tmp_path / "train.py").write_text(RESTARTED)
-    path = os.pathsep.join([str(Path(__file__).parents[up]) for up in (0, 2, 3)])
+    path = os.pathsep.join([str(Path(__file__).parents[up]) for up in (2, 3)])
     environment = os.environ | {
         "PYTHONPATH": path,
         "OMP_NUM_THREADS": "1",

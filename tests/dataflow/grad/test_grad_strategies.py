@@ -9,15 +9,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from ranks_kit import RankSet
 from strategies_kit import BUCKET_MB, apart, mlp, spread
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from dataflow import GradSchedule
 from dataflow.grad import strategies
-from dataflow.testing import run_ranks
 
 WINDOWS, ACCUMULATE = 6, 2
+two = RankSet(2)
 MAKERS: dict[str, Any] = {
     "all-reduce": strategies.AllReduce,
     "fp16": lambda: strategies.Half("fp16"),
@@ -84,6 +85,7 @@ def trained(
     return [parameter.detach().clone() for parameter in model.parameters()], kept, skipped
 
 
+@two.add
 def every_strategy() -> dict[str, dict[str, float]]:
     rank, found = dist.get_rank(), {}
     whole = {name: trained(name, batches_of(rank))[0] for name in MAKERS}
@@ -108,7 +110,7 @@ def every_strategy() -> dict[str, dict[str, float]]:
 
 @pytest.fixture(scope="module")
 def found() -> list[dict[str, dict[str, float]]]:
-    return run_ranks(every_strategy, 2, start_method="forkserver", timeout_s=120)
+    return two.results(every_strategy)
 
 
 @pytest.mark.parametrize("name", MAKERS)
@@ -121,6 +123,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(found: Any, name: str) -> None:
     assert [rank[name]["resumed"] for rank in found] == [0, 0]
 
 
+@two.add
 def states_with_buffers() -> dict[str, tuple[bool, list[float]]]:
     """Whether a resumed run ends with the whole one's model, buffers included; its running mean."""
     rank, found = dist.get_rank(), {}
@@ -135,7 +138,7 @@ def states_with_buffers() -> dict[str, tuple[bool, list[float]]]:
 
 
 def test_buffers_of_a_resumed_run_are_those_of_the_uninterrupted_one_on_every_rank() -> None:
-    first, second = run_ranks(states_with_buffers, 2, start_method="forkserver", timeout_s=60)
+    first, second = two.results(states_with_buffers)
     for name in first:
         assert (first[name][0], second[name][0]) == (True, True), name
         assert first[name][1] != second[name][1]

@@ -6,16 +6,17 @@ from typing import Any
 
 import pytest
 import torch
+from ranks_kit import RankSet
 from torch.nn.parallel import DistributedDataParallel
 
 from dataflow import GradSchedule
 from dataflow.grad.adapt.io_gate import FixedGate, IoGate, Way, gate_policy
 from dataflow.grad.strategies import PostLocalSGD
-from dataflow.testing import run_ranks
 from dataflow.timing.phases import Phase, PhaseLedger
 from prefetch.control.hold import ReadHold
 
 WAYS = list(Way)
+two = RankSet(2)
 
 
 def test_an_unknown_word_is_refused() -> None:
@@ -121,6 +122,12 @@ def holds_of_two_windows(io: str) -> tuple[list[str], str]:
         return loader.read_hold.told, sched.io.way
 
 
+@two.add
+def holds_of_each_way() -> dict[str, tuple[list[str], str]]:
+    return {way: holds_of_two_windows(way) for way in WAYS}
+
+
+@two.add
 def limits_of_each_window() -> list[bool]:
     """Gradients are reduced in the first two windows, parameters averaged from then on."""
     loader = LoaderWithHold()
@@ -137,13 +144,13 @@ def limits_of_each_window() -> list[bool]:
 
 
 def test_windows_without_a_reduction_let_any_number_of_reads_run() -> None:
-    limited = run_ranks(limits_of_each_window, 2, start_method="forkserver")
+    limited = two.results(limits_of_each_window)
     assert limited == [[True, True, False, False]] * 2
 
 
 @pytest.mark.parametrize("io", WAYS)
 def test_a_schedule_holds_reads_in_the_last_microbatch_of_each_window(io: Way) -> None:
-    told, way = run_ranks(holds_of_two_windows, 2, args=(str(io),), start_method="forkserver")[0]
+    told, way = two.results(holds_of_each_way)[0][io]
     plain = ["forward", "backward done"]
     sync = ["forward", "hold", "backward done", "release"]
     assert way == io

@@ -12,6 +12,7 @@ import pytest
 import strategies_kit as kit
 import torch
 import torch.distributed as dist
+from ranks_kit import RankSet
 
 from dataflow.grad.strategies import Delayed, Half, Hierarchical, Int8, PostLocalSGD, PowerSGD, TopK
 from dataflow.grad.strategies.local_sgd import DiLoCo, LocalSGD
@@ -35,12 +36,14 @@ STRATEGIES = {
 DRIFT = {"local-sgd", "diloco", "post-local-sgd", "hierarchical averages"}
 STEPS = 7
 FAST = {"start_method": "forkserver", "timeout_s": 60}
+one, two, four = RankSet(1), RankSet(2), RankSet(4)
 
 
 def every_strategy(work):
     return {name: work(make) for name, make in STRATEGIES.items()}
 
 
+@two.add
 def runs_and_resumed_runs():
     def work(make):
         whole = kit.trained(make(), STEPS)
@@ -52,7 +55,7 @@ def runs_and_resumed_runs():
 
 @pytest.fixture(scope="module")
 def two_ranks():
-    return run_ranks(runs_and_resumed_runs, 2, **FAST)
+    return two.results(runs_and_resumed_runs)
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
@@ -85,6 +88,7 @@ def test_compressed_runs_stay_near_plain_ddp(two_ranks, name, near):
     assert kit.apart(two_ranks[0][name][3], two_ranks[0]["ddp"]) < near
 
 
+@four.add
 def resumed_on_four():
     found = {}
     for name in ("top-k", "int8", "local-sgd"):
@@ -95,11 +99,12 @@ def resumed_on_four():
 
 def test_codes_that_add_in_rank_order_resume_to_the_bit_on_more_than_two_ranks():
     """Where gloo adds, the order depends on the buckets, which begin anew: plain DDP does not."""
-    for rank in run_ranks(resumed_on_four, 4, **FAST):
+    for rank in four.results(resumed_on_four):
         assert rank["top-k"] == rank["int8"] == 0
         assert rank["local-sgd"] < 1e-12
 
 
+@two.add
 def states_that_do_not_fit():
     found = []
     for name, make in STRATEGIES.items():
@@ -119,7 +124,7 @@ def states_that_do_not_fit():
 
 
 def test_a_state_of_another_strategy_or_model_is_refused():
-    assert run_ranks(states_that_do_not_fit, 2, **FAST)[0] == list(STRATEGIES)
+    assert two.results(states_that_do_not_fit)[0] == list(STRATEGIES)
 
 
 def the_documented_loop(program):
@@ -142,6 +147,7 @@ def test_the_documented_plain_loop_runs():
         assert sent > 1000
 
 
+@two.add
 def meetings():
     """Runs that end just after the ranks have met."""
     plain = {"momentum": 0.0}
@@ -163,7 +169,7 @@ def meetings():
 
 @pytest.fixture(scope="module")
 def met():
-    return run_ranks(meetings, 2, **FAST)[0]
+    return two.results(meetings)[0]
 
 
 def test_after_an_average_replicas_are_equal_and_none_is_saved(met):
@@ -199,6 +205,7 @@ def on_nodes(nodes):
     )
 
 
+@four.add
 def hierarchies():
     even, uneven, interleaved = (0, 0, 1, 1), (0, 0, 0, 1), (0, 1, 0, 1)
     ddp = kit.trained(None).parameters
@@ -232,7 +239,7 @@ def hierarchies():
 
 @pytest.fixture(scope="module")
 def four_ranks():
-    return run_ranks(hierarchies, 4, **FAST)
+    return four.results(hierarchies)
 
 
 def test_a_hierarchical_reduction_is_an_all_reduce(four_ranks):
@@ -256,6 +263,7 @@ def test_levels_of_averages_meet_pair_by_pair_first(four_ranks):
     assert four_ranks[0]["levels"][1] > 1e-4
 
 
+@two.add
 def compensated_runs():
     found = {}
     mean = [sum(kit.plane_gradient(t, r) for r in range(2)) / 2 for t in range(9)]
@@ -275,7 +283,7 @@ def compensated_runs():
 
 @pytest.fixture(scope="module")
 def compensated():
-    return run_ranks(compensated_runs, 2, **FAST)
+    return two.results(compensated_runs)
 
 
 def test_what_was_applied_and_what_is_owed_are_all_gradients(compensated):
@@ -298,6 +306,7 @@ def steady(model, step):
     return model(wanted)
 
 
+@two.add
 def small_entries_beside_large_ones():
     """How far a small entry has moved, as a share of where plain SGD would have it."""
     found = {}
@@ -310,7 +319,7 @@ def small_entries_beside_large_ones():
 
 def test_without_error_feedback_small_entries_never_move():
     """The negative control: it is the feedback that keeps what the codes leave out."""
-    for rank in run_ranks(small_entries_beside_large_ones, 2, **FAST):
+    for rank in two.results(small_entries_beside_large_ones):
         assert rank["int8", True] == pytest.approx(1, abs=0.1)
         assert rank["top-k", True] == pytest.approx(1, abs=0.1)
         assert rank["int8", False] == rank["top-k", False] == 0
@@ -324,6 +333,7 @@ def spoilt(model, step):
     return model(wanted)
 
 
+@two.add
 def non_finite_gradients():
     found = {}
     for name in ("top-k", "int8", "power-sgd", "hierarchical", "fp16"):
@@ -343,7 +353,7 @@ def non_finite_gradients():
 
 
 def test_a_gradient_that_is_not_finite_is_seen_by_all_ranks_and_a_skipped_step_leaves_no_trace():
-    for rank in run_ranks(non_finite_gradients, 2, **FAST):
+    for rank in two.results(non_finite_gradients):
         for name, found in rank.items():
             assert (name, *found) == (name, False, True, True, 0.0)
 
@@ -353,6 +363,7 @@ class Breaks(TopK):
         raise ArithmeticError("the strategy is broken")
 
 
+@two.add
 def breaks():
     loop = kit.Loop(Breaks())
     try:
@@ -365,9 +376,10 @@ def breaks():
 
 
 def test_an_error_on_the_thread_reaches_the_backward_pass():
-    assert ["the strategy is broken" in told for told in run_ranks(breaks, 2, **FAST)] == [True, True]
+    assert ["the strategy is broken" in told for told in two.results(breaks)] == [True, True]
 
 
+@one.add
 def threads_after_closing():
     loop = kit.Loop(TopK())
     loop.run(range(2), kit.regression)
@@ -382,11 +394,12 @@ def threads_after_closing():
 
 
 def test_closing_ends_the_thread_and_later_use_says_so():
-    during, after, told = run_ranks(threads_after_closing, 1, **FAST)[0]
+    during, after, told = one.results(threads_after_closing)[0]
     assert (during, after) == (1, [])
     assert "closed" in told
 
 
+@one.add
 def alone():
     """A group of one rank: every strategy is then the plain optimizer."""
     plain = kit.trained(None, 4).parameters
@@ -399,7 +412,7 @@ def alone():
 
 
 def test_a_single_rank_sends_nothing_and_loses_nothing():
-    assert set(run_ranks(alone, 1, **FAST)[0].values()) == {(0.0, 0)}
+    assert set(one.results(alone)[0].values()) == {(0.0, 0)}
 
 
 @pytest.mark.parametrize(

@@ -9,16 +9,17 @@ import sys
 import pytest
 import strategies_kit as kit
 import torch.distributed as dist
-from test_strategies import FAST, STRATEGIES, on_nodes
+from ranks_kit import RankSet
+from test_strategies import STRATEGIES, on_nodes
 
 from benchmarks.strategies import bytes_sent_since, socket_bytes_sent
 from dataflow.grad.strategies import Hierarchical, Int8, PostLocalSGD
-from dataflow.testing import run_ranks
 
 if sys.platform != "linux":
     pytest.skip("reads Linux's socket counters", allow_module_level=True)
 
 WIDTH, STEPS = 200, 6
+two, four = RankSet(2), RankSet(4)
 
 
 def counted(strategy, topology=None):
@@ -36,10 +37,12 @@ def counted(strategy, topology=None):
     return said, sent
 
 
+@two.add
 def on_two_ranks():
     return {name: counted(make()) for name, make in STRATEGIES.items()}
 
 
+@four.add
 def on_four_ranks():
     even, uneven = on_nodes((0, 0, 1, 1)), on_nodes((0, 0, 0, 1))
     return {
@@ -58,16 +61,16 @@ def dense_bytes(ranks):
     return STEPS * 8 * numels * 2 * (ranks - 1) / ranks
 
 
-@pytest.mark.parametrize("work", [on_two_ranks, on_four_ranks])
-def test_what_a_strategy_says_is_what_the_sockets_sent(work):
-    ranks = 2 if work is on_two_ranks else 4
-    for rank in run_ranks(work, ranks, **FAST):
+@pytest.mark.parametrize(("ranks", "work"), [(two, on_two_ranks), (four, on_four_ranks)])
+def test_what_a_strategy_says_is_what_the_sockets_sent(ranks, work):
+    for rank in ranks.results(work):
         for name, (said, sent) in rank.items():
             assert said <= sent, name
             assert sent <= said * 1.01 + 60_000, name
             assert sent > 100_000 or name in ("local-sgd", "diloco"), name
 
 
+@four.add
 def between_nodes():
     found = {}
     for layout in ("shards", "leaders"):
@@ -79,7 +82,7 @@ def between_nodes():
 
 def test_a_hierarchical_reduction_sends_a_share_between_nodes():
     """Two nodes: n bytes a step between the leaders, or n / 2 between each of two pairs."""
-    ranks = run_ranks(between_nodes, 4, **FAST)
+    ranks = four.results(between_nodes)
     dense = dense_bytes(2)
     assert [rank["leaders"] for rank in ranks] == pytest.approx([dense, 0, dense, 0], rel=1e-3)
     assert [rank["shards"] for rank in ranks] == pytest.approx([dense / 2] * 4, rel=1e-3)
