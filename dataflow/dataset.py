@@ -303,7 +303,8 @@ class ShardedDataset(Sharded, Dataset[S]):
             raise columns.bad[min(columns.bad)]
         if self.transform is None:
             return values  # type: ignore[return-value]
-        return [self._transformed(value, *columns.rows.find(row)) for row, value in enumerate(values)]
+        origins = columns.rows.find_all(np.arange(len(values)))
+        return [self._transformed(value, *origin) for value, origin in zip(values, origins, strict=True)]
 
     def _transformed(self, sample: dict[str, Any], window: StagedWindow, row: int) -> Any:
         """What `transform` makes of the sample in a row of a window."""

@@ -102,8 +102,8 @@ class BuildContext:
     closing: threading.Event
     """Set when nobody wants the batches any more: building ends with the sample that it is at."""
     heap: HeapKeeper
-    untold_bytes: int
-    """Small batches are told of together once they take so much: to tell costs as much as to make one."""
+    charge_bytes: int
+    """Small batches are charged together once they take so much: to charge costs as much as to make one."""
 
 
 class BatchChunk:
@@ -209,7 +209,7 @@ class BatchChunk:
                 delivered.append(self._delivered(number, next(batches), row, size))
                 heap_bytes += held_bytes(delivered[-1].batch, self._columns.slots)
                 row += size
-                if ahead or heap_bytes >= context.untold_bytes or row == self._rows.num_rows:
+                if ahead or heap_bytes >= context.charge_bytes or row == self._rows.num_rows:
                     context.heap.made(heap_bytes)
                     piece = Piece(delivered, heap_bytes=heap_bytes)
                     delivered, heap_bytes = [], 0
@@ -288,15 +288,16 @@ class BatchChunk:
         """The samples that the transforms made, and which rows of the batch these are."""
         samples, transformed = [], []
         outputs = self._context.outputs
-        for sample, index in zip(samples_of(batch, outputs, len(kept)), kept, strict=True):
+        origins = self._rows.find_all(first + kept)
+        rows = zip(samples_of(batch, outputs, len(kept)), kept, origins, strict=True)
+        for sample, index, (window, row) in rows:
             raise_if_closing(self._context.closing)
-            row = first + int(index)
             try:
-                samples.append(self._apply(sample, *self._rows.find(row)))
+                samples.append(self._apply(sample, window, row))
                 transformed.append(index)
             except Exception as error:
                 reason = transform_reason(error, [output.name for output in outputs])
-                bad = self._rows.sample_error(row, reason, None, "transform")
+                bad = window.sample_error(row, reason, None, "transform")
                 self._leave_out(bad, error, skipped)
         return samples, np.array(transformed, np.int64)
 

@@ -103,8 +103,13 @@ class ChunkRows:
 
     def find(self, row: int) -> tuple[StagedWindow, int]:
         """The window that a row of the chunk comes from, and its row there."""
+        return self.find_all(np.array([row]))[0]
+
+    def find_all(self, rows: NDArray[np.int64]) -> list[tuple[StagedWindow, int]]:
+        """Of rows of the chunk, as `find`."""
         part_of, window_row = self._by_row
-        return self.parts[part_of[row]].window, int(window_row[row])
+        owners = [self.parts[number].window for number in part_of[rows].tolist()]
+        return [*zip(owners, window_row[rows].tolist(), strict=True)]
 
     @cached_property
     def _by_row(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

@@ -133,7 +133,7 @@ class Session:
             on_return=lambda nbytes: lambda: ledger.give_back_lent(nbytes),
             closing=self._builds_end,
             heap=HeapKeeper(limit),
-            untold_bytes=ahead.untold_bytes.value,
+            charge_bytes=ahead.untold_bytes.value,
         )
         stream = Stream(plan, stager, context, batches_per_chunk=ahead.batches_per_chunk.value)
         readers, caches = [source.reader for source in self.sources], self.caches
