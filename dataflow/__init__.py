@@ -1,7 +1,12 @@
 """Feed PyTorch training from sharded data, at the speed of the hardware, exactly and without tuning."""
 
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+if sys.platform != "linux":
+    # Shared memory, leases of files, signals, affinity, copies by the kernel: nowhere below is asked again.
+    raise ImportError(f"dataflow runs on Linux only, and this is {sys.platform}")
 
 if TYPE_CHECKING:
     from dataflow.batch.packed import PackedRows as PackedRows

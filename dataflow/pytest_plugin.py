@@ -18,7 +18,6 @@ import sys
 from collections.abc import Callable, Generator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from multiprocessing import get_all_start_methods
 from types import SimpleNamespace
 from typing import Any
 
@@ -97,10 +96,9 @@ def _run_test_in_ranks(
 ) -> None:
     from dataflow.testing import run_ranks
 
-    fastest = "forkserver" if "forkserver" in get_all_start_methods() else "spawn"
     prepare = functools.partial(prepare_rank, options)
     body = functools.partial(run_body, test, options)
-    defaults = {"start_method": fastest, "output": "by rank"}
+    defaults = {"start_method": "forkserver", "output": "by rank"}
     run_ranks(body, world_size, kwargs=fixtures, prepare=prepare, **{**defaults, **settings})
 
 

@@ -209,6 +209,12 @@ def test_the_front_door_has_all_its_names_and_imports_them_when_they_are_used() 
         dataflow.no_such_name  # noqa: B018
 
 
+def test_another_system_than_linux_is_refused_when_the_library_is_imported() -> None:
+    script = "import sys; sys.platform = 'darwin'; import dataflow"
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, timeout=60, capture_output=True, text=True)
+    assert done.stderr.endswith("ImportError: dataflow runs on Linux only, and this is darwin\n")
+
+
 @pytest.mark.parametrize(
     "first", ["import dataflow.workers.process_main", "from dataflow import DataLoader; DataLoader([1])"]
 )

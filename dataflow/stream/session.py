@@ -314,7 +314,7 @@ def _copies_only(dataset: ShardedDataset | Mixture) -> bool:
 
 
 def _build_threads(dataset: ShardedDataset | Mixture, copies_only: bool) -> int:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = len(os.sched_getaffinity(0))
     if copies_only:  # the consumer's thread copies too while it waits
         return max(1, cores - 1)
     # Decoders take the GIL between values: one more thread than cores works while another waits for it.

@@ -37,7 +37,6 @@ _PRELOADED = ["__main__", "torch.distributed", "torch._dynamo", __name__]
 """What the fork server imports; making a DistributedDataParallel imports torch._dynamo, 1.3 s a rank."""
 _GRACE_S = 1.0
 """Seconds to look for a dead rank behind another rank's complaint."""
-_LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 
 
 class RankError(DataflowError):
@@ -151,7 +150,7 @@ def _environ(rank: int, world: int, num_nodes: int, port: int) -> dict[str, str]
     node, local = divmod(rank, local_world)
     return {
         "OMP_NUM_THREADS": "1",
-        "GLOO_SOCKET_IFNAME": _LOOPBACK,
+        "GLOO_SOCKET_IFNAME": "lo",
         **os.environ,
         "RANK": str(rank),
         "WORLD_SIZE": str(world),

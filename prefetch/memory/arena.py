@@ -51,7 +51,7 @@ class _Mapping:
     def __init__(self, nbytes: int, register: Register | None) -> None:
         self.nbytes = nbytes
         self.memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        if nbytes >= _HUGE and hasattr(mmap, "MADV_HUGEPAGE"):
+        if nbytes >= _HUGE:
             self.memory.madvise(mmap.MADV_HUGEPAGE)
         self.address = np.frombuffer(self.memory, np.uint8).ctypes.data
         if register:

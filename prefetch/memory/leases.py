@@ -24,7 +24,6 @@ import os
 import resource
 import signal
 import struct
-import sys
 import threading
 import weakref
 from collections.abc import Iterator
@@ -94,7 +93,7 @@ class FileLeases:
 
         `holder` is what will load from it. A lease may outlive it, until there are too many or `close`.
         """
-        if sys.platform != "linux" or not self._is_ours:
+        if not self._is_ours:
             return None
         with self._lock:
             if len(self._held) >= self._most:

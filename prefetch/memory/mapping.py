@@ -66,7 +66,7 @@ def _quick_libc() -> Any:
 @cache
 def can_map(url: str) -> bool:
     """Whether shards like this one can be mapped and copied from safely."""
-    return is_local(url) and hasattr(mmap, "MADV_WILLNEED") and copies_by_kernel()
+    return is_local(url) and copies_by_kernel()
 
 
 def touch_pages(memory: NDArray[np.uint8]) -> None:

@@ -292,6 +292,5 @@ def release_server() -> None:
 
 
 def end_with_parent() -> None:
-    """Let the kernel kill this process when the thread that started it has ended (Linux)."""
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    """Let the kernel kill this process when the thread that started it has ended."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -43,7 +43,7 @@ def read_hardware(
     nodes = _cpus_of_numa_nodes(root)
     gpus, nics = _gpus(root), _nics(root)
     return {
-        "numa_node": _numa_node_of_cpus(nodes, _own_cpus() if cpus is None else frozenset(cpus)),
+        "numa_node": _numa_node_of_cpus(nodes, frozenset(os.sched_getaffinity(0) if cpus is None else cpus)),
         "gpu_numa_node": _numa_node_of_gpu(root, gpus, gpu),
         "nic_numa_node": _numa_node_of_any(root, nics, "network card"),
         "num_numa_nodes": _number_of(nodes, "sysfs has no devices/system/node"),
@@ -59,10 +59,6 @@ def cpu_list(text: str) -> frozenset[int]:
         first, _, last = part.partition("-")
         cpus.update(range(int(first), int(last or first) + 1))
     return frozenset(cpus)
-
-
-def _own_cpus() -> frozenset[int]:
-    return frozenset(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else frozenset()
 
 
 def _number_of(things: Mapping[int, object] | list[Path] | None, why: str) -> Fact:
