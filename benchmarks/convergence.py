@@ -40,7 +40,8 @@ from torch import Tensor, nn
 
 from benchmarks.report import save_figures, versions
 from dataflow import DataLoader, ShardedDataset, ShardWriter, Shuffle
-from dataflow.tools.inspect.command import Wish, inspect_dataset
+from dataflow.tools.inspect.command import inspect_dataset
+from dataflow.tools.inspect.settings import InspectSettings
 from sharding.order.keyed import mix_key
 from sharding.order.order import Order
 
@@ -197,8 +198,8 @@ def facts(task: Task) -> dict[str, Any]:
     with DataLoader(dataset, setup.batch_size, True, memory_limit=setup.memory_limit) as loader:
         shuffle = loader.shuffle
     order = Order(dataset.catalog.blocks.num_samples, shuffle, seed=0, epoch=0)
-    wish = Wish(batch_size=setup.batch_size, memory_limit=setup.memory_limit, label="cls")
-    found = inspect_dataset(dataset, wish)
+    settings = InspectSettings(batch_size=setup.batch_size, memory_limit=setup.memory_limit, label="cls")
+    found = inspect_dataset(dataset, settings)
     blocks = dataset.catalog.blocks
     labels = {side: getattr(found, side).figures for side in ("plan", "full")}
     return {

@@ -211,7 +211,9 @@ def test_the_front_door_has_all_its_names_and_imports_them_when_they_are_used() 
 
 def test_another_system_than_linux_is_refused_when_the_library_is_imported() -> None:
     script = "import sys; sys.platform = 'darwin'; import dataflow"
-    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, timeout=60, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, timeout=60, capture_output=True, text=True
+    )
     assert done.stderr.endswith("ImportError: dataflow runs on Linux only, and this is darwin\n")
 
 

@@ -25,8 +25,8 @@ from multiprocessing.connection import Connection
 from types import TracebackType
 
 
-@dataclass(frozen=True)
-class Job:
+@dataclass(frozen=True, kw_only=True)
+class RankTask:
     """What a rank does. Picklable."""
 
     call: bytes
@@ -56,46 +56,46 @@ class Raised:
     traceback: str
 
 
-def run_rank(job: Job, pipe: Connection, alive: Connection) -> None:
+def run_rank(task: RankTask, pipe: Connection, alive: Connection) -> None:
     """Main function of a rank's process. Nothing is sent over `alive`; it is open while the parent lives."""
     os.setsid()  # a group of its own: what it starts can be stopped with it
     _end_with_parent(alive)
     # multiprocessing hands its own start method on; under torchrun, DataLoader workers would be forked.
     multiprocessing.set_start_method(None, force=True)
     os.environ.clear()
-    os.environ.update(job.environ)
-    if job.output is not None:
-        _print_to(job.output)
-    if job.host is not None:
-        _pretend_host(job.host)
-    with open(job.stacks, "wb") as stacks:
+    os.environ.update(task.environ)
+    if task.output is not None:
+        _print_to(task.output)
+    if task.host is not None:
+        _pretend_host(task.host)
+    with open(task.stacks, "wb") as stacks:
         faulthandler.enable(stacks)
         faulthandler.register(signal.SIGUSR1, stacks, chain=True)
         pipe.send(("started", None))
-        pipe.send(_outcome(job))
+        pipe.send(_outcome(task))
         _wait_for_parent(pipe)
         _leave_group()
         faulthandler.unregister(signal.SIGUSR1)
         faulthandler.disable()
 
 
-def _outcome(job: Job) -> tuple[str, bytes | Raised]:
+def _outcome(task: RankTask) -> tuple[str, bytes | Raised]:
     try:
-        if job.prepare:
-            job.prepare()
-        function, args, kwargs = pickle.loads(job.call)
-        _join_group(job)
+        if task.prepare:
+            task.prepare()
+        function, args, kwargs = pickle.loads(task.call)
+        _join_group(task)
         return "returned", pickle.dumps(function(*args, **kwargs))
     except BaseException as error:  # also SystemExit, and pytest's Skipped and Failed
         return "raised", _raised(error)
 
 
-def _join_group(job: Job) -> None:
+def _join_group(task: RankTask) -> None:
     import torch
 
-    torch.set_num_threads(int(job.environ["OMP_NUM_THREADS"]))
-    if job.backend is not None:
-        torch.distributed.init_process_group(job.backend)
+    torch.set_num_threads(int(task.environ["OMP_NUM_THREADS"]))
+    if task.backend is not None:
+        torch.distributed.init_process_group(task.backend)
 
 
 def _print_to(path: str) -> None:

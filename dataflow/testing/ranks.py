@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -24,7 +24,7 @@ from tempfile import TemporaryDirectory
 from types import TracebackType
 from typing import Any, Literal, Self, TypeVar, get_args
 
-from dataflow.testing.rank_process import Job, Raised, run_rank
+from dataflow.testing.rank_process import Raised, RankTask, run_rank
 from sharding.errors import DataflowError
 
 R = TypeVar("R")
@@ -125,9 +125,16 @@ def run_ranks(
         for rank in range(world_size):
             node = rank * num_nodes // world_size
             environ = _environ(rank, world_size, num_nodes, port) | _switch(racks, node) | dict(env or {})
-            host = None if hosts is None else hosts[node]
-            kept = str(folder / f"{rank}.output") if output == "by rank" else None
-            ranks.start(Job(call, environ, backend, str(folder / f"{rank}.stacks"), prepare, host, kept))
+            task = RankTask(
+                call=call,
+                environ=environ,
+                backend=backend,
+                stacks=str(folder / f"{rank}.stacks"),
+                prepare=prepare,
+                host=None if hosts is None else hosts[node],
+                output=str(folder / f"{rank}.output") if output == "by rank" else None,
+            )
+            ranks.start(task)
         return ranks.results()
 
 
@@ -190,7 +197,7 @@ class _Store:
         self._store = None  # the last reference: it stops listening
 
 
-@dataclass
+@dataclass(kw_only=True)
 class _Rank:
     """One process and what it has said."""
 
@@ -199,10 +206,9 @@ class _Rank:
     pipe: Connection
     alive: Connection
     """Open as long as this process lives; the rank ends when it closes."""
-    job: Job
+    task: RankTask
     started: bool = False
     outcome: bytes | Raised | None = None
-    _exitcode: list[int | None] = field(default_factory=list)
 
     def hear(self) -> bool:
         """Take one message; False if the process is gone without another."""
@@ -227,11 +233,11 @@ class _Rank:
 
     def stack_text(self) -> str:
         """What faulthandler wrote, or ""."""
-        return _text_of(self.job.stacks).strip()
+        return _text_of(self.task.stacks).strip()
 
     def print_output(self) -> None:
         """What was kept of it, each line with the rank's number."""
-        for line in _text_of(self.job.output).splitlines() if self.job.output else ():
+        for line in _text_of(self.task.output).splitlines() if self.task.output else ():
             print(f"[rank {self.number}] {line}")
 
 
@@ -260,18 +266,18 @@ class _Ranks:
         for rank in self._ranks:
             rank.print_output()
 
-    def start(self, job: Job) -> None:
+    def start(self, task: RankTask) -> None:
         """Start the next rank."""
         ours, theirs = self._context.Pipe()
         watched, alive = self._context.Pipe(duplex=False)
         number = len(self._ranks)
-        process = self._context.Process(target=run_rank, args=(job, theirs, watched), name=f"rank-{number}")
+        process = self._context.Process(target=run_rank, args=(task, theirs, watched), name=f"rank-{number}")
         try:
             process.start()
         finally:
             theirs.close()
             watched.close()
-        self._ranks.append(_Rank(number, process, ours, alive, job))
+        self._ranks.append(_Rank(number=number, process=process, pipe=ours, alive=alive, task=task))
 
     def results(self) -> list[Any]:
         """Wait for all ranks, let them go together, and unpickle what they returned."""
@@ -379,6 +385,3 @@ def _signal_name(number: int) -> str:
         return signal.Signals(number).name
     except ValueError:
         return f"signal {number}"
-
-
-__all__ = ["RankError", "run_ranks"]

@@ -128,32 +128,33 @@ class Report:
         console.print(self.advice.verdict, markup=False, style="bold", soft_wrap=True)
         console.print(str(self.advice).partition("\n")[2], markup=False, soft_wrap=True)
         console.print(self.facts)
-        console.print(self._part_table())
-        console.print(self._rank_table())
+        for rows in (self.part_rows, self.rank_rows):
+            console.print(_table(rows))
         for line in self.notes:
             console.print(line, markup=False, soft_wrap=True)
 
-    def _part_table(self) -> Table:
-        table = _table("where a step's time goes", "share", "with it gone")
+    @property
+    def part_rows(self) -> list[tuple[str, ...]]:
+        """The shares as text, the headings first."""
+        rows: list[tuple[str, ...]] = [("where a step's time goes", "share", "with it gone")]
         for part, name in self.names.items():
             gain = self.gains.get(part)
-            table.add_row(name, f"{self.shares[part]:.1%}", "-" if gain is None else gain_text(gain))
-        return table
+            rows.append((name, f"{self.shares[part]:.1%}", "-" if gain is None else gain_text(gain)))
+        return rows
 
-    def _rank_table(self) -> Table:
-        table = _table("rank", "host", "ms", *self.headings, "H2D", "loader")
+    @property
+    def rank_rows(self) -> list[tuple[str, ...]]:
+        """Each rank's own view as text, the headings first."""
+        rows: list[tuple[str, ...]] = [("rank", "host", "ms", *self.headings, "H2D", "loader")]
         for one in self.ranks:
             mark = " *" if self.is_critical(one) else ""
-            cells = [f"{one.shares[part]:.0%}" for part in self.names]
-            table.add_row(
-                f"{one.rank}{mark}",
-                one.host,
-                f"{one.window_s.p50 * 1e3:,.1f}",
-                *cells,
-                "-" if one.h2d_s is None else f"{one.h2d_s:.0f}",
-                loader_text(one.loader),
+            shares = (f"{one.shares[part]:.0%}" for part in self.names)
+            copying = "-" if one.h2d_s is None else f"{one.h2d_s:.0f}"
+            milliseconds = f"{one.window_s.p50 * 1e3:,.1f}"
+            rows.append(
+                (f"{one.rank}{mark}", one.host, milliseconds, *shares, copying, loader_text(one.loader))
             )
-        return table
+        return rows
 
 
 def report_of(records: Sequence[RankRecord]) -> Report:
@@ -236,11 +237,12 @@ def loader_text(loader: LoaderTimes) -> str:
     return "-" if loader.stall_share is None else f"waited {loader.stall_share:.0%}"
 
 
-def _table(*columns: str) -> Table:
+def _table(rows: Sequence[Sequence[str]]) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    table.add_column(columns[0])
-    for name in columns[1:]:
-        table.add_column(name, justify="right")
+    for name in rows[0]:
+        table.add_column(name, justify="right" if table.columns else "left")
+    for row in rows[1:]:
+        table.add_row(*row)
     return table
 
 

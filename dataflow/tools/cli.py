@@ -7,19 +7,22 @@ arguments, missing or broken files, packages that are not installed) ends as one
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
 import click
 
 from dataflow.tools.bench.commands import bench
+from dataflow.tools.demo.settings import DemoSettings
 from dataflow.tools.doctor.command import doctor
-from dataflow.tools.plan.commands import plan
-from dataflow.tools.terminal.options import dataset_options, json_option, output_path, plain_errors, size
+from dataflow.tools.inspect.settings import InspectSettings
+from dataflow.tools.plan.settings import PlanSettings
+from dataflow.tools.terminal.options import (
+    SIZE,
+    DatasetArguments,
+    json_option,
+    options_of,
+    picture_option,
+    plain_errors,
+)
 from sharding.blocks import DEFAULT_BLOCK_BYTES
-
-if TYPE_CHECKING:
-    from dataflow.tools.terminal.given import Given
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -66,7 +69,7 @@ def main() -> None:
 
 
 @main.command()
-@dataset_options
+@options_of(DatasetArguments, "dataset")
 @click.option(
     "--output",
     metavar="PATH.catalog",
@@ -74,7 +77,7 @@ def main() -> None:
 )
 @click.option(
     "--block-bytes",
-    callback=size,
+    type=SIZE,
     metavar="SIZE",
     help=f"Bytes a block aims at.  [default: {DEFAULT_BLOCK_BYTES >> 20}MiB]",
 )
@@ -84,7 +87,7 @@ def main() -> None:
     help="Read all data once and keep a CRC-32 of each block, which every later read must have.",
 )
 @plain_errors
-def index(given: Given, output: str | None, block_bytes: int | None, checksum: bool) -> None:
+def index(dataset: DatasetArguments, output: str | None, block_bytes: int | None, checksum: bool) -> None:
     """Build or refresh the catalog of a dataset.
 
     SOURCE is a file, a directory, a URL, a glob or a brace pattern (quote those two), several of them, or
@@ -101,56 +104,17 @@ def index(given: Given, output: str | None, block_bytes: int | None, checksum: b
     """  # noqa: D301 - click wants the control character
     from dataflow.tools.terminal.indexing import index_source
 
-    index_source(given.source, given.options, output=output, block_bytes=block_bytes, checksum=checksum)
+    index_source(dataset.source, dataset.options, output=output, block_bytes=block_bytes, checksum=checksum)
 
 
 @main.command("inspect", short_help="Tell how well a plan mixes and what it costs to read.")
-@click.option("--batch-size", type=click.IntRange(min=1), default=64, show_default=True, help="A rank's.")
-@click.option(
-    "--nodes", type=click.IntRange(min=1), default=1, show_default=True, help="Machines of the job."
-)
-@click.option("--ranks", type=click.IntRange(min=1), help="Of all nodes together.  [default: one a node]")
-@click.option(
-    "--shuffle",
-    "kind",
-    type=click.Choice(["window", "full", "blocks", "none"]),
-    default="window",
-    show_default=True,
-    help="How an epoch is mixed, as in Shuffle(...).",
-)
-@click.option("--window-blocks", type=click.IntRange(min=1), help="Blocks a window.  [default: chosen]")
-@click.option("--canonical-nodes", type=click.IntRange(min=1), help="Lanes.  [default: 8, or 1 unmixed]")
-@click.option(
-    "--exchange",
-    type=click.FloatRange(0, 1),
-    default=1.0,
-    show_default=True,
-    help="Share of the blocks that may change lane from epoch to epoch.",
-)
-@click.option("--memory-limit", callback=size, metavar="SIZE", help="As given to the DataLoader.")
-@click.option("--seed", type=int, default=0, show_default=True, help="Of the order.")
-@click.option("--epoch", type=click.IntRange(min=0), default=0, show_default=True, help="To look at.")
-@click.option("--label", metavar="COLUMN", help="Read this column too, and tell how labels are mixed.")
-@click.option("--max-samples", type=click.IntRange(min=1), help="Of an epoch to look at.  [default: 2 M]")
+@options_of(InspectSettings)
+@options_of(DatasetArguments, "dataset")
 @json_option
-@click.option(
-    "--picture",
-    callback=output_path,
-    metavar="PATH",
-    help="Draw the figures, as .png or .html (extra: plot).",
-)
-@dataset_options
+@picture_option(".png", ".html")
 @plain_errors
 def inspect_(
-    given: Given,
-    kind: Any,
-    window_blocks: int | None,
-    canonical_nodes: int | None,
-    exchange: float,
-    max_samples: int | None,
-    json_path: str | None,
-    picture: str | None,
-    **wish: Any,
+    settings: InspectSettings, dataset: DatasetArguments, json_path: str | None, picture: str | None
 ) -> None:
     """Tell how well a plan mixes and what it costs to read, beside a full shuffle.
 
@@ -164,53 +128,18 @@ def inspect_(
       dataflow inspect train.catalog --shuffle blocks --label cls
       dataflow inspect train.catalog --memory-limit 256MiB --picture plan.html
     """  # noqa: D301 - click wants the control character
-    from dataflow.tools.inspect.command import Wish, inspect_source
-    from sharding.order.shuffle import Shuffle
+    from dataflow.tools.inspect.command import inspect_dataset, page_of
+    from dataflow.tools.terminal.report import publish
 
-    if max_samples is not None:
-        wish["max_samples"] = max_samples
-    asked = Wish(shuffle=Shuffle(kind, window_blocks, canonical_nodes, exchange), **wish)
-    inspect_source(given.source, given.options, asked, json_path=json_path, picture=picture)
+    opened = dataset.open_with(on_error="skip")  # nothing is delivered
+    publish(page_of(inspect_dataset(opened, settings)), json_path, picture)
 
 
 @main.command(short_help="See it train, be interrupted and resume on this machine.")
-@click.option(
-    "--folder",
-    type=click.Path(file_okay=False, path_type=Path),
-    help="Where shards and checkpoint go, to stay there.  [default: a temporary folder, removed at the end]",
-)
-@click.option("--keep", is_flag=True, help="Leave the temporary folder.")
-@click.option(
-    "--ranks", type=click.IntRange(min=1), default=2, show_default=True, help="Processes that train."
-)
-@click.option("--steps", type=click.IntRange(min=2), default=200, show_default=True, help="Training steps.")
-@click.option(
-    "--batch-size",
-    type=click.IntRange(min=1),
-    default=16,
-    show_default=True,
-    help="Samples of 128 bytes a rank and step.",
-)
-@click.option("--seed", type=int, default=0, show_default=True, help="Seed of order and model.")
-@click.option("--modules", type=click.IntRange(min=1), help="Use only so many modules.  [default: all]")
-@click.option(
-    "--json",
-    "json_path",
-    callback=output_path,
-    type=click.Path(dir_okay=False),
-    help="Write all figures to a file.",
-)
+@options_of(DemoSettings)
+@json_option
 @plain_errors
-def demo(
-    folder: Path | None,
-    keep: bool,
-    ranks: int,
-    steps: int,
-    batch_size: int,
-    seed: int,
-    modules: int | None,
-    json_path: str | None,
-) -> None:
+def demo(settings: DemoSettings, json_path: str | None) -> None:
     """Train on this machine's own Python sources, interrupt, resume, compare.
 
     The standard library's source text becomes token shards and WebDataset tars; two gloo ranks train a
@@ -224,17 +153,41 @@ def demo(
       dataflow demo --ranks 4 --steps 40 --json report.json
       dataflow demo --folder /tmp/demo     then: dataflow index /tmp/demo/modules.catalog
     """  # noqa: D301 - click wants the control character
-    from dataflow.tools.demo.demo import Settings, run_demo, save_report
+    from dataflow.tools.demo.demo import run_demo
+    from dataflow.tools.terminal.report import Page, save
 
-    found = run_demo(Settings(folder, keep, ranks, steps, batch_size, seed, modules))
-    if json_path:
-        save_report(found, json_path)
-    if not found.identical:
+    figures = run_demo(settings)
+    save(Page("dataflow demo", figures.to_json()), json_path)
+    if not figures.identical:
         raise click.exceptions.Exit(1)
 
 
+@main.command(short_help="Predict a step and a run on a cluster, and what they cost.")
+@options_of(PlanSettings)
+@json_option
+@plain_errors
+def plan(settings: PlanSettings, json_path: str | None) -> None:
+    """Predict step time, the best accumulation, reduction and placement, and what a run costs.
+
+    An alpha-beta model: each message costs a latency and its bytes over the bandwidth of the fullest link on
+    its way; data that the ranks read flows into the same network cards. Measure --microbatch-ms on one rank,
+    and the network with: torchrun ... -m dataflow.tools.plan.measure --output link.json
+
+    \b
+    Examples:
+      dataflow plan --nodes 64 --racks 8 --parameters 1.3B --microbatch-ms 180
+      dataflow plan --nodes 4 --ranks-per-node 1 --parameters 25M --microbatch-ms 120 \\
+          --network-gbit 1 --microbatch 64 --sample-bytes 100KB --gated
+      dataflow plan --nodes 16 --parameters 7B --gradient-bits 16 --microbatch-ms 900 \\
+          --samples 2M --node-hour 30 --watts 6500
+    """  # noqa: D301 - click wants the control character
+    from dataflow.tools.plan.plan import make_plan, page_of
+    from dataflow.tools.terminal.report import publish
+
+    publish(page_of(settings, make_plan(settings)), json_path)
+
+
 main.add_command(bench)
-main.add_command(plan)
 main.add_command(doctor)
 
 

@@ -2,20 +2,18 @@
 
 Each run is a fresh process that makes the dataset and one loader, takes the first batch, and then counts
 samples for some seconds, epoch after epoch; nothing is trained. Runs take turns (A B C A B C ...), so that
-a drift of the machine falls on all alike, and medians are compared. Over shards, torch reads a
-`ShardedDataset` as the map-style dataset that it also is, sample by sample, fully shuffled; this loader
-streams it. Over any other dataset both do the same work with the same number of workers.
+a drift of the machine falls on all alike, and medians are compared; a loader that loses is said to lose.
+Over shards, torch reads a `ShardedDataset` as the map-style dataset that it also is, sample by sample, fully
+shuffled; this loader streams it. Over any other dataset both do the same work with as many workers.
 """
 
 from __future__ import annotations
 
-import platform
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import count
-from multiprocessing import get_all_start_methods
 from typing import Any, Literal
 
 import torch
@@ -25,13 +23,13 @@ from dataflow.batch.objects import collate_objects
 from dataflow.dataset import ShardedDataset
 from dataflow.loader import DataLoader
 from dataflow.mixture import Mixture
-from dataflow.testing import StartMethod, run_ranks
-from dataflow.tools.bench.storage import usable_cores
-from dataflow.tools.terminal.given import Given, named_function
+from dataflow.testing import run_ranks
+from dataflow.tools.bench.settings import Comparison, named_function, settings_json
+from dataflow.tools.terminal.report import Page, Part, Sentence, Table, machine, usable_cores
 
 Whose = Literal["torch", "dataflow"]
 _START_S = 300.0
-SAME = 0.05
+_SAME = 0.05
 """Ratios within this share of 1 are called equal."""
 
 
@@ -52,26 +50,7 @@ class Contestant:
 
 
 @dataclass(frozen=True)
-class Comparison:
-    """What a user asks for."""
-
-    given: Given
-    batch_size: int = 64
-    workers: Sequence[int] = (0, 2)
-    repeats: int = 3
-    seconds: float = 3.0
-    """A run, after its first batch."""
-    collate: str | None = None
-    """`package.module:name` of a `collate_fn`; None: each loader's default."""
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if self.repeats < 1 or self.seconds <= 0 or not self.workers:
-            raise ValueError("repeats and worker counts must be >= 1, seconds > 0")
-
-
-@dataclass(frozen=True)
-class Run:
+class LoaderRun:
     """What one process measured."""
 
     samples_per_s: float
@@ -83,16 +62,20 @@ class Run:
 
 
 @dataclass(frozen=True, eq=False)
-class Compared:
-    """What `dataflow bench compare` found."""
+class ComparisonFigures:
+    """What `dataflow bench compare` measured."""
 
-    asked: Comparison
+    settings: Comparison
     dataset: str
-    runs: Mapping[Contestant, Sequence[Run]]
+    runs: Mapping[Contestant, Sequence[LoaderRun]]
+
+    def rates(self, contestant: Contestant) -> list[float]:
+        """Samples a second of each run."""
+        return [run.samples_per_s for run in self.runs[contestant]]
 
     def median(self, contestant: Contestant) -> float:
         """Samples a second."""
-        return statistics.median(run.samples_per_s for run in self.runs[contestant])
+        return statistics.median(self.rates(contestant))
 
     def best(self, whose: Whose) -> Contestant:
         """The fastest setting of one loader."""
@@ -105,28 +88,32 @@ class Compared:
 
     def to_json(self) -> dict[str, Any]:
         """Everything, as JSON types."""
+        contestants = [
+            {
+                "name": one.name,
+                **asdict(one),
+                "median_samples_per_s": self.median(one),
+                "runs": [asdict(run) for run in runs],
+            }
+            for one, runs in self.runs.items()
+        ]
         return {
-            "asked": {**asdict(self.asked), "given": self.asked.given.to_json()},
+            "asked": settings_json(self.settings),
             "dataset": self.dataset,
-            "machine": {"cores": usable_cores(), "system": platform.platform(), "torch": torch.__version__},
+            "machine": {**machine(), "torch": torch.__version__},
             "ratio": self.ratio,
-            "contestants": [
-                {
-                    "name": one.name,
-                    **asdict(one),
-                    "median_samples_per_s": self.median(one),
-                    "runs": [asdict(run) for run in runs],
-                }
-                for one, runs in self.runs.items()
-            ],
+            "contestants": contestants,
         }
 
 
+# ---- measuring ------------------------------------------------------------------------------------------
+
+
 def compare(
-    asked: Comparison,
+    settings: Comparison,
     tell: Callable[[int, int, str], None] = lambda *_: None,
-    run: Callable[[Contestant, Comparison], Run] | None = None,
-) -> Compared:
+    run: Callable[[Contestant, Comparison], LoaderRun] | None = None,
+) -> ComparisonFigures:
     """Run all contestants in turns; `tell` hears of each before it begins, `run` runs one.
 
     Raises:
@@ -134,14 +121,16 @@ def compare(
         Exception: what the dataset raises.
     """
     run = run or _in_a_process
-    dataset = asked.given.open()
-    contestants = contestants_over(dataset, asked.workers)
-    runs: dict[Contestant, list[Run]] = {one: [] for one in contestants}
-    for repeat in range(asked.repeats):
-        for number, one in enumerate(contestants):
-            tell(repeat * len(contestants) + number, asked.repeats * len(contestants), one.name)
-            runs[one].append(run(one, asked))
-    return Compared(asked, _text(dataset), runs)
+    settings = replace(settings, workers=tuple(dict.fromkeys(settings.workers or (0, usable_cores()))))
+    dataset = settings.dataset.open()
+    contestants = contestants_over(dataset, settings.workers)
+    runs: dict[Contestant, list[LoaderRun]] = {one: [] for one in contestants}
+    turns = [one for _ in range(settings.repeats) for one in contestants]
+    for number, one in enumerate(turns):
+        tell(number, len(turns), one.name)
+        runs[one].append(run(one, settings))
+    name = repr(dataset) if isinstance(dataset, ShardedDataset) else type(dataset).__name__
+    return ComparisonFigures(settings, name, runs)
 
 
 def contestants_over(dataset: Any, workers: Sequence[int]) -> list[Contestant]:
@@ -154,55 +143,50 @@ def contestants_over(dataset: Any, workers: Sequence[int]) -> list[Contestant]:
     return [one for other in by_torch for one in (Contestant("dataflow", other.workers), other)]
 
 
-def _text(dataset: Any) -> str:
-    return repr(dataset) if isinstance(dataset, ShardedDataset) else type(dataset).__name__
-
-
-def _in_a_process(contestant: Contestant, asked: Comparison) -> Run:
-    timeout_s = _START_S + 10 * asked.seconds
-    method: StartMethod = "forkserver" if "forkserver" in get_all_start_methods() else "spawn"
+def _in_a_process(contestant: Contestant, settings: Comparison) -> LoaderRun:
+    timeout_s = _START_S + 10 * settings.seconds
+    arguments = (contestant, settings)
     return run_ranks(
-        measure, 1, args=(contestant, asked), backend=None, timeout_s=timeout_s, start_method=method
+        measure, 1, args=arguments, backend=None, timeout_s=timeout_s, start_method="forkserver"
     )[0]
 
 
-def measure(contestant: Contestant, asked: Comparison, clock: Callable[[], float] = time.perf_counter) -> Run:
+def measure(
+    contestant: Contestant, settings: Comparison, clock: Callable[[], float] = time.perf_counter
+) -> LoaderRun:
     """One run, in this process."""
-    dataset = asked.given.open()
-    torch.manual_seed(asked.seed)
+    dataset = settings.dataset.open()
+    torch.manual_seed(settings.seed)
     began = clock()
-    loader = make_loader(contestant, dataset, asked)
+    loader = make_loader(contestant, dataset, settings)
     try:
         batches = _endless(loader)
-        size_of(next(batches), asked.batch_size)
+        size_of(next(batches), settings.batch_size)
         first = now = clock()
         samples = 0
         for batch in batches:
-            samples += size_of(batch, asked.batch_size)
+            samples += size_of(batch, settings.batch_size)
             now = clock()
-            if now - first >= asked.seconds:
+            if now - first >= settings.seconds:
                 break
     finally:
         if isinstance(loader, DataLoader):
             loader.close()
-    return Run(samples / max(now - first, 1e-9), first - began, samples)
+    return LoaderRun(samples / max(now - first, 1e-9), first - began, samples)
 
 
-def make_loader(contestant: Contestant, dataset: Any, asked: Comparison) -> Any:
+def make_loader(contestant: Contestant, dataset: Any, settings: Comparison) -> Any:
     """The loader of a contestant, as its documentation advises: workers stay from epoch to epoch."""
     kind: Any = TorchDataLoader if contestant.whose == "torch" else DataLoader
-    sharded = isinstance(dataset, ShardedDataset)
-    workers = contestant.workers or 0
-    arguments: dict[str, Any] = {"batch_size": asked.batch_size}
+    arguments: dict[str, Any] = {"batch_size": settings.batch_size}
     if not isinstance(dataset, IterableDataset) and hasattr(dataset, "__len__"):
         arguments["shuffle"] = True
-    if asked.collate is not None:
-        arguments["collate_fn"] = named_function(asked.collate)
-    elif sharded and contestant.whose == "torch":
-        # torch's default cannot stack values of different lengths; what can be stacked is, as in ours.
+    if settings.collate is not None:
+        arguments["collate_fn"] = named_function(settings.collate)
+    elif isinstance(dataset, ShardedDataset) and contestant.whose == "torch":
         arguments["collate_fn"] = _collate_samples
     if contestant.workers is not None:
-        arguments |= {"num_workers": workers, "persistent_workers": workers > 0}
+        arguments |= {"num_workers": contestant.workers, "persistent_workers": contestant.workers > 0}
     return kind(dataset, **arguments)
 
 
@@ -238,3 +222,59 @@ def size_of(batch: Any, otherwise: int) -> int:
     if isinstance(batch, torch.Tensor):
         return len(batch) if batch.dim() else 1
     return len(batch) if hasattr(batch, "__len__") else otherwise
+
+
+# ---- telling --------------------------------------------------------------------------------------------
+
+
+def page_of(figures: ComparisonFigures) -> Page:
+    """The medians and what they say."""
+    settings = figures.settings
+    columns = ("", "samples/s", "lowest", "highest", "first batch", "of torch's best")
+    rows = [_row(figures, one) for one in figures.runs]
+    how = (
+        f"{settings.repeats} runs each of {settings.seconds:g} s, in turns, in fresh processes; batches of "
+        f"{settings.batch_size}; nothing was trained."
+    )
+    parts: Sequence[Part] = (figures.dataset, Table(columns, rows), *sentences(figures), Sentence(how, "dim"))
+    return Page("dataflow bench compare", figures.to_json(), parts)
+
+
+def _row(figures: ComparisonFigures, one: Contestant) -> list[str]:
+    rates, median = figures.rates(one), figures.median(one)
+    first_ms = statistics.median(run.first_batch_s for run in figures.runs[one]) * 1e3
+    share = median / figures.median(figures.best("torch"))
+    numbers = [f"{rate:,.0f}" for rate in (median, min(rates), max(rates))]
+    return [one.name, *numbers, f"{first_ms:,.0f} ms", f"{share:.2f} x"]
+
+
+def sentences(figures: ComparisonFigures) -> Iterator[str]:
+    """What the medians say, one sentence each."""
+    ours, theirs = figures.best("dataflow"), figures.best("torch")
+    yield _sentence(figures, ours, theirs)
+    for one in figures.runs:
+        other = Contestant("torch", one.workers)
+        if one.whose == "torch" or other not in figures.runs or (one, other) == (ours, theirs):
+            continue
+        if figures.median(one) < (1 - _SAME) * figures.median(other):
+            yield _sentence(figures, one, other)
+    a, b = figures.rates(ours), figures.rates(theirs)
+    if len(a) > 1 and min(a) <= max(b) and min(b) <= max(a):
+        yield "the ranges of the single runs overlap: more --repeats or --seconds would tell more"
+    if ours.workers is None:
+        yield (
+            "torch draws single samples of the ShardedDataset in a full shuffle; dataflow streams its blocks "
+            "and mixes them in windows (dataflow inspect tells how well). To compare with a dataset of your "
+            "own: package.module:function"
+        )
+
+
+def _sentence(figures: ComparisonFigures, ours: Contestant, theirs: Contestant) -> str:
+    rate, other = figures.median(ours), figures.median(theirs)
+    ratio = rate / other
+    pair = f"{ours.name}: {rate:,.0f} samples/s; {theirs.name}: {other:,.0f}"
+    if ratio < 1 - _SAME:
+        return f"torch is faster here, {1 / ratio:.2f} x ({pair})"
+    if ratio <= 1 + _SAME:
+        return f"no difference beyond {_SAME:.0%} ({pair})"
+    return f"dataflow is faster here, {ratio:.2f} x ({pair})"

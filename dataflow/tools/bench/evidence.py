@@ -31,7 +31,7 @@ _LOOKED_THROUGH_BYTES = 256 << 30
 """Asking for every page takes about a second per 100 GB."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Evidence:
     """What is known about where the bytes of some reads came from."""
 
@@ -142,7 +142,7 @@ def _resident_pages(path: str) -> tuple[int, int] | None:
 def evict(shards: Sequence[Shard]) -> None:
     """Ask the kernel to drop the pages of local shards from its cache. Dirty or mapped ones may stay."""
     for shard in shards:
-        if is_local(shard.url) and hasattr(os, "posix_fadvise"):
+        if is_local(shard.url):
             descriptor = os.open(local_path(shard.url), os.O_RDONLY | os.O_CLOEXEC)
             try:
                 os.fdatasync(descriptor)  # only what is on the device can be dropped

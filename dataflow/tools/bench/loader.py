@@ -9,101 +9,93 @@ others.
 
 from __future__ import annotations
 
-import platform
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from multiprocessing import get_all_start_methods
 from typing import Any
 
 import torch
 
 from dataflow.dataset import ShardedDataset
 from dataflow.limits import memory_limit_bytes
-from dataflow.testing import StartMethod, run_ranks
+from dataflow.testing import run_ranks
 from dataflow.tools.bench.evidence import evict
-from dataflow.tools.bench.stages import Phase, RankFigures, Work, run_phase
-from dataflow.tools.bench.storage import usable_cores
-from dataflow.tools.bench.verdict import Rates, Verdict, verdict_of
-from dataflow.tools.terminal.given import Given
-from sharding.urls import is_local
+from dataflow.tools.bench.settings import Emulation, settings_json
+from dataflow.tools.bench.stages import EmulationPhase, RankFigures, Work, run_phase
+from dataflow.tools.bench.verdict import Bottleneck, Rates, bottleneck_of
+from dataflow.tools.terminal.report import Page, Part, Table, bytes_text, machine, optional, usable_cores
 
-_PHASES: tuple[Phase, ...] = ("training", "loader", "storage", "memory", "undecoded", "synthetic")
+_PHASES: Mapping[EmulationPhase, str] = {
+    "training": "all together",
+    "loader": "loading, without computing",
+    "storage": "reading the blocks",
+    "memory": "loading from memory",
+    "undecoded": "  the same, bytes left as they are",
+    "synthetic": "computing, over one batch",
+    "more memory": "  the same, 4 x the memory limit",
+}
+"""In the order in which they run; the last only where loading stays behind its parts."""
+_SHOWN: Sequence[EmulationPhase] = (
+    "synthetic",
+    "storage",
+    "memory",
+    "undecoded",
+    "loader",
+    "more memory",
+    "training",
+)
 _KEPT_BYTES = 256 << 20
 _FROM_DEVICE = 0.5
 _BEHIND = 0.9
 _START_S = 120.0
 _MORE = 4
+_MOST_CORES = 0.5
+_GOOD_UTILISATION = 0.9
+"""What MLPerf Storage asks of most workloads."""
 
 
-@dataclass(frozen=True)
-class Emulation:
-    """What a user asks for."""
+@dataclass(frozen=True, eq=False, kw_only=True)
+class EmulationFigures:
+    """What `dataflow bench loader` measured."""
 
-    given: Given
-    compute_ms: float
-    """A step's computation."""
-    ranks: int = 1
-    batch_size: int = 64
-    """A rank's."""
-    memory_limit: int | None = None
-    """A rank's; None: the loader's default."""
-    seconds: float = 5.0
-    """A phase."""
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if self.compute_ms <= 0 or self.seconds <= 0:
-            raise ValueError(
-                f"compute-ms and seconds must be > 0, got {self.compute_ms:g} and {self.seconds:g}"
-            )
-
-
-@dataclass(frozen=True, eq=False)
-class Emulated:
-    """What `dataflow bench loader` found."""
-
-    asked: Emulation
+    settings: Emulation
     memory_limit: int
     """A rank's, in bytes."""
     dataset: str
-    phases: Mapping[Phase, Sequence[RankFigures]]
+    phases: Mapping[EmulationPhase, Sequence[RankFigures]]
     """Of each rank."""
     evicted: bool
     """Whether the data was dropped from memory before the phases after the first."""
     rates: Rates
-    verdict: Verdict
+    bottleneck: Bottleneck
 
     @property
     def training(self) -> Sequence[RankFigures]:
         """The whole, rank by rank."""
         return self.phases["training"]
 
-    @property
-    def utilisation(self) -> float | None:
-        """Mean AU of the ranks."""
-        known = [one.utilisation for one in self.training if one.utilisation is not None]
-        return sum(known) / len(known) if known else None
-
     def to_json(self) -> dict[str, Any]:
         """Everything, as JSON types."""
         return {
-            "asked": {**asdict(self.asked), "given": self.asked.given.to_json()},
+            "asked": settings_json(self.settings),
             "memory_limit": self.memory_limit,
             "dataset": self.dataset,
-            "machine": {"cores": usable_cores(), "system": platform.platform(), "torch": torch.__version__},
-            "accelerator_utilisation": self.utilisation,
+            "machine": {**machine(), "torch": torch.__version__},
+            "accelerator_utilisation": _mean_utilisation(self.training),
             "evicted": self.evicted,
             "rates_samples_per_s": asdict(self.rates),
-            "verdict": {**asdict(self.verdict), "gain": self.verdict.gain},
+            "verdict": {**asdict(self.bottleneck), "gain": self.bottleneck.gain},
             "phases": {name: [asdict(one) for one in ranks] for name, ranks in self.phases.items()},
         }
 
 
+# ---- measuring ------------------------------------------------------------------------------------------
+
+
 def emulate(
-    asked: Emulation,
+    settings: Emulation,
     tell: Callable[[int, int, str], None] = lambda *_: None,
     run: Callable[[Work, int], list[RankFigures]] | None = None,
-) -> Emulated:
+) -> EmulationFigures:
     """Run all phases; `tell` hears of each before it begins, `run` runs one in all ranks.
 
     Raises:
@@ -111,59 +103,64 @@ def emulate(
         ShardReadError: shards that cannot be read.
         MemoryLimitError: the limit does not hold a window and a batch.
     """
+    if settings.compute_ms <= 0:
+        raise ValueError(f"compute-ms must be > 0, got {settings.compute_ms:g}")
     run = run or _in_ranks
-    dataset = asked.given.open_shards()  # indexed once, before the ranks open it
-    limit = memory_limit_bytes(asked.memory_limit, asked.ranks)
+    dataset = settings.dataset.open_shards()  # indexed once, before the ranks open it
+    limit = memory_limit_bytes(settings.memory_limit, settings.ranks)
     work = Work(
-        "training",
-        asked.given,
-        asked.batch_size,
-        asked.compute_ms / 1e3,
-        asked.seconds,
-        asked.seed,
-        asked.memory_limit,
-        min(_KEPT_BYTES, limit),
+        phase="training",
+        dataset=settings.dataset,
+        batch_size=settings.batch_size,
+        compute_s=settings.compute_ms / 1e3,
+        seconds=settings.seconds,
+        seed=settings.seed,
+        memory_limit=settings.memory_limit,
+        kept_bytes=min(_KEPT_BYTES, limit),
     )
-    phases: dict[Phase, list[RankFigures]] = {}
+    phases: dict[EmulationPhase, list[RankFigures]] = {}
     evicted = False
     for number, phase in enumerate(_PHASES):
-        tell(number, len(_PHASES), phase)
+        if phase == "more memory":
+            rates = _rates(phases)
+            if rates.loader >= min(_BEHIND * min(rates.storage, rates.decode), rates.compute):
+                break
+            work = replace(work, memory_limit=_MORE * limit)
+        tell(number, len(_PHASES) - (phase != "more memory"), phase)
         if evicted:
-            evict(_local_shards(dataset))
-        phases[phase] = run(replace(work, phase=phase), asked.ranks)
+            evict(_shards(dataset))
+        phases[phase] = run(replace(work, phase=phase), settings.ranks)
         evicted = evicted or (phase == "training" and _from_device(phases[phase]))
     rates = _rates(phases)
-    if rates.loader < _BEHIND * min(rates.storage, rates.decode) and rates.loader < rates.compute:
-        tell(len(_PHASES), len(_PHASES) + 1, "more memory")
-        if evicted:
-            evict(_local_shards(dataset))
-        more = replace(work, phase="more memory", memory_limit=_MORE * limit)
-        phases["more memory"] = run(more, asked.ranks)
-        rates = _rates(phases)
-    return Emulated(asked, limit, repr(dataset), phases, evicted, rates, verdict_of(rates))
+    return EmulationFigures(
+        settings=settings,
+        memory_limit=limit,
+        dataset=repr(dataset),
+        phases=phases,
+        evicted=evicted,
+        rates=rates,
+        bottleneck=bottleneck_of(rates),
+    )
 
 
 def _in_ranks(work: Work, ranks: int) -> list[RankFigures]:
-    method: StartMethod = "forkserver" if "forkserver" in get_all_start_methods() else "spawn"
-    return run_ranks(
-        run_phase, ranks, args=(work,), start_method=method, timeout_s=_START_S * ranks + 20 * work.seconds
-    )
+    timeout_s = _START_S * ranks + 20 * work.seconds
+    return run_ranks(run_phase, ranks, args=(work,), start_method="forkserver", timeout_s=timeout_s)
 
 
-def _local_shards(dataset: ShardedDataset) -> list[Any]:
+def _shards(dataset: ShardedDataset) -> list[Any]:
     catalog = dataset.catalog
-    shards = [catalog.shard(number) for number in range(catalog.num_shards)]
-    return [shard for shard in shards if is_local(shard.url)]
+    return [catalog.shard(number) for number in range(catalog.num_shards)]
 
 
 def _from_device(ranks: Sequence[RankFigures]) -> bool:
     """Whether most of what was read came from a disk of this machine."""
-    came = sum(one.device_bytes or 0 for one in ranks)
-    return came > _FROM_DEVICE * max(1, sum(one.read_bytes for one in ranks))
+    device_bytes = sum(one.device_bytes or 0 for one in ranks)
+    return device_bytes > _FROM_DEVICE * max(1, sum(one.read_bytes for one in ranks))
 
 
-def _rates(phases: Mapping[Phase, Sequence[RankFigures]]) -> Rates:
-    def together(phase: Phase) -> float:
+def _rates(phases: Mapping[EmulationPhase, Sequence[RankFigures]]) -> Rates:
+    def together(phase: EmulationPhase) -> float:
         return max(sum(one.samples_per_s for one in phases[phase]), 1e-9)
 
     return Rates(
@@ -174,3 +171,141 @@ def _rates(phases: Mapping[Phase, Sequence[RankFigures]]) -> Rates:
         loader=together("loader"),
         more_memory=together("more memory") if "more memory" in phases else None,
     )
+
+
+def _mean_utilisation(ranks: Sequence[RankFigures]) -> float | None:
+    utilisations = [one.utilisation for one in ranks if one.utilisation is not None]
+    return sum(utilisations) / len(utilisations) if utilisations else None
+
+
+# ---- telling --------------------------------------------------------------------------------------------
+
+
+def page_of(figures: EmulationFigures) -> Page:
+    """Figures of ranks and parts, and the verdict with its evidence."""
+    settings = figures.settings
+    head = (
+        f"{settings.ranks} ranks of {settings.batch_size} samples, {settings.compute_ms:g} ms a step, "
+        f"memory limit {bytes_text(figures.memory_limit)} a rank"
+    )
+    parts: Sequence[Part] = (
+        figures.dataset,
+        head,
+        _rank_table(figures),
+        _phase_table(figures),
+        *sentences(figures),
+    )
+    return Page("dataflow bench loader", figures.to_json(), parts)
+
+
+def _rank_table(figures: EmulationFigures) -> Table:
+    training = figures.training
+    rows = [_rank_row(one) for one in training]
+    if len(training) > 1:
+        rate = sum(one.samples_per_s for one in training)
+        mb_per_s = sum(one.read_bytes / 1e6 / _span_s(one, 0.0) for one in training)
+        rows.append(["all", optional(_mean_utilisation(training), ".1%"), f"{rate:,.0f}", f"{mb_per_s:,.1f}"])
+    columns = ("rank", "AU", "samples/s", "MB/s read", "waiting", "in step", "first batch", "memory")
+    return Table(columns, rows)
+
+
+def _rank_row(one: RankFigures) -> list[str]:
+    steps, stats = one.steps, one.stats
+    assert steps is not None
+    assert stats is not None
+    running_s = max(steps["ended_s"] - steps["first_s"], 1e-9)
+    return [
+        str(one.rank),
+        optional(one.utilisation, ".1%"),
+        f"{one.samples_per_s:,.0f}",
+        f"{one.read_bytes / 1e6 / _span_s(one, 0.0):,.1f}",
+        f"{steps['waited_s'] / running_s:.1%}",
+        f"{steps['synced_s'] / running_s:.1%}",
+        f"{steps['first_batch_s'] * 1e3:,.0f} ms",
+        bytes_text(stats["memory"]["peak_bytes"]),
+    ]
+
+
+def _span_s(one: RankFigures, otherwise: float) -> float:
+    """Seconds from asking for the first batch to the end of the last step; `otherwise` without steps."""
+    return max(one.steps["ended_s"] - one.steps["began_s"] if one.steps else otherwise, 1e-9)
+
+
+def _phase_table(figures: EmulationFigures) -> Table:
+    rows = []
+    for phase in _SHOWN:
+        if not (ranks := figures.phases.get(phase)):
+            continue
+        span_s = max(_span_s(one, figures.settings.seconds) for one in ranks)
+        read_bytes = sum(one.read_bytes for one in ranks)
+        device_bytes = [one.device_bytes for one in ranks]
+        from_disk = sum(nbytes or 0 for nbytes in device_bytes) / max(1, read_bytes)
+        known = read_bytes and None not in device_bytes
+        rows.append(
+            [
+                _PHASES[phase],
+                f"{sum(one.samples_per_s for one in ranks):,.0f}",
+                f"{read_bytes / 1e6 / span_s:,.1f}",
+                f"{sum(one.cpu_s for one in ranks) / span_s:.2f}",
+                f"{min(1.0, from_disk):.0%}" if known else "-",
+            ]
+        )
+    return Table(("alone", "samples/s", "MB/s read", "cores", "from disk"), rows)
+
+
+def sentences(figures: EmulationFigures) -> Iterator[str]:
+    """The verdict, and what it rests on."""
+    bottleneck, rates, training = figures.bottleneck, figures.rates, figures.training
+    utilisation = _mean_utilisation(training)
+    if utilisation is not None:
+        word = "at least" if utilisation >= _GOOD_UTILISATION else "below"
+        yield (
+            f"accelerator utilisation {utilisation:.1%}, {word} the 90 % that MLPerf Storage asks of most "
+            "workloads"
+        )
+    alone = _mean_utilisation(figures.phases["synthetic"])
+    if alone is not None:
+        yield (
+            f"with data that is there already it is {alone:.1%}: the rest is what timers "
+            "and going in step cost on this machine"
+        )
+    yield f"{bottleneck.bound}-bound: {bottleneck.reason}"
+    gains = ", ".join(f"{name} {gain:.2f} x" for name, gain in bottleneck.gains.items())
+    yield f"expected gain of curing one part: {gains}"
+    yield (
+        f"the slowest part alone predicts {bottleneck.predicted:,.0f} samples/s; "
+        f"measured {rates.measured:,.0f} ({rates.measured / bottleneck.predicted:.0%})"
+    )
+    yield from _evidence(figures)
+    cores = sum(one.cpu_s for one in training) / max(_span_s(one, 0.0) for one in training)
+    yield from cores_text(cores, usable_cores())
+
+
+def cores_text(busy: float, cores: int) -> Iterator[str]:
+    """A warning where loading takes most of the cores of a training, whose computing is emulated here."""
+    if busy >= _MOST_CORES * cores:
+        yield (
+            f"loading takes {busy:.2f} of the {cores} cores ({busy / cores:.0%}) beside the emulated "
+            "computing, which takes none: a training that computes on them gets what is left; cheaper "
+            "decoding or more cores help it, whatever the verdict"
+        )
+
+
+def _evidence(figures: EmulationFigures) -> Iterator[str]:
+    stats = [one.stats for one in figures.training if one.stats]
+    elapsed_s = sum(one["elapsed_s"] for one in stats)
+    for stage in ("read", "build"):
+        busy_s = sum(one[stage]["busy_s"] for one in stats)
+        threads = max(one[stage]["threads"] for one in stats)
+        share = busy_s / max(elapsed_s * threads, 1e-9)
+        yield f"{stage} threads: busy {share:.0%} of the time ({threads} a rank)"
+    peak = max(one["memory"]["peak_bytes"] for one in stats)
+    yield (
+        f"ledger: at most {bytes_text(peak)} of {bytes_text(figures.memory_limit)} held; "
+        f"{stats[0]['depth']} batches ahead ({stats[0]['depth_reason']})"
+    )
+    retries = sum(one["faults"]["retries"] for one in stats)
+    if retries:
+        yield f"reads tried again: {retries:,} (faults in --json)"
+    if figures.evicted:
+        yield "the data came from the disk; it was dropped from memory before each further phase"

@@ -1,10 +1,10 @@
-"""The process that `dataflow.tools.bench.direct_processes` starts: for each case it forks some that read.
+"""The process that `DirectProcesses` starts: for each case it forks some that read.
 
 It has no threads (numerical libraries are told to have none), so that its children can do all that it could;
 they have one for each of their reads in flight. It speaks over one connection: it is given the shards, and
 then a case at a time, and answers with the ids of its children when they begin, and with what they read.
 While they read it watches that connection, whose end ends them and itself; and if it is killed, the kernel
-kills them (Linux). Ctrl-C is for the process at the other end, and blocked here.
+kills them. Ctrl-C is for the process at the other end, and blocked here.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
 
 from dataflow.tools.bench.direct import DirectReader
-from dataflow.tools.bench.reads import Block, BlockOrder, Case, Reads, run_case
+from dataflow.tools.bench.reads import Block, BlockOrder, Case, CaseRequest, CaseTimes, run_case
 from prefetch.workers.fork_server import end_with_parent
 from sharding.blocks import Shard
 from sharding.errors import DataflowError
@@ -34,15 +34,6 @@ _AHEAD = 1 << 17
 """Blocks of a random order that are known before the clock starts, to all readers together."""
 _LEAST_AHEAD = 1 << 10
 _fork = multiprocessing.get_context("fork")
-
-
-@dataclass(frozen=True)
-class Asked:
-    """A case, and among how many processes its reads in flight are divided."""
-
-    case: Case
-    seconds: float
-    processes: int
 
 
 def random_share(order: BlockOrder, number: int, readers: int) -> Iterator[Block]:
@@ -92,8 +83,10 @@ def serve(parent: Connection) -> None:
         pass
 
 
-def _read(asked: Asked, shards: Sequence[Shard], direct: DirectReader, parent: Connection) -> Reads:
-    case = asked.case
+def _read(
+    request: CaseRequest, shards: Sequence[Shard], direct: DirectReader, parent: Connection
+) -> CaseTimes:
+    case = request.case
     order = BlockOrder(shards, case.block_bytes, case.pattern)
     lock, counter = _fork.Lock(), shared_counter()
     line, go = os.pipe()
@@ -113,17 +106,17 @@ def _read(asked: Asked, shards: Sequence[Shard], direct: DirectReader, parent: C
             answers.send(None)
             os.read(line, 1)  # until nobody holds the other end
 
-        answers.send(_part(case, numbers, share, direct, asked.seconds, line_up))
+        answers.send(_part(case, numbers, share, direct, request.seconds, line_up))
 
     try:
-        for first in range(asked.processes):
-            numbers = range(first, case.concurrency, asked.processes)
+        for first in range(request.processes):
+            numbers = range(first, case.concurrency, request.processes)
             made, ours = _started(child, numbers)
             running[ours] = made
         _answers(running, parent)
         os.close(go)
         parent.send([made.pid for made in running.values()])
-        return Reads.together(_answers(running, parent))
+        return CaseTimes.together(_answers(running, parent))
     finally:
         os.close(line)
         for made in running.values():
@@ -152,7 +145,7 @@ def _part(
     direct: DirectReader,
     seconds: float,
     line_up: Callable[[], None],
-) -> Reads | DataflowError:
+) -> CaseTimes | DataflowError:
     """What the readers of these numbers do, in a process of their own."""
     part = replace(case, concurrency=len(numbers))
     with ThreadPoolExecutor(len(numbers)) as pool:

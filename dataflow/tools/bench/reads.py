@@ -1,37 +1,58 @@
 """One case of a storage benchmark: blocks of one size, in one order, so many in flight, for some seconds.
 
 "In flight" is the number of threads, each with one read at a time, as fio's jobs; they may lie in several
-processes (`dataflow.tools.bench.direct_processes`). Sequential means one stream in the order of the shards,
+processes (`dataflow.tools.bench.direct`). Sequential means one stream in the order of the shards,
 whichever thread asks; random takes the blocks in a keyed order, each once before any comes again. Every
 read's beginning and end are kept; all figures are made from them.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import math
+import mmap
 import threading
 import time
 from array import array
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, wait
 from dataclasses import dataclass
-from typing import Literal
+from fractions import Fraction
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dataflow.tools.bench.direct import aligned_buffer
 from dataflow.tools.bench.evidence import device_bytes
+from dataflow.tools.bench.settings import Pattern
 from sharding.blocks import Shard
 from sharding.order.keyed import feistel
 
-Pattern = Literal["sequential", "random"]
 ReadInto = Callable[[Shard, int, NDArray[np.uint8]], None]
 Block = tuple[Shard, int, int]
 """Shard, offset, bytes."""
 _AT_ONCE = 4096
 _KEPT = 16
+ALIGNMENT = 4096
+"""Of offsets, lengths and memory: what every device accepts."""
+PERCENTILES = ("50", "90", "99", "99.9")
+"""Those that are reported, in per cent."""
+_BEYOND = 10
+
+
+def aligned_buffer(nbytes: int) -> NDArray[np.uint8]:
+    """[nbytes] at a page's beginning, its pages touched.
+
+    In ordinary pages, as fio's: into one huge page a device may be asked in fewer pieces, and be faster.
+    """
+    memory = mmap.mmap(-1, nbytes)
+    with contextlib.suppress(OSError):  # a kernel without huge pages
+        memory.madvise(mmap.MADV_NOHUGEPAGE)
+    buffer = np.frombuffer(memory, np.uint8)
+    buffer.fill(0)
+    return buffer
 
 
 @dataclass(frozen=True)
@@ -41,6 +62,15 @@ class Case:
     pattern: Pattern
     block_bytes: int
     concurrency: int
+
+
+@dataclass(frozen=True)
+class CaseRequest:
+    """A case, and among how many processes its reads in flight are divided."""
+
+    case: Case
+    seconds: float
+    processes: int
 
 
 class BlockOrder:
@@ -107,8 +137,8 @@ class BlockOrder:
         return list(zip(shards, offsets.tolist(), nbytes.tolist(), strict=True))
 
 
-@dataclass(frozen=True, eq=False)
-class Reads:
+@dataclass(frozen=True, eq=False, kw_only=True)
+class CaseTimes:
     """What was measured. Times are seconds on one clock."""
 
     began_s: NDArray[np.float64]
@@ -125,16 +155,16 @@ class Reads:
     """Whether it ended because every block was read once."""
 
     @staticmethod
-    def together(parts: Sequence[Reads]) -> Reads:
+    def together(parts: Sequence[CaseTimes]) -> CaseTimes:
         """Those of several processes at the same time."""
         fetched = [part.device_bytes for part in parts if part.device_bytes is not None]
-        return Reads(
-            np.concatenate([part.began_s for part in parts]),
-            np.concatenate([part.ended_s for part in parts]),
-            np.concatenate([part.nbytes for part in parts]),
-            sum(part.cpu_s for part in parts),
-            sum(fetched) if len(fetched) == len(parts) else None,
-            any(part.exhausted for part in parts),
+        return CaseTimes(
+            began_s=np.concatenate([part.began_s for part in parts]),
+            ended_s=np.concatenate([part.ended_s for part in parts]),
+            nbytes=np.concatenate([part.nbytes for part in parts]),
+            cpu_s=sum(part.cpu_s for part in parts),
+            device_bytes=sum(fetched) if len(fetched) == len(parts) else None,
+            exhausted=any(part.exhausted for part in parts),
         )
 
     @property
@@ -186,7 +216,7 @@ def run_case(
     whole_blocks: bool = False,
     line_up: Callable[[], None] = lambda: None,
     clock: Callable[[], float] = time.perf_counter,
-) -> Reads:
+) -> CaseTimes:
     """Read by threads for some seconds; reads in flight at the end are finished and count.
 
     Args:
@@ -213,7 +243,7 @@ def run_case(
 
     line = threading.Barrier(case.concurrency, begin)
 
-    def work(number: int) -> _Taken:
+    def work(number: int) -> _ThreadTimes:
         try:
             out, mine = aligned_buffer(case.block_bytes), blocks(number)
             if warm_up is not None:
@@ -238,17 +268,17 @@ def run_case(
         raise next((e for e in errors if not isinstance(e, threading.BrokenBarrierError)), errors[0])
     cpu_s, after = time.process_time() - cpu_s, device_bytes()
     began, ended, sizes, exhausted = zip(*(future.result() for future in running), strict=True)
-    return Reads(
-        np.concatenate(began),
-        np.concatenate(ended),
-        np.concatenate(sizes).astype(np.int64),
-        cpu_s,
-        None if fetched is None or after is None else after - fetched,
-        any(exhausted),
+    return CaseTimes(
+        began_s=np.concatenate(began),
+        ended_s=np.concatenate(ended),
+        nbytes=np.concatenate(sizes).astype(np.int64),
+        cpu_s=cpu_s,
+        device_bytes=None if fetched is None or after is None else after - fetched,
+        exhausted=any(exhausted),
     )
 
 
-_Taken = tuple["array[float]", "array[float]", "array[int]", bool]
+_ThreadTimes = tuple["array[float]", "array[float]", "array[int]", bool]
 """When reads began and ended, their bytes, and whether there was no further block."""
 
 
@@ -260,7 +290,7 @@ def _read_on(
     seconds: float,
     failed: threading.Event,
     clock: Callable[[], float],
-) -> _Taken:
+) -> _ThreadTimes:
     """One thread's reads. What it does between two counts as the store's time, so it does little."""
     began, ended, sizes = array("d"), array("d"), array("q")
     block_bytes, end = len(out), clock() + seconds
@@ -275,3 +305,31 @@ def _read_on(
         if now >= end or failed.is_set():
             return began, ended, sizes, False
     return began, ended, sizes, True
+
+
+def needed(percentile: str) -> int:
+    """Values that the percentile needs: "99.9" needs 10,000."""
+    return math.ceil(_BEYOND / (1 - Fraction(percentile) / 100))
+
+
+def percentiles_of(values: NDArray[np.floating[Any]]) -> dict[str, float | None]:
+    """Percentile -> value, None where `values` [n] are too few for it.
+
+    The q-th percentile of n values is the ceil(q n)-th smallest (nearest rank: always a value that occurred).
+    It is told if at least ten values lie beyond it; with fewer, a repetition would give quite another one.
+    """
+    ordered = np.sort(values)
+    values_of: dict[str, float | None] = {}
+    for name in PERCENTILES:
+        rank = math.ceil(Fraction(name) / 100 * len(ordered))
+        values_of[name] = float(ordered[rank - 1]) if len(ordered) >= needed(name) else None
+    return values_of
+
+
+def absent_text(percentiles: Mapping[str, float | None], count: int) -> str:
+    """Why some percentiles are not told; "" if all are."""
+    absent = [name for name, value in percentiles.items() if value is None]
+    if not absent:
+        return ""
+    wants = ", ".join(f"p{name} needs {needed(name):,}" for name in absent)
+    return f"{count:,} reads are too few for some percentiles ({wants}); --seconds makes more"

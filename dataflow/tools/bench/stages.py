@@ -1,10 +1,16 @@
-"""What one rank does in each phase of `dataflow bench loader`. Runs in a process of its own."""
+"""What one rank does in each phase of `dataflow bench loader`. Runs in a process of its own.
+
+Steps are those of an emulated accelerator, with its utilisation as MLPerf Storage defines it: AU = total
+compute time / total running time. The compute time of a step is given, not measured, so what a timer
+overshoots counts against it, as does waiting for other ranks after a step. The first step is left out of both
+(its I/O is the pipeline's start), and reported beside them. Rules: MLPerf Storage v2.0, section 4.
+"""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from itertools import count, repeat
@@ -19,23 +25,22 @@ from dataflow.loader import DataLoader
 from dataflow.stats import LoaderStats
 from dataflow.tools.bench.evidence import device_bytes
 from dataflow.tools.bench.in_memory import InMemory
-from dataflow.tools.bench.steps import Steps, run_steps
-from dataflow.tools.terminal.given import Given
+from dataflow.tools.bench.settings import BenchDataset
 from sharding.order.keyed import spread_order
 from sharding.urls import is_local
 
-Phase = Literal["training", "loader", "storage", "memory", "undecoded", "synthetic", "more memory"]
+EmulationPhase = Literal["training", "loader", "storage", "memory", "undecoded", "synthetic", "more memory"]
 
 _READERS_LOCAL, _READERS_REMOTE = 2, 32
 """Threads that the loader reads with, at most."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Work:
     """What a rank shall do. Picklable."""
 
-    phase: Phase
-    given: Given
+    phase: EmulationPhase
+    dataset: BenchDataset
     batch_size: int
     compute_s: float
     seconds: float
@@ -45,7 +50,7 @@ class Work:
     """What a rank may hold of the data in the phases from memory."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RankFigures:
     """What one rank found in one phase, after the first step."""
 
@@ -67,7 +72,106 @@ class RankFigures:
     """The loader's own, at the end."""
 
 
-class _Use:
+@dataclass(frozen=True, kw_only=True)
+class Steps:
+    """When what happened in one rank. Seconds on one clock."""
+
+    began_s: float
+    """Before the first batch was asked for."""
+    first_s: float
+    """When the first step had ended."""
+    ended_s: float
+    """When the last step had ended."""
+    count: int
+    """Steps, the first included."""
+    compute_s: float
+    """The given time of one step's computation."""
+    first_batch_s: float
+    """Seconds to the first batch."""
+    waited_s: float
+    """Seconds in `next` after the first step. Near 0: loading keeps up. Near `running_s`: it does not."""
+    computed_s: float
+    """Measured seconds of computing after the first step: above the given ones by what timers overshoot."""
+    synced_s: float
+    """Seconds spent waiting for the other ranks after the first step."""
+
+    @property
+    def counted(self) -> int:
+        """Steps that count: all but the first."""
+        return self.count - 1
+
+    @property
+    def running_s(self) -> float:
+        """Time that counts."""
+        return self.ended_s - self.first_s
+
+    @property
+    def utilisation(self) -> float | None:
+        """AU in [0, 1]; None if no step counts or nothing is computed."""
+        if self.counted < 1 or self.compute_s <= 0 or self.running_s <= 0:
+            return None
+        return self.counted * self.compute_s / self.running_s
+
+
+def run_steps(
+    batches: Iterator[Any],
+    *,
+    compute_s: float,
+    seconds: float,
+    compute: Callable[[float], object],
+    sync: Callable[[bool], bool],
+    on_first: Callable[[], object] = lambda: None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Steps:
+    """Take a batch, compute, agree with the other ranks; until a rank has done so for long enough.
+
+    Args:
+        batches: endless, or ends in every rank after the same number.
+        compute_s: seconds a step computes.
+        seconds: how long to go on after the first step; at least one step follows it.
+        compute: takes so many seconds; not called for 0.
+        sync: told whether this rank has enough; whether any has. Waits for all ranks.
+        on_first: called when the first step has ended.
+        clock: seconds on a clock that only goes forward.
+
+    Raises:
+        ValueError: there was no batch.
+    """
+    began = now = clock()
+    first = first_batch = waited = computed = synced = 0.0
+    steps = 0
+    for _ in batches:
+        got, asked = clock(), now
+        if compute_s > 0:
+            compute(compute_s)
+        done = clock()
+        # The batch is dropped here, before the next one is asked for, as a training step drops it.
+        enough = sync(steps > 0 and done - first >= seconds)
+        now = clock()
+        steps += 1
+        if steps == 1:
+            first, first_batch = now, got - began
+            on_first()
+            continue
+        waited, computed, synced = waited + got - asked, computed + done - got, synced + now - done
+        if enough:
+            break
+    if not steps:
+        raise ValueError("the dataset gives this rank no batch")
+    return Steps(
+        began_s=began,
+        first_s=first,
+        ended_s=now,
+        count=steps,
+        compute_s=compute_s,
+        first_batch_s=first_batch,
+        waited_s=waited,
+        computed_s=computed,
+        synced_s=synced,
+    )
+
+
+class _ResourceUse:
     """What this process used since all ranks began together."""
 
     def begin(self) -> None:
@@ -84,7 +188,7 @@ class _Use:
 
 def run_phase(work: Work) -> RankFigures:
     """One phase in this rank; all ranks begin together."""
-    use = _Use()
+    use = _ResourceUse()
     if work.phase == "storage":
         samples, rate, read = _read_blocks(work, use)
         steps = stats = None
@@ -106,9 +210,9 @@ def run_phase(work: Work) -> RankFigures:
     )
 
 
-def _load(work: Work, use: _Use) -> tuple[int, Steps, LoaderStats]:
+def _load(work: Work, use: _ResourceUse) -> tuple[int, Steps, LoaderStats]:
     """Samples after the first step, the steps, and the loader's statistics."""
-    dataset: ShardedDataset = work.given.open_shards()
+    dataset: ShardedDataset = work.dataset.open_shards()
     limit = work.memory_limit
     if work.phase in ("memory", "undecoded"):
         dataset = InMemory(
@@ -148,12 +252,12 @@ def _endless(loader: DataLoader) -> Iterator[Any]:
         yield from loader
 
 
-def _read_blocks(work: Work, use: _Use) -> tuple[int, float, int]:
+def _read_blocks(work: Work, use: _ResourceUse) -> tuple[int, float, int]:
     """Samples whose blocks were read and thrown away, samples a second, and bytes.
 
     Ranks share the blocks, in a spread order; as many threads read as the loader has.
     """
-    dataset = work.given.open_shards()
+    dataset = work.dataset.open_shards()
     numbers = _own_blocks(dataset, work.seed)
     table, source = dataset.kept_blocks, dataset.source()
     local = is_local(dataset.catalog.shard(0).url)

@@ -8,23 +8,42 @@ training gets.
 from __future__ import annotations
 
 import itertools
-import os
-import platform
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 import numpy as np
 
 from dataflow.opening import load_catalog, shards_of
-from dataflow.tools.bench.direct import ALIGNMENT, DirectReader, aligned_buffer
-from dataflow.tools.bench.direct_processes import DirectProcesses
+from dataflow.tools.bench.direct import DirectProcesses, DirectReader
 from dataflow.tools.bench.evidence import Evidence, Label, evict, label_of, resident_share
-from dataflow.tools.bench.percentiles import percentiles_of
-from dataflow.tools.bench.reads import BlockOrder, Case, Pattern, ReadInto, Reads, in_turn, run_case
+from dataflow.tools.bench.reads import (
+    ALIGNMENT,
+    PERCENTILES,
+    BlockOrder,
+    Case,
+    CaseTimes,
+    ReadInto,
+    absent_text,
+    aligned_buffer,
+    in_turn,
+    percentiles_of,
+    run_case,
+)
+from dataflow.tools.bench.settings import Sweep
+from dataflow.tools.terminal.report import (
+    Drawing,
+    Page,
+    Part,
+    Sentence,
+    Table,
+    bytes_text,
+    machine,
+    usable_cores,
+)
 from prefetch.store.again import Retrier
 from prefetch.store.reader import NO_FAULTS, ReadStats, StoreReader
 from sharding.blocks import Shard
@@ -35,6 +54,11 @@ from sharding.redaction import without_secrets
 from sharding.urls import is_local
 
 How = Literal["direct", "buffered", "store"]
+_HOW: Mapping[How, str] = {
+    "direct": "local files, around the page cache (O_DIRECT)",
+    "buffered": "local files, through the page cache, with the reader that training uses",
+    "store": "a remote store, with the reader that training uses",
+}
 _PARTS_OF_TIME = 20
 _FIRST_BYTE_READS = 100
 _FIRST_BYTE_S = 2.0
@@ -42,37 +66,8 @@ _BUSY_CORES = 0.9
 _MANY_READS_PER_S = 10_000
 
 
-@dataclass(frozen=True)
-class Sweep:
-    """What a user asks for."""
-
-    source: Sequence[str]
-    storage_options: Mapping[str, Any] = field(default_factory=dict)
-    patterns: Sequence[Pattern] = ("sequential", "random")
-    block_bytes: Sequence[int] = (128 << 10, 2 << 20)
-    concurrency: Sequence[int] = (1, 4, 16)
-    seconds: float = 2.0
-    """A case."""
-    read: Literal["direct", "buffered"] = "direct"
-    """How local shards are read."""
-    evict: bool = False
-    """Ask the kernel to drop the shards' pages before each case."""
-    require_cold: bool = False
-    """Fail where "cold" cannot be said."""
-
-    def __post_init__(self) -> None:
-        if self.seconds <= 0:
-            raise ValueError(f"seconds must be > 0, got {self.seconds}")
-        if min(*self.concurrency, *self.block_bytes, 1) < 1:
-            raise ValueError("block sizes and reads in flight must be >= 1")
-
-    def cases(self) -> list[Case]:
-        """Every combination, the orders one after the other."""
-        return [Case(*each) for each in itertools.product(self.patterns, self.block_bytes, self.concurrency)]
-
-
-@dataclass(frozen=True, eq=False)
-class Measured:
+@dataclass(frozen=True, eq=False, kw_only=True)
+class CaseFigures:
     """One case, measured."""
 
     case: Case
@@ -117,38 +112,38 @@ class FirstByte:
     latency_s: Mapping[str, float | None]
 
 
-@dataclass(frozen=True, eq=False)
-class Found:
-    """What `dataflow bench storage` found."""
+@dataclass(frozen=True, eq=False, kw_only=True)
+class StorageFigures:
+    """What `dataflow bench storage` measured."""
 
-    sweep: Sweep
+    settings: Sweep
     shards: int
     stored_bytes: int
     how: How
     first_byte: FirstByte
-    cases: Sequence[Measured]
+    cases: Sequence[CaseFigures]
 
     def to_json(self) -> dict[str, Any]:
         """Everything, as JSON types."""
         return {
-            "source": list(map(without_secrets, self.sweep.source)),
+            "source": list(map(without_secrets, self.settings.source)),
             "shards": self.shards,
             "stored_bytes": self.stored_bytes,
             "read": self.how,
-            "seconds_a_case": self.sweep.seconds,
-            "evict": self.sweep.evict,
-            "machine": {"cores": usable_cores(), "system": platform.platform()},
+            "seconds_a_case": self.settings.seconds,
+            "evict": self.settings.evict,
+            "machine": machine(),
             "first_byte": asdict(self.first_byte),
             "cases": [one.to_json() for one in self.cases],
         }
 
 
-def usable_cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+# ---- measuring ------------------------------------------------------------------------------------------
 
 
-def bench_storage(sweep: Sweep, tell: Callable[[int, int, Case], None] = lambda *_: None) -> Found:
+def bench_storage(
+    settings: Sweep, tell: Callable[[int, int, Case], None] = lambda *_: None
+) -> StorageFigures:
     """Measure every case, one after the other; `tell` hears of each before it begins.
 
     Raises:
@@ -156,26 +151,33 @@ def bench_storage(sweep: Sweep, tell: Callable[[int, int, Case], None] = lambda 
         ValueError: block sizes that direct reads cannot have, or nothing to read.
         DataflowError: `require_cold` where the evidence does not allow the word.
     """
-    cases = sweep.cases()
-    most = max(case.concurrency for case in cases)
-    with Retrier() as retrier, retrier.pool(most, "dataflow-bench") as pool:
-        shards = _shards(sweep, pool, retrier)
-        how = _how(sweep, shards)
-        found = []
-        with _reader(how, shards, sweep, pool) as reader:
+    sweep = itertools.product(settings.patterns, settings.block_bytes, settings.concurrency)
+    cases = [Case(*each) for each in sweep]
+    with Retrier() as retrier, retrier.pool(max(settings.concurrency), "dataflow-bench") as pool:
+        shards = _shards(settings, pool, retrier)
+        how = _how(settings, shards)
+        with _reader(how, shards, settings, pool) as reader:
             first_byte = _first_byte(shards, how, reader.read)
+            figures = []
             for number, case in enumerate(cases):
                 tell(number, len(cases), case)
-                found.append(_measured(case, shards, how, sweep, reader))
-    return Found(sweep, len(shards), sum(shard.size for shard in shards), how, first_byte, found)
+                figures.append(_measured(case, shards, how, settings, reader))
+    return StorageFigures(
+        settings=settings,
+        shards=len(shards),
+        stored_bytes=sum(shard.size for shard in shards),
+        how=how,
+        first_byte=first_byte,
+        cases=figures,
+    )
 
 
-def _shards(sweep: Sweep, pool: Executor, retrier: Retrier) -> list[Shard]:
-    options = sweep.storage_options
-    if len(sweep.source) == 1 and is_catalog(sweep.source[0]):
-        urls = load_catalog(sweep.source[0], options, retrier).locations
+def _shards(settings: Sweep, pool: Executor, retrier: Retrier) -> list[Shard]:
+    source, options = settings.source, settings.storage_options
+    if len(source) == 1 and is_catalog(source[0]):
+        urls = load_catalog(source[0], options, retrier).locations
     else:
-        urls = shards_of(list(sweep.source), options, retrier)
+        urls = shards_of(list(source), options, retrier)
 
     def look(url: str) -> Shard:
         fs, path = open_url(url, options)
@@ -187,18 +189,18 @@ def _shards(sweep: Sweep, pool: Executor, retrier: Retrier) -> list[Shard]:
     return shards
 
 
-def _how(sweep: Sweep, shards: Sequence[Shard]) -> How:
+def _how(settings: Sweep, shards: Sequence[Shard]) -> How:
     """How these shards are read. Raises what need not be measured to be known."""
     if not all(is_local(shard.url) for shard in shards):
-        if sweep.require_cold or sweep.evict:
+        if settings.require_cold or settings.evict:
             raise DataflowError(
                 "a remote store cannot be called cold, nor made so: what it holds in memory cannot be seen "
                 "from here; leave out --require-cold and --evict"
             )
         return "store"
-    if sweep.read == "buffered":
+    if settings.read == "buffered":
         return "buffered"
-    odd = [size for size in sweep.block_bytes if size % ALIGNMENT]
+    odd = [size for size in settings.block_bytes if size % ALIGNMENT]
     if odd:
         raise ValueError(f"direct reads need blocks of a multiple of {ALIGNMENT} bytes, got {odd[0]}")
     return "direct"
@@ -209,32 +211,26 @@ class _Reader:
     """What reads, and the account of its faults."""
 
     read: ReadInto
-    run: Callable[[Case, BlockOrder], Reads]
+    run: Callable[[Case, BlockOrder], CaseTimes]
     faults: Callable[[], ReadStats]
 
 
 @contextmanager
-def _reader(how: How, shards: Sequence[Shard], sweep: Sweep, pool: Executor) -> Iterator[_Reader]:
+def _reader(how: How, shards: Sequence[Shard], settings: Sweep, pool: Executor) -> Iterator[_Reader]:
+    seconds = settings.seconds
     if how == "direct":
         with DirectReader(shards) as direct, DirectProcesses(shards, usable_cores()) as processes:
-            yield _Reader(
-                direct.read_into, lambda case, _: processes.run(case, sweep.seconds), lambda: NO_FAULTS
-            )
+            yield _Reader(direct.read_into, lambda case, _: processes.run(case, seconds), lambda: NO_FAULTS)
         return
     # What was read comes from memory the second time: a case that begins cold must not go round.
-    once = how == "buffered" and (sweep.evict or sweep.require_cold)
+    once = how == "buffered" and (settings.evict or settings.require_cold)
 
-    def run(case: Case, order: BlockOrder) -> Reads:
-        return run_case(
-            case,
-            in_turn(order, once=once),
-            store.read_into,
-            pool,
-            seconds=sweep.seconds,
-            warm_up=(lambda number: order[-1 - number]) if how == "store" else None,
-        )
+    def run(case: Case, order: BlockOrder) -> CaseTimes:
+        warm_up = (lambda number: order[-1 - number]) if how == "store" else None
+        blocks = in_turn(order, once=once)
+        return run_case(case, blocks, store.read_into, pool, seconds=seconds, warm_up=warm_up)
 
-    store = StoreReader(sweep.storage_options)
+    store = StoreReader(settings.storage_options)
     try:
         yield _Reader(store.read_into, run, store.stats)
     finally:
@@ -245,75 +241,180 @@ def _first_byte(shards: Sequence[Shard], how: How, read: ReadInto) -> FirstByte:
     nbytes = ALIGNMENT if how == "direct" else 1
     out = aligned_buffer(nbytes)
     order = BlockOrder(shards, max(nbytes, 4096), "random", seed=1)
-    taken: list[float] = []
+    latencies: list[float] = []
     began = now = time.perf_counter()
     for place in range(_FIRST_BYTE_READS + 1):
         shard, offset, _ = order[place]
         read(shard, offset, out)
-        taken.append(time.perf_counter() - now)
-        now += taken[-1]
+        latencies.append(time.perf_counter() - now)
+        now += latencies[-1]
         if now - began > _FIRST_BYTE_S:
             break
-    later = np.asarray(taken[1:])
-    return FirstByte(nbytes, taken[0], len(later), percentiles_of(later))
+    later = np.asarray(latencies[1:])
+    return FirstByte(nbytes, latencies[0], len(later), percentiles_of(later))
 
 
-def _measured(case: Case, shards: Sequence[Shard], how: How, sweep: Sweep, reader: _Reader) -> Measured:
-    if sweep.evict:
+def _measured(case: Case, shards: Sequence[Shard], how: How, settings: Sweep, reader: _Reader) -> CaseFigures:
+    if settings.evict:
         evict(shards)
     resident = resident_share(shards) if how == "buffered" else None
-    failed = reader.faults()
+    before = asdict(reader.faults())
     order = BlockOrder(shards, case.block_bytes, case.pattern)
-    reads = reader.run(case, order)
-    passes = len(reads.nbytes) / max(1, len(order))
-    label = label_of(
-        Evidence(
-            reads.total_bytes,
-            reads.device_bytes,
-            resident,
-            direct=how == "direct",
-            repeated=passes > 1,
-            remote=how == "store",
-        )
+    times = reader.run(case, order)
+    faults = {name: count - before[name] for name, count in asdict(reader.faults()).items()}
+    passes = len(times.nbytes) / max(1, len(order))
+    evidence = Evidence(
+        read_bytes=times.total_bytes,
+        device_bytes=times.device_bytes,
+        resident_share=resident,
+        direct=how == "direct",
+        repeated=passes > 1,
+        remote=how == "store",
     )
-    if sweep.require_cold and label.word != "cold":
+    label = label_of(evidence)
+    if settings.require_cold and label.word != "cold":
         raise DataflowError(
             f"{case.pattern} reads of {case.block_bytes} bytes were not cold: {label.reason}; "
             "read directly, or add --evict"
         )
-    return _figures(case, reads, passes, label, _difference(reader.faults(), failed))
-
-
-def _figures(case: Case, reads: Reads, passes: float, label: Label, faults: ReadStats) -> Measured:
-    seconds, total = max(reads.seconds, 1e-9), reads.total_bytes
-    return Measured(
+    seconds = max(times.seconds, 1e-9)
+    return CaseFigures(
         case=case,
-        reads=len(reads.nbytes),
-        seconds=reads.seconds,
-        total_bytes=total,
-        mb_per_s=total / 1e6 / seconds,
-        reads_per_s=len(reads.nbytes) / seconds,
-        latency_s=percentiles_of(reads.ended_s - reads.began_s),
-        cpu_s_per_gb=reads.cpu_s / max(total / 1e9, 1e-9),
-        cores=reads.cpu_s / seconds,
-        mb_per_s_over_time=reads.mb_per_s_over_time(_PARTS_OF_TIME),
+        reads=len(times.nbytes),
+        seconds=times.seconds,
+        total_bytes=times.total_bytes,
+        mb_per_s=times.total_bytes / 1e6 / seconds,
+        reads_per_s=len(times.nbytes) / seconds,
+        latency_s=percentiles_of(times.ended_s - times.began_s),
+        cpu_s_per_gb=times.cpu_s / max(times.total_bytes / 1e9, 1e-9),
+        cores=times.cpu_s / seconds,
+        mb_per_s_over_time=times.mb_per_s_over_time(_PARTS_OF_TIME),
         passes=passes,
-        exhausted=reads.exhausted,
+        exhausted=times.exhausted,
         label=label,
-        faults=faults,
+        faults=ReadStats(**faults),
     )
 
 
-def _difference(after: ReadStats, before: ReadStats) -> ReadStats:
-    earlier = asdict(before)
-    return ReadStats(**{name: count - earlier[name] for name, count in asdict(after).items()})
+# ---- telling --------------------------------------------------------------------------------------------
 
 
-def client_is_busy(one: Measured, how: How) -> bool:
+def page_of(figures: StorageFigures) -> Page:
+    """All figures, and what a reader of them must know."""
+    first = figures.first_byte
+    what = "byte" if first.nbytes == 1 else bytes_text(first.nbytes)
+    median = first.latency_s["50"]
+    later = "-" if median is None else f"{_ms(median)} ms median of {first.reads}"
+    facts = (
+        ("shards", f"{figures.shards:,}, {bytes_text(figures.stored_bytes)}"),
+        ("read", _HOW[figures.how]),
+        (f"first {what}", f"{later}; {_ms(first.first_s)} ms the very first time"),
+    )
+    notes = [f"- {sentence}" for sentence in sentences(figures)]
+    drawing = Drawing(13, 4.2, lambda figure: _draw(figures, figure))
+    # 80 columns: the units stand below the table.
+    units = "x: reads in flight; p: percentiles of the latency in ms; CPU: this client's seconds a GB"
+    parts: list[Part] = [Table((), facts), _table(figures), Sentence(units, "dim"), *notes, drawing]
+    return Page("dataflow bench storage", figures.to_json(), parts)
+
+
+def _table(figures: StorageFigures) -> Table:
+    percentiles = [f"p{name}" for name in PERCENTILES]
+    columns = ("order", "block", "x", "MB/s", "reads/s", *percentiles, "CPU", "data")
+    rows = [
+        (
+            one.case.pattern,
+            _size_text(one.case.block_bytes),
+            str(one.case.concurrency),
+            f"{one.mb_per_s:,.1f}",
+            f"{one.reads_per_s:,.0f}",
+            *(_ms(one.latency_s[name]) for name in PERCENTILES),
+            f"{one.cpu_s_per_gb:.2f}",
+            one.label.word,
+        )
+        for one in figures.cases
+    ]
+    return Table(columns, rows, left=2)
+
+
+def case_text(case: Case) -> str:
+    """Such as "random 2 MiB x 16"."""
+    return f"{case.pattern} {_size_text(case.block_bytes)} x {case.concurrency}"
+
+
+def _size_text(nbytes: int) -> str:
+    """A block size in binary units where it is a round one, else in bytes."""
+    for shift, unit in ((20, "MiB"), (10, "KiB")):
+        if nbytes >= 1 << shift and nbytes % (1 << shift) == 0:
+            return f"{nbytes >> shift} {unit}"
+    return f"{nbytes} bytes"
+
+
+def _ms(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{seconds * 1e3:,.3g}"
+
+
+def sentences(figures: StorageFigures) -> Iterator[str]:
+    """What a reader of the table must know, one sentence each."""
+    cases = figures.cases
+    for word, group in _grouped(cases, lambda one: one.label.word).items():
+        yield f"{word}: {group[0].label.reason}" + _where(group, cases)
+    if figures.how == "direct":
+        yield "what lies below the block device (a hypervisor's cache, a controller's) cannot be seen"
+    few = [one for one in cases if None in one.latency_s.values()]
+    if few:
+        least = min(few, key=lambda one: one.reads)
+        yield absent_text(least.latency_s, least.reads)
+    for one in cases:
+        if one.exhausted:
+            yield f"{case_text(one.case)} ended after {one.seconds:.2f} s: every block was read once"
+    busy = [one for one in cases if client_is_busy(one, figures.how, usable_cores())]
+    if busy:
+        why = "a core (of which Python uses one at a time) or all of them had no time left"
+        yield f"this client may be the limit, not the store: {why}" + _where(busy, cases)
+    faults = [one for one in cases if any(vars(one.faults).values())]
+    if faults:
+        yield "reads failed and were tried again (faults in --json)" + _where(faults, cases)
+
+
+def client_is_busy(one: CaseFigures, how: How, cores: int) -> bool:
     """Whether this client may be the limit: of its cores, or of the one that an interpreter's lock allows.
 
     That one counts over remote stores, whose event loop runs on one, and where buffered reads are many and
     small.
     """
     one_core = how == "store" or (how == "buffered" and one.reads_per_s >= _MANY_READS_PER_S)
-    return one.cores >= _BUSY_CORES * (1 if one_core else usable_cores())
+    return one.cores >= _BUSY_CORES * (1 if one_core else cores)
+
+
+def _grouped(cases: Sequence[CaseFigures], key: Callable[[CaseFigures], str]) -> dict[str, list[CaseFigures]]:
+    groups: dict[str, list[CaseFigures]] = {}
+    for one in cases:
+        groups.setdefault(key(one), []).append(one)
+    return groups
+
+
+def _where(group: Sequence[CaseFigures], cases: Sequence[CaseFigures]) -> str:
+    if len(group) == len(cases):
+        return ""
+    named = ", ".join(case_text(one.case) for one in group[:3])
+    return f" ({named}{f' and {len(group) - 3} more' if len(group) > 3 else ''})"
+
+
+def _draw(figures: StorageFigures, figure: Any) -> None:
+    """Throughput, latency and throughput over time."""
+    rates, latency, over_time = figure.subplots(1, 3)
+    lines = _grouped(figures.cases, lambda one: f"{one.case.pattern} {_size_text(one.case.block_bytes)}")
+    for name, cases in lines.items():
+        rates.plot([one.case.concurrency for one in cases], [one.mb_per_s for one in cases], "o-", label=name)
+        best = max(cases, key=lambda one: one.mb_per_s)
+        text = case_text(best.case)
+        known = {f"p{name}": value * 1e3 for name, value in best.latency_s.items() if value is not None}
+        latency.plot([*known], [*known.values()], "o-", label=text)
+        at = (np.arange(_PARTS_OF_TIME) + 0.5) * best.seconds / _PARTS_OF_TIME
+        over_time.plot(at, best.mb_per_s_over_time, label=text)
+    rates.set(title="throughput", xlabel="reads in flight", ylabel="MB/s", ylim=(0, None))
+    latency.set(title="latency", xlabel="percentile", ylabel="ms", yscale="log")
+    over_time.set(title="throughput over time", xlabel="s", ylabel="MB/s", ylim=(0, None))
+    for axes in (rates, latency, over_time):
+        axes.legend(frameon=False, fontsize="small")

@@ -26,7 +26,7 @@ _WORTH = 1.05
 _COMPETING = 0.8
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Rates:
     """Samples a second of all ranks together, each measured alone."""
 
@@ -50,7 +50,7 @@ class Rates:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Bottleneck:
     """What the rates say."""
 
     bound: Bound
@@ -67,7 +67,7 @@ class Verdict:
         return self.gains[self.bound]
 
 
-def verdict_of(rates: Rates) -> Verdict:
+def bottleneck_of(rates: Rates) -> Bottleneck:
     """The bound and what its cure would bring."""
     now = min(rates.loader, rates.compute)
     cured: dict[Bound, float] = {
@@ -87,7 +87,7 @@ def verdict_of(rates: Rates) -> Verdict:
         }
         bound = min(slowest, key=lambda name: slowest[name])
     predicted = min(rates.compute, rates.storage, rates.decode)
-    return Verdict(bound, predicted, gains, _reason(bound, rates, gains[bound]))
+    return Bottleneck(bound, predicted, gains, _reason(bound, rates, gains[bound]))
 
 
 def _one_by_one(alone: float, now: float) -> float:

@@ -10,8 +10,10 @@ from __future__ import annotations
 import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from time import perf_counter
+from typing import Any
 
 from dataflow.dataset import ShardedDataset
 from dataflow.loader import DataLoader
@@ -25,7 +27,7 @@ _SEPARATOR = b"\n\0\n"
 """Stands between modules, so that the model sees where one ends."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Corpus:
     """What was written."""
 
@@ -39,20 +41,11 @@ class Corpus:
 
 
 @dataclass(frozen=True)
-class Module:
-    """One module, as the tar tells it."""
-
-    name: str
-    num_bytes: int
-    num_lines: int
-
-
-@dataclass(frozen=True)
 class TarPass:
     """One pass over the tars."""
 
-    modules: tuple[Module, ...]
-    """In the order of the tars."""
+    modules: tuple[dict[str, Any], ...]
+    """Name, bytes and lines of each, as its JSON tells them, in the order of the tars."""
     num_bytes: int
     """Of source text delivered."""
     seconds: float
@@ -61,16 +54,14 @@ class TarPass:
 def write_corpus(folder: Path, max_modules: int | None = None) -> Corpus:
     """Write `tokens-*.bin` with their catalog, and `modules-*.tar`."""
     began = perf_counter()
-    texts = list(_modules(max_modules))
-    token_shards = _write_tokens(folder, texts)
-    tar_shards = _write_tars(folder, texts)
+    texts = list(islice(_modules(), max_modules))
     return Corpus(
-        str(folder),
-        len(texts),
-        sum(len(text) for _, text in texts),
-        token_shards,
-        tar_shards,
-        perf_counter() - began,
+        folder=str(folder),
+        num_modules=len(texts),
+        num_bytes=sum(len(text) for _, text in texts),
+        token_shards=_write_tokens(folder, texts),
+        tar_shards=_write_tars(folder, texts),
+        seconds=perf_counter() - began,
     )
 
 
@@ -89,35 +80,27 @@ def read_tars(folder: str | Path) -> TarPass:
     """Stream all modules through a loader; text and JSON arrive decoded."""
     began = perf_counter()
     dataset = ShardedDataset(f"{folder}/modules-*.tar", catalog=f"{folder}/modules.catalog")
-    modules, num_bytes = [], 0
+    modules: list[dict[str, Any]] = []
+    num_bytes = 0
     with DataLoader(dataset, batch_size=32, shuffle=False) as loader:
         for batch in loader:
             num_bytes += sum(len(text.encode()) for text in batch["txt"])
-            modules += [Module(one["name"], one["bytes"], one["lines"]) for one in batch["json"]]
+            modules += batch["json"]
     return TarPass(tuple(modules), num_bytes, perf_counter() - began)
 
 
-def _modules(limit: int | None) -> Iterator[tuple[str, bytes]]:
+def _modules() -> Iterator[tuple[str, bytes]]:
     """Dotted name and UTF-8 source of each module, in sorted order."""
     root = Path(sysconfig.get_path("stdlib"))
-    paths = (p for p in sorted(root.rglob("*.py")) if not _LEFT_OUT.intersection(p.relative_to(root).parts))
-    found = 0
-    for path in paths:
-        text = path.read_bytes()
-        if not text or not _is_utf8(text):
+    for path in sorted(root.rglob("*.py")):
+        name = path.relative_to(root).with_suffix("")
+        text = b"" if _LEFT_OUT.intersection(name.parts) else path.read_bytes()
+        try:
+            text.decode()
+        except UnicodeDecodeError:
             continue
-        if limit is not None and found == limit:
-            return
-        found += 1
-        yield ".".join(path.relative_to(root).with_suffix("").parts), text
-
-
-def _is_utf8(text: bytes) -> bool:
-    try:
-        text.decode()
-    except UnicodeDecodeError:
-        return False
-    return True
+        if text:
+            yield ".".join(name.parts), text
 
 
 def _write_tokens(folder: Path, texts: list[tuple[str, bytes]]) -> int:

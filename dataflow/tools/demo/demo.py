@@ -3,86 +3,65 @@
 The standard library's source text becomes shards; two ranks train a small transformer on it; the training
 is interrupted and resumed, and must give the losses of an uninterrupted run, bit for bit; then the same
 work is done with torch's DataLoader, and the figures are laid side by side. What the figures mean is said
-from the figures, whichever way they fall.
+from the figures, so that it holds on every machine: a loader that loses is said to lose.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import platform
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from multiprocessing import get_all_start_methods
+from itertools import zip_longest
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 import torch
-from rich.console import Console
 
-from dataflow.testing import StartMethod, run_ranks
-from dataflow.tools.demo import report
-from dataflow.tools.demo.data import Corpus, TarPass, read_tars, write_corpus
-from dataflow.tools.demo.loading import LoadingResult, load_with_dataflow, load_with_torch
-from dataflow.tools.demo.train import Run, RunResult, train
+from dataflow.testing import run_ranks
+from dataflow.tools.demo import train as train_module
+from dataflow.tools.demo.data import LENGTH, Corpus, TarPass, read_tars, write_corpus
+from dataflow.tools.demo.loaders import LoadingResult, load_with_dataflow, load_with_torch, workers_text
+from dataflow.tools.demo.settings import DemoSettings
+from dataflow.tools.demo.train import Training, TrainingResult, train
+from dataflow.tools.terminal.report import Part, Sentence, Table, machine, show
 
 _TORCH_WORKERS = (0, 2)
 """Settings of torch's loader that are tried; the faster one is used in the comparison."""
+_LARGEST = 5
+_SMALL_SHARE = 0.05
+"""Waiting below this share is no bottleneck; runs closer than this are the same to noise."""
 
 
-@dataclass(frozen=True)
-class Settings:
-    """What a user may choose."""
+@dataclass(frozen=True, kw_only=True)
+class DemoFigures:
+    """What the demo measured. Trainings are those of rank 0."""
 
-    folder: Path | None = None
-    """Where shards and checkpoint go; None: a temporary folder."""
-    keep: bool = False
-    """Whether to leave a temporary folder behind."""
-    num_ranks: int = 2
-    steps: int = 200
-    batch_size: int = 16
-    """Samples a rank and step."""
-    seed: int = 0
-    max_modules: int | None = None
-    """Modules of the standard library to use; None: all (about 11 MB)."""
-
-    def __post_init__(self) -> None:
-        if self.steps < 2:
-            raise ValueError(f"steps must be >= 2, to be interrupted half-way, got {self.steps}")
-        if self.num_ranks < 1 or self.batch_size < 1:
-            raise ValueError(f"ranks and batch size must be >= 1, got {self.num_ranks} and {self.batch_size}")
-
-
-@dataclass(frozen=True)
-class Report:
-    """What the demo found. Runs are those of rank 0."""
-
-    settings: Settings
+    settings: DemoSettings
     corpus: Corpus
     tars: TarPass
-    whole: RunResult
-    interrupted: RunResult
-    resumed: RunResult
-    torch: RunResult
+    whole: TrainingResult
+    interrupted: TrainingResult
+    resumed: TrainingResult
+    torch: TrainingResult
     torch_workers: int
-    loading: tuple[LoadingResult, ...]
+    loading: Sequence[LoadingResult]
     seconds: float
 
     @property
     def identical(self) -> bool:
-        """Whether the interrupted run gave the losses of the uninterrupted one, every bit of each step."""
+        """Whether interrupted and resumed gave the losses of the uninterrupted one, bit for bit."""
         return self.interrupted.losses + self.resumed.losses == self.whole.losses
 
     def to_json(self) -> dict[str, Any]:
         """A JSON value; what the command writes with `--json`."""
         runs = {name: getattr(self, name).to_json() for name in ("whole", "interrupted", "resumed", "torch")}
-        settings = {**asdict(self.settings), "folder": self.corpus.folder}
         return {
             "identical": self.identical,
-            "settings": settings,
+            "settings": {**asdict(self.settings), "folder": self.corpus.folder},
             "corpus": asdict(self.corpus),
             "tars": {
                 "modules": len(self.tars.modules),
@@ -93,57 +72,63 @@ class Report:
             "torch_workers": self.torch_workers,
             "loading": [one.to_json() for one in self.loading],
             "seconds": self.seconds,
-            "machine": {
-                "cores": os.cpu_count(),
-                "system": platform.platform(),
-                "python": platform.python_version(),
-                "torch": torch.__version__,
-            },
+            "machine": {**machine(), "python": platform.python_version(), "torch": torch.__version__},
         }
 
 
-def run_demo(settings: Settings, console: Console | None = None) -> Report:
-    """Do all of it and print as it goes. `report.identical` says whether resuming was exact."""
-    console = console or Console(highlight=False)
+def run_demo(settings: DemoSettings) -> DemoFigures:
+    """Do all of it and print as it goes. `identical` of the figures says whether resuming was exact."""
     began = perf_counter()
     with _folder(settings) as folder:
         corpus = write_corpus(folder, settings.max_modules)
-        report.show_corpus(console, corpus)
         tars = read_tars(folder)
-        report.show_tars(console, corpus, tars)
+        show([_heading("Python's standard library as shards"), *_corpus(corpus, tars)])
 
-        report.heading(console, f"Training on {settings.num_ranks} ranks, interrupted and resumed")
-        run = Run("uninterrupted", str(folder), settings.steps, settings.batch_size, settings.seed)
-        whole = _on_all_ranks(run, settings)
-        half = settings.steps // 2
-        interrupted = _on_all_ranks(replace(run, title="first half", stop=half), settings)
-        report.show_state(console, interrupted)
-        resumed = _on_all_ranks(replace(run, title="resumed", resume=True), settings)
-        report.show_losses(console, whole.losses, interrupted.losses + resumed.losses, half)
-
-        loading = tuple(_loading_passes(str(folder), settings))
-        workers = _best_torch_workers(loading)
-        report.heading(console, "The same work with torch's DataLoader")
-        by_torch = _on_all_ranks(replace(run, title="torch", torch_workers=workers), settings)
-        found = Report(
-            settings,
-            corpus,
-            tars,
-            whole,
-            interrupted,
-            resumed,
-            by_torch,
-            workers,
-            loading,
-            perf_counter() - began,
+        show([_heading(f"Training on {settings.num_ranks} ranks, interrupted and resumed")])
+        training = Training(
+            title="uninterrupted",
+            folder=str(folder),
+            steps=settings.steps,
+            batch_size=settings.batch_size,
+            seed=settings.seed,
         )
-    report.show_comparison(console, found.whole, found.torch, found.torch_workers, found.loading)
-    report.show_end(console, found.seconds, corpus.folder if folder.exists() else None)
-    return found
+        whole = _on_all_ranks(training, settings)
+        half = settings.steps // 2
+        interrupted = _on_all_ranks(replace(training, title="first half", stop=half), settings)
+        state = json.dumps(interrupted.loader_state)
+        show(
+            [
+                _said(f"all processes ended; the loader's state is JSON, {len(state)} bytes:"),
+                _said(state, "dim"),
+            ]
+        )
+        resumed = _on_all_ranks(replace(training, title="resumed", resume=True), settings)
+        show([losses_text(whole.losses, interrupted.losses + resumed.losses, half)])
+
+        size, seed = settings.batch_size, settings.seed
+        by_torch = [load_with_torch(str(folder), size, seed, workers) for workers in _TORCH_WORKERS]
+        loading = [load_with_dataflow(str(folder), size, seed), *by_torch]
+        workers = max(by_torch, key=lambda one: one.samples_per_s).torch_workers or 0
+        show([_heading("The same work with torch's DataLoader")])
+        theirs = _on_all_ranks(replace(training, title="torch", torch_workers=workers), settings)
+        figures = DemoFigures(
+            settings=settings,
+            corpus=corpus,
+            tars=tars,
+            whole=whole,
+            interrupted=interrupted,
+            resumed=resumed,
+            torch=theirs,
+            torch_workers=workers,
+            loading=loading,
+            seconds=perf_counter() - began,
+        )
+    show([*_comparison(figures), "", *_end(figures, folder)])
+    return figures
 
 
 @contextmanager
-def _folder(settings: Settings) -> Iterator[Path]:
+def _folder(settings: DemoSettings) -> Iterator[Path]:
     if settings.folder is not None:
         settings.folder.mkdir(parents=True, exist_ok=True)
         yield settings.folder.absolute()
@@ -154,26 +139,133 @@ def _folder(settings: Settings) -> Iterator[Path]:
             yield Path(folder)
 
 
-def _on_all_ranks(run: Run, settings: Settings) -> RunResult:
-    """Run in fresh processes; rank 0's result."""
-    method: StartMethod = "forkserver" if "forkserver" in get_all_start_methods() else "spawn"
-    results = run_ranks(
-        train, settings.num_ranks, args=(run,), start_method=method, timeout_s=600 + 10 * run.steps
+def _on_all_ranks(training: Training, settings: DemoSettings) -> TrainingResult:
+    """Train in fresh processes; rank 0's result."""
+    timeout_s = 600 + 10 * training.steps
+    return run_ranks(
+        train, settings.num_ranks, args=(training,), start_method="forkserver", timeout_s=timeout_s
+    )[0]
+
+
+# ---- telling --------------------------------------------------------------------------------------------
+
+
+def _heading(text: str) -> Sentence:
+    return Sentence(f"\n{text}", "bold")
+
+
+def _said(text: str, style: str = "") -> Sentence:
+    return Sentence(text, style, indent=2)
+
+
+def _corpus(corpus: Corpus, tars: TarPass) -> Iterator[Part]:
+    """What was written, whether every byte came back, and the largest modules."""
+    yield _said(
+        f"{corpus.num_modules:,} modules, {corpus.num_bytes / 1e6:.1f} MB of source text: "
+        f"{corpus.token_shards} files of byte tokens and {corpus.tar_shards} WebDataset tars, "
+        f"written and indexed in {corpus.seconds:.1f} s"
     )
-    return results[0]
+    same = tars.num_bytes == corpus.num_bytes and len(tars.modules) == corpus.num_modules
+    yield _said(
+        f"read back from the tars: {len(tars.modules):,} samples (txt, json), "
+        f"{tars.num_bytes / 1e6:.1f} MB in {tars.seconds:.2f} s, "
+        + ("every byte there" if same else "NOT the bytes that were written"),
+        "" if same else "red",
+    )
+    largest = sorted(tars.modules, key=lambda one: -one["bytes"])[:_LARGEST]
+    rows = [(f"  {one['name']}", f"{one['bytes'] / 1e3:,.0f}", f"{one['lines']:,}") for one in largest]
+    yield Table(("  largest modules", "kB", "lines"), rows)
 
 
-def _loading_passes(folder: str, settings: Settings) -> Iterator[LoadingResult]:
-    yield load_with_dataflow(folder, settings.batch_size, settings.seed)
-    for num_workers in _TORCH_WORKERS:
-        yield load_with_torch(folder, settings.batch_size, settings.seed, num_workers)
+def losses_text(whole: Sequence[float], pieces: Sequence[float], half: int) -> Sentence:
+    """Whether the interrupted training is the uninterrupted one; if not, the first step that differs."""
+    pairs = enumerate(zip_longest(whole, pieces), 1)
+    step = next((step for step, (one, other) in pairs if one != other), None)
+    if step is None:
+        return _said(
+            f"identical: {len(whole)} losses of the run that was interrupted after step {half} and resumed "
+            "in new processes equal those of the uninterrupted one, bit for bit",
+            "green",
+        )
+    one, other = (losses[step - 1] if step <= len(losses) else "none" for losses in (whole, pieces))
+    return _said(f"different: step {step} has loss {one} uninterrupted and {other} resumed", "red")
 
 
-def _best_torch_workers(loading: tuple[LoadingResult, ...]) -> int:
+def _comparison(figures: DemoFigures) -> Iterator[Part]:
+    """Both loaders side by side, and what the figures say."""
+    ours, theirs = _cells(figures.whole), _cells(figures.torch)
+    rows = [(f"  {name}", cell, theirs[name]) for name, cell in ours.items()]
+    yield Table(("  training", "dataflow", f"torch, {workers_text(figures.torch_workers)}"), rows)
+    yield ""
+    columns = ("  loading alone, one epoch in one process", "samples/s", "MB/s", "first batch")
+    yield Table(columns, [_loading_row(one) for one in figures.loading])
+    yield ""
+    for sentence in sentences(figures.whole, figures.torch, figures.loading):
+        yield _said(f"- {sentence}")
+
+
+def _cells(result: TrainingResult) -> dict[str, str]:
+    workers = sum(result.worker_peak_bytes)
+    return {
+        "samples/s": f"{result.samples_per_s:,.0f}",
+        "median step": f"{result.median_step_s * 1e3:,.0f} ms",
+        "MB/s of text": f"{result.samples_per_s * LENGTH / 1e6:.3f}",
+        "share of time waiting for data": f"{result.waiting_share:.2%}",
+        "first batch after": f"{result.first_batch_s * 1e3:,.0f} ms",
+        "peak memory of rank 0": _megabytes(result.peak_bytes)
+        + (f" + workers {_megabytes(workers)}" if workers else ""),
+        "  of it the loader's buffers": _megabytes(result.loader_peak_bytes),
+    }
+
+
+def _megabytes(count: int) -> str:
+    return f"{count / 1e6:,.0f} MB" if count else "-"
+
+
+def _loading_row(one: LoadingResult) -> tuple[str, ...]:
+    rate = one.samples_per_s
+    return f"  {one.name}", f"{rate:,.0f}", f"{rate * LENGTH / 1e6:.2f}", f"{one.first_batch_s * 1e3:,.0f} ms"
+
+
+def sentences(
+    ours: TrainingResult, theirs: TrainingResult, loading: Sequence[LoadingResult]
+) -> Iterator[str]:
+    """What the figures say, one sentence each."""
+    if max(ours.waiting_share, theirs.waiting_share) < _SMALL_SHARE:
+        yield (
+            "Training: the model is the limit. Both loaders keep up, so no loader could make this training "
+            "faster, and a difference in samples/s is noise or their use of the cores."
+        )
+    else:
+        slower = max((ours.waiting_share, "dataflow"), (theirs.waiting_share, "torch's loader"))
+        yield f"Training: {slower[1]} made the training wait for {slower[0]:.0%} of its time."
     by_torch = [one for one in loading if one.torch_workers is not None]
-    return max(by_torch, key=lambda one: one.samples_per_s).torch_workers or 0
+    if by_torch:
+        yield _loading_text(loading[0], max(by_torch, key=lambda one: one.samples_per_s))
+    yield (
+        "'Waiting' is the time in next() after the first batch, on rank 0. MB are bytes of text, without the "
+        "overlap of one byte between samples. One run each on this machine, files in the page cache: "
+        "expect several per cent of noise."
+    )
+    yield (
+        "torch's side is a hand-written dataset over mapped files, with a full permutation of the samples; "
+        "it has no exact resume, which is what the second section is about."
+    )
 
 
-def save_report(found: Report, path: str | os.PathLike[str]) -> None:
-    """Write the report as JSON."""
-    Path(path).write_text(json.dumps(found.to_json(), indent=1, default=str) + "\n")
+def _loading_text(ours: LoadingResult, best: LoadingResult) -> str:
+    ratio = ours.samples_per_s / best.samples_per_s
+    same = ours.checksum == best.checksum and ours.samples == best.samples
+    samples = "the same samples" if same else "NOT the same samples"
+    if abs(ratio - 1) < _SMALL_SHARE:
+        return f"Loading alone: both deliver {samples} at the same speed ({best.name})."
+    how = f"{ratio:.1f} times as fast as" if ratio > 1 else f"{1 / ratio:.1f} times slower than"
+    return f"Loading alone: dataflow delivers {samples} {how} {best.name} (start included)."
+
+
+def _end(figures: DemoFigures, folder: Path) -> Iterator[Sentence]:
+    """How long it took, and where things are."""
+    where = f"  done in {figures.seconds:.0f} s; the training loop is {train_module.__file__}"
+    yield Sentence(where, whole=True)
+    if folder.exists():
+        yield Sentence(f"  shards and checkpoint are in {figures.corpus.folder}", whole=True)

@@ -1,4 +1,4 @@
-"""One training run of the demo: what each rank does, with either loader, from the start or from a checkpoint.
+"""One training of the demo: what each rank does, with either loader, from the start or from a checkpoint.
 
 The loop is the one a user would write. Beside it runs a stopwatch with the same rules for both loaders: the
 wait for the first batch (threads or workers start, the first blocks are read) is told apart, everything
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -25,21 +26,23 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dataflow.loader import DataLoader
 from dataflow.tools.demo.data import LENGTH, tokens
-from dataflow.tools.demo.live import LiveLine
+from dataflow.tools.demo.loaders import TorchBatches
 from dataflow.tools.demo.model import ByteTransformer, next_byte_loss
-from dataflow.tools.demo.torch_loop import MappedTokens, torch_loader
 
 _LEARNING_RATE = 3e-3
+_REDRAW_S = 0.1
+_PLAIN_LINES = 4
+"""Lines a training prints where nothing can be redrawn."""
 
 
-@dataclass(frozen=True)
-class Run:
+@dataclass(frozen=True, kw_only=True)
+class Training:
     """What to train, and with which loader."""
 
     title: str
     folder: str
     steps: int
-    """Steps of the whole training; the run ends there, or at `stop`."""
+    """Steps of the whole training; it ends there, or at `stop`."""
     batch_size: int
     """Samples a rank and step."""
     seed: int
@@ -56,11 +59,11 @@ class Run:
         return Path(self.folder) / "checkpoint.pt"
 
 
-@dataclass
-class RunResult:
+@dataclass(kw_only=True)
+class TrainingResult:
     """What a rank measured. Seconds are counted from its first batch on, unless said otherwise."""
 
-    first_step: int
+    first_step: int = 0
     losses: list[float] = field(default_factory=list)
     """Mean over all ranks, per step."""
     step_s: list[float] = field(default_factory=list)
@@ -96,94 +99,90 @@ class RunResult:
         return {**asdict(self), "waiting_share": self.waiting_share}
 
 
-def train(run: Run) -> RunResult:
+def train(training: Training) -> TrainingResult:
     """Main function of a rank."""
-    torch.manual_seed(
-        run.seed
-    )  # and no more: on one CPU thread a rank, this model's operations have one order
+    # And no more: on one CPU thread a rank, this model's operations have one order.
+    torch.manual_seed(training.seed)
     model = DistributedDataParallel(ByteTransformer(LENGTH))
     optimizer = torch.optim.AdamW(model.parameters(), lr=_LEARNING_RATE)
-    _warm_up(model, run.batch_size)
-    saved = torch.load(run.checkpoint, weights_only=True) if run.resume else None
+    _warm_up(model, training.batch_size)
+    saved = torch.load(training.checkpoint, weights_only=True) if training.resume else None
     if saved:
         model.module.load_state_dict(saved["model"])
         optimizer.load_state_dict(saved["optimizer"])
-    result = RunResult(first_step=saved["step"] if saved else 0)
+    result = TrainingResult(first_step=saved["step"] if saved else 0)
     with ExitStack() as stack:
         began = time.perf_counter()
-        if run.torch_workers is None:
-            loader = stack.enter_context(_loader(run, saved))
-            batches = _dataflow_batches(loader)
+        if training.torch_workers is not None:
+            _train(training, model, optimizer, _torch_batches(training), result, began)
         else:
-            batches = _torch_batches(run)
-        live = stack.enter_context(LiveLine(run.title, run.steps, visible=dist.get_rank() == 0))
-        _train(run, model, optimizer, batches, live, result, began)
-        if run.torch_workers is None:
+            dataset = tokens(training.folder)
+            loader = stack.enter_context(
+                DataLoader(dataset, training.batch_size, shuffle=True, seed=training.seed)
+            )
+            if saved:
+                loader.load_state_dict(saved["loader"])
+            _train(training, model, optimizer, _batches(loader), result, began)
             result.loader_peak_bytes = loader.stats().memory.peak_bytes
-            _save(run, model, optimizer, loader, result)
-        _note_memory(result)
+            if training.stop is not None:
+                result.loader_state = loader.state_dict()  # the same on every rank
+                _save(training, model, optimizer, result.loader_state)
+        result.peak_bytes = peak_bytes(os.getpid())
+        result.worker_peak_bytes = [peak_bytes(p.pid) for p in multiprocessing.active_children() if p.pid]
     return result
 
 
 def _train(
-    run: Run,
+    training: Training,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     batches: Iterator[Tensor],
-    live: LiveLine,
-    result: RunResult,
+    result: TrainingResult,
     began: float,
 ) -> None:
     started = began
-    for step in range(result.first_step, run.stop or run.steps):
-        asked = time.perf_counter()
+    line = ProgressLine(training.title, training.steps, visible=dist.get_rank() == 0)
+    for step in range(result.first_step, training.stop or training.steps):
+        before = time.perf_counter()
         batch = next(batches)
-        got = time.perf_counter()
-        if step == result.first_step:
-            started, result.first_batch_s = got, got - began
+        after = time.perf_counter()
+        first = step == result.first_step
+        if first:
+            started, result.first_batch_s = after, after - began
         else:
-            result.waited_s += got - asked
+            result.waited_s += after - before
         loss = next_byte_loss(model, batch)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         result.losses.append(_mean_over_ranks(loss))
-        done = time.perf_counter()
-        result.seconds = done - started
-        if step != result.first_step:
-            result.step_s.append(done - asked)
-        samples = len(result.losses) * run.batch_size * dist.get_world_size()
+        now = time.perf_counter()
+        result.seconds = now - started
+        result.step_s += [] if first else [now - before]
+        samples = len(result.losses) * training.batch_size * dist.get_world_size()
         result.samples_per_s = samples / result.seconds
-        live.show(step + 1, result.losses[-1], result.samples_per_s, LENGTH, result.waiting_share)
+        line.show(step + 1, result)
+    line.close()
 
 
-def _loader(run: Run, saved: dict[str, Any] | None) -> DataLoader:
-    loader = DataLoader(tokens(run.folder), batch_size=run.batch_size, shuffle=True, seed=run.seed)
-    if saved:
-        loader.load_state_dict(saved["loader"])
-    return loader
-
-
-def _dataflow_batches(loader: DataLoader) -> Iterator[Tensor]:
+def _batches(loader: DataLoader) -> Iterator[Tensor]:
     while True:  # each loop over the loader is an epoch
         for batch in loader:
             yield batch["tokens"]
 
 
-def _torch_batches(run: Run) -> Iterator[Tensor]:
-    assert run.torch_workers is not None
-    paths = sorted(str(path) for path in Path(run.folder).glob("tokens-*.bin"))
-    loader, sampler = torch_loader(
-        MappedTokens(paths, LENGTH),
-        run.batch_size,
-        seed=run.seed,
+def _torch_batches(training: Training) -> Iterator[Tensor]:
+    assert training.torch_workers is not None
+    batches = TorchBatches(
+        training.folder,
+        training.batch_size,
+        seed=training.seed,
+        num_workers=training.torch_workers,
         rank=dist.get_rank(),
         world_size=dist.get_world_size(),
-        num_workers=run.torch_workers,
     )
     for epoch in count():
-        sampler.set_epoch(epoch)
-        yield from loader
+        yield from batches.epoch(epoch)
 
 
 def _warm_up(model: nn.Module, batch_size: int) -> None:
@@ -203,24 +202,19 @@ def _mean_over_ranks(loss: Tensor) -> float:
 
 
 def _save(
-    run: Run, model: nn.Module, optimizer: torch.optim.Optimizer, loader: DataLoader, result: RunResult
+    training: Training,
+    model: DistributedDataParallel,
+    optimizer: torch.optim.Optimizer,
+    loader_state: dict[str, Any],
 ) -> None:
-    if run.stop is None:
-        return
-    result.loader_state = loader.state_dict()  # the same on every rank
     if dist.get_rank() == 0:
         state = {
-            "step": run.stop,
-            "model": model.module.state_dict(),  # type: ignore[union-attr]
+            "step": training.stop,
+            "model": model.module.state_dict(),
             "optimizer": optimizer.state_dict(),
-            "loader": result.loader_state,
+            "loader": loader_state,
         }
-        torch.save(state, run.checkpoint)
-
-
-def _note_memory(result: RunResult) -> None:
-    result.peak_bytes = peak_bytes(os.getpid())
-    result.worker_peak_bytes = [peak_bytes(p.pid) for p in multiprocessing.active_children() if p.pid]
+        torch.save(state, training.checkpoint)
 
 
 def peak_bytes(pid: int) -> int:
@@ -231,3 +225,36 @@ def peak_bytes(pid: int) -> int:
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
     except (OSError, StopIteration):
         return 0
+
+
+class ProgressLine:
+    """Where a training stands: redrawn in place on a terminal, a few plain lines elsewhere."""
+
+    def __init__(self, title: str, steps: int, *, visible: bool) -> None:
+        self._title, self._steps, self._visible = title, steps, visible
+        self._redrawn = sys.stdout.isatty()
+        self._shown_at = 0.0
+        self._text = ""
+
+    def show(self, step: int, result: TrainingResult) -> None:
+        """Tell about a finished step; on a terminal ten times a second at most."""
+        mb_per_s = result.samples_per_s * LENGTH / 1e6
+        self._text = (  # fits 80 columns
+            f"  {self._title:<13} {step:>3}/{self._steps} loss {result.losses[-1]:.3f} "
+            f"{result.samples_per_s:>5,.0f} samples/s {mb_per_s:.3f} MB/s waiting {result.waiting_share:.1%}"
+        )
+        now = time.perf_counter()
+        if self._redrawn and now - self._shown_at > _REDRAW_S:
+            self._shown_at = now
+            self._print("\r")
+        elif not self._redrawn and step % max(1, self._steps // _PLAIN_LINES) == 0:
+            self._print("\n")
+
+    def close(self) -> None:
+        """Leave the last line of a terminal as it is."""
+        if self._redrawn:
+            self._print("\n")
+
+    def _print(self, end: str) -> None:
+        if self._visible:
+            print(f"{self._text:<79}" if self._redrawn else self._text, end=end, flush=True)

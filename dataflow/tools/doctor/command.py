@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 from collections.abc import Sequence
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from dataflow.tools.terminal.options import json_option, output_path, plain_errors
+from dataflow.tools.terminal.options import OutputPath, json_option, picture_option, plain_errors
 
 if TYPE_CHECKING:
     from dataflow.timing.records import RankRecord
@@ -40,11 +39,9 @@ _NO_STEP = (
     short_help="Run a training, and tell where its steps' time goes.",
 )
 @json_option
+@picture_option(".html", name="--html", text="Write a page with pictures")
 @click.option(
-    "--html", callback=output_path, metavar="PATH.html", help="Write a page with pictures (extra: plot)."
-)
-@click.option(
-    "--trace", callback=output_path, metavar="PATH", help="Write a Chrome trace, which Perfetto shows."
+    "--trace", type=OutputPath(), metavar="PATH", help="Write a Chrome trace, which Perfetto shows."
 )
 @click.option(
     "--folder",
@@ -57,7 +54,7 @@ _NO_STEP = (
 def doctor(
     command: tuple[str, ...],
     json_path: str | None,
-    html: str | None,
+    picture: str | None,
     trace: str | None,
     folder: Path | None,
 ) -> None:
@@ -73,16 +70,12 @@ def doctor(
       dataflow doctor --html report.html --trace trace.json -- python train.py --epochs 1
       dataflow doctor --folder /shared/run1
     """  # noqa: D301 - click wants the control character
-    if html is not None:
-        from dataflow.tools.terminal.pictures import check_picture
-
-        check_picture(html, (".html",))
     if not command and folder is None:
         raise click.UsageError("give the command to run: dataflow doctor -- torchrun ... train.py")
     with TemporaryDirectory(prefix="dataflow-doctor-") as temporary:
         place = (folder or Path(temporary)).absolute()
         code = _run(command, place) if command else 0
-        _show(place, json_path, html, trace)
+        _show(place, json_path, picture, trace)
     if code:
         raise click.exceptions.Exit(code)
 
@@ -105,22 +98,23 @@ def _run(command: Sequence[str], folder: Path) -> int:
     return code if code >= 0 else 128 - code
 
 
-def _not_reported(seen: Sequence[RankRecord]) -> str:
+def _not_reported(records: Sequence[RankRecord]) -> str:
     """Why there is nothing to report."""
-    if not seen:
+    if not records:
         return _NOTHING
-    scheduled = [one for one in seen if one.in_schedule]
-    ranks = sorted({one.rank for one in scheduled or seen})
+    scheduled = [one for one in records if one.in_schedule]
+    ranks = sorted({one.rank for one in scheduled or records})
     where = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:8]))}{', ...' * (len(ranks) > 8)}"
     return (_NO_WINDOW if scheduled else _NO_STEP).format(where=where)
 
 
-def _show(folder: Path, json_path: str | None, html: str | None, trace: str | None) -> None:
+def _show(folder: Path, json_path: str | None, picture: str | None, trace: str | None) -> None:
     from rich.console import Console
 
     from dataflow.timing.report import report_of, write_trace
-    from dataflow.tools.doctor.page import write_page
+    from dataflow.tools.doctor.page import page_of
     from dataflow.tools.doctor.saved import read_records
+    from dataflow.tools.terminal.report import save
 
     saved = read_records(folder)
     console = Console(stderr=json_path == "-")
@@ -131,11 +125,6 @@ def _show(folder: Path, json_path: str | None, html: str | None, trace: str | No
     report = report_of(saved.records)
     report = replace(report, notes=(*report.notes, *saved.notes))
     report.show(console)
-    if json_path == "-":
-        click.echo(json.dumps(report.to_json(), indent=1))
-    elif json_path is not None:
-        Path(json_path).write_text(json.dumps(report.to_json(), indent=1))
     if trace is not None:
         write_trace({one.rank: one.events for one in saved.records}, trace)
-    if html is not None:
-        write_page(report, saved.records, html)
+    save(page_of(report, saved.records), json_path, picture)

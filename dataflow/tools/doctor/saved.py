@@ -17,8 +17,8 @@ _NAME = re.compile(r"\d{6,}-(loop-)?\d{3,}\.json")
 
 
 @dataclass(frozen=True)
-class Saved:
-    """What was found."""
+class SavedRecords:
+    """Records of one schedule or loader."""
 
     records: tuple[RankRecord, ...]
     """Of the schedule with most windows, by rank; without one, of the loader with most batches (of those in
@@ -35,7 +35,7 @@ def record_files(folder: Path) -> list[Path]:
     return sorted(path for path in folder.iterdir() if _NAME.fullmatch(path.name))
 
 
-def read_records(folder: Path) -> Saved:
+def read_records(folder: Path) -> SavedRecords:
     """Read them. A program may make several schedules, one after the other: the longest is taken."""
     schedules: dict[str, list[RankRecord]] = defaultdict(list)
     loops: dict[str, list[RankRecord]] = defaultdict(list)
@@ -54,7 +54,7 @@ def read_records(folder: Path) -> Saved:
     trained = {name: ranks for name, ranks in loops.items() if any(one.optimizer_steps for one in ranks)}
     found = schedules or trained or loops  # beside a training, a loop is for evaluation
     if not found:
-        return Saved(tuple(without), tuple(notes))
+        return SavedRecords(tuple(without), tuple(notes))
     longest = max(found.values(), key=lambda records: min(len(one.windows) for one in records))
     # After a restart with fewer ranks, records of ranks that are no more lie there still.
     world_size = max(longest, key=lambda one: one.windows[-1].window).world_size
@@ -65,7 +65,7 @@ def read_records(folder: Path) -> Saved:
     elif len(loops) > 1 and not schedules:
         which = "with most batches" if len(found) > 1 else "whose loop steps an optimizer"
         notes.append(f"{len(loops)} loaders were looped over; this is the one {which}")
-    return Saved(tuple(ranks), tuple(notes))
+    return SavedRecords(tuple(ranks), tuple(notes))
 
 
 def _missing(found: list[RankRecord], world_size: int) -> Iterator[str]:

@@ -25,7 +25,7 @@ from dataflow.tools.inspect.quality import (
 )
 from dataflow.tools.inspect.read_cost import (
     TOGETHER,
-    Reads,
+    BlockRequests,
     amplification,
     first_batch_bytes,
     open_bytes,
@@ -39,7 +39,7 @@ Targets = Mapping[str, NDArray[np.int64]]
 """Kind of target ("shard", "prefix", "host") -> number of the target of each block, [blocks]."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Figures:
     """Of one plan. Shares are of the dataset; bytes are those stored unless said otherwise."""
 
@@ -86,7 +86,7 @@ class Inspected:
 
     figures: Figures
     stretch: Stretch
-    reads: Reads
+    reads: BlockRequests
 
 
 def figures_of(
@@ -154,7 +154,7 @@ def _rank_amplification(plans: Sequence[EpochPlan], table: BlockTable) -> float:
     return float(read.sum() / table.length[table.num_samples > 0].sum())
 
 
-def hot_spots(stretch: Stretch, reads: Reads, targets: Targets) -> dict[str, HotSpot]:
+def hot_spots(stretch: Stretch, reads: BlockRequests, targets: Targets) -> dict[str, HotSpot]:
     """Hot spots of each kind: of all blocks in order, a window at a time; of the stretch's reads if full."""
     order = stretch.order
     blocks = reads.block if order.shuffle.kind == "full" else order.table.read_block
@@ -174,6 +174,3 @@ def _first_batch_bytes(
 
 def _known(value: float) -> float | None:
     return None if np.isnan(value) else float(value)
-
-
-__all__ = ["Figures", "Inspected", "Targets", "figures_of", "hot_spots"]

@@ -28,7 +28,7 @@ MAX_SAMPLES = 1 << 21
 """Samples a stretch has at most where nobody says: some seconds of arithmetic and half a GB."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class Stretch:
     """Consecutive global batches of one epoch, row by row in order of delivery: by batch, then by rank.
 
@@ -105,8 +105,18 @@ def stretch_of(
     order = plans[0].order
     sample = order.samples(position)
     block = np.searchsorted(table.first_sample, sample, side="right") - 1
-    all_nodes = np.asarray(nodes, np.int64)
-    return Stretch(order, all_nodes, *batches, total, batch, node, position, sample, block)
+    return Stretch(
+        order=order,
+        nodes=np.asarray(nodes, np.int64),
+        first_batch=batches[0],
+        last_batch=batches[1],
+        num_batches=total,
+        batch=batch,
+        node=node,
+        position=position,
+        sample=sample,
+        block=block,
+    )
 
 
 def _rows(plan: EpochPlan, first: int, last: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -189,15 +199,3 @@ def label_dispersion(stretch: Stretch, labels: NDArray[np.integer]) -> float:
     terms = counts**2 / (size[pairs // num_labels] * share[pairs % num_labels])
     chi_square = np.bincount(pairs // num_labels, weights=terms) - size
     return float(chi_square.mean()) / (np.count_nonzero(share) - 1)
-
-
-__all__ = [
-    "MAX_SAMPLES",
-    "Stretch",
-    "distinct_per_batch",
-    "distinct_per_node",
-    "label_dispersion",
-    "lag1_correlation",
-    "neighbour_distances",
-    "stretch_of",
-]

@@ -24,8 +24,8 @@ TOGETHER = 4096
 """Positions of a full shuffle that are read as one."""
 
 
-@dataclass(frozen=True, eq=False)
-class Reads:
+@dataclass(frozen=True, eq=False, kw_only=True)
+class BlockRequests:
     """The requests of a stretch in order of need: a block once for each node and window that takes of it.
 
     All arrays are [requests]. For a full shuffle whose samples are located, a request is one sample.
@@ -47,7 +47,9 @@ class Reads:
     """[rows of the stretch], not [requests]: what each row is staged with."""
 
 
-def reads_of(stretch: Stretch, table: BlockTable, *, located: bool, together: int = TOGETHER) -> Reads:
+def reads_of(
+    stretch: Stretch, table: BlockTable, *, located: bool, together: int = TOGETHER
+) -> BlockRequests:
     """The requests of a stretch, each (node, window, block) once.
 
     Args:
@@ -64,18 +66,32 @@ def reads_of(stretch: Stretch, table: BlockTable, *, located: bool, together: in
     _, first_row, samples = np.unique(key, return_index=True, return_counts=True)
     by_need = np.argsort(first_row, kind="stable")
     rows, block = first_row[by_need], stretch.block[first_row[by_need]]
-    held = np.maximum(table.length, table.nbytes)[block]
-    node = stretch.node[rows]
-    served = samples[by_need]
-    return Reads(node, window[rows], block, table.length[block], held, rows, served, window)
+    return BlockRequests(
+        node=stretch.node[rows],
+        window=window[rows],
+        block=block,
+        length=table.length[block],
+        held=np.maximum(table.length, table.nbytes)[block],
+        first_row=rows,
+        samples=samples[by_need],
+        window_of_row=window,
+    )
 
 
-def _sample_reads(stretch: Stretch, table: BlockTable, window: NDArray[np.int64]) -> Reads:
+def _sample_reads(stretch: Stretch, table: BlockTable, window: NDArray[np.int64]) -> BlockRequests:
     """Every sample by itself, of its block's mean size."""
     block = stretch.block
     length = -(-table.length // np.maximum(1, table.num_samples))[block]
-    rows, ones = np.arange(len(block)), np.ones(len(block), np.int64)
-    return Reads(stretch.node, window, block, length, length, rows, ones, window)
+    return BlockRequests(
+        node=stretch.node,
+        window=window,
+        block=block,
+        length=length,
+        held=length,
+        first_row=np.arange(len(block)),
+        samples=np.ones(len(block), np.int64),
+        window_of_row=window,
+    )
 
 
 def windows_of(order: Order, positions: NDArray[np.int64], together: int = TOGETHER) -> NDArray[np.int64]:
@@ -83,7 +99,9 @@ def windows_of(order: Order, positions: NDArray[np.int64], together: int = TOGET
     return positions // together if order.shuffle.kind == "full" else order.locate(positions)[0]
 
 
-def amplification(stretch: Stretch, reads: Reads, table: BlockTable, batch_size: int) -> NDArray[np.float64]:
+def amplification(
+    stretch: Stretch, reads: BlockRequests, table: BlockTable, batch_size: int
+) -> NDArray[np.float64]:
     """Bytes each node reads in the epoch over its share of those there are, float64 [nodes]; 1: none twice.
 
     The share of a node is `1 / num_nodes`. Whole epochs are counted (`placement.reads_by_node`), but under a
@@ -105,7 +123,7 @@ def _sample_bytes(table: BlockTable) -> NDArray[np.float64]:
     return mean
 
 
-def open_bytes(stretch: Stretch, reads: Reads, node: int) -> NDArray[np.int64]:
+def open_bytes(stretch: Stretch, reads: BlockRequests, node: int) -> NDArray[np.int64]:
     """Bytes of the windows a node has open in each batch of the stretch, int64 [batches].
 
     A window is open from the batch that first takes of it to the one that takes last.
@@ -153,14 +171,3 @@ def _delivered(plans: Sequence[EpochPlan], num_batches: int) -> NDArray[np.int64
     """Positions in the first batches, each once though padding may repeat some."""
     taken = [plan.positions(0, min(num_batches, plan.num_batches))[0] for plan in plans]
     return np.unique(np.concatenate(taken))
-
-
-__all__ = [
-    "TOGETHER",
-    "Reads",
-    "amplification",
-    "first_batch_bytes",
-    "open_bytes",
-    "reads_of",
-    "windows_of",
-]

@@ -8,7 +8,7 @@ uplink carry, each way, is added up, and the fullest link tells how long the rou
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -52,7 +52,7 @@ class Round:
     repeats: int = 1
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Load:
     """What a round puts on the links of a cluster: its seconds follow, whatever data flows beside it.
 
@@ -72,7 +72,7 @@ class Load:
     repeats: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Cluster:
     """Where ranks run and what joins them.
 
@@ -118,7 +118,14 @@ class Cluster:
         each = nodes // racks
         uplink = Link(network.latency_s, network.bytes_per_s * each / oversubscription)
         node_of = tuple(rank // ranks_per_node for rank in range(nodes * ranks_per_node))
-        return cls(node_of, tuple(node // each for node in range(nodes)), within, network, uplink)
+        racks_of_nodes = tuple(node // each for node in range(nodes))
+        return cls(
+            nodes_of_ranks=node_of,
+            racks_of_nodes=racks_of_nodes,
+            within=within,
+            network=network,
+            uplink=uplink,
+        )
 
     @property
     def num_ranks(self) -> int:
@@ -149,8 +156,7 @@ class Cluster:
         """The same cluster with rank i where rank `order[i]` was."""
         if sorted(order) != list(range(self.num_ranks)):
             raise ValueError("order must hold each rank once")
-        nodes = tuple(self.nodes_of_ranks[rank] for rank in order)
-        return Cluster(nodes, self.racks_of_nodes, self.within, self.network, self.uplink)
+        return replace(self, nodes_of_ranks=tuple(self.nodes_of_ranks[rank] for rank in order))
 
     def seconds(self, rounds: Sequence[Round], *, data_bytes_per_s: float = 0.0) -> float:
         """How long rounds take, one after the other.
@@ -194,7 +200,14 @@ class Cluster:
             fullest = max(fullest, _most(self.racks[source[cross]]) / self.uplink.bytes_per_s)
             to_rack = _most(self.racks[target[cross]])
         slower = self.network.both_ways if far.any() and _both_ways(source, target) else 1.0
-        return Load(latency, messages.nbytes * slower, fullest, _most(takes[far]), to_rack, messages.repeats)
+        return Load(
+            latency_s=latency,
+            nbytes=messages.nbytes * slower,
+            fullest=fullest,
+            to_card=_most(takes[far]),
+            to_rack=to_rack,
+            repeats=messages.repeats,
+        )
 
 
 def _most(places: NDArray[np.int64]) -> int:

@@ -7,7 +7,7 @@ Sources: Thakur, Rabenseifner and Gropp 2005 (recursive doubling, halving and do
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from itertools import pairwise
+from itertools import groupby
 
 import numpy as np
 from numpy.typing import NDArray
@@ -85,17 +85,12 @@ def hierarchical(sizes: Sequence[int], nbytes: float) -> Rounds:
 
 def levels(cluster: Cluster) -> tuple[int, ...] | None:
     """(ranks of a node, nodes of a rack, racks), if ranks are numbered so; None if nodes or racks differ."""
-    counts = [len(list(group)) for group in _runs(cluster.nodes_of_ranks)]
-    racks = [
-        racks[0] for racks in _runs([cluster.racks_of_nodes[n[0]] for n in _runs(cluster.nodes_of_ranks)])
-    ]
-    nodes = [
-        len(group) for group in _runs([cluster.racks_of_nodes[n[0]] for n in _runs(cluster.nodes_of_ranks)])
-    ]
-    whole = len(set(cluster.nodes_of_ranks)) == len(counts) and len(set(racks)) == len(racks)
-    if not whole or len(set(counts)) > 1 or len(set(nodes)) > 1:
-        return None
-    return counts[0], nodes[0], len(nodes)
+    nodes = [(node, len([*ranks])) for node, ranks in groupby(cluster.nodes_of_ranks)]
+    racks = [(rack, len([*each])) for rack, each in groupby(cluster.racks_of_nodes[n] for n, _ in nodes)]
+    for groups in (nodes, racks):
+        if len(dict(groups)) < len(groups) or len({size for _, size in groups}) > 1:
+            return None
+    return nodes[0][1], racks[0][1], len(racks)
 
 
 def all_reduces(cluster: Cluster, nbytes: float) -> Mapping[str, Rounds]:
@@ -146,9 +141,3 @@ def _next(everyone: NDArray[np.int64], stride: int, size: int) -> NDArray[np.int
     at = everyone // stride % size
     following: NDArray[np.int64] = everyone + ((at + 1) % size - at) * stride
     return following
-
-
-def _runs(values: Sequence[int]) -> list[list[int]]:
-    """Equal neighbours together."""
-    cuts = [0, *(i + 1 for i, (a, b) in enumerate(pairwise(values)) if a != b), len(values)]
-    return [list(values[a:b]) for a, b in pairwise(cuts)]

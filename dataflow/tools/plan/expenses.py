@@ -23,7 +23,7 @@ class Prices:
     """Of one node under this load."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Expenses:
     """Of a whole run. None where a price or a power was not given."""
 

@@ -1,7 +1,8 @@
 """Measure what joins the ranks of a job: `torchrun ... -m dataflow.tools.plan.measure --output link.json`.
 
 All ranks reduce tensors of growing sizes; the slowest rank's median counts; latency and bandwidth are fitted
-with the ring's rounds and bytes, which is what gloo and, for large tensors, NCCL run.
+with the ring's rounds and bytes, which is what gloo and, for large tensors, NCCL run: the model is linear in
+both.
 """
 
 from __future__ import annotations
@@ -10,32 +11,104 @@ import json
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import click
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import distributed
 
 from dataflow.tools.plan.cluster import Link
-from dataflow.tools.plan.fit import Fitted, Point, fit
 
 SIZES = tuple(1 << power for power in range(10, 25, 2))
 """Bytes: 1 KiB to 16 MiB."""
+_TURNS = 50
+_EXACT = 1e-9
+"""An error that counts as none."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """One measurement."""
+
+    rounds: int
+    """Messages one after the other."""
+    nbytes: float
+    """On the fullest link, in all rounds together."""
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """A link, and how well it tells what was measured."""
+
+    link: Link
+    errors: tuple[float, ...]
+    """Of each point: predicted over measured, minus 1."""
+
+    @property
+    def median_error(self) -> float:
+        """Median of the errors' sizes."""
+        return float(np.median(np.abs(self.errors)))
+
+    @property
+    def worst_error(self) -> float:
+        """Largest of the errors' sizes."""
+        return float(np.max(np.abs(self.errors)))
+
+
+def seconds(link: Link, point: Point) -> float:
+    """What the model says."""
+    return point.rounds * link.latency_s + point.nbytes / link.bytes_per_s
+
+
+def fit(points: Sequence[Point]) -> Fitted:
+    """The link whose relative errors have the smallest sum of sizes; latency is never negative.
+
+    Least absolute errors, by reweighted least squares: one stretched time moves the fit little.
+
+    Raises `ValueError` for fewer than two sizes, or times that do not grow with bytes.
+    """
+    if len({(point.rounds, point.nbytes) for point in points}) < 2:
+        raise ValueError("two different sizes at least are needed to tell latency from bandwidth")
+    measured = np.array([point.seconds for point in points])
+    if not (measured > 0).all():
+        raise ValueError("measured times must be > 0 seconds")
+    design = np.array([[point.rounds, point.nbytes] for point in points]) / measured[:, None]
+    weights = np.ones(len(points))
+    for _ in range(_TURNS):
+        latency, per_byte = _least_squares(design, weights)
+        errors = np.abs(design @ (latency, per_byte) - 1)
+        weights = 1 / np.sqrt(np.maximum(errors, _EXACT))
+    if not per_byte > 0:
+        raise ValueError("the measured times do not grow with bytes: measure larger sizes")
+    link = Link(float(latency), float(1 / per_byte))
+    off = tuple(seconds(link, point) / point.seconds - 1 for point in points)
+    return Fitted(link, off)
+
+
+def _least_squares(design: NDArray[np.float64], weights: NDArray[np.float64]) -> tuple[float, float]:
+    (latency, per_byte), *_ = np.linalg.lstsq(design * weights[:, None], weights, rcond=None)
+    if latency >= 0:
+        return float(latency), float(per_byte)
+    bytes_ = design[:, 1] * weights  # the best of those that are possible: no latency
+    return 0.0, float(bytes_ @ weights / (bytes_ @ bytes_))
 
 
 def time_all_reduce(nbytes: int, *, repeats: int, device: str = "cpu") -> float:
     """Median seconds of an all-reduce, of the slowest rank; the same value on every rank."""
     values = torch.zeros(max(1, nbytes // 4), dtype=torch.float32, device=device)
-    took = []
+    seconds_of_turns = []
     for _ in range(repeats + 1):
         distributed.barrier()
         began = time.perf_counter()
         distributed.all_reduce(values)
         if device != "cpu":
             torch.cuda.synchronize()
-        took.append(time.perf_counter() - began)
-    slowest = torch.tensor(took[1:], dtype=torch.float64, device=device)  # the first one connects
+        seconds_of_turns.append(time.perf_counter() - began)
+    slowest = torch.tensor(seconds_of_turns[1:], dtype=torch.float64, device=device)  # the first one connects
     distributed.all_reduce(slowest, distributed.ReduceOp.MAX)
     return float(statistics.median(slowest.tolist()))
 
@@ -55,16 +128,16 @@ def measure_link(sizes: Sequence[int] = SIZES, *, repeats: int = 11, device: str
 
 def save_link(fitted: Fitted, path: str) -> None:
     """As `dataflow plan --link` reads it."""
-    found = asdict(fitted.link) | {"median_error": fitted.median_error, "worst_error": fitted.worst_error}
-    Path(path).write_text(json.dumps(found, indent=2) + "\n")
+    figures = asdict(fitted.link) | {"median_error": fitted.median_error, "worst_error": fitted.worst_error}
+    Path(path).write_text(json.dumps(figures, indent=2) + "\n")
 
 
 def load_link(path: str) -> Link:
     """What `save_link` wrote; `ValueError` for another file."""
     text = Path(path).read_text()
     try:
-        found = json.loads(text)
-        return Link(float(found["latency_s"]), float(found["bytes_per_s"]))
+        figures = json.loads(text)
+        return Link(float(figures["latency_s"]), float(figures["bytes_per_s"]))
     except (ValueError, TypeError, KeyError) as error:
         raise ValueError(
             f"{path} is not a link; `python -m dataflow.tools.plan.measure --output {path}` under torchrun "

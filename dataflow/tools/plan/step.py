@@ -16,8 +16,8 @@ _FEW_UPDATES = 1000
 8,599 (You et al. 2020), ResNet-50 with batches of 32,768 some 3,500."""
 
 
-@dataclass(frozen=True)
-class Job:
+@dataclass(frozen=True, kw_only=True)
+class StepWork:
     """What every rank does in a window of `accumulate` microbatches.
 
     Attributes:
@@ -28,7 +28,6 @@ class Job:
         sample_bytes: read from the store for one sample.
         backward_share: of `microbatch_s`; the last backward hides communication.
         bucket_bytes: gradients travel in pieces of this size, as they become ready (DDP: 25 MiB).
-        update_s: the optimizer's.
         gated: no data is read while gradients travel (the I/O gate).
     """
 
@@ -39,14 +38,13 @@ class Job:
     sample_bytes: float = 0.0
     backward_share: float = 2 / 3
     bucket_bytes: float = 25 << 20
-    update_s: float = 0.0
     gated: bool = False
 
     def __post_init__(self) -> None:
-        if self.gradient_bytes < 0 or self.microbatch_s < 0 or self.sample_bytes < 0 or self.update_s < 0:
-            raise ValueError("bytes and seconds of a job must be >= 0")
+        if self.gradient_bytes < 0 or self.microbatch_s < 0 or self.sample_bytes < 0:
+            raise ValueError("bytes and seconds of a step must be >= 0")
         if self.microbatch < 1 or self.accumulate < 1 or not self.bucket_bytes >= 1:
-            raise ValueError("microbatch, accumulate and bucket_bytes of a job must be >= 1")
+            raise ValueError("microbatch, accumulate and bucket_bytes of a step must be >= 1")
         if not 0 <= self.backward_share <= 1:
             raise ValueError(f"backward_share must be in [0, 1], got {self.backward_share}")
 
@@ -56,15 +54,15 @@ class Job:
         return max(1, math.ceil(self.gradient_bytes / self.bucket_bytes))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """A window of a job on a cluster. Seconds, bytes a second, samples of all ranks."""
+    """A window on a cluster. Seconds, bytes a second, samples of all ranks."""
 
     algorithm: str
     accumulate: int
     window_s: float
     compute_s: float
-    """Forward and backward of all microbatches, and the update."""
+    """Forward and backward of all microbatches."""
     sync_s: float
     """Gradients on the links."""
     exposed_s: float
@@ -78,50 +76,50 @@ class Prediction:
     """Samples of a window, of all ranks."""
 
 
-def predict(cluster: Cluster, job: Job, algorithm: str | None = None) -> Prediction:
+def predict(cluster: Cluster, work: StepWork, algorithm: str | None = None) -> Prediction:
     """One algorithm of `all_reduces`, or the fastest.
 
     Raises `ValueError` for an algorithm that the cluster does not have.
     """
-    return _fastest(cluster, job, _loads(cluster, job, algorithm))
+    return _fastest(cluster, work, _loads(cluster, work, algorithm))
 
 
-def _loads(cluster: Cluster, job: Job, algorithm: str | None) -> Mapping[str, Sequence[Load]]:
+def _loads(cluster: Cluster, work: StepWork, algorithm: str | None) -> Mapping[str, Sequence[Load]]:
     """What one bucket's all-reduces put on the links, by name."""
-    rounds = all_reduces(cluster, job.gradient_bytes / job.buckets)
+    rounds = all_reduces(cluster, work.gradient_bytes / work.buckets)
     if algorithm is not None and algorithm not in rounds:
         raise ValueError(f"no all-reduce {algorithm!r} on this cluster: {', '.join(rounds)}")
     chosen = rounds if algorithm is None else [algorithm]
     return {name: cluster.loads(rounds[name]) for name in chosen}
 
 
-def _fastest(cluster: Cluster, job: Job, loads: Mapping[str, Sequence[Load]]) -> Prediction:
-    found = (_predict(cluster, job, name, each) for name, each in loads.items())
-    return min(found, key=lambda prediction: prediction.window_s)
+def _fastest(cluster: Cluster, work: StepWork, loads: Mapping[str, Sequence[Load]]) -> Prediction:
+    predictions = (_predict(cluster, work, name, each) for name, each in loads.items())
+    return min(predictions, key=lambda prediction: prediction.window_s)
 
 
-def _predict(cluster: Cluster, job: Job, algorithm: str, loads: Sequence[Load]) -> Prediction:
-    compute = job.accumulate * job.microbatch_s + job.update_s
+def _predict(cluster: Cluster, work: StepWork, algorithm: str, loads: Sequence[Load]) -> Prediction:
+    compute = work.accumulate * work.microbatch_s
     per_node = cluster.num_ranks / cluster.num_nodes
-    data = job.accumulate * job.microbatch * job.sample_bytes * per_node
-    pieces = job.buckets
+    data = work.accumulate * work.microbatch * work.sample_bytes * per_node
+    pieces = work.buckets
     card = _inward(cluster)
     window = compute
     # Data takes from gradients what it needs in a second, which depends on how long the window is: a fixed
     # point, approached from both sides at half speed since each makes the other shorter.
     for _ in range(_TURNS):
-        rate = 0.0 if job.gated else min(data / window if window else 0.0, card)
+        rate = 0.0 if work.gated else min(data / window if window else 0.0, card)
         piece = cluster.loaded_seconds(loads, data_bytes_per_s=rate)
         sync = pieces * piece
-        exposed = _exposed(pieces, piece, job.microbatch_s * job.backward_share)
+        exposed = exposed_seconds(pieces, piece, work.microbatch_s * work.backward_share)
         busy = compute + exposed
-        reading = (sync if job.gated else 0.0) + data / card
+        reading = (sync if work.gated else 0.0) + data / card
         window += 0.5 * (max(busy, reading) - window)
     window = max(busy, reading)
-    batch = job.accumulate * job.microbatch * cluster.num_ranks
+    batch = work.accumulate * work.microbatch * cluster.num_ranks
     return Prediction(
         algorithm=algorithm,
-        accumulate=job.accumulate,
+        accumulate=work.accumulate,
         window_s=window,
         compute_s=compute,
         sync_s=sync,
@@ -140,7 +138,7 @@ def _inward(cluster: Cluster) -> float:
     return min(cluster.network.bytes_per_s, cluster.uplink.bytes_per_s / cluster.largest_rack)
 
 
-def _exposed(pieces: int, piece_s: float, backward_s: float) -> float:
+def exposed_seconds(pieces: int, piece_s: float, backward_s: float) -> float:
     """When the last piece is there, after the end of the backward in which pieces become ready one by one.
 
     They come at equal intervals: either all wait behind the first one, or none waits.
@@ -150,9 +148,9 @@ def _exposed(pieces: int, piece_s: float, backward_s: float) -> float:
 
 def best_accumulation(
     cluster: Cluster,
-    job: Job,
+    work: StepWork,
     candidates: Iterable[int],
-    algorithm: str | None = None,
+    *,
     max_batch: int | None = None,
 ) -> tuple[Prediction, Sequence[Prediction]]:
     """The fewest microbatches that give 95 % of the best samples a second, and all predictions.
@@ -160,23 +158,24 @@ def best_accumulation(
     A larger batch than it needs to keep the links out of the way only makes updates fewer. Of batches of more
     than `max_batch` samples none is chosen, unless all are: then the smallest.
     """
-    loads = _loads(cluster, job, algorithm)
-    found = [_fastest(cluster, replace(job, accumulate=k), loads) for k in sorted(set(candidates))]
-    if not found:
+    loads = _loads(cluster, work, None)
+    predictions = [_fastest(cluster, replace(work, accumulate=k), loads) for k in sorted(set(candidates))]
+    if not predictions:
         raise ValueError("no number of microbatches to choose from")
-    small = [each for each in found if max_batch is None or each.batch <= max_batch] or found[:1]
+    small = [each for each in predictions if max_batch is None or each.batch <= max_batch]
+    small = small or predictions[:1]
     most = max(each.samples_per_s for each in small)
-    return next(each for each in small if each.samples_per_s >= _GOOD_SHARE * most), found
+    return next(each for each in small if each.samples_per_s >= _GOOD_SHARE * most), predictions
 
 
 def batch_doubts(
-    best: Prediction, found: Sequence[Prediction], *, samples: int = 0, max_batch: int | None = None
+    best: Prediction, predictions: Sequence[Prediction], *, samples: int = 0, max_batch: int | None = None
 ) -> list[str]:
     """Why the best batch may be of no use, one sentence each: a model of links knows nothing of training.
 
     Args:
-        best: what `best_accumulation` chose out of `found`.
-        found: all predictions.
+        best: what `best_accumulation` chose out of `predictions`.
+        predictions: all of them.
         samples: of the whole run; 0: not known.
         max_batch: what the user can train with; None: not known.
     """
@@ -186,7 +185,7 @@ def batch_doubts(
             f"Unusable: the smallest batch that was tried has {best.batch:,} samples, more than --max-batch "
             f"{max_batch:,}. Fewer ranks or a smaller --microbatch make it smaller."
         )
-    fastest = max(found, key=lambda each: each.samples_per_s)
+    fastest = max(predictions, key=lambda each: each.samples_per_s)
     gain = fastest.samples_per_s / best.samples_per_s
     if max_batch is not None and fastest.batch > max_batch and gain > 1 / _GOOD_SHARE:
         doubts.append(

@@ -1,5 +1,5 @@
-"""What the commands share: options, values of a command line, pictures, progress of indexing.
+"""What the commands share: options, the writer of reports, indexing.
 
-In: text that a user typed. Out: values, or errors in a sentence.
-Read `options` first, then `given`.
+In: text that a user typed; results. Out: settings, errors in a sentence; terminal text, JSON, pages.
+Read `options` first, then `report`.
 """

@@ -14,10 +14,9 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from rich.console import Console
-from rich.table import Table
 
 from dataflow.opening import index, is_there, load_catalog, save_catalog, shards_of
+from dataflow.tools.terminal.report import Part, Sentence, Table, bytes_text, show
 from prefetch.store.again import Retrier
 from prefetch.store.reader import StoreReader
 from sharding.blocks import DEFAULT_BLOCK_BYTES, ColumnSpec, Format, spec_text
@@ -41,8 +40,8 @@ _NAMED = 10
 """Stale shards that are named one by one."""
 
 
-@dataclass(frozen=True)
-class Wanted:
+@dataclass(frozen=True, kw_only=True)
+class CatalogTarget:
     """What the catalog shall be of, and where it lies."""
 
     urls: list[str]
@@ -76,7 +75,6 @@ def _index_source(
     checksum: bool,
     retrier: Retrier,
 ) -> Catalog:
-    console = Console(highlight=False)
     format_options = dict(dataset_options)
     storage_options = format_options.pop("storage_options", {})
     if output is not None and not output.endswith(CATALOG_SUFFIX):
@@ -86,29 +84,34 @@ def _index_source(
             raise ValueError(
                 "a catalog knows its format: leave out --format, --dtype, --length and --allow-unfinished"
             )
-        wanted = _of_catalog(source[0], output, storage_options, block_bytes, retrier)
+        target = _of_catalog(source[0], output, storage_options, block_bytes, retrier)
     else:
-        wanted = _of_shards(source, format_options, output, storage_options, block_bytes, retrier)
-    catalog, stale = _saved(wanted, retrier)
+        target = _of_shards(source, format_options, output, storage_options, block_bytes, retrier)
+    catalog, stale = _saved(target, retrier)
     if catalog is not None:
         checksum = checksum or catalog.checksums is not None
     if catalog is not None and not stale and checksum == (catalog.checksums is not None):
-        console.print("[bold]up to date[/bold]: nothing changed since it was indexed")
+        show([Sentence("up to date: nothing changed since it was indexed")])
     else:
-        for line in _shortened(stale):
-            console.print(line, markup=False, soft_wrap=True)
+        show([Sentence(line, whole=True) for line in _first_lines(stale)])
         kept = catalog if catalog is not None and not stale else None
-        catalog = _indexed(wanted, kept, checksum, retrier)
-    _show(console, catalog, wanted.path)
+        catalog = _indexed(target, kept, checksum, retrier)
+    show([*_parts(catalog, target.path)])
     return catalog
 
 
 def _of_catalog(
     path: str, output: str | None, options: Mapping[str, Any], block_bytes: int | None, retrier: Retrier
-) -> Wanted:
+) -> CatalogTarget:
     known = load_catalog(path, options, retrier)
     size = block_bytes or known.block_bytes
-    return Wanted(known.locations, known.codec(), size, output or path, options)
+    return CatalogTarget(
+        urls=known.locations,
+        codec=known.codec(),
+        block_bytes=size,
+        path=output or path,
+        storage_options=options,
+    )
 
 
 def _of_shards(
@@ -118,32 +121,33 @@ def _of_shards(
     options: Mapping[str, Any],
     block_bytes: int | None,
     retrier: Retrier,
-) -> Wanted:
+) -> CatalogTarget:
     urls = shards_of(list(source), options, retrier)
     name = format_options.pop("format", "auto")
     codec = resolve_format(name, urls, **format_options, exists=lambda url: is_there(url, options, retrier))
     size = block_bytes or DEFAULT_BLOCK_BYTES
-    return Wanted(urls, codec, size, output or default_catalog_path(urls, codec, size), options)
+    path = output or default_catalog_path(urls, codec, size)
+    return CatalogTarget(urls=urls, codec=codec, block_bytes=size, path=path, storage_options=options)
 
 
-def _saved(wanted: Wanted, retrier: Retrier) -> tuple[Catalog | None, list[str]]:
+def _saved(target: CatalogTarget, retrier: Retrier) -> tuple[Catalog | None, list[str]]:
     """The catalog that is there, and what is stale about it."""
-    if not is_there(wanted.path, wanted.storage_options, retrier):
+    if not is_there(target.path, target.storage_options, retrier):
         return None, []
     try:
-        catalog = load_catalog(wanted.path, wanted.storage_options, retrier).signed_by(wanted.urls)
+        catalog = load_catalog(target.path, target.storage_options, retrier).signed_by(target.urls)
     except CorruptShardError as error:
         return None, [error.reason]
-    return catalog, list(_stale(catalog, wanted, retrier))
+    return catalog, list(_stale(catalog, target, retrier))
 
 
-def _stale(catalog: Catalog, wanted: Wanted, retrier: Retrier) -> Iterator[str]:
+def _stale(catalog: Catalog, target: CatalogTarget, retrier: Retrier) -> Iterator[str]:
     was = (catalog.format, dict(catalog.options), catalog.block_bytes)
-    now = (wanted.codec.name, wanted.codec.options(), wanted.block_bytes)
+    now = (target.codec.name, target.codec.options(), target.block_bytes)
     for name, before, after in zip(("format", "options", "block bytes"), was, now, strict=True):
         if before != after:
             yield f"{name}: was {before}, now {after}"
-    asked = list(map(identity_of, wanted.urls))
+    asked = list(map(identity_of, target.urls))
     known, urls = set(catalog.urls), set(asked)
     yield from (f"{file_name(url)}: new" for url in asked if url not in known)
     yield from (f"{file_name(url)}: no longer among the shards" for url in catalog.urls if url not in urls)
@@ -151,28 +155,28 @@ def _stale(catalog: Catalog, wanted: Wanted, retrier: Retrier) -> Iterator[str]:
         yield "the shards come in another order"
     yield from (f"column {name!r}: not listed by an earlier release" for name in unlisted_columns(catalog))
     with retrier.pool(_CHECK_THREADS, "dataflow-index") as pool:
-        for change in changes(catalog, wanted.storage_options, pool.map, retry=retrier):
+        for change in changes(catalog, target.storage_options, pool.map, retry=retrier):
             if change.url in urls:
                 yield f"{file_name(change.url)}: {change.what}"
 
 
-def _shortened(stale: Sequence[str]) -> list[str]:
+def _first_lines(stale: Sequence[str]) -> list[str]:
     if len(stale) <= _NAMED:
         return list(stale)
     return [*stale[:_NAMED], f"and {len(stale) - _NAMED:,} more"]
 
 
-def _indexed(wanted: Wanted, kept: Catalog | None, checksum: bool, retrier: Retrier) -> Catalog:
+def _indexed(target: CatalogTarget, kept: Catalog | None, checksum: bool, retrier: Retrier) -> Catalog:
     catalog = kept or index(
-        wanted.urls,
-        wanted.codec,
+        target.urls,
+        target.codec,
         retrier,
-        storage_options=wanted.storage_options,
-        block_bytes=wanted.block_bytes,
+        storage_options=target.storage_options,
+        block_bytes=target.block_bytes,
     )
     if checksum:
-        catalog = catalog.with_checksums(checksums_of(catalog, wanted.storage_options))
-    save_catalog(catalog, wanted.path, wanted.storage_options, retrier)
+        catalog = catalog.with_checksums(checksums_of(catalog, target.storage_options))
+    save_catalog(catalog, target.path, target.storage_options, retrier)
     return catalog
 
 
@@ -197,27 +201,21 @@ def checksums_of(catalog: Catalog, storage_options: Mapping[str, Any] | None = N
             reader.close()
 
 
-def _show(console: Console, catalog: Catalog, path: str) -> None:
+def _parts(catalog: Catalog, path: str) -> Iterator[Part]:
+    """What a catalog holds, and where it lies."""
     stored = sum(catalog.rows.column("size").to_pylist())
-    table = Table(show_header=False, box=None, pad_edge=False)
-    table.add_column(style="bold")
-    table.add_column()
-    table.add_row("format", catalog.format)
-    table.add_row("shards", f"{catalog.num_shards:,}, {bytes_text(stored)}")
-    table.add_row(
-        "blocks", f"{catalog.num_blocks:,}, {bytes_text(stored / catalog.num_blocks)} each on average"
-    )
-    if catalog.unfinished:
-        table.add_row("unfinished", unfinished_text(catalog))
-    if catalog.checksums is not None:
-        table.add_row("checksums", "CRC-32 of each block")
-    table.add_row(
-        "samples", f"{catalog.num_samples:,}, {bytes_text(stored / catalog.num_samples)} each on average"
-    )
-    for name, spec in catalog.schema.items():
-        table.add_row("column", f"{name}: {_spec_text(spec)}")
-    console.print(table)
-    console.print(f"saved    {without_secrets(path)}", markup=False, soft_wrap=True)
+    block, sample = (bytes_text(stored / count) for count in (catalog.num_blocks, catalog.num_samples))
+    facts = [
+        ("format", catalog.format),
+        ("shards", f"{catalog.num_shards:,}, {bytes_text(stored)}"),
+        ("blocks", f"{catalog.num_blocks:,}, {block} each on average"),
+        ("unfinished", unfinished_text(catalog) if catalog.unfinished else ""),
+        ("checksums", "CRC-32 of each block" if catalog.checksums is not None else ""),
+        ("samples", f"{catalog.num_samples:,}, {sample} each on average"),
+        *(("column", f"{name}: {_spec_text(spec)}") for name, spec in catalog.schema.items()),
+    ]
+    yield Table((), [(name, text) for name, text in facts if text])
+    yield Sentence(f"saved    {without_secrets(path)}", whole=True)
 
 
 def _spec_text(spec: ColumnSpec) -> str:
@@ -228,12 +226,3 @@ def _spec_text(spec: ColumnSpec) -> str:
     if spec.optional:
         parts.append("not in every sample")
     return ", ".join(parts)
-
-
-def bytes_text(count: float) -> str:
-    """Bytes for people: "117 kB", "1.4 GB"; units are powers of 1000."""
-    for unit in ("bytes", "kB", "MB", "GB", "TB"):
-        if count < 1000 or unit == "TB":
-            return f"{count:,.0f} {unit}" if unit == "bytes" or count >= 100 else f"{count:.3g} {unit}"
-        count /= 1000
-    raise AssertionError("unreachable")

@@ -1,12 +1,18 @@
-"""What the commands share: errors as one line, and how a dataset, sizes and `name=value` are given."""
+"""Options, each declared once: as a field of a frozen settings value, which a command is given.
+
+`option` makes such a field, `options_of` adds the options of a settings class to a command and hands it the
+value. Errors that a user can cure end as one line. Nothing here imports torch: `--help` is quick.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +23,7 @@ from sharding.errors import DataflowError
 _EXPECTED = (DataflowError, ValueError, OSError, ImportError)
 
 Command = Callable[..., None]
+Decorator = Callable[[Command], Command]
 
 
 def plain_errors(command: Command) -> Command:
@@ -42,27 +49,81 @@ def _error_text(error: BaseException) -> str:
     return "\n".join([text, *(f"  {lines[0].rstrip(':')}" for lines in notes if lines)])
 
 
-def output_path(_ctx: click.Context, _param: click.Parameter, value: str | None) -> str | None:
-    """A file that can be written, which is seen before anything is measured; "-" is stdout."""
-    if value is None or value == "-":
-        return value
-    path = Path(value)
-    if path.is_dir():
-        raise click.BadParameter(f"{value!r} is a folder; name a file in it")
-    if not path.parent.is_dir():
-        raise click.BadParameter(f"the folder {str(path.parent)!r} does not exist; make it first")
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise click.BadParameter(f"{value!r} may not be written")
-    return value
+# ---- settings -------------------------------------------------------------------------------------------
 
 
-json_option = click.option(
-    "--json",
-    "json_path",
-    callback=output_path,
-    metavar="PATH",
-    help='Write all figures to a file; "-": print them.',
-)
+def option(
+    text: str, kind: Any = None, default: Any = dataclasses.MISSING, flag: str = "", **more: Any
+) -> Any:
+    """A field of a settings class that is an option, too.
+
+    Args:
+        text: its help.
+        kind: click's type; bool makes a flag.
+        default: of the field and of the option, or a callable that makes it; without one it is required.
+        flag: such as "--in-flight"; "": the field's name.
+        more: what `click.option` takes besides.
+    """
+    more |= {"help": text} | ({"is_flag": True} if kind is bool else {"type": kind})
+    if default is dataclasses.MISSING:
+        more["required"] = True
+    elif not callable(default):
+        more = {"default": default, "show_default": default is not None and default is not False} | more
+
+    def declared(name: str) -> Callable[[Command], Command]:
+        return click.option(flag or f"--{name.replace('_', '-')}", name, **more)
+
+    given = {"default_factory" if callable(default) else "default": default}
+    return dataclasses.field(**given, metadata={"click": declared})
+
+
+def argument(**more: Any) -> Any:
+    """A field of a settings class that is an argument of the command, as `click.argument` takes them."""
+    return dataclasses.field(metadata={"click": lambda name: click.argument(name, **more)})
+
+
+def part(settings: type) -> Any:
+    """A field that holds another settings class, whose options are the command's, too."""
+    return dataclasses.field(metadata={"settings": settings})
+
+
+def options_of(settings: type, name: str = "settings") -> Callable[[Command], Command]:
+    """Add the options of a settings class to a command, which is given such a value under `name`."""
+
+    def add(command: Command) -> Command:
+        @functools.wraps(command)
+        def run(**values: Any) -> None:
+            value = _from_values(settings, values)
+            command(**{name: value}, **values)
+
+        added: Command = run
+        for declared, field_name in reversed(list(_declared(settings))):
+            added = declared(field_name)(added)
+        return added
+
+    return add
+
+
+def _declared(settings: Any) -> Iterator[tuple[Callable[[str], Callable[[Command], Command]], str]]:
+    for each in dataclasses.fields(settings):
+        if "settings" in each.metadata:
+            yield from _declared(each.metadata["settings"])
+        elif "click" in each.metadata:
+            yield each.metadata["click"], each.name
+
+
+def _from_values(settings: Any, values: dict[str, Any]) -> Any:
+    """A settings value out of `values`, which are taken out of there."""
+    taken = {
+        each.name: _from_values(each.metadata["settings"], values)
+        if "settings" in each.metadata
+        else values.pop(each.name)
+        for each in dataclasses.fields(settings)
+    }
+    return settings(**taken)
+
+
+# ---- values ---------------------------------------------------------------------------------------------
 
 
 class Finite(click.FloatRange):
@@ -70,98 +131,145 @@ class Finite(click.FloatRange):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """As `FloatRange`."""
-        found = super().convert(value, param, ctx)
-        if not math.isfinite(found):
+        number = super().convert(value, param, ctx)
+        if not math.isfinite(number):
             self.fail(f"{value} is not a finite number", param, ctx)
-        return found
+        return number
 
 
+class Size(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.5
+    """Bytes, from text such as "4MiB"."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Text to a number >= 1; a number stays."""
+        if isinstance(value, int):
+            return value
+        from dataflow.limits import parse_bytes
+
+        try:
+            nbytes = parse_bytes(value)
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+        if nbytes < 1:
+            self.fail(f"must be at least 1 byte, got {value}", param, ctx)
+        return nbytes
+
+
+class OutputPath(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.5
+    """A file that can be written, which is seen before anything is measured; "-" is stdout.
+
+    Pictures have `endings`, and need matplotlib.
+    """
+
+    name = "path"
+
+    def __init__(self, *endings: str) -> None:
+        self._endings = endings
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """The path, unchanged."""
+        if value == "-" and not self._endings:
+            return value
+        path = Path(value)
+        if path.is_dir():
+            self.fail(f"{value!r} is a folder; name a file in it", param, ctx)
+        if not path.parent.is_dir():
+            self.fail(f"the folder {str(path.parent)!r} does not exist; make it first", param, ctx)
+        if not os.access(path if path.exists() else path.parent, os.W_OK):
+            self.fail(f"{value!r} may not be written", param, ctx)
+        if self._endings:
+            self._check_picture(value)
+        return value
+
+    def _check_picture(self, path: str) -> None:
+        from dataflow.tools.terminal.report import figure_class
+
+        if not path.endswith(self._endings):
+            raise click.ClickException(f"a picture must end in {' or '.join(self._endings)}, got {path!r}")
+        try:
+            figure_class()
+        except ImportError as error:
+            raise click.ClickException(str(error)) from None
+
+
+COUNT = click.IntRange(min=1)
 POSITIVE = Finite(min=0, min_open=True)
+SIZE = Size()
 
-
-def settings(_ctx: click.Context, _param: click.Parameter, values: tuple[str, ...]) -> dict[str, Any]:
-    """Keyword arguments from `name=value`; a value is JSON if it reads as such, else text."""
-    found = {}
-    for given in values:
-        name, equals, text = given.partition("=")
-        if not name or not equals:
-            raise click.BadParameter(f"must be name=value, got {given!r}")
-        found[name] = _json_or_text(text)
-    return found
-
-
-def _json_or_text(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError:
-        return text
-
-
-storage_options = click.option(
-    "--storage-option",
-    "storage_options",
-    callback=settings,
-    multiple=True,
-    metavar="NAME=VALUE",
-    help="Keyword argument for the fsspec filesystem, such as anon=true; may be repeated.",
+json_option = click.option(
+    "--json",
+    "json_path",
+    type=OutputPath(),
+    metavar="PATH",
+    help='Write all figures to a file; "-": print them.',
 )
 
 
-def dataset_options(command: Command) -> Command:
-    """Add SOURCE and the options that say how to read it; its `given` is a `Given` of them."""
+def picture_option(*endings: str, name: str = "--picture", text: str = "Draw the figures") -> Decorator:
+    """Where a picture goes, as `picture`."""
+    kinds = " or ".join(endings)
+    return click.option(
+        name, "picture", type=OutputPath(*endings), metavar="PATH", help=f"{text}, as {kinds} (extra: plot)."
+    )
 
-    @click.argument("source", nargs=-1, required=True)
-    @click.option(
-        "--format",
-        "format_",
+
+# ---- datasets -------------------------------------------------------------------------------------------
+
+
+def _named_values(_ctx: click.Context, _param: click.Parameter, values: Sequence[str]) -> dict[str, Any]:
+    """Keyword arguments from `name=value`; a value is JSON if it reads as such, else text."""
+    named = {}
+    for text in values:
+        name, equals, value = text.partition("=")
+        if not name or not equals:
+            raise click.BadParameter(f"must be name=value, got {text!r}")
+        try:
+            named[name] = json.loads(value)
+        except json.JSONDecodeError:
+            named[name] = value
+    return named
+
+
+def storage_options() -> Any:
+    """The field for what a filesystem is made with: a mapping of names to values."""
+    return option(
+        "Keyword argument for the fsspec filesystem, such as anon=true; may be repeated.",
+        default=dict,
+        flag="--storage-option",
+        callback=_named_values,
+        multiple=True,
+        metavar="NAME=VALUE",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DatasetArguments:
+    """A dataset as the user names it: SOURCE, and how to read it. Picklable."""
+
+    source: Sequence[str] = argument(nargs=-1, required=True)
+    """What `ShardedDataset` takes, one or several."""
+    format: str = option(
+        "tar, parquet, arrow, arrow-stream, jsonl, tokens or megatron; auto goes by the file endings.",
         default="auto",
-        show_default=True,
         metavar="NAME",
-        help="tar, parquet, arrow, arrow-stream, jsonl, tokens or megatron; auto goes by the file endings.",
     )
-    @click.option("--dtype", metavar="TYPE", help="Type of a token in .bin files, such as uint16.")
-    @click.option(
-        "--length", type=click.IntRange(min=1), metavar="N", help="Tokens a sample, for token files."
-    )
-    @click.option(
-        "--allow-unfinished", is_flag=True, help="Read tar and Arrow files that end too early, too."
-    )
-    @storage_options
-    @functools.wraps(command)
-    def run(
-        source: tuple[str, ...],
-        format_: str,
-        dtype: str | None,
-        length: int | None,
-        allow_unfinished: bool,
-        storage_options: dict[str, Any],
-        **rest: Any,
-    ) -> None:
-        from dataflow.tools.terminal.given import Given
+    dtype: str | None = option("Type of a token in .bin files, such as uint16.", None, None, metavar="TYPE")
+    length: int | None = option("Tokens a sample, for token files.", COUNT, None, metavar="N")
+    allow_unfinished: bool = option("Read tar and Arrow files that end too early, too.", bool, False)
+    storage_options: Mapping[str, Any] = storage_options()
 
-        told = {
-            "format": format_,
-            "dtype": dtype,
-            "length": length,
-            "allow_unfinished": allow_unfinished,
-            "storage_options": storage_options,
-        }
-        options = {name: value for name, value in told.items() if value and value != "auto"}
-        command(given=Given(source, options), **rest)
+    @property
+    def options(self) -> dict[str, Any]:
+        """Named arguments of `ShardedDataset`: those that say something."""
+        names = ("format", "dtype", "length", "allow_unfinished", "storage_options")
+        values = {name: getattr(self, name) for name in names}
+        return {name: value for name, value in values.items() if value and value != "auto"}
 
-    return run
+    def open_with(self, **more: Any) -> Any:
+        """The `ShardedDataset` of these shards; `more`: further arguments of it."""
+        from dataflow.dataset import ShardedDataset
 
-
-def size(_ctx: click.Context, _param: click.Parameter, value: str | None) -> int | None:
-    """Bytes, from text such as "4MiB"."""
-    if value is None:
-        return None
-    from dataflow.limits import parse_bytes
-
-    try:
-        nbytes = parse_bytes(value)
-    except ValueError as error:
-        raise click.BadParameter(str(error)) from None
-    if nbytes < 1:
-        raise click.BadParameter(f"must be at least 1 byte, got {value}")
-    return nbytes
+        source = self.source[0] if len(self.source) == 1 else list(self.source)
+        return ShardedDataset(source, **self.options, **more)

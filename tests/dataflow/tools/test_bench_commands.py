@@ -16,21 +16,21 @@ from torch.utils.data import IterableDataset, TensorDataset
 from dataflow import DataLoader, Mixture, ShardedDataset, ShardWriter
 from dataflow.tools.bench import evidence, loader, stages
 from dataflow.tools.bench.compare import (
-    Comparison,
     Contestant,
-    Run,
+    LoaderRun,
     compare,
     contestants_over,
     measure,
+    sentences,
     size_of,
 )
-from dataflow.tools.bench.compare_report import lines
-from dataflow.tools.bench.direct import ALIGNMENT, DirectReader, aligned_buffer
+from dataflow.tools.bench.direct import DirectReader
 from dataflow.tools.bench.evidence import device_bytes, evict, resident_share
 from dataflow.tools.bench.in_memory import InMemory
+from dataflow.tools.bench.reads import ALIGNMENT, aligned_buffer
+from dataflow.tools.bench.settings import BenchDataset, Comparison, Emulation, Sweep, named_function
 from dataflow.tools.bench.stages import Work, run_phase
-from dataflow.tools.bench.storage import Sweep, bench_storage
-from dataflow.tools.terminal.given import Given, named_function
+from dataflow.tools.bench.storage import bench_storage
 from sharding.blocks import Shard
 from sharding.errors import ShardReadError
 
@@ -71,7 +71,7 @@ def has_direct_reads(folder):
     probe.write_bytes(bytes(ALIGNMENT))
     try:
         os.close(os.open(probe, os.O_RDONLY | os.O_DIRECT))
-    except (OSError, AttributeError):
+    except OSError:
         return False
     finally:
         probe.unlink()
@@ -133,7 +133,9 @@ def test_direct_reads_are_cold_by_evidence(shards):
     if not has_direct_reads(shards) or device_bytes() is None:
         pytest.skip("no direct reads, or the kernel does not count device bytes")
     evict_all(shards)
-    asked = Sweep([str(shards)], seconds=SECONDS, block_bytes=[4096], concurrency=[1], patterns=["random"])
+    asked = Sweep(
+        source=[str(shards)], seconds=SECONDS, block_bytes=[4096], concurrency=[1], patterns=["random"]
+    )
     [one] = bench_storage(asked).cases
     assert one.label.word in ("cold", "mixed")  # "mixed" where the filesystem serves direct reads from memory
     assert (one.label.word == "cold") == ("around the page cache" in one.label.reason)
@@ -165,7 +167,9 @@ def swept(shards, monkeypatch, *, device_bytes, **asked):
     counted = iter([0, device_bytes])
     monkeypatch.setattr("dataflow.tools.bench.reads.device_bytes", lambda: next(counted))
     monkeypatch.setattr("dataflow.tools.bench.storage.resident_share", lambda shards: 0.0)
-    [one] = bench_storage(Sweep([str(shards)], read="buffered", patterns=["sequential"], **asked)).cases
+    [one] = bench_storage(
+        Sweep(source=[str(shards)], read="buffered", patterns=["sequential"], **asked)
+    ).cases
     return one
 
 
@@ -264,6 +268,10 @@ def test_a_filesystem_without_direct_reads_names_the_other_way(shards, monkeypat
 # ---- loader ---------------------------------------------------------------------------------------------
 
 
+def tokens_in(folder):
+    return BenchDataset(source=[str(folder)], format="tokens", dtype="uint16", length=64)
+
+
 def in_this_process(work, ranks):
     assert ranks == 1
     return [run_phase(replace(work, seconds=SECONDS))]
@@ -298,8 +306,16 @@ def test_loader_figures_agree_with_each_other(shards, monkeypatch):
 
 
 def test_loader_runs_in_gloo_ranks_that_go_in_step(shards):
-    options = {"format": "tokens", "dtype": "uint16", "length": 64}
-    work = Work("training", Given([str(shards)], options), 8, 0.001, SECONDS, 0, None, 1 << 20)
+    work = Work(
+        phase="training",
+        dataset=tokens_in(shards),
+        batch_size=8,
+        compute_s=0.001,
+        seconds=SECONDS,
+        seed=0,
+        memory_limit=None,
+        kept_bytes=1 << 20,
+    )
     found = loader._in_ranks(work, 2)
     assert [one.rank for one in found] == [0, 1]
     assert found[0].steps["count"] == found[1].steps["count"] >= 2
@@ -308,8 +324,7 @@ def test_loader_runs_in_gloo_ranks_that_go_in_step(shards):
 def test_data_that_came_from_the_disk_is_dropped_before_each_further_phase(shards, monkeypatch):
     dropped = []
     monkeypatch.setattr(loader, "evict", lambda shards: dropped.append(len(shards)))
-    options = {"format": "tokens", "dtype": "uint16", "length": 64}
-    asked = loader.Emulation(Given([str(shards)], options), 5.0, batch_size=8)
+    asked = Emulation(dataset=tokens_in(shards), compute_ms=5.0, batch_size=8)
 
     def figures(work, ranks):
         [one] = in_this_process(work, ranks)
@@ -321,8 +336,7 @@ def test_data_that_came_from_the_disk_is_dropped_before_each_further_phase(shard
 
 
 def test_a_loader_behind_its_parts_is_tried_with_more_memory(shards):
-    options = {"format": "tokens", "dtype": "uint16", "length": 64}
-    asked = loader.Emulation(Given([str(shards)], options), 5.0, batch_size=8, memory_limit=64 << 20)
+    asked = Emulation(dataset=tokens_in(shards), compute_ms=5.0, batch_size=8, memory_limit=64 << 20)
     rates = {"loader": 10.0, "training": 10.0, "more memory": 100.0}
     limits = {}
 
@@ -333,7 +347,7 @@ def test_a_loader_behind_its_parts_is_tried_with_more_memory(shards):
 
     found = loader.emulate(asked, run=figures)
     assert limits["more memory"] == 4 * limits["training"]
-    assert found.verdict.bound == "memory"
+    assert found.bottleneck.bound == "memory"
 
 
 def test_a_dataset_in_memory_reads_nothing_from_its_store(tars):
@@ -458,11 +472,11 @@ def test_a_run_is_a_process_of_its_own(own_data):
 
 def compared(ours, theirs):
     runs = {
-        Contestant("dataflow", 2): [Run(rate, 0.1, 1) for rate in ours],
-        Contestant("torch", 2): [Run(rate, 0.1, 1) for rate in theirs],
+        Contestant("dataflow", 2): [LoaderRun(rate, 0.1, 1) for rate in ours],
+        Contestant("torch", 2): [LoaderRun(rate, 0.1, 1) for rate in theirs],
     }
     turns = {one: iter(each) for one, each in runs.items()}
-    asked = Comparison(Given(["own_data:plain"]), workers=(2,), repeats=len(ours))
+    asked = Comparison(dataset=BenchDataset(source=["own_data:plain"]), workers=(2,), repeats=len(ours))
     return compare(asked, run=lambda one, _: next(turns[one]))
 
 
@@ -477,12 +491,12 @@ def compared(ours, theirs):
 def test_who_is_faster_is_said_plainly_from_the_medians(own_data, ours, theirs, said):
     found = compared(ours, theirs)
     assert found.ratio == pytest.approx(sorted(ours)[1] / sorted(theirs)[1])
-    assert next(iter(lines(found))).startswith(said)
+    assert next(iter(sentences(found))).startswith(said)
 
 
 def test_overlapping_runs_are_said_to_overlap(own_data):
-    assert any("overlap" in line for line in lines(compared([100, 160], [120, 110])))
-    assert not any("overlap" in line for line in lines(compared([100, 101], [120, 110])))
+    assert any("overlap" in line for line in sentences(compared([100, 160], [120, 110])))
+    assert not any("overlap" in line for line in sentences(compared([100, 101], [120, 110])))
 
 
 class Endless(IterableDataset):
@@ -491,8 +505,8 @@ class Endless(IterableDataset):
 
 
 def test_an_iterable_dataset_is_compared_unshuffled(monkeypatch):
-    monkeypatch.setattr(Given, "open", lambda _: Endless())
-    asked = Comparison(Given(["own_data:endless"]), batch_size=8, seconds=SECONDS)
+    monkeypatch.setattr(BenchDataset, "open", lambda _: Endless())
+    asked = Comparison(dataset=BenchDataset(source=["own_data:endless"]), batch_size=8, seconds=SECONDS)
     assert measure(Contestant("torch", 0), asked).samples >= 8
     assert measure(Contestant("dataflow", 0), asked).samples >= 8
 
@@ -501,9 +515,9 @@ def test_a_mixture_and_an_empty_dataset_are_refused(tars, monkeypatch):
     dataset = ShardedDataset(str(tars))
     with pytest.raises(ValueError, match="cannot read a Mixture"):
         contestants_over(Mixture({dataset: 1.0}), (0,))
-    monkeypatch.setattr(Given, "open", lambda _: TensorDataset(torch.zeros(0, 3)))
+    monkeypatch.setattr(BenchDataset, "open", lambda _: TensorDataset(torch.zeros(0, 3)))
     with pytest.raises(ValueError, match=r"no batch|num_samples"):
-        measure(Contestant("dataflow", 0), Comparison(Given(["x"]), seconds=SECONDS))
+        measure(Contestant("dataflow", 0), Comparison(dataset=BenchDataset(source=["x"]), seconds=SECONDS))
 
 
 @pytest.mark.parametrize(
@@ -544,16 +558,16 @@ def test_a_function_that_makes_no_dataset_is_an_error(own_data):
 
 def test_a_file_of_that_name_is_a_file(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert Given(["a:b"]).function == "a:b"
+    assert BenchDataset(source=["a:b"]).function == "a:b"
     (tmp_path / "a:b").touch()
-    assert Given(["a:b"]).function is None
-    assert Given(["s3://bucket/x.tar"]).function is None
-    assert Given(["a:b", "c:d"]).function is None
+    assert BenchDataset(source=["a:b"]).function is None
+    assert BenchDataset(source=["s3://bucket/x.tar"]).function is None
+    assert BenchDataset(source=["a:b", "c:d"]).function is None
 
 
 def test_an_image_size_needs_a_column_of_images(made):
     with pytest.raises(ValueError, match="no column holds images"):
-        Given([str(path) for path in made("tar").shards], {}, image_size=8).open()
+        BenchDataset(source=[str(path) for path in made("tar").shards], image_size=8).open()
 
 
 def test_help_teaches_by_examples():

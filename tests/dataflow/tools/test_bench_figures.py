@@ -12,12 +12,21 @@ import pytest
 from hypothesis import given, strategies as st
 
 from dataflow.tools.bench.evidence import Evidence, label_of
-from dataflow.tools.bench.loader_report import cores_text
-from dataflow.tools.bench.percentiles import PERCENTILES, absent_text, needed, percentiles_of
-from dataflow.tools.bench.reads import BlockOrder, Case, Reads, in_turn, run_case
-from dataflow.tools.bench.steps import run_steps
+from dataflow.tools.bench.loader import cores_text
+from dataflow.tools.bench.reads import (
+    PERCENTILES,
+    BlockOrder,
+    Case,
+    CaseTimes,
+    absent_text,
+    in_turn,
+    needed,
+    percentiles_of,
+    run_case,
+)
+from dataflow.tools.bench.stages import run_steps
 from dataflow.tools.bench.storage import client_is_busy
-from dataflow.tools.bench.verdict import Rates, verdict_of
+from dataflow.tools.bench.verdict import Rates, bottleneck_of
 from sharding.blocks import Shard
 
 # ---- percentiles ----------------------------------------------------------------------------------------
@@ -146,7 +155,7 @@ def overlapped(compute, storage, decode, **more):
 
 @given(rate, rate, rate)
 def test_the_slowest_part_is_the_bound_where_all_overlap(compute, storage, decode):
-    found = verdict_of(overlapped(compute, storage, decode))
+    found = bottleneck_of(overlapped(compute, storage, decode))
     slowest, second = sorted((compute, storage, decode))[:2]
     assert found.predicted == slowest
     if second > 1.06 * slowest:
@@ -156,7 +165,7 @@ def test_the_slowest_part_is_the_bound_where_all_overlap(compute, storage, decod
 
 @given(rates)
 def test_no_cure_makes_anything_slower_and_the_bound_gains_most(seen):
-    found = verdict_of(seen)
+    found = bottleneck_of(seen)
     assert min(found.gains.values()) >= 1
     if found.gain >= 1.05:
         assert found.gain == max(found.gains.values())
@@ -166,7 +175,7 @@ def test_no_cure_makes_anything_slower_and_the_bound_gains_most(seen):
 @given(rates, st.floats(0.5, 2))
 def test_the_unit_of_the_rates_does_not_matter(seen, factor):
     scaled = Rates(**{name: value and value * factor for name, value in vars(seen).items()})
-    found, other = verdict_of(seen), verdict_of(scaled)
+    found, other = bottleneck_of(seen), bottleneck_of(scaled)
     assert all(math.isclose(found.gains[name], other.gains[name]) for name in found.gains)
 
 
@@ -174,16 +183,16 @@ def test_a_memory_limit_that_holds_loading_back_is_the_bound():
     seen = overlapped(1e5, 1000, 1000, more_memory=900)
     seen = replace(seen, loader=300, measured=300)
     # Curing storage or decoding would help as well as the other part does alone: memory gains less here ...
-    assert verdict_of(seen).bound in ("storage", "decode")
+    assert bottleneck_of(seen).bound in ("storage", "decode")
     # ... and most where the parts alone reach no more than with more memory.
-    found = verdict_of(replace(seen, more_memory=1200))
+    found = bottleneck_of(replace(seen, more_memory=1200))
     assert found.bound == "memory"
     assert found.gain == pytest.approx(4)
     assert "four times the memory limit" in found.reason
 
 
 def test_parts_that_compete_for_cores_are_said_to():
-    found = verdict_of(Rates(measured=50, compute=1e5, storage=100, decode=90, loader=50))
+    found = bottleneck_of(Rates(measured=50, compute=1e5, storage=100, decode=90, loader=50))
     assert found.bound == "decode"
     assert found.gain == pytest.approx(2)
     assert "compete for the same cores" in found.reason
@@ -191,14 +200,14 @@ def test_parts_that_compete_for_cores_are_said_to():
 
 @pytest.mark.parametrize("decode", [100, 106, 200])
 def test_a_store_that_is_many_times_as_fast_as_needed_is_no_cure(decode):
-    found = verdict_of(Rates(measured=88, compute=105, storage=80 * 88, decode=decode, loader=88))
+    found = bottleneck_of(Rates(measured=88, compute=105, storage=80 * 88, decode=decode, loader=88))
     assert found.bound == "decode"
     assert found.gains["storage"] == pytest.approx(80 / 79)
     assert found.gains["decode"] == pytest.approx(105 / 88)
 
 
 def test_decoding_that_is_many_times_as_fast_as_needed_is_no_cure():
-    found = verdict_of(Rates(measured=60, compute=1e5, storage=100, decode=80 * 60, loader=60))
+    found = bottleneck_of(Rates(measured=60, compute=1e5, storage=100, decode=80 * 60, loader=60))
     assert found.bound == "storage"
     assert found.gains["decode"] == 1
 
@@ -207,7 +216,7 @@ def test_decoding_that_is_many_times_as_fast_as_needed_is_no_cure():
 def test_no_store_gains_more_than_the_time_that_reading_alone_takes(seen):
     now = min(seen.loader, seen.compute)
     if seen.storage > now:
-        assert verdict_of(seen).gains["storage"] <= 1 / (1 - now / seen.storage) * (1 + 1e-9)
+        assert bottleneck_of(seen).gains["storage"] <= 1 / (1 - now / seen.storage) * (1 + 1e-9)
 
 
 def test_loading_that_takes_most_cores_of_the_training_is_said_to():
@@ -217,7 +226,7 @@ def test_loading_that_takes_most_cores_of_the_training_is_said_to():
 
 
 def test_balanced_parts_are_said_to_leave_no_single_cure():
-    found = verdict_of(Rates(measured=100, compute=100, storage=101, decode=102, loader=100))
+    found = bottleneck_of(Rates(measured=100, compute=100, storage=101, decode=102, loader=100))
     assert found.bound == "compute"
     assert "no single cure gains 5 %" in found.reason
 
@@ -229,7 +238,9 @@ def test_rates_must_be_positive():
 
 # ---- cold or warm ---------------------------------------------------------------------------------------
 
-COLD = Evidence(1000, 1000, 0.0, direct=False, repeated=False, remote=False)
+COLD = Evidence(
+    read_bytes=1000, device_bytes=1000, resident_share=0.0, direct=False, repeated=False, remote=False
+)
 
 
 @pytest.mark.parametrize(
@@ -468,9 +479,8 @@ def test_bytes_count_evenly_over_the_time_of_their_read():
 
 def reads_at(began, ended, **more):
     sizes = np.array([4_000_000, 2_000_000, 1_000_000])[: len(began)]
-    return Reads(
-        np.array(began), np.array(ended), sizes, 0.5, **{"device_bytes": 7, "exhausted": False, **more}
-    )
+    rest = {"cpu_s": 0.5, "device_bytes": 7, "exhausted": False, **more}
+    return CaseTimes(began_s=np.array(began), ended_s=np.array(ended), nbytes=sizes, **rest)
 
 
 @pytest.mark.parametrize(
@@ -484,14 +494,14 @@ def reads_at(began, ended, **more):
         ("direct", 1.85, 50_000, True),
     ],
 )
-def test_a_client_without_time_left_is_called_busy(monkeypatch, how, cores, reads_per_s, busy):
-    monkeypatch.setattr("dataflow.tools.bench.storage.usable_cores", lambda: 2)
-    assert client_is_busy(SimpleNamespace(cores=cores, reads_per_s=reads_per_s), how) is busy
+def test_a_client_without_time_left_is_called_busy(how, cores, reads_per_s, busy):
+    figures = SimpleNamespace(cores=cores, reads_per_s=reads_per_s)
+    assert client_is_busy(figures, how, cores=2) is busy
 
 
 def test_reads_of_several_processes_are_told_together():
-    whole = Reads.together([reads_at([10.0, 11.0], [14.0, 13.0]), reads_at([9.0], [12.0])])
+    whole = CaseTimes.together([reads_at([10.0, 11.0], [14.0, 13.0]), reads_at([9.0], [12.0])])
     assert (whole.seconds, whole.total_bytes, whole.cpu_s, whole.device_bytes) == (5, 10_000_000, 1, 14)
     assert whole.mb_per_s_over_time(5) == pytest.approx([4 / 3, 4 / 3 + 1, 4 / 3 + 2, 2, 1])
-    unknown = Reads.together([reads_at([1.0], [2.0]), reads_at([1.0], [2.0], device_bytes=None)])
+    unknown = CaseTimes.together([reads_at([1.0], [2.0]), reads_at([1.0], [2.0], device_bytes=None)])
     assert unknown.device_bytes is None

@@ -17,7 +17,7 @@ from click.testing import CliRunner
 
 from dataflow import DataLoader, ShardedDataset
 from dataflow.tools.cli import main
-from dataflow.tools.terminal.indexing import bytes_text
+from dataflow.tools.terminal.report import bytes_text
 from sharding.blocks import DEFAULT_BLOCK_BYTES
 from sharding.catalog.table import Catalog
 

@@ -6,6 +6,7 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -27,10 +28,9 @@ from dataflow.tools.plan.collectives import (
     tree,
 )
 from dataflow.tools.plan.expenses import Prices, Rapl, expenses
-from dataflow.tools.plan.fit import Point, fit, seconds
-from dataflow.tools.plan.measure import load_link, save_link
+from dataflow.tools.plan.measure import Point, fit, load_link, save_link, seconds
 from dataflow.tools.plan.plan import placements
-from dataflow.tools.plan.step import Job, _exposed, batch_doubts, best_accumulation, predict
+from dataflow.tools.plan.step import StepWork, batch_doubts, best_accumulation, exposed_seconds, predict
 
 NETWORK = Link(latency_s=10e-6, bytes_per_s=1e9)
 FAST = Link(latency_s=1e-6, bytes_per_s=100e9)
@@ -39,6 +39,14 @@ FAST = Link(latency_s=1e-6, bytes_per_s=100e9)
 def flat(ranks: int) -> Cluster:
     """One rank a node, one rack: no link is shared."""
     return Cluster.regular(ranks, 1, 1, within=FAST, network=NETWORK)
+
+
+def joined(nodes_of_ranks: tuple[int, ...], racks_of_nodes: tuple[int, ...]) -> Cluster:
+    return Cluster(nodes_of_ranks=nodes_of_ranks, racks_of_nodes=racks_of_nodes, within=FAST, network=NETWORK)
+
+
+def work(**settings: Any) -> StepWork:
+    return StepWork(**{"gradient_bytes": 1, "microbatch_s": 1, **settings})
 
 
 def sent(rounds: Rounds, ranks: int) -> list[float]:
@@ -143,7 +151,7 @@ def test_levels_are_known_only_where_nodes_are_whole_and_equal() -> None:
     assert levels(cluster) == (4, 2, 3)
     assert levels(cluster.placed(list(range(24))[::-1])) == (4, 2, 3)
     assert levels(placements(cluster)["round-robin over nodes"]) is None
-    uneven = Cluster((0, 0, 1), (0, 0), FAST, NETWORK)
+    uneven = joined((0, 0, 1), (0, 0))
     assert levels(uneven) is None
     assert "by node" not in all_reduces(uneven, 1e6)
 
@@ -160,19 +168,19 @@ def test_reducing_by_node_spares_the_cards_and_a_bad_numbering_fills_them() -> N
     ("make", "says"),
     [
         (lambda: Link(-1, 1), "latency_s"),
-        (lambda: Cluster((), (), FAST, NETWORK), "at least one rank"),
-        (lambda: Cluster((0, 2), (0, 0), FAST, NETWORK), "outside"),
+        (lambda: joined((), ()), "at least one rank"),
+        (lambda: joined((0, 2), (0, 0)), "outside"),
         (lambda: Cluster.regular(5, 1, 2, within=FAST, network=NETWORK), "multiple of racks"),
         (
             lambda: Cluster.regular(2, 1, 1, within=FAST, network=NETWORK, oversubscription=0.5),
             "oversubscription",
         ),
         (lambda: flat(3).placed([0, 0, 1]), "each rank once"),
-        (lambda: Job(1, 1, backward_share=2), "backward_share"),
-        (lambda: Job(1, 1, accumulate=0), "accumulate"),
-        (lambda: Job(-1, 1), ">= 0"),
-        (lambda: predict(flat(2), Job(1, 1), "carrier pigeon"), "carrier pigeon"),
-        (lambda: best_accumulation(flat(2), Job(1, 1), []), "no number"),
+        (lambda: work(backward_share=2), "backward_share"),
+        (lambda: work(accumulate=0), "accumulate"),
+        (lambda: work(gradient_bytes=-1), ">= 0"),
+        (lambda: predict(flat(2), work(), "carrier pigeon"), "carrier pigeon"),
+        (lambda: best_accumulation(flat(2), work(), []), "no number"),
     ],
 )
 def test_what_makes_no_sense_is_refused(make: object, says: str) -> None:
@@ -242,7 +250,7 @@ def test_a_measured_link_is_kept_in_a_file(tmp_path: Path) -> None:
 
 # ---- steps ------------------------------------------------------------------------------------------------
 
-JOB = Job(gradient_bytes=1e8, microbatch_s=0.1, microbatch=4, bucket_bytes=1e7)
+JOB = StepWork(gradient_bytes=1e8, microbatch_s=0.1, microbatch=4, bucket_bytes=1e7)
 
 
 def test_backward_hides_all_but_the_last_bucket_of_a_fast_network() -> None:
@@ -259,7 +267,9 @@ def test_buckets_travel_one_after_the_other_as_they_become_ready(
     done = 0.0
     for number in range(1, buckets + 1):
         done = max(done, number / buckets * backward_s) + bucket_s
-    assert _exposed(buckets, bucket_s, backward_s) == pytest.approx(done - backward_s, abs=1e-12 * buckets)
+    assert exposed_seconds(buckets, bucket_s, backward_s) == pytest.approx(
+        done - backward_s, abs=1e-12 * buckets
+    )
 
 
 def test_messages_are_counted_once_whatever_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:

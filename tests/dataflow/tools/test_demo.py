@@ -1,24 +1,28 @@
 """`dataflow demo`: a tiny run in full, and its parts against independent oracles."""
 
 import json
-from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
-from rich.console import Console
 
 from dataflow.tools.cli import main
-from dataflow.tools.demo import data as demo_data, report as demo_report
+from dataflow.tools.demo import data as demo_data
 from dataflow.tools.demo.data import LENGTH, read_tars, tokens, write_corpus
-from dataflow.tools.demo.demo import Report, Settings
-from dataflow.tools.demo.live import LiveLine
-from dataflow.tools.demo.loading import LoadingResult, load_with_dataflow, load_with_torch, workers_text
+from dataflow.tools.demo.demo import DemoFigures, losses_text, sentences
+from dataflow.tools.demo.loaders import (
+    LoadingResult,
+    MappedTokens,
+    load_with_dataflow,
+    load_with_torch,
+    workers_text,
+)
 from dataflow.tools.demo.model import ByteTransformer, next_byte_loss
-from dataflow.tools.demo.torch_loop import MappedTokens
-from dataflow.tools.demo.train import RunResult, peak_bytes
+from dataflow.tools.demo.settings import DemoSettings
+from dataflow.tools.demo.train import ProgressLine, TrainingResult, peak_bytes
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +73,7 @@ def test_all_loaders_deliver_the_same_samples(report):
 
 
 def test_the_temporary_folder_is_gone(report):
-    assert not demo_data.Path(report["settings"]["folder"]).exists()
+    assert not Path(report["settings"]["folder"]).exists()
 
 
 def test_a_folder_that_is_given_stays(tmp_path):
@@ -82,27 +86,36 @@ def test_a_folder_that_is_given_stays(tmp_path):
 
 
 def test_a_loss_that_differs_in_one_bit_fails_the_command(monkeypatch):
-    monkeypatch.setattr(
-        "dataflow.tools.demo.demo.run_demo", lambda settings: SimpleNamespace(identical=False)
-    )
+    figures = SimpleNamespace(identical=False, to_json=dict)
+    monkeypatch.setattr("dataflow.tools.demo.demo.run_demo", lambda settings: figures)
     assert CliRunner().invoke(main, ["demo"]).exit_code == 1
 
 
 def test_identical_means_every_bit_of_every_step():
     def found(whole, first, second):
-        empty = RunResult(0)
-        runs = [replace(empty, losses=losses) for losses in (whole, first, second)]
-        return Report(Settings(), None, None, *runs, empty, 0, (), 0.0)
+        names = ("whole", "interrupted", "resumed")
+        runs = [TrainingResult(losses=losses) for losses in (whole, first, second)]
+        return DemoFigures(
+            settings=DemoSettings(),
+            corpus=None,
+            tars=None,
+            **dict(zip(names, runs, strict=True)),
+            torch=TrainingResult(),
+            torch_workers=0,
+            loading=(),
+            seconds=0.0,
+        )
 
     assert found([1.0, 2.0], [1.0], [2.0]).identical
     assert not found([1.0, 2.0], [1.0], [np.nextafter(2.0, 3)]).identical
     assert not found([1.0, 2.0], [1.0], []).identical
 
 
-@pytest.mark.parametrize("wrong", [{"steps": 1}, {"num_ranks": 0}, {"batch_size": 0}])
+@pytest.mark.parametrize("wrong", [("--steps", "1"), ("--ranks", "0"), ("--batch-size", "0")])
 def test_settings_that_cannot_work_are_refused(wrong):
-    with pytest.raises(ValueError, match="must be >="):
-        Settings(**wrong)
+    result = CliRunner().invoke(main, ["demo", *wrong])
+    assert result.exit_code == 2
+    assert "is not in the range" in result.output
 
 
 # ---- data ----------------------------------------------------------------------------------------------
@@ -114,26 +127,26 @@ def test_the_shards_hold_the_sources_of_this_python(corpus, tmp_path):
     assert tars.num_bytes == corpus.num_bytes
     import abc
 
-    names = [module.name for module in tars.modules]
+    names = [module["name"] for module in tars.modules]
     assert names == sorted(names, key=lambda name: name.replace(".", "/"))
-    [found] = [module for module in tars.modules if module.name == "abc"]
-    source = demo_data.Path(abc.__file__).read_bytes()
-    assert (found.num_bytes, found.num_lines) == (len(source), source.count(b"\n"))
-    files = sorted(demo_data.Path(corpus.folder).glob("tokens-*.bin"))
+    [found] = [module for module in tars.modules if module["name"] == "abc"]
+    source = Path(abc.__file__).read_bytes()
+    assert (found["bytes"], found["lines"]) == (len(source), source.count(b"\n"))
+    files = sorted(Path(corpus.folder).glob("tokens-*.bin"))
     assert source in b"".join(path.read_bytes() for path in files)
 
 
 def test_the_shards_are_a_function_of_this_python_alone(corpus, tmp_path):
     write_corpus(tmp_path, max_modules=25)
     for path in sorted(tmp_path.glob("*-*")):
-        assert path.read_bytes() == (demo_data.Path(corpus.folder) / path.name).read_bytes()
+        assert path.read_bytes() == (Path(corpus.folder) / path.name).read_bytes()
 
 
 def test_mapped_tokens_are_the_samples_of_the_dataset(corpus, monkeypatch, tmp_path):
     monkeypatch.setattr(demo_data, "_SHARD_BYTES", 100_000)  # so that there are several shards
     write_corpus(tmp_path, max_modules=25)
     dataset = tokens(tmp_path)
-    mapped = MappedTokens(sorted(str(path) for path in tmp_path.glob("tokens-*.bin")), LENGTH)
+    mapped = MappedTokens(tmp_path)
     assert dataset.catalog.num_shards > 2
     assert len(mapped) == len(dataset)
     for index in (0, 1, 100_000 // LENGTH - 1, 100_000 // LENGTH, len(dataset) - 1):
@@ -170,9 +183,11 @@ def test_the_loss_of_uniform_logits_is_the_logarithm_of_the_vocabulary():
 
 def test_plain_lines_are_few_and_only_on_rank_0(capsys):
     for visible in (True, False):
-        with LiveLine("uninterrupted", 100, visible=visible) as live:
-            for step in range(1, 101):
-                live.show(step, 2.5, 1234.0, 128, 0.011)
+        line = ProgressLine("uninterrupted", 100, visible=visible)
+        result = TrainingResult(losses=[2.5], samples_per_s=1234.0, waited_s=0.011, seconds=1.0)
+        for step in range(1, 101):
+            line.show(step, result)
+        line.close()
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 4
     assert lines[0] == "  uninterrupted  25/100 loss 2.500 1,234 samples/s 0.158 MB/s waiting 1.1%"
@@ -180,20 +195,25 @@ def test_plain_lines_are_few_and_only_on_rank_0(capsys):
 
 
 def test_the_first_step_that_differs_is_named():
-    assert demo_report.first_difference([1.0, 2.0], [1.0, 2.0]) is None
-    assert demo_report.first_difference([1.0, 2.0], [1.0, 2.5]) == 2
-    assert demo_report.first_difference([1.0, 2.0], [1.0]) == 2
-    console = Console(record=True, width=100)
-    demo_report.show_losses(console, [1.0, 2.0], [1.0], 1)
-    assert "different: step 2 has loss 2.0 uninterrupted and none resumed" in console.export_text()
+    assert losses_text([1.0, 2.0], [1.0, 2.0], 1).text.startswith("identical")
+    different = "different: step 2 has loss 2.0 uninterrupted and {} resumed"
+    assert losses_text([1.0, 2.0], [1.0, 2.5], 1).text == different.format(2.5)
+    assert losses_text([1.0, 2.0], [1.0], 1).text == different.format("none")
 
 
 def run_with(waiting_share):
-    return RunResult(0, seconds=1.0, waited_s=waiting_share)
+    return TrainingResult(seconds=1.0, waited_s=waiting_share)
 
 
 def passed(name, workers, samples_per_s, checksum=1):
-    return LoadingResult(name, workers, 1000, checksum, 1000 / samples_per_s, 0.1)
+    return LoadingResult(
+        name=name,
+        torch_workers=workers,
+        samples=1000,
+        checksum=checksum,
+        seconds=1000 / samples_per_s,
+        first_batch_s=0.1,
+    )
 
 
 @pytest.mark.parametrize(
@@ -205,7 +225,7 @@ def passed(name, workers, samples_per_s, checksum=1):
     ],
 )
 def test_the_verdict_on_training_names_who_waits(ours, theirs, says):
-    lines = list(demo_report.verdict(run_with(ours), run_with(theirs), ()))
+    lines = list(sentences(run_with(ours), run_with(theirs), ()))
     assert says in lines[0]
 
 
@@ -224,12 +244,12 @@ def test_the_verdict_on_loading_compares_with_the_better_setting_of_torch(rates,
         passed("torch, no workers", 0, none),
         passed("torch, 2 workers", 2, two),
     )
-    assert says in list(demo_report.verdict(run_with(0), run_with(0), loading))[1]
+    assert says in list(sentences(run_with(0), run_with(0), loading))[1]
 
 
 def test_the_verdict_says_if_the_samples_differ():
     loading = (passed("dataflow", None, 2, checksum=1), passed("torch, no workers", 0, 1, checksum=2))
-    assert "NOT the same samples" in list(demo_report.verdict(run_with(0), run_with(0), loading))[1]
+    assert "NOT the same samples" in list(sentences(run_with(0), run_with(0), loading))[1]
 
 
 def test_workers_are_counted_in_words():

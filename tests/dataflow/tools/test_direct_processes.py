@@ -13,9 +13,8 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from dataflow.tools.bench import direct_processes, reader_process
-from dataflow.tools.bench.direct import DirectReader
-from dataflow.tools.bench.direct_processes import DirectProcesses
+from dataflow.tools.bench import direct, reader_process
+from dataflow.tools.bench.direct import DirectProcesses, DirectReader
 from dataflow.tools.bench.reader_process import random_share, sequential_share
 from dataflow.tools.bench.reads import BlockOrder, Case
 from sharding.blocks import Shard
@@ -261,7 +260,7 @@ def test_readers_end_with_the_process_that_started_them(shard, ended):
 
 
 def test_a_case_that_does_not_end_is_given_up(shard, ended, monkeypatch):
-    monkeypatch.setattr(direct_processes, "_END_S", 0.05)
+    monkeypatch.setattr(direct, "_END_S", 0.05)
     waits = []
 
     with DirectProcesses([shard], cores=1, late_s=0.05) as processes:
@@ -277,7 +276,7 @@ def test_a_case_that_does_not_end_is_given_up(shard, ended, monkeypatch):
 
 READS_LONG = """
 import sys
-from dataflow.tools.bench.direct_processes import DirectProcesses
+from dataflow.tools.bench.direct import DirectProcesses
 from dataflow.tools.bench.reads import Case
 from sharding.blocks import Shard
 

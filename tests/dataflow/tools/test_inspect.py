@@ -10,7 +10,8 @@ import pytest
 from cli_kit import run_command
 
 from dataflow import DataLoader, ShardedDataset, ShardWriter, Shuffle
-from dataflow.tools.inspect.command import Wish, inspect_dataset
+from dataflow.tools.inspect.command import inspect_dataset
+from dataflow.tools.inspect.settings import InspectSettings
 
 
 @pytest.fixture(autouse=True)
@@ -89,7 +90,7 @@ def test_no_data_is_read_without_a_label(parquet):
     dataset = ShardedDataset(parquet)
     for shard in parquet.iterdir():
         shard.unlink()
-    found = inspect_dataset(dataset, Wish(batch_size=16))
+    found = inspect_dataset(dataset, InspectSettings(batch_size=16))
     assert found.labels_from == "not read; --label label reads them"
     assert found.plan.figures.label_correlation is None
 

@@ -1,0 +1,210 @@
+"""What `dataflow bench` is asked for: settings of its commands, and the dataset that they run over.
+
+A dataset is shards, or what a function of the user's own makes: `package.module:name`. Its module is imported
+because the user named it, from the current folder too, and it is called without arguments, in every process.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Literal
+
+import click
+
+from dataflow.tools.terminal.options import (
+    COUNT,
+    POSITIVE,
+    SIZE,
+    DatasetArguments,
+    Finite,
+    argument,
+    option,
+    part,
+    storage_options,
+)
+from sharding.redaction import without_secrets
+
+if TYPE_CHECKING:
+    from dataflow.dataset import ShardedDataset
+
+Pattern = Literal["sequential", "random"]
+_FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sweep:
+    """What `dataflow bench storage` measures: every combination of order, block size and reads in flight."""
+
+    source: Sequence[str] = argument(nargs=-1, required=True)
+    patterns: Sequence[Pattern] = option(
+        "Order of the blocks; may be repeated.",
+        click.Choice(["sequential", "random"]),
+        ("sequential", "random"),
+        "--pattern",
+        multiple=True,
+    )
+    block_bytes: Sequence[int] = option(
+        "Bytes of a read; may be repeated.",
+        SIZE,
+        (128 << 10, 2 << 20),
+        "--block-size",
+        multiple=True,
+        metavar="SIZE",
+        show_default="128KiB, 2MiB",
+    )
+    concurrency: Sequence[int] = option(
+        "Reads at a time; may be repeated.",
+        click.IntRange(1, 1024),
+        (1, 4, 16),
+        "--in-flight",
+        multiple=True,
+        metavar="N",
+    )
+    seconds: float = option("For each combination.", POSITIVE, 2.0)
+    read: Literal["direct", "buffered"] = option(
+        "How local files are read: around the page cache, or through it as training does.",
+        click.Choice(["direct", "buffered"]),
+        "direct",
+    )
+    evict: bool = option("Ask the kernel to drop these files from memory before each case.", bool, False)
+    require_cold: bool = option('Fail where the evidence does not allow the word "cold".', bool, False)
+    storage_options: Mapping[str, Any] = storage_options()
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchDataset(DatasetArguments):
+    """Shards, or a function of the user's own that makes the dataset. Picklable."""
+
+    image_size: int | None = option(
+        "Crop images to squares of this size, at random, while decoding.", COUNT, None, metavar="PIXELS"
+    )
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON values without secrets: of options for the storage only their names."""
+        return {
+            "source": list(map(without_secrets, self.source)),
+            "options": {**self.options, "storage_options": sorted(self.storage_options)},
+            "image_size": self.image_size,
+        }
+
+    @property
+    def function(self) -> str | None:
+        """The `package.module:name`, unless the source is shards."""
+        [*others, name] = self.source
+        is_function = not others and _FUNCTION.fullmatch(name) and not os.path.exists(name)
+        return name if is_function else None
+
+    def open(self) -> Any:
+        """The dataset, made anew.
+
+        Raises:
+            ImportError: the module that was named cannot be imported.
+            ValueError: it has no such function, that makes no dataset, or options stand beside it.
+            ShardReadError: shards that cannot be opened.
+        """
+        if self.function is not None:
+            return self._from_function(self.function)
+        dataset = self.open_with()
+        if self.image_size is None:
+            return dataset
+        from dataflow.batch.resolve import IMAGE_SUFFIXES
+        from dataflow.decode.image import Image
+
+        images = [name for name in dataset.schema if name.lower().rpartition(".")[2] in IMAGE_SUFFIXES]
+        if not images:
+            raise ValueError(f"--image-size: no column holds images; columns: {', '.join(dataset.schema)}")
+        decode = {name: Image(size=self.image_size, crop="random_resized") for name in images}
+        return self.open_with(decode=decode, catalog=dataset.catalog)
+
+    def _from_function(self, function: str) -> Any:
+        if self.options or self.image_size:
+            raise ValueError(f"{function} makes the dataset: leave out the options that describe shards")
+        dataset = named_function(function)()
+        if not hasattr(dataset, "__getitem__") and not hasattr(dataset, "__iter__"):
+            raise ValueError(f"{function}() gave a {type(dataset).__name__}, which is no dataset")
+        return dataset
+
+    def open_shards(self) -> ShardedDataset:
+        """The dataset, which must be a `ShardedDataset`."""
+        from dataflow.dataset import ShardedDataset
+
+        dataset = self.open()
+        if not isinstance(dataset, ShardedDataset):
+            raise ValueError(
+                f"{self.function} makes a {type(dataset).__name__}; stages can be told apart over a "
+                "ShardedDataset only. For any other dataset: dataflow bench compare"
+            )
+        return dataset
+
+
+@dataclass(frozen=True, kw_only=True)
+class Emulation:
+    """What `dataflow bench loader` emulates."""
+
+    compute_ms: float = option("What the accelerator takes for a step.", Finite(min=0))
+    ranks: int = option("Emulated accelerators.", COUNT, 1)
+    batch_size: int = option("A rank's.", COUNT, 64)
+    memory_limit: int | None = option("A rank's, as given to the DataLoader.", SIZE, None, metavar="SIZE")
+    seconds: float = option("For each of six or seven phases.", POSITIVE, 5.0)
+    seed: int = option("Of the order.", int, 0)
+    dataset: BenchDataset = part(BenchDataset)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """What `dataflow bench compare` runs."""
+
+    batch_size: int = option("Samples a batch.", COUNT, 64)
+    workers: Sequence[int] = option(
+        "Worker processes; may be repeated.  [default: 0, and the number of cores]",
+        click.IntRange(min=0),
+        (),
+        multiple=True,
+        metavar="N",
+        show_default=False,
+    )
+    repeats: int = option("Runs of each loader.", COUNT, 3)
+    seconds: float = option("A run, after its first batch.", POSITIVE, 3.0)
+    collate: str | None = option(
+        "A collate_fn for both.  [default: each loader's own]", None, None, metavar="MODULE:NAME"
+    )
+    seed: int = option("Of the order.", int, 0)
+    dataset: BenchDataset = part(BenchDataset)
+
+
+def settings_json(settings: Emulation | Comparison) -> dict[str, Any]:
+    """JSON values of all settings, without secrets."""
+    values = {**asdict(settings), "given": settings.dataset.to_json()}
+    del values["dataset"]
+    return values
+
+
+def named_function(function: str) -> Any:
+    """What the user calls `package.module:name`.
+
+    Raises:
+        ImportError: there is no such module.
+        ValueError: the module has no such function, or that is no such name.
+    """
+    module_name, colon, name = function.partition(":")
+    if not colon:
+        raise ValueError(f"a function is named as package.module:name, got {function!r}")
+    if "" not in sys.path and os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # a console script's own folder stands first, not the user's
+    try:
+        module = import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise  # it is there, and imports what is not
+        raise ImportError(
+            f"{function}: there is no module {error.name!r} here ({os.getcwd()}) or installed"
+        ) from error
+    value = getattr(module, name, None)
+    if not callable(value):
+        raise ValueError(f"{function}: the module has no function {name!r}")
+    return value

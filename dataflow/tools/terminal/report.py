@@ -1,0 +1,245 @@
+"""What a command tells, as text on a terminal, as JSON and as a page or picture: one writer for all commands.
+
+Commands turn their results into a `Page` of sentences, tables and drawings; nothing here knows what a figure
+means. Drawings are made by matplotlib, from the extra `plot`, which is imported only when one is asked for.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import platform
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from html import escape
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from rich.console import Console
+from rich.padding import Padding
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.table import Table as RichTable
+from rich.text import Text
+
+_STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; color: #222; max-width: 62em; margin: 2em auto; padding: 0 1em }
+h1 { font-size: 1.5em } p, table { margin: .6em 0 } .dim { color: #555 }
+table { border-collapse: collapse } th { font-weight: 600; color: #555 }
+th, td { padding: .25em .9em; text-align: right; border-bottom: 1px solid #e4e4e4 }
+th.left, td.left { text-align: left; padding-left: 0 } svg { max-width: 100%; height: auto }
+"""
+
+
+@dataclass(frozen=True)
+class Sentence:
+    """A line of its own."""
+
+    text: str
+    style: str = ""
+    """Of rich, such as "bold", "dim" or "green"."""
+    indent: int = 0
+    """Columns on a terminal; lines that are wrapped keep it."""
+    whole: bool = False
+    """Never wrapped: what is copied, such as a path."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of text under headings."""
+
+    columns: Sequence[str]
+    """Headings; (): rows are a name and what is said of it."""
+    rows: Sequence[Sequence[str]]
+    """Each as long as `columns`, or shorter."""
+    left: int = 1
+    """Columns, from the first, that are aligned left."""
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """A figure of matplotlib."""
+
+    width: float
+    """Inches, as `height`."""
+    height: float
+    draw: Callable[[Any], None]
+    """Draws into an empty `matplotlib.figure.Figure`."""
+
+    def figure(self) -> Any:
+        """The drawn figure. `ImportError`, which names the extra, without matplotlib."""
+        figure = figure_class()(figsize=(self.width, self.height), layout="constrained")
+        self.draw(figure)
+        return figure
+
+
+Part = str | Sentence | Table | Drawing
+
+
+@dataclass(frozen=True)
+class Page:
+    """All that a command tells."""
+
+    title: str
+    figures: Mapping[str, Any]
+    """Everything, as JSON types."""
+    parts: Sequence[Part] = field(default=())
+    """In order. Drawings are shown on pages and pictures only."""
+
+
+def publish(page: Page, json_path: str | None = None, picture: str | None = None) -> None:
+    """Print a page, unless its figures are to be printed, and `save` it."""
+    if json_path != "-":
+        show(page.parts)
+    save(page, json_path, picture)
+
+
+def save(page: Page, json_path: str | None = None, picture: str | None = None) -> None:
+    """Write the files that are named.
+
+    Args:
+        page: what to tell.
+        json_path: file for the figures; "-" prints them.
+        picture: ".html" for the page, another ending of matplotlib's for its drawings.
+    """
+    text = json.dumps(page.figures, indent=1)
+    if json_path == "-":
+        print(text)
+    elif json_path is not None:
+        Path(json_path).write_text(text + "\n")
+    if picture is not None and picture.endswith(".html"):
+        Path(picture).write_text(html_of(page))
+    elif picture is not None:
+        for part in page.parts:
+            if isinstance(part, Drawing):
+                part.figure().savefig(picture, dpi=120)
+
+
+def show(parts: Sequence[Part], console: Console | None = None) -> None:
+    """Print sentences and tables."""
+    console = console or Console(highlight=False)
+    for part in parts:
+        if isinstance(part, str):
+            console.print(part, markup=False)
+        elif isinstance(part, Sentence):
+            text = Text(part.text, part.style)
+            indented = Padding(text, (0, 0, 0, part.indent)) if part.indent else text
+            console.print(indented, soft_wrap=part.whole)
+        elif isinstance(part, Table):
+            console.print(_on_terminal(part))
+
+
+def _on_terminal(part: Table) -> RichTable:
+    dense = len(part.columns) > 8  # 80 columns
+    table = RichTable(
+        box=None,
+        padding=(0, 1 if dense else 2, 0, 0),
+        header_style="bold",
+        show_header=bool(part.columns),
+    )
+    if not part.columns:
+        table.add_column(style="bold")
+        table.add_column()
+    for number, name in enumerate(part.columns):
+        table.add_column(name, justify="left" if number < part.left else "right", no_wrap=dense)
+    for row in part.rows:
+        table.add_row(*map(Text, row))
+    return table
+
+
+def html_of(page: Page) -> str:
+    """A page of its own, without links: it can be sent to somebody."""
+    body = "\n".join(map(_as_html, page.parts))
+    return (
+        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(page.title)}</title>'
+        f"<style>{_STYLE}</style></head>\n<body><h1>{escape(page.title)}</h1>\n{body}\n</body></html>\n"
+    )
+
+
+def _as_html(part: Part) -> str:
+    if isinstance(part, Drawing):
+        drawn = io.StringIO()
+        part.figure().savefig(drawn, format="svg")
+        svg = drawn.getvalue()
+        return svg[svg.index("<svg") :]
+    if isinstance(part, Table):
+        return _table_as_html(part)
+    text, style = (part, "") if isinstance(part, str) else (part.text, part.style)
+    return f"<p><b>{escape(text)}</b></p>" if "bold" in style else f'<p class="{style}">{escape(text)}</p>'
+
+
+def _table_as_html(part: Table) -> str:
+    def row(tag: str, cells: Sequence[str]) -> str:
+        left = part.left if part.columns else 2
+        marks = (' class="left"' if number < left else "" for number in range(len(cells)))
+        return "".join(
+            f"<{tag}{mark}>{escape(cell)}</{tag}>" for mark, cell in zip(marks, cells, strict=True)
+        )
+
+    lines = [row("th", part.columns)] if part.columns else []
+    lines += [row("td", cells) for cells in part.rows]
+    rows = "\n".join(f"<tr>{line}</tr>" for line in lines)
+    return f"<table>\n{rows}</table>"
+
+
+def figure_class() -> Any:
+    """`matplotlib.figure.Figure`; not pyplot, which would pick a window system and keep every figure.
+
+    Raises `ImportError`, which names the extra, without matplotlib.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError("pictures need matplotlib: pip install 'dataflow-loader[plot]'") from error
+    return Figure
+
+
+def bytes_text(count: float) -> str:
+    """Bytes for people: "117 kB", "1.4 GB"; units are powers of 1000."""
+    for unit in ("bytes", "kB", "MB", "GB", "TB"):
+        if count < 1000 or unit == "TB":
+            return f"{count:,.0f} {unit}" if unit == "bytes" or count >= 100 else f"{count:.3g} {unit}"
+        count /= 1000
+    raise AssertionError("unreachable")
+
+
+def machine() -> dict[str, Any]:
+    """What figures are to be read with, as JSON types: cores that this process may use, and the system."""
+    return {"cores": usable_cores(), "system": platform.platform()}
+
+
+def usable_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+def optional(value: float | None, form: str) -> str:
+    """A number by its format, "-" where it is not known."""
+    return "-" if value is None else format(value, form)
+
+
+class Bar:
+    """What runs now, and steps done of so many: on a terminal, on stderr, gone at the end of the block."""
+
+    def __init__(self, title: str) -> None:
+        console = Console(stderr=True)
+        look = (TextColumn(title), BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
+        # No refresh thread: it would run beside what is measured.
+        self._progress = Progress(
+            *look, console=console, disable=not console.is_terminal, transient=True, auto_refresh=False
+        )
+        self._task = self._progress.add_task("")
+
+    def tell(self, done: int, total: int, now: str) -> None:
+        """So many are done, and this begins."""
+        self._progress.update(self._task, completed=done, total=total, description=now, refresh=True)
+
+    def __enter__(self) -> Self:
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._progress.stop()
