@@ -55,31 +55,32 @@ class Label:
     reason: str
 
 
-def label_of(seen: Evidence) -> Label:
+def label_of(evidence: Evidence) -> Label:
     """The word that the evidence allows."""
-    if seen.remote:
+    if evidence.remote:
         return Label(
-            "unknown", "what the store, and caches on the way to it, hold in memory cannot be seen from here"
+            "unknown",
+            "what the store, and caches on the way to it, hold in memory cannot be evidence from here",
         )
-    if seen.device_bytes is None:
+    if evidence.device_bytes is None:
         return Label("unknown", "the kernel does not say how many bytes came from a device (/proc/self/io)")
-    if not seen.read_bytes:
+    if not evidence.read_bytes:
         return Label("unknown", "nothing was read")
-    share = seen.device_bytes / seen.read_bytes
+    share = evidence.device_bytes / evidence.read_bytes
     came = f"{min(share, 1):.0%} of the bytes came from the device"
-    if seen.direct:
+    if evidence.direct:
         if share >= _FROM_DEVICE_AT_LEAST:
             return Label("cold", f"read around the page cache, and {came}")
         word: Word = "warm" if share <= _FROM_DEVICE_WARM else "mixed"
         return Label(word, f"direct reads, but {came}: the filesystem did not honour O_DIRECT")
     if share <= _FROM_DEVICE_WARM:
         return Label("warm", came)
-    if seen.resident_share is None:
+    if evidence.resident_share is None:
         return Label("unknown", f"{came}, but whether pages were in memory before is not known")
-    before = f"{seen.resident_share:.0%} of the pages were in memory before"
-    if seen.repeated:
+    before = f"{evidence.resident_share:.0%} of the pages were in memory before"
+    if evidence.repeated:
         return Label("mixed", f"{came}; some were read more than once, the second time from memory")
-    if seen.resident_share <= _RESIDENT_AT_MOST and share >= _FROM_DEVICE_AT_LEAST:
+    if evidence.resident_share <= _RESIDENT_AT_MOST and share >= _FROM_DEVICE_AT_LEAST:
         return Label("cold", f"{before}, and {came}")
     return Label("mixed", f"{came}; {before}")
 
@@ -88,10 +89,10 @@ def device_bytes(path: str = "/proc/self/io") -> int | None:
     """Bytes that this process has caused to be fetched from storage so far; None where nobody counts."""
     try:
         with open(path) as file:
-            found = re.search(r"^read_bytes: (\d+)$", file.read(), re.MULTILINE)
+            match = re.search(r"^read_bytes: (\d+)$", file.read(), re.MULTILINE)
     except OSError:
         return None
-    return int(found[1]) if found else None
+    return int(match[1]) if match else None
 
 
 def resident_share(shards: Sequence[Shard]) -> float | None:
@@ -114,9 +115,7 @@ def resident_share(shards: Sequence[Shard]) -> float | None:
 
 def _resident_pages(path: str) -> tuple[int, int] | None:
     """Pages of a file, and those in the page cache."""
-    mincore = getattr(ctypes.CDLL(None, use_errno=True), "mincore", None)
-    if mincore is None:
-        return None
+    mincore = ctypes.CDLL(None, use_errno=True).mincore
     pages = resident = 0
     try:
         with open(path, "rb") as file:
@@ -126,14 +125,18 @@ def _resident_pages(path: str) -> tuple[int, int] | None:
             for start in range(0, status.st_size, _CHUNK_BYTES):
                 size = min(_CHUNK_BYTES, status.st_size - start)
                 with mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ, offset=start) as mapped:
-                    seen = np.zeros(-(-size // mmap.PAGESIZE), np.uint8)
+                    in_memory = np.zeros(-(-size // mmap.PAGESIZE), np.uint8)
                     view = np.frombuffer(mapped, np.uint8)
                     address = view.ctypes.data
                     del view  # a mapping that is looked at cannot be closed
-                    words = ctypes.c_void_p(address), ctypes.c_size_t(size), ctypes.c_void_p(seen.ctypes.data)
+                    words = (
+                        ctypes.c_void_p(address),
+                        ctypes.c_size_t(size),
+                        ctypes.c_void_p(in_memory.ctypes.data),
+                    )
                     if mincore(*words) != 0:
                         return None
-                pages, resident = pages + len(seen), resident + int((seen & 1).sum())
+                pages, resident = pages + len(in_memory), resident + int((in_memory & 1).sum())
     except OSError:
         return None
     return pages, resident

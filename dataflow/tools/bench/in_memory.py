@@ -27,7 +27,7 @@ from sharding.urls import is_local
 _THREADS = 16
 
 
-class KeptBytes(StoreReader):
+class BlocksInMemory(StoreReader):
     """Blocks read once and served from memory. Thread-safe."""
 
     def __init__(self, blocks: Sequence[Block], reader: StoreReader) -> None:
@@ -44,11 +44,11 @@ class KeptBytes(StoreReader):
         awaited: Awaited | None = None,
     ) -> None:
         """Copy a block, or neighbouring ones. `KeyError` for a range that is none."""
-        done = 0
-        while done < out.nbytes:
-            block = self._kept[shard.url, offset + done][: out.nbytes - done]
-            out[done : done + len(block)] = block
-            done += len(block)
+        filled = 0
+        while filled < out.nbytes:
+            block = self._kept[shard.url, offset + filled][: out.nbytes - filled]
+            out[filled : filled + len(block)] = block
+            filled += len(block)
 
 
 class InMemory(ShardedDataset):
@@ -70,12 +70,12 @@ class InMemory(ShardedDataset):
         if not decode:
             self.outputs = resolve_outputs(self.catalog.schema, None, None, codec=self._codec)
             self.transform = self.batch_transform = None
-        wanted = np.flatnonzero(self.selection.num_samples)
-        blocks = [self.catalog.block(number) for number in wanted.tolist()]
+        numbers = np.flatnonzero(self.selection.num_samples)
+        blocks = [self.catalog.block(number) for number in numbers.tolist()]
         reader = self.new_reader()
         try:
             local = all(is_local(block.shard.url) for block in blocks)
-            self._kept = None if local else KeptBytes(blocks, reader)
+            self._kept = None if local else BlocksInMemory(blocks, reader)
             if local:
                 _read_all(blocks, reader, keep=False)
         finally:

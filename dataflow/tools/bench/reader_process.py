@@ -2,7 +2,7 @@
 
 It has no threads (numerical libraries are told to have none), so that its children can do all that it could;
 they have one for each of their reads in flight. It speaks over one connection: it is given the shards, and
-then a case at a time, and answers with the ids of its children when they begin, and with what they read.
+then a case at a time, and replies with the ids of its children when they begin, and with what they read.
 While they read it watches that connection, whose end ends them and itself; and if it is killed, the kernel
 kills them. Ctrl-C is for the process at the other end, and blocked here.
 """
@@ -39,7 +39,7 @@ _fork = multiprocessing.get_context("fork")
 def random_share(order: BlockOrder, number: int, readers: int) -> Iterator[Block]:
     """What one of several readers takes of a random order: each `readers`-th place.
 
-    Many are made at once, the first of them now: it takes time, which is not to lie between two reads.
+    Many are process at once, the first of them now: it takes time, which is not to lie between two reads.
     """
     step = readers * max(_LEAST_AHEAD, _AHEAD // readers)
     parts = (order.blocks(range(at, at + step, readers)) for at in itertools.count(number, step))
@@ -97,45 +97,45 @@ def _read(
             return random_share(order, number, case.concurrency)
         return sequential_share(order, lock, counter)
 
-    def child(numbers: range, answers: Connection) -> None:
+    def child(numbers: range, replies: Connection) -> None:
         end_with_parent()
         parent.close()
         os.close(go)
 
         def line_up() -> None:
-            answers.send(None)
+            replies.send(None)
             os.read(line, 1)  # until nobody holds the other end
 
-        answers.send(_part(case, numbers, share, direct, request.seconds, line_up))
+        replies.send(_part(case, numbers, share, direct, request.seconds, line_up))
 
     try:
         for first in range(request.processes):
             numbers = range(first, case.concurrency, request.processes)
-            made, ours = _started(child, numbers)
-            running[ours] = made
-        _answers(running, parent)
+            process, ours = _started(child, numbers)
+            running[ours] = process
+        _replies(running, parent)
         os.close(go)
-        parent.send([made.pid for made in running.values()])
-        return CaseTimes.together(_answers(running, parent))
+        parent.send([process.pid for process in running.values()])
+        return CaseTimes.together(_replies(running, parent))
     finally:
         os.close(line)
-        for made in running.values():
-            made.kill()
-        for ours, made in running.items():
-            made.join()
+        for process in running.values():
+            process.kill()
+        for ours, process in running.items():
+            process.join()
             ours.close()
 
 
 def _started(child: Callable[[range, Connection], None], numbers: range) -> tuple[BaseProcess, Connection]:
-    """A process, and what it answers with."""
+    """A process, and what it replies with."""
     try:
         ours, theirs = _fork.Pipe(duplex=False)
         with theirs:
-            made = _fork.Process(target=child, args=(numbers, theirs))
-            made.start()
+            process = _fork.Process(target=child, args=(numbers, theirs))
+            process.start()
     except OSError as error:
         raise DataflowError(f"cannot start a process that reads: {error}") from error
-    return made, ours
+    return process, ours
 
 
 def _part(
@@ -163,23 +163,23 @@ def _part(
             return error
 
 
-def _answers(running: dict[Connection, BaseProcess], parent: Connection) -> list[Any]:
+def _replies(running: dict[Connection, BaseProcess], parent: Connection) -> list[Any]:
     """One of each process."""
-    answers: dict[Connection, Any] = {}
-    while len(answers) < len(running):
-        ready: list[Any] = wait([parent, *(ours for ours in running if ours not in answers)])
+    replies: dict[Connection, Any] = {}
+    while len(replies) < len(running):
+        ready: list[Any] = wait([parent, *(ours for ours in running if ours not in replies)])
         for one in ready:
             if one is parent:  # it says nothing meanwhile: it has gone, or wants no answer any more
                 raise EOFError
             try:
-                answers[one] = one.recv()
+                replies[one] = one.recv()
             except EOFError:
                 running[one].join()
                 code = running[one].exitcode
                 raise DataflowError(f"a process that read was ended (exit code {code})") from None
-            if isinstance(answers[one], DataflowError):
-                raise answers[one]
-    return [answers[ours] for ours in running]
+            if isinstance(replies[one], DataflowError):
+                raise replies[one]
+    return [replies[ours] for ours in running]
 
 
 if __name__ == "__main__":

@@ -101,8 +101,8 @@ class BlockOrder:
         part, at = divmod(place % self._total, _AT_ONCE)
         if at == _AT_ONCE // 2:  # one thread, while the others read on
             self._part((part + 1) % -(-self._total // _AT_ONCE))
-        made = self._parts.get(part)
-        return (self._part(part) if made is None else made)[at]
+        blocks = self._parts.get(part)
+        return (self._part(part) if blocks is None else blocks)[at]
 
     def _part(self, part: int) -> list[Block]:
         """From memory, or made by one thread."""
@@ -124,11 +124,11 @@ class BlockOrder:
         shard = self._shards[at]
         return shard, offset, min(self._block_bytes, shard.size - offset)
 
-    def blocks(self, wanted: range) -> list[Block]:
+    def blocks(self, places: range) -> list[Block]:
         """Those at many places. Nothing is kept."""
-        places = np.arange(wanted.start, wanted.stop, wanted.step, dtype=np.uint64) % np.uint64(self._total)
+        at = np.arange(places.start, places.stop, places.step, dtype=np.uint64) % np.uint64(self._total)
         random = self._pattern == "random"
-        numbers = (feistel(places, self._total, self._seed) if random else places).astype(np.int64)
+        numbers = (feistel(at, self._total, self._seed) if random else at).astype(np.int64)
         shard = np.searchsorted(self._ends, numbers, side="right")
         first = np.where(shard > 0, self._ends[shard - 1], 0)
         offsets = (numbers - first) * self._block_bytes
@@ -182,8 +182,8 @@ class CaseTimes:
         began = self.began_s - (self.began_s.min() if len(self.began_s) else 0.0)
         duration = np.maximum(self.ended_s - self.began_s, 1e-9)
         edges = np.linspace(0, self.seconds, parts + 1)
-        done = [(np.clip((edge - began) / duration, 0, 1) * self.nbytes).sum() for edge in edges]
-        rates: list[float] = (np.diff(done) / 1e6 / max(self.seconds / parts, 1e-9)).tolist()
+        read_bytes = [(np.clip((edge - began) / duration, 0, 1) * self.nbytes).sum() for edge in edges]
+        rates: list[float] = (np.diff(read_bytes) / 1e6 / max(self.seconds / parts, 1e-9)).tolist()
         return rates
 
 

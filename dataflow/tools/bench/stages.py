@@ -141,19 +141,23 @@ def run_steps(
     first = first_batch = waited = computed = synced = 0.0
     steps = 0
     for _ in batches:
-        got, asked = clock(), now
+        delivered, requested = clock(), now
         if compute_s > 0:
             compute(compute_s)
-        done = clock()
+        computed_at = clock()
         # The batch is dropped here, before the next one is asked for, as a training step drops it.
-        enough = sync(steps > 0 and done - first >= seconds)
+        enough = sync(steps > 0 and computed_at - first >= seconds)
         now = clock()
         steps += 1
         if steps == 1:
-            first, first_batch = now, got - began
+            first, first_batch = now, delivered - began
             on_first()
             continue
-        waited, computed, synced = waited + got - asked, computed + done - got, synced + now - done
+        waited, computed, synced = (
+            waited + delivered - requested,
+            computed + computed_at - delivered,
+            synced + now - computed_at,
+        )
         if enough:
             break
     if not steps:
@@ -278,19 +282,19 @@ def _read_blocks(work: Work, use: _ResourceUse) -> tuple[int, float, int]:
 
     with ThreadPoolExecutor(threads, thread_name_prefix="dataflow-bench") as pool:
         try:
-            done = list(pool.map(read, range(threads)))
+            counts = list(pool.map(read, range(threads)))
         finally:
             source.reader.close()
-    samples, nbytes = (sum(column) for column in zip(*done, strict=True))
+    samples, nbytes = (sum(column) for column in zip(*counts, strict=True))
     return samples, samples / (time.perf_counter() - began), nbytes
 
 
 def _own_blocks(dataset: ShardedDataset, seed: int) -> np.ndarray[Any, np.dtype[np.int64]]:
     """The rank's share of the blocks that hold samples; with fewer blocks than ranks, all of them."""
-    wanted = np.flatnonzero(dataset.kept_blocks.num_samples)
-    if not len(wanted):
+    numbers = np.flatnonzero(dataset.kept_blocks.num_samples)
+    if not len(numbers):
         raise ValueError("the dataset has no samples")
-    order = wanted[spread_order(len(wanted), seed)]
+    order = numbers[spread_order(len(numbers), seed)]
     return order[_rank() :: _world()] if len(order) >= _world() else order
 
 

@@ -52,10 +52,10 @@ def read_records(folder: Path) -> SavedRecords:
             continue
         (schedules if record.in_schedule else loops)[path.stem.partition("-")[2]].append(record)
     trained = {name: ranks for name, ranks in loops.items() if any(one.optimizer_steps for one in ranks)}
-    found = schedules or trained or loops  # beside a training, a loop is for evaluation
-    if not found:
+    candidates = schedules or trained or loops  # beside a training, a loop is for evaluation
+    if not candidates:
         return SavedRecords(tuple(without), tuple(notes))
-    longest = max(found.values(), key=lambda records: min(len(one.windows) for one in records))
+    longest = max(candidates.values(), key=lambda records: min(len(one.windows) for one in records))
     # After a restart with fewer ranks, records of ranks that are no more lie there still.
     world_size = max(longest, key=lambda one: one.windows[-1].window).world_size
     ranks = [one for one in longest if one.world_size == world_size]
@@ -63,16 +63,16 @@ def read_records(folder: Path) -> SavedRecords:
     if len(schedules) > 1:
         notes.append(f"{len(schedules)} schedules were made; this is the one with most windows")
     elif len(loops) > 1 and not schedules:
-        which = "with most batches" if len(found) > 1 else "whose loop steps an optimizer"
+        which = "with most batches" if len(candidates) > 1 else "whose loop steps an optimizer"
         notes.append(f"{len(loops)} loaders were looped over; this is the one {which}")
     return SavedRecords(tuple(ranks), tuple(notes))
 
 
-def _missing(found: list[RankRecord], world_size: int) -> Iterator[str]:
-    lacking = world_size - len(found)
+def _missing(records: list[RankRecord], world_size: int) -> Iterator[str]:
+    lacking = world_size - len(records)
     if not lacking:
         return
-    there = ", ".join(str(one.rank) for one in found[:_SHOWN]) + (", ..." if len(found) > _SHOWN else "")
+    there = ", ".join(str(one.rank) for one in records[:_SHOWN]) + (", ..." if len(records) > _SHOWN else "")
     yield (
         f"{lacking} of {world_size} ranks left no record (there are: {there}): they ended early, or ran on "
         "machines that do not share the folder (--folder)"

@@ -96,7 +96,7 @@ def levels(cluster: Cluster) -> tuple[int, ...] | None:
 def all_reduces(cluster: Cluster, nbytes: float) -> Mapping[str, Rounds]:
     """Every algorithm that fits, by name; hierarchical ones only where nodes are whole and equal."""
     p = cluster.num_ranks
-    found: dict[str, Rounds] = {
+    algorithms: dict[str, Rounds] = {
         "ring": ring(p, nbytes),
         "recursive doubling": recursive_doubling(p, nbytes),
         "halving-doubling": halving_doubling(p, nbytes),
@@ -106,10 +106,10 @@ def all_reduces(cluster: Cluster, nbytes: float) -> Mapping[str, Rounds]:
     }
     sizes = levels(cluster)
     if sizes is not None and sizes[0] > 1 and sizes[1] * sizes[2] > 1:
-        found["by node"] = hierarchical((sizes[0], sizes[1] * sizes[2]), nbytes)
+        algorithms["by node"] = hierarchical((sizes[0], sizes[1] * sizes[2]), nbytes)
     if sizes is not None and sizes[1] > 1 and sizes[2] > 1:
-        found["by node and rack"] = hierarchical(sizes, nbytes)
-    return found
+        algorithms["by node and rack"] = hierarchical(sizes, nbytes)
+    return algorithms
 
 
 def _exchange(power: int, distance: int, nbytes: float) -> Round:

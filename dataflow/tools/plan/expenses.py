@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from dataflow.tools.plan.step import Prediction
 
@@ -41,11 +40,11 @@ class Expenses:
         return sum(known) if known else None
 
 
-def expenses(found: Prediction, nodes: int, samples: int, sample_bytes: float, prices: Prices) -> Expenses:
+def expenses(step: Prediction, nodes: int, samples: int, sample_bytes: float, prices: Prices) -> Expenses:
     """Of so many samples, epochs counted."""
-    updates = -(-samples // found.batch)
-    hours = updates * found.window_s / 3600
-    joules = None if prices.node_watts is None else prices.node_watts * nodes * found.window_s
+    updates = -(-samples // step.batch)
+    hours = updates * step.window_s / 3600
+    joules = None if prices.node_watts is None else prices.node_watts * nodes * step.window_s
     return Expenses(
         hours=hours,
         updates=updates,
@@ -54,15 +53,6 @@ def expenses(found: Prediction, nodes: int, samples: int, sample_bytes: float, p
         joules_per_update=joules,
         kwh=None if joules is None else joules * updates / 3.6e6,
     )
-
-
-class Meter(Protocol):
-    """Energy used since some moment in the past."""
-
-    name: str
-
-    def joules(self) -> float:
-        """Ever growing."""
 
 
 class Rapl:
@@ -115,13 +105,13 @@ class Nvml:
         return float(sum(self._read(device) for device in self._devices)) / 1e3
 
 
-def find_meters() -> tuple[list[Meter], list[str]]:
-    """The meters that can be read here, and why others cannot."""
-    found: list[Meter] = []
-    why: list[str] = []
+def find_meters() -> tuple[list[Nvml | Rapl], list[str]]:
+    """The meters that can be read here, whose joules ever grow, and why others cannot."""
+    meters: list[Nvml | Rapl] = []
+    reasons: list[str] = []
     for kind in (Nvml, Rapl):
         try:
-            found.append(kind())
+            meters.append(kind())
         except OSError as error:
-            why.append(f"{kind.name}: {error}")
-    return found, why
+            reasons.append(f"{kind.name}: {error}")
+    return meters, reasons

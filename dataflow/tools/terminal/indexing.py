@@ -10,6 +10,7 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -63,70 +64,50 @@ def index_source(
 
     `dataset_options`: format, dtype, length, allow_unfinished, storage_options, as for `ShardedDataset`.
     """
-    with Retrier() as retrier:
-        return _index_source(source, dataset_options, output, block_bytes, checksum, retrier)
-
-
-def _index_source(
-    source: Sequence[str],
-    dataset_options: Mapping[str, Any],
-    output: str | None,
-    block_bytes: int | None,
-    checksum: bool,
-    retrier: Retrier,
-) -> Catalog:
-    format_options = dict(dataset_options)
-    storage_options = format_options.pop("storage_options", {})
     if output is not None and not output.endswith(CATALOG_SUFFIX):
         raise ValueError(f"--output must end in {CATALOG_SUFFIX}, got {output!r}")
+    with Retrier() as retrier:
+        target = _target(source, dict(dataset_options), output, block_bytes, retrier)
+        catalog, stale = _saved(target, retrier)
+        has_checksums = catalog is not None and catalog.checksums is not None
+        if catalog is not None and not stale and (has_checksums or not checksum):
+            show(["up to date: nothing changed since it was indexed"])
+        else:
+            more = [f"and {len(stale) - _NAMED:,} more"] if len(stale) > _NAMED else []
+            show([Sentence(line, whole=True) for line in [*stale[:_NAMED], *more]])
+            if catalog is None or stale:
+                options, size = target.storage_options, target.block_bytes
+                catalog = index(target.urls, target.codec, retrier, storage_options=options, block_bytes=size)
+            if checksum or has_checksums:
+                catalog = catalog.with_checksums(checksums_of(catalog, target.storage_options))
+            save_catalog(catalog, target.path, target.storage_options, retrier)
+        show([*_parts(catalog, target.path)])
+        return catalog
+
+
+def _target(
+    source: Sequence[str],
+    format_options: dict[str, Any],
+    output: str | None,
+    block_bytes: int | None,
+    retrier: Retrier,
+) -> CatalogTarget:
+    options = format_options.pop("storage_options", {})
+    codec: Format
     if len(source) == 1 and is_catalog(source[0]):
         if format_options:
             raise ValueError(
                 "a catalog knows its format: leave out --format, --dtype, --length and --allow-unfinished"
             )
-        target = _of_catalog(source[0], output, storage_options, block_bytes, retrier)
+        catalog = load_catalog(source[0], options, retrier)
+        urls, codec = catalog.locations, catalog.codec()
+        size, path = block_bytes or catalog.block_bytes, output or source[0]
     else:
-        target = _of_shards(source, format_options, output, storage_options, block_bytes, retrier)
-    catalog, stale = _saved(target, retrier)
-    if catalog is not None:
-        checksum = checksum or catalog.checksums is not None
-    if catalog is not None and not stale and checksum == (catalog.checksums is not None):
-        show([Sentence("up to date: nothing changed since it was indexed")])
-    else:
-        show([Sentence(line, whole=True) for line in _first_lines(stale)])
-        kept = catalog if catalog is not None and not stale else None
-        catalog = _indexed(target, kept, checksum, retrier)
-    show([*_parts(catalog, target.path)])
-    return catalog
-
-
-def _of_catalog(
-    path: str, output: str | None, options: Mapping[str, Any], block_bytes: int | None, retrier: Retrier
-) -> CatalogTarget:
-    known = load_catalog(path, options, retrier)
-    size = block_bytes or known.block_bytes
-    return CatalogTarget(
-        urls=known.locations,
-        codec=known.codec(),
-        block_bytes=size,
-        path=output or path,
-        storage_options=options,
-    )
-
-
-def _of_shards(
-    source: Sequence[str],
-    format_options: dict[str, Any],
-    output: str | None,
-    options: Mapping[str, Any],
-    block_bytes: int | None,
-    retrier: Retrier,
-) -> CatalogTarget:
-    urls = shards_of(list(source), options, retrier)
-    name = format_options.pop("format", "auto")
-    codec = resolve_format(name, urls, **format_options, exists=lambda url: is_there(url, options, retrier))
-    size = block_bytes or DEFAULT_BLOCK_BYTES
-    path = output or default_catalog_path(urls, codec, size)
+        urls = shards_of(list(source), options, retrier)
+        exists = partial(is_there, options=options, retrier=retrier)
+        codec = resolve_format(format_options.pop("format", "auto"), urls, **format_options, exists=exists)
+        size = block_bytes or DEFAULT_BLOCK_BYTES
+        path = output or default_catalog_path(urls, codec, size)
     return CatalogTarget(urls=urls, codec=codec, block_bytes=size, path=path, storage_options=options)
 
 
@@ -142,42 +123,23 @@ def _saved(target: CatalogTarget, retrier: Retrier) -> tuple[Catalog | None, lis
 
 
 def _stale(catalog: Catalog, target: CatalogTarget, retrier: Retrier) -> Iterator[str]:
-    was = (catalog.format, dict(catalog.options), catalog.block_bytes)
+    before = (catalog.format, dict(catalog.options), catalog.block_bytes)
     now = (target.codec.name, target.codec.options(), target.block_bytes)
-    for name, before, after in zip(("format", "options", "block bytes"), was, now, strict=True):
-        if before != after:
-            yield f"{name}: was {before}, now {after}"
-    asked = list(map(identity_of, target.urls))
-    known, urls = set(catalog.urls), set(asked)
-    yield from (f"{file_name(url)}: new" for url in asked if url not in known)
-    yield from (f"{file_name(url)}: no longer among the shards" for url in catalog.urls if url not in urls)
-    if known == urls and catalog.urls != asked:
+    for name, old, new in zip(("format", "options", "block bytes"), before, now, strict=True):
+        if old != new:
+            yield f"{name}: was {old}, now {new}"
+    urls = list(map(identity_of, target.urls))
+    old_urls, new_urls = set(catalog.urls), set(urls)
+    yield from (f"{file_name(url)}: new" for url in urls if url not in old_urls)
+    lost = (url for url in catalog.urls if url not in new_urls)
+    yield from (f"{file_name(url)}: no longer among the shards" for url in lost)
+    if old_urls == new_urls and catalog.urls != urls:
         yield "the shards come in another order"
     yield from (f"column {name!r}: not listed by an earlier release" for name in unlisted_columns(catalog))
     with retrier.pool(_CHECK_THREADS, "dataflow-index") as pool:
         for change in changes(catalog, target.storage_options, pool.map, retry=retrier):
-            if change.url in urls:
+            if change.url in new_urls:
                 yield f"{file_name(change.url)}: {change.what}"
-
-
-def _first_lines(stale: Sequence[str]) -> list[str]:
-    if len(stale) <= _NAMED:
-        return list(stale)
-    return [*stale[:_NAMED], f"and {len(stale) - _NAMED:,} more"]
-
-
-def _indexed(target: CatalogTarget, kept: Catalog | None, checksum: bool, retrier: Retrier) -> Catalog:
-    catalog = kept or index(
-        target.urls,
-        target.codec,
-        retrier,
-        storage_options=target.storage_options,
-        block_bytes=target.block_bytes,
-    )
-    if checksum:
-        catalog = catalog.with_checksums(checksums_of(catalog, target.storage_options))
-    save_catalog(catalog, target.path, target.storage_options, retrier)
-    return catalog
 
 
 def checksums_of(catalog: Catalog, storage_options: Mapping[str, Any] | None = None) -> NDArray[np.uint32]:
@@ -195,8 +157,7 @@ def checksums_of(catalog: Catalog, storage_options: Mapping[str, Any] | None = N
 
     with ThreadPoolExecutor(_CHECKSUM_THREADS, thread_name_prefix="dataflow-index") as pool:
         try:
-            found = pool.map(checksum, range(catalog.num_blocks))
-            return np.fromiter(found, np.uint32, catalog.num_blocks)
+            return np.fromiter(pool.map(checksum, range(catalog.num_blocks)), np.uint32, catalog.num_blocks)
         finally:
             reader.close()
 
