@@ -45,7 +45,7 @@ def storage(settings: Sweep, json_path: str | None, picture: str | None) -> None
     from dataflow.tools.terminal.report import Bar, publish
 
     with Bar("measuring") as bar:
-        figures = bench_storage(settings, lambda done, total, case: bar.tell(done, total, case_text(case)))
+        figures = bench_storage(settings, lambda done, total, case: bar.show(done, total, case_text(case)))
     publish(page_of(figures), json_path, picture)
 
 
@@ -72,7 +72,7 @@ def loader(settings: Emulation, json_path: str | None) -> None:
     from dataflow.tools.terminal.report import Bar, publish
 
     with Bar("measuring") as bar:
-        figures = emulate(settings, bar.tell)
+        figures = emulate(settings, bar.show)
     publish(page_of(figures), json_path)
 
 
@@ -96,5 +96,5 @@ def compare(settings: Comparison, json_path: str | None) -> None:
     from dataflow.tools.terminal.report import Bar, publish
 
     with Bar("comparing") as bar:
-        figures = compare_loaders(settings, bar.tell)
+        figures = compare_loaders(settings, bar.show)
     publish(page_of(figures), json_path)

@@ -111,10 +111,10 @@ class ComparisonFigures:
 
 def compare(
     settings: Comparison,
-    tell: Callable[[int, int, str], None] = lambda *_: None,
+    progress: Callable[[int, int, str], None] = lambda *_: None,
     run: Callable[[Contestant, Comparison], LoaderRun] | None = None,
 ) -> ComparisonFigures:
-    """Run all contestants in turns; `tell` hears of each before it begins, `run` runs one.
+    """Run all contestants in turns; `progress` hears of each before it begins, `run` runs one.
 
     Raises:
         ImportError, ValueError: the dataset cannot be made, or gives no batch.
@@ -127,7 +127,7 @@ def compare(
     runs: dict[Contestant, list[LoaderRun]] = {one: [] for one in contestants}
     turns = [one for _ in range(settings.repeats) for one in contestants]
     for number, one in enumerate(turns):
-        tell(number, len(turns), one.name)
+        progress(number, len(turns), one.name)
         runs[one].append(run(one, settings))
     name = repr(dataset) if isinstance(dataset, ShardedDataset) else type(dataset).__name__
     return ComparisonFigures(settings, name, runs)

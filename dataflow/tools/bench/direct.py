@@ -42,16 +42,21 @@ _NO_THREADS = {f"{name}_NUM_THREADS": "1" for name in ("MKL", "OMP", "OPENBLAS")
 class DirectReader:
     """Reads local shards with `O_DIRECT`. Thread-safe; a context manager, which owns the descriptors.
 
+    Args:
+        shards: what is read.
+        open_file: as `os.open`.
+
     Raises:
         ShardReadError: a shard is missing or forbidden, or its filesystem has no direct reads.
     """
 
-    def __init__(self, shards: Sequence[Shard]) -> None:
+    def __init__(self, shards: Sequence[Shard], open_file: Callable[[str, int], int] = os.open) -> None:
+        self._open_file = open_file
         self._opened = ExitStack()
         self._descriptors: dict[str, int] = {}
         with self._opened:
             for shard in shards[:_KEPT_OPEN]:
-                descriptor = _open(shard)
+                descriptor = self._open(shard)
                 self._opened.callback(os.close, descriptor)
                 self._descriptors[shard.url] = descriptor
             self._opened = self._opened.pop_all()
@@ -61,7 +66,7 @@ class DirectReader:
         descriptor = self._descriptors.get(shard.url)
         try:
             if descriptor is None:
-                got = _read_once(shard, offset, out)
+                got = self._read_once(shard, offset, out)
             else:
                 got = os.preadv(descriptor, [out.data], offset)
         except ShardReadError:
@@ -72,6 +77,22 @@ class DirectReader:
             reason = f"wanted {out.nbytes} bytes, got {got}"
             raise ShardReadError(shard.url, reason, offset, stage="read")
 
+    def _read_once(self, shard: Shard, offset: int, out: NDArray[np.uint8]) -> int:
+        descriptor = self._open(shard)
+        try:
+            return os.preadv(descriptor, [out.data], offset)
+        finally:
+            os.close(descriptor)
+
+    def _open(self, shard: Shard) -> int:
+        try:
+            return self._open_file(local_path(shard.url), os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
+        except PermissionError as error:
+            raise ShardReadError(shard.url, failure_text(error), stage="read") from error
+        except OSError as error:
+            reason = f"cannot be read around the page cache ({error}); use --read buffered"
+            raise ShardReadError(shard.url, reason, stage="read") from error
+
     def __enter__(self) -> Self:
         return self
 
@@ -81,24 +102,6 @@ class DirectReader:
         self._opened.close()
 
 
-def _read_once(shard: Shard, offset: int, out: NDArray[np.uint8]) -> int:
-    descriptor = _open(shard)
-    try:
-        return os.preadv(descriptor, [out.data], offset)
-    finally:
-        os.close(descriptor)
-
-
-def _open(shard: Shard) -> int:
-    try:
-        return os.open(local_path(shard.url), os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
-    except PermissionError as error:
-        raise ShardReadError(shard.url, failure_text(error), stage="read") from error
-    except OSError as error:
-        reason = f"cannot be read around the page cache ({error}); use --read buffered"
-        raise ShardReadError(shard.url, reason, stage="read") from error
-
-
 class DirectProcesses:
     """Reads local shards with `O_DIRECT`. For one thread; a context manager, which owns the processes.
 
@@ -106,10 +109,13 @@ class DirectProcesses:
         shards: what is read.
         cores: those that the readers may use.
         late_s: how long after its time a case may end.
+        end_s: how long the processes may take to end.
     """
 
-    def __init__(self, shards: Sequence[Shard], cores: int, *, late_s: float = _LATE_S) -> None:
-        self._most, self._late_s = _PER_CORE * cores, late_s
+    def __init__(
+        self, shards: Sequence[Shard], cores: int, *, late_s: float = _LATE_S, end_s: float = _END_S
+    ) -> None:
+        self._most, self._late_s, self._end_s = _PER_CORE * cores, late_s, end_s
         self._connection, theirs = multiprocessing.Pipe()
         path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
         with theirs, interrupts_held():
@@ -168,7 +174,7 @@ class DirectProcesses:
     ) -> None:
         self._connection.close()  # which ends it
         try:
-            self._process.wait(_END_S)
+            self._process.wait(self._end_s)
         except subprocess.TimeoutExpired:
             self._process.kill()
-            self._process.wait(_END_S)
+            self._process.wait(self._end_s)

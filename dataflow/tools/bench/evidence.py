@@ -12,7 +12,7 @@ import ctypes
 import mmap
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -95,7 +95,14 @@ def device_bytes(path: str = "/proc/self/io") -> int | None:
     return int(match[1]) if match else None
 
 
-def resident_share(shards: Sequence[Shard]) -> float | None:
+def may_see_pages(path: str, status: os.stat_result) -> bool:
+    """Whether the kernel tells this user which pages of a file are in memory."""
+    return status.st_uid == os.geteuid() or os.access(path, os.W_OK)
+
+
+def resident_share(
+    shards: Sequence[Shard], may_see: Callable[[str, os.stat_result], bool] = may_see_pages
+) -> float | None:
     """Share of the pages of local shards that the page cache holds, in [0, 1].
 
     None where it is not known: remote shards, more than 256 GiB, and files that this user may neither write
@@ -106,21 +113,21 @@ def resident_share(shards: Sequence[Shard]) -> float | None:
         return None
     pages = resident = 0
     for shard in shards:
-        counted = _resident_pages(local_path(shard.url))
+        counted = _resident_pages(local_path(shard.url), may_see)
         if counted is None:
             return None
         pages, resident = pages + counted[0], resident + counted[1]
     return resident / max(1, pages)
 
 
-def _resident_pages(path: str) -> tuple[int, int] | None:
+def _resident_pages(path: str, may_see: Callable[[str, os.stat_result], bool]) -> tuple[int, int] | None:
     """Pages of a file, and those in the page cache."""
     mincore = ctypes.CDLL(None, use_errno=True).mincore
     pages = resident = 0
     try:
         with open(path, "rb") as file:
             status = os.fstat(file.fileno())
-            if status.st_uid != os.geteuid() and not os.access(path, os.W_OK):
+            if not may_see(path, status):
                 return None
             for start in range(0, status.st_size, _CHUNK_BYTES):
                 size = min(_CHUNK_BYTES, status.st_size - start)

@@ -23,6 +23,7 @@ from dataflow.tools.bench.settings import Emulation, settings_json
 from dataflow.tools.bench.stages import EmulationPhase, RankFigures, Work, run_phase
 from dataflow.tools.bench.verdict import Bottleneck, Rates, bottleneck_of
 from dataflow.tools.terminal.report import Page, Part, Table, bytes_text, machine, optional, usable_cores
+from sharding.blocks import Shard
 
 _PHASES: Mapping[EmulationPhase, str] = {
     "training": "all together",
@@ -93,10 +94,17 @@ class EmulationFigures:
 
 def emulate(
     settings: Emulation,
-    tell: Callable[[int, int, str], None] = lambda *_: None,
+    progress: Callable[[int, int, str], None] = lambda *_: None,
     run: Callable[[Work, int], list[RankFigures]] | None = None,
+    drop: Callable[[Sequence[Shard]], None] = evict,
 ) -> EmulationFigures:
-    """Run all phases; `tell` hears of each before it begins, `run` runs one in all ranks.
+    """Run all phases.
+
+    Args:
+        settings: what to emulate.
+        progress: hears of each phase before it begins: how many are done, of how many, and its name.
+        run: runs one in all ranks; None: in processes of their own.
+        drop: drops shards from memory.
 
     Raises:
         ImportError, ValueError: the dataset cannot be made, or has too few samples.
@@ -105,7 +113,7 @@ def emulate(
     """
     if settings.compute_ms <= 0:
         raise ValueError(f"compute-ms must be > 0, got {settings.compute_ms:g}")
-    run = run or _in_ranks
+    run = run or run_in_ranks
     dataset = settings.dataset.open_shards()  # indexed once, before the ranks open it
     limit = memory_limit_bytes(settings.memory_limit, settings.ranks)
     work = Work(
@@ -126,9 +134,9 @@ def emulate(
             if rates.loader >= min(_BEHIND * min(rates.storage, rates.decode), rates.compute):
                 break
             work = replace(work, memory_limit=_MORE * limit)
-        tell(number, len(_PHASES) - (phase != "more memory"), phase)
+        progress(number, len(_PHASES) - (phase != "more memory"), phase)
         if evicted:
-            evict(_shards(dataset))
+            drop(_shards(dataset))
         phases[phase] = run(replace(work, phase=phase), settings.ranks)
         evicted = evicted or (phase == "training" and _from_device(phases[phase]))
     rates = _rates(phases)
@@ -143,12 +151,13 @@ def emulate(
     )
 
 
-def _in_ranks(work: Work, ranks: int) -> list[RankFigures]:
+def run_in_ranks(work: Work, ranks: int) -> list[RankFigures]:
+    """One phase, in as many fresh processes."""
     timeout_s = _START_S * ranks + 20 * work.seconds
     return run_ranks(run_phase, ranks, args=(work,), start_method="forkserver", timeout_s=timeout_s)
 
 
-def _shards(dataset: ShardedDataset) -> list[Any]:
+def _shards(dataset: ShardedDataset) -> list[Shard]:
     catalog = dataset.catalog
     return [catalog.shard(number) for number in range(catalog.num_shards)]
 

@@ -106,7 +106,7 @@ def _read(
             replies.send(None)
             os.read(line, 1)  # until nobody holds the other end
 
-        replies.send(_part(case, numbers, share, direct, request.seconds, line_up))
+        replies.send(part_of_case(case, numbers, share, direct, request.seconds, line_up))
 
     try:
         for first in range(request.processes):
@@ -138,7 +138,7 @@ def _started(child: Callable[[range, Connection], None], numbers: range) -> tupl
     return process, ours
 
 
-def _part(
+def part_of_case(
     case: Case,
     numbers: range,
     share: Callable[[int], Iterator[Block]],

@@ -216,6 +216,7 @@ def run_case(
     whole_blocks: bool = False,
     line_up: Callable[[], None] = lambda: None,
     clock: Callable[[], float] = time.perf_counter,
+    from_device: Callable[[], int | None] = device_bytes,
 ) -> CaseTimes:
     """Read by threads for some seconds; reads in flight at the end are finished and count.
 
@@ -229,6 +230,7 @@ def run_case(
         whole_blocks: ask for whole blocks at the end of a shard, too, as direct reads must.
         line_up: called when all threads are ready to read; they begin when it returns.
         clock: seconds on a clock that only goes forward.
+        from_device: bytes that this process has caused to be fetched from storage so far; None: not known.
 
     Raises:
         ShardReadError: the first that a read raised; all threads have ended.
@@ -239,7 +241,7 @@ def run_case(
     def begin() -> None:
         nonlocal cpu_s, fetched
         line_up()
-        cpu_s, fetched = time.process_time(), device_bytes()
+        cpu_s, fetched = time.process_time(), from_device()
 
     line = threading.Barrier(case.concurrency, begin)
 
@@ -266,7 +268,7 @@ def run_case(
     errors = [error for error in (future.exception() for future in running) if error]
     if errors:
         raise next((e for e in errors if not isinstance(e, threading.BrokenBarrierError)), errors[0])
-    cpu_s, after = time.process_time() - cpu_s, device_bytes()
+    cpu_s, after = time.process_time() - cpu_s, from_device()
     began, ended, sizes, exhausted = zip(*(future.result() for future in running), strict=True)
     return CaseTimes(
         began_s=np.concatenate(began),

@@ -262,7 +262,7 @@ def _read_blocks(work: Work, use: _ResourceUse) -> tuple[int, float, int]:
     Ranks share the blocks, in a spread order; as many threads read as the loader has.
     """
     dataset = work.dataset.open_shards()
-    numbers = _own_blocks(dataset, work.seed)
+    numbers = own_blocks(dataset, work.seed, _rank(), _world())
     table, source = dataset.kept_blocks, dataset.source()
     local = is_local(dataset.catalog.shard(0).url)
     threads, places = _READERS_LOCAL if local else _READERS_REMOTE, count()
@@ -289,13 +289,15 @@ def _read_blocks(work: Work, use: _ResourceUse) -> tuple[int, float, int]:
     return samples, samples / (time.perf_counter() - began), nbytes
 
 
-def _own_blocks(dataset: ShardedDataset, seed: int) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """The rank's share of the blocks that hold samples; with fewer blocks than ranks, all of them."""
+def own_blocks(
+    dataset: ShardedDataset, seed: int, rank: int, world_size: int
+) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """A rank's share of the blocks that hold samples; with fewer blocks than ranks, all of them."""
     numbers = np.flatnonzero(dataset.kept_blocks.num_samples)
     if not len(numbers):
         raise ValueError("the dataset has no samples")
     order = numbers[spread_order(len(numbers), seed)]
-    return order[_rank() :: _world()] if len(order) >= _world() else order
+    return order[rank::world_size] if len(order) >= world_size else order
 
 
 def _rank() -> int:

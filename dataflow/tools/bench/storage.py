@@ -19,7 +19,7 @@ import numpy as np
 
 from dataflow.opening import load_catalog, shards_of
 from dataflow.tools.bench.direct import DirectProcesses, DirectReader
-from dataflow.tools.bench.evidence import Evidence, Label, evict, label_of, resident_share
+from dataflow.tools.bench.evidence import Evidence, Label, device_bytes, evict, label_of, resident_share
 from dataflow.tools.bench.reads import (
     ALIGNMENT,
     PERCENTILES,
@@ -141,10 +141,20 @@ class StorageFigures:
 # ---- measuring ------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class KernelAccounts:
+    """Where it is asked what was in memory and what a device gave."""
+
+    from_device: Callable[[], int | None] = device_bytes
+    resident_share: Callable[[Sequence[Shard]], float | None] = resident_share
+
+
 def bench_storage(
-    settings: Sweep, tell: Callable[[int, int, Case], None] = lambda *_: None
+    settings: Sweep,
+    progress: Callable[[int, int, Case], None] = lambda *_: None,
+    accounts: KernelAccounts = KernelAccounts(),
 ) -> StorageFigures:
-    """Measure every case, one after the other; `tell` hears of each before it begins.
+    """Measure every case, one after the other; `progress` hears of each before it begins.
 
     Raises:
         ShardReadError: shards that are missing, forbidden, or fail for longer than the reader is patient.
@@ -156,11 +166,11 @@ def bench_storage(
     with Retrier() as retrier, retrier.pool(max(settings.concurrency), "dataflow-bench") as pool:
         shards = _shards(settings, pool, retrier)
         how = _how(settings, shards)
-        with _reader(how, shards, settings, pool) as reader:
+        with _reader(how, shards, settings, pool, accounts) as reader:
             first_byte = _first_byte(shards, how, reader.read)
             figures = []
             for number, case in enumerate(cases):
-                tell(number, len(cases), case)
+                progress(number, len(cases), case)
                 figures.append(_measured(case, shards, how, settings, reader))
     return StorageFigures(
         settings=settings,
@@ -213,14 +223,19 @@ class _Reader:
     read: ReadInto
     run: Callable[[Case, BlockOrder], CaseTimes]
     faults: Callable[[], ReadStats]
+    accounts: KernelAccounts
 
 
 @contextmanager
-def _reader(how: How, shards: Sequence[Shard], settings: Sweep, pool: Executor) -> Iterator[_Reader]:
+def _reader(
+    how: How, shards: Sequence[Shard], settings: Sweep, pool: Executor, accounts: KernelAccounts
+) -> Iterator[_Reader]:
     seconds = settings.seconds
     if how == "direct":
         with DirectReader(shards) as direct, DirectProcesses(shards, usable_cores()) as processes:
-            yield _Reader(direct.read_into, lambda case, _: processes.run(case, seconds), lambda: NO_FAULTS)
+            yield _Reader(
+                direct.read_into, lambda case, _: processes.run(case, seconds), lambda: NO_FAULTS, accounts
+            )
         return
     # What was read comes from memory the second time: a case that begins cold must not go round.
     once = how == "buffered" and (settings.evict or settings.require_cold)
@@ -228,11 +243,19 @@ def _reader(how: How, shards: Sequence[Shard], settings: Sweep, pool: Executor) 
     def run(case: Case, order: BlockOrder) -> CaseTimes:
         warm_up = (lambda number: order[-1 - number]) if how == "store" else None
         blocks = in_turn(order, once=once)
-        return run_case(case, blocks, store.read_into, pool, seconds=seconds, warm_up=warm_up)
+        return run_case(
+            case,
+            blocks,
+            store.read_into,
+            pool,
+            seconds=seconds,
+            warm_up=warm_up,
+            from_device=accounts.from_device,
+        )
 
     store = StoreReader(settings.storage_options)
     try:
-        yield _Reader(store.read_into, run, store.stats)
+        yield _Reader(store.read_into, run, store.stats, accounts)
     finally:
         store.close()  # also ends reads that run, after Ctrl-C
 
@@ -257,7 +280,7 @@ def _first_byte(shards: Sequence[Shard], how: How, read: ReadInto) -> FirstByte:
 def _measured(case: Case, shards: Sequence[Shard], how: How, settings: Sweep, reader: _Reader) -> CaseFigures:
     if settings.evict:
         evict(shards)
-    resident = resident_share(shards) if how == "buffered" else None
+    resident = reader.accounts.resident_share(shards) if how == "buffered" else None
     before = asdict(reader.faults())
     order = BlockOrder(shards, case.block_bytes, case.pattern)
     times = reader.run(case, order)

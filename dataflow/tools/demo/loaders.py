@@ -13,7 +13,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
-from itertools import accumulate
+from itertools import accumulate, count
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -46,28 +46,21 @@ class MappedTokens(Dataset[Tensor]):
         return torch.from_numpy(self.files[number][first : first + LENGTH + 1].astype(np.int64))
 
 
-class TorchBatches:
-    """Epochs of torch's loader over a rank's share, shuffled in full."""
-
-    def __init__(
-        self, folder: str, batch_size: int, *, seed: int, num_workers: int, rank: int = 0, world_size: int = 1
-    ) -> None:
-        dataset = MappedTokens(folder)
-        self._sampler: DistributedSampler[Tensor] = DistributedSampler(
-            dataset, num_replicas=world_size, rank=rank, shuffle=True, seed=seed
-        )
-        self._loader = TorchDataLoader(
-            dataset,
-            batch_size,
-            sampler=self._sampler,
-            num_workers=num_workers,
-            persistent_workers=num_workers > 0,
-        )
-
-    def epoch(self, epoch: int) -> Iterator[Tensor]:
-        """All batches, int64 [batch, LENGTH + 1]."""
-        self._sampler.set_epoch(epoch)
-        return iter(self._loader)
+def torch_epochs(
+    folder: str, batch_size: int, *, seed: int, num_workers: int, rank: int = 0, world_size: int = 1
+) -> Iterator[Iterable[Tensor]]:
+    """Epochs of torch's loader over a rank's share, shuffled in full; batches are int64 [n, LENGTH + 1]."""
+    dataset = MappedTokens(folder)
+    sampler: DistributedSampler[Tensor] = DistributedSampler(
+        dataset, num_replicas=world_size, rank=rank, shuffle=True, seed=seed
+    )
+    persistent = num_workers > 0
+    loader = TorchDataLoader(
+        dataset, batch_size, sampler=sampler, num_workers=num_workers, persistent_workers=persistent
+    )
+    for epoch in count():
+        sampler.set_epoch(epoch)
+        yield loader
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,8 +98,8 @@ def load_with_dataflow(folder: str, batch_size: int, seed: int) -> LoadingResult
 def load_with_torch(folder: str, batch_size: int, seed: int, num_workers: int) -> LoadingResult:
     """One epoch through torch's loader."""
     began = perf_counter()
-    batches = TorchBatches(folder, batch_size, seed=seed, num_workers=num_workers)
-    return _pass(f"torch, {workers_text(num_workers)}", num_workers, batches.epoch(0), began)
+    batches = next(torch_epochs(folder, batch_size, seed=seed, num_workers=num_workers))
+    return _pass(f"torch, {workers_text(num_workers)}", num_workers, batches, began)
 
 
 def workers_text(num_workers: int) -> str:

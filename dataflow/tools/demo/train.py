@@ -14,7 +14,6 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
-from itertools import count
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -26,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dataflow.loader import DataLoader
 from dataflow.tools.demo.data import LENGTH, tokens
-from dataflow.tools.demo.loaders import TorchBatches
+from dataflow.tools.demo.loaders import torch_epochs
 from dataflow.tools.demo.model import ByteTransformer, next_byte_loss
 
 _LEARNING_RATE = 3e-3
@@ -173,7 +172,7 @@ def _batches(loader: DataLoader) -> Iterator[Tensor]:
 
 def _torch_batches(training: Training) -> Iterator[Tensor]:
     assert training.torch_workers is not None
-    batches = TorchBatches(
+    epochs = torch_epochs(
         training.folder,
         training.batch_size,
         seed=training.seed,
@@ -181,8 +180,8 @@ def _torch_batches(training: Training) -> Iterator[Tensor]:
         rank=dist.get_rank(),
         world_size=dist.get_world_size(),
     )
-    for epoch in count():
-        yield from batches.epoch(epoch)
+    for batches in epochs:
+        yield from batches
 
 
 def _warm_up(model: nn.Module, batch_size: int) -> None:

@@ -46,7 +46,8 @@ def _draw(report: Report, records: Sequence[RankRecord], figure: Any) -> None:
         left += width
     bars.set(title="where each rank's time went", xlabel="%", ylabel="rank", xlim=(0, 100))
     bars.invert_yaxis()
-    bars.legend(frameon=False, ncols=len(report.names), loc="lower center", bbox_to_anchor=(0.5, -0.9))
+    parts = bars.get_legend_handles_labels()
+    figure.legend(*parts, loc="outside lower center", ncols=len(report.names), frameon=False)
     for record in records[:_RANKS]:
         numbers = [one.window for one in record.windows[1:]]
         own = [(one.own_s if report.in_schedule else one.data_s) * 1e3 for one in record.windows[1:]]

@@ -170,7 +170,7 @@ class Cluster:
 
     def loads(self, rounds: Sequence[Round]) -> Sequence[Load]:
         """What rounds put on the links, to be asked again and again: counting messages takes long."""
-        return [self._load(each) for each in rounds if len(each.source)]
+        return [self.load(each) for each in rounds if len(each.source)]
 
     def loaded_seconds(self, loads: Sequence[Load], *, data_bytes_per_s: float = 0.0) -> float:
         """As `seconds`, of `loads(rounds)`."""
@@ -184,7 +184,8 @@ class Cluster:
             for each in loads
         )
 
-    def _load(self, messages: Round) -> Load:
+    def load(self, messages: Round) -> Load:
+        """What one round puts on the links."""
         source, target = messages.source, messages.target
         sends, takes = self.nodes[source], self.nodes[target]
         far = sends != takes

@@ -231,7 +231,7 @@ class Bar:
         )
         self._task = self._progress.add_task("")
 
-    def tell(self, done: int, total: int, now: str) -> None:
+    def show(self, done: int, total: int, now: str) -> None:
         """So many are done, and this begins."""
         self._progress.update(self._task, completed=done, total=total, description=now, refresh=True)
 

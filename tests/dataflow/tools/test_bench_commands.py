@@ -6,15 +6,16 @@ import sys
 import threading
 from dataclasses import replace
 
+import click
 import numpy as np
 import pytest
 import torch
 from cli_kit import run_command
+from click.testing import CliRunner
 from http_kit import slowstore
-from torch.utils.data import IterableDataset, TensorDataset
 
 from dataflow import DataLoader, Mixture, ShardedDataset, ShardWriter
-from dataflow.tools.bench import evidence, loader, stages
+from dataflow.tools.bench import loader
 from dataflow.tools.bench.compare import (
     Contestant,
     LoaderRun,
@@ -29,10 +30,11 @@ from dataflow.tools.bench.evidence import device_bytes, evict, resident_share
 from dataflow.tools.bench.in_memory import InMemory
 from dataflow.tools.bench.reads import ALIGNMENT, aligned_buffer
 from dataflow.tools.bench.settings import BenchDataset, Comparison, Emulation, Sweep, named_function
-from dataflow.tools.bench.stages import Work, run_phase
-from dataflow.tools.bench.storage import bench_storage
+from dataflow.tools.bench.stages import Work, own_blocks, run_phase
+from dataflow.tools.bench.storage import KernelAccounts, bench_storage
+from dataflow.tools.terminal.options import plain_errors
 from sharding.blocks import Shard
-from sharding.errors import ShardReadError
+from sharding.errors import DataflowError, ShardReadError
 
 SECONDS = 0.02
 
@@ -142,7 +144,11 @@ def test_direct_reads_are_cold_by_evidence(shards):
 
 
 def evict_all(shards):
-    evict([Shard(str(path), path.stat().st_size, "") for path in shards.glob("*.bin")])
+    evict([shard_of(path) for path in shards.glob("*.bin")])
+
+
+def shard_of(path):
+    return Shard(str(path), path.stat().st_size, "")
 
 
 def test_cold_is_refused_over_files_in_memory(shards):
@@ -155,40 +161,37 @@ def test_cold_is_refused_over_files_in_memory(shards):
     assert "--evict" in text
 
 
-def test_cold_is_refused_where_nobody_counts_device_bytes(shards, monkeypatch):
-    monkeypatch.setattr("dataflow.tools.bench.reads.device_bytes", lambda: None)
-    code, text = run("storage", shards, "--read", "buffered", "--in-flight", 1, *QUICK, "--require-cold")
-    assert code == 1
-    assert "the kernel does not say how many bytes came from a device" in text
+def test_cold_is_refused_where_nobody_counts_device_bytes(shards):
+    sweep = Sweep(source=[str(shards)], read="buffered", concurrency=[1], seconds=SECONDS, require_cold=True)
+    with pytest.raises(DataflowError, match="the kernel does not say how many bytes came from a device"):
+        bench_storage(sweep, accounts=KernelAccounts(from_device=lambda: None))
 
 
-def swept(shards, monkeypatch, *, device_bytes, **asked):
+def swept(shards, *, device_bytes, **asked):
     """The one case of a sweep; the device is said to have given so many bytes, with none in memory before."""
     counted = iter([0, device_bytes])
-    monkeypatch.setattr("dataflow.tools.bench.reads.device_bytes", lambda: next(counted))
-    monkeypatch.setattr("dataflow.tools.bench.storage.resident_share", lambda shards: 0.0)
-    [one] = bench_storage(
-        Sweep(source=[str(shards)], read="buffered", patterns=["sequential"], **asked)
-    ).cases
+    accounts = KernelAccounts(lambda: next(counted), lambda shards: 0.0)
+    sweep = Sweep(source=[str(shards)], read="buffered", patterns=["sequential"], **asked)
+    [one] = bench_storage(sweep, accounts=accounts).cases
     return one
 
 
-def test_evicted_files_are_read_once_and_called_by_what_the_device_gave(shards, monkeypatch):
+def test_evicted_files_are_read_once_and_called_by_what_the_device_gave(shards):
     asked = {"evict": True, "require_cold": True, "seconds": 5, "block_bytes": [4096], "concurrency": [2]}
-    one = swept(shards, monkeypatch, device_bytes=1 << 19, **asked)
+    one = swept(shards, device_bytes=1 << 19, **asked)
     assert one.exhausted
     assert one.passes == 1
     assert one.label.word == "cold"
 
 
-def test_what_is_read_a_second_time_is_not_called_cold(shards, monkeypatch):
+def test_what_is_read_a_second_time_is_not_called_cold(shards):
     asked = {"seconds": 0.1, "block_bytes": [1 << 18], "concurrency": [1]}
-    one = swept(shards, monkeypatch, device_bytes=1 << 50, **asked)
+    one = swept(shards, device_bytes=1 << 50, **asked)
     assert one.passes > 1
     assert one.label.word == "mixed"
 
 
-def test_residency_is_seen_and_needs_the_right_to_know(shards, monkeypatch):
+def test_residency_is_seen_and_needs_the_right_to_know(shards):
     path = shards / "a.bin"
     path.read_bytes()
     shard = Shard(str(path), path.stat().st_size, "")
@@ -198,9 +201,7 @@ def test_residency_is_seen_and_needs_the_right_to_know(shards, monkeypatch):
     assert resident_share([]) is None
     assert resident_share([Shard("http://host/x.bin", 10, "")]) is None
     assert resident_share([replace(shard, size=1 << 50)]) is None
-    monkeypatch.setattr(evidence.os, "geteuid", lambda: 12345)
-    monkeypatch.setattr(evidence.os, "access", lambda *_: False)
-    assert resident_share([shard]) is None
+    assert resident_share([shard], lambda path, status: False) is None
 
 
 def test_device_bytes_are_unknown_without_the_kernels_account(tmp_path):
@@ -246,23 +247,20 @@ def test_seconds_are_a_finite_number_above_0(shards, monkeypatch, command, secon
     assert run(*command, "shards", "--seconds", seconds)[0] == 2
 
 
-def test_a_file_that_may_not_be_read_is_named(shards, monkeypatch):
+def test_a_file_that_may_not_be_read_is_named(shards):
     def refuse(path, flags, *_):
         raise PermissionError(13, "Permission denied", path)
 
-    monkeypatch.setattr("dataflow.tools.bench.direct.os.open", refuse)
-    code, text = run("storage", shards / "a.bin")
-    assert code == 1
-    assert "a.bin" in text
-    assert "permission denied" in text
+    with pytest.raises(ShardReadError, match=r"a\.bin.*permission denied"):
+        DirectReader([shard_of(shards / "a.bin")], refuse)
 
 
-def test_a_filesystem_without_direct_reads_names_the_other_way(shards, monkeypatch):
+def test_a_filesystem_without_direct_reads_names_the_other_way(shards):
     def refuse(path, flags, *_):
         raise OSError(22, "Invalid argument", path)
 
-    monkeypatch.setattr("dataflow.tools.bench.direct.os.open", refuse)
-    assert "use --read buffered" in run("storage", shards / "a.bin")[1]
+    with pytest.raises(ShardReadError, match="use --read buffered"):
+        DirectReader([shard_of(shards / "a.bin")], refuse)
 
 
 # ---- loader ---------------------------------------------------------------------------------------------
@@ -277,10 +275,13 @@ def in_this_process(work, ranks):
     return [run_phase(replace(work, seconds=SECONDS))]
 
 
-def test_loader_measures_each_part_and_says_what_binds(shards, monkeypatch):
-    monkeypatch.setattr(loader, "_in_ranks", in_this_process)
-    code, text = run("loader", shards, *TOKENS, "--compute-ms", 5, "--batch-size", 8, *QUICK)
-    assert code == 0
+def emulated(shards):
+    emulation = Emulation(dataset=tokens_in(shards), compute_ms=5.0, batch_size=8, seconds=SECONDS)
+    return loader.emulate(emulation, run=in_this_process)
+
+
+def test_loader_measures_each_part_and_says_what_binds(shards):
+    text = " ".join(loader.sentences(emulated(shards)))
     assert "accelerator utilisation" in text
     assert "-bound:" in text
     assert "expected gain of curing one part" in text
@@ -288,11 +289,16 @@ def test_loader_measures_each_part_and_says_what_binds(shards, monkeypatch):
     assert "ledger: at most" in text
 
 
-def test_loader_figures_agree_with_each_other(shards, monkeypatch):
-    monkeypatch.setattr(loader, "_in_ranks", in_this_process)
-    code, text = run("loader", shards, *TOKENS, "--compute-ms", 5, "--batch-size", 8, *QUICK, "--json", "-")
+def test_the_loader_command_prints_figures_of_ranks_and_parts(shards):
+    code, text = run("loader", shards, *TOKENS, "--compute-ms", 5, "--batch-size", 8, *QUICK)
     assert code == 0
-    found = json.loads(text)
+    assert "rank AU samples/s MB/s read waiting in step first batch memory" in text
+    assert "loading from memory" in text
+    assert "-bound:" in text
+
+
+def test_loader_figures_agree_with_each_other(shards):
+    found = json.loads(json.dumps(emulated(shards).to_json()))
     [rank] = found["phases"]["training"]
     steps = rank["steps"]
     assert rank["samples"] == 8 * (steps["count"] - 1)
@@ -316,21 +322,20 @@ def test_loader_runs_in_gloo_ranks_that_go_in_step(shards):
         memory_limit=None,
         kept_bytes=1 << 20,
     )
-    found = loader._in_ranks(work, 2)
+    found = loader.run_in_ranks(work, 2)
     assert [one.rank for one in found] == [0, 1]
     assert found[0].steps["count"] == found[1].steps["count"] >= 2
 
 
-def test_data_that_came_from_the_disk_is_dropped_before_each_further_phase(shards, monkeypatch):
+def test_data_that_came_from_the_disk_is_dropped_before_each_further_phase(shards):
     dropped = []
-    monkeypatch.setattr(loader, "evict", lambda shards: dropped.append(len(shards)))
     asked = Emulation(dataset=tokens_in(shards), compute_ms=5.0, batch_size=8)
 
     def figures(work, ranks):
         [one] = in_this_process(work, ranks)
         return [replace(one, device_bytes=one.read_bytes, samples_per_s=100.0)]
 
-    found = loader.emulate(asked, run=figures)
+    found = loader.emulate(asked, run=figures, drop=lambda shards: dropped.append(len(shards)))
     assert found.evicted
     assert dropped == [2] * 5
 
@@ -370,16 +375,11 @@ def test_a_dataset_in_memory_is_as_long_as_fits_and_may_stay_undecoded(tars):
     assert batch["cls"].dtype == torch.uint8
 
 
-def test_ranks_share_the_blocks(tars, monkeypatch):
+def test_ranks_share_the_blocks(tars):
     dataset = ShardedDataset(str(tars))
-    monkeypatch.setattr(stages, "_world", lambda: 3)
-    shares = []
-    for rank in range(3):
-        monkeypatch.setattr(stages, "_rank", lambda rank=rank: rank)
-        shares.append(stages._own_blocks(dataset, seed=0).tolist())
+    shares = [own_blocks(dataset, 0, rank, 3).tolist() for rank in range(3)]
     assert sorted(number for share in shares for number in share) == [0, 1, 2, 3]
-    monkeypatch.setattr(stages, "_world", lambda: 9)
-    assert sorted(stages._own_blocks(dataset, seed=0).tolist()) == [0, 1, 2, 3]
+    assert sorted(own_blocks(dataset, 0, 0, 9).tolist()) == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize(
@@ -400,16 +400,17 @@ def test_loader_errors_are_one_line(own_data, tmp_path, arguments, message):
     assert message in text
 
 
-def test_an_error_of_a_rank_comes_without_its_traceback(own_data, monkeypatch):
-    def fails(asked, tell):
+def test_an_error_of_a_rank_comes_without_its_traceback():
+    @click.command()
+    @plain_errors
+    def fails():
         error = ValueError("too little memory")
         error.add_note("raised by rank 0 of 2:\nTraceback (most recent call last):\n  File")
         raise error
 
-    monkeypatch.setattr(loader, "emulate", fails)
-    code, text = run("loader", "a.tar", "--compute-ms", 5)
-    assert code == 1
-    assert text.strip() == "Error: too little memory raised by rank 0 of 2"
+    result = CliRunner().invoke(fails, [])
+    assert result.exit_code == 1
+    assert " ".join(result.output.split()) == "Error: too little memory raised by rank 0 of 2"
 
 
 # ---- compare --------------------------------------------------------------------------------------------
@@ -420,42 +421,45 @@ def own_data(tmp_path, monkeypatch):
     """A module of the user's, in the current folder."""
     (tmp_path / "own_data.py").write_text(
         "import torch\n"
-        "from torch.utils.data import TensorDataset\n"
+        "from torch.utils.data import IterableDataset, TensorDataset\n"
         "def plain(): return TensorDataset(torch.zeros(64, 3), torch.arange(64))\n"
         "def none(): return 3\n"
+        "class Endless(IterableDataset):\n"
+        "    def __iter__(self): return iter(range(32))\n"
+        "def endless(): return Endless()\n"
+        "def empty(): return TensorDataset(torch.zeros(0, 3))\n"
         "def pairs(samples): return torch.stack([x for x, _ in samples])\n"
         "number = 3\n"
     )
     (tmp_path / "broken_data.py").write_text("import surely_not_there\n")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [*sys.path])
+    path = [*sys.path]
     yield tmp_path
+    sys.path[:] = path
     sys.modules.pop("own_data", None)
 
 
-def test_compare_runs_both_loaders_in_turns_over_a_torch_dataset(own_data, monkeypatch):
+def test_compare_runs_both_loaders_in_turns_over_a_torch_dataset(own_data):
     turns = []
 
-    def in_process(contestant, asked):
+    def in_process(contestant, settings):
         turns.append(contestant.name)
-        return measure(contestant, replace(asked, seconds=SECONDS))
+        return measure(contestant, settings)
 
-    monkeypatch.setattr("dataflow.tools.bench.compare._in_a_process", in_process)
-    code, text = run("compare", "own_data:plain", "--workers", 0, "--repeats", 2, "--batch-size", 8)
-    assert code == 0
+    figures = compare(comparison("own_data:plain", workers=(0,), repeats=2), run=in_process)
     assert turns == ["dataflow, no workers", "torch, no workers"] * 2
-    assert "TensorDataset" in text
-    assert "samples/s" in text
+    assert figures.dataset == "TensorDataset"
+    assert "samples/s" in next(sentences(figures))
 
 
-def test_compare_over_shards_gives_torch_the_map_style_dataset(tars, monkeypatch):
-    monkeypatch.setattr(
-        "dataflow.tools.bench.compare._in_a_process",
-        lambda one, asked: measure(one, replace(asked, seconds=SECONDS)),
-    )
-    code, text = run("compare", tars, "--workers", 0, "--repeats", 1, "--batch-size", 8, "--json", "-")
-    assert code == 0
-    found = json.loads(text)
+def comparison(source, **settings):
+    dataset = BenchDataset(source=[str(source)])
+    return Comparison(**{"dataset": dataset, "batch_size": 8, "seconds": SECONDS, **settings})
+
+
+def test_compare_over_shards_gives_torch_the_map_style_dataset(tars):
+    found = compare(comparison(tars, workers=(0,), repeats=1), run=measure).to_json()
+    found = json.loads(json.dumps(found))
     assert [one["name"] for one in found["contestants"]] == ["dataflow", "torch, no workers"]
     assert found["ratio"] > 0
     assert all(run["samples"] >= 8 for one in found["contestants"] for run in one["runs"])
@@ -499,25 +503,18 @@ def test_overlapping_runs_are_said_to_overlap(own_data):
     assert not any("overlap" in line for line in sentences(compared([100, 101], [120, 110])))
 
 
-class Endless(IterableDataset):
-    def __iter__(self):
-        return iter(range(32))
-
-
-def test_an_iterable_dataset_is_compared_unshuffled(monkeypatch):
-    monkeypatch.setattr(BenchDataset, "open", lambda _: Endless())
-    asked = Comparison(dataset=BenchDataset(source=["own_data:endless"]), batch_size=8, seconds=SECONDS)
+def test_an_iterable_dataset_is_compared_unshuffled(own_data):
+    asked = comparison("own_data:endless")
     assert measure(Contestant("torch", 0), asked).samples >= 8
     assert measure(Contestant("dataflow", 0), asked).samples >= 8
 
 
-def test_a_mixture_and_an_empty_dataset_are_refused(tars, monkeypatch):
+def test_a_mixture_and_an_empty_dataset_are_refused(tars, own_data):
     dataset = ShardedDataset(str(tars))
     with pytest.raises(ValueError, match="cannot read a Mixture"):
         contestants_over(Mixture({dataset: 1.0}), (0,))
-    monkeypatch.setattr(BenchDataset, "open", lambda _: TensorDataset(torch.zeros(0, 3)))
     with pytest.raises(ValueError, match=r"no batch|num_samples"):
-        measure(Contestant("dataflow", 0), Comparison(dataset=BenchDataset(source=["x"]), seconds=SECONDS))
+        measure(Contestant("dataflow", 0), comparison("own_data:empty"))
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ import torch
 from click.testing import CliRunner
 
 from dataflow.tools.cli import main
-from dataflow.tools.demo import data as demo_data
 from dataflow.tools.demo.data import LENGTH, read_tars, tokens, write_corpus
 from dataflow.tools.demo.demo import DemoFigures, losses_text, sentences
 from dataflow.tools.demo.loaders import (
@@ -142,9 +141,8 @@ def test_the_shards_are_a_function_of_this_python_alone(corpus, tmp_path):
         assert path.read_bytes() == (Path(corpus.folder) / path.name).read_bytes()
 
 
-def test_mapped_tokens_are_the_samples_of_the_dataset(corpus, monkeypatch, tmp_path):
-    monkeypatch.setattr(demo_data, "_SHARD_BYTES", 100_000)  # so that there are several shards
-    write_corpus(tmp_path, max_modules=25)
+def test_mapped_tokens_are_the_samples_of_the_dataset(corpus, tmp_path):
+    write_corpus(tmp_path, max_modules=25, shard_bytes=100_000)  # so that there are several shards
     dataset = tokens(tmp_path)
     mapped = MappedTokens(tmp_path)
     assert dataset.catalog.num_shards > 2

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from dataflow.tools.bench import direct, reader_process
+from dataflow.tools.bench import reader_process
 from dataflow.tools.bench.direct import DirectProcesses, DirectReader
 from dataflow.tools.bench.reader_process import random_share, sequential_share
 from dataflow.tools.bench.reads import BlockOrder, Case
@@ -153,7 +153,7 @@ class Noting:
 
 def test_a_process_takes_the_shares_of_its_readers():
     noting, lined_up = Noting(), []
-    found = reader_process._part(
+    found = reader_process.part_of_case(
         Case("random", 4096, 6),
         range(1, 6, 2),
         lambda number: iter([(SHARDS[0], 10 * number, 4096), (SHARDS[0], 10 * number + 1, 100)]),
@@ -259,11 +259,10 @@ def test_readers_end_with_the_process_that_started_them(shard, ended):
         waits[0]()
 
 
-def test_a_case_that_does_not_end_is_given_up(shard, ended, monkeypatch):
-    monkeypatch.setattr(direct, "_END_S", 0.05)
+def test_a_case_that_does_not_end_is_given_up(shard, ended):
     waits = []
 
-    with DirectProcesses([shard], cores=1, late_s=0.05) as processes:
+    with DirectProcesses([shard], cores=1, late_s=0.05, end_s=0.05) as processes:
 
         def hang(pids):
             waits.append(ended([processes.pid, *pids]))
