@@ -60,7 +60,7 @@ def label_of(evidence: Evidence) -> Label:
     if evidence.remote:
         return Label(
             "unknown",
-            "what the store, and caches on the way to it, hold in memory cannot be evidence from here",
+            "what the store, and caches on the way to it, hold in memory cannot be seen from here",
         )
     if evidence.device_bytes is None:
         return Label("unknown", "the kernel does not say how many bytes came from a device (/proc/self/io)")

@@ -39,7 +39,7 @@ _fork = multiprocessing.get_context("fork")
 def random_share(order: BlockOrder, number: int, readers: int) -> Iterator[Block]:
     """What one of several readers takes of a random order: each `readers`-th place.
 
-    Many are process at once, the first of them now: it takes time, which is not to lie between two reads.
+    Many are made at once, the first of them now: it takes time, which is not to lie between two reads.
     """
     step = readers * max(_LEAST_AHEAD, _AHEAD // readers)
     parts = (order.blocks(range(at, at + step, readers)) for at in itertools.count(number, step))
