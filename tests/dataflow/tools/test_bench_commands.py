@@ -1,5 +1,6 @@
 """`dataflow bench storage`, `loader` and `compare` on tiny data, from end to end."""
 
+import io
 import json
 import os
 import sys
@@ -13,6 +14,7 @@ import torch
 from cli_kit import run_command
 from click.testing import CliRunner
 from http_kit import slowstore
+from rich.console import Console
 
 from dataflow import DataLoader, Mixture, ShardedDataset, ShardWriter
 from dataflow.tools.bench import loader
@@ -33,6 +35,7 @@ from dataflow.tools.bench.settings import BenchDataset, Comparison, Emulation, S
 from dataflow.tools.bench.stages import Work, own_blocks, run_phase
 from dataflow.tools.bench.storage import KernelAccounts, bench_storage
 from dataflow.tools.terminal.options import plain_errors
+from dataflow.tools.terminal.report import show
 from sharding.blocks import Shard
 from sharding.errors import DataflowError, ShardReadError
 
@@ -80,7 +83,6 @@ def has_direct_reads(folder):
     return True
 
 
-TOKENS = ("--dtype", "uint16", "--length", "64")
 QUICK = ("--seconds", SECONDS)
 
 
@@ -281,20 +283,16 @@ def emulated(shards):
 
 
 def test_loader_measures_each_part_and_says_what_binds(shards):
-    text = " ".join(loader.sentences(emulated(shards)))
+    console = Console(record=True, file=io.StringIO(), width=100)
+    show(loader.page_of(emulated(shards)).parts, console)
+    text = " ".join(console.export_text().split())
+    assert "rank AU samples/s MB/s read waiting in step first batch memory" in text
+    assert "loading from memory" in text
     assert "accelerator utilisation" in text
     assert "-bound:" in text
     assert "expected gain of curing one part" in text
     assert "the slowest part alone predicts" in text
     assert "ledger: at most" in text
-
-
-def test_the_loader_command_prints_figures_of_ranks_and_parts(shards):
-    code, text = run("loader", shards, *TOKENS, "--compute-ms", 5, "--batch-size", 8, *QUICK)
-    assert code == 0
-    assert "rank AU samples/s MB/s read waiting in step first batch memory" in text
-    assert "loading from memory" in text
-    assert "-bound:" in text
 
 
 def test_loader_figures_agree_with_each_other(shards):
