@@ -123,8 +123,8 @@ def _saved(target: CatalogTarget, retrier: Retrier) -> tuple[Catalog | None, lis
 
 
 def _stale(catalog: Catalog, target: CatalogTarget, retrier: Retrier) -> Iterator[str]:
-    before = (catalog.format, dict(catalog.options), catalog.block_bytes)
-    now = (target.codec.name, target.codec.options(), target.block_bytes)
+    before = (catalog.format, dict(sorted(catalog.options.items())), catalog.block_bytes)
+    now = (target.codec.name, dict(sorted(target.codec.options().items())), target.block_bytes)
     for name, old, new in zip(("format", "options", "block bytes"), before, now, strict=True):
         if old != new:
             yield f"{name}: was {old}, now {new}"
