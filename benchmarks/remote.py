@@ -158,7 +158,7 @@ class Session:
 
     def plan_of(self, workload: str) -> dict[str, int]:
         """Requests and bytes that an epoch of ours needs: each block once."""
-        from sharding.catalog.build import Catalog
+        from sharding.catalog.table import Catalog
 
         catalog = Catalog.load(Remote(self._url, workload, str(self._data.root), "").catalog)
         lengths = catalog.blocks.length[catalog.blocks.num_samples > 0]

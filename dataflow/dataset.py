@@ -40,8 +40,7 @@ from prefetch.store.again import Hosts, Retrier
 from prefetch.store.reader import StoreReader
 from prefetch.store.retries import RetryPolicy
 from sharding.blocks import DEFAULT_BLOCK_BYTES, Format
-from sharding.catalog.build import Catalog
-from sharding.catalog.table import BlockTable
+from sharding.catalog.table import BlockTable, Catalog
 from sharding.errors import CorruptShardError, SampleError
 from sharding.order.keyed import mix_key
 from sharding.order.selection import SelectedOrder, Selection

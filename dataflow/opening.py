@@ -21,7 +21,6 @@ from prefetch.store.reader import StoreReader
 from prefetch.store.shard_files import shard_file
 from sharding.blocks import DEFAULT_BLOCK_BYTES, Format
 from sharding.catalog.build import (
-    Catalog,
     build_catalog,
     changes,
     changes_text,
@@ -33,6 +32,7 @@ from sharding.catalog.build import (
 )
 from sharding.catalog.expand import expand
 from sharding.catalog.storage import exists
+from sharding.catalog.table import Catalog
 from sharding.errors import ShardChangedError, ShardReadError
 from sharding.formats import resolve_format
 from sharding.redaction import identity_of

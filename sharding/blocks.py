@@ -10,11 +10,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
+
+from sharding.errors import CorruptShardError
 
 DEFAULT_BLOCK_BYTES = 2 << 20
 """Bytes a block aims at where the format has no unit of its own."""
@@ -50,6 +52,7 @@ class ColumnSpec:
     """numpy dtype name of an element ("uint8" for bytes, text and JSON)."""
     shape: tuple[int, ...] = ()
     """Shape of one value; for kind "fixed" only."""
+    _: KW_ONLY
     size_range: tuple[int, int] | None = None
     """Least and greatest length of a value in elements, where indexing learned it; not for "fixed"."""
     optional: bool = False
@@ -69,6 +72,7 @@ class ShardScan:
     nbytes: NDArray[np.int64]
     """Bytes the decoded block occupies at most (decompressed); equals `length` for plain layouts."""
     num_samples: NDArray[np.int64]
+    _: KW_ONLY
     schema: Mapping[str, ColumnSpec]
     """Column name -> spec, in the shard's own order."""
     index: Sequence[bytes] | None = None
@@ -89,6 +93,7 @@ class Block:
     offset: int
     length: int
     nbytes: int
+    _: KW_ONLY
     first_sample: int
     """Number of the block's first sample in the whole dataset."""
     first_in_shard: int
@@ -102,6 +107,10 @@ class Block:
     footer: bytes | memoryview = b""
     checksum: int | None = None
     """CRC-32 (`zlib.crc32`) of the stored bytes; None where the catalog has none."""
+
+    def corrupt(self, reason: str) -> CorruptShardError:
+        """The error of a block whose bytes break the rules of its format."""
+        return CorruptShardError(self.shard.url, reason, self.offset, stage="decode")
 
 
 @dataclass(frozen=True)
@@ -215,17 +224,3 @@ def spec_text(spec: ColumnSpec) -> str:
         shape = f"[{', '.join(map(str, spec.shape))}]" if spec.shape else ""
         return f"{spec.dtype}{shape}{unit}"
     return f"list of {spec.dtype}{unit}" if spec.kind == "list" else spec.kind
-
-
-__all__ = [
-    "DEFAULT_BLOCK_BYTES",
-    "Block",
-    "Column",
-    "ColumnSpec",
-    "Columns",
-    "Format",
-    "Shard",
-    "ShardScan",
-    "Spans",
-    "spec_text",
-]

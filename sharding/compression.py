@@ -96,32 +96,32 @@ class _InflatedReader(io.RawIOBase):
 
     def readinto(self, into: WriteableBuffer, /) -> int:
         target = memoryview(into).cast("B")
-        taken = self._take(len(target))
-        target[: len(taken)] = taken
-        return len(taken)
+        piece = self._take(len(target))
+        target[: len(piece)] = piece
+        return len(piece)
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         start = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: _READ_TO_THE_END}[whence]
         distance = start + offset - self._position
         if distance < 0 or (whence == io.SEEK_END and offset):
             raise io.UnsupportedOperation("a compressed file is read forwards only")
-        while distance > 0 and (taken := self._take(distance)):
-            distance -= len(taken)
+        while distance > 0 and (piece := self._take(distance)):
+            distance -= len(piece)
         return self._position
 
     def _take(self, num_bytes: int) -> memoryview:
         """The next bytes, at least one unless at the end, at most `num_bytes`."""
         while not self._piece and num_bytes:
-            piece = next(self._pieces, None)
-            if piece is None:
+            more = next(self._pieces, None)
+            if more is None:
                 break
-            self._piece = memoryview(piece)
-        taken, self._piece = self._piece[:num_bytes], self._piece[num_bytes:]
-        self._position += len(taken)
+            self._piece = memoryview(more)
+        piece, self._piece = self._piece[:num_bytes], self._piece[num_bytes:]
+        self._position += len(piece)
         if self._limit_bytes is not None and self._position > self._limit_bytes:
             reason = f"decompresses to more than {self._limit_bytes} bytes"
             raise CorruptShardError(self._url, reason, offset=self._limit_bytes, stage="index")
-        return taken
+        return piece
 
 
 def _inflated(read: Callable[[int], bytes], url: str, *, stage: str) -> Iterator[bytes]:
@@ -180,6 +180,3 @@ def _feed_zstd(member: Any, data: memoryview) -> tuple[bytes, memoryview]:
         size += len(pieces[-1])
         at = min(at + _ZSTD_INPUT_BYTES, len(data))
     return b"".join(pieces), data[at - len(member.unused_data) :]
-
-
-__all__ = ["compression_of", "decompress", "open_decompressed"]

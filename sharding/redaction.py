@@ -78,27 +78,27 @@ def hide_secrets(error: BaseException) -> None:
 
 def _with_causes(error: BaseException) -> Iterator[BaseException]:
     """An error, and all that Python prints with it."""
-    left, seen = [error], set[int]()
-    while left:
-        one = left.pop()
-        if id(one) not in seen:
-            seen.add(id(one))
+    queue, ids = [error], set[int]()
+    while queue:
+        one = queue.pop()
+        if id(one) not in ids:
+            ids.add(id(one))
             yield one
-            left += [other for other in (one.__cause__, one.__context__) if other is not None]
+            queue += [other for other in (one.__cause__, one.__context__) if other is not None]
 
 
-def _without_password(found: re.Match[str]) -> str:
-    protocol, user = found[1], found[2].partition(":")[0]
+def _without_password(match: re.Match[str]) -> str:
+    protocol, user = match[1], match[2].partition(":")[0]
     return f"{protocol}://" if protocol.lower().startswith("http") else f"{protocol}://{user}@"
 
 
-def _unsigned(found: re.Match[str]) -> str:
-    parts = [(part, *_parameter(part)) for part in found[1].split("&")]
+def _unsigned(match: re.Match[str]) -> str:
+    parts = [(part, *_parameter(part)) for part in match[1].split("&")]
     names = {name for _, name, _ in parts}
     if not any(secret for *_, secret in parts) and not any(pair <= names for pair in _PAIRS):
-        return found[0]
-    kept = [part for part, name, secret in parts if not secret and not _BESIDE.fullmatch(name)]
-    return f"?{'&'.join(kept)}" if kept else ""
+        return match[0]
+    public = [part for part, name, secret in parts if not secret and not _BESIDE.fullmatch(name)]
+    return f"?{'&'.join(public)}" if public else ""
 
 
 def _parameter(text: str) -> tuple[str, bool]:
@@ -106,6 +106,3 @@ def _parameter(text: str) -> tuple[str, bool]:
     name, _, value = text.partition("=")
     name = re.sub(r"[^a-z0-9]", "", unquote(name).lower())
     return name, bool(_SECRET.fullmatch(name) or (name == "key" and _KEY.fullmatch(value)))
-
-
-__all__ = ["has_unquoted_password", "hide_secrets", "identity_of", "without_secrets"]

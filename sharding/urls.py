@@ -62,6 +62,3 @@ def _without_query(url: str) -> str:
     part = naming_part(url)
     # Elsewhere than in HTTP, "?" is a glob sign or part of a name, but for the one query of object stores.
     return re.split(r"[?#]", part, maxsplit=1)[0] if is_http(url) else part.partition(_QUERY_MARK)[0]
-
-
-__all__ = ["file_name", "is_glob", "is_http", "is_local", "local_path", "naming_part", "protocol_of"]

@@ -18,7 +18,7 @@ from prefetch.memory.mapping import Mappings
 from prefetch.store.reader import Awaited, StoreReader
 from sharding.blocks import Block, Format, Shard, Spans
 from sharding.cached_property import cached_property
-from sharding.catalog.build import Catalog
+from sharding.catalog.table import Catalog
 
 Array = NDArray[Any]
 LocatedBlock = tuple[Block, dict[str, Spans] | None]

@@ -19,7 +19,7 @@ from dataflow.stream.read_ahead import WINDOWS_OPEN
 from prefetch.cache.entry import Entry, mark_of, tag_of
 from prefetch.cache.folder import Stored
 from sharding.cached_property import cached_property
-from sharding.catalog.build import Catalog
+from sharding.catalog.table import Catalog
 from sharding.order.keyed import splitmix64
 from sharding.order.order import Order
 from sharding.plan.next_use import LaneRange, next_uses, windows_of_blocks

@@ -20,7 +20,7 @@ def shard_file(reader: StoreReader, shard: Shard, fs: Any, path: str) -> BinaryI
     some keep what they read of an archive.
     """
     if fs is None or body_of(fs) is None:
-        return open_shard(shard.location, fs, path)
+        return open_shard(shard, fs, path)
     return io.BufferedReader(_Ranges(reader, shard), SCAN_READ_BYTES)
 
 

@@ -25,7 +25,7 @@ from sharding.blocks import DEFAULT_BLOCK_BYTES, Format, Shard, ShardScan
 from sharding.catalog.file import VERSION, arrow_rows, kept_folder
 from sharding.catalog.schema import merge_schemas
 from sharding.catalog.storage import check_shard, failure_text, open_shard, open_url, shard_info, shard_of
-from sharding.catalog.table import BlockTable, Catalog
+from sharding.catalog.table import Catalog
 from sharding.errors import CorruptShardError, DataflowError, ShardError, ShardReadError
 from sharding.formats import sibling
 from sharding.formats.arrow.columns import TabularFormat
@@ -50,7 +50,7 @@ class Map(Protocol):
 
 
 class Retry(Protocol):
-    """Calls, and may call again what failed; this package knows no clock to do so with."""
+    """Calls a function, and may call it again where it failed; this package knows no clock to do so with."""
 
     def __call__(self, call: Callable[[], R], url: str, /) -> R:
         """What the call, which asks the store at this URL, returns in the end."""
@@ -66,11 +66,6 @@ OpenShard = Callable[[Shard, Any, str], BinaryIO]
 """The stored bytes of a shard, whose fsspec filesystem and path are given, as a seekable file."""
 
 
-def open_by_fsspec(shard: Shard, fs: Any, path: str) -> BinaryIO:
-    """As the filesystem opens it."""
-    return open_shard(shard.location, fs, path)
-
-
 @dataclass(frozen=True)
 class ShardChange:
     """One shard that is not as it was when it was indexed."""
@@ -81,7 +76,7 @@ class ShardChange:
 
 
 @dataclass(frozen=True)
-class _Place:
+class _OpenedUrl:
     """A shard's URL, opened in the caller's thread (fsspec keeps one filesystem per thread)."""
 
     url: str
@@ -99,7 +94,7 @@ def build_catalog(
     map: Map = map,  # noqa: A002
     progress: Callable[[int, int, int], None] | None = None,
     retry: Retry = once,
-    open_shard: OpenShard = open_by_fsspec,
+    open_shard: OpenShard = open_shard,
 ) -> Catalog:
     """Index all shards.
 
@@ -120,9 +115,9 @@ def build_catalog(
     """
     if not urls:
         raise ValueError("urls must name at least one shard, got none")
-    places = _places(urls, storage_options)
+    places = _opened(urls, storage_options)
 
-    def index(place: _Place) -> tuple[Shard, ShardScan] | ShardError:
+    def index(place: _OpenedUrl) -> tuple[Shard, ShardScan] | ShardError:
         try:
             return retry(
                 lambda: _index_shard(place, codec, storage_options, block_bytes, open_shard), place.url
@@ -130,26 +125,32 @@ def build_catalog(
         except ShardError as error:
             return error
 
-    indexed, failed, samples = [], [], 0
-    for done, found in enumerate(map(index, places), 1):
-        if isinstance(found, ShardError):
-            failed.append(found)
+    shards, scans, failures, num_samples = list[Shard](), list[ShardScan](), list[ShardError](), 0
+    for count, result in enumerate(map(index, places), 1):
+        if isinstance(result, ShardError):
+            failures.append(result)
         else:
-            indexed.append(found)
-            samples += int(found[1].num_samples.sum())
+            shards.append(result[0])
+            scans.append(result[1])
+            num_samples += int(result[1].num_samples.sum())
         if progress:
-            progress(done, len(urls), samples)
-    _raise_first(failed, len(urls))
-    if samples == 0:
+            progress(count, len(urls), num_samples)
+    _raise_first(failures, len(urls))
+    if num_samples == 0:
         raise DataflowError(f"the dataset is empty: no samples in {len(urls)} shards such as {urls[0]}")
-    seen = ((shard.url, scan.schema) for shard, scan in indexed if scan.num_samples.any())
-    schema = merge_schemas(seen, may_lack=codec.columns_are_extensions)
-    rows = arrow_rows([shard for shard, _ in indexed], [scan for _, scan in indexed])
-    unfinished = {number: scan.unfinished for number, (_, scan) in enumerate(indexed) if scan.unfinished}
-    missing = _missing(
-        [name for name, spec in schema.items() if spec.optional], [scan for _, scan in indexed]
+    schemas = (
+        (shard.url, scan.schema) for shard, scan in zip(shards, scans, strict=True) if scan.num_samples.any()
     )
-    catalog = Catalog(codec.name, codec.options(), block_bytes, schema, rows, unfinished, missing)
+    schema = merge_schemas(schemas, may_lack=codec.columns_are_extensions)
+    catalog = Catalog(
+        codec.name,
+        codec.options(),
+        block_bytes,
+        schema,
+        rows=arrow_rows(shards, scans),
+        unfinished={number: scan.unfinished for number, scan in enumerate(scans) if scan.unfinished},
+        missing=_missing([name for name, spec in schema.items() if spec.optional], scans),
+    )
     return catalog.signed_by(urls)
 
 
@@ -164,12 +165,15 @@ def _missing(columns: Sequence[str], scans: Sequence[ShardScan]) -> dict[str, tu
     return first
 
 
-def _places(urls: Sequence[str], options: Mapping[str, Any] | None) -> list[_Place]:
-    return [_Place(url, None, "") if is_local(url) else _Place(url, *open_url(url, options)) for url in urls]
+def _opened(urls: Sequence[str], options: Mapping[str, Any] | None) -> list[_OpenedUrl]:
+    return [
+        _OpenedUrl(url, None, "") if is_local(url) else _OpenedUrl(url, *open_url(url, options))
+        for url in urls
+    ]
 
 
 def _index_shard(
-    place: _Place,
+    place: _OpenedUrl,
     codec: Format,
     options: Mapping[str, Any] | None,
     block_bytes: int,
@@ -182,7 +186,7 @@ def _index_shard(
         file = files.enter_context(open_shard(shard, place.fs, place.path))
         beside: dict[str, BinaryIO] = {}
         if codec.sibling_suffix:
-            other = _places([sibling(place.url, codec.sibling_suffix)], options)[0]
+            other = _opened([sibling(place.url, codec.sibling_suffix)], options)[0]
             beside["sibling"] = files.enter_context(open_shard(_shard_at(other), other.fs, other.path))
         try:
             return shard, codec.scan(file, shard, block_bytes=block_bytes, **beside)
@@ -192,7 +196,7 @@ def _index_shard(
             raise ShardReadError(shard.url, f"indexing it failed; {failure_text(error)}") from error
 
 
-def _shard_at(place: _Place) -> Shard:
+def _shard_at(place: _OpenedUrl) -> Shard:
     return shard_of(place.url, shard_info(place.url, place.fs, place.path))
 
 
@@ -221,12 +225,12 @@ def changes(
     """
     numbers = range(catalog.num_shards) if shards is None else list(shards)
     locations = catalog.locations
-    places = _places([locations[number] for number in numbers], storage_options)
+    places = _opened([locations[number] for number in numbers], storage_options)
     if fresh:
         for fs in {id(place.fs): place.fs for place in places if place.fs is not None}.values():
             fs.invalidate_cache()
 
-    def change(numbered: tuple[int, _Place]) -> ShardChange | None:
+    def change(numbered: tuple[int, _OpenedUrl]) -> ShardChange | None:
         number, place = numbered
         try:
             info = retry(lambda: shard_info(place.url, place.fs, place.path), place.url)
@@ -237,7 +241,7 @@ def changes(
             what = error.reason
         return None if what is None else ShardChange(identity_of(place.url), what)
 
-    return [found for found in map(change, zip(numbers, places, strict=True)) if found is not None]
+    return [one for one in map(change, zip(numbers, places, strict=True)) if one is not None]
 
 
 def unlisted_columns(catalog: Catalog) -> list[str]:
@@ -247,26 +251,29 @@ def unlisted_columns(catalog: Catalog) -> list[str]:
         codec = catalog.codec()
         if first is None or not isinstance(codec, TabularFormat):
             return []
-        known = specs_of(codec.schema(bytes(first.footer)), first.shard.url)
+        specs = specs_of(codec.schema(bytes(first.footer)), first.shard.url)
     except (pa.ArrowException, OSError, ValueError, CorruptShardError):
         return []  # a format of the user's, or a footer that decoding will complain of
-    return [name for name in known if name not in catalog.schema]
+    return [name for name in specs if name not in catalog.schema]
 
 
-def changes_text(found: Sequence[ShardChange], num_shards: int) -> str:
+def changes_text(shard_changes: Sequence[ShardChange], num_shards: int) -> str:
     """A warning that counts the changed shards and names the first few."""
-    named = "; ".join(f"{file_name(one.url)}: {one.what}" for one in found[:_NAMED_IN_A_WARNING])
-    more = f"; and {len(found) - _NAMED_IN_A_WARNING} more" if len(found) > _NAMED_IN_A_WARNING else ""
-    return f"{len(found)} of {num_shards} shards changed since they were indexed: {named}{more}"
+    listed = _first_few([(change.url, change.what) for change in shard_changes])
+    return f"{len(shard_changes)} of {num_shards} shards changed since they were indexed: {listed}"
 
 
 def unfinished_text(catalog: Catalog) -> str:
     """A warning that counts the unfinished shards and names the first few."""
-    some = list(catalog.unfinished.items())[:_NAMED_IN_A_WARNING]
-    named = "; ".join(f"{file_name(catalog.shard(number).url)}: {how}" for number, how in some)
-    more = f"; and {len(catalog.unfinished) - len(some)} more" if len(catalog.unfinished) > len(some) else ""
+    listed = _first_few([(catalog.shard(number).url, how) for number, how in catalog.unfinished.items()])
     counted = f"{len(catalog.unfinished)} of {catalog.num_shards} shards are unfinished"
-    return f"{counted}, and only their whole samples are read: {named}{more}"
+    return f"{counted}, and only their whole samples are read: {listed}"
+
+
+def _first_few(shards: Sequence[tuple[str, str]]) -> str:
+    named = "; ".join(f"{file_name(url)}: {what}" for url, what in shards[:_NAMED_IN_A_WARNING])
+    more = len(shards) - _NAMED_IN_A_WARNING
+    return f"{named}; and {more} more" if more > 0 else named
 
 
 def is_catalog(source: object) -> bool:
@@ -300,21 +307,3 @@ def find_catalog(
         return Catalog.load(path)
     except DataflowError:
         return None  # The new catalog that the caller builds replaces it.
-
-
-__all__ = [
-    "CATALOG_SUFFIX",
-    "BlockTable",
-    "Catalog",
-    "Map",
-    "ShardChange",
-    "build_catalog",
-    "changes",
-    "changes_text",
-    "check_shard",
-    "default_catalog_path",
-    "find_catalog",
-    "is_catalog",
-    "unfinished_text",
-    "unlisted_columns",
-]

@@ -13,7 +13,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from sharding.catalog.storage import exists, open_url, store_errors
+from sharding.catalog.storage import open_url, store_errors
 from sharding.errors import ShardReadError
 from sharding.formats import has_suffix
 from sharding.redaction import has_unquoted_password, hide_secrets, identity_of, without_secrets
@@ -44,8 +44,9 @@ def expand(
     """
     items = [source] if isinstance(source, (str, os.PathLike)) else source
     if not isinstance(items, (list, tuple)) or not items:
-        given = without_secrets(repr(source))
-        raise ValueError(f"source must be a path, a URL or a list of them, got {given}")
+        raise ValueError(
+            f"source must be a path, a URL or a list of them, got {without_secrets(repr(source))}"
+        )
     pieces = [piece for item in items for piece in _expand_braces(_text(item))]
     spelled_out = len(pieces) > 1
     urls: list[str] = []
@@ -114,12 +115,12 @@ def _http_file(url: str) -> str:
 def _glob(pattern: str, options: Mapping[str, Any] | None) -> list[str]:
     fs, path = open_url(_canonical(pattern), options)
     with store_errors(pattern):
-        found: dict[str, dict[str, Any]] = fs.glob(path, detail=True)
-    files = sorted(name for name, info in found.items() if info["type"] != "directory")
+        matches: dict[str, dict[str, Any]] = fs.glob(path, detail=True)
+    files = sorted(name for name, info in matches.items() if info["type"] != "directory")
     if not file_name(pattern).startswith("."):
         files = [name for name in files if not file_name(name).startswith(".")]
     if not files:
-        only = f"; it matches {len(found)} directories" if found else ""
+        only = f"; it matches {len(matches)} directories" if matches else ""
         raise ShardReadError(pattern, f"no file matches this pattern{only}")
     return [_in_place_of(path, pattern, name, fs) for name in files]
 
@@ -140,25 +141,22 @@ def _is_shard(name: str, suffixes: Collection[str] | None) -> bool:
     return not name.startswith((".", "_")) and has_suffix(name, suffixes)
 
 
-def _in_place_of(path: str, url: str, found: str, fs: Any) -> str:
+def _in_place_of(path: str, url: str, listed: str, fs: Any) -> str:
     """The URL of a path that the store listed, spelled as the user spelled the pattern or directory."""
     if is_local(url):
-        return found
+        return listed
     part = naming_part(url)
     # Host names and leading slashes are stripped differently by each filesystem: keep the user's.
-    new = part.removesuffix(path) + found if part.endswith(path) else fs.unstrip_protocol(found)
+    new = part.removesuffix(path) + listed if part.endswith(path) else fs.unstrip_protocol(listed)
     return url.replace(part, new, 1)
 
 
 def _without_duplicates(urls: list[str]) -> list[str]:
-    seen: set[str] = set()
+    names: set[str] = set()
     for url in map(identity_of, urls):
-        if url in seen:
+        if url in names:
             raise ValueError(
                 f"a shard may be given once only, got {url!r} twice; to repeat data, use a Mixture"
             )
-        seen.add(url)
+        names.add(url)
     return urls
-
-
-__all__ = ["Source", "exists", "expand", "is_local", "local_path", "open_url"]

@@ -17,6 +17,7 @@ import re
 import uuid
 import zlib
 from collections.abc import Mapping, Sequence
+from itertools import repeat
 from typing import Any
 
 import numpy as np
@@ -55,9 +56,14 @@ BlobCrcs = tuple[NDArray[np.uint32], NDArray[np.uint32]]
 
 def arrow_rows(shards: Sequence[Shard], scans: Sequence[ShardScan]) -> pa.Table:
     """One row a shard, from what indexing found."""
-    counts = [pa.array(_joined([getattr(scan, name) for scan in scans])) for name in _COUNTS]
-    indexes = pa.array([blob for scan in scans for blob in _indexes(scan)], pa.large_binary())
-    blocks = pa.StructArray.from_arrays([*counts, indexes], fields=list(BLOCK_TYPE))
+    per_scan = [(scan.offset, scan.length, scan.nbytes, scan.num_samples) for scan in scans]
+    counts = [
+        pa.array(np.concatenate(one).astype(np.int64, copy=False)) for one in zip(*per_scan, strict=True)
+    ]
+    indexes = [blob for scan in scans for blob in scan.index or repeat(None, len(scan.offset))]
+    blocks = pa.StructArray.from_arrays(
+        [*counts, pa.array(indexes, pa.large_binary())], fields=list(BLOCK_TYPE)
+    )
     ends = np.cumsum([0, *(len(scan.offset) for scan in scans)], dtype=np.int64)
     columns = [
         pa.array([shard.url for shard in shards], pa.large_string()),
@@ -73,14 +79,6 @@ def with_checksums(rows: pa.Table, checksums: NDArray[np.uint32]) -> pa.Table:
     """The rows with one checksum a block, [num_blocks] in their order."""
     per_shard = pa.LargeListArray.from_arrays(rows.column("blocks").chunk(0).offsets, pa.array(checksums))
     return rows.select(COLUMNS.names).append_column(CHECKSUMS, per_shard)
-
-
-def _joined(arrays: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
-    return np.concatenate(arrays).astype(np.int64, copy=False)
-
-
-def _indexes(scan: ShardScan) -> Sequence[bytes | None]:
-    return [None] * len(scan.offset) if scan.index is None else scan.index
 
 
 def write_table(
@@ -174,8 +172,8 @@ def read_table(url: str, options: Mapping[str, Any] | None) -> tuple[pa.Table, d
         version, relative = facts["version"], facts["relative"]
     except (pa.ArrowException, OSError, KeyError, TypeError, ValueError, RecursionError) as error:
         raise CorruptShardError(url, f"is not a catalog, or is damaged; {_CURE}") from error
-    known = (pa.schema([*COLUMNS, *BLOB_CRCS]), pa.schema([*COLUMNS, CHECKSUMS, *BLOB_CRCS]))
-    if version != VERSION or not any(map(table.schema.equals, known)):
+    schemas = (pa.schema([*COLUMNS, *BLOB_CRCS]), pa.schema([*COLUMNS, CHECKSUMS, *BLOB_CRCS]))
+    if version != VERSION or not any(map(table.schema.equals, schemas)):
         reason = f"is a catalog of version {version}, and this release reads {VERSION}; {_CURE}"
         raise CorruptShardError(url, reason)
     try:
@@ -238,18 +236,3 @@ def folder_of(url: str) -> str:
     """Everything up to the file's name, with the slash."""
     path = local_path(url) if is_local(url) else re.split("[?#]", url, maxsplit=1)[0] if is_http(url) else url
     return path.rpartition("/")[0] + "/"
-
-
-__all__ = [
-    "COLUMNS",
-    "VERSION",
-    "arrow_rows",
-    "blob_crc",
-    "damaged",
-    "folder_of",
-    "kept_folder",
-    "numpy_view",
-    "read_table",
-    "stored_table",
-    "write_table",
-]

@@ -87,6 +87,3 @@ def _group_numbers(catalog: Catalog, first: int, last: int) -> NDArray[np.int64]
     if not len(catalog.block(first).index):
         return np.arange(last - first)
     return np.array([int.from_bytes(catalog.block(b).index, "little") for b in range(first, last)], np.int64)
-
-
-__all__ = ["Predicate", "blocks_that_may_match"]

@@ -40,12 +40,12 @@ def merge_schemas(shards: Iterable[tuple[str, Schema]], *, may_lack: bool) -> di
         if first and not may_lack:
             _refuse_missing(first, url, merged, schema)
         for name, spec in schema.items():
-            known = merged.get(name)
-            if known is None:
+            before = merged.get(name)
+            if before is None:
                 merged[name] = replace(spec, optional=True) if first else spec
                 owner[name] = url
-            elif known != spec:
-                merged[name] = _merge(owner[name], url, name, known, spec)
+            elif before != spec:
+                merged[name] = _merge(owner[name], url, name, before, spec)
         for name in merged.keys() - schema.keys():
             if not merged[name].optional:
                 merged[name] = replace(merged[name], optional=True)
@@ -53,24 +53,25 @@ def merge_schemas(shards: Iterable[tuple[str, Schema]], *, may_lack: bool) -> di
     return merged
 
 
-def _refuse_missing(first: str, url: str, known: Schema, schema: Schema) -> None:
-    if known.keys() == schema.keys():
+def _refuse_missing(first: str, url: str, first_schema: Schema, schema: Schema) -> None:
+    one_sided = first_schema.keys() ^ schema.keys()
+    if not one_sided:
         return
-    name = next(iter([*(known.keys() - schema.keys()), *(schema.keys() - known.keys())]))
+    name = min(one_sided)
     has, lacks = (url, first) if name in schema else (first, url)
-    text = spec_text(schema[name] if name in schema else known[name])
+    text = spec_text(schema[name] if name in schema else first_schema[name])
     reason = f"column {name!r} ({text}) is in {has} but not in {lacks}; all shards must have the same columns"
     raise CorruptShardError(url, reason)
 
 
-def _merge(first: str, url: str, name: str, known: ColumnSpec, spec: ColumnSpec) -> ColumnSpec:
-    if (known.kind, known.dtype, known.shape, known.unit) != (spec.kind, spec.dtype, spec.shape, spec.unit):
+def _merge(first: str, url: str, name: str, one: ColumnSpec, other: ColumnSpec) -> ColumnSpec:
+    if (one.kind, one.dtype, one.shape, one.unit) != (other.kind, other.dtype, other.shape, other.unit):
         raise CorruptShardError(
-            url, f"column {name!r} is {spec_text(spec)} here but {spec_text(known)} in {first}"
+            url, f"column {name!r} is {spec_text(other)} here but {spec_text(one)} in {first}"
         )
-    ranges = (known.size_range, spec.size_range)
+    ranges = (one.size_range, other.size_range)
     both = None if None in ranges else (min(r[0] for r in ranges if r), max(r[1] for r in ranges if r))
-    return replace(known, size_range=both, optional=known.optional or spec.optional)
+    return replace(one, size_range=both, optional=one.optional or other.optional)
 
 
 def schema_to_json(schema: Schema) -> dict[str, dict[str, Any]]:
@@ -104,6 +105,3 @@ def _spec(name: str, fields: Mapping[str, Any]) -> ColumnSpec:
     if math.prod(spec.shape) >= _MOST_ELEMENTS:
         raise ValueError(f"column {name!r} has shape {spec.shape}")
     return spec
-
-
-__all__ = ["Schema", "merge_schemas", "schema_from_json", "schema_to_json"]

@@ -203,25 +203,9 @@ def _kind(version: str) -> tuple[str, bool]:
     return name, name == "mtime" and value.lstrip("-").isdigit()
 
 
-def open_shard(url: str, fs: Any, path: str) -> BinaryIO:
+def open_shard(shard: Shard, fs: Any, path: str) -> BinaryIO:
     """The stored bytes of a shard as a seekable file, for indexing. The caller closes it."""
-    with store_errors(url):
-        if is_local(url):
-            return open(local_path(url), "rb")
+    with store_errors(shard.location):
+        if is_local(shard.location):
+            return open(local_path(shard.location), "rb")
         return cast(BinaryIO, fs.open(path, "rb", block_size=SCAN_READ_BYTES))
-
-
-__all__ = [
-    "SCAN_READ_BYTES",
-    "Info",
-    "check_shard",
-    "exists",
-    "failure_text",
-    "local_info",
-    "open_shard",
-    "open_url",
-    "shard_info",
-    "shard_of",
-    "store_errors",
-    "version_of",
-]

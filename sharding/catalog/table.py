@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -41,7 +41,7 @@ _MOST_BYTES = 1 << 60
 """Of all blocks together: sums stay far from the end of an int64."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class BlockTable:
     """Where every block lies. All arrays are [num_blocks], in reading order, and read-only."""
 
@@ -71,8 +71,9 @@ class Catalog:
     """Bytes a block aimed at."""
     schema: Mapping[str, ColumnSpec]
     """Column name -> spec, true of every shard."""
+    _: KW_ONLY
     rows: pa.Table
-    """One row a shard, as saved (`catalog_file.COLUMNS`); the arrays of `blocks` are views of it."""
+    """One row a shard, as saved (`file.COLUMNS`); the arrays of `blocks` are views of it."""
     unfinished: Mapping[int, str] = field(default_factory=dict)
     """Shards that end before their format says so, which `allow_unfinished` let pass: number -> how."""
     missing: Mapping[str, tuple[int, str]] = field(default_factory=dict)
@@ -94,8 +95,14 @@ class Catalog:
         first_sample = np.zeros(len(num_samples), np.int64)
         np.cumsum(num_samples[:-1], out=first_sample[1:])
         shard.flags.writeable = first_sample.flags.writeable = False
-        offset, length, nbytes = (numpy_view(table.field(name)) for name in ("offset", "length", "nbytes"))
-        return BlockTable(shard, offset, length, nbytes, num_samples, first_sample)
+        return BlockTable(
+            shard=shard,
+            offset=numpy_view(table.field("offset")),
+            length=numpy_view(table.field("length")),
+            nbytes=numpy_view(table.field("nbytes")),
+            num_samples=num_samples,
+            first_sample=first_sample,
+        )
 
     @cached_property
     def first_block(self) -> NDArray[np.int64]:
@@ -169,29 +176,29 @@ class Catalog:
             footer=_blob(self.rows.column("footer")[shard]),
             checksum=None if self.checksums is None else int(self.checksums[number]),
         )
-        if self.blob_crcs is not None and self._unproved[number]:
-            self._prove(block, shard)
-            self._unproved[number] = False
+        if self.blob_crcs is not None and self._unchecked[number]:
+            self._check_blobs(block, shard)
+            self._unchecked[number] = False
         return block
 
     @cached_property
-    def _unproved(self) -> NDArray[np.bool_]:
+    def _unchecked(self) -> NDArray[np.bool_]:
         """Blocks whose blobs were not looked at yet."""
         return np.ones(self.num_blocks, np.bool_)
 
     @cached_property
-    def _unproved_footers(self) -> NDArray[np.bool_]:
+    def _unchecked_footers(self) -> NDArray[np.bool_]:
         return np.ones(self.num_shards, np.bool_)
 
-    def _prove(self, block: Block, shard: int) -> None:
+    def _check_blobs(self, block: Block, shard: int) -> None:
         """Raise where a block's blobs are not as they were saved, or lead outside the block."""
         assert self.blob_crcs is not None
         of_footers, of_indexes = self.blob_crcs
         where = f"block {block.number_in_shard} of {block.shard.url}"
-        if self._unproved_footers[shard]:
+        if self._unchecked_footers[shard]:
             if blob_crc(self.rows.column("footer")[shard]) != of_footers[shard]:
                 raise damaged(self.url, f"the metadata of {block.shard.url} is not what was saved")
-            self._unproved_footers[shard] = False
+            self._unchecked_footers[shard] = False
         if blob_crc(self._indexes[block.number]) != of_indexes[block.number]:
             raise damaged(self.url, f"the index of {where} is not what was saved")
         if self._codec is not None:
@@ -219,14 +226,8 @@ class Catalog:
 
     def codec(self) -> Format:
         """The format, made again from its name and options. `ValueError` if it is none of ours."""
-        dtype, length = self.options.get("dtype"), self.options.get("length")
-        return resolve_format(
-            self.format,
-            (),
-            dtype=None if dtype is None else str(dtype),
-            length=None if length is None else int(length),
-            allow_unfinished=bool(self.options.get("allow_unfinished")),
-        )
+        options: dict[str, Any] = dict(self.options)
+        return resolve_format(self.format, (), **options)
 
     def fingerprint(self) -> str:
         """16 hex digits over the format, file names, sizes and block geometry; for resume states.
@@ -285,9 +286,9 @@ class Catalog:
                 facts["options"],
                 facts["block_bytes"],
                 schema,
-                rows,
-                unfinished,
-                missing,
+                rows=rows,
+                unfinished=unfinished,
+                missing=missing,
                 url=identity_of(url),
                 blob_crcs=crcs,
             )
@@ -340,6 +341,3 @@ class Catalog:
 
 def _blob(value: pa.Scalar) -> memoryview | bytes:
     return memoryview(value.as_buffer()) if value.is_valid else b""
-
-
-__all__ = ["BlockTable", "Catalog"]

@@ -129,8 +129,8 @@ def _format_of_all(urls: Sequence[str], exists: Callable[[str], bool] | None) ->
         name = _FORMAT_OF_SUFFIX.get(suffix_of(url))
         if name is None:
             rule = f"cannot tell the format of {identity_of(url)!r} by its ending"
-            known = ", ".join(_FORMAT_OF_SUFFIX)
-            raise ValueError(f"{rule} (known: {known}); give format= one of {', '.join(FORMATS)}")
+            endings = ", ".join(_FORMAT_OF_SUFFIX)
+            raise ValueError(f"{rule} (known: {endings}); give format= one of {', '.join(FORMATS)}")
         first_url.setdefault(name, url)
     if len(first_url) != 1:
         two = " and ".join(f"{identity_of(url)!r} ({name})" for name, url in list(first_url.items())[:2])
@@ -142,11 +142,8 @@ def _format_of_all(urls: Sequence[str], exists: Callable[[str], bool] | None) ->
     return next(iter(first_url))
 
 
-def _refuse_options(name: str, options: Mapping[str, object], taken: Collection[str]) -> None:
+def _refuse_options(name: str, options: Mapping[str, object], own: Collection[str]) -> None:
     for option, value in options.items():
-        if option not in taken:
+        if option not in own:
             owner = next(other for other, entry in ENTRIES.items() if option in entry.options)
             raise ValueError(f"{option}= is an option of format={owner!r}, not of {name!r}; got {value!r}")
-
-
-__all__ = ["ENTRIES", "FORMATS", "FormatEntry", "has_suffix", "resolve_format", "sibling", "suffix_of"]

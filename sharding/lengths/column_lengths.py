@@ -18,8 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sharding.blocks import Block, Column, Format, Spans
-from sharding.catalog.build import Map, OpenShard, open_by_fsspec
-from sharding.catalog.storage import open_url, store_errors
+from sharding.catalog.build import Map, OpenShard
+from sharding.catalog.storage import open_shard, open_url, store_errors
 from sharding.catalog.table import Catalog
 from sharding.errors import CorruptShardError, SampleError
 from sharding.lengths.batching import Lengths
@@ -35,7 +35,7 @@ def resolve_lengths(
     *,
     storage_options: Mapping[str, Any] | None = None,
     map: Map = map,  # noqa: A002
-    open_shard: OpenShard = open_by_fsspec,
+    open_shard: OpenShard = open_shard,
 ) -> NDArray[np.integer]:
     """The lengths a user asks for, [num_samples] in file order.
 
@@ -70,7 +70,7 @@ def column_lengths(
     *,
     storage_options: Mapping[str, Any] | None = None,
     map: Map = map,  # noqa: A002
-    open_shard: OpenShard = open_by_fsspec,
+    open_shard: OpenShard = open_shard,
 ) -> NDArray[np.integer]:
     """Lengths of a column's values, or its values if they are integers; [num_samples] in file order.
 

@@ -112,6 +112,3 @@ def private_folder(path: str) -> None:
         private_folder(os.path.dirname(path))
         with suppress(FileExistsError):
             os.mkdir(path, 0o700)
-
-
-__all__ = ["PRIVATE_FILE", "NewFile", "private_folder"]

@@ -149,13 +149,13 @@ class NewParquetShard:
 
     def _table(self, pa: Any) -> Any:
         types = {} if self._schema is None else {field.name: field.type for field in self._schema}
-        found = dict.fromkeys(name for row in self._rows for name in row)
-        unknown = found.keys() - types.keys() if types else ()
+        names = dict.fromkeys(name for row in self._rows for name in row)
+        unknown = names.keys() - types.keys() if types else ()
         if unknown:
-            names = ", ".join(sorted(unknown))
-            raise self._refused(next(iter(unknown)), f"columns that the first row group lacks: {names}")
+            listed = ", ".join(sorted(unknown))
+            raise self._refused(next(iter(unknown)), f"columns that the first row group lacks: {listed}")
         columns = {}
-        for name in types or found:
+        for name in types or names:
             try:
                 columns[name] = pa.array([row.get(name) for row in self._rows], types.get(name))
             except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
@@ -206,6 +206,3 @@ def _is_pickled(extension: str, value: Any) -> bool:
         return True
     values = value.values() if isinstance(value, Mapping) else [value]
     return any(isinstance(one, np.ndarray) and one.dtype.hasobject for one in values)
-
-
-__all__ = ["NewParquetShard", "NewShard", "NewTarShard", "Sample"]

@@ -14,7 +14,7 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
-from sharding.formats import suffix_of
+from sharding.formats import ENTRIES, has_suffix
 from sharding.write.file import NewFile
 from sharding.write.shard import NewParquetShard, NewShard, NewTarShard, Sample
 
@@ -22,7 +22,7 @@ DEFAULT_SHARD_BYTES = 1 << 30
 DEFAULT_ROW_GROUP_SIZE = 1024
 _NUMBER = re.compile(r"%0(\d+)d|%d|\{(?::0?(\d+)d?)?\}")
 _BRACES = re.compile(r"\{[^{}]*(?:\.\.|,)[^{}]*\}")
-_SUFFIX_FORMATS = {".tar": "tar", ".parquet": "parquet", ".pq": "parquet"}
+_FORMATS = ("tar", "parquet")
 
 
 @dataclass(frozen=True)
@@ -199,12 +199,10 @@ def _check_limits(
 
 
 def _format_of(pattern: str, name: str | None) -> str:
-    name = _SUFFIX_FORMATS.get(suffix_of(pattern)) if name is None else name
-    if name not in ("tar", "parquet"):
+    if name is None:
+        name = next((name for name in _FORMATS if has_suffix(pattern, ENTRIES[name].suffixes)), None)
+    if name not in _FORMATS:
         raise ValueError(
             f"format must be 'tar' or 'parquet' (or the pattern end so), got {name!r} for {pattern!r}"
         )
     return name
-
-
-__all__ = ["ShardWriter", "WrittenShard"]

@@ -23,13 +23,13 @@ from prefetch.store.reader import StoreReader
 from sharding.blocks import DEFAULT_BLOCK_BYTES, ColumnSpec, Format, spec_text
 from sharding.catalog.build import (
     CATALOG_SUFFIX,
-    Catalog,
     changes,
     default_catalog_path,
     is_catalog,
     unfinished_text,
     unlisted_columns,
 )
+from sharding.catalog.table import Catalog
 from sharding.errors import CorruptShardError
 from sharding.formats import resolve_format
 from sharding.redaction import identity_of, without_secrets

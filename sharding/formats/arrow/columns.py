@@ -25,12 +25,13 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from sharding.blocks import Block, Column, Columns, Format, Spans
-from sharding.errors import CorruptShardError, SampleError, ShardError
+from sharding.errors import SampleError, ShardError
 from sharding.formats.arrow.schema import (
     dtype_of,
     is_bytes,
     is_list_view,
     is_text,
+    schema_in,
     spec_of,
     unlike_json,
 )
@@ -70,9 +71,9 @@ class TabularFormat(Format):
         Raises `CorruptShardError` as `decode` does.
         """
 
-    @abstractmethod
     def schema(self, footer: bytes) -> pa.Schema:
         """Columns of a shard, from its footer."""
+        return schema_in(footer)
 
     def matching_groups(self, footer: bytes, expression: Any) -> list[int] | None:
         """Row groups that may hold rows for which a pyarrow expression is true; None: any block may."""
@@ -93,17 +94,16 @@ def columns_of(table: pa.Table, columns: Sequence[str] | None, block: Block) -> 
         ShardError: the column's type cannot be delivered (decimal, interval, list of byte strings, ...).
     """
     flat = flattened(table)
-    wanted = flat.column_names if columns is None else columns
-    check_columns(wanted, flat.column_names, block)
-    return {name: _column(name, flat.column(name), block) for name in wanted}
+    check_columns(columns, flat.column_names, block)
+    names = flat.column_names if columns is None else columns
+    return {name: _column(name, flat.column(name), block) for name in names}
 
 
-def check_columns(wanted: Sequence[str] | None, known: Sequence[str], block: Block) -> None:
+def check_columns(columns: Sequence[str] | None, of_shard: Sequence[str], block: Block) -> None:
     """Raise `CorruptShardError` for the first name that the shard does not have."""
-    for name in wanted or ():
-        if name not in known:
-            reason = f"no column {name!r}; the shard has {', '.join(known) or 'no columns'}"
-            raise CorruptShardError(block.shard.url, reason, block.offset, stage="decode")
+    for name in columns or ():
+        if name not in of_shard:
+            raise block.corrupt(f"no column {name!r}; the shard has {', '.join(of_shard) or 'no columns'}")
 
 
 def flattened(table: pa.Table) -> pa.Table:
@@ -191,8 +191,7 @@ def _column(name: str, column: pa.ChunkedArray, block: Block) -> Column:
         reason = f"column {name!r} ({array.type}) holds a null; fill it or cast to a float when writing"
         raise SampleError(block.shard.url, reason, block.offset, key, "decode") from None
     except (pa.ArrowInvalid, pa.ArrowIndexError, _FallingOffsetsError) as error:
-        reason = f"column {name!r} ({array.type}) is broken: {error}"
-        raise CorruptShardError(block.shard.url, reason, block.offset, stage="decode") from error
+        raise block.corrupt(f"column {name!r} ({array.type}) is broken: {error}") from error
 
 
 def _fixed(array: pa.Array) -> NDArray[Any]:

@@ -1,6 +1,6 @@
 """Arrow IPC files and streams: a block is one record batch, or several small neighbours.
 
-Record batches are found by their headers (`ipc_messages`). Neighbours are joined up to `block_bytes`: some
+Record batches are found by their headers (`messages`). Neighbours are joined up to `block_bytes`: some
 writers, Hugging Face `datasets` among them, write batches of a thousand rows, far less than a read of an
 object store is worth. The schema message and all dictionaries are the shard's footer, so that a block
 decodes alone: pyarrow reads the footer and the block's bytes as one stream. A block of one uncompressed
@@ -27,6 +27,7 @@ from sharding.errors import CorruptShardError
 from sharding.formats.arrow.columns import TabularFormat, check_columns, check_nested, columns_of
 from sharding.formats.arrow.messages import HEAD, LARGEST, Message, bytes_of, read_layout
 from sharding.formats.arrow.schema import (
+    BROKEN,
     NUMBER_BYTES,
     decoded_bytes,
     is_bytes,
@@ -36,7 +37,6 @@ from sharding.formats.arrow.schema import (
     specs_of,
 )
 
-_BROKEN = (pa.ArrowException, OSError, UnicodeDecodeError)
 _VALUE_BYTES = 6  # of a bool, null, brackets or quotes, and a comma in JSON
 
 
@@ -72,7 +72,7 @@ class ArrowFileFormat(TabularFormat):
             _check_lengths(layout.batches, schema, shard)
             batches = [m for m in layout.batches if m.rows]
             specs = specs_of(schema, shard.url, null_free=_null_free(schema, batches))
-        except _BROKEN as error:
+        except BROKEN as error:
             raise CorruptShardError(shard.url, f"unreadable Arrow schema: {error}", 0) from error
         blocks = _joined(batches, block_bytes)
         sizes = _BlockSizes(
@@ -106,22 +106,16 @@ class ArrowFileFormat(TabularFormat):
         try:
             names, roots = _names(footer)
             check_columns(columns, names, block)
-            wanted = None if columns is None else sorted({roots[names.index(name)] for name in columns})
-            table = _read(footer, data, wanted)
+            fields = None if columns is None else sorted({roots[names.index(name)] for name in columns})
+            table = _read(footer, data, fields)
             table.validate()  # Arrow trusts lengths in the message, and aborts the process where they lie
             for chunk in (chunk for column in table.columns for chunk in column.chunks if full):
                 check_nested(chunk)
-        except _BROKEN as error:
-            reason = f"record batch cannot be decoded: {error}"
-            raise CorruptShardError(block.shard.url, reason, block.offset, stage="decode") from error
+        except BROKEN as error:
+            raise block.corrupt(f"record batch cannot be decoded: {error}") from error
         if table.num_rows != block.num_samples:
-            reason = f"record batches of {table.num_rows} rows where {block.num_samples} were indexed"
-            raise CorruptShardError(block.shard.url, reason, block.offset, stage="decode")
+            raise block.corrupt(f"{table.num_rows} rows where {block.num_samples} were indexed")
         return table
-
-    def schema(self, footer: bytes) -> pa.Schema:
-        """Columns of a shard, from its footer."""
-        return pa.ipc.read_schema(pa.BufferReader(footer))
 
 
 class ArrowStreamFormat(ArrowFileFormat):
@@ -130,7 +124,7 @@ class ArrowStreamFormat(ArrowFileFormat):
     name = "arrow-stream"
 
 
-class _Joined(io.RawIOBase):
+class _TwoInOne(io.RawIOBase):
     """Two byte strings as one stream, read as views. Messages never span both, nor do pyarrow's reads."""
 
     def __init__(self, first: bytes, second: memoryview) -> None:
@@ -149,9 +143,9 @@ class _Joined(io.RawIOBase):
         return True
 
 
-def _read(footer: bytes, data: memoryview, wanted: list[int] | None) -> pa.Table:
-    options = pa.ipc.IpcReadOptions(use_threads=False, included_fields=wanted)
-    stream = pa.PythonFile(_Joined(footer, data), "r")
+def _read(footer: bytes, data: memoryview, fields: list[int] | None) -> pa.Table:
+    options = pa.ipc.IpcReadOptions(use_threads=False, included_fields=fields)
+    stream = pa.PythonFile(_TwoInOne(footer, data), "r")
     with pa.ipc.open_stream(stream, options=options) as reader:
         return reader.read_all()
 
@@ -183,12 +177,12 @@ def _check_lengths(batches: Iterable[Message], schema: pa.Schema, shard: Shard) 
 
 
 def _check_dictionaries(dictionaries: Iterable[Message], shard: Shard) -> None:
-    seen: set[int] = set()
+    earlier: set[int] = set()
     for message in dictionaries:
-        if message.dictionary in seen and not message.is_delta:
+        if message.dictionary in earlier and not message.is_delta:
             reason = "a dictionary is replaced between batches; write with unify_dictionaries=True"
             raise CorruptShardError(shard.url, reason, message.offset)
-        seen.add(message.dictionary)
+        earlier.add(message.dictionary)
 
 
 def _joined(batches: Iterable[Message], block_bytes: int) -> list[list[Message]]:
@@ -249,17 +243,17 @@ class _JsonText:
     entry_bytes: float
     """Mean size of an entry of the dictionaries, which lie elsewhere."""
 
-    def of_columns(self, fields: Iterable[pa.Field], wanted: Collection[str], prefix: str = "") -> int:
-        """Bytes of the wanted columns, structs flattened."""
+    def of_columns(self, fields: Iterable[pa.Field], names: Collection[str], prefix: str = "") -> int:
+        """Bytes of the named columns, structs flattened."""
         total = 0
         for one in fields:
             if pa.types.is_struct(one.type):
                 next(self.lengths, 0)
                 self._take(1)
-                total += self.of_columns(list(one.type), wanted, f"{prefix}{one.name}.")
+                total += self.of_columns(list(one.type), names, f"{prefix}{one.name}.")
             else:
                 _, text_bytes = self._of(one.type)
-                total += text_bytes if prefix + one.name in wanted else 0
+                total += text_bytes if prefix + one.name in names else 0
         return total
 
     def _of(self, kind: pa.DataType) -> tuple[int, int]:

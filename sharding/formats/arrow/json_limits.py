@@ -70,14 +70,15 @@ def _has_many_openings(
 
 def _pieces(data: bytes | memoryview, line_ends: NDArray[np.int64]) -> Iterator[tuple[int, bytes]]:
     """The text in pieces of whole lines, each with its place."""
-    wanted = np.searchsorted(line_ends, np.arange(_PIECE_BYTES, len(data), _PIECE_BYTES))
-    cuts = np.append(line_ends + 1, len(data))[np.unique(wanted)]
+    behind = np.searchsorted(line_ends, np.arange(_PIECE_BYTES, len(data), _PIECE_BYTES))
+    cuts = np.append(line_ends + 1, len(data))[np.unique(behind)]
     for start, end in pairwise([0, *cuts.tolist(), len(data)]):
         yield start, bytes(data[start:end])
 
 
 def _levels(text: bytes, depth: int) -> tuple[int, int]:
     """The deepest level of a text that begins at level `depth`, outside of strings, and that at its end."""
+    # Without escapes, each quote opens or ends a string: every second piece between them lies outside.
     bare = text.replace(rb"\\", b"").replace(rb"\"", b"").translate(None, _NO_STRUCTURE)
     brackets = np.frombuffer(b"".join(bare.split(b'"')[::2]), np.uint8)
     deepest = depth
@@ -94,6 +95,8 @@ def num_places(line: bytes, max_keys: int) -> tuple[int, int]:
     A key has a place in each object of its path: one, or one for each element of the list that the path goes
     through last. Counting ends where there are more than `max_keys`, and where the text is no JSON.
     """
+    # One pass with a stack of the open brackets: the depth is the attacker's, so no recursion. A path is a
+    # number: one for each pair of the number of the path before and the key, or "[", that is last on it.
     text = line.replace(rb"\\", b"\0").replace(rb"\"", b"\1")  # other than any that JSON may hold
     paths: dict[tuple[int, bytes], int] = {}
     list_of, elements = [0], {0: 1}  # path -> last list on it; list -> how many elements
@@ -119,6 +122,3 @@ def num_places(line: bytes, max_keys: int) -> tuple[int, int]:
         if len(paths) > max_keys or not stack:
             break
     return len(paths), sum(elements[one] for one in list_of[1:])
-
-
-__all__ = ["MAX_DEPTH", "num_places", "too_deep"]

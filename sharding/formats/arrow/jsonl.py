@@ -17,8 +17,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from functools import lru_cache
+from dataclasses import KW_ONLY, dataclass, field
 from typing import BinaryIO
 
 import numpy as np
@@ -31,15 +30,17 @@ from sharding.compression import compression_of, decompress, open_decompressed
 from sharding.errors import CorruptShardError
 from sharding.formats.arrow.columns import TabularFormat, check_columns, flattened
 from sharding.formats.arrow.json_limits import MAX_DEPTH, num_places, too_deep
-from sharding.formats.arrow.schema import decoded_bytes, is_text, json_columns, leaves, specs_of
+from sharding.formats.arrow.schema import (
+    BROKEN,
+    decoded_bytes,
+    is_text,
+    json_columns,
+    leaves,
+    schema_in,
+    specs_of,
+)
 
-# UnicodeDecodeError: pyarrow fails to word its error where the line at fault is not UTF-8.
-_BROKEN = (pa.ArrowException, OSError, UnicodeDecodeError)
 _LARGEST_PARSE_BYTES = 1 << 30
-_MAX_PLACES = 16 << 20
-"""Values of a table, those that are missing included; each takes 8 to 12 bytes while lines are parsed."""
-_MAX_RUN_PLACES = 128 << 20
-"""The same of a whole run, which is read in one piece: more than 1 GB from 2 MiB of text."""
 _FEWER_KEYS = 'write keys that are data as values: {"key": ..., "value": ...}'
 _MAX_QUOTED_BYTES = 1 << 20
 """Of a line whose fault Python's parser words; it takes 25 bytes for each."""
@@ -56,6 +57,10 @@ class JsonlFormat(TabularFormat):
 
     name = "jsonl"
     has_empty_samples = False
+    max_places = 16 << 20
+    """Values of a table, those that are missing included; each takes 8 to 12 bytes while lines are parsed."""
+    max_run_places = 128 << 20
+    """The same of a whole run, which is read in one piece: more than 1 GB from 2 MiB of text."""
 
     def __init__(self, *, max_line_bytes: int = 16 << 20, max_columns: int = 10_000) -> None:
         for name, value in (("max_line_bytes", max_line_bytes), ("max_columns", max_columns)):
@@ -77,7 +82,7 @@ class JsonlFormat(TabularFormat):
         else:
             file.seek(0)
         runs: list[_LineRun] = []
-        inference = _Inference(shard, self.max_columns)
+        inference = _SchemaInference(shard, self)
         null_free: frozenset[str] | None = None
         for offset, lines in _whole_lines(file, shard, block_bytes, self.max_line_bytes):
             run = _LineRun(offset, len(lines))
@@ -112,20 +117,20 @@ class JsonlFormat(TabularFormat):
             blocks = [(0, shard.size, sum(b[2] for b in blocks), sum(b[3] for b in blocks))]
         table = np.array([block for block in blocks if block[3]], np.int64).reshape(-1, 4)
         offset, length, nbytes, rows = np.ascontiguousarray(table.T)
-        return ShardScan(offset, length, nbytes, rows, specs, footer=schema.serialize().to_pybytes())
+        return ShardScan(offset, length, nbytes, rows, schema=specs, footer=schema.serialize().to_pybytes())
 
     def check(self, block: Block) -> None:
         """Raise `ValueError` where so many lines do not fit the block, or its schema cannot be read."""
         if 2 * block.num_samples > block.nbytes + 1:
             raise ValueError(f"{block.num_samples} lines in {block.nbytes} bytes")
         try:
-            _schema(bytes(block.footer))
-        except _BROKEN as error:
+            schema_in(bytes(block.footer))
+        except BROKEN as error:
             raise ValueError(f"its schema cannot be read: {error}") from error
 
     def table(self, block: Block, data: memoryview, columns: Sequence[str] | None) -> pa.Table:
         """The wanted columns as Arrow has them, structs not flattened; raises as `decode` does."""
-        schema = _schema(bytes(block.footer))
+        schema = schema_in(bytes(block.footer))
         check_columns(columns, [name for name, _ in leaves(schema)], block)
         if compression_of(block.shard.url) is not None:
             data = decompress(data, block.shard.url, limit_bytes=block.nbytes)
@@ -134,16 +139,11 @@ class JsonlFormat(TabularFormat):
         _check_depth(data, block.shard, block.offset, "decode")
         try:
             table = _parse(data, schema)
-        except _BROKEN as error:
+        except BROKEN as error:
             raise _at_line(data, block.shard, block.offset, "decode", error) from error
         if table.num_rows != block.num_samples:
-            reason = f"{table.num_rows} samples where {block.num_samples} were indexed"
-            raise CorruptShardError(block.shard.url, reason, block.offset, stage="decode")
+            raise block.corrupt(f"{table.num_rows} samples where {block.num_samples} were indexed")
         return table
-
-    def schema(self, footer: bytes) -> pa.Schema:
-        """Columns of a shard, from its footer."""
-        return _schema(footer)
 
 
 @dataclass
@@ -152,6 +152,7 @@ class _LineRun:
 
     offset: int
     length: int
+    _: KW_ONLY
     rows: int = 0
     nbytes: int = 0
     """Bytes of the parsed table."""
@@ -170,11 +171,17 @@ class _LineRun:
 
 
 @dataclass
-class _Inference:
-    """Parses a file a run of lines at a time, and finds the one schema of all."""
+class _SchemaInference:
+    """Parses a file a run of lines at a time, and finds the one schema of all.
+
+    pyarrow keeps a place for every key in every row, so a table is parsed only if rows x keys is known to be
+    small before: by the schema so far, which no other key may join, or by the text itself, with a key for
+    each colon and an element for every two bytes. Else the lines are cut in two.
+    """
 
     shard: Shard
-    max_columns: int
+    limits: JsonlFormat
+    _: KW_ONLY
     schema: pa.Schema = field(default_factory=lambda: pa.schema([]))
     outside: int = 0
     """Keys of the schema that have a value a line."""
@@ -189,7 +196,7 @@ class _Inference:
         self.places = 0
         for table in self._tables(lines, offset):
             self.places += table.num_rows * self.outside
-            if self.places > _MAX_RUN_PLACES:
+            if self.places > self.limits.max_run_places:
                 reason = f"{self.outside} keys, and short lines that lack most of them, take too much memory"
                 raise CorruptShardError(
                     self.shard.url, f"{reason}; {_FEWER_KEYS}; or a smaller block_bytes=", offset
@@ -199,17 +206,17 @@ class _Inference:
     def _tables(self, lines: bytes, offset: int) -> Iterator[pa.Table]:
         rows, elements = lines.count(b"\n") + 1, len(lines) // 2 + 1  # an element takes two bytes
         misfit: Exception | None = None
-        if len(self.schema) and rows * self.outside + elements * self.inside <= _MAX_PLACES:
+        if len(self.schema) and rows * self.outside + elements * self.inside <= self.limits.max_places:
             try:
                 table = _parse(lines, self.schema, unexpected="error")
-            except _BROKEN as error:
+            except BROKEN as error:
                 misfit = error
             else:
                 yield table
                 return
         middle = _middle(lines)
         new = lines.count(b":")
-        fits = rows * (self.outside + new) + elements * (self.inside + new) <= _MAX_PLACES
+        fits = rows * (self.outside + new) + elements * (self.inside + new) <= self.limits.max_places
         if middle and not fits:
             yield from self._tables(lines[:middle], offset)
             yield from self._tables(lines[middle:], offset + middle)
@@ -220,11 +227,17 @@ class _Inference:
             self._widen(table.schema, lines, offset, misfit)
             yield table
 
-    def _widen(self, found: pa.Schema, lines: bytes, offset: int, misfit: Exception | None) -> None:
+    def _widen(self, inferred: pa.Schema, lines: bytes, offset: int, misfit: Exception | None) -> None:
         """Take in the schema of lines that did not fit; `misfit` says how."""
-        if any(_depth_of(column.type) >= MAX_DEPTH for column in found):  # a line is the first level
+        if any(_depth_of(column.type) >= MAX_DEPTH for column in inferred):  # a line is the first level
             _check_depth(lines, self.shard, offset, "index", exact=True)
-        wider = _widened(self.schema, found, lines, self.shard, offset, misfit)
+        untimed = pa.schema([field.with_type(_untimed(field.type)) for field in inferred])
+        try:
+            wider = pa.unify_schemas([self.schema, untimed], promote_options="permissive")
+        except pa.ArrowException as error:
+            reason = f"the lines from here on differ in type from those before: {error}"
+            at = offset + (_start_of(lines, misfit) or 0)
+            raise CorruptShardError(self.shard.url, reason, at) from error
         if not wider.equals(self.schema):
             self.schema = wider
             self.outside, self.inside = _num_keys(wider)
@@ -232,15 +245,17 @@ class _Inference:
 
     def _check_line(self, line: bytes, offset: int) -> None:
         """Raise where one line alone has too many keys, or too many elements that may each have them all."""
-        keys, places = num_places(line, self.max_columns)
+        keys, places = num_places(line, self.limits.max_columns)
         self._check_columns(keys, offset)
-        if places > _MAX_PLACES:
+        if places > self.limits.max_places:
             reason = f"this line's lists of objects have {places} places for {keys} keys, most of them empty"
             raise CorruptShardError(self.shard.url, f"{reason}; {_FEWER_KEYS}", offset)
 
-    def _check_columns(self, found: int, offset: int) -> None:
-        if found > self.max_columns:
-            reason = f"with the lines from here on there are more than {self.max_columns} different keys"
+    def _check_columns(self, num_keys: int, offset: int) -> None:
+        if num_keys > self.limits.max_columns:
+            reason = (
+                f"with the lines from here on there are more than {self.limits.max_columns} different keys"
+            )
             more = "or accept more with format=JsonlFormat(max_columns=...)"
             raise CorruptShardError(self.shard.url, f"{reason}; {_FEWER_KEYS}; {more}", offset)
 
@@ -249,25 +264,25 @@ def _whole_lines(
     file: BinaryIO, shard: Shard, block_bytes: int, max_line_bytes: int
 ) -> Iterator[tuple[int, bytes]]:
     """(offset, lines) over the whole file: as many whole lines as `block_bytes` hold, at least one."""
-    offset, held = 0, b""
+    offset, text = 0, b""
     # A line longer than a block is read in doubling steps, to search and copy it O(1) times.
-    while more := _read(file, _step(len(held), block_bytes, max_line_bytes)):
-        held += more
-        if end := held.rfind(b"\n") + 1:
-            yield offset, held[:end]
+    while more := _read(file, _step(len(text), block_bytes, max_line_bytes)):
+        text += more
+        if end := text.rfind(b"\n") + 1:
+            yield offset, text[:end]
             offset += end
-            held = held[end:]
-        elif len(held) > max(block_bytes, max_line_bytes):
+            text = text[end:]
+        elif len(text) > max(block_bytes, max_line_bytes):
             reason = f"this line is longer than {max_line_bytes} bytes"
             more_text = "accept longer ones with format=JsonlFormat(max_line_bytes=...)"
             raise CorruptShardError(shard.url, f"{reason}; {more_text}", offset)
-    if held:
-        yield offset, held
+    if text:
+        yield offset, text
 
 
-def _step(held: int, block_bytes: int, max_line_bytes: int) -> int:
-    """How many bytes to read behind those that hold no whole line."""
-    return block_bytes - held if held < block_bytes else max(1, min(held, max_line_bytes + 1 - held))
+def _step(size: int, block_bytes: int, max_line_bytes: int) -> int:
+    """How many bytes to read behind so many that hold no whole line."""
+    return block_bytes - size if size < block_bytes else max(1, min(size, max_line_bytes + 1 - size))
 
 
 def _read(file: BinaryIO, num_bytes: int) -> bytes:
@@ -291,7 +306,7 @@ def _parse(data: Buffer, schema: pa.Schema | None, unexpected: str = "ignore") -
 def _inferred(lines: bytes, shard: Shard, offset: int) -> pa.Table:
     try:
         return _parse(lines, None)
-    except _BROKEN as error:
+    except BROKEN as error:
         raise _at_line(lines, shard, offset, "index", error) from error
 
 
@@ -330,18 +345,6 @@ def _num_keys(fields: Iterable[pa.Field], in_list: bool = False) -> tuple[int, i
         outside += below[0] + (not in_list)
         inside += below[1] + in_list
     return outside, inside
-
-
-def _widened(
-    schema: pa.Schema, found: pa.Schema, lines: bytes, shard: Shard, offset: int, misfit: Exception | None
-) -> pa.Schema:
-    """The schema that fits what both fit."""
-    found = pa.schema([field.with_type(_untimed(field.type)) for field in found])
-    try:
-        return pa.unify_schemas([schema, found], promote_options="permissive")
-    except pa.ArrowException as error:
-        reason = f"the lines from here on differ in type from those before: {error}"
-        raise CorruptShardError(shard.url, reason, offset + (_start_of(lines, misfit) or 0)) from error
 
 
 def _untimed(kind: pa.DataType) -> pa.DataType:
@@ -388,11 +391,6 @@ def _without_nulls(flat: pa.Table) -> frozenset[str]:
 def _projected(schema: pa.Schema, columns: Sequence[str]) -> pa.Schema:
     """The top-level fields in which the wanted columns lie; pyarrow skips the values of all others."""
     return pa.schema([f for f in schema if any(c == f.name or c.startswith(f"{f.name}.") for c in columns)])
-
-
-@lru_cache(maxsize=64)
-def _schema(footer: bytes) -> pa.Schema:
-    return pa.ipc.read_schema(pa.BufferReader(footer))
 
 
 def _at_line(data: Buffer, shard: Shard, offset: int, stage: str, error: Exception) -> CorruptShardError:

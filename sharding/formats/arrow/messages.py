@@ -15,7 +15,7 @@ import io
 import struct
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import BinaryIO
 
 from sharding.blocks import Shard
@@ -49,6 +49,7 @@ class Message:
     length: int
     """Bytes, prefix, header and body."""
     body_length: int
+    _: KW_ONLY
     rows: int = 0
     """Rows of a record batch, entries of a dictionary batch."""
     lengths: tuple[int, ...] = ()
@@ -75,6 +76,7 @@ class Layout:
     dictionaries: list[Message]
     batches: list[Message]
     """Record batches, in file order."""
+    _: KW_ONLY
     footer: bytes = b""
     """Of a file, with its length and magic."""
     unfinished: str = ""
@@ -132,11 +134,11 @@ def read_layout(file: BinaryIO, shard: Shard, *, allow_unfinished: bool = False)
 
 def _of_stream(file: BinaryIO, shard: Shard, start: int, size: int, allow_unfinished: bool) -> Layout:
     """Walk messages from byte `start` on: 0, or 8 in a file that lost its end."""
-    at, found = start, list[Message]()
+    at, messages = start, list[Message]()
     while isinstance(message := _message_at(file, shard, at, size), Message):
-        found.append(message)
+        messages.append(message)
         at += message.length
-    if [m.offset for m in found if m.kind == SCHEMA] != [start]:
+    if [m.offset for m in messages if m.kind == SCHEMA] != [start]:
         raise CorruptShardError(shard.url, "not Arrow IPC, or truncated: it lacks its one schema", start)
     unfinished = "it ends without a footer" if start else ""
     if isinstance(message, _Cut):
@@ -148,52 +150,52 @@ def _of_stream(file: BinaryIO, shard: Shard, start: int, size: int, allow_unfini
     elif not start and at + message.length < size:
         reason = f"broken Arrow stream: an end mark, and {size - at - message.length} bytes behind it"
         raise CorruptShardError(shard.url, reason, at)
-    schema, dictionaries, batches = bytes_of(file, found[0]), _of(DICTIONARY, found), _of(RECORDS, found)
-    return Layout(schema, dictionaries, batches, unfinished=unfinished)
+    schema, batches = bytes_of(file, messages[0]), _of(RECORDS, messages)
+    return Layout(schema, _of(DICTIONARY, messages), batches, unfinished=unfinished)
 
 
 def _of_file(file: BinaryIO, shard: Shard, footer: bytes, end: int) -> Layout:
     """The batches that the footer, which begins at byte `end`, lists."""
     try:
-        root = _Table.root(footer[: -_TAIL.size])
+        root = _FlatTable.root(footer[: -_TAIL.size])
         listed = {DICTIONARY: root.structs(2, _BLOCK), RECORDS: root.structs(3, _BLOCK)}
         schema = _schema_message(footer, root)
     except (struct.error, ValueError) as error:
         raise CorruptShardError(shard.url, f"broken Arrow footer: {error}", end) from error
-    found = [_listed(file, shard, kind, block, end) for kind, blocks in listed.items() for block in blocks]
-    dictionaries, batches = _of(DICTIONARY, found), _of(RECORDS, found)
-    found.sort(key=lambda message: message.offset)
+    messages = [_listed(file, shard, kind, block, end) for kind, blocks in listed.items() for block in blocks]
+    dictionaries, batches = _of(DICTIONARY, messages), _of(RECORDS, messages)
+    messages.sort(key=lambda message: message.offset)
     with suppress(CorruptShardError):  # some writers put other bytes there
         first = _message_at(file, shard, len(HEAD), end)
         if isinstance(first, Message) and first.kind == SCHEMA:
-            schema, found = bytes_of(file, first), [first, *found]
-    _check_neighbours(file, shard, found, end)
-    if batches != _of(RECORDS, found):
+            schema, messages = bytes_of(file, first), [first, *messages]
+    _check_neighbours(file, shard, messages, end)
+    if batches != _of(RECORDS, messages):
         raise CorruptShardError(shard.url, "broken Arrow file: its footer lists batches out of order", end)
-    return Layout(schema, dictionaries, batches, footer)
+    return Layout(schema, dictionaries, batches, footer=footer)
 
 
 def _listed(file: BinaryIO, shard: Shard, kind: int, block: tuple[int, ...], end: int) -> Message:
     """The batch that a footer lists."""
     offset, header_length, body_length = block
     message = _message_at(file, shard, offset, end) if len(HEAD) <= offset < end else None
-    told = (kind, header_length + body_length, body_length)
-    if isinstance(message, Message) and (message.kind, message.length, message.body_length) == told:
+    listed = (kind, header_length + body_length, body_length)
+    if isinstance(message, Message) and (message.kind, message.length, message.body_length) == listed:
         return message
     raise CorruptShardError(shard.url, "broken Arrow file: here is no batch that its footer lists", offset)
 
 
-def _check_neighbours(file: BinaryIO, shard: Shard, found: Sequence[Message], end: int) -> None:
+def _check_neighbours(file: BinaryIO, shard: Shard, messages: Sequence[Message], end: int) -> None:
     """Raise where something lies between a file's messages, or another message behind them."""
-    ends = [message.offset + message.length for message in found]
-    gap = next((at for at, after in zip(ends, found[1:], strict=False) if at != after.offset), None)
+    ends = [message.offset + message.length for message in messages]
+    gap = next((at for at, after in zip(ends, messages[1:], strict=False) if at != after.offset), None)
     if gap is None and ends and isinstance(_message_at(file, shard, ends[-1], end), Message):
         gap = ends[-1]
     if gap is not None:
         raise CorruptShardError(shard.url, "broken Arrow file: here is what its footer does not list", gap)
 
 
-def _schema_message(footer: bytes, root: _Table) -> bytes:
+def _schema_message(footer: bytes, root: _FlatTable) -> bytes:
     """A file's schema as a message: a flatbuffer table that refers to the schema in the footer behind it."""
     place = root.target(1)
     if place is None:
@@ -212,8 +214,8 @@ def bytes_of(file: BinaryIO, message: Message) -> bytes:
     return bytes(file.read(message.length))
 
 
-def _of(kind: int, found: Sequence[Message]) -> list[Message]:
-    return [message for message in found if message.kind == kind]
+def _of(kind: int, messages: Sequence[Message]) -> list[Message]:
+    return [message for message in messages if message.kind == kind]
 
 
 def _message_at(file: BinaryIO, shard: Shard, at: int, end: int) -> Message | _EndMark | _Cut:
@@ -241,7 +243,7 @@ def _message_at(file: BinaryIO, shard: Shard, at: int, end: int) -> Message | _E
 
 def _message(data: bytes, at: int, skip: int) -> Message:
     """The message whose header these bytes are, behind `skip` bytes at byte `at` of the file."""
-    root = _Table.root(data)
+    root = _FlatTable.root(data)
     kind, body_length = root.number(1, "B"), root.number(3, "q")
     header = root.table(2)
     if kind not in _KINDS or header is None or body_length < 0:
@@ -281,7 +283,7 @@ def _message(data: bytes, at: int, skip: int) -> Message:
     )
 
 
-class _Table:
+class _FlatTable:
     """A flatbuffer table: fields by their number in the .fbs file, with 0 for those left out."""
 
     def __init__(self, data: bytes, at: int) -> None:
@@ -292,16 +294,16 @@ class _Table:
         (self._vtable_bytes,) = struct.unpack_from("<H", data, self._vtable)
 
     @staticmethod
-    def root(data: bytes) -> _Table:
-        return _Table(data, struct.unpack_from("<I", data, 0)[0])
+    def root(data: bytes) -> _FlatTable:
+        return _FlatTable(data, struct.unpack_from("<I", data, 0)[0])
 
     def number(self, field: int, code: str) -> int:
         at = self._place(field)
         return 0 if at is None else int(struct.unpack_from(f"<{code}", self._data, at)[0])
 
-    def table(self, field: int) -> _Table | None:
+    def table(self, field: int) -> _FlatTable | None:
         at = self.target(field)
-        return None if at is None else _Table(self._data, at)
+        return None if at is None else _FlatTable(self._data, at)
 
     def structs(self, field: int, codes: str) -> list[tuple[int, ...]]:
         at = self.target(field)

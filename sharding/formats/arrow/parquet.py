@@ -5,7 +5,7 @@ reads; the file's footer travels with the block, so decoding needs no other read
 file that only has the block's bytes, at their places. Row groups without rows are no blocks; the row
 group's number is then kept in `Block.index`, elsewhere it is `Block.number_in_shard`.
 
-Strings that the writer dictionary-encoded stay so (see `arrow_columns`): a column of three distinct values
+Strings that the writer dictionary-encoded stay so (see `columns`): a column of three distinct values
 costs its codes and three strings, whatever the number of rows, and `nbytes` can promise that.
 """
 
@@ -25,6 +25,7 @@ from sharding.blocks import Block, ColumnSpec, Shard, ShardScan
 from sharding.errors import CorruptShardError
 from sharding.formats.arrow.columns import TabularFormat, check_columns
 from sharding.formats.arrow.schema import (
+    BROKEN,
     NUMBER_BYTES,
     decoded_bytes,
     json_columns,
@@ -36,11 +37,10 @@ from sharding.formats.arrow.schema import (
 _MAGIC = b"PAR1"
 _TAIL_BYTES = 64 << 10
 _GAP_BYTES = 64 << 10
-_BROKEN = (pa.ArrowException, OSError, UnicodeDecodeError)
 
 
 @dataclass(frozen=True)
-class _Footer:
+class _ParsedFooter:
     """A parsed footer and what is asked of it at every block."""
 
     metadata: Any
@@ -64,7 +64,7 @@ class ParquetFormat(TabularFormat):
         raw, size = _read_footer(file, shard)
         try:
             footer = _parse(raw)
-        except _BROKEN as error:
+        except BROKEN as error:
             reason = f"unreadable Parquet footer: {error}"
             raise CorruptShardError(shard.url, reason, size - len(raw)) from error
         metadata = footer.metadata
@@ -78,13 +78,13 @@ class ParquetFormat(TabularFormat):
                 raise CorruptShardError(shard.url, reason, starts[i])
         specs = specs_of(metadata.schema.to_arrow_schema(), shard.url, null_free=_null_free(groups, footer))
         rows = np.array([group.num_rows for group in groups], np.int64)
-        kept = np.flatnonzero(rows)
-        index = [int(i).to_bytes(4, "little") for i in kept] if len(kept) < len(rows) else None
+        used = np.flatnonzero(rows)
+        index = [int(i).to_bytes(4, "little") for i in used] if len(used) < len(rows) else None
         return ShardScan(
-            offset=np.array(starts, np.int64)[kept],
-            length=(np.array(ends, np.int64) - np.array(starts, np.int64))[kept],
-            nbytes=np.array([_decoded_bytes(group, specs) for group in groups], np.int64)[kept],
-            num_samples=rows[kept],
+            offset=np.array(starts, np.int64)[used],
+            length=(np.array(ends, np.int64) - np.array(starts, np.int64))[used],
+            nbytes=np.array([_decoded_bytes(group, specs) for group in groups], np.int64)[used],
+            num_samples=rows[used],
             schema=specs,
             index=index,
             footer=raw,
@@ -94,22 +94,20 @@ class ParquetFormat(TabularFormat):
         """The wanted columns of a row group, see `TabularFormat.table`. Encrypted pages are an error, too."""
         footer, group = _indexed(block)
         check_columns(columns, footer.names, block)
-        wanted = footer.names if columns is None else columns
+        names = footer.names if columns is None else columns
         file = _BlockFile(block, data)
         try:
             with pq.ParquetFile(
                 pa.PythonFile(file, "r"),
                 metadata=footer.metadata,
-                read_dictionary=_encoded_texts(footer, group, wanted),
+                read_dictionary=_encoded_texts(footer, group, names),
                 pre_buffer=False,  # the bytes are here: Arrow's I/O threads would only keep them longer
             ) as reader:
-                table = reader.read_row_group(group, columns=list(wanted), use_threads=False)
-        except _BROKEN as error:
-            reason = f"row group {group} cannot be decoded: {error}"
-            raise CorruptShardError(block.shard.url, reason, block.offset, stage="decode") from error
+                table = reader.read_row_group(group, columns=list(names), use_threads=False)
+        except BROKEN as error:
+            raise block.corrupt(f"row group {group} cannot be decoded: {error}") from error
         if table.num_rows != block.num_samples:
-            reason = f"row group {group} gives {table.num_rows} rows instead of {block.num_samples}"
-            raise CorruptShardError(block.shard.url, reason, block.offset, stage="decode")
+            raise block.corrupt(f"row group {group} has {table.num_rows} rows, not {block.num_samples}")
         return table
 
     def schema(self, footer: bytes) -> pa.Schema:
@@ -135,10 +133,8 @@ class ParquetFormat(TabularFormat):
         check_columns(columns, footer.names, block)
         group = footer.metadata.row_group(number)
         ranges = _chunk_ranges(group)
-        chosen = [
-            ranges[i] for i in range(group.num_columns) if _belongs(group.column(i).path_in_schema, columns)
-        ]
-        return _joined(chosen)
+        paths = (group.column(i).path_in_schema for i in range(group.num_columns))
+        return _joined([one for one, path in zip(ranges, paths, strict=True) if _belongs(path, columns)])
 
 
 class _BlockFile(io.RawIOBase):
@@ -192,7 +188,7 @@ def _read_footer(file: BinaryIO, shard: Shard) -> tuple[bytes, int]:
 
 
 @lru_cache(maxsize=64)
-def _parse(footer: bytes) -> _Footer:
+def _parse(footer: bytes) -> _ParsedFooter:
     metadata = pq.read_metadata(pa.BufferReader(_MAGIC + footer))
     schema = metadata.schema.to_arrow_schema()
     paths = {metadata.schema.column(i).path: i for i in range(metadata.num_columns)}
@@ -202,29 +198,27 @@ def _parse(footer: bytes) -> _Footer:
         for name, field in leaves(schema)
         if name in paths and (spec := spec_of(field.type)) and spec.kind in ("text", "bytes")
     }
-    return _Footer(metadata, names, texts)
+    return _ParsedFooter(metadata, names, texts)
 
 
 def _group_of(block: Block) -> int:
     return int.from_bytes(block.index, "little") if block.index else block.number_in_shard
 
 
-def _indexed(block: Block) -> tuple[_Footer, int]:
+def _indexed(block: Block) -> tuple[_ParsedFooter, int]:
     """The footer that the catalog has, and which row group the block is. `CorruptShardError` if none."""
     group = _group_of(block)
     try:
         footer = _parse(bytes(block.footer))
-    except _BROKEN as error:
+    except BROKEN as error:
         reason = f"the catalog has no footer that can be read: {error}; index the shards again"
-        raise CorruptShardError(block.shard.url, reason, block.offset, stage="decode") from error
+        raise block.corrupt(reason) from error
     if (
         group >= footer.metadata.num_row_groups
         or footer.metadata.row_group(group).num_rows != block.num_samples
     ):
         reason = f"the catalog says {block.num_samples} rows in row group {group}, and the footer does not"
-        raise CorruptShardError(
-            block.shard.url, f"{reason}; index the shards again", block.offset, stage="decode"
-        )
+        raise block.corrupt(f"{reason}; index the shards again")
     return footer, group
 
 
@@ -255,7 +249,7 @@ def _joined(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
     return joined
 
 
-def _null_free(groups: Sequence[Any], footer: _Footer) -> set[str]:
+def _null_free(groups: Sequence[Any], footer: _ParsedFooter) -> set[str]:
     """String columns that hold no null by the statistics of every row group."""
     return {name for name, i in footer.texts.items() if all(_has_no_null(g.column(i)) for g in groups)}
 
@@ -265,13 +259,13 @@ def _has_no_null(chunk: Any) -> bool:
     return statistics is not None and statistics.has_null_count and statistics.null_count == 0
 
 
-def _encoded_texts(footer: _Footer, group: int, wanted: Sequence[str]) -> list[str]:
-    """The wanted string columns that the writer dictionary-encoded throughout this row group.
+def _encoded_texts(footer: _ParsedFooter, group: int, columns: Sequence[str]) -> list[str]:
+    """Those string columns that the writer dictionary-encoded throughout this row group.
 
     A writer that gave the dictionary up shows it: codes take less than 4 bytes a row, compressed or not.
     """
     row_group = footer.metadata.row_group(group)
-    texts = [name for name in wanted if name in footer.texts]
+    texts = [name for name in columns if name in footer.texts]
     return [name for name in texts if _is_encoded(row_group.column(footer.texts[name]))]
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,8 @@ import pyarrow as pa
 from sharding.blocks import ColumnSpec
 from sharding.errors import CorruptShardError
 
+BROKEN = (pa.ArrowException, OSError, UnicodeDecodeError)
+"""What pyarrow raises of damage; the last where it fails to word its error, for text that is not UTF-8."""
 SPAN_BYTES = 16
 """Bytes `Spans` needs for each value besides its contents: start and length."""
 
@@ -26,6 +29,12 @@ NUMBER_BYTES = 25
 
 _FLOATS = {"halffloat": "float16", "float": "float32", "double": "float64"}
 """Arrow's names where they are not numpy's; `to_pandas_dtype` imports pandas in older releases of pyarrow."""
+
+
+@lru_cache(maxsize=64)
+def schema_in(footer: bytes) -> pa.Schema:
+    """The schema that a shard's footer begins with, as an Arrow message."""
+    return pa.ipc.read_schema(pa.BufferReader(footer))
 
 
 def specs_of(schema: pa.Schema, url: str, *, null_free: Collection[str] = ()) -> dict[str, ColumnSpec]:
@@ -38,11 +47,11 @@ def specs_of(schema: pa.Schema, url: str, *, null_free: Collection[str] = ()) ->
         CorruptShardError: two columns have one name.
     """
     specs: dict[str, ColumnSpec] = {}
-    seen: set[str] = set()
+    names: set[str] = set()
     for name, field in leaves(schema):
-        if name in seen:
+        if name in names:
             raise CorruptShardError(url, f"two columns are named {name!r}; rename one when writing")
-        seen.add(name)
+        names.add(name)
         if spec := spec_of(field.type):
             optional = spec.kind != "fixed" and field.nullable and name not in null_free
             specs[name] = replace(spec, optional=optional)
@@ -111,7 +120,7 @@ def unlike_json(kind: pa.DataType) -> str | None:
     names = [child.name for child in children]
     if pa.types.is_struct(kind) and len(set(names)) < len(names):
         return "two fields of one name"
-    return next((found for child in children if (found := unlike_json(child.type))), None)
+    return next((what for child in children if (what := unlike_json(child.type))), None)
 
 
 def _unit_of(kind: pa.DataType) -> str:

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader as TorchDataLoader
 
 from dataflow import DataLoader, Mixture, Ragged, ShardedDataset, Shuffle
 from dataflow.tools.cli import main
-from sharding.catalog.build import Catalog
+from sharding.catalog.table import Catalog
 from sharding.errors import ShardError
 
 FORMATS = ["jsonl", "jsonl.gz", "parquet", "arrow", "arrows"]

@@ -39,7 +39,14 @@ def table_of(counts, blocks_per_shard=3):
     length = 100 * counts + np.arange(n)
     shard = (np.arange(n) // blocks_per_shard).astype(np.int32)
     first = np.cumsum(counts) - counts
-    return BlockTable(shard, np.zeros(n, np.int64), length, 2 * length, counts, first)
+    return BlockTable(
+        shard=shard,
+        offset=np.zeros(n, np.int64),
+        length=length,
+        nbytes=2 * length,
+        num_samples=counts,
+        first_sample=first,
+    )
 
 
 def plans_of(table, kind, window_blocks, batch_size, ranks, tail, seed=0, lanes=None):

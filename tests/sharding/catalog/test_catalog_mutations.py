@@ -15,7 +15,7 @@ import pytest
 from datasets_kit import MAKERS, make_tokens_bin
 
 from dataflow import DataLoader, ShardedDataset
-from sharding.catalog.file import VERSION
+from sharding.catalog.file import VERSION, read_table, write_table
 from sharding.errors import CorruptShardError
 
 SCRIPT = Path(__file__).parents[2] / "catalog_mutations.py"
@@ -61,11 +61,12 @@ def test_a_damaged_blob_is_noticed_when_its_block_is_first_wanted_and_says_what_
         list(DataLoader(damaged, batch_size=4)) if whole else damaged[len(damaged) - 1]
 
 
-def test_a_catalog_of_an_earlier_release_is_to_be_built_again(tmp_path, monkeypatch):
+def test_a_catalog_of_an_earlier_release_is_to_be_built_again(tmp_path):
     made = make_tokens_bin(tmp_path)
-    monkeypatch.setattr("sharding.catalog.file.VERSION", 2)
     made.open()
-    monkeypatch.undo()
+    kept = str(tmp_path / "kept.catalog")
+    rows, facts, _ = read_table(kept, None)
+    write_table(kept, rows, {**facts, "version": 2}, None)
     with pytest.raises(
         CorruptShardError, match=f"version 2, and this release reads {VERSION}; index .* index"
     ):

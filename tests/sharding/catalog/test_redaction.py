@@ -27,9 +27,10 @@ from prefetch.cache.entry import tag_of
 from prefetch.store.again import Retrier, notice_of
 from prefetch.store.retries import StatusError
 from sharding.blocks import Shard
-from sharding.catalog.build import Catalog, default_catalog_path
+from sharding.catalog.build import default_catalog_path
 from sharding.catalog.expand import expand
 from sharding.catalog.storage import failure_text, open_url
+from sharding.catalog.table import Catalog
 from sharding.errors import DataflowError, ShardError, ShardReadError
 from sharding.formats import resolve_format
 from sharding.redaction import has_unquoted_password, hide_secrets, identity_of, without_secrets

@@ -15,7 +15,17 @@ from tests.formats_kit import rows_of
 
 
 def block_of(rows: int) -> Block:
-    return Block(Shard("s.arrow", 999, ""), 128, 64, 64, 1000, 100, rows, 3, 1)
+    return Block(
+        Shard("s.arrow", 999, ""),
+        128,
+        64,
+        64,
+        first_sample=1000,
+        first_in_shard=100,
+        num_samples=rows,
+        number=3,
+        number_in_shard=1,
+    )
 
 
 def converted(array: pa.Array | pa.ChunkedArray):

@@ -14,7 +14,6 @@ from bombs_kit import LIMIT_MB, index_apart, write_gzip, write_zstd
 
 from dataflow import DataLoader, ShardedDataset
 from sharding.errors import CorruptShardError, SampleError
-from sharding.formats.arrow import jsonl
 from sharding.formats.arrow.json_limits import MAX_DEPTH, num_places, too_deep
 from sharding.formats.arrow.jsonl import JsonlFormat
 from sharding.formats.tar.format import TarFormat
@@ -112,24 +111,25 @@ def test_lists_of_objects_that_have_few_keys_in_common_are_refused(tmp_path):
     assert "write keys that are data as values" in outcome(path)
 
 
-def test_short_lines_under_many_keys_are_refused(monkeypatch):
-    monkeypatch.setattr(jsonl, "_MAX_PLACES", 1 << 10)
-    monkeypatch.setattr(jsonl, "_MAX_RUN_PLACES", 1 << 12)
+def test_short_lines_under_many_keys_are_refused():
+    codec = JsonlFormat()
+    codec.max_places, codec.max_run_places = 1 << 10, 1 << 12
     with pytest.raises(CorruptShardError, match="100 keys, and short lines that lack most of them"):
         scan_of(
-            JsonlFormat(),
+            codec,
             json.dumps({f"k{i}": 1.5 for i in range(100)}).encode() + b"\n" + b"{}\n" * 1000,
             URL,
         )
 
 
-def test_lines_of_any_keys_in_any_order_give_what_all_have_together(monkeypatch):
-    monkeypatch.setattr(jsonl, "_MAX_PLACES", 1 << 10)
+def test_lines_of_any_keys_in_any_order_give_what_all_have_together():
+    codec = JsonlFormat()
+    codec.max_places = 1 << 10
     rows = [
         {f"k{i % 7}": float(i), "m": [{f"n{i % 3}": "x"}] * (i % 4), f"t{i % 11}": "y" * i}
         for i in range(300)
     ]
-    scan = scan_of(JsonlFormat(), "".join(json.dumps(row) + "\n" for row in rows).encode(), URL)
+    scan = scan_of(codec, "".join(json.dumps(row) + "\n" for row in rows).encode(), URL)
     assert len(scan.offset) == 1
     assert set(scan.schema) == {"m", *(f"k{i}" for i in range(7)), *(f"t{i}" for i in range(11))}
     assert all(spec.optional for name, spec in scan.schema.items() if name[0] == "t")

@@ -6,7 +6,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from dataflow import ShardedDataset
-from sharding.catalog.build import open_by_fsspec
+from sharding.catalog.storage import open_shard
 from sharding.errors import SampleError
 from sharding.lengths.column_lengths import column_lengths, resolve_lengths
 from tests.datasets_kit import MAKERS, write_tar
@@ -68,7 +68,7 @@ def test_only_the_column_is_read_from_parquet(tmp_path):
         def __exit__(self, *_):
             self.file.close()
 
-    counted = column_lengths(catalog, "tokens", open_shard=lambda *given: Counted(open_by_fsspec(*given)))
+    counted = column_lengths(catalog, "tokens", open_shard=lambda *given: Counted(open_shard(*given)))
     assert counted.tolist() == [i % 7 for i in range(300)]
     assert 0 < sum(read) < 100_000 < catalog.blocks.length.sum()
 

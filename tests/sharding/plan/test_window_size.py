@@ -17,7 +17,14 @@ def table_of(lengths, nbytes=None, samples=None):
     samples = np.ones(len(lengths), np.int64) if samples is None else np.asarray(samples)
     zeros = np.zeros(len(lengths), np.int64)
     nbytes = lengths if nbytes is None else np.asarray(nbytes, np.int64)
-    return BlockTable(zeros.astype(np.int32), zeros, lengths, nbytes, samples, zeros)
+    return BlockTable(
+        shard=zeros.astype(np.int32),
+        offset=zeros,
+        length=lengths,
+        nbytes=nbytes,
+        num_samples=samples,
+        first_sample=zeros,
+    )
 
 
 @pytest.mark.parametrize(
