@@ -12,7 +12,7 @@ of the key text (u4), then one record per member and one per sample:
     sample  start u4, length u4                                     of the key, in the block ...
     key text                                                        ... or, if not empty, in this text
 
-Positions and sizes are u8 where `nbytes` is 4 GiB or more. Flags are those of `tar_header`. Columns count
+Positions and sizes are u8 where `nbytes` is 4 GiB or more. Flags are those of `header`. Columns count
 along the shard's sorted extensions, which are in the footer (JSON).
 """
 
@@ -31,8 +31,8 @@ from sharding.blocks import Block, Columns, ColumnSpec, Format, Shard, ShardScan
 from sharding.compression import compression_of, decompress, open_decompressed
 from sharding.errors import CorruptShardError
 from sharding.formats.tar.header import BLOCK, MAGIC, NO_MAGIC, ODD_SIZE, SIZE
+from sharding.formats.tar.header_chains import octal_sizes
 from sharding.formats.tar.members import Members, list_members
-from sharding.formats.tar.run import octal_sizes
 from sharding.formats.tar.samples import Samples, group_members
 
 KEY_COLUMN = "__key__"
@@ -90,14 +90,16 @@ class TarFormat(Format):
             starts = sample_first[cuts]
             ends = np.append(starts[1:], members.end[samples.member[-1:]])
         nbytes = ends - starts
+        cut_ends = np.append(cuts, len(samples.first))[1:]
+        blocks = zip(cuts.tolist(), cut_ends.tolist(), starts.tolist(), nbytes.tolist(), strict=True)
         footer = {"columns": samples.columns, "passed_over": samples.num_passed_over}
         return ShardScan(
             offset=starts,
             length=np.full_like(cuts, file.seek(0, 2)) if compressed else nbytes,
             nbytes=nbytes,
-            num_samples=np.diff(cuts, append=len(samples.first)),
+            num_samples=cut_ends - cuts,
             schema=_schema(members, samples),
-            index=_indices(members, samples, cuts, starts, nbytes),
+            index=[_index_of(members, samples, *block) for block in blocks],
             footer=json.dumps(footer).encode(),
             unfinished=members.unfinished,
             missing=_missing(samples),
@@ -105,7 +107,7 @@ class TarFormat(Format):
 
     def check(self, block: Block) -> None:
         """Raise `ValueError` where the block's index does not fit it, or leads outside it."""
-        index = _Index.of(block)
+        index = _BlockIndex.of(block)
         _columns_of(bytes(block.footer))
         if compression_of(block.shard.url) is None and block.length != block.nbytes:
             raise ValueError(f"{block.length} bytes hold {block.nbytes}")
@@ -121,14 +123,14 @@ class TarFormat(Format):
 
         None for compressed shards, and for "__key__" where the block's keys are only in its index.
         """
-        index = _Index.of(block)
+        index = _BlockIndex.of(block)
         if compression_of(block.shard.url) or (columns and KEY_COLUMN in columns and len(index.key_text)):
             return None
         return index.columns(columns, _NOTHING, block)
 
     def value_bytes(self, block: Block, column: str) -> NDArray[np.int64]:
         """Bytes of each sample's value; known for compressed shards, too, whose values cannot be located."""
-        return _Index.of(block).columns([column], _NOTHING, block)[column].lengths
+        return _BlockIndex.of(block).columns([column], _NOTHING, block)[column].lengths
 
     def decode(self, block: Block, data: memoryview, columns: Sequence[str] | None) -> Columns:
         """Views of the wanted values in `data`; see `Format.decode`.
@@ -144,7 +146,7 @@ class TarFormat(Format):
         if len(data) < block.nbytes:
             reason = f"{len(data)} bytes where {block.nbytes} were indexed; the shard changed or is truncated"
             raise CorruptShardError(url, reason, offset=block.offset + len(data), stage="decode")
-        index = _Index.of(block)
+        index = _BlockIndex.of(block)
         buffer = np.frombuffer(data, np.uint8)
         _compare(index.members, buffer, block)
         return {**index.columns(columns, buffer, block)}
@@ -157,7 +159,7 @@ class TarFormat(Format):
 
 
 @dataclass(frozen=True)
-class _Index:
+class _BlockIndex:
     """A block's index, as views of its bytes."""
 
     members: NDArray[np.void]
@@ -165,7 +167,7 @@ class _Index:
     key_text: NDArray[np.uint8]
 
     @classmethod
-    def of(cls, block: Block) -> _Index:
+    def of(cls, block: Block) -> _BlockIndex:
         member, key = _NARROW if block.nbytes < 1 << 32 else _WIDE
         counts = np.frombuffer(block.index, _COUNTS, 1)[0]
         members = np.frombuffer(block.index, member, counts["members"], offset=_COUNTS.itemsize)
@@ -174,12 +176,12 @@ class _Index:
         return cls(members, keys, np.frombuffer(block.index, np.uint8, offset=at + keys.nbytes))
 
     def columns(
-        self, wanted: Sequence[str] | None, buffer: NDArray[np.uint8], block: Block
+        self, selected: Sequence[str] | None, buffer: NDArray[np.uint8], block: Block
     ) -> dict[str, Spans]:
         names = _columns_of(bytes(block.footer))
         return {
             name: self._key_spans(buffer) if name == KEY_COLUMN else self._spans(names.get(name, -1), buffer)
-            for name in (names if wanted is None else wanted)
+            for name in (names if selected is None else selected)
         }
 
     def _spans(self, column: int, buffer: NDArray[np.uint8]) -> Spans:
@@ -191,8 +193,8 @@ class _Index:
         return Spans(buffer, starts, lengths)
 
     def _key_spans(self, buffer: NDArray[np.uint8]) -> Spans:
-        held = self.key_text if len(self.key_text) else buffer
-        return Spans(held, self.keys["start"].astype(np.int64), self.keys["length"].astype(np.int64))
+        text = self.key_text if len(self.key_text) else buffer
+        return Spans(text, self.keys["start"].astype(np.int64), self.keys["length"].astype(np.int64))
 
 
 def _check_inside(starts: NDArray[np.integer], lengths: NDArray[np.integer], limit: int) -> None:
@@ -257,18 +259,6 @@ def _missing(samples: Samples) -> dict[str, str]:
     return first
 
 
-def _indices(
-    members: Members,
-    samples: Samples,
-    cuts: NDArray[np.int64],
-    starts: NDArray[np.int64],
-    nbytes: NDArray[np.int64],
-) -> list[bytes]:
-    ends = np.append(cuts, len(samples.first))[1:]
-    blocks = zip(cuts.tolist(), ends.tolist(), starts.tolist(), nbytes.tolist(), strict=True)
-    return [_index_of(members, samples, *block) for block in blocks]
-
-
 def _index_of(members: Members, samples: Samples, cut: int, end: int, start: int, nbytes: int) -> bytes:
     """The index of the block that holds samples `cut` to `end` and begins at byte `start`."""
     member, key = _NARROW if nbytes < 1 << 32 else _WIDE
@@ -288,6 +278,3 @@ def _index_of(members: Members, samples: Samples, cut: int, end: int, start: int
     return b"".join(
         [np.array((len(record), len(text)), _COUNTS).tobytes(), record.tobytes(), keys.tobytes(), text]
     )
-
-
-__all__ = ["KEY_COLUMN", "TarFormat"]

@@ -42,7 +42,7 @@ _MAX_MEMBER_BYTES = 1 << 50
 """More than any store holds, and few enough to add up."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Member:
     """One member and where it lies; all positions count bytes from the start of the archive."""
 
@@ -107,7 +107,7 @@ class _CutShortError(Exception):
     """The file ends before the archive does: where, and what is missing there."""
 
 
-@dataclass
+@dataclass(kw_only=True)
 class MemberReader:
     """Reads members one by one; keeps what global pax headers say."""
 
@@ -139,7 +139,7 @@ class MemberReader:
             return None
 
     def _member_at(self, first: int) -> Member | None:
-        position, found = first, Extensions()
+        position, extensions = first, Extensions()
         while True:
             head = bytes(self.read(position, BLOCK))
             if position == first and self._ends(head, position):
@@ -147,8 +147,8 @@ class MemberReader:
             kind = self._check(head, position)
             size = self._size(head, position)
             if kind not in EXTENSION_TYPES:
-                return self._member(head, first, position, found, size)
-            self._extend(kind, size, position, found)
+                return self._member(head, first, position, extensions, size)
+            self._extend(kind, size, position, extensions)
             position += BLOCK + padded(size)
 
     def fail(self, position: int, reason: str, cause: Exception | None = None) -> NoReturn:
@@ -186,7 +186,7 @@ class MemberReader:
         except ValueError as error:
             self.fail(position, f"the header's size field {head[SIZE]!r} is no number", error)
 
-    def _extend(self, kind: int, size: int, position: int, found: Extensions) -> None:
+    def _extend(self, kind: int, size: int, position: int, extensions: Extensions) -> None:
         start = position + BLOCK
         if size > _MAX_EXTENSION_BYTES:
             self.fail(position, f"a pax or GNU extension header of {size} bytes")
@@ -197,7 +197,7 @@ class MemberReader:
             if kind == ord("g"):
                 self._extend_all(body, start)
             else:
-                found.add(kind, body, start)
+                extensions.add(kind, body, start)
         except ValueError as error:
             self.fail(position, str(error), error)
 
@@ -208,29 +208,37 @@ class MemberReader:
             raise ValueError("a global pax header that sets the size of all members")
         self.global_name = everything.name if everything.name is not None else self.global_name
 
-    def _member(self, head: bytes, first: int, header: int, found: Extensions, size: int) -> Member:
+    def _member(self, head: bytes, first: int, header: int, extensions: Extensions, size: int) -> Member:
         kind = head[TYPE]
-        name, start = self._name(head, header, found)
+        name, start = self._name(head, header, extensions)
         if kind == _SPARSE_TYPE:
             self.fail(header, "a sparse member; pack the shard without --sparse")
         # v7 marks folders by a slash at the end of the name field
         bare = kind in BARE_TYPES or (kind == 0 and head[NAME].partition(b"\0")[0].endswith(b"/"))
-        plain_size = found.size is None and _PLAIN_SIZE.fullmatch(head[SIZE])
+        plain_size = extensions.size is None and _PLAIN_SIZE.fullmatch(head[SIZE])
         flags = (0 if head[MAGIC] == b"ustar" else NO_MAGIC) | (0 if plain_size else ODD_SIZE)
-        size = 0 if bare else size if found.size is None else found.size
+        size = 0 if bare else size if extensions.size is None else extensions.size
         if size > _MAX_MEMBER_BYTES:
             self.fail(header, f"the header states {size} bytes of payload: it is damaged")
         self.passed(header, name, size)
-        end = header + BLOCK + padded(size)
-        return Member(first, header, size, end, kind in REGULAR_TYPES and not bare, name, start, flags)
+        return Member(
+            first=first,
+            header=header,
+            size=size,
+            end=header + BLOCK + padded(size),
+            regular=kind in REGULAR_TYPES and not bare,
+            name=name,
+            name_start=start,
+            flags=flags,
+        )
 
     def passed(self, header: int, name: bytes, size: int) -> None:
         """Remember the last member before where the reader stands."""
         self.last_header, self.last_name, self.last_payload_end = header, name, header + BLOCK + size
 
-    def _name(self, head: bytes, header: int, found: Extensions) -> tuple[bytes, int | None]:
-        if found.name is not None:
-            return found.name, found.name_start
+    def _name(self, head: bytes, header: int, extensions: Extensions) -> tuple[bytes, int | None]:
+        if extensions.name is not None:
+            return extensions.name, extensions.name_start
         if self.global_name is not None:
             return self.global_name, None
         name, prefix = (head[field].partition(b"\0")[0] for field in (NAME, PREFIX))

@@ -1,7 +1,7 @@
 """All files of a tar archive, from its headers alone.
 
-Where members are small, the archive is read in windows of a MiB and thousands of headers are taken at a
-time (`tar_run`). Where members are large, payloads are skipped and only headers are read. Whatever is
+Where members are small, the archive is read a MiB at a time and thousands of headers are taken at once
+(`header_chains`). Where members are large, payloads are skipped and only headers are read. Whatever is
 unusual (long names, base-256 sizes, v7 headers, the end, every defect) goes one by one through
 `MemberReader`, which alone raises errors.
 """
@@ -15,9 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sharding.formats.tar.header import BLOCK, MAGIC, NAME, REGULAR_TYPES, TYPE, Member, MemberReader
-from sharding.formats.tar.run import Run, one_of, run_of
+from sharding.formats.tar.header_chains import HeaderChain, chain_of, one_of
 
-WINDOW_BYTES = 1 << 20
+BUFFER_BYTES = 1 << 20
 _SPARSE_READ_BYTES = 4 << 10
 _SPARSE_MEAN_BYTES = 64 << 10
 """Above this mean size of a member, skipping payloads beats reading them (1 MiB reads in about 0.2 ms)."""
@@ -35,7 +35,7 @@ class Location(NamedTuple):
     """Where it stands in the archive in one piece, or None."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Members:
     """The n regular files of an archive in order; positions count bytes from its start."""
 
@@ -64,7 +64,7 @@ def list_members(
     file: BinaryIO,
     url: str,
     *,
-    window_bytes: int = WINDOW_BYTES,
+    buffer_bytes: int = BUFFER_BYTES,
     allow_unfinished: bool = False,
     max_members: int | None = None,
 ) -> Members:
@@ -78,14 +78,14 @@ def list_members(
         CorruptShardError: a header is damaged, the file ends before the archive does or goes on behind it, or
             there are more than `max_members`; names the byte.
     """
-    walk = _Walk(file, url, window_bytes, allow_unfinished)
+    walk = _ArchiveWalk(file, url, buffer_bytes, allow_unfinished)
     while walk.advance():
         if max_members is not None:
             walk.check_size(max_members)
     return walk.members()
 
 
-class _Windows:
+class _ReadBuffer:
     """Forward reads of a file through one growing buffer; a view is valid until the next call."""
 
     def __init__(self, file: BinaryIO, ahead: int) -> None:
@@ -112,25 +112,30 @@ class _Windows:
         return self._file.seek(0, 2)
 
     def _fill(self, position: int, num_bytes: int) -> None:
-        kept = bytes(self.buffered(position))
+        rest = bytes(self.buffered(position))
         if len(self._buffer) < num_bytes:
             self._buffer = bytearray(num_bytes)
-        self._buffer[: len(kept)] = kept
-        self._file.seek(position + len(kept))
-        self._start, filled = position, len(kept)
+        self._buffer[: len(rest)] = rest
+        self._file.seek(position + len(rest))
+        self._start, filled = position, len(rest)
         into = memoryview(self._buffer)
-        while filled < num_bytes and (got := self._file.readinto(into[filled:num_bytes])):  # type: ignore[attr-defined]
-            filled += got
+        while filled < num_bytes and (count := self._file.readinto(into[filled:num_bytes])):  # type: ignore[attr-defined]
+            filled += count
         self._stop = position + filled
 
 
-class _Walk:
+class _ArchiveWalk:
     """Where the walk stands, and the members found so far."""
 
-    def __init__(self, file: BinaryIO, url: str, window_bytes: int, allow_unfinished: bool) -> None:
-        self._window_bytes = window_bytes
-        self._windows = _Windows(file, window_bytes)
-        self._reader = MemberReader(url, self._windows.read, self._windows.total_bytes, allow_unfinished)
+    def __init__(self, file: BinaryIO, url: str, buffer_bytes: int, allow_unfinished: bool) -> None:
+        self._buffer_bytes = buffer_bytes
+        self._buffer = _ReadBuffer(file, buffer_bytes)
+        self._reader = MemberReader(
+            url=url,
+            read=self._buffer.read,
+            total_bytes=self._buffer.total_bytes,
+            allow_unfinished=allow_unfinished,
+        )
         self._position = 0
         self._dense = True
         self._mark, self._since_mark = 0, 0
@@ -150,9 +155,9 @@ class _Walk:
             self._reader.fail(self._position, f"{reason} in one piece; {cure}")
 
     def advance(self) -> bool:
-        """Take in one member or a run of them; False at the end of the archive."""
-        if self._dense and (run := self._next_run()):
-            self._take_run(run)
+        """Take in one member or a chain of them; False at the end of the archive."""
+        if self._dense and (chain := self._next_chain()):
+            self._take_chain(chain)
             return True
         member = self._reader.member_at(self._position)
         if member is None:
@@ -168,7 +173,7 @@ class _Walk:
         """All that was found."""
         empty = np.empty((0, 5), np.int64), np.empty((0, NAME.stop), np.uint8)
         table = np.concatenate([empty[0], *self._tables])
-        total = self._windows.total_bytes()
+        total = self._buffer.total_bytes()
         return Members(
             first=table[:, 0],
             header=table[:, 1],
@@ -182,34 +187,35 @@ class _Walk:
             last_is_cut=len(table) > 0 and bool(table[-1, 1] + BLOCK + table[-1, 3] > total),
         )
 
-    def _next_run(self) -> Run | None:
-        window = self._windows.buffered(self._position)
-        if len(window) < self._window_bytes // 64:  # too little to be worth the calls
-            window = self._windows.read(self._position, self._window_bytes)
+    def _next_chain(self) -> HeaderChain | None:
+        data = self._buffer.buffered(self._position)
+        if len(data) < self._buffer_bytes // 64:  # too little to be worth the calls
+            data = self._buffer.read(self._position, self._buffer_bytes)
         if self._reader.global_name is not None:
             return None
-        blocks = np.frombuffer(window, np.uint8, len(window) // BLOCK * BLOCK).reshape(-1, BLOCK)
-        return run_of(blocks, self._position)
+        blocks = np.frombuffer(data, np.uint8, len(data) // BLOCK * BLOCK).reshape(-1, BLOCK)
+        return chain_of(blocks, self._position)
 
-    def _take_run(self, run: Run) -> None:
-        flags = np.zeros_like(run.size)
-        table = np.stack([run.first, run.header, run.end, run.size, flags], axis=1)
-        regular = _IS_REGULAR[run.heads[:, TYPE]]
+    def _take_chain(self, chain: HeaderChain) -> None:
+        flags = np.zeros_like(chain.size)
+        table = np.stack([chain.first, chain.header, chain.end, chain.size, flags], axis=1)
+        regular = _IS_REGULAR[chain.heads[:, TYPE]]
         members: dict[int, Member] = {}
         count = len(table)
-        for i in run.unusual.tolist():
-            member = self._reader.member_at(int(run.first[i]))
+        # What extension headers or odd fields may change is read again, by the reader that knows all rules.
+        for i in chain.unusual.tolist():
+            member = self._reader.member_at(int(chain.first[i]))
             assert member is not None, "a header with a right checksum is no end of an archive"
             members[i] = member
             table[i] = member.first, member.header, member.end, member.size, member.flags
             regular[i] = member.regular
-            if member.end != run.end[i] or self._reader.global_name is not None:
-                count = i + 1  # what follows was found under a wrong assumption
+            if member.end != chain.end[i] or self._reader.global_name is not None:
+                count = i + 1  # the chain assumed another end, or names of its own
                 break
         if count - 1 not in members:
-            name = run.heads[count - 1, NAME].tobytes().partition(b"\0")[0]
+            name = chain.heads[count - 1, NAME].tobytes().partition(b"\0")[0]
             self._reader.passed(int(table[count - 1, 1]), name, int(table[count - 1, 3]))
-        self._append(table[:count], run.heads[:count, NAME], regular[:count], members)
+        self._append(table[:count], chain.heads[:count, NAME], regular[:count], members)
         self._move(int(table[count - 1, 2]), count)
 
     def _append(
@@ -229,25 +235,22 @@ class _Walk:
         self._count += int(np.count_nonzero(regular))
 
     def _move(self, position: int, num_members: int) -> None:
-        """Go on, and choose between windows and single headers by the mean size of late."""
+        """Go on, and choose between whole buffers and single headers by the mean size of late."""
         self._position = position
         self._since_mark += num_members
         if num_members > 1 or self._since_mark >= _RECHECK_MEMBERS:
             self._dense = position - self._mark <= self._since_mark * _SPARSE_MEAN_BYTES
             self._mark, self._since_mark = position, 0
-        self._windows.ahead = self._window_bytes if self._dense else _SPARSE_READ_BYTES
+        self._buffer.ahead = self._buffer_bytes if self._dense else _SPARSE_READ_BYTES
 
     def _refuse_data_behind(self) -> None:
         """Archives joined by `cat`, or a hole of zeros between members, would silently lose what follows."""
         start = self._position + BLOCK
-        while len(tail := self._windows.read(start, self._window_bytes)):
+        while len(tail := self._buffer.read(start, self._buffer_bytes)):
             data = np.frombuffer(tail, np.uint8)
             if data.any():
                 at = int((data != 0).argmax()) // BLOCK * BLOCK
-                found = "a second archive" if bytes(tail[at:][MAGIC]) == b"ustar" else "data"
+                what = "a second archive" if bytes(tail[at:][MAGIC]) == b"ustar" else "data"
                 cure = "join archives with `tar --concatenate`"
-                self._reader.fail(start + at, f"{found} after the end of the first archive; {cure}")
+                self._reader.fail(start + at, f"{what} after the end of the first archive; {cure}")
             start += len(tail)
-
-
-__all__ = ["Location", "Members", "list_members"]

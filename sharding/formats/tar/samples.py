@@ -28,7 +28,7 @@ _RESERVED = {"__key__", "__url__", "__bad__", "__local_path__"}
 _MAX_COLUMNS = 1 << 16
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Samples:
     """m members in n samples."""
 
@@ -52,10 +52,13 @@ class Samples:
     """Files without a key, and `__meta__` files."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class _Names:
     """How the names of n members split."""
 
+    members: Members
+    url: str
+    """Named in errors."""
     text: NDArray[np.uint8]
     """[n, 100], zeros behind the name's end."""
     length: NDArray[np.int64]
@@ -74,6 +77,16 @@ class _Names:
         plain = self.text[row, self.key_length[row] + 1 : self.length[row]]
         return (special[1] if special else plain.tobytes()).lower()
 
+    def specials_among(self, rows: NDArray[np.int64]) -> dict[int, tuple[bytes, bytes, int | None]]:
+        """Those of `rows`, which have keys, whose name was split one by one: by their index in `rows`."""
+        at = np.flatnonzero(np.isin(rows, np.fromiter(self.special, np.int64, len(self.special)))).tolist()
+        return {i: split for i in at if (split := self.special[int(rows[i])]) is not None}
+
+    def fail(self, row: int, reason: str) -> NoReturn:
+        """Raise `CorruptShardError` for a member, with its key and byte."""
+        key = self.key(row).decode(errors="backslashreplace")
+        raise CorruptShardError(self.url, reason, offset=int(self.members.header[row]), key=key)
+
 
 def group_members(members: Members, url: str) -> Samples:
     """Which members form which samples; in an unfinished archive, without a last one that is not whole.
@@ -82,30 +95,33 @@ def group_members(members: Members, url: str) -> Samples:
         CorruptShardError: an extension occurs twice in one sample, is reserved, or is not UTF-8; names the
             sample's key and the member's byte.
     """
-    names = _split_names(members)
-    kept = np.flatnonzero(names.key_length >= 0)
-    begins = _begins_sample(names, kept)
+    names = _split_names(members, url)
+    rows = np.flatnonzero(names.key_length >= 0)
+    begins = _begins_sample(names, rows)
     if members.unfinished:
-        end = _end_of_whole_samples(members, names, kept, begins)
-        kept, begins = kept[:end], begins[:end]
+        end = _end_of_whole_samples(names, rows, begins)
+        rows, begins = rows[:end], begins[:end]
     sample = np.cumsum(begins) - 1
-    number, texts = _extensions(names, kept)
-    _refuse_misnamed(number, texts, kept, names, members, url)
+    number, texts = _extensions(names, rows)
+    _refuse_misnamed(number, texts, rows, names)
     columns = tuple(sorted(set(texts)))
     column = np.array([columns.index(text) for text in texts], np.int64)[number]
-    _refuse_duplicates(sample * len(columns) + column, kept, names, members, url)
+    _refuse_duplicates(sample * len(columns) + column, rows, names)
     first = np.flatnonzero(begins)
-    rows = kept[first]
+    first_row = rows[first]
+    key_start = members.header[first_row].copy()  # the name is the first field of a header
+    for i, (_, _, start) in names.specials_among(first_row).items():
+        key_start[i] = -1 if start is None else start
     return Samples(
         columns=columns,
-        member=kept,
+        member=rows,
         sample=sample,
         column=column,
         first=first,
-        key_start=_key_starts(names, rows, members),
-        key_length=names.key_length[rows],
-        key=lambda i: names.key(int(rows[i])),
-        num_passed_over=len(members) - len(kept),
+        key_start=key_start,
+        key_length=names.key_length[first_row],
+        key=lambda i: names.key(int(first_row[i])),
+        num_passed_over=len(members) - len(rows),
     )
 
 
@@ -115,7 +131,7 @@ def split_name(name: bytes) -> tuple[bytes, bytes] | None:
     return None if match is None or _META.match(name) else (match[1], match[2])
 
 
-def _split_names(members: Members) -> _Names:
+def _split_names(members: Members, url: str) -> _Names:
     text, length = _trimmed(members.name_field)
     last_slash = np.full(len(text), -1, np.int64)
     rows, columns = np.nonzero(text == ord("/"))
@@ -123,13 +139,15 @@ def _split_names(members: Members) -> _Names:
     rows, columns = np.nonzero(text == ord("."))
     behind = columns > last_slash[rows]
     dot = np.full(len(text), -1, np.int64)
-    dot[rows[behind][::-1]] = columns[behind][::-1]
+    dot[rows[behind][::-1]] = columns[behind][::-1]  # backwards: the first dot is assigned last
+    # The regular expression does not split these at that dot: hidden files, where it needs a second one; line
+    # ends, which its "." does not match; names like `__meta__`.
     odd = (dot == last_slash + 1) & (dot >= 0)
     odd |= (text == ord("\n")).any(axis=1) | (text[:, :2] == ord("_")).all(axis=1)
     special = {row: _special(members, text, row) for row in {*np.flatnonzero(odd).tolist(), *members.located}}
     for row, split in special.items():
         dot[row] = -1 if split is None else len(split[0])
-    return _Names(text, length, dot, special)
+    return _Names(members=members, url=url, text=text, length=length, key_length=dot, special=special)
 
 
 def _trimmed(field: NDArray[np.uint8]) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
@@ -140,110 +158,78 @@ def _trimmed(field: NDArray[np.uint8]) -> tuple[NDArray[np.uint8], NDArray[np.in
 
 def _special(members: Members, text: NDArray[np.uint8], row: int) -> tuple[bytes, bytes, int | None] | None:
     plain = Location(text[row].tobytes().rstrip(b"\0"), int(members.header[row]))
-    name, start = members.located.get(row, plain)[:2]
+    name, start = members.located.get(row, plain)
     split = split_name(name)
     return None if split is None else (*split, start)
 
 
-def _begins_sample(names: _Names, kept: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Which kept members have another key than the one before."""
-    if not len(kept):
+def _begins_sample(names: _Names, rows: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """Which members, all with keys, have another key than the one before."""
+    if not len(rows):
         return np.zeros(0, np.bool_)
-    key_length = names.key_length[kept]
-    keys = np.where(np.arange(NAME.stop) < key_length[:, None], names.text[kept], np.uint8(0))
+    key_length = names.key_length[rows]
+    keys = np.where(np.arange(NAME.stop) < key_length[:, None], names.text[rows], np.uint8(0))
     key = np.ascontiguousarray(keys).view(f"S{NAME.stop}")[:, 0]
     begins = np.append(True, key[1:] != key[:-1])
-    odd = np.flatnonzero(np.isin(kept, np.fromiter(names.special, np.int64, len(names.special))))
-    for i in np.unique(np.concatenate([odd, odd + 1])).tolist():
-        if 0 < i < len(kept):
-            begins[i] = names.key(int(kept[i])) != names.key(int(kept[i - 1]))
+    special = np.array([*names.specials_among(rows)], np.int64)
+    for i in np.unique(np.concatenate([special, special + 1])).tolist():
+        if 0 < i < len(rows):
+            begins[i] = names.key(int(rows[i])) != names.key(int(rows[i - 1]))
     return begins
 
 
-def _end_of_whole_samples(
-    members: Members, names: _Names, kept: NDArray[np.int64], begins: NDArray[np.bool_]
-) -> int:
-    """How many of `kept` remain without a last sample that lacks what the one before it has, or is cut."""
-    if not len(kept):
+def _end_of_whole_samples(names: _Names, rows: NDArray[np.int64], begins: NDArray[np.bool_]) -> int:
+    """How many of `rows` remain without a last sample that lacks what the one before it has, or is cut."""
+    if not len(rows):
         return 0
     starts = [0, *np.flatnonzero(begins).tolist()]  # of one sample alone, nothing tells what it lacks
     before, last = (
-        {names.extension(row) for row in kept[slice(*place)].tolist()}
-        for place in ((starts[-2], starts[-1]), (starts[-1], None))
+        {names.extension(row) for row in rows[slice(*ends)].tolist()}
+        for ends in ((starts[-2], starts[-1]), (starts[-1], None))
     )
-    is_cut = members.last_is_cut and kept[-1] == len(members) - 1
-    return starts[-1] if is_cut or not before <= last else len(kept)
+    is_cut = names.members.last_is_cut and rows[-1] == len(names.members) - 1
+    return starts[-1] if is_cut or not before <= last else len(rows)
 
 
-def _extensions(names: _Names, kept: NDArray[np.int64]) -> tuple[NDArray[np.int64], list[str]]:
-    """For every kept member the number of its extension's text; the texts, lower-cased, may repeat."""
-    special = np.isin(kept, np.fromiter(names.special, np.int64, len(names.special)))
-    raw = _plain_extensions(names, kept[~special])
-    distinct, inverse = np.unique(raw, return_inverse=True)
-    place = {text: i for i, text in enumerate(distinct.tolist())}
-    number = np.empty(len(kept), np.int64)
-    number[~special] = inverse
-    for i in np.flatnonzero(special).tolist():
-        split = names.special[int(kept[i])]
-        assert split is not None, "a member without a key is not kept"
-        number[i] = place.setdefault(split[1], len(place))
-    return number, [text.decode(errors="surrogateescape").lower() for text in place]
+def _extensions(names: _Names, rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], list[str]]:
+    """For every member the number of its extension's text; the texts, lower-cased, may repeat."""
+    specials = names.specials_among(rows)
+    is_plain = np.ones(len(rows), np.bool_)
+    is_plain[[*specials]] = False
+    distinct, inverse = np.unique(_plain_extensions(names, rows[is_plain]), return_inverse=True)
+    number_of = {text: i for i, text in enumerate(distinct.tolist())}
+    number = np.empty(len(rows), np.int64)
+    number[is_plain] = inverse
+    for i, (_, extension, _) in specials.items():
+        number[i] = number_of.setdefault(extension, len(number_of))
+    return number, [text.decode(errors="surrogateescape").lower() for text in number_of]
 
 
 def _plain_extensions(names: _Names, rows: NDArray[np.int64]) -> NDArray[np.bytes_]:
     start = names.key_length[rows] + 1
     width = max(1, int((names.length[rows] - start).max(initial=0)))
     ended = np.append(names.text[rows], np.zeros((len(rows), 1), np.uint8), axis=1)
-    taken = np.take_along_axis(ended, np.minimum(start[:, None] + np.arange(width), NAME.stop), axis=1)
-    return np.ascontiguousarray(taken).view(f"S{width}")[:, 0]
+    texts = np.take_along_axis(ended, np.minimum(start[:, None] + np.arange(width), NAME.stop), axis=1)
+    return np.ascontiguousarray(texts).view(f"S{width}")[:, 0]
 
 
 def _refuse_misnamed(
-    number: NDArray[np.int64],
-    texts: list[str],
-    kept: NDArray[np.int64],
-    names: _Names,
-    members: Members,
-    url: str,
+    number: NDArray[np.int64], texts: list[str], rows: NDArray[np.int64], names: _Names
 ) -> None:
     for i, text in enumerate(texts):
-        if text in _RESERVED:
-            reason = f"the extension {text!r} is reserved"
-        elif any("\ud800" <= sign <= "\udfff" for sign in text):
-            reason = f"the extension {text!r} is not UTF-8"
-        else:
-            continue
-        _fail(int(kept[np.flatnonzero(number == i)[0]]), reason, names, members, url)
+        not_text = any("\ud800" <= sign <= "\udfff" for sign in text)
+        if not_text or text in _RESERVED:
+            reason = f"the extension {text!r} is {'not UTF-8' if not_text else 'reserved'}"
+            names.fail(int(rows[np.argmax(number == i)]), reason)
     if len(set(texts)) > _MAX_COLUMNS:
         reason = f"{len(set(texts))} different extensions, more than {_MAX_COLUMNS}; are keys without dots?"
-        raise CorruptShardError(url, reason)
+        raise CorruptShardError(names.url, reason)
 
 
-def _refuse_duplicates(
-    code: NDArray[np.int64], kept: NDArray[np.int64], names: _Names, members: Members, url: str
-) -> None:
+def _refuse_duplicates(code: NDArray[np.int64], rows: NDArray[np.int64], names: _Names) -> None:
     """`code` is one number for each pair of sample and column."""
     order = np.argsort(code, kind="stable")
-    again = order[1:][code[order[1:]] == code[order[:-1]]]
-    if len(again):
+    repeated = order[1:][code[order[1:]] == code[order[:-1]]]
+    if len(repeated):
         reason = "the sample already has a member with this extension (duplicate file name in the archive)"
-        _fail(int(kept[again.min()]), reason, names, members, url)
-
-
-def _fail(row: int, reason: str, names: _Names, members: Members, url: str) -> NoReturn:
-    key = names.key(row).decode(errors="backslashreplace")
-    raise CorruptShardError(url, reason, offset=int(members.header[row]), key=key)
-
-
-def _key_starts(names: _Names, rows: NDArray[np.int64], members: Members) -> NDArray[np.int64]:
-    """Where the keys of the members `rows` stand; -1 for those that stand nowhere in one piece."""
-    start = members.header[rows].copy()
-    special = np.isin(rows, np.fromiter(names.special, np.int64, len(names.special)))
-    for i in np.flatnonzero(special).tolist():
-        split = names.special[int(rows[i])]
-        assert split is not None, "a member without a key is not kept"
-        start[i] = -1 if split[2] is None else split[2]
-    return start
-
-
-__all__ = ["Samples", "group_members", "split_name"]
+        names.fail(int(rows[repeated.min()]), reason)

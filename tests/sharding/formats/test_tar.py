@@ -308,13 +308,13 @@ def test_any_archive_gives_the_samples_of_webdataset(
 # Members and blocks
 
 
-@pytest.mark.parametrize("window_bytes", [512, 1024, 4096, 65536])
+@pytest.mark.parametrize("buffer_bytes", [512, 1024, 4096, 65536])
 @pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
-def test_members_are_those_of_tarfile_whatever_the_window(window_bytes: int, fmt: int) -> None:
+def test_members_are_those_of_tarfile_whatever_the_buffer(buffer_bytes: int, fmt: int) -> None:
     rng = np.random.default_rng(1)
     names = [("k" * 40 + "/") * int(rng.integers(0, 4)) + f"{i:04d}.x" for i in range(300)]
     content = tar_of([(name, bytes(int(rng.integers(0, 3000)))) for name in names], fmt=fmt, mtime=0.5)
-    members = list_members(io.BytesIO(content), "a.tar", window_bytes=window_bytes)
+    members = list_members(io.BytesIO(content), "a.tar", buffer_bytes=buffer_bytes)
     with tarfile.open(fileobj=io.BytesIO(content)) as tar:
         expected = [(m.offset, m.offset_data - 512, m.size) for m in tar]
     found = zip(members.first.tolist(), members.header.tolist(), members.size.tolist(), strict=True)

@@ -1,4 +1,4 @@
-"""Tar headers by the thousand: the members whose headers lie in one window of an archive.
+"""Tar headers by the thousand: the members whose headers lie in one buffer of an archive.
 
 Every 512-byte block with the ustar magic and a right checksum is a candidate; sizes come from one matrix
 product. A candidate is believed only if it lies on the chain that starts at a known header (each member
@@ -36,9 +36,9 @@ def one_of(kinds: bytes) -> NDArray[np.bool_]:
 _IS_BARE, _IS_EXTENSION, _IS_UNUSUAL = one_of(BARE_TYPES), one_of(EXTENSION_TYPES), one_of(b"\0S")
 
 
-@dataclass(frozen=True)
-class Run:
-    """A chain of k members found in one window, extension headers left out; positions in the archive."""
+@dataclass(frozen=True, kw_only=True)
+class HeaderChain:
+    """k members, each where the one before ends, extension headers left out; positions in the archive."""
 
     first: NDArray[np.int64]
     header: NDArray[np.int64]
@@ -50,8 +50,11 @@ class Run:
     """Which of them `MemberReader` has to look at, ascending."""
 
 
-def run_of(blocks: NDArray[np.uint8], base: int) -> Run | None:
-    """The members whose headers are chained from the first of `blocks` ([n, 512], at byte `base`) on."""
+def chain_of(blocks: NDArray[np.uint8], base: int) -> HeaderChain | None:
+    """The members whose headers are chained from the first of `blocks` ([n, 512], at byte `base`) on.
+
+    None where the first block is no header that can be believed by itself; the caller reads that one slowly.
+    """
     at, heads, size = _candidates(blocks)
     if not len(at) or at[0] != 0:
         return None
@@ -65,20 +68,27 @@ def run_of(blocks: NDArray[np.uint8], base: int) -> Run | None:
         return None
     unusual = _IS_UNUSUAL[kind[members]] | (heads[members, PREFIX.start] != 0)
     extensions = chain[extension & (chain < members[-1])]
+    # webdataset's own writer puts a time before every member: looking at each would take all the time saved.
     extensions = extensions[~_only_mtime(kind[extensions], size[extensions], blocks[at[extensions] + 1, :9])]
     for row in extensions.tolist():
         if changes_member(kind[row], blocks[at[row] + 1 : after[row]].tobytes()):
             unusual[np.searchsorted(members, row)] = True
     end = base + after[members] * BLOCK
     first = np.append(base, end[:-1])  # where the previous member ends, its extension headers begin
-    header = base + at[members] * BLOCK
-    return Run(first, header, end, size[members], heads[members], np.flatnonzero(unusual))
+    return HeaderChain(
+        first=first,
+        header=base + at[members] * BLOCK,
+        end=end,
+        size=size[members],
+        heads=heads[members],
+        unusual=np.flatnonzero(unusual),
+    )
 
 
 def _only_mtime(
     kind: NDArray[np.uint8], size: NDArray[np.int64], body: NDArray[np.uint8]
 ) -> NDArray[np.bool_]:
-    """Which pax headers hold one record, a time: what webdataset's own writer puts before every member."""
+    """Which pax headers hold one record, a time."""
     digits = (body[:, :2] - ord("0")).astype(np.int64)
     one_record = digits[:, 0] * 10 + digits[:, 1] == size
     return np.asarray((kind == ord("x")) & one_record & (body[:, 2:9] == _MTIME).all(axis=1))
@@ -95,6 +105,8 @@ def _candidates(blocks: NDArray[np.uint8]) -> tuple[NDArray[np.int64], NDArray[n
 
 def _chain(at: NDArray[np.int64], after: NDArray[np.int64]) -> NDArray[np.int64]:
     """Which candidates follow each other without a gap, from the first one on."""
+    # Mostly all do. Else a payload holds what looks like a header (a tar in the tar), and the chain, which
+    # steps over payloads, has to be followed link by link from the first gap on.
     breaks = np.flatnonzero(after[:-1] != at[1:])
     if not len(breaks):
         return np.arange(len(at))
@@ -127,6 +139,3 @@ def _checksums_hold(heads: NDArray[np.uint8]) -> NDArray[np.bool_]:
 
 def _ends_number(mark: NDArray[np.uint8]) -> NDArray[np.bool_]:
     return np.asarray((mark == 0) | (mark == ord(" ")))
-
-
-__all__ = ["Run", "octal_sizes", "one_of", "run_of"]
