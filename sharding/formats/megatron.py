@@ -18,26 +18,17 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from sharding.blocks import Block, Columns, ColumnSpec, Format, Shard, ShardScan, Spans
+from sharding.blocks import Block, Columns, ColumnSpec, Shard, ShardScan, Spans
 from sharding.errors import CorruptShardError
-from sharding.formats.tokens import (
-    COLUMN,
-    check_tokens,
-    check_windows,
-    decode_windows,
-    locate_windows,
-    scan_windows,
-    tokens_in,
-    wants_tokens,
-)
+from sharding.formats.tokens import COLUMN, TokensFormat, check_tokens, tokens_in, wants_tokens
 
 _MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<9sQBQQ")
 _DTYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 6: "float64", 7: "float32", 8: "uint16"}
 
 
-class MegatronFormat(Format):
-    """Documents (`length=None`) or windows of `length` + 1 tokens over all documents, see `tokens`.
+class MegatronFormat(TokensFormat):
+    """Documents (`length=None`), or windows of `length` + 1 tokens over all documents as `TokensFormat` has.
 
     Shards are the `.bin` files; whoever indexes opens the file with `sibling_suffix` beside each and hands it
     to `scan`. Thread-safe, stateless.
@@ -45,17 +36,12 @@ class MegatronFormat(Format):
 
     name = "megatron"
     sibling_suffix = ".idx"
-    token_column = COLUMN
 
     def __init__(self, *, length: int | None = None) -> None:
         if length is not None and (not isinstance(length, int | np.integer) or length < 1):
             raise ValueError(f"length must be >= 1 or None (one sample a document), got {length!r}")
-        self.length = None if length is None else int(length)
+        self.dtype, self.length = None, None if length is None else int(length)
         self.has_empty_samples = length is None  # a document may be
-
-    def options(self) -> dict[str, str | int]:
-        """What shapes the blocks, see `Format.options`."""
-        return {} if self.length is None else {"length": self.length}
 
     def scan(
         self, file: BinaryIO, shard: Shard, *, block_bytes: int, sibling: BinaryIO | None = None
@@ -71,7 +57,7 @@ class MegatronFormat(Format):
             raise CorruptShardError(shard.url, reason)
         dtype, starts = _read_index(sibling, shard, bin_size=file.seek(0, io.SEEK_END))
         if self.length is not None:
-            return scan_windows(0, int(starts[-1]), dtype, self.length, block_bytes)
+            return self.windows(0, int(starts[-1]), dtype, block_bytes)
         cuts = _cuts(starts, max(1, block_bytes // dtype.itemsize))
         sizes = np.diff(starts)
         nbytes = (starts[cuts[1:]] - starts[cuts[:-1]]) * dtype.itemsize
@@ -89,7 +75,7 @@ class MegatronFormat(Format):
     def check(self, block: Block) -> None:
         """Raise `ValueError` where the block's documents or windows take other bytes than it has."""
         if not block.index:
-            check_windows(block)
+            super().check(block)
             return
         if len(block.index) not in (4 * block.num_samples, 8 * block.num_samples):
             raise ValueError(f"an index of {len(block.index)} bytes for {block.num_samples} documents")
@@ -101,7 +87,7 @@ class MegatronFormat(Format):
     def locate(self, block: Block, columns: Sequence[str] | None) -> dict[str, Spans] | None:
         """The block's documents or windows, in bytes."""
         if not block.index:
-            return locate_windows(block, columns)
+            return super().locate(block, columns)
         if not wants_tokens(block, columns):
             return {}
         starts, sizes = _documents(block)
@@ -115,7 +101,7 @@ class MegatronFormat(Format):
             CorruptShardError: a column other than "tokens", or too few bytes.
         """
         if not block.index:
-            return decode_windows(block, data, columns)
+            return super().decode(block, data, columns)
         if not wants_tokens(block, columns):
             return {}
         starts, sizes = _documents(block)

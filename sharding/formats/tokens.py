@@ -51,11 +51,12 @@ class TokensFormat(Format):
         if dtype is not None and (np.dtype(dtype).kind not in "iu" or not np.dtype(dtype).isnative):
             raise ValueError(f"dtype must be an integer type in native byte order, got {dtype!r}")
         self.dtype = None if dtype is None else np.dtype(dtype).name
-        self.length = int(length)
+        self.length: int | None = int(length)
 
     def options(self) -> dict[str, str | int]:
         """What shapes the blocks, see `Format.options`."""
-        return {"length": self.length, **({} if self.dtype is None else {"dtype": self.dtype})}
+        options = {"dtype": self.dtype, "length": self.length}
+        return {name: value for name, value in options.items() if value is not None}
 
     def scan(self, file: BinaryIO, shard: Shard, *, block_bytes: int) -> ShardScan:
         """Cut the file into blocks of whole samples; reads at most a header.
@@ -70,15 +71,41 @@ class TokensFormat(Format):
             dtype, start, num_tokens = self._npy(file, shard, size)
         else:
             dtype, start, num_tokens = self._raw(shard, size)
-        return scan_windows(start, num_tokens, dtype, self.length, block_bytes)
+        return self.windows(start, num_tokens, dtype, block_bytes)
+
+    def windows(self, start: int, num_tokens: int, dtype: np.dtype[Any], block_bytes: int) -> ShardScan:
+        """Blocks of windows over `num_tokens` tokens that begin at byte `start`."""
+        length = self.length
+        assert length is not None
+        num_samples = max(0, num_tokens - 1) // length
+        per_block = max(1, block_bytes // (length * dtype.itemsize))
+        first = np.arange(0, num_samples, per_block, dtype=np.int64)
+        samples = np.minimum(per_block, num_samples - first)
+        nbytes = (samples * length + 1) * dtype.itemsize
+        return ShardScan(
+            offset=start + first * length * dtype.itemsize,
+            length=nbytes,
+            nbytes=nbytes.copy(),
+            num_samples=samples,
+            schema={COLUMN: ColumnSpec("fixed", dtype.name, (length + 1,))},
+            footer=f"{dtype.name} {length}".encode(),
+        )
 
     def check(self, block: Block) -> None:
-        """Raise `ValueError` where the block is not that many windows of tokens."""
-        check_windows(block)
+        """Raise `ValueError` where the block has other bytes than its windows take."""
+        dtype, length = _geometry(block)
+        if dtype.kind not in "iu" or length < 1:
+            raise ValueError(f"windows of {length} {dtype} tokens")
+        check_tokens(block, dtype, block.num_samples * length + 1)
 
     def locate(self, block: Block, columns: Sequence[str] | None) -> dict[str, Spans] | None:
         """Sample i of the block: `length` + 1 tokens from token i * `length`."""
-        return locate_windows(block, columns)
+        if not wants_tokens(block, columns):
+            return {}
+        dtype, length = _geometry(block)
+        starts = np.arange(block.num_samples, dtype=np.int64) * (length * dtype.itemsize)
+        sizes = np.full(block.num_samples, (length + 1) * dtype.itemsize, np.int64)
+        return {COLUMN: Spans(np.empty(0, np.uint8), starts, sizes)}
 
     def decode(self, block: Block, data: memoryview, columns: Sequence[str] | None) -> Columns:
         """{"tokens": [n, length + 1]}, a read-only strided view of `data`.
@@ -86,7 +113,12 @@ class TokensFormat(Format):
         Raises:
             CorruptShardError: a column other than "tokens", or too few bytes.
         """
-        return decode_windows(block, data, columns)
+        if not wants_tokens(block, columns):
+            return {}
+        dtype, length = _geometry(block)
+        flat = tokens_in(block, data, dtype, block.num_samples * length + 1)
+        shape, strides = (block.num_samples, length + 1), (length * dtype.itemsize, dtype.itemsize)
+        return {COLUMN: np.lib.stride_tricks.as_strided(flat, shape, strides, writeable=False)}
 
     def _raw(self, shard: Shard, size: int) -> tuple[np.dtype[Any], int, int]:
         if self.dtype is None:
@@ -112,64 +144,16 @@ class TokensFormat(Format):
         return dtype, start, shape[0]
 
 
-def scan_windows(
-    start: int, num_tokens: int, dtype: np.dtype[Any], length: int, block_bytes: int
-) -> ShardScan:
-    """Blocks of windows over `num_tokens` tokens that begin at byte `start`."""
-    num_samples = max(0, num_tokens - 1) // length
-    per_block = max(1, block_bytes // (length * dtype.itemsize))
-    first = np.arange(0, num_samples, per_block, dtype=np.int64)
-    samples = np.minimum(per_block, num_samples - first)
-    nbytes = (samples * length + 1) * dtype.itemsize
-    return ShardScan(
-        offset=start + first * length * dtype.itemsize,
-        length=nbytes,
-        nbytes=nbytes.copy(),
-        num_samples=samples,
-        schema={COLUMN: ColumnSpec("fixed", dtype.name, (length + 1,))},
-        footer=f"{dtype.name} {length}".encode(),
-    )
-
-
-def check_windows(block: Block) -> None:
-    """Raise `ValueError` where the block has other bytes than its windows take."""
-    dtype, length = _geometry(block)
-    if dtype.kind not in "iu" or length < 1:
-        raise ValueError(f"windows of {length} {dtype} tokens")
-    check_tokens(block, dtype, block.num_samples * length + 1)
-
-
 def check_tokens(block: Block, dtype: np.dtype[Any], count: int) -> None:
     """Raise `ValueError` where the block has other bytes than that many tokens."""
     if not block.length == block.nbytes == count * dtype.itemsize:
         raise ValueError(f"{block.length} bytes where {count} {dtype.name} tokens are indexed")
 
 
-def locate_windows(block: Block, columns: Sequence[str] | None) -> dict[str, Spans]:
-    """Where the windows lie in the block, in bytes."""
-    if not wants_tokens(block, columns):
-        return {}
-    dtype, length = _geometry(block)
-    starts = np.arange(block.num_samples, dtype=np.int64) * (length * dtype.itemsize)
-    sizes = np.full(block.num_samples, (length + 1) * dtype.itemsize, np.int64)
-    return {COLUMN: Spans(np.empty(0, np.uint8), starts, sizes)}
-
-
-def decode_windows(block: Block, data: memoryview, columns: Sequence[str] | None) -> Columns:
-    """The windows of a block as a strided view [n, length + 1]."""
-    if not wants_tokens(block, columns):
-        return {}
-    dtype, length = _geometry(block)
-    flat = tokens_in(block, data, dtype, block.num_samples * length + 1)
-    shape, strides = (block.num_samples, length + 1), (length * dtype.itemsize, dtype.itemsize)
-    return {COLUMN: np.lib.stride_tricks.as_strided(flat, shape, strides, writeable=False)}
-
-
 def tokens_in(block: Block, data: memoryview, dtype: np.dtype[Any], count: int) -> NDArray[Any]:
     """The block's bytes as that many tokens, a view."""
     if len(data) != count * dtype.itemsize:
-        reason = f"{len(data)} bytes where {count} {dtype.name} tokens were indexed"
-        raise CorruptShardError(block.shard.url, reason, block.offset, stage="decode")
+        raise block.corrupt(f"{len(data)} bytes where {count} {dtype.name} tokens were indexed")
     return np.frombuffer(data, dtype)
 
 
@@ -179,8 +163,7 @@ def wants_tokens(block: Block, columns: Sequence[str] | None) -> bool:
         return True
     for name in columns:
         if name != COLUMN:
-            reason = f"no column {name!r}; the shard has {COLUMN}"
-            raise CorruptShardError(block.shard.url, reason, block.offset, stage="decode")
+            raise block.corrupt(f"no column {name!r}; the shard has {COLUMN}")
     return len(columns) > 0
 
 
