@@ -201,13 +201,9 @@ def _parse(footer: bytes) -> _ParsedFooter:
     return _ParsedFooter(metadata, names, texts)
 
 
-def _group_of(block: Block) -> int:
-    return int.from_bytes(block.index, "little") if block.index else block.number_in_shard
-
-
 def _indexed(block: Block) -> tuple[_ParsedFooter, int]:
     """The footer that the catalog has, and which row group the block is. `CorruptShardError` if none."""
-    group = _group_of(block)
+    group = int.from_bytes(block.index, "little") if block.index else block.number_in_shard
     try:
         footer = _parse(bytes(block.footer))
     except BROKEN as error:
@@ -251,12 +247,11 @@ def _joined(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
 
 def _null_free(groups: Sequence[Any], footer: _ParsedFooter) -> set[str]:
     """String columns that hold no null by the statistics of every row group."""
-    return {name for name, i in footer.texts.items() if all(_has_no_null(g.column(i)) for g in groups)}
 
+    def has_none(statistics: Any) -> bool:
+        return statistics is not None and statistics.has_null_count and statistics.null_count == 0
 
-def _has_no_null(chunk: Any) -> bool:
-    statistics = chunk.statistics
-    return statistics is not None and statistics.has_null_count and statistics.null_count == 0
+    return {name for name, i in footer.texts.items() if all(has_none(g.column(i).statistics) for g in groups)}
 
 
 def _encoded_texts(footer: _ParsedFooter, group: int, columns: Sequence[str]) -> list[str]:
