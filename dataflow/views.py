@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 
 from dataflow.staging.source import Source
 from sharding.catalog.predicate import Predicate, blocks_that_may_match
-from sharding.catalog.table import Catalog
 from sharding.formats.arrow.columns import TabularFormat
 from sharding.order.selection import Selection
 
