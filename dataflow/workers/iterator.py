@@ -180,10 +180,10 @@ class WorkerIterator(FetchIterator):
         self._opening = set(range(self._turns.count)) if self._announced else set()
         for worker in range(self._turns.count):
             for _ in range(self._num_skipped(worker)):
-                self._send(worker, WorkerMessage.SKIP, -1, self._dumps(next(self._sampler_iter)))
+                self._post(worker, WorkerMessage.SKIP, self._dumps(next(self._sampler_iter)))
             random = self._resumed_worker(worker).random
             if random is not None:
-                self._send(worker, WorkerMessage.RANDOM, -1, self._dumps(random))
+                self._post(worker, WorkerMessage.RANDOM, self._dumps(random))
         self._fill(waiting=False)
         while self._opening:
             self._wait()
@@ -211,7 +211,7 @@ class WorkerIterator(FetchIterator):
         self.runners.begin_epoch(self.generation)
         kind = WorkerMessage.RESET if guess is None else WorkerMessage.BACK
         for runner in range(self._num_workers):
-            self._post(runner, kind, runner, -1, self._dumps(self._shared_seed))
+            self._post(runner, kind, self._dumps(self._shared_seed))
         self._begin()
 
     def _discard_tasks(self, tasks: dict[int, _Task]) -> None:
@@ -225,12 +225,10 @@ class WorkerIterator(FetchIterator):
     # ---- sending -------------------------------------------------------------------------------
 
     def _post(
-        self, runner: int, kind: int, worker: int, task: int, index: Any, *, later: int = 0, number: int = -1
+        self, worker: int, kind: int, content: Any, *, task: int = -1, number: int = -1, later: int = 0
     ) -> None:
-        self.runners.post(runner, (kind, self.generation + later, worker, task, index), number)
-
-    def _send(self, worker: int, kind: int, task: int, index: Any, number: int = -1) -> None:
-        self._post(worker % self._num_workers, kind, worker, task, index, number=number)
+        message = kind, self.generation + later, worker, task, content
+        self.runners.post(worker % self._num_workers, message, number)
 
     def _fill(self, *, waiting: bool) -> None:
         """Give out work: torch's look-ahead; more when a runner has little to do while the consumer waits."""
@@ -251,7 +249,7 @@ class WorkerIterator(FetchIterator):
             number = self._number()
             self._tasks[self._sent] = _Task(number, worker, self._progress.sampler.sampled())
             self._unfinished[worker % self._num_workers] += 1
-            self._send(worker, WorkerMessage.TASK, self._sent, index, number)
+            self._post(worker, WorkerMessage.TASK, index, task=self._sent, number=number)
             self._sent += 1
         if self._speculates:
             self._fill_next_epoch()
@@ -272,18 +270,18 @@ class WorkerIterator(FetchIterator):
             ahead = self.next_epoch = NextEpoch(predicted)
             kind = WorkerMessage.RESET if self._iterable else WorkerMessage.MARK
             for runner in range(self._num_workers):
-                self._post(runner, kind, runner, -1, self._dumps(None), later=1)
+                self._post(runner, kind, self._dumps(None), later=1)
         while len(self._tasks) + len(ahead.tasks) < self._max_tasks and self._held_bytes < self._memory_limit:
             index = next(ahead.predicted, None)
             if index is None:
                 return
             number = len(ahead.tasks)
             worker = number % self._turns.count
-            runner = worker % self._num_workers
             ahead.tasks[number] = _Task(number, worker, None)
             ahead.indices.append(index)
-            self._unfinished[runner] += 1
-            self._post(runner, WorkerMessage.TASK, worker, number, self._dumps(index), later=1, number=number)
+            self._unfinished[worker % self._num_workers] += 1
+            content = self._dumps(index)
+            self._post(worker, WorkerMessage.TASK, content, task=number, number=number, later=1)
 
     def _number(self) -> int:
         """The number in the epoch of the batch that is sent now."""

@@ -214,25 +214,15 @@ class _WorkerProcess:
             self._fetch(kind, generation, number, task, content)
 
     def _fetch(self, kind: int, generation: int, number: int, task: int, content: bytes) -> None:
-        worker = self._workers[number].worker
-        if worker.failure is not None:
-            if kind != WorkerMessage.SKIP:
-                self._respond(WorkerResult.ERROR, generation, number, task, (worker.failure, None, None))
-            return
+        draws, worker = self._switch_to(number), self._workers[number].worker
         try:
-            index = pickle.loads(content)
-        except Exception:
-            if kind != WorkerMessage.SKIP:
-                self._respond(
-                    WorkerResult.ERROR, generation, number, task, (wrapped_error(number), None, None)
-                )
-            return
-        draws = self._switch_to(number)
-        if kind == WorkerMessage.SKIP:
-            worker.skip(index)
-            return
-        kind, data, state = worker.respond(index)
-        self._respond(kind, generation, number, task, (data, state, draws.since()))
+            response = worker.serve(kind, pickle.loads(content))
+        except Exception:  # of the index: those of the dataset are responses
+            response = WorkerResult.ERROR, wrapped_error(number), None
+        if response is not None:
+            kind, data, state = response
+            random = draws.since() if worker.failure is None else None
+            self._respond(kind, generation, number, task, (data, state, random))
 
     def _open_worker(self, number: int, shared_seed: int | None, generation: int) -> None:
         self._switch_to(number)

@@ -293,20 +293,14 @@ class BatchThreads(ThreadRunners):
     def _serve(self, kind: int, generation: int, number: int, task: int, index: Any) -> None:
         if generation < self._generation:
             return
-        own, runner = self._workers[number], number % self._job.num_runners
-        worker = own.worker
-        become(worker.info)
-        if worker.failure is not None:
-            if kind == WorkerMessage.TASK:
-                self._put(WorkerResult.ERROR, runner, generation, task, worker.failure)
-            return
+        own = self._workers[number]
+        become(own.worker.info)
         own.rng.begin(self._job.base_seed, own.turn, _KEY, number, own.fetched)
         own.fetched += 1
-        if kind == WorkerMessage.SKIP:
-            worker.skip(index)
-        else:
-            kind, data, state = worker.respond(index)
-            self._put(kind, runner, generation, task, data, state)
+        response = own.worker.serve(kind, index)
+        if response is not None:
+            kind, data, state = response
+            self._put(kind, number % self._job.num_runners, generation, task, data, state)
 
 
 def _dataset_copies(job: WorkerJob) -> list[Any]:

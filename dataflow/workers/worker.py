@@ -184,7 +184,8 @@ class Worker:
     def skip(self, index: Any) -> None:
         """Fetch a batch that was delivered before, and drop it, with the error that it may have been."""
         with contextlib.suppress(Exception):
-            self._fetcher.fetch(index)
+            if self.failure is None:
+                self._fetcher.fetch(index)
 
     def fetch(self, index: Any) -> Any:
         """The next batch. `StopIteration` at the end of an iterable."""
@@ -196,8 +197,16 @@ class Worker:
             self._ended = self._job.kind == _DatasetKind.Iterable
             raise
 
-    def respond(self, index: Any) -> tuple[int, Any, WorkerState | None]:
-        """The next batch as kind of response, batch or error, and the state if it is its turn."""
+    def serve(self, kind: int, index: Any) -> tuple[int, Any, WorkerState | None] | None:
+        """The next batch as kind of response, batch or error, and the state if it is its turn.
+
+        None: it was fetched to be dropped.
+        """
+        if kind == WorkerMessage.SKIP:
+            self.skip(index)
+            return None
+        if self.failure is not None:
+            return WorkerResult.ERROR, self.failure, None
         try:
             try:
                 data = self.fetch(index)
