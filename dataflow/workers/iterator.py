@@ -40,7 +40,7 @@ Runners = ProcessRunners | ItemThreads | BatchThreads
 Response = ProcessResponse | ThreadResponse
 
 
-@dataclass
+@dataclass(slots=True)
 class _Task:
     """A batch on its way."""
 

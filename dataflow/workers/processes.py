@@ -59,11 +59,11 @@ class ProcessRunners:
 
     def receive(self) -> list[ProcessResponse]:
         """The responses that are there, without waiting."""
-        return [ProcessResponse._make(record) for record in self.pool.receive()]
+        return list(map(ProcessResponse._make, self.pool.receive()))
 
     def wait(self, timeout_s: float | None) -> list[ProcessResponse]:
         """Wait for responses, as `WorkerPool.wait`."""
-        return [ProcessResponse._make(record) for record in self.pool.wait(timeout_s)]
+        return list(map(ProcessResponse._make, self.pool.wait(timeout_s)))
 
     def begin_epoch(self, generation: int) -> None:
         """Let workers pass over tasks of earlier generations."""
