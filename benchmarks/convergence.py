@@ -209,7 +209,7 @@ def facts(task: Task) -> dict[str, Any]:
         "blocks_in_a_window": shuffle.window_blocks,
         "lanes": shuffle.num_lanes,
         "windows_in_an_epoch": order.num_windows,
-        "largest_window_share_of_epoch": float(order.table.num_slots.max() / task.num_samples),
+        "largest_window_share_of_epoch": float(order.table.window_lengths.max() / task.num_samples),
         "window_reason": found.window_reason,
         "label_dispersion": {side: f.label_dispersion for side, f in labels.items()},
         "label_correlation": {side: f.label_correlation for side, f in labels.items()},

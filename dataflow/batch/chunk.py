@@ -408,7 +408,7 @@ def _rows_in_batches(
         return core.start, rows
     lanes, depths, each = whole
     by_lane = rows.reshape(len(core), len(lanes), each)
-    for i, slot in enumerate(plan.order.slots_at(number, lanes, depths).tolist()):
+    for i, slot in enumerate(plan.order.indices_at(number, lanes, depths).tolist()):
         by_lane[:, i] = window.rows[slot : slot + len(core) * each].reshape(-1, each)
     return core.start, rows
 

@@ -11,22 +11,22 @@ from sharding.order.selection import SelectedOrder
 from sharding.plan.plan import Windows
 
 Located = tuple[NDArray[np.int64], NDArray[np.int64]]
-"""Window and slot of each of some samples, both [rows]."""
+"""Window and index of each of some samples, both [rows]."""
 
 
 class BlockWindows(Windows, Protocol):
     """What the stream needs of an order: `Order`, `MixtureWindows`, or `FullWindows` of a full shuffle."""
 
-    def num_slots(self, window: int) -> int:
+    def window_length(self, window: int) -> int:
         """Samples in a window."""
 
     def window_blocks(self, window: int) -> NDArray[np.int64]:
         """Blocks of a window in read order."""
 
     def window_samples(
-        self, window: int, slots: NDArray[np.int64] | None = None
+        self, window: int, indices: NDArray[np.int64] | None = None
     ) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-        """Block ordinal and row in the block of each slot, or of those given."""
+        """Block ordinal and row in the block of each index, or of those given."""
 
 
 class FullWindows:
@@ -36,7 +36,7 @@ class FullWindows:
         self._order, self._size = order, size
 
     def locate(self, positions: NDArray[np.int64]) -> Located:
-        """Window and slot of each position."""
+        """Window and index of each position."""
         return positions // self._size, positions % self._size
 
     def window_span(self, window: int) -> tuple[int, int]:
@@ -44,7 +44,7 @@ class FullWindows:
         first = window * self._size
         return first, min(first + self._size, self._order.num_samples)
 
-    def num_slots(self, window: int) -> int:
+    def window_length(self, window: int) -> int:
         """Samples in a window."""
         first, end = self.window_span(window)
         return end - first
@@ -54,14 +54,14 @@ class FullWindows:
         return np.unique(self._find(window)[0])
 
     def window_samples(
-        self, window: int, slots: NDArray[np.int64] | None = None
+        self, window: int, indices: NDArray[np.int64] | None = None
     ) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-        """Block ordinal and row in the block of each slot, or of those given."""
+        """Block ordinal and row in the block of each index, or of those given."""
         blocks, row = self._find(window)
         ordinal = np.searchsorted(np.unique(blocks), blocks).astype(np.int32)
-        return (ordinal, row) if slots is None else (ordinal[slots], row[slots])
+        return (ordinal, row) if indices is None else (ordinal[indices], row[indices])
 
     def _find(self, window: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Block and row in the block of each slot."""
+        """Block and row in the block of each index."""
         samples = self._order.samples(np.arange(*self.window_span(window)))
         return self._order.selection.locate(samples)

@@ -60,7 +60,7 @@ class Stager:
 
         A few kilobytes of a compressed shard may hold any number of samples.
         """
-        num_samples = units.num_slots(number)
+        num_samples = units.window_length(number)
         if num_samples * _PLAN_BYTES <= self._limit_bytes:
             return
         source, own = self._sources[0], number
@@ -101,7 +101,9 @@ class Stager:
         if source.cache is not None and isinstance(units, Order):
             source.cache.begins(units.epoch, number)
         if slots is None and isinstance(units, SelectedOrder) and units.selection.is_whole:
-            nbytes = 8 * units.num_slots(number)  # recycled memory: first touches cost more than the mixing
+            nbytes = 8 * units.window_length(
+                number
+            )  # recycled memory: first touches cost more than the mixing
             rows = self._arena.lease(nbytes)[:nbytes].view(np.int64)
             blocks = units.whole_window(number, source.catalog.blocks.num_samples, rows)
             return self._stage_blocks(source, blocks, rows, None, True)
@@ -111,7 +113,7 @@ class Stager:
             slots = np.arange(len(row))
         whole = not isinstance(units, FullWindows)
         if not whole and not self._mapped[source.number]:
-            window = self._stage_sparse(source, blocks, ordinal, row, slots, units.num_slots(number))
+            window = self._stage_sparse(source, blocks, ordinal, row, slots, units.window_length(number))
             if window is not None:
                 return window
         used = np.zeros(len(blocks), bool)
@@ -119,7 +121,7 @@ class Stager:
         counts = np.where(used, source.catalog.blocks.num_samples[blocks], 0)
         needed = (np.cumsum(counts) - counts)[ordinal]
         needed += row
-        rows = np.full(units.num_slots(number), -1)
+        rows = np.full(units.window_length(number), -1)
         rows[slots] = needed
         return self._stage_blocks(source, blocks[used], rows, needed, whole)
 
@@ -152,11 +154,11 @@ class Stager:
         ordinal: NDArray[np.int32],
         row: NDArray[np.int64],
         slots: NDArray[np.int64],
-        num_slots: int,
+        window_length: int,
     ) -> StagedWindow | None:
         """A window that reads only the values needed; None where the format cannot say where they lie."""
         by_place = np.lexsort((row, ordinal))
-        rows = np.full(num_slots, -1, np.int64)
+        rows = np.full(window_length, -1, np.int64)
         rows[slots[by_place]] = np.arange(len(slots))
         used, counts = np.unique(ordinal, return_counts=True)
         rows_in_block = np.split(row[by_place], np.cumsum(counts)[:-1])

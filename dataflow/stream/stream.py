@@ -74,8 +74,8 @@ class Stream:
                 if newest is not None:
                     yield newest
                 # Padding comes back to windows that were dropped: only its own rows are wanted then.
-                slots = first.slots_of(number) if number in staged else None
-                opened[number] = self._open(plan, units, number, slots)
+                indices = first.indices_of(number) if number in staged else None
+                opened[number] = self._open(plan, units, number, indices)
                 newest = opened[number].window
                 newest.epoch = plan.order.epoch
                 staged.add(number)
@@ -127,22 +127,24 @@ class Stream:
             batch, row = stop, end
 
     def _open(
-        self, plan: RankPlan, units: BlockWindows, number: int, slots: NDArray[np.int64] | None
+        self, plan: RankPlan, units: BlockWindows, number: int, indices: NDArray[np.int64] | None
     ) -> _OpenWindow:
-        """Stage a window for the slots given, or else for all that this rank's batches take of it."""
+        """Stage a window for the indices given, or else for all that this rank's batches take of it."""
         self._stager.check_fits(units, number)
-        if slots is None:
-            slots = plan.own_slots(number, units)
+        if indices is None:
+            indices = plan.own_indices(number, units)
         core = range(0)
         if isinstance(units, Order) and isinstance(plan, EpochPlan):
             core = plan.batch_plan.batches_within(*units.window_core(number))
-        if slots is None:
-            return _OpenWindow(number, self._stager.stage(units, number, None), units.num_slots(number), core)
-        left = len(slots)
+        if indices is None:
+            return _OpenWindow(
+                number, self._stager.stage(units, number, None), units.window_length(number), core
+            )
+        left = len(indices)
         if plan.num_padded:  # the last batch may come while the window is still open
             numbers, padded = units.locate(plan.padding)
-            slots = np.concatenate((slots, padded[numbers == number]))
-        return _OpenWindow(number, self._stager.stage(units, number, np.unique(slots)), left, core)
+            indices = np.concatenate((indices, padded[numbers == number]))
+        return _OpenWindow(number, self._stager.stage(units, number, np.unique(indices)), left, core)
 
 
 @dataclass
@@ -180,27 +182,27 @@ class _BatchRange:
     def split(self, batches: int) -> tuple[_BatchRange, _BatchRange]:
         """The first batches, looked up, and the others."""
         assert self.located is not None
-        (numbers, slots), rows = self.located, int(self.sizes[:batches].sum())
+        (numbers, indices), rows = self.located, int(self.sizes[:batches].sum())
         return (
-            _BatchRange.of(self.first, self.sizes[:batches], (numbers[:rows], slots[:rows])),
-            _BatchRange.of(self.first + batches, self.sizes[batches:], (numbers[rows:], slots[rows:])),
+            _BatchRange.of(self.first, self.sizes[:batches], (numbers[:rows], indices[:rows])),
+            _BatchRange.of(self.first + batches, self.sizes[batches:], (numbers[rows:], indices[rows:])),
         )
 
     def rows(self, begin: int, end: int) -> tuple[dict[int, int], Located | None]:
         """How many samples each window has of some rows, and where these lie."""
         if self.located is None:
             return {self.windows[0]: end - begin}, None
-        numbers, slots = (column[begin:end] for column in self.located)
+        numbers, indices = (column[begin:end] for column in self.located)
         if len(self.windows) == 1:
-            return {self.windows[0]: end - begin}, (numbers, slots)
+            return {self.windows[0]: end - begin}, (numbers, indices)
         counts = {number: int(np.count_nonzero(numbers == number)) for number in self.windows}
-        return {number: count for number, count in counts.items() if count}, (numbers, slots)
+        return {number: count for number, count in counts.items() if count}, (numbers, indices)
 
-    def slots_of(self, window: int) -> NDArray[np.int64]:
-        """The slots of a window that they take, looked up, ascending."""
+    def indices_of(self, window: int) -> NDArray[np.int64]:
+        """The indices of a window that they take, looked up, ascending."""
         assert self.located is not None
-        numbers, slots = self.located
-        return np.sort(slots[numbers == window])
+        numbers, indices = self.located
+        return np.sort(indices[numbers == window])
 
 
 _NO_BATCHES = _BatchRange(0, np.zeros(0, np.int64), [], None)

@@ -225,8 +225,8 @@ class UnitPlan(RankPlan):
         """See `RankPlan.padding`; one entry a piece."""
         return self.sequence.take(self.batch_plan.padding)[0].position
 
-    def own_slots(self, window: int, windows: Windows | None = None) -> NDArray[np.int64]:
-        """See `RankPlan.own_slots`. A slot comes once for each of its pieces.
+    def own_indices(self, window: int, windows: Windows | None = None) -> NDArray[np.int64]:
+        """See `RankPlan.own_indices`. An index comes once for each of its pieces.
 
         So a window is done with when as many pieces were delivered.
         """
@@ -237,13 +237,13 @@ class UnitPlan(RankPlan):
         last = min(last + 1, len(bounds) - 2)  # pieces may be carried to the megabatch that follows
         parts = [np.empty(0, np.int64)]
         for megabatch in range(first, last + 1):
-            numbers, slots = self._located(megabatch, windows)
-            parts.append(slots[numbers == window])
+            numbers, indices = self._located(megabatch, windows)
+            parts.append(indices[numbers == window])
         return np.sort(np.concatenate(parts))
 
     @cached_property
     def _located(self) -> Callable[[int, Any], tuple[NDArray[np.int64], NDArray[np.int64]]]:
-        """Window and slot of this rank's pieces of a megabatch; kept, as windows lie side by side."""
+        """Window and index of this rank's pieces of a megabatch; kept, as windows lie side by side."""
         return lru_cache(_KEPT_LOCATED)(
             lambda megabatch, windows: windows.locate(self._own_pieces(megabatch).position)
         )

@@ -79,21 +79,21 @@ class MixtureWindows:
         """Window numbers lie below; not every one is a window."""
 
     def locate(self, positions: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Window and slot of each position, two int64 [n]. `IndexError` outside [0, num_samples)."""
-        window, slot = np.empty(len(positions), np.int64), np.empty(len(positions), np.int64)
+        """Window and index of each position, two int64 [n]. `IndexError` outside [0, num_samples)."""
+        window, index = np.empty(len(positions), np.int64), np.empty(len(positions), np.int64)
         for at in range(0, len(positions), _CHUNK):
             part = slice(at, at + _CHUNK)
-            window[part], slot[part] = self._locate(positions[part])
-        return window, slot
+            window[part], index[part] = self._locate(positions[part])
+        return window, index
 
     def _locate(self, positions: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        source, epoch, index = self._find(positions)
-        window, slot = np.empty(len(source), np.int64), np.empty(len(source), np.int64)
+        source, epoch, position = self._find(positions)
+        window, index = np.empty(len(source), np.int64), np.empty(len(source), np.int64)
         for key, at in windows_touched(epoch * len(self._sizes) + source):
             turn, number = divmod(key, len(self._sizes))
-            window[at], slot[at] = self.order_of(number, turn).locate(index[at])
+            window[at], index[at] = self.order_of(number, turn).locate(position[at])
             window[at] += key * self._stride
-        return window, slot
+        return window, index
 
     def _find(
         self, positions: NDArray[np.int64]
@@ -117,13 +117,13 @@ class MixtureWindows:
         epoch, source = divmod(key, len(self._sizes))
         return source, epoch, own
 
-    def num_slots(self, window: int) -> int:
+    def window_length(self, window: int) -> int:
         """Samples of a window, of which some may come in the epoch before or after this one."""
         order, own = self._own_order(window)
-        return order.num_slots(own)
+        return order.window_length(own)
 
     def window_positions(self, window: int) -> NDArray[np.int64]:
-        """The inverse of `locate`, int64 [slots]: where each slot comes; -1: not in this epoch."""
+        """The inverse of `locate`, int64 [indices]: where each index comes; -1: not in this epoch."""
         source, epoch, own = self.source_of(window)
         index = self.order_of(source, epoch).window_positions(own)
         index += epoch * self._sizes[source]
@@ -141,11 +141,11 @@ class MixtureWindows:
         return order.window_blocks(own)
 
     def window_samples(
-        self, window: int, slots: NDArray[np.int64] | None = None
+        self, window: int, indices: NDArray[np.int64] | None = None
     ) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-        """Block ordinal int32 [k] and row in the block int64 [k] of each slot, or of those given."""
+        """Block ordinal int32 [k] and row in the block int64 [k] of each index, or of those given."""
         order, own = self._own_order(window)
-        return order.window_samples(own, slots)
+        return order.window_samples(own, indices)
 
     def _own_order(self, window: int) -> tuple[Order, int]:
         source, epoch, own = self.source_of(window)
@@ -240,7 +240,7 @@ class MixturePlan(RankPlan):
         super().__init__(cast(Order, order), batch_plan)  # it is asked what an `Order` is asked
         self._takes, self._window_positions = batch_plan.takes, order.window_positions
 
-    def own_slots(self, window: int, windows: Windows | None = None) -> NDArray[np.int64] | None:
-        """See `RankPlan.own_slots`; `windows` is the mixture's."""
+    def own_indices(self, window: int, windows: Windows | None = None) -> NDArray[np.int64] | None:
+        """See `RankPlan.own_indices`; `windows` is the mixture's."""
         mask = self._takes(self._window_positions(window))
         return None if mask.all() else np.flatnonzero(mask)

@@ -41,7 +41,7 @@ _SAMPLES_AT_ONCE = 1 << 21
 class Order:
     """The order of the samples in one epoch. Positions count from 0 to `num_samples`.
 
-    Every sample is in one slot of one window. A block is in one window and one lane, but for at most
+    Every sample has one index in one window. A block is in one window and one lane, but for at most
     `num_lanes` - 1 blocks that were cut to make the lanes equal: parts of these may be in several windows.
     Blocks without samples are in no window.
 
@@ -107,7 +107,7 @@ class Order:
         return cut_lanes(sizes, lane, num_lanes)
 
     def locate(self, positions: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """The window of each position and the slot in it that holds its sample, both int64 [n].
+        """The window of each position and the index in it that holds its sample, both int64 [n].
 
         Windows need not ascend with positions. Raises `IndexError` for a position that is not in
         [0, num_samples), `ValueError` under "full", which has no windows.
@@ -117,9 +117,9 @@ class Order:
         self._check_positions(positions)
         return self.table.locate(positions)
 
-    def num_slots(self, window: int) -> int:
+    def window_length(self, window: int) -> int:
         """Samples in the window."""
-        return int(self.table.num_slots[self._checked(window)])
+        return int(self.table.window_lengths[self._checked(window)])
 
     def window_span(self, window: int) -> tuple[int, int]:
         """First position of the window, and the one after its last; some in between may be other windows'."""
@@ -131,11 +131,11 @@ class Order:
         return int((first * num + lane).min()), int((last * num + lane).max()) + 1
 
     def window_positions(self, window: int) -> NDArray[np.int64]:
-        """The inverse of `locate`: the position of each slot, int64 [num_slots]."""
+        """The inverse of `locate`: the position of each index, int64 [window_length]."""
         table, cells = self.table, self.table.cells(self._checked(window))
         begin, lane = table.cell_start[cells], np.arange(self.num_lanes)
         size = table.cell_start[cells + 1] - begin
-        first = (begin - table.lane_bounds[lane] - table.cell_slot[cells]) * self.num_lanes + lane
+        first = (begin - table.lane_bounds[lane] - table.cell_index[cells]) * self.num_lanes + lane
         positions = np.arange(int(size.sum())) * self.num_lanes
         positions += np.repeat(first, size)
         return positions
@@ -147,28 +147,28 @@ class Order:
         return self.table.read_block[start[window] : start[window + 1]]
 
     def window_samples(
-        self, window: int, slots: NDArray[np.int64] | None = None
+        self, window: int, indices: NDArray[np.int64] | None = None
     ) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-        """Where the window's samples lie, slot by slot.
+        """Where the window's samples lie, index by index.
 
         Args:
             window: in [0, num_windows).
-            slots: int64 [k], the slots asked for; None for all. Lanes before the first and after the last
+            indices: int64 [k], the indices asked for; None for all. Lanes before the first and after the last
                 of them cost nothing.
 
         Returns:
             block_ordinal int32 [k]: index into `window_blocks(window)`; row int64 [k]: sample of that block.
         """
         table, cells = self.table, self.table.cells(self._checked(window))
-        if slots is None:
+        if indices is None:
             return self._mixed(window, cells)
-        if not len(slots):
+        if not len(indices):
             return np.empty(0, np.int32), np.empty(0, np.int64)
-        ends = np.searchsorted(table.cell_slot[cells], [slots.min(), slots.max()], side="right")
+        ends = np.searchsorted(table.cell_index[cells], [indices.min(), indices.max()], side="right")
         cells = cells[ends[0] - 1 : ends[1]]
         ordinal, row = self._mixed(window, cells)
-        slots = slots - table.cell_slot[cells[0]]
-        return ordinal[slots], row[slots]
+        indices = indices - table.cell_index[cells[0]]
+        return ordinal[indices], row[indices]
 
     def whole_window(
         self, window: int, num_samples: NDArray[np.int64], out: NDArray[np.int64]
@@ -178,8 +178,8 @@ class Order:
         Args:
             window: in [0, num_windows).
             num_samples: int64 [blocks], the block table's column.
-            out: int64 [num_slots(window)]; gets the row of each slot's sample, counting the samples of all
-                blocks through.
+            out: int64 [window_length(window)]; gets the row of the sample at each index,
+                counting the samples of all blocks through.
 
         Returns the blocks, int64 [b], as `window_blocks` in another order.
         """
@@ -193,10 +193,10 @@ class Order:
             np.take(rows, out.copy(), out=out)
         return blocks
 
-    def slots_at(self, window: int, lane: NDArray[np.int64], depth: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Slots of samples of a window, told by lane and place in the lane, int64 [n]."""
+    def indices_at(self, window: int, lane: NDArray[np.int64], depth: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Indices of samples of a window, told by lane and place in the lane, int64 [n]."""
         table, cell = self.table, lane * self.num_windows + window
-        return depth + table.lane_bounds[lane] + table.slot_of_place[cell]
+        return depth + table.lane_bounds[lane] + table.index_of_place[cell]
 
     def window_core(self, window: int) -> tuple[int, int]:
         """The longest range of positions [first, end) that all lie in the window; none where end <= first."""
@@ -249,7 +249,7 @@ class Order:
 
     def _in_groups(self, cells: NDArray[np.int64]) -> list[tuple[int, int]]:
         """Ranges of cells [first, last) that cover those touched, each small enough to tabulate."""
-        touched = _which(cells, 0, len(self.table.cell_slot))
+        touched = _which(cells, 0, len(self.table.cell_index))
         size = self.table.cell_start[touched + 1] - self.table.cell_start[touched]
         ends = np.flatnonzero(np.diff(np.cumsum(size) // _SAMPLES_AT_ONCE)) + 1
         return [(int(part[0]), int(part[-1]) + 1) for part in np.split(touched, ends) if len(part)]

@@ -172,7 +172,7 @@ class SelectedOrder(Order):
         super().__init__(selection.num_samples, shuffle, seed=seed, epoch=epoch, window_blocks=window_blocks)
         self.selection = selection
 
-    def window_samples(self, window: int, slots: Ints | None = None) -> tuple[NDArray[np.int32], Ints]:
-        """Block ordinal int32 [k], and row in the stored block int64 [k], of each slot or of those given."""
-        ordinal, nth = super().window_samples(window, slots)
+    def window_samples(self, window: int, indices: Ints | None = None) -> tuple[NDArray[np.int32], Ints]:
+        """Block ordinal int32 [k], and row in the stored block int64 [k], of each index or of those given."""
+        ordinal, nth = super().window_samples(window, indices)
         return ordinal, self.selection.rows_of(self.window_blocks(window), ordinal, nth)

@@ -1,8 +1,8 @@
-"""Cutting lanes into windows, and finding a position's window and slot again.
+"""Cutting lanes into windows, and finding a position's window and index again.
 
 The part of a window that one lane holds is a *cell*; cells are numbered lane after lane, and so are samples
-("places"), which makes every look-up one binary search in an ascending array. A window's slots are its
-cells' samples, lane after lane.
+("places"), which makes every look-up one binary search in an ascending array. A window's indices number
+its cells' samples, lane after lane.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ class WindowTable:
     """[lanes * windows + 1]: samples in the cells before."""
     cell_piece: NDArray[np.int64]
     """[lanes * windows + 1]: pieces in the cells before."""
-    cell_slot: NDArray[np.int64]
-    """[lanes * windows]: first slot of the cell in its window."""
-    slot_of_place: NDArray[np.int64]
-    """[lanes * windows]: what to add to a place in the cell to get its slot."""
+    cell_index: NDArray[np.int64]
+    """[lanes * windows]: first index of the cell in its window."""
+    index_of_place: NDArray[np.int64]
+    """[lanes * windows]: what to add to a place in the cell to get its index."""
     grid: NDArray[np.int64]
     """[depths >> grid_shift]: a window at or before that of this depth of any lane."""
     grid_shift: int
-    num_slots: NDArray[np.int64]
+    window_lengths: NDArray[np.int64]
     """[windows]: samples in the window."""
     piece_start: NDArray[np.int64]
     """[pieces + 1]: samples in the pieces before."""
@@ -93,11 +93,11 @@ class WindowTable:
         return cell, place
 
     def locate(self, positions: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Window and slot of each position, both int64 [n]."""
-        cell, slot = self.find(positions)
-        slot += self.slot_of_place[cell]
+        """Window and index of each position, both int64 [n]."""
+        cell, index = self.find(positions)
+        index += self.index_of_place[cell]
         cell -= _lane_and_depth(positions, self.num_lanes)[0] * self.num_windows
-        return cell, slot
+        return cell, index
 
     def samples_of(self, cells: NDArray[np.int64]) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
         """Block ordinal and row of every sample of some cells, in the order of their blocks."""
@@ -150,8 +150,8 @@ def cut_windows(
     num_windows = int(window.max(initial=-1)) + 1
     cell_piece = np.searchsorted(lane * num_windows + window, np.arange(num_lanes * num_windows + 1))
     cell_start = lanes.start[cell_piece]
-    slots = np.diff(cell_start).reshape(num_lanes, num_windows)
-    slot = (np.cumsum(slots, axis=0) - slots).reshape(-1)
+    in_cells = np.diff(cell_start).reshape(num_lanes, num_windows)
+    cell_index = (np.cumsum(in_cells, axis=0) - in_cells).reshape(-1)
     grid, shift = _grid(cell_start, lanes.bounds, num_windows)
     ordinal, read_turn, read_start = _reads(window, lanes.turn, num_windows)
     return WindowTable(
@@ -159,11 +159,11 @@ def cut_windows(
         lane_bounds=lanes.bounds,
         cell_start=cell_start,
         cell_piece=cell_piece,
-        cell_slot=slot,
-        slot_of_place=slot - cell_start[:-1],
+        cell_index=cell_index,
+        index_of_place=cell_index - cell_start[:-1],
         grid=grid,
         grid_shift=shift,
-        num_slots=slots.sum(axis=0),
+        window_lengths=in_cells.sum(axis=0),
         piece_start=lanes.start,
         piece_block=blocks[lanes.turn],
         piece_row=lanes.row,

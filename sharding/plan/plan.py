@@ -30,7 +30,7 @@ class Windows(Protocol):
         ...
 
     def locate(self, positions: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Window and slot of each position."""
+        """Window and index of each position."""
         ...
 
 
@@ -64,8 +64,8 @@ class RankPlan(ABC):
         return self.batch_plan.padding
 
     @abstractmethod
-    def own_slots(self, window: int, windows: Windows | None = None) -> NDArray[np.int64] | None:
-        """The slots of a window that this rank's batches take, ascending, int64 [j]; None for all.
+    def own_indices(self, window: int, windows: Windows | None = None) -> NDArray[np.int64] | None:
+        """The indices of a window that this rank's batches take, ascending, int64 [j]; None for all.
 
         Padding, which comes back to the epoch's first windows, is left out. `windows` is the order unless
         given.
@@ -124,14 +124,14 @@ class EpochPlan(RankPlan):
     def __init__(self, order: Order, **dealing: Unpack[Dealing]) -> None:
         super().__init__(order, BatchPlan(num_items=order.num_samples, num_lanes=order.num_lanes, **dealing))
 
-    def own_slots(self, window: int, windows: Windows | None = None) -> NDArray[np.int64] | None:
-        """See `RankPlan.own_slots`; each slot comes once. O(samples of the window that are this rank's)."""
+    def own_indices(self, window: int, windows: Windows | None = None) -> NDArray[np.int64] | None:
+        """See `RankPlan.own_indices`; each comes once. O(samples of the window that are this rank's)."""
         windows = windows or self.order
         positions = self.batch_plan.own_items(*windows.window_span(window))
         if positions is None:
             return None
-        numbers, slots = windows.locate(positions)
-        return np.sort(slots[numbers == window])
+        numbers, indices = windows.locate(positions)
+        return np.sort(indices[numbers == window])
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -146,7 +146,7 @@ def located(order, positions):
 
 
 @given(sample_lengths, batchings, worlds, st.integers(1, 3), st.sampled_from(TAILS), st.data())
-def test_own_slots_are_those_the_batches_take(lengths, batching, world_size, rows, tail, data):
+def test_own_indices_are_those_the_batches_take(lengths, batching, world_size, rows, tail, data):
     order = order_of(len(lengths), lanes=data.draw(st.integers(1, 3)))
     order, sequence = made = sequence_of(lengths, batching, order)
     start = data.draw(st.integers(0, sequence.num_units))
@@ -157,7 +157,7 @@ def test_own_slots_are_those_the_batches_take(lengths, batching, world_size, row
             positions = positions[: len(positions) - sum(len(unit) for unit in last)]
         found = []
         for window in range(order.num_windows):
-            slots = plan.own_slots(window)
+            slots = plan.own_indices(window)
             assert slots.tolist() == sorted(slots.tolist())
             found += [(window, slot) for slot in slots.tolist()]
         assert Counter(found) == located(order, positions)

@@ -339,7 +339,7 @@ def test_windows_know_where_their_slots_come(spec: MixtureSpec, shuffle: Shuffle
     assert window.max() < windows.num_windows
     for number in set(window.tolist()):
         positions = windows.window_positions(number)
-        assert len(positions) == windows.num_slots(number)
+        assert len(positions) == windows.window_length(number)
         here = np.flatnonzero(window == number)
         assert positions[slot[here]].tolist() == here.tolist()
         assert (positions >= 0).sum() == len(here)
@@ -377,8 +377,8 @@ def test_global_batches_are_the_same_in_every_world_and_ranks_own_what_they_take
         taken = Counter(positions.tolist()) - Counter(one.padding.tolist())
         window, slot = windows.locate(np.array(sorted(taken), np.int64))
         for number in set(given.tolist()):
-            own = one.own_slots(number)
-            own = np.arange(windows.num_slots(number)) if own is None else own
+            own = one.own_indices(number)
+            own = np.arange(windows.window_length(number)) if own is None else own
             assert own.tolist() == sorted(set(slot[window == number].tolist()))
 
 

@@ -42,7 +42,7 @@ def samples_of_slots(order, table):
     for w in range(order.num_windows):
         ordinal, row = order.window_samples(w)
         assert (ordinal.dtype, row.dtype) == (np.int32, np.int64)
-        assert len(ordinal) == order.num_slots(w)
+        assert len(ordinal) == order.window_length(w)
         out.append((first[order.window_blocks(w)][ordinal] + row).tolist())
     return out
 
@@ -84,7 +84,7 @@ def test_every_slot_of_every_window_has_one_position(table, shuffle, seed):
     window, slot = order.locate(np.arange(order.num_samples))
     for w in range(order.num_windows):
         positions = np.flatnonzero(window == w)
-        assert sorted(slot[positions].tolist()) == list(range(order.num_slots(w)))
+        assert sorted(slot[positions].tolist()) == list(range(order.window_length(w)))
         assert order.window_span(w) == (positions[0], positions[-1] + 1)
 
 
@@ -106,7 +106,7 @@ def test_some_slots_of_a_window_are_those_of_all_slots(table, shuffle, seed, dat
     if not order.num_windows:
         return
     window = data.draw(st.integers(0, order.num_windows - 1))
-    slots = data.draw(st.lists(st.integers(0, order.num_slots(window) - 1), max_size=9))
+    slots = data.draw(st.lists(st.integers(0, order.window_length(window) - 1), max_size=9))
     slots = np.array(slots, np.int64)
     for whole, part in zip(order.window_samples(window), order.window_samples(window, slots), strict=True):
         assert part.dtype == whole.dtype
@@ -134,7 +134,7 @@ def test_with_one_lane_windows_follow_one_another(table, window_blocks):
     assert (
         windows.tolist()
         == np.repeat(
-            np.arange(order.num_windows), [order.num_slots(w) for w in range(order.num_windows)]
+            np.arange(order.num_windows), [order.window_length(w) for w in range(order.num_windows)]
         ).tolist()
     )
 
@@ -145,7 +145,7 @@ def test_a_whole_window_names_the_row_of_each_slot_in_its_blocks_side_by_side(
 ):
     order = Order(table, Shuffle(kind, max(window_blocks, lanes or 1), lanes), seed=3, epoch=0)
     for w in range(order.num_windows):
-        rows = np.empty(order.num_slots(w), np.int64)
+        rows = np.empty(order.window_length(w), np.int64)
         blocks = order.whole_window(w, np.array(table), rows)
         assert sorted(blocks.tolist()) == sorted(order.window_blocks(w).tolist())
         first = np.cumsum(table) - table
@@ -335,7 +335,7 @@ def test_positions_outside_the_epoch_are_refused(kind, position):
 
 def test_bad_arguments_are_refused():
     order = Order([2, 4], Shuffle("window", 8, 1), seed=0, epoch=0)
-    for call in (order.window_blocks, order.window_samples, order.num_slots, order.window_span):
+    for call in (order.window_blocks, order.window_samples, order.window_length, order.window_span):
         for window in (-1, 1):
             with pytest.raises(IndexError, match=r"window must be in \[0, 1\)"):
                 call(window)
