@@ -1,4 +1,4 @@
-"""The loops over one loader, and the sessions that serve them.
+"""The sessions that serve the loops over one loader.
 
 Any number of loops may run at a time. Each has a session of its own, and all share the memory limit equally.
 A session that holds more than its share when another loop begins is closed, and its loop goes on with a new
@@ -24,9 +24,9 @@ class LoopSessions:
     """
 
     def __init__(self) -> None:
+        self._lock = threading.RLock()  # guards what follows; sessions are made under it, and closed outside
         self._past = SessionStats()
         """Sums over the sessions that have ended: however many there were, one record is kept."""
-        self._lock = threading.RLock()  # guards what follows; sessions are made under it, and closed outside
         self._memory_limit = 0
         self._loops: list[EpochLoop] = []
         """Those that run, in the order in which they began."""
