@@ -4,9 +4,10 @@
     python -m benchmarks.cache --json benchmarks/results/cache.json      also saves the figures
 
 The server is tests/slowstore.py on this machine, 50 ms before each answer. Token shards of 32 MiB in blocks
-of 2 MiB, read in shuffled order with the loader's defaults; two epochs in one process, the store's bytes
-counted at the server. Without a cache; with one that holds everything; with one that holds half. The consumer
-does nothing with the batches. The cache's files stay in the page cache: its disk is not measured.
+of 2 MiB, read in shuffled order with the loader's defaults; three epochs in one process, the store's bytes
+counted at the server. Without a cache; with one that holds everything; with one that holds half; with one
+that holds everything and keeps half, or all of it, in the process's memory besides. The consumer does nothing
+with the batches. The cache's files stay in the page cache: its disk is not measured.
 """
 
 from __future__ import annotations
@@ -30,18 +31,19 @@ from benchmarks.slow_server import (
 )
 
 STORE = {"latency-ms": 50.0}
-EPOCHS = 2
+EPOCHS = 3
+MEMORY_LIMIT = "2GB"
 
 
-def epochs(url: str, folder: str, limit: int) -> dict[str, Any]:
+def epochs(url: str, folder: str, limit: int, memory: int) -> dict[str, Any]:
     """Read the epochs; no limit: without a cache. Runs in a process of its own."""
     from dataflow import Cache, DataLoader, ShardedDataset
 
-    cache = Cache(folder, limit) if limit else None
+    cache = Cache(folder, limit, memory) if limit else None
     dataset = ShardedDataset(f"{url}/x.catalog", cache=cache)
     rows: list[dict[str, Any]] = []
     server_stats(url)
-    with DataLoader(dataset, 64, shuffle=True) as loader:
+    with DataLoader(dataset, 64, shuffle=True, memory_limit=MEMORY_LIMIT) as loader:
         for epoch in range(EPOCHS):
             began, cpu = time.perf_counter(), time.process_time()
             samples = sum(len(batch["tokens"]) for batch in loader)
@@ -67,23 +69,30 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--json", type=Path)
     asked = parser.parse_args(arguments)
     data_bytes = asked.shards * SHARD_BYTES
-    cases = {"no cache": 0, "half of it": data_bytes // 2, "all of it": 2 * data_bytes}
+    cases = {
+        "no cache": (0, 0),
+        "half of it": (data_bytes // 2, 0),
+        "all of it": (2 * data_bytes, 0),
+        "half in memory": (2 * data_bytes, data_bytes // 2),
+        "all in memory": (2 * data_bytes, data_bytes),
+    }
     runs: dict[str, list[dict[str, Any]]] = {case: [] for case in cases}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         make_shards(folder, asked.shards)
         for repeat in range(asked.repeats):
-            for case, limit in cases.items():
+            for case, sizes in cases.items():
                 # Each cache goes with its run: what it wrote would be brought to the disk during the next.
                 with (
                     tempfile.TemporaryDirectory() as cache,
                     serving(folder, STORE | {"seed": repeat}) as server,
                 ):
-                    runs[case].append(in_own_process(epochs, server.url, cache, limit))
+                    runs[case].append(in_own_process(epochs, server.url, cache, *sizes))
     medians = {
         case: [
             {
                 "mb_per_s": statistics.median(run["epochs"][e]["mb_per_s"] for run in each),
+                "cpu_s": statistics.median(run["epochs"][e]["cpu_s"] for run in each),
                 "server_bytes": statistics.median(run["epochs"][e]["server_bytes"] for run in each),
             }
             for e in range(EPOCHS)
@@ -92,10 +101,11 @@ def main(arguments: list[str] | None = None) -> None:
     }
     for case, rows in medians.items():
         text = "; ".join(
-            f"epoch {i}: {row['mb_per_s']:7.1f} MB/s, {row['server_bytes'] / 1e6:6.1f} MB served"
+            f"epoch {i}: {row['mb_per_s']:7.1f} MB/s, {row['cpu_s']:.2f} CPU s, "
+            f"{row['server_bytes'] / 1e6:6.1f} MB served"
             for i, row in enumerate(rows, 1)
         )
-        print(f"{case:12} {text}")
+        print(f"{case:14} {text}")
     if asked.json:
         save_figures(asked.json, store=STORE, data_bytes=data_bytes, runs=runs, medians=medians)
 

@@ -64,6 +64,8 @@ class Case:
     one_job: bool = True
     """Hosts divide the shards; otherwise each reads all of a fourth of them, knowing of no other."""
     kill: bool = False
+    one_control: bool = True
+    """Whether the ranks of a host share one control; otherwise each has a fixed share of where it begins."""
 
 
 CASES = [
@@ -73,6 +75,7 @@ CASES = [
     Case("greedy", "greedy"),
     Case("jobs", one_job=False),
     Case("two ranks", ranks=2),
+    Case("two ranks, fixed shares", ranks=2, one_control=False),
     Case("two ranks, greedy", "greedy", ranks=2),
     Case("two ranks, broker ended", ranks=2, kill=True),
 ]
@@ -222,7 +225,8 @@ def run(folder: Path, hosts: Lab, num_hosts: int, case: Case, mbps: float) -> di
                     [*hosts.inside(host), *command],
                     cwd=REPOSITORY,
                     # Abstract sockets belong to a network namespace, so each host has a broker of its own.
-                    env={**os.environ, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "x", "MASTER_PORT": "1"},
+                    env={**os.environ, "OMP_NUM_THREADS": "1"}
+                    | ({"MASTER_ADDR": "x", "MASTER_PORT": "1"} if case.one_control else {}),
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     text=True,

@@ -154,7 +154,7 @@ def rank(
                     found.append([seconds.total, seconds.sync, seconds.data_wait])
                     if len(found) == windows:
                         break
-    stats = loader.read_hold.stats() if source else None
+    stats = loader.read_pause.stats() if source else None
     decision = {"way": sched.io.way, "reason": sched.io.reason} if sched.io else None
     distributed.destroy_process_group()
     return {"windows": found, "hold": stats and asdict(stats), "decision": decision}

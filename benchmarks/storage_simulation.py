@@ -19,9 +19,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from prefetch.control.demand import Demand
 from prefetch.control.depth import AdaptiveDepth, DepthPolicy, Observation, fixed_depth
-from prefetch.control.inflight import Inflight, Sent
+from prefetch.control.inflight import Demand, Inflight, Sent
 from prefetch.engine.ledger import Ledger, State
 
 
@@ -244,16 +243,16 @@ class _Rank:
 
     def _depth(self, nbytes: int) -> int:
         seen = Observation(
-            self.result.steps,
-            self._starved,
-            len(self._line),
-            nbytes,
-            self._sim.now,
-            self._waits,
-            self._limit_of_wait,
-            self._finished,
-            tuple(self._leads),
-            tuple(self._steps),
+            delivered_batches=self.result.steps,
+            starved_s=self._starved,
+            ready_batches=len(self._line),
+            batch_bytes=nbytes,
+            now_s=self._sim.now,
+            waits=self._waits,
+            limit=self._limit_of_wait,
+            finished_batches=self._finished,
+            leads_s=tuple(self._leads),
+            steps_s=tuple(self._steps),
         )
         self._leads.clear()
         self._steps.clear()
@@ -365,9 +364,9 @@ class _Rank:
         result.waited_s = self._starved
         batch = self._line.popleft()
         self._finished -= 1
-        self._ledger.move(State.READY, State.LENT, batch.nbytes)
+        self._ledger.move(State.READY, State.IN_USE, batch.nbytes)
         self._held -= batch.nbytes
-        self._flow.demand(self._demand.took(batch.nbytes, self._gap_s))
+        self._flow.demand(self._demand.observe(batch.nbytes, self._gap_s))
         result.taken_s.append(now)
         if isinstance(self._flow, Inflight):
             result.limits.append((now, self._flow.decision.value))
@@ -376,7 +375,7 @@ class _Rank:
 
     def _step_done(self, batch: _Batch) -> None:
         result = self.result
-        self._ledger.give_back_lent(batch.nbytes)
+        self._ledger.give_back(batch.nbytes)
         self._steps.append(self._work.step_s[batch.number])
         self._gap_s = self._steps[-1]
         result.steps += 1

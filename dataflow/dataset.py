@@ -32,12 +32,12 @@ from dataflow.staging.reading import ReadWindow, SparseWindow
 from dataflow.staging.source import Source
 from dataflow.staging.window import StagedWindow
 from dataflow.views import matching, picked
-from prefetch.control.hold import ReadHold
+from prefetch.control.pause import ReadPause
 from prefetch.memory.arena import Arena
-from prefetch.memory.leases import FileLeases
+from prefetch.memory.guards import FileGuards
 from prefetch.memory.mapping import Mappings
-from prefetch.store.again import Hosts, Retrier
 from prefetch.store.reader import StoreReader
+from prefetch.store.retrier import Hosts, Retrier
 from prefetch.store.retries import RetryPolicy
 from sharding.blocks import DEFAULT_BLOCK_BYTES, Format
 from sharding.catalog.table import BlockTable, Catalog
@@ -162,8 +162,8 @@ class ShardedDataset(Sharded, Dataset[S]):
     def source(
         self,
         keep_mapped_bytes: int = 0,
-        leases: FileLeases | None = None,
-        hold: ReadHold | None = None,
+        guards: FileGuards | None = None,
+        hold: ReadPause | None = None,
     ) -> Source:
         """What the loader reads with; a new reader each, so nothing is shared between loaders."""
         return Source(
@@ -171,16 +171,16 @@ class ShardedDataset(Sharded, Dataset[S]):
             format=self._codec,
             reader=self.new_reader(hold),
             outputs=self.outputs,
-            mappings=Mappings(keep_mapped_bytes, leases),
+            mappings=Mappings(keep_mapped_bytes, guards),
             hold=hold,
             all_columns=self._all_columns,
         )
 
     def new_reader(
-        self, hold: ReadHold | None = None, say: Callable[[str], None] | None = None
+        self, hold: ReadPause | None = None, say: Callable[[str], None] | None = None
     ) -> StoreReader:
         """What reads ranges of its shards; to be closed by the caller."""
-        return StoreReader(self.storage_options, policy=self.retry, hosts=self._hosts, hold=hold, say=say)
+        return StoreReader(self.storage_options, policy=self.retry, hosts=self._hosts, pause=hold, say=say)
 
     @property
     def sources(self) -> tuple[ShardedDataset[Any], ...]:

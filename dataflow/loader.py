@@ -29,7 +29,7 @@ from sharding.topology.topology import Topology
 if TYPE_CHECKING:
     from dataflow.stats import LoaderStats, WorkerStats
     from dataflow.stream.loader import StreamLoader
-    from prefetch.control.hold import ReadHold
+    from prefetch.control.pause import ReadPause
 
 D_co = TypeVar("D_co", covariant=True, default=Any)
 """The dataset: a `Sharded` one decides what batches and statistics are."""
@@ -52,7 +52,7 @@ class LoaderEngine(Protocol):
         """Whether a state was loaded and no batch asked for since."""
 
     @property
-    def read_hold(self) -> ReadHold | None:
+    def read_pause(self) -> ReadPause | None:
         """Asks remote reads to wait; None where there are none."""
 
     def set_epoch(self, epoch: int) -> None:
@@ -312,9 +312,9 @@ class DataLoader(WorkerLoader, Generic[D_co, B]):
         return self._engine.stats()
 
     @property
-    def read_hold(self) -> ReadHold | None:
+    def read_pause(self) -> ReadPause | None:
         """What `GradSchedule` asks remote reads to wait with; None for local shards and other datasets."""
-        return self._engine.read_hold
+        return self._engine.read_pause
 
     # ---- end ----------------------------------------------------------------------------------------
 

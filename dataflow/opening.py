@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from prefetch.store.again import Retrier
+from prefetch.store.filesystems import shard_file
 from prefetch.store.reader import StoreReader
-from prefetch.store.shard_files import shard_file
+from prefetch.store.retrier import Retrier
 from sharding.blocks import DEFAULT_BLOCK_BYTES, Format
 from sharding.catalog.build import (
     build_catalog,
@@ -225,5 +225,5 @@ def index(
             map=pool.map,
             progress=show,
             retry=retrier,
-            open_shard=partial(shard_file, reader),
+            open_shard=partial(shard_file, reader.read_into),
         )

@@ -1,6 +1,9 @@
-"""Errors of reading ahead; those of shards are in `sharding.errors`."""
+"""What is told of reading ahead: errors (those of shards are in `sharding.errors`), and when a wait is."""
 
 from sharding.errors import DataflowError
+
+FIRST_NOTICE_S = 3.0
+"""After so many seconds who waits says for what."""
 
 
 class MemoryLimitError(DataflowError):
@@ -17,3 +20,11 @@ class StallError(DataflowError):
 
 class ReaderClosedError(DataflowError):
     """The reader was closed while it read."""
+
+
+def next_notice_s(waited_s: float, first_s: float = FIRST_NOTICE_S) -> float:
+    """When who waits says for what: first after some seconds, then whenever the wait has doubled."""
+    due_s = first_s
+    while due_s <= waited_s:
+        due_s *= 2
+    return due_s

@@ -20,7 +20,7 @@ class Piece(Generic[T_co]):
 
     batches: Sequence[T_co] = ()
     slot_bytes: int = 0
-    """Beyond the chunk's `nbytes`; come back as lent bytes when they die. May be told before they are
+    """Beyond the chunk's `nbytes`; in use until they die. May be told before they are
     taken."""
     heap_bytes: int = 0
     """Beyond the chunk's `nbytes`, of objects whose death nobody sees."""
@@ -32,11 +32,11 @@ class Chunk(Protocol[T_co]):
     nbytes: int
     """Credits for its output; an upper bound."""
     num_batches: int
-    needs: Sequence[Window]
+    needs: Sequence[StreamWindow]
     """Staged windows it reads: the one that listed it, or earlier ones."""
     leased_bytes: int
     """How many of `nbytes` stay leased until the batches die; known when `finish` has ended."""
-    closes: Sequence[Window]
+    closes: Sequence[StreamWindow]
     """Those of `needs` that no later chunk needs."""
 
     def begin(self) -> Sequence[Task]:
@@ -48,7 +48,7 @@ class Chunk(Protocol[T_co]):
         ...
 
 
-class Window(Protocol):
+class StreamWindow(Protocol):
     """Blocks that are staged together."""
 
     nbytes: int

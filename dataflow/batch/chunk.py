@@ -27,9 +27,8 @@ from dataflow.batch.packed import batch_bytes, batch_columns
 from dataflow.batch.samples import Misfit, described, drop_rows, misfit_of, samples_of, transform_reason
 from dataflow.staging.block_windows import Located
 from dataflow.staging.window import StagedWindow
-from prefetch.memory.arena import Arena, rounded_bytes
-from prefetch.memory.heap import HeapKeeper
-from prefetch.memory.leases import FileLeases
+from prefetch.memory.arena import Arena, HeapKeeper, rounded_bytes
+from prefetch.memory.guards import FileGuards
 from prefetch.work import Piece
 from sharding.cached_property import cached_property
 from sharding.errors import SampleError
@@ -96,7 +95,7 @@ class BuildContext:
     seed: int
     postprocessing: Postprocessing
     arena: Arena
-    leases: FileLeases
+    guards: FileGuards
     on_return: Callable[[int], Callable[[], None]]
     """Bytes of a slot -> what is called when its last view dies."""
     closing: threading.Event
@@ -173,7 +172,7 @@ class BatchChunk:
     def begin(self) -> Sequence[Callable[[], None]]:
         """Copy what is copied; give the parts that decode."""
         context, rows = self._context, self._rows
-        with context.leases.loading():
+        with context.guards.loading():
             self._columns = columns = ChunkColumns(
                 rows,
                 context.arena,

@@ -20,8 +20,7 @@ from torch import Tensor
 
 from dataflow.batch.columns import ChunkColumns, ChunkRows, WindowPart
 from dataflow.staging.columns import Grid, StagedArray, StagedSpans, lowest_bit
-from prefetch.memory.addresses import memory_at
-from prefetch.memory.iovec import copy_mapped, copy_spans
+from prefetch.memory.spans import copy_mapped, copy_spans, memory_at
 
 Array = NDArray[Any]
 Take = Callable[[int, int, Array], None]

@@ -128,7 +128,7 @@ class GradSchedule:
         several = self._agreement.world_size > 1
         self.window_size = self._settings.window_size(loader, self._agreement.world_size)
         """Microbatches a rank and full window."""
-        hold = getattr(loader, "read_hold", None) if several else None
+        hold = getattr(loader, "read_pause", None) if several else None
         options = knob_set(adapt, self.strategy, self.window_size, gated=hold is not None and policy is None)
         self._control = Control(options, self.strategy) if options.knobs and several else None
         self._agreement.compare(

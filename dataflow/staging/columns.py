@@ -11,8 +11,8 @@ import torch
 from numpy.typing import NDArray
 
 from dataflow.decode.values import BadRows
-from prefetch.memory.addresses import memory_at
 from prefetch.memory.arena import Arena
+from prefetch.memory.spans import memory_at
 from sharding.blocks import Column, Spans
 from sharding.cached_property import cached_property
 

@@ -23,9 +23,9 @@ from dataflow.staging.columns import ALIGN, StagedArray, StagedOutput, StagedSpa
 from dataflow.staging.source import Source
 from dataflow.staging.window import NotLocatableError, StagedWindow, WindowSamples
 from prefetch.memory.arena import Arena
-from prefetch.memory.iovec import copy_mapped
-from prefetch.memory.leases import Lease
+from prefetch.memory.guards import FileGuard
 from prefetch.memory.mapping import MappedShard, can_map, will_need
+from prefetch.memory.spans import copy_mapped
 from sharding.blocks import Spans
 from sharding.cached_property import cached_property
 from sharding.errors import DataflowError
@@ -177,13 +177,13 @@ class MappedWindow(StagedWindow):
                 remembered[block.first_sample] = staged.values[rows].copy()
 
     @cached_property
-    def _leases(self) -> set[Lease | None]:
-        return {shard.lease for shard in self._shards if shard is not None}
+    def _guards(self) -> set[FileGuard | None]:
+        return {shard.guard for shard in self._shards if shard is not None}
 
     @property
     def may_load(self) -> bool:
-        """While all its files are leased. To be asked inside `FileLeases.loading`."""
-        return all(lease is not None and lease.held for lease in self._leases)
+        """While all its files are guarded. To be asked inside `FileGuards.loading`."""
+        return all(guard is not None and guard.held for guard in self._guards)
 
     def buffer_of(
         self, spans: StagedSpans, rows: NDArray[np.int64], column: str

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from dataflow.staging.columns import StagedArray, StagedOutput
 from prefetch.control.gate import ReadGate
-from prefetch.control.hold import ReadHold
+from prefetch.control.pause import ReadPause
 from prefetch.memory.mapping import Mappings
 from prefetch.store.reader import Awaited, StoreReader
 from sharding.blocks import Block, Format, Shard, Spans
@@ -64,7 +64,7 @@ class Source:
     traffic: Traffic = field(default_factory=Traffic)
     gate: ReadGate | None = field(default=None, compare=False)
     """Says how many reads may run; None: as many as there are threads."""
-    hold: ReadHold | None = field(default=None, compare=False)
+    hold: ReadPause | None = field(default=None, compare=False)
     """Asks reads to wait for gradients; None: never."""
     cache: SourceCache | None = field(default=None, compare=False)
     all_columns: bool = False

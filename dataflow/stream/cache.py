@@ -14,7 +14,7 @@ from dataflow.staging.source import SourceCache
 from dataflow.stream.next_use import NextUse, SourceUse
 from dataflow.stream.plan import StreamPlan
 from prefetch.cache.block_cache import NO_CACHE, BlockCache, CacheStats
-from prefetch.cache.memory_tier import MemoryTier
+from prefetch.cache.eviction import MemoryTier
 from prefetch.memory.arena import Arena
 from sharding.mixture.windows import source_seed
 from sharding.order.order import Order

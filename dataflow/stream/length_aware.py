@@ -14,7 +14,7 @@ from dataflow.batch.ragged import PaddedOutput, RaggedOutput
 from dataflow.dataset import ShardedDataset
 from dataflow.mixture import Mixture
 from dataflow.stream.settings import StreamSettings
-from prefetch.store.shard_files import shard_file
+from prefetch.store.filesystems import shard_file
 from sharding.lengths.batching import Batching, Bucketed, Packed, TokenBudget
 from sharding.lengths.column_lengths import resolve_lengths
 from sharding.lengths.unit_plan import UnitPlanner
@@ -118,7 +118,7 @@ def make_planner(batching: Batching, dataset: ShardedDataset, window_bytes: int)
             stored,
             storage_options=dataset.storage_options,
             map=pool.map,
-            open_shard=partial(shard_file, reader),
+            open_shard=partial(shard_file, reader.read_into),
         )
     blocks = dataset.catalog.blocks
     if not dataset.selection.is_whole:  # `lengths` are of all samples; a plan wants those of the view

@@ -32,9 +32,9 @@ from dataflow.stream.session import Session, SessionOptions, is_all_local
 from dataflow.stream.settings import StreamSettings
 from dataflow.topology_exchange import detect_topology
 from prefetch.control.depth import Decision
-from prefetch.control.hold import ReadHold
+from prefetch.control.pause import ReadPause
 from prefetch.errors import EngineClosedError, MemoryLimitError, StallError
-from prefetch.memory.finalizer import Finalizer
+from prefetch.memory.lifetimes import Finalizer
 from sharding.lengths.unit_plan import UnitPlan
 from sharding.lengths.units import LengthStats
 from sharding.order.shuffle import Shuffle
@@ -84,7 +84,7 @@ class StreamLoader:
             else None
         )
         self.shuffle, self.window_reason = self._resolve_shuffle()
-        self._hold: ReadHold | None = None
+        self._hold: ReadPause | None = None
         self._finalizer: Finalizer | None = None
         self._skipped = Skipped(dataset.on_error, dataset.error_budget)
         self._deliveries = Deliveries()
@@ -100,10 +100,10 @@ class StreamLoader:
         return {**self.__dict__, "_finalizer": None, "_hold": None, "_last_good": LastGood()}
 
     @property
-    def read_hold(self) -> ReadHold | None:
+    def read_pause(self) -> ReadPause | None:
         """Asks reads of remote shards to wait; None where all shards are local."""
         if self._hold is None and not is_all_local(self.dataset):
-            self._hold = ReadHold()
+            self._hold = ReadPause()
         return self._hold
 
     # ---- deciding -----------------------------------------------------------------------------------
@@ -398,7 +398,7 @@ class StreamLoader:
             topology=self._topology,
             memory_limit=memory_limit,
             skipped=SkippedAhead(self._skipped),
-            hold=self.read_hold,
+            hold=self.read_pause,
             caches_in_memory=memory_limit == self.memory_limit,
         )
         return Session(self._plan, options, epoch, start)

@@ -15,7 +15,7 @@ from typing import Any
 from dataflow.dataset import ShardedDataset
 from dataflow.mixture import Mixture
 from dataflow.stream.session import Session
-from prefetch.memory.finalizer import Finalizer
+from prefetch.memory.lifetimes import Finalizer
 from sharding.mixture.shares import ENDLESS
 from sharding.plan.plan import RankPlan
 

@@ -31,14 +31,15 @@ from dataflow.torch_threads import one_torch_thread, run_with_one_torch_thread, 
 from prefetch.control.broker import SharedGate, broker_name
 from prefetch.control.depth import Decision
 from prefetch.control.gate import ReadGate
-from prefetch.control.hold import ReadHold
 from prefetch.control.inflight import Inflight
-from prefetch.engine.engine import Engine, EngineOptions
+from prefetch.control.pause import ReadPause
+from prefetch.engine.builders import ThreadBuilders
+from prefetch.engine.engine import Engine
 from prefetch.engine.ledger import Ledger
-from prefetch.memory.arena import Arena
+from prefetch.engine.stats import EngineOptions
+from prefetch.memory.arena import Arena, HeapKeeper
 from prefetch.memory.device import CudaStreams, DeviceCopier, register_pinned
-from prefetch.memory.heap import HeapKeeper
-from prefetch.memory.leases import FileLeases
+from prefetch.memory.guards import FileGuards
 from prefetch.store.reader import NO_FAULTS
 from sharding.lengths.batching import Packed
 from sharding.topology.topology import Topology
@@ -57,7 +58,7 @@ class SessionOptions:
     """Bytes; the share of this session, if others of the loader run."""
     skipped: SkippedAhead
     """Decides about bad samples."""
-    hold: ReadHold | None
+    hold: ReadPause | None
     """Holds remote reads back; outlives the session."""
     caches_in_memory: bool
     """Whether caches may keep blocks in memory, as they say."""
@@ -89,7 +90,7 @@ class Session:
         self.traffic = Traffic()
         self.skipped = options.skipped
         self._hold = options.hold
-        self._now = options.hold.moving_s if options.hold else time.perf_counter
+        self._now = options.hold.running_s if options.hold else time.perf_counter
         self.gate = (
             None
             if local
@@ -102,12 +103,12 @@ class Session:
                 now=self._now,
             )
         )
-        self.leases = FileLeases()
+        self.guards = FileGuards()
         self.caches = OpenCaches(
             dataset.sources, plan, options.topology, self.arena, in_memory=options.caches_in_memory
         )
         self.sources = _open_sources(
-            dataset, ahead.mapped_bytes.value, self.traffic, self.gate, self.leases, self.caches, self._hold
+            dataset, ahead.mapped_bytes.value, self.traffic, self.gate, self.guards, self.caches, self._hold
         )
         self._next = (epoch, start)
         self._closing = threading.RLock()  # held until all has ended
@@ -129,8 +130,8 @@ class Session:
             seed=plan.seed,
             postprocessing=postprocessing,
             arena=self.arena,
-            leases=self.leases,
-            on_return=lambda nbytes: lambda: ledger.give_back_lent(nbytes),
+            guards=self.guards,
+            on_return=lambda nbytes: lambda: ledger.give_back(nbytes),
             closing=self._builds_end,
             heap=HeapKeeper(limit),
             charge_bytes=ahead.untold_bytes.value,
@@ -145,7 +146,6 @@ class Session:
 
         engine_options = EngineOptions(
             num_readers=ahead.num_readers.value,
-            num_workers=settings.num_threads or _build_threads(dataset, copies_only),
             depth=ahead.depth,
             max_windows=ahead.max_windows.value,
             keep_bytes=ahead.output_bytes.value,
@@ -156,8 +156,13 @@ class Session:
             explain=self._what_reads_wait_for,
         )
         with setting_kept():
+            num_builders = settings.num_threads or _build_threads(dataset, copies_only)
             self.engine: Engine[Delivered] = Engine(
-                stream.windows(epoch, start), self.ledger, engine_options, epoch=epoch
+                stream.windows(epoch, start),
+                ledger=self.ledger,
+                builders=ThreadBuilders(num_builders, initializer=one_torch_thread),
+                options=engine_options,
+                epoch=epoch,
             )
         if self._hold:
             self._hold.watch(self.engine.staged_batches)
@@ -177,14 +182,14 @@ class Session:
             self._last_taken_s = self._now()
             self._tell_demand(len(batches), gap_s)
             if self._hold:
-                self._hold.took()
+                self._hold.batches_taken()
         return batches
 
     def _tell_demand(self, taken: int, gap_s: float) -> None:
         if self.gate:
             self._num_taken += taken
             # What is read ahead counts, too: that makes the demand too high at first, which does no harm.
-            self.gate.took(self.traffic.read_bytes * taken // self._num_taken, gap_s)
+            self.gate.observe_use(self.traffic.read_bytes * taken // self._num_taken, gap_s)
 
     def read_on(self) -> None:
         """A second epoch has begun: see `Engine.read_on`."""
@@ -233,7 +238,7 @@ class Session:
             if self._hold:
                 self._hold.hurry()  # reads that waited find the gate closed
             self.engine.close(join=join)
-            self.leases.close(join=join)
+            self.guards.close(join=join)
             if join:  # threads that hang may still read
                 self.caches.close()
             self.arena.close()
@@ -281,12 +286,12 @@ def _open_sources(
     keep_bytes: int,
     traffic: Traffic,
     gate: ReadGate | None,
-    leases: FileLeases,
+    guards: FileGuards,
     caches: OpenCaches,
-    hold: ReadHold | None,
+    hold: ReadPause | None,
 ) -> list[Source]:
     """What the stream reads, numbered, with one account of bytes and one gate."""
-    opened = [source.source(keep_bytes, leases, hold) for source in dataset.sources]
+    opened = [source.source(keep_bytes, guards, hold) for source in dataset.sources]
     return [
         replace(source, number=number, traffic=traffic, gate=gate, cache=caches.of(number))
         for number, source in enumerate(opened)

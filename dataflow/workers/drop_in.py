@@ -47,7 +47,7 @@ def new_state(workers: str, num_workers: int) -> DropInState:
 class DropInEngine:
     """Implements `dataflow.loader.LoaderEngine` over map-style and iterable datasets."""
 
-    read_hold = None
+    read_pause = None
 
     def __init__(self, loader: WorkerLoader) -> None:
         self._loader, self._state = loader, loader._drop_in

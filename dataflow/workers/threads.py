@@ -34,7 +34,7 @@ from dataflow.workers.worker import (
     worker_info,
     wrapped_error,
 )
-from prefetch.memory.heap import trim_heap
+from prefetch.memory.arena import trim_heap
 from prefetch.workers.threads import WorkerThreads
 
 _KEY = "lane"

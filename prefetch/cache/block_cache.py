@@ -24,8 +24,8 @@ from numpy.typing import NDArray
 
 from prefetch.cache.claims import Claim, Claims
 from prefetch.cache.entry import DamagedEntryError, Entry, read_entry
+from prefetch.cache.eviction import MemoryTier
 from prefetch.cache.folder import VERSION, CacheFolder, Stored, prepare
-from prefetch.cache.memory_tier import MemoryTier
 from prefetch.errors import ReaderClosedError
 from sharding.blocks import Shard
 
@@ -35,7 +35,7 @@ _LEAST_BYTES = 32 << 10
 """Smaller ranges are single samples; a file for each would cost more than it saves."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class CacheStats:
     """What became of reads through a cache, on this rank; all counts since the start."""
 
@@ -61,7 +61,7 @@ class CacheStats:
     """Blocks that could not be read or written, or were damaged. The first of a kind was warned about."""
 
     def __add__(self, other: CacheStats) -> CacheStats:
-        return CacheStats(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+        return CacheStats(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})
 
 
 NO_CACHE = CacheStats()
@@ -113,7 +113,9 @@ class BlockCache:
         self._closed = False
         try:
             self._claims = Claims(prepare(path))
-            self._folder = CacheFolder(path, limit_bytes, self._claims, future.marks(), future.of_stored)
+            self._folder = CacheFolder(
+                path, limit_bytes, claims=self._claims, marks=future.marks(), next_use=future.of_stored
+            )
         except OSError as error:
             self._warn(
                 "write",
@@ -188,8 +190,8 @@ class BlockCache:
 
     def _from_folder(self, entry: Entry, out: NDArray[np.uint8], checksum: int | None) -> bool:
         try:
-            found = read_entry(self._root, entry, out)
-            if found is not None and checksum is not None and found != checksum:
+            actual = read_entry(self._root, entry, out)
+            if actual is not None and checksum is not None and actual != checksum:
                 raise DamagedEntryError(entry.name)
         except DamagedEntryError:
             self._count(errors=1)
@@ -206,7 +208,7 @@ class BlockCache:
             self._count(errors=1)
             self._warn("read", f"the cache folder {self._path} cannot be read: {error.strerror or error}")
             return False
-        return found is not None
+        return actual is not None
 
     @contextmanager
     def _claimed(self, entry: Entry) -> Iterator[Claim | None]:

@@ -22,7 +22,7 @@ from errno import EEXIST
 from types import TracebackType
 from typing import Self
 
-from prefetch.memory.forks import only_ours
+from prefetch.memory.lifetimes import only_ours
 
 
 class Claim:

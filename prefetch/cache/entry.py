@@ -18,7 +18,7 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
-from prefetch.store.full_reads import read_fully
+from prefetch.store.local import read_fully
 from sharding.blocks import Shard
 
 _TRAILER = struct.Struct("<8s16sQQI")  # magic, tag, offset, length, CRC-32 of the bytes

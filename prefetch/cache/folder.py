@@ -75,7 +75,13 @@ class CacheFolder:
     """
 
     def __init__(
-        self, path: str, limit_bytes: int, claims: Claims, marks: NDArray[np.uint64], next_use: NextUse
+        self,
+        path: str,
+        limit_bytes: int,
+        *,
+        claims: Claims,
+        marks: NDArray[np.uint64],
+        next_use: NextUse,
     ) -> None:
         self._root = os.path.join(path, VERSION)
         self._limit, self._claims, self._next_use = limit_bytes, claims, next_use
@@ -196,9 +202,9 @@ class CacheFolder:
 
     def _when(self, stored: Stored) -> NDArray[np.float64]:
         """When each block is needed next; those of other loaders that run must stay, of others may go."""
-        next_use, known = self._next_use(stored)
+        next_use, is_ours = self._next_use(stored)
         others = np.concatenate([*self._others(), np.zeros(0, np.uint64)])
-        return np.where(known, next_use, np.where(np.isin(stored.marks, others), np.nan, np.inf))
+        return np.where(is_ours, next_use, np.where(np.isin(stored.marks, others), np.nan, np.inf))
 
     def _others(self) -> Iterator[NDArray[np.uint64]]:
         """Marks of the shards of each other loader that runs."""
@@ -222,8 +228,9 @@ class CacheFolder:
                     marks.append(mark_of(parts[1]))
                     offsets.append(int(parts[2]))
                     nbytes.append(int(parts[3]) + MORE_BYTES)
-        found = np.array(marks, np.uint64), np.array(offsets, np.int64), np.array(nbytes, np.int64)
-        return Stored(names, *found)
+        return Stored(
+            names, np.array(marks, np.uint64), np.array(offsets, np.int64), np.array(nbytes, np.int64)
+        )
 
     def _sweep(self) -> int:
         """Remove what processes left that were killed; the bytes of what is being written."""

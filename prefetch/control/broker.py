@@ -28,7 +28,7 @@ from prefetch.control.depth import Decision
 from prefetch.control.gate import ReadGate
 from prefetch.control.inflight import Inflight, Sent
 from prefetch.errors import ReaderClosedError
-from prefetch.memory.forks import only_ours
+from prefetch.memory.lifetimes import only_ours
 
 _MESSAGE = struct.Struct("<cqi")  # kind, value, rank
 _ASK, _DONE, _FAILED, _DEMAND = b"a", b"d", b"f", b"n"
@@ -36,7 +36,7 @@ _GRANT = struct.Struct("<q")  # the limit; then its reason
 _LONGEST = 512
 _UNLIMITED = -1
 _NOTEWORTHY = 0.1
-"""A demand that changed by less is not told."""
+"""A demand that changed by less is not sent."""
 _TRIES = 50
 """To find or become the broker. More than one is needed only while one is about to listen, or just ended."""
 _CONNECT_S = 5.0
@@ -136,7 +136,7 @@ class Broker:
                             peer = _Peer(only_ours(connection))
                             self._peers.add(peer)
                             selector.register(connection, selectors.EVENT_READ, peer)
-                        elif not self._heard(key.data):
+                        elif not self._receive(key.data):
                             selector.unregister(key.data.connection)
                             key.data.connection.close()
                     self._grant()
@@ -145,13 +145,13 @@ class Broker:
                     if key.data is not None:
                         key.data.connection.close()
 
-    def _heard(self, peer: _Peer) -> bool:
+    def _receive(self, peer: _Peer) -> bool:
         """Take a message; False: that was the last."""
         data = b""
         with suppress(OSError):
             data = peer.connection.recv(_LONGEST)
         if len(data) != _MESSAGE.size:
-            self._gone(peer)
+            self._disconnected(peer)
             return False
         kind, value, rank = _MESSAGE.unpack(data)
         if kind == _DEMAND:
@@ -173,7 +173,7 @@ class Broker:
                 self._control.failed(sent)
         return True
 
-    def _gone(self, peer: _Peer) -> None:
+    def _disconnected(self, peer: _Peer) -> None:
         if peer.asked_bytes is not None:
             self._line.remove(peer)
         if peer.sent is not None:
@@ -187,8 +187,8 @@ class Broker:
     def _demand(self) -> None:
         """What all ranks use together; no limit while one waits for data or has not told (a new broker's)."""
         demands = [self._demands.get(rank) for rank in {peer.rank for peer in self._peers} - {-1}]
-        known = [demand for demand in demands if demand is not None]
-        total = sum(known) if known and len(known) == len(demands) else None
+        limited = [demand for demand in demands if demand is not None]
+        total = sum(limited) if limited and len(limited) == len(demands) else None
         if total != self._demanded:
             self._demanded = total
             self._control.demand(total)
@@ -236,9 +236,9 @@ class SharedGate(ReadGate):
         self._lock = threading.Lock()  # guards what is below
         self._idle: list[socket.socket] = []
         self._all: set[socket.socket] = set()
-        self._told = Decision(0, "no read was granted yet")
+        self._last_decision = Decision(0, "no read was granted yet")
         self._reported = 0
-        self._last_told: float | None = None
+        self._last_demand: float | None = None
         """Of `demand`; guarded by the lock of `ReadGate`."""
         self._ended = False
 
@@ -257,15 +257,15 @@ class SharedGate(ReadGate):
             raise
         self._finish(connection, _DONE, self._new_refusals())
 
-    def _tell(self, bytes_per_s: float | None) -> None:
-        super()._tell(bytes_per_s)
-        last = self._last_told
+    def _set_demand(self, bytes_per_s: float | None) -> None:
+        super()._set_demand(bytes_per_s)
+        last = self._last_demand
         if bytes_per_s is None or last is None:
             changed = bytes_per_s is not last
         else:
             changed = abs(bytes_per_s - last) > _NOTEWORTHY * last
         if changed:
-            self._last_told = bytes_per_s
+            self._last_demand = bytes_per_s
             with suppress(ReaderClosedError):
                 self.demand(bytes_per_s)
 
@@ -279,7 +279,7 @@ class SharedGate(ReadGate):
     def decision(self) -> Decision:
         """Bytes that all ranks of the machine together may have in flight, as last heard, and why."""
         with self._lock:
-            return self._told
+            return self._last_decision
 
     @property
     def serves(self) -> bool:
@@ -318,7 +318,9 @@ class SharedGate(ReadGate):
             if data:
                 with self._lock:
                     reason = data[_GRANT.size :].decode(errors="replace")
-                    self._told = Decision(_GRANT.unpack_from(data)[0], f"{reason}; for all ranks of the node")
+                    self._last_decision = Decision(
+                        _GRANT.unpack_from(data)[0], f"{reason}; for all ranks of the node"
+                    )
                 return connection
             self._drop(connection)  # the broker ended, or this gate
         return None
@@ -393,5 +395,5 @@ def _new_socket() -> socket.socket:
 
 def _uid_of(connection: socket.socket) -> int:
     """The user of the other end: names in the abstract namespace are anybody's."""
-    found = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    return int(struct.unpack("3i", found)[1])
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    return int(struct.unpack("3i", credentials)[1])

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Observation:
     """What the engine saw when it asks for a decision."""
 
@@ -153,10 +153,10 @@ class AdaptiveDepth:
     def _move(self, seen: Observation, waited: bool) -> None:
         now = self._decision.value
         most, bound = self._most_now()
-        wanted = max(self._least, math.ceil(min(self._wanted, self._most)) + self._correction)
+        depth = max(self._least, math.ceil(min(self._wanted, self._most)) + self._correction)
         reason = f"{self._wanted:.1f} batches are used while one is made"
         reason += f", {self._correction} more after waits" if self._correction else ""
-        wanted, reason = (most, reason + bound) if wanted >= most else (wanted, reason)
+        depth, reason = (most, reason + bound) if depth >= most else (depth, reason)
         band = max(1, now // 10) if self._hysteresis else 0
         if now > most:
             self._set(seen, most, reason)
@@ -167,16 +167,16 @@ class AdaptiveDepth:
             elif waited:
                 self._open_window(seen)
                 self._set(seen, now, f"{self._limited_by} is the limit: more batches ahead would not help")
-        elif wanted > now + band or (waited and wanted > now):
-            self._set(seen, wanted, reason)
+        elif depth > now + band or (waited and depth > now):
+            self._set(seen, depth, reason)
         elif not self._hysteresis:
-            if wanted < now:
-                self._set(seen, wanted, reason)
+            if depth < now:
+                self._set(seen, depth, reason)
         elif waited:
             self._open_window(seen)
         elif self._window_ends(seen):
-            if wanted < now - band and self._lowest >= _SLACK:
-                self._set(seen, max(wanted, int(_SHRINK * now)), reason)
+            if depth < now - band and self._lowest >= _SLACK:
+                self._set(seen, max(depth, int(_SHRINK * now)), reason)
             self._open_window(seen)
 
     def _window_ends(self, seen: Observation) -> bool:

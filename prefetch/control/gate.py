@@ -12,9 +12,8 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from prefetch.control.demand import Demand
 from prefetch.control.depth import Decision
-from prefetch.control.inflight import Inflight
+from prefetch.control.inflight import Demand, Inflight
 from prefetch.errors import ReaderClosedError
 
 
@@ -79,18 +78,18 @@ class ReadGate:
                 self._refused = refused
             self._call_next()
 
-    def took(self, nbytes: int, gap_s: float) -> None:
+    def observe_use(self, nbytes: int, gap_s: float) -> None:
         """The training code took what `nbytes` were read for, after `gap_s` of work on what it had."""
         with self._admitting:
-            self._tell(self._demand.took(nbytes, gap_s))
+            self._set_demand(self._demand.observe(nbytes, gap_s))
 
     def hurry(self) -> None:
         """The training code waits for reads: what it used so far caps them no more."""
         with self._admitting:
             self._demand.waited()
-            self._tell(None)
+            self._set_demand(None)
 
-    def _tell(self, bytes_per_s: float | None) -> None:
+    def _set_demand(self, bytes_per_s: float | None) -> None:
         before = self._control.decision.value
         self._control.demand(bytes_per_s)
         if self._control.decision.value > before:

@@ -10,7 +10,8 @@ place of packets:
   shorten it: then the store, or those who share it, have become that slow.
 * The time counts from request to last byte: a queue on a shared link shows after the first byte.
 * A few requests more than that, the same number for all who share a store, let small shares grow.
-* A demand cap: a loader that does not wait for data asks for little more than it uses.
+* A demand cap: a loader that does not wait for data asks for little more than it uses. While it waits, what
+  it uses says only what it gets; after some batches in a row without a wait it is the pace of the training.
 
 Invariant: one request may always be in flight. The object holds state but no clock, thread or lock: time is
 an argument, and the caller serialises the calls. O(1) a request, O(64 log 64) a round.
@@ -49,6 +50,11 @@ _SAME = 0.65
 _POOL = 64
 _ROUND_REQUESTS = 8
 """Completions that make a rate worth looking at."""
+CALM = 20
+"""Batches, or groups of them, in a row without a wait that make the pace of the training believable."""
+_REMEMBERED = 64
+_PAUSE_S = 1.0
+"""A longer gap is a pause, such as a checkpoint, and counts as this long: too high a pace does no harm."""
 
 
 @dataclass(slots=True)
@@ -247,3 +253,28 @@ class Inflight:
         if limit > self._max_bytes:
             limit, reason = self._max_bytes, f"at most {self._max_bytes:,} bytes"
         self.decision = Decision(max(1, int(limit)), reason)
+
+
+class Demand:
+    """What one consumer uses of a store, for `Inflight.demand`. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self._calm = 0
+        self._taken: deque[tuple[int, float]] = deque(maxlen=_REMEMBERED)  # (bytes, seconds)
+
+    def observe(self, nbytes: int, gap_s: float) -> float | None:
+        """The pace in bytes/s after something was taken without a wait; None: not known yet.
+
+        Args:
+            nbytes: what the store had to give for it.
+            gap_s: how long the consumer worked on what it had taken before.
+        """
+        self._calm += 1
+        self._taken.append((nbytes, min(gap_s, _PAUSE_S)))
+        if self._calm < CALM:
+            return None
+        return sum(n for n, _ in self._taken) / max(sum(s for _, s in self._taken), 1e-6)
+
+    def waited(self) -> None:
+        """The consumer waits for the store."""
+        self._calm = 0

@@ -1,12 +1,11 @@
 """Every byte between socket and training step holds a credit from one budget.
 
-Invariant: the bytes *reserved* in states other than LENT never exceed `limit_bytes`. The bound is
+Invariant: the bytes *reserved* in states other than IN_USE never exceed `limit_bytes`. The bound is
 structural: a reservation that would break it is refused, whatever any estimate says. What nobody knows
 before it is made (what a user's function returns) is *charged* when it is there, limit or not, and
-`is_over` tells the builders to make no more. LENT bytes belong
-to batches that the user keeps; they slow admission (they count for ordinary reservations) but cannot
-stop it: the head-of-order request is admitted without counting them, so keeping every batch costs
-memory, never a deadlock.
+`is_over` tells the builders to make no more. Bytes IN_USE belong to batches that the user keeps; they slow
+admission (they count for ordinary reservations) but cannot stop it: the head-of-order request is admitted
+without counting them, so keeping every batch costs memory, never a deadlock.
 """
 
 from __future__ import annotations
@@ -27,11 +26,11 @@ class State(Enum):
     """Output slots of batches being decoded and gathered."""
     READY = "ready"
     """Finished batches that the consumer has not taken."""
-    LENT = "lent"
+    IN_USE = "in use"
     """Batches that the consumer holds references to."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class MemoryHeld:
     """Bytes held, by state, at one instant."""
 
@@ -46,11 +45,11 @@ class MemoryHeld:
     """Slots of batches under construction. 0: workers are idle."""
     ready_bytes: int
     """Finished batches waiting. 0 while training: the loader is the bottleneck."""
-    lent_bytes: int
+    in_use_bytes: int
     """Batches the training code still references; of what functions of yours made, the last ones handed out.
     Grows without end: the code keeps batches."""
     peak_bytes: int
-    """Largest sum of all four states so far, lent included."""
+    """Largest sum of all four states so far, those in use included."""
 
 
 class Ledger:
@@ -63,8 +62,8 @@ class Ledger:
         self._lock = threading.Lock()  # guards _held and _peak
         self._held = dict.fromkeys(State, 0)
         self._peak = 0
-        # Lent credits come back from weakref callbacks, which may run inside any critical section of
-        # this very thread: they only append here (atomic), and the next reservation settles them.
+        # Credits of what is in use come back from weakref callbacks, which may run inside any critical
+        # section of this very thread: they only append here (atomic), and the next reservation settles them.
         self._returned: deque[int] = deque()
         self._sources: list[Callable[[], None]] = []
 
@@ -75,13 +74,13 @@ class Ledger:
     def reserve(self, state: State, nbytes: int, *, keep_bytes: int = 0, head_of_order: bool = False) -> bool:
         """Take `nbytes` credits for `state`, leaving `keep_bytes` free; False when they are not there.
 
-        `head_of_order` requests do not count lent bytes and keep nothing free.
+        `head_of_order` requests do not count bytes in use and keep nothing free.
         """
         with self._lock:
             self._settle()
             held = sum(self._held.values())
             if head_of_order:
-                held, keep_bytes = held - self._held[State.LENT], 0
+                held, keep_bytes = held - self._held[State.IN_USE], 0
             if held + nbytes + keep_bytes > self.limit_bytes:
                 return False
             self._add(state, nbytes)
@@ -113,16 +112,16 @@ class Ledger:
             assert self._held[state] >= 0, (state, self._held)
 
     def resize(self, limit_bytes: int) -> bool:
-        """Change the limit; False, and nothing is changed, if more than that is held beside what is lent."""
+        """Change the limit; False, and nothing is changed, if more is held beside what is in use."""
         with self._lock:
             self._settle()
-            if limit_bytes <= 0 or sum(self._held.values()) - self._held[State.LENT] > limit_bytes:
+            if limit_bytes <= 0 or sum(self._held.values()) - self._held[State.IN_USE] > limit_bytes:
                 return False
             self.limit_bytes = limit_bytes
             return True
 
-    def give_back_lent(self, nbytes: int) -> None:
-        """Lent credits come back. Reentrant: safe in weakref callbacks and `__del__`."""
+    def give_back(self, nbytes: int) -> None:
+        """Credits of what was in use come back. Reentrant: safe in weakref callbacks and `__del__`."""
         self._returned.append(nbytes)
 
     def snapshot(self) -> MemoryHeld:
@@ -131,12 +130,12 @@ class Ledger:
             self._settle()
             held = self._held
             return MemoryHeld(
-                self.limit_bytes,
-                held[State.WINDOW],
-                held[State.BUILDING],
-                held[State.READY],
-                held[State.LENT],
-                self._peak,
+                limit_bytes=self.limit_bytes,
+                window_bytes=held[State.WINDOW],
+                building_bytes=held[State.BUILDING],
+                ready_bytes=held[State.READY],
+                in_use_bytes=held[State.IN_USE],
+                peak_bytes=self._peak,
             )
 
     def _add(self, state: State, nbytes: int) -> None:
@@ -147,4 +146,4 @@ class Ledger:
         for source in self._sources:
             source()
         while self._returned:
-            self._held[State.LENT] -= self._returned.popleft()
+            self._held[State.IN_USE] -= self._returned.popleft()

@@ -1,10 +1,49 @@
-"""What an engine tells of itself: frozen values, each field with its unit and what its extremes mean."""
+"""What an engine is told, and what it tells: figures, each with its unit and extremes, and long waits."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import faulthandler
+import logging
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 
+from prefetch.control.depth import DepthPolicy
 from prefetch.engine.ledger import MemoryHeld
+from prefetch.errors import FIRST_NOTICE_S, StallError, next_notice_s
+from prefetch.memory.interrupts import Monitor
+from prefetch.work import Task
+
+_log = logging.getLogger("dataflow")
+
+
+@dataclass(kw_only=True)
+class EngineOptions:
+    """How much of what the engine may use."""
+
+    num_readers: int
+    depth: DepthPolicy
+    max_windows: int = 3
+    """Windows admitted at a time (one drained, one staged, one being read)."""
+    keep_bytes: int = 0
+    """Credit that windows leave free for outputs."""
+    timeout_s: float = 600.0
+    """Longest wait for one batch."""
+    notice_s: float = FIRST_NOTICE_S
+    """After this wait a line says what is waited for, and again whenever the wait has doubled."""
+    watchdog_s: float = 60.0
+    """After this wait the stacks of all threads are printed, once a wait, if nothing explains it."""
+    explain: Callable[[], str] = lambda: ""
+    """What reads wait for, in words; "": nothing that is known. Must not block."""
+    initializer: Task | None = field(default=None)
+    """Runs first in each reader thread."""
+    interrupt: Task | None = field(default=None)
+    """Ends running reads early, as errors; called when the engine closes, before threads are joined."""
+    in_consumer: Callable[[Task], None] | None = None
+    """Runs a chunk's work in the consumer's thread, where it would only wait; None: it waits. For chunks
+    that are copies: what may hang has no time-out there."""
+    monitor: Monitor = field(default_factory=Monitor)
+    """The engine's lock, and where the consumer waits."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +63,7 @@ class StageStats:
         return replace(self, busy_s=past.busy_s + self.busy_s, tasks=past.tasks + self.tasks)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class EngineStats:
     """A snapshot of the engine."""
 
@@ -69,6 +108,58 @@ NOT_STARTED = EngineStats(
     open_windows=0,
     read=StageStats(0, 0.0, 0, 0),
     build=StageStats(0, 0.0, 0, 0),
-    memory=MemoryHeld(0, 0, 0, 0, 0, 0),
+    memory=MemoryHeld(
+        limit_bytes=0, window_bytes=0, building_bytes=0, ready_bytes=0, in_use_bytes=0, peak_bytes=0
+    ),
 )
 """What there is to say before the first batch."""
+
+
+class ConsumerWait:
+    """One wait for a batch: when a line says what for, stacks are printed, and it is given up.
+
+    Times are seconds on one clock.
+    """
+
+    def __init__(self, began_s: float, options: EngineOptions) -> None:
+        self._began_s, self._first_notice_s = began_s, options.notice_s
+        self._notice_s = began_s + options.notice_s
+        self._deadline_s = began_s + options.timeout_s
+        self._watchdog_s = min(self._deadline_s, began_s + options.watchdog_s)
+        self._was_told = False
+
+    @property
+    def due_s(self) -> float:
+        """When `tell` has something to do."""
+        return min(self._notice_s, self._watchdog_s, self._deadline_s)
+
+    def tell(self, now_s: float, reason: str, otherwise: str, stats: Callable[[], object]) -> None:
+        """Say what is waited for, if that is due.
+
+        Args:
+            now_s: the time.
+            reason: what explains the wait, in words; "": nothing that is known.
+            otherwise: what is said where nothing explains it.
+            stats: of the engine, printed above the stacks.
+
+        Raises `StallError` after the time-out.
+        """
+        waited_s, stacks = now_s - self._began_s, ""
+        if now_s >= self._watchdog_s:
+            self._watchdog_s = self._deadline_s
+            if not reason or _log.isEnabledFor(logging.DEBUG):
+                line = f"dataflow: no batch for {waited_s:.0f} s; {stats()}"
+                print(line, file=sys.stderr, flush=True)
+                faulthandler.dump_traceback(file=sys.__stderr__ or sys.stderr, all_threads=True)
+                stacks = "; stacks of all threads are on stderr"
+        if now_s >= self._deadline_s:
+            raise StallError(f"no batch within {waited_s:.0f} s{stacks}: {reason or otherwise}")
+        if now_s >= self._notice_s:
+            self._notice_s = self._began_s + next_notice_s(waited_s, self._first_notice_s)
+            self._was_told = True
+            _log.warning("no batch for %.0f s: %s", waited_s, reason or otherwise)
+
+    def end(self, waited_s: float) -> None:
+        """The batch came; a line says so if one said that it did not."""
+        if self._was_told:
+            _log.warning("a batch came after %.1f s", waited_s)

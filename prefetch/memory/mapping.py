@@ -2,8 +2,8 @@
 
 A block that is mapped costs no memory of its own and no copy: its pages are the kernel's. They are brought in
 by `populate` (`MADV_POPULATE_READ`, which waits for the disk and reports what it cannot read) and copied
-straight to their final place by `prefetch.memory.iovec.copy_mapped`. Only while we hold a lease on the file
-(`prefetch.memory.leases`) may the mapping be touched otherwise: a load from a page behind the end of a
+straight to their final place by `prefetch.memory.spans.copy_mapped`. Only while we hold a guard on the file
+(`prefetch.memory.guards`) may the mapping be touched otherwise: a load from a page behind the end of a
 truncated file is SIGBUS, which ends the process, while the kernel's copy fails with EFAULT, an error like any
 other.
 
@@ -25,8 +25,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from prefetch.memory.iovec import copies_by_kernel
-from prefetch.memory.leases import FileLeases, Lease
+from prefetch.memory.guards import FileGuard, FileGuards
+from prefetch.memory.spans import copies_by_kernel
 from sharding.blocks import Shard
 from sharding.catalog.storage import check_shard, failure_text, local_info
 from sharding.errors import ShardChangedError, ShardReadError
@@ -47,6 +47,7 @@ _MAP_FIXED = 0x10
 _FAILED = ctypes.c_void_p(-1).value
 
 
+@cache
 def _libc() -> Any:
     library = ctypes.CDLL(None, use_errno=True)
     library.mmap.restype = ctypes.c_void_p
@@ -79,13 +80,13 @@ def touch_pages(memory: NDArray[np.uint8]) -> None:
     start = -(-address // page) * page  # only whole pages: others may be in use
     nbytes = (address + memory.nbytes) // page * page - start
     if nbytes > 0 and not _has_pages(start, nbytes):
-        _shared_libc().madvise(start, nbytes, _POPULATE_WRITE)
+        _libc().madvise(start, nbytes, _POPULATE_WRITE)
 
 
 def _has_pages(start: int, nbytes: int) -> bool:
     """Whether all pages are there: recycled memory has them, and looking takes a fifth of asking for them."""
-    known = (ctypes.c_ubyte * (nbytes // mmap.PAGESIZE))()
-    return _quick_libc().mincore(start, nbytes, known) == 0 and b"\0" not in bytes(known)
+    resident = (ctypes.c_ubyte * (nbytes // mmap.PAGESIZE))()
+    return _quick_libc().mincore(start, nbytes, resident) == 0 and b"\0" not in bytes(resident)
 
 
 class MappedShard:
@@ -93,23 +94,23 @@ class MappedShard:
 
     Args:
         shard: what was indexed.
-        leases: where to ask for a lease; None: only the kernel may read the memory.
+        guards: where to ask for a guard; None: only the kernel may read the memory.
 
     Raises:
         ShardReadError: missing, forbidden, or shorter than the catalog says.
         ShardChangedError: it is not the file that was indexed.
     """
 
-    def __init__(self, shard: Shard, leases: FileLeases | None = None) -> None:
+    def __init__(self, shard: Shard, guards: FileGuards | None = None) -> None:
         self.shard = shard
-        self.lease: Lease | None = None
+        self.guard: FileGuard | None = None
         """While it is `held`, the file keeps its length."""
         self._path = local_path(shard.url)
         try:
             descriptor = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
             try:
-                if leases is not None:
-                    self.lease = leases.take(descriptor, self)
+                if guards is not None:
+                    self.guard = guards.take(descriptor, self)
                 self._compare(os.fstat(descriptor))
                 self._memory = _mapped(descriptor, shard.size)
                 self.address = np.frombuffer(self._memory, np.uint8).ctypes.data
@@ -117,16 +118,16 @@ class MappedShard:
             finally:
                 os.close(descriptor)
         except (OSError, ShardChangedError) as error:
-            if self.lease is not None:
-                self.lease.let_go()
+            if self.guard is not None:
+                self.guard.let_go()
             if isinstance(error, ShardChangedError):
                 raise
             raise ShardReadError(shard.url, failure_text(error), 0, stage="read") from error
 
-    def _compare(self, seen: os.stat_result) -> None:
+    def _compare(self, status: os.stat_result) -> None:
         shard = self.shard
-        if seen.st_size != shard.size or shard.version != f"mtime:{seen.st_mtime_ns}":
-            changed = check_shard(shard, local_info(seen))
+        if status.st_size != shard.size or shard.version != f"mtime:{status.st_mtime_ns}":
+            changed = check_shard(shard, local_info(status))
             if changed:
                 raise ShardChangedError(shard.url, changed, stage="read")
 
@@ -142,7 +143,7 @@ class MappedShard:
 
         Raises `ShardReadError` for what cannot be read.
         """
-        madvise = _shared_libc().madvise
+        madvise = _libc().madvise
         start, nbytes = self._pages(offset, length)
         if ahead:
             madvise(start, nbytes, mmap.MADV_WILLNEED)
@@ -155,7 +156,7 @@ class MappedShard:
 
     def leave(self, offset: int, length: int) -> None:
         """Take the pages of a range out of this process; the page cache keeps them while it has room."""
-        _shared_libc().madvise(*self._pages(offset, length), mmap.MADV_DONTNEED)
+        _libc().madvise(*self._pages(offset, length), mmap.MADV_DONTNEED)
 
     def _pages(self, offset: int, length: int) -> tuple[int, int]:
         before = offset % _PAGE
@@ -170,7 +171,7 @@ def _mapped(descriptor: int, nbytes: int) -> mmap.mmap:
     memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=mmap.PROT_READ)
     address = np.frombuffer(memory, np.uint8).ctypes.data
     flags = mmap.MAP_SHARED | _MAP_FIXED
-    if _shared_libc().mmap(address, nbytes, mmap.PROT_READ, flags, descriptor, 0) == _FAILED:
+    if _libc().mmap(address, nbytes, mmap.PROT_READ, flags, descriptor, 0) == _FAILED:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
     return memory
 
@@ -184,11 +185,11 @@ class Mappings:
     to a quarter of copying them.
     """
 
-    def __init__(self, keep_bytes: int = 0, leases: FileLeases | None = None) -> None:
-        self._keep_bytes, self._leases = keep_bytes, leases
+    def __init__(self, keep_bytes: int = 0, guards: FileGuards | None = None) -> None:
+        self._keep_bytes, self._guards = keep_bytes, guards
         self._lock = threading.Lock()  # guards what follows
         self._shards: OrderedDict[str, MappedShard] = OrderedDict()
-        self._seen: set[tuple[str, int]] = set()
+        self._read_before: set[tuple[str, int]] = set()
         self._kept: OrderedDict[tuple[str, int], tuple[MappedShard, int]] = OrderedDict()
         self._kept_bytes = 0
         self._paged: dict[tuple[str, int], int] = {}
@@ -203,11 +204,11 @@ class Mappings:
     def get(self, shard: Shard) -> MappedShard:
         """The shard, mapped; the caller checks it. Raises as `MappedShard`."""
         with self._lock:
-            known = self._shards.get(shard.url)
-            if known is not None:
+            shared = self._shards.get(shard.url)
+            if shared is not None:
                 self._shards.move_to_end(shard.url)
-                return known
-        mapped = MappedShard(shard, self._leases)
+                return shared
+        mapped = MappedShard(shard, self._guards)
         with self._lock:
             mapped = self._shards.setdefault(shard.url, mapped)
             if len(self._shards) > _MAX_SHARDS:
@@ -220,10 +221,10 @@ class Mappings:
         with self._lock:
             self._forget(key)
             self._paged[key] = length
-            seen = key in self._seen
-            if len(self._seen) < _REMEMBERED:
-                self._seen.add(key)
-        mapped.populate(offset, length, ahead=not seen)
+            was_read = key in self._read_before
+            if len(self._read_before) < _REMEMBERED:
+                self._read_before.add(key)
+        mapped.populate(offset, length, ahead=not was_read)
 
     def leave(self, mapped: MappedShard, offset: int, length: int) -> None:
         """No window uses a range any more."""
@@ -243,19 +244,14 @@ class Mappings:
             shard.leave(at, nbytes)
 
     def _forget(self, key: tuple[str, int]) -> None:
-        kept = self._kept.pop(key, None)
-        self._kept_bytes -= kept[1] if kept else 0
-
-
-@cache
-def _shared_libc() -> Any:
-    return _libc()
+        kept_range = self._kept.pop(key, None)
+        self._kept_bytes -= kept_range[1] if kept_range else 0
 
 
 def will_need(addresses: NDArray[np.int64], lengths: NDArray[np.int64]) -> None:
     """Ask for the pages of spans of mapped ranges, without waiting: a hint, 1,024 spans a system call."""
     try:
-        descriptor = _shared_libc().syscall(_PIDFD_OPEN, os.getpid(), 0)
+        descriptor = _libc().syscall(_PIDFD_OPEN, os.getpid(), 0)
         if descriptor < 0:
             return
         try:
@@ -270,7 +266,7 @@ def _advise(descriptor: int, addresses: NDArray[np.int64], lengths: NDArray[np.i
     pages = np.empty((len(addresses), 2), np.int64)
     pages[:, 0] = addresses // _PAGE * _PAGE
     pages[:, 1] = addresses + np.maximum(lengths, 1) - pages[:, 0]
-    call = _shared_libc().syscall
+    call = _libc().syscall
     for first in range(0, len(pages), _IOV_MAX):
         count = min(_IOV_MAX, len(pages) - first)
         at = ctypes.c_void_p(pages.ctypes.data + first * 16)

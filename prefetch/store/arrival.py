@@ -1,8 +1,8 @@
-"""One body on its way into memory: given up when no byte comes for too long, standing still in a hold.
+"""One body on its way into memory: given up when no byte comes for too long, standing still in a pause.
 
-While a hold lasts (`prefetch.control.hold`), a connection of ours leaves in the kernel what comes; when that
-is full, TCP tells the sender to stop. Nothing is lost and nothing is asked again. The time-out does not run
-then. Bodies that others read come as ever, and only have more time.
+While a pause lasts (`prefetch.control.pause`), a connection of ours leaves in the kernel what comes; when
+that is full, TCP tells the sender to stop. Nothing is lost and nothing is asked again. The time-out does not
+run then. Bodies that others read come as ever, and only have more time.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from prefetch.control.hold import ReadHold
-from prefetch.store.connections import Place
+from prefetch.control.pause import ReadPause
+from prefetch.store.connections import Destination
 
 INTERRUPTIBLE_BYTES = 1 << 17
 """Receive buffer of a connection that may have to stand still: what lies there comes all the same. The kernel
@@ -26,24 +26,24 @@ class Arrival:
         memory: for all bytes.
         arrived: is told of each number of bytes that came.
         stall_s: seconds without a byte after which the body is given up.
-        hold: may make it stand still; None: nothing does.
+        pause: may make it stand still; None: nothing does.
     """
 
     def __init__(
-        self, memory: memoryview, arrived: Callable[[int], None], stall_s: float, hold: ReadHold | None
+        self, memory: memoryview, arrived: Callable[[int], None], stall_s: float, pause: ReadPause | None
     ) -> None:
         self._loop = asyncio.get_running_loop()
-        self._told, self._stall_s, self._hold = arrived, stall_s, hold
+        self._listener, self._stall_s, self._pause = arrived, stall_s, pause
         self._until_s = self._loop.time() + stall_s
         self._look_again: asyncio.TimerHandle | None = None
         self._task: asyncio.Task[Any] | None = None
         self._expired = False
-        self._hold_ends: asyncio.TimerHandle | None = None
-        self.place = Place(
+        self._pause_ends: asyncio.TimerHandle | None = None
+        self.place = Destination(
             memory,
             self._arrived,
-            stands=None if hold is None else hold.stands,
-            receive_bytes=INTERRUPTIBLE_BYTES if hold is not None and hold.is_limited else None,
+            when_still=None if pause is None else pause.stand_still,
+            receive_bytes=INTERRUPTIBLE_BYTES if pause is not None and pause.is_limited else None,
         )
 
     async def wait_for(self, filling: Awaitable[None]) -> bool:
@@ -53,10 +53,10 @@ class Arrival:
         cancels = task.cancelling()
         self._look_again = self._loop.call_at(self._until_s, self._look)
         try:
-            if self._hold is None:
+            if self._pause is None:
                 await filling
             else:
-                with self._hold.follow(self._follow):
+                with self._pause.follow(self._follow):
                     await filling
         except (Exception, asyncio.CancelledError):  # a client may say in its own way that it was cancelled
             if not self._expired or task.uncancel() > cancels:  # somebody else cancels, too
@@ -66,13 +66,13 @@ class Arrival:
             # What is over may be kept by nobody: a task knows its frames.
             self.place.close()
             self._look_again.cancel()
-            if self._hold_ends is not None:
-                self._hold_ends.cancel()
+            if self._pause_ends is not None:
+                self._pause_ends.cancel()
             self._task = task = None
         return True
 
     def _arrived(self, nbytes: int) -> None:
-        self._told(nbytes)
+        self._listener(nbytes)
         self._until_s = self._loop.time() + self._stall_s  # seen by `_look`: the timer stays where it is
 
     def _look(self) -> None:
@@ -87,17 +87,14 @@ class Arrival:
 
     def _stand(self, seconds: float | None) -> None:
         """Stand still for so many seconds at most; None: no more."""
-        if self._hold_ends is not None:
-            self._hold_ends.cancel()
-            self._hold_ends = None
+        if self._pause_ends is not None:
+            self._pause_ends.cancel()
+            self._pause_ends = None
         if not self.place.is_open or self._expired or self._look_again is None:
             return  # told too late
         if seconds is not None:
-            self._hold_ends = self._loop.call_later(seconds, self._stand, None)
+            self._pause_ends = self._loop.call_later(seconds, self._stand, None)
         self.place.stand(still=seconds is not None)
         self._until_s = self._loop.time() + self._stall_s + (seconds or 0.0)
-        self._look_again.cancel()  # a hold may end before its time
+        self._look_again.cancel()  # a pause may end before its time
         self._look_again = self._loop.call_at(self._until_s, self._look)
-
-
-__all__ = ["INTERRUPTIBLE_BYTES", "Arrival"]

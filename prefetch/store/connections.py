@@ -18,15 +18,14 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import re
 import socket
 import ssl
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache
 from weakref import WeakKeyDictionary
 
+from prefetch.store.responses import BadAnswerError, Head, parse_head
 from prefetch.store.retries import CutBodyError
 
 _HEAD_BYTES = 1 << 16
@@ -34,8 +33,6 @@ _HEAD_BYTES = 1 << 16
 _HEAD_READ_BYTES = 1 << 12
 """Asked of the kernel at a time for a head: what comes with it of the body must be copied."""
 _IDLE_S = 15.0
-_STATUS = re.compile(r"HTTP/1\.([01]) (\d{3})(?: (.*))?")
-_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 
 Origin = tuple[str, str, int]
 """Scheme ("http" or "https"), host and port."""
@@ -43,42 +40,17 @@ _Kind = tuple[Origin, int | None]
 """With what the kernel may keep: connections of one kind are alike."""
 
 
-class BadAnswerError(ConnectionError):
-    """What came is no HTTP, or contradicts itself."""
-
-
 class _StaleError(ConnectionError):
     """The server closed a connection while it was idle."""
 
 
-@dataclass(frozen=True)
-class Head:
-    """What an answer says before its body."""
-
-    status: int
-    reason: str
-    fields: dict[str, str]
-    """By name in lower case; several of one name are joined by commas."""
-    keeps_connection: bool
-
-    @property
-    def length(self) -> int | None:
-        """Bytes of the body; None where its end is marked in another way."""
-        text = self.fields.get("content-length")
-        if text is None or "transfer-encoding" in self.fields:
-            return None
-        if not (text.isascii() and text.isdigit()):
-            raise BadAnswerError(f"the answer's length is {text[:40]!r}")
-        return int(text)
-
-
-class Place:
+class Destination:
     """Where the bytes of a range belong, and how many of them came.
 
     Args:
         memory: for all of them.
         arrived: is told of each number of bytes that came.
-        stands: is told each time that its connection stands still.
+        when_still: is told each time that its connection stands still.
         receive_bytes: what the kernel may keep for us; None: as it sees fit.
     """
 
@@ -87,7 +59,7 @@ class Place:
         memory: memoryview,
         arrived: Callable[[int], None],
         *,
-        stands: Callable[[], None] | None = None,
+        when_still: Callable[[], None] | None = None,
         receive_bytes: int | None = None,
     ) -> None:
         self.receive_bytes = receive_bytes
@@ -96,7 +68,7 @@ class Place:
         """What is still to be filled."""
         self._arrived: Callable[[int], None] | None = arrived
         self._transport: asyncio.Transport | None = None
-        self._still, self._stands = False, stands
+        self._still, self._when_still = False, when_still
 
     def filled(self, nbytes: int) -> None:
         """So many bytes were written at the beginning of `rest`."""
@@ -106,9 +78,9 @@ class Place:
 
     def put(self, piece: bytes | memoryview) -> None:
         """Copy the next bytes; a server may send more than was asked."""
-        wanted = piece[: len(self.rest)]
-        self.rest[: len(wanted)] = wanted
-        self.filled(len(wanted))
+        piece = piece[: len(self.rest)]
+        self.rest[: len(piece)] = piece
+        self.filled(len(piece))
 
     def close(self) -> None:
         """From now on nothing is written into the memory."""
@@ -136,13 +108,13 @@ class Place:
     def _steer(self, transport: asyncio.Transport) -> None:
         if self._still:
             transport.pause_reading()
-            if self._stands is not None:
-                self._stands()
+            if self._when_still is not None:
+                self._when_still()
         else:
             transport.resume_reading()
 
 
-Accept = Callable[[Head], Place]
+Accept = Callable[[Head], Destination]
 """Where the body goes; or raises, and the body is not read."""
 
 
@@ -172,12 +144,12 @@ class Connections:
             What `accept` raises.
         """
         while True:
-            kept = self._take((origin, receive_bytes))
-            connection = kept or await _connect(origin, receive_bytes)
+            idle = self._take((origin, receive_bytes))
+            connection = idle or await _connect(origin, receive_bytes)
             try:
                 await connection.ask(head, accept)
             except _StaleError:
-                if kept is None:
+                if idle is None:
                     raise
                 continue
             finally:
@@ -236,7 +208,7 @@ class _Connection(asyncio.BufferedProtocol):
         self._used = False
         self._keeps = True
         self._accept: Accept | None = None
-        self._place: Place | None = None
+        self._place: Destination | None = None
         self._left = 0
         """Bytes of the body that are still to come into the place."""
         self._ended: asyncio.Future[None] | None = None
@@ -387,34 +359,3 @@ def _tls() -> ssl.SSLContext:
     context = ssl.create_default_context()
     context.set_alpn_protocols(["http/1.1"])
     return context
-
-
-def parse_head(text: bytes) -> Head:
-    """The head of an answer, without the empty line at its end.
-
-    By hand, because `http.client.parse_headers` takes 39 us for what takes 3 here, and a range of 128 KiB
-    takes 50 altogether. `BadAnswerError` for anything that is no head.
-    """
-    first, *lines = text.decode("latin-1").split("\r\n")
-    status = _STATUS.fullmatch(first)
-    if status is None:
-        raise BadAnswerError(f"the server does not speak HTTP/1.1; its answer begins with {first[:40]!r}")
-    fields: dict[str, str] = {}
-    for line in lines:
-        name, value = _field(line)
-        fields[name] = f"{fields[name]}, {value}" if name in fields else value
-    persistent, said = status[1] == "1", fields.get("connection", "").lower()
-    keeps = "close" not in said and (persistent or "keep-alive" in said)
-    return Head(int(status[2]), status[3] or "", fields, keeps)
-
-
-@lru_cache(maxsize=256)
-def _field(line: str) -> tuple[str, str]:
-    """Name and value of a line; a server's answers have most of them in common."""
-    name, colon, value = line.partition(":")
-    if not colon or not _NAME.fullmatch(name):
-        raise BadAnswerError(f"the head of the answer has a line {line[:40]!r}")
-    return name.lower(), value.strip()
-
-
-__all__ = ["Accept", "BadAnswerError", "Connections", "Head", "Origin", "Place", "parse_head"]

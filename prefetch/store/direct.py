@@ -21,8 +21,8 @@ from urllib.parse import SplitResult, urlsplit
 from urllib.request import getproxies, proxy_bypass
 from weakref import WeakKeyDictionary
 
-from prefetch.store.answers import Check, check_range, raise_for_status
-from prefetch.store.connections import Connections, Head, Origin, Place
+from prefetch.store.connections import Connections, Destination, Origin
+from prefetch.store.responses import Check, Head, check_range, raise_for_status
 
 _SIGNED_FOR_S = 3600
 _SIGNATURE_USED_S = 300.0
@@ -49,7 +49,7 @@ class _Target:
     """But for the range, which is its last line."""
 
 
-class _Known:
+class _Route:
     """What is known of a filesystem. Only its event loop uses it."""
 
     def __init__(self, headers: bytes | None) -> None:
@@ -68,8 +68,8 @@ class _Known:
         self.refuse(store)
         if url.scheme not in ("http", "https") or url.hostname is None or "@" in url.netloc:
             raise NotDirectError
-        asked = f"{url.path or '/'}?{url.query}" if url.query else url.path or "/"
-        head = f"GET {asked} HTTP/1.1\r\nHost: {url.netloc}\r\nAccept-Encoding: identity\r\n".encode("ascii")
+        uri = f"{url.path or '/'}?{url.query}" if url.query else url.path or "/"
+        head = f"GET {uri} HTTP/1.1\r\nHost: {url.netloc}\r\nAccept-Encoding: identity\r\n".encode("ascii")
         origin = url.scheme, url.hostname, url.port or (443 if url.scheme == "https" else 80)
         assert self.headers is not None
         target = _Target(store, origin, head + self.headers)
@@ -84,63 +84,63 @@ class _Known:
             raise NotDirectError
 
 
-_known: WeakKeyDictionary[Any, _Known] = WeakKeyDictionary()
+_routes: WeakKeyDictionary[Any, _Route] = WeakKeyDictionary()
 """By filesystem, which a child of a fork has its own of."""
 
 
-async def direct_http(fs: Any, path: str, start: int, place: Place, check: Check) -> None:
+async def direct_http(fs: Any, path: str, start: int, place: Destination, check: Check) -> None:
     """Fill a place from fsspec's HTTPFileSystem.
 
     Raises:
         NotDirectError: see there.
         StatusError, FileNotFoundError, OSError: as `prefetch.store.retries` sorts them; what `check` raises.
     """
-    known = _of(fs, _headers_of_http)
-    target = known.target(path)
+    route = _of(fs, _headers_of_http)
+    target = route.target(path)
     if target is None:
         url = urlsplit(str(fs.encode_url(path)))
-        target = known.new_target(path, url.netloc, url)
-    await _get(known, target, path, start, place, check)
+        target = route.new_target(path, url.netloc, url)
+    await _get(route, target, path, start, place, check)
 
 
-async def direct_s3(fs: Any, path: str, start: int, place: Place, check: Check) -> None:
+async def direct_s3(fs: Any, path: str, start: int, place: Destination, check: Check) -> None:
     """Fill a place from s3fs; raises what `direct_http` raises."""
-    known = _of(fs, _headers_of_s3)
-    target = known.target(path)
+    route = _of(fs, _headers_of_s3)
+    target = route.target(path)
     if target is None:
         bucket, _, version = fs.split_path(path)
         if version is not None:
             raise NotDirectError
-        known.refuse(bucket)
+        route.refuse(bucket)
         url = await _signed(fs, path)
         if _has_own_ways(fs, url):
-            known.not_direct.add(bucket)
-        target = known.new_target(path, bucket, url, for_s=_SIGNATURE_USED_S)
-    await _get(known, target, path, start, place, check, signed=True)
+            route.not_direct.add(bucket)
+        target = route.new_target(path, bucket, url, for_s=_SIGNATURE_USED_S)
+    await _get(route, target, path, start, place, check, signed=True)
 
 
 def _get(
-    known: _Known,
+    route: _Route,
     target: _Target,
     path: str,
     start: int,
-    place: Place,
+    place: Destination,
     check: Check,
     *,
     signed: bool = False,
 ) -> Awaitable[None]:
     store = target.store
-    known.refuse(store)
+    route.refuse(store)
 
-    def accept(head: Head) -> Place:
+    def accept(head: Head) -> Destination:
         status, fields = head.status, head.fields
         understood = 200 <= status < 300 or status in (404, 408, 429) or status >= 500
         if not understood and (signed or status < 400):
-            known.not_direct.add(store)
+            route.not_direct.add(store)
             raise NotDirectError
         raise_for_status(status, head.reason, fields, path)
         if head.length is None or fields.get("content-encoding", "identity") != "identity":
-            known.not_direct.add(store)
+            route.not_direct.add(store)
             raise NotDirectError
         check_range(status, fields, start, check)
         return place
@@ -149,11 +149,11 @@ def _get(
     return Connections.here().request(target.origin, request, accept, receive_bytes=place.receive_bytes)
 
 
-def _of(fs: Any, headers_of: Any) -> _Known:
-    known = _known.get(fs)
-    if known is None:
-        known = _known[fs] = _Known(headers_of(fs))
-    return known
+def _of(fs: Any, headers_of: Any) -> _Route:
+    route = _routes.get(fs)
+    if route is None:
+        route = _routes[fs] = _Route(headers_of(fs))
+    return route
 
 
 def _headers_of_http(fs: Any) -> bytes | None:
@@ -164,8 +164,8 @@ def _headers_of_http(fs: Any) -> bytes | None:
     if more or type(fs) is not HTTPFileSystem or fs.get_client is not get_client:
         return None
     headers = {"User-Agent": "dataflow-loader", "Accept": "*/*"}
-    for given in (fs.client_kwargs.get("headers"), fs.kwargs.get("headers")):
-        for name, value in dict(given or {}).items():
+    for options in (fs.client_kwargs.get("headers"), fs.kwargs.get("headers")):
+        for name, value in dict(options or {}).items():
             if name.lower() in ("accept-encoding", "range"):
                 continue  # never what the user means of a range
             if name.lower() in _OURS or any(sign in f"{name}{value}" for sign in "\r\n\0"):
@@ -200,6 +200,3 @@ def _has_own_ways(fs: Any, url: SplitResult) -> bool:
     """Whether botocore would go through a proxy, or trust other certificates: the environment may say so."""
     proxied = {url.scheme, "all"} & getproxies().keys() and not proxy_bypass(url.hostname or "")
     return bool(proxied or (url.scheme == "https" and fs.session.get_config_variable("ca_bundle")))
-
-
-__all__ = ["NotDirectError", "direct_http", "direct_s3"]

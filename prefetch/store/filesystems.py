@@ -10,20 +10,28 @@ one thread at a time, as fsspec gives out what another thread has not written ye
 
 from __future__ import annotations
 
+import io
 import os
 import threading
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, BinaryIO
 
+import numpy as np
 from fsspec.implementations.cached import CachingFileSystem
+from numpy.typing import NDArray
 
-from sharding.catalog.storage import open_url
+from prefetch.store.clients import client_of
+from sharding.blocks import Shard
+from sharding.catalog.storage import SCAN_READ_BYTES, open_shard, open_url
 from sharding.urls import protocol_of
 
 _CONNECTIONS = 128
 """More than the reads that run at a time; botocore would keep 10."""
+
+ReadInto = Callable[[Shard, int, NDArray[np.uint8]], None]
+"""Fills memory with a shard's bytes from an offset, as `StoreReader.read_into`."""
 
 
 class Filesystems:
@@ -77,4 +85,46 @@ class Filesystems:
         return {**self._options, "config_kwargs": config}
 
 
-__all__ = ["Filesystems"]
+def shard_file(read_into: ReadInto, shard: Shard, fs: Any, path: str) -> BinaryIO:
+    """The stored bytes of a shard, seekable, read as in training: checked, and through faults.
+
+    The caller closes it.
+
+    `fs` and `path` are those of the URL. Filesystems that are not asynchronous open their files themselves:
+    some keep what they read of an archive.
+    """
+    if fs is None or client_of(fs) is None:
+        return open_shard(shard, fs, path)
+    return io.BufferedReader(_ShardBytes(read_into, shard), SCAN_READ_BYTES)
+
+
+class _ShardBytes(io.RawIOBase):
+    """Each read is a request."""
+
+    def __init__(self, read_into: ReadInto, shard: Shard) -> None:
+        self._read_into, self._shard, self._at = read_into, shard, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._shard.size}[whence]
+        self._at = max(0, base + offset)
+        return self._at
+
+    def readinto(self, out: Any) -> int:
+        place = np.frombuffer(out, np.uint8)[: max(0, self._shard.size - self._at)]
+        if len(place):
+            self._read_into(self._shard, self._at, place)
+            self._at += len(place)
+        return len(place)
+
+    def readall(self) -> bytes:
+        rest = bytearray(
+            max(0, self._shard.size - self._at)
+        )  # in one request; the base class makes small ones
+        self.readinto(rest)
+        return bytes(rest)

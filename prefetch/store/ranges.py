@@ -1,14 +1,24 @@
-"""Which byte ranges to ask for together: fewer requests, for a bounded share of bytes that nobody wants.
+"""Byte ranges of shards: which to ask for together, and those that are on their way.
 
-A request costs a latency, and often money, whatever it brings. Ranges that lie near each other in one shard
+A request costs a latency, and often money, whatever it brings: fewer requests, for a bounded share of bytes
+that nobody wants. Ranges that lie near each other in one shard
 are read as one as long as what lies between them stays a small part: the bound holds for each request, so it
 holds for all together. Pure, O(n log n).
 """
 
 from __future__ import annotations
 
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
 import numpy as np
 from numpy.typing import NDArray
+
+from prefetch.store.retries import CutBodyError
+from sharding.blocks import Shard
+
+Awaited = Future[None]
+"""Done when the consumer waits for what is being read."""
 
 MOST_BYTES = 4 << 20
 """As much as one request brings; larger ranges are asked for in parts of this size."""
@@ -38,7 +48,7 @@ def coalesce(
     firsts: list[int] = []
     ends: list[int] = []
     of = np.zeros(len(starts), np.int64)
-    wanted = 0
+    wanted_bytes = 0
     for at, start, length in zip(
         order.tolist(), starts[order].tolist(), lengths[order].tolist(), strict=True
     ):
@@ -50,16 +60,64 @@ def coalesce(
             joined_end = max(ends[-1], end)
             new = max(0, end - max(start, ends[-1]))
             size = joined_end - firsts[-1]
-            if new == 0 or (size <= most_bytes and size <= (1 + gap_share) * (wanted + new)):
-                ends[-1], wanted = joined_end, wanted + new
+            if new == 0 or (size <= most_bytes and size <= (1 + gap_share) * (wanted_bytes + new)):
+                ends[-1], wanted_bytes = joined_end, wanted_bytes + new
                 of[at] = len(firsts) - 1
                 continue
         firsts.append(start)
         ends.append(end)
-        wanted = length
+        wanted_bytes = length
         of[at] = len(firsts) - 1
     first = np.array(firsts, np.int64)
     return first, np.array(ends, np.int64) - first, of
 
 
-__all__ = ["GAP_SHARE", "MOST_BYTES", "coalesce"]
+@dataclass(eq=False)
+class RangePart:
+    """A piece of a range: the bytes [at, end) of the destination are still to come."""
+
+    begin: int
+    at: int
+    end: int
+    heard_s: float
+    """When its last byte came, or it was asked."""
+
+    @property
+    def left(self) -> int:
+        """Bytes still to come."""
+        return self.end - self.at
+
+    def check_whole(self) -> None:
+        """Raise `CutBodyError` if bytes are still to come."""
+        if self.left:
+            raise CutBodyError(f"the body ended {self.left} bytes too early")
+
+
+@dataclass(eq=False, kw_only=True)
+class RangeRead:
+    """One read on its way."""
+
+    shard: Shard
+    offset: int
+    out: NDArray[np.uint8]
+    awaited: Awaited | None
+    began_s: float
+    parts: list[RangePart] = field(default_factory=list)
+    failures: int = 0
+    """In a row, without a byte between them."""
+    stalls: int = 0
+    """Of these, requests without a byte for too long."""
+    reason: str = ""
+    """Why the last attempt failed."""
+    left_then: int = 0
+    """Bytes that were still to come then."""
+    last_byte_s: float = field(init=False)
+    """When an attempt that failed had brought a byte, or the read began."""
+
+    def __post_init__(self) -> None:
+        self.last_byte_s = self.began_s
+
+    @property
+    def left(self) -> int:
+        """Bytes still to come."""
+        return sum(part.left for part in self.parts)

@@ -1,12 +1,9 @@
 """Read byte ranges of shards into given memory, through faults; notice a shard that is not the indexed one.
 
-Local files are read by `preadv` straight into the destination, with the GIL released, one descriptor per
-read (opening costs microseconds, and nothing can leak). After the read the descriptor's size and
-modification time must still be those of the catalog, so bytes of another version are never handed on;
-a file replaced by rename in the middle keeps serving the old bytes of the open descriptor. Values that
-are wanted as they are stored are not read but mapped (`prefetch.memory.mapping`).
+Local files are read straight into the destination (`prefetch.store.local`); values that are wanted as they
+are stored are not read but mapped (`prefetch.memory.mapping`).
 
-Remote ranges are copied into the destination as they arrive (`prefetch.store.bodies`). What fails is tried
+Remote ranges are copied into the destination as they arrive (`prefetch.store.fetching`). What fails is tried
 again as `prefetch.store.retries` decides, from the byte that was reached; a range of several parts has them
 in flight together. The reading thread waits outside the event loop and ends waits of any kind when the reader
 is closed; it returns only when nothing writes into its memory any more. Filesystems that are not asynchronous
@@ -15,57 +12,35 @@ can be neither interrupted nor timed in the middle of a `cat_file`. Thread-safe.
 
 from __future__ import annotations
 
-import asyncio
-import os
 import threading
 import time
 import zlib
-from collections.abc import Callable, Coroutine, Mapping
-from concurrent.futures import Future
-from dataclasses import dataclass, field, fields
-from functools import lru_cache, partial
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from functools import partial
 from itertools import count
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from prefetch.control.hold import ReadHold
-from prefetch.errors import ReaderClosedError
+from prefetch.control.pause import ReadPause
+from prefetch.errors import next_notice_s
 from prefetch.memory.mapping import touch_pages
-from prefetch.notices import next_notice_s
-from prefetch.store.again import Hosts, host_of
-from prefetch.store.answers import Info
-from prefetch.store.arrival import Arrival
-from prefetch.store.bodies import FillPlace, body_of
+from prefetch.store.clients import client_of
+from prefetch.store.fetching import LoopCall, RangeFetcher, closed_error
 from prefetch.store.filesystems import Filesystems
-from prefetch.store.full_reads import read_fully
-from prefetch.store.retries import (
-    CutBodyError,
-    HedgeBudget,
-    ReadTimes,
-    RetryPolicy,
-    failure_of,
-    hedge_due_s,
-    is_crawling,
-)
+from prefetch.store.local import read_local, truncated
+from prefetch.store.ranges import MOST_BYTES, Awaited as Awaited, RangePart, RangeRead
+from prefetch.store.retrier import Hosts, host_of
+from prefetch.store.retries import RetryPolicy, failure_of
 from sharding.blocks import Shard
-from sharding.catalog.storage import check_shard, failure_text, local_info
-from sharding.errors import DataflowError, ShardChangedError, ShardReadError
-from sharding.urls import is_local, local_path
-
-R = TypeVar("R")
-Awaited = Future[None]
-"""Done when the consumer waits for what is being read."""
-
-_PART_BYTES = 4 << 20
-_PARTS_AT_ONCE = 4
-_LEAST_LOOK_S = 0.01
-_WHOLE_PART_PATIENCE = 6
-"""How many times the stall time-out a part may take that comes in one piece: 4 MiB in 12 s."""
+from sharding.catalog.storage import failure_text
+from sharding.errors import DataflowError, ShardReadError
+from sharding.urls import is_local
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ReadStats:
     """What went wrong with remote reads, and what was done about it; all counts since the start."""
 
@@ -88,54 +63,10 @@ class ReadStats:
     differed again."""
 
     def __add__(self, other: ReadStats) -> ReadStats:
-        return ReadStats(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+        return ReadStats(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})
 
 
 NO_FAULTS = ReadStats()
-
-
-@dataclass
-class _Part:
-    """A piece of a range: the bytes [at, end) of the destination are still to come."""
-
-    begin: int
-    at: int
-    end: int
-    heard_s: float
-    """When its last byte came, or it was asked."""
-
-    @property
-    def left(self) -> int:
-        return self.end - self.at
-
-
-@dataclass
-class _Range:
-    """One read on its way."""
-
-    shard: Shard
-    offset: int
-    out: NDArray[np.uint8]
-    awaited: Awaited | None
-    began_s: float
-    parts: list[_Part] = field(default_factory=list)
-    failures: int = 0
-    """In a row, without a byte between them."""
-    stalls: int = 0
-    """Of these, requests without a byte for too long."""
-    reason: str = ""
-    """Why the last attempt failed."""
-    left_then: int = 0
-    """Bytes that were still to come then."""
-    last_byte_s: float = field(init=False)
-    """When an attempt that failed had brought a byte, or the read began."""
-
-    def __post_init__(self) -> None:
-        self.last_byte_s = self.began_s
-
-    @property
-    def left(self) -> int:
-        return sum(part.left for part in self.parts)
 
 
 class StoreReader:
@@ -145,12 +76,13 @@ class StoreReader:
         storage_options: keyword arguments of the fsspec filesystem.
         policy: when a remote read is tried again.
         hedge_share: share of all bytes that may be asked for a second time.
+        part_bytes: as much as one request brings.
         hosts: that have answered; the one that opened the dataset knows.
         say: is given a line on what a read waits for, after 3 s and at growing intervals. None: who waits
             asks `waiting`.
-        hold: makes bytes stand still while it holds, where a store is read directly; time-outs and second
+        pause: makes bytes stand still while it lasts, where a store is read directly; time-outs and second
             requests do not count that time. It does not keep reads from beginning.
-        now: seconds on a clock that only goes forward; None: a real one, that of the hold if there is one.
+        now: seconds on a clock that only goes forward; None: a real one, that of the pause if there is one.
         wait: waits so many seconds, or until the reader is closed; whether it is. None: on a real clock.
     """
 
@@ -160,26 +92,31 @@ class StoreReader:
         *,
         policy: RetryPolicy | None = None,
         hedge_share: float = 0.02,
+        part_bytes: int = MOST_BYTES,
         hosts: Hosts | None = None,
         say: Callable[[str], None] | None = None,
-        hold: ReadHold | None = None,
+        pause: ReadPause | None = None,
         now: Callable[[], float] | None = None,
         wait: Callable[[float], bool] | None = None,
     ) -> None:
         self._filesystems = Filesystems(storage_options or {})
-        self._policy, self._say = policy or RetryPolicy(), say
+        self._policy, self._say, self._part_bytes = policy or RetryPolicy(), say, part_bytes
         self._hosts = Hosts() if hosts is None else hosts
-        self._hold = hold
-        self._now = now or (hold.moving_s if hold else time.monotonic)
+        self._now = now or (pause.running_s if pause else time.monotonic)
         self._closed = threading.Event()
         self._wait = wait or self._closed.wait
         self._lock = threading.Lock()  # guards everything below
-        self._checked: set[str] = set()
-        self._running: dict[_OnLoop, _Range] = {}
-        self._failing: dict[int, _Range] = {}
+        self._running: dict[LoopCall, RangeRead] = {}
+        self._failing: dict[int, RangeRead] = {}
         self._counts = NO_FAULTS
-        self._times = ReadTimes()
-        self._budget = HedgeBudget(hedge_share)
+        self._fetcher = RangeFetcher(
+            policy=self._policy,
+            hedge_share=hedge_share,
+            hosts=self._hosts,
+            pause=pause,
+            now=self._now,
+            count=self._count,
+        )
 
     def read_into(
         self,
@@ -258,7 +195,7 @@ class StoreReader:
 
     def _read(self, shard: Shard, offset: int, out: NDArray[np.uint8], awaited: Awaited | None) -> None:
         if is_local(shard.url):
-            _read_local(shard, offset, out)
+            read_local(shard, offset, out)
         else:
             self._read_remote(shard, offset, out, awaited)
 
@@ -272,31 +209,29 @@ class StoreReader:
         self, shard: Shard, offset: int, out: NDArray[np.uint8], awaited: Awaited | None
     ) -> None:
         if offset + out.nbytes > shard.size:
-            raise _truncated(shard, offset, out.nbytes, max(0, shard.size - offset))
+            raise truncated(shard, offset, out.nbytes, max(0, shard.size - offset))
         began_s = self._now()
-        starts = range(0, out.nbytes, _PART_BYTES)
-        parts = [_Part(at, at, min(at + _PART_BYTES, out.nbytes), began_s) for at in starts]
-        read = _Range(shard, offset, out, awaited, began_s, parts)
+        starts = range(0, out.nbytes, self._part_bytes)
+        parts = [RangePart(at, at, min(at + self._part_bytes, out.nbytes), began_s) for at in starts]
+        read = RangeRead(shard=shard, offset=offset, out=out, awaited=awaited, began_s=began_s, parts=parts)
         try:
             attempts = self._attempt_until_whole(read)
         finally:
             if read.failures:
                 with self._lock:
                     self._failing.pop(id(read), None)
-        with self._lock:
-            self._budget.read(out.nbytes)
-            if attempts == 1:  # what others took says how long a read takes that nothing befalls
-                self._times.add(out.nbytes, self._now() - began_s)
+        # What others took says how long a read takes that nothing befalls.
+        self._fetcher.ended(out.nbytes, self._now() - began_s if attempts == 1 else None)
 
-    def _attempt_until_whole(self, read: _Range) -> int:
+    def _attempt_until_whole(self, read: RangeRead) -> int:
         """Ask for what is missing until nothing is; how often that was."""
         shard, offset, due_s = read.shard, read.offset, next_notice_s(0.0)
         for attempts in count(1):
             if self._closed.is_set():
-                raise _closed()
+                raise closed_error()
             left = read.left
             idle_s = self._now() - read.last_byte_s
-            stall_s = self._policy.stall_timeout_s(read.stalls, idle_s, self._long_s(read))
+            stall_s = self._policy.stall_timeout_s(read.stalls, idle_s, self._fetcher.long_s(read))
             try:
                 self._attempt(read, stall_s)
                 return attempts
@@ -335,20 +270,20 @@ class StoreReader:
                 self._say(f"waiting {idle_s:.0f} s for a read: {self.waiting()}")
                 due_s = next_notice_s(idle_s)
             if self._wait(decision.delay_s):
-                raise _closed()
+                raise closed_error()
         raise AssertionError("unreachable")
 
-    def _attempt(self, read: _Range, stall_s: float) -> None:
+    def _attempt(self, read: RangeRead, stall_s: float) -> None:
         """Ask once for all that is missing. Raises what the store's client raises."""
         fs, path = self._filesystems.open(read.shard.location)
-        body = body_of(fs)
-        if body is not None:
-            call = _OnLoop(fs.loop)
+        client = client_of(fs)
+        if client is not None:
+            call = LoopCall(fs.loop)
             with self._lock:
                 self._running[call] = read
             try:
                 call.run(
-                    self._fetch(read, fs, path, *body, stall_s),
+                    self._fetcher.fetch(read, fs, path, client, stall_s),
                     cancelled=self._closed.is_set,
                     meanwhile=partial(touch_pages, read.out),
                 )
@@ -356,8 +291,8 @@ class StoreReader:
                 with self._lock:
                     del self._running[call]
             return
-        if not self._is_checked(read.shard):
-            self._check(read.shard, fs.info(path))
+        if not self._fetcher.is_checked(read.shard):
+            self._fetcher.check(read.shard, fs.info(path))
         for part in read.parts:
             if part.left:
                 start = read.offset + part.at
@@ -365,259 +300,8 @@ class StoreReader:
                     piece = fs.cat_file(path, start=start, end=start + part.left)[: part.left]
                 read.out.data[part.at : part.at + len(piece)] = piece
                 part.at, part.heard_s = part.at + len(piece), self._now()
-                _whole(part)
-
-    # ---- in the event loop ------------------------------------------------------------------------------
-
-    async def _fetch(
-        self, read: _Range, fs: Any, path: str, fill: FillPlace, streams: bool, stall_s: float
-    ) -> None:
-        if not streams:
-            stall_s *= _WHOLE_PART_PATIENCE
-            if not self._is_checked(read.shard):
-                async with asyncio.timeout(stall_s):
-                    self._check(read.shard, await fs._info(path))
-        missing = [part for part in read.parts if part.left]
-        if len(missing) == 1:
-            await self._fetch_part(read, missing[0], fs, path, fill, stall_s)
-            return
-        turns = asyncio.Semaphore(_PARTS_AT_ONCE)
-
-        async def fetch(part: _Part) -> None:
-            async with turns:
-                await self._fetch_part(read, part, fs, path, fill, stall_s)
-
-        # All end before the first error is raised: nothing may write into `out` after that.
-        ended = await asyncio.gather(*map(fetch, missing), return_exceptions=True)
-        errors = [error for error in ended if error is not None]
-        try:
-            if errors:
-                raise next((e for e in errors if isinstance(e, DataflowError)), errors[0])
-        finally:
-            del ended, errors  # no cycle from an error's traceback back to it
-
-    async def _fetch_part(
-        self, read: _Range, part: _Part, fs: Any, path: str, fill: FillPlace, stall_s: float
-    ) -> None:
-        if read.awaited is None:
-            await self._stream(read, part, fs, path, fill, stall_s)
-            return
-        loop = asyncio.get_running_loop()
-        first = loop.create_task(self._stream(read, part, fs, path, fill, stall_s))
-        tasks = [first]
-        try:
-            asked_at, asked_s = part.at, self._now()
-            part.heard_s = asked_s
-            await _first_of(first, read.awaited)
-            if not first.done() and self._long_s(read) is None:  # a second look: others may have told by then
-                await asyncio.wait([first], timeout=self._policy.least_stall_s)
-            hedged = False
-            while not first.done():
-                long_s = self._long_s(read) or stall_s
-                now_s, due_s = self._now(), hedge_due_s(asked_s, part.heard_s, long_s)
-                if not hedged and now_s >= due_s and self._may_hedge(part.left):
-                    hedged = True
-                    other = _Part(part.at, part.at, part.end, now_s)
-                    second = loop.create_task(self._stream(read, other, fs, path, fill, stall_s))
-                    tasks.append(second)
-                    await asyncio.wait([first, second], return_when=asyncio.FIRST_COMPLETED)
-                    if not _succeeded(first):
-                        await asyncio.wait([second])
-                    if _succeeded(second) and not _succeeded(first):
-                        part.at = part.end
-                        self._count(hedges_won=1)
-                        return
-                    continue  # the second failed, and the first may be silent for ever
-                # Asking anew in its place costs no bytes, so no budget.
-                silent_s = self._policy.awaited_stall_s(read.stalls, long_s)
-                if now_s >= part.heard_s + silent_s:
-                    raise TimeoutError(f"no byte came for {silent_s:.3g} s, and the training waits")
-                if is_crawling(now_s - asked_s, part.at - asked_at, part.left, silent_s):
-                    raise TimeoutError(f"few bytes came in {now_s - asked_s:.3g} s, and the training waits")
-                next_s = due_s if due_s > now_s and not hedged else part.heard_s + silent_s
-                # Each byte puts it off; in a hold the clock stands still.
-                await asyncio.wait([first], timeout=max(next_s - now_s, _LEAST_LOOK_S))
-            await first
-        finally:
-            for task in tasks:
-                task.cancel()
-            if len(tasks) > 1 or not first.done():
-                await asyncio.gather(*tasks, return_exceptions=True)
-            tasks.clear()
-            del first, task
-
-    def _long_s(self, read: _Range) -> float | None:
-        with self._lock:
-            return self._times.long_s(read.out.nbytes)
-
-    def _may_hedge(self, nbytes: int) -> bool:
-        with self._lock:
-            if not self._budget.take(nbytes):
-                return False
-        self._count(hedges=1, hedge_bytes=nbytes)
-        return True
-
-    async def _stream(
-        self, read: _Range, part: _Part, fs: Any, path: str, fill: FillPlace, stall_s: float
-    ) -> None:
-        """Fill a part as its bytes come; it is whole, or an error says why not."""
-        failure: Exception | None = None
-        try:
-            memory, arrived = read.out.data[part.at : part.end], partial(self._arrived, part)
-            arrival = Arrival(memory, arrived, stall_s, self._hold)
-            check = partial(self._check, read.shard)
-            if not await arrival.wait_for(fill(fs, path, read.offset + part.at, arrival.place, check)):
-                failure = TimeoutError(f"no byte came for {stall_s:g} s")
-        except Exception as error:
-            failure = error
-        if failure is not None:
-            # The error is kept by the task, and by the body that it broke. With the traceback that leads to
-            # these (the body knows its task) it would keep itself, and with it the memory read into.
-            try:
-                raise failure.with_traceback(None)
-            finally:
-                del failure
-        _whole(part)
-
-    def _arrived(self, part: _Part, nbytes: int) -> None:
-        part.at += nbytes
-        part.heard_s = self._now()
-
-    # ---- the object -------------------------------------------------------------------------------------
-
-    def _is_checked(self, shard: Shard) -> bool:
-        return shard.url in self._checked
-
-    def _check(self, shard: Shard, info: Info) -> None:
-        what = check_shard(shard, info)
-        if what:
-            raise ShardChangedError(shard.url, what, stage="read")
-        if shard.url not in self._checked:
-            self._hosts.add(shard.url)
-            with self._lock:
-                self._checked.add(shard.url)
-
-
-class _OnLoop:
-    """A coroutine that one thread runs in an event loop, waits for, and others may cancel."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
-        self._task: asyncio.Task[None] | None = None
-        self._error: BaseException | None = None
-        self._has_ended = False
-        # Held until then. A Future would wake the thread while it holds the lock that the thread needs next.
-        self._ended = threading.Lock()
-        self._ended.acquire()
-
-    def run(
-        self,
-        coroutine: Coroutine[Any, Any, None],
-        *,
-        cancelled: Callable[[], bool],
-        meanwhile: Callable[[], None],
-    ) -> None:
-        """Do something meanwhile and wait for its end.
-
-        Raises what it raises, `ReaderClosedError` if it was cancelled.
-        """
-        self._loop.call_soon_threadsafe(self._start, coroutine)
-        if cancelled():  # before `cancel` could know of this call
-            self.cancel()
-        try:
-            meanwhile()
-            self._wait()
-        except BaseException:
-            # Interrupted from outside: the memory it writes into is the caller's again only at its end.
-            self.cancel()
-            self._wait()
-            raise
-        error, self._error, self._task = self._error, None, None
-        if error is not None:
-            try:
-                raise error
-            finally:  # its traceback leads here: without this, garbage collection had to free its buffers
-                del error
-
-    def cancel(self) -> None:
-        """End it soon. Any thread; does not wait."""
-        self._loop.call_soon_threadsafe(self._cancel)
-
-    def _wait(self) -> None:
-        while not self._has_ended:
-            self._ended.acquire()
-
-    def _start(self, coroutine: Coroutine[Any, Any, None]) -> None:
-        self._task = self._loop.create_task(coroutine)
-        self._task.add_done_callback(self._settle)
-
-    def _cancel(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-
-    def _settle(self, task: asyncio.Task[None]) -> None:
-        self._error = _closed() if task.cancelled() else task.exception()
-        self._has_ended = True
-        self._ended.release()
-
-
-async def _first_of(task: asyncio.Task[Any], signal: Awaited) -> None:
-    """Wait in the event loop for the end of a task, or for what another thread sets."""
-    if signal.done():
-        return
-    loop, heard = asyncio.get_running_loop(), asyncio.Event()
-    signal.add_done_callback(lambda _: loop.call_soon_threadsafe(heard.set))
-    task.add_done_callback(lambda _: heard.set())
-    await heard.wait()
-
-
-def _succeeded(task: asyncio.Task[Any]) -> bool:
-    return task.done() and not task.cancelled() and task.exception() is None
-
-
-def _whole(part: _Part) -> None:
-    if part.left:
-        raise CutBodyError(f"the body ended {part.left} bytes too early")
-
-
-def _closed() -> ReaderClosedError:
-    return ReaderClosedError("the loader was closed while a shard was being read")
-
-
-def _read_local(shard: Shard, offset: int, out: NDArray[np.uint8]) -> None:
-    got = _with_file(shard, offset, lambda descriptor: read_fully(descriptor, offset, out))
-    if got != out.nbytes:
-        raise _truncated(shard, offset, out.nbytes, got)
-
-
-def _with_file(shard: Shard, offset: int, read: Callable[[int], R]) -> R:
-    """Read from a local shard; afterwards the file must still be the one that was indexed."""
-    try:
-        descriptor = os.open(_path(shard.url), os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            result = read(descriptor)
-            seen = os.fstat(descriptor)
-        finally:
-            os.close(descriptor)
-    except ShardReadError:
-        raise
-    except OSError as error:
-        raise ShardReadError(shard.url, failure_text(error), offset, stage="read") from error
-    if seen.st_size != shard.size or shard.version != f"mtime:{seen.st_mtime_ns}":
-        changed = check_shard(shard, local_info(seen))
-        if changed:
-            raise ShardChangedError(shard.url, changed, offset, stage="read")
-    return result
-
-
-@lru_cache(maxsize=4096)
-def _path(url: str) -> str:
-    return local_path(url)
+                part.check_whole()
 
 
 def _reads(count: int) -> str:
     return "a read" if count == 1 else f"{count} reads"
-
-
-def _truncated(shard: Shard, offset: int, wanted: int, got: int) -> ShardReadError:
-    return ShardReadError(shard.url, f"truncated: wanted {wanted} bytes, got {got}", offset, stage="read")

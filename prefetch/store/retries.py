@@ -153,12 +153,12 @@ def _with_causes(error: BaseException) -> Iterator[BaseException]:
 def _status(error: BaseException) -> int | None:
     response = getattr(error, "response", None)
     if isinstance(response, dict):  # botocore
-        found = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
-        return found if isinstance(found, int) else None
+        status = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
+        return status if isinstance(status, int) else None
     for name in ("status", "status_code", "code"):  # aiohttp and ours, Azure and requests, gcsfs
-        found = getattr(error, name, None)
-        if isinstance(found, int) and 300 <= found < 600:
-            return found
+        status = getattr(error, name, None)
+        if isinstance(status, int) and 300 <= status < 600:
+            return status
     return None
 
 
@@ -212,7 +212,7 @@ def is_crawling(age_s: float, got: int, left: int, long_s: float) -> bool:
 
 
 @dataclass(frozen=True)
-class Decision:
+class RetryDecision:
     """Whether to try again, and why."""
 
     delay_s: float | None
@@ -220,7 +220,7 @@ class Decision:
     reason: str
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RetryPolicy:
     """When a store that fails is asked again, and when it is given up. All times are seconds."""
 
@@ -252,7 +252,7 @@ class RetryPolicy:
 
     def next_attempt(
         self, key: str, failures: int, failure: Failure, idle_s: float, *, answered: bool = True
-    ) -> Decision:
+    ) -> RetryDecision:
         """Decide after a failure.
 
         Args:
@@ -263,11 +263,11 @@ class RetryPolicy:
             answered: whether the host has ever answered.
         """
         if failure.kind == "final":
-            return Decision(None, "another attempt would fail, too")
+            return RetryDecision(None, "another attempt would fail, too")
         if self.max_attempts is not None and failures >= self.max_attempts:
-            return Decision(None, f"max_attempts={self.max_attempts}")
+            return RetryDecision(None, f"max_attempts={self.max_attempts}")
         if failure.kind == "wrong" and failures >= _WRONG_ANSWERS:
-            return Decision(None, f"{failures} answers in a row were not what was asked for")
+            return RetryDecision(None, f"{failures} answers in a row were not what was asked for")
         longest = min(self.cap_s, self.base_s * 2.0 ** min(failures - 1, 60))
         if failure.kind != "throttled":
             longest = min(longest, max(_LONGEST_PAUSE_S, _PAUSE_SHARE * idle_s))
@@ -275,9 +275,9 @@ class RetryPolicy:
         delay_s = max(longest * drawn, failure.retry_after_s)
         if idle_s + delay_s > _LAST_START * self.patience_s(failure, answered=answered):
             if failure.unreachable and not answered:
-                return Decision(None, "this host never answered; is it the right one?")
-            return Decision(None, f"no byte came within the deadline of {self.deadline_s:g} s")
-        return Decision(delay_s, f"{failure.kind}, failure {failures} in a row")
+                return RetryDecision(None, "this host never answered; is it the right one?")
+            return RetryDecision(None, f"no byte came within the deadline of {self.deadline_s:g} s")
+        return RetryDecision(delay_s, f"{failure.kind}, failure {failures} in a row")
 
     def patience_s(self, failure: Failure, *, answered: bool) -> float:
         """Seconds without a byte until a read that fails like this is given up."""
@@ -289,9 +289,9 @@ class RetryPolicy:
         `stalls`: how many in a row were. `long_s`: what nearly all reads of this size take, whole; None where
         it is not known.
         """
-        known = self.stall_s if long_s is None else max(self.least_stall_s, SILENCE * long_s)
-        patient = min(self.stall_s, known) * 2.0 ** min(stalls, 60)
-        return max(min(patient, self.deadline_s - idle_s), 1e-3)
+        usual_s = self.stall_s if long_s is None else max(self.least_stall_s, SILENCE * long_s)
+        patient_s = min(self.stall_s, usual_s) * 2.0 ** min(stalls, 60)
+        return max(min(patient_s, self.deadline_s - idle_s), 1e-3)
 
     def awaited_stall_s(self, stalls: int, long_s: float) -> float:
         """Seconds without a byte after which a request that the consumer waits for is asked anew.
@@ -351,18 +351,3 @@ class HedgeBudget:
             return False
         self._taken_bytes += nbytes
         return True
-
-
-__all__ = [
-    "CutBodyError",
-    "Decision",
-    "Failure",
-    "HedgeBudget",
-    "ReadTimes",
-    "RetryPolicy",
-    "StatusError",
-    "WrongRangeError",
-    "failure_of",
-    "hedge_due_s",
-    "is_crawling",
-]

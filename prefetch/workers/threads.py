@@ -16,8 +16,7 @@ from collections.abc import Callable
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from prefetch.engine import switching
-from prefetch.engine.pool import PriorityPool
+from prefetch.engine.pool import PriorityPool, lower_switch_interval, restore_switch_interval
 from prefetch.work import Task
 
 _log = logging.getLogger("dataflow")
@@ -40,7 +39,7 @@ class WorkerThreads:
         self._finished: SimpleQueue[Any] = SimpleQueue()
         self._closing = threading.Lock()  # guards _closed; held until the threads have ended
         self._closed = False
-        switching.begin(self)
+        lower_switch_interval(self)
 
     def submit(self, thread: int, task: Task) -> None:
         """Let a thread run a task after those that it has. A task must not raise. Ignored once closed."""
@@ -95,7 +94,7 @@ class WorkerThreads:
 
         A thread that does not end in time is reported and left alone; with `join=False` none is waited for.
         """
-        switching.end(self)
+        restore_switch_interval(self)
         for pool in self._pools:
             pool.stop()
         self._finished.put(_CLOSED)

@@ -106,7 +106,8 @@ def test_without_the_demand_cap_the_store_is_asked_for_more_than_is_used_and_ref
 
 
 def seen(delivered: int, **fields: object) -> Observation:
-    return Observation(delivered, 0.0, 4, 1 << 20, now_s=0.05 * delivered, **fields)  # type: ignore[arg-type]
+    seen = {"delivered_batches": delivered, "starved_s": 0.0, "ready_batches": 4, "batch_bytes": 1 << 20}
+    return Observation(**seen, now_s=0.05 * delivered, **fields)  # type: ignore[arg-type]
 
 
 def test_depth_is_what_is_used_during_a_lead_time() -> None:

@@ -13,7 +13,7 @@ from enum import StrEnum
 from typing import Literal, Protocol
 
 from dataflow.timing.phases import Phase, PhaseLedger
-from prefetch.control.hold import ReadHold
+from prefetch.control.pause import ReadPause
 
 Io = Literal["auto", "open", "sync"]
 """How reads and gradients share the network; "auto" finds out."""
@@ -83,12 +83,12 @@ class IoGate:
     """Holds a loader's remote reads back as a policy says. Used by the training thread and its backward pass.
 
     Args:
-        hold: the loader's (`DataLoader.read_hold`).
+        hold: the loader's (`DataLoader.read_pause`).
         policy: when to.
         ledger: tells when gradients travel.
     """
 
-    def __init__(self, hold: ReadHold, policy: GatePolicy, ledger: PhaseLedger) -> None:
+    def __init__(self, hold: ReadPause, policy: GatePolicy, ledger: PhaseLedger) -> None:
         self._hold, self.policy = hold, policy
         self._way, self._window = Way.OPEN, 0
         self._held_before = 0
@@ -102,13 +102,13 @@ class IoGate:
 
     def step_ended(self, seconds: float) -> None:
         """Its gradients are there and the step is taken; `seconds` since the window before ended."""
-        self._hold.release()
+        self._hold.end()
         self.policy.ended(self._window, seconds, self._hold.stats().held_reads - self._held_before)
         self._way = Way.OPEN
 
     def open(self) -> None:
         """Let any number of reads begin: no step is under way that reduces."""
-        self._hold.release()
+        self._hold.end()
         self._hold.limit(None)
         self._way = Way.OPEN
 
@@ -121,6 +121,6 @@ class IoGate:
     def _entered(self, phase: Phase, now: float) -> None:
         if phase is Phase.SYNC:
             if self._way is Way.SYNC:
-                self._hold.hold()
+                self._hold.begin()
         elif phase is Phase.STEP:
-            self._hold.release()
+            self._hold.end()

@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from dataflow.batch.resolve import resolve_outputs
 from dataflow.dataset import ShardedDataset
 from dataflow.staging.source import Source
-from prefetch.control.hold import ReadHold
-from prefetch.memory.leases import FileLeases
+from prefetch.control.pause import ReadPause
+from prefetch.memory.guards import FileGuards
 from prefetch.store.reader import Awaited, StoreReader
 from sharding.blocks import Block, Shard
 from sharding.urls import is_local
@@ -84,11 +84,11 @@ class InMemory(ShardedDataset):
     def source(
         self,
         keep_mapped_bytes: int = 0,
-        leases: FileLeases | None = None,
-        hold: ReadHold | None = None,
+        guards: FileGuards | None = None,
+        hold: ReadPause | None = None,
     ) -> Source:
         """What the loader reads with: memory."""
-        source = super().source(keep_mapped_bytes, leases, hold)
+        source = super().source(keep_mapped_bytes, guards, hold)
         return source if self._kept is None else replace(source, reader=self._kept)
 
 

@@ -44,8 +44,8 @@ from dataflow.tools.terminal.report import (
     machine,
     usable_cores,
 )
-from prefetch.store.again import Retrier
 from prefetch.store.reader import NO_FAULTS, ReadStats, StoreReader
+from prefetch.store.retrier import Retrier
 from sharding.blocks import Shard
 from sharding.catalog.build import is_catalog
 from sharding.catalog.storage import open_url, shard_info, shard_of

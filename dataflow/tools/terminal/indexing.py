@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 
 from dataflow.opening import index, is_there, load_catalog, save_catalog, shards_of
 from dataflow.tools.terminal.report import Part, Sentence, Table, bytes_text, show
-from prefetch.store.again import Retrier
 from prefetch.store.reader import StoreReader
+from prefetch.store.retrier import Retrier
 from sharding.blocks import DEFAULT_BLOCK_BYTES, ColumnSpec, Format, spec_text
 from sharding.catalog.build import (
     CATALOG_SUFFIX,

@@ -13,7 +13,7 @@ from dataflow import GradSchedule
 from dataflow.grad.adapt.io_gate import FixedGate, IoGate, Way, gate_policy
 from dataflow.grad.strategies import PostLocalSGD
 from dataflow.timing.phases import Phase, PhaseLedger
-from prefetch.control.hold import ReadHold
+from prefetch.control.pause import ReadPause
 
 WAYS = list(Way)
 two = RankSet(2)
@@ -27,7 +27,7 @@ def test_an_unknown_word_is_refused() -> None:
 # ---- the gate itself --------------------------------------------------------------------------------------
 
 
-class Holds(ReadHold):
+class Holds(ReadPause):
     """Remembers what it was told."""
 
     def __init__(self) -> None:
@@ -35,11 +35,11 @@ class Holds(ReadHold):
         self.told: list[str] = []
         self._on = False
 
-    def hold(self) -> None:
+    def begin(self) -> None:
         self._on = True
         self.told.append("hold")
 
-    def release(self) -> None:
+    def end(self) -> None:
         if self._on:
             self.told.append("release")
         self._on = False
@@ -69,7 +69,7 @@ def test_reads_are_held_from_where_the_way_says_until_the_step(way: Way, expecte
 
 @pytest.mark.parametrize("way", WAYS)
 def test_few_reads_run_at_a_time_but_for_the_open_way(way: Way) -> None:
-    hold, ledger = ReadHold(), PhaseLedger()
+    hold, ledger = ReadPause(), PhaseLedger()
     limits: list[int | None] = []
     hold.limit = limits.append  # type: ignore[method-assign]
     gate = IoGate(hold, FixedGate(way), ledger)
@@ -105,7 +105,7 @@ class LoaderWithHold(list[Any]):
 
     def __init__(self) -> None:
         super().__init__(torch.ones(2, 3) for _ in range(4))
-        self.read_hold = Holds()
+        self.read_pause = Holds()
 
 
 def holds_of_two_windows(io: str) -> tuple[list[str], str]:
@@ -114,12 +114,12 @@ def holds_of_two_windows(io: str) -> tuple[list[str], str]:
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     with GradSchedule(loader, model, optimizer, accumulate=2, io=io) as sched:  # type: ignore[arg-type]
         for batch in sched:
-            loader.read_hold.told.append("forward")
+            loader.read_pause.told.append("forward")
             sched.backward(model(batch).sum() * sched.scale())
-            loader.read_hold.told.append("backward done")
+            loader.read_pause.told.append("backward done")
             sched.step()
         assert sched.io is not None
-        return loader.read_hold.told, sched.io.way
+        return loader.read_pause.told, sched.io.way
 
 
 @two.add
@@ -137,7 +137,7 @@ def limits_of_each_window() -> list[bool]:
     strategy = PostLocalSGD(8, start_step=2)
     with GradSchedule(loader, model, optimizer, io="sync", strategy=strategy) as sched:
         for batch in sched:
-            limited.append(loader.read_hold.is_limited)
+            limited.append(loader.read_pause.is_limited)
             sched.backward(model(batch).sum())
             sched.step()
     return limited

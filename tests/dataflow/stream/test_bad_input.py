@@ -561,13 +561,13 @@ def test_a_full_shuffle_takes_as_many_samples_at_a_time_as_fit(tmp_path: Path, m
 
 @pytest.fixture
 def watched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The bytes in states other than LENT, after every change of any ledger."""
+    """The bytes in states other than IN_USE, after every change of any ledger."""
     seen: list[int] = []
     add = Ledger._add
 
     def watch(self: Ledger, state: State, nbytes: int) -> None:
         add(self, state, nbytes)
-        seen.append(sum(held for s, held in self._held.items() if s is not State.LENT))
+        seen.append(sum(held for s, held in self._held.items() if s is not State.IN_USE))
 
     monkeypatch.setattr(Ledger, "_add", watch)
     return seen

@@ -25,7 +25,7 @@ from http_kit import slowstore
 from dataflow import DataLoader, ShardedDataset, ShardWriter, Shuffle
 from dataflow.tools.cli import main
 from prefetch.errors import ReaderClosedError
-from prefetch.store import reader as store, retries
+from prefetch.store import fetching, retries
 from prefetch.store.reader import Awaited, ReadStats, StoreReader
 from prefetch.store.retries import RetryPolicy
 from sharding.blocks import Shard
@@ -239,12 +239,9 @@ def test_a_server_that_ignores_ranges_is_named_with_the_cure(server: ScriptedSer
         read(server, StoreReader())
 
 
-def test_a_large_range_is_asked_in_parts_and_each_is_continued(
-    server: ScriptedServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(store, "_PART_BYTES", 20_000)
+def test_a_large_range_is_asked_in_parts_and_each_is_continued(server: ScriptedServer) -> None:
     server.script = [cut_after(100)] * 3
-    reader = StoreReader(policy=QUICK)
+    reader = StoreReader(policy=QUICK, part_bytes=20_000)
     read(server, reader)
     assert sorted(server.asked[:3]) == [(10, 20_010), (20_010, 40_010), (40_010, 50_010)]
     assert sorted(server.asked[3:]) == [(110, 20_010), (20_110, 40_010), (40_110, 50_010)]
@@ -288,13 +285,13 @@ def test_a_late_read_that_is_waited_for_is_asked_twice_and_the_first_answer_coun
 ) -> None:
     reader, over = experienced(server), threading.Event()
     server.script = [stall_after(20_000, over)]
-    out, due_s = np.zeros(50_000, np.uint8), store.hedge_due_s
+    out, due_s = np.zeros(50_000, np.uint8), fetching.hedge_due_s
 
     def due_when_it_has_come(began_s: float, heard_s: float, long_s: float) -> float:
         come = out[:20_000].tobytes() == CONTENT[10:20_010]
         return due_s(began_s, heard_s, long_s) if come else time.monotonic() + 0.005
 
-    monkeypatch.setattr(store, "hedge_due_s", due_when_it_has_come)
+    monkeypatch.setattr(fetching, "hedge_due_s", due_when_it_has_come)
     reader.read_into(server.shard(), 10, out, awaited=awaited())
     over.set()
     assert out.tobytes() == CONTENT[10:50_010]

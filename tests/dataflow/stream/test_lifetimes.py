@@ -130,11 +130,11 @@ def test_close_frees_what_windows_hold_for_batches_that_were_never_built(tmp_pat
     loader = DataLoader(dataset, 1, Shuffle("window", 3), num_threads=1, collate_fn=len)
     session = stream_of(loader).new_session(0, 0, 1 << 30)
     assert begun.wait(10)
-    assert session.engine._open
+    assert session.engine.stats().open_windows
     assert session.arena.num_leased > 0
-    readers = session.engine._readers
-    close_readers = readers.close
-    readers.close = lambda: (gate.set(), close_readers())[1]  # type: ignore[method-assign]
+    reader = session.sources[0].reader  # closed when nothing more is begun
+    close_reader = reader.close
+    reader.close = lambda: (gate.set(), close_reader())[1]  # type: ignore[method-assign]
     gc.disable()
     try:
         session.close()
@@ -147,9 +147,9 @@ def test_the_ledger_knows_what_is_lent_and_forgets_what_came_back(tmp_path: Path
     made = make_tokens_bin(tmp_path)
     with DataLoader(made.open(), 4, Shuffle("window", 2)) as loader:
         held = list(loader)
-        assert loader.stats().memory.lent_bytes > 0
+        assert loader.stats().memory.in_use_bytes > 0
         del held
-        assert loader.stats().memory.lent_bytes == 0
+        assert loader.stats().memory.in_use_bytes == 0
     assert loader.stats().memory.window_bytes >= 0
 
 

@@ -110,7 +110,7 @@ def test_images_of_free_size_are_charged_while_they_live(tmp_path: Path) -> None
     dataset = ShardedDataset(shards(tmp_path, [{"jpg": one} for one in coded]), decode={"jpg": Image()})
     batch = next(iter(loader := DataLoader(dataset, batch_size=8)))
     nbytes = sum(image.nbytes for image in batch["jpg"])
-    assert nbytes <= loader.stats().memory.lent_bytes
+    assert nbytes <= loader.stats().memory.in_use_bytes
     del batch
     loader.close()
 

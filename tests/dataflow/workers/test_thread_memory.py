@@ -18,13 +18,13 @@ import torch
 from threads_kit import threads_left
 
 from dataflow import DataLoader
-from prefetch.memory import heap
+from prefetch.memory import arena as heap
 
 ITEM = 8_000_000
 ROUNDS = """
 import json, torch
 from dataflow import DataLoader
-from prefetch.memory.heap import trim_heap
+from prefetch.memory.arena import trim_heap
 
 class Items:
     def __len__(self):

@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 import prefetch.cache.folder as folder_module
 from prefetch.cache.block_cache import BlockCache
 from prefetch.cache.entry import Entry, mark_of
+from prefetch.cache.eviction import MemoryTier
 from prefetch.cache.folder import VERSION, Stored
-from prefetch.cache.memory_tier import MemoryTier
 from prefetch.errors import ReaderClosedError
 from sharding.blocks import Shard
 

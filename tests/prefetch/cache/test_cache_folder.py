@@ -49,7 +49,7 @@ class Uses(dict[int, float]):
 def opened(path: Path, blocks: float = 100, uses: Uses | None = None) -> Iterator[CacheFolder]:
     claims = Claims(prepare(str(path)))
     marks = np.array([mark_of(entry(0).tag)], np.uint64)
-    folder = CacheFolder(str(path), int(blocks * STORED), claims, marks, uses or Uses())
+    folder = CacheFolder(str(path), int(blocks * STORED), claims=claims, marks=marks, next_use=uses or Uses())
     try:
         yield folder
     finally:
@@ -194,7 +194,7 @@ OTHER = Shard("http://x/other.tar", 10_000_000, "etag:1")
 def test_blocks_of_a_loader_that_ended_go_first_and_of_one_that_runs_stay(tmp_path: Path) -> None:
     marks = np.array([mark_of(entry(0, OTHER).tag)], np.uint64)
     claims = Claims(prepare(str(tmp_path)))
-    other = CacheFolder(str(tmp_path), 2 * STORED, claims, marks, Uses())
+    other = CacheFolder(str(tmp_path), 2 * STORED, claims=claims, marks=marks, next_use=Uses())
     with opened(tmp_path, blocks=2) as folder:
         assert put(other, 1, shard=OTHER)
         assert put(folder, 2)

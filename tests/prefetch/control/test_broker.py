@@ -13,9 +13,8 @@ import pytest
 from forked_kit import forked
 
 from prefetch.control.broker import SharedGate, _Line, _Peer, broker_name
-from prefetch.control.demand import CALM
 from prefetch.control.depth import Decision
-from prefetch.control.inflight import Inflight
+from prefetch.control.inflight import CALM, Inflight
 from prefetch.errors import ReaderClosedError
 
 WAIT_S = 20.0
@@ -230,7 +229,7 @@ def test_the_pace_of_a_training_reaches_the_broker_once(make: Make) -> None:
     control = FixedLimit(10)
     gate = make(0, control)
     for _ in range(CALM + 3):
-        gate.took(100, 1.0)
+        gate.observe_use(100, 1.0)
     read_once(gate)
     assert control.demanded == [100.0]
     gate.hurry()

@@ -11,9 +11,8 @@ import pytest
 
 from dataflow import DataLoader, ShardedDataset
 from dataflow.staging.reading import ReadWindow
-from prefetch.control.demand import CALM, Demand
 from prefetch.control.gate import ReadGate
-from prefetch.control.inflight import Inflight
+from prefetch.control.inflight import CALM, Demand, Inflight
 from prefetch.memory.arena import Arena
 from tests.http_kit import RangeServer, serving
 
@@ -24,7 +23,7 @@ MIB = 1 << 20
 
 def test_the_pace_is_known_after_a_calm_spell_and_not_before() -> None:
     demand = Demand()
-    paces = [demand.took(1_000_000, 0.05) for _ in range(CALM)]
+    paces = [demand.observe(1_000_000, 0.05) for _ in range(CALM)]
     assert paces[:-1] == [None] * (CALM - 1)
     assert paces[-1] == pytest.approx(20e6)
 
@@ -32,16 +31,16 @@ def test_the_pace_is_known_after_a_calm_spell_and_not_before() -> None:
 def test_a_wait_makes_it_unknown_again() -> None:
     demand = Demand()
     for _ in range(CALM):
-        demand.took(1, 1.0)
+        demand.observe(1, 1.0)
     demand.waited()
-    assert demand.took(1, 1.0) is None
+    assert demand.observe(1, 1.0) is None
 
 
 def test_a_pause_counts_as_a_second() -> None:
     demand = Demand()
     for _ in range(CALM):
-        demand.took(1_000_000, 0.05)
-    assert demand.took(1_000_000, 3600.0) == pytest.approx(21e6 / 2.0)
+        demand.observe(1_000_000, 0.05)
+    assert demand.observe(1_000_000, 3600.0) == pytest.approx(21e6 / 2.0)
 
 
 def gate_that_knows_its_store() -> ReadGate:
@@ -58,7 +57,7 @@ def test_a_gate_is_capped_by_what_is_used_until_the_training_waits() -> None:
     gate = gate_that_knows_its_store()
     free = gate.decision
     for _ in range(CALM):
-        gate.took(10_000, 0.1)
+        gate.observe_use(10_000, 0.1)
     assert gate.decision.value < free.value
     assert gate.decision.reason == "the training uses 0.1 MB/s"
     gate.hurry()

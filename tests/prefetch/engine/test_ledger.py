@@ -35,7 +35,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @rule(state=STATES, nbytes=SIZES, keep=SIZES)
     def reserve_at_the_head(self, state: State, nbytes: int, keep: int) -> None:
-        fits = self.total() - self.held[State.LENT] + nbytes <= LIMIT
+        fits = self.total() - self.held[State.IN_USE] + nbytes <= LIMIT
         took = self.ledger.reserve(state, nbytes, keep_bytes=keep, head_of_order=True)
         self.taken(took, fits, state, nbytes)
 
@@ -53,11 +53,11 @@ class LedgerMachine(RuleBasedStateMachine):
         assert self.ledger.is_over is (self.total() > LIMIT)
 
     @rule(source=STATES, share=st.floats(0, 1))
-    def lend(self, source: State, share: float) -> None:
+    def deliver(self, source: State, share: float) -> None:
         nbytes = int(self.held[source] * share)
-        self.ledger.move(source, State.LENT, nbytes)
+        self.ledger.move(source, State.IN_USE, nbytes)
         self.held[source] -= nbytes
-        self.held[State.LENT] += nbytes
+        self.held[State.IN_USE] += nbytes
 
     @rule(share=st.floats(0, 1))
     def finish(self, share: float) -> None:
@@ -72,16 +72,16 @@ class LedgerMachine(RuleBasedStateMachine):
         self.ledger.release(state, nbytes)
         self.held[state] -= nbytes
 
-    @precondition(lambda self: self.held[State.LENT])
+    @precondition(lambda self: self.held[State.IN_USE])
     @rule(share=st.floats(0, 1))
     def give_back(self, share: float) -> None:
-        nbytes = int(self.held[State.LENT] * share)
-        self.ledger.give_back_lent(nbytes)
-        self.held[State.LENT] -= nbytes
+        nbytes = int(self.held[State.IN_USE] * share)
+        self.ledger.give_back(nbytes)
+        self.held[State.IN_USE] -= nbytes
 
     @invariant()
-    def only_lent_and_charged_bytes_exceed_the_limit(self) -> None:
-        assert self.total() - self.held[State.LENT] <= LIMIT + self.charged
+    def only_charged_bytes_and_those_in_use_exceed_the_limit(self) -> None:
+        assert self.total() - self.held[State.IN_USE] <= LIMIT + self.charged
 
     @rule()
     def snapshot(self) -> None:
@@ -91,7 +91,7 @@ class LedgerMachine(RuleBasedStateMachine):
         assert seen.window_bytes == self.held[State.WINDOW]
         assert seen.building_bytes == self.held[State.BUILDING]
         assert seen.ready_bytes == self.held[State.READY]
-        assert seen.lent_bytes == self.held[State.LENT]
+        assert seen.in_use_bytes == self.held[State.IN_USE]
         assert seen.peak_bytes == self.peak
 
     def teardown(self) -> None:
@@ -129,16 +129,16 @@ def test_windows_leave_room_for_outputs() -> None:
     assert ledger.reserve(State.BUILDING, 40)
 
 
-def test_lent_bytes_slow_admission_but_not_the_head_of_the_order() -> None:
+def test_bytes_in_use_slow_admission_but_not_the_head_of_the_order() -> None:
     ledger = Ledger(LIMIT)
     for _ in range(3):  # a consumer that keeps every batch
         assert ledger.reserve(State.BUILDING, 80, head_of_order=True)
-        ledger.move(State.BUILDING, State.LENT, 80)
+        ledger.move(State.BUILDING, State.IN_USE, 80)
     assert not ledger.reserve(State.WINDOW, 1)
     assert ledger.snapshot().peak_bytes == 240
 
 
-def test_the_head_of_the_order_keeps_the_limit_for_all_but_lent_bytes() -> None:
+def test_the_head_of_the_order_keeps_the_limit_for_all_but_bytes_in_use() -> None:
     ledger = Ledger(LIMIT)
     assert ledger.reserve(State.WINDOW, 60)
     assert not ledger.reserve(State.BUILDING, 41, head_of_order=True)
@@ -155,11 +155,11 @@ class Batch:
     """Something that a weak reference can watch."""
 
 
-def test_lent_bytes_come_back_from_a_weakref_callback_inside_a_critical_section() -> None:
+def test_bytes_in_use_come_back_from_a_weakref_callback_inside_a_critical_section() -> None:
     ledger = Ledger(LIMIT)
-    ledger.reserve(State.LENT, 70)
+    ledger.reserve(State.IN_USE, 70)
     batches = [Batch()]
-    watch = weakref.ref(batches[0], lambda _: ledger.give_back_lent(70))
+    watch = weakref.ref(batches[0], lambda _: ledger.give_back(70))
 
     def die_under_the_lock() -> None:
         with ledger._lock:  # as when a garbage collection starts inside `reserve`
@@ -170,7 +170,7 @@ def test_lent_bytes_come_back_from_a_weakref_callback_inside_a_critical_section(
     thread.join(10)
     assert not thread.is_alive(), "deadlock"
     assert watch() is None
-    assert ledger.snapshot().lent_bytes == 0
+    assert ledger.snapshot().in_use_bytes == 0
     assert ledger.reserve(State.WINDOW, LIMIT)
 
 
@@ -182,8 +182,8 @@ def test_threads_that_compete_never_hold_more_than_the_limit() -> None:
         for _ in range(200):
             if ledger.reserve(State.BUILDING, nbytes):
                 ledger.move(State.BUILDING, State.READY, nbytes)
-                ledger.move(State.READY, State.LENT, nbytes)
-                ledger.give_back_lent(nbytes)
+                ledger.move(State.READY, State.IN_USE, nbytes)
+                ledger.give_back(nbytes)
 
     threads = [threading.Thread(target=work, args=(n,)) for n in (17, 29, 43, 71)]
     for thread in threads:
@@ -192,4 +192,4 @@ def test_threads_that_compete_never_hold_more_than_the_limit() -> None:
         thread.join(10)
     seen = ledger.snapshot()
     assert 0 < seen.peak_bytes <= LIMIT
-    assert (seen.building_bytes, seen.ready_bytes, seen.lent_bytes) == (0, 0, 0)
+    assert (seen.building_bytes, seen.ready_bytes, seen.in_use_bytes) == (0, 0, 0)

@@ -43,7 +43,7 @@ def run_behind_a_gate(deadlines: list[int]) -> list[int]:
         assert gate.begun.wait(TIMEOUT_S)
         for number, deadline in enumerate(deadlines):
             pool.submit(deadline, lambda number=number: ran.append(number))
-        assert pool.num_queued == len(deadlines)
+        assert pool.stats().queued == len(deadlines)
         pool.submit(max(deadlines, default=0) + 1, done.set)
         gate.opened.set()
         assert done.wait(TIMEOUT_S)
@@ -62,7 +62,7 @@ def test_the_smallest_deadline_runs_first_and_ties_in_order_of_submission(deadli
 
 def test_tasks_run_on_as_many_threads_as_asked_for() -> None:
     pool, together = PriorityPool(3, "test-pool"), threading.Barrier(4, timeout=TIMEOUT_S)
-    assert pool.num_threads == 3
+    assert pool.stats().threads == 3
     for _ in range(3):
         pool.submit(0, lambda: together.wait() and None)
     together.wait()
@@ -83,7 +83,7 @@ def test_close_drops_what_waits_and_joins_what_runs() -> None:
     pool.close()
     assert gate.finished
     assert watch() is None
-    assert pool.num_queued == 0
+    assert pool.stats().queued == 0
 
 
 def test_stop_drops_what_waits_and_does_not_wait_for_what_runs() -> None:
@@ -153,7 +153,7 @@ def test_a_task_after_close_is_ignored() -> None:
     pool.close()
     pool.submit(0, lambda: ran.append(1))
     assert ran == []
-    assert pool.num_queued == 0
+    assert pool.stats().queued == 0
 
 
 def test_a_running_task_may_submit_another() -> None:

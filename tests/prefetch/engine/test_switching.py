@@ -8,8 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from dataflow import DataLoader
-from prefetch.engine import switching
-from prefetch.engine.switching import INTERVAL_S
+from prefetch.engine.pool import SWITCH_INTERVAL_S, lower_switch_interval, restore_switch_interval
 from tests.datasets_kit import make_tokens_bin
 
 
@@ -27,10 +26,10 @@ def test_it_is_low_while_a_loader_runs_and_set_back_by_the_last(tmp_path):
         assert sys.getswitchinterval() == pytest.approx(0.005)
         batches = [iter(one), iter(two)]  # a loop that is dropped would close its loader
         next(batches[0])
-        assert sys.getswitchinterval() == pytest.approx(INTERVAL_S)
+        assert sys.getswitchinterval() == pytest.approx(SWITCH_INTERVAL_S)
         next(batches[1])
         one.close()
-        assert sys.getswitchinterval() == pytest.approx(INTERVAL_S)
+        assert sys.getswitchinterval() == pytest.approx(SWITCH_INTERVAL_S)
         two.close()
         two.close()
         assert sys.getswitchinterval() == pytest.approx(0.005)
@@ -38,26 +37,26 @@ def test_it_is_low_while_a_loader_runs_and_set_back_by_the_last(tmp_path):
 
 @pytest.mark.parametrize("chosen", [0.02, 1e-6])
 def test_what_somebody_else_sets_meanwhile_stays(chosen):
-    switching.begin(switching)
+    lower_switch_interval(pytest)
     sys.setswitchinterval(chosen)
-    switching.end(switching)
+    restore_switch_interval(pytest)
     assert sys.getswitchinterval() == pytest.approx(chosen)
 
 
 def test_a_lower_interval_is_left_alone():
     sys.setswitchinterval(1e-5)
-    switching.begin(switching)
+    lower_switch_interval(pytest)
     assert sys.getswitchinterval() == pytest.approx(1e-5)
-    switching.end(switching)
+    restore_switch_interval(pytest)
     assert sys.getswitchinterval() == pytest.approx(1e-5)
 
 
 def test_whoever_begins_or_ends_twice_counts_once():
-    switching.begin(switching)
-    switching.begin(switching)
-    switching.begin(sys)
-    switching.end(switching)
-    switching.end(switching)
-    assert sys.getswitchinterval() == pytest.approx(INTERVAL_S)
-    switching.end(sys)
+    lower_switch_interval(pytest)
+    lower_switch_interval(pytest)
+    lower_switch_interval(sys)
+    restore_switch_interval(pytest)
+    restore_switch_interval(pytest)
+    assert sys.getswitchinterval() == pytest.approx(SWITCH_INTERVAL_S)
+    restore_switch_interval(sys)
     assert sys.getswitchinterval() == pytest.approx(0.005)

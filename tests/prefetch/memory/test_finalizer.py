@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 from threads_kit import python_calls, threads_left
 
-from prefetch.memory.finalizer import DeathWatch, Finalizer, WeakRegistry
 from prefetch.memory.interrupts import Uninterrupted
+from prefetch.memory.lifetimes import DeathWatch, Finalizer, WeakRegistry
 
 WAIT_S = 10
 
@@ -80,7 +80,7 @@ def test_fire_runs_the_task_of_an_owner_that_lives() -> None:
 
 AT_EXIT = """
 import sys, threading
-from prefetch.memory.finalizer import Finalizer
+from prefetch.memory.lifetimes import Finalizer
 class Owner: pass
 owner = Owner()
 kept = [Finalizer(owner, lambda: print(threading.current_thread().name)), owner]

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from dataflow import DataLoader, Shuffle
 from dataflow.decode.values import BadRows, parse_ints
 from prefetch.memory import mapping as module
-from prefetch.memory.iovec import copies_by_kernel, copy_mapped
 from prefetch.memory.mapping import MappedShard, Mappings, can_map, touch_pages, will_need
+from prefetch.memory.spans import copies_by_kernel, copy_mapped
 from sharding.blocks import Shard, Spans
 from sharding.catalog.storage import local_info
 from sharding.errors import ShardChangedError, ShardReadError
@@ -213,8 +213,8 @@ def test_pages_are_asked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
             advised.append(nbytes)
             return int(libc.madvise(start, nbytes, advice))
 
-    libc = module._shared_libc()
-    monkeypatch.setattr(module, "_shared_libc", Libc)
+    libc = module._libc()
+    monkeypatch.setattr(module, "_libc", Libc)
     with mmap.mmap(-1, 64 * mmap.PAGESIZE) as fresh:
         memory = np.frombuffer(fresh, np.uint8)
         memory[0] = 1  # one page is there, the others are not

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from prefetch.memory.monitor import Monitor
+from prefetch.memory.interrupts import Monitor
 
 WAIT_S = 10
 

@@ -18,11 +18,11 @@ import pytest
 from numpy.typing import NDArray
 from test_connections import CONTENT, QUICK, WAIT_S, RawServer, head, read, serving, serving_tls
 
-from prefetch.control.hold import ReadHold
+from prefetch.control.pause import ReadPause
 from prefetch.errors import ReaderClosedError
 from prefetch.store import connections
 from prefetch.store.arrival import INTERRUPTIBLE_BYTES, Arrival
-from prefetch.store.connections import Connections, Place
+from prefetch.store.connections import Connections, Destination
 from prefetch.store.reader import ReadStats, StoreReader
 from prefetch.store.retries import RetryPolicy
 from sharding.blocks import Shard
@@ -46,9 +46,9 @@ class Clock:
         return self.now_s
 
 
-def ready_hold(**options: Any) -> ReadHold:
+def ready_hold(**options: Any) -> ReadPause:
     """With enough batches ready; its holds do not end by themselves."""
-    hold = ReadHold(**{"most_s": 1e6, **options})
+    hold = ReadPause(**{"most_s": 1e6, **options})
     hold.watch(lambda: 9)
     return hold
 
@@ -95,7 +95,7 @@ class Halves:
 
 @contextmanager
 def held_in_the_middle(
-    server: RawServer, reader: StoreReader, hold: ReadHold, answer: Halves
+    server: RawServer, reader: StoreReader, hold: ReadPause, answer: Halves
 ) -> Iterator[tuple[Future[None], NDArray[np.uint8]]]:
     """A read whose rest was sent while it was held; at the end all of it must have come."""
     out = np.zeros(SIZE, np.uint8)
@@ -106,7 +106,7 @@ def held_in_the_middle(
             assert answer.begun.wait(WAIT_S)
             loop_went_round()
             assert out[:FIRST].tobytes() == CONTENT[:FIRST]
-            hold.hold()
+            hold.begin()
             loop_went_round()
             answer.send_rest()
             loop_went_round()
@@ -114,22 +114,22 @@ def held_in_the_middle(
             yield reading, out
             reading.result(WAIT_S)
         finally:
-            hold.release()
+            hold.end()
             answer.may_send.set()
     assert out.tobytes() == CONTENT[:SIZE]
 
 
-ENDS: dict[str, Callable[[ReadHold], None]] = {
-    "release": ReadHold.release,
-    "hurry": ReadHold.hurry,
-    "few batches": lambda hold: (hold.watch(lambda: 1), hold.took())[1],
+ENDS: dict[str, Callable[[ReadPause], None]] = {
+    "release": ReadPause.end,
+    "hurry": ReadPause.hurry,
+    "few batches": lambda hold: (hold.watch(lambda: 1), hold.batches_taken())[1],
 }
 
 
 @pytest.mark.parametrize("end", ENDS)
 def test_a_held_body_stands_still_and_goes_on_at_once(server: RawServer, end: str) -> None:
     hold = ready_hold()
-    reader = StoreReader(policy=QUICK, hold=hold)
+    reader = StoreReader(policy=QUICK, pause=hold)
     with held_in_the_middle(server, reader, hold, Halves()) as (reading, _):
         ENDS[end](hold)
         reading.result(WAIT_S)
@@ -143,8 +143,8 @@ def test_below_tls_a_held_body_stands_still_too(tmp_path: Path, monkeypatch: pyt
         trusting = ssl.create_default_context(cafile=tmp_path / "certificate")
         monkeypatch.setattr(connections, "_tls", lambda: trusting)
         hold = ready_hold()
-        with held_in_the_middle(server, StoreReader(policy=QUICK, hold=hold), hold, Halves()):
-            hold.release()
+        with held_in_the_middle(server, StoreReader(policy=QUICK, pause=hold), hold, Halves()):
+            hold.end()
 
 
 def test_a_body_stands_still_as_often_as_it_is_held(server: RawServer) -> None:
@@ -161,18 +161,18 @@ def test_a_body_stands_still_as_often_as_it_is_held(server: RawServer) -> None:
 
     server.script = [in_pieces]
     with ThreadPoolExecutor(1) as pool:
-        reading = pool.submit(read, server, StoreReader(policy=QUICK, hold=hold))
+        reading = pool.submit(read, server, StoreReader(policy=QUICK, pause=hold))
         assert begun.wait(WAIT_S)
         for _ in range(11):
-            hold.hold()
+            hold.begin()
             turns.release()
-            hold.release()
+            hold.end()
         reading.result(WAIT_S)
 
 
 def test_what_is_asked_in_a_hold_stands_still_from_its_head_on(server: RawServer) -> None:
     hold = ready_hold()
-    hold.hold()
+    hold.begin()
     out, sent = np.zeros(SIZE, np.uint8), threading.Event()
 
     def answer(peer: socket.socket, start: int, end: int) -> bool:
@@ -185,12 +185,12 @@ def test_what_is_asked_in_a_hold_stands_still_from_its_head_on(server: RawServer
     server.script = [answer]
     with ThreadPoolExecutor(1) as pool:
         reading = pool.submit(
-            StoreReader(policy=QUICK, hold=hold).read_into, Shard(server.url, len(CONTENT), ""), 0, out
+            StoreReader(policy=QUICK, pause=hold).read_into, Shard(server.url, len(CONTENT), ""), 0, out
         )
         assert sent.wait(WAIT_S)
         loop_went_round()
         came = out.any()
-        hold.release()
+        hold.end()
         reading.result(WAIT_S)
     assert not came
     assert out.tobytes() == CONTENT[:SIZE]
@@ -198,7 +198,7 @@ def test_what_is_asked_in_a_hold_stands_still_from_its_head_on(server: RawServer
 
 def test_a_reader_that_is_closed_in_a_hold_ends(server: RawServer) -> None:
     hold = ready_hold()
-    reader = StoreReader(policy=QUICK, hold=hold)
+    reader = StoreReader(policy=QUICK, pause=hold)
     middle = held_in_the_middle(server, reader, hold, Halves())
     reading, _ = middle.__enter__()
     reader.close()
@@ -209,12 +209,12 @@ def test_a_reader_that_is_closed_in_a_hold_ends(server: RawServer) -> None:
 
 def test_a_server_that_closes_in_a_hold_is_asked_for_the_rest_after_it(server: RawServer) -> None:
     hold = ready_hold()
-    reader = StoreReader(policy=QUICK, hold=hold)
+    reader = StoreReader(policy=QUICK, pause=hold)
     cut = Halves(slice(FIRST, FIRST + 1000), goes_on=False)
     with held_in_the_middle(server, reader, hold, cut) as (reading, _):
         assert not reading.done()
         assert len(server.heads) == 1
-        hold.release()
+        hold.end()
     assert reader.stats() == ReadStats(retries=1, resumed=1)
     assert f"bytes={FIRST + 1000}-" in server.heads[1][1]
 
@@ -223,7 +223,7 @@ def test_a_held_read_is_neither_asked_twice_nor_given_up_though_training_waits(s
     clock = Clock()
     hold = ready_hold(now=clock)
     policy = RetryPolicy(stall_s=WAIT_S, least_stall_s=0.01, deadline_s=WAIT_S)
-    reader = StoreReader(policy=policy, hold=hold, hedge_share=1.0)
+    reader = StoreReader(policy=policy, pause=hold, hedge_share=1.0)
 
     def in_ten_ms(peer: socket.socket, start: int, end: int) -> bool:
         clock.now_s += 0.01
@@ -237,7 +237,7 @@ def test_a_held_read_is_neither_asked_twice_nor_given_up_though_training_waits(s
     awaited.set_result(None)
     server.script = [silent]
     out = np.zeros(SIZE, np.uint8)
-    hold.hold()
+    hold.begin()
     with ThreadPoolExecutor(1) as pool:
         shard = Shard(server.url, len(CONTENT), "")
         reading = pool.submit(reader.read_into, shard, 0, out, awaited=awaited)
@@ -250,7 +250,7 @@ def test_a_held_read_is_neither_asked_twice_nor_given_up_though_training_waits(s
             looked = [clock.looks.acquire(timeout=2.0) for _ in range(4)]
         finally:
             silent.may_send.set()
-            hold.release()
+            hold.end()
         reading.result(WAIT_S)
     assert all(looked), "the read ended, or nobody looked after it"
     assert out.tobytes() == CONTENT[:SIZE]
@@ -259,7 +259,7 @@ def test_a_held_read_is_neither_asked_twice_nor_given_up_though_training_waits(s
 
 def test_limited_reads_have_connections_of_their_own_with_little_on_their_way(server: RawServer) -> None:
     hold = ready_hold()
-    reader = StoreReader(policy=QUICK, hold=hold)
+    reader = StoreReader(policy=QUICK, pause=hold)
     for limit in (None, 2, None, 2):
         hold.limit(limit)
         read(server, reader)
@@ -289,7 +289,7 @@ class Transport(asyncio.Transport):
     def __init__(self) -> None:
         super().__init__()
         self.told: list[str] = []
-        self.place: Place | None = None
+        self.place: Destination | None = None
 
     def pause_reading(self) -> None:
         self.told.append("pause")
@@ -315,14 +315,14 @@ class FakeTime(asyncio.SelectorEventLoop):
 
 @contextmanager
 def waiting(
-    stall_s: float, hold: ReadHold, *, breaks: Exception | None = None
+    stall_s: float, hold: ReadPause, *, breaks: Exception | None = None
 ) -> Iterator[Callable[[Any], None]]:
     """Run a test with a loop; it is called with loop, transport, and the task that waits for a body.
 
     `breaks`: what the body makes of being cancelled.
     """
 
-    async def silent_body(place: Place, transport: Transport) -> None:
+    async def silent_body(place: Destination, transport: Transport) -> None:
         place.attach(transport)
         transport.place = place
         try:
@@ -387,11 +387,11 @@ def test_a_hold_is_no_silence() -> None:
 
     async def test(loop: FakeTime, transport: Transport, task: asyncio.Task[bool]) -> None:
         await loop.passes(1.5)
-        hold.hold()
+        hold.begin()
         await loop.passes(0)
         await loop.passes(9.0)
         assert transport.told == ["pause"]
-        hold.release()
+        hold.end()
         await loop.passes(0)
         await loop.passes(1.9)  # the stall time-out anew: the sender must hear first
         assert transport.told == ["pause", "resume"]
@@ -408,7 +408,7 @@ def test_a_body_goes_on_after_a_hold_that_nobody_releases() -> None:
     hold = ready_hold(most_s=10.0)
 
     async def test(loop: FakeTime, transport: Transport, task: asyncio.Task[bool]) -> None:
-        hold.hold()
+        hold.begin()
         await loop.passes(0)
         await loop.passes(9.9)
         assert transport.told == ["pause"]
@@ -427,7 +427,7 @@ def test_a_connection_is_left_alone_once_the_body_is_over_though_a_hold_began_at
 
     async def test(loop: FakeTime, transport: Transport, task: asyncio.Task[bool]) -> None:
         task.cancel()
-        hold.hold()
+        hold.begin()
         await loop.passes(0)
         assert task.cancelled()
         assert transport.told == []
@@ -437,7 +437,7 @@ def test_a_connection_is_left_alone_once_the_body_is_over_though_a_hold_began_at
 
 
 def test_a_place_hands_its_connection_back_awake() -> None:
-    place, transport = Place(memoryview(bytearray(10)), lambda _: None), Transport()
+    place, transport = Destination(memoryview(bytearray(10)), lambda _: None), Transport()
     place.stand(still=True)
     place.attach(transport)
     place.attach(None)

@@ -20,7 +20,7 @@ import pytest
 from forked_kit import exit_code_in_child
 
 from prefetch.errors import ReaderClosedError
-from prefetch.store import bodies, connections
+from prefetch.store import clients, connections
 from prefetch.store.connections import BadAnswerError, parse_head
 from prefetch.store.reader import ReadStats, StoreReader
 from prefetch.store.retries import RetryPolicy
@@ -124,13 +124,13 @@ def server() -> Iterator[RawServer]:
 def by_client(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Where the ranges began that aiohttp was asked for."""
     starts: list[int] = []
-    real = bodies.aiohttp_body
+    real = clients.aiohttp_body
 
     async def recording(fs: Any, path: str, start: int, *more: Any) -> None:
         starts.append(start)
         await real(fs, path, start, *more)
 
-    monkeypatch.setattr(bodies, "aiohttp_body", recording)
+    monkeypatch.setattr(clients, "aiohttp_body", recording)
     return starts
 
 

@@ -13,7 +13,7 @@ import pytest
 from http_kit import slowstore
 from test_connections import RawServer, head, sends, serving, whole
 
-from prefetch.store import bodies, direct
+from prefetch.store import clients, direct
 from prefetch.store.reader import StoreReader
 from prefetch.store.retries import RetryPolicy
 from sharding.blocks import Shard
@@ -42,13 +42,13 @@ def folder(tmp_path: Path) -> Path:
 def by_client(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The paths that s3fs was asked for."""
     paths: list[str] = []
-    real = bodies.botocore_body
+    real = clients.botocore_body
 
     async def recording(fs: Any, path: str, *more: Any) -> None:
         paths.append(path)
         await real(fs, path, *more)
 
-    monkeypatch.setattr(bodies, "botocore_body", recording)
+    monkeypatch.setattr(clients, "botocore_body", recording)
     return paths
 
 

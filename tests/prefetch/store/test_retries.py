@@ -14,14 +14,14 @@ from contextlib import suppress
 
 import pytest
 
-from prefetch.notices import next_notice_s
-from prefetch.store.again import Hosts, Retrier
+from prefetch.errors import next_notice_s
+from prefetch.store.retrier import Hosts, Retrier
 from prefetch.store.retries import (
     CutBodyError,
-    Decision,
     Failure,
     HedgeBudget,
     ReadTimes,
+    RetryDecision,
     RetryPolicy,
     StatusError,
     WrongRangeError,
@@ -339,7 +339,7 @@ def test_a_server_that_contradicts_itself_is_asked_six_times() -> None:
 def test_attempts_may_be_counted() -> None:
     policy = RetryPolicy(max_attempts=3)
     assert policy.next_attempt("k", 2, CUT, 0.0).delay_s is not None
-    assert policy.next_attempt("k", 3, CUT, 0.0) == Decision(None, "max_attempts=3")
+    assert policy.next_attempt("k", 3, CUT, 0.0) == RetryDecision(None, "max_attempts=3")
     with pytest.raises(ValueError, match="max_attempts must be >= 1, got 0"):
         RetryPolicy(max_attempts=0)
 

@@ -17,9 +17,9 @@ from fsspec import AbstractFileSystem
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 from prefetch.errors import ReaderClosedError
-from prefetch.store import filesystems, reader as store
-from prefetch.store.again import Hosts
+from prefetch.store import filesystems
 from prefetch.store.reader import ReadStats, StoreReader
+from prefetch.store.retrier import Hosts
 from prefetch.store.retries import RetryPolicy
 from sharding.blocks import Shard
 from sharding.catalog.storage import open_url, shard_info, shard_of
@@ -131,7 +131,7 @@ def test_only_the_destination_is_written(path: Path) -> None:
 
 def test_a_read_that_comes_in_pieces_goes_on(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = os.preadv
-    monkeypatch.setattr(store.os, "preadv", lambda fd, views, at: real(fd, [views[0][:7]], at))
+    monkeypatch.setattr(os, "preadv", lambda fd, views, at: real(fd, [views[0][:7]], at))
     assert read(indexed(str(path)), 50, 100) == CONTENT[50:150]
 
 
@@ -179,7 +179,7 @@ def test_a_forbidden_file_is_named(path: Path, monkeypatch: pytest.MonkeyPatch) 
 
     shard = indexed(str(path))
     with monkeypatch.context() as patch:
-        patch.setattr(store.os, "open", forbid)  # not chmod: root may read every file
+        patch.setattr(os, "open", forbid)  # not chmod: root may read every file
         with pytest.raises(ShardReadError, match="permission denied") as caught:
             read(shard)
     assert_names_the_place(caught.value, shard, 0)
@@ -189,7 +189,7 @@ def test_a_system_failure_while_reading_is_named(path: Path, monkeypatch: pytest
     def fail(*_: Any) -> int:
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(store.os, "preadv", fail)
+    monkeypatch.setattr(os, "preadv", fail)
     with pytest.raises(ShardReadError, match="Input/output error"):
         read(indexed(str(path)))
 
@@ -241,7 +241,7 @@ def during_the_read(monkeypatch: pytest.MonkeyPatch, action: Callable[[], None])
         action()
         return got
 
-    monkeypatch.setattr(store.os, "preadv", preadv)
+    monkeypatch.setattr(os, "preadv", preadv)
 
 
 def test_a_shard_overwritten_during_the_read_is_noticed(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

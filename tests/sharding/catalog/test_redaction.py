@@ -24,7 +24,7 @@ from dataflow import Cache, DataLoader, ShardedDataset, ShardWriter
 from dataflow.timing import VARIABLE
 from dataflow.tools.cli import main
 from prefetch.cache.entry import tag_of
-from prefetch.store.again import Retrier, notice_of
+from prefetch.store.retrier import Retrier, notice_of
 from prefetch.store.retries import StatusError
 from sharding.blocks import Shard
 from sharding.catalog.build import default_catalog_path

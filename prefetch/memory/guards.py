@@ -1,10 +1,10 @@
-"""Leases on files: while we hold one, nobody cuts the file or opens it for writing.
+"""Guards of mapped files: while we hold one, nobody cuts the file or opens it for writing.
 
 A load from a mapped page behind the end of a truncated file is SIGBUS, which ends the process. Linux has a
 means against it, `fcntl(F_SETLEASE)`: who wants to truncate a leased file or open it for writing is made to
 wait until the holder lets go, `/proc/sys/fs/lease-break-time` seconds (45) at most. Renaming and deleting do
-not wait: they harm no mapping. So mapped pages of a leased file may be loaded from directly, which
-spares the kernel's copy; of others only the kernel may copy (`prefetch.memory.iovec`).
+not wait: they harm no mapping. A guard is such a lease. So mapped pages of a guarded file may be loaded from
+directly, which spares the kernel's copy; of others only the kernel may copy (`prefetch.memory.spans`).
 
 One thread waits for the signal that the kernel sends to it alone when somebody else waits: SIGURG, blocked in
 that thread, so that no handler of the program ever sees it. It lets the lease go as soon as the loads that
@@ -30,7 +30,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Final
 
-from prefetch.memory.forks import only_ours
+from prefetch.memory.lifetimes import only_ours
 
 _F_SETOWN_EX: Final = 15
 _F_OWNER_TID: Final = 0
@@ -39,16 +39,16 @@ _SIGNAL: Final = signal.SIGURG
 """Ignored by default, so no mishap can end the process; real-time signals may turn into SIGIO, which does."""
 
 
-class Lease:
+class FileGuard:
     """One file's. `held` turns False for ever when it must be given up."""
 
-    __slots__ = ("__weakref__", "_descriptor", "_leases", "held", "holder")
+    __slots__ = ("__weakref__", "_descriptor", "_guards", "held", "holder")
 
-    def __init__(self, leases: FileLeases, descriptor: int, holder: object) -> None:
-        self._leases, self._descriptor = leases, descriptor
+    def __init__(self, guards: FileGuards, descriptor: int, holder: object) -> None:
+        self._guards, self._descriptor = guards, descriptor
         self.held = True
         self.holder = weakref.ref(holder)
-        """What loads from the file; when it has died, the lease is of no use."""
+        """What loads from the file; when it has died, the guard is of no use."""
 
     @property
     def is_wanted(self) -> bool:
@@ -57,7 +57,7 @@ class Lease:
 
     def let_go(self) -> None:
         """End it. Idempotent."""
-        self._leases.let_go(self)
+        self._guards.let_go(self)
 
     def end(self) -> None:
         """Tell the kernel, in all processes that share the open file: closing alone leaves a child's copy."""
@@ -66,39 +66,40 @@ class Lease:
         self.close()
 
     def close(self) -> None:
-        """Close this process's copy, in a forked child. Its parent's lease stays."""
+        """Close this process's copy, in a forked child. Its parent's guard stays."""
         self.held = False
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
             os.close(descriptor)
 
 
-class FileLeases:
-    """The leases of one loader, with the thread that lets them go. `close` ends both."""
+class FileGuards:
+    """The guards of one loader, with the thread that lets them go. `close` ends both."""
 
     def __init__(self) -> None:
         soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        self._most = min(_MOST, soft // 4) if soft > 0 else _MOST
+        self.most = min(_MOST, soft // 4) if soft > 0 else _MOST
+        """Guards at a time."""
         self._pid = os.getpid()
         self._lock = threading.RLock()  # guards what follows
-        self._held: set[Lease] = set()
+        self._held: set[FileGuard] = set()
         self._loading: set[object] = set()
-        self._given_up: list[tuple[Lease, set[object]]] = []
+        self._given_up: list[tuple[FileGuard, set[object]]] = []
         """Leases that end when the loads that may touch their files have ended."""
         self._thread: threading.Thread | None = None
         self._closed = False
 
-    def take(self, descriptor: int, holder: object) -> Lease | None:
-        """A lease on an open file (a duplicate of the descriptor is kept), or None where there is none.
+    def take(self, descriptor: int, holder: object) -> FileGuard | None:
+        """A guard on an open file (a duplicate of the descriptor is kept), or None where there is none.
 
-        `holder` is what will load from it. A lease may outlive it, until there are too many or `close`.
+        `holder` is what will load from it. A guard may outlive it, until there are too many or `close`.
         """
         if not self._is_ours:
             return None
         with self._lock:
-            if len(self._held) >= self._most:
+            if len(self._held) >= self.most:
                 self._let_go_unused()
-            if self._closed or len(self._held) >= self._most:
+            if self._closed or len(self._held) >= self.most:
                 return None
             owner = self._listener()
             own = os.dup(descriptor)
@@ -109,13 +110,13 @@ class FileLeases:
             except OSError:
                 os.close(own)
                 return None
-            lease = only_ours(Lease(self, own, holder))
-            self._held.add(lease)
-            return lease
+            guard = only_ours(FileGuard(self, own, holder))
+            self._held.add(guard)
+            return guard
 
     @contextmanager
     def loading(self) -> Iterator[None]:
-        """Inside, files whose lease is `held` when it is looked at keep their length."""
+        """Inside, files whose guard is `held` when it is looked at keep their length."""
         if not self._is_ours:
             yield
             return
@@ -130,30 +131,30 @@ class FileLeases:
                 if self._given_up:
                     self._settle(token)
 
-    def let_go(self, lease: Lease) -> None:
-        """End a lease as soon as no load may touch its file."""
+    def let_go(self, guard: FileGuard) -> None:
+        """End a guard as soon as no load may touch its file."""
         if not self._is_ours:
             return
         with self._lock:
-            if lease not in self._held:
+            if guard not in self._held:
                 return
-            self._held.discard(lease)
-            lease.held = False
-            self._given_up.append((lease, set(self._loading)))
+            self._held.discard(guard)
+            guard.held = False
+            self._given_up.append((guard, set(self._loading)))
             self._settle(None)
 
     def _let_go_unused(self) -> None:
-        for lease in [lease for lease in self._held if lease.holder() is None]:
-            self.let_go(lease)
+        for guard in [guard for guard in self._held if guard.holder() is None]:
+            self.let_go(guard)
 
     def _settle(self, token: object) -> None:
         left = []
-        for lease, loads in self._given_up:
+        for guard, loads in self._given_up:
             loads.discard(token)
             if loads:
-                left.append((lease, loads))
+                left.append((guard, loads))
             else:
-                lease.end()
+                guard.end()
         self._given_up = left
 
     @property
@@ -165,7 +166,7 @@ class FileLeases:
         """The thread that waits for the kernel's word; its number."""
         if self._thread is None:
             # A daemon only for programs that exit without closing their loader.
-            self._thread = threading.Thread(target=self._listen, name="dataflow-leases", daemon=True)
+            self._thread = threading.Thread(target=self._listen, name="dataflow-guards", daemon=True)
             before = signal.pthread_sigmask(signal.SIG_BLOCK, {_SIGNAL})  # the thread inherits it
             try:
                 self._thread.start()
@@ -181,17 +182,17 @@ class FileLeases:
             with self._lock:
                 if self._closed:
                     return
-                for lease in [lease for lease in self._held if lease.is_wanted]:
-                    self.let_go(lease)
+                for guard in [guard for guard in self._held if guard.is_wanted]:
+                    self.let_go(guard)
 
     def close(self, *, join: bool = True) -> None:
-        """End all leases and the thread, which a finaliser must not wait for (`join=False`). Idempotent."""
+        """End all guards and the thread, which a finaliser must not wait for (`join=False`). Idempotent."""
         if not self._is_ours:
             return
         with self._lock:
             self._closed = True
-            for lease in list(self._held):
-                self.let_go(lease)
+            for guard in list(self._held):
+                self.let_go(guard)
             thread, self._thread = self._thread, None
         if thread is not None and thread.is_alive() and thread.ident is not None:
             signal.pthread_kill(thread.ident, _SIGNAL)

@@ -18,18 +18,21 @@ from typing import Any
 
 from fsspec.asyn import AsyncFileSystem
 
-from prefetch.store.answers import Check, check_range, raise_for_status
-from prefetch.store.connections import Place
+from prefetch.store.connections import Destination
 from prefetch.store.direct import NotDirectError, direct_http, direct_s3
+from prefetch.store.responses import Check, check_range, raise_for_status
 
-FillPlace = Callable[[Any, str, int, Place, Check], Awaitable[None]]
+Fill = Callable[[Any, str, int, Destination, Check], Awaitable[None]]
 """`fill(fs, path, start, place, check)` puts the object's bytes from `start` into a place."""
+
+Client = tuple[Fill, bool]
+"""How a filesystem's bytes are asked for, and whether they come in pieces."""
 
 PIECE_BYTES = 1 << 18
 
 
-def body_of(fs: Any) -> tuple[FillPlace, bool] | None:
-    """How this filesystem's bytes are asked for, and whether they come in pieces; None: only by `cat_file`.
+def client_of(fs: Any) -> Client | None:
+    """What asks for this filesystem's bytes; None: only `cat_file` does.
 
     Filesystems are told apart by what they can do, as their packages may not be installed, and other classes
     may serve the same protocol. But for `simplecache::` and its like: they show the attributes of what they
@@ -44,7 +47,7 @@ def body_of(fs: Any) -> tuple[FillPlace, bool] | None:
     return whole_body, False
 
 
-async def http_body(fs: Any, path: str, start: int, place: Place, check: Check) -> None:
+async def http_body(fs: Any, path: str, start: int, place: Destination, check: Check) -> None:
     """From fsspec's HTTPFileSystem."""
     with suppress(NotDirectError):
         await direct_http(fs, path, start, place, check)
@@ -52,15 +55,15 @@ async def http_body(fs: Any, path: str, start: int, place: Place, check: Check) 
     await aiohttp_body(fs, path, start, place, check)
 
 
-async def aiohttp_body(fs: Any, path: str, start: int, place: Place, check: Check) -> None:
+async def aiohttp_body(fs: Any, path: str, start: int, place: Destination, check: Check) -> None:
     """By the session of fsspec's HTTPFileSystem, which knows redirects, chunks and all options."""
     import aiohttp
 
     session = await fs.set_session()
     options = {"timeout": aiohttp.ClientTimeout(total=None), "read_bufsize": PIECE_BYTES, **fs.kwargs}
     # A body compressed on its way has other ranges than the object.
-    asked = {"Range": f"bytes={start}-{start + len(place.rest) - 1}", "Accept-Encoding": "identity"}
-    options["headers"] = {**options.get("headers", {}), **asked}
+    headers = {"Range": f"bytes={start}-{start + len(place.rest) - 1}", "Accept-Encoding": "identity"}
+    options["headers"] = {**options.get("headers", {}), **headers}
     async with session.get(fs.encode_url(path), **options) as response:
         fields = {name.lower(): value for name, value in response.headers.items()}
         raise_for_status(response.status, str(response.reason or ""), fields, path)
@@ -69,7 +72,7 @@ async def aiohttp_body(fs: Any, path: str, start: int, place: Place, check: Chec
             place.put(piece)
 
 
-async def s3_body(fs: Any, path: str, start: int, place: Place, check: Check) -> None:
+async def s3_body(fs: Any, path: str, start: int, place: Destination, check: Check) -> None:
     """From s3fs."""
     with suppress(NotDirectError):
         await direct_s3(fs, path, start, place, check)
@@ -77,19 +80,19 @@ async def s3_body(fs: Any, path: str, start: int, place: Place, check: Check) ->
     await botocore_body(fs, path, start, place, check)
 
 
-async def botocore_body(fs: Any, path: str, start: int, place: Place, check: Check) -> None:
+async def botocore_body(fs: Any, path: str, start: int, place: Destination, check: Check) -> None:
     """By the client of s3fs. Its own retries are passed by; those of the client, botocore, come first."""
     from s3fs.errors import translate_boto_error
 
     bucket, key, version = fs.split_path(path)
     await fs.set_session()
     client = await fs.get_s3(bucket)
-    wanted = f"bytes={start}-{start + len(place.rest) - 1}"
-    asked = {"Bucket": bucket, "Key": key, "Range": wanted, **fs.req_kw}
+    last = start + len(place.rest) - 1
+    request = {"Bucket": bucket, "Key": key, "Range": f"bytes={start}-{last}", **fs.req_kw}
     if version is not None:
-        asked["VersionId"] = version
+        request["VersionId"] = version
     try:
-        response = await client.get_object(**fs._get_s3_method_kwargs(client.get_object, **asked))
+        response = await client.get_object(**fs._get_s3_method_kwargs(client.get_object, **request))
     except Exception as error:
         raise translate_boto_error(error) from error
     body = response["Body"]
@@ -102,9 +105,6 @@ async def botocore_body(fs: Any, path: str, start: int, place: Place, check: Che
         body.close()
 
 
-async def whole_body(fs: Any, path: str, start: int, place: Place, check: Check) -> None:
+async def whole_body(fs: Any, path: str, start: int, place: Destination, check: Check) -> None:
     """In one piece, from any asynchronous filesystem; the caller has checked the object."""
     place.put(await fs._cat_file(path, start=start, end=start + len(place.rest)))
-
-
-__all__ = ["FillPlace", "aiohttp_body", "body_of", "botocore_body", "http_body", "s3_body", "whole_body"]

@@ -2,11 +2,11 @@
 
 While gradients are on the network, reads that nobody waits for make them slower: each of many connections
 takes as much of a link as the one that gradients travel on. A *limit* lets few reads run at a time, so that
-few are in the way when gradients come; a *hold* lets no new read begin, and those that run stand still where
+few are in the way when gradients come; a *pause* lets no new read begin, and those that run stand still where
 we read the store directly (`prefetch.store.arrival`). Both are requests, not orders: they end by themselves
-when the training code waits for a read, and a hold also when few batches are ready, or when whoever holds is
-not heard of for too long. Time in which reads stand still says nothing about a store, so whoever measures one
-does it by a clock that stands still, too (`ReadHold.moving_s`).
+when the training code waits for a read, and a pause also when few batches are ready, or when whoever asked
+for it is not heard of for too long. Time in which reads stand still says nothing about a store, so whoever
+measures one does it by a clock that stands still, too (`ReadPause.running_s`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from prefetch.memory.monitor import Monitor
+from prefetch.memory.interrupts import Monitor
 
 _MOST_S = 10.0
 
@@ -25,24 +25,24 @@ Listener = Callable[[float | None], None]
 
 
 @dataclass(frozen=True)
-class HoldStats:
-    """What holds did so far."""
+class PauseStats:
+    """What pauses did so far."""
 
-    holds: int = 0
+    pauses: int = 0
     """How often reads were asked to wait."""
     held_reads: int = 0
-    """Reads that waited for a hold or a limit, or ran when a hold began. None of many holds: reads came at
+    """Reads that waited for a pause or a limit, or ran when a pause began. None of many pauses: reads came at
     other times anyway."""
     broken: int = 0
-    """Holds and limits that ended early, for want of batches. Most: the store is too slow to be held back."""
+    """Pauses and limits that ended early, for want of batches. Most: the store is too slow for pauses."""
 
 
-class ReadHold:
+class ReadPause:
     """Lets reads begin, or asks them to wait. Thread-safe.
 
     Args:
         low_water: with so many batches ready or fewer, nothing is held.
-        most_s: seconds that a hold lasts at most.
+        most_s: seconds that a pause lasts at most.
         now: seconds on a clock that only goes forward.
     """
 
@@ -54,11 +54,11 @@ class ReadHold:
         self._ready: Callable[[], int] = lambda: low_water
         self._until: float | None = None
         self._still_since: float | None = None
-        self._stood_s = 0.0  # in holds that are over
+        self._stood_s = 0.0  # in pauses that are over
         self._listeners: set[Listener] = set()
         self._limit: int | None = None
         self._running = 0
-        self._holds = self._held_reads = self._broken = 0
+        self._pauses = self._held_reads = self._broken = 0
 
     def watch(self, ready: Callable[[], int]) -> None:
         """Ask `ready` for the number of batches ready from now on; it must not block."""
@@ -77,10 +77,10 @@ class ReadHold:
         with self._changed:
             return self._limit is not None
 
-    def hold(self) -> None:
-        """Ask new reads to wait, and those that run to stand still, until `release`."""
+    def begin(self) -> None:
+        """Ask new reads to wait, and those that run to stand still, until `end`."""
         with self._changed:
-            self._holds += 1
+            self._pauses += 1
             if self._ready() <= self._low_water:
                 self._broken += 1
                 return
@@ -90,19 +90,19 @@ class ReadHold:
             for listener in self._listeners:
                 listener(self._most_s)
 
-    def release(self) -> None:
-        """End the hold. Idempotent."""
+    def end(self) -> None:
+        """End the pause. Idempotent."""
         with self._changed:
             self._lift()
             self._changed.notify_all()
 
     def hurry(self) -> None:
-        """The training code waits for a read: the present hold and limit are over."""
+        """The training code waits for a read: the present pause and limit are over."""
         with self._changed:
             self._break()
 
-    def took(self) -> None:
-        """Batches were taken: if few are left, the present hold is over."""
+    def batches_taken(self) -> None:
+        """Batches were taken: if few are left, the present pause is over."""
         with self._changed:
             if self._ready() <= self._low_water:
                 self._give_way()
@@ -126,7 +126,7 @@ class ReadHold:
 
     @contextmanager
     def follow(self, listener: Listener) -> Iterator[None]:
-        """Tell `listener` of each hold and its end, in whichever thread brings it; it must not block."""
+        """Tell `listener` of each pause and its end, in whichever thread brings it; it must not block."""
         with self._changed:
             if self._until is not None and (left := self._until - self._now()) > 0:
                 listener(left)
@@ -137,14 +137,14 @@ class ReadHold:
             with self._changed:
                 self._listeners.discard(listener)
 
-    def stands(self) -> None:
-        """Something stands still for the present hold: time does, too, until its end."""
+    def stand_still(self) -> None:
+        """Something stands still for the present pause: time does, too, until its end."""
         with self._changed:
             now = self._now()
             if self._until is not None and self._still_since is None and now < self._until:
                 self._still_since = now
 
-    def moving_s(self) -> float:
+    def running_s(self) -> float:
         """Seconds on the clock, but for those in which something stood still.
 
         What comes, or does not come, is measured by it.
@@ -153,10 +153,10 @@ class ReadHold:
             now = self._now()
             return now - self._stood_s - self._standing_s(now)
 
-    def stats(self) -> HoldStats:
+    def stats(self) -> PauseStats:
         """So far."""
         with self._changed:
-            return HoldStats(self._holds, self._held_reads, self._broken)
+            return PauseStats(self._pauses, self._held_reads, self._broken)
 
     def _may_begin(self) -> bool:
         if self._until is not None and (self._now() >= self._until or self._ready() <= self._low_water):
@@ -164,7 +164,7 @@ class ReadHold:
         return self._until is None and (self._limit is None or self._running < self._limit)
 
     def _give_way(self) -> None:
-        """End the hold, not the limit: many reads at once would cost gradients more than few do."""
+        """End the pause, not the limit: many reads at once would cost gradients more than few do."""
         if self._until is not None:
             self._lift()
             self._broken += 1

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from prefetch.store.full_reads import read_fully
+from prefetch.store.local import read_fully
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Self, TypeVar
 
-from prefetch.notices import FIRST_NOTICE_S, next_notice_s
+from prefetch.errors import FIRST_NOTICE_S, next_notice_s
 from prefetch.store.retries import RetryPolicy, failure_of
 from sharding.errors import ShardError, ShardReadError
 from sharding.redaction import identity_of, without_secrets
@@ -89,15 +89,15 @@ class Retrier:
         self._running: dict[int, _Request] = {}
         self._given_up = Hosts()
         self._waiting: Callable[[], str] = lambda: ""
-        self._teller: threading.Thread | None = None
+        self._notifier: threading.Thread | None = None
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self._ended.set()
-        if self._teller is not None:
-            self._teller.join()
+        if self._notifier is not None:
+            self._notifier.join()
 
     def __call__(self, call: Callable[[], R], url: str, *, may_ask_nobody: bool = False) -> R:
         """What `call` returns, or what it raised last, with a note that counts the attempts.
@@ -114,9 +114,9 @@ class Retrier:
         request = _Request(url, self._now())
         with self._lock:
             self._running[id(request)] = request
-            if self._teller is None:
-                self._teller = threading.Thread(target=self._tell, name="dataflow-notice")
-                self._teller.start()
+            if self._notifier is None:
+                self._notifier = threading.Thread(target=self._log_waits, name="dataflow-notice")
+                self._notifier.start()
         try:
             answer = self._answer(call, request)
         finally:
@@ -173,17 +173,17 @@ class Retrier:
         request.state = f"{without_secrets(reason)}; asked again for {left_s:.0f} s (Ctrl-C ends that)"
         return decision.delay_s
 
-    def _tell(self) -> None:
+    def _log_waits(self) -> None:
         due_s = sleep_s = self._notice_s
         while not self._ended.wait(sleep_s):
             with self._lock:
-                waiting = list(self._running.values())
-            past_s = self._now() - waiting[0].began_s if waiting else 0.0
+                running = list(self._running.values())
+            past_s = self._now() - running[0].began_s if running else 0.0
             if past_s < due_s / 2:  # another one
                 due_s = next_notice_s(past_s, self._notice_s)
             if past_s >= due_s:
-                state = self._waiting() or waiting[0].state
-                _log.warning("%s", notice_of(waiting[0].url, state, past_s, len(waiting) - 1))
+                state = self._waiting() or running[0].state
+                _log.warning("%s", notice_of(running[0].url, state, past_s, len(running) - 1))
                 due_s = next_notice_s(past_s, self._notice_s)
             sleep_s = due_s - past_s
 
@@ -192,6 +192,3 @@ def notice_of(url: str, state: str, past_s: float, others: int) -> str:
     """The line that tells of a request, and of how many others there are."""
     more = f" (and {others} more)" if others else ""
     return f"waiting {past_s:.0f} s for {identity_of(url)}{more}: {state}"
-
-
-__all__ = ["Hosts", "Retrier", "host_of", "notice_of"]

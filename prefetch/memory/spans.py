@@ -1,4 +1,4 @@
-"""Copy many byte spans of memory in one call that holds no lock of the interpreter.
+"""Spans of memory, by address and length: as arrays, and many of them copied in one call without the GIL.
 
 A ragged batch is gathered from spans that lie anywhere in memory. numpy and torch have no gather for spans of
 different lengths, and a Python loop would take the GIL once per sample. The kernel has one:
@@ -20,6 +20,27 @@ import numpy as np
 from numpy.typing import NDArray
 
 _IOV_MAX = 1024
+
+
+def array_interface(address: int, nbytes: int) -> dict[str, Any]:
+    """What an object that owns memory gives as `__array_interface__`: writable uint8 [nbytes].
+
+    The object becomes the base of the array made from it, and dies with the array's last view.
+    """
+    return {"shape": (nbytes,), "typestr": "|u1", "data": (address, False), "version": 3}
+
+
+class _Memory:
+    def __init__(self, address: int, nbytes: int) -> None:
+        self.__array_interface__ = array_interface(address, nbytes)
+
+
+def memory_at(address: int, nbytes: int) -> NDArray[np.uint8]:
+    """Memory that others keep alive, writable uint8 [nbytes].
+
+    Not by a ctypes array: each length would be a type of its own, which is never freed.
+    """
+    return np.asarray(_Memory(address, nbytes))
 
 
 def _load(name: str, *argtypes: Any) -> Any:

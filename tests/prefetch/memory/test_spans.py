@@ -14,8 +14,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 from numpy.typing import NDArray
 
-from prefetch.memory import iovec
-from prefetch.memory.iovec import copies_by_kernel, copy_mapped, copy_spans
+from prefetch.memory import spans
+from prefetch.memory.spans import copies_by_kernel, copy_mapped, copy_spans
 
 few = settings(
     max_examples=60,
@@ -43,17 +43,17 @@ def assert_copies_like_the_loop(starts: NDArray[np.int64], lengths: NDArray[np.i
 
 
 def by_kernel(patch: pytest.MonkeyPatch) -> None:
-    if iovec._readv is None:
+    if spans._readv is None:
         pytest.skip("this system has no process_vm_readv")
 
 
 def without_the_call(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(iovec, "_readv", None)
+    patch.setattr(spans, "_readv", None)
     copies_by_kernel.cache_clear()
 
 
 def forbidden(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(iovec, "_readv", lambda *_: -1)
+    patch.setattr(spans, "_readv", lambda *_: -1)
     copies_by_kernel.cache_clear()
 
 
@@ -65,7 +65,7 @@ def nothing_is_remembered() -> Iterator[None]:
 
 def short(patch: pytest.MonkeyPatch) -> None:
     """A call copies only a part of the first span that is not empty, as a call beyond 2 GiB may."""
-    real = iovec._readv
+    real = spans._readv
 
     def readv(pid: int, local: int, one: int, remote: int, count: int, flags: int) -> int:
         size = ctypes.c_int64.from_address(local + 8)
@@ -77,7 +77,7 @@ def short(patch: pytest.MonkeyPatch) -> None:
 
     if real is None:
         pytest.skip("this system has no process_vm_readv")
-    patch.setattr(iovec, "_readv", readv)
+    patch.setattr(spans, "_readv", readv)
 
 
 PATHS = [by_kernel, without_the_call, forbidden, short]
@@ -110,7 +110,7 @@ def test_the_kernel_does_the_copy_where_it_can(monkeypatch: pytest.MonkeyPatch) 
     by_kernel(monkeypatch)
     if not copies_by_kernel():
         pytest.skip("process_vm_readv is forbidden here")
-    monkeypatch.setattr(iovec, "_copy_by_memmove", None)  # would fail if it were called
+    monkeypatch.setattr(spans, "_copy_by_memmove", None)  # would fail if it were called
     assert_copies_like_the_loop(int64([0, 100]), int64([20, 30]))
 
 
@@ -143,4 +143,4 @@ def test_a_destination_of_another_size_is_refused(size: int) -> None:
 
 
 def test_a_call_that_the_c_library_lacks_is_none() -> None:
-    assert iovec._load("no_such_call_in_any_libc") is None
+    assert spans._load("no_such_call_in_any_libc") is None

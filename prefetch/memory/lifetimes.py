@@ -1,14 +1,19 @@
-"""Let a task run when an object has died, in a thread of its own.
+"""What happens when an object dies, and what a forked child must not keep alive.
 
 What runs where an object dies (`__del__`, the end of a generator, the callback of a weak reference) runs in
 the middle of whatever the thread does there, and its exceptions are printed and dropped. In the main thread
 one of these may be the KeyboardInterrupt of a Ctrl-C: then the loop goes on as if nobody had pressed it. It
 is raised between instructions of Python code only. So no Python code runs there: the callback is a method of
 the reference itself that starts a thread, and everything up to that thread is C.
+
+A child made by `os.fork` shares every open descriptor, so a lock or a socket would outlive the process that
+it stands for: those that tell others by their closing that this process is gone are closed in children
+(`only_ours`). Children made by starting a program do not inherit them in the first place.
 """
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
 from _thread import start_new_thread
@@ -17,7 +22,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from multiprocessing import util
 from operator import methodcaller
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from prefetch.work import Task
 
@@ -93,4 +98,27 @@ class Finalizer:
         self.detach()
 
 
-__all__ = ["DeathWatch", "Finalizer", "WeakRegistry"]
+class Closable(Protocol):
+    """An open descriptor's owner."""
+
+    def close(self) -> None:
+        """Close this process's copy; others' copies stay as they are."""
+        ...
+
+
+C = TypeVar("C", bound=Closable)
+_ours: WeakRegistry[Closable] = WeakRegistry()
+
+
+def only_ours(owner: C) -> C:
+    """Close it in every child that this process forks from now on. Gives it back."""
+    _ours.add(owner)
+    return owner
+
+
+def _in_child() -> None:
+    for owner in _ours:
+        owner.close()
+
+
+os.register_at_fork(after_in_child=_in_child)

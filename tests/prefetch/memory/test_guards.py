@@ -1,4 +1,4 @@
-"""Leases: a file that is loaded from keeps its length, and who wants to cut it waits milliseconds."""
+"""Guards: a file that is loaded from keeps its length, and who wants to cut it waits milliseconds."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from dataflow import DataLoader
-from prefetch.memory.leases import FileLeases, Lease
+from prefetch.memory.guards import FileGuard, FileGuards
 from sharding.errors import DataflowError
 from tests.datasets_kit import make_tokens_bin
 
@@ -26,12 +26,12 @@ TIMEOUT_S = 30.0
 def granted(folder: Path) -> bool:
     probe = folder / "probe"
     probe.write_bytes(b"x")
-    leases, descriptor = FileLeases(), os.open(probe, os.O_RDONLY)
+    guards, descriptor = FileGuards(), os.open(probe, os.O_RDONLY)
     try:
-        return leases.take(descriptor, leases) is not None
+        return guards.take(descriptor, guards) is not None
     finally:
         os.close(descriptor)
-        leases.close()
+        guards.close()
 
 
 @contextmanager
@@ -59,29 +59,29 @@ def path(tmp_path: Path) -> Path:
     return path
 
 
-class Watched(FileLeases):
-    """Tells when a lease is wanted back."""
+class Watched(FileGuards):
+    """Tells when a guard is wanted back."""
 
     def __init__(self) -> None:
         super().__init__()
         self.wanted = threading.Event()
 
-    def let_go(self, lease: Lease) -> None:
-        super().let_go(lease)
+    def let_go(self, guard: FileGuard) -> None:
+        super().let_go(guard)
         self.wanted.set()
 
 
 @pytest.fixture
-def leases() -> Iterator[Watched]:
-    leases = Watched()
-    yield leases
-    leases.close()
+def guards() -> Iterator[Watched]:
+    guards = Watched()
+    yield guards
+    guards.close()
 
 
-def take(leases: FileLeases, path: Path) -> Lease | None:
+def take(guards: FileGuards, path: Path) -> FileGuard | None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        return leases.take(descriptor, leases)
+        return guards.take(descriptor, guards)
     finally:
         os.close(descriptor)
 
@@ -91,18 +91,18 @@ def truncating(path: Path) -> subprocess.Popen[bytes]:
 
 
 def listeners() -> int:
-    return sum(thread.name == "dataflow-leases" for thread in threading.enumerate())
+    return sum(thread.name == "dataflow-guards" for thread in threading.enumerate())
 
 
-def test_who_cuts_a_file_waits_for_the_loads_that_have_begun(path: Path, leases: Watched) -> None:
-    lease = take(leases, path)
-    assert lease is not None
-    with leases.loading():
-        assert lease.held
+def test_who_cuts_a_file_waits_for_the_loads_that_have_begun(path: Path, guards: Watched) -> None:
+    guard = take(guards, path)
+    assert guard is not None
+    with guards.loading():
+        assert guard.held
         other = truncating(path)
-        assert leases.wanted.wait(TIMEOUT_S)
-        assert not lease.held
-        with leases.loading():  # a later load does not prolong the wait
+        assert guards.wanted.wait(TIMEOUT_S)
+        assert not guard.held
+        with guards.loading():  # a later load does not prolong the wait
             pass
         assert path.stat().st_size == 10_000
         assert other.poll() is None
@@ -110,17 +110,17 @@ def test_who_cuts_a_file_waits_for_the_loads_that_have_begun(path: Path, leases:
     assert path.stat().st_size == 10
 
 
-def test_loads_that_begin_later_keep_nobody_waiting(path: Path, leases: Watched) -> None:
-    assert take(leases, path)
+def test_loads_that_begin_later_keep_nobody_waiting(path: Path, guards: Watched) -> None:
+    assert take(guards, path)
     begun, end = threading.Event(), threading.Event()
 
     def load() -> None:
-        with leases.loading():
+        with guards.loading():
             begun.set()
             end.wait(TIMEOUT_S)
 
     other = truncating(path)
-    assert leases.wanted.wait(TIMEOUT_S)
+    assert guards.wanted.wait(TIMEOUT_S)
     thread = threading.Thread(target=load)
     thread.start()
     assert begun.wait(TIMEOUT_S)
@@ -130,77 +130,77 @@ def test_loads_that_begin_later_keep_nobody_waiting(path: Path, leases: Watched)
 
 
 @pytest.mark.timeout(20)  # without the listener it takes 45 s
-def test_the_process_that_holds_the_lease_may_write_the_file_itself(path: Path, leases: Watched) -> None:
-    lease = take(leases, path)
+def test_the_process_that_holds_the_lease_may_write_the_file_itself(path: Path, guards: Watched) -> None:
+    guard = take(guards, path)
     path.write_bytes(b"new")
-    assert lease is not None
-    assert not lease.held
+    assert guard is not None
+    assert not guard.held
 
 
-def test_no_handler_of_the_program_sees_the_signal(path: Path, leases: Watched) -> None:
+def test_no_handler_of_the_program_sees_the_signal(path: Path, guards: Watched) -> None:
     seen: list[int] = []
     before = signal.signal(signal.SIGURG, lambda number, frame: seen.append(number))
     try:
-        assert take(leases, path)
+        assert take(guards, path)
         path.write_bytes(b"new")
         assert not seen
     finally:
         signal.signal(signal.SIGURG, before)
 
 
-def test_reading_renaming_and_deleting_wait_for_nobody_and_end_no_lease(path: Path, leases: Watched) -> None:
-    lease = take(leases, path)
-    assert lease is not None
+def test_reading_renaming_and_deleting_wait_for_nobody_and_end_no_lease(path: Path, guards: Watched) -> None:
+    guard = take(guards, path)
+    assert guard is not None
     assert len(path.read_bytes()) == 10_000
     other = path.rename(path.with_name("other"))
     other.unlink()
-    assert lease.held
-    assert not lease.is_wanted
+    assert guard.held
+    assert not guard.is_wanted
 
 
-def test_a_file_that_somebody_writes_is_not_leased(path: Path, leases: Watched) -> None:
+def test_a_file_that_somebody_writes_is_not_leased(path: Path, guards: Watched) -> None:
     with path.open("r+b"):
-        assert take(leases, path) is None
-    assert take(leases, path) is not None
+        assert take(guards, path) is None
+    assert take(guards, path) is not None
 
 
 def test_there_are_no_more_than_a_quarter_of_the_descriptors(path: Path, monkeypatch) -> None:
     monkeypatch.setattr("resource.getrlimit", lambda which: (8, 8))
-    leases = FileLeases()
+    guards = FileGuards()
     try:
-        assert [take(leases, path) is not None for _ in range(3)] == [True, True, False]
+        assert [take(guards, path) is not None for _ in range(3)] == [True, True, False]
     finally:
-        leases.close()
+        guards.close()
 
 
 def test_closing_ends_leases_thread_and_descriptors(path: Path) -> None:
     before = set(os.listdir("/proc/self/fd"))
-    leases = FileLeases()
+    guards = FileGuards()
     assert listeners() == 0
-    lease = take(leases, path)
-    assert take(leases, path) is not lease
+    guard = take(guards, path)
+    assert take(guards, path) is not guard
     assert listeners() == 1
-    leases.close()
-    leases.close()
+    guards.close()
+    guards.close()
     assert listeners() == 0
     assert set(os.listdir("/proc/self/fd")) == before
-    assert lease is not None
-    assert not lease.held
-    assert take(leases, path) is None
-    writable = os.open(path, os.O_WRONLY | os.O_NONBLOCK)  # EWOULDBLOCK while there is a lease
+    assert guard is not None
+    assert not guard.held
+    assert take(guards, path) is None
+    writable = os.open(path, os.O_WRONLY | os.O_NONBLOCK)  # EWOULDBLOCK while there is a guard
     os.close(writable)
 
 
 def test_a_forked_child_does_not_keep_a_lease_that_was_ended(path: Path) -> None:
-    leases = FileLeases()
-    assert take(leases, path)
+    guards = FileGuards()
+    assert take(guards, path)
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
         os.close(writing)
         os.read(reading, 1)
         os._exit(0)
-    leases.close()
+    guards.close()
     os.close(os.open(path, os.O_WRONLY | os.O_NONBLOCK))
     os.close(writing)
     os.close(reading)
@@ -208,36 +208,36 @@ def test_a_forked_child_does_not_keep_a_lease_that_was_ended(path: Path) -> None
 
 
 def test_a_forked_child_leaves_its_parents_leases_alone(path: Path) -> None:
-    leases = FileLeases()
-    ending, staying = take(leases, path), take(leases, path)
+    guards = FileGuards()
+    ending, staying = take(guards, path), take(guards, path)
     assert ending
     assert staying
-    with leases.loading():
+    with guards.loading():
         child = os.fork()
         if child == 0:
             with watchdog_of_child():
                 descriptors = [name for name in os.listdir("/proc/self/fd") if leads_to(name, path)]
                 ending.let_go()
-                with leases.loading():
+                with guards.loading():
                     may_load = staying.held
-                leases.close()
-                os._exit(bool(descriptors or may_load or take(leases, path)))
+                guards.close()
+                os._exit(bool(descriptors or may_load or take(guards, path)))
     assert os.waitpid(child, 0)[1] == 0
     assert staying.held
     with pytest.raises(BlockingIOError):
         os.open(path, os.O_WRONLY | os.O_NONBLOCK)
-    leases.close()
+    guards.close()
     os.close(os.open(path, os.O_WRONLY | os.O_NONBLOCK))
 
 
 def test_a_child_forked_while_the_leases_are_locked_ends(path: Path) -> None:
-    leases = FileLeases()
-    lease = take(leases, path)
-    assert lease
+    guards = FileGuards()
+    guard = take(guards, path)
+    assert guard
     held, over = threading.Event(), threading.Event()
 
     def hold() -> None:
-        with leases._lock:
+        with guards._lock:
             held.set()
             over.wait(TIMEOUT_S)
 
@@ -247,31 +247,31 @@ def test_a_child_forked_while_the_leases_are_locked_ends(path: Path) -> None:
     child = os.fork()
     if child == 0:
         with watchdog_of_child():
-            lease.let_go()
-            leases.close()
+            guard.let_go()
+            guards.close()
             os._exit(0)
     assert os.waitpid(child, 0)[1] == 0
     over.set()
     holder.join(TIMEOUT_S)
-    leases.close()
+    guards.close()
 
 
 def test_batches_are_the_same_with_leases_and_without(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = make_tokens_bin(path.parent)
     taken: list[bool] = []
 
-    def counted(self: FileLeases, descriptor: int, holder: object) -> Lease | None:
-        lease = original(self, descriptor, holder)
-        taken.append(lease is not None)
-        return lease
+    def counted(self: FileGuards, descriptor: int, holder: object) -> FileGuard | None:
+        guard = original(self, descriptor, holder)
+        taken.append(guard is not None)
+        return guard
 
-    original = FileLeases.take
-    monkeypatch.setattr(FileLeases, "take", counted)
+    original = FileGuards.take
+    monkeypatch.setattr(FileGuards, "take", counted)
     with DataLoader(made.open(), 2, shuffle=True) as loader:
         leased = [batch["tokens"].tolist() for batch in loader]
     assert taken
     assert all(taken)
-    monkeypatch.setattr(FileLeases, "take", lambda self, descriptor, holder: None)
+    monkeypatch.setattr(FileGuards, "take", lambda self, descriptor, holder: None)
     with DataLoader(made.open(), 2, shuffle=True) as loader:
         assert [batch["tokens"].tolist() for batch in loader] == leased
 
@@ -302,20 +302,20 @@ def test_a_loader_leaves_no_lease_behind(path: Path) -> None:
     assert listeners() == 0
 
 
-def test_a_lease_whose_holder_has_died_makes_room_for_others(leases: Watched, path: Path) -> None:
+def test_a_lease_whose_holder_has_died_makes_room_for_others(guards: Watched, path: Path) -> None:
     class Holder:
         pass
 
-    leases._most = 2
+    guards.most = 2
     holders = [Holder() for _ in range(3)]
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        taken = [leases.take(descriptor, holder) for holder in holders]
-        assert [lease is not None for lease in taken] == [True, True, False]
+        taken = [guards.take(descriptor, holder) for holder in holders]
+        assert [guard is not None for guard in taken] == [True, True, False]
         del holders[0]
-        lease = leases.take(descriptor, holders[0])
-        assert lease is not None
-        assert lease.held
-        assert [lease.held for lease in taken if lease] == [False, True]
+        guard = guards.take(descriptor, holders[0])
+        assert guard is not None
+        assert guard.held
+        assert [guard.held for guard in taken if guard] == [False, True]
     finally:
         os.close(descriptor)

@@ -1,0 +1,197 @@
+"""Who builds chunks: the interface between an engine and its builders, and builders that are threads.
+
+An engine hands a chunk out as a `Build` and hears by it of finished batches or of an error; it knows neither
+where nor how the chunk is built. `Builders` may be threads, processes or machines: whatever happens to one of
+them, each build that was handed out must come to its `end`, or nobody would ever have its place in the order.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Generic, Protocol, TypeVar
+
+from prefetch.engine.pool import PriorityPool
+from prefetch.engine.stats import StageStats
+from prefetch.errors import EngineClosedError
+from prefetch.work import Chunk, Piece, Task
+
+T = TypeVar("T")
+
+
+class Build(Protocol[T]):
+    """A chunk that the engine has handed out. Thread-safe."""
+
+    chunk: Chunk[T]
+    number: int
+    """Of the chunk, in stream order: the smaller, the more urgent."""
+    progress: Any
+    """The builder's own, None at first; dropped when the build ends."""
+
+    def take(self) -> bool:
+        """Whether the caller is the one to build it; False: somebody has begun."""
+        ...
+
+    @property
+    def is_cancelled(self) -> bool:
+        """Whether nobody wants it any more."""
+        ...
+
+    def may_go_on(self) -> bool:
+        """Whether to make the next batches, asked before each piece.
+
+        False: the build is laid aside and handed out again when there is room; it must be left alone at once.
+        """
+        ...
+
+    def add(self, piece: Piece[T]) -> None:
+        """Batches are finished, in order. The caller must not keep them."""
+        ...
+
+    def end(self, error: BaseException | None = None) -> None:
+        """All batches were added, or the rest of them cannot be built. Called once."""
+        ...
+
+
+class Builders(Protocol[T]):
+    """Build chunks somewhere, most urgent first. Thread-safe."""
+
+    num_builders: int
+    """Chunks that are built at a time."""
+
+    def build(self, build: Build[T]) -> None:
+        """Build a chunk, or go on with one that was laid aside. Called under the engine's lock: no waits."""
+        ...
+
+    def build_here(self, build: Build[T]) -> None:
+        """Build a chunk that was taken in the caller's thread. Raises its KeyboardInterrupt only."""
+        ...
+
+    def places(self) -> list[str]:
+        """What is being built now and where, in words."""
+        ...
+
+    def stats(self) -> StageStats:
+        """The work so far."""
+        ...
+
+    @property
+    def runs_here(self) -> bool:
+        """Whether the caller is itself at work for these builders: it must not wait for them."""
+        ...
+
+    def stop(self) -> None:
+        """Begin nothing more; does not wait. Idempotent."""
+        ...
+
+    def close(self) -> object:
+        """Stop, and wait for what runs. Idempotent."""
+        ...
+
+
+@dataclass(eq=False)
+class _Progress(Generic[T]):
+    """How far threads are with one chunk."""
+
+    num_parts_left: int = 0
+    error: BaseException | None = None
+    batches: Iterator[Piece[T]] | None = None
+    """What is left to finish; None: its parts are not done."""
+
+
+class ThreadBuilders(PriorityPool, Generic[T]):
+    """`Builders` that are threads of this process; the parts of a chunk run on several of them.
+
+    Args:
+        num_threads: of them.
+        initializer: runs first in each.
+    """
+
+    def __init__(self, num_threads: int, *, initializer: Task | None = None) -> None:
+        super().__init__(num_threads, "dataflow-build", initializer=initializer)
+        self.num_builders = num_threads
+        self._counting = threading.Lock()  # guards the parts left and the error of each build
+
+    def build(self, build: Build[T]) -> None:
+        """See `Builders`."""
+        task = self._take if build.progress is None else self._go_on
+        self.submit(build.number, partial(task, build))
+
+    def build_here(self, build: Build[T]) -> None:
+        """See `Builders`."""
+        progress = self._begin(build)
+        if isinstance(progress.error, KeyboardInterrupt):
+            raise progress.error
+
+    def _take(self, build: Build[T]) -> None:
+        if build.take():  # else the consumer has
+            self._begin(build)
+
+    def _go_on(self, build: Build[T]) -> None:
+        self._finish(build, time.perf_counter())
+
+    def _begin(self, build: Build[T]) -> _Progress[T]:
+        began_s = time.perf_counter()
+        progress: _Progress[T] = _Progress()
+        build.progress = progress
+        try:
+            parts = build.chunk.begin()
+        except BaseException as caught:
+            progress.error = caught
+            self._end(build, began_s, caught)
+            return progress
+        progress.num_parts_left = len(parts)
+        for part in parts[1:]:
+            self.submit(build.number, partial(self._run_part, build, progress, part))
+        if parts:
+            self.account(began_s)
+            self._run_part(build, progress, parts[0])
+        else:
+            self._finish(build, began_s)
+        return progress
+
+    def _run_part(self, build: Build[T], progress: _Progress[T], part: Task) -> None:
+        began_s, error = time.perf_counter(), None
+        try:
+            if build.is_cancelled:
+                raise EngineClosedError("the loader was closed while the batch was built")
+            if progress.error is None:
+                part()
+        except BaseException as caught:
+            error = caught
+        with self._counting:
+            if progress.error is None or isinstance(error, KeyboardInterrupt):  # in the consumer's thread
+                progress.error = error
+            progress.num_parts_left -= 1
+            is_last = progress.num_parts_left == 0
+        if is_last:
+            self._finish(build, began_s)
+        else:
+            self.account(began_s)
+
+    def _finish(self, build: Build[T], began_s: float) -> None:
+        """Make the batches that are left, unless the engine lays the build aside."""
+        progress: _Progress[T] = build.progress
+        while progress.error is None:
+            if not build.may_go_on():
+                self.account(began_s)
+                return
+            try:
+                if progress.batches is None:
+                    progress.batches = build.chunk.finish()
+                piece = next(progress.batches, None)
+            except BaseException as caught:
+                progress.error = caught
+                break
+            if piece is None:
+                break
+            build.add(piece)
+            del piece  # the consumer may have it now
+        self._end(build, began_s, progress.error)
+
+    def _end(self, build: Build[T], began_s: float, error: BaseException | None) -> None:
+        self.account(began_s)
+        build.end(error)

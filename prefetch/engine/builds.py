@@ -1,0 +1,255 @@
+"""Chunks in stream order, from those that wait for their windows to those that wait for the consumer.
+
+Whatever order chunks are built in, they leave in the order in which they came. What only shows when a batch
+is made is charged then; while more is held than the limit, builds are laid aside between two batches. The one
+at the head of the order goes on when what it has finished was handed out, so that there always is progress.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, Generic, TypeVar
+
+from prefetch.engine.builders import Builders
+from prefetch.engine.ledger import Ledger, State
+from prefetch.engine.stats import EngineOptions
+from prefetch.engine.windows import WindowQueue
+from prefetch.errors import EngineClosedError
+from prefetch.work import Chunk, Piece, Task
+
+T = TypeVar("T")
+
+
+class ChunkBuild(Generic[T]):
+    """The engine's side of a `Build`: a chunk that was handed out, and what of it waits for the consumer."""
+
+    def __init__(self, queue: ChunkQueue[T], chunk: Chunk[T], nbytes: int, number: int) -> None:
+        self.chunk, self.number, self._queue = chunk, number, queue
+        self.progress: Any = None
+        self.nbytes = nbytes
+        """Credits of its output."""
+        self.began_s = time.perf_counter()
+        self.error: BaseException | None = None
+        self.is_done = self.is_aside = self.is_finishing = False
+        self.pieces: deque[Piece[T]] = deque()
+        """Finished, to be handed out."""
+        self.ahead_bytes = 0
+        """Of slots, charged for the piece to come."""
+        self.num_delivered = 0
+
+    def take(self) -> bool:
+        """See `Build`."""
+        try:
+            self._queue.unbegun.remove(self)  # atomic: no lock for what comes once a chunk
+        except ValueError:
+            return False
+        return True
+
+    @property
+    def is_cancelled(self) -> bool:
+        """See `Build`."""
+        return self._queue.is_closed
+
+    def may_go_on(self) -> bool:
+        """See `Build`."""
+        with self._queue.lock:
+            is_dropped = self.is_finishing and self.is_cancelled
+            if self.has_room and not is_dropped:
+                self.is_finishing = True
+                return True
+            self._queue.lay_aside(self)
+            return False
+
+    def add(self, piece: Piece[T]) -> None:
+        """See `Build`."""
+        with self._queue.lock:
+            self._queue.ledger.charge(State.READY, piece.slot_bytes + piece.heap_bytes)
+            self.ahead_bytes += piece.slot_bytes
+            if piece.batches:
+                if self.ahead_bytes != piece.slot_bytes:
+                    piece = replace(piece, slot_bytes=self.ahead_bytes)
+                self.pieces.append(piece)
+                self.ahead_bytes = 0
+                self._queue.num_finished += len(piece.batches)
+
+    def end(self, error: BaseException | None = None) -> None:
+        """See `Build`."""
+        with self._queue.lock:
+            self._queue.end(self, error)
+
+    @property
+    def num_ready(self) -> int:
+        """Finished batches."""
+        return sum(len(piece.batches) for piece in self.pieces)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether it may make one batch more: the head must, if nothing of it waits to be taken."""
+        if not self._queue.ledger.is_over:
+            return True
+        if self.num_delivered + self.num_ready == self.chunk.num_batches:
+            return True  # nothing is left to make
+        return self is self._queue.line[0] and not self.pieces
+
+    @property
+    def is_deliverable(self) -> bool:
+        """Whether the consumer gets something, at the head of the order; what is being built comes whole."""
+        return self.is_done or (self.is_aside and bool(self.pieces))
+
+
+class ChunkQueue(Generic[T]):
+    """Builds in stream order. Everything happens under the engine's lock.
+
+    Args:
+        ledger: of the credits.
+        options: the engine's, with its lock.
+        windows: that chunks need, and the chunks that wait for them.
+        builders: of the chunks.
+        on_end: called when a chunk is built, or failed.
+        depth: batches to have ready or in work, given the bytes of the next chunk.
+    """
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        options: EngineOptions,
+        *,
+        windows: WindowQueue,
+        builders: Builders[T],
+        on_end: Task,
+        depth: Callable[[int], int],
+    ) -> None:
+        self.lock, self.ledger, self._windows, self._builders = options.monitor, ledger, windows, builders
+        self._on_end, self._depth = on_end, depth
+        self._wakes_for_unbegun = options.in_consumer is not None
+        self.line: deque[ChunkBuild[T]] = deque()
+        """Chunks that were handed out and not delivered."""
+        self.unbegun: deque[ChunkBuild[T]] = deque()
+        """Of these, those that no builder has begun."""
+        self._aside: deque[ChunkBuild[T]] = deque()
+        self._num_chunks = 0
+        """Handed out so far."""
+        self.num_batches = 0
+        """In the line. Read without the lock, too."""
+        self.num_finished = 0
+        """Of them, those that are finished."""
+        self.num_running = 0
+        """Chunks of the line that are neither done nor laid aside."""
+        self.has_held_back = False
+        """Whether the depth has kept idle builders from work; reset by who reads it."""
+        self.leads_s: list[float] = []
+        """From start to finish of chunks, since it was cleared."""
+        self.is_closed = False
+
+    def start(self) -> None:
+        """Hand out the chunks whose windows are staged, as many as depth and credits allow."""
+        while self._windows.chunks:
+            chunk = self._windows.chunks[0]
+            is_staged, error = self._windows.state_of(chunk)
+            if not is_staged:
+                return
+            nbytes = 0 if error else chunk.nbytes
+            if self.line and self.num_batches + chunk.num_batches > self._depth(nbytes):
+                self.has_held_back |= self.num_running < self._builders.num_builders
+                return
+            # The head is admitted without counting what the consumer keeps: one that keeps every batch would
+            # otherwise wait for credits that only it can free.
+            if not self.ledger.reserve(State.BUILDING, nbytes):
+                if self.line:
+                    return
+                if not self.ledger.reserve(State.BUILDING, nbytes, head_of_order=True):
+                    self._windows.check_limit(nbytes, "the next batches need")
+                    return
+            self._windows.chunks.popleft()
+            build = ChunkBuild(self, chunk, nbytes, self._num_chunks)
+            self._num_chunks += 1
+            self.line.append(build)
+            self.num_batches += chunk.num_batches
+            if error is not None:
+                self._settle(build, error)
+                self.lock.notify_all()
+                continue
+            self.num_running += 1
+            self.unbegun.append(build)
+            self._builders.build(build)
+            if len(self.unbegun) > 1 and self._wakes_for_unbegun:
+                self.lock.notify_all()
+
+    def lay_aside(self, build: ChunkBuild[T]) -> None:
+        """A build makes no more batches until there is room."""
+        self.num_running -= 1
+        build.is_aside = True
+        self._aside.append(build)
+        if self.line and self.line[0].is_deliverable:  # each needless wake-up costs two switches
+            self.lock.notify_all()
+
+    def resume(self) -> None:
+        """Hand out again what was laid aside and has room."""
+        builds, self._aside = self._aside, deque()
+        for build in builds:
+            if build.has_room:
+                build.is_aside = False
+                self.num_running += 1
+                self._builders.build(build)
+            else:
+                self._aside.append(build)
+
+    def end(self, build: ChunkBuild[T], error: BaseException | None) -> None:
+        """A chunk is built, or failed."""
+        self.num_running -= 1
+        self._settle(build, error)
+        self._on_end()
+
+    def take(self, most_bytes: int) -> tuple[list[T], int, int]:
+        """Batches of the head, and their charged bytes of slots and of heap.
+
+        All that cost nothing beyond their chunk, else a part of at most `most_bytes`, or one piece.
+        """
+        build = self.line[0]
+        batches: list[T] = []
+        slots = heap = 0
+        while build.pieces:
+            piece = build.pieces[0]
+            if batches and slots + heap + piece.slot_bytes + piece.heap_bytes > most_bytes:
+                break
+            # Taken out: the thread that built them may still hold the build, and must not keep what the
+            # consumer drops.
+            build.pieces.popleft()
+            batches += piece.batches
+            slots, heap = slots + piece.slot_bytes, heap + piece.heap_bytes
+        self.num_finished -= len(batches)
+        build.num_delivered += len(batches)
+        self.num_batches -= len(batches)
+        return batches, slots, heap
+
+    def drop_head(self) -> None:
+        """The head was delivered, or its error told."""
+        build = self.line.popleft()
+        self.num_batches -= build.chunk.num_batches - build.num_delivered
+
+    def drop_all(self) -> None:
+        """Nothing is delivered any more."""
+        for builds in (self.line, self.unbegun, self._aside):
+            builds.clear()
+        self.num_batches = 0
+
+    def _settle(self, build: ChunkBuild[T], error: BaseException | None) -> None:
+        """Credits move, and the chunk's windows lose a user."""
+        if error is None:
+            self.ledger.move(State.BUILDING, State.READY, build.nbytes)
+            self.leads_s.append(time.perf_counter() - build.began_s)
+        else:
+            if self.is_closed or isinstance(error, EngineClosedError):
+                # Nobody will see where, and the frames hold the memory of what was built.
+                error = error.with_traceback(None)
+            self.num_finished -= build.num_ready
+            charged = build.ahead_bytes + sum(p.slot_bytes + p.heap_bytes for p in build.pieces)
+            self.ledger.release(State.READY, charged)
+            build.pieces.clear()
+            self.ledger.release(State.BUILDING, build.nbytes)
+        build.error, build.progress = error, None
+        self._windows.leave(build.chunk)
+        build.is_done = True
