@@ -1,0 +1,80 @@
+"""Names and constructors: a class name stands for one thing, and long argument lists are read by name."""
+
+from __future__ import annotations
+
+import ast
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+from test_architecture import MODULES, tree_of
+
+MOST_POSITIONAL = 4
+AS_TORCH_HAS_THEM = {"dataflow/loader.py:DataLoader"}
+"""Constructors whose arguments may come in the order that PyTorch's users know."""
+ERRORS = {"Exception", "ValueError", "RuntimeError", "OSError", "TypeError", "NamedTuple"}
+
+
+def classes_of(module: Path) -> Iterator[ast.ClassDef]:
+    return (node for node in ast.walk(tree_of(module)) if isinstance(node, ast.ClassDef))
+
+
+CLASSES = [(module, node) for module in MODULES for node in classes_of(module)]
+
+
+def exempt(module: Path, node: ast.ClassDef) -> bool:
+    bases = {ast.unparse(base).rpartition(".")[2] for base in node.bases}
+    errors = any(base in ERRORS or base.endswith("Error") for base in bases)
+    return errors or f"{module}:{node.name}" in AS_TORCH_HAS_THEM
+
+
+def num_positional(node: ast.ClassDef) -> int:
+    """How many arguments a constructor takes by position, its own or the one that `dataclass` makes."""
+    for part in node.body:
+        if isinstance(part, ast.FunctionDef) and part.name == "__init__":
+            return len(part.args.posonlyargs) + len(part.args.args) - 1
+    made = [text for text in map(ast.unparse, node.decorator_list) if text.startswith("dataclass")]
+    if not made or "kw_only=True" in made[0]:
+        return 0
+    fields = [part for part in node.body if isinstance(part, ast.AnnAssign)]
+    marks = (at for at, field in enumerate(fields) if ast.unparse(field.annotation).endswith("KW_ONLY"))
+    fields = fields[: next(marks, None)]
+    return sum(not ast.unparse(f.annotation).startswith("ClassVar") and not by_name(f) for f in fields)
+
+
+def by_name(field: ast.AnnAssign) -> bool:
+    text = "" if field.value is None else ast.unparse(field.value)
+    return "init=False" in text or "kw_only=True" in text
+
+
+def test_no_two_classes_have_one_name() -> None:
+    names = Counter(node.name for _, node in CLASSES)
+    places = [f"{module}: {node.name}" for module, node in CLASSES if names[node.name] > 1]
+    assert sorted(places) == []
+
+
+def test_constructors_of_more_than_four_arguments_take_them_by_keyword() -> None:
+    long = [(module, node) for module, node in CLASSES if num_positional(node) > MOST_POSITIONAL]
+    assert [f"{module}: {node.name}" for module, node in long if not exempt(module, node)] == []
+
+
+def test_positional_arguments_are_counted() -> None:
+    source = """
+class Own:
+    def __init__(self, a, b, *, c): ...
+@dataclass(frozen=True)
+class Made:
+    a: int
+    b: int = field(init=False)
+    c: ClassVar[int] = 0
+@dataclass(kw_only=True)
+class ByName:
+    a: int
+@dataclass
+class FromHere:
+    a: int
+    _: KW_ONLY
+    b: int = 0
+"""
+    nodes = [node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)]
+    assert list(map(num_positional, nodes)) == [2, 1, 0, 1]
