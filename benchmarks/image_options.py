@@ -1,4 +1,4 @@
-"""Draw what each option of `Image` does, for docs/image.md: `python -m benchmarks.image_options docs/images`.
+"""Draw what each option of `Image` does, for its page: `python -m benchmarks.image_options docs/images`.
 
 The picture is drawn here: its sun is on the left (mirroring shows), its fence has fine bars (resizing shows)
 and its frame is the edge (cropping shows). Needs the extras `image` and `plot`.

@@ -87,9 +87,9 @@ class DataLoader(WorkerLoader, Generic[D_co, B]):
     """Batches of any dataset.
 
     Over a `ShardedDataset` or a `Mixture` it streams shards, in an order that is a function of
-    (seed, epoch, position); see docs/design.md. Over any other dataset it does what
+    (seed, epoch, position); see docs/notes/design.md. Over any other dataset it does what
     `torch.utils.data.DataLoader` 2.13 does, argument by argument, with a faster hand-over from worker
-    processes and a `state_dict`; what differs on purpose is listed in docs/differences.md.
+    processes and a `state_dict`; what differs on purpose is listed in docs/reference/differences.md.
 
     Args:
         dataset: a `ShardedDataset`, a `Mixture`, or any map-style or iterable dataset.
@@ -104,7 +104,7 @@ class DataLoader(WorkerLoader, Generic[D_co, B]):
             With "thread", items are fetched by threads that all use `dataset` as it is, and share the global
             random generators with this code: what a fetch draws from those differs from run to run, so it
             should draw from `get_worker_info().rng`. "auto" stays with processes where values might differ.
-            See docs/workers.md.
+            See docs/guide/workers.md.
         snapshot_every_n_steps: datasets with a `state_dict` tell it every so many batches; between them a
             resumed loader fetches again what was delivered. As in torchdata's `StatefulDataLoader`.
         memory_limit: bytes, or text such as "2GB", that the loader may hold; None: 1 GiB or an eighth of

@@ -202,6 +202,6 @@ class WorkerStats:
     """Process ids of the workers of the loop begun last; empty without worker processes."""
     start: str = ""
     """How those processes were started: "forked server", "fork server" (which takes 1 to 2 s once), or the
-    start method that was asked for; see docs/workers.md. Empty without worker processes."""
+    start method that was asked for; see docs/guide/workers.md. Empty without worker processes."""
     start_reason: str = ""
     """Why so."""

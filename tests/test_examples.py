@@ -15,7 +15,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
-PAGE = (ROOT / "docs" / "examples.md").read_text("utf-8")
+PAGE = (ROOT / "docs" / "guide" / "gradient-accumulation.md").read_text("utf-8")
 PAIRS = [("gpt_text", "gpt_text_plain"), ("image_classifier", "image_classifier_plain")]
 SCRIPTS = [script for pair in PAIRS for script in pair]
 SMALL = {

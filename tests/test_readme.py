@@ -25,7 +25,10 @@ from sharding.formats import FORMATS
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text("utf-8")
-PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
+GUIDE, REFERENCE = ROOT / "docs" / "guide", ROOT / "docs" / "reference"
+PROGRAMS = README + (GUIDE / "tour.md").read_text("utf-8")
+"""The tour goes on from the program in the README."""
 PACKAGES = ("sharding", "prefetch", "dataflow")
 
 
@@ -44,9 +47,9 @@ def run(command: list[str], folder: Path) -> str:
 
 @pytest.fixture(scope="module")
 def session(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """A folder where the README was read from top to bottom by a Python prompt, and what was printed."""
+    """A folder where README and tour were read as by a Python prompt, and what was printed."""
     folder = tmp_path_factory.mktemp("readme")
-    programs = [block for block in code_blocks(README, "python") if not block.startswith("# train.py")]
+    programs = [block for block in code_blocks(PROGRAMS, "python") if not block.startswith("# train.py")]
     (folder / "session.py").write_text("\n".join(programs))
     return folder, run([sys.executable, "-W", "error", "session.py"], folder)
 
@@ -74,34 +77,34 @@ def test_the_torchrun_program_trains_in_two_ranks_and_resumes_where_it_ended(
     session: tuple[Path, str],
 ) -> None:
     folder = session[0]
-    [program] = [block for block in code_blocks(README, "python") if block.startswith("# train.py")]
+    [program] = [block for block in code_blocks(PROGRAMS, "python") if block.startswith("# train.py")]
     (folder / "train.py").write_text(program)
-    [command] = [block.split() for block in code_blocks(README, "sh") if block.startswith("torchrun")]
+    [command] = [block.split() for block in code_blocks(PROGRAMS, "sh") if block.startswith("torchrun")]
     assert command[0] == "torchrun"
     run([sys.executable, "-m", "torch.distributed.run", *command[1:]], folder)
     assert '"epoch": 1, "position": 0' in (folder / "position.json").read_text()
 
 
 def test_the_page_on_gradient_accumulation_runs_from_top_to_bottom() -> None:
-    page = (ROOT / "docs" / "gradient-accumulation.md").read_text("utf-8")
+    page = (GUIDE / "gradient-accumulation.md").read_text("utf-8")
     found: dict[str, object] = {}
     exec("\n".join(code_blocks(page, "python")), found)
     assert str(found["info"]).startswith("StepInfo(")
 
 
 def test_the_page_on_images_runs_from_top_to_bottom_and_again(tmp_path: Path) -> None:
-    page = (ROOT / "docs" / "image.md").read_text("utf-8")
+    page = (GUIDE / "images.md").read_text("utf-8")
     (tmp_path / "page.py").write_text("\n".join(code_blocks(page, "python")))
     for _ in range(2):
         run([sys.executable, "-W", "error", "page.py"], tmp_path)
 
 
 def test_the_page_on_images_shows_every_option_in_a_picture_of_its_own_script() -> None:
-    page = (ROOT / "docs" / "image.md").read_text("utf-8")
+    page = (GUIDE / "images.md").read_text("utf-8")
     sections = page.partition("\n## Options\n")[2].partition("\n## ")[0]
     named = re.findall(r"\*\*`(\w+)`\*\*", sections)
     assert sorted(named) == sorted(inspect.signature(dataflow.Image).parameters)
-    shown = re.findall(r"\(images/image-([\w-]+)\.png\)", sections)
+    shown = re.findall(r"\(\.\./images/image-([\w-]+)\.png\)", sections)
     assert sorted(shown) == sorted(image_options.figures())
     files = {path.stem.removeprefix("image-") for path in (ROOT / "docs" / "images").glob("image-*.png")}
     assert files == set(shown)
@@ -120,12 +123,12 @@ def test_ci_runs_the_commands_of_the_readme_as_they_stand(tmp_path: Path) -> Non
 
 
 def test_every_public_name_is_in_the_table_and_nothing_else() -> None:
-    section = README.partition("\n## Names\n")[2].partition("\n## ")[0]
-    assert sorted(re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE)) == sorted(dataflow.__all__)
+    table = (REFERENCE / "names.md").read_text("utf-8")
+    assert sorted(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)) == sorted(dataflow.__all__)
 
 
 def test_every_format_is_in_the_table() -> None:
-    table = README.partition("| `format=` |")[2].partition("\n\n")[0]
+    table = (REFERENCE / "formats.md").read_text("utf-8").partition("| `format=` |")[2].partition("\n\n")[0]
     assert tuple(re.findall(r"^\| `([\w-]+)` \|", table, re.MULTILINE)) == FORMATS
 
 
@@ -151,11 +154,15 @@ def test_arguments_written_as_code_are_arguments_of_something_public(page: Path)
     assert set(re.findall(r"`(\w+)=[^`]*`", page.read_text("utf-8"))) <= known
 
 
+def links_of(page: Path) -> list[str]:
+    """Files that a page links to, as written there."""
+    prose = re.sub(r"`[^`]*`", "", page.read_text("utf-8"))
+    return re.findall(r"\]\((?!https?:)([^)#]+)", prose)
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_lead_to_files(page: Path) -> None:
-    prose = re.sub(r"`[^`]*`", "", page.read_text("utf-8"))
-    targets = re.findall(r"\]\((?!https?:)([^)#]+)", prose)
-    assert [target for target in targets if not (page.parent / target).exists()] == []
+    assert [target for target in links_of(page) if not (page.parent / target).exists()] == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -165,7 +172,12 @@ def test_dotted_module_names_written_as_code_can_be_imported(page: Path) -> None
 
 
 def test_every_page_can_be_reached_from_the_readme() -> None:
-    assert [page.name for page in PAGES[2:] if f"](docs/{page.name})" not in README] == []
+    reached, new = set[Path](), {ROOT / "README.md"}
+    while new:
+        reached |= new
+        links = {page.parent / target for page in new for target in links_of(page) if target.endswith(".md")}
+        new = {link.resolve() for link in links} - reached
+    assert set(PAGES) - reached == set()
 
 
 def resolve(name: str) -> object:
@@ -194,7 +206,7 @@ def sources() -> list[Path]:
 
 
 def test_the_page_on_errors_names_every_error_class() -> None:
-    text = (ROOT / "docs" / "errors.md").read_text("utf-8")
+    text = (REFERENCE / "errors.md").read_text("utf-8")
     assert {name for name in error_classes() if f"`{name}`" not in text} == set()
     assert "CorruptShardError" in vars(errors)
 
@@ -209,7 +221,7 @@ def literal_texts() -> Iterator[str]:
 
 def test_messages_on_the_page_on_errors_are_in_the_source() -> None:
     known = "\n".join(literal_texts())
-    messages = (ROOT / "docs" / "errors.md").read_text("utf-8").partition("\n## Messages and cures\n")[2]
+    messages = (REFERENCE / "errors.md").read_text("utf-8").partition("\n## Messages and cures\n")[2]
     rows = re.findall(r"^\| `([^`]+)` \|", messages, re.MULTILINE)
     pieces = {piece.strip() for row in rows for piece in row.split("…")}
     assert len(rows) > 20

@@ -61,13 +61,13 @@ class GradSchedule:
         uneven: where ranks have different numbers of microbatches: "pad" (those that lack some replay a batch
             with weight zero), "min" (the epoch ends with the shortest), "error".
         partial: the last windows, which are full on no rank: "keep" or "drop".
-        strategy: how gradients travel; see docs/gradient-accumulation.md.
+        strategy: how gradients travel; see docs/guide/gradient-accumulation.md.
         io: how reads of remote shards make room for gradients: "open" (not at all), "sync" (two at a time,
             which stand still while gradients travel), or
             "auto": each is tried for some windows and the best kept (docs/gradient-accumulation.md). Needs a
             `DataLoader` over remote shards.
         adapt: what the controller may change beside that where gradients keep ranks waiting, although the
-            numbers change with it: see `Adapt` and docs/controller.md. None: nothing.
+            numbers change with it: see `Adapt` and docs/notes/controller.md. None: nothing.
         skip_nonfinite: skip the step, on all ranks, if the gradient is not finite. False without `max_norm`
             and `scaler` saves computing its norm.
         timeout_s: seconds that a rank waits for the others, to agree or for their gradients; longer than the

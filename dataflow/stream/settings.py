@@ -53,7 +53,7 @@ class StreamSettings:
     """Threads that build batches; None: by the number of cores."""
     batching: Batching | None = None
     """`Packed(...)`, `TokenBudget(...)` or `Bucketed(...)`: batches by the lengths of samples. `transform`
-    and `collate_fn` then go together, and not with `Packed`. See docs/batching.md."""
+    and `collate_fn` then go together, and not with `Packed`. See docs/guide/batching.md."""
     pin_memory: bool = False
     """Build batches in page-locked memory, where there is CUDA."""
     mark_repeats: bool = False

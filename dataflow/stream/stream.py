@@ -50,7 +50,7 @@ class Stream:
 
     def _epoch(self, plan: RankPlan) -> Iterator[StagedWindow]:
         units = self._stager.units(plan.order)
-        opened: dict[int, _OpenWindow] = {}
+        opened: dict[int, _DealtWindow] = {}
         staged: set[int] = set()
         newest: StagedWindow | None = None
         num_cut = 0
@@ -82,7 +82,7 @@ class Stream:
         if newest is not None:
             yield newest
 
-    def _inside(self, opened: Mapping[int, _OpenWindow], first: int) -> _BatchRange | None:
+    def _inside(self, opened: Mapping[int, _DealtWindow], first: int) -> _BatchRange | None:
         """The full batches from `first` on that lie in one open window: most do, and are not looked up."""
         for window in opened.values():
             if first in window.core:
@@ -99,7 +99,7 @@ class Stream:
         return _BatchRange.of(first, sizes, units.locate(positions))
 
     def _cut(
-        self, plan: RankPlan, batches: _BatchRange, opened: dict[int, _OpenWindow], chunks: list[BatchChunk]
+        self, plan: RankPlan, batches: _BatchRange, opened: dict[int, _DealtWindow], chunks: list[BatchChunk]
     ) -> None:
         """Cut batches into chunks, and close what no later batch needs."""
         ends = np.cumsum(batches.sizes)
@@ -128,7 +128,7 @@ class Stream:
 
     def _open(
         self, plan: RankPlan, units: BlockWindows, number: int, indices: NDArray[np.int64] | None
-    ) -> _OpenWindow:
+    ) -> _DealtWindow:
         """Stage a window for the indices given, or else for all that this rank's batches take of it."""
         self._stager.check_fits(units, number)
         if indices is None:
@@ -137,18 +137,18 @@ class Stream:
         if isinstance(units, Order) and isinstance(plan, EpochPlan):
             core = plan.batch_plan.batches_within(*units.window_core(number))
         if indices is None:
-            return _OpenWindow(
+            return _DealtWindow(
                 number, self._stager.stage(units, number, None), units.window_length(number), core
             )
         left = len(indices)
         if plan.num_padded:  # the last batch may come while the window is still open
             numbers, padded = units.locate(plan.padding)
             indices = np.concatenate((indices, padded[numbers == number]))
-        return _OpenWindow(number, self._stager.stage(units, number, np.unique(indices)), left, core)
+        return _DealtWindow(number, self._stager.stage(units, number, np.unique(indices)), left, core)
 
 
 @dataclass
-class _OpenWindow:
+class _DealtWindow:
     """A window that batches to come need."""
 
     number: int
@@ -208,7 +208,7 @@ class _BatchRange:
 _NO_BATCHES = _BatchRange(0, np.zeros(0, np.int64), [], None)
 
 
-def _servable(ahead: _BatchRange, opened: Mapping[int, _OpenWindow]) -> int:
+def _servable(ahead: _BatchRange, opened: Mapping[int, _DealtWindow]) -> int:
     """How many of the batches need open windows only, up to where one of these serves alone."""
     count = len(ahead)
     missing = [number for number in ahead.windows if number not in opened]

@@ -129,7 +129,9 @@ def _network(diagnosis: Diagnosis, critical: RankRecord, *, waiting_in_it: bool)
     if waiting_in_it:
         action = "compare the ranks (all_ranks=True, or dataflow doctor): waiting for slower ones is in it"
         return Advice(verdict, action, diagnosis.gains["network"])
-    action = "halve the bytes (16 bits, docs/strategies.md), or accumulate twice the microbatches a step"
+    action = (
+        "halve the bytes (16 bits, docs/guide/strategies.md), or accumulate twice the microbatches a step"
+    )
     if critical.strategy != "all-reduce":
         action = "accumulate twice the microbatches a step (a larger global batch)"
     return Advice(verdict, action, diagnosis.halved("network"))

@@ -1,7 +1,7 @@
 """What a user says about length-aware batches: three frozen values, and how each cuts a megabatch.
 
 `Packed` fills rows of a fixed length with several documents each, `TokenBudget` makes batches of like
-padded size, `Bucketed` batches of a fixed number of samples of like length. See docs/batching.md.
+padded size, `Bucketed` batches of a fixed number of samples of like length. See docs/guide/batching.md.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The strategies that `GradSchedule(strategy=...)` takes; see docs/strategies.md.
+"""The strategies that `GradSchedule(strategy=...)` takes; see docs/guide/strategies.md.
 
 In: buckets of gradients, or parameters after a step. Out: the ranks' means. A new one is a file here and a
 line in this one. Read `strategy` first (the protocol, and what ours begin from), then `wire`.

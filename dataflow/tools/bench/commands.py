@@ -17,7 +17,7 @@ def bench() -> None:
       dataflow bench loader SOURCE     what an emulated training gets of it, and what holds it up
       dataflow bench compare SOURCE    torch's DataLoader and this one, over your own dataset
 
-    docs/benchmarking.md explains every figure.
+    docs/guide/benchmarking.md explains every figure.
     """  # noqa: D301 - click wants the control character
 
 

@@ -21,7 +21,7 @@ _NOTHING = (
     "nothing to report: no loop over a dataflow.DataLoader or a GradSchedule was seen, or it was killed "
     "before 50 steps. `from dataflow import DataLoader` in place of torch's (the same arguments) tells how "
     "long steps wait for data. A loop over GradSchedule(loader, model, optimizer, ...) also tells computing, "
-    "communication, slow ranks and optimizer apart: docs/gradient-accumulation.md."
+    "communication, slow ranks and optimizer apart: docs/guide/gradient-accumulation.md."
 )
 _NO_WINDOW = (
     "nothing to report: a GradSchedule was seen on {where}, but none of its windows has ended. Its loader "

@@ -11,7 +11,7 @@ import pytest
 import dataflow
 from dataflow import CorruptShardError, DataflowError, SampleError, ShardChangedError, ShardReadError
 
-_PAGE = Path(__file__).parents[3] / "docs" / "errors.md"
+_PAGE = Path(__file__).parents[3] / "docs" / "reference" / "errors.md"
 _KINDS = [ShardReadError, ShardChangedError, CorruptShardError, SampleError]
 
 

@@ -140,7 +140,7 @@ def the_documented_loop(program):
 
 
 def test_the_documented_plain_loop_runs():
-    page = (Path(__file__).parents[3] / "docs" / "strategies.md").read_text()
+    page = (Path(__file__).parents[3] / "docs" / "guide" / "strategies.md").read_text()
     (program,) = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
     for between, sent in run_ranks(the_documented_loop, 2, args=(program,), **FAST):
         assert between == 0

@@ -565,7 +565,7 @@ def test_the_plugin_alone_imports_no_torch():
 
 
 def test_the_tests_on_the_page_about_testing_pass(pytester):
-    page = (Path(__file__).parents[3] / "docs" / "testing.md").read_text("utf-8")
+    page = (Path(__file__).parents[3] / "docs" / "reference" / "testing.md").read_text("utf-8")
     conftest, *tests = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
     pytester.makeini("[pytest]\naddopts = -p no:cacheprovider")
     pytester.makeconftest(conftest)

@@ -344,7 +344,7 @@ def test_one_tensor_that_occurs_twice_stays_one() -> None:
 
 
 def test_tensors_that_view_the_same_memory_arrive_apart() -> None:
-    """Unlike with torch; see docs/differences.md."""
+    """Unlike with torch; see docs/reference/differences.md."""
     base = torch.arange(4)
     arrived, _ = sent([base, base[:2]])
     arrived[0][0] = 7
