@@ -2,7 +2,6 @@
 
 import compileall
 import functools
-import gc
 import signal
 from pathlib import Path
 
@@ -27,12 +26,6 @@ def pytest_configure(config: pytest.Config) -> None:
     if not hasattr(config, "workerinput"):
         for package in ("sharding", "prefetch", "dataflow"):
             compileall.compile_dir(Path(__file__).parent.parent / package, quiet=2)
-
-
-def pytest_collection_finish() -> None:
-    """What is there before the first test stays: the many tests that collect garbage need not look at it."""
-    gc.collect()
-    gc.freeze()
 
 
 @pytest.fixture(scope="session")

@@ -19,6 +19,7 @@ import weakref
 from _thread import start_new_thread
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
 from multiprocessing import util
 from operator import methodcaller
@@ -57,8 +58,9 @@ class WeakRegistry(Generic[T]):
 
     def add(self, member: T) -> None:
         """Hold it weakly, by identity."""
-        while self._dead:
-            self._refs.discard(self._dead.popleft())
+        with suppress(IndexError):  # asking first whether there is one would race with other threads
+            while True:
+                self._refs.discard(self._dead.popleft())
         self._refs.add(weakref.ref(member, self._dead.append))
 
     def __iter__(self) -> Iterator[T]:
