@@ -55,9 +55,8 @@ def prepare_loader(
         wrapper = accelerator.prepare_data_loader(TorchDataLoader([0]), device_placement)  # type: ignore[arg-type]
         base = loader
         loader.batch_sampler.num_processes = accelerator.num_processes  # type: ignore[union-attr]
-        wrapper._drop_last = (
-            True  # `begin` knows better than the dataset's length what the last batch repeats
-        )
+        # `begin` knows better than the dataset's length what the last batch repeats.
+        wrapper._drop_last = True
     else:
         wrapper = accelerator.prepare_data_loader(loader, device_placement)
         base = copy.copy(loader)

@@ -163,24 +163,24 @@ class ShardedDataset(Sharded, Dataset[S]):
         self,
         keep_mapped_bytes: int = 0,
         guards: FileGuards | None = None,
-        hold: ReadPause | None = None,
+        pause: ReadPause | None = None,
     ) -> Source:
         """What the loader reads with; a new reader each, so nothing is shared between loaders."""
         return Source(
             catalog=self.catalog,
             format=self._codec,
-            reader=self.new_reader(hold),
+            reader=self.new_reader(pause),
             outputs=self.outputs,
             mappings=Mappings(keep_mapped_bytes, guards),
-            hold=hold,
+            pause=pause,
             all_columns=self._all_columns,
         )
 
     def new_reader(
-        self, hold: ReadPause | None = None, say: Callable[[str], None] | None = None
+        self, pause: ReadPause | None = None, say: Callable[[str], None] | None = None
     ) -> StoreReader:
         """What reads ranges of its shards; to be closed by the caller."""
-        return StoreReader(self.storage_options, policy=self.retry, hosts=self._hosts, pause=hold, say=say)
+        return StoreReader(self.storage_options, policy=self.retry, hosts=self._hosts, pause=pause, say=say)
 
     @property
     def sources(self) -> tuple[ShardedDataset[Any], ...]:

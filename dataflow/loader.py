@@ -99,7 +99,8 @@ class DataLoader(WorkerLoader, Generic[D_co, B]):
         sampler, batch_sampler, num_workers, collate_fn, pin_memory, drop_last, timeout, worker_init_fn,
         multiprocessing_context, generator, prefetch_factor, persistent_workers, pin_memory_device, in_order:
             as in torch. Without `multiprocessing_context`, workers come from a fork server that has torch
-            imported (docs/workers.md); they are forked from this process if the dataset cannot be pickled.
+            imported (docs/guide/workers.md); if the dataset cannot be pickled, they are forked from this
+            process.
         workers: what `num_workers` counts: "process" (or None), "thread", or "auto": a trial decides.
             With "thread", items are fetched by threads that all use `dataset` as it is, and share the global
             random generators with this code: what a fetch draws from those differs from run to run, so it

@@ -62,9 +62,7 @@ def matching(source: Source, selection: Selection, expression: Any) -> Selection
     def matches(number: int) -> NDArray[np.bool_]:
         block = catalog.block(number)
         condition = predicate(bytes(block.footer))
-        data = np.empty(
-            block.length, np.uint8
-        )  # pages that no column of the condition lies on stay untouched
+        data = np.empty(block.length, np.uint8)  # pages that hold none of the columns stay untouched
         for offset, length in codec.select(block, condition.columns):
             at = offset - block.offset
             source.reader.read_into(block.shard, offset, data[at : at + length])

@@ -118,7 +118,7 @@ class BatchChunk:
         windows: Mapping[int, StagedWindow],
         located: Located | None = None,
     ) -> None:
-        """`located`: window and slot of each row; None: to be asked when it is built, all in one window."""
+        """`located`: window and index of each row; None: to be asked when it is built, all in one window."""
         self._context, self._plan = context, plan
         self.first_batch, self._sizes = first_batch, sizes
         self.num_batches = len(sizes)
@@ -374,15 +374,15 @@ def _window_parts(
         first, rows = window.in_batches
         begin = (first_batch - first) * cast(EpochPlan, plan).batch_plan.batch_size
         return [WindowPart(window, rows[begin : begin + num_rows], slice(0, num_rows))]
-    numbers, slots = located
+    numbers, indices = located
     if len(windows) == 1:
-        return [WindowPart(window, window.rows[slots], slice(0, num_rows)) for window in windows.values()]
+        return [WindowPart(window, window.rows[indices], slice(0, num_rows)) for window in windows.values()]
     parts = []
     for number, window in windows.items():
         chunk_rows = np.flatnonzero(numbers == number)
         first, end = int(chunk_rows[0]), int(chunk_rows[-1]) + 1
         adjacent = end - first == len(chunk_rows)
-        rows = window.rows[slots[chunk_rows]]
+        rows = window.rows[indices[chunk_rows]]
         parts.append(WindowPart(window, rows, slice(first, end) if adjacent else chunk_rows))
     return parts
 
@@ -402,13 +402,13 @@ def _rows_in_batches(
     rows = arena.lease(8 * num_rows)[: 8 * num_rows].view(np.int64)
     whole = plan.batch_plan.whole_lanes(core.start)
     if whole is None:
-        slots = plan.order.locate(plan.positions(core.start, core.stop)[0])[1]
-        np.take(window.rows, slots, out=rows, mode="clip")
+        indices = plan.order.locate(plan.positions(core.start, core.stop)[0])[1]
+        np.take(window.rows, indices, out=rows, mode="clip")
         return core.start, rows
     lanes, depths, each = whole
     by_lane = rows.reshape(len(core), len(lanes), each)
-    for i, slot in enumerate(plan.order.indices_at(number, lanes, depths).tolist()):
-        by_lane[:, i] = window.rows[slot : slot + len(core) * each].reshape(-1, each)
+    for i, first in enumerate(plan.order.indices_at(number, lanes, depths).tolist()):
+        by_lane[:, i] = window.rows[first : first + len(core) * each].reshape(-1, each)
     return core.start, rows
 
 

@@ -69,14 +69,14 @@ def copy_values(columns: ChunkColumns, name: str, pieces: NDArray[np.int64], out
         _copy(columns, name, pieces, out)
 
 
-def fill(columns: ChunkColumns, part: WindowPart, out: Array, fill: Callable[[Array], None]) -> None:
-    """Let `fill` write the rows of a part: in place where they follow one another, else through a copy."""
+def fill(columns: ChunkColumns, part: WindowPart, out: Array, write: Callable[[Array], None]) -> None:
+    """Let `write` fill the rows of a part: in place where they follow one another, else through a copy."""
     if isinstance(part.chunk_rows, slice):
-        fill(out[part.chunk_rows])
+        write(out[part.chunk_rows])
         return
     nbytes = len(part.rows) * (out.nbytes // max(1, len(out)))
     own = columns.arena.lease(nbytes or 1)[:nbytes].view(out.dtype).reshape(len(part.rows), *out.shape[1:])
-    fill(own)
+    write(own)
     out[part.chunk_rows] = own
 
 

@@ -89,7 +89,7 @@ class FreeImageOutput(Output):
         return f"{super().description()} {self.image}"
 
     def batch_bytes(self, rows: ChunkRows) -> int:
-        """None: how large a batch's slot is, the images' headers say."""
+        """0: how large a batch's slot is, the images' headers say."""
         return 0
 
     def build(self, columns: ChunkColumns) -> BuiltColumn:
@@ -130,8 +130,10 @@ class FreeImageOutput(Output):
             def decode(
                 data: NDArray[np.uint8], row: int, spec: Image = spec, out: NDArray[np.uint8] = out
             ) -> Tensor:
-                window, window_row = columns.rows.find(row)
-                draws = columns.randomness.draws(window, np.array([window_row])) if spec.random else None
+                draws = None
+                if spec.random:
+                    window, window_row = columns.rows.find(row)
+                    draws = columns.randomness.draws(window, np.array([window_row]))
                 return torch.from_numpy(decode_image(spec, data, draws, out=out))
 
             images.append(columns.decoded(self.name, value, decode))

@@ -30,7 +30,7 @@ class ObjectOutput(Output):
         return f"{super().description()} {getattr(self.convert, '__name__', '')}".rstrip()
 
     def batch_bytes(self, rows: ChunkRows) -> int:
-        """None: objects live outside the arena."""
+        """0: objects live outside the arena."""
         return 0
 
     def build(self, columns: ChunkColumns) -> BuiltColumn:

@@ -83,7 +83,7 @@ def _chosen(
             )
     if not chosen and columns is None:
         raise ValueError(
-            "the dataset has no column of a type that can be delivered (docs/formats.md lists them)"
+            "the dataset has no column of a type that can be delivered (docs/reference/formats.md lists them)"
         )
     if not chosen:
         raise ValueError("columns is empty; leave it out for all columns")

@@ -140,7 +140,7 @@ class StagedSpans:
 
 @dataclass(frozen=True, kw_only=True)
 class StagedOutput:
-    """An output column as staging sees it. Equal to another that delivers the same, whatever is stored."""
+    """An output column as staging sees it. Equal to another of the same types, whatever its sources."""
 
     stays_in_place: ClassVar[bool] = True
     """Whether a window keeps addresses of values, not values."""

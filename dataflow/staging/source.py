@@ -64,7 +64,7 @@ class Source:
     traffic: Traffic = field(default_factory=Traffic)
     gate: ReadGate | None = field(default=None, compare=False)
     """Says how many reads may run; None: as many as there are threads."""
-    hold: ReadPause | None = field(default=None, compare=False)
+    pause: ReadPause | None = field(default=None, compare=False)
     """Asks reads to wait for gradients; None: never."""
     cache: SourceCache | None = field(default=None, compare=False)
     all_columns: bool = False
@@ -103,8 +103,8 @@ class Source:
         """What `StoreReader.read_into` does: from the cache, or when the gate says so."""
 
         def fetch() -> None:
-            held = nullcontext() if self.hold is None else self.hold.read()
-            with held, nullcontext() if self.gate is None else self.gate.read(out.nbytes):
+            pause = nullcontext() if self.pause is None else self.pause.read()
+            with pause, nullcontext() if self.gate is None else self.gate.read(out.nbytes):
                 self.reader.read_into(shard, offset, out, checksum=checksum, awaited=awaited)
 
         if self.cache is None:

@@ -86,34 +86,33 @@ class Stager:
             return values + ALIGN * len(source.columns)
         return 1 + int((table.length + table.nbytes)[used].mean())
 
-    def stage(self, units: BlockWindows, number: int, slots: NDArray[np.int64] | None) -> StagedWindow:
-        """A window of which only some slots are wanted; None for all."""
+    def stage(self, units: BlockWindows, number: int, indices: NDArray[np.int64] | None) -> StagedWindow:
+        """A window of which only the rows at some indices are needed; None for all."""
         if isinstance(units, MixtureWindows):
             at, epoch, own = units.source_of(number)
-            window = self._staged(self._sources[at], units.order_of(at, epoch), own, slots)
+            window = self._staged(self._sources[at], units.order_of(at, epoch), own, indices)
             window.source_epoch = epoch
             return window
-        return self._staged(self._sources[0], units, number, slots)
+        return self._staged(self._sources[0], units, number, indices)
 
     def _staged(
-        self, source: Source, units: BlockWindows, number: int, slots: NDArray[np.int64] | None
+        self, source: Source, units: BlockWindows, number: int, indices: NDArray[np.int64] | None
     ) -> StagedWindow:
         if source.cache is not None and isinstance(units, Order):
             source.cache.begins(units.epoch, number)
-        if slots is None and isinstance(units, SelectedOrder) and units.selection.is_whole:
-            nbytes = 8 * units.window_length(
-                number
-            )  # recycled memory: first touches cost more than the mixing
+        if indices is None and isinstance(units, SelectedOrder) and units.selection.is_whole:
+            nbytes = 8 * units.window_length(number)
+            # Recycled memory: first touches cost more than the mixing.
             rows = self._arena.lease(nbytes)[:nbytes].view(np.int64)
             blocks = units.whole_window(number, source.catalog.blocks.num_samples, rows)
             return self._stage_blocks(source, blocks, rows, None, True)
         blocks = units.window_blocks(number)
-        ordinal, row = units.window_samples(number, slots)
-        if slots is None:
-            slots = np.arange(len(row))
+        ordinal, row = units.window_samples(number, indices)
+        if indices is None:
+            indices = np.arange(len(row))
         whole = not isinstance(units, FullWindows)
         if not whole and not self._mapped[source.number]:
-            window = self._stage_sparse(source, blocks, ordinal, row, slots, units.window_length(number))
+            window = self._stage_sparse(source, blocks, ordinal, row, indices, units.window_length(number))
             if window is not None:
                 return window
         used = np.zeros(len(blocks), bool)
@@ -122,7 +121,7 @@ class Stager:
         needed = (np.cumsum(counts) - counts)[ordinal]
         needed += row
         rows = np.full(units.window_length(number), -1)
-        rows[slots] = needed
+        rows[indices] = needed
         return self._stage_blocks(source, blocks[used], rows, needed, whole)
 
     def _stage_blocks(
@@ -153,13 +152,13 @@ class Stager:
         blocks: NDArray[np.int64],
         ordinal: NDArray[np.int32],
         row: NDArray[np.int64],
-        slots: NDArray[np.int64],
+        indices: NDArray[np.int64],
         window_length: int,
     ) -> StagedWindow | None:
         """A window that reads only the values needed; None where the format cannot say where they lie."""
         by_place = np.lexsort((row, ordinal))
         rows = np.full(window_length, -1, np.int64)
-        rows[slots[by_place]] = np.arange(len(slots))
+        rows[indices[by_place]] = np.arange(len(indices))
         used, counts = np.unique(ordinal, return_counts=True)
         rows_in_block = np.split(row[by_place], np.cumsum(counts)[:-1])
         with suppress(NotLocatableError):

@@ -86,8 +86,8 @@ class StagedWindow(ABC):
     Reads run on reader threads and touch disjoint rows, so they need no lock.
 
     Args:
-        rows: [k] row of the window that each slot (position minus the window's first) takes; -1 for
-            slots of other ranks.
+        rows: [k] row of the window that each index (position minus the window's first) takes; -1 for
+            indices of other ranks.
     """
 
     mapped: ClassVar[bool] = False
@@ -118,8 +118,8 @@ class StagedWindow(ABC):
 
     def hurry(self) -> None:
         """The training code waits for its reads."""
-        if self.source.hold is not None:
-            self.source.hold.hurry()  # each time: the next hold may have begun
+        if self.source.pause is not None:
+            self.source.pause.hurry()  # each time: the next pause may have begun
         if not self._awaited.done():
             self._awaited.set_result(None)
             if self.source.gate is not None:

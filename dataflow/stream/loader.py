@@ -84,7 +84,7 @@ class StreamLoader:
             else None
         )
         self.shuffle, self.window_reason = self._resolve_shuffle()
-        self._hold: ReadPause | None = None
+        self._pause: ReadPause | None = None
         self._finalizer: Finalizer | None = None
         self._skipped = Skipped(dataset.on_error, dataset.error_budget)
         self._deliveries = Deliveries()
@@ -97,14 +97,14 @@ class StreamLoader:
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy stands where this loader stands, and reads with threads of its own.
-        return {**self.__dict__, "_finalizer": None, "_hold": None, "_last_good": LastGood()}
+        return {**self.__dict__, "_finalizer": None, "_pause": None, "_last_good": LastGood()}
 
     @property
     def read_pause(self) -> ReadPause | None:
         """Asks reads of remote shards to wait; None where all shards are local."""
-        if self._hold is None and not is_all_local(self.dataset):
-            self._hold = ReadPause()
-        return self._hold
+        if self._pause is None and not is_all_local(self.dataset):
+            self._pause = ReadPause()
+        return self._pause
 
     # ---- deciding -----------------------------------------------------------------------------------
 
@@ -398,7 +398,7 @@ class StreamLoader:
             topology=self._topology,
             memory_limit=memory_limit,
             skipped=SkippedAhead(self._skipped),
-            hold=self.read_pause,
+            pause=self.read_pause,
             caches_in_memory=memory_limit == self.memory_limit,
         )
         return Session(self._plan, options, epoch, start)

@@ -22,8 +22,8 @@ CHUNK_BYTES = 8 << 20
 _CHUNKS_IN_LIMIT = 32
 """A chunk is no more than this part of the memory limit."""
 MAX_CHUNK_BATCHES = 128
-_UNTOLD_BYTES = 1 << 20
-_UNTOLD_IN_LIMIT = 256
+_CHARGE_BYTES = 1 << 20
+_CHARGES_IN_LIMIT = 256
 """What the user's functions made is charged in such parts of the memory limit, or batch by batch."""
 WINDOWS_OPEN = 3
 """Windows a source: one drained, one staged, one being read."""
@@ -55,7 +55,7 @@ class ReadAhead:
     """Credits that windows leave free for batches."""
     mapped_bytes: Decision
     """Bytes of mapped files that no window uses and that stay mapped, of each source."""
-    untold_bytes: Decision
+    charge_bytes: Decision
     """Bytes that the user's functions may make before they are charged."""
     in_flight_bytes: Decision
     """Bytes in flight at a store at first, of this node."""
@@ -96,19 +96,19 @@ def choose_read_ahead(
         depth=_at_least(depth or _default_depth(is_local, memory_limit), 3 * chunk.value),
         output_bytes=Decision(output_bytes, "three chunks, in at most a quarter of the limit; at least one"),
         mapped_bytes=Decision(memory_limit // 4 // num_sources, "a quarter of the limit, of all sources"),
-        untold_bytes=Decision(
-            min(_UNTOLD_BYTES, memory_limit // _UNTOLD_IN_LIMIT), "1 MiB, or 1/256 of the limit if less"
+        charge_bytes=Decision(
+            min(_CHARGE_BYTES, memory_limit // _CHARGES_IN_LIMIT), "1 MiB, or 1/256 of the limit if less"
         ),
         in_flight_bytes=start_in_flight(num_nodes),
     )
 
 
-def megabatch_bytes(given_limit: object, memory_limit: int) -> Decision:
+def megabatch_bytes(user_limit: object, memory_limit: int) -> Decision:
     """Bytes of blocks that a megabatch may have: a part of the limit if the user gave one.
 
     Else a part of a limit that is the same on all machines.
     """
-    if given_limit is None:
+    if user_limit is None:
         return Decision(DEFAULT_LIMIT // _MEGABATCHES_IN_LIMIT, "an eighth of the default memory limit")
     return Decision(memory_limit // _MEGABATCHES_IN_LIMIT, "an eighth of the memory limit")
 

@@ -58,8 +58,8 @@ class SessionOptions:
     """Bytes; the share of this session, if others of the loader run."""
     skipped: SkippedAhead
     """Decides about bad samples."""
-    hold: ReadPause | None
-    """Holds remote reads back; outlives the session."""
+    pause: ReadPause | None
+    """Asks remote reads to wait; outlives the session."""
     caches_in_memory: bool
     """Whether caches may keep blocks in memory, as they say."""
 
@@ -89,8 +89,8 @@ class Session:
         self.copier = DeviceCopier(CudaStreams(device)) if on_cuda else None
         self.traffic = Traffic()
         self.skipped = options.skipped
-        self._hold = options.hold
-        self._now = options.hold.running_s if options.hold else time.perf_counter
+        self._pause = options.pause
+        self._now = options.pause.running_s if options.pause else time.perf_counter
         self.gate = (
             None
             if local
@@ -108,7 +108,7 @@ class Session:
             dataset.sources, plan, options.topology, self.arena, in_memory=options.caches_in_memory
         )
         self.sources = _open_sources(
-            dataset, ahead.mapped_bytes.value, self.traffic, self.gate, self.guards, self.caches, self._hold
+            dataset, ahead.mapped_bytes.value, self.traffic, self.gate, self.guards, self.caches, self._pause
         )
         self._next = (epoch, start)
         self._closing = threading.RLock()  # held until all has ended
@@ -134,7 +134,7 @@ class Session:
             on_return=lambda nbytes: lambda: ledger.give_back(nbytes),
             closing=self._builds_end,
             heap=HeapKeeper(limit),
-            charge_bytes=ahead.untold_bytes.value,
+            charge_bytes=ahead.charge_bytes.value,
         )
         stream = Stream(plan, stager, context, batches_per_chunk=ahead.batches_per_chunk.value)
         readers, caches = [source.reader for source in self.sources], self.caches
@@ -164,8 +164,8 @@ class Session:
                 options=engine_options,
                 epoch=epoch,
             )
-        if self._hold:
-            self._hold.watch(self.engine.staged_batches)
+        if self._pause:
+            self._pause.watch(self.engine.staged_batches)
 
     def _what_reads_wait_for(self) -> str:
         return "; ".join(text for source in self.sources if (text := source.reader.waiting()))
@@ -181,8 +181,8 @@ class Session:
             self._next = (batches[-1].epoch, -1)
             self._last_taken_s = self._now()
             self._tell_demand(len(batches), gap_s)
-            if self._hold:
-                self._hold.batches_taken()
+            if self._pause:
+                self._pause.batches_taken()
         return batches
 
     def _tell_demand(self, taken: int, gap_s: float) -> None:
@@ -235,8 +235,8 @@ class Session:
                 self.copier.close()
             if self.gate:
                 self.gate.close()
-            if self._hold:
-                self._hold.hurry()  # reads that waited find the gate closed
+            if self._pause:
+                self._pause.hurry()  # reads that waited find the gate closed
             self.engine.close(join=join)
             self.guards.close(join=join)
             if join:  # threads that hang may still read
@@ -288,10 +288,10 @@ def _open_sources(
     gate: ReadGate | None,
     guards: FileGuards,
     caches: OpenCaches,
-    hold: ReadPause | None,
+    pause: ReadPause | None,
 ) -> list[Source]:
     """What the stream reads, numbered, with one account of bytes and one gate."""
-    opened = [source.source(keep_bytes, guards, hold) for source in dataset.sources]
+    opened = [source.source(keep_bytes, guards, pause) for source in dataset.sources]
     return [
         replace(source, number=number, traffic=traffic, gate=gate, cache=caches.of(number))
         for number, source in enumerate(opened)

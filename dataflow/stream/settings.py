@@ -48,7 +48,7 @@ class StreamSettings:
     "even" with several."""
     depth: int | DepthPolicy | None = None
     """Batches kept ready: an int, a `DepthPolicy`, or None: 4 over local shards, and over remote ones what
-    `AdaptiveDepth` decides (docs/adaptive.md)."""
+    `AdaptiveDepth` decides (docs/notes/adaptive.md)."""
     num_threads: int | None = None
     """Threads that build batches; None: by the number of cores."""
     batching: Batching | None = None

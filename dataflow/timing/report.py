@@ -28,11 +28,11 @@ LOOP_NAMES: Mapping[Part, str] = {"compute": "all else", "data": "data wait"}
 """What is known of a loop without a schedule."""
 _FILE_ORDER = (
     "this training takes its samples in the order of the files, which are mostly sorted by something: say "
-    "DataLoader(..., shuffle=True), unless that order is meant (docs/order.md)"
+    "DataLoader(..., shuffle=True), unless that order is meant (docs/guide/order.md)"
 )
 _LOOP_NOTE = (
     "no GradSchedule here: all else is computing, communication, waiting for slow ranks and the optimizer "
-    "(docs/profiling.md)"
+    "(docs/guide/profiling.md)"
 )
 
 

@@ -85,10 +85,10 @@ class InMemory(ShardedDataset):
         self,
         keep_mapped_bytes: int = 0,
         guards: FileGuards | None = None,
-        hold: ReadPause | None = None,
+        pause: ReadPause | None = None,
     ) -> Source:
         """What the loader reads with: memory."""
-        source = super().source(keep_mapped_bytes, guards, hold)
+        source = super().source(keep_mapped_bytes, guards, pause)
         return source if self._kept is None else replace(source, reader=self._kept)
 
 

@@ -46,6 +46,6 @@ def test_a_new_kind_of_column_is_one_class(made: Make, shuffle: bool) -> None:
     assert dataset[1] == {"n": len(data.samples[1]["bin"])}
 
 
-def test_outputs_that_deliver_the_same_are_equal_whatever_is_stored() -> None:
+def test_outputs_that_deliver_the_same_are_equal_whatever_their_sources() -> None:
     assert RaggedOutput(name="x", sources=("a",)) == RaggedOutput(name="x", sources=("b",))
     assert RaggedOutput(name="x", sources=("a",)) != PaddedOutput(name="x", sources=("a",), pad=Pad())

@@ -25,7 +25,7 @@ def test_chunks_and_what_windows_leave_to_them(
     ahead = choose_read_ahead(limit, batch_bytes=batch_bytes, is_local=True)
     assert ahead.batches_per_chunk.value == batches
     assert ahead.output_bytes.value == output_bytes
-    assert ahead.untold_bytes.value == min(MIB, limit // 256)
+    assert ahead.charge_bytes.value == min(MIB, limit // 256)
 
 
 @pytest.mark.parametrize(("is_local", "readers"), [(True, 2), (False, 48)])
