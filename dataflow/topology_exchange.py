@@ -34,7 +34,6 @@ def detect_topology(
     replicate: Replicate = 1,
     sysfs: str = "/sys",
     host: str | None = None,
-    gpu: str | None = None,
 ) -> Topology:
     """`Topology.detect`, completed by the other ranks if `torch.distributed` is initialised.
 
@@ -47,9 +46,7 @@ def detect_topology(
     """
     env = given_variables(env)
     place = _place_in_group(env) if dist.is_available() and dist.is_initialized() else None
-    here = Topology.detect(
-        env, place=place, racks=racks, replicate=replicate, sysfs=sysfs, host=host, gpu=gpu
-    )
+    here = Topology.detect(env, place=place, racks=racks, replicate=replicate, sysfs=sysfs, host=host)
     if place is None or place.world_size == 1:
         return here
     # What is gathered holds Slurm's racks, not this call's: a rack map is looked up here, by host.

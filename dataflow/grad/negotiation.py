@@ -61,8 +61,6 @@ class Negotiation:
         self._replays_allowed, self._control = replays_allowed, control
         self._constant = settings.constant_weights and control is None
         self._rows: Callable[[], list[list[float]]] = list
-        self.exchanges = 0
-        """Times that ranks told each other something about steps."""
         self._promise: int | None = None
         """Batches that every rank has in this epoch; None: unknown, and every step is agreed on."""
 
@@ -73,7 +71,6 @@ class Negotiation:
             return
         batches = self._look.batches_ahead()
         rows = self._agreement.offer(self._row(at, batches=batches))()
-        self.exchanges += 1
         self._check(rows)
         counts = {row[_BATCHES] for row in rows}
         self._promise = batches if len(counts) == 1 and batches >= 0 else None
@@ -83,7 +80,6 @@ class Negotiation:
         share, num_taken = self._look.share, self._look.num_taken
         row = self._row(at, share, can_replay=not share.batches and self._replay.available())
         if self._promise is None:
-            self.exchanges += self._agreement.world_size > 1
             self._rows = self._agreement.offer(row)
             return
         if num_taken > self._promise or (self._look.exhausted and num_taken < self._promise):

@@ -94,14 +94,6 @@ class BatchPlan:
         return (self.num_items - self.start) // self.global_batch_size
 
     @property
-    def steps_agree(self) -> bool:
-        """Whether all ranks have `num_global_batches` batches.
-
-        False only under "uneven", where the last items do not reach every rank.
-        """
-        return self.tail != "uneven" or not 0 < self._num_left < self.world_size
-
-    @property
     def num_padded(self) -> int:
         """Items this rank gets a second time: the last ones of its last batch."""
         return int(np.count_nonzero(self._last_batch >= self.num_items)) if self._num_left else 0

@@ -1,7 +1,7 @@
 """Which of how many processes this is, on which machine, and what lies around it.
 
 A `Topology` is a frozen value, the same for the same arguments and environment. Ranks come from the launcher
-(`sharding.topology.launchers`), NUMA nodes and devices from sysfs (`sharding.topology.hardware`), the other
+(`sharding.topology.launchers`), NUMA nodes from sysfs (`sharding.topology.hardware`), the other
 ranks' places from what the ranks told each other (`sharding.topology.rank_facts`; the exchange itself is the
 dataflow package's).
 
@@ -68,15 +68,8 @@ class Topology:
     """`numa_node` of each rank, None for a rank that is bound to none."""
     numa_node: int | None = None
     """NUMA node of all CPUs that this process may use."""
-    gpu_numa_node: int | None = None
-    """NUMA node of this rank's GPU."""
-    nic_numa_node: int | None = None
-    """NUMA node of this node's network cards."""
     num_numa_nodes: int | None = None
-    num_gpus: int | None = None
-    """GPUs of the machine, as sysfs shows them: also those that this process may not use."""
-    num_nics: int | None = None
-    """Network interfaces of the machine with hardware behind them."""
+    """Of the machine, as sysfs shows them: also those that a container may not use."""
     reasons: tuple[tuple[str, str], ...] = field(default=(), repr=False, compare=False)
     """(fact, why it is not known); read it as `why_unknown`."""
 
@@ -135,7 +128,6 @@ class Topology:
         sysfs: str = "/sys",
         host: str | None = None,
         cpus: Iterable[int] | None = None,
-        gpu: str | None = None,
     ) -> Topology:
         """What this process can learn alone: from its launcher's variables, its host name and sysfs.
 
@@ -150,7 +142,6 @@ class Topology:
             sysfs: where sysfs is mounted.
             host: this host's name; None: ask the system.
             cpus: CPUs this process may use; None: ask the system.
-            gpu: PCI address of this rank's GPU, such as "0000:17:00.0".
 
         Raises `ValueError` for a partial or contradictory environment, naming the variable and the cure.
         """
@@ -164,7 +155,7 @@ class Topology:
             facts["rack"], why["rack"] = slurm_switch(env)
         else:
             facts["rack"], why["rack"] = rack_of(facts["host"], racks)
-        for name, fact in read_hardware(sysfs, cpus, gpu).items():
+        for name, fact in read_hardware(sysfs, cpus).items():
             facts[name], why[name] = fact
         if place.why_no_node:
             why["node"] = place.why_no_node
@@ -325,12 +316,10 @@ def _named(host: str | None, rack: str | None) -> str:
 
 
 def _hardware(place: Topology) -> Iterable[str]:
-    counts = ("NUMA nodes", place.num_numa_nodes), ("GPUs", place.num_gpus), ("NICs", place.num_nics)
-    if parts := [f"{name}: {count}" for name, count in counts if count is not None]:
-        yield f"machine: {', '.join(parts)}"
-    nodes = ("CPUs", place.numa_node), ("GPU", place.gpu_numa_node), ("NICs", place.nic_numa_node)
-    if parts := [f"{name} {node}" for name, node in nodes if node is not None]:
-        yield f"NUMA node of: {', '.join(parts)}"
+    if place.num_numa_nodes is not None:
+        yield f"machine: NUMA nodes: {place.num_numa_nodes}"
+    if place.numa_node is not None:
+        yield f"NUMA node of: CPUs {place.numa_node}"
 
 
 def _unknown(place: Topology) -> Iterable[str]:

@@ -139,13 +139,6 @@ def test_uneven_shares_differ_by_one_sample_at_most(n, batch_size, world_size):
     assert totals == sorted(totals, reverse=True)
 
 
-@given(st.integers(0, 60), small, small, st.sampled_from(TAILS))
-def test_steps_agree_exactly_where_all_ranks_have_the_same_number(n, batch_size, world_size, tail):
-    plans = plans_of(order_of(n), batch_size, world_size, tail)
-    agree = len({plan.num_batches for plan in plans}) == 1
-    assert [plan.batch_plan.steps_agree for plan in plans] == [agree] * world_size
-
-
 @pytest.mark.parametrize("tail", TAILS)
 @pytest.mark.parametrize("n", [0, 1, 11, 12, 13, 100])
 @pytest.mark.parametrize("kind", ["window", "full", "blocks", "none"])
@@ -280,10 +273,9 @@ def test_all_ranks_know_the_steps_of_all_ranks(n, batch_size, world_size, tail, 
     assert [plan.num_batches for plan in plans] == steps
     for plan in plans:
         assert plan.num_global_batches == max(steps)
-        assert plan.batch_plan.steps_agree == (min(steps) == max(steps))
         assert plan.position_after(max(steps)) == n - plan.num_dropped_global
     if tail != "uneven":
-        assert all(plan.batch_plan.steps_agree for plan in plans)
+        assert min(steps) == max(steps)
 
 
 @given(st.integers(0, 60), small, small, st.sampled_from(TAILS), st.data())

@@ -154,13 +154,13 @@ def test_all_ranks_agree_about_all_ranks(sizes, told):
 
 
 def test_an_exchange_keeps_what_the_process_knows_itself():
-    place = replace(launched([2, 2])[1], numa_node=1, num_gpus=8, replicate=2)
+    place = replace(launched([2, 2])[1], numa_node=1, num_numa_nodes=2, replicate=2)
     facts = [facts_of(view) for view in launched([2, 2])]
     facts[1] = facts_of(place)
     found = placed(place, facts)
-    assert (found.numa_node, found.num_gpus, found.data_world_size) == (1, 8, 2)
+    assert (found.numa_node, found.num_numa_nodes, found.data_world_size) == (1, 2, 2)
     assert found.numa_nodes_of_ranks == (None, 1, None, None)
-    assert "gpu_numa_node" in found.why_unknown
+    assert "rack" in found.why_unknown
 
 
 def test_as_many_facts_as_ranks_are_wanted():
@@ -321,13 +321,13 @@ def test_a_description_names_nodes_groups_and_gaps():
         "  node 0: ranks 0-1 (host n0, rack r1)",
         "  node 1: ranks 2-3 (host n1, rack r2)",
     ]
-    assert "not known: gpu_numa_node: sysfs shows no GPU" in text
+    assert "not known: numa_node, num_numa_nodes: sysfs has no devices/system/node" in text
 
 
 def test_a_description_has_the_hardware():
-    text = Topology(num_gpus=8, num_numa_nodes=2, numa_node=1, gpu_numa_node=0).describe()
-    assert "machine: NUMA nodes: 2, GPUs: 8" in text
-    assert "NUMA node of: CPUs 1, GPU 0" in text
+    text = Topology(num_numa_nodes=2, numa_node=1).describe()
+    assert "machine: NUMA nodes: 2" in text
+    assert "NUMA node of: CPUs 1" in text
 
 
 @given(st.sets(st.integers(0, 40)))
