@@ -266,7 +266,7 @@ class _JsonText:
         count = next(self.lengths, 0)
         if pa.types.is_dictionary(kind):
             self._take(2)
-            return count, _VALUE_BYTES * count + 2 * int(count * self.entry_bytes)
+            return count, _value_bytes(kind.value_type) * count + 2 * int(count * self.entry_bytes)
         if pa.types.is_run_end_encoded(kind):
             self._of(kind.run_end_type)
             runs, text_bytes = self._of(kind.value_type)
@@ -283,11 +283,14 @@ class _JsonText:
             names = sum(len(child.name.encode()) + 4 for child in children) if pa.types.is_struct(kind) else 0
             return count, (_VALUE_BYTES + names) * count + sum(self._of(child.type)[1] for child in children)
         self._take(0 if pa.types.is_null(kind) else 2)
-        is_number = pa.types.is_integer(kind) or pa.types.is_floating(kind)
-        return count, (NUMBER_BYTES if is_number else _VALUE_BYTES) * count
+        return count, _value_bytes(kind) * count
 
     def _take(self, num_buffers: int) -> int:
         return sum(next(self.buffers, 0) for _ in range(num_buffers))
+
+
+def _value_bytes(kind: pa.DataType) -> int:
+    return NUMBER_BYTES if pa.types.is_integer(kind) or pa.types.is_floating(kind) else _VALUE_BYTES
 
 
 def _true_sizes(file: BinaryIO, message: Message, shard: Shard) -> list[int]:

@@ -336,6 +336,18 @@ def test_fields_that_are_null_in_a_block_for_being_elsewhere_are_counted():
     assert all(h <= n for h, n in zip(held, scan.nbytes, strict=True))
 
 
+def test_numbers_of_a_dictionary_are_counted_at_their_longest():
+    """Four bytes an entry, and up to 24 in the text of each value."""
+    numbers = np.random.default_rng(0).random(1000).astype(np.float32)
+    encoded = pa.DictionaryArray.from_arrays(np.tile(np.arange(1000, dtype=np.int16), 5), numbers)
+    lists = pa.ListArray.from_arrays(np.arange(0, 5001, 10, dtype=np.int32), encoded)
+    table = pa.table({"x": pa.ListArray.from_arrays(np.arange(0, 501, 5, dtype=np.int32), lists)})
+    content = ipc(table, 100)
+    (nbytes,) = scan_of(ArrowFileFormat(), content, "a").nbytes
+    (block,) = decoded_blocks(ArrowFileFormat(), content, "a")
+    assert held_bytes(block) <= nbytes
+
+
 # ---- what stays out ---------------------------------------------------------------------------------------
 
 
