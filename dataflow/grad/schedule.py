@@ -63,9 +63,8 @@ class GradSchedule:
         partial: the last windows, which are full on no rank: "keep" or "drop".
         strategy: how gradients travel; see docs/guide/gradient-accumulation.md.
         io: how reads of remote shards make room for gradients: "open" (not at all), "sync" (two at a time,
-            which stand still while gradients travel), or
-            "auto": each is tried for some windows and the best kept (docs/gradient-accumulation.md). Needs a
-            `DataLoader` over remote shards.
+            which stand still while gradients travel), or "auto": each is tried for some windows and the best
+            kept (docs/guide/gradient-accumulation.md). Needs a `DataLoader` over remote shards.
         adapt: what the controller may change beside that where gradients keep ranks waiting, although the
             numbers change with it: see `Adapt` and docs/notes/controller.md. None: nothing.
         skip_nonfinite: skip the step, on all ranks, if the gradient is not finite. False without `max_norm`
@@ -128,8 +127,8 @@ class GradSchedule:
         several = self._agreement.world_size > 1
         self.window_size = self._settings.window_size(loader, self._agreement.world_size)
         """Microbatches a rank and full window."""
-        hold = getattr(loader, "read_pause", None) if several else None
-        options = knob_set(adapt, self.strategy, self.window_size, gated=hold is not None and policy is None)
+        pause = getattr(loader, "read_pause", None) if several else None
+        options = knob_set(adapt, self.strategy, self.window_size, gated=pause is not None and policy is None)
         self._control = Control(options, self.strategy) if options.knobs and several else None
         self._agreement.compare(
             {
@@ -142,7 +141,7 @@ class GradSchedule:
             }
         )
         policy = policy or self._control
-        self._gate = None if hold is None or policy is None else IoGate(hold, policy, self.phases)
+        self._gate = None if pause is None or policy is None else IoGate(pause, policy, self.phases)
         self._loop = StepLoop(
             loader,
             settings=self._settings,

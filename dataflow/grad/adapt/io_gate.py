@@ -83,13 +83,13 @@ class IoGate:
     """Holds a loader's remote reads back as a policy says. Used by the training thread and its backward pass.
 
     Args:
-        hold: the loader's (`DataLoader.read_pause`).
+        pause: the loader's (`DataLoader.read_pause`).
         policy: when to.
         ledger: tells when gradients travel.
     """
 
-    def __init__(self, hold: ReadPause, policy: GatePolicy, ledger: PhaseLedger) -> None:
-        self._hold, self.policy = hold, policy
+    def __init__(self, pause: ReadPause, policy: GatePolicy, ledger: PhaseLedger) -> None:
+        self._pause, self.policy = pause, policy
         self._way, self._window = Way.OPEN, 0
         self._held_before = 0
         self._end = ledger.listen(self._entered)
@@ -97,19 +97,19 @@ class IoGate:
     def step_begins(self, window: int) -> None:
         """A window of that number, which ends with a reduction."""
         self._window, self._way = window, self.policy.way(window)
-        self._hold.limit(None if self._way is Way.OPEN else _FEW)
-        self._held_before = self._hold.stats().held_reads
+        self._pause.limit(None if self._way is Way.OPEN else _FEW)
+        self._held_before = self._pause.stats().held_reads
 
     def step_ended(self, seconds: float) -> None:
         """Its gradients are there and the step is taken; `seconds` since the window before ended."""
-        self._hold.end()
-        self.policy.ended(self._window, seconds, self._hold.stats().held_reads - self._held_before)
+        self._pause.end()
+        self.policy.ended(self._window, seconds, self._pause.stats().held_reads - self._held_before)
         self._way = Way.OPEN
 
     def open(self) -> None:
         """Let any number of reads begin: no step is under way that reduces."""
-        self._hold.end()
-        self._hold.limit(None)
+        self._pause.end()
+        self._pause.limit(None)
         self._way = Way.OPEN
 
     def close(self) -> None:
@@ -121,6 +121,6 @@ class IoGate:
     def _entered(self, phase: Phase, now: float) -> None:
         if phase is Phase.SYNC:
             if self._way is Way.SYNC:
-                self._hold.begin()
+                self._pause.begin()
         elif phase is Phase.STEP:
-            self._hold.end()
+            self._pause.end()
