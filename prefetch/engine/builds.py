@@ -66,8 +66,10 @@ class ChunkBuild(Generic[T]):
     def add(self, piece: Piece[T]) -> None:
         """See `Build`."""
         with self._queue.lock:
-            self._queue.ledger.charge(State.READY, piece.slot_bytes + piece.heap_bytes)
-            self.ahead_bytes += piece.slot_bytes
+            charged = piece.slot_bytes + piece.heap_bytes
+            if charged:  # views of the chunk's slots cost nothing beyond it
+                self._queue.ledger.charge(State.READY, charged)
+                self.ahead_bytes += piece.slot_bytes
             if piece.batches:
                 if self.ahead_bytes != piece.slot_bytes:
                     piece = replace(piece, slot_bytes=self.ahead_bytes)
@@ -188,6 +190,8 @@ class ChunkQueue(Generic[T]):
 
     def resume(self) -> None:
         """Hand out again what was laid aside and has room."""
+        if not self._aside:
+            return
         builds, self._aside = self._aside, deque()
         for build in builds:
             if build.has_room:

@@ -107,16 +107,17 @@ class Engine(Generic[T]):
         while True:
             with self._changed:
                 self._is_asked = True
-                self._ledger.give_back(self._delivered_heap_bytes)
-                self._delivered_heap_bytes = 0
+                if self._delivered_heap_bytes:
+                    self._ledger.give_back(self._delivered_heap_bytes)
+                    self._delivered_heap_bytes = 0
                 if self._delivered_last is not None:
                     since_s, num_batches = self._delivered_last
                     self._steps_s.append((time.perf_counter() - since_s) / num_batches)
                     self._delivered_last = None
                 if not self._is_deliverable():
                     self._pump()  # batches that the consumer dropped since may have made room
-                if not self._is_deliverable() and not self._may_build_here():
-                    self._wait()
+                    if not self._is_deliverable() and not self._may_build_here():
+                        self._wait()
                 if self._is_deliverable():
                     return self._deliver()
             self._build_here()
@@ -146,7 +147,8 @@ class Engine(Generic[T]):
             self._queue.drop_head()
             raise head.error
         batches, slots, heap = self._queue.take(self._ledger.limit_bytes // _DELIVERED_SHARE)
-        self._ledger.move(State.READY, State.IN_USE, slots + heap)
+        if slots + heap:
+            self._ledger.move(State.READY, State.IN_USE, slots + heap)
         self._delivered_heap_bytes += heap
         self._delivered_bytes += slots
         if head.is_done and not head.pieces:

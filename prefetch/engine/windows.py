@@ -95,9 +95,13 @@ class WindowQueue:
 
     def state_of(self, chunk: Chunk[Any]) -> tuple[bool, BaseException | None]:
         """Whether a chunk need not wait for its windows any more, and what failed in them."""
-        opened = [self._open[id(window)] for window in chunk.needs]
-        error = next((one.error for one in opened if one.error), None)
-        return error is not None or not any(one.num_reads_left for one in opened), error
+        is_staged = True
+        for window in chunk.needs:
+            opened = self._open[id(window)]
+            if opened.error is not None:
+                return True, opened.error
+            is_staged = is_staged and not opened.num_reads_left
+        return is_staged, None
 
     def hurry(self) -> None:
         """The consumer waits for the windows of the first chunk."""
@@ -114,7 +118,8 @@ class WindowQueue:
 
     def delivered(self, chunk: Chunk[Any]) -> None:
         """The consumer has batches of this chunk, and so is in its epoch."""
-        self._epoch = max([self._epoch, *(window.epoch for window in chunk.needs)])
+        for window in chunk.needs:
+            self._epoch = max(self._epoch, window.epoch)
 
     # ---- admission ------------------------------------------------------------------------------------
 
@@ -183,7 +188,8 @@ class WindowQueue:
                 self._open[id(needed)].num_users += 1
             for closed in chunk.closes:
                 self._open[id(closed)].has_last_user = True
-            self._newest_epoch = max((w.epoch for w in chunk.needs), default=self._newest_epoch)
+        if chunks:
+            self._newest_epoch = max((w.epoch for w in chunks[-1].needs), default=self._newest_epoch)
         self.num_reads_left += len(reads)
         for read in reads:
             self._readers.submit(self._num_chunks, partial(self._run_read, opened, read))
