@@ -129,11 +129,9 @@ def _place(frame: FrameType | None) -> str:
     called = frame
     while frame is not None and not frame.f_code.co_filename.startswith(_OURS):
         called, frame = frame, frame.f_back
-    if (
-        frame is None
-        or called is None
-        or (frame.f_code is PriorityPool._run.__code__ and called is not frame)
-    ):
+    if frame is not None and frame.f_code is Monitor.wait.__code__:  # ours, too, but not who waits
+        frame = frame.f_back
+    if frame is None or called is None or frame.f_code is PriorityPool._run.__code__:
         return ""
     return f"in {called.f_code.co_qualname} ({called.f_code.co_filename}, line {called.f_lineno})"
 

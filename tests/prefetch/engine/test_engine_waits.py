@@ -164,6 +164,15 @@ def test_a_wait_for_a_batch_that_is_being_built_names_the_code() -> None:
     )
 
 
+def test_builders_that_wait_for_a_task_are_at_no_place() -> None:
+    gate, builders = Gate(), WatchedBuilders(4)
+    with running([FakeWindow(FakeChunk("a", parts=[gate]))], builders=builders) as engine:
+        gate.wait_until_begun()
+        assert [place.split(" (")[0] for place in builders.places()] == ["in Gate.__call__"]
+        gate.open()
+        assert next_names(engine) == ["a.0"]
+
+
 def test_no_stack_is_printed_when_batches_come(capfd: pytest.CaptureFixture[str]) -> None:
     with running(one_chunk_windows(5)) as engine:
         assert len(outcomes(engine)) == 5
