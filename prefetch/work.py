@@ -20,8 +20,7 @@ class Piece(Generic[T_co]):
 
     batches: Sequence[T_co] = ()
     slot_bytes: int = 0
-    """Beyond the chunk's `nbytes`; in use until they die. May be told before they are
-    taken."""
+    """Beyond the chunk's `nbytes`; in use until the batches die. May be told before they are taken."""
     heap_bytes: int = 0
     """Beyond the chunk's `nbytes`, of objects whose death nobody sees."""
 
@@ -40,11 +39,11 @@ class Chunk(Protocol[T_co]):
     """Those of `needs` that no later chunk needs."""
 
     def begin(self) -> Sequence[Task]:
-        """Take slots and give the parts that may run in parallel. On a worker thread."""
+        """Take slots and give the parts that may run in parallel. On a builder's thread."""
         ...
 
     def finish(self) -> Iterator[Piece[T_co]]:
-        """The batches in order. Between two pieces any time may pass, and any worker thread go on."""
+        """The batches in order. Between two pieces any time may pass, and any builder go on."""
         ...
 
 

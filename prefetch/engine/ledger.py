@@ -42,7 +42,7 @@ class MemoryHeld:
     """Blocks in flight and staged, those of local shards that are only mapped included (`mapped_bytes`). Near
     the limit: shuffle windows are large for the budget."""
     building_bytes: int
-    """Slots of batches under construction. 0: workers are idle."""
+    """Slots of batches under construction. 0: builders are idle."""
     ready_bytes: int
     """Finished batches waiting. 0 while training: the loader is the bottleneck."""
     in_use_bytes: int

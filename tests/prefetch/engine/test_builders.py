@@ -10,6 +10,7 @@ import pytest
 
 from prefetch.engine.builders import Build
 from prefetch.engine.stats import StageStats
+from prefetch.errors import StallError
 from tests.engine_kit import (
     TIMEOUT_S,
     Batch,
@@ -209,8 +210,6 @@ def test_a_closed_engine_wants_no_build_and_bears_their_late_end() -> None:
 
 
 def test_a_wait_for_builders_elsewhere_is_told_in_their_words() -> None:
-    from prefetch.errors import StallError
-
     builders = FakeBuilders()
     with running(window_of("a"), builders=builders, timeout_s=0.02) as engine:
         builders.receive()
