@@ -79,8 +79,12 @@ class ThreadRunners:
         self._threads = WorkerThreads(job.num_runners, "dataflow-worker", stop_s=job.limits.stop_s)
         self.receive, self.wait, self.stacks = self._threads.receive, self._threads.wait, self._threads.stacks
         install()
-        with setting_kept():
-            self._threads.on_all(lambda _: one_torch_thread())
+        try:
+            with setting_kept():
+                self._threads.on_all(lambda _: one_torch_thread())
+        except BaseException:  # Ctrl-C
+            self.close()
+            raise
 
     def unpack(self, response: Any) -> Any:
         """What a finished task brings."""

@@ -13,10 +13,12 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any
 
 from prefetch.engine.pool import PriorityPool, lower_switch_interval, restore_switch_interval
+from prefetch.memory.lifetimes import Finalizer
 from prefetch.work import Task
 
 _log = logging.getLogger("dataflow")
@@ -27,6 +29,11 @@ _CLOSED = object()
 """Wakes the receiver."""
 
 
+def _stop(pools: list[PriorityPool]) -> None:
+    for pool in pools:
+        pool.stop()
+
+
 class WorkerThreads:
     """`num_threads` threads with a queue each. Thread-safe, but for one receiver.
 
@@ -35,7 +42,11 @@ class WorkerThreads:
 
     def __init__(self, num_threads: int, name: str, *, stop_s: float = STOP_S) -> None:
         self._stop_s = stop_s
-        self._pools = [PriorityPool(1, f"{name}-{number}") for number in range(num_threads)]
+        self._pools: list[PriorityPool] = []
+        # Who is interrupted before he has told anybody of us drops us: the threads end all the same.
+        self._dropped = Finalizer(self, partial(_stop, self._pools))
+        for number in range(num_threads):
+            self._pools.append(PriorityPool(1, f"{name}-{number}"))
         self._finished: SimpleQueue[Any] = SimpleQueue()
         self._closing = threading.Lock()  # guards _closed; held until the threads have ended
         self._closed = False
@@ -95,8 +106,8 @@ class WorkerThreads:
         A thread that does not end in time is reported and left alone; with `join=False` none is waited for.
         """
         restore_switch_interval(self)
-        for pool in self._pools:
-            pool.stop()
+        _stop(self._pools)
+        self._dropped.detach()
         self._finished.put(_CLOSED)
         if not join:
             return

@@ -111,3 +111,13 @@ def test_the_interpreter_is_handed_over_quickly_while_threads_live() -> None:
     threads.close()
     threads.close()
     assert sys.getswitchinterval() == before
+
+
+def test_threads_whose_owner_is_dropped_without_being_closed_end() -> None:
+    dropped = WorkerThreads(2, "test-dropped")
+    threads = [thread for thread in threading.enumerate() if thread.name.startswith("test-dropped")]
+    assert len(threads) == 2
+    del dropped
+    for thread in threads:
+        thread.join(TIMEOUT_S)
+        assert not thread.is_alive()
