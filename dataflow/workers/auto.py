@@ -34,9 +34,17 @@ import numpy as np
 from torch import Tensor
 
 from dataflow.torch_threads import one_torch_thread, setting_kept
-from dataflow.workers.info import Generators, become, install, uninstall, was_asked
+from dataflow.workers.info import (
+    Draws,
+    Generators,
+    become,
+    install,
+    random_state,
+    set_random_state,
+    uninstall,
+    was_asked,
+)
 from dataflow.workers.payload import PackedObject, copies_of, pack, unpack
-from dataflow.workers.random_state import Draws, random_state, set_random_state
 from dataflow.workers.threads import by_item, needs_own_datasets
 from dataflow.workers.worker import WorkerJob, worker_info
 from prefetch.workers.threads import WorkerThreads

@@ -412,6 +412,7 @@ class WorkerIterator(FetchIterator):
             if responses:
                 self._take(responses)
                 return
+            waited = time.perf_counter() - began
             if limit is not None and not self.runners.started and waited < self._limits.start_s:
                 limit += self._timeout  # it is for batches, not for starting processes
                 continue

@@ -31,7 +31,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from prefetch.workers.shared_arena import create_file, read_message
+from prefetch.workers.shared_arena import Buffer, create_file, read_message
 
 _ALIGN = 64
 _SPAN = struct.Struct("<qq")
@@ -40,12 +40,11 @@ _OFFSET = struct.Struct("<q")
 _MOST_SHARED = 64
 """A process can be handed some 250 descriptors at its start."""
 
-Buffer = NDArray[np.uint8]
 Shared = tuple[int, int]
 """Descriptor and bytes of a tensor's storage in torch's shared memory."""
 Place = Callable[[Tensor], int | None]
 """Where a tensor's bytes lie already in memory that both sides map, as an offset; None: nowhere."""
-Borrow = Callable[[int, int], Buffer]
+ViewAt = Callable[[int, int], Buffer]
 """(offset, bytes) -> that memory."""
 
 
@@ -279,7 +278,7 @@ def unpack(
     meta_offset: int,
     meta_bytes: int,
     spans_bytes: int,
-    borrow: Borrow | None = None,
+    view_at: ViewAt | None = None,
     shared: Sequence[Shared] = (),
 ) -> Any:
     """The object that was packed into `buffer`, viewing it."""
@@ -288,7 +287,7 @@ def unpack(
         start = meta_offset + meta_bytes
         spans = list(_SPAN.iter_unpack(buffer[start : start + spans_bytes].tobytes()))
     before = getattr(_current, "place", None)
-    _current.place = (buffer, borrow, shared)
+    _current.place = (buffer, view_at, shared)
     try:
         meta = buffer[meta_offset : meta_offset + meta_bytes]
         return pickle.loads(meta.data, buffers=[buffer[at : at + length] for at, length in spans])

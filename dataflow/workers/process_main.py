@@ -18,10 +18,10 @@ import numpy as np
 import torch
 from torch.utils.data._utils import collate, signal_handling, worker as torch_worker
 
-from dataflow.workers.payload import Buffer, PackedObject, pack, unpack
-from dataflow.workers.random_state import Draws, random_state, seed_all, set_random_state
+from dataflow.workers.info import Draws, random_state, seed_all, set_random_state
+from dataflow.workers.payload import PackedObject, pack, unpack
 from dataflow.workers.worker import Worker, WorkerJob, WorkerMessage, WorkerResult, wrapped_error
-from prefetch.workers.shared_arena import Header, Region, read_message
+from prefetch.workers.shared_arena import Buffer, Header, Region, read_message
 from prefetch.workers.worker_start import WorkerStart, begin
 
 MESSAGE_HEAD = 4096
@@ -106,8 +106,8 @@ class _BatchWriter:
         leased: Buffer = self._region.arena.lease(packed.nbytes)
         packed.copy_to(leased.ctypes.data)
         for tensor, _ in packed.placed:
-            self._region.lend(self._direct[tensor.data_ptr()])
-        return self._region.lend(leased), packed
+            self._region.grant(self._direct[tensor.data_ptr()])
+        return self._region.grant(leased), packed
 
 
 def run(start: WorkerStart) -> None:

@@ -16,14 +16,14 @@ import numpy as np
 import torch
 
 from dataflow.workers.fetching import WorkerLoader
-from dataflow.workers.payload import Buffer, PackedObject, dumps_by_value, pack, placed_offsets, unpack
+from dataflow.workers.info import copied_random_state
+from dataflow.workers.payload import PackedObject, dumps_by_value, pack, placed_offsets, unpack
 from dataflow.workers.process_main import MESSAGE_HEAD, ProcessResponse, run
-from dataflow.workers.random_state import copied_random_state
 from dataflow.workers.worker import WorkerJob
 from prefetch.memory.device import register_pinned
 from prefetch.workers.fork_server import Modules, ServerNeeds, warm_up
 from prefetch.workers.pool import WorkerPool
-from prefetch.workers.shared_arena import Header, SharedFile
+from prefetch.workers.shared_arena import Buffer, Header, SharedFile
 
 _PRELOADED = ("torch", "numpy", run.__module__)
 _IN_SERVER = {*sys.stdlib_module_names, "torch", "numpy", "cloudpickle", "dataflow", "prefetch", "sharding"}
@@ -71,27 +71,28 @@ class ProcessRunners:
 
     def unpack(self, response: Any) -> Any:
         """What a response brings: batch or error, state of the worker, state of its global generators."""
-        runner, borrowed = response.runner, list[int]()
+        runner, file = response.runner, self.file
+        offsets: list[int] = []
 
-        def borrow(offset: int, nbytes: int) -> Buffer:
-            borrowed.append(offset)
-            return self.file.borrow(runner, offset, nbytes)
+        def view_at(offset: int, nbytes: int) -> Buffer:
+            offsets.append(offset)
+            return file.view(runner, offset, nbytes)
 
-        buffer = self.file.borrow(runner, response.offset, response.nbytes)
+        buffer = file.view(runner, response.offset, response.nbytes)
         try:
-            data, state, random = unpack(buffer, response.meta, response.meta_bytes, response.table, borrow)
+            data, state, random = unpack(buffer, response.meta, response.meta_bytes, response.table, view_at)
             # These are kept for long, and must not keep the memory of the batch they came with.
             return data, copy.deepcopy(state), random and copied_random_state(random)
         except BaseException:
-            # What was borrowed comes back when its views die; the rest nobody will ever view.
-            rest = Counter(placed_offsets(buffer, response.placed)) - Counter(borrowed)
+            # What is in use comes back when its views die; the rest nobody will ever view.
+            rest = Counter(placed_offsets(buffer, response.placed)) - Counter(offsets)
             for offset in rest.elements():
-                self.file.give_back(runner, offset)
+                file.give_back(runner, offset)
             raise
 
     def discard(self, response: Any) -> None:
         """Give the memory of a response back without looking at it: its objects may have opinions."""
-        buffer = self.file.borrow(response.runner, response.offset, response.nbytes)
+        buffer = self.file.view(response.runner, response.offset, response.nbytes)
         for offset in placed_offsets(buffer, response.placed):
             self.file.give_back(response.runner, offset)
 

@@ -3,9 +3,9 @@
 The file is anonymous (`memfd_create`, so the size of `/dev/shm` does not bound it) and sparse: pages exist
 where something was written. It begins with a header, then what the parent sends to every worker
 alike, then one *region* a worker. A worker carves slabs from its own region and is the only one who
-hands them out; the parent *borrows* a range by offset and, when the last array or tensor viewing it has
-died, sends the offset back with the next task. So no lock is shared between processes, and a worker
-that is killed leaves none behind.
+hands them out: it *grants* a range, which the parent views by its offset. While an array or tensor views
+it, the range is *in use*; when the last one has died, the parent sends the offset back with the next task.
+So no lock is shared between processes, and a worker that is killed leaves none behind.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ REGION_BYTES = 1 << 36
 """Address space of one worker's region: 64 GiB, of which only touched pages exist."""
 _MIN_REGION_BYTES = 1 << 26
 
-Borrowed = NDArray[np.uint8]
+Buffer = NDArray[np.uint8]
 Unregister = Callable[[], object]
 """Unlocks a range for CUDA; written in C."""
 
@@ -152,22 +152,22 @@ class Region:
         """Where an address of this region lies in the file."""
         return address - self.address + self._offset
 
-    def lend(self, leased: Borrowed) -> int:
+    def grant(self, leased: Buffer) -> int:
         """Keep a leased array until the parent gives it back; returns its offset in the file."""
         offset = self.offset_of(leased.ctypes.data)
         self._leases.setdefault(offset, []).append(leased)
         return offset
 
     def take_back(self, offset: int) -> None:
-        """The parent's last view of what was lent at `offset` has died."""
+        """The parent's last view of what was granted at `offset` has died."""
         leases = self._leases[offset]
         leases.pop()
         if not leases:
             del self._leases[offset]
 
 
-class _Loan:
-    """The base object of a borrowed array; `owner` keeps its memory."""
+class _Grant:
+    """The base object of an array over a range in use; `owner` keeps its memory."""
 
     __slots__ = ("__array_interface__", "__weakref__", "owner")
 
@@ -176,8 +176,8 @@ class _Loan:
         self.__array_interface__ = array_interface(address, nbytes)
 
 
-class _LoanEnd(weakref.ref[_Loan]):
-    """What comes back when a loan dies."""
+class _GrantEnd(weakref.ref[_Grant]):
+    """What comes back when a grant ends."""
 
     __slots__ = ("nbytes", "offset", "worker")
     worker: int
@@ -186,7 +186,7 @@ class _LoanEnd(weakref.ref[_Loan]):
 
 
 class _Remains:
-    """A range of a closed file that is still used; `calls` give it back with the last loan of it.
+    """A range of a closed file that is still used; `calls` give it back with the last grant of it.
 
     They are written in C: that may die anywhere.
     """
@@ -204,12 +204,12 @@ class _Remains:
 
 
 class SharedFile:
-    """The parent's side: the file, its mapping, and what is borrowed from which worker.
+    """The parent's side: the file, its mapping, and which worker's ranges are in use.
 
     Args:
         num_workers: regions.
         message_bytes: of what every worker gets alike.
-        register: page-locks a range for CUDA, once per range borrowed, and gives the unlocking function.
+        register: page-locks a range for CUDA, once per range used, and gives the unlocking function.
         region_bytes: address space of a region; less where the process may not have so much.
 
     Not thread-safe, but arrays may die in any thread.
@@ -242,9 +242,9 @@ class SharedFile:
         self.header = Header(self.fd)
         self._register = register
         self._registered: dict[int, Unregister] = {}
-        self._loans: set[_LoanEnd] = set()
-        self._ended: deque[_LoanEnd] = deque()
-        self._end: Callable[[_LoanEnd], None] = self._ended.append
+        self._grants: set[_GrantEnd] = set()
+        self._ended: deque[_GrantEnd] = deque()
+        self._end: Callable[[_GrantEnd], None] = self._ended.append
         self._returned: list[deque[int]] = [deque() for _ in range(num_workers)]
         self._closed = False
 
@@ -278,26 +278,26 @@ class SharedFile:
         if nbytes:
             self.write_message(offset, memory_at(address, nbytes).data)
 
-    def borrow(self, worker: int, offset: int, nbytes: int) -> Borrowed:
-        """A writable uint8 array over what the worker lent; given back when its last view dies."""
+    def view(self, worker: int, offset: int, nbytes: int) -> Buffer:
+        """A writable uint8 array over what the worker granted; given back when its last view dies."""
         if self._register is not None and offset not in self._registered:
             whole = rounded_bytes(nbytes)  # a slab keeps its place and size for life
             self._registered[offset] = self._register(self._address + offset, whole)
-        loan = _Loan(self, self._address + offset, nbytes)
-        end = _LoanEnd(loan, self._end)
+        grant = _Grant(self, self._address + offset, nbytes)
+        end = _GrantEnd(grant, self._end)
         end.worker, end.offset, end.nbytes = worker, offset, nbytes
-        self._loans.add(end)
-        return np.asarray(loan)
+        self._grants.add(end)
+        return np.asarray(grant)
 
     def _settle(self) -> None:
-        """Note which loans have died; see `prefetch.memory.arena`."""
+        """Note which grants have ended; see `prefetch.memory.arena`."""
         while self._ended:
             end = self._ended.popleft()
-            self._loans.discard(end)
+            self._grants.discard(end)
             self._returned[end.worker].append(end.offset)
 
     def give_back(self, worker: int, offset: int) -> None:
-        """Return what was lent without looking at it."""
+        """Return what was granted without looking at it."""
         self._returned[worker].append(offset)
 
     def take_returned(self, worker: int) -> list[int]:
@@ -310,14 +310,14 @@ class SharedFile:
 
     @property
     def held_bytes(self) -> int:
-        """Memory that the file takes now: free slabs, batches in work, what is borrowed."""
+        """Memory that the file takes now: free slabs, batches in work, what is in use."""
         if self._closed:
             self._settle()
-            return sum(page_rounded(end.nbytes) for end in list(self._loans))
+            return sum(page_rounded(end.nbytes) for end in list(self._grants))
         return os.fstat(self.fd).st_blocks * 512
 
     def close(self) -> None:
-        """Give back all memory but what is borrowed, and that as it dies. Idempotent.
+        """Give back all memory but what is in use, and that as it dies. Idempotent.
 
         The workers must be gone.
         """
@@ -327,12 +327,12 @@ class SharedFile:
         if self._owner != os.getpid():
             return
         sizes: dict[int, int] = {}
-        loans: dict[int, list[_Loan]] = defaultdict(list)
-        for end in list(self._loans):
-            loan = end()
-            if loan is not None:
+        grants: dict[int, list[_Grant]] = defaultdict(list)
+        for end in list(self._grants):
+            grant = end()
+            if grant is not None:
                 sizes[end.offset] = max(sizes.get(end.offset, 0), page_rounded(end.nbytes))
-                loans[end.offset].append(loan)
+                grants[end.offset].append(grant)
         for offset in self._registered.keys() - sizes.keys():
             self._registered.pop(offset)()
         start, gives_back = 0, True
@@ -340,13 +340,13 @@ class SharedFile:
             if offset > start:
                 gives_back = give_pages_back(self.memory, start, offset - start)
             start = max(start, offset + nbytes)
-        for offset, group in loans.items():
+        for offset, group in grants.items():
             calls = [self._registered.pop(offset)] if offset in self._registered else []
             if gives_back:
                 calls.append(partial(self.memory.madvise, mmap.MADV_REMOVE, offset, sizes[offset]))
             remains = only_ours(_Remains(self, calls))
-            for loan in group:
-                loan.owner = remains
+            for grant in group:
+                grant.owner = remains
         os.close(self.fd)
 
 

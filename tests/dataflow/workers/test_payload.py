@@ -421,10 +421,10 @@ def test_placed_tensors_are_not_copied_and_listed() -> None:
         inside = 0 <= tensor.data_ptr() - arena.data_ptr() < arena.nbytes
         return 8000 + tensor.data_ptr() - arena.data_ptr() if inside else None
 
-    borrowed = []
+    views = []
 
-    def borrow(offset: int, nbytes: int) -> np.ndarray:
-        borrowed.append((offset, nbytes))
+    def view_at(offset: int, nbytes: int) -> np.ndarray:
+        views.append((offset, nbytes))
         start = (offset - 8000) // 8
         return arena[start : start + nbytes // 8].numpy().view(np.uint8)
 
@@ -432,8 +432,8 @@ def test_placed_tensors_are_not_copied_and_listed() -> None:
     buffer = np.empty(packed.nbytes, np.uint8)
     packed.copy_to(buffer.ctypes.data)
     assert placed_offsets(buffer, len(packed.placed)) == [8080, 8024]
-    arrived = unpack(buffer, packed.meta_offset, len(packed.meta), len(packed.spans), borrow)
-    assert borrowed == [(8080, 80), (8024, 16)]
+    arrived = unpack(buffer, packed.meta_offset, len(packed.meta), len(packed.spans), view_at)
+    assert views == [(8080, 80), (8024, 16)]
     assert arrived[0] is arrived[2]
     assert arrived[0].data_ptr() == placed.data_ptr()
     assert_same([placed, other, placed, arena[3:5]], arrived)

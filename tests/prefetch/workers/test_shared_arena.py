@@ -29,17 +29,17 @@ def make(register: Any = None) -> SharedFile:
     return file
 
 
-def lent(file: SharedFile, worker: int = 0, slot: int = 0, nbytes: int = 3 * PAGE) -> list[Any]:
+def views_of(file: SharedFile, worker: int = 0, slot: int = 0, nbytes: int = 3 * PAGE) -> list[Any]:
     """What the training code has of a slot that a worker has written."""
     offset = SLOT + 4 * slot * PAGE
-    array = file.borrow(worker, offset, nbytes)
+    array = file.view(worker, offset, nbytes)
     array[:] = slot + 1
     return [torch.from_numpy(array)[:10], array[20:]]
 
 
 def test_a_slot_is_given_back_when_its_last_view_has_died() -> None:
     file = make()
-    views = lent(file, worker=1)
+    views = views_of(file, worker=1)
     assert file.take_returned(1) == []
     views.pop()
     assert file.take_returned(1) == []
@@ -50,9 +50,9 @@ def test_a_slot_is_given_back_when_its_last_view_has_died() -> None:
     file.close()
 
 
-def test_what_is_borrowed_at_the_end_keeps_its_memory_and_gives_it_back_as_it_dies() -> None:
+def test_what_is_in_use_at_the_end_keeps_its_memory_and_gives_it_back_as_it_dies() -> None:
     file = make()
-    first, second = lent(file, slot=0), lent(file, slot=1)
+    first, second = views_of(file, slot=0), views_of(file, slot=1)
     file.header.set(0, 1)
     file.close()
     assert used_bytes(file) == file.held_bytes == 6 * PAGE
@@ -65,9 +65,9 @@ def test_what_is_borrowed_at_the_end_keeps_its_memory_and_gives_it_back_as_it_di
     assert used_bytes(file) == file.held_bytes == 0
 
 
-def test_a_slot_that_was_borrowed_twice_is_given_back_with_the_second() -> None:
+def test_a_slot_that_is_in_use_twice_is_given_back_with_the_second() -> None:
     file = make()
-    once, twice = lent(file), lent(file)
+    once, twice = views_of(file), views_of(file)
     file.close()
     once.clear()
     assert used_bytes(file) == 3 * PAGE
@@ -94,8 +94,8 @@ def test_locked_ranges_are_unlocked_once_before_their_memory_goes(
     if not gives_back:
         monkeypatch.setattr("prefetch.workers.shared_arena.give_pages_back", lambda *_: False)
     file = make(register)
-    views = lent(file)
-    views += lent(file)
+    views = views_of(file)
+    views += views_of(file)
     assert len(locked) == 1
     file.close()
     assert len(locked) == 1
@@ -105,7 +105,7 @@ def test_locked_ranges_are_unlocked_once_before_their_memory_goes(
 
 def test_a_forked_child_leaves_its_parents_memory_alone() -> None:
     file = make()
-    views = lent(file)
+    views = views_of(file)
     file.close()
     assert exit_code_in_child(views.clear) == 0
     assert used_bytes(file) == 3 * PAGE
