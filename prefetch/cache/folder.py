@@ -185,8 +185,9 @@ class CacheFolder:
         if self._in_vain is not None and when >= self._in_vain[0] and self._in_vain[1] < spare:
             self._in_vain = self._in_vain[0], self._in_vain[1] + nbytes
             return False
+        being_written = self._sweep()  # first: what is finished meanwhile counts twice then, not never
         stored = self._stored()
-        total = int(stored.nbytes.sum()) + self._sweep()
+        total = int(stored.nbytes.sum()) + being_written
         need = total + nbytes - self._limit
         soonest = self._when(stored)
         chosen = victims(soonest, stored.nbytes, newcomer=when, need=need, spare=spare)
