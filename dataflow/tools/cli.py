@@ -140,12 +140,12 @@ def inspect_(
 @json_option
 @plain_errors
 def demo(settings: DemoSettings, json_path: str | None) -> None:
-    """Train on this machine's own Python sources, interrupt, resume, compare.
+    """Train on this machine's own Python sources, interrupt, resume, compare the losses.
 
     The standard library's source text becomes token shards and WebDataset tars; two gloo ranks train a
     small transformer on it; the training is interrupted half-way and resumed in new processes, to the same
-    losses as without the interruption; then torch's DataLoader does the same work. Takes a good minute on
-    two cores, and needs no network. Exit code 1 if a resumed loss differs in any bit.
+    losses as without the interruption. Takes a good minute on two cores, and needs no network. Exit code 1 if
+    a resumed loss differs in any bit. How torch's DataLoader does over such data: dataflow bench compare.
 
     \b
     Examples:

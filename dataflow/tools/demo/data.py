@@ -51,7 +51,7 @@ class TarPass:
     seconds: float
 
 
-def write_corpus(folder: Path, max_modules: int | None = None, *, shard_bytes: int = _SHARD_BYTES) -> Corpus:
+def write_corpus(folder: Path, max_modules: int | None = None) -> Corpus:
     """Write `tokens-*.bin` with their catalog, and `modules-*.tar`."""
     began = perf_counter()
     texts = list(islice(_modules(), max_modules))
@@ -59,7 +59,7 @@ def write_corpus(folder: Path, max_modules: int | None = None, *, shard_bytes: i
         folder=str(folder),
         num_modules=len(texts),
         num_bytes=sum(len(text) for _, text in texts),
-        token_shards=_write_tokens(folder, texts, shard_bytes),
+        token_shards=_write_tokens(folder, texts),
         tar_shards=_write_tars(folder, texts),
         seconds=perf_counter() - began,
     )
@@ -103,11 +103,11 @@ def _modules() -> Iterator[tuple[str, bytes]]:
             yield ".".join(name.parts), text
 
 
-def _write_tokens(folder: Path, texts: list[tuple[str, bytes]], shard_bytes: int) -> int:
+def _write_tokens(folder: Path, texts: list[tuple[str, bytes]]) -> int:
     joined = _SEPARATOR.join(text for _, text in texts)
-    starts = range(0, len(joined), shard_bytes)
+    starts = range(0, len(joined), _SHARD_BYTES)
     for number, start in enumerate(starts):
-        (folder / f"tokens-{number:06d}.bin").write_bytes(joined[start : start + shard_bytes])
+        (folder / f"tokens-{number:06d}.bin").write_bytes(joined[start : start + _SHARD_BYTES])
     tokens(folder)  # indexes them, once for all ranks
     return len(starts)
 

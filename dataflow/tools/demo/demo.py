@@ -1,9 +1,8 @@
 """`dataflow demo`: the whole project once, on this machine, with data that every machine has.
 
 The standard library's source text becomes shards; two ranks train a small transformer on it; the training
-is interrupted and resumed, and must give the losses of an uninterrupted run, bit for bit; then the same
-work is done with torch's DataLoader, and the figures are laid side by side. What the figures mean is said
-from the figures, so that it holds on every machine: a loader that loses is said to lose.
+is interrupted and resumed, and must give the losses of an uninterrupted run, bit for bit. How other loaders
+do over the same data is another question, which `dataflow bench compare` answers.
 """
 
 from __future__ import annotations
@@ -24,16 +23,13 @@ import torch
 from dataflow.testing import run_ranks
 from dataflow.tools.demo import train as train_module
 from dataflow.tools.demo.data import LENGTH, Corpus, TarPass, read_tars, write_corpus
-from dataflow.tools.demo.loaders import LoadingResult, load_with_dataflow, load_with_torch, workers_text
 from dataflow.tools.demo.settings import DemoSettings
 from dataflow.tools.demo.train import Training, TrainingResult, train
 from dataflow.tools.terminal.report import Part, Sentence, Table, machine, show
 
-_TORCH_WORKERS = (0, 2)
-"""Settings of torch's loader that are tried; the faster one is used in the comparison."""
 _LARGEST = 5
 _SMALL_SHARE = 0.05
-"""Waiting below this share is no bottleneck; runs closer than this are the same to noise."""
+"""Waiting below this share is no bottleneck."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,9 +42,6 @@ class DemoFigures:
     whole: TrainingResult
     interrupted: TrainingResult
     resumed: TrainingResult
-    torch: TrainingResult
-    torch_workers: int
-    loading: Sequence[LoadingResult]
     seconds: float
 
     @property
@@ -58,7 +51,7 @@ class DemoFigures:
 
     def to_json(self) -> dict[str, Any]:
         """A JSON value; what the command writes with `--json`."""
-        runs = {name: getattr(self, name).to_json() for name in ("whole", "interrupted", "resumed", "torch")}
+        runs = {name: getattr(self, name).to_json() for name in ("whole", "interrupted", "resumed")}
         return {
             "identical": self.identical,
             "settings": {**asdict(self.settings), "folder": self.corpus.folder},
@@ -69,8 +62,6 @@ class DemoFigures:
                 "seconds": self.tars.seconds,
             },
             "runs": runs,
-            "torch_workers": self.torch_workers,
-            "loading": [one.to_json() for one in self.loading],
             "seconds": self.seconds,
             "machine": {**machine(), "python": platform.python_version(), "torch": torch.__version__},
         }
@@ -104,13 +95,6 @@ def run_demo(settings: DemoSettings) -> DemoFigures:
         )
         resumed = _on_all_ranks(replace(training, title="resumed", resume=True), settings)
         show([losses_text(whole.losses, interrupted.losses + resumed.losses, half)])
-
-        size, seed = settings.batch_size, settings.seed
-        by_torch = [load_with_torch(str(folder), size, seed, workers) for workers in _TORCH_WORKERS]
-        loading = [load_with_dataflow(str(folder), size, seed), *by_torch]
-        workers = max(by_torch, key=lambda one: one.samples_per_s).torch_workers or 0
-        show([_heading("The same work with torch's DataLoader")])
-        theirs = _on_all_ranks(replace(training, title="torch", torch_workers=workers), settings)
         figures = DemoFigures(
             settings=settings,
             corpus=corpus,
@@ -118,12 +102,9 @@ def run_demo(settings: DemoSettings) -> DemoFigures:
             whole=whole,
             interrupted=interrupted,
             resumed=resumed,
-            torch=theirs,
-            torch_workers=workers,
-            loading=loading,
             seconds=perf_counter() - began,
         )
-    show([*_comparison(figures), "", *_end(figures, folder)])
+    show([_training_table(whole), _said(waiting_text(whole)), *_end(figures, folder)])
     return figures
 
 
@@ -191,76 +172,23 @@ def losses_text(whole: Sequence[float], pieces: Sequence[float], half: int) -> S
     return _said(f"different: step {step} has loss {one} uninterrupted and {other} resumed", "red")
 
 
-def _comparison(figures: DemoFigures) -> Iterator[Part]:
-    """Both loaders side by side, and what the figures say."""
-    ours, theirs = _cells(figures.whole), _cells(figures.torch)
-    rows = [(f"  {name}", cell, theirs[name]) for name, cell in ours.items()]
-    yield Table(("  training", "dataflow", f"torch, {workers_text(figures.torch_workers)}"), rows)
-    yield ""
-    columns = ("  loading alone, one epoch in one process", "samples/s", "MB/s", "first batch")
-    yield Table(columns, [_loading_row(one) for one in figures.loading])
-    yield ""
-    for sentence in sentences(figures.whole, figures.torch, figures.loading):
-        yield _said(f"- {sentence}")
-
-
-def _cells(result: TrainingResult) -> dict[str, str]:
-    workers = sum(result.worker_peak_bytes)
-    return {
-        "samples/s": f"{result.samples_per_s:,.0f}",
-        "median step": f"{result.median_step_s * 1e3:,.0f} ms",
-        "MB/s of text": f"{result.samples_per_s * LENGTH / 1e6:.3f}",
-        "share of time waiting for data": f"{result.waiting_share:.2%}",
-        "first batch after": f"{result.first_batch_s * 1e3:,.0f} ms",
-        "peak memory of rank 0": _megabytes(result.peak_bytes)
-        + (f" + workers {_megabytes(workers)}" if workers else ""),
-        "  of it the loader's buffers": _megabytes(result.loader_peak_bytes),
-    }
-
-
-def _megabytes(count: int) -> str:
-    return f"{count / 1e6:,.0f} MB" if count else "-"
-
-
-def _loading_row(one: LoadingResult) -> tuple[str, ...]:
-    rate = one.samples_per_s
-    return f"  {one.name}", f"{rate:,.0f}", f"{rate * LENGTH / 1e6:.2f}", f"{one.first_batch_s * 1e3:,.0f} ms"
-
-
-def sentences(
-    ours: TrainingResult, theirs: TrainingResult, loading: Sequence[LoadingResult]
-) -> Iterator[str]:
-    """What the figures say, one sentence each."""
-    if max(ours.waiting_share, theirs.waiting_share) < _SMALL_SHARE:
-        yield (
-            "Training: the model is the limit. Both loaders keep up, so no loader could make this training "
-            "faster, and a difference in samples/s is noise or their use of the cores."
-        )
-    else:
-        slower = max((ours.waiting_share, "dataflow"), (theirs.waiting_share, "torch's loader"))
-        yield f"Training: {slower[1]} made the training wait for {slower[0]:.0%} of its time."
-    by_torch = [one for one in loading if one.torch_workers is not None]
-    if by_torch:
-        yield _loading_text(loading[0], max(by_torch, key=lambda one: one.samples_per_s))
-    yield (
-        "'Waiting' is the time in next() after the first batch, on rank 0. MB are bytes of text, without the "
-        "overlap of one byte between samples. One run each on this machine, files in the page cache: "
-        "expect several per cent of noise."
+def _training_table(result: TrainingResult) -> Table:
+    rate = result.samples_per_s
+    rows = (
+        ("samples/s", f"{rate:,.0f}, {rate * LENGTH / 1e6:.3f} MB/s of text"),
+        ("waiting for data", f"{result.waiting_share:.2%} of the time"),
+        ("first batch", f"after {result.first_batch_s * 1e3:,.0f} ms"),
+        ("memory of rank 0", f"{result.peak_bytes / 1e6:,.0f} MB at its peak"),
+        ("  of it the loader", f"{result.loader_peak_bytes / 1e6:,.0f} MB"),
     )
-    yield (
-        "torch's side is a hand-written dataset over mapped files, with a full permutation of the samples; "
-        "it has no exact resume, which is what the second section is about."
-    )
+    return Table((), [(f"  {name}", text) for name, text in rows])
 
 
-def _loading_text(ours: LoadingResult, best: LoadingResult) -> str:
-    ratio = ours.samples_per_s / best.samples_per_s
-    same = ours.checksum == best.checksum and ours.samples == best.samples
-    samples = "the same samples" if same else "NOT the same samples"
-    if abs(ratio - 1) < _SMALL_SHARE:
-        return f"Loading alone: both deliver {samples} at the same speed ({best.name})."
-    how = f"{ratio:.1f} times as fast as" if ratio > 1 else f"{1 / ratio:.1f} times slower than"
-    return f"Loading alone: dataflow delivers {samples} {how} {best.name} (start included)."
+def waiting_text(result: TrainingResult) -> str:
+    """Whether the loader kept up."""
+    if result.waiting_share < _SMALL_SHARE:
+        return "the model is the limit: no loader could make this training faster"
+    return f"the loader made the training wait for {result.waiting_share:.0%} of its time"
 
 
 def _end(figures: DemoFigures, folder: Path) -> Iterator[Sentence]:

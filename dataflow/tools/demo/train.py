@@ -1,33 +1,30 @@
-"""One training of the demo: what each rank does, with either loader, from the start or from a checkpoint.
+"""The training of the demo: a small model, and what each rank does, from the start or from a checkpoint.
 
-The loop is the one a user would write. Beside it runs a stopwatch with the same rules for both loaders: the
-wait for the first batch (threads or workers start, the first blocks are read) is told apart, everything
-after it is either training or waiting for data. Same seed, same number of ranks: same losses, bit for bit.
+The loop is the one a user would write. Beside it runs a stopwatch: the wait for the first batch (threads
+start, the first blocks are read) is told apart, everything after it is either training or waiting for data.
+Same seed, same number of ranks: same losses, bit for bit.
 """
 
 from __future__ import annotations
 
-import multiprocessing
-import os
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
 from torch.nn.parallel import DistributedDataParallel
 
 from dataflow.loader import DataLoader
 from dataflow.tools.demo.data import LENGTH, tokens
-from dataflow.tools.demo.loaders import torch_epochs
-from dataflow.tools.demo.model import ByteTransformer, next_byte_loss
 
+_VOCABULARY = 256
+"""Values of a byte."""
 _LEARNING_RATE = 3e-3
 _REDRAW_S = 0.1
 _PLAIN_LINES = 4
@@ -36,7 +33,7 @@ _PLAIN_LINES = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """What to train, and with which loader."""
+    """What to train, and how far."""
 
     title: str
     folder: str
@@ -49,8 +46,6 @@ class Training:
     """Save a checkpoint after this step and end."""
     resume: bool = False
     """Go on from the checkpoint."""
-    torch_workers: int | None = None
-    """None: dataflow; else torch's DataLoader with so many workers a rank."""
 
     @property
     def checkpoint(self) -> Path:
@@ -65,8 +60,6 @@ class TrainingResult:
     first_step: int = 0
     losses: list[float] = field(default_factory=list)
     """Mean over all ranks, per step."""
-    step_s: list[float] = field(default_factory=list)
-    """Seconds of each step after the first, waiting included."""
     samples_per_s: float = 0.0
     """All ranks together."""
     seconds: float = 0.0
@@ -76,10 +69,8 @@ class TrainingResult:
     """Seconds from making the loader to the first batch."""
     peak_bytes: int = 0
     """Most memory the rank's process had resident; torch itself is a few hundred MB of it."""
-    worker_peak_bytes: list[int] = field(default_factory=list)
-    """The same of each worker process; pages shared with the rank are counted here, too."""
     loader_peak_bytes: int = 0
-    """Most bytes dataflow's buffers held; 0 for torch's loader, which does not tell."""
+    """Most bytes that the loader's buffers held."""
     loader_state: dict[str, Any] = field(default_factory=dict)
     """What was saved of the loader at `stop`."""
 
@@ -87,11 +78,6 @@ class TrainingResult:
     def waiting_share(self) -> float:
         """`waited_s / seconds`."""
         return self.waited_s / self.seconds if self.seconds else 0.0
-
-    @property
-    def median_step_s(self) -> float:
-        """Of `step_s`: what other programs do on the machine disturbs it less than the rate."""
-        return median(self.step_s) if self.step_s else 0.0
 
     def to_json(self) -> dict[str, Any]:
         """All fields, and the share."""
@@ -110,24 +96,17 @@ def train(training: Training) -> TrainingResult:
         model.module.load_state_dict(saved["model"])
         optimizer.load_state_dict(saved["optimizer"])
     result = TrainingResult(first_step=saved["step"] if saved else 0)
-    with ExitStack() as stack:
-        began = time.perf_counter()
-        if training.torch_workers is not None:
-            _train(training, model, optimizer, _torch_batches(training), result, began)
-        else:
-            dataset = tokens(training.folder)
-            loader = stack.enter_context(
-                DataLoader(dataset, training.batch_size, shuffle=True, seed=training.seed)
-            )
-            if saved:
-                loader.load_state_dict(saved["loader"])
-            _train(training, model, optimizer, _batches(loader), result, began)
-            result.loader_peak_bytes = loader.stats().memory.peak_bytes
-            if training.stop is not None:
-                result.loader_state = loader.state_dict()  # the same on every rank
-                _save(training, model, optimizer, result.loader_state)
-        result.peak_bytes = peak_bytes(os.getpid())
-        result.worker_peak_bytes = [peak_bytes(p.pid) for p in multiprocessing.active_children() if p.pid]
+    began = time.perf_counter()
+    dataset = tokens(training.folder)
+    with DataLoader(dataset, training.batch_size, shuffle=True, seed=training.seed) as loader:
+        if saved:
+            loader.load_state_dict(saved["loader"])
+        _train(training, model, optimizer, loader, result, began)
+        result.loader_peak_bytes = loader.stats().memory.peak_bytes
+        result.peak_bytes = _peak_bytes()
+        if training.stop is not None:
+            result.loader_state = loader.state_dict()  # the same on every rank
+            _save(training, model, optimizer, result.loader_state)
     return result
 
 
@@ -135,18 +114,17 @@ def _train(
     training: Training,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    batches: Iterator[Tensor],
+    loader: DataLoader,
     result: TrainingResult,
     began: float,
 ) -> None:
-    started = began
+    started, batches = began, _endless(loader)
     line = ProgressLine(training.title, training.steps, visible=dist.get_rank() == 0)
     for step in range(result.first_step, training.stop or training.steps):
         before = time.perf_counter()
         batch = next(batches)
         after = time.perf_counter()
-        first = step == result.first_step
-        if first:
+        if step == result.first_step:
             started, result.first_batch_s = after, after - began
         else:
             result.waited_s += after - before
@@ -157,31 +135,16 @@ def _train(
         result.losses.append(_mean_over_ranks(loss))
         now = time.perf_counter()
         result.seconds = now - started
-        result.step_s += [] if first else [now - before]
         samples = len(result.losses) * training.batch_size * dist.get_world_size()
         result.samples_per_s = samples / result.seconds
         line.show(step + 1, result)
     line.close()
 
 
-def _batches(loader: DataLoader) -> Iterator[Tensor]:
+def _endless(loader: DataLoader) -> Iterator[Tensor]:
     while True:  # each loop over the loader is an epoch
         for batch in loader:
             yield batch["tokens"]
-
-
-def _torch_batches(training: Training) -> Iterator[Tensor]:
-    assert training.torch_workers is not None
-    epochs = torch_epochs(
-        training.folder,
-        training.batch_size,
-        seed=training.seed,
-        num_workers=training.torch_workers,
-        rank=dist.get_rank(),
-        world_size=dist.get_world_size(),
-    )
-    for batches in epochs:
-        yield from batches
 
 
 def _warm_up(model: nn.Module, batch_size: int) -> None:
@@ -216,14 +179,55 @@ def _save(
         torch.save(state, training.checkpoint)
 
 
-def peak_bytes(pid: int) -> int:
-    """Most resident memory of a process of ours since it began; 0 where the system does not say."""
-    try:
-        # Not getrusage: after fork and exec, its maximum includes the parent's.
-        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
-    except (OSError, StopIteration):
-        return 0
+def _peak_bytes() -> int:
+    """Most resident memory of this process since it began; 0 where the kernel does not say."""
+    # Not getrusage: after fork and exec, its maximum includes the parent's.
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:")), 0)
+
+
+class ByteTransformer(nn.Module):
+    """Predicts the next byte. int64 [batch, length] -> float32 [batch, length, 256]."""
+
+    def __init__(self, length: int, width: int = 96, num_layers: int = 2, num_heads: int = 4) -> None:
+        super().__init__()
+        self.token = nn.Embedding(_VOCABULARY, width)
+        self.position = nn.Parameter(torch.zeros(length, width))
+        self.layers = nn.ModuleList(_Layer(width, num_heads) for _ in range(num_layers))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, _VOCABULARY)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Logits of the byte after each position."""
+        x = self.token(tokens) + self.position[: tokens.shape[1]]
+        for layer in self.layers:
+            x = layer(x)
+        logits: Tensor = self.head(self.norm(x))
+        return logits
+
+
+class _Layer(nn.Module):
+    def __init__(self, width: int, num_heads: int) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.norms = nn.ModuleList([nn.LayerNorm(width), nn.LayerNorm(width)])
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, width = x.shape
+        heads = self.qkv(self.norms[0](x)).view(batch, length, 3, self.num_heads, -1)
+        q, k, v = heads.permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).reshape(batch, length, width))
+        return x + self.mlp(self.norms[1](x))  # type: ignore[no-any-return]
+
+
+def next_byte_loss(model: nn.Module, tokens: Tensor) -> Tensor:
+    """Mean cross-entropy in nats; `tokens` is int64 [batch, length + 1]."""
+    logits = model(tokens[:, :-1])
+    return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
 
 
 class ProgressLine:
