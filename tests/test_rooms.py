@@ -85,8 +85,6 @@ MAY_USE: dict[str, set[str]] = {
     "dataflow.testing": set(),
 }
 TOOLS = "dataflow.tools"
-FRONT = {"dataflow.stream", "dataflow.workers", "dataflow.grad", "dataflow.timing", "dataflow.testing"}
-"""Rooms that only the front door and the tools enter from outside."""
 
 
 def name_of(module: Path) -> str:

@@ -212,7 +212,6 @@ def decode_image(
     data: bytes | bytearray | memoryview | NDArray[np.uint8],
     draws: Draws | None = None,
     *,
-    name: str = "",
     out: NDArray[np.uint8] | None = None,
 ) -> NDArray[np.uint8]:
     """Decode one image: for map-style access, and for images that keep their own size.
@@ -221,34 +220,33 @@ def decode_image(
         spec: what is wanted.
         data: the encoded bytes.
         draws: [1, DRAWS] or a function of the column; None will do where `spec.random` is False.
-        name: key of the sample, for errors.
         out: C-contiguous uint8, of the shape that the result has; None: a new array.
 
     Returns:
         uint8 [c, h, w] or [h, w, c]: `out`, or a new array.
 
     Raises:
-        SampleError: the image cannot be decoded.
+        SampleError: the image cannot be decoded; whose it is, the caller adds.
         ValueError: draws are missing.
         MissingImageSupportError: the extra `image` is not installed.
     """
     encoded = np.frombuffer(data, np.uint8)
     starts, lengths = np.zeros(1, np.int64), np.array([len(encoded)])
     if spec.size is None:
-        spec = of_own_size(spec, encoded, name=name)
+        spec = of_own_size(spec, encoded)
     image = np.empty(spec.shape, np.uint8) if out is None else out
-    failures = decode_images(spec, encoded, starts, lengths, image[None], draws, name=lambda _: name)
+    failures = decode_images(spec, encoded, starts, lengths, image[None], draws, name=lambda _: "")
     if failures:
         raise failures[0][1]
     return image
 
 
-def of_own_size(spec: Image, data: NDArray[np.uint8], *, name: str = "") -> Image:
+def of_own_size(spec: Image, data: NDArray[np.uint8]) -> Image:
     """`spec` with the size that the header of an encoded image, uint8 [bytes], says.
 
     Raises `SampleError` for what is no image, or too large, and `MissingImageSupportError`.
     """
-    sizes, failed = _sizes([data], lambda _: name, spec.max_pixels)
+    sizes, failed = _sizes([data], lambda _: "", spec.max_pixels)
     if failed:
         raise failed[0]
     return replace(spec, size=(int(sizes[0, 0]), int(sizes[0, 1])))

@@ -71,7 +71,7 @@ class Session:
         dataset, limit, settings = plan.dataset, options.memory_limit, options.settings
         local, device = is_all_local(dataset), settings.torch_device
         copies_only = not (settings.collate_fn or plan.planner) and _copies_only(dataset)
-        self.read_ahead = ahead = choose_read_ahead(
+        ahead = choose_read_ahead(
             limit,
             batch_bytes=_batch_bytes(plan),
             is_local=local,

@@ -70,22 +70,22 @@ def temperature_weights(sizes: Sequence[int], temperature: float) -> tuple[Fract
     return exact_weights([float(size) ** (1 / temperature) for size in sizes])
 
 
-def integer_shares(weights: Sequence[Fraction], limit: int = MAX_PERIOD) -> tuple[int, ...]:
+def integer_shares(weights: Sequence[Fraction]) -> tuple[int, ...]:
     """Turns of each source in one period.
 
-    Exact where the weights have a common denominator <= limit. Else the period is `limit`, by largest
-    remainder: each share is within 1 / limit of its weight, but that no positive weight gets less than one
-    turn, which the largest shares pay for. Raises `ValueError` for more sources than `limit`.
+    Exact where the weights have a common denominator <= `MAX_PERIOD`. Else the period is that, by largest
+    remainder: each share is within 1 / `MAX_PERIOD` of its weight, but that no positive weight gets less than
+    one turn, which the largest shares pay for. Raises `ValueError` for more sources than `MAX_PERIOD`.
     """
     used = sum(w > 0 for w in weights)
-    if used > limit:
-        raise ValueError(f"at most {limit} sources can be mixed, got {used}")
+    if used > MAX_PERIOD:
+        raise ValueError(f"at most {MAX_PERIOD} sources can be mixed, got {used}")
     common = math.lcm(*(w.denominator for w in weights))
-    if common <= limit:
+    if common <= MAX_PERIOD:
         return tuple(int(w * common) for w in weights)
-    shares = [max(math.floor(w * limit), int(w > 0)) for w in weights]
-    owed = [weight * limit - share for weight, share in zip(weights, shares, strict=True)]
-    left = limit - sum(shares)
+    shares = [max(math.floor(w * MAX_PERIOD), int(w > 0)) for w in weights]
+    owed = [weight * MAX_PERIOD - share for weight, share in zip(weights, shares, strict=True)]
+    left = MAX_PERIOD - sum(shares)
     for i in sorted(range(len(shares)), key=lambda i: (-owed[i], i))[: max(left, 0)]:
         shares[i] += 1
     for _ in range(-left):

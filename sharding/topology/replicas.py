@@ -23,7 +23,7 @@ Replicate = int | Sequence[int] | DataParallel
 of every rank; a `DataParallel`: this rank's place, where nothing is known of the others."""
 
 
-def checked_replicate(replicate: Replicate, rank: int, world_size: int) -> Replicate:
+def checked_replicate(replicate: Replicate, world_size: int) -> Replicate:
     """The same value, hashable. Raises `ValueError` if it does not fit the world."""
     if isinstance(replicate, int):
         if type(replicate) is not int or replicate < 1 or world_size % replicate:

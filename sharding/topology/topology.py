@@ -88,7 +88,7 @@ class Topology:
                 f"{self.local_world_size} processes on this node and {self.num_nodes} nodes do not fit "
                 f"world_size={self.world_size} (from {self.source})"
             )
-        checked = checked_replicate(self.replicate, self.rank, self.world_size)
+        checked = checked_replicate(self.replicate, self.world_size)
         object.__setattr__(self, "replicate", checked)
         self._check_places()
 

@@ -67,16 +67,14 @@ def stretch_of(
     table: BlockTable,
     *,
     max_samples: int = MAX_SAMPLES,
-    batches: tuple[int, int] | None = None,
 ) -> Stretch:
-    """The batches that the figures are taken from.
+    """The batches that the figures are taken from: the middle of the epoch, or all of it.
 
     Args:
         plans: one a seat, of the same order.
         nodes: [ranks], the node of each seat, from 0.
         table: the blocks that the order is over.
         max_samples: more than these are not looked at; at least one batch is.
-        batches: `[first, last)` to look at; None: the middle of the epoch.
 
     Raises `ValueError` where the epoch has no batch, or there is not one node a rank.
     """
@@ -88,18 +86,17 @@ def stretch_of(
             f"the epoch has no batch: {plans[0].order.num_samples} samples, {size} a global batch, and "
             f"tail={plans[0].batch_plan.tail!r}; lower batch_size or keep the tail"
         )
-    if batches is None:
-        length = min(total, max(1, max_samples // size))
-        first = (total - length) // 2
-        batches = first, first + length
-    parts = [_rows(plan, *batches) for plan in plans]
+    length = min(total, max(1, max_samples // size))
+    first = (total - length) // 2
+    last = first + length
+    parts = [_rows(plan, first, last) for plan in plans]
     batch = np.concatenate([part[0] for part in parts])
     position = np.concatenate([part[1] for part in parts])
     node = np.repeat(np.asarray(nodes, np.int64), [len(part[0]) for part in parts])
     if len(plans) > 1:
         by_batch = np.argsort(batch, kind="stable")
         batch, position, node = batch[by_batch], position[by_batch], node[by_batch]
-    if plans[0].num_padded_global and batches[1] == total:
+    if plans[0].num_padded_global and last == total:
         first_time = _first_time(batch == total - 1, position, plans[0].position_after(total - 1))
         batch, position, node = batch[first_time], position[first_time], node[first_time]
     order = plans[0].order
@@ -108,8 +105,8 @@ def stretch_of(
     return Stretch(
         order=order,
         nodes=np.asarray(nodes, np.int64),
-        first_batch=batches[0],
-        last_batch=batches[1],
+        first_batch=first,
+        last_batch=last,
         num_batches=total,
         batch=batch,
         node=node,
