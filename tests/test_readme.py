@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
+from dataclasses import fields
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -19,9 +20,15 @@ import pytest
 import dataflow
 from benchmarks import image_options
 from dataflow.testing import run_ranks
+from prefetch.cache.block_cache import CacheStats
+from prefetch.control.pause import PauseStats
+from prefetch.engine.ledger import MemoryHeld
+from prefetch.engine.stats import EngineStats, StageStats
+from prefetch.store.reader import ReadStats
 from sharding import errors
 from sharding.errors import DataflowError
 from sharding.formats import FORMATS
+from sharding.lengths.units import LengthStats
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text("utf-8")
@@ -132,6 +139,15 @@ def test_every_format_is_in_the_table() -> None:
     assert tuple(re.findall(r"^\| `([\w-]+)` \|", table, re.MULTILINE)) == FORMATS
 
 
+def test_every_figure_of_stats_is_on_their_page() -> None:
+    page = (REFERENCE / "stats.md").read_text("utf-8")
+    parts = (EngineStats, StageStats, MemoryHeld, LengthStats, ReadStats, CacheStats, PauseStats)
+    kinds = (dataflow.LoaderStats, dataflow.WorkerStats, *parts)
+    names = {field.name for kind in kinds for field in fields(kind)}
+    names |= {name for name, value in vars(dataflow.LoaderStats).items() if isinstance(value, property)}
+    assert {name for name in names if f"`{name}`" not in page} == set()
+
+
 def test_every_extra_exists() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     table = README.partition("| extra |")[2].partition("\n\n")[0]
@@ -169,6 +185,11 @@ def test_links_lead_to_files(page: Path) -> None:
 def test_dotted_module_names_written_as_code_can_be_imported(page: Path) -> None:
     for name in set(re.findall(rf"`((?:{'|'.join(PACKAGES)})(?:\.\w+)+)[`(]", page.read_text("utf-8"))):
         assert resolve(name) is not None
+
+
+def test_pages_named_in_docstrings_and_messages_exist() -> None:
+    named = {page for path in sources() for page in re.findall(r"docs/[\w/-]+\.md", path.read_text("utf-8"))}
+    assert {page for page in named if not (ROOT / page).exists()} == set()
 
 
 def test_every_page_can_be_reached_from_the_readme() -> None:
