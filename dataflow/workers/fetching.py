@@ -26,6 +26,7 @@ from dataflow.workers.payload import array_bytes
 from dataflow.workers.process_main import collate_map_changes
 from dataflow.workers.state import EpochProgress, WorkerProgress
 from dataflow.workers.worker import Worker, WorkerJob, WorkerLimits, WorkerState, has_state
+from prefetch.memory.lifetimes import WeakRegistry
 
 
 class WorkerLoader(TorchDataLoader[Any]):
@@ -90,7 +91,7 @@ class DropInState:
         """Of the loop begun last, or a loaded state where the next loop goes on."""
         self.latest: weakref.ref[Any] | None = None
         """The iterator begun last."""
-        self.iterators: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.iterators: WeakRegistry[Any] = WeakRegistry()
         """Those with workers."""
         self.times_closed = 0
 
@@ -102,7 +103,7 @@ class DropInState:
         return {**self.__dict__, **fresh}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, iterators=weakref.WeakSet())
+        self.__dict__.update(state, iterators=WeakRegistry())
 
 
 class FetchIterator(_BaseDataLoaderIter):
