@@ -30,7 +30,12 @@ THEN_THREADS = """
 import os, runpy, sys
 del sys.argv[0]
 runpy.run_path(sys.argv[0], run_name="__main__")
-tasks = [open(f"/proc/self/task/{task}/comm").read().strip() for task in os.listdir("/proc/self/task")]
+tasks = []
+for task in os.listdir("/proc/self/task"):
+    try:
+        tasks.append(open(f"/proc/self/task/{task}/comm").read().strip())
+    except OSError:
+        pass  # a thread that has ended since it was listed
 print("left:", *[task for task in tasks if "gloo" in task])
 """
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dataflow.grad.lost import Peers
+from dataflow.grad.lost import Peers, RankLostError
 from sharding.errors import DataflowError
 
 _SERIAL = itertools.count()
@@ -58,10 +58,16 @@ class Agreement:
     Args:
         ranks: their global ranks; None: this process alone, and every method answers at once.
         timeout_s: seconds that a rank waits for the others.
+
+    Attributes:
+        lost: whether a rank was lost. Collectives of this rank may be in flight then that gloo ends at their
+            time-out only (a send that began as connections closed is not told of it), and the end of a group
+            waits for them. So groups stay until the job's own ends, and the error is seen at once.
     """
 
     def __init__(self, ranks: Sequence[int] | None, timeout_s: float) -> None:
         self.ranks = tuple(ranks or (0,))
+        self.lost = False
         self.group: dist.ProcessGroup | None = None
         self._peers: Peers | None = None
         if len(self.ranks) > 1:
@@ -128,12 +134,15 @@ class Agreement:
 
         `also`: a group on which other ranks may be waiting in vain; it is made to fail.
         """
-        return error if self._peers is None else self._peers.explained(error, also)
+        explained = error if self._peers is None else self._peers.explained(error, also)
+        self.lost |= isinstance(explained, RankLostError)
+        return explained
 
     def close(self) -> None:
-        """Give the group back; idempotent."""
+        """Give the group back unless a rank was lost; idempotent."""
         group, self.group, self._peers = self.group, None, None
-        give_private_back(group)
+        if not self.lost:
+            give_private_back(group)
 
     def _call(self, what: Callable[[], Any]) -> Any:
         try:

@@ -80,7 +80,8 @@ def set_up(
         nonlocal group
         strategy.close()
         _IN_USE.discard(strategy)
-        give_private_back(group)
+        if not agreement.lost:
+            give_private_back(group)
         group = None
 
     return end

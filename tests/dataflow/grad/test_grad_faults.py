@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import stat
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
@@ -21,7 +22,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from dataflow import GradSchedule
-from dataflow.grad.agreement import DisagreementError
+from dataflow.grad.agreement import Agreement, DisagreementError
 from dataflow.grad.lost import RankLostError
 from dataflow.grad.step import UnevenRanksError
 from dataflow.grad.strategies import Hierarchical
@@ -35,11 +36,14 @@ DYING = 2
 
 def die() -> None:
     """What the others see of a death: every connection of this process is closed."""
-    for name in os.listdir("/proc/self/fd"):
-        with suppress(OSError), socket.socket(fileno=os.dup(int(name))) as connection:
-            listens = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
-            if connection.family in (socket.AF_INET, socket.AF_INET6) and not listens:
-                connection.shutdown(socket.SHUT_RDWR)
+    for descriptor in map(int, os.listdir("/proc/self/fd")):
+        with suppress(OSError):
+            if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+                continue
+            with socket.socket(fileno=os.dup(descriptor)) as connection:
+                listens = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+                if connection.family in (socket.AF_INET, socket.AF_INET6) and not listens:
+                    connection.shutdown(socket.SHUT_RDWR)
 
 
 def in_new_groups(function: Callable[..., Any], cases: Sequence[tuple[Any, ...]]) -> list[Any]:
@@ -130,6 +134,22 @@ def lose_a_rank_while_a_window_is_decided() -> str:
 
 def test_a_rank_lost_while_a_window_is_decided_is_named() -> None:
     assert run_ranks(lose_a_rank_while_a_window_is_decided, 2, **FAST)[0].startswith("rank 1 died")
+
+
+def close_after_a_loss() -> bool:
+    agreement = Agreement(range(2), timeout_s=30)
+    group = agreement.group
+    if dist.get_rank() == 1:
+        die()
+        return True
+    with pytest.raises(RankLostError):
+        agreement.gathered(1)
+    agreement.close()
+    return dist.get_backend(group) == "gloo"  # `ValueError` for one that was destroyed
+
+
+def test_a_group_is_not_destroyed_after_a_loss_as_its_end_would_wait_for_what_is_in_flight() -> None:
+    assert all(run_ranks(close_after_a_loss, 2, **FAST))
 
 
 def wait_for_a_rank_that_does_not_come() -> str:
