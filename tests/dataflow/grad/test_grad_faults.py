@@ -139,6 +139,7 @@ def test_a_rank_lost_while_a_window_is_decided_is_named() -> None:
 def close_after_a_loss() -> bool:
     agreement = Agreement(range(2), timeout_s=30)
     group = agreement.group
+    agreement.gathered(0)  # all connections are there
     if dist.get_rank() == 1:
         die()
         return True
