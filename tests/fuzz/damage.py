@@ -416,6 +416,8 @@ def _expected(original: Original, folder: Path, *, behind: bool) -> Rows:
                 tail = 8 + int.from_bytes(whole[-8:-4], "little")
             elif path.suffix == ".arrow":
                 tail = 10 + int.from_bytes(whole[-10:-6], "little")
+            elif path.suffix == ".arrows":
+                tail = 8  # the mark of the end
             copy.write_bytes(whole[:head] + data[head : len(data) - tail] + whole[len(whole) - tail :])
             if (index := path.with_suffix(".idx")).exists():
                 shutil.copy(index, folder)
