@@ -3,12 +3,16 @@
 import compileall
 import functools
 import signal
+import sys
 from pathlib import Path
 
 import pytest
 from datasets_kit import MAKERS, Make
 from hypothesis import HealthCheck, settings
 
+# Where Python is told to keep no bytecode, pytest rewrites the assertions of 190 modules in every process of
+# every run anew, which takes 10 s. What tests write and import themselves is still not kept.
+_KEEPS_NO_BYTECODE, sys.dont_write_bytecode = sys.dont_write_bytecode, False
 pytest_plugins = ["dataflow.pytest_plugin", "pytester"]
 
 
@@ -26,6 +30,11 @@ def pytest_configure(config: pytest.Config) -> None:
     if not hasattr(config, "workerinput"):
         for package in ("sharding", "prefetch", "dataflow"):
             compileall.compile_dir(Path(__file__).parent.parent / package, quiet=2)
+
+
+def pytest_collection_finish() -> None:
+    """All test modules have been imported."""
+    sys.dont_write_bytecode = _KEEPS_NO_BYTECODE
 
 
 @pytest.fixture(scope="session")

@@ -35,15 +35,29 @@ MODULES = [path.relative_to(ROOT) for name in MAY_IMPORT for path in sorted((ROO
 """Every module of the packages, as "package/.../name.py"."""
 
 
-@cache
-def tree_of(module: Path) -> ast.Module:
+def parsed(module: Path) -> ast.Module:
     return ast.parse((ROOT / module).read_text(), str(module))
 
 
-def imported_modules(module: Path) -> Iterator[str]:
+tree_of = cache(parsed)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _trees_are_let_go() -> Iterator[None]:
+    """They are 300,000 objects, which every collection of garbage in later tests would look through."""
+    yield
+    tree_of.cache_clear()
+
+
+@cache
+def imported_modules(module: Path) -> tuple[str, ...]:
     """Full names of what a module imports, inside functions and type-checking blocks too."""
-    package = module.parent.parts
-    for node in ast.walk(tree_of(module)):
+    return tuple(imports_in(parsed(module), module.parent.parts))
+
+
+def imports_in(tree: ast.Module, package: tuple[str, ...]) -> Iterator[str]:
+    """Full names of what a module in a package imports."""
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -177,7 +191,7 @@ def test_the_front_door_is_small_and_sorted() -> None:
 @pytest.mark.parametrize("package", ["prefetch", "sharding"])
 def test_the_inner_packages_have_no_front_door(package: str) -> None:
     """Their modules are imported one by one, so that what is not used is not loaded."""
-    assert list(imported_modules(Path(package) / "__init__.py")) == []
+    assert imported_modules(Path(package) / "__init__.py") == ()
 
 
 @pytest.mark.parametrize(
@@ -191,11 +205,8 @@ def test_the_inner_packages_have_no_front_door(package: str) -> None:
         ("from a import *", {"a", "a.*"}),
     ],
 )
-def test_imports_are_found_in_any_form(
-    source: str, expected: set[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(globals(), "tree_of", lambda _: ast.parse(source))
-    assert set(imported_modules(Path("sharding/formats/x.py"))) == expected
+def test_imports_are_found_in_any_form(source: str, expected: set[str]) -> None:
+    assert set(imports_in(ast.parse(source), ("sharding", "formats"))) == expected
 
 
 def test_the_front_door_has_all_its_names_and_imports_them_when_they_are_used() -> None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import ast
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 
-from test_architecture import MODULES, tree_of
+import pytest
+from test_architecture import MODULES, parsed
 
 MOST_POSITIONAL = 4
 AS_TORCH_HAS_THEM = {"dataflow/loader.py:DataLoader"}
@@ -15,11 +15,14 @@ AS_TORCH_HAS_THEM = {"dataflow/loader.py:DataLoader"}
 ERRORS = {"Exception", "ValueError", "RuntimeError", "OSError", "TypeError", "NamedTuple"}
 
 
-def classes_of(module: Path) -> Iterator[ast.ClassDef]:
-    return (node for node in ast.walk(tree_of(module)) if isinstance(node, ast.ClassDef))
+Classes = list[tuple[Path, ast.ClassDef]]
 
 
-CLASSES = [(module, node) for module in MODULES for node in classes_of(module)]
+@pytest.fixture(scope="module")
+def classes() -> Classes:
+    """Every class of the product, with its module."""
+    nodes = ((module, node) for module in MODULES for node in ast.walk(parsed(module)))
+    return [(module, node) for module, node in nodes if isinstance(node, ast.ClassDef)]
 
 
 def exempt(module: Path, node: ast.ClassDef) -> bool:
@@ -47,14 +50,14 @@ def by_name(field: ast.AnnAssign) -> bool:
     return "init=False" in text or "kw_only=True" in text
 
 
-def test_no_two_classes_have_one_name() -> None:
-    names = Counter(node.name for _, node in CLASSES)
-    places = [f"{module}: {node.name}" for module, node in CLASSES if names[node.name] > 1]
+def test_no_two_classes_have_one_name(classes: Classes) -> None:
+    names = Counter(node.name for _, node in classes)
+    places = [f"{module}: {node.name}" for module, node in classes if names[node.name] > 1]
     assert sorted(places) == []
 
 
-def test_constructors_of_more_than_four_arguments_take_them_by_keyword() -> None:
-    long = [(module, node) for module, node in CLASSES if num_positional(node) > MOST_POSITIONAL]
+def test_constructors_of_more_than_four_arguments_take_them_by_keyword(classes: Classes) -> None:
+    long = [(module, node) for module, node in classes if num_positional(node) > MOST_POSITIONAL]
     assert [f"{module}: {node.name}" for module, node in long if not exempt(module, node)] == []
 
 
