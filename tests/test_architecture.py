@@ -165,6 +165,13 @@ def test_nothing_relies_on_del(module: Path) -> None:
 
 
 @every(MODULES)
+def test_no_python_code_runs_where_a_member_of_a_set_dies(module: Path) -> None:
+    """As in `weakref.WeakSet`, which swallows a Ctrl-C there: `prefetch.weak_registry` has none."""
+    names = {getattr(node, "attr", getattr(node, "id", "")) for node in ast.walk(tree_of(module))}
+    assert "WeakSet" not in names
+
+
+@every(MODULES)
 def test_no_value_is_cached_under_a_lock_for_all_objects(module: Path) -> None:
     """As by `functools.cached_property` up to Python 3.11: `sharding.cached_property` has none."""
     assert "functools.cached_property" not in set(imported_modules(module))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -16,9 +15,10 @@ from dataflow.grad.strategies.delayed import Delayed
 from dataflow.grad.strategies.strategy import Strategy, StrategyContext
 from dataflow.grad.wrapper import DdpModel, ModelWrapper, sparse_layer, trainable
 from dataflow.topology_exchange import detect_topology
+from prefetch.weak_registry import WeakRegistry
 from sharding.topology.topology import Topology
 
-_IN_USE: WeakSet[Strategy] = WeakSet()
+_IN_USE: WeakRegistry[Strategy] = WeakRegistry()
 """Strategies of schedules that are not closed: a strategy knows one model only."""
 
 

@@ -19,15 +19,16 @@ from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any
-from weakref import WeakSet
 
 from torch.utils.data import BatchSampler, SequentialSampler
+
+from prefetch.weak_registry import WeakRegistry
 
 _MOST_STEPS, _MOST_EVENTS = 2000, 20_000
 """That are kept of a long run."""
 _FIRST_SAVED = 50
 """Steps after which a record is saved first."""
-IN_SCHEDULES: WeakSet[Any] = WeakSet()
+IN_SCHEDULES: WeakRegistry[Any] = WeakRegistry()
 """Loaders of schedules that are recorded: their loops are not watched besides, for saving that takes time."""
 
 

@@ -26,7 +26,7 @@ from dataflow.workers.payload import array_bytes
 from dataflow.workers.process_main import collate_map_changes
 from dataflow.workers.state import EpochProgress, WorkerProgress
 from dataflow.workers.worker import Worker, WorkerJob, WorkerLimits, WorkerState, has_state
-from prefetch.memory.lifetimes import WeakRegistry
+from prefetch.weak_registry import WeakRegistry
 
 
 class WorkerLoader(TorchDataLoader[Any]):

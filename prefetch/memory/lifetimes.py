@@ -17,17 +17,14 @@ import os
 import threading
 import weakref
 from _thread import start_new_thread
-from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Callable
 from functools import partial
 from multiprocessing import util
 from operator import methodcaller
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
+from prefetch.weak_registry import WeakRegistry
 from prefetch.work import Task
-
-T = TypeVar("T")
 
 
 class DeathWatch(weakref.ref[Any]):
@@ -44,28 +41,6 @@ class DeathWatch(weakref.ref[Any]):
         watch = super().__new__(cls, owner, methodcaller("call"))
         watch.call = bool
         return watch
-
-
-class WeakRegistry(Generic[T]):
-    """The objects that were added and live. Thread-safe.
-
-    As `weakref.WeakSet`, whose callback is Python code.
-    """
-
-    def __init__(self) -> None:
-        self._refs: set[weakref.ref[T]] = set()
-        self._dead: deque[weakref.ref[T]] = deque()
-
-    def add(self, member: T) -> None:
-        """Hold it weakly, by identity."""
-        with suppress(IndexError):  # asking first whether there is one would race with other threads
-            while True:
-                self._refs.discard(self._dead.popleft())
-        self._refs.add(weakref.ref(member, self._dead.append))
-
-    def __iter__(self) -> Iterator[T]:
-        """Those that live now."""
-        return (member for ref in list(self._refs) if (member := ref()) is not None)
 
 
 class Finalizer:

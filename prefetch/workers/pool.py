@@ -27,7 +27,6 @@ import signal
 import struct
 import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import connection, process
@@ -35,6 +34,7 @@ from multiprocessing.context import BaseContext
 from pathlib import Path
 from typing import Any
 
+from prefetch.weak_registry import WeakRegistry
 from prefetch.workers.fork_server import (
     Server,
     ServerNeeds,
@@ -416,18 +416,18 @@ class WorkerPool:
             os.close(self._stacks)
 
 
-_pools: weakref.WeakSet[WorkerPool] = weakref.WeakSet()
+_pools: WeakRegistry[WorkerPool] = WeakRegistry()
 
 
 @atexit.register
 def _wait_for_ends() -> None:
     """A daemon thread that closes a pool when the program ends would be stopped in the middle of it."""
-    for pool in list(_pools):
+    for pool in _pools:
         pool.wait_for_end()
 
 
 def _after_fork() -> None:
-    for pool in list(_pools):
+    for pool in _pools:
         pool.leave_to_parent()
 
 

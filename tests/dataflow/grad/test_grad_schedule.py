@@ -7,6 +7,7 @@ import json
 import warnings
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch.utils.data import IterableDataset, TensorDataset
 
 from dataflow import DataLoader, GradSchedule, ShardedDataset
 from dataflow.grad.strategies.local_sgd import DiLoCo, LocalSGD
+from dataflow.grad.strategies.strategy import PassiveStrategy
 from dataflow.timing.phases import Phase, PhaseLedger
 
 
@@ -452,6 +454,24 @@ def test_a_strategy_serves_one_schedule_at_a_time() -> None:
         made([], strategy=strategy)
     first.close()
     made([], strategy=strategy)[1].close()
+
+
+@dataclass
+class Planned(PassiveStrategy):
+    """Equal to others with this plan, and without a hash."""
+
+    plan: str
+    name = key = "planned"
+
+
+def test_strategies_that_are_equal_serve_a_schedule_each() -> None:
+    one, other = Planned("slow"), Planned("slow")
+    _, first = made([], strategy=one)
+    _, second = made([], strategy=other)
+    with pytest.raises(ValueError, match="this planned belongs to another GradSchedule"):
+        made([], strategy=other)
+    first.close()
+    second.close()
 
 
 def test_models_and_optimizers_that_step_by_themselves_are_refused() -> None:

@@ -16,7 +16,7 @@ import pytest
 from threads_kit import python_calls, threads_left
 
 from prefetch.memory.interrupts import Uninterrupted
-from prefetch.memory.lifetimes import DeathWatch, Finalizer, WeakRegistry
+from prefetch.memory.lifetimes import DeathWatch, Finalizer
 
 WAIT_S = 10
 
@@ -110,20 +110,6 @@ def test_a_watch_makes_its_call_once_and_none_before_it_is_set() -> None:
     watch.call = lambda: calls.append(1)
     del owner
     assert calls == [1]
-
-
-def test_a_registry_has_those_that_live_and_runs_nothing_where_one_dies() -> None:
-    registry: WeakRegistry[Owner] = WeakRegistry()
-    kept, dropped = Owner(), [Owner()]
-    registry.add(kept)
-    registry.add(kept)
-    registry.add(dropped[0])
-    assert set(registry) == {kept, dropped[0]}
-    assert python_calls(dropped.clear) == []
-    assert list(registry) == [kept]
-    registry.add(another := Owner())
-    assert set(registry) == {kept, another}
-    assert len(registry._refs) == 2
 
 
 # ---- blocks ------------------------------------------------------------------------------------------------
