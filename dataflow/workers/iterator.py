@@ -31,6 +31,7 @@ from dataflow.workers.processes import ProcessRunners, start_processes
 from dataflow.workers.samplers import predicted_indices
 from dataflow.workers.threads import BatchThreads, ItemThreads, ThreadResponse, needs_own_datasets
 from dataflow.workers.worker import WorkerJob, WorkerMessage, WorkerResult, has_state
+from prefetch.memory.lifetimes import InPlaceFinalizer
 from prefetch.workers.pool import WorkerDiedError
 
 _log = logging.getLogger("dataflow")
@@ -82,8 +83,7 @@ class WorkerIterator(FetchIterator):
         """Who fetches."""
         loader._drop_in.start = self.runners.start, self.runners.start_reason
         self._dumps = self.runners.dumps
-        # Runs when the iterator dies, and at exit.
-        self._closer = util.Finalize(self, self.runners.close, exitpriority=10)
+        self._closer = InPlaceFinalizer(self, self.runners.close, exitpriority=10)
         self.next_epoch: NextEpoch | None = None
         """Work that was given out for the epoch after this one."""
         self._speculates = (

@@ -102,8 +102,10 @@ class ThreadRunners:
         """End the threads, after the items they work on; nothing can hurry those. Idempotent."""
         if self._generation < sys.maxsize:
             self._generation = sys.maxsize
-            self._threads.close()
-            uninstall()
+            try:
+                self._threads.close()
+            finally:  # interrupted: they end all the same
+                uninstall()
             trim_heap(_FREE_BYTES)
 
     def _turn_of(self, generation: int) -> int:

@@ -4,7 +4,8 @@ What runs where an object dies (`__del__`, the end of a generator, the callback 
 the middle of whatever the thread does there, and its exceptions are printed and dropped. In the main thread
 one of these may be the KeyboardInterrupt of a Ctrl-C: then the loop goes on as if nobody had pressed it. It
 is raised between instructions of Python code only. So no Python code runs there: the callback is a method of
-the reference itself that starts a thread, and everything up to that thread is C.
+the reference itself that starts a thread, and everything up to that thread is C. Where the code behind counts
+on what was done (workers that have ended), it is done in place, and a Ctrl-C meanwhile is sent again.
 
 A child made by `os.fork` shares every open descriptor, so a lock or a socket would outlive the process that
 it stands for: those that tell others by their closing that this process is gone are closed in children
@@ -14,6 +15,7 @@ it stands for: those that tell others by their closing that this process is gone
 from __future__ import annotations
 
 import os
+import signal
 import threading
 import weakref
 from _thread import start_new_thread
@@ -73,6 +75,24 @@ class Finalizer:
     def _run(self) -> None:
         self._task()
         self.detach()
+
+
+class InPlaceFinalizer(util.Finalize):
+    """Runs a task where its owner dies, before the code there goes on; when it is called; or at exit.
+
+    A Ctrl-C that strikes in the task when the owner dies is raised in the code that goes on.
+    """
+
+    def __call__(self, wr: object = None, *arguments: Any, **keywords: Any) -> Any:
+        """Run the task, unless it has run. `wr`: the reference to an owner that has died."""
+        try:
+            return super().__call__(wr, *arguments, **keywords)
+        except KeyboardInterrupt:
+            if wr is None:
+                raise
+            # A thread gets its turn when this one has worked for a while: by then it is behind the task. A
+            # signal, unlike `interrupt_main`, wakes a thread that waits for a lock.
+            start_new_thread(signal.pthread_kill, (threading.main_thread().ident or 0, signal.SIGINT))
 
 
 class Closable(Protocol):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import random
+import signal
 import subprocess
 import sys
 import threading
@@ -15,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from threads_kit import threads_left
 from torch.utils.data import (
     BatchSampler,
     DataLoader as TorchDataLoader,
@@ -793,6 +795,22 @@ def test_an_iterator_that_is_dropped_ends_its_threads_without_the_garbage_collec
         assert worker_threads() == []
     finally:
         gc.enable()
+
+
+def test_ctrl_c_while_a_loop_that_was_left_ends_its_threads_is_raised(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    it = iter(threaded(range(100), 2))
+    next(it)
+    join = PriorityPool.close
+    monkeypatch.setattr(
+        PriorityPool, "close", lambda *pool: join(*pool) and signal.raise_signal(signal.SIGINT)
+    )
+    with pytest.raises(KeyboardInterrupt):  # noqa: PT012  what is behind is what is tested
+        del it
+        threading.Event().wait(TIMEOUT_S)
+    monkeypatch.undo()
+    assert threads_left("dataflow-worker") == []
 
 
 def test_a_finished_loop_has_no_threads() -> None:

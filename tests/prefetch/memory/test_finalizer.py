@@ -16,7 +16,7 @@ import pytest
 from threads_kit import python_calls, threads_left
 
 from prefetch.memory.interrupts import Uninterrupted
-from prefetch.memory.lifetimes import DeathWatch, Finalizer
+from prefetch.memory.lifetimes import DeathWatch, Finalizer, InPlaceFinalizer
 
 WAIT_S = 10
 
@@ -110,6 +110,34 @@ def test_a_watch_makes_its_call_once_and_none_before_it_is_set() -> None:
     watch.call = lambda: calls.append(1)
     del owner
     assert calls == [1]
+
+
+def test_a_task_in_place_has_run_when_the_code_goes_on() -> None:
+    ran: list[threading.Thread] = []
+    owners = [Owner()]
+    finalizer = InPlaceFinalizer(owners[0], lambda: ran.append(threading.current_thread()))
+    owners.clear()
+    assert ran == [threading.main_thread()]
+    finalizer()
+    assert len(ran) == 1
+
+
+def test_ctrl_c_in_a_task_where_its_owner_dies_is_raised_behind_it() -> None:
+    owners, reached = [Owner()], False
+    finalizer = InPlaceFinalizer(owners[0], press)
+    with pytest.raises(KeyboardInterrupt):  # noqa: PT012  what is behind is what is tested
+        owners.clear()
+        reached = True
+        threading.Event().wait(WAIT_S)
+    assert reached
+    del finalizer
+
+
+def test_ctrl_c_in_a_task_that_is_called_is_raised_by_it() -> None:
+    owner = Owner()
+    finalizer = InPlaceFinalizer(owner, press)
+    with pytest.raises(KeyboardInterrupt):
+        finalizer()
 
 
 # ---- blocks ------------------------------------------------------------------------------------------------
