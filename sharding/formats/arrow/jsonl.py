@@ -32,6 +32,7 @@ from sharding.formats.arrow.columns import TabularFormat, check_columns, flatten
 from sharding.formats.arrow.json_limits import MAX_DEPTH, num_places, too_deep
 from sharding.formats.arrow.schema import (
     BROKEN,
+    NUMBER_BYTES,
     decoded_bytes,
     is_text,
     json_columns,
@@ -90,9 +91,10 @@ class JsonlFormat(TabularFormat):
                 flat = flattened(table)
                 run.rows += table.num_rows
                 run.nbytes += table.nbytes
-                if any(map(pa.types.is_list, flat.schema.types)):
-                    run.objects = lines.count(b"{")
+                if lists := list(filter(pa.types.is_list, flat.schema.types)):
+                    run.objects, run.exponents = lines.count(b"{"), _num_exponents(lines)
                     run.text_bytes += _text_bytes(flat)
+                    run.has_null_lists |= any(pa.types.is_null(kind.value_type) for kind in lists)
                 if table.num_rows:
                     complete = _without_nulls(flat)
                     null_free = complete if null_free is None else null_free & complete
@@ -100,7 +102,6 @@ class JsonlFormat(TabularFormat):
         schema = pa.schema([field.with_type(_settled(field.type)) for field in inference.schema])
         specs = specs_of(schema, shard.url, null_free=null_free or frozenset())
         nested = json_columns(specs)
-        grows = bool(nested) or not schema.equals(inference.schema)
         absent_bytes = sum(_absent_bytes(field.type) for name, field in leaves(schema) if name in nested)
         blocks = [
             (
@@ -108,7 +109,7 @@ class JsonlFormat(TabularFormat):
                 r.length,
                 max(r.length, r.nbytes)
                 + sum(decoded_bytes(specs, r.rows))
-                + (r.grown_bytes(absent_bytes) if grows and r.objects else 0),
+                + (r.grown_bytes(absent_bytes) if r.objects and (nested or r.has_null_lists) else 0),
                 r.rows,
             )
             for r in runs
@@ -160,14 +161,19 @@ class _LineRun:
     """How many it holds, where there are lists: in these, an object has a null for each key that it lacks."""
     text_bytes: int = 0
     """Of text columns beside lists: it is in no other."""
+    exponents: int = 0
+    """How many numbers may have one, where there are lists."""
+    has_null_lists: bool = False
+    """Whether a list holds nulls only: in another run it may hold numbers."""
 
     def grown_bytes(self, absent_bytes: int) -> int:
         """Bytes of the JSON text of nested columns, at most, where an object without keys takes so many more.
 
         That text was in the lines, and what people write at most doubles: "1," becomes "1.0,", and "null,"
-        the 8 bytes of a NaN, where a list holds nothing else.
+        the 8 bytes of a NaN, where a list holds nothing else. But "1e15," becomes "1000000000000000.0,".
         """
-        return 2 * (self.length - self.text_bytes) + self.objects * absent_bytes
+        written = 2 * (self.length - self.text_bytes) + NUMBER_BYTES * self.exponents
+        return written + self.objects * absent_bytes
 
 
 @dataclass
@@ -371,6 +377,13 @@ def _mapped(kind: pa.DataType, change: Callable[[pa.DataType], pa.DataType]) -> 
 def _text_bytes(flat: pa.Table) -> int:
     texts = (column for column in flat.columns if is_text(column.type))
     return sum(pc.sum(pc.binary_length(text)).as_py() or 0 for text in texts)
+
+
+def _num_exponents(lines: bytes) -> int:
+    """How often an "e" follows a digit: in each number with an exponent, and seldom in texts."""
+    raw = np.frombuffer(lines, np.uint8)
+    after_digit = raw[:-1] - np.uint8(ord("0")) < 10  # what is less wraps around
+    return int(np.count_nonzero(after_digit & (raw[1:] | 0x20 == ord("e"))))
 
 
 def _absent_bytes(kind: pa.DataType) -> int:

@@ -336,6 +336,37 @@ def test_fields_that_are_null_in_a_block_for_being_elsewhere_are_counted():
     assert all(h <= n for h, n in zip(held, scan.nbytes, strict=True))
 
 
+SPELLINGS = st.one_of(
+    st.integers(-(2**64), 2**64).map(str),
+    st.floats(allow_nan=False, allow_infinity=False).map(repr),
+    st.from_regex(r"-?(0|[1-9][0-9]{0,19})(\.[0-9]{1,20})?([eE][+-]?[0-9]{1,2})?", fullmatch=True),
+    st.sampled_from(["1e15", "-1E15", "9e+15", "1e5", "1e-4", "-0", "0", "1", "null"]),
+)
+
+
+def _spelled(spellings: st.SearchStrategy[str], max_size: int) -> st.SearchStrategy[str]:
+    return st.lists(spellings, max_size=max_size).map(lambda values: f"[{','.join(values)}]")
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(_spelled(_spelled(SPELLINGS, 30), 4), min_size=1, max_size=8), st.integers(1, 500))
+def test_however_numbers_in_nested_lists_are_spelled_nbytes_bounds_what_they_become(lists, block_bytes):
+    content = "".join(f'{{"x":{one}}}\n' for one in lists).encode()
+    scan = scan_of(JsonlFormat(), content, "a.jsonl", block_bytes)
+    blocks = decoded_blocks(JsonlFormat(), content, "a.jsonl", block_bytes=block_bytes)
+    assert all(held_bytes(block) <= n for block, n in zip(blocks, scan.nbytes, strict=True))
+
+
+@pytest.mark.parametrize("numbers", ["1e15", "1.5", "null"])
+def test_lists_of_nulls_are_counted_as_the_numbers_that_they_are_elsewhere(numbers):
+    rows = [f'{{"x":[{",".join([spelling] * 500)}]}}\n' for spelling in ("null", numbers)]
+    content = "".join(rows).encode()
+    scan = scan_of(JsonlFormat(), content, "a.jsonl", 1)
+    blocks = decoded_blocks(JsonlFormat(), content, "a.jsonl", block_bytes=1)
+    assert [block["x"].buffer.dtype for block in blocks] == [np.float64] * 2
+    assert all(held_bytes(block) <= n for block, n in zip(blocks, scan.nbytes, strict=True))
+
+
 def test_numbers_of_a_dictionary_are_counted_at_their_longest():
     """Four bytes an entry, and up to 24 in the text of each value."""
     numbers = np.random.default_rng(0).random(1000).astype(np.float32)
