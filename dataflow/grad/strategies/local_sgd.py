@@ -168,6 +168,8 @@ def _grad_of(tensor: Tensor) -> Tensor:
 class PostLocalSGD(LocalStrategy):
     """All-reduce gradients until `start_step`, then average parameters.
 
+    To the bit as PyTorch's `post_localSGD_hook` and `PeriodicModelAverager` do it.
+
     Args:
         every: steps between averages over all ranks, >= 2. Or a mapping from steps to the number of
             consecutive ranks that average then, such as {4: 8, 16: 64}: the largest period that divides the
@@ -219,7 +221,8 @@ class PostLocalSGD(LocalStrategy):
 
     def reduce(self, bucket: GradBucket) -> Future[Tensor]:
         """Start the all-reduce of now: over all ranks, over the node, or none."""
-        return (self.wire if self._step < self._start_step else self._inside).begin_mean(bucket.buffer())
+        wire = self.wire if self._step < self._start_step else self._inside
+        return wire.begin_add(bucket.buffer().div_(wire.size))  # as PyTorch's hook; DDP takes times 1 / ranks
 
     @torch.no_grad()
     def after_step(self, step: int, *, skipped: bool) -> None:

@@ -67,13 +67,12 @@ class Wire:
             for tensor, part in zip(same, flat.split([t.numel() for t in same]), strict=True):
                 tensor.copy_(part.view_as(tensor))
 
-    def begin_mean(self, flat: Tensor) -> Future[Tensor]:
-        """Begin to replace a flat tensor by its mean: as DDP does, times 1 / ranks first, then the sum."""
+    def begin_add(self, flat: Tensor) -> Future[Tensor]:
+        """Begin to replace a flat tensor by its sum over ranks."""
         if self.size == 1:
             result: Future[Tensor] = Future()
             result.set_result(flat)
             return result
-        flat.mul_(1 / self.size)
         self.count_all_reduce(flat.nbytes)
         work = dist.all_reduce(flat, group=self.group, async_op=True)
         assert work is not None

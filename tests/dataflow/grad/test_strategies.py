@@ -13,6 +13,9 @@ import strategies_kit as kit
 import torch
 import torch.distributed as dist
 from ranks_kit import RankSet
+from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook as stock
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+from torch.nn.parallel import DistributedDataParallel
 
 from dataflow.grad.strategies import Delayed, Half, Hierarchical, Int8, PostLocalSGD, PowerSGD, TopK
 from dataflow.grad.strategies.local_sgd import DiLoCo, LocalSGD
@@ -36,7 +39,7 @@ STRATEGIES = {
 DRIFT = {"local-sgd", "diloco", "post-local-sgd", "hierarchical averages"}
 STEPS = 7
 FAST = {"start_method": "forkserver", "timeout_s": 60}
-one, two, four = RankSet(1), RankSet(2), RankSet(4)
+one, two, three, four = map(RankSet, (1, 2, 3, 4))
 
 
 def every_strategy(work):
@@ -189,6 +192,30 @@ def test_diloco_with_a_plain_outer_step_is_local_sgd(met):
 
 def test_post_local_sgd_is_ddp_until_it_starts(met):
     assert met["post-local before its start - ddp"] < 1e-12
+
+
+@three.add
+def post_local_sgd_twice():
+    torch.manual_seed(3)
+    ours = kit.trained(PostLocalSGD(3, start_step=4), 9, model=kit.mlp(torch.float32))
+    torch.manual_seed(3)
+    ddp = DistributedDataParallel(kit.mlp(torch.float32), bucket_cap_mb=kit.BUCKET_MB)
+    ddp.register_comm_hook(stock.PostLocalSGDState(None, None, 4, False), stock.post_localSGD_hook)
+    optimizer, averager = torch.optim.SGD(ddp.parameters(), 0.1, 0.9), PeriodicModelAverager(3, 4)
+    for step in range(9):
+        kit.regression(ddp, step).backward()
+        optimizer.step()
+        averager.average_parameters(ddp.parameters())
+        optimizer.zero_grad()
+    theirs = [parameter.detach() for parameter in ddp.parameters()]
+    return kit.apart(ours.parameters, theirs), kit.spread(ours.parameters)
+
+
+def test_post_local_sgd_is_pytorchs_to_the_bit_on_three_ranks():
+    """Where dividing by the ranks and multiplying by a third differ."""
+    for difference, between_ranks in three.results(post_local_sgd_twice):
+        assert difference == 0
+        assert between_ranks > 0  # the last step was each rank's own
 
 
 def on_nodes(nodes):
