@@ -77,7 +77,13 @@ class StreamAttribute(Generic[T]):
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
 
-    def __get__(self, loader: DataLoader[Any, Any], owner: type) -> T:
+    @overload
+    def __get__(self, loader: None, owner: type) -> Self: ...
+    @overload
+    def __get__(self, loader: DataLoader[Any, Any], owner: type) -> T: ...
+    def __get__(self, loader: DataLoader[Any, Any] | None, owner: type) -> Self | T:
+        if loader is None:
+            return self
         if loader._stream is None:
             raise AttributeError(f"a {type(loader).__name__} has {self._name!r} over shards only")
         return cast("T", getattr(loader._stream, self._name))

@@ -120,6 +120,15 @@ def test_copies_stand_where_the_loader_stands_and_run_by_themselves(shards: Shar
     loader.close()
 
 
+def test_what_a_loader_has_over_shards_only_can_be_looked_up_on_the_class(shards: ShardedDataset) -> None:
+    """As by `help`, `inspect` and mock's `autospec`."""
+    descriptor = DataLoader.batching
+    with DataLoader(shards, 4) as loader, DataLoader([1, 2]) as other:
+        assert descriptor.__get__(loader, DataLoader) is None
+        with pytest.raises(AttributeError, match="a DataLoader has 'batching' over shards only"):
+            descriptor.__get__(other, DataLoader)
+
+
 @pytest.mark.ranks(2, backend=None)
 def test_a_loader_made_before_the_process_group_finds_its_rank_later(tmp_path: Path) -> None:
     """Also where the launcher's variables are not complete, as Lightning's are not."""
