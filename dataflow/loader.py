@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, Self, cast, overload
 
 import torch
+from torch.utils.data import BatchSampler
 from typing_extensions import TypeVar
 
 from dataflow.limits import memory_limit_bytes
@@ -335,6 +336,18 @@ class DataLoader(WorkerLoader, Generic[D_co, B]):
         if self._stream is None:
             state["_drop_in"] = copy.copy(self._drop_in)
         return state
+
+    def __copy__(self) -> Self:
+        """A loader over the same dataset with loops of its own; over shards with an order of its own, too."""
+        other = object.__new__(type(self))
+        other.__dict__.update(self.__getstate__())
+        if self._stream is not None:
+            stream, batches = copy.copy(self._stream), cast("Any", self.batch_sampler)
+            order = cast("ShardOrder", self.sampler).over(stream)
+            if getattr(batches, "sampler", None) is self.sampler:  # torch's, not one that was given
+                batches = BatchSampler(order, batches.batch_size, batches.drop_last)
+            other.__dict__.update(_stream=stream, sampler=order, batch_sampler=batches)
+        return other
 
     def __enter__(self) -> Self:
         return self

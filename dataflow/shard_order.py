@@ -8,6 +8,7 @@ into a loader of its own (as Accelerate does) cannot train on other samples than
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -41,6 +42,12 @@ class ShardOrder(DistributedSampler[int]):
         # Not DistributedSampler's: it asks torch.distributed for a rank now, and the dataset for a length.
         self._stream = stream
         self._ahead = 0
+
+    def over(self, stream: Any) -> ShardOrder:
+        """The same of another `StreamLoader`."""
+        order = copy.copy(self)
+        order._stream = stream
+        return order
 
     @property
     def settings(self) -> Any:

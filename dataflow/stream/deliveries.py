@@ -91,7 +91,7 @@ class Skipped:
         self.errors: list[str] = []
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "lock": None, "num_ahead": 0}
+        return {**self.__dict__, "lock": None, "num_ahead": 0, "errors": [*self.errors]}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__ = {**state, "lock": threading.Lock()}

@@ -9,6 +9,7 @@ newest loop handed out, never of those that were prefetched.
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Generator, Iterator, Mapping
 from dataclasses import replace
@@ -96,8 +97,10 @@ class StreamLoader:
         self._check_batch_fits()
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy stands where this loader stands, and reads with threads of its own.
-        return {**self.__dict__, "_finalizer": None, "_pause": None, "_last_good": LastGood()}
+        # A copy stands where this loader stands, goes on by itself and reads with threads of its own.
+        changing = ("_skipped", "_deliveries", "_loops", "sessions")
+        own = {name: copy.copy(self.__dict__[name]) for name in changing}
+        return {**self.__dict__, **own, "_finalizer": None, "_pause": None, "_last_good": LastGood()}
 
     @property
     def read_pause(self) -> ReadPause | None:

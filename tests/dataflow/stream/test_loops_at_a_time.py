@@ -178,7 +178,7 @@ def test_loading_a_state_ends_all_loops(ints: Made) -> None:
         assert delivered(loader) == oracle[1][1:]
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
 def test_a_copy_stands_where_the_newest_loop_stands(ints: Made, copied: Any) -> None:
     with DataLoader(ints.open(), 4, WINDOW) as loader:
         a, b = iter(loader), iter(loader)
@@ -187,6 +187,7 @@ def test_a_copy_stands_where_the_newest_loop_stands(ints: Made, copied: Any) -> 
             assert other.state_dict() == loader.state_dict()
             assert delivered(other) == by_plan(loader, ints.samples, 2)
         assert delivered(b) == by_plan(loader, ints.samples, 1)[2:]
+        assert loader.state_dict()["epoch"] == 2
 
 
 # ---- memory ------------------------------------------------------------------------------------------------
