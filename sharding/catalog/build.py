@@ -27,7 +27,7 @@ from sharding.catalog.schema import merge_schemas
 from sharding.catalog.storage import check_shard, failure_text, open_shard, open_url, shard_info, shard_of
 from sharding.catalog.table import Catalog
 from sharding.errors import CorruptShardError, DataflowError, ShardError, ShardReadError
-from sharding.formats import sibling
+from sharding.formats import catalog_options, sibling
 from sharding.formats.arrow.columns import TabularFormat
 from sharding.formats.arrow.schema import specs_of
 from sharding.redaction import identity_of
@@ -112,9 +112,11 @@ def build_catalog(
         ShardReadError: a shard is missing, forbidden or failing; a note counts the others.
         CorruptShardError: a shard is empty, breaks its format, or has other columns than another one.
         DataflowError: there is not one sample in all shards.
+        ValueError: no shard is given, or an option of the format cannot be kept.
     """
     if not urls:
         raise ValueError("urls must name at least one shard, got none")
+    options = catalog_options(codec)
     places = _opened(urls, storage_options)
 
     def index(place: _OpenedUrl) -> tuple[Shard, ShardScan] | ShardError:
@@ -144,7 +146,7 @@ def build_catalog(
     schema = merge_schemas(schemas, may_lack=codec.columns_are_extensions)
     catalog = Catalog(
         codec.name,
-        codec.options(),
+        options,
         block_bytes,
         schema,
         rows=arrow_rows(shards, scans),
@@ -288,7 +290,7 @@ def default_catalog_path(urls: Sequence[str], codec: Format, block_bytes: int = 
     shapes the blocks, so different readings of the same shards differ.
     """
     names = list(map(identity_of, urls))
-    key = json.dumps([VERSION, codec.name, codec.options(), block_bytes, names], sort_keys=True)
+    key = json.dumps([VERSION, codec.name, catalog_options(codec), block_bytes, names], sort_keys=True)
     name = hashlib.blake2b(key.encode(), digest_size=16).hexdigest() + CATALOG_SUFFIX
     return os.path.join(kept_folder(), name)
 

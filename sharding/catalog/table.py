@@ -31,7 +31,7 @@ from sharding.catalog.file import (
     write_table,
 )
 from sharding.catalog.schema import schema_from_json, schema_to_json
-from sharding.formats import FORMATS, resolve_format
+from sharding.formats import ENTRIES, resolve_format
 from sharding.redaction import identity_of
 from sharding.urls import file_name
 
@@ -209,7 +209,7 @@ class Catalog:
 
     @cached_property
     def _codec(self) -> Format | None:
-        return self.codec() if self.format in FORMATS else None
+        return self.codec() if self.format in ENTRIES else None
 
     @cached_property
     def checksums(self) -> NDArray[np.uint32] | None:
@@ -227,6 +227,10 @@ class Catalog:
     def codec(self) -> Format:
         """The format, made again from its name and options. `ValueError` if it is none of ours."""
         options: dict[str, Any] = dict(self.options)
+        known = {option for entry in ENTRIES.values() for option in entry.options}
+        for option in options.keys() - known:
+            what = f"option {option!r} of format {self.format!r}"
+            raise ValueError(f"{what} is of a class of your own: give an instance of it, format=...")
         return resolve_format(self.format, (), **options)
 
     def fingerprint(self) -> str:
@@ -332,7 +336,7 @@ class Catalog:
         kinds = {"dtype": str, "length": int, "allow_unfinished": bool}
         if type(self.format) is not str or type(self.block_bytes) is not int or self.block_bytes < 0:
             raise ValueError(f"format {self.format!r} with blocks of {self.block_bytes!r} bytes")
-        for name, value in self.options.items():
+        for name, value in self.options.items() if self.format in ENTRIES else ():
             if type(value) is not kinds[name]:
                 raise TypeError(f"option {name} is {value!r}")
         if self._codec is not None and dict(self.options) != self._codec.options():

@@ -7,6 +7,7 @@ The caller says how to look (`exists`); nothing here does I/O.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -98,6 +99,24 @@ def resolve_format(
     module, _, class_name = entry.where.partition(":")
     codec: Format = getattr(import_module(module), class_name)(**options)
     return codec
+
+
+def catalog_options(codec: Format) -> dict[str, str | int]:
+    """A format's options, as a catalog keeps them. `ValueError` for one that it cannot keep."""
+    entry, options = ENTRIES.get(codec.name), codec.options()
+    for option, value in options.items():
+        what = f"option {option!r} of format {codec.name!r}"
+        if entry is not None and option not in entry.options:
+            raise ValueError(f"{what} is none of its options: give a class of your own a name of its own")
+        try:
+            kept = json.loads(json.dumps(value))
+        except (TypeError, ValueError):
+            kept = None
+        if type(kept) is not type(value) or kept != value:
+            raise ValueError(
+                f"{what} cannot be kept in a catalog: options() gives {value!r}, not a JSON value"
+            )
+    return options
 
 
 def suffix_of(url: str) -> str:

@@ -246,6 +246,42 @@ def test_options_of_the_format_are_kept(tmp_path):
         Catalog("records", {}, 1, {}, rows=catalog.rows).codec()
 
 
+class Scaled(RecordFormat):
+    """A user's own, with an option."""
+
+    def __init__(self, scale, name="scaled"):
+        super().__init__(name)
+        self.scale = scale
+
+    def options(self):
+        return {"scale": self.scale}
+
+
+def test_options_of_a_users_own_format_are_kept_and_its_codec_is_asked_for(shards, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    catalog = build(shards, Scaled(3))
+    catalog.save(default_catalog_path(shards, Scaled(3), BLOCK_BYTES))
+    found = find_catalog(shards, Scaled(3), BLOCK_BYTES)
+    assert_equal(found, catalog)
+    assert found.options == {"scale": 3}
+    assert find_catalog(shards, Scaled(4), BLOCK_BYTES) is None
+    with pytest.raises(ValueError, match="option 'scale' of format 'scaled' is of a class of your own"):
+        found.codec()
+
+
+@pytest.mark.parametrize("scale", [np.int64(3), (1, 2), {1}, float("nan")])
+def test_an_option_that_no_catalog_can_keep_is_refused(shards, scale):
+    for refuse in (build, default_catalog_path):
+        with pytest.raises(ValueError, match="option 'scale' of format 'scaled' cannot be kept"):
+            refuse(shards, Scaled(scale))
+
+
+def test_an_option_of_a_class_that_bears_the_name_of_another_format_is_refused(shards):
+    for refuse in (build, default_catalog_path):
+        with pytest.raises(ValueError, match="option 'scale' of format 'tar' is none of its options"):
+            refuse(shards, Scaled(3, "tar"))
+
+
 def write_tar(folder):
     for number in range(2):
         with tarfile.open(folder / f"{number}.tar", "w") as archive:
