@@ -19,6 +19,8 @@ from dataflow.grad.adapt.merged import merged_batches
 from dataflow.grad.adapt.strategy_switch import StrategySwitch
 from dataflow.timing.phases import StepInfo
 
+_VERSION = 2
+"""Of the controller's part of a state. 1 had a list for each thing that is known of the settings."""
 _NOTHING = (-1.0, 0.0, -1.0, 0.0)
 _WINDOW, _SECONDS, _EXPOSED, _HELD = range(len(_NOTHING))
 """Of what a rank tells; -1: no window, unknown."""
@@ -87,13 +89,19 @@ class Control:
 
     def state_dict(self) -> dict[str, Any]:
         """The controller's state, and what other ranks were not told yet. JSON."""
-        return {"controller": self.controller.to_json(), "untold": [list(row) for row in self._outbox]}
+        untold = [list(row) for row in self._outbox]
+        return {"version": _VERSION, "controller": self.controller.to_json(), "untold": untold}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on; where something else was allowed then, the controller begins anew.
 
-        Raises `ValueError` if it is no such state; then nothing has changed.
+        Raises `ValueError` if it is no such state, or an earlier release's; then nothing has changed.
         """
+        if isinstance(state, Mapping) and (version := state.get("version", 1)) != _VERSION:
+            raise ValueError(
+                f"the controller's part of the state is of version {version}, this release reads {_VERSION}; "
+                'with state["control"] = None the controller begins anew, and all else goes on'
+            )
         controller = Controller(self._knobs.knobs)
         try:
             controller.load_json(state["controller"])

@@ -14,7 +14,7 @@ import pytest
 import torch
 from controller_kit import COMPRESSION, JOBS, Run, best_static, controlled, fixed
 
-from dataflow.grad.adapt.control import measured_by_all
+from dataflow.grad.adapt.control import Control, measured_by_all
 from dataflow.grad.adapt.controller import Controller, Measurement
 from dataflow.grad.adapt.io_gate import Way
 from dataflow.grad.adapt.knobs import Adapt, knob_set, with_options
@@ -334,3 +334,16 @@ def test_only_what_counts_is_merged_and_a_single_batch_is_left_as_it_is() -> Non
 def test_what_cannot_be_put_together_names_the_way_out(batches: list[Any]) -> None:
     with pytest.raises(ValueError, match="merge"):
         joined(batches)
+
+
+def test_a_state_of_an_earlier_release_is_refused_with_what_to_do() -> None:
+    """There the controller kept a list for each thing that it knows of its settings."""
+    control = Control(knob_set(None, AllReduce(), 4, gated=True), AllReduce())
+    state = json.loads(json.dumps(control.state_dict()))
+    control.load_state_dict(state)
+    controller = {name: value for name, value in state["controller"].items() if name != "settings"}
+    earlier = {"controller": {**controller, "chosen": [0], "due": [3], "ended": [-256]}, "untold": []}
+    with pytest.raises(ValueError, match=r'version 1, this release reads 2; with state\["control"\] = None'):
+        control.load_state_dict(earlier)
+    with pytest.raises(ValueError, match="not whole"):
+        control.load_state_dict({"version": 2})
