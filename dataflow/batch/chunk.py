@@ -10,10 +10,10 @@ of its views dies. Then bad samples are left out or raised, and what the user ga
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -25,7 +25,6 @@ from dataflow.batch.held_bytes import held_bytes
 from dataflow.batch.output import BuiltColumn, Output
 from dataflow.batch.packed import batch_bytes, batch_columns
 from dataflow.batch.samples import Misfit, described, drop_rows, misfit_of, samples_of, transform_reason
-from dataflow.staging.block_windows import Located
 from dataflow.staging.window import StagedWindow
 from prefetch.memory.arena import Arena, HeapKeeper, rounded_bytes
 from prefetch.memory.guards import FileGuards
@@ -34,7 +33,8 @@ from sharding.cached_property import cached_property
 from sharding.errors import SampleError
 from sharding.lengths.batching import Batching
 from sharding.lengths.unit_plan import UnitPlan
-from sharding.plan.plan import EpochPlan, RankPlan
+from sharding.plan.batch_rows import BatchRows
+from sharding.plan.plan import RankPlan
 
 REPEAT = "__repeat__"
 """The column of `mark_repeats`: bool [samples], or [rows] of packed ones."""
@@ -109,38 +109,23 @@ class BatchChunk:
     """Batches [first, last) of a plan. Implements `prefetch.work.Chunk`."""
 
     def __init__(
-        self,
-        context: BuildContext,
-        plan: RankPlan,
-        *,
-        first_batch: int,
-        sizes: NDArray[np.int64],
-        windows: Mapping[int, StagedWindow],
-        located: Located | None = None,
+        self, context: BuildContext, plan: RankPlan, batches: BatchRows, windows: Sequence[StagedWindow]
     ) -> None:
-        """`located`: window and index of each row; None: to be asked when it is built, all in one window."""
+        """`windows`: those of `batches.parts`."""
         self._context, self._plan = context, plan
-        self.first_batch, self._sizes = first_batch, sizes
-        self.num_batches = len(sizes)
-        self.needs = tuple(windows.values())
+        self.first_batch, self._sizes = batches.first, batches.sizes
+        self.num_batches = len(batches)
+        self.needs = tuple(windows)
         self.closes: list[StagedWindow] = []
         self.leased_bytes = 0
         self._randomness = Randomness(context.seed, plan.order.epoch)
         self._columns: ChunkColumns | None = None
         self._built: list[BuiltColumn] = []
         self._pieces = (
-            plan.batches(first_batch, first_batch + len(sizes)) if isinstance(plan, UnitPlan) else None
+            plan.batches(batches.first, batches.first + len(batches)) if isinstance(plan, UnitPlan) else None
         )
-        locate = partial(
-            _window_parts,
-            plan,
-            dict(windows),
-            located,
-            first_batch=first_batch,
-            num_rows=int(sizes.sum()),
-            arena=context.arena,
-        )
-        self._rows = ChunkRows(int(sizes.sum()), locate, self._cut())
+        locate = partial(_window_parts, plan, batches, self.needs, context.arena)
+        self._rows = ChunkRows(int(batches.sizes.sum()), locate, self._cut())
 
     @cached_property
     def nbytes(self) -> int:
@@ -358,37 +343,24 @@ _NO_ROWS = ChunkRows(0, list)
 
 
 def _window_parts(
-    plan: RankPlan,
-    windows: Mapping[int, StagedWindow],
-    located: Located | None,
-    *,
-    first_batch: int,
-    num_rows: int,
-    arena: Arena,
+    plan: RankPlan, batches: BatchRows, windows: Sequence[StagedWindow], arena: Arena
 ) -> list[WindowPart]:
     """The rows of a chunk, window by window."""
-    if located is None:
-        [(number, window)] = windows.items()
-        if window.in_batches is None:
-            window.in_batches = _rows_in_batches(cast(EpochPlan, plan), number, window, arena)
-        first, rows = window.in_batches
-        begin = (first_batch - first) * cast(EpochPlan, plan).batch_plan.batch_size
-        return [WindowPart(window, rows[begin : begin + num_rows], slice(0, num_rows))]
-    numbers, indices = located
-    if len(windows) == 1:
-        return [WindowPart(window, window.rows[indices], slice(0, num_rows)) for window in windows.values()]
     parts = []
-    for number, window in windows.items():
-        chunk_rows = np.flatnonzero(numbers == number)
-        first, end = int(chunk_rows[0]), int(chunk_rows[-1]) + 1
-        adjacent = end - first == len(chunk_rows)
-        rows = window.rows[indices[chunk_rows]]
-        parts.append(WindowPart(window, rows, slice(first, end) if adjacent else chunk_rows))
+    for part, window in zip(batches.parts, windows, strict=True):
+        if part.indices is not None:
+            rows = window.rows[part.indices]
+        else:
+            if window.in_batches is None:
+                window.in_batches = _rows_in_batches(plan, part.window, window, arena)
+            first, rows = window.in_batches
+            rows = rows[(batches.first - first) * plan.batch_plan.batch_size :][: len(part)]
+        parts.append(WindowPart(window, rows, part.rows))
     return parts
 
 
 def _rows_in_batches(
-    plan: EpochPlan, number: int, window: StagedWindow, arena: Arena
+    plan: RankPlan, number: int, window: StagedWindow, arena: Arena
 ) -> tuple[int, NDArray[np.int64]]:
     """The first full batch that lies in the window alone, and the rows of all such batches one after another.
 

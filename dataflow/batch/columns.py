@@ -1,7 +1,7 @@
 """What outputs build the columns of a chunk with: its rows, slots, random numbers, a list of bad samples.
 
-"Batch b takes rows r of window w" is found out once a chunk (`ChunkRows`): values are gathered, random
-numbers drawn and bad samples named by this one answer.
+What the stream found for its batches (`sharding.plan.batch_rows`) becomes rows of staged windows once a chunk
+(`ChunkRows`): values are gathered, random numbers drawn and bad samples named by this one answer.
 """
 
 from __future__ import annotations

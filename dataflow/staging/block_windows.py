@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Protocol
 
 import numpy as np
@@ -9,9 +10,6 @@ from numpy.typing import NDArray
 
 from sharding.order.selection import SelectedOrder
 from sharding.plan.plan import Windows
-
-Located = tuple[NDArray[np.int64], NDArray[np.int64]]
-"""Window and index of each of some samples, both [rows]."""
 
 
 class BlockWindows(Windows, Protocol):
@@ -35,7 +33,13 @@ class FullWindows:
     def __init__(self, order: SelectedOrder, size: int) -> None:
         self._order, self._size = order, size
 
-    def locate(self, positions: NDArray[np.int64]) -> Located:
+        def find(first: int, end: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+            return order.selection.locate(order.samples(np.arange(first, end)))
+
+        # A window is asked for its blocks, then for its samples.
+        self._find = lru_cache(1)(find)
+
+    def locate(self, positions: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Window and index of each position."""
         return positions // self._size, positions % self._size
 
@@ -51,17 +55,12 @@ class FullWindows:
 
     def window_blocks(self, window: int) -> NDArray[np.int64]:
         """Blocks that hold the window's samples, ascending."""
-        return np.unique(self._find(window)[0])
+        return np.unique(self._find(*self.window_span(window))[0])
 
     def window_samples(
         self, window: int, indices: NDArray[np.int64] | None = None
     ) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
         """Block ordinal and row in the block of each index, or of those given."""
-        blocks, row = self._find(window)
+        blocks, row = self._find(*self.window_span(window))
         ordinal = np.searchsorted(np.unique(blocks), blocks).astype(np.int32)
         return (ordinal, row) if indices is None else (ordinal[indices], row[indices])
-
-    def _find(self, window: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Block and row in the block of each index."""
-        samples = self._order.samples(np.arange(*self.window_span(window)))
-        return self._order.selection.locate(samples)

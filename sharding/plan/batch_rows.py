@@ -1,0 +1,94 @@
+"""Where the rows of batches lie: batch b takes these indices of window w.
+
+The one answer to that question: the stream finds it, for many batches at a time, and opens and closes windows
+by it; a chunk takes its part, and turns indices into rows of staged windows, which know their samples. All of
+it is slices and arrays: to take the batches of a chunk out of those looked up costs two searches a window.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sharding.cached_property import cached_property
+from sharding.order.windows import windows_touched
+
+
+@dataclass(frozen=True, eq=False)
+class WindowRows:
+    """The rows of some batches that one window fills."""
+
+    window: int
+    rows: slice | NDArray[np.int64]
+    """[n] ascending, counted from the first batch's first; a slice where they follow one another."""
+    indices: NDArray[np.int64] | None
+    """[n] the index in the window of each; None: not looked up yet."""
+
+    def __len__(self) -> int:
+        return self.rows.stop - self.rows.start if isinstance(self.rows, slice) else len(self.rows)
+
+    @property
+    def first(self) -> int:
+        """The first row; of no rows, there is none."""
+        return int(self.rows.start if isinstance(self.rows, slice) else self.rows[0])
+
+    def between(self, begin: int, end: int) -> WindowRows:
+        """Those of the rows [begin, end), counted from `begin`."""
+        if isinstance(self.rows, slice):
+            first = self.rows.start
+            start, stop = max(begin, first), max(begin, first, min(end, self.rows.stop))
+            rows: slice | NDArray[np.int64] = slice(start - begin, stop - begin)
+            start, stop = start - first, stop - first
+        else:
+            start, stop = np.searchsorted(self.rows, (begin, end)).tolist()
+            rows = self.rows[start:stop] - begin
+            if start < stop and rows[-1] - rows[0] == len(rows) - 1:
+                rows = slice(int(rows[0]), int(rows[0]) + len(rows))
+        return WindowRows(self.window, rows, None if self.indices is None else self.indices[start:stop])
+
+
+@dataclass(frozen=True, eq=False)
+class BatchRows:
+    """Consecutive batches of a plan, and where their rows lie."""
+
+    first: int
+    """Number of the first batch."""
+    sizes: NDArray[np.int64]
+    """[batches] rows of each."""
+    parts: Sequence[WindowRows]
+    """The rows, window by window, in order of first use."""
+
+    @classmethod
+    def located(
+        cls, first: int, sizes: NDArray[np.int64], windows: NDArray[np.int64], indices: NDArray[np.int64]
+    ) -> BatchRows:
+        """Batches of which window and index of each row were looked up, both [rows]."""
+        parts = [WindowRows(window, rows, indices[rows]) for window, rows in windows_touched(windows)]
+        return cls(first, sizes, parts)
+
+    @classmethod
+    def inside(cls, first: int, sizes: NDArray[np.int64], window: int) -> BatchRows:
+        """Batches that lie in one window, and are not looked up."""
+        return cls(first, sizes, [WindowRows(window, slice(0, int(sizes.sum())), None)])
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+    @cached_property
+    def _ends(self) -> NDArray[np.int64]:
+        """[batches] the row after the last of each."""
+        return np.cumsum(self.sizes)
+
+    def batch_of(self, row: int) -> int:
+        """The batch that holds a row, counted from 0."""
+        return int(np.searchsorted(self._ends, row, side="right"))
+
+    def between(self, start: int, stop: int) -> BatchRows:
+        """The batches [start, stop), counted from 0."""
+        begin, end = (int(self._ends[batch - 1]) if batch else 0 for batch in (start, stop))
+        parts = [own for part in self.parts if len(own := part.between(begin, end))]
+        parts.sort(key=lambda part: part.first)
+        return BatchRows(self.first + start, self.sizes[start:stop], parts)
