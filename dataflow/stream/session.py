@@ -69,12 +69,12 @@ class Session:
 
     def __init__(self, plan: StreamPlan, options: SessionOptions, epoch: int, start: int) -> None:
         dataset, limit, settings = plan.dataset, options.memory_limit, options.settings
-        local, device = is_all_local(dataset), settings.torch_device
+        device = settings.torch_device
         copies_only = not (settings.collate_fn or plan.planner) and _copies_only(dataset)
         ahead = choose_read_ahead(
             limit,
             batch_bytes=_batch_bytes(plan),
-            is_local=local,
+            is_local=is_all_local(dataset),
             num_sources=len(dataset.sources),
             num_nodes=options.topology.num_nodes,
             depth=settings.depth_policy,
@@ -91,17 +91,13 @@ class Session:
         self.skipped = options.skipped
         self._pause = options.pause
         self._now = options.pause.running_s if options.pause else time.perf_counter
-        self.gate = (
-            None
-            if local
-            else _open_gate(
-                dataset,
-                options.topology,
-                limit,
-                start_bytes=ahead.in_flight_bytes.value,
-                refusals=self._refusals,
-                now=self._now,
-            )
+        self.gate = _open_gate(
+            dataset,
+            options.topology,
+            limit,
+            start_bytes=ahead.in_flight_bytes.value,
+            refusals=self._refusals,
+            now=self._now,
         )
         self.guards = FileGuards()
         self.caches = OpenCaches(
@@ -116,19 +112,11 @@ class Session:
         self._closed = False
         self._num_taken, self._last_taken_s = 0, self._now()
         ledger = self.ledger
-        postprocessing = Postprocessing(
-            transforms=[(source.transform, source.transform_wants_rng) for source in dataset.sources],
-            collate=settings.collate_fn,
-            batch_transform=dataset.batch_transform,
-            on_bad=options.skipped.decide,
-            batching=plan.planner.batching if plan.planner else None,
-            mark_repeats=settings.mark_repeats,
-        )
         stager = Stager(self.sources, self.arena, num_readers=ahead.num_readers.value, limit_bytes=limit)
         context = BuildContext(
             outputs=dataset.outputs,
             seed=plan.seed,
-            postprocessing=postprocessing,
+            postprocessing=_postprocessing(plan, options),
             arena=self.arena,
             guards=self.guards,
             on_return=lambda nbytes: lambda: ledger.give_back(nbytes),
@@ -137,13 +125,6 @@ class Session:
             charge_bytes=ahead.charge_bytes.value,
         )
         stream = Stream(plan, stager, context, batches_per_chunk=ahead.batches_per_chunk.value)
-        readers, caches = [source.reader for source in self.sources], self.caches
-
-        def end_reads() -> None:
-            for reader in readers:
-                reader.close()
-            caches.end()
-
         engine_options = EngineOptions(
             num_readers=ahead.num_readers.value,
             depth=ahead.depth,
@@ -152,7 +133,7 @@ class Session:
             timeout_s=settings.timeout_s,
             initializer=one_torch_thread,
             in_consumer=run_with_one_torch_thread if copies_only else None,
-            interrupt=end_reads,
+            interrupt=self._end_reads,
             explain=self._what_reads_wait_for,
         )
         with setting_kept():
@@ -166,6 +147,11 @@ class Session:
             )
         if self._pause:
             self._pause.watch(self.engine.staged_batches)
+
+    def _end_reads(self) -> None:
+        for source in self.sources:
+            source.reader.close()
+        self.caches.end()
 
     def _what_reads_wait_for(self) -> str:
         return "; ".join(text for source in self.sources if (text := source.reader.waiting()))
@@ -259,8 +245,10 @@ def _open_gate(
     start_bytes: int,
     refusals: Callable[[], int],
     now: Callable[[], float],
-) -> ReadGate:
-    """The gate of this rank, or of all ranks of this machine together."""
+) -> ReadGate | None:
+    """The gate of this rank, or of all ranks of this machine together; None for local shards."""
+    if is_all_local(dataset):
+        return None
     ranks = place.local_world_size
 
     def control(share: int = 1) -> Inflight:
@@ -278,6 +266,19 @@ def _open_gate(
         shared_control=control,
         refusals=refusals,
         now=now,
+    )
+
+
+def _postprocessing(plan: StreamPlan, options: SessionOptions) -> Postprocessing:
+    """What happens to a batch beyond its columns."""
+    dataset, settings = plan.dataset, options.settings
+    return Postprocessing(
+        transforms=[(source.transform, source.transform_wants_rng) for source in dataset.sources],
+        collate=settings.collate_fn,
+        batch_transform=dataset.batch_transform,
+        on_bad=options.skipped.decide,
+        batching=plan.planner.batching if plan.planner else None,
+        mark_repeats=settings.mark_repeats,
     )
 
 
