@@ -16,8 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dataflow.batch.chunk import BatchChunk, BuildContext
-from dataflow.staging.block_windows import BlockWindows
-from dataflow.staging.stager import Stager
+from dataflow.staging.stager import BlockWindows, Stager
 from dataflow.staging.window import StagedWindow
 from dataflow.stream.plan import StreamPlan
 from sharding.order.order import Order
