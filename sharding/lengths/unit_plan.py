@@ -197,12 +197,6 @@ class UnitPlan(RankPlan):
         super().__init__(order, BatchPlan(num_items=num_units, **dealing))
 
     @property
-    def num_dropped_global(self) -> int:
-        """Units that no rank gets in this epoch."""
-        plan = self.batch_plan
-        return self.sequence.num_units - plan.num_items + plan.num_dropped_global
-
-    @property
     def stats(self) -> LengthStats:
         """Padding, truncation and more, over the whole epoch and all ranks, before the tail rule."""
         return self.sequence.stats

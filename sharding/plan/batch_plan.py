@@ -103,11 +103,6 @@ class BatchPlan:
         """Items delivered a second time, over all ranks."""
         return max(0, self._last_size - self._num_left)
 
-    @property
-    def num_dropped_global(self) -> int:
-        """Items that no rank gets."""
-        return self._num_left if self.tail == "drop" else 0
-
     def items(self, first_batch: int, last_batch: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Items of this rank in its batches [first_batch, last_batch).
 

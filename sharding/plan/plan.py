@@ -96,11 +96,6 @@ class RankPlan(ABC):
         """Items delivered a second time, over all ranks."""
         return self.batch_plan.num_padded_global
 
-    @property
-    def num_dropped_global(self) -> int:
-        """Items that no rank gets in this epoch."""
-        return self.batch_plan.num_dropped_global
-
     def repeats(self, first_batch: int, last_batch: int) -> NDArray[np.bool_]:
         """Which items of batches [first_batch, last_batch) fill the last batch up a second time, bool [m]."""
         return self.batch_plan.repeats(first_batch, last_batch)

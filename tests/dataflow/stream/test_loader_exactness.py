@@ -105,7 +105,8 @@ def test_ranks_together_deliver_every_sample_of_every_format(
         assert len({len(batches) for batches in ranks}) == 1
     else:
         assert not got - want
-        assert (want - got).total() == plan.num_dropped_global
+        assert got.total() == plan.position_after(plan.num_batches)
+        assert (want - got).total() < 4 * world_size
 
 
 @pytest.mark.parametrize("name", ["tar", "tar.gz", "parquet", "jsonl", "tokens.bin", "megatron"])

@@ -173,7 +173,7 @@ def test_rows_and_batches_by_length_are_marked_as_they_repeat(made: Make, batchi
         units, again = units + len(flags), again + sum(flags)
         assert sum(flags) == plan.num_padded
     assert again == plan.num_padded_global
-    assert units - again == plan.sequence.num_units - plan.num_dropped_global  # type: ignore[union-attr]
+    assert units - again == plan.position_after(plan.num_global_batches)
 
 
 # ---- what has no place for a mark -----------------------------------------------------------------------
