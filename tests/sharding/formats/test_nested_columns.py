@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import example, given, settings, strategies as st
 
 from sharding.blocks import Block, Columns, ColumnSpec, Format, Shard, Spans, spec_text
 from sharding.errors import CorruptShardError, ShardError
@@ -344,14 +344,20 @@ SPELLINGS = st.one_of(
 )
 
 
-def _spelled(spellings: st.SearchStrategy[str], max_size: int) -> st.SearchStrategy[str]:
-    return st.lists(spellings, max_size=max_size).map(lambda values: f"[{','.join(values)}]")
+def _listed(values: list[str]) -> str:
+    return f"[{','.join(values)}]"
+
+
+SHORT_LISTS = st.lists(SPELLINGS, max_size=8)
+LONG_LISTS = st.lists(SPELLINGS, min_size=1, max_size=3).map(lambda values: values * 300)
 
 
 @settings(max_examples=150, deadline=None)
-@given(st.lists(_spelled(_spelled(SPELLINGS, 30), 4), min_size=1, max_size=8), st.integers(1, 500))
+@given(st.lists(st.lists(SHORT_LISTS | LONG_LISTS, max_size=3), min_size=1, max_size=5), st.integers(1, 500))
+@example([[["1e15"] * 300]], 1)
 def test_however_numbers_in_nested_lists_are_spelled_nbytes_bounds_what_they_become(lists, block_bytes):
-    content = "".join(f'{{"x":{one}}}\n' for one in lists).encode()
+    texts = (_listed([_listed(inner) for inner in outer]) for outer in lists)
+    content = "".join(f'{{"x":{text}}}\n' for text in texts).encode()
     scan = scan_of(JsonlFormat(), content, "a.jsonl", block_bytes)
     blocks = decoded_blocks(JsonlFormat(), content, "a.jsonl", block_bytes=block_bytes)
     assert all(held_bytes(block) <= n for block, n in zip(blocks, scan.nbytes, strict=True))
