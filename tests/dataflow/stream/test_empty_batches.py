@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from datasets_kit import Made, make_ints_tar, make_parquet, rank
+from datasets_kit import Made, make_ints_tar, make_parquet, rank, write_tar
 from ranks_kit import fast_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -28,6 +28,7 @@ from dataflow import (
     TokenBudget,
     Topology,
 )
+from dataflow.stream.read_ahead import choose_read_ahead
 
 SIZE = 24
 
@@ -142,20 +143,38 @@ def of_rank(dataset: Any, batch_size: int, r: int, world_size: int = 2, **option
     return [found, stats]
 
 
-@pytest.mark.parametrize("chunk", [1, 128])
+WIDE_BYTES = 3000
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Made:
+    """Numbers beside so many bytes that a small memory limit has room for one batch of two at a time."""
+    folder = tmp_path_factory.mktemp("wide")
+    members = [
+        (f"{i:02d}.{name}", data)
+        for i in range(SIZE)
+        for name, data in (("cls", str(i).encode()), ("bin", bytes(WIDE_BYTES)))
+    ]
+    write_tar(folder / "shard-0.tar", members)
+    kwargs = {"source": str(folder / "*.tar"), "catalog": str(folder / "kept.catalog"), "block_bytes": 1}
+    return Made(kwargs, [{"cls": i} for i in range(SIZE)], folder)
+
+
+@pytest.mark.parametrize(("memory_limit", "chunk"), [(250_000, 1), (1 << 30, 128)])
 @pytest.mark.parametrize("how", HOW)
 def test_several_ranks_repeat_their_last_good_batch(
-    ints: Made, how: str, chunk: int, monkeypatch: pytest.MonkeyPatch
+    wide: Made, how: str, memory_limit: int, chunk: int
 ) -> None:
     """Rank 0 has 0 1, 4 5, 8 9 ..., and nothing is left of 8 9, 12 13 and 20 21."""
-    monkeypatch.setattr("dataflow.stream.read_ahead.MAX_CHUNK_BATCHES", chunk)
-    dataset = ints.open(**HOW[how](5, 8, 9, 12, 13, 20, 21), on_error="skip")
-    found, stats = of_rank(dataset, 2, 0, mark_repeats=True)
+    ahead = choose_read_ahead(memory_limit, batch_bytes=2 * WIDE_BYTES, is_local=True)
+    assert ahead.batches_per_chunk.value == chunk
+    dataset = wide.open(**HOW[how](5, 8, 9, 12, 13, 20, 21), on_error="skip")
+    found, stats = of_rank(dataset, 2, 0, mark_repeats=True, memory_limit=memory_limit)
     assert [numbers(batch) for batch in found] == [[0, 1], [4], [4], [4], [16, 17], [16, 17]]
     marks = [batch["__repeat__"].tolist() for batch in found]
     assert marks == [[False] * 2, [False], [True], [True], [False] * 2, [True] * 2]
     assert (stats.empty_batches, stats.skipped_samples, stats.batches) == (3, 7, 6)
-    other, stats = of_rank(dataset, 2, 1, mark_repeats=True)
+    other, stats = of_rank(dataset, 2, 1, mark_repeats=True, memory_limit=memory_limit)
     assert [numbers(batch) for batch in other] == [[n, n + 1] for n in range(2, SIZE, 4)]
     assert stats.empty_batches == 0
 

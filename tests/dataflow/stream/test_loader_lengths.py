@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import chain, islice, pairwise
 from pathlib import Path
 from typing import Any
@@ -13,19 +13,18 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from datasets_kit import Made, Make, edited, rank, write_megatron
+from chunks_kit import HandDrivenEpoch
+from datasets_kit import Made, Make, edited, make_megatron, rank, write_megatron
 from ranks_kit import fast_ranks
 
 from dataflow import Bucketed, DataLoader, Packed, Pad, ShardedDataset, Shuffle, TokenBudget
-from dataflow.batch.chunk import BatchChunk
 from dataflow.batch.packed import PackedRows, PaddedRows
 from dataflow.stream.length_aware import make_planner
-from dataflow.stream.stream import Stream
 from prefetch.errors import MemoryLimitError
 from sharding.errors import DataflowError, SampleError
-from sharding.lengths import units as units_module
 from sharding.lengths.batching import Batching
 from sharding.lengths.unit_plan import UnitSequence
+from sharding.lengths.units import megabatch_bounds
 from sharding.order.order import Order
 
 FORMATS = {
@@ -41,7 +40,7 @@ FORMATS = {
 BATCHINGS: dict[str, Callable[[str], Batching]] = {
     "packed": lambda column: Packed(8, column, window=16, pad=7),
     "split": lambda column: Packed(3, column, window=16),
-    "truncated": lambda column: Packed(3, column, overlong="truncate"),
+    "truncated": lambda column: Packed(3, column, overlong="truncate", window=16),
     "budget": lambda column: TokenBudget(24, column, window=16, multiple=2),
     "buckets": lambda column: Bucketed(5, column, boundaries=(2, 4), window=16, pad=1),
 }
@@ -52,13 +51,6 @@ SHUFFLES = [
     Shuffle("full"),
     Shuffle("none"),
 ]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _small_first_windows() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(units_module, "FIRST_MEGABATCH_SAMPLES", 4)
-        yield
 
 
 def loader_of(data: Made, batching: Batching, r: int = 0, world_size: int = 1, **options: Any) -> DataLoader:
@@ -194,58 +186,52 @@ def test_a_renamed_column_and_lengths_of_another_column(made: Make) -> None:
 
 
 @pytest.mark.parametrize("kind", BATCHINGS)
-def test_credits_bound_what_a_chunk_takes(made: Make, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    finish = BatchChunk.finish
-    bounds = []
+def test_megabatches_that_grow_hold_what_the_plan_says_and_a_state_resumes_in_any(
+    tmp_path: Path, kind: str
+) -> None:
+    """The first megabatch has 1024 samples, and the next one twice as many."""
+    data, plain = make_megatron(tmp_path, 1100), BATCHINGS[kind]("tokens")
+    batching = type(plain)(**{**vars(plain), "window": 4096})
+    assert megabatch_bounds(1100, 4096).tolist() == [0, 1024, 1100]
+    with loader_of(data, batching, shuffle=Shuffle("window", 200)) as loader:
+        whole = delivered(loader)
+        assert whole == expected(loader, data)
+    for cut in (len(whole) // 2, len(whole) - 3):
+        with loader_of(data, batching, shuffle=Shuffle("window", 200)) as loader:
+            for _ in islice(loader, cut):
+                pass
+            state = through_json(loader.state_dict())
+            loader.load_state_dict(state)
+            assert delivered(loader) == whole[cut:]
 
-    def checked(chunk: BatchChunk) -> Any:
-        nbytes = chunk.nbytes
-        yield from finish(chunk)
-        bounds.append(chunk.leased_bytes <= nbytes)
 
-    monkeypatch.setattr(BatchChunk, "finish", checked)
+@pytest.mark.parametrize("kind", BATCHINGS)
+def test_credits_bound_what_a_chunk_takes(made: Make, kind: str) -> None:
     for name in ("megatron", "tokens.bin", "parquet"):
-        with loader_of(made(name), BATCHINGS[kind](FORMATS[name])) as loader:
-            list(loader)
-    assert bounds
-    assert all(bounds)
-
-
-def staged_and_closed(loader: DataLoader, monkeypatch: pytest.MonkeyPatch) -> tuple[list[int], list[int]]:
-    """Order windows staged for epoch 0, and after how many batches each was closed."""
-    opened: list[int] = []
-    closed: list[int] = []
-    opens, cuts = Stream._open, Stream._cut
-
-    def open_(stream: Stream, plan: Any, units: Any, number: int, slots: Any) -> Any:
-        if plan.order.epoch == 0:
-            opened.append(number)
-        return opens(stream, plan, units, number, slots)
-
-    def cut(stream: Stream, plan: Any, span: Any, windows: Any, chunks: list[BatchChunk]) -> None:
-        before = len(chunks)
-        cuts(stream, plan, span, windows, chunks)
-        if plan.order.epoch == 0:
-            closed.extend(chunk.first_batch for chunk in chunks[before:] for _ in chunk.closes)
-
-    monkeypatch.setattr(Stream, "_open", open_)
-    monkeypatch.setattr(Stream, "_cut", cut)
-    list(loader)
-    return opened, closed
+        with (
+            loader_of(made(name), BATCHINGS[kind](FORMATS[name])) as loader,
+            HandDrivenEpoch(loader) as epoch,
+        ):
+            chunks = list(epoch.build())
+        assert chunks
+        assert all(0 < chunk.leased_bytes <= chunk.nbytes for chunk in chunks)
 
 
 @pytest.mark.parametrize("kind", BATCHINGS)
 @pytest.mark.parametrize("shuffle", [*SHUFFLES[:2], Shuffle("full")], ids=str)
-def test_windows_are_staged_once_and_closed_on_the_way(
-    made: Make, kind: str, shuffle: Shuffle, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_windows_are_staged_once_and_closed_on_the_way(made: Make, kind: str, shuffle: Shuffle) -> None:
     """Nothing but the count of pieces tells that a window is done with: one too few and it comes twice."""
-    monkeypatch.setattr("dataflow.stream.read_ahead.MAX_CHUNK_BATCHES", 1)
-    monkeypatch.setattr("dataflow.staging.stager._FULL_WINDOW_SAMPLES", 5)
     data, batching = made("megatron"), BATCHINGS[kind]("tokens")
-    with loader_of(data, type(batching)(**{**vars(batching), "window": 8}), shuffle=shuffle) as loader:
-        opened, closed = staged_and_closed(loader, monkeypatch)
-        assert len(opened) == len(set(opened)) == len(closed)
+    batching = type(batching)(**{**vars(batching), "window": 4})
+    limit = 8 * 5 * 530  # a window of a full shuffle has an eighth of it: room for 5 samples
+    with (
+        loader_of(data, batching, shuffle=shuffle) as loader,
+        HandDrivenEpoch(loader, batches_per_chunk=1, window_limit_bytes=limit) as epoch,
+    ):
+        chunks = [chunk for window in epoch.windows() for chunk in window.chunks()]
+        closed = [chunk.first_batch for chunk in chunks for _ in chunk.closes]
+        staged = epoch.staged_windows
+        assert len(staged) == len(set(staged)) == len(closed)
         assert len(set(closed)) > 3
         assert closed[0] < len(loader) // 2
 
