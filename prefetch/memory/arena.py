@@ -28,7 +28,6 @@ import threading
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable
-from functools import cache
 from typing import Any, Protocol
 
 import numpy as np
@@ -229,28 +228,27 @@ class _Mallinfo(ctypes.Structure):
     _fields_ = [(name, ctypes.c_size_t) for name in _names_.split(" ")]
 
 
-@cache
-def _libc() -> Any:
-    library = ctypes.CDLL(None)
+_LIBC = ctypes.CDLL(None)
+
+
+def trim_heap(most_bytes: int = 0, *, library: Any = _LIBC) -> None:
+    """Give freed memory back to the system, if the C library keeps more than `most_bytes` of it."""
     if not (hasattr(library, "mallinfo2") and hasattr(library, "malloc_trim")):
-        return None
+        return
     library.mallinfo2.restype = _Mallinfo
     library.malloc_trim.argtypes = (ctypes.c_size_t,)
-    return library
-
-
-def trim_heap(most_bytes: int = 0) -> None:
-    """Give freed memory back to the system, if the C library keeps more than `most_bytes` of it."""
-    library = _libc()
-    if library is not None and library.mallinfo2().fordblks > most_bytes:
+    if library.mallinfo2().fordblks > most_bytes:
         library.malloc_trim(0)
 
 
 class HeapKeeper:
-    """Looks after the heap whenever so much was made on it that it may have grown. Thread-safe."""
+    """Looks after the heap whenever so much was made on it that it may have grown. Thread-safe.
 
-    def __init__(self, limit_bytes: int) -> None:
-        self._share = limit_bytes // 2
+    `trim`: gives freed memory back, where more than so many bytes of it are kept.
+    """
+
+    def __init__(self, limit_bytes: int, trim: Callable[[int], None] = trim_heap) -> None:
+        self._share, self._trim = limit_bytes // 2, trim
         self._lock = threading.Lock()  # guards _made
         self._made = 0
 
@@ -261,4 +259,4 @@ class HeapKeeper:
             if self._made < self._share:
                 return
             self._made = 0
-        trim_heap(self._share)
+        self._trim(self._share)

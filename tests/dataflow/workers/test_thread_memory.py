@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 import weakref
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ import torch
 from threads_kit import threads_left
 
 from dataflow import DataLoader
-from prefetch.memory import arena as heap
+from prefetch.memory.arena import HeapKeeper, trim_heap
 
 ITEM = 8_000_000
 ROUNDS = """
@@ -90,36 +91,63 @@ def test_memory_does_not_grow_with_the_rounds() -> None:
     assert after_60 - after_10 < ITEM
 
 
-def test_threads_that_end_give_freed_memory_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[int] = []
-    monkeypatch.setattr("dataflow.workers.threads.trim_heap", asked.append)
-    loader = DataLoader(Watched(), 2, workers="thread", num_workers=2)
-    for _ in range(3):
-        iterator = iter(loader)
-        next(iterator)
-        del iterator
-    assert len(asked) == 3
+HOLES = """
+import psutil
+from dataflow import DataLoader
+
+class Items:
+    def __init__(self):
+        self.kept = []
+    def __len__(self):
+        return 4
+    def __getitem__(self, i):
+        parts = [bytearray(50_000) for _ in range(1000)]
+        self.kept.extend(parts[::20])  # between them are holes, which the C library keeps
+        return i
+
+process, items = psutil.Process(), Items()
+iterator = iter(DataLoader(items, 4, workers="thread", num_workers=2))
+next(iterator)
+before = process.memory_info().rss
+del iterator
+print(before - process.memory_info().rss)
+"""
 
 
-def test_a_heap_is_trimmed_only_where_it_keeps_more_than_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    trims: list[int] = []
+def test_threads_that_end_give_freed_memory_back() -> None:
+    done = subprocess.run([sys.executable, "-c", HOLES], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) > 32 << 20
 
-    class Library:
-        def mallinfo2(self) -> Any:
-            return heap._Mallinfo(fordblks=100)
 
-        def malloc_trim(self, pad: int) -> None:
-            trims.append(pad)
+class Heap:
+    """Stands for the C library: how much freed memory it keeps, and how often it gave it back."""
 
-    monkeypatch.setattr(heap, "_libc", Library)
-    heap.trim_heap(100)
-    assert trims == []
-    heap.trim_heap(99)
-    assert trims == [0]
-    keeper = heap.HeapKeeper(120)  # looks whenever 60 bytes were made
+    def __init__(self, kept_bytes: int) -> None:
+        self.trims = 0
+
+        def mallinfo2() -> Any:
+            return SimpleNamespace(fordblks=kept_bytes)
+
+        def malloc_trim(pad: int) -> None:
+            assert pad == 0
+            self.trims += 1
+
+        self.mallinfo2, self.malloc_trim = mallinfo2, malloc_trim
+
+
+def test_a_heap_is_trimmed_only_where_it_keeps_more_than_asked() -> None:
+    heap = Heap(100)
+    trim_heap(100, library=heap)
+    assert heap.trims == 0
+    trim_heap(99, library=heap)
+    assert heap.trims == 1
+    trim_heap(0, library=object())  # of a C library that cannot tell, or cannot trim
+
+
+def test_a_heap_is_looked_at_whenever_half_the_limit_was_made_on_it() -> None:
+    looks: list[int] = []
+    keeper = HeapKeeper(120, looks.append)
     for _ in range(4):
         keeper.made(30)
-    assert trims == [0, 0, 0]
-    monkeypatch.setattr(heap, "_libc", lambda: None)
-    heap.trim_heap(0)
-    assert trims == [0, 0, 0]
+    assert looks == [60, 60]
