@@ -370,11 +370,6 @@ def test_a_state_of_another_kind_is_refused() -> None:
         DataLoader(Squares(4)).load_state_dict({"seed": 1})
 
 
-def iterator_of(loader: DataLoader) -> WorkerIterator:
-    assert isinstance(loader._iterator, WorkerIterator)
-    return loader._iterator
-
-
 @pytest.mark.parametrize(
     "arguments",
     [{}, {"shuffle": True}, {"shuffle": True, "generator": torch.Generator()}],
@@ -383,14 +378,15 @@ def iterator_of(loader: DataLoader) -> WorkerIterator:
 def test_persistent_workers_begin_the_next_epoch_before_it_is_asked_for(arguments: Any) -> None:
     torch.manual_seed(2)
     loader = DataLoader(Squares(12), 2, num_workers=2, persistent_workers=True, **arguments)
-    first = indices(epochs(loader))
-    ahead = iterator_of(loader).next_epoch
+    iterator: WorkerIterator = iter(loader)  # of all epochs, as the workers are
+    first = indices(epochs(iterator))
+    ahead = iterator.next_epoch
     assert ahead is not None
     assert len(ahead.indices) == 4
     sent = list(ahead.indices)
     second = indices(epochs(loader))
     assert second[:4] == sent
-    assert iterator_of(loader).generation == 1
+    assert iterator.generation == 1
     assert sorted(itertools.chain(*first)) == sorted(itertools.chain(*second)) == list(range(12))
 
 
@@ -413,9 +409,10 @@ def test_a_distributed_sampler_s_next_epoch_is_guessed_from_its_steps() -> None:
     loader = DataLoader(data, 2, sampler=sampler, num_workers=2, persistent_workers=True)
     for epoch in range(4):
         sampler.set_epoch(epoch)
-        seen = indices(epochs(loader))
+        iterator: WorkerIterator = iter(loader)
+        seen = indices(epochs(iterator))
         assert list(itertools.chain(*seen)) == list(sampler)
-    assert iterator_of(loader).generation == 2 + 1 + 1  # the first guess was that nothing changes
+    assert iterator.generation == 2 + 1 + 1  # the first guess was that nothing changes
 
 
 def test_an_idle_worker_goes_on_while_the_consumer_waits_for_another(tmp_path: Any) -> None:
@@ -539,8 +536,9 @@ def test_persistent_workers_of_iterables_begin_the_next_epoch_too(workers: int) 
         return kind(DrawnIterable(), 2, num_workers=workers, persistent_workers=True, generator=generator)
 
     ours = loader(DataLoader)
-    assert epochs(ours, 4) == epochs(loader(TorchDataLoader), 4)
-    ahead = iterator_of(ours).next_epoch
+    iterator: WorkerIterator = iter(ours)
+    assert epochs(iterator) + epochs(ours, 3) == epochs(loader(TorchDataLoader), 4)
+    ahead = iterator.next_epoch
     assert ahead is not None
     assert len(ahead.tasks) == 2 * workers
 

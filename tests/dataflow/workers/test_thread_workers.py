@@ -30,6 +30,7 @@ from torch.utils.data import (
 )
 
 from dataflow import DataLoader
+from dataflow.workers.worker import WorkerLimits
 from prefetch.engine.pool import PriorityPool
 
 TIMEOUT_S = 20
@@ -834,13 +835,15 @@ def test_closing_ends_persistent_threads_and_the_loop() -> None:
     loader.close()
 
 
-def test_what_is_not_begun_when_the_loop_is_left_is_not_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_not_begun_when_the_loop_is_left_is_not_fetched() -> None:
     dataset = Gated(40, 0)
-    it = iter(threaded(dataset, 20, num_workers=1))
+    loader = threaded(dataset, 20, num_workers=1)
+    loader.worker_limits = WorkerLimits(stop_s=0.0)  # the item that was begun is not waited for
+    it = iter(loader)
     assert dataset.begun[0].wait(TIMEOUT_S)
-    join, opened = PriorityPool.close, dataset.gates[0].set
-    monkeypatch.setattr(PriorityPool, "close", lambda pool, limit: opened() or join(pool, limit))
     del it
+    dataset.gates[0].set()
+    assert threads_left("dataflow-worker") == []
     assert dataset.fetched == [0]
 
 
@@ -881,6 +884,7 @@ HANGING = """
 import threading
 from dataflow import DataLoader
 from dataflow.workers.worker import WorkerLimits
+from prefetch.engine.pool import PriorityPool
 
 class Hanging(list):
     def __getitem__(self, i):

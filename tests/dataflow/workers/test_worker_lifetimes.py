@@ -136,7 +136,7 @@ def test_many_epochs_of_persistent_workers_left_early_leave_nothing_behind() -> 
 def test_persistent_workers_end_with_their_loader() -> None:
     loader = DataLoader(Does(same), None, num_workers=2, persistent_workers=True)
     assert list(loader) == list(range(8))
-    pids = pids_of(loader._iterator)
+    pids = loader.stats().worker_pids
     assert len(workers_of_this_process()) == 2
     del loader
     assert ended(*pids)
@@ -273,11 +273,11 @@ def test_workers_of_workers_end_when_the_loop_is_left() -> None:
 _kept: list[Any] = []
 
 
-def keeps_a_loader(index: int) -> list[int]:
+def keeps_a_loader(index: int) -> tuple[int, ...]:
     loader = DataLoader(Does(same), None, num_workers=2, persistent_workers=True)
     assert next(iter(loader)) == 0
     _kept.append(loader)
-    return pids_of(loader._iterator)
+    return loader.stats().worker_pids
 
 
 # ---- batches that outlive the loop ----------------------------------------------------------------------
@@ -511,23 +511,27 @@ def test_a_program_with_a_fork_server_may_end_at_any_moment(tmp_path: Path, case
 
 CLOSES = """
 import atexit, os, threading
+from multiprocessing.context import ForkContext, ForkProcess
 from dataflow import DataLoader
 from worker_kit import Does
+
+begun, exits = threading.Event(), threading.Event()
+
+class WatchedProcess(ForkProcess):
+    def join(self, timeout=None):
+        begun.set()
+        exits.wait(60)
+        super().join(timeout)
+        os.write(1, b"ended")
+
+class WatchedContext(ForkContext):
+    Process = WatchedProcess
 
 def busy(index):
     return index if index < 4 else sum(range(4_000_000))
 
-iterator = iter(DataLoader(Does(busy, 64), 2, num_workers=2, multiprocessing_context="fork"))
+iterator = iter(DataLoader(Does(busy, 64), 2, num_workers=1, multiprocessing_context=WatchedContext()))
 next(iterator)
-begun, exits, pool = threading.Event(), threading.Event(), iterator.runners.pool
-
-def end(stop_s, end=pool._end):
-    begun.set()
-    exits.wait(60)
-    end(stop_s)
-    os.write(1, b"ended")
-
-pool._end = end
 atexit.register(exits.set)
 threading.Thread(target=iterator.close, daemon=True).start()
 begun.wait(60)
