@@ -25,7 +25,6 @@ from http_kit import slowstore
 from dataflow import DataLoader, ShardedDataset, ShardWriter, Shuffle
 from dataflow.tools.cli import main
 from prefetch.errors import ReaderClosedError
-from prefetch.store import fetching, retries
 from prefetch.store.reader import Awaited, ReadStats, StoreReader
 from prefetch.store.retries import RetryPolicy
 from sharding.blocks import Shard
@@ -265,9 +264,14 @@ def test_closing_ends_a_read_that_waits_for_bytes(server: ScriptedServer) -> Non
 # ---- second requests ---------------------------------------------------------------------------------------
 
 
-def experienced(server: ScriptedServer, policy: RetryPolicy = QUICK, share: float = 1.0) -> StoreReader:
+def experienced(
+    server: ScriptedServer,
+    policy: RetryPolicy = QUICK,
+    share: float = 1.0,
+    now: Callable[[], float] = time.monotonic,
+) -> StoreReader:
     """A reader that knows how long reads take."""
-    reader = StoreReader(policy=policy, hedge_share=share)
+    reader = StoreReader(policy=policy, hedge_share=share, now=now)
     for _ in range(20):
         read(server, reader)
     server.asked.clear()
@@ -280,18 +284,26 @@ def awaited() -> Awaited:
     return signal
 
 
+class StandingClock:
+    """The real time; once it is watched, it stands still until the first bytes are in `out`."""
+
+    def __init__(self) -> None:
+        self.out: Any = None
+        self.time_s = 0.0
+
+    def __call__(self) -> float:
+        if self.out is None or self.out[:20_000].tobytes() == CONTENT[10:20_010]:
+            self.time_s = time.monotonic()
+        return self.time_s
+
+
 def test_a_late_read_that_is_waited_for_is_asked_twice_and_the_first_answer_counts(
-    server: ScriptedServer, monkeypatch: pytest.MonkeyPatch
+    server: ScriptedServer,
 ) -> None:
-    reader, over = experienced(server), threading.Event()
+    clock, over, out = StandingClock(), threading.Event(), np.zeros(50_000, np.uint8)
+    reader = experienced(server, now=clock)
     server.script = [stall_after(20_000, over)]
-    out, due_s = np.zeros(50_000, np.uint8), fetching.hedge_due_s
-
-    def due_when_it_has_come(began_s: float, heard_s: float, long_s: float) -> float:
-        come = out[:20_000].tobytes() == CONTENT[10:20_010]
-        return due_s(began_s, heard_s, long_s) if come else time.monotonic() + 0.005
-
-    monkeypatch.setattr(fetching, "hedge_due_s", due_when_it_has_come)
+    clock.out = out
     reader.read_into(server.shard(), 10, out, awaited=awaited())
     over.set()
     assert out.tobytes() == CONTENT[10:50_010]
@@ -324,12 +336,18 @@ def test_without_budget_or_waiting_there_is_no_second_request(
     assert reader.stats().timeouts >= 1
 
 
+class PatientPolicy(RetryPolicy):
+    """A read that nobody waits for is given up after 20 s, however quick others are."""
+
+    def stall_timeout_s(self, stalls: int, idle_s: float, long_s: float | None = None) -> float:
+        return WAIT_S
+
+
 @pytest.mark.parametrize("hedged", [False, True])
 def test_a_silent_read_that_is_waited_for_is_soon_asked_anew_where_no_second_request_helps(
-    server: ScriptedServer, monkeypatch: pytest.MonkeyPatch, hedged: bool
+    server: ScriptedServer, hedged: bool
 ) -> None:
-    monkeypatch.setattr(retries, "SILENCE", 1e6)  # one that nobody waits for is given up after 20 s
-    policy = RetryPolicy(base_s=0.001, stall_s=WAIT_S, least_stall_s=0.1)
+    policy = PatientPolicy(base_s=0.001, least_stall_s=0.1)
     reader, over = experienced(server, policy, share=float(hedged)), threading.Event()
     server.script = [stall_after(20_000, over), *[status(503)] * hedged]
     began = time.monotonic()
