@@ -36,12 +36,12 @@ _LEAST_AHEAD = 1 << 10
 _fork = multiprocessing.get_context("fork")
 
 
-def random_share(order: BlockOrder, number: int, readers: int) -> Iterator[Block]:
+def random_share(order: BlockOrder, number: int, readers: int, *, at_once: int) -> Iterator[Block]:
     """What one of several readers takes of a random order: each `readers`-th place.
 
-    Many are made at once, the first of them now: it takes time, which is not to lie between two reads.
+    `at_once` are made together, the first of them now: it takes time, which is not to lie between two reads.
     """
-    step = readers * max(_LEAST_AHEAD, _AHEAD // readers)
+    step = readers * at_once
     parts = (order.blocks(range(at, at + step, readers)) for at in itertools.count(number, step))
     return itertools.chain(next(parts), itertools.chain.from_iterable(parts))
 
@@ -94,7 +94,8 @@ def _read(
 
     def share(number: int) -> Iterator[Block]:
         if case.pattern == "random":
-            return random_share(order, number, case.concurrency)
+            at_once = max(_LEAST_AHEAD, _AHEAD // case.concurrency)
+            return random_share(order, number, case.concurrency, at_once=at_once)
         return sequential_share(order, lock, counter)
 
     def child(numbers: range, replies: Connection) -> None:

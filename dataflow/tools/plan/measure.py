@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -118,12 +118,21 @@ def ring_point(ranks: int, nbytes: float, seconds: float) -> Point:
     return Point(2 * (ranks - 1), 2 * (ranks - 1) / ranks * nbytes, seconds)
 
 
-def measure_link(sizes: Sequence[int] = SIZES, *, repeats: int = 11, device: str = "cpu") -> Fitted:
-    """Fit a link to all-reduces of the default process group. Called by all ranks together."""
+def measure_link(
+    sizes: Sequence[int] = SIZES,
+    *,
+    repeats: int = 11,
+    device: str = "cpu",
+    timed: Callable[..., float] = time_all_reduce,
+) -> Fitted:
+    """Fit a link to all-reduces of the default process group. Called by all ranks together.
+
+    `timed`: seconds of an all-reduce, as `time_all_reduce` tells them.
+    """
     ranks = distributed.get_world_size()
     if ranks < 2:
         raise ValueError("at least 2 ranks are needed to measure what joins them")
-    return fit([ring_point(ranks, n, time_all_reduce(n, repeats=repeats, device=device)) for n in sizes])
+    return fit([ring_point(ranks, n, timed(n, repeats=repeats, device=device)) for n in sizes])
 
 
 def save_link(fitted: Fitted, path: str) -> None:

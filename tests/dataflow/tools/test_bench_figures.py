@@ -321,6 +321,10 @@ def test_random_order_is_another_for_another_seed_and_not_sequential():
     assert orders[0] != sorted(orders[0])
 
 
+PART = 4096
+"""Blocks of an order that are made at a time."""
+
+
 class NotedOrder(BlockOrder):
     """Notes which parts of the order are made; the next one is held until `go`."""
 
@@ -329,11 +333,11 @@ class NotedOrder(BlockOrder):
         self.go.set()
         super().__init__(shards, block_bytes, "random")
 
-    def _made(self, part):
-        self.made.append(part)
+    def blocks(self, places):
+        self.made.append(places.start // PART)
         self.making.release()
         assert self.go.wait(20)
-        return super()._made(part)
+        return super().blocks(places)
 
 
 LARGE = [Shard("a", 10_000, "")]  # of three parts, in blocks of one byte
@@ -356,22 +360,16 @@ def test_what_many_threads_want_at_once_is_made_once():
     assert order.making.acquire(timeout=20)
     order.go.clear()
 
-    class Lock:
-        lock = threading.Lock()
+    def block():
+        waiting.release()
+        return order[PART]
 
-        def __enter__(self):
-            waiting.release()
-            self.lock.acquire()
-
-        def __exit__(self, *_):
-            self.lock.release()
-
-    order._lock = Lock()
     with ThreadPoolExecutor(2) as pool:
-        asked = [pool.submit(order.__getitem__, 4096) for _ in range(2)]
+        asked = [pool.submit(block) for _ in range(2)]
         try:
+            assert order.making.acquire(timeout=20)
             assert waiting.acquire(timeout=20)
-            assert waiting.acquire(timeout=20)  # both are there
+            assert waiting.acquire(timeout=20)  # the other one has nothing left to do but to wait
         finally:
             order.go.set()
         first, second = (one.result(20) for one in asked)

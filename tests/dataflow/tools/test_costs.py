@@ -15,7 +15,6 @@ from hypothesis import given, strategies as st
 
 from dataflow.testing import run_ranks
 from dataflow.tools.cli import main
-from dataflow.tools.plan import measure
 from dataflow.tools.plan.cluster import Cluster, Link, Load, Round
 from dataflow.tools.plan.collectives import (
     Rounds,
@@ -28,7 +27,15 @@ from dataflow.tools.plan.collectives import (
     tree,
 )
 from dataflow.tools.plan.expenses import Prices, Rapl, expenses
-from dataflow.tools.plan.measure import Point, fit, load_link, save_link, seconds
+from dataflow.tools.plan.measure import (
+    Point,
+    fit,
+    load_link,
+    measure_link,
+    save_link,
+    seconds,
+    time_all_reduce,
+)
 from dataflow.tools.plan.plan import placements
 from dataflow.tools.plan.step import StepWork, batch_doubts, best_accumulation, exposed_seconds, predict
 
@@ -230,9 +237,12 @@ def test_a_fit_says_what_it_lacks(points: list[Point], says: str) -> None:
 
 
 def measured_by_two_ranks() -> tuple[float, Link]:
-    took = measure.time_all_reduce(1 << 12, repeats=3)
-    measure.time_all_reduce = lambda nbytes, **_: 1e-3 + nbytes / 1e9  # a machine whose times are known
-    return took, measure.measure_link((1 << 10, 1 << 18, 1 << 24)).link
+    took = time_all_reduce(1 << 12, repeats=3)
+    return took, measure_link((1 << 10, 1 << 18, 1 << 24), timed=time_on_a_known_machine).link
+
+
+def time_on_a_known_machine(nbytes: int, *, repeats: int, device: str) -> float:
+    return 1e-3 + nbytes / 1e9
 
 
 def test_ranks_measure_what_joins_them() -> None:

@@ -69,13 +69,10 @@ def ended():
 # ---- who reads what -------------------------------------------------------------------------------------
 
 
-@given(st.integers(100, 3000), st.integers(1, 20))
-def test_readers_of_a_random_order_take_each_block_once_a_pass(block_bytes, readers):
+@given(st.integers(100, 3000), st.integers(1, 20), st.integers(1, 10))
+def test_readers_of_a_random_order_take_each_block_once_a_pass(block_bytes, readers, at_once):
     order = BlockOrder(SHARDS, block_bytes, "random")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reader_process, "_AHEAD", 8)
-        patch.setattr(reader_process, "_LEAST_AHEAD", 3)
-        shares = [random_share(order, number, readers) for number in range(readers)]
+    shares = [random_share(order, number, readers, at_once=at_once) for number in range(readers)]
     taken = [next(shares[place % readers]) for place in range(2 * len(order))]
     assert taken == [order[place] for place in range(2 * len(order))]
 
@@ -90,9 +87,9 @@ def test_the_first_blocks_of_a_random_share_are_made_before_they_are_asked_for()
 
     order = Noted([Shard("a", 1 << 20, "")], 1, "random")
     before = order.made
-    share = random_share(order, 3, 4)
+    share = random_share(order, 3, 4, at_once=50)
     assert order.made == before + 1
-    for _ in range(reader_process._AHEAD // 4):
+    for _ in range(50):
         next(share)
     assert order.made == before + 1
     next(share)
