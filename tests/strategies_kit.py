@@ -65,12 +65,14 @@ class Trained:
 class Loop:
     """The loop that a user of plain DDP would write; `strategy` None leaves DDP to itself."""
 
-    def __init__(self, strategy, model=None, *, lr=0.1, momentum=0.9, topology=None, saved=None):
+    def __init__(
+        self, strategy, model=None, *, lr=0.1, momentum=0.9, topology=None, saved=None, bucket_mb=BUCKET_MB
+    ):
         torch.manual_seed(3)
         model = mlp() if model is None else model
         if saved is not None:
             model.load_state_dict(saved["model"])
-        self.ddp = DistributedDataParallel(model, bucket_cap_mb=BUCKET_MB)  # copies rank 0's parameters
+        self.ddp = DistributedDataParallel(model, bucket_cap_mb=bucket_mb)  # copies rank 0's parameters
         self.optimizer = torch.optim.SGD(self.ddp.parameters(), lr, momentum)
         self.strategy = PassiveStrategy("ddp") if strategy is None else strategy
         self.by_ddp, self.calls, self.per_backward = strategy is None, 0, 0

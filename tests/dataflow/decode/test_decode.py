@@ -33,9 +33,11 @@ from datasets_kit import (
 from hypothesis import given, strategies as st
 
 from dataflow import DataflowError, DataLoader, Image, Pad, Ragged, ShardedDataset, Shuffle
-from dataflow.decode.values import _from_npy, parse_floats, parse_ints
+from dataflow.decode.values import CONVERTERS, parse_floats, parse_ints
 from sharding.blocks import Spans
 from sharding.errors import SampleError
+
+from_npy = CONVERTERS["npy"]
 
 
 @pytest.fixture(scope="module")
@@ -467,7 +469,7 @@ def test_npy_values_are_those_of_numpy(dtype: str, shape: list[int], order: Any)
         else np.full(shape, "ab")
     )
     np.save(out, np.asarray(values.reshape(shape), order=order))
-    want, got = np.load(io.BytesIO(out.getvalue())), _from_npy(out.getvalue())
+    want, got = np.load(io.BytesIO(out.getvalue())), from_npy(out.getvalue())
     assert (got.dtype, got.shape) == (want.dtype, want.shape)
     assert got.tobytes() == want.tobytes()
     assert got.flags.writeable
@@ -477,16 +479,16 @@ def test_npy_values_are_those_of_numpy(dtype: str, shape: list[int], order: Any)
 @pytest.mark.parametrize("cut", [0, 5, 9, 11, 60, 127, 130])
 def test_npy_values_that_are_cut_off_are_errors(cut: int) -> None:
     with pytest.raises((ValueError, EOFError)):
-        _from_npy(npy(np.arange(3.0))[:cut])
+        from_npy(npy(np.arange(3.0))[:cut])
 
 
 def test_structured_arrays_and_other_writers_headers_are_left_to_numpy() -> None:
     values = np.zeros(3, [("a", "<i4"), ("b", "<f8")])
-    assert _from_npy(npy(values)).dtype == values.dtype
+    assert from_npy(npy(values)).dtype == values.dtype
     text = b"{'fortran_order': False, 'shape': (2,), 'descr': '<i2'}"
     header = text + b" " * (118 - len(text) - 1) + b"\n"
     data = b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header + b"\x01\x00\x02\x00"
-    assert _from_npy(data).tolist() == [1, 2]
+    assert from_npy(data).tolist() == [1, 2]
 
 
 # ---- numbers in text, against Python ----------------------------------------------------------------------

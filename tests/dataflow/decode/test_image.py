@@ -180,15 +180,23 @@ def test_a_scaled_decode_shows_the_same_part_within_a_few_levels(height, width):
     assert difference.mean() < 1
 
 
-def test_only_crops_twice_the_size_are_decoded_at_half_scale(monkeypatch):
-    asked, real = [], simplejpeg.decode_jpeg
-    monkeypatch.setattr(
-        simplejpeg, "decode_jpeg", lambda data, **how: asked.append(how["min_factor"]) or real(data, **how)
-    )
-    encoded = [jpeg(picture(*shape)) for shape in [(199, 500), (200, 200), (401, 400), (800, 900)]]
-    decoded(Image(size=100), encoded)
-    decoded(Image(size=100, dct="exact"), encoded)
-    assert asked == [1, 2, 4, 8, 1, 1, 1, 1]
+@pytest.mark.parametrize(
+    ("shape", "factor"), [((199, 500), 1), ((200, 200), 2), ((401, 400), 4), ((800, 900), 8)]
+)
+def test_only_crops_twice_the_size_are_decoded_at_half_scale(shape, factor):
+    data = jpeg(picture(*shape))
+
+    def at_scale(factor, **how):
+        height, width = (-(-side // factor) for side in shape)
+        least = {"min_height": height, "min_width": width, "min_factor": factor} if factor > 1 else {}
+        pixels = simplejpeg.decode_jpeg(data, **how, **least)
+        assert pixels.shape == (height, width, 3)
+        return cv2.resize(pixels, (100, 100), interpolation=cv2.INTER_LINEAR).transpose(2, 0, 1)
+
+    (fast,), _ = decoded(Image(size=100), [data])
+    assert [k for k in (1, 2, 4, 8) if np.array_equal(fast, at_scale(k, fastdct=True))] == [factor]
+    (exact,), _ = decoded(Image(size=100, dct="exact"), [data])
+    assert np.array_equal(exact, at_scale(1))
 
 
 def test_gray_from_colour_and_colour_from_gray():

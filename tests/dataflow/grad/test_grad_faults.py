@@ -213,21 +213,24 @@ def test_a_rank_that_hangs_while_it_computes_is_named_within_the_deadline(case: 
 def time_out_of_the_group() -> list[float]:
     """In a forward pass, after a backward pass, and after a loop that is left."""
     model = DistributedDataParallel(nn.Linear(1, 1))
-    gloo = model.process_group._get_backend(torch.device("cpu"))
     seen = []
     with GradSchedule(
         [torch.ones(1, 1)] * 2, model, torch.optim.SGD(model.parameters(), 0.1), timeout_s=7
     ) as sched:
         for batch in sched:
-            seen.append(gloo.options._timeout.total_seconds())
+            seen.append(time_out_s(model))
             if sched.position.window == 1:
                 break
             sched.backward(model(batch).sum())
-            seen.append(gloo.options._timeout.total_seconds())
+            seen.append(time_out_s(model))
             sched.step()
         del batch
-        seen.append(gloo.options._timeout.total_seconds())
+        seen.append(time_out_s(model))
     return seen
+
+
+def time_out_s(model: DistributedDataParallel) -> float:
+    return float(model.process_group._get_backend(torch.device("cpu")).options._timeout.total_seconds())
 
 
 def test_only_a_microbatch_lowers_the_time_out_of_the_programs_group() -> None:

@@ -24,8 +24,7 @@ two, four = RankSet(2), RankSet(4)
 
 def counted(strategy, topology=None):
     """(what the strategy says, what the sockets sent)."""
-    kit.BUCKET_MB = 0.1
-    loop = kit.Loop(strategy, kit.mlp(width=WIDTH), topology=topology)
+    loop = kit.Loop(strategy, kit.mlp(width=WIDTH), topology=topology, bucket_mb=0.1)
     dist.barrier()
     before = socket_bytes_sent()
     loop.run(range(STEPS), kit.regression)

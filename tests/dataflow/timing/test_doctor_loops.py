@@ -198,7 +198,7 @@ def test_errors_and_what_the_iterator_has_besides_come_through(folder: Path) -> 
     with pytest.raises(KeyError):
         next(batches)
     assert next(batches) == 2
-    assert batches._num_workers == 0
+    assert batches.num_ahead == (0, 0)
 
 
 def test_where_there_is_a_schedule_it_alone_is_reported(folder: Path) -> None:

@@ -14,12 +14,15 @@ class Clock:
     def __call__(self) -> float:
         return self.now
 
+    def move(self, seconds: float) -> None:
+        self.now += seconds
+
 
 def test_each_second_belongs_to_one_phase_or_to_waiting_for_data() -> None:
     clock = Clock()
     ledger = PhaseLedger(clock)
     clock.now += 1
-    ledger.waited(lambda: setattr(clock, "now", clock.now + 10))
+    ledger.waited(lambda: clock.move(10))
     clock.now += 2
     ledger.enter(Phase.SYNC)
     clock.now += 4

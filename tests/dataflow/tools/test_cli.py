@@ -8,12 +8,14 @@ import zlib
 from io import BytesIO
 from pathlib import Path
 
+import fsspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from cli_kit import run_command
 from click.testing import CliRunner
+from fsspec.implementations.memory import MemoryFileSystem
 
 from dataflow import DataLoader, ShardedDataset
 from dataflow.tools.cli import main
@@ -111,15 +113,18 @@ def test_unfinished_shards_are_indexed_if_they_are_allowed_and_told(tmp_path):
     assert "samples 2," in text
 
 
-def test_the_catalog_in_the_cache_is_the_one_that_a_dataset_finds(tmp_path, monkeypatch):
+def test_the_catalog_in_the_cache_is_the_one_that_a_dataset_finds(tmp_path):
     folder = write_tokens(tmp_path / "d", 100, 200)
     code, text = run_command("index", *tokens(folder))
     assert code == 0
     saved = text.splitlines()[-1].removeprefix("saved ")
     assert saved.startswith(str(tmp_path / "cache"))
-    monkeypatch.setattr("dataflow.opening.index", None)  # indexing again would fail
+    written = [(path, path.stat().st_ino) for path in (tmp_path / "cache").rglob("*.catalog")]
     dataset = ShardedDataset(folder, format="tokens", dtype="uint16", length=8)
     assert dataset.catalog.fingerprint() == Catalog.load(saved).fingerprint()
+    # Indexed again, it would have been written again, to this place or another.
+    assert [(path, path.stat().st_ino) for path in (tmp_path / "cache").rglob("*.catalog")] == written
+    assert [str(path) for path, _ in written] == [saved]
 
 
 def test_an_output_catalog_is_a_source_for_training(tmp_path):
@@ -203,14 +208,33 @@ def test_a_damaged_catalog_is_replaced(tmp_path):
     assert Catalog.load(str(output)).num_samples == 99 // 8
 
 
-def test_storage_options_are_json_or_text(tmp_path, monkeypatch):
-    seen = {}
-    monkeypatch.setattr(
-        "dataflow.tools.terminal.indexing.index_source", lambda source, options, **_: seen.update(options)
-    )
+class NotedFileSystem(MemoryFileSystem):
+    """Notes what it is opened with."""
+
+    protocol = "noted"
+    cachable = False
+    opened = []  # noqa: RUF012
+
+    def __init__(self, **options):
+        self.opened.append(options)
+        super().__init__()
+
+    @classmethod
+    def _strip_protocol(cls, path):
+        return super()._strip_protocol(path.replace("noted://", "memory://"))
+
+
+def test_storage_options_are_json_or_text(tmp_path):
+    fsspec.register_implementation("noted", NotedFileSystem, clobber=True)
+    folder = write_tokens(tmp_path, 100)
+    fsspec.filesystem("memory").pipe_file("/bucket/x.bin", (folder / "0.bin").read_bytes())
     given = ["--storage-option", "anon=true", "--storage-option", "key=a=b", "--storage-option", 'c={"u": 1}']
-    assert run_command("index", "s3://bucket/x.tar", *given)[0] == 0
-    assert seen["storage_options"] == {"anon": True, "key": "a=b", "c": {"u": 1}}
+    try:
+        assert run_command("index", *tokens("noted://bucket/x.bin"), *given)[0] == 0
+    finally:
+        fsspec.filesystem("memory").rm_file("/bucket/x.bin")
+    assert NotedFileSystem.opened
+    assert all(options == {"anon": True, "key": "a=b", "c": {"u": 1}} for options in NotedFileSystem.opened)
 
 
 @pytest.mark.parametrize(
