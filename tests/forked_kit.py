@@ -1,22 +1,37 @@
-"""Forked children: one that stops where a test wants it, to be killed there; one that answers and ends."""
+"""Forked children: one that stops where a test wants it, to be killed there; one that answers and ends.
+
+And faults that come from the system: limits (`limited`), and in children, as long as they live, calls that
+fail (`on_file_events`) and modes of files that hold for root too (`without_privileges`).
+"""
 
 from __future__ import annotations
 
+import ctypes
 import os
+import resource
 import signal
+import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from typing import Any
 
 
 class Child:
     """A forked process; `reached` waits until it called `stop`."""
 
-    def __init__(self, pid: int, ready: int) -> None:
-        self.pid, self._ready = pid, ready
+    def __init__(self, pid: int, ready: int, going: int) -> None:
+        self.pid, self._ready, self._going = pid, ready, going
 
     def reached(self) -> None:
         assert os.read(self._ready, 1) == b"!", "the child ended before it stopped"
+
+    def go_on(self) -> int:
+        """Let it go on to its end: 0 if its work returns, 1 if it raises, -14 if it hangs."""
+        os.write(self._going, b"!")
+        pid, self.pid = self.pid, 0
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
     def kill(self) -> None:
         os.kill(self.pid, signal.SIGKILL)
@@ -26,25 +41,29 @@ class Child:
 
 @contextmanager
 def forked(work: Callable[[Callable[[], None]], object]) -> Iterator[Child]:
-    """Run `work(stop)` in a fork of this process; `stop()` does not return. It is killed at the end."""
-    ready, told = os.pipe()
+    """Run `work(stop)` in a fork of this process; `stop()` returns when it may go on. Killed at the end."""
+    (ready, told), (goes, going) = os.pipe(), os.pipe()
     pid = os.fork()
     if not pid:
         signal.alarm(60)
 
         def stop() -> None:
             os.write(told, b"!")
-            signal.pause()
+            os.read(goes, 1)
 
+        code = 1
         with suppress(BaseException):
             work(stop)
-        os._exit(1)
+            code = 0
+        os._exit(code)
     os.close(told)
-    child = Child(pid, ready)
+    os.close(goes)
+    child = Child(pid, ready, going)
     try:
         yield child
     finally:
         os.close(ready)
+        os.close(going)
         if child.pid:
             child.kill()
 
@@ -62,3 +81,39 @@ def exit_code_in_child(work: Callable[[], None]) -> int:
             code = 0
         os._exit(code)
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+@contextmanager
+def limited(kind: int, amount: int) -> Iterator[None]:
+    """Inside, the kernel gives this process no more of something, as `resource.RLIMIT_FSIZE`."""
+    soft, hard = resource.getrlimit(kind)
+    resource.setrlimit(kind, (amount, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(kind, (soft, hard))
+
+
+def on_file_events(action: Callable[[str, tuple[Any, ...]], object]) -> None:
+    """Call `action(event, arguments)` before each file is opened, locked, renamed or removed by this process.
+
+    An exception that it raises is the call's. What it does to files itself is not told.
+    """
+    acting = threading.local()
+
+    def hook(event: str, arguments: tuple[Any, ...]) -> None:
+        if event not in ("open", "fcntl.flock", "os.rename", "os.remove") or hasattr(acting, "now"):
+            return
+        acting.now = True
+        try:
+            action(event, arguments)
+        finally:
+            del acting.now
+
+    sys.addaudithook(hook)
+
+
+def without_privileges() -> None:
+    """Let the modes of files hold for this process, also where it is root's."""
+    header, none = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()  # version 3; this thread
+    assert ctypes.CDLL(None).capset(header, none) == 0

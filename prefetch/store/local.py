@@ -8,6 +8,7 @@ on; a file replaced by rename in the middle keeps serving the old bytes of the o
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from functools import lru_cache
 
 import numpy as np
@@ -18,27 +19,30 @@ from sharding.catalog.storage import check_shard, failure_text, local_info
 from sharding.errors import ShardChangedError, ShardReadError
 from sharding.urls import local_path
 
+Read = Callable[[int, list[memoryview], int], int]
+"""Fills memory from an offset of a descriptor, maybe not all of it; gives the bytes read, as `os.preadv`."""
 
-def read_fully(descriptor: int, offset: int, out: NDArray[np.uint8]) -> int:
+
+def read_fully(descriptor: int, offset: int, out: NDArray[np.uint8], *, read: Read = os.preadv) -> int:
     """Fill `out` from an offset; the bytes read, fewer than `out` holds only where the file ends.
 
     Raises `OSError` as the system does. Releases the GIL.
     """
     view, done = out.data, 0
     while done < len(view):
-        got = os.preadv(descriptor, [view[done:]], offset + done)
+        got = read(descriptor, [view[done:]], offset + done)
         if got == 0:
             break
         done += got
     return done
 
 
-def read_local(shard: Shard, offset: int, out: NDArray[np.uint8]) -> None:
+def read_local(shard: Shard, offset: int, out: NDArray[np.uint8], *, read: Read = os.preadv) -> None:
     """Fill `out` from an offset. Raises `ShardReadError`, `ShardChangedError`."""
     try:
         descriptor = os.open(_path(shard.url), os.O_RDONLY | os.O_CLOEXEC)
         try:
-            nbytes = read_fully(descriptor, offset, out)
+            nbytes = read_fully(descriptor, offset, out, read=read)
             status = os.fstat(descriptor)
         finally:
             os.close(descriptor)

@@ -8,15 +8,15 @@ import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from errno import EACCES, EIO, ENOSPC
+from errno import ENOSPC
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from forked_kit import Child, forked
+from forked_kit import Child, exit_code_in_child, forked, on_file_events, without_privileges
 from numpy.typing import NDArray
 
-import prefetch.cache.folder as folder_module
 from prefetch.cache.block_cache import BlockCache
 from prefetch.cache.entry import Entry, mark_of
 from prefetch.cache.eviction import MemoryTier
@@ -240,22 +240,23 @@ def test_a_block_that_is_not_what_was_indexed_is_fetched_again(opened: Open) -> 
     assert store.fetched == [0, 0]
 
 
-def test_a_full_disk_is_warned_about_once_and_reading_goes_on(
-    opened: Open, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    store, cache = Store(), opened()
-    store.read(cache, 0)
+def test_a_full_disk_is_warned_about_once_and_reading_goes_on(opened: Open, tmp_path: Path) -> None:
+    def full(event: str, arguments: tuple[Any, ...]) -> None:
+        if event == "os.rename":
+            raise OSError(ENOSPC, os.strerror(ENOSPC))
 
-    def full(descriptor: int, data: memoryview) -> None:
-        raise OSError(ENOSPC, os.strerror(ENOSPC))
+    def fill() -> None:
+        store, cache = Store(), opened()
+        store.read(cache, 0)
+        on_file_events(full)
+        with pytest.warns(RuntimeWarning, match="takes no more blocks.*No space left.*lower limit") as caught:
+            got = [store.read(cache, offset) for offset in (0, 1, 2, 0, 1, 2)]
+        assert got == [content(offset) for offset in (0, 1, 2, 0, 1, 2)]
+        assert len(caught) == 1
+        assert store.fetched == [0, 1, 2, 1, 2]
+        assert cache.stats().errors == 1
 
-    monkeypatch.setattr(folder_module, "_write_all", full)
-    with pytest.warns(RuntimeWarning, match="takes no more blocks.*No space left.*lower limit") as caught:
-        got = [store.read(cache, offset) for offset in (0, 1, 2, 0, 1, 2)]
-    assert got == [content(offset) for offset in (0, 1, 2, 0, 1, 2)]
-    assert len(caught) == 1
-    assert store.fetched == [0, 1, 2, 1, 2]
-    assert cache.stats().errors == 1
+    assert exit_code_in_child(fill) == 0
     assert list((tmp_path / "cache" / VERSION / "live").iterdir()) == []
 
 
@@ -268,30 +269,29 @@ def test_a_folder_that_cannot_be_made_is_warned_about(opened: Open, tmp_path: Pa
     assert store.fetched == [0, 0]
 
 
-def test_a_read_only_folder_serves_what_is_in_it(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_read_only_folder_serves_what_is_in_it(opened: Open, tmp_path: Path) -> None:
     store = Store()
     store.read(opened(), 0)
+    (tmp_path / "cache" / VERSION / "live").chmod(0o500)
 
-    def refuse(path: str, mode: int) -> None:
-        raise OSError(EACCES, os.strerror(EACCES))
+    def read_both() -> None:
+        without_privileges()
+        with pytest.warns(RuntimeWarning, match="Permission denied.*may write"):
+            cache = opened()
+        assert store.read(cache, 0) == content(0)
+        assert store.read(cache, 1) == content(1)
+        assert store.fetched == [0, 1]
 
-    monkeypatch.setattr(os, "mkfifo", refuse)
-    with pytest.warns(RuntimeWarning, match="Permission denied.*may write"):
-        cache = opened()
-    assert store.read(cache, 0) == content(0)
-    assert store.read(cache, 1) == content(1)
-    assert store.fetched == [0, 1]
+    assert exit_code_in_child(read_both) == 0
 
 
-def test_a_disk_that_cannot_be_read_is_warned_about(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_block_that_cannot_be_read_is_warned_about(opened: Open, tmp_path: Path) -> None:
     store, cache = Store(), opened()
     store.read(cache)
-
-    def broken(descriptor: int, views: object, offset: int) -> int:
-        raise OSError(EIO, os.strerror(EIO))
-
-    monkeypatch.setattr(folder_module.os, "preadv", broken)
-    with pytest.warns(RuntimeWarning, match="Input/output error"):
+    block = only_block(tmp_path / "cache")
+    block.unlink()
+    block.mkdir()
+    with pytest.warns(RuntimeWarning, match="cannot be read: Is a directory"):
         assert store.read(cache) == content(0)
 
 

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import os
+import resource
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from errno import ENOSPC
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from forked_kit import forked
+from forked_kit import exit_code_in_child, forked, limited, on_file_events
 from numpy.typing import NDArray
 
-import prefetch.cache.folder as module
 from prefetch.cache.claims import Claims
-from prefetch.cache.entry import DamagedEntryError, Entry, block_path, mark_of, read_entry
+from prefetch.cache.entry import MORE_BYTES, DamagedEntryError, Entry, block_path, mark_of, read_entry
 from prefetch.cache.folder import VERSION, CacheFolder, Stored, prepare
 from sharding.blocks import Shard
 
@@ -39,7 +39,10 @@ STORED = entry(0).stored_bytes
 class Uses(dict[int, float]):
     """Block number -> next use; blocks of SHARD are known, and by default needed at their number."""
 
+    times_asked = 0
+
     def __call__(self, stored: Stored) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
+        self.times_asked += 1
         numbers = [int(offset) // NBYTES for offset in stored.offsets]
         known = stored.marks == np.uint64(mark_of(entry(0).tag))
         return np.array([self.get(n, float(n)) for n in numbers], float), known
@@ -49,7 +52,9 @@ class Uses(dict[int, float]):
 def opened(path: Path, blocks: float = 100, uses: Uses | None = None) -> Iterator[CacheFolder]:
     claims = Claims(prepare(str(path)))
     marks = np.array([mark_of(entry(0).tag)], np.uint64)
-    folder = CacheFolder(str(path), int(blocks * STORED), claims=claims, marks=marks, next_use=uses or Uses())
+    folder = CacheFolder(
+        str(path), int(blocks * STORED), claims=claims, marks=marks, next_use=Uses() if uses is None else uses
+    )
     try:
         yield folder
     finally:
@@ -62,9 +67,9 @@ def put(folder: CacheFolder, number: int, next_use: float | None = None, shard: 
     return folder.publish(entry(number, shard), content(number), lambda: use)
 
 
-def has(folder: CacheFolder, number: int, shard: Shard = SHARD) -> bool:
+def has(path: Path, number: int, shard: Shard = SHARD) -> bool:
     out = np.zeros(NBYTES, np.uint8)
-    found = read_entry(folder._root, entry(number, shard), out) is not None
+    found = read_entry(str(path / VERSION), entry(number, shard), out) is not None
     assert not found or out.tobytes() == content(number).tobytes()
     return found
 
@@ -85,14 +90,17 @@ def total(path: Path) -> int:
 
 
 def test_a_block_is_read_as_it_was_put_also_by_another_process(tmp_path: Path) -> None:
-    with opened(tmp_path) as folder, opened(tmp_path) as other:
-        assert not has(folder, 3)
+    def assert_there() -> None:
+        assert has(tmp_path, 3)
+
+    with opened(tmp_path) as folder:
+        assert not has(tmp_path, 3)
         assert put(folder, 3)
-        assert has(folder, 3)
-        assert has(other, 3)
+        assert has(tmp_path, 3)
+        assert exit_code_in_child(assert_there) == 0
         assert total(tmp_path) == bytes_in_blocks(tmp_path) == STORED
-    with opened(tmp_path) as later:
-        assert has(later, 3)
+    with opened(tmp_path):
+        assert has(tmp_path, 3)
 
 
 def test_another_version_of_a_shard_is_another_block(tmp_path: Path) -> None:
@@ -103,7 +111,7 @@ def test_another_version_of_a_shard_is_another_block(tmp_path: Path) -> None:
             Shard(SHARD.url, SHARD.size + 1, SHARD.version),
             Shard("http://x/b.tar", SHARD.size, SHARD.version),
         ):
-            assert not has(folder, 1, other)
+            assert not has(tmp_path, 1, other)
 
 
 @pytest.mark.parametrize("place", [0, NBYTES - 1, NBYTES, NBYTES + 20, STORED - 1])
@@ -115,9 +123,9 @@ def test_any_changed_byte_is_noticed(tmp_path: Path, place: int) -> None:
         data[place] ^= 1
         path.write_bytes(data)
         with pytest.raises(DamagedEntryError):
-            has(folder, 1)
+            has(tmp_path, 1)
         folder.remove_damaged(entry(1))
-        assert not has(folder, 1)
+        assert not has(tmp_path, 1)
         assert total(tmp_path) == 0
 
 
@@ -128,7 +136,7 @@ def test_any_other_length_is_noticed(tmp_path: Path, nbytes: int) -> None:
         [path] = (tmp_path / VERSION / "blocks").rglob("*-*")
         path.write_bytes((path.read_bytes() + b"x")[:nbytes])
         with pytest.raises(DamagedEntryError):
-            has(folder, 1)
+            has(tmp_path, 1)
 
 
 def test_a_block_under_another_blocks_name_is_noticed(tmp_path: Path) -> None:
@@ -138,7 +146,7 @@ def test_a_block_under_another_blocks_name_is_noticed(tmp_path: Path) -> None:
         one, two = sorted((tmp_path / VERSION / "blocks").rglob("*-*"), key=lambda p: p.name)
         os.replace(two, one)
         with pytest.raises(DamagedEntryError):
-            has(folder, 1)
+            has(tmp_path, 1)
 
 
 # ---- the limit ---------------------------------------------------------------------------------------------
@@ -150,7 +158,7 @@ def test_what_is_needed_latest_makes_room(tmp_path: Path) -> None:
         assert put(folder, 2)
         assert put(folder, 3)
         assert put(folder, 4, next_use=25.0)
-        assert [has(folder, n) for n in (1, 2, 3, 4)] == [True, False, True, True]
+        assert [has(tmp_path, n) for n in (1, 2, 3, 4)] == [True, False, True, True]
         assert not put(folder, 5, next_use=99.0)
         assert (folder.evicted, folder.evicted_bytes) == (1, STORED)
         assert total(tmp_path) == bytes_in_blocks(tmp_path) == 3 * STORED
@@ -162,7 +170,7 @@ def test_a_limit_lower_than_the_last_one_is_kept_to_at_once(tmp_path: Path) -> N
             assert put(folder, number)
     with opened(tmp_path, blocks=3) as folder:
         assert total(tmp_path) == bytes_in_blocks(tmp_path) == 3 * STORED
-        assert [has(folder, n) for n in range(1, 6)] == [True] * 3 + [False] * 2
+        assert [has(tmp_path, n) for n in range(1, 6)] == [True] * 3 + [False] * 2
         assert folder.evicted == 2
 
 
@@ -172,7 +180,7 @@ def test_the_limit_holds_for_all_processes_together(tmp_path: Path) -> None:
             assert put(one, number)
             assert put(two, number - 1)
             assert bytes_in_blocks(tmp_path) <= 4.5 * STORED
-        assert [has(one, n) for n in (1, 2, 3, 4, 5)] == [True] * 4 + [False]
+        assert [has(tmp_path, n) for n in (1, 2, 3, 4, 5)] == [True] * 4 + [False]
 
 
 def test_many_threads_keep_to_the_limit(tmp_path: Path) -> None:
@@ -200,68 +208,78 @@ def test_blocks_of_a_loader_that_ended_go_first_and_of_one_that_runs_stay(tmp_pa
         assert put(folder, 2)
         assert not put(folder, 3)  # 2 is needed sooner, and the other stays
         assert put(folder, 1)
-        assert has(other, 1, OTHER)
+        assert has(tmp_path, 1, OTHER)
         other.close()
         assert put(folder, 3)
-        assert not has(folder, 1, OTHER)
+        assert not has(tmp_path, 1, OTHER)
     claims.close()
 
 
-def test_room_is_not_looked_for_again_and_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with opened(tmp_path, blocks=640) as folder:
+def test_room_is_not_looked_for_again_and_again(tmp_path: Path) -> None:
+    uses = Uses()
+    with opened(tmp_path, blocks=640, uses=uses) as folder:
         (tmp_path / VERSION / "total").write_bytes((640 * STORED).to_bytes(8, "little"))
-        scans = []
-        real = CacheFolder._stored
-        monkeypatch.setattr(CacheFolder, "_stored", lambda self: scans.append(1) or real(self))
         assert put(folder, 1)  # there was room: the total was wrong
-        assert len(scans) == 1
-        (tmp_path / VERSION / "total").write_bytes((640 * STORED).to_bytes(8, "little"))
-        monkeypatch.setattr(folder, "_limit", STORED)
-        monkeypatch.setattr(module, "_SPARE", 0.1)  # ten blocks
+        assert uses.times_asked == 1
+        rest = np.zeros(639 * STORED - MORE_BYTES, np.uint8)
+        assert folder.publish(Entry.of(SHARD, 0, rest.nbytes), rest, lambda: 0.0)
+        assert total(tmp_path) == 640 * STORED
         assert [put(folder, n, next_use=50.0) for n in range(2, 12)] == [False] * 10
-        assert len(scans) == 2
+        assert uses.times_asked == 2
+        assert [put(folder, n, next_use=50.0) for n in range(2, 12)] == [False] * 10
+        assert uses.times_asked == 3  # as much was passed as room is made for at a time
 
 
 # ---- being killed ------------------------------------------------------------------------------------------
 
 
+def is_part(path: object) -> bool:
+    return f"/live/{entry(0).name}." in str(path)
+
+
 def at_create(stop: Callable[[], None]) -> None:
-    real = module._create_locked
-    module._create_locked = lambda path: (real(path), stop())[0]  # type: ignore[func-returns-value]
+    created = []
+
+    def act(event: str, arguments: tuple[Any, ...]) -> None:
+        if created:
+            stop()
+        if event == "open" and is_part(arguments[0]):
+            created.append(True)
+
+    on_file_events(act)
 
 
 def at_half(stop: Callable[[], None]) -> None:
-    def write(descriptor: int, data: memoryview) -> None:
-        os.write(descriptor, data[: len(data) // 2])
-        stop()
+    def act(event: str, arguments: tuple[Any, ...]) -> None:
+        if event == "os.rename":
+            os.truncate(arguments[0], STORED // 2)
+            stop()
 
-    module._write_all = write
+    on_file_events(act)
 
 
 def before_rename(stop: Callable[[], None]) -> None:
-    real = os.rename
-
-    def rename(source: str, target: str) -> None:
-        if os.path.isdir(os.path.dirname(target)):
+    def act(event: str, arguments: tuple[Any, ...]) -> None:
+        if event == "os.rename" and os.path.isdir(os.path.dirname(arguments[1])):
             stop()
-        real(source, target)
 
-    module.os.rename = rename  # type: ignore[assignment]
-
-
-def after_rename(stop: Callable[[], None]) -> None:
-    real = os.rename
-
-    def rename(source: str, target: str) -> None:
-        real(source, target)
-        stop()
-
-    module.os.rename = rename  # type: ignore[assignment]
+    on_file_events(act)
 
 
 def at_removal(stop: Callable[[], None]) -> None:
-    real = module._removed
-    module._removed = lambda path: (real(path), stop())[0]  # type: ignore[func-returns-value]
+    removed = []
+
+    def act(event: str, arguments: tuple[Any, ...]) -> None:
+        if removed:
+            stop()
+        if event == "os.remove" and "/blocks/" in arguments[0]:
+            removed.append(True)
+
+    on_file_events(act)
+
+
+def after_rename(stop: Callable[[], None]) -> None:
+    """`put` ends before anything else is done to files."""
 
 
 @pytest.mark.parametrize(
@@ -280,17 +298,19 @@ def test_a_process_killed_at_any_instant_leaves_nothing_in_the_way(
         with opened(tmp_path, blocks=limit) as folder:
             point(stop)
             put(folder, 0)
+            if point is after_rename:
+                stop()
 
     with forked(publish) as child:
         child.reached()
         child.kill()
     assert total(tmp_path) >= bytes_in_blocks(tmp_path)
     with opened(tmp_path, blocks=limit) as folder:
-        assert sum(has(folder, n) for n in (0, 1, 2)) == kept
+        assert sum(has(tmp_path, n) for n in (0, 1, 2)) == kept
         assert list((tmp_path / VERSION / "live").iterdir()) == []
         assert len(list((tmp_path / VERSION / "users").iterdir())) == 1
         assert put(folder, 0, next_use=-1.0)
-        assert has(folder, 0)
+        assert has(tmp_path, 0)
         assert put(folder, 5, next_use=-1.0)
         assert total(tmp_path) == bytes_in_blocks(tmp_path) <= limit * STORED
 
@@ -310,18 +330,19 @@ def test_claims_of_killed_processes_are_swept_and_no_others(tmp_path: Path) -> N
         assert list(live.iterdir()) == []
 
 
-def test_what_is_being_written_is_not_swept_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = os.rename
+def test_what_is_being_written_is_not_swept_away(tmp_path: Path) -> None:
+    def another_begins(event: str, arguments: tuple[Any, ...]) -> None:
+        if event == "os.rename":
+            with opened(tmp_path):
+                pass
 
-    def rename(source: str, target: str) -> None:
-        with opened(tmp_path):
-            pass
-        real(source, target)
+    def write() -> None:
+        with opened(tmp_path) as folder:
+            on_file_events(another_begins)
+            assert put(folder, 1)
 
-    with opened(tmp_path) as folder:
-        monkeypatch.setattr(os, "rename", rename)
-        assert put(folder, 1)
-        assert has(folder, 1)
+    assert exit_code_in_child(write) == 0
+    assert has(tmp_path, 1)
 
 
 # ---- other people's files ----------------------------------------------------------------------------------
@@ -353,28 +374,20 @@ def test_nothing_is_removed_that_no_cache_wrote(tmp_path: Path) -> None:
     with opened(tmp_path, blocks=2) as folder:
         for number in range(7, 0, -1):
             assert put(folder, number)
-        assert has(folder, 1)
+        assert has(tmp_path, 1)
         assert folder.evicted == 5
     assert all(path.read_bytes() == b"precious" * 100 for path in foreign)
     assert link.is_symlink()
 
 
-def test_a_block_that_cannot_be_written_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(descriptor: int, data: memoryview) -> None:
-        os.write(descriptor, data[:10])
-        raise OSError(ENOSPC, os.strerror(ENOSPC))
-
+def test_a_block_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
     with opened(tmp_path) as folder:
         put(folder, 1)
-        monkeypatch.setattr(module, "_write_all", full)
-        with pytest.raises(OSError, match="No space left"):
+        with limited(resource.RLIMIT_FSIZE, NBYTES // 2), pytest.raises(OSError, match="File too large"):
             put(folder, 2)
-        monkeypatch.undo()
         assert list((tmp_path / VERSION / "live").iterdir()) == []
         assert total(tmp_path) == STORED
-        assert not has(folder, 2)
+        assert not has(tmp_path, 2)
 
 
 def test_a_lost_total_is_counted_again(tmp_path: Path) -> None:

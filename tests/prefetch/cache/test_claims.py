@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
+from typing import Any
 
 import pytest
-from forked_kit import forked
+from forked_kit import forked, on_file_events
 
-import prefetch.cache.claims as module
 from prefetch.cache.claims import Claim, Claims
 
 WAIT_S = 20.0
@@ -139,26 +138,26 @@ def test_a_folder_that_is_gone_is_an_error(claims: Claims, tmp_path: Path) -> No
         claims.take("a", patience_s=0)
 
 
-def test_the_lock_of_a_pipe_that_its_holder_has_removed_is_no_claim(
-    claims: Claims, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    first, opened, gate = taken(claims, "a"), threading.Event(), threading.Event()
-    real = module._locked
+def test_the_lock_of_a_pipe_that_its_holder_has_removed_is_no_claim(claims: Claims, tmp_path: Path) -> None:
+    def take_late(stop: Callable[[], None]) -> None:
+        locks = []
 
-    def slow(descriptor: int) -> bool:
-        opened.set()
-        assert gate.wait(WAIT_S)
-        return real(descriptor)
+        def stop_before_the_first(event: str, arguments: tuple[Any, ...]) -> None:
+            if event == "fcntl.flock":
+                locks.append(arguments)
+                if len(locks) == 1:
+                    stop()
 
-    with ThreadPoolExecutor(1) as thread:
-        monkeypatch.setattr(module, "_locked", slow)
-        late = thread.submit(claims.take, "a", patience_s=0.01)
-        assert opened.wait(WAIT_S)
-        monkeypatch.undo()
+        on_file_events(stop_before_the_first)
+        assert Claims(str(tmp_path)).take("a", patience_s=0.01) is None
+        assert len(locks) == 2
+
+    first = taken(claims, "a")
+    with forked(take_late) as late:
+        late.reached()
         first.release()
         with taken(claims, "a"):
-            gate.set()
-            assert late.result(WAIT_S) is None
+            assert late.go_on() == 0
 
 
 def test_a_file_that_is_no_claim_is_left_alone(claims: Claims, tmp_path: Path) -> None:

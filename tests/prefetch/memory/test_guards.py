@@ -5,15 +5,17 @@ from __future__ import annotations
 import fcntl
 import itertools
 import os
+import resource
 import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import pytest
+from forked_kit import limited
 
 from dataflow import DataLoader
 from prefetch.memory.guards import FileGuard, FileGuards
@@ -42,6 +44,15 @@ def watchdog_of_child() -> Iterator[None]:
         yield
     finally:
         os._exit(3)
+
+
+def is_leased(path: Path) -> bool:
+    """Whether somebody who wants to write has to wait."""
+    try:
+        os.close(os.open(path, os.O_WRONLY | os.O_NONBLOCK))
+    except BlockingIOError:
+        return True
+    return False
 
 
 def leads_to(descriptor: str, path: Path) -> bool:
@@ -164,9 +175,9 @@ def test_a_file_that_somebody_writes_is_not_leased(path: Path, guards: Watched) 
     assert take(guards, path) is not None
 
 
-def test_there_are_no_more_than_a_quarter_of_the_descriptors(path: Path, monkeypatch) -> None:
-    monkeypatch.setattr("resource.getrlimit", lambda which: (8, 8))
-    guards = FileGuards()
+def test_there_are_no_more_than_a_quarter_of_the_descriptors(path: Path) -> None:
+    with limited(resource.RLIMIT_NOFILE, 8):
+        guards = FileGuards()
     try:
         assert [take(guards, path) is not None for _ in range(3)] == [True, True, False]
     finally:
@@ -236,10 +247,17 @@ def test_a_child_forked_while_the_leases_are_locked_ends(path: Path) -> None:
     assert guard
     held, over = threading.Event(), threading.Event()
 
-    def hold() -> None:
-        with guards._lock:
+    class Slow:
+        """A descriptor that is looked at when it is copied, for long."""
+
+        def __index__(self) -> int:
             held.set()
             over.wait(TIMEOUT_S)
+            return -1
+
+    def hold() -> None:
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            guards.take(Slow(), guards)  # type: ignore[arg-type]
 
     holder = threading.Thread(target=hold)
     holder.start()
@@ -256,24 +274,17 @@ def test_a_child_forked_while_the_leases_are_locked_ends(path: Path) -> None:
     guards.close()
 
 
-def test_batches_are_the_same_with_leases_and_without(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batches_are_the_same_with_leases_and_without(path: Path) -> None:
     made = make_tokens_bin(path.parent)
-    taken: list[bool] = []
-
-    def counted(self: FileGuards, descriptor: int, holder: object) -> FileGuard | None:
-        guard = original(self, descriptor, holder)
-        taken.append(guard is not None)
-        return guard
-
-    original = FileGuards.take
-    monkeypatch.setattr(FileGuards, "take", counted)
+    shards = sorted(path.parent.glob("*.bin"))
     with DataLoader(made.open(), 2, shuffle=True) as loader:
         leased = [batch["tokens"].tolist() for batch in loader]
-    assert taken
-    assert all(taken)
-    monkeypatch.setattr(FileGuards, "take", lambda self, descriptor, holder: None)
-    with DataLoader(made.open(), 2, shuffle=True) as loader:
+        assert all(is_leased(shard) for shard in shards)
+    with ExitStack() as written, DataLoader(made.open(), 2, shuffle=True) as loader:
+        for shard in shards:
+            written.enter_context(shard.open("r+b"))  # no leases then
         assert [batch["tokens"].tolist() for batch in loader] == leased
+        assert not any(is_leased(shard) for shard in shards)
 
 
 @pytest.mark.timeout(60)

@@ -8,16 +8,17 @@ import re
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import fsspec
 import numpy as np
 import pytest
+from forked_kit import exit_code_in_child, without_privileges
 from fsspec import AbstractFileSystem
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 from prefetch.errors import ReaderClosedError
-from prefetch.store import filesystems
+from prefetch.store.local import read_local
 from prefetch.store.reader import ReadStats, StoreReader
 from prefetch.store.retrier import Hosts
 from prefetch.store.retries import RetryPolicy
@@ -76,30 +77,48 @@ def memory_url() -> Iterator[str]:
 
 
 class FailingFileSystem(AbstractFileSystem):
-    """A store with one object that fails as each test wants, and counts what it is asked."""
+    """A store with one object that fails as each test wants, and writes down what it is asked."""
 
     protocol = "failing"
     cachable = False
     failure: Callable[[], None] = staticmethod(lambda: None)
-    etag = ""
+    failure_of_info: Callable[[], None] = staticmethod(lambda: None)
+    etag = "one"
     num_infos = 0
+    most_bytes = len(CONTENT)
+    """That an answer brings."""
+    starts: list[int]
+    options: list[dict[str, Any]]
+    """Of each that was opened."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.options.append(options)
+
+    @classmethod
+    def registered(cls) -> type[Self]:
+        """A store of one test."""
+
+        class Fresh(cls):  # type: ignore[misc,valid-type]
+            starts, options = list[int](), list[dict[str, Any]]()
+
+        fsspec.register_implementation(cls.protocol, Fresh, clobber=True)
+        return Fresh
 
     def info(self, path: str, **kwargs: Any) -> Any:
         type(self).num_infos += 1
+        type(self).failure_of_info()
         return {"name": path, "size": len(CONTENT), "type": "file", "ETag": self.etag}
 
     def cat_file(self, path: str, start: Any = None, end: Any = None, **kwargs: Any) -> bytes:
         type(self).failure()
-        return CONTENT[start:end]
+        self.starts.append(start)
+        return CONTENT[start:end][: self.most_bytes]
 
 
 @pytest.fixture
-def failing(monkeypatch: pytest.MonkeyPatch) -> type[FailingFileSystem]:
-    fsspec.register_implementation("failing", FailingFileSystem, clobber=True)
-    monkeypatch.setattr(FailingFileSystem, "etag", "one")
-    monkeypatch.setattr(FailingFileSystem, "num_infos", 0)
-    monkeypatch.setattr(FailingFileSystem, "failure", staticmethod(lambda: None))
-    return FailingFileSystem
+def failing() -> type[FailingFileSystem]:
+    return FailingFileSystem.registered()
 
 
 # ---- the right bytes ---------------------------------------------------------------------------------------
@@ -117,10 +136,11 @@ def test_any_range_is_the_slice_of_the_content(path: Path, memory_url: str, offs
         assert read(indexed(url), offset, nbytes) == CONTENT[offset : offset + nbytes]
 
 
-def test_a_local_url_with_its_protocol_is_read_as_a_file(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(StoreReader, "_read_remote", None)  # would fail if it were called
+def test_a_local_url_with_its_protocol_is_read_as_a_file(path: Path) -> None:
+    reader = StoreReader()
+    reader.close()  # nothing remote is read any more
     shard = Shard(f"file://{path}", len(CONTENT), "")
-    assert read(shard, 5) == CONTENT[5:15]
+    assert read(shard, 5, reader=reader) == CONTENT[5:15]
 
 
 def test_only_the_destination_is_written(path: Path) -> None:
@@ -129,10 +149,13 @@ def test_only_the_destination_is_written(path: Path) -> None:
     assert memory.tobytes() == b"\xa5" * 10 + CONTENT[100:110] + b"\xa5" * 10
 
 
-def test_a_read_that_comes_in_pieces_goes_on(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = os.preadv
-    monkeypatch.setattr(os, "preadv", lambda fd, views, at: real(fd, [views[0][:7]], at))
-    assert read(indexed(str(path)), 50, 100) == CONTENT[50:150]
+def test_a_read_that_comes_in_pieces_goes_on(path: Path) -> None:
+    def in_pieces(descriptor: int, views: list[memoryview], at: int) -> int:
+        return os.preadv(descriptor, [views[0][:7]], at)
+
+    out = np.zeros(100, np.uint8)
+    read_local(indexed(str(path)), 50, out, read=in_pieces)
+    assert out.tobytes() == CONTENT[50:150]
 
 
 def test_no_descriptor_is_left_open(path: Path) -> None:
@@ -173,25 +196,22 @@ def test_a_directory_is_not_a_shard(tmp_path: Path) -> None:
         read(Shard(str(tmp_path), 10, ""))
 
 
-def test_a_forbidden_file_is_named(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def forbid(name: str, flags: int) -> int:
-        raise PermissionError(13, "Permission denied", name)
-
+def test_a_forbidden_file_is_named(path: Path) -> None:
     shard = indexed(str(path))
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "open", forbid)  # not chmod: root may read every file
+    path.chmod(0)
+
+    def read_in_vain() -> None:
+        without_privileges()
         with pytest.raises(ShardReadError, match="permission denied") as caught:
             read(shard)
-    assert_names_the_place(caught.value, shard, 0)
+        assert_names_the_place(caught.value, shard, 0)
+
+    assert exit_code_in_child(read_in_vain) == 0
 
 
-def test_a_system_failure_while_reading_is_named(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: Any) -> int:
-        raise OSError(5, "Input/output error")
-
-    monkeypatch.setattr(os, "preadv", fail)
+def test_a_system_failure_while_reading_is_named() -> None:
     with pytest.raises(ShardReadError, match="Input/output error"):
-        read(indexed(str(path)))
+        read(Shard("/proc/self/mem", 0, ""))  # at address 0 lies nothing
 
 
 def grow(path: Path) -> None:
@@ -233,32 +253,31 @@ def test_without_a_recorded_version_only_the_size_counts(path: Path) -> None:
     assert read(shard) == CONTENT[:10]
 
 
-def during_the_read(monkeypatch: pytest.MonkeyPatch, action: Callable[[], None]) -> None:
-    real = os.preadv
+def read_with(action: Callable[[], object], shard: Shard, offset: int = 0) -> bytes:
+    """What a read brings during which something happens."""
 
-    def preadv(*args: Any) -> int:
-        got = real(*args)
+    def then_act(descriptor: int, views: list[memoryview], at: int) -> int:
+        got = os.preadv(descriptor, views, at)
         action()
         return got
 
-    monkeypatch.setattr(os, "preadv", preadv)
+    out = np.zeros(10, np.uint8)
+    read_local(shard, offset, out, read=then_act)
+    return out.tobytes()
 
 
-def test_a_shard_overwritten_during_the_read_is_noticed(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_shard_overwritten_during_the_read_is_noticed(path: Path) -> None:
     shard = indexed(str(path))
-    during_the_read(monkeypatch, lambda: touch(path))
     with pytest.raises(ShardChangedError, match="modification time"):
-        read(shard)
+        read_with(lambda: touch(path), shard)
 
 
-def test_a_shard_renamed_over_during_the_read_gives_the_old_bytes(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_shard_renamed_over_during_the_read_gives_the_old_bytes(path: Path) -> None:
     shard = indexed(str(path))
     other = path.with_name("other")
     other.write_bytes(b"new")
-    during_the_read(monkeypatch, lambda: other.exists() and other.replace(path) and None)
-    assert read(shard, 30) == CONTENT[30:40]
+    assert read_with(lambda: other.replace(path), shard, 30) == CONTENT[30:40]
+    assert path.read_bytes() == b"new"
 
 
 # ---- other stores ------------------------------------------------------------------------------------------
@@ -328,10 +347,10 @@ def test_what_a_read_waits_for_is_told_after_3_s_and_at_growing_intervals(
 
 
 def test_a_reader_that_was_told_of_the_host_takes_a_refusal_for_an_outage(
-    failing: type[FailingFileSystem], monkeypatch: pytest.MonkeyPatch
+    failing: type[FailingFileSystem],
 ) -> None:
     shard, hosts = indexed("failing://shard.bin"), Hosts()
-    monkeypatch.setattr(failing, "info", lambda *_: refused())
+    failing.failure_of_info = staticmethod(refused)
     for known, longest_s in ((False, 2.0), (True, 120.0)):
         if known:
             hosts.add("failing://shard.bin")
@@ -342,16 +361,15 @@ def test_a_reader_that_was_told_of_the_host_takes_a_refusal_for_an_outage(
 
 
 def test_a_request_after_an_outage_has_no_more_patience_than_the_first(
-    failing: type[FailingFileSystem], monkeypatch: pytest.MonkeyPatch
+    failing: type[FailingFileSystem],
 ) -> None:
     shard, time, patience = indexed("failing://shard.bin"), FakeTime(), list[float]()
-    attempt = StoreReader._attempt
 
-    def attempted(self: StoreReader, read: Any, stall_s: float) -> None:
-        patience.append(stall_s)
-        attempt(self, read, stall_s)
+    class Watched(RetryPolicy):
+        def stall_timeout_s(self, *observed: Any) -> float:
+            patience.append(super().stall_timeout_s(*observed))
+            return patience[-1]
 
-    monkeypatch.setattr(StoreReader, "_attempt", attempted)
     left = [ConnectionResetError(), ConnectionResetError(), TimeoutError(), TimeoutError()]
 
     def fail() -> None:
@@ -359,7 +377,7 @@ def test_a_request_after_an_outage_has_no_more_patience_than_the_first(
             raise left.pop(0)
 
     failing.failure = staticmethod(fail)
-    read(shard, reader=reader_on(time))
+    read(shard, reader=StoreReader(policy=Watched(), now=time.now, wait=time.wait))
     assert patience == [2.0, 2.0, 2.0, 4.0, 8.0]
 
 
@@ -403,19 +421,11 @@ def test_what_cannot_get_better_is_not_tried_again(failing: type[FailingFileSyst
     assert time.waits == []
 
 
-def test_a_body_that_ends_early_is_continued_where_it_ended(
-    failing: type[FailingFileSystem], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shard, time, asked = indexed("failing://shard.bin"), FakeTime(), []
-
-    def cat_file(self: Any, path: str, start: int, end: int) -> bytes:
-        asked.append(start)
-        return CONTENT[start : min(end, start + 40)]
-
-    monkeypatch.setattr(FailingFileSystem, "cat_file", cat_file)
-    reader = reader_on(time)
+def test_a_body_that_ends_early_is_continued_where_it_ended(failing: type[FailingFileSystem]) -> None:
+    shard, reader = indexed("failing://shard.bin"), reader_on(FakeTime())
+    failing.most_bytes = 40
     assert read(shard, 5, 100, reader) == CONTENT[5:105]
-    assert asked == [5, 45, 85]
+    assert failing.starts == [5, 45, 85]
     assert reader.stats() == ReadStats(retries=2, resumed=2)
 
 
@@ -456,10 +466,8 @@ class FlippingFileSystem(FailingFileSystem):
 
 
 @pytest.fixture
-def flipping(monkeypatch: pytest.MonkeyPatch) -> type[FlippingFileSystem]:
-    fsspec.register_implementation("flipping", FlippingFileSystem, clobber=True)
-    monkeypatch.setattr(FlippingFileSystem, "flips", 0)
-    return FlippingFileSystem
+def flipping() -> type[FlippingFileSystem]:
+    return FlippingFileSystem.registered()
 
 
 @pytest.mark.parametrize("flips", [0, 1])
@@ -510,20 +518,14 @@ def test_a_remote_shard_is_checked_once_a_reader(failing: type[FailingFileSystem
     assert failing.num_infos == 2
 
 
-def test_storage_options_reach_the_filesystem(monkeypatch: pytest.MonkeyPatch, memory_url: str) -> None:
-    given_options: list[dict[str, Any]] = []
-    real = filesystems.open_url
-
-    def recording(url: str, options: Any) -> tuple[Any, str]:
-        given_options.append(dict(options))
-        return real(url)
-
-    monkeypatch.setattr(filesystems, "open_url", recording)
+def test_storage_options_reach_the_filesystem(failing: type[FailingFileSystem]) -> None:
+    shard = indexed("failing://shard.bin")
+    assert failing.options == [{}]
     options = {"key": "secret"}
     reader = StoreReader(options)
     options.clear()  # the reader keeps its own copy
-    read(indexed(memory_url), reader=reader)
-    assert given_options == [{"key": "secret"}]
+    read(shard, reader=reader)
+    assert failing.options == [{}, {"key": "secret"}]
 
 
 def test_an_unknown_protocol_is_an_error_of_the_shard() -> None:
