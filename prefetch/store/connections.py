@@ -22,11 +22,11 @@ import socket
 import ssl
 from collections import defaultdict
 from collections.abc import Callable
-from functools import cache
 from weakref import WeakKeyDictionary
 
 from prefetch.store.responses import BadAnswerError, Head, parse_head
 from prefetch.store.retries import CutBodyError
+from sharding.cached_property import cached_property
 
 _HEAD_BYTES = 1 << 16
 """Longer heads are refused."""
@@ -119,9 +119,14 @@ Accept = Callable[[Head], Destination]
 
 
 class Connections:
-    """Those of one event loop, which is where it may be used."""
+    """Those of one event loop, which is where it may be used.
 
-    def __init__(self) -> None:
+    Args:
+        idle_s: seconds that one is kept without a request, at least.
+    """
+
+    def __init__(self, *, idle_s: float = _IDLE_S) -> None:
+        self._idle_s = idle_s
         self._idle: defaultdict[_Kind, list[_Connection]] = defaultdict(list)
         self._sweeping = False
 
@@ -145,7 +150,8 @@ class Connections:
         """
         while True:
             idle = self._take((origin, receive_bytes))
-            connection = idle or await _connect(origin, receive_bytes)
+            tls = self._tls if origin[0] == "https" else None
+            connection = idle or await _connect(origin, receive_bytes, tls)
             try:
                 await connection.ask(head, accept)
             except _StaleError:
@@ -174,12 +180,12 @@ class Connections:
         self._idle[kind].append(connection)
         if not self._sweeping:
             self._sweeping = True
-            loop.call_later(_IDLE_S, self._sweep)
+            loop.call_later(self._idle_s, self._sweep)
 
     def _sweep(self) -> None:
         """Close those that nobody used for long."""
         loop = asyncio.get_running_loop()
-        oldest_s = loop.time() - _IDLE_S
+        oldest_s = loop.time() - self._idle_s
         for kind, idle in list(self._idle.items()):
             for connection in idle:
                 if connection.idle_since_s <= oldest_s:
@@ -189,7 +195,14 @@ class Connections:
                 del self._idle[kind]
         self._sweeping = bool(self._idle)
         if self._sweeping:
-            loop.call_later(_IDLE_S, self._sweep)
+            loop.call_later(self._idle_s, self._sweep)
+
+    @cached_property
+    def _tls(self) -> ssl.SSLContext:
+        """Trusts whom the system trusts. Made once: that takes 20 ms."""
+        context = ssl.create_default_context()
+        context.set_alpn_protocols(["http/1.1"])
+        return context
 
 
 _of_loops: WeakKeyDictionary[asyncio.AbstractEventLoop, Connections] = WeakKeyDictionary()
@@ -327,14 +340,13 @@ class _Connection(asyncio.BufferedProtocol):
             self._ended.set_exception(error)
 
 
-async def _connect(origin: Origin, receive_bytes: int | None) -> _Connection:
-    scheme, host, port = origin
-    context, loop = _tls() if scheme == "https" else None, asyncio.get_running_loop()
+async def _connect(origin: Origin, receive_bytes: int | None, tls: ssl.SSLContext | None) -> _Connection:
+    (_, host, port), loop = origin, asyncio.get_running_loop()
     # IPv6 and IPv4 race each other. Cancelled at the wrong moment, asyncio would lose the winner's open
     # socket, so it never is: the connection that nobody waits for any more is closed.
     connecting = loop.create_task(
         loop.create_connection(
-            lambda: _Connection(receive_bytes), host, port, ssl=context, happy_eyeballs_delay=0.25
+            lambda: _Connection(receive_bytes), host, port, ssl=tls, happy_eyeballs_delay=0.25
         )
     )
     try:
@@ -352,10 +364,3 @@ async def _connect(origin: Origin, receive_bytes: int | None) -> _Connection:
 def _abort_connected(connecting: asyncio.Task[tuple[asyncio.Transport, _Connection]]) -> None:
     if not connecting.cancelled() and connecting.exception() is None:
         connecting.result()[1].abort()
-
-
-@cache
-def _tls() -> ssl.SSLContext:
-    context = ssl.create_default_context()
-    context.set_alpn_protocols(["http/1.1"])
-    return context

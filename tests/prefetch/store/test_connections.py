@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import socket
 import ssl
@@ -13,15 +14,14 @@ from datetime import UTC, datetime, timedelta
 from functools import cache
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
+from urllib.parse import urlsplit
 
 import numpy as np
 import pytest
 from forked_kit import exit_code_in_child
 
 from prefetch.errors import ReaderClosedError
-from prefetch.store import clients, connections
-from prefetch.store.connections import BadAnswerError, parse_head
+from prefetch.store.connections import BadAnswerError, Connections, Destination, parse_head
 from prefetch.store.reader import ReadStats, StoreReader
 from prefetch.store.retries import RetryPolicy
 from sharding.blocks import Shard
@@ -120,18 +120,10 @@ def server() -> Iterator[RawServer]:
         yield server
 
 
-@pytest.fixture
-def by_client(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Where the ranges began that aiohttp was asked for."""
-    starts: list[int] = []
-    real = clients.aiohttp_body
-
-    async def recording(fs: Any, path: str, start: int, *more: Any) -> None:
-        starts.append(start)
-        await real(fs, path, start, *more)
-
-    monkeypatch.setattr(clients, "aiohttp_body", recording)
-    return starts
+def asked_by(client: str, server: RawServer) -> list[str]:
+    """The ranges and paths that a client asked for, which tells its name."""
+    heads = [text for _, text in server.heads if re.search(f"(?im)^user-agent: .*{client}", text)]
+    return [f"{text.split()[1]} {text.lower().partition('range: bytes=')[2].split('-')[0]}" for text in heads]
 
 
 def head(start: int, end: int, *, status: str = "206 Partial Content", **fields: str) -> bytes:
@@ -243,9 +235,7 @@ def test_the_rest_of_a_long_refusal_is_not_taken_for_the_next_answer(server: Raw
     assert server.connections == [0, 1]
 
 
-def test_idle_connections_are_closed(server: RawServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections, "_IDLE_S", 0.05)
-    monkeypatch.setattr(connections, "_of_loops", WeakKeyDictionary())  # the others wait for longer
+def test_idle_connections_are_closed(server: RawServer) -> None:
     ended = threading.Event()
 
     def last(peer: socket.socket, start: int, end: int) -> bool:
@@ -255,9 +245,16 @@ def test_idle_connections_are_closed(server: RawServer, monkeypatch: pytest.Monk
         ended.set()
         return False
 
+    async def ask_once() -> bool:
+        place = Destination(memoryview(bytearray(10)), lambda nbytes: None)
+        port = urlsplit(server.url).port
+        assert port
+        request = b"GET /x.bin HTTP/1.1\r\nRange: bytes=0-9\r\n\r\n"
+        await Connections(idle_s=0.05).request(("http", "localhost", port), request, lambda head: place)
+        return await asyncio.to_thread(ended.wait, WAIT_S)
+
     server.script = [last]
-    read(server, StoreReader())
-    assert ended.wait(WAIT_S)
+    assert asyncio.run(ask_once())
 
 
 def test_a_forked_child_makes_its_own_connections(server: RawServer) -> None:
@@ -419,23 +416,22 @@ def without_length(peer: socket.socket, start: int, end: int) -> bool:
 
 @pytest.mark.parametrize("answer", [chunked, without_length])
 def test_bodies_without_a_length_are_left_to_the_client_from_then_on(
-    server: RawServer, by_client: list[int], answer: Answer
+    server: RawServer, answer: Answer
 ) -> None:
     server.script = [answer] * 2
     reader = StoreReader(policy=ONCE)
     read(server, reader)
     read(server, reader, 9)
-    assert by_client == [7, 9]
+    assert asked_by("aiohttp", server) == ["/x.bin 7", "/x.bin 9"]
     assert len(server.heads) == 3
     assert reader.stats() == ReadStats()
 
 
-def test_redirects_are_left_to_the_client(server: RawServer, by_client: list[int]) -> None:
+def test_redirects_are_left_to_the_client(server: RawServer) -> None:
     elsewhere = server.url.replace("x.bin", "y.bin")
     server.script = [sends(head(0, 0, status="302 Found", Location=elsewhere), goes_on=True)] * 2
     read(server, StoreReader(policy=ONCE))
-    assert by_client == [7]
-    assert server.heads[-1][1].startswith("GET /y.bin ")
+    assert asked_by("aiohttp", server) == ["/x.bin 7", "/y.bin 7"]
 
 
 @pytest.mark.parametrize(
@@ -449,10 +445,11 @@ def test_redirects_are_left_to_the_client(server: RawServer, by_client: list[int
     ],
 )
 def test_headers_are_sent_and_other_options_are_left_to_the_client(
-    server: RawServer, by_client: list[int], options: dict[str, Any], direct: bool
+    server: RawServer, options: dict[str, Any], direct: bool
 ) -> None:
     read(server, StoreReader(options, policy=ONCE))
-    assert by_client == ([] if direct else [7])
+    assert asked_by("dataflow-loader", server) == (["/x.bin 7"] if direct else [])
+    assert asked_by("aiohttp", server) == ([] if direct else ["/x.bin 7"])
     assert "authorization: bearer x\r\n" in server.heads[-1][1].lower()
 
 
@@ -491,16 +488,27 @@ def serving_tls(folder: Path) -> Iterator[RawServer]:
         yield server
 
 
+@contextmanager
+def trusted_in_children(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Inside, forked children trust the certificate of `serving_tls`: this process asked the system once."""
+    certificate()  # made by the parent, for all
+    with monkeypatch.context() as patch:
+        patch.setenv("SSL_CERT_FILE", str(folder / "certificate"))
+        yield
+
+
 def test_ranges_come_through_tls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with serving_tls(tmp_path) as server:
-        trusting = ssl.create_default_context(cafile=tmp_path / "certificate")
-        monkeypatch.setattr(connections, "_tls", lambda: trusting)
-        reader = StoreReader(policy=QUICK)
-        server.script = [whole, with_head(40_000)]
-        read(server, reader)
-        read(server, reader, 11, 250_000)
-        assert server.connections == [0, 0, 1]
-        assert reader.stats() == ReadStats(retries=1, resumed=1)
+    def read_twice() -> None:
+        with serving_tls(tmp_path) as server:
+            reader = StoreReader(policy=QUICK)
+            server.script = [whole, with_head(40_000)]
+            read(server, reader)
+            read(server, reader, 11, 250_000)
+            assert server.connections == [0, 0, 1]
+            assert reader.stats() == ReadStats(retries=1, resumed=1)
+
+    with trusted_in_children(tmp_path, monkeypatch):
+        assert exit_code_in_child(read_twice) == 0
 
 
 def test_a_certificate_that_nobody_signed_is_refused(tmp_path: Path) -> None:

@@ -19,11 +19,10 @@ from servers_kit import free_port
 
 from dataflow import DataLoader, ShardedDataset, ShardWriter, Shuffle
 from prefetch.store.retries import RetryPolicy
-from sharding.catalog import storage
-from sharding.catalog.storage import exists
+from sharding.catalog.storage import exists, open_url
 from sharding.errors import ShardReadError
 
-pytest.importorskip("aiohttp")
+ClientTimeout = pytest.importorskip("aiohttp").ClientTimeout
 
 WAIT_S = 20.0
 NUM_SAMPLES = 400
@@ -213,11 +212,18 @@ def test_a_mistyped_address_is_an_error_within_5_s(host: str) -> None:
     assert "this host never answered; is it the right one?" in caught.value.__notes__[0]
 
 
-@pytest.mark.parametrize("limit", ["_SILENCE_S", "_LONGEST_S"])
-def test_a_silent_request_is_given_up_and_asked_again(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str
-) -> None:
-    monkeypatch.setattr(storage, limit, 0.2)
+def test_small_requests_have_time_outs_of_their_own_unless_the_user_has() -> None:
+    filesystem, _ = open_url("http://127.0.0.1/x.tar")
+    timeout = filesystem.client_kwargs["timeout"]
+    assert (timeout.sock_connect, timeout.sock_read, timeout.total) == (12.0, 12.0, 600.0)
+    own = {"timeout": ClientTimeout(total=7)}
+    filesystem, _ = open_url("http://127.0.0.1/x.tar", {"client_kwargs": own})
+    assert filesystem.client_kwargs == own
+
+
+@pytest.mark.parametrize("limit", ["sock_read", "total"])
+def test_a_silent_request_is_given_up_and_asked_again(folder: Path, tmp_path: Path, limit: str) -> None:
+    patience = {"client_kwargs": {"timeout": ClientTimeout(**{limit: 0.2})}}
     over, silent = threading.Event(), threading.Event()
 
     def may_answer(asked: Asked) -> None:
@@ -228,7 +234,9 @@ def test_a_silent_request_is_given_up_and_asked_again(
     with serving(RangeServer(folder)) as server:
         server.may_answer = may_answer
         began = time.monotonic()
-        dataset = ShardedDataset(f"{server.url}/x-{{00..03}}.tar", catalog=str(tmp_path / "x.catalog"))
+        dataset = ShardedDataset(
+            f"{server.url}/x-{{00..03}}.tar", catalog=str(tmp_path / "x.catalog"), storage_options=patience
+        )
         waited = time.monotonic() - began
         over.set()
     assert silent.is_set()
