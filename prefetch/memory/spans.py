@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -53,64 +52,7 @@ def _load(name: str, *argtypes: Any) -> Any:
     return call
 
 
-_word = ctypes.c_ulong
-_readv = _load("process_vm_readv", ctypes.c_int, ctypes.c_void_p, _word, ctypes.c_void_p, _word, _word)
-
-
-@cache
-def copies_by_kernel() -> bool:
-    """Whether the system has the call and lets this process use it on itself."""
-    probe = np.arange(8, dtype=np.uint8)
-    out = np.zeros_like(probe)
-    if _readv is None:
-        return False
-    return _copy(np.array([probe.ctypes.data]), np.array([8]), out) == 8 and bool((out == probe).all())
-
-
-def copy_spans(addresses: NDArray[np.int64], lengths: NDArray[np.int64], out: NDArray[np.uint8]) -> None:
-    """Copy spans of this process's memory, one after the other, into `out`.
-
-    Args:
-        addresses: [n] first byte of each span. The caller keeps the memory alive and has checked it.
-        lengths: [n] bytes of each span, >= 0; their sum is `len(out)`.
-        out: contiguous destination.
-
-    The GIL is released for up to 1,024 spans at a time. Thread-safe for disjoint destinations.
-    """
-    _check_size(lengths, out)
-    if not copies_by_kernel() or _copy(addresses, lengths, out) < out.nbytes:
-        _copy_by_memmove(addresses, lengths, out)
-
-
-def copy_mapped(pieces: NDArray[np.int64], out: NDArray[np.uint8], each: int = -1) -> int:
-    """Copy spans of mapped files, one after the other, into `out`. Only where `copies_by_kernel()`.
-
-    Args:
-        pieces: [n, 2] address and length of each span, C-contiguous.
-        out: contiguous destination of exactly the spans' bytes.
-        each: the length of every span, where all are equally long: saves adding them up.
-
-    Returns the number of spans copied, less than n where a file ended.
-    """
-    done = _copy_pieces(pieces, out, each)
-    if done == out.nbytes:
-        return len(pieces)
-    ends = np.cumsum(pieces[:, 1] if each < 0 else np.full(len(pieces), each))
-    return int(np.searchsorted(ends, done, side="right"))
-
-
-def _check_size(lengths: NDArray[np.int64], out: NDArray[np.uint8]) -> None:
-    if int(lengths.sum()) != out.nbytes:
-        raise ValueError(f"spans hold {int(lengths.sum())} bytes, the destination {out.nbytes}")
-
-
-def _copy(addresses: NDArray[np.int64], lengths: NDArray[np.int64], out: NDArray[np.uint8]) -> int:
-    pieces = np.empty((len(addresses), 2), np.int64)
-    pieces[:, 0], pieces[:, 1] = addresses, lengths
-    return _copy_pieces(pieces, out, -1)
-
-
-def _copy_pieces(pieces: NDArray[np.int64], out: NDArray[np.uint8], each: int) -> int:
+def _copy_pieces(pieces: NDArray[np.int64], out: NDArray[np.uint8], each: int, readv: Any) -> int:
     """Copy until all is done or a span cannot be read; gives the bytes copied."""
     local = np.empty(2, np.int64)
     base, pid, source, target = out.ctypes.data, os.getpid(), pieces.ctypes.data, local.ctypes.data
@@ -119,7 +61,7 @@ def _copy_pieces(pieces: NDArray[np.int64], out: NDArray[np.uint8], each: int) -
         count = min(_IOV_MAX, len(pieces) - first)
         todo = count * each if each >= 0 else int(pieces[first : first + count, 1].sum())
         local[0], local[1] = base + done, todo
-        got = _readv(pid, target, 1, source + first * 16, count, 0)
+        got = readv(pid, target, 1, source + first * 16, count, 0)
         if got == todo:
             done, first = done + got, first + count
             continue
@@ -135,6 +77,79 @@ def _copy_pieces(pieces: NDArray[np.int64], out: NDArray[np.uint8], each: int) -
         pieces[first] += (into, -into)
         source = pieces.ctypes.data
     return done
+
+
+def _copy(
+    addresses: NDArray[np.int64], lengths: NDArray[np.int64], out: NDArray[np.uint8], readv: Any
+) -> int:
+    pieces = np.empty((len(addresses), 2), np.int64)
+    pieces[:, 0], pieces[:, 1] = addresses, lengths
+    return _copy_pieces(pieces, out, -1, readv)
+
+
+def _usable(readv: Any) -> Any:
+    """The call, if the system lets this process use it on itself; else None."""
+    probe = np.arange(8, dtype=np.uint8)
+    out = np.zeros_like(probe)
+    if readv is None or _copy(np.array([probe.ctypes.data]), np.array([8]), out, readv) != 8:
+        return None
+    return readv if (out == probe).all() else None
+
+
+_word = ctypes.c_ulong
+process_vm_readv = _usable(
+    _load("process_vm_readv", ctypes.c_int, ctypes.c_void_p, _word, ctypes.c_void_p, _word, _word)
+)
+"""The system call; None where the C library lacks it, or this process may not use it."""
+
+
+def copies_by_kernel() -> bool:
+    """Whether the system has the call and lets this process use it on itself."""
+    return process_vm_readv is not None
+
+
+def copy_spans(
+    addresses: NDArray[np.int64],
+    lengths: NDArray[np.int64],
+    out: NDArray[np.uint8],
+    *,
+    readv: Any = process_vm_readv,
+) -> None:
+    """Copy spans of this process's memory, one after the other, into `out`.
+
+    Args:
+        addresses: [n] first byte of each span. The caller keeps the memory alive and has checked it.
+        lengths: [n] bytes of each span, >= 0; their sum is `len(out)`.
+        out: contiguous destination.
+        readv: copies as `process_vm_readv`; None: nothing does.
+
+    The GIL is released for up to 1,024 spans at a time. Thread-safe for disjoint destinations.
+    """
+    _check_size(lengths, out)
+    if readv is None or _copy(addresses, lengths, out, readv) < out.nbytes:
+        _copy_by_memmove(addresses, lengths, out)
+
+
+def copy_mapped(pieces: NDArray[np.int64], out: NDArray[np.uint8], each: int = -1) -> int:
+    """Copy spans of mapped files, one after the other, into `out`. Only where `copies_by_kernel()`.
+
+    Args:
+        pieces: [n, 2] address and length of each span, C-contiguous.
+        out: contiguous destination of exactly the spans' bytes.
+        each: the length of every span, where all are equally long: saves adding them up.
+
+    Returns the number of spans copied, less than n where a file ended.
+    """
+    done = _copy_pieces(pieces, out, each, process_vm_readv)
+    if done == out.nbytes:
+        return len(pieces)
+    ends = np.cumsum(pieces[:, 1] if each < 0 else np.full(len(pieces), each))
+    return int(np.searchsorted(ends, done, side="right"))
+
+
+def _check_size(lengths: NDArray[np.int64], out: NDArray[np.uint8]) -> None:
+    if int(lengths.sum()) != out.nbytes:
+        raise ValueError(f"spans hold {int(lengths.sum())} bytes, the destination {out.nbytes}")
 
 
 def _copy_by_memmove(

@@ -8,19 +8,19 @@ import mmap
 import os
 from pathlib import Path
 
+import fsspec
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from dataflow import DataLoader, Shuffle
+from dataflow import DataLoader, ShardedDataset, ShardWriter, Shuffle
 from dataflow.decode.values import BadRows, parse_ints
-from prefetch.memory import mapping as module
 from prefetch.memory.mapping import MappedShard, Mappings, can_map, touch_pages, will_need
 from prefetch.memory.spans import copies_by_kernel, copy_mapped
 from sharding.blocks import Shard, Spans
 from sharding.catalog.storage import local_info
 from sharding.errors import ShardChangedError, ShardReadError
-from tests.datasets_kit import make_ints_tar, make_tar, make_tokens_bin
+from tests.datasets_kit import make_tar, make_tokens_bin
 
 PAGE = os.sysconf("SC_PAGE_SIZE")
 CONTENT = np.random.default_rng(0).integers(0, 256, 8 * PAGE + 100, np.uint8).tobytes()
@@ -180,47 +180,61 @@ def test_a_full_shuffle_parses_the_numbers_of_its_own_samples_only(
         return parse_ints(column)
 
     monkeypatch.setattr("dataflow.batch.resolve.parse_ints", counting)
-    monkeypatch.setattr("dataflow.staging.stager._FULL_WINDOW_SAMPLES", 2)
-    made = make_ints_tar(tmp_path)
-    with DataLoader(made.open(), 1, Shuffle("full")) as loader:
+    for start in (0, 6):
+        with ShardWriter(f"{tmp_path}/{start}.tar") as writer:
+            for i in range(start, start + 6):
+                writer.write({"__key__": f"{i}", "bin": bytes(100_000), "cls": i})
+    dataset = ShardedDataset(f"{tmp_path}/*.tar", decode={"cls": "int", "bin": None}, block_bytes=350_000)
+    with DataLoader(dataset, 1, Shuffle("full"), memory_limit=1_700_000) as loader:  # two samples a window
         seen = sorted(int(batch["cls"]) for batch in loader)
-    assert seen == [row["cls"] for row in made.samples]
+    assert seen == list(range(12))
     assert max(parsed) == 2
 
 
 @pytest.mark.parametrize("kind", ["window", "full", "none"])
-def test_mapped_and_staged_windows_deliver_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
-) -> None:
+def test_mapped_and_staged_windows_deliver_the_same(tmp_path: Path, kind: str) -> None:
     made = make_tar(tmp_path)
+    memory = fsspec.filesystem("memory")
+    for path in made.shards:
+        memory.pipe_file(f"/mapping/{path.name}", path.read_bytes())
     seen = []
-    for mapping in (True, False):
-        if not mapping:
-            monkeypatch.setattr("dataflow.staging.stager.can_map_windows", lambda source: False)
-        with DataLoader(made.open(), 3, Shuffle(kind)) as loader:  # type: ignore[arg-type]
+    for source in (made.kwargs["source"], "memory://mapping/*"):  # what is not local cannot be mapped
+        with DataLoader(made.open(source=source), 3, Shuffle(kind)) as loader:  # type: ignore[arg-type]
             seen.append([repr(batch) for batch in loader])
     assert seen[0] == seen[1]
+    memory.rm("/mapping", recursive=True)
 
 
 # ---- memory to be written ----------------------------------------------------------------------------------
 
 
-def test_pages_are_asked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    advised: list[int] = []
+def kb_of(memory: NDArray[np.uint8], figure: str) -> int:
+    """What the kernel tells of the mapping that some memory is."""
+    lines = Path("/proc/self/smaps").read_text().splitlines()
+    at = next(i for i, line in enumerate(lines) if line.startswith(f"{memory.ctypes.data:x}-"))
+    return next(int(line.split()[1]) for line in lines[at:] if line.startswith(f"{figure}:"))
 
-    class Libc:
-        def madvise(self, start: int, nbytes: int, advice: int) -> int:
-            advised.append(nbytes)
-            return int(libc.madvise(start, nbytes, advice))
 
-    libc = module._libc()
-    monkeypatch.setattr(module, "_libc", Libc)
-    with mmap.mmap(-1, 64 * mmap.PAGESIZE) as fresh:
+def test_pages_are_asked_for_where_some_are_missing() -> None:
+    with mmap.mmap(-1, 64 * PAGE) as fresh:
         memory = np.frombuffer(fresh, np.uint8)
-        memory[0] = 1  # one page is there, the others are not
+        memory[0] = 1
         touch_pages(memory)
-        assert advised == [memory.nbytes]
-        memory[:] = 1  # what the advice does, where the kernel knows it
-        touch_pages(memory)
-        assert advised == [memory.nbytes]
+        assert kb_of(memory, "Rss") == (64 * PAGE if knows_the_advice() else PAGE) // 1024
         del memory
+
+
+def test_pages_that_are_there_are_not_asked_for(tmp_path: Path) -> None:
+    (tmp_path / "pages").write_bytes(bytes(64 * PAGE))
+    with open(tmp_path / "pages", "rb") as file:
+        mapped = mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+    with mapped:
+        memory = np.frombuffer(mapped, np.uint8)
+        assert memory.sum() == 0  # the file's pages, of which a write makes copies
+        touch_pages(memory)
+        assert (kb_of(memory, "Rss"), kb_of(memory, "Anonymous")) == (64 * PAGE // 1024, 0)
+        del memory
+
+
+def knows_the_advice() -> bool:
+    return tuple(int(part) for part in os.uname().release.split(".")[:2]) >= (5, 14)

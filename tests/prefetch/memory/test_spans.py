@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 from numpy.typing import NDArray
 
 from prefetch.memory import spans
-from prefetch.memory.spans import copies_by_kernel, copy_mapped, copy_spans
+from prefetch.memory.spans import copies_by_kernel, copy_mapped, copy_spans, process_vm_readv
 
 few = settings(
     max_examples=60,
@@ -35,83 +34,71 @@ def gathered(starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> bytes:
     return b"".join(CONTENT[s : s + n] for s, n in zip(starts.tolist(), lengths.tolist(), strict=True))
 
 
-def assert_copies_like_the_loop(starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> None:
+def assert_copies_like_the_loop(
+    starts: NDArray[np.int64], lengths: NDArray[np.int64], readv: Any = process_vm_readv
+) -> None:
     source = np.frombuffer(CONTENT, np.uint8)
     out = np.full(int(lengths.sum()) + 2, 0xA5, np.uint8)
-    copy_spans(source.ctypes.data + starts, lengths, out[1:-1])
+    copy_spans(source.ctypes.data + starts, lengths, out[1:-1], readv=readv)
     assert out.tobytes() == b"\xa5" + gathered(starts, lengths) + b"\xa5"
 
 
-def by_kernel(patch: pytest.MonkeyPatch) -> None:
-    if spans._readv is None:
+def short(pid: int, local: int, one: int, remote: int, count: int, flags: int) -> int:
+    """Copies only a part of the first span that is not empty, as a call beyond 2 GiB may."""
+    size = ctypes.c_int64.from_address(local + 8)
+    wanted, size.value = size.value, max(1, size.value // 2)
+    try:
+        return int(process_vm_readv(pid, local, one, remote, count, flags))
+    finally:
+        size.value = wanted
+
+
+def forbidden(*_: int) -> int:
+    return -1
+
+
+WAYS = [process_vm_readv, None, forbidden, short]
+
+
+@pytest.fixture(params=WAYS, ids=["kernel", "no call", "forbidden", "short"])
+def readv(request: pytest.FixtureRequest) -> Any:
+    if process_vm_readv is None and request.param in (process_vm_readv, short):
         pytest.skip("this system has no process_vm_readv")
+    return request.param
 
 
-def without_the_call(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(spans, "_readv", None)
-    copies_by_kernel.cache_clear()
-
-
-def forbidden(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(spans, "_readv", lambda *_: -1)
-    copies_by_kernel.cache_clear()
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_remembered() -> Iterator[None]:
-    yield
-    copies_by_kernel.cache_clear()
-
-
-def short(patch: pytest.MonkeyPatch) -> None:
-    """A call copies only a part of the first span that is not empty, as a call beyond 2 GiB may."""
-    real = spans._readv
-
-    def readv(pid: int, local: int, one: int, remote: int, count: int, flags: int) -> int:
-        size = ctypes.c_int64.from_address(local + 8)
-        wanted, size.value = size.value, max(1, size.value // 2)
-        try:
-            return int(real(pid, local, one, remote, count, flags))
-        finally:
-            size.value = wanted
-
-    if real is None:
-        pytest.skip("this system has no process_vm_readv")
-    patch.setattr(spans, "_readv", readv)
-
-
-PATHS = [by_kernel, without_the_call, forbidden, short]
-
-
-@pytest.mark.parametrize("path", PATHS)
 @few
-@given(spans=st.lists(st.tuples(st.integers(0, (1 << 20) - 900), st.integers(0, 900)), max_size=60))
+@given(pieces=st.lists(st.tuples(st.integers(0, (1 << 20) - 900), st.integers(0, 900)), max_size=60))
 def test_copied_spans_equal_the_plain_loop_in_any_order_and_overlapping(
-    path: Callable[[pytest.MonkeyPatch], None], spans: list[tuple[int, int]]
+    readv: Any, pieces: list[tuple[int, int]]
 ) -> None:
-    table = int64(spans).reshape(-1, 2)
-    with pytest.MonkeyPatch.context() as patch:
-        path(patch)
-        assert_copies_like_the_loop(table[:, 0], table[:, 1])
+    table = int64(pieces).reshape(-1, 2)
+    assert_copies_like_the_loop(table[:, 0], table[:, 1], readv)
 
 
-@pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("num_spans", [1023, 1024, 1025, 3000])
-def test_more_spans_than_one_copy_takes(
-    monkeypatch: pytest.MonkeyPatch, path: Callable[..., None], num_spans: int
-) -> None:
-    path(monkeypatch)
+def test_more_spans_than_one_copy_takes(readv: Any, num_spans: int) -> None:
     rng = np.random.default_rng(2)
     starts = rng.integers(0, len(CONTENT) - 100, num_spans)
-    assert_copies_like_the_loop(starts, rng.integers(0, 100, num_spans))
+    assert_copies_like_the_loop(starts, rng.integers(0, 100, num_spans), readv)
 
 
-def test_the_kernel_does_the_copy_where_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
-    by_kernel(monkeypatch)
+def test_where_the_kernel_copies_nothing_else_does() -> None:
     if not copies_by_kernel():
         pytest.skip("process_vm_readv is forbidden here")
-    monkeypatch.setattr(spans, "_copy_by_memmove", None)  # would fail if it were called
-    assert_copies_like_the_loop(int64([0, 100]), int64([20, 30]))
+    lengths: list[int] = []
+
+    def watched(pid: int, local: int, one: int, remote: int, count: int, flags: int) -> int:
+        got = int(process_vm_readv(pid, local, one, remote, count, flags))
+        lengths.append(got)
+        if got == 50:
+            ctypes.memset(ctypes.c_int64.from_address(local).value, 0x5A, 1)
+        return got
+
+    source, out = np.frombuffer(CONTENT, np.uint8), np.zeros(50, np.uint8)
+    copy_spans(source.ctypes.data + int64([0, 100]), int64([20, 30]), out, readv=watched)
+    assert lengths[-1] == 50
+    assert out.tobytes() == b"\x5a" + CONTENT[1:20] + CONTENT[100:130]  # nobody copied once more
 
 
 @pytest.mark.parametrize(("kept_pages", "copied"), [(0, 0), (1, 1), (2, 3), (3, 4)])
