@@ -178,20 +178,19 @@ def test_a_failed_read_gives_its_credits_back(make: Make) -> None:
     read_once(gate)
 
 
-def test_without_a_broker_a_rank_is_limited_alone(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    import prefetch.control.broker as module
-
-    def refuse(*_: object, **__: object) -> None:
-        raise OSError("no sockets here")
-
-    monkeypatch.setattr(module, "Broker", refuse)
-    gate = make()
-    with ThreadPoolExecutor(1) as thread:
+def test_without_a_broker_a_rank_is_limited_alone() -> None:
+    name, control = f"dataflow-test-{uuid.uuid4().hex}", FixedLimit(10)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger, ThreadPoolExecutor(1) as thread:
+        stranger.bind(f"\0{name}")  # and nobody listens
+        gate = SharedGate(control, name=name, rank=0, shared_control=lambda: FixedLimit(10))
         with gate.read(10):
             waiting = thread.submit(read_once, gate)
-            assert gate._control.in_flight_bytes == 10
+            assert control.in_flight_bytes == 10
             assert not waiting.done()
         waiting.result(WAIT_S)
+        assert not gate.serves
+        assert control.in_flight_bytes == 0
+        gate.close()
 
 
 def test_demands_are_added_up_and_a_rank_that_waits_needs_all(make: Make) -> None:

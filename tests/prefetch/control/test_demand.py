@@ -53,29 +53,35 @@ def gate_that_knows_its_store() -> ReadGate:
     return gate
 
 
+def cap(gate: ReadGate) -> None:
+    for _ in range(CALM):
+        gate.observe_use(10_000, 0.1)
+    assert gate.decision.reason == "the training uses 0.1 MB/s"
+
+
 def test_a_gate_is_capped_by_what_is_used_until_the_training_waits() -> None:
     gate = gate_that_knows_its_store()
     free = gate.decision
-    for _ in range(CALM):
-        gate.observe_use(10_000, 0.1)
+    cap(gate)
     assert gate.decision.value < free.value
-    assert gate.decision.reason == "the training uses 0.1 MB/s"
     gate.hurry()
     assert gate.decision == free
 
 
-def test_a_window_that_is_waited_for_tells_the_gate_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_window_that_is_waited_for_tells_the_gate_once(tmp_path: Path) -> None:
     np.arange(100, dtype=np.uint16).tofile(tmp_path / "x.bin")
     dataset = ShardedDataset(str(tmp_path / "x.bin"), format="tokens", dtype="uint16", length=4)
-    gate, told = gate_that_knows_its_store(), list[str]()
-    monkeypatch.setattr(gate, "hurry", lambda: told.append("hurry"))
+    gate = gate_that_knows_its_store()
+    free = gate.decision
     source = replace(dataset.source(1 << 20), gate=gate)
     window = ReadWindow(source, Arena(limit_bytes=1 << 20), [dataset.catalog.block(0)], np.arange(1))
+    cap(gate)
     window.hurry()
+    assert gate.decision == free
+    cap(gate)
+    capped = gate.decision
     window.hurry()
-    assert told == ["hurry"]
+    assert gate.decision == capped
 
 
 def test_a_loader_asks_its_store_for_little_more_than_a_slow_consumer_uses(tmp_path: Path) -> None:

@@ -160,18 +160,14 @@ def test_bytes_in_use_come_back_from_a_weakref_callback_inside_a_critical_sectio
     ledger.reserve(State.IN_USE, 70)
     batches = [Batch()]
     watch = weakref.ref(batches[0], lambda _: ledger.give_back(70))
-
-    def die_under_the_lock() -> None:
-        with ledger._lock:  # as when a garbage collection starts inside `reserve`
-            batches.clear()
-
-    thread = threading.Thread(target=die_under_the_lock, daemon=True)
+    ledger.settle_first(batches.clear)  # as when a garbage collection starts inside `reserve`
+    thread = threading.Thread(target=ledger.reserve, args=(State.WINDOW, 1), daemon=True)
     thread.start()
     thread.join(10)
     assert not thread.is_alive(), "deadlock"
     assert watch() is None
     assert ledger.snapshot().in_use_bytes == 0
-    assert ledger.reserve(State.WINDOW, LIMIT)
+    assert ledger.reserve(State.WINDOW, LIMIT - 1)
 
 
 def test_threads_that_compete_never_hold_more_than_the_limit() -> None:

@@ -170,7 +170,10 @@ def test_the_initializer_runs_first_in_every_thread() -> None:
         seen.append(local.ready)
         together.wait()
 
-    pool = PriorityPool(2, "test-pool", initializer=lambda: setattr(local, "ready", True))
+    def prepare() -> None:
+        local.ready = True
+
+    pool = PriorityPool(2, "test-pool", initializer=prepare)
     pool.submit(0, task)
     pool.submit(0, task)
     together.wait()

@@ -179,15 +179,12 @@ def test_a_view_in_a_reference_cycle_comes_back_with_the_garbage_collection(aren
 
 def test_a_view_may_die_inside_the_arenas_critical_section(arena: Arena) -> None:
     views = [arena.lease(100)]
-
-    def die_under_the_lock() -> None:
-        with arena._lock:  # as when a garbage collection starts inside `lease`
-            views.clear()
-
-    thread = threading.Thread(target=die_under_the_lock, daemon=True)
+    arena.lease(100, views.clear)  # runs inside the next `lease`, as a garbage collection may
+    thread = threading.Thread(target=arena.lease, args=(100,), daemon=True)
     thread.start()
     thread.join(10)
     assert not thread.is_alive(), "deadlock"
+    assert views == []
     assert arena.num_leased == 0
 
 
@@ -364,10 +361,10 @@ def test_a_slab_that_comes_back_while_the_arena_closes_is_unmapped(
     arena: Arena, pinned: Registrations
 ) -> None:
     """`close` runs in another thread between the death of the last view and the return of its slab."""
-    give_back = arena._give_back
-    arena._give_back = lambda back: (arena.close(), give_back(back))
     array = arena.lease(100)
+    watch = weakref.ref(array.base, lambda _: arena.close())  # the newest is called first
     del array
+    assert watch() is None
     assert not pinned.now
     assert arena.mapped_bytes == 0
 

@@ -17,14 +17,16 @@ from prefetch.memory.interrupts import Monitor
 WAIT_S = 10
 
 
-def waiting(monitor: Monitor, count: int) -> tuple[list[threading.Thread], list[bool]]:
+def waiting(
+    monitor: Monitor, count: int, timeout_s: float = WAIT_S
+) -> tuple[list[threading.Thread], list[bool]]:
     """Threads that wait."""
     ready, notified = threading.Semaphore(0), []
 
     def wait() -> None:
         with monitor:
             ready.release()
-            notified.append(monitor.wait(WAIT_S))
+            notified.append(monitor.wait(timeout_s))
 
     threads = [threading.Thread(target=wait) for _ in range(count)]
     for thread in threads:
@@ -32,8 +34,7 @@ def waiting(monitor: Monitor, count: int) -> tuple[list[threading.Thread], list[
     for _ in threads:
         assert ready.acquire(timeout=WAIT_S)
     with monitor:  # whoever was ready holds it until it waits
-        assert len(monitor._waiters) == count
-    return threads, notified
+        return threads, notified
 
 
 def joined(threads: list[threading.Thread]) -> None:
@@ -42,12 +43,35 @@ def joined(threads: list[threading.Thread]) -> None:
         assert not thread.is_alive()
 
 
-def test_notify_wakes_one_and_notify_all_the_others() -> None:
-    monitor = Monitor()
-    threads, notified = waiting(monitor, 3)
+def assert_owned(monitor: Monitor) -> None:
+    monitor.release()  # an error, if it is not
+    monitor.acquire()
+
+
+def assert_in_order(monitor: Monitor) -> None:
+    """Nobody has it, and a notice goes to the one who waits now: not to one whose wait has ended."""
+    with pytest.raises(RuntimeError):
+        monitor.release()
+    threads, notified = waiting(monitor, 1)
     with monitor:
         monitor.notify()
-        assert len(monitor._waiters) == 2
+    joined(threads)
+    assert notified == [True]
+
+
+def test_notify_wakes_the_one_that_waits_longest_and_no_other() -> None:
+    monitor = Monitor()
+    first, notified = waiting(monitor, 1)
+    others, notified_too = waiting(monitor, 2, timeout_s=0.2)
+    with monitor:
+        monitor.notify()
+    joined(first + others)
+    assert (notified, notified_too) == ([True], [False, False])
+
+
+def test_notify_all_wakes_all() -> None:
+    monitor = Monitor()
+    threads, notified = waiting(monitor, 3)
     with monitor:
         monitor.notify_all()
     joined(threads)
@@ -55,14 +79,15 @@ def test_notify_wakes_one_and_notify_all_the_others() -> None:
     with monitor:
         monitor.notify()
         monitor.notify_all()
+    assert_in_order(monitor)
 
 
 def test_a_wait_that_nobody_ends_takes_the_lock_again_as_often_as_it_was_held() -> None:
     monitor = Monitor()
     with monitor, monitor:
         assert not monitor.wait(0.001)
-        assert not monitor._waiters
-    assert not monitor._is_owned()
+        assert_owned(monitor)
+    assert_in_order(monitor)
 
 
 def test_a_waiter_that_was_woken_and_not_taken_out_costs_nobody_its_notice() -> None:
@@ -73,7 +98,7 @@ def test_a_waiter_that_was_woken_and_not_taken_out_costs_nobody_its_notice() -> 
         monitor.notify()
     joined(threads)
     assert notified == [True] * 2
-    assert not monitor._waiters
+    assert_in_order(monitor)
 
 
 class Interrupting:
@@ -123,7 +148,7 @@ def test_a_ctrl_c_at_any_instruction_of_a_wait_leaves_the_lock_in_order(notified
             try:
                 monitor.wait(WAIT_S if notified else 0.0)
             finally:
-                assert monitor._is_owned()
+                assert_owned(monitor)
 
     def wake() -> None:
         with monitor:
@@ -131,30 +156,17 @@ def test_a_ctrl_c_at_any_instruction_of_a_wait_leaves_the_lock_in_order(notified
 
     count = interrupted_at_every_instruction(Monitor.wait, action)
     assert count > 20
-    assert not monitor._is_owned()
     joined([thread for thread in threading.enumerate() if thread.name.endswith("(wake)")])
-    with monitor:
-        assert not monitor._waiters  # the last of those that wake has taken out what was left
+    assert_in_order(monitor)  # the last of those that wake has taken out what was left
 
 
 @pytest.mark.parametrize("function", [Monitor.notify, Monitor.notify_all])
 def test_a_ctrl_c_at_any_instruction_of_a_notice_loses_no_waiter(function: Callable[..., Any]) -> None:
     monitor = Monitor()
-    threads: list[threading.Thread] = []
-
-    def action() -> None:
-        threads[:], _ = waiting(monitor, 2)
-        try:
-            with monitor:
-                function(monitor)
-        finally:
-            with monitor:
-                monitor.notify_all()
-
     at = 0
     while True:
         strike = Interrupting(function.__code__, at)  # type: ignore[attr-defined]
-        threads[:], _ = waiting(monitor, 2)
+        threads, _ = waiting(monitor, 2)
         sys.settrace(strike)
         try:
             with monitor:
