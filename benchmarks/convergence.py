@@ -27,7 +27,7 @@ import json
 import random
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
@@ -117,9 +117,9 @@ def digits() -> tuple[Any, Any, Any, Any]:
     return x[mixed].reshape(-1, 64), y[mixed], images[held_out].reshape(-1, 64), labels[held_out]
 
 
-def make_task(folder: Path, setup: Setup) -> Task:
+def make_task(folder: Path, setup: Setup, images: Callable[[], tuple[Any, Any, Any, Any]] = digits) -> Task:
     """Write the shards, sorted by label."""
-    x, y, test_x, test_y = digits()
+    x, y, test_x, test_y = images()
     x, y = x[: setup.max_samples], y[: setup.max_samples]
     by_label = np.argsort(y, kind="stable")
     folder.mkdir(parents=True, exist_ok=True)

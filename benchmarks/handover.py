@@ -49,7 +49,7 @@ import argparse
 import datetime
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
@@ -102,7 +102,12 @@ def measure(point: Point, bare: Memory) -> dict[str, Any]:
     return run | {"figures": told, "reason": events.get("reason", "")}
 
 
-def interleaved(chosen: Sequence[Point], repeats: int, bare: Memory) -> Iterator[dict[str, Any]]:
+def interleaved(
+    chosen: Sequence[Point],
+    repeats: int,
+    bare: Memory,
+    measure: Callable[[Point, Memory], dict[str, Any]] = measure,
+) -> Iterator[dict[str, Any]]:
     """A B C A B C ...: drift of the machine falls on all alike. What failed is not run again."""
     failed: set[Point] = set()
     for _ in range(repeats):

@@ -134,8 +134,13 @@ def origin() -> dict[str, Any]:
 
 
 def command() -> str:
-    """The command line of this process; a path of this machine alone is told by its last part only."""
-    return shlex.join(["python", "-m", module_name("__main__"), *map(_portable, sys.argv[1:])])
+    """The command line of this process."""
+    return command_line(module_name("__main__"), sys.argv[1:])
+
+
+def command_line(module: str, arguments: Sequence[str]) -> str:
+    """How a module is started; a path of this machine alone is told by its last part only."""
+    return shlex.join(["python", "-m", module, *map(_portable, arguments)])
 
 
 def _portable(argument: str) -> str:

@@ -266,7 +266,7 @@ def _text_of(asked: Path | None, folder: Path) -> Path:
     return text
 
 
-def main(arguments: list[str] | None = None) -> None:
+def main(arguments: list[str] | None = None, run_ranks: Callable[..., Any] = run_ranks) -> None:
     """Run what is missing, and write the results after each seed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--text", type=Path, help="bytes to learn; default: Python's own standard library")

@@ -9,8 +9,9 @@ from dataflow.stream.session import Session
 
 def stream_of(loader: DataLoader) -> StreamLoader:
     """The engine of a loader over shards."""
-    assert loader._stream is not None
-    return loader._stream
+    stream = loader._stream
+    assert stream is not None
+    return stream
 
 
 def session_of(loader: DataLoader) -> Session:

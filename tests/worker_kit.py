@@ -34,10 +34,11 @@ class Gate:
     A named pipe, that its maker keeps open for reading and writing. Travels to other processes.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = str(path)
-        os.mkfifo(self.path)
-        self._fd: int | None = os.open(self.path, os.O_RDWR)
+    def __init__(self, path: Path | str, *, is_maker: bool = True) -> None:
+        self.path, self._fd = str(path), None
+        if is_maker:
+            os.mkfifo(self.path)
+            self._fd = os.open(self.path, os.O_RDWR)
 
     def __reduce__(self) -> Any:
         return _gate_at, (self.path,)
@@ -74,9 +75,7 @@ class Gate:
 
 
 def _gate_at(path: str) -> Gate:
-    gate = Gate.__new__(Gate)
-    gate.path, gate._fd = path, None
-    return gate
+    return Gate(path, is_maker=False)
 
 
 class Does(Dataset[Any]):

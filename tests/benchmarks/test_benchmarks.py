@@ -1,5 +1,4 @@
 import dataclasses
-import importlib.util
 import json
 import re
 import subprocess
@@ -17,7 +16,7 @@ from benchmarks.bars import Verdict, verdicts
 from benchmarks.child import leaves, touch
 from benchmarks.data import Data, Sizes, once
 from benchmarks.harness import REPOSITORY, Run, interleaved, medians
-from benchmarks.report import machine, origin, save_figures
+from benchmarks.report import command, command_line, machine, origin, save_figures
 from benchmarks.slow_server import in_own_process, serving
 from benchmarks.tars import TarIndex
 from benchmarks.workloads import LIMIT, OURS, WORKLOADS
@@ -209,20 +208,21 @@ def test_every_result_tells_the_command_that_made_it(path: Path) -> None:
     assert not re.search(r"(^| |=)[\"']?/", command)  # no paths of a machine
 
 
-def test_saved_figures_come_with_their_command_and_read_back_as_they_were(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_command_is_told_without_the_paths_of_this_machine(tmp_path: Path) -> None:
     path, inside = tmp_path / "x.json", REPOSITORY / "benchmarks" / "results" / "y.json"
     given = ["--json", str(path), f"--other={inside}", "--in", "exec {}", "a/b"]
-    monkeypatch.setattr(sys, "argv", ["whatever", *given])
-    monkeypatch.setattr(sys.modules["__main__"], "__spec__", importlib.util.find_spec("benchmarks.cache"))
+    assert command_line("benchmarks.cache", given) == (
+        "python -m benchmarks.cache --json x.json --other=benchmarks/results/y.json --in 'exec {}' a/b"
+    )
+
+
+def test_saved_figures_come_with_their_command_and_read_back_as_they_were(tmp_path: Path) -> None:
+    path = tmp_path / "x.json"
     figures = {"rows": [{"text": "[a, {b\n]", "numbers": [1, 2.5, None]}], "none": [], "empty": {}}
     save_figures(path, **figures)
     kept = json.loads(path.read_text())
     assert {name: kept[name] for name in figures} == figures
-    assert kept["command"] == (
-        "python -m benchmarks.cache --json x.json --other=benchmarks/results/y.json --in 'exec {}' a/b"
-    )
+    assert kept["command"] == command()
     assert kept.keys() > {"date", "commit", "machine", "versions"}
     assert '"numbers": [ 1, 2.5, null ]' in path.read_text()
 

@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 
-from benchmarks import convergence
 from benchmarks.convergence import ARMS, Setup, batches, make_task, summary, table, train
 
 SETUP = Setup(samples_per_block=4, blocks_per_shard=3, window_blocks=5, batch_size=8, epochs=2)
@@ -18,9 +17,8 @@ def tiny_digits():
 
 
 @pytest.fixture
-def task(tmp_path, monkeypatch):
-    monkeypatch.setattr(convergence, "digits", tiny_digits)
-    return make_task(tmp_path / "data", SETUP)
+def task(tmp_path):
+    return make_task(tmp_path / "data", SETUP, tiny_digits)
 
 
 def epochs_of(task, arm, seed=0):

@@ -84,7 +84,7 @@ def test_every_arm_trains_for_some_steps(tmp_path):
     assert by_arm["local-sgd 8"]["bytes_a_step"] < by_arm[REFERENCE]["bytes_a_step"] / 4
 
 
-def test_what_ran_already_does_not_run_again(tmp_path, monkeypatch, capsys):
+def test_what_ran_already_does_not_run_again(tmp_path, capsys):
     text, results = tmp_path / "text", tmp_path / "found.json"
     text.write_bytes(b"abc" * 100)
     started = []
@@ -95,10 +95,9 @@ def test_what_ran_already_does_not_run_again(tmp_path, monkeypatch, capsys):
             [run for arm, seed in args[2] for run in runs({arm: [2.0 + seed] * 3}) if run["seed"] == seed]
         ]
 
-    monkeypatch.setattr(strategies, "run_ranks", pretend)
     told = ["--text", str(text), "--results", str(results), "--seeds", "2", "--arms", f"{REFERENCE};int8"]
-    strategies.main(told)
-    strategies.main(told)
+    strategies.main(told, pretend)
+    strategies.main(told, pretend)
     assert started == [[(REFERENCE, seed), ("int8", seed)] for seed in range(2)]
     assert len(json.loads(results.read_text())["runs"]) == 4
     assert str(tmp_path) not in results.read_text()

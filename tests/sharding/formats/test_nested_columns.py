@@ -22,6 +22,7 @@ from sharding.formats.arrow.jsonl import JsonlFormat
 from sharding.formats.arrow.parquet import ParquetFormat
 from sharding.formats.arrow.schema import specs_of
 from tests.formats_kit import decoded_blocks, scan_of
+from tests.threads_kit import python_calls
 
 MESSAGE = pa.struct([("role", pa.string()), ("content", pa.string())])
 TURN = pa.struct(
@@ -274,13 +275,17 @@ def test_texts_that_look_like_dates_stay_texts_inside_lists():
 # ---- what is read and kept ------------------------------------------------------------------------------
 
 
-def test_only_wanted_columns_are_converted(monkeypatch):
-    table = pa.table({"x": [["a"]], "i": [1]})
-    monkeypatch.setattr("sharding.formats.arrow.columns._to_json", None)
-    for fmt, write in WRITERS.values():
-        assert decoded_blocks(fmt, write(table), "a", ["i"])[0]["i"].tolist() == [1]
-    content = jsonl(table.to_pylist())
-    assert decoded_blocks(JsonlFormat(), content, "a.jsonl", ["i"])[0]["i"].tolist() == [1]
+def test_only_wanted_columns_are_converted():
+    table = pa.table({"x": [["a"]] * 9, "i": [1] * 9})
+    files = [(fmt, write(table), "a") for fmt, write in WRITERS.values()]
+    for fmt, content, name in [*files, (JsonlFormat(), jsonl(table.to_pylist()), "a.jsonl")]:
+        texts_written = []
+        for columns in (["i"], ["i", "x"]):
+            blocks = []
+            calls = python_calls(lambda: blocks.extend(decoded_blocks(fmt, content, name, columns)))  # noqa: B023
+            assert np.concatenate([block["i"] for block in blocks]).tolist() == [1] * 9
+            texts_written.append(calls.count("JSONEncoder.encode"))
+        assert texts_written[1] == texts_written[0] + 9
 
 
 def typical(rows: int) -> dict[str, pa.Array]:
