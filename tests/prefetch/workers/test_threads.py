@@ -6,6 +6,7 @@ import logging
 import sys
 import threading
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 
@@ -71,15 +72,25 @@ def test_stacks_tell_what_each_thread_is_doing(threads: WorkerThreads) -> None:
 
 
 def test_tasks_that_have_not_begun_are_dropped() -> None:
-    threads, begun, gate, ran = WorkerThreads(1, "test-threads"), threading.Event(), threading.Event(), []
-    threads.submit(0, begun.set)
-    threads.submit(0, lambda: gate.wait() and None)
-    threads.submit(0, lambda: ran.append(1))
-    assert begun.wait(TIMEOUT_S)
+    threads, ran = WorkerThreads(2, "test-threads"), []
+    begun, gates = threading.Barrier(3, timeout=TIMEOUT_S), [threading.Event() for _ in range(2)]
+
+    def hold(gate: threading.Event) -> None:
+        begun.wait()
+        gate.wait(TIMEOUT_S)
+
+    for number, gate in enumerate(gates):
+        threads.submit(number, partial(hold, gate))
+        threads.submit(number, lambda: ran.append(1))
+    begun.wait()
+    [second] = [thread for thread in threading.enumerate() if thread.name == "test-threads-1-0"]
     closing = threading.Thread(target=threads.close)
     closing.start()
-    assert threads.wait(TIMEOUT_S) == []  # they were dropped, and those that run are waited for
-    gate.set()
+    assert threads.wait(TIMEOUT_S) == []  # both were stopped before any is waited for
+    gates[1].set()
+    second.join(TIMEOUT_S)
+    assert not second.is_alive()
+    gates[0].set()
     closing.join(TIMEOUT_S)
     threads.close()
     threads.submit(0, lambda: ran.append(2))
