@@ -35,6 +35,21 @@ def blocks_of(scan: ShardScan, shard: Shard) -> list[Block]:
     ]
 
 
+def arrow_block(num_samples: int) -> Block:
+    """One in the middle of a shard, for what decodes a block without its bytes."""
+    return Block(
+        Shard("s.arrow", 999, ""),
+        128,
+        64,
+        64,
+        first_sample=1000,
+        first_in_shard=100,
+        num_samples=num_samples,
+        number=3,
+        number_in_shard=1,
+    )
+
+
 def scan_of(fmt: Format, content: bytes, url: str, block_bytes: int = 4 << 20, **more: Any) -> ShardScan:
     scan = fmt.scan(io.BytesIO(content), shard_of(content, url), block_bytes=block_bytes, **more)
     lengths = {len(scan.offset), len(scan.length), len(scan.nbytes), len(scan.num_samples)}

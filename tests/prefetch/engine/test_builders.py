@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterator
 
 import pytest
 
@@ -20,17 +19,10 @@ from tests.engine_kit import (
     assert_nothing_held,
     ledger_of,
     next_names,
-    nothing_left_behind,
     outcomes,
     running,
     when_the_consumer_waits,
 )
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_left() -> Iterator[None]:
-    with nothing_left_behind():
-        yield
 
 
 class DiedError(Exception):

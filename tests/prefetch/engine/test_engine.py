@@ -25,19 +25,11 @@ from tests.engine_kit import (
     names,
     next_names,
     nothing,
-    nothing_left_behind,
     one_chunk_windows,
     outcomes,
     running,
     when_the_consumer_waits,
 )
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_left() -> Iterator[None]:
-    with nothing_left_behind():
-        yield
-
 
 # ---- order -------------------------------------------------------------------------------------------------
 

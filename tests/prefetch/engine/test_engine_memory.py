@@ -27,18 +27,10 @@ from tests.engine_kit import (
     ledger_of,
     names,
     next_names,
-    nothing_left_behind,
     outcomes,
     running,
     when_the_consumer_waits,
 )
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_left() -> Iterator[None]:
-    with nothing_left_behind():
-        yield
-
 
 # ---- credits -----------------------------------------------------------------------------------------------
 

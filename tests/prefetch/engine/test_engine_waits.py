@@ -22,20 +22,12 @@ from tests.engine_kit import (
     ledger_of,
     next_names,
     nothing,
-    nothing_left_behind,
     one_chunk_windows,
     options_of,
     outcomes,
     running,
     when_the_consumer_waits,
 )
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_left() -> Iterator[None]:
-    with nothing_left_behind():
-        yield
-
 
 # ---- stalls ------------------------------------------------------------------------------------------------
 

@@ -7,30 +7,16 @@ import pyarrow as pa
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from sharding.blocks import Block, Shard, Spans
+from sharding.blocks import Spans
 from sharding.errors import CorruptShardError, SampleError, ShardError
 from sharding.formats.arrow.columns import columns_of
 from sharding.formats.arrow.schema import specs_of
-from tests.formats_kit import rows_of
-
-
-def block_of(rows: int) -> Block:
-    return Block(
-        Shard("s.arrow", 999, ""),
-        128,
-        64,
-        64,
-        first_sample=1000,
-        first_in_shard=100,
-        num_samples=rows,
-        number=3,
-        number_in_shard=1,
-    )
+from tests.formats_kit import arrow_block, rows_of
 
 
 def converted(array: pa.Array | pa.ChunkedArray):
     table = pa.table({"x": array})
-    return columns_of(table, None, block_of(len(array)))["x"]
+    return columns_of(table, None, arrow_block(len(array)))["x"]
 
 
 def python_values(column) -> list:
@@ -167,14 +153,14 @@ def test_times_are_integers_in_their_unit(kind, dtype):
 
 def test_structs_become_one_column_a_leaf():
     rows = [{"a": {"b": 1, "c": {"d": "x"}}, "e": 2.0}, {"a": {"b": 3, "c": {"d": None}}, "e": 4.0}]
-    columns = columns_of(pa.Table.from_pylist(rows), None, block_of(2))
+    columns = columns_of(pa.Table.from_pylist(rows), None, arrow_block(2))
     assert list(columns) == ["a.b", "a.c.d", "e"]
     assert columns["a.b"].tolist() == [1, 3]
     assert columns["a.c.d"].lengths.tolist() == [1, -1]
 
 
 def test_a_leaf_of_a_missing_struct_is_missing():
-    columns = columns_of(pa.table({"s": pa.array([{"t": "x"}, None])}), ["s.t"], block_of(2))
+    columns = columns_of(pa.table({"s": pa.array([{"t": "x"}, None])}), ["s.t"], arrow_block(2))
     assert columns["s.t"].lengths.tolist() == [1, -1]
 
 
@@ -237,14 +223,14 @@ def test_a_null_without_a_value_names_column_and_first_row(array, row):
 def test_a_type_without_array_form_says_how_to_leave_it_out(array):
     table = pa.table({"x": array, "y": [1]})
     with pytest.raises(ShardError, match=r"column 'x'.*pass columns= without it"):
-        columns_of(table, None, block_of(1))
-    assert list(columns_of(table, ["y"], block_of(1))) == ["y"]
+        columns_of(table, None, arrow_block(1))
+    assert list(columns_of(table, ["y"], arrow_block(1))) == ["y"]
     assert list(specs_of(table.schema, "s")) == ["y"]
 
 
 def test_an_unknown_column_lists_those_there():
     with pytest.raises(CorruptShardError, match="no column 'z'; the shard has a, b"):
-        columns_of(pa.table({"a": [1], "b": [2]}), ["a", "z"], block_of(1))
+        columns_of(pa.table({"a": [1], "b": [2]}), ["a", "z"], arrow_block(1))
 
 
 def test_two_columns_of_one_name_are_refused():

@@ -14,14 +14,14 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import example, given, settings, strategies as st
 
-from sharding.blocks import Block, Columns, ColumnSpec, Format, Shard, Spans, spec_text
+from sharding.blocks import Columns, ColumnSpec, Format, Spans, spec_text
 from sharding.errors import CorruptShardError, ShardError
 from sharding.formats.arrow.columns import columns_of
 from sharding.formats.arrow.ipc import ArrowFileFormat, ArrowStreamFormat
 from sharding.formats.arrow.jsonl import JsonlFormat
 from sharding.formats.arrow.parquet import ParquetFormat
 from sharding.formats.arrow.schema import specs_of
-from tests.formats_kit import decoded_blocks, scan_of
+from tests.formats_kit import arrow_block, decoded_blocks, scan_of
 from tests.threads_kit import python_calls
 
 MESSAGE = pa.struct([("role", pa.string()), ("content", pa.string())])
@@ -72,20 +72,6 @@ TYPES: dict[pa.DataType, list[Any]] = {
 }
 
 
-def block_of(rows: int) -> Block:
-    return Block(
-        Shard("s.arrow", 999, ""),
-        128,
-        64,
-        64,
-        first_sample=1000,
-        first_in_shard=100,
-        num_samples=rows,
-        number=3,
-        number_in_shard=1,
-    )
-
-
 def as_json(value: Any) -> Any:
     """What JSON makes of a value: pairs become lists. NaN becomes text, to compare equal to itself."""
     return json.loads(json.dumps(value), parse_constant=str)
@@ -102,7 +88,7 @@ def values_of(blocks: list[Columns], name: str = "x") -> list[Any]:
 
 
 def converted(array: pa.Array | pa.ChunkedArray) -> list[Any]:
-    return values_of([columns_of(pa.table({"x": array}), None, block_of(len(array)))])
+    return values_of([columns_of(pa.table({"x": array}), None, arrow_block(len(array)))])
 
 
 def parquet(table: pa.Table, rows: int = 3) -> bytes:
@@ -171,7 +157,7 @@ def test_files_give_what_pyarrow_says(kind, name):
 
 def test_the_text_is_compact_json_in_utf8():
     value = [{"role": "user", "content": 'Grüße "日本"\n\\ \x00\x7f'}, {"role": None, "content": ""}]
-    column = columns_of(pa.table({"x": [value]}), None, block_of(1))["x"]
+    column = columns_of(pa.table({"x": [value]}), None, arrow_block(1))["x"]
     text = r'[{"role":"user","content":"Grüße \"日本\"\n\\ \u0000' + '\x7f"},{"role":null,"content":""}]'
     assert texts_of(column) == [text.encode()]
 
@@ -418,8 +404,8 @@ def test_what_json_cannot_say_names_column_and_type(array, held):
     table = pa.table({"x": array, "y": [["b"]]})
     told = rf"column 'x' of type .* has no array form; pass columns= without it \(it holds {held}.*JSON"
     with pytest.raises(ShardError, match=told):
-        columns_of(table, None, block_of(1))
-    assert values_of([columns_of(table, ["y"], block_of(1))], "y") == [["b"]]
+        columns_of(table, None, arrow_block(1))
+    assert values_of([columns_of(table, ["y"], arrow_block(1))], "y") == [["b"]]
     assert list(specs_of(table.schema, "s")) == ["y"]
 
 
