@@ -5,13 +5,13 @@ from __future__ import annotations
 import io
 import os
 import re
-import subprocess
 import sys
 import tokenize
 from pathlib import Path
 
 import psutil
 import pytest
+from programs_kit import Script
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
@@ -40,37 +40,50 @@ print("left:", *[task for task in tasks if "gloo" in task])
 """
 
 
-def torchrun(script: str, *arguments: str, folder: Path) -> str:
-    """What a script prints in two ranks, started as its docstring says; all processes have ended after it."""
-    return started(str(EXAMPLES / f"{script}.py"), "--out", str(folder), *arguments, folder=folder)
+TORCHRUN = """
+import sys
+from torch.distributed.run import main
+main(["--standalone", "--nproc-per-node", "2", *sys.argv[1:]])
+"""
+# With torchrun's own agent too, but ranks that are forked and need not import torch.
+FORKED_RANKS = """
+import os, runpy, sys
+import torch
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+def run(*command):
+    torch.set_num_threads(1)
+    sys.argv[:] = command
+    sys.path.insert(0, os.path.dirname(command[0]))
+    runpy.run_path(command[0], run_name="__main__")
+
+config = LaunchConfig(
+    min_nodes=1, max_nodes=1, nproc_per_node=2, start_method="fork",
+    run_id="whole", rdzv_backend="c10d", rdzv_endpoint="localhost:0", max_restarts=0,
+)
+elastic_launch(config, run)(*sys.argv[1:])
+"""
 
 
-def started(*command: str, folder: Path) -> str:
-    environment = os.environ | {
+def launched(launcher: str, *command: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """What a program prints in two ranks; all processes have ended after it."""
+    variables = {
         "PYTHONPATH": os.pathsep.join([str(ROOT), str(EXAMPLES)]),
         "XDG_CACHE_HOME": str(folder / "cache"),
         "OMP_NUM_THREADS": "1",
         "CUDA_VISIBLE_DEVICES": "",
     }
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    with subprocess.Popen(
-        [sys.executable, *launch, *command],
-        cwd=ROOT,
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    ) as process:
+    monkeypatch.chdir(ROOT)
+    with Script(launcher, *command, how="forked", folder=folder, variables=variables) as program:
         try:
-            printed, _ = process.communicate(timeout=50)
+            code, out, err = program.end()
         except BaseException:
             # Not the process group: torchrun gives each rank one of its own.
-            for left in [*psutil.Process(process.pid).children(recursive=True), process]:
+            for left in psutil.Process(program.process.pid).children(recursive=True):
                 left.kill()
             raise
-    assert process.returncode == 0, printed
-    return printed
+    assert code == 0, out + err
+    return out + err
 
 
 def losses(printed: str) -> dict[int, float]:
@@ -80,16 +93,18 @@ def losses(printed: str) -> dict[int, float]:
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the names of threads from /proc")
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_an_example_learns_and_resumes_from_its_checkpoint_to_the_same_losses(
-    script: str, tmp_path: Path
+    script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No thread of gloo outlives it: one that lets go of a tensor while Python ends would abort it."""
+    program = [str(EXAMPLES / f"{script}.py"), "--out", str(tmp_path)]
     arguments = [*SMALL[script.removesuffix("_plain")], "--steps", "9", "--save-every", "7"]
-    whole = losses(torchrun(script, *arguments, folder=tmp_path))
+    printed = launched(FORKED_RANKS, *program, *arguments, folder=tmp_path, monkeypatch=monkeypatch)
+    whole = losses(printed)
     assert list(whole) == list(range(1, 10))
     assert whole[9] < 0.85 * whole[1]
     (tmp_path / "run.py").write_text(THEN_THREADS)
-    command = [str(tmp_path / "run.py"), str(EXAMPLES / f"{script}.py"), "--out", str(tmp_path)]
-    printed = started(*command, *arguments, folder=tmp_path)  # as if stopped after the checkpoint
+    program.insert(0, str(tmp_path / "run.py"))  # as if stopped after the checkpoint
+    printed = launched(TORCHRUN, *program, *arguments, folder=tmp_path, monkeypatch=monkeypatch)
     assert losses(printed) == {step: whole[step] for step in (8, 9)}
     assert len(re.findall(r"left:", printed)) == 2
     assert "gloo" not in printed

@@ -9,9 +9,6 @@ import contextlib
 import gc
 import os
 import select
-import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -19,13 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from programs_kit import WAIT_S, nursery_pids
 from torch.utils.data import Dataset, IterableDataset
 
 from prefetch.workers.fork_server import server_pids
-
-HERE = Path(__file__).parent
-WAIT_S = 60.0
-"""Nothing here waits longer; a machine that is busy with other things may need some of it."""
 
 
 class Gate:
@@ -124,84 +118,58 @@ def workers_of_this_process() -> list[int]:
         with contextlib.suppress(psutil.NoSuchProcess):
             command = " ".join(child.cmdline())
             server = "forkserver import main" in command and child.ppid() == os.getpid()
-            if not server and child.pid not in server_pids() and "resource_tracker" not in command:
+            helpers = (*server_pids(), *nursery_pids())
+            if not server and child.pid not in helpers and "resource_tracker" not in command:
                 found.append(child.pid)
     return found
 
 
 def holdings() -> dict[str, Any]:
     """What could leak."""
-    maps = Path("/proc/self/maps").read_text()
+    exact = exact_holdings()
+    return {
+        "processes": exact["processes"],
+        "threads": sorted(name for name, _ in exact["threads"]),
+        "descriptors": sorted(target.partition(":[")[0] for _, target in exact["descriptors"]),
+        "maps of shared memory": len(exact["maps of shared memory"]),
+    }
+
+
+def exact_holdings() -> dict[str, list[Any]]:
+    """The same, each told from others of its name."""
+    maps = Path("/proc/self/maps").read_text().splitlines()
     files = []
     for fd in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
-            files.append(os.readlink(f"/proc/self/fd/{fd}").partition(":[")[0])
+            files.append((fd, os.readlink(f"/proc/self/fd/{fd}")))
     return {
         "processes": workers_of_this_process(),
-        "threads": sorted(thread.name for thread in threading.enumerate()),
+        "threads": [(thread.name, thread.ident) for thread in threading.enumerate()],
         "descriptors": sorted(files),
-        "maps of shared memory": maps.count("memfd:dataflow"),
+        "maps of shared memory": [line for line in maps if "memfd:dataflow" in line],
     }
+
+
+_held_by_no_garbage: dict[str, list[Any]] = {}
+"""What this process held when the garbage had last been collected."""
 
 
 @contextlib.contextmanager
 def nothing_left() -> Iterator[None]:
-    """Fails if what happens inside leaves anything behind."""
-    gc.collect()
+    """Fails if what happens inside leaves anything behind.
+
+    Garbage is collected, 0.3 s in a process with so many tests, only if it may be what holds something: where
+    exactly the same is held as when it was collected last, it is not.
+    """
+    global _held_by_no_garbage
+    if exact_holdings() != _held_by_no_garbage:
+        gc.collect()
+        _held_by_no_garbage = exact_holdings()
     before = holdings()
     yield
-    gc.collect()
-    after = holdings()
-    left = {name: after[name] for name in before if after[name] != before[name]}
-    assert not left, f"{left}, before: { {name: before[name] for name in left} }"
-
-
-class Script:
-    """A Python program of its own process group; ends with the `with` block at the latest."""
-
-    def __init__(self, text: str, *args: object, how: str = "file", folder: Path | None = None) -> None:
-        paths = [str(HERE), str(HERE.parent), os.environ.get("PYTHONPATH", "")]
-        command = [sys.executable, "-X", "faulthandler"]
-        if how == "-c":
-            command += ["-c", text]
-        else:
-            assert folder is not None
-            (folder / "script_main.py").write_text(text)
-            command += ["-m", "script_main"] if how == "-m" else [str(folder / "script_main.py")]
-            paths.insert(0, str(folder))
-        self.process = subprocess.Popen(
-            [*command, *map(str, args)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
-            start_new_session=True,
-        )
-
-    def __enter__(self) -> Script:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.communicate()
-
-    def end(self) -> tuple[int, str, str]:
-        """Wait for its end: exit code, output, errors."""
-        out, err = self.process.communicate(timeout=WAIT_S)
-        return self.process.returncode, out, err
-
-
-ANOTHER_THREAD = """
-import threading
-threading.Thread(target=threading.Event().wait, daemon=True).start()
-"""
-"""At the beginning of a script: its fork server is not forked from it."""
-
-
-def run_script(
-    text: str, *args: object, how: str = "file", folder: Path | None = None
-) -> tuple[int, str, str]:
-    """Run a program to its end: exit code, output, errors."""
-    with Script(text, *args, how=how, folder=folder) as script:
-        return script.end()
+    if exact_holdings() != _held_by_no_garbage:
+        gc.collect()
+        after = holdings()
+        left = {name: after[name] for name in before if after[name] != before[name]}
+        assert not left, f"{left}, before: { {name: before[name] for name in left} }"
+        _held_by_no_garbage = exact_holdings()

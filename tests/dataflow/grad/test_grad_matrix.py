@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from functools import cache
 
 import pytest
 import torch
 from grad_kit import Case, Result, as_large_batches, in_windows, run_cases
+from pairs_kit import meeting_in_pairs, not_met
 
 from dataflow.testing import run_ranks
 
@@ -39,12 +39,17 @@ FEWER = {3: ["all", "infinite"], 4: ["all", "infinite-scaler"]}
 """Options of larger worlds; smaller ones run all."""
 
 
+def axes_of(world: int) -> tuple[list[str], list[str], list[str]]:
+    """Wraps, shapes and options of a world's cases."""
+    shapes = [name for name in COUNTS if world > 1 or name != "empty"]
+    return WRAPS if world > 1 else ["plain"], shapes, FEWER.get(world, list(OPTIONS))
+
+
 def cases_of(world: int) -> dict[str, Case]:
-    wraps = WRAPS if world > 1 else ["plain"]
-    counts = {name: count[:world] for name, count in COUNTS.items() if world > 1 or name != "empty"}
+    """Every wrap meets every shape and option, and every shape every option."""
     return {
-        f"{wrap}-{shape}-{option}": Case(counts[shape], wrap, **OPTIONS[option])  # type: ignore[arg-type]
-        for wrap, shape, option in itertools.product(wraps, counts, FEWER.get(world, OPTIONS))
+        f"{wrap}-{shape}-{option}": Case(COUNTS[shape][:world], wrap, **OPTIONS[option])  # type: ignore[arg-type]
+        for wrap, shape, option in meeting_in_pairs(*axes_of(world))
     }
 
 
@@ -83,6 +88,13 @@ def test_windows_equal_large_batches(world: int) -> None:
             except AssertionError as error:
                 error.add_note(f"case {name}, rank {rank} of {world}")
                 raise
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_every_two_values_meet_in_a_case(world: int) -> None:
+    axes = axes_of(world)
+    assert not_met(meeting_in_pairs(*axes), *axes) == []
+    assert not_met(meeting_in_pairs(*axes)[1:], *axes) != []
 
 
 def test_the_reference_is_not_blind() -> None:

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from chunks_kit import HandDrivenEpoch
 from datasets_kit import Made, Make, edited, make_megatron, rank, write_megatron
+from pairs_kit import meeting_in_pairs
 from ranks_kit import fast_ranks
 
 from dataflow import Bucketed, DataLoader, Packed, Pad, ShardedDataset, Shuffle, TokenBudget
@@ -239,9 +240,11 @@ def test_windows_are_staged_once_and_closed_on_the_way(made: Make, kind: str, sh
 # ---- ranks ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", BATCHINGS)
-@pytest.mark.parametrize("shuffle", [*SHUFFLES[:2], Shuffle("full")], ids=str)
-@pytest.mark.parametrize("tail", ["drop", "pad", "even", "uneven"])
+@pytest.mark.parametrize(
+    ("kind", "shuffle", "tail"),
+    meeting_in_pairs(BATCHINGS, [*SHUFFLES[:2], Shuffle("full")], ["drop", "pad", "even", "uneven"]),
+    ids=str,
+)
 def test_all_worlds_deliver_one_sequence_of_units(made: Make, kind: str, shuffle: Shuffle, tail: str) -> None:
     data, batching = made("megatron"), BATCHINGS[kind]("tokens")
     for world_size in range(1, 5):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import json
 import os
@@ -18,6 +19,7 @@ import pytest
 import torch
 from datasets_kit import edited, make_ints_tar, make_jsonl, make_parquet, rank, write_tar
 from hypothesis import HealthCheck, given, settings, strategies as st
+from pairs_kit import meeting_in_pairs
 from ranks_kit import fast_ranks
 from stream_kit import stream_of
 
@@ -89,11 +91,16 @@ def by_plan(loader: DataLoader, epoch: int, start: int = 0) -> list[list[Sample]
 def sample_at(loader: DataLoader, source: int, index: int) -> Sample:
     dataset = loader.dataset.sources[source]
     epoch, position = divmod(index, len(dataset))
-    seed = source_seed(loader.seed, source)
-    order = SelectedOrder(dataset.selection, loader.shuffle, seed=seed, epoch=epoch)
-    block, row = dataset.selection.locate(order.samples(np.array([position])))
-    folder = Path(dataset.catalog.urls[0]).parent.name
-    return folder, int(dataset.catalog.blocks.first_sample[block[0]] + row[0])
+    number = epoch_of(dataset, loader.shuffle, source_seed(loader.seed, source), epoch)[position]
+    return Path(dataset.catalog.urls[0]).parent.name, int(number)
+
+
+@functools.lru_cache(32)
+def epoch_of(dataset: ShardedDataset, shuffle: Shuffle, seed: int, epoch: int) -> np.ndarray[Any, Any]:
+    """Numbers of the samples that a source has at each position of an epoch of its own."""
+    order = SelectedOrder(dataset.selection, shuffle, seed=seed, epoch=epoch)
+    block, row = dataset.selection.locate(order.samples(np.arange(len(dataset))))
+    return dataset.catalog.blocks.first_sample[block] + row
 
 
 # ---- exactness -------------------------------------------------------------------------------------------
@@ -172,11 +179,15 @@ def test_a_schedule_makes_epochs_of_unlike_length(abc: list[ShardedDataset]) -> 
 # ---- state ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("tail", ["drop", "pad", "even", "uneven"])
-@pytest.mark.parametrize("place", [rank(0, 1), rank(1, 3)], ids=["alone", "one of three"])
-def test_resumes_at_every_position(mixture: Mixture, tail: Any, place: Any) -> None:
+@pytest.mark.parametrize(
+    ("rule", "tail", "place"),
+    meeting_in_pairs(RULES, ["drop", "pad", "even", "uneven"], ["alone", "one of three"]),
+)
+def test_resumes_at_every_position(abc: list[ShardedDataset], rule: str, tail: Any, place: str) -> None:
+    mixture, topology = RULES[rule](*abc), rank(0, 1) if place == "alone" else rank(1, 3)
+
     def make() -> DataLoader:
-        return DataLoader(mixture, 5, Shuffle("window", 4, 4), seed=2**63, tail=tail, topology=place)
+        return DataLoader(mixture, 5, Shuffle("window", 4, 4), seed=2**63, tail=tail, topology=topology)
 
     with make() as loader:
         whole = [delivered(loader), delivered(loader)][1]

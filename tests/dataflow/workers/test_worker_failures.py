@@ -20,8 +20,9 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from programs_kit import Script
 from torch.utils.data import default_collate
-from worker_kit import Does, Gate, Script, Streams, ended, workers_of_this_process
+from worker_kit import Does, Gate, Streams, ended, workers_of_this_process
 
 from dataflow import DataLoader
 from dataflow.workers.worker import WorkerLimits
@@ -654,7 +655,7 @@ def test_ctrl_c_ends_everything_quickly_and_quietly(
     arrived = gate("arrived")
     gate("never")
     printed = gate("printed")
-    with Script(INTERRUPTED, tmp_path, where, folder=tmp_path) as script:
+    with Script(INTERRUPTED, tmp_path, where, how="forked", folder=tmp_path) as script:
         pids = [int(arrived.wait()) for _ in range(3)]  # the fork server and two workers in a batch
         printed.wait()
         began = time.monotonic()
@@ -719,7 +720,7 @@ def test_a_program_that_handles_ctrl_c_itself_keeps_its_workers(
     """It may want to finish the epoch, or to save a state."""
     arrived = gate("arrived")
     gate("go on")
-    with Script(GRACEFUL, tmp_path, folder=tmp_path) as script:
+    with Script(GRACEFUL, tmp_path, how="forked", folder=tmp_path) as script:
         arrived.wait()
         os.killpg(script.process.pid, signal.SIGINT)
         code, out, err = script.end()
@@ -795,7 +796,7 @@ def test_when_the_parent_is_killed_idle_and_hanging_workers_end_and_the_fork_ser
     """Two loaders, each with a worker that waits for work and one that hangs."""
     arrived = gate("arrived")
     gate("bystander")
-    with Script(KILLED, tmp_path, method, folder=tmp_path) as script:
+    with Script(KILLED, tmp_path, method, how="forked", folder=tmp_path) as script:
         pids = {int(arrived.wait()) for _ in range(6)}
         assert len(pids) == (5 if method in ("fork", "spawn") else 6)
         os.kill(script.process.pid, signal.SIGKILL)

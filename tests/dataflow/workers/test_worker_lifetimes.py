@@ -18,7 +18,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from worker_kit import Does, ended, nothing_left, run_script, workers_of_this_process
+from programs_kit import run_script
+from worker_kit import Does, ended, nothing_left, workers_of_this_process
 
 from dataflow import DataLoader
 
@@ -61,7 +62,6 @@ def _warm() -> None:
 @pytest.fixture
 def no_collector() -> Iterator[None]:
     """Whatever ends now ends by reference counting."""
-    gc.collect()
     gc.disable()
     yield
     gc.enable()
@@ -426,7 +426,7 @@ def test_processes_forked_in_the_middle_of_a_loop_do_it_no_harm(
     tmp_path: Path, what: str, rounds: int
 ) -> None:
     """They exit as programs do, with all the finalisers; nobody's workers or batches suffer."""
-    code, out, err = run_script(FORKED, rounds, what, folder=tmp_path)
+    code, out, err = run_script(FORKED, rounds, what, how="forked", folder=tmp_path)
     assert (code, out, err) == (0, "fine\n", "")
 
 
@@ -497,7 +497,9 @@ CASES = {
 def test_a_program_may_end_at_any_moment(tmp_path: Path, case: str) -> None:
     """Ten times with forked workers, the programs themselves being forked from one that has torch."""
     text, expected = CASES[case]
-    code, out, err = run_script(ENDS + text + "\n", PROGRAMS, "fork", case, expected, folder=tmp_path)
+    code, out, err = run_script(
+        ENDS + text + "\n", PROGRAMS, "fork", case, expected, how="forked", folder=tmp_path
+    )
     assert (code, out, err) == (0, "fine\n", "")
 
 
@@ -505,7 +507,9 @@ def test_a_program_may_end_at_any_moment(tmp_path: Path, case: str) -> None:
 def test_a_program_with_a_fork_server_may_end_at_any_moment(tmp_path: Path, case: str) -> None:
     """Once each, for a server takes seconds to start; it ends soon after the program, without being asked."""
     text, expected = CASES[case]
-    code, out, err = run_script(ENDS + text + "\n", 1, "default", case, expected, folder=tmp_path)
+    code, out, err = run_script(
+        ENDS + text + "\n", 1, "default", case, expected, how="forked", folder=tmp_path
+    )
     assert (code, out, err) == (0, "fine\n", "")
 
 
@@ -539,7 +543,7 @@ begun.wait(60)
 
 
 def test_a_program_ends_after_the_workers_that_a_daemon_thread_is_ending(tmp_path: Path) -> None:
-    assert run_script(CLOSES, folder=tmp_path) == (0, "ended", "")
+    assert run_script(CLOSES, how="forked", folder=tmp_path) == (0, "ended", "")
 
 
 def test_threads_have_no_part_in_it() -> None:

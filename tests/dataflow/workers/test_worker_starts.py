@@ -18,7 +18,8 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from worker_kit import ANOTHER_THREAD, HERE, Does, Gate, nothing_left, run_script, workers_of_this_process
+from programs_kit import ANOTHER_THREAD, HERE, run_script
+from worker_kit import Does, Gate, nothing_left, workers_of_this_process
 
 from dataflow import DataLoader
 from dataflow.workers.worker import WorkerLimits
@@ -115,7 +116,7 @@ sys.modules["__main__"] = main
 cells = {MAIN!r}
 exec(compile(cells, "<cell>", "exec"), main.__dict__)
 """
-    assert run_script(notebook, folder=tmp_path) == (0, "fine __main__\n", "")
+    assert run_script(notebook, how="forked", folder=tmp_path) == (0, "fine __main__\n", "")
 
 
 def test_standard_input_will_do() -> None:
@@ -159,7 +160,7 @@ if __name__ == "__main__":
 
 
 def test_start_methods_that_were_asked_for_are_used_with_classes_of_a_guarded_script(tmp_path: Path) -> None:
-    assert run_script(GUARDED, folder=tmp_path) == (0, "fine\n", "")
+    assert run_script(GUARDED, how="forked", folder=tmp_path) == (0, "fine\n", "")
 
 
 CLOSURES = """
@@ -188,7 +189,7 @@ print("fine")
 
 
 def test_local_classes_come_back_as_they_are(tmp_path: Path) -> None:
-    assert run_script(CLOSURES, folder=tmp_path) == (0, "fine\n", "")
+    assert run_script(CLOSURES, how="forked", folder=tmp_path) == (0, "fine\n", "")
 
 
 def test_indices_of_local_classes_reach_the_workers() -> None:
@@ -233,7 +234,7 @@ if __name__ == "__main__":
     assert {pid for pid, _ in DataLoader(Does(parent), None, num_workers=1)} == {os.getpid()}
     print("fine")
 """
-    assert run_script(text, folder=tmp_path) == (0, "fine\n", "")
+    assert run_script(text, how="forked", folder=tmp_path) == (0, "fine\n", "")
 
 
 # ---- what a dataset may hold ----------------------------------------------------------------------------
@@ -415,13 +416,13 @@ resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 loader = DataLoader(Does(row, 32), 2, num_workers=2)
 held = list(loader)
 assert [int(batch[1, 5]) for batch in held] == list(range(1, 32, 2))
-zeros = torch.zeros(4 << 30, dtype=torch.uint8)  # and there is room for others
+large = torch.empty(4 << 30, dtype=torch.uint8)  # and there is room for others
 print("fine")
 """
 
 
 def test_a_limit_on_virtual_memory_leaves_room_for_others(tmp_path: Path) -> None:
-    assert run_script(ADDRESS_SPACE, folder=tmp_path) == (0, "fine\n", "")
+    assert run_script(ADDRESS_SPACE, how="forked", folder=tmp_path) == (0, "fine\n", "")
 
 
 def test_no_room_for_the_address_space_is_said() -> None:
@@ -525,7 +526,7 @@ try:
 except SystemError as error:
     print("not in this process" in str(error), "worker process 0" in str(error))
 """
-    code, out, _ = run_script(text, folder=tmp_path)
+    code, out, _ = run_script(text, how="forked", folder=tmp_path)
     assert (code, out) == (0, "True True\n")
 
 
@@ -548,7 +549,7 @@ import placed
 assert list(DataLoader(placed.Parents(), None, num_workers=2)) == [True, True]
 print([name for name in os.environ if "DATAFLOW" in name])
 """
-    code, out, _ = run_script(text, folder=tmp_path)
+    code, out, _ = run_script(text, how="forked", folder=tmp_path)
     assert (code, out) == (0, "[]\n")
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from worker_kit import ANOTHER_THREAD, run_script
+from programs_kit import ANOTHER_THREAD, run_script
 
 from prefetch.workers.forked_server import ForkFacts, refusal
 
@@ -96,7 +96,7 @@ assert server.cmdline() != psutil.Process().cmdline()
 assert start_of(loader) == "fork server"
 print(loader.stats().start_reason)
 """
-    code, out, err = run_script(BEGIN + text, folder=tmp_path)
+    code, out, err = run_script(BEGIN + text, how="forked", folder=tmp_path)
     assert (code, err) == (0, "")
     assert out.startswith("it was not forked from this process: ")
     assert reason in out
@@ -107,7 +107,7 @@ def test_other_ways_of_starting_are_told(tmp_path: Path) -> None:
 print(start_of(loaded(multiprocessing_context="fork")))
 print([start_of(loaded(workers="thread")), DataLoader(Does(same)).stats().start])
 """
-    assert run_script(BEGIN + text, folder=tmp_path) == (0, "fork\n['', '']\n", "")
+    assert run_script(BEGIN + text, how="forked", folder=tmp_path) == (0, "fork\n['', '']\n", "")
 
 
 def test_the_server_holds_no_file_of_this_process(tmp_path: Path) -> None:
@@ -129,7 +129,7 @@ assert start_of(loader) == "forked server"
 print("fine")
 """
     folder = f"os.chdir({str(tmp_path)!r})\n"
-    assert run_script(BEGIN + folder + text, folder=tmp_path) == (0, "fine\n", "")
+    assert run_script(BEGIN + folder + text, how="forked", folder=tmp_path) == (0, "fine\n", "")
 
 
 def test_a_file_that_a_module_has_open_is_read_in_its_own_place(tmp_path: Path) -> None:
@@ -148,7 +148,7 @@ assert loader.stats().start == "forked server"
 assert held.file.read() == "gh"
 print("fine")
 """
-    assert run_script(BEGIN + text, folder=tmp_path) == (0, "fine\n", "")
+    assert run_script(BEGIN + text, how="forked", folder=tmp_path) == (0, "fine\n", "")
 
 
 def test_what_this_process_would_write_and_do_at_its_end_is_done_once(tmp_path: Path) -> None:
@@ -173,7 +173,7 @@ print(loader.stats().start_reason)
 """
     folder = f"os.chdir({str(tmp_path)!r})\n"
     out = "once it was not forked from this process: the forked one has ended\nthe end\n"
-    assert run_script(BEGIN + folder + text, folder=tmp_path) == (0, out, "")
+    assert run_script(BEGIN + folder + text, how="forked", folder=tmp_path) == (0, out, "")
 
 
 def test_modules_that_came_or_changed_since_are_those_of_this_process(tmp_path: Path) -> None:
@@ -197,7 +197,7 @@ import later
 assert values(later.value) == ["later", "later", "forked server"]
 print("fine")
 """
-    assert run_script(BEGIN + text, folder=tmp_path) == (0, "fine\n", "")
+    assert run_script(BEGIN + text, how="forked", folder=tmp_path) == (0, "fine\n", "")
 
 
 @pytest.mark.parametrize("end", ["sys.exit()", "os.kill(os.getpid(), 9)"])
@@ -210,7 +210,7 @@ print(*(child.pid for child in psutil.Process().children(recursive=True)), flush
 """
     from worker_kit import ended
 
-    code, out, _ = run_script(BEGIN + text, folder=tmp_path)
+    code, out, _ = run_script(BEGIN + text, how="forked", folder=tmp_path)
     assert code in (0, -9)
     assert len(out.split()) == 4  # server, tracker of resources, two workers
     assert ended(*map(int, out.split()))

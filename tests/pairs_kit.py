@@ -1,0 +1,30 @@
+"""Which combinations of several arguments a test tries, where all of them would test the same thing again."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection
+from typing import Any
+
+
+def meeting_in_pairs(*axes: Collection[Any]) -> list[tuple[Any, ...]]:
+    """Combinations in which every two values of different axes meet; not every three.
+
+    With m the length of the shortest axis: those whose places in the axes add up to a multiple of m. Two
+    values leave the others a remainder, and each axis has places of all remainders.
+    """
+    shortest = min(map(len, axes))
+    places = itertools.product(*(enumerate(axis) for axis in axes))
+    return [
+        tuple(value for _, value in one) for one in places if sum(place for place, _ in one) % shortest == 0
+    ]
+
+
+def not_met(combinations: Collection[tuple[Any, ...]], *axes: Collection[Any]) -> list[tuple[Any, Any]]:
+    """Pairs of values of different axes that no combination has."""
+    return [
+        pair
+        for one, other in itertools.combinations(range(len(axes)), 2)
+        for pair in itertools.product(axes[one], axes[other])
+        if not any((each[one], each[other]) == pair for each in combinations)
+    ]
