@@ -20,6 +20,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -103,6 +104,7 @@ def _prepared(program: dict[str, Any], *outputs: int) -> CodeType:
     os.chdir(program["cwd"])
     os.environ.clear()
     os.environ.update(program["environment"])
+    tempfile.tempdir = None  # as the environment says
     path = Path(program["argv"][0])
     sys.argv[:] = program["argv"]
     sys.path.insert(0, str(path.parent))
@@ -113,12 +115,12 @@ def _prepared(program: dict[str, Any], *outputs: int) -> CodeType:
 class ForkedProgram:
     """A program forked from the nursery, as far as `subprocess.Popen` has the same."""
 
-    def __init__(self, arguments: list[str], environment: dict[str, str]) -> None:
+    def __init__(self, arguments: list[str], environment: dict[str, str], cwd: str) -> None:
         self.returncode: int | None = None
         self._connection = nursery().connection
         self._output, output = os.pipe()
         self._errors, errors = os.pipe()
-        program = {"argv": arguments, "environment": environment, "cwd": os.getcwd()}
+        program = {"argv": arguments, "environment": environment, "cwd": cwd}
         socket.send_fds(self._connection, [json.dumps(program).encode()], [output, errors])
         os.close(output), os.close(errors)
         self.pid: int = json.loads(self._connection.recv(_MOST_BYTES))
@@ -158,6 +160,7 @@ class Script:
         how: str = "file",
         folder: Path | None = None,
         variables: Mapping[str, str] | None = None,
+        cwd: Path | None = None,
     ) -> None:
         environment = {**os.environ, "PYTHONPATH": _search_path(*filter(None, [folder])), **(variables or {})}
         command = [] if how == "forked" else [sys.executable, "-X", "faulthandler"]
@@ -169,7 +172,7 @@ class Script:
             command += ["-m", "script_main"] if how == "-m" else [str(folder / "script_main.py")]
         command += map(str, args)
         self.process = (
-            ForkedProgram(command, environment)
+            ForkedProgram(command, environment, str(cwd or Path.cwd()))
             if how == "forked"
             else subprocess.Popen(
                 command,
@@ -177,6 +180,7 @@ class Script:
                 stderr=subprocess.PIPE,
                 text=True,
                 env=environment,
+                cwd=cwd,
                 start_new_session=True,
             )
         )
@@ -209,9 +213,7 @@ threading.Thread(target=threading.Event().wait, daemon=True).start()
 """At the beginning of a script: its fork server is not forked from it."""
 
 
-def run_script(
-    text: str, *args: object, how: str = "file", folder: Path | None = None
-) -> tuple[int, str, str]:
-    """Run a program to its end: exit code, output, errors."""
-    with Script(text, *args, how=how, folder=folder) as script:
+def run_script(text: str, *args: object, **options: Any) -> tuple[int, str, str]:
+    """Run a program to its end, with options of `Script`: exit code, output, errors."""
+    with Script(text, *args, **options) as script:
         return script.end()

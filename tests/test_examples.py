@@ -65,7 +65,7 @@ elastic_launch(config, run)(*sys.argv[1:])
 """
 
 
-def launched(launcher: str, *command: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+def launched(launcher: str, *command: str, folder: Path) -> str:
     """What a program prints in two ranks; all processes have ended after it."""
     variables = {
         "PYTHONPATH": os.pathsep.join([str(ROOT), str(EXAMPLES)]),
@@ -73,8 +73,7 @@ def launched(launcher: str, *command: str, folder: Path, monkeypatch: pytest.Mon
         "OMP_NUM_THREADS": "1",
         "CUDA_VISIBLE_DEVICES": "",
     }
-    monkeypatch.chdir(ROOT)
-    with Script(launcher, *command, how="forked", folder=folder, variables=variables) as program:
+    with Script(launcher, *command, how="forked", folder=folder, variables=variables, cwd=ROOT) as program:
         try:
             code, out, err = program.end()
         except BaseException:
@@ -93,18 +92,18 @@ def losses(printed: str) -> dict[int, float]:
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the names of threads from /proc")
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_an_example_learns_and_resumes_from_its_checkpoint_to_the_same_losses(
-    script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    script: str, tmp_path: Path
 ) -> None:
     """No thread of gloo outlives it: one that lets go of a tensor while Python ends would abort it."""
     program = [str(EXAMPLES / f"{script}.py"), "--out", str(tmp_path)]
     arguments = [*SMALL[script.removesuffix("_plain")], "--steps", "9", "--save-every", "7"]
-    printed = launched(FORKED_RANKS, *program, *arguments, folder=tmp_path, monkeypatch=monkeypatch)
+    printed = launched(FORKED_RANKS, *program, *arguments, folder=tmp_path)
     whole = losses(printed)
     assert list(whole) == list(range(1, 10))
     assert whole[9] < 0.85 * whole[1]
     (tmp_path / "run.py").write_text(THEN_THREADS)
     program.insert(0, str(tmp_path / "run.py"))  # as if stopped after the checkpoint
-    printed = launched(TORCHRUN, *program, *arguments, folder=tmp_path, monkeypatch=monkeypatch)
+    printed = launched(TORCHRUN, *program, *arguments, folder=tmp_path)
     assert losses(printed) == {step: whole[step] for step in (8, 9)}
     assert len(re.findall(r"left:", printed)) == 2
     assert "gloo" not in printed

@@ -16,6 +16,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from programs_kit import run_script
 
 import dataflow
 from benchmarks import image_options
@@ -52,6 +53,20 @@ def run(command: list[str], folder: Path) -> str:
     return done.stdout
 
 
+def run_forked(program: str, folder: Path, *, warnings: str = "error") -> str:
+    """As `python -W error` would, in a process that is forked with torch imported; what it prints."""
+    first, _, rest = program.partition("\n")  # its lines keep their numbers
+    code, out, err = run_script(
+        f"import warnings; warnings.simplefilter({warnings!r}); {first}\n{rest}",
+        how="forked",
+        folder=folder,
+        cwd=folder,
+        variables={"XDG_CACHE_HOME": str(folder / "cache"), "OMP_NUM_THREADS": "1"},
+    )
+    assert code == 0, out + err
+    return out
+
+
 @pytest.fixture(scope="module")
 def session(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """A folder where README and tour were read as by a Python prompt, and what was printed."""
@@ -68,12 +83,11 @@ def test_the_first_program_trains_on_every_sample(session: tuple[Path, str]) -> 
 def test_the_first_program_runs_again_in_its_folder_to_the_same_loss(
     session: tuple[Path, str], tmp_path: Path
 ) -> None:
-    (tmp_path / "first.py").write_text(code_blocks(README, "python")[0])
-    command = [sys.executable, "-W", "error", "first.py"]
-    once = run(command, tmp_path)
-    assert once == run(command, tmp_path) == session[1].splitlines(keepends=True)[0]
+    program = code_blocks(README, "python")[0]
+    once = run_forked(program, tmp_path)
+    assert once == run_forked(program, tmp_path) == session[1].splitlines(keepends=True)[0]
     (tmp_path / "train-0003.tar").unlink()  # as if the first run had been interrupted
-    assert run([sys.executable, "first.py"], tmp_path) == once
+    assert run_forked(program, tmp_path, warnings="default") == once
 
 
 def test_the_later_snippets_run_after_it(session: tuple[Path, str]) -> None:
@@ -101,9 +115,8 @@ def test_the_page_on_gradient_accumulation_runs_from_top_to_bottom() -> None:
 
 def test_the_page_on_images_runs_from_top_to_bottom_and_again(tmp_path: Path) -> None:
     page = (GUIDE / "images.md").read_text("utf-8")
-    (tmp_path / "page.py").write_text("\n".join(code_blocks(page, "python")))
     for _ in range(2):
-        run([sys.executable, "-W", "error", "page.py"], tmp_path)
+        run_forked("\n".join(code_blocks(page, "python")), tmp_path)
 
 
 def test_the_page_on_images_shows_every_option_in_a_picture_of_its_own_script() -> None:

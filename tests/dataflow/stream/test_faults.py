@@ -407,7 +407,6 @@ def test_a_read_that_met_a_fault_leaves_no_cycle_that_keeps_its_memory(
     over, signal = threading.Event(), awaited() if "late" in fault else None
     stalls = stall_after(20_000, over)
     answers: dict[str, Answer] = {"cut": cut_after(10_000), "503": status(503), "reset": reset}
-    gc.collect()
     gc.disable()
     try:
         out = np.zeros(50_000, np.uint8)

@@ -93,7 +93,8 @@ def test_every_slot_comes_back(tmp_path: Path, name: str) -> None:
     assert session.arena.num_leased <= len(held) * len(held[0])
     assert session.arena.num_leased > 0 or not any(isinstance(v, torch.Tensor) for v in held[0].values())
     del held
-    gc.collect()
+    if session.arena.num_leased or session.arena.mapped_bytes:
+        gc.collect()
     assert session.arena.num_leased == 0
     assert session.arena.mapped_bytes == 0
 

@@ -13,6 +13,7 @@ import sys
 import tempfile
 import textwrap
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
@@ -20,6 +21,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from programs_kit import Script, run_script
 
 from dataflow.testing import RankError, run_ranks
 from dataflow.topology_exchange import detect_topology
@@ -350,7 +352,7 @@ import os, sys, threading
 from dataflow.testing import run_ranks
 
 def hang():
-    os.write(1, b"%d\\n" % os.getpid())
+    os.write(os.open(os.environ["TMPDIR"] + "/pids", os.O_WRONLY), b"%d\\n" % os.getpid())
     threading.Event().wait()
 
 if __name__ == "__main__":
@@ -361,21 +363,16 @@ if __name__ == "__main__":
 @pytest.mark.parametrize("method", ["forkserver", "spawn"])
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT], ids=["killed", "ctrl-c"])
 def test_ranks_end_with_a_caller_that_is_stopped(tmp_path, method, how):
-    (tmp_path / "hung.py").write_text(HUNG)
-    with subprocess.Popen(
-        [sys.executable, str(tmp_path / "hung.py"), method],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "TMPDIR": str(tmp_path)},  # a killed caller cannot remove its folder
-    ) as caller:
-        try:
-            ranks = [int(caller.stdout.readline()) for _ in range(2)]
-            assert set(tmp_path.glob("dataflow-ranks-*"))
-            caller.send_signal(how)
-            stderr = caller.communicate(timeout=30)[1]
-        finally:
-            caller.kill()
+    os.mkfifo(tmp_path / "pids")
+    variables = {"TMPDIR": str(tmp_path)}  # a killed caller cannot remove its folder
+    with (
+        open(os.open(tmp_path / "pids", os.O_RDWR)) as pids,
+        Script(HUNG, method, how="forked", folder=tmp_path, variables=variables) as caller,
+    ):
+        ranks = [int(pids.readline()) for _ in range(2)]
+        assert set(tmp_path.glob("dataflow-ranks-*"))
+        os.kill(caller.process.pid, how)
+        _, _, stderr = caller.end()
     assert all(has_ended(rank) for rank in ranks)
     if how == signal.SIGINT:
         assert stderr.rstrip().endswith("KeyboardInterrupt")
@@ -403,18 +400,15 @@ def test_impossible_worlds_are_refused(wrong):
 
 
 def test_a_script_without_a_main_guard_is_told_about_it(tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text(
-        textwrap.dedent("""
-            import os
-            from dataflow.testing import run_ranks
-            run_ranks(os.getpid, 1)
-        """)
-    )
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=False)
-    assert done.returncode == 1
-    assert "rank 0 exited with code 1 before it began" in done.stderr
-    assert '`if __name__ == "__main__":`' in done.stderr
+    script = """
+import os
+from dataflow.testing import run_ranks
+run_ranks(os.getpid, 1)
+"""
+    code, _, stderr = run_script(script, how="forked", folder=tmp_path)
+    assert code == 1
+    assert "rank 0 exited with code 1 before it began" in stderr
+    assert '`if __name__ == "__main__":`' in stderr
 
 
 # ---- the marker ---------------------------------------------------------------------------------------
@@ -450,7 +444,22 @@ def run_inner(pytester, body, *options):
     pytester.makepyfile(
         test_inner=f"import pytest\nimport torch.distributed as dist\n{textwrap.dedent(body)}"
     )
-    return pytester.runpytest_subprocess(*options)
+    return pytest_in(pytester, *options)
+
+
+def pytest_in(pytester, *options):
+    """`pytester.runpytest_subprocess`, in a process that is forked with torch imported."""
+    began = time.monotonic()
+    folder = pytester.path / "program"
+    folder.mkdir(exist_ok=True)
+    options = (f"--basetemp={pytester.path / 'inner'}", *options)
+    code, out, err = run_script(
+        'import sys, pytest\nif __name__ == "__main__":\n    sys.exit(pytest.main(sys.argv[1:]))\n',
+        *options,
+        how="forked",
+        folder=folder,
+    )
+    return pytest.RunResult(code, out.splitlines(), err.splitlines(), time.monotonic() - began)
 
 
 def test_a_failing_assertion_in_one_rank_is_the_failure_of_the_test(pytester):
@@ -570,4 +579,4 @@ def test_the_tests_on_the_page_about_testing_pass(pytester):
     pytester.makeini("[pytest]\naddopts = -p no:cacheprovider")
     pytester.makeconftest(conftest)
     pytester.makepyfile(test_page="\n".join(tests))
-    pytester.runpytest_subprocess(timeout=60).assert_outcomes(passed=3)
+    pytest_in(pytester).assert_outcomes(passed=3)
