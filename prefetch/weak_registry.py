@@ -19,7 +19,7 @@ T = TypeVar("T")
 class WeakRegistry(Generic[T]):
     """The objects that were added and live, by identity. Thread-safe; without a lock that a fork could copy.
 
-    Finding one of n takes O(n).
+    Adding takes O(1), finding one of n O(n).
     """
 
     def __init__(self) -> None:
@@ -29,10 +29,10 @@ class WeakRegistry(Generic[T]):
         """Of objects that have died since the registry was used last."""
 
     def add(self, member: T) -> None:
-        """Hold it weakly. Idempotent. `TypeError` for what cannot be referred to weakly."""
-        if member not in self:
-            ref = weakref.ref(member, self._dead.append)
-            self._refs[id(ref)] = ref
+        """Hold it weakly; what is added twice comes twice. `TypeError` for what takes no weak reference."""
+        self._forget_dead()
+        ref = weakref.ref(member, self._dead.append)
+        self._refs[id(ref)] = ref
 
     def discard(self, member: T) -> None:
         """Hold it no longer. Idempotent."""
@@ -45,8 +45,11 @@ class WeakRegistry(Generic[T]):
 
     def __iter__(self) -> Iterator[T]:
         """Those that live now."""
+        self._forget_dead()
+        return (member for ref in list(self._refs.values()) if (member := ref()) is not None)
+
+    def _forget_dead(self) -> None:
         with suppress(IndexError):  # asking first whether there is one would race with other threads
             while True:
                 dead = self._dead.popleft()  # held here: nothing else has its identity meanwhile
                 self._refs.pop(id(dead), None)
-        return (member for ref in list(self._refs.values()) if (member := ref()) is not None)

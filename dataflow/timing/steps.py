@@ -32,7 +32,8 @@ class StepRecorder:
         self._recorder = Recorder(f"{next(_SERIAL):03d}", folder=folder, now=ledger.now, **about)
         if folder:
             with suppress(TypeError):  # a list, for instance; nobody watches those
-                IN_SCHEDULES.add(loader)
+                if loader not in IN_SCHEDULES:
+                    IN_SCHEDULES.add(loader)
         self._phase = ledger.phase
         self._phase_since = self._step_since = ledger.now()
         self._stop = [ledger.listen(self._phase_changed), ledger.listen_waits(self._waited)]

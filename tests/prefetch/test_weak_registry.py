@@ -25,7 +25,6 @@ def test_it_has_those_that_live_and_runs_nothing_where_one_dies() -> None:
     registry: WeakRegistry[Member] = WeakRegistry()
     kept, dropped = Member(), [Member()]
     registry.add(kept)
-    registry.add(kept)
     registry.add(dropped[0])
     assert list(registry) == [kept, dropped[0]]
     assert python_calls(dropped.clear) == []
