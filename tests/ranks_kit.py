@@ -6,8 +6,15 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from dataflow.testing import run_ranks
+from dataflow.testing import ranks, run_ranks
 
+# What most test modules import takes each rank up to 0.3 s of a core, unless the fork server has it.
+ranks._PRELOADED.extend(
+    [
+        *("hypothesis", "psutil", "pyarrow.parquet", "PIL.Image"),
+        *("dataflow.loader", "dataflow.stream.loader", "dataflow.mixture", "dataflow.grad.schedule"),
+    ]
+)
 fast_ranks = functools.partial(run_ranks, start_method="forkserver")
 F = TypeVar("F", bound=Callable[[], Any])
 

@@ -153,8 +153,10 @@ def test_the_consumer_waits_for_a_builder_that_delays_and_not_for_a_later_one() 
             make(first)
             first.end()
 
-        when_the_consumer_waits(engine, end_first)
+        builder = threading.Thread(target=end_first)  # in the consumer's it would wake nobody
+        when_the_consumer_waits(engine, builder.start)
         assert [next_names(engine) for _ in range(2)] == [["a.0"], ["b.0"]]
+        builder.join()
 
 
 def test_a_build_is_laid_aside_while_too_much_is_held_and_handed_out_again() -> None:
