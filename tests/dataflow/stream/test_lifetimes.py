@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import subprocess
-import sys
 import threading
 import weakref
 from collections import Counter
@@ -33,12 +31,11 @@ from datasets_kit import (
 )
 from forked_kit import exit_code_in_child
 from http_kit import slowstore
+from programs_kit import run_script
 from stream_kit import session_of, stream_of
 from threads_kit import our_threads, threads_left
 
 from dataflow import DataLoader, ShardedDataset, Shuffle
-
-HERE = Path(__file__).parents[2]
 
 
 def num_descriptors() -> int:
@@ -279,7 +276,8 @@ def test_random_access_leaves_no_descriptor_open(ints: Made) -> None:
 # ---- processes ------------------------------------------------------------------------------------------
 
 NEVER_CLOSED = """
-import sys
+import sys, warnings
+warnings.simplefilter("error")
 from dataflow import DataLoader, ShardedDataset
 loader = DataLoader(ShardedDataset(sys.argv[1], catalog=sys.argv[2], transform=lambda s: s), 2, shuffle=True)
 loop = iter(loader)
@@ -294,11 +292,12 @@ IN_A_THREAD = NEVER_CLOSED.replace(
 
 
 @pytest.mark.parametrize(("script", "code"), [(NEVER_CLOSED, 0), (FAILS, 7), (IN_A_THREAD, 0)])
-def test_the_interpreter_ends_cleanly_with_an_open_loader(ints: Made, script: str, code: int) -> None:
+def test_the_interpreter_ends_cleanly_with_an_open_loader(
+    ints: Made, tmp_path: Path, script: str, code: int
+) -> None:
     ints.open()
-    command = [sys.executable, "-W", "error", "-c", script, ints.kwargs["source"], ints.kwargs["catalog"]]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False, cwd=HERE.parent)
-    assert (done.returncode, done.stdout, done.stderr) == (code, "2\n", "")
+    command = (script, ints.kwargs["source"], ints.kwargs["catalog"])
+    assert run_script(*command, how="forked", folder=tmp_path) == (code, "2\n", "")
 
 
 def test_a_fork_after_the_start_is_a_clear_error_in_the_child(ints: Made) -> None:

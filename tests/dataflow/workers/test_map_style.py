@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -14,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from datasets_kit import MAKERS, NUM_SAMPLES, Make, make_tar, npy, plain, rows_of, write_tar
+from programs_kit import run_script
 
 from dataflow import DataLoader, Image, Ragged, ShardedDataset, Shuffle
 from sharding.errors import SampleError, ShardChangedError, ShardReadError
@@ -201,11 +200,9 @@ if __name__ == "__main__":
 def test_torchs_loader_reads_it_in_worker_processes(made: Make, tmp_path: Path) -> None:
     data = made("tar")
     data.open()
-    (tmp_path / "workers.py").write_text(WORKERS)
-    command = [sys.executable, str(tmp_path / "workers.py")]
-    command += [data.kwargs["source"], data.kwargs["catalog"]]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert (done.returncode, done.stdout) == (0, "fine\n"), done.stderr
+    command = (WORKERS, data.kwargs["source"], data.kwargs["catalog"])
+    code, out, err = run_script(*command, how="forked", folder=tmp_path)
+    assert (code, out) == (0, "fine\n"), err
 
 
 def test_ragged_values_come_as_rows(made: Make) -> None:

@@ -6,16 +6,17 @@ import gc
 import json
 import random
 import signal
-import subprocess
 import sys
 import threading
 from collections.abc import Iterator
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from programs_kit import run_script
 from threads_kit import threads_left
 from torch.utils.data import (
     BatchSampler,
@@ -900,13 +901,11 @@ print("leaving")
 """
 
 
-def test_an_item_that_hangs_does_not_keep_the_interpreter_from_exiting() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", HANGING], capture_output=True, text=True, timeout=100, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert "leaving" in done.stdout
-    assert "in __getitem__" in done.stderr, "it is told what still runs"
+def test_an_item_that_hangs_does_not_keep_the_interpreter_from_exiting(tmp_path: Path) -> None:
+    code, out, err = run_script(HANGING, how="forked", folder=tmp_path)
+    assert code == 0, err
+    assert "leaving" in out
+    assert "in __getitem__" in err, "it is told what still runs"
 
 
 # ---- arguments --------------------------------------------------------------------------------------------
