@@ -48,3 +48,10 @@ def python_calls(action: Callable[[], object]) -> list[str]:
     finally:
         sys.setprofile(None)
     return calls
+
+
+def compute_until_interrupted() -> None:
+    """What training code does behind a loop: it is no wait that a signal may come just before."""
+    deadline = time.monotonic() + _ENDS_IN_S
+    while time.monotonic() < deadline:
+        pass

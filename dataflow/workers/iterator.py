@@ -83,7 +83,7 @@ class WorkerIterator(FetchIterator):
         """Who fetches."""
         loader._drop_in.start = self.runners.start, self.runners.start_reason
         self._dumps = self.runners.dumps
-        self._closer = InPlaceFinalizer(self, self.runners.close, exitpriority=10)
+        self._closer = InPlaceFinalizer(self, self.runners.close)
         self.next_epoch: NextEpoch | None = None
         """Work that was given out for the epoch after this one."""
         self._speculates = (

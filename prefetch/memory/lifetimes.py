@@ -83,16 +83,31 @@ class InPlaceFinalizer(util.Finalize):
     A Ctrl-C that strikes in the task when the owner dies is raised in the code that goes on.
     """
 
+    def __init__(self, owner: object, task: Task) -> None:
+        super().__init__(owner, task, exitpriority=10)
+        # One that came just before is raised where the next Python code begins; nothing can catch it there:
+        # the newer of two references is called first, and the other one sees that it got nowhere.
+        self._began = False
+        self._first: weakref.ref[Any] | None = weakref.ref(owner, self._begin)
+
+    def _begin(self, _: object) -> None:
+        self._began = True
+
     def __call__(self, wr: object = None, *arguments: Any, **keywords: Any) -> Any:
         """Run the task, unless it has run. `wr`: the reference to an owner that has died."""
+        interrupted = wr is not None and self._first is not None and not self._began
+        self._first = None  # what has run leaves nothing to run where the owner dies
         try:
             return super().__call__(wr, *arguments, **keywords)
         except KeyboardInterrupt:
             if wr is None:
                 raise
-            # A thread gets its turn when this one has worked for a while: by then it is behind the task. A
-            # signal, unlike `interrupt_main`, wakes a thread that waits for a lock.
-            start_new_thread(signal.pthread_kill, (threading.main_thread().ident or 0, signal.SIGINT))
+            interrupted = True
+        finally:
+            if interrupted:
+                # A thread gets its turn when this one has worked for a while: by then it is behind the task.
+                # A signal, unlike `interrupt_main`, mostly wakes a thread that waits for a lock.
+                start_new_thread(signal.pthread_kill, (threading.main_thread().ident or 0, signal.SIGINT))
 
 
 class Closable(Protocol):

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 from programs_kit import run_script
-from threads_kit import threads_left
+from threads_kit import compute_until_interrupted, threads_left
 from torch.utils.data import (
     BatchSampler,
     DataLoader as TorchDataLoader,
@@ -810,7 +810,7 @@ def test_ctrl_c_while_a_loop_that_was_left_ends_its_threads_is_raised(
     )
     with pytest.raises(KeyboardInterrupt):  # noqa: PT012  what is behind is what is tested
         del it
-        threading.Event().wait(TIMEOUT_S)
+        compute_until_interrupted()
     monkeypatch.undo()
     assert threads_left("dataflow-worker") == []
 

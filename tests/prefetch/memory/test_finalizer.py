@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import gc
+import operator
 import os
 import signal
 import subprocess
 import sys
 import threading
+from _thread import interrupt_main
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from threads_kit import python_calls, threads_left
+from threads_kit import compute_until_interrupted, python_calls, threads_left
 
 from prefetch.memory.interrupts import Uninterrupted
 from prefetch.memory.lifetimes import DeathWatch, Finalizer, InPlaceFinalizer
@@ -122,22 +125,58 @@ def test_a_task_in_place_has_run_when_the_code_goes_on() -> None:
     assert len(ran) == 1
 
 
+def test_a_task_in_place_runs_where_the_collector_finds_its_owner() -> None:
+    ran: list[int] = []
+    owner = Owner()
+    owner.me, owner.finalizer = owner, InPlaceFinalizer(owner, lambda: ran.append(1))  # type: ignore[attr-defined]
+    del owner
+    gc.collect()
+    assert ran == [1]
+
+
+def test_a_task_in_place_that_was_called_leaves_nothing_to_run_where_the_owner_dies() -> None:
+    ran: list[int] = []
+    owners = [Owner()]
+    finalizer = InPlaceFinalizer(owners[0], lambda: ran.append(1))
+    finalizer()
+    assert python_calls(owners.clear) == []
+    assert ran == [1]
+
+
 def test_ctrl_c_in_a_task_where_its_owner_dies_is_raised_behind_it() -> None:
     owners, reached = [Owner()], False
     finalizer = InPlaceFinalizer(owners[0], press)
     with pytest.raises(KeyboardInterrupt):  # noqa: PT012  what is behind is what is tested
         owners.clear()
         reached = True
-        threading.Event().wait(WAIT_S)
+        compute_until_interrupted()
     assert reached
     del finalizer
 
 
-def test_ctrl_c_in_a_task_that_is_called_is_raised_by_it() -> None:
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # it is printed, too
+def test_ctrl_c_that_came_just_before_a_task_where_its_owner_dies_is_raised_behind_it() -> None:
+    """It is raised where Python code begins to run next: in what runs where the owner dies."""
+    owners, ran = [Owner()], []
+    finalizer = InPlaceFinalizer(owners[0], lambda: ran.append(1))
+    with pytest.raises(KeyboardInterrupt):  # noqa: PT012  what is behind is what is tested
+        deque(map(operator.call, (interrupt_main, owners.clear)), maxlen=0)  # without Python code between
+        compute_until_interrupted()
+    assert ran == [1]
+    del finalizer
+
+
+def test_ctrl_c_in_a_task_that_is_called_is_raised_by_it_and_not_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sent: list[Any] = []
+    monkeypatch.setattr("prefetch.memory.lifetimes.start_new_thread", lambda *call: sent.append(call))
     owner = Owner()
     finalizer = InPlaceFinalizer(owner, press)
     with pytest.raises(KeyboardInterrupt):
         finalizer()
+    del owner
+    assert sent == []
 
 
 # ---- blocks ------------------------------------------------------------------------------------------------
