@@ -6,41 +6,36 @@ import gzip
 import json
 import re
 import resource
-import subprocess
-import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-# As a script: the folders beside this file are named like the packages.
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from programs_kit import Script
 
 LIMIT_MB = 512
 _ADDRESS_SPACE = 6 << 30
 _TIMEOUT_S = 120.0
+_IMPORTED = (
+    *("pyarrow.json", "pyarrow.parquet", "zstandard"),
+    *("sharding.catalog.build", "sharding.formats", "bombs_kit"),
+)
 
 
 def index_apart(path: Path, format_name: str = "auto") -> tuple[str, float]:
     """Index a file in a process of its own: what was raised ("": nothing), and peak MB besides imports."""
-    done = subprocess.run(
-        [sys.executable, __file__, str(path), format_name], capture_output=True, text=True, timeout=_TIMEOUT_S
-    )
-    assert done.returncode == 0, f"exit status {done.returncode}: {done.stderr[-2000:]}"
-    answer = json.loads(done.stdout)
+    program = "import sys, bombs_kit\nbombs_kit.tell(*sys.argv[1:])\n"
+    with Script(program, path, format_name, how="forked", folder=path.parent, imported=_IMPORTED) as indexing:
+        code, out, err = indexing.end(_TIMEOUT_S)
+    assert code == 0, f"exit status {code}: {err[-2000:]}"
+    answer = json.loads(out)
     return answer["error"], answer["megabytes"]
 
 
-def _main(path: str, format_name: str) -> None:
+def tell(path: str, format_name: str) -> None:
+    """Index a file and print what came of it."""
     resource.setrlimit(resource.RLIMIT_AS, (_ADDRESS_SPACE, _ADDRESS_SPACE))
-    import pyarrow.json
-    import pyarrow.parquet
-    import zstandard
-
     from sharding.catalog.build import build_catalog
     from sharding.formats import resolve_format
 
-    assert pyarrow.json
-    assert pyarrow.parquet
-    assert zstandard
     before, error = _peak(), ""
     try:
         build_catalog(
@@ -72,7 +67,3 @@ def write_zstd(path: Path, pieces: Iterable[bytes]) -> None:
     with path.open("wb") as stored, zstandard.ZstdCompressor(level=3).stream_writer(stored) as file:
         for piece in pieces:
             file.write(piece)
-
-
-if __name__ == "__main__":
-    _main(sys.argv[1], sys.argv[2])

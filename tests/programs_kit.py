@@ -1,7 +1,7 @@
 """Python programs for tests, started or forked, each in a process group of its own.
 
 To start Python and to import torch takes 1.9 s of a core; to fork a process that has done so, milliseconds.
-`Nursery` is such a process, with one thread and nothing but imports behind it. A program forked from it is
+A `Nursery` is such a process, with one thread and nothing but imports behind it. A program forked from it is
 executed in the real `__main__` and ends as any program does, with all that the interpreter does at its end.
 Tests of how a program is started (from a file, by `-m`, by `-c`) start theirs.
 """
@@ -22,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import CodeType
 from typing import Any
@@ -30,17 +30,18 @@ from typing import Any
 HERE = Path(__file__).parent
 WAIT_S = 60.0
 """Nothing here waits longer; a machine that is busy with other things may need some of it."""
-_IMPORTED = ("dataflow.workers.process_main", "dataflow.loader", "psutil", "worker_kit")
+IMPORTED = ("dataflow.workers.process_main", "dataflow.loader", "psutil", "worker_kit")
+"""What most programs import, torch among it."""
 _MOST_BYTES = 1 << 16
 _PR_SET_PDEATHSIG = 1
 
 
 class Nursery:
-    """The process that programs are forked from, one at a time; ends with this one."""
+    """A process with modules imported that programs are forked from, one at a time; ends with this one."""
 
-    def __init__(self) -> None:
+    def __init__(self, imported: Sequence[str]) -> None:
         self.connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        run = f"import programs_kit; exec(programs_kit.next_program({theirs.fileno()}))"
+        run = f"import programs_kit; exec(programs_kit.next_program({theirs.fileno()}, {imported}))"
         self.process = subprocess.Popen(
             [sys.executable, "-X", "faulthandler", "-c", run],
             stdin=subprocess.DEVNULL,
@@ -57,26 +58,26 @@ class Nursery:
         self.process.wait(WAIT_S)
 
 
-_nurseries: list[Nursery] = []
-"""The one of this process, once a program was asked for."""
+_nurseries: dict[tuple[str, ...], Nursery] = {}
+"""Those of this process, by what they have imported, once a program was asked for."""
 
 
-def nursery() -> Nursery:
-    """The one of this process, made when first needed."""
-    if not _nurseries:
-        _nurseries.append(Nursery())
-    return _nurseries[0]
+def nursery(*imported: str) -> Nursery:
+    """One of this process, made when first needed."""
+    if imported not in _nurseries:
+        _nurseries[imported] = Nursery(imported)
+    return _nurseries[imported]
 
 
 def nursery_pids() -> list[int]:
-    """Its process, if there is one: it lives as long as this process does."""
-    return [each.process.pid for each in _nurseries]
+    """Their processes, which live as long as this one does."""
+    return [each.process.pid for each in _nurseries.values()]
 
 
-def next_program(connection_fd: int) -> CodeType:
+def next_program(connection_fd: int, imported: Sequence[str]) -> CodeType:
     """Fork a child for each program that is asked for; returns in the children, what they are to execute."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    for name in _IMPORTED:
+    for name in imported:
         importlib.import_module(name)
     gc.collect()
     gc.freeze()  # the children need not look through torch at their end
@@ -115,9 +116,11 @@ def _prepared(program: dict[str, Any], *outputs: int) -> CodeType:
 class ForkedProgram:
     """A program forked from the nursery, as far as `subprocess.Popen` has the same."""
 
-    def __init__(self, arguments: list[str], environment: dict[str, str], cwd: str) -> None:
+    def __init__(
+        self, arguments: list[str], environment: dict[str, str], cwd: str, imported: Sequence[str]
+    ) -> None:
         self.returncode: int | None = None
-        self._connection = nursery().connection
+        self._connection = nursery(*imported).connection
         self._output, output = os.pipe()
         self._errors, errors = os.pipe()
         program = {"argv": arguments, "environment": environment, "cwd": cwd}
@@ -161,6 +164,7 @@ class Script:
         folder: Path | None = None,
         variables: Mapping[str, str] | None = None,
         cwd: Path | None = None,
+        imported: Sequence[str] = IMPORTED,
     ) -> None:
         environment = {**os.environ, "PYTHONPATH": _search_path(*filter(None, [folder])), **(variables or {})}
         command = [] if how == "forked" else [sys.executable, "-X", "faulthandler"]
@@ -172,7 +176,7 @@ class Script:
             command += ["-m", "script_main"] if how == "-m" else [str(folder / "script_main.py")]
         command += map(str, args)
         self.process = (
-            ForkedProgram(command, environment, str(cwd or Path.cwd()))
+            ForkedProgram(command, environment, str(cwd or Path.cwd()), imported)
             if how == "forked"
             else subprocess.Popen(
                 command,
@@ -193,9 +197,9 @@ class Script:
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.communicate()
 
-    def end(self) -> tuple[int, str, str]:
+    def end(self, timeout_s: float = WAIT_S) -> tuple[int, str, str]:
         """Wait for its end: exit code, output, errors."""
-        out, err = self.process.communicate(timeout=WAIT_S)
+        out, err = self.process.communicate(timeout=timeout_s)
         code = self.process.returncode
         assert code is not None
         return code, out, err
