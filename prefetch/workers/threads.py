@@ -18,6 +18,7 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from prefetch.engine.pool import PriorityPool, lower_switch_interval, restore_switch_interval
+from prefetch.memory.interrupts import Uninterrupted
 from prefetch.memory.lifetimes import Finalizer
 from prefetch.work import Task
 
@@ -45,8 +46,9 @@ class WorkerThreads:
         self._pools: list[PriorityPool] = []
         # Who is interrupted before he has told anybody of us drops us: the threads end all the same.
         self._dropped = Finalizer(self, partial(_stop, self._pools))
-        for number in range(num_threads):
-            self._pools.append(PriorityPool(1, f"{name}-{number}"))
+        with Uninterrupted():  # nobody would know of a thread that has begun and is not written down
+            for number in range(num_threads):
+                self._pools.append(PriorityPool(1, f"{name}-{number}"))
         self._finished: SimpleQueue[Any] = SimpleQueue()
         self._closing = threading.Lock()  # guards _closed; held until the threads have ended
         self._closed = False

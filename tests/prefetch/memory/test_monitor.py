@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import sys
 import threading
 from collections.abc import Callable
-from types import FrameType
 from typing import Any
 
 import pytest
+from threads_kit import Interrupting, interrupted_at_every_instruction
 
 from prefetch.memory.interrupts import Monitor
 
@@ -99,42 +97,6 @@ def test_a_waiter_that_was_woken_and_not_taken_out_costs_nobody_its_notice() -> 
     joined(threads)
     assert notified == [True] * 2
     assert_in_order(monitor)
-
-
-class Interrupting:
-    """Sends SIGINT when the n-th instruction of a function's code is about to run."""
-
-    def __init__(self, code: Any, at: int) -> None:
-        self._code, self._left = code, at
-        self.struck = False
-
-    def __call__(self, frame: FrameType, event: str, argument: Any) -> Any:
-        if frame.f_code is not self._code:
-            return None
-        frame.f_trace_opcodes = True
-        if event == "opcode" and not self.struck:
-            self._left -= 1
-            if self._left < 0:
-                self.struck = True
-                os.kill(os.getpid(), signal.SIGINT)
-        return self
-
-
-def interrupted_at_every_instruction(function: Callable[..., Any], action: Callable[[], None]) -> int:
-    """Run an action again and again, each time with a Ctrl-C one instruction further into a function."""
-    at = 0
-    while True:
-        strike = Interrupting(function.__code__, at)  # type: ignore[attr-defined]
-        sys.settrace(strike)
-        try:
-            action()
-        except KeyboardInterrupt:
-            pass
-        finally:
-            sys.settrace(None)
-        if not strike.struck:
-            return at
-        at += 1
 
 
 @pytest.mark.parametrize("notified", [False, True])

@@ -5,11 +5,14 @@ from __future__ import annotations
 import logging
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import pytest
+from threads_kit import interrupted_at_every_instruction, threads_left
 
+from prefetch.engine.pool import PriorityPool
 from prefetch.workers.threads import WorkerThreads
 
 TIMEOUT_S = 20
@@ -133,3 +136,12 @@ def test_threads_whose_owner_is_dropped_without_being_closed_end() -> None:
     for thread in threads:
         thread.join(TIMEOUT_S)
         assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("function", [WorkerThreads.__init__, PriorityPool.__init__])
+def test_a_ctrl_c_at_any_instruction_while_threads_start_leaves_none(function: Callable[..., Any]) -> None:
+    def action() -> None:
+        WorkerThreads(2, "test-begun").close()
+
+    assert interrupted_at_every_instruction(function, action) > 20
+    assert threads_left("test-begun") == []
