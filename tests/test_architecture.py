@@ -172,6 +172,12 @@ def test_no_python_code_runs_where_a_member_of_a_set_dies(module: Path) -> None:
 
 
 @every(MODULES)
+def test_no_python_code_runs_where_the_object_of_a_thread_dies(module: Path) -> None:
+    """As it does for those of `threading.Thread` itself: `UnlistedThread` has none."""
+    assert "Thread" not in set(called_names(module))
+
+
+@every(MODULES)
 def test_no_value_is_cached_under_a_lock_for_all_objects(module: Path) -> None:
     """As by `functools.cached_property` up to Python 3.11: `sharding.cached_property` has none."""
     assert "functools.cached_property" not in set(imported_modules(module))

@@ -28,6 +28,7 @@ from prefetch.control.depth import Decision
 from prefetch.control.gate import ReadGate
 from prefetch.control.inflight import Inflight, Sent
 from prefetch.errors import ReaderClosedError
+from prefetch.memory.interrupts import UnlistedThread
 from prefetch.memory.lifetimes import only_ours
 
 _MESSAGE = struct.Struct("<cqi")  # kind, value, rank
@@ -114,7 +115,7 @@ class Broker:
             self._listener.close()
             raise
         self._wake, self._woken = socket.socketpair()
-        self._thread = threading.Thread(target=self._serve, name="prefetch-broker")
+        self._thread = UnlistedThread(target=self._serve, name="prefetch-broker")
         self._thread.start()
 
     def close(self) -> None:

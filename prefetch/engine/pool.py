@@ -30,7 +30,7 @@ from pathlib import Path
 from types import FrameType
 
 from prefetch.engine.stats import StageStats
-from prefetch.memory.interrupts import Monitor
+from prefetch.memory.interrupts import Monitor, UnlistedThread
 from prefetch.work import Task
 
 SWITCH_INTERVAL_S = 1e-4
@@ -53,7 +53,7 @@ class PriorityPool:
         self._busy_s, self._num_tasks = 0.0, 0
         self._initializer = initializer
         self._threads = [
-            threading.Thread(target=self._run, name=f"{name}-{i}", daemon=True) for i in range(num_threads)
+            UnlistedThread(target=self._run, name=f"{name}-{i}", daemon=True) for i in range(num_threads)
         ]
         for thread in self._threads:
             thread.start()

@@ -30,6 +30,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Final
 
+from prefetch.memory.interrupts import UnlistedThread
 from prefetch.memory.lifetimes import only_ours
 
 _F_SETOWN_EX: Final = 15
@@ -166,7 +167,7 @@ class FileGuards:
         """The thread that waits for the kernel's word; its number."""
         if self._thread is None:
             # A daemon only for programs that exit without closing their loader.
-            self._thread = threading.Thread(target=self._listen, name="dataflow-guards", daemon=True)
+            self._thread = UnlistedThread(target=self._listen, name="dataflow-guards", daemon=True)
             before = signal.pthread_sigmask(signal.SIG_BLOCK, {_SIGNAL})  # the thread inherits it
             try:
                 self._thread.start()

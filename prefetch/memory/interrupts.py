@@ -1,4 +1,4 @@
-"""Left in order by a Ctrl-C at any moment: a lock with a wait, and blocks that must not end in the middle.
+"""Left in order by a Ctrl-C at any moment: a lock with a wait, threads, blocks that must not be cut short.
 
 A KeyboardInterrupt may be raised between any two instructions of the main thread: after a thread or a process
 was started and before anybody has written down that it was, or after a lock was taken and before the block
@@ -16,6 +16,7 @@ import signal
 import threading
 from _thread import RLock, allocate_lock
 from collections import deque
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 
@@ -46,6 +47,18 @@ class Uninterrupted:
         if self._signal:
             self._handler(*arguments)
         self._signal = arguments
+
+
+class UnlistedThread(threading.Thread):
+    """A thread whose object dies without Python code.
+
+    `threading` lists the objects of all threads in a `WeakSet`, for its own tests. Its callback runs where
+    the last reference to an ended thread goes, and a Ctrl-C that strikes there is printed and dropped.
+    """
+
+    def __init__(self, *, target: Callable[[], object], name: str, daemon: bool | None = None) -> None:
+        super().__init__(target=target, name=name, daemon=daemon)
+        getattr(threading, "_dangling", set()).discard(self)
 
 
 class Monitor(RLock):  # type: ignore[misc]  # typeshed calls it final; CPython does not

@@ -25,6 +25,7 @@ from multiprocessing import util
 from operator import methodcaller
 from typing import Any, Protocol, TypeVar
 
+from prefetch.memory.interrupts import UnlistedThread
 from prefetch.weak_registry import WeakRegistry
 from prefetch.work import Task
 
@@ -70,7 +71,7 @@ class Finalizer:
 
     def _begin(self) -> None:
         # A thread that `threading` does not know would be given a name there for ever by the task's locks.
-        threading.Thread(target=self._run, name="dataflow-close", daemon=True).start()
+        UnlistedThread(target=self._run, name="dataflow-close", daemon=True).start()
 
     def _run(self) -> None:
         self._task()

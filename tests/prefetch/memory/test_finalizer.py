@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from threads_kit import compute_until_interrupted, python_calls, threads_left
 
-from prefetch.memory.interrupts import Uninterrupted
+from prefetch.memory.interrupts import Uninterrupted, UnlistedThread
 from prefetch.memory.lifetimes import DeathWatch, Finalizer, InPlaceFinalizer
 
 WAIT_S = 10
@@ -243,3 +243,10 @@ def test_other_threads_and_ignored_interrupts_are_left_alone() -> None:
     finally:
         signal.signal(signal.SIGINT, before)
     assert inside == [before, signal.SIG_IGN]
+
+
+def test_the_object_of_a_thread_dies_without_python_code() -> None:
+    threads = [UnlistedThread(target=list, name="test-unlisted")]
+    threads[0].start()
+    threads[0].join(WAIT_S)
+    assert python_calls(threads.clear) == []
