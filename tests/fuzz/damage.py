@@ -395,6 +395,8 @@ def verdict(original: Original, kwargs: dict[str, Any], what: str, reader: Reade
         found = repr(
             [{name: list(value) for name, value in sorted(row.items())} for row in _evaluated(found)]
         )
+    if original.name.startswith("jsonl") and "rows" in answer and _evaluated(found) == expected:
+        return "as stored", ""  # 2375 in a column of fractions is 2375.0
     if found == repr(expected):
         return "as stored", ""
     return "silent", f"ours {found[:300]}, another reader's {repr(expected)[:300]}"
@@ -417,6 +419,7 @@ def _expected(original: Original, folder: Path, *, behind: bool) -> Rows:
             elif path.suffix == ".arrow":
                 tail = 10 + int.from_bytes(whole[-10:-6], "little")
             elif path.suffix == ".arrows":
+                head = 8 + int.from_bytes(whole[4:8], "little")  # the schema
                 tail = 8  # the mark of the end
             copy.write_bytes(whole[:head] + data[head : len(data) - tail] + whole[len(whole) - tail :])
             if (index := path.with_suffix(".idx")).exists():
