@@ -168,8 +168,9 @@ class FileGuards:
         if self._thread is None:
             # A daemon only for programs that exit without closing their loader.
             self._thread = UnlistedThread(target=self._listen, name="dataflow-guards", daemon=True)
-            before = signal.pthread_sigmask(signal.SIG_BLOCK, {_SIGNAL})  # the thread inherits it
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
             try:
+                signal.pthread_sigmask(signal.SIG_BLOCK, {_SIGNAL})  # the thread inherits it
                 self._thread.start()
             finally:
                 signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -32,6 +32,7 @@ from multiprocessing import (
 from multiprocessing.context import set_spawning_popen
 from typing import Any, cast
 
+from prefetch.memory.interrupts import Uninterrupted
 from prefetch.workers.forked_server import fork_server, search_path_shared
 
 _PR_SET_PDEATHSIG = 1
@@ -40,11 +41,15 @@ _PR_SET_PDEATHSIG = 1
 @contextlib.contextmanager
 def interrupts_held() -> Iterator[None]:
     """Ctrl-C waits, here and in processes that are started meanwhile (there until `let_interrupt`)."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    # Blocked in this thread, it comes to another one, and is raised here all the same, maybe before the mask
+    # is set back: no Ctrl-C would ever come again.
+    with Uninterrupted():
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+        try:
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+            yield
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def let_interrupt() -> None:
@@ -95,7 +100,8 @@ class Server(forkserver.ForkServer):
 
     def ensure_running(self) -> None:
         """Start it if it does not run, without waiting for it."""
-        resource_tracker.ensure_running()  # it lets interrupts through once started
+        with Uninterrupted():
+            resource_tracker.ensure_running()  # it lets interrupts through once started
         with interrupts_held(), search_path_shared():
             if not self._begun and not self.not_forked:
                 self._fork()

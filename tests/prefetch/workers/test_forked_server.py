@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import signal
+import threading
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from programs_kit import ANOTHER_THREAD, run_script
 
+from prefetch.workers.fork_server import interrupts_held
 from prefetch.workers.forked_server import ForkFacts, refusal
 
 QUIET = ForkFacts(threads=1, python_threads=1, blas_threads=0, devices=(), held_bytes=1 << 28)
@@ -198,6 +201,20 @@ assert values(later.value) == ["later", "later", "forked server"]
 print("fine")
 """
     assert run_script(BEGIN + text, how="forked", folder=tmp_path) == (0, "fine\n", "")
+
+
+def test_a_ctrl_c_that_another_thread_takes_while_a_process_starts_is_raised_behind_that() -> None:
+    order, held = [], threading.Event()
+    taker = threading.Thread(target=lambda: held.wait(10) and signal.raise_signal(signal.SIGINT))
+    taker.start()
+    with pytest.raises(KeyboardInterrupt):  # noqa: PT012
+        with interrupts_held():
+            held.set()
+            taker.join()
+            order.append("process started")
+        order.append("never")
+    assert order == ["process started"]
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
 
 
 @pytest.mark.parametrize("end", ["sys.exit()", "os.kill(os.getpid(), 9)"])
