@@ -330,7 +330,7 @@ class ShardedDataset(Sharded, Dataset[S]):
             may_load=True,
             closing=threading.Event(),
         )
-        batch = {output.name: output.build(columns).whole(len(parts)) for output in self.outputs}
+        batch = {output.name: output.build(columns).whole(columns) for output in self.outputs}
         return columns, samples_of(batch, self.outputs, len(parts))
 
     def _window(self, arena: Arena, block: int, row: int) -> tuple[StagedWindow, int]:

@@ -31,7 +31,8 @@ MAY_USE: dict[str, set[str]] = {
     "sharding.write": {"sharding.formats", "sharding.formats.tar"},
     # prefetch: bytes in motion
     "prefetch": set(),
-    "prefetch.memory": {"sharding.catalog"},
+    "prefetch.core": set(),
+    "prefetch.memory": {"prefetch.core", "sharding.catalog"},
     "prefetch.control": {"prefetch.memory"},
     "prefetch.engine": {"prefetch.control", "prefetch.memory"},
     "prefetch.store": {"prefetch.control", "prefetch.memory", "sharding.catalog"},
@@ -41,6 +42,7 @@ MAY_USE: dict[str, set[str]] = {
     "dataflow.decode": {"sharding.formats"},
     "dataflow.staging": {
         "dataflow.decode",
+        "prefetch.core",
         "prefetch.memory",
         "prefetch.store",
         "prefetch.control",
@@ -50,6 +52,7 @@ MAY_USE: dict[str, set[str]] = {
     "dataflow.batch": {
         "dataflow.decode",
         "dataflow.staging",
+        "prefetch.core",
         "prefetch.memory",
         *LEAVES,
         *ORDERS - {"sharding.topology", "sharding.mixture"},

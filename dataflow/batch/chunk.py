@@ -166,10 +166,8 @@ class BatchChunk:
                 closing=context.closing,
                 on_return=context.on_return,
             )
-            for output in context.outputs:
-                self._built.append(output.build(columns))
-                for copy in self._built[-1].copies:
-                    copy()
+            self._built = [output.build(columns) for output in context.outputs]
+            columns.copy(self._built)
         return [decode for built in self._built for decode in built.decodes]
 
     def finish(self) -> Iterator[Piece[Delivered]]:

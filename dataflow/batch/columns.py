@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,8 +18,10 @@ from numpy.typing import NDArray
 from dataflow.batch.held_bytes import Ranges
 from dataflow.decode.crop import Draws
 from dataflow.decode.values import MISSING
-from dataflow.staging.columns import StagedSpans
+from dataflow.staging.columns import StagedArray, StagedSpans
 from dataflow.staging.window import StagedWindow
+from prefetch.core.executor import executor
+from prefetch.core.plan import BuildPlan, PlanColumn
 from prefetch.errors import EngineClosedError
 from prefetch.memory.arena import Arena, rounded_bytes
 from sharding.cached_property import cached_property
@@ -55,6 +57,12 @@ class WindowPart:
             return WindowPart(self.window, self.rows[start:stop], taken)
         return WindowPart(self.window, self.rows[start:stop], self.chunk_rows[start:stop])
 
+    def array(self, column: str) -> Array:
+        """A column of the window that was staged as an array, [window rows, *shape]."""
+        staged = self.window.staged[column]
+        assert isinstance(staged, StagedArray)
+        return staged.values
+
     def spans(self, column: str) -> StagedSpans:
         """A column of the window whose values stay where they were read."""
         staged = self.window.staged[column]
@@ -74,11 +82,11 @@ class Cut:
     """The whole value's, as the plan knows it."""
 
     def apply(self, pieces: NDArray[np.int64], itemsize: int) -> NDArray[np.int64]:
-        """Make pieces of whole values ([rows, 2] address and bytes), and tell the rows of another length."""
-        wrong = np.flatnonzero(pieces[:, 1] != self.whole * itemsize)
-        pieces[:, 0] += self.begin * itemsize
-        pieces[:, 1] = self.length * itemsize
-        pieces[wrong, 1] = 0
+        """Make pieces of whole values ([2, rows] addresses and bytes); gives the rows of another length."""
+        wrong = np.flatnonzero(pieces[1] != self.whole * itemsize)
+        pieces[0] += self.begin * itemsize
+        pieces[1] = self.length * itemsize
+        pieces[1, wrong] = 0
         return wrong
 
 
@@ -145,6 +153,12 @@ class Randomness:
         return np.random.Generator(np.random.Philox(key=key, counter=[0, 0, 0, window.samples.number(row)]))
 
 
+class HasCopies(Protocol):
+    """A column that is built: `dataflow.batch.output.BuiltColumn`."""
+
+    copies: PlanColumn | None
+
+
 class ChunkColumns:
     """The columns of one chunk while they are built. Used by one chunk; parts of it by several threads.
 
@@ -202,11 +216,59 @@ class ChunkColumns:
     # ---- where values lie ---------------------------------------------------------------------------------
 
     def pieces(self, column: str) -> NDArray[np.int64]:
-        """Address and bytes of every row's value, int64 [rows, 2]; missing ones are empty."""
-        pieces = np.empty((self.rows.num_rows, 2), np.int64)
+        """Addresses and bytes of every row's value, int64 [2, rows]; missing ones are empty."""
+        pieces = np.empty((2, self.rows.num_rows), np.int64)
         for part in self.rows.parts:
-            pieces[part.chunk_rows] = part.spans(column).pieces[part.rows]
+            spans = part.spans(column)
+            pieces[0, part.chunk_rows] = spans.addresses[part.rows]
+            pieces[1, part.chunk_rows] = np.maximum(spans.lengths[part.rows], 0)
         return pieces
+
+    def addresses_of(self, column: str, nbytes: int) -> NDArray[np.int64] | None:
+        """Addresses of every row's value of so many bytes, int64 [rows]; None if no row has one.
+
+        Rows that lack a value, which will be left out, have another's. Raises `SampleError` for a value of
+        another length.
+        """
+        addresses, is_uniform = np.empty(self.rows.num_rows, np.int64), True
+        for part in self.rows.parts:
+            spans = part.spans(column)
+            addresses[part.chunk_rows] = spans.addresses[part.rows]
+            is_uniform = is_uniform and spans.uniform_bytes == nbytes
+        if is_uniform:
+            return addresses
+        lengths = np.empty(self.rows.num_rows, np.int64)
+        for part in self.rows.parts:
+            lengths[part.chunk_rows] = part.spans(column).lengths[part.rows]
+        have, wrong = np.flatnonzero(lengths >= 0), np.flatnonzero((lengths >= 0) & (lengths != nbytes))
+        if len(wrong):
+            reason = f"holds {lengths[wrong[0]]} bytes where every other sample holds {nbytes}"
+            raise self.rows.sample_error(int(wrong[0]), reason, column)
+        addresses[lengths < 0] = addresses[have[:1]]
+        return addresses if len(have) else None
+
+    def staged_rows(self, column: str) -> tuple[int, int, NDArray[np.int64]]:
+        """Where the rows of an array column lie: base, step and index of a `PlanColumn`."""
+        first, *others = ((part, part.array(column)) for part in self.rows.parts)
+        if not others:
+            part, values = first
+            return values.__array_interface__["data"][0], values.strides[0], part.rows
+        addresses = np.empty(self.rows.num_rows, np.int64)
+        for part, values in (first, *others):
+            start = values.__array_interface__["data"][0]
+            addresses[part.chunk_rows] = part.rows * values.strides[0] + start
+        return 0, 1, addresses
+
+    def copy(self, built: Sequence[HasCopies]) -> None:
+        """Make the copies of built columns. Raises `ShardReadError` for a value whose bytes are gone."""
+        plan_columns = [column.copies for column in built if column.copies is not None]
+        if not plan_columns:
+            return
+        status = executor().run(BuildPlan(num_rows=self.rows.num_rows, columns=plan_columns))
+        if status.any():
+            row = int(np.flatnonzero(status)[0])
+            window, window_row = self.rows.find(row)
+            raise window.truncated(window_row, plan_columns[int(status[row]) - 1].name)
 
     def stored_values(self, column: str) -> list[StoredValue | None]:
         """The stored bytes of every row's value; None where the sample has none."""

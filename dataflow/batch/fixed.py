@@ -5,17 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dataflow.batch import copies
 from dataflow.batch.columns import ChunkColumns, ChunkRows
 from dataflow.batch.output import BuiltColumn, Output, split_rows
 from dataflow.decode.values import BadRows
 from dataflow.staging.columns import StagedArray
+from prefetch.core.plan import PlanColumn
 from prefetch.memory.arena import Arena, rounded_bytes
 from sharding.blocks import Column, Spans
 from sharding.cached_property import cached_property
@@ -90,8 +89,9 @@ class ArrayOutput(FixedOutput):
                 for index in np.flatnonzero(np.isin(part.rows, list(staged.bad))).tolist():
                     columns.note_bad(part.chunk_row(index), self.name, staged.bad[int(part.rows[index])])
         out = columns.fixed_slot(self.dtype, self.shape)
-        copy = partial(copies.take_staged, columns, self.name, out)
-        return BuiltColumn(split=split_rows(out), copies=[copy])
+        base, step, rows = columns.staged_rows(self.name)
+        copies = PlanColumn(name=self.name, base=base, step=step, index=rows, each=self.row_bytes, out=out)
+        return BuiltColumn(split=split_rows(out), copies=copies)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,9 +101,20 @@ class RowsOutput(FixedOutput):
     kind: ClassVar[str] = "spans"
 
     def build(self, columns: ChunkColumns) -> BuiltColumn:
-        """Rows gathered from the stored bytes."""
+        """Rows gathered from the stored bytes. Raises `SampleError` for a value of another length."""
         self._note_lengths(columns)
         columns.note_missing(self.name)
         out = columns.fixed_slot(self.dtype, self.shape)
-        copy = partial(copies.take_rows, columns, self.name, np.dtype(self.source_dtype), out)
-        return BuiltColumn(split=split_rows(out), copies=[copy])
+        stored_bytes = math.prod(self.shape) * np.dtype(self.source_dtype).itemsize
+        addresses = columns.addresses_of(self.name, stored_bytes)
+        if addresses is None:
+            return BuiltColumn(split=split_rows(out))
+        copies = PlanColumn(
+            name=self.name,
+            index=addresses,
+            each=stored_bytes,
+            out=out,
+            widen="" if self.source_dtype == self.dtype else self.source_dtype,
+            may_load=columns.may_load,
+        )
+        return BuiltColumn(split=split_rows(out), copies=copies)

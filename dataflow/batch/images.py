@@ -13,7 +13,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dataflow.batch import copies
 from dataflow.batch.columns import ChunkColumns, ChunkRows, StoredValue, WindowPart
 from dataflow.batch.fixed import FixedOutput
 from dataflow.batch.output import BuiltColumn, Output, split_list, split_rows
@@ -52,7 +51,7 @@ class ImageOutput(FixedOutput):
             for start in range(0, len(part.rows), _PART):
                 few = part.between(start, start + _PART)
                 decode = partial(self._decode, columns, few)
-                tasks.append(partial(copies.fill, columns, few, out, decode))
+                tasks.append(partial(_fill, columns, few, out, decode))
         return BuiltColumn(split=split_rows(out), decodes=tasks)
 
     def _decode(self, columns: ChunkColumns, part: WindowPart, out: NDArray[np.uint8]) -> None:
@@ -142,6 +141,22 @@ class FreeImageOutput(Output):
             return images
         shape = cast(Tensor, images[0]).shape
         return torch.from_numpy(slot.reshape(len(images), *shape))
+
+
+def _fill(
+    columns: ChunkColumns,
+    part: WindowPart,
+    out: NDArray[np.uint8],
+    write: Callable[[NDArray[np.uint8]], None],
+) -> None:
+    """Let `write` fill the rows of a part: in place where they follow one another, else through a copy."""
+    if isinstance(part.chunk_rows, slice):
+        write(out[part.chunk_rows])
+        return
+    nbytes = len(part.rows) * (out.nbytes // max(1, len(out)))
+    own = columns.arena.lease(nbytes or 1)[:nbytes].reshape(len(part.rows), *out.shape[1:])
+    write(own)
+    out[part.chunk_rows] = own
 
 
 def _pixel_bytes(specs: Sequence[Image | None]) -> int:

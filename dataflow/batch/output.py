@@ -2,9 +2,10 @@
 
 A column arrives per block, as an array or as spans (`sharding.blocks`). It is *staged*: copied into one array
 of the window, or left where it was read, of which only addresses are kept. For each chunk the output then
-*builds* the column: it says what has to be copied from where into which slot, what has to be decoded, and how
-the slot is split into batches. A new kind of value is one more class in a file of its own, and a line in
-`dataflow.batch.resolve`. Outputs are values, shared by all windows and threads.
+*builds* the column: it says what has to be copied from where into which slot, as a part of the chunk's plan
+(`prefetch.core.plan`), what has to be decoded, and how the slot is split into batches. A new kind of value is
+one more class in a file of its own, and a line in `dataflow.batch.resolve`. Outputs are values, shared by all
+windows and threads.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from dataflow.batch.columns import ChunkColumns, ChunkRows
 from dataflow.staging.columns import StagedOutput
+from prefetch.core.plan import PlanColumn
 
 Task = Callable[[], None]
 
@@ -31,16 +33,18 @@ class BuiltColumn:
 
     split: Callable[[Sequence[int]], Iterable[Any]]
     """Batch sizes -> one value a batch; of Python objects each is made when it is asked for."""
-    copies: Sequence[Task] = ()
-    """Copies of values from where they were read into the slot: to be done at once, one after the other."""
+    copies: PlanColumn | None = None
+    """Copies of values from where they were read into the slot."""
     decodes: Sequence[Task] = ()
     """Decoding into the slot: parts that may run in parallel, after the copies."""
     ahead: Callable[[int], int] | None = None
     """Size of the next batch -> bytes of slots that its value will take: to be asked before each value."""
 
-    def whole(self, size: int) -> Any:
+    def whole(self, columns: ChunkColumns) -> Any:
         """Do everything, and give the value of one batch of all rows."""
-        for task in (*self.copies, *self.decodes):
+        size = columns.rows.num_rows
+        columns.copy([self])
+        for task in self.decodes:
             task()
         if self.ahead is not None:
             self.ahead(size)

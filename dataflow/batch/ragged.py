@@ -12,10 +12,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dataflow.batch import copies
 from dataflow.batch.columns import ChunkColumns, ChunkRows
 from dataflow.batch.output import BuiltColumn, Output
 from dataflow.ragged import Ragged
+from prefetch.core.plan import PlanColumn
 from prefetch.memory.arena import rounded_bytes
 
 
@@ -51,15 +51,21 @@ class RaggedOutput(Output):
         pieces, cut = columns.pieces(self.name), columns.rows.cut_of(self.name)
         if cut is not None:
             itemsize = np.dtype(self.source_dtype).itemsize
-            have = pieces[:, 1] // itemsize
+            have = pieces[1] // itemsize
             columns.note_lengths(self.name, cut.apply(pieces, itemsize), have)
-        lengths = pieces[:, 1]
-        out = columns.slot(int(lengths.sum()))
+        addresses, lengths = pieces
+        ends = np.cumsum(lengths)
+        out = columns.slot(int(ends[-1]) if len(ends) else 0)
         values = torch.from_numpy(out.view(self.source_dtype))
-        return BuiltColumn(
-            split=partial(self._split, values, lengths),
-            copies=[partial(copies.copy_values, columns, self.name, pieces, out)],
+        copies = PlanColumn(
+            name=self.name,
+            index=addresses,
+            lengths=lengths,
+            places=ends - lengths,
+            out=out,
+            may_load=columns.may_load,
         )
+        return BuiltColumn(split=partial(self._split, values, lengths), copies=copies)
 
     def _split(self, values: Tensor, lengths: NDArray[np.int64], sizes: Sequence[int]) -> Iterator[Any]:
         """One value a batch; offsets count from the batch's own first element."""

@@ -4,23 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from dataflow.decode.values import BadRows
+from prefetch.core.executor import executor
 from prefetch.memory.arena import Arena
-from prefetch.memory.spans import memory_at
 from sharding.blocks import Column, Spans
 from sharding.cached_property import cached_property
 
 Array = NDArray[Any]
 ALIGN = 512
 """Where a window puts blocks and values side by side, each begins at a multiple of this."""
-_TILE_BYTES = 1 << 20
-"""Columns become rows by tiles of this size: they stay in the L2 cache, and take the GIL seldom."""
 
 
 @dataclass
@@ -41,48 +38,14 @@ class StagedArray:
             np.copyto(self.values[first : first + len(values)], values)
             self.bad.update((first + row, reason) for row, reason in bad)
             return
-        # By tiles that stay in the cache: gathering the columns of a tile first and
-        # transposing it is twice as fast as writing each column strided.
         arrays = [np.asarray(column) for column in columns]
-        num_rows = len(arrays[0])
-        tile_rows = max(1, _TILE_BYTES // max(1, self.values[:1].nbytes))
-        tile = np.empty((len(arrays), min(tile_rows, num_rows), *arrays[0].shape[1:]), arrays[0].dtype)
-        for start in range(0, num_rows, tile_rows):
-            stop = min(start + tile_rows, num_rows)
-            part = np.stack([array[start:stop] for array in arrays], out=tile[:, : stop - start])
-            np.copyto(self.values[first + start : first + stop], np.moveaxis(part, 0, -1))
+        executor().interleave(arrays, self.values[first : first + len(arrays[0])])
 
     def _numbers(self, column: Column) -> tuple[Array, BadRows]:
         if isinstance(column, Spans):
             assert self.parse is not None
             return self.parse(column)
         return column, ()
-
-
-def lowest_bit(number: int) -> int:
-    """The largest power of two that divides it."""
-    return number & -number
-
-
-class Grid(NamedTuple):
-    """Where equally long values lie: at `base + step * places`."""
-
-    base: int
-    step: int
-    """Bytes, a power of two."""
-    places: NDArray[np.int64]
-    """[rows]."""
-    view: torch.Tensor
-    """uint8 [places, bytes of a value]: rows that start `step` bytes apart and may overlap.
-
-    It spans everything between the values; only the values themselves may be touched."""
-
-    @classmethod
-    def of(cls, base: int, step: int, places: NDArray[np.int64], row_bytes: int) -> Grid:
-        """A grid over memory that others keep alive."""
-        num = int(places.max()) + 1
-        memory = torch.from_numpy(memory_at(base, (num - 1) * step + row_bytes))
-        return cls(base, step, places, memory.as_strided((num, row_bytes), (step, 1)))
 
 
 @dataclass
@@ -101,22 +64,6 @@ class StagedSpans:
         """The length of every value, where all are equally long; else -1. Asked once the window is staged."""
         first = int(self.lengths[0]) if len(self.lengths) else -1
         return first if (self.lengths == first).all() else -1
-
-    @cached_property
-    def grid(self) -> Grid:
-        """Equally long values as rows of one strided view of memory. Only where loads are allowed."""
-        base = int(self.addresses.min())
-        offsets = self.addresses - base
-        step = lowest_bit(int(np.bitwise_or.reduce(offsets)) | ALIGN)
-        return Grid.of(base, step, offsets // step, self.uniform_bytes)
-
-    @cached_property
-    def pieces(self) -> NDArray[np.int64]:
-        """[rows, 2] address and length of each value, missing ones empty: what the kernel's copy takes."""
-        both = np.empty((len(self.addresses), 2), np.int64)
-        both[:, 0] = self.addresses
-        np.maximum(self.lengths, 0, out=both[:, 1])
-        return both
 
     @cached_property
     def has_missing(self) -> bool:

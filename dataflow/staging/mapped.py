@@ -22,10 +22,11 @@ from numpy.typing import NDArray
 from dataflow.staging.columns import ALIGN, StagedArray, StagedOutput, StagedSpans
 from dataflow.staging.source import Source
 from dataflow.staging.window import NotLocatableError, StagedWindow, WindowSamples
+from prefetch.core.executor import executor
+from prefetch.core.plan import BuildPlan, PlanColumn
 from prefetch.memory.arena import Arena
 from prefetch.memory.guards import FileGuard
 from prefetch.memory.mapping import MappedShard, can_map, will_need
-from prefetch.memory.spans import copy_mapped
 from sharding.blocks import Spans
 from sharding.cached_property import cached_property
 from sharding.errors import DataflowError
@@ -197,11 +198,19 @@ class MappedWindow(StagedWindow):
         nbytes = int(ends[-1]) if len(ends) else 0
         # A slab of the arena, not fresh memory: first touches cost more than the copy.
         buffer = self.arena.lease(nbytes or 1)[:nbytes]
-        have = rows[spans.lengths[rows] >= 0]
-        copied = copy_mapped(spans.pieces[have], buffer, spans.uniform_bytes)
-        if copied < len(have):
-            raise self.truncated(int(have[copied]), column)
-        return buffer, ends - lengths
+        starts = ends - lengths
+        copies = PlanColumn(
+            name=column,
+            index=spans.addresses[rows],
+            lengths=lengths,
+            places=starts,
+            out=buffer,
+            may_load=False,
+        )
+        lost = np.flatnonzero(executor().run(BuildPlan(num_rows=len(rows), columns=[copies])))
+        if len(lost):
+            raise self.truncated(int(rows[lost[0]]), column)
+        return buffer, starts
 
     def verify(self) -> None:
         """Raise `ShardChangedError` if a shard was written in place since it was indexed."""

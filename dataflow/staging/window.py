@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 
 from dataflow.staging.columns import StagedArray, StagedSpans
 from dataflow.staging.source import Source
+from prefetch.memory.addresses import memory_at
 from prefetch.memory.arena import Arena
-from prefetch.memory.spans import memory_at
 from prefetch.store.reader import Awaited
 from sharding.blocks import Block, Columns, Spans
 from sharding.cached_property import cached_property

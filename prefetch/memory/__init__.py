@@ -1,5 +1,5 @@
 """Memory: slots that come back when their last view dies, mapped files, copies, guards against truncation.
 
 In: sizes, files. Out: numpy views of memory that may be pinned, shared or mapped.
-Read `arena` first, then `mapping` and `guards`; `spans` copies without a loop over rows.
+Read `arena` first, then `mapping` and `guards`.
 """

@@ -33,8 +33,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from prefetch.memory.addresses import array_interface
 from prefetch.memory.lifetimes import DeathWatch
-from prefetch.memory.spans import array_interface
 
 _HUGE = 2 << 20
 

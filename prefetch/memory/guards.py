@@ -4,7 +4,7 @@ A load from a mapped page behind the end of a truncated file is SIGBUS, which en
 means against it, `fcntl(F_SETLEASE)`: who wants to truncate a leased file or open it for writing is made to
 wait until the holder lets go, `/proc/sys/fs/lease-break-time` seconds (45) at most. Renaming and deleting do
 not wait: they harm no mapping. A guard is such a lease. So mapped pages of a guarded file may be loaded from
-directly, which spares the kernel's copy; of others only the kernel may copy (`prefetch.memory.spans`).
+directly, which spares the kernel's copy; of others only the kernel may copy (`prefetch.core`).
 
 One thread waits for the signal that the kernel sends to it alone when somebody else waits: SIGURG, blocked in
 that thread, so that no handler of the program ever sees it. It lets the lease go as soon as the loads that

@@ -2,7 +2,7 @@
 
 A block that is mapped costs no memory of its own and no copy: its pages are the kernel's. They are brought in
 by `populate` (`MADV_POPULATE_READ`, which waits for the disk and reports what it cannot read) and copied
-straight to their final place by `prefetch.memory.spans.copy_mapped`. Only while we hold a guard on the file
+straight to their final place by an executor of `prefetch.core`. Only while we hold a guard on the file
 (`prefetch.memory.guards`) may the mapping be touched otherwise: a load from a page behind the end of a
 truncated file is SIGBUS, which ends the process, while the kernel's copy fails with EFAULT, an error like any
 other.
@@ -25,8 +25,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from prefetch.core.by_numpy import copies_by_kernel
 from prefetch.memory.guards import FileGuard, FileGuards
-from prefetch.memory.spans import copies_by_kernel
 from sharding.blocks import Shard
 from sharding.catalog.storage import check_shard, failure_text, local_info
 from sharding.errors import ShardChangedError, ShardReadError

@@ -23,9 +23,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from prefetch.memory.addresses import array_interface, memory_at
 from prefetch.memory.arena import Arena, rounded_bytes
 from prefetch.memory.lifetimes import DeathWatch, only_ours
-from prefetch.memory.spans import array_interface, memory_at
 
 _PAGE = mmap.PAGESIZE
 HEADER_BYTES = 16 * _PAGE

@@ -261,7 +261,7 @@ def test_many_loaders_leave_nothing_behind(ints: Made) -> None:
         with DataLoader(dataset, 4, shuffle=True) as loader:
             assert list(islice(loader, 2))
     gc.collect()
-    assert num_descriptors() == descriptors
+    assert num_descriptors() <= descriptors  # what other tests left may go meanwhile
     assert len(Path("/proc/self/maps").read_text().splitlines()) < mapped + 40
 
 

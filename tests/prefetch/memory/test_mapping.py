@@ -15,8 +15,10 @@ from numpy.typing import NDArray
 
 from dataflow import DataLoader, ShardedDataset, ShardWriter, Shuffle
 from dataflow.decode.values import BadRows, parse_ints
+from prefetch.core.by_numpy import copies_by_kernel
+from prefetch.core.executor import executor
+from prefetch.core.plan import BuildPlan, PlanColumn
 from prefetch.memory.mapping import MappedShard, Mappings, can_map, touch_pages, will_need
-from prefetch.memory.spans import copies_by_kernel, copy_mapped
 from sharding.blocks import Shard, Spans
 from sharding.catalog.storage import local_info
 from sharding.errors import ShardChangedError, ShardReadError
@@ -45,7 +47,9 @@ def shard_of(path: Path) -> Shard:
 
 def copied(mapped: MappedShard, start: int, length: int) -> bytes:
     out = np.zeros(length, np.uint8)
-    assert copy_mapped(np.array([[mapped.address + start, length]]), out) == 1
+    address = np.array([mapped.address + start])
+    column = PlanColumn(name="x", index=address, each=length, out=out, may_load=False)
+    assert not executor().run(BuildPlan(num_rows=1, columns=[column])).any()
     return out.tobytes()
 
 

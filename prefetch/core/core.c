@@ -1,0 +1,179 @@
+/* Kernels of build plans; see core.h. */
+#define _GNU_SOURCE
+#include "core.h"
+#include <stddef.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/uio.h>
+#include <unistd.h>
+
+#define GROUP 64              /* values that one system call copies */
+#define SCRATCH (64 << 10)    /* bytes that go through the cache at a time, read by the kernel and then widened */
+#define MIN(a, b) ((a) < (b) ? (a) : (b))
+
+/* Where the compiler can, one variant for each kind of processor, chosen when the library is loaded. */
+#if defined(__x86_64__) && defined(__linux__) && defined(__GLIBC__) && !defined(__clang__) && !defined(CORE_PLAIN)
+#define VARIANTS __attribute__((target_clones("arch=x86-64-v4", "avx2", "default")))
+#else
+#define VARIANTS
+#endif
+
+static const uint8_t *source_of(const core_column *c, int64_t row) {
+    return (const uint8_t *)(intptr_t)(c->base + c->step * c->index[row]);
+}
+
+static uint8_t *target_of(const core_column *c, int64_t row) {
+    return c->out + (c->places ? c->places[row] : c->out_step * row);
+}
+
+static int64_t bytes_of(const core_column *c, int64_t row) { return c->lengths ? c->lengths[row] : c->each; }
+
+/* ---- widening ------------------------------------------------------------------------------------------- */
+
+#define WIDEN(name, type)                                                                                        \
+    VARIANTS static void widen_##name(const uint8_t *from, int64_t *restrict to, int64_t n) {                    \
+        for (int64_t i = 0; i < n; i++) {                                                                        \
+            type value; /* stored values lie anywhere */                                                         \
+            memcpy(&value, from + i * (int64_t)sizeof value, sizeof value);                                      \
+            to[i] = value;                                                                                       \
+        }                                                                                                        \
+    }
+WIDEN(u8, uint8_t)
+WIDEN(i8, int8_t)
+WIDEN(u16, uint16_t)
+WIDEN(i16, int16_t)
+WIDEN(u32, uint32_t)
+WIDEN(i32, int32_t)
+
+typedef void (*widen_fn)(const uint8_t *, int64_t *restrict, int64_t);
+static const widen_fn WIDENERS[] = {widen_u8, widen_i8, widen_u16, widen_i16, widen_u32, widen_i32};
+static const int64_t WIDTHS[] = {1, 1, 2, 2, 4, 4};
+
+static void put(const core_column *c, const uint8_t *from, uint8_t *to, int64_t nbytes) {
+    if (c->op == CORE_WIDEN)
+        WIDENERS[c->stored](from, (int64_t *)to, nbytes / WIDTHS[c->stored]);
+    else
+        memcpy(to, from, (size_t)nbytes);
+}
+
+/* ---- values that may be touched ------------------------------------------------------------------------- */
+
+static void load_rows(const core_column *c, int64_t first, int64_t last) {
+    for (int64_t row = first; row < last; row++) {
+        if (row + 2 < last) { /* the first lines of a page that nobody else asks for */
+            const uint8_t *next = source_of(c, row + 2);
+            int64_t nbytes = bytes_of(c, row + 2);
+            __builtin_prefetch(next);
+            __builtin_prefetch(next + MIN(64, nbytes));
+            __builtin_prefetch(next + MIN(4096, nbytes));
+        }
+        put(c, source_of(c, row), target_of(c, row), bytes_of(c, row));
+    }
+}
+
+/* ---- values whose pages may be gone ----------------------------------------------------------------------- */
+
+/* Copies values of rows, one after the other, to where `to` says. Gives 0 if all came whole. */
+static int read_rows(const struct iovec *from, const struct iovec *to, int64_t n, int64_t nbytes) {
+    if (!nbytes) return 0;
+    return process_vm_readv(getpid(), to, (unsigned long)n, from, (unsigned long)n, 0) != nbytes;
+}
+
+static int read_value(const core_column *c, int64_t row, uint8_t *scratch) {
+    const uint8_t *from = source_of(c, row);
+    uint8_t *to = target_of(c, row);
+    int64_t left = bytes_of(c, row), width = c->op == CORE_WIDEN ? WIDTHS[c->stored] : 1;
+    while (left > 0) {
+        int64_t part = c->op == CORE_WIDEN ? MIN(left, SCRATCH) : left;
+        struct iovec source = {(void *)(uintptr_t)from, (size_t)part};
+        struct iovec target = {c->op == CORE_WIDEN ? scratch : to, (size_t)part};
+        ssize_t got = process_vm_readv(getpid(), &target, 1, &source, 1, 0);
+        if (got <= 0 || (c->op == CORE_WIDEN && got != part)) return 1;
+        if (c->op == CORE_WIDEN) put(c, scratch, to, got);
+        from += got;
+        to += c->op == CORE_WIDEN ? got / width * 8 : got;
+        left -= got;
+    }
+    return 0;
+}
+
+static int64_t read_group(const core_column *c, int64_t first, int64_t last, uint8_t *scratch, uint8_t mark,
+                          uint8_t *status) {
+    struct iovec from[GROUP], to[GROUP];
+    int64_t nbytes = 0, bad = 0;
+    for (int64_t row = first; row < last; row++) {
+        struct iovec *source = from + (row - first), *target = to + (row - first);
+        source->iov_base = (void *)(uintptr_t)source_of(c, row);
+        source->iov_len = target->iov_len = (size_t)bytes_of(c, row);
+        target->iov_base = c->op == CORE_WIDEN ? scratch + nbytes : target_of(c, row);
+        nbytes += bytes_of(c, row);
+    }
+    if (!(c->op == CORE_WIDEN && nbytes > SCRATCH) && !read_rows(from, to, last - first, nbytes)) {
+        if (c->op == CORE_WIDEN)
+            for (int64_t row = first; row < last; row++)
+                put(c, to[row - first].iov_base, target_of(c, row), bytes_of(c, row));
+        return 0;
+    }
+    for (int64_t row = first; row < last; row++) /* too much for one call, or some are gone: which? */
+        if (read_value(c, row, scratch)) {
+            if (!status[row]) status[row] = mark;
+            bad++;
+        }
+    return bad;
+}
+
+/* ---- a plan ----------------------------------------------------------------------------------------------- */
+
+int64_t core_run(const core_column *columns, int64_t num_columns, int64_t first, int64_t last, uint8_t *status) {
+    int64_t bad = 0;
+    uint8_t *scratch = 0;
+    memset(status + first, 0, (size_t)(last - first));
+    for (int64_t i = 0; i < num_columns; i++) {
+        const core_column *c = columns + i;
+        uint8_t mark = (uint8_t)MIN(i + 1, 255);
+        if (c->may_load) {
+            load_rows(c, first, last);
+            continue;
+        }
+        if (c->op == CORE_WIDEN && !scratch) scratch = malloc(SCRATCH);
+        for (int64_t row = first; row < last; row += GROUP) {
+            if (c->op == CORE_WIDEN && !scratch) { /* no memory: as good as gone */
+                memset(status + row, mark, (size_t)MIN(GROUP, last - row));
+                continue;
+            }
+            read_group(c, row, MIN(row + GROUP, last), scratch, mark, status);
+        }
+    }
+    free(scratch);
+    for (int64_t row = first; row < last; row++) bad += status[row] != 0;
+    return bad;
+}
+
+/* ---- columns to rows -------------------------------------------------------------------------------------- */
+
+#define INTERLEAVE(type)                                                                                         \
+    VARIANTS static void interleave_##type(const void *const *columns, int64_t k, int64_t rows, type *out) {     \
+        for (int64_t begin = 0; begin < rows; begin += 256) { /* rows that stay in the first cache */            \
+            int64_t end = MIN(begin + 256, rows);                                                                \
+            for (int64_t c = 0; c < k; c++) {                                                                    \
+                const type *from = columns[c];                                                                   \
+                for (int64_t r = begin; r < end; r++) out[r * k + c] = from[r];                                  \
+            }                                                                                                    \
+        }                                                                                                        \
+    }
+INTERLEAVE(uint8_t)
+INTERLEAVE(uint16_t)
+INTERLEAVE(uint32_t)
+INTERLEAVE(uint64_t)
+
+void core_interleave(const void *const *columns, int64_t num_columns, int64_t rows, int64_t width, void *out) {
+    switch (width) {
+    case 1: interleave_uint8_t(columns, num_columns, rows, out); break;
+    case 2: interleave_uint16_t(columns, num_columns, rows, out); break;
+    case 4: interleave_uint32_t(columns, num_columns, rows, out); break;
+    case 8: interleave_uint64_t(columns, num_columns, rows, out); break;
+    default: break;
+    }
+}
+
+int64_t core_version(void) { return CORE_VERSION; }

@@ -1,0 +1,29 @@
+"""Memory by its address, as arrays."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+def array_interface(address: int, nbytes: int) -> dict[str, Any]:
+    """What an object that owns memory gives as `__array_interface__`: writable uint8 [nbytes].
+
+    The object becomes the base of the array made from it, and dies with the array's last view.
+    """
+    return {"shape": (nbytes,), "typestr": "|u1", "data": (address, False), "version": 3}
+
+
+class _Memory:
+    def __init__(self, address: int, nbytes: int) -> None:
+        self.__array_interface__ = array_interface(address, nbytes)
+
+
+def memory_at(address: int, nbytes: int) -> NDArray[np.uint8]:
+    """Memory that others keep alive, writable uint8 [nbytes].
+
+    Not by a ctypes array: each length would be a type of its own, which is never freed.
+    """
+    return np.asarray(_Memory(address, nbytes))

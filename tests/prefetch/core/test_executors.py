@@ -1,0 +1,297 @@
+"""Executors of build plans, against a plain loop over the rows, and against each other."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings, strategies as st
+from numpy.typing import NDArray
+
+from dataflow import DataLoader
+from prefetch.core import by_numpy
+from prefetch.core.by_numpy import NumpyExecutor, copies_by_kernel, process_vm_readv
+from prefetch.core.compiled import LIBRARY, CompiledExecutor
+from prefetch.core.executor import VARIABLE, executor
+from prefetch.core.plan import WIDENED, BuildPlan, Executor, PlanColumn
+from tests.datasets_kit import MAKERS, rows_of
+
+PAGE = mmap.PAGESIZE
+CONTENT = np.random.default_rng(0).integers(0, 256, 1 << 20, np.uint8)
+BASE = CONTENT.ctypes.data
+
+
+def short(pid: int, local: int, one: int, remote: int, count: int, flags: int) -> int:
+    """Copies only a part of what it is asked for, as a call beyond 2 GiB may."""
+    size = ctypes.c_int64.from_address(local + 8)
+    wanted, size.value = size.value, max(1, size.value // 2)
+    try:
+        return int(process_vm_readv(pid, local, one, remote, count, flags))
+    finally:
+        size.value = wanted
+
+
+def forbidden(*_: int) -> int:
+    return -1
+
+
+MAKE: dict[str, Callable[[], Executor]] = {
+    "compiled": CompiledExecutor,
+    "numpy": NumpyExecutor,
+    "numpy, no call": lambda: NumpyExecutor(None),
+    "numpy, forbidden": lambda: NumpyExecutor(forbidden),
+    "numpy, short": lambda: NumpyExecutor(short),
+}
+
+
+def made(name: str) -> Executor:
+    if name == "compiled" and not LIBRARY.exists():
+        pytest.skip("the compiled core was not built")
+    if name in ("numpy", "numpy, short") and not copies_by_kernel():
+        pytest.skip("this system lets no process use process_vm_readv on itself")
+    return MAKE[name]()
+
+
+@pytest.fixture(params=MAKE)
+def any_executor(request: pytest.FixtureRequest) -> Executor:
+    return made(request.param)
+
+
+@pytest.fixture(params=["compiled", "numpy"])
+def a_careful_executor(request: pytest.FixtureRequest) -> Executor:
+    if not copies_by_kernel():
+        pytest.skip("this system lets no process use process_vm_readv on itself")
+    return made(request.param)
+
+
+def int64(values: Any) -> NDArray[np.int64]:
+    return np.array(values, np.int64)
+
+
+def fixed(
+    starts: list[int], each: int, *, widen: str = "", by_step: bool = False, may_load: bool = True
+) -> PlanColumn:
+    """A column of values of one length, by address or as places on a grid."""
+    out_bytes = each * 8 // np.dtype(widen).itemsize if widen else each
+    out = np.full(out_bytes * len(starts), 0xA5, np.uint8).view("int64" if widen else "uint8")
+    base, step, index = (BASE, 3, int64(starts) // 3) if by_step else (0, 1, int64(starts) + BASE)
+    return PlanColumn(
+        name="f", base=base, step=step, index=index, each=each, out=out, widen=widen, may_load=may_load
+    )
+
+
+def ragged(spans: list[tuple[int, int]], *, gap: int = 0, may_load: bool = True) -> PlanColumn:
+    """A column of values of any lengths, `gap` bytes apart."""
+    starts, lengths = int64(spans).reshape(-1, 2).T.copy()
+    places = np.cumsum(lengths + gap) - lengths
+    out = np.full(int((lengths + gap).sum()) + gap, 0xA5, np.uint8)
+    return PlanColumn(
+        name="r", index=starts + BASE, lengths=lengths, places=places, out=out, may_load=may_load
+    )
+
+
+def by_the_loop(column: PlanColumn) -> bytes:
+    """What `out` holds in the end."""
+    out = column.out.reshape(-1).view(np.uint8).copy()
+    for row, index in enumerate(column.index.tolist()):
+        start = column.base + column.step * index - BASE
+        nbytes = column.each if column.lengths is None else int(column.lengths[row])
+        value = CONTENT[start : start + nbytes]
+        if column.widen:
+            value = value.copy().view(column.widen).astype(np.int64).view(np.uint8)
+        place = row * column.row_bytes if column.places is None else int(column.places[row])
+        out[place : place + len(value)] = value
+    return out.tobytes()
+
+
+@st.composite
+def columns(draw: st.DrawFn, num_rows: int) -> PlanColumn:
+    """Any column of so many rows."""
+    top = len(CONTENT) - 800
+    starts = draw(st.lists(st.integers(0, top // 3), min_size=num_rows, max_size=num_rows))
+    may_load = draw(st.booleans())
+    if draw(st.booleans()):
+        lengths = draw(st.lists(st.integers(0, 700), min_size=num_rows, max_size=num_rows))
+        return ragged(
+            [*zip(starts, lengths, strict=True)], gap=draw(st.sampled_from([0, 3])), may_load=may_load
+        )
+    widen = draw(st.sampled_from(["", *WIDENED]))
+    each = draw(st.integers(0, 90)) * (np.dtype(widen).itemsize if widen else 1)
+    by_step = draw(st.booleans())
+    starts = [start * 3 for start in starts]
+    return fixed(starts, each, widen=widen, by_step=by_step, may_load=may_load)
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data(), num_rows=st.sampled_from([0, 1, 2, 63, 64, 65, 130]))
+def test_every_executor_copies_as_the_plain_loop(data: st.DataObject, num_rows: int) -> None:
+    plan_columns = data.draw(st.lists(columns(num_rows), max_size=4))
+    expected = [by_the_loop(column) for column in plan_columns]
+    plan = BuildPlan(num_rows=num_rows, columns=plan_columns)
+    names = ["numpy"] * copies_by_kernel() + ["compiled"] * LIBRARY.exists()
+    for name in names:
+        for column in plan_columns:
+            column.out.reshape(-1).view(np.uint8)[:] = 0xA5
+        status = made(name).run(plan)
+        assert status.tolist() == [0] * num_rows
+        assert [column.out.tobytes() for column in plan_columns] == expected
+
+
+@pytest.mark.parametrize("num_rows", [1, 64, 1024, 1025, 3000])
+def test_more_rows_than_one_call_copies(any_executor: Executor, num_rows: int) -> None:
+    rng = np.random.default_rng(2)
+    starts = rng.integers(0, len(CONTENT) - 100, num_rows).tolist()
+    lengths = rng.integers(0, 100, num_rows).tolist()
+    plan_columns = [ragged([*zip(starts, lengths, strict=True)]), fixed(starts, 17)]
+    expected = [by_the_loop(column) for column in plan_columns]
+    assert not any_executor.run(BuildPlan(num_rows=num_rows, columns=plan_columns)).any()
+    assert [column.out.tobytes() for column in plan_columns] == expected
+
+
+def test_values_larger_than_all_scratch_memory(any_executor: Executor) -> None:
+    starts = [0, 5, 300_000]
+    plan_columns = [fixed(starts, 400_002, widen=widen) for widen in WIDENED if widen[-2:] != "32"]
+    plan_columns += [ragged([(start, 400_001) for start in starts], gap=1)]
+    expected = [by_the_loop(column) for column in plan_columns]
+    if any_executor.name == "compiled":
+        plan_columns += [fixed(starts, 400_004, widen="int32", may_load=False)]
+        expected += [by_the_loop(plan_columns[-1])]
+    assert not any_executor.run(BuildPlan(num_rows=3, columns=plan_columns)).any()
+    assert [column.out.tobytes() for column in plan_columns] == expected
+
+
+@pytest.fixture
+def cut(tmp_path: Path) -> Callable[[int], int]:
+    """The address of a mapped file of three pages, once it was cut to so many."""
+    path = tmp_path / "file"
+    path.write_bytes(CONTENT[: 3 * PAGE].tobytes())
+    with open(path, "rb") as file:
+        mapped = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+
+    def cut_to(pages: int) -> int:
+        os.truncate(path, pages * PAGE)
+        return int(np.frombuffer(mapped, np.uint8).ctypes.data)
+
+    return cut_to
+
+
+@pytest.mark.parametrize("pages", [0, 1, 2, 3])
+@pytest.mark.parametrize("widen", ["", "uint16"])
+def test_every_row_behind_the_end_of_a_cut_file_is_told_and_none_is_touched(
+    a_careful_executor: Executor, cut: Callable[[int], int], pages: int, widen: str
+) -> None:
+    base, each = cut(pages), 64
+    starts = int64([2 * PAGE + 64, 0, PAGE - 64, PAGE, PAGE + 500, 2 * PAGE - 32, 3 * PAGE - 64])
+    other = np.zeros(len(starts), np.int64) + BASE
+    first = np.zeros((len(starts), each), np.uint8)
+    second = np.zeros(len(starts) * (each * 4 if widen else each), np.uint8)
+    status = a_careful_executor.run(
+        BuildPlan(
+            num_rows=len(starts),
+            columns=[
+                PlanColumn(name="kept", index=other, each=each, out=first),
+                PlanColumn(
+                    name="cut",
+                    index=base + starts,
+                    each=each,
+                    out=second.view("int64" if widen else "uint8"),
+                    widen=widen,
+                    may_load=False,
+                ),
+            ],
+        )
+    )
+    lost = starts + each > pages * PAGE
+    assert status.tolist() == (2 * lost).tolist()
+    assert (first == CONTENT[:each]).all()
+    for row in np.flatnonzero(~lost).tolist():
+        value = CONTENT[starts[row] : starts[row] + each]
+        whole = value.copy().view(widen).astype(np.int64).view(np.uint8) if widen else value
+        assert second.reshape(len(starts), -1)[row].tolist() == whole.tolist()
+
+
+def test_a_row_tells_the_first_column_that_is_lost(
+    a_careful_executor: Executor, cut: Callable[[int], int]
+) -> None:
+    base = cut(1)
+    index = {"a": int64([0, PAGE, 0]) + base, "b": int64([PAGE, PAGE, 0]) + base}
+    made_columns = [
+        PlanColumn(name=name, index=own, each=8, out=np.zeros(24, np.uint8), may_load=False)
+        for name, own in index.items()
+    ]
+    assert a_careful_executor.run(BuildPlan(num_rows=3, columns=made_columns)).tolist() == [2, 1, 0]
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "float16", "float32", "int64", "complex128", "bool"])
+@pytest.mark.parametrize("shape", [(0,), (1,), (1000,), (70, 3)])
+def test_columns_become_the_last_dimension(
+    any_executor: Executor, dtype: str, shape: tuple[int, ...]
+) -> None:
+    many = [np.random.default_rng(i).integers(0, 2, shape).astype(dtype) for i in range(5)]
+    many[2] = np.repeat(many[2], 2, axis=0)[::2]  # not contiguous
+    out = np.zeros((*shape, 5), dtype)
+    any_executor.interleave(many, out)
+    assert (out == np.stack(many, axis=-1)).all()
+
+
+def test_a_plan_that_writes_outside_its_destination_cannot_be_made() -> None:
+    index, out = int64([BASE, BASE]), np.zeros(15, np.uint8)
+    places = int64([0, 8])
+    with pytest.raises(ValueError, match="column 'x': its values do not fit an `out` of 15 bytes"):
+        PlanColumn(name="x", index=index, each=8, out=out)
+    for lengths in ([8, 8], [-1, 4]):
+        with pytest.raises(ValueError, match="column 'x': its values do not fit"):
+            PlanColumn(name="x", index=index, lengths=int64(lengths), places=places, out=out)
+    with pytest.raises(ValueError, match="column 'x': lengths need places"):
+        PlanColumn(name="x", index=index, lengths=int64([8, 8]), out=out)
+    with pytest.raises(ValueError, match="widen must be in"):
+        PlanColumn(name="x", index=index, each=8, out=np.zeros(16, np.uint8), widen="float32")
+    with pytest.raises(ValueError, match="arrays must be C-contiguous"):
+        PlanColumn(name="x", index=int64([BASE, 0, BASE, 0])[::2], each=8, out=np.zeros(16, np.uint8))
+    column = PlanColumn(name="x", index=index, each=8, out=np.zeros(16, np.uint8))
+    with pytest.raises(ValueError, match="column 'x' has 2 of 3 rows"):
+        BuildPlan(num_rows=3, columns=[column])
+
+
+@pytest.fixture
+def executor_is(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Executor]]:
+    """Choose the executor of this process."""
+
+    def choose(name: str) -> Executor:
+        monkeypatch.setenv(VARIABLE, name)
+        executor.cache_clear()
+        return executor()
+
+    yield choose
+    executor.cache_clear()
+
+
+@pytest.mark.parametrize("maker", MAKERS)
+def test_loaders_deliver_the_same_by_either_executor(
+    tmp_path: Path, executor_is: Callable[[str], Executor], maker: str
+) -> None:
+    data, epochs = MAKERS[maker](tmp_path, 60), {}
+    for name in ("numpy", "compiled"):
+        if name == "compiled" and not LIBRARY.exists():
+            pytest.skip("the compiled core was not built")
+        assert executor_is(name).name == name
+        with DataLoader(data.open(), 7, shuffle=True) as loader:
+            epochs[name] = [row for batch in loader for row in rows_of(batch)]
+    assert repr(epochs["numpy"]) == repr(epochs["compiled"])
+
+
+def test_an_executor_that_is_not_there_is_said(executor_is: Callable[[str], Executor]) -> None:
+    with pytest.raises(ValueError, match="DATAFLOW_EXECUTOR must be compiled or numpy, got 'fast'"):
+        executor_is("fast")
+    with pytest.raises(OSError, match=r"libcore\.so|no_such"):
+        CompiledExecutor(Path("no_such.so"))
+
+
+def test_a_call_that_the_c_library_lacks_is_none() -> None:
+    assert by_numpy._usable(object()) is None
