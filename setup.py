@@ -1,0 +1,80 @@
+"""How the package is built: as setuptools does it, with `prefetch/core/libcore.so` in it.
+
+This file is two things. pyproject.toml names it as the build backend, because setuptools' own cannot ask for
+a compiler only where there is none; and setuptools runs it as its script, which compiles and names the wheel.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from setuptools import Extension, setup
+from setuptools.build_meta import (
+    build_editable,
+    build_sdist,
+    build_wheel,
+    get_requires_for_build_sdist,
+    prepare_metadata_for_build_editable,
+    prepare_metadata_for_build_wheel,
+)
+from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build_ext import build_ext
+
+from prefetch.core.compile import LIBRARY, compile_core, compilers_on_path, pure
+
+__all__ = [
+    "build_editable",
+    "build_sdist",
+    "build_wheel",
+    "get_requires_for_build_editable",
+    "get_requires_for_build_sdist",
+    "get_requires_for_build_wheel",
+    "prepare_metadata_for_build_editable",
+    "prepare_metadata_for_build_wheel",
+]
+
+CORE = "prefetch.core.libcore"
+MACHINES = ("x86_64", "aarch64")
+"""Of others PyPI may have no zig, and what cannot be installed would end the installation."""
+
+
+def get_requires_for_build_wheel(config_settings: Any = None) -> list[str]:
+    """A C compiler, where none is on PATH."""
+    if pure() or compilers_on_path():
+        return []
+    return [f"ziglang>=0.13; platform_machine == '{machine}'" for machine in MACHINES]
+
+
+get_requires_for_build_editable = get_requires_for_build_wheel
+
+
+class CompileCore(build_ext):
+    """Compiles a library that is no module: without Python's version in its name and without its flags."""
+
+    def get_ext_filename(self, fullname: str) -> str:
+        return os.path.join(*fullname.split(".")) + ".so"
+
+    def build_extension(self, ext: Extension) -> None:
+        library = Path(self.get_ext_fullpath(ext.name))
+        library.parent.mkdir(parents=True, exist_ok=True)
+        compile_core(library)
+
+    def copy_extensions_to_source(self) -> None:
+        # Where nothing was compiled, setuptools would leave an older library in a checkout.
+        LIBRARY.unlink(missing_ok=True)
+        super().copy_extensions_to_source()
+
+
+class CoreWheel(bdist_wheel):
+    """A wheel for every Python, and for one platform if it has a library."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        library = self.get_finalized_command("build_ext").get_ext_fullpath(CORE)
+        return "py3", "none", super().get_tag()[2] if os.path.exists(library) else "any"
+
+
+if __name__ == "__main__":
+    core = Extension(CORE, ["prefetch/core/core.c"], depends=["prefetch/core/core.h"], optional=True)
+    setup(ext_modules=[core], cmdclass={"build_ext": CompileCore, "bdist_wheel": CoreWheel})
