@@ -1,0 +1,273 @@
+"""How the package is installed: with a compiler, without one, and where none is wanted.
+
+Copies of this tree are built and installed without a network. zig itself (100 MB) is not fetched: a program
+in its place shows how it is called.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import pytest
+
+from prefetch.core import compile as core_compile
+from prefetch.core.compile import (
+    HEADER,
+    LIBRARY,
+    PLAIN,
+    SOURCE,
+    compile_core,
+    compilers_on_path,
+    contract_version,
+)
+
+ROOT = Path(__file__).parent.parent.parent
+WAIT_S = 100
+NEEDED = ("pyproject.toml", "setup.py", "README.md", "LICENSE", "sharding", "prefetch", "dataflow")
+CORE = "prefetch/core/libcore.so"
+
+needs_compiler = pytest.mark.skipif(not compilers_on_path(), reason="needs a C compiler")
+needs_setuptools = pytest.mark.skipif(
+    importlib.util.find_spec("setuptools") is None, reason="needs setuptools, as pip does without isolation"
+)
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """A copy of what is installed, with a library of an earlier time that nobody may take for this one's."""
+    for name in NEEDED:
+        if (ROOT / name).is_dir():
+            ignored = shutil.ignore_patterns("__pycache__", "libcore.so*")
+            shutil.copytree(ROOT / name, tmp_path / "tree" / name, ignore=ignored)
+        else:
+            (tmp_path / "tree").mkdir(exist_ok=True)
+            shutil.copy(ROOT / name, tmp_path / "tree" / name)
+    (tmp_path / "tree" / CORE).write_bytes(b"stale")
+    return tmp_path / "tree"
+
+
+@pytest.fixture
+def no_compilers(tmp_path: Path) -> dict[str, str]:
+    """Variables of a process without a compiler on PATH, and with a zig that fails, whatever is installed."""
+    return {
+        "PATH": str(folder_in(tmp_path, "empty")),
+        "CC": "",
+        **with_zig(tmp_path, "raise SystemExit('no zig')"),
+    }
+
+
+def with_zig(tmp_path: Path, program: str) -> dict[str, str]:
+    package = folder_in(tmp_path, "fake/ziglang")
+    (package / "__init__.py").touch()
+    (package / "__main__.py").write_text(program)
+    return {"PYTHONPATH": str(package.parent)}
+
+
+def folder_in(tmp_path: Path, name: str) -> Path:
+    (tmp_path / name).mkdir(parents=True)
+    return tmp_path / name
+
+
+def run(command: Iterable[object], folder: Path, variables: Mapping[str, str]) -> str:
+    """What a program prints that ends well."""
+    done = subprocess.run(
+        [*map(str, command)],
+        cwd=folder,
+        env={**os.environ, "DATAFLOW_PURE": "0", **variables},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=WAIT_S,
+    )
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+def built(tree: Path, hook: str, variables: Mapping[str, str]) -> tuple[Path, str]:
+    """The wheel that a hook of the backend makes, as pip would call it, and what was printed."""
+    wheels = folder_in(tree.parent, "wheels")
+    call = f"import sys; sys.path.insert(0, '.'); import setup; setup.{hook}(sys.argv[1])"
+    printed = run([sys.executable, "-c", call, wheels], tree, variables)
+    [wheel] = wheels.iterdir()
+    return wheel, printed
+
+
+def names_in(wheel: Path) -> list[str]:
+    with zipfile.ZipFile(wheel) as files:
+        return files.namelist()
+
+
+def version_of(library: Path) -> int:
+    """In another process: this one may not load two libraries of one name, nor a broken one."""
+    load = "import ctypes, sys; print(ctypes.CDLL(sys.argv[1]).core_version())"
+    return int(run([sys.executable, "-c", load, library], library.parent, {}))
+
+
+def declared() -> set[str]:
+    return set(re.findall(r"^CORE_API [\w ]+?\W(core_\w+)\(", HEADER.read_text("utf-8"), re.MULTILINE))
+
+
+def exported(library: Path) -> set[str]:
+    if not shutil.which("nm"):
+        pytest.skip("needs nm")
+    lines = run(["nm", "-D", "--defined-only", library], library.parent, {}).splitlines()
+    return {line.split()[-1] for line in lines}
+
+
+@needs_compiler
+@needs_setuptools
+@pytest.mark.skipif(importlib.util.find_spec("pip") is None, reason="needs pip")
+def test_pip_installs_a_library_that_loads(tree: Path, tmp_path: Path) -> None:
+    pip = [sys.executable, "-m", "pip", "install", "--disable-pip-version-check", "--no-index", "--no-deps"]
+    run([*pip, "--no-build-isolation", "--no-compile", "--target", tmp_path / "site", "."], tree, {})
+    assert version_of(tmp_path / "site" / CORE) == contract_version()
+    assert exported(tmp_path / "site" / CORE) == declared()
+    assert (tmp_path / "site" / "prefetch" / "core" / "core.h").exists()  # to compile it again, there
+
+
+@needs_compiler
+@needs_setuptools
+def test_a_wheel_with_a_library_is_for_every_python_of_one_platform(tree: Path) -> None:
+    wheel, printed = built(tree, "build_wheel", {})
+    assert re.search(r"-py3-none-linux_\w+\.whl$", wheel.name)
+    assert CORE in names_in(wheel)
+    assert "dataflow: libcore.so is compiled by " in printed
+
+
+@needs_compiler
+@needs_setuptools
+def test_an_editable_install_puts_the_library_into_the_checkout(tree: Path) -> None:
+    built(tree, "build_editable", {})
+    assert version_of(tree / CORE) == contract_version()
+
+
+@needs_setuptools
+def test_where_no_compiler_works_a_wheel_without_a_library_is_made_and_says_so(
+    tree: Path, no_compilers: dict[str, str]
+) -> None:
+    wheel, printed = built(tree, "build_wheel", no_compilers)
+    assert wheel.name.endswith("-py3-none-any.whl")
+    assert CORE not in names_in(wheel)
+    assert "no zig" in printed
+    assert "dataflow: libcore.so is not compiled, numpy does its work: no C compiler works here" in printed
+
+
+@needs_setuptools
+def test_where_no_compiler_works_an_editable_install_leaves_no_older_library(
+    tree: Path, no_compilers: dict[str, str]
+) -> None:
+    built(tree, "build_editable", no_compilers)
+    assert not (tree / CORE).exists()
+
+
+@needs_setuptools
+def test_nothing_is_compiled_where_pure_python_is_asked_for(tree: Path) -> None:
+    wheel, printed = built(tree, "build_wheel", {"DATAFLOW_PURE": "1"})
+    assert CORE not in names_in(wheel)
+    assert "DATAFLOW_PURE is set" in printed
+
+
+@needs_compiler
+@needs_setuptools
+def test_zig_compiles_where_it_is_the_only_compiler_and_not_for_this_very_processor(
+    tree: Path, tmp_path: Path
+) -> None:
+    # The compiler on PATH, without the flags that it does not know.
+    [command, *flags] = compilers_on_path()[0]
+    program = f"""
+import os, sys
+assert "-mcpu=baseline" in sys.argv
+at = sys.argv.index("-target")
+given = [word for word in sys.argv[2:at] + sys.argv[at + 2:] if word not in ("-mcpu=baseline", "-nostdlib")]
+os.environ["PATH"] = {os.environ["PATH"]!r}
+os.execvp({command!r}, [{command!r}, *{flags!r}, *given])
+"""
+    variables = {"PATH": str(folder_in(tmp_path, "empty")), "CC": "", **with_zig(tmp_path, program)}
+    wheel, printed = built(tree, "build_wheel", variables)
+    assert CORE in names_in(wheel)
+    assert "-m ziglang cc" in printed
+
+
+@needs_setuptools
+def test_a_source_distribution_has_all_that_an_install_from_it_needs(tree: Path) -> None:
+    archive, _ = built(tree, "build_sdist", {})
+    shutil.unpack_archive(archive, tree.parent / "unpacked")
+    [unpacked] = (tree.parent / "unpacked").iterdir()
+    assert {"setup.py", "prefetch/core/core.c", "prefetch/core/core.h", "prefetch/core/compile.py"} <= {
+        str(path.relative_to(unpacked)) for path in unpacked.rglob("*")
+    }
+    assert not (unpacked / CORE).exists()
+
+
+@needs_setuptools
+@pytest.mark.parametrize(
+    ("on_path", "variables", "asked"),
+    [
+        ([], {}, {"ziglang"}),
+        ([], {"DATAFLOW_PURE": "1"}, set()),
+        (["clang"], {}, set()),
+        ([], {"CC": "gone"}, {"ziglang"}),
+    ],
+)
+def test_zig_is_asked_for_only_where_there_is_no_compiler(
+    on_path: list[str], variables: dict[str, str], asked: set[str], tmp_path: Path
+) -> None:
+    for name in on_path:
+        (tmp_path / name).touch(0o755)
+    hooks = "[setup.get_requires_for_build_wheel(), setup.get_requires_for_build_editable()]"
+    program = [sys.executable, "-c", f"import json, setup; print(json.dumps({hooks}))"]
+    printed = run(program, ROOT, {"CC": "", "PATH": str(tmp_path), **variables})
+    for requirements in json.loads(printed):
+        assert {requirement.partition(">")[0] for requirement in requirements} == asked
+
+
+def test_the_compiler_that_is_named_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("gcc", "mine"):
+        (tmp_path / name).touch(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("CC", "mine -m32")
+    assert compilers_on_path() == [("mine", "-m32"), ("gcc",)]
+    monkeypatch.setenv("CC", "not-there")
+    assert compilers_on_path() == [("gcc",)]
+
+
+@needs_compiler
+@pytest.mark.parametrize("flags", ["", *PLAIN])
+def test_only_what_the_header_declares_is_exported_and_nothing_is_warned_of(
+    flags: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CC", f"{' '.join(compilers_on_path()[0])} -Werror {flags}")
+    monkeypatch.delenv("DATAFLOW_PURE", raising=False)
+    monkeypatch.setattr(core_compile, "compilers_on_path", lambda: compilers_on_path()[:1])
+    assert compile_core(tmp_path / "libcore.so")
+    assert exported(tmp_path / "libcore.so") == declared() >= {"core_run", "core_version"}
+    assert [path.name for path in tmp_path.iterdir()] == ["libcore.so"]
+
+
+@needs_compiler
+def test_a_library_of_another_contract_is_not_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(core_compile, "contract_version", lambda: contract_version() + 1)
+    monkeypatch.delenv("DATAFLOW_PURE", raising=False)
+    (tmp_path / "libcore.so").write_bytes(b"stale")
+    assert not compile_core(tmp_path / "libcore.so")
+    assert list(tmp_path.iterdir()) == []
+    assert "core_version gives" in capsys.readouterr().out
+
+
+def test_the_library_of_this_checkout_is_not_older_than_its_source() -> None:
+    if not LIBRARY.exists():
+        pytest.skip("there is none: numpy does its work")
+    newest = max(SOURCE.stat().st_mtime, HEADER.stat().st_mtime)
+    assert LIBRARY.stat().st_mtime >= newest, "run `python -m prefetch.core.compile`"
