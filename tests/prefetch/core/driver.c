@@ -1,0 +1,345 @@
+/* Random build plans, run by `core_run` in several threads and compared with loops that are easy to believe.
+
+     driver SEED PLANS honest|short|broken
+
+   Made of core.c and this file with -Dprocess_vm_readv=driver_vm_readv, so that reads can fail here as they seldom
+   do elsewhere: `short`, calls for several values copy a part or nothing, and each value must come all the same;
+   `broken`, any call may, and a row may be reported that could be read, but never the other way round.
+
+   Everything is allocated as large as it must be and no larger, for AddressSanitizer. Of a row that is reported,
+   only the columns before the one reported are compared, as core.h promises nothing of the others. */
+#define _GNU_SOURCE
+#include <errno.h>
+#include <pthread.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/uio.h>
+#include <unistd.h>
+
+#include "core.h"
+
+enum { MOST_COLUMNS = 6, THREADS = 3, MOST_ROWS = 400, MOST_PAGES = 40, GUARD = 0xA5, MOST_IOVECS = 1024 };
+
+static enum { HONEST, SHORT, BROKEN } mode;
+static int64_t page;
+static long num_rows, num_lost, num_widened, num_short; /* what was tried, for the test to see */
+
+#define CHECK(true_, ...)                                                                                        \
+    do {                                                                                                         \
+        if (!(true_)) {                                                                                          \
+            fprintf(stderr, "%s:%d: ", __FILE__, __LINE__);                                                      \
+            fprintf(stderr, __VA_ARGS__);                                                                        \
+            fputc('\n', stderr);                                                                                 \
+            exit(1);                                                                                             \
+        }                                                                                                        \
+    } while (0)
+
+/* ---- numbers ---------------------------------------------------------------------------------------------- */
+
+static _Thread_local uint64_t random_state; /* splitmix64: every thread has its own */
+
+static uint64_t next_random(void) {
+    uint64_t z = random_state += 0x9e3779b97f4a7c15u;
+    z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
+    z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
+    return z ^ (z >> 31);
+}
+
+static int64_t below(int64_t n) { return (int64_t)(next_random() % (uint64_t)n); }
+
+static int one_in(int64_t n) { return below(n) == 0; }
+
+static void *allocated(int64_t nbytes) {
+    void *memory = malloc((size_t)nbytes);
+    CHECK(memory || !nbytes, "no memory");
+    return memory;
+}
+
+static void fill(uint8_t *bytes, int64_t nbytes) {
+    for (int64_t i = 0; i < nbytes; i++) bytes[i] = (uint8_t)next_random();
+}
+
+/* ---- reads that fail -------------------------------------------------------------------------------------- */
+
+/* <sys/uio.h> has declared `driver_vm_readv`: this is the real one. */
+#undef process_vm_readv
+extern ssize_t process_vm_readv(pid_t, const struct iovec *, unsigned long, const struct iovec *, unsigned long,
+                                unsigned long);
+
+ssize_t driver_vm_readv(pid_t pid, const struct iovec *to, unsigned long num_to, const struct iovec *from,
+                        unsigned long num_from, unsigned long flags) {
+    if (mode == HONEST || (mode == SHORT && num_from == 1) || !one_in(3))
+        return process_vm_readv(pid, to, num_to, from, num_from, flags);
+    size_t total = 0;
+    for (unsigned long i = 0; i < num_to; i++) total += to[i].iov_len;
+    size_t left = total ? (size_t)below((int64_t)total) : 0;
+    __atomic_add_fetch(&num_short, 1, __ATOMIC_RELAXED);
+    if (!left || one_in(3)) {
+        errno = EFAULT;
+        return -1;
+    }
+    struct iovec part[MOST_IOVECS];
+    unsigned long n = 0;
+    for (; left; n++) {
+        part[n] = to[n];
+        if (part[n].iov_len > left) part[n].iov_len = left;
+        left -= part[n].iov_len;
+    }
+    return process_vm_readv(pid, part, n, from, num_from, flags);
+}
+
+/* ---- a plan and what must come of it ----------------------------------------------------------------------- */
+
+typedef struct {
+    uint8_t *bytes;
+    int64_t size, kept; /* the first `kept` bytes have their pages */
+    int mapped;
+} source;
+
+typedef struct {
+    source from;
+    int64_t *index, *lengths, *places;
+    uint8_t *out;
+    int64_t out_size, *offsets, *sizes, *at; /* [rows] of the source, in bytes; [rows] of `out` */
+} column;
+
+static const int64_t WIDTHS[] = {1, 1, 2, 2, 4, 4};
+
+/* Pages of a file, of which the last may be gone: it was cut after it had been mapped. */
+static source mapped_source(int64_t num_pages) {
+    source made = {.size = num_pages * page, .kept = num_pages * page, .mapped = 1};
+    char name[] = "driver-XXXXXX";
+    int file = mkstemp(name);
+    CHECK(file >= 0 && !unlink(name), "no file: %s", strerror(errno));
+    uint8_t *bytes = allocated(made.size);
+    fill(bytes, made.size);
+    CHECK(write(file, bytes, (size_t)made.size) == made.size, "not written");
+    free(bytes);
+    made.bytes = mmap(0, (size_t)made.size, PROT_READ, MAP_SHARED, file, 0);
+    CHECK(made.bytes != MAP_FAILED, "not mapped: %s", strerror(errno));
+    if (!one_in(4)) {
+        int64_t end = one_in(4) ? below(num_pages) * page : below(made.size);
+        CHECK(!ftruncate(file, end), "not cut");
+        made.kept = (end + page - 1) / page * page; /* of the page where the file ends, the rest is zeros */
+    }
+    close(file);
+    return made;
+}
+
+static source heap_source(int64_t size) {
+    source made = {.bytes = allocated(size), .size = size, .kept = size};
+    fill(made.bytes, size);
+    return made;
+}
+
+/* Where the values lie: as offsets, as addresses, in steps, or counted from the end. */
+static void place_values(core_column *c, column *own, int64_t rows) {
+    int64_t address = (int64_t)(intptr_t)own->from.bytes, size = own->from.size;
+    int64_t steps[] = {1, 1, 3, -1}, kind = below(4);
+    c->step = steps[kind];
+    c->base = kind == 1 ? 0 : kind == 3 ? address + size : address;
+    for (int64_t r = 0; r < rows; r++) {
+        int64_t offset = below(size - own->sizes[r] + 1);
+        if (kind == 2) offset -= offset % 3;
+        own->offsets[r] = offset;
+        own->index[r] = (address + offset - c->base) / c->step;
+    }
+    c->index = own->index;
+}
+
+/* Where they go: one after the other or in any order, with gaps that nobody may write to. */
+static void place_outputs(core_column *c, column *own, int64_t rows, int64_t longest) {
+    int64_t grain = c->op == CORE_WIDEN ? 8 : 1; /* int64 are written where int64 may be */
+    int64_t gap = grain * below(4);
+    if (one_in(2)) {
+        c->out_step = longest + gap;
+        for (int64_t r = 0; r < rows; r++) own->at[r] = c->out_step * r;
+        own->out_size = c->out_step * rows;
+    } else {
+        int64_t each = c->op == CORE_WIDEN ? 8 / WIDTHS[c->stored] : 1, turn = rows ? below(rows) : 0;
+        own->out_size = 0;
+        for (int64_t i = 0; i < rows; i++) { /* the first row to write is any of them */
+            int64_t r = (i + turn) % rows;
+            own->at[r] = own->out_size;
+            own->out_size += own->sizes[r] * each + grain * below(4);
+        }
+        own->places = allocated(8 * rows);
+        if (rows) memcpy(own->places, own->at, (size_t)(8 * rows));
+        c->places = own->places;
+    }
+    c->out = own->out = allocated(own->out_size);
+    if (own->out_size) memset(own->out, GUARD, (size_t)own->out_size);
+}
+
+static void make_column(core_column *c, column *own, int64_t rows) {
+    memset(c, 0, sizeof *c);
+    memset(own, 0, sizeof *own);
+    c->op = one_in(2) ? CORE_WIDEN : CORE_COPY;
+    c->stored = c->op == CORE_WIDEN ? below(6) : 0;
+    own->from = one_in(2) ? mapped_source(1 + below(MOST_PAGES)) : heap_source(1 + below(one_in(2) ? 300 : 90000));
+    c->may_load = own->from.kept == own->from.size && one_in(2);
+    int64_t width = c->op == CORE_WIDEN ? WIDTHS[c->stored] : 1;
+    /* Many values of a system call and few; and, in few rows, one that is more than `core.c` widens at a time. */
+    int64_t limit = rows < 8 ? own->from.size : one_in(4) ? 5000 : 40;
+    int64_t most = (limit < own->from.size ? limit : own->from.size) / width + 1;
+    own->index = allocated(8 * rows), own->offsets = allocated(8 * rows);
+    own->sizes = allocated(8 * rows), own->at = allocated(8 * rows);
+    c->each = width * below(most);
+    if (one_in(2)) c->lengths = own->lengths = allocated(8 * rows);
+    int64_t longest = own->lengths ? 0 : c->each;
+    for (int64_t r = 0; r < rows; r++) {
+        own->sizes[r] = !own->lengths ? c->each : one_in(4) ? 0 : width * below(most);
+        if (own->lengths) own->lengths[r] = own->sizes[r];
+        if (own->sizes[r] > longest) longest = own->sizes[r];
+    }
+    place_values(c, own, rows);
+    place_outputs(c, own, rows, longest / width * (c->op == CORE_WIDEN ? 8 : width));
+    num_widened += c->op == CORE_WIDEN ? rows : 0;
+}
+
+static void free_column(column *own) {
+    if (own->from.mapped)
+        munmap(own->from.bytes, (size_t)own->from.size);
+    else
+        free(own->from.bytes);
+    free(own->index), free(own->lengths), free(own->places), free(own->out);
+    free(own->offsets), free(own->sizes), free(own->at);
+}
+
+static int64_t number_at(const uint8_t *bytes, int64_t type) {
+    uint8_t u8 = bytes[0];
+    uint16_t u16;
+    uint32_t u32;
+    switch (type) {
+    case CORE_U8: return u8;
+    case CORE_I8: return (int8_t)u8;
+    case CORE_U16: memcpy(&u16, bytes, 2); return u16;
+    case CORE_I16: memcpy(&u16, bytes, 2); return (int16_t)u16;
+    case CORE_U32: memcpy(&u32, bytes, 4); return u32;
+    default: memcpy(&u32, bytes, 4); return (int32_t)u32;
+    }
+}
+
+/* Bytes that a row's value has in the output; into `wanted` goes what they must be. */
+static int64_t plain_value(const core_column *c, const column *own, int64_t row, uint8_t *wanted) {
+    const uint8_t *from = own->from.bytes + own->offsets[row];
+    int64_t size = own->sizes[row], width = WIDTHS[c->stored];
+    if (c->op == CORE_COPY) {
+        for (int64_t i = 0; wanted && i < size; i++) wanted[i] = from[i];
+        return size;
+    }
+    for (int64_t i = 0; wanted && i < size / width; i++) {
+        int64_t number = number_at(from + i * width, c->stored);
+        memcpy(wanted + 8 * i, &number, 8);
+    }
+    return size / width * 8;
+}
+
+/* ---- one plan ---------------------------------------------------------------------------------------------- */
+
+typedef struct {
+    const core_column *columns;
+    int64_t num_columns, first, last, bad;
+    uint8_t *status;
+    uint64_t seed;
+} job;
+
+static void *run_job(void *argument) {
+    job *own = argument;
+    random_state = own->seed;
+    own->bad = core_run(own->columns, own->num_columns, own->first, own->last, own->status);
+    return 0;
+}
+
+static void run_in_threads(const core_column *columns, int64_t num_columns, int64_t rows, uint8_t *status) {
+    pthread_t threads[THREADS];
+    job jobs[THREADS];
+    int64_t begin = 0, bad = 0;
+    for (int i = 0; i < THREADS; i++) { /* a range may be empty */
+        int64_t end = i == THREADS - 1 ? rows : begin + below(rows - begin + 1);
+        jobs[i] = (job){columns, num_columns, begin, end, 0, status, next_random()};
+        CHECK(!pthread_create(threads + i, 0, run_job, jobs + i), "no thread");
+        begin = end;
+    }
+    for (int i = 0; i < THREADS; i++) {
+        pthread_join(threads[i], 0);
+        bad += jobs[i].bad;
+    }
+    for (int64_t r = 0; r < rows; r++) bad -= status[r] != 0;
+    CHECK(!bad, "%ld rows were counted that are not reported", (long)bad);
+}
+
+static int64_t first_lost(const column *own, int64_t num_columns, int64_t row) {
+    for (int64_t i = 0; i < num_columns; i++)
+        if (own[i].sizes[row] && own[i].offsets[row] + own[i].sizes[row] > own[i].from.kept) return i + 1;
+    return 0;
+}
+
+static void check_column(const core_column *c, const column *own, int64_t at, int64_t rows, const uint8_t *status) {
+    uint8_t *wanted = allocated(own->out_size);
+    if (own->out_size) memset(wanted, GUARD, (size_t)own->out_size);
+    for (int64_t r = 0; r < rows; r++) {
+        int64_t place = own->at[r], nbytes = plain_value(c, own, r, 0);
+        if (status[r] && at >= status[r] - 1)
+            memcpy(wanted + place, own->out + place, (size_t)nbytes);
+        else
+            plain_value(c, own, r, wanted + place);
+    }
+    for (int64_t i = 0; i < own->out_size; i++)
+        CHECK(wanted[i] == own->out[i], "column %ld, byte %ld of %ld differs (op %ld, stored %ld, may_load %ld)",
+              (long)at, (long)i, (long)own->out_size, (long)c->op, (long)c->stored, (long)c->may_load);
+    free(wanted);
+}
+
+static void try_plan(void) {
+    core_column columns[MOST_COLUMNS];
+    column own[MOST_COLUMNS];
+    int64_t rows = one_in(3) ? below(8) : below(MOST_ROWS), num_columns = 1 + below(MOST_COLUMNS);
+    uint8_t *status = allocated(rows);
+    for (int64_t i = 0; i < num_columns; i++) make_column(columns + i, own + i, rows);
+    if (rows) memset(status, GUARD, (size_t)rows);
+    run_in_threads(columns, num_columns, rows, status);
+    for (int64_t r = 0; r < rows; r++) {
+        int64_t lost = first_lost(own, num_columns, r);
+        int right = mode == BROKEN ? (lost ? status[r] && status[r] <= lost : 1) : status[r] == lost;
+        CHECK(right, "row %ld of %ld: status %d, not %ld", (long)r, (long)rows, status[r], (long)lost);
+        num_lost += lost != 0;
+    }
+    for (int64_t i = 0; i < num_columns; i++) {
+        check_column(columns + i, own + i, i, rows, status);
+        free_column(own + i);
+    }
+    free(status);
+    num_rows += rows;
+}
+
+static void try_interleave(void) {
+    int64_t width = (int64_t)1 << below(4), k = 1 + below(40), rows = below(700), bytes = rows * width;
+    uint8_t *columns[40], *out = allocated(k * bytes);
+    for (int64_t c = 0; c < k; c++) fill(columns[c] = allocated(bytes), bytes);
+    core_interleave((const void *const *)columns, k, rows, width, out);
+    for (int64_t i = 0; i < k * bytes; i++) {
+        int64_t item = i / width;
+        CHECK(out[i] == columns[item % k][item / k * width + i % width], "interleave: %ld columns of %ld rows",
+              (long)k, (long)rows);
+    }
+    for (int64_t c = 0; c < k; c++) free(columns[c]);
+    free(out);
+}
+
+int main(int argc, char **argv) {
+    CHECK(argc == 4, "driver SEED PLANS honest|short|broken");
+    CHECK(core_version() == CORE_VERSION, "core_version");
+    random_state = strtoull(argv[1], 0, 10);
+    mode = !strcmp(argv[3], "honest") ? HONEST : !strcmp(argv[3], "short") ? SHORT : BROKEN;
+    page = sysconf(_SC_PAGESIZE);
+    for (long plans = atol(argv[2]); plans > 0; plans--) {
+        try_plan();
+        try_interleave();
+    }
+    printf("{\"rows\": %ld, \"lost\": %ld, \"widened\": %ld, \"short\": %ld}\n", num_rows, num_lost, num_widened,
+           num_short);
+    return 0;
+}
