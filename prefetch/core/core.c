@@ -58,7 +58,48 @@ static void put(const core_column *c, const uint8_t *from, uint8_t *to, int64_t 
 
 /* ---- values that may be touched ------------------------------------------------------------------------- */
 
+/* Rows of a few bytes: what takes time is to wait for memory, so many are asked for at a time. */
+#define AHEAD 16
+
+#define TAKE(name, type)                                                                                         \
+    static void take_##name(const core_column *c, int64_t first, int64_t last) {                                 \
+        for (int64_t row = first; row < last; row++) {                                                           \
+            if (row + AHEAD < last) __builtin_prefetch(source_of(c, row + AHEAD));                               \
+            memcpy(c->out + row * c->out_step, source_of(c, row), sizeof(type));                            \
+        }                                                                                                        \
+    }
+TAKE(1, uint8_t)
+TAKE(2, uint16_t)
+TAKE(4, uint32_t)
+TAKE(8, uint64_t)
+
+static void take_small(const core_column *c, int64_t first, int64_t last) {
+    int64_t n = c->each;
+    for (int64_t row = first; row < last; row++) {
+        if (row + AHEAD < last) {
+            const uint8_t *next = source_of(c, row + AHEAD);
+            for (int64_t i = 0; i < n; i += 64) __builtin_prefetch(next + i);
+            __builtin_prefetch(next + n - 1);
+        }
+        const uint8_t *from = source_of(c, row);
+        uint8_t *to = c->out + row * c->out_step;
+        for (int64_t i = 0; i + 16 <= n; i += 16) memcpy(to + i, from + i, 16);
+        memcpy(to + n - 16, from + n - 16, 16); /* the rest, and some bytes twice */
+    }
+}
+
 static void load_rows(const core_column *c, int64_t first, int64_t last) {
+    if (c->op == CORE_COPY && !c->lengths && !c->places) switch (c->each) {
+        case 1: take_1(c, first, last); return;
+        case 2: take_2(c, first, last); return;
+        case 4: take_4(c, first, last); return;
+        case 8: take_8(c, first, last); return;
+        default:
+            if (c->each >= 16 && c->each <= 512) {
+                take_small(c, first, last);
+                return;
+            }
+        }
     for (int64_t row = first; row < last; row++) {
         if (row + 2 < last) { /* the first lines of a page that nobody else asks for */
             const uint8_t *next = source_of(c, row + 2);
