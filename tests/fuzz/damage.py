@@ -23,6 +23,7 @@ import functools
 import gzip
 import io
 import json
+import math
 import os
 import random
 import resource
@@ -395,8 +396,12 @@ def verdict(original: Original, kwargs: dict[str, Any], what: str, reader: Reade
         found = repr(
             [{name: list(value) for name, value in sorted(row.items())} for row in _evaluated(found)]
         )
-    if original.name.startswith("jsonl") and "rows" in answer and _evaluated(found) == expected:
-        return "as stored", ""  # 2375 in a column of fractions is 2375.0
+    if original.name.startswith("jsonl") and "rows" in answer:
+        delivered = _evaluated(found)
+        if part == "behind" and delivered:  # the catalog says which columns there are
+            expected = [{name: row.get(name, math.nan) for name in delivered[0]} for row in expected]
+        if len(delivered) == len(expected) and all(map(_same_json, delivered, expected)):
+            return "as stored", ""
     if found == repr(expected):
         return "as stored", ""
     return "silent", f"ours {found[:300]}, another reader's {repr(expected)[:300]}"
@@ -426,6 +431,18 @@ def _expected(original: Original, folder: Path, *, behind: bool) -> Rows:
                 shutil.copy(index, folder)
         rows += READERS[original.name](copy)
     return rows
+
+
+def _same_json(ours: dict[str, Any], stored: dict[str, Any]) -> bool:
+    """Whether a row is what JSON Lines hold: in a column of fractions 2 is 2.0, and what lacks is NaN."""
+
+    def same(mine: Any, other: Any) -> bool:
+        if isinstance(mine, float) and math.isnan(mine):
+            return other is None or (isinstance(other, float) and math.isnan(other))
+        return bool(mine == other)
+
+    names = ours.keys() | stored.keys()
+    return all(same(ours.get(name), stored.get(name, math.nan)) for name in names)
 
 
 def _evaluated(rows: str) -> Rows:
