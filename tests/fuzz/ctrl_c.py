@@ -109,6 +109,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=200, help="how many (default: 200)")
     parser.add_argument("--seed", type=int, default=0, help="of the moments (default: 0)")
     given = parser.parse_args()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
     rng = random.Random(given.seed)
     failures = 0
     with tempfile.TemporaryDirectory() as folder:
