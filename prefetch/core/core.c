@@ -192,16 +192,58 @@ int64_t core_run(const core_column *columns, int64_t num_columns, int64_t first,
 
 /* ---- columns to rows -------------------------------------------------------------------------------------- */
 
+#define BLOCK 256 /* rows, which stay in the first cache */
+
+/* Four columns at a time: a row gets neighbours in one line. */
 #define INTERLEAVE(type)                                                                                         \
-    VARIANTS static void interleave_##type(const void *const *columns, int64_t k, int64_t rows, type *out) {     \
-        for (int64_t begin = 0; begin < rows; begin += 256) { /* rows that stay in the first cache */            \
-            int64_t end = MIN(begin + 256, rows);                                                                \
-            for (int64_t c = 0; c < k; c++) {                                                                    \
-                const type *from = columns[c];                                                                   \
-                for (int64_t r = begin; r < end; r++) out[r * k + c] = from[r];                                  \
+    static void interleave_##type(const void *const *columns, int64_t k, int64_t rows, type *restrict out) {     \
+        for (int64_t begin = 0; begin < rows; begin += BLOCK) {                                                  \
+            int64_t end = MIN(begin + BLOCK, rows), c = 0;                                                       \
+            for (; c + 4 <= k; c += 4) {                                                                         \
+                const type *p = columns[c], *q = columns[c + 1], *s = columns[c + 2], *t = columns[c + 3];       \
+                int64_t r = begin;                                                                               \
+                FOUR_ROWS_##type                                                                                 \
+                for (; r < end; r++) {                                                                           \
+                    type *to = out + r * k + c;                                                                  \
+                    to[0] = p[r], to[1] = q[r], to[2] = s[r], to[3] = t[r];                                      \
+                }                                                                                                \
             }                                                                                                    \
+            for (; c < k; c++)                                                                                   \
+                for (int64_t r = begin; r < end; r++) out[r * k + c] = ((const type *)columns[c])[r];            \
         }                                                                                                        \
     }
+#define FOUR_ROWS_uint8_t
+#define FOUR_ROWS_uint16_t
+#define FOUR_ROWS_uint64_t
+
+#if defined(__has_builtin)
+#if __has_builtin(__builtin_shufflevector)
+#define SHUFFLES
+#endif
+#endif
+#ifdef SHUFFLES
+typedef uint32_t four __attribute__((vector_size(16)));
+#define LOW(a, b) __builtin_shufflevector(a, b, 0, 4, 1, 5)
+#define HIGH(a, b) __builtin_shufflevector(a, b, 2, 6, 3, 7)
+
+/* Transposes the four rows from r on of four columns. */
+static void four_rows(const uint32_t *p, const uint32_t *q, const uint32_t *s, const uint32_t *t, int64_t k,
+                      uint32_t *to) {
+    four a, b, c, d, rows[4];
+    memcpy(&a, p, 16), memcpy(&b, q, 16), memcpy(&c, s, 16), memcpy(&d, t, 16);
+    four ab = LOW(a, b), cd = LOW(c, d), ba = HIGH(a, b), dc = HIGH(c, d);
+    rows[0] = __builtin_shufflevector(ab, cd, 0, 1, 4, 5);
+    rows[1] = __builtin_shufflevector(ab, cd, 2, 3, 6, 7);
+    rows[2] = __builtin_shufflevector(ba, dc, 0, 1, 4, 5);
+    rows[3] = __builtin_shufflevector(ba, dc, 2, 3, 6, 7);
+    for (int64_t i = 0; i < 4; i++) memcpy(to + i * k, rows + i, 16);
+}
+#define FOUR_ROWS_uint32_t \
+    for (; r + 4 <= end; r += 4) four_rows(p + r, q + r, s + r, t + r, k, out + r * k + c);
+#else
+#define FOUR_ROWS_uint32_t
+#endif
+
 INTERLEAVE(uint8_t)
 INTERLEAVE(uint16_t)
 INTERLEAVE(uint32_t)
