@@ -75,12 +75,13 @@ def int64(values: Any) -> NDArray[np.int64]:
 
 
 def fixed(
-    starts: list[int], each: int, *, widen: str = "", by_step: bool = False, may_load: bool = True
+    starts: list[int], each: int, *, widen: str = "", by_step: int = 0, may_load: bool = True
 ) -> PlanColumn:
     """A column of values of one length, by address or as places on a grid."""
     out_bytes = each * 8 // np.dtype(widen).itemsize if widen else each
     out = np.full(out_bytes * len(starts), 0xA5, np.uint8).view("int64" if widen else "uint8")
-    base, step, index = (BASE, 3, int64(starts) // 3) if by_step else (0, 1, int64(starts) + BASE)
+    step = by_step or 1
+    base, index = (BASE, int64(starts) // step) if by_step else (0, int64(starts) + BASE)
     return PlanColumn(
         name="f", base=base, step=step, index=index, each=each, out=out, widen=widen, may_load=may_load
     )
@@ -123,8 +124,11 @@ def columns(draw: st.DrawFn, num_rows: int) -> PlanColumn:
         )
     widen = draw(st.sampled_from(["", *WIDENED]))
     each = draw(st.integers(0, 90)) * (np.dtype(widen).itemsize if widen else 1)
-    by_step = draw(st.booleans())
-    starts = [start * 3 for start in starts]
+    by_step = draw(st.sampled_from([0, 3, each]))
+    if by_step == each > 0:
+        starts = [start // 400 * each for start in starts]
+    else:
+        by_step, starts = by_step and 3, [start * 3 for start in starts]
     return fixed(starts, each, widen=widen, by_step=by_step, may_load=may_load)
 
 

@@ -1,0 +1,115 @@
+"""How fast the copies of a chunk are made: by the compiled executor, by numpy's, and by torch's own gather.
+
+    python -m benchmarks.executors --json benchmarks/results/executors.json
+
+One thread copies values that lie anywhere in 64 MiB of memory into one slot of 8 MiB, as chunks of W4, W2,
+W1-raw and W3 do, and turns 20 columns into rows, as staging of W3 does. Rows a second of processor time, the
+ways in turns, medians. torch has no gather for values of different lengths and none that widens: there it is
+`index_select` over values of one length, and numpy widens tiles that stay in the cache.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from benchmarks.report import save_figures
+from prefetch.core.by_numpy import NumpyExecutor
+from prefetch.core.compiled import CompiledExecutor
+from prefetch.core.plan import BuildPlan, Executor, PlanColumn
+
+CASES = {
+    "W4 record": (3072, 64, ""),
+    "W2 tokens": (4098, 64, "uint16"),
+    "W1-raw image": (100_000, 64, ""),
+    "W3 row": (80, 80, ""),
+}
+"""Bytes of a stored value, of what values begin at multiples of, and the dtype of what is widened."""
+SLOT_BYTES = 8 << 20
+_TILE_BYTES = 1 << 20
+
+
+def by_torch(
+    memory: NDArray[np.uint8], places: NDArray[np.int64], step: int, each: int, widen: str, out: NDArray[Any]
+) -> Callable[[], object]:
+    """The same copies by `index_select` over a view of all memory between the values."""
+    view = torch.from_numpy(memory).as_strided(((len(memory) - each) // step + 1, each), (step, 1))
+    index, rows = torch.from_numpy(places), len(places)
+    if not widen:
+        target = torch.from_numpy(out.reshape(rows, each))
+        return lambda: torch.index_select(view, 0, index, out=target)
+    tile = _TILE_BYTES // each
+    scratch = np.empty((tile, each), np.uint8)
+
+    def copy() -> None:
+        for start in range(0, rows, tile):
+            stop = min(rows, start + tile)
+            part = scratch[: stop - start]
+            torch.index_select(view, 0, index[start:stop], out=torch.from_numpy(part))
+            np.copyto(out.reshape(rows, -1)[start:stop], part.view(widen))
+
+    return copy
+
+
+def interleaving(executor: Executor, rows: int) -> Callable[[], object]:
+    columns = [np.random.default_rng(i).random(rows, np.float32) for i in range(20)]
+    out = np.zeros((rows, 20), np.float32)
+    return lambda: executor.interleave(columns, out)
+
+
+def ways(executors: Sequence[Executor]) -> dict[str, tuple[int, dict[str, Callable[[], object]]]]:
+    """Each case's rows, and what makes its copies."""
+    rng = np.random.default_rng(0)
+    memory = rng.integers(0, 256, 64 << 20, np.uint8)
+    found: dict[str, tuple[int, dict[str, Callable[[], object]]]] = {}
+    for name, (each, step, widen) in CASES.items():
+        factor = 8 // np.dtype(widen).itemsize if widen else 1
+        rows = SLOT_BYTES // (each * factor)
+        places = rng.integers(0, (len(memory) - each) // step, rows)
+        out = np.zeros(rows * each * factor, np.uint8).view("int64" if widen else "uint8")
+        column = PlanColumn(
+            name=name, base=memory.ctypes.data, step=step, index=places, each=each, out=out, widen=widen
+        )
+        plan = BuildPlan(num_rows=rows, columns=[column])
+        runs: dict[str, Callable[[], object]] = {e.name: lambda e=e, p=plan: e.run(p) for e in executors}
+        found[name] = rows, {**runs, "torch": by_torch(memory, places, step, each, widen, out)}
+    rows = 1 << 16
+    found["W3 columns"] = rows, {e.name: interleaving(e, rows) for e in executors}
+    return found
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--repeats", type=int, default=15, help="of each, in turns (default: 15)")
+    parser.add_argument("--json", type=Path)
+    asked = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    rows = []
+    for case, (count, made) in ways([CompiledExecutor(), NumpyExecutor()]).items():
+        took: dict[str, list[float]] = {way: [] for way in made}
+        for _ in range(asked.repeats + 1):  # the first one is to warm up
+            for way, copy in made.items():
+                began = time.thread_time()
+                copy()
+                took[way].append(time.thread_time() - began)
+        rows += [
+            {"case": case, "by": way, "rows_per_s": round(count / statistics.median(all_s[1:]))}
+            for way, all_s in took.items()
+        ]
+        print(*(row for row in rows if row["case"] == case), sep="\n")
+    if asked.json:
+        save_figures(asked.json, rows=rows)
+
+
+if __name__ == "__main__":
+    main()
