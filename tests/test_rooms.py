@@ -37,7 +37,7 @@ MAY_USE: dict[str, set[str]] = {
     "prefetch.engine": {"prefetch.control", "prefetch.memory"},
     "prefetch.store": {"prefetch.control", "prefetch.memory", "sharding.catalog"},
     "prefetch.cache": {"prefetch.store", "prefetch.memory", "sharding.write"},
-    "prefetch.workers": {"prefetch.core", "prefetch.engine", "prefetch.memory"},
+    "prefetch.workers": {"prefetch.engine", "prefetch.memory"},
     # dataflow: what a training loop sees
     "dataflow.decode": {"sharding.formats"},
     "dataflow.staging": {

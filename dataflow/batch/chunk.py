@@ -167,7 +167,7 @@ class BatchChunk:
                 on_return=context.on_return,
             )
             self._built = [output.build(columns) for output in context.outputs]
-            columns.copy(self._built)
+            columns.copy([built.copies for built in self._built if built.copies is not None])
         return [decode for built in self._built for decode in built.decodes]
 
     def finish(self) -> Iterator[Piece[Delivered]]:

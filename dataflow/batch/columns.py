@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -153,12 +153,6 @@ class Randomness:
         return np.random.Generator(np.random.Philox(key=key, counter=[0, 0, 0, window.samples.number(row)]))
 
 
-class HasCopies(Protocol):
-    """A column that is built: `dataflow.batch.output.BuiltColumn`."""
-
-    copies: PlanColumn | None
-
-
 class ChunkColumns:
     """The columns of one chunk while they are built. Used by one chunk; parts of it by several threads.
 
@@ -259,9 +253,8 @@ class ChunkColumns:
             addresses[part.chunk_rows] = part.rows * values.strides[0] + start
         return 0, 1, addresses
 
-    def copy(self, built: Sequence[HasCopies]) -> None:
-        """Make the copies of built columns. Raises `ShardReadError` for a value whose bytes are gone."""
-        plan_columns = [column.copies for column in built if column.copies is not None]
+    def copy(self, plan_columns: Sequence[PlanColumn]) -> None:
+        """Make the copies of all columns. Raises `ShardReadError` for a value whose bytes are gone."""
         if not plan_columns:
             return
         status = executor().run(BuildPlan(num_rows=self.rows.num_rows, columns=plan_columns))

@@ -43,7 +43,7 @@ class BuiltColumn:
     def whole(self, columns: ChunkColumns) -> Any:
         """Do everything, and give the value of one batch of all rows."""
         size = columns.rows.num_rows
-        columns.copy([self])
+        columns.copy([] if self.copies is None else [self.copies])
         for task in self.decodes:
             task()
         if self.ahead is not None:

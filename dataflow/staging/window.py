@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from dataflow.staging.columns import StagedArray, StagedSpans
 from dataflow.staging.source import Source
-from prefetch.core.addresses import memory_at
+from prefetch.addresses import memory_at
 from prefetch.memory.arena import Arena
 from prefetch.store.reader import Awaited
 from sharding.blocks import Block, Columns, Spans

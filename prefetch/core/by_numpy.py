@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from prefetch.core.addresses import memory_at
+from prefetch.addresses import memory_at
 from prefetch.core.plan import BuildPlan, PlanColumn
 
 _GROUP = 1024

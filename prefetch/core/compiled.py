@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from prefetch.core.compile import LIBRARY
 from prefetch.core.plan import WIDENED, BuildPlan, Op, PlanColumn
 
-LIBRARY = Path(__file__).with_name("libcore.so")
 VERSION = 1
 """Of the contract in core.h."""
 _WIDTHS = (1, 2, 4, 8)

@@ -10,6 +10,7 @@
 #define GROUP 64              /* values that one system call copies */
 #define SCRATCH (64 << 10)    /* bytes that go through the cache at a time, read by the kernel and then widened */
 #define MIN(a, b) ((a) < (b) ? (a) : (b))
+#define MAX(a, b) ((a) > (b) ? (a) : (b))
 
 /* Where the compiler can, one variant for each kind of processor, chosen when the library is loaded. */
 #if defined(__x86_64__) && defined(__linux__) && defined(__GLIBC__) && !defined(__clang__) && !defined(CORE_PLAIN)
@@ -138,10 +139,10 @@ static int read_value(const core_column *c, int64_t row, uint8_t *scratch) {
     return 0;
 }
 
-static int64_t read_group(const core_column *c, int64_t first, int64_t last, uint8_t *scratch, uint8_t mark,
-                          uint8_t *status) {
+static void read_group(const core_column *c, int64_t first, int64_t last, uint8_t *scratch, uint8_t mark,
+                       uint8_t *status) {
     struct iovec from[GROUP], to[GROUP];
-    int64_t nbytes = 0, bad = 0;
+    int64_t nbytes = 0;
     for (int64_t row = first; row < last; row++) {
         struct iovec *source = from + (row - first), *target = to + (row - first);
         source->iov_base = (void *)(uintptr_t)source_of(c, row);
@@ -153,14 +154,19 @@ static int64_t read_group(const core_column *c, int64_t first, int64_t last, uin
         if (c->op == CORE_WIDEN)
             for (int64_t row = first; row < last; row++)
                 put(c, to[row - first].iov_base, target_of(c, row), bytes_of(c, row));
-        return 0;
+        return;
     }
     for (int64_t row = first; row < last; row++) /* too much for one call, or some are gone: which? */
-        if (read_value(c, row, scratch)) {
-            if (!status[row]) status[row] = mark;
-            bad++;
-        }
-    return bad;
+        if (read_value(c, row, scratch) && !status[row]) status[row] = mark;
+}
+
+/* What is widened goes through `scratch`, as many values at a time as it holds. */
+static void read_column(const core_column *c, int64_t first, int64_t last, uint8_t *scratch, uint8_t mark,
+                        uint8_t *status) {
+    int64_t group = GROUP;
+    if (c->op == CORE_WIDEN && !c->lengths) group = MAX(1, MIN(GROUP, SCRATCH / MAX(1, c->each)));
+    for (int64_t row = first; row < last; row += group)
+        read_group(c, row, MIN(row + group, last), scratch, mark, status);
 }
 
 /* ---- a plan ----------------------------------------------------------------------------------------------- */
@@ -177,13 +183,12 @@ int64_t core_run(const core_column *columns, int64_t num_columns, int64_t first,
             continue;
         }
         if (c->op == CORE_WIDEN && !scratch) scratch = malloc(SCRATCH);
-        for (int64_t row = first; row < last; row += GROUP) {
-            if (c->op == CORE_WIDEN && !scratch) { /* no memory: as good as gone */
-                memset(status + row, mark, (size_t)MIN(GROUP, last - row));
-                continue;
-            }
-            read_group(c, row, MIN(row + GROUP, last), scratch, mark, status);
+        if (c->op != CORE_WIDEN || scratch) {
+            read_column(c, first, last, scratch, mark, status);
+            continue;
         }
+        for (int64_t row = first; row < last; row++) /* no memory to widen in */
+            if (!status[row]) status[row] = mark;
     }
     free(scratch);
     for (int64_t row = first; row < last; row++) bad += status[row] != 0;

@@ -7,7 +7,8 @@ import os
 from functools import cache
 
 from prefetch.core.by_numpy import NumpyExecutor
-from prefetch.core.compiled import LIBRARY, CompiledExecutor
+from prefetch.core.compile import LIBRARY
+from prefetch.core.compiled import CompiledExecutor
 from prefetch.core.plan import Executor
 
 VARIABLE = "DATAFLOW_EXECUTOR"

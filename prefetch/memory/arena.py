@@ -33,7 +33,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from prefetch.core.addresses import array_interface
+from prefetch.addresses import array_interface
 from prefetch.memory.lifetimes import DeathWatch
 
 _HUGE = 2 << 20

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from prefetch.core.addresses import array_interface, memory_at
+from prefetch.addresses import array_interface, memory_at
 from prefetch.memory.arena import Arena, rounded_bytes
 from prefetch.memory.lifetimes import DeathWatch, only_ours
 

@@ -7,7 +7,7 @@ import weakref
 
 import numpy as np
 
-from prefetch.core.addresses import array_interface, memory_at
+from prefetch.addresses import array_interface, memory_at
 
 
 def test_memory_is_seen_and_written_where_it_lies() -> None:
