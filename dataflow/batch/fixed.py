@@ -114,7 +114,8 @@ class RowsOutput(FixedOutput):
             index=addresses,
             each=stored_bytes,
             out=out,
-            widen="" if self.source_dtype == self.dtype else self.source_dtype,
+            # As wide already, uint64 keeps its bits: no token is that large.
+            widen=self.source_dtype if stored_bytes < self.row_bytes else "",
             may_load=columns.may_load,
         )
         return BuiltColumn(split=split_rows(out), copies=copies)

@@ -60,9 +60,13 @@ class PlanColumn:
         arrays = (self.out, self.index, self.lengths, self.places)
         if not self.out.flags.writeable or not all(a is None or a.flags.c_contiguous for a in arrays):
             raise ValueError(f"column {self.name!r}: arrays must be C-contiguous, and out writable")
+        if any(a is not None and a.dtype != np.int64 for a in arrays[1:]):  # C takes them as they are
+            raise ValueError(f"column {self.name!r}: index, lengths and places must be int64")
         if self.lengths is None:
-            if self.places is not None or (self.widen and self.widen not in WIDENED):
-                raise ValueError(f"column {self.name!r}: places go with lengths; widen must be in {WIDENED}")
+            if self.places is not None:
+                raise ValueError(f"column {self.name!r}: places go with lengths")
+            if self.widen and self.widen not in WIDENED:
+                raise ValueError(f"column {self.name!r}: widen must be in {WIDENED}, not {self.widen!r}")
             fits = rows * self.row_bytes == nbytes
         else:
             if self.places is None or self.widen or not len(self.places) == len(self.lengths) == rows:

@@ -11,10 +11,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings, strategies as st
 from numpy.typing import NDArray
 
-from dataflow import DataLoader
+from dataflow import DataLoader, ShardedDataset
 from prefetch.core import by_numpy
 from prefetch.core.by_numpy import NumpyExecutor, copies_by_kernel, process_vm_readv
 from prefetch.core.compile import LIBRARY
@@ -259,6 +260,8 @@ def test_a_plan_that_writes_outside_its_destination_cannot_be_made() -> None:
         PlanColumn(name="x", index=index, each=8, out=np.zeros(16, np.uint8), widen="float32")
     with pytest.raises(ValueError, match="arrays must be C-contiguous"):
         PlanColumn(name="x", index=int64([BASE, 0, BASE, 0])[::2], each=8, out=np.zeros(16, np.uint8))
+    with pytest.raises(ValueError, match="index, lengths and places must be int64"):
+        PlanColumn(name="x", index=index.astype(np.int32), each=8, out=np.zeros(16, np.uint8))  # type: ignore[arg-type]
     column = PlanColumn(name="x", index=index, each=8, out=np.zeros(16, np.uint8))
     with pytest.raises(ValueError, match="column 'x' has 2 of 3 rows"):
         BuildPlan(num_rows=3, columns=[column])
@@ -289,6 +292,23 @@ def test_loaders_deliver_the_same_by_either_executor(
         with DataLoader(data.open(), 7, shuffle=True) as loader:
             epochs[name] = [row for batch in loader for row in rows_of(batch)]
     assert repr(epochs["numpy"]) == repr(epochs["compiled"])
+
+
+@pytest.mark.parametrize("name", ["numpy", "compiled"])
+@pytest.mark.parametrize("dtype", [*WIDENED, "int64", "uint64"])
+def test_tokens_of_every_integer_type_are_delivered_as_int64(
+    tmp_path: Path, executor_is: Callable[[str], Executor], dtype: str, name: str
+) -> None:
+    if name == "compiled" and not LIBRARY.exists():
+        pytest.skip("the compiled core was not built")
+    executor_is(name)
+    tokens = np.arange(-40, 60).astype(dtype) if dtype[0] == "i" else np.arange(100).astype(dtype)
+    np.save(tmp_path / "tokens.npy", tokens)
+    dataset = ShardedDataset(str(tmp_path / "tokens.npy"), format="tokens", length=9)
+    with DataLoader(dataset, 4) as loader:
+        rows = torch.cat([batch["tokens"] for batch in loader])
+    assert rows.dtype == torch.int64
+    assert rows.tolist() == [tokens[at : at + 10].tolist() for at in range(0, 99, 9)]
 
 
 def test_an_executor_that_is_not_there_is_said(executor_is: Callable[[str], Executor]) -> None:
