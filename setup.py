@@ -22,7 +22,7 @@ from setuptools.build_meta import (
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
-from prefetch.core.compile import LIBRARY, compile_core, compilers_on_path, pure
+from prefetch.core.compile import LIBRARY, SOURCES, compile_core, compilers_on_path, pure
 
 __all__ = [
     "build_editable",
@@ -76,5 +76,6 @@ class CoreWheel(bdist_wheel):
 
 
 if __name__ == "__main__":
-    core = Extension(CORE, ["prefetch/core/core.c"], depends=["prefetch/core/core.h"], optional=True)
+    sources = [f"prefetch/core/{source.name}" for source in SOURCES]
+    core = Extension(CORE, sources, depends=["prefetch/core/core.h"], optional=True)
     setup(ext_modules=[core], cmdclass={"build_ext": CompileCore, "bdist_wheel": CoreWheel})

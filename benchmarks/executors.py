@@ -24,7 +24,8 @@ from numpy.typing import NDArray
 from benchmarks.report import save_figures
 from prefetch.core.by_numpy import NumpyExecutor
 from prefetch.core.compiled import CompiledExecutor
-from prefetch.core.plan import BuildPlan, Executor, PlanColumn
+from prefetch.core.executor import Executor
+from prefetch.core.plan import BuildPlan, PlanColumn
 
 CASES = {
     "W4 record": (3072, 64, ""),

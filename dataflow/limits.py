@@ -11,7 +11,7 @@ from sharding.plan.window_size import DEFAULT_LIMIT
 def memory_limit_bytes(limit: int | str | None, local_world_size: int) -> int:
     """The limit in bytes; without one 1 GiB, or an eighth of the machine's memory per rank if less."""
     if limit is None:
-        return max(64 << 20, min(DEFAULT_LIMIT, _machine_memory() // 8 // max(1, local_world_size)))
+        return max(64 << 20, min(DEFAULT_LIMIT, machine_memory() // 8 // max(1, local_world_size)))
     if isinstance(limit, str):
         return parse_bytes(limit)
     if limit <= 0:
@@ -33,7 +33,8 @@ def parse_bytes(text: str) -> int:
         raise ValueError(f'a size must be like 1000000, "512MB" or "2GiB", got {text!r}') from None
 
 
-def _machine_memory() -> int:
+def machine_memory() -> int:
+    """Bytes that this machine, or the container, has."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     try:
         with open("/sys/fs/cgroup/memory.max") as file:

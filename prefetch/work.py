@@ -14,11 +14,19 @@ T_co = TypeVar("T_co", covariant=True)
 Task = Callable[[], None]
 
 
+class Batches(Protocol[T_co]):
+    """So many batches, to be iterated over once, by the consumer; they may be made as it goes."""
+
+    def __len__(self) -> int: ...
+
+    def __iter__(self) -> Iterator[T_co]: ...
+
+
 @dataclass(frozen=True)
 class Piece(Generic[T_co]):
     """Some finished batches of a chunk, or what the next ones will take."""
 
-    batches: Sequence[T_co] = ()
+    batches: Batches[T_co] = ()
     slot_bytes: int = 0
     """Beyond the chunk's `nbytes`; in use until the batches die. May be told before they are taken."""
     heap_bytes: int = 0
@@ -37,6 +45,8 @@ class Chunk(Protocol[T_co]):
     """How many of `nbytes` stay leased until the batches die; known when `finish` has ended."""
     closes: Sequence[StreamWindow]
     """Those of `needs` that no later chunk needs."""
+    reads_windows: bool
+    """Whether batches are still to be made of its windows, though they were handed out."""
 
     def begin(self) -> Sequence[Task]:
         """Take slots and give the parts that may run in parallel. On a builder's thread."""
@@ -69,4 +79,21 @@ class StreamWindow(Protocol):
 
     def close(self) -> None:
         """Give the staging memory back."""
+        ...
+
+
+class Wait(Protocol):
+    """A wait of the consumer, which is told about and given up in time. Times are seconds on one clock."""
+
+    @property
+    def due_s(self) -> float:
+        """When `tell` has something to do."""
+        ...
+
+    def tell(self, now_s: float, reason: str, otherwise: str, stats: Callable[[], object]) -> None:
+        """Say what is waited for, if that is due. Raises `StallError` after the time-out."""
+        ...
+
+    def end(self, waited_s: float) -> None:
+        """It is over."""
         ...

@@ -89,6 +89,7 @@ class HandDrivenEpoch:
             on_return=lambda nbytes: lambda: None,
             closing=threading.Event(),
             heap=HeapKeeper(_MEMORY),
+            copies=None,
             charge_bytes=1 << 20,
         )
         self._num_batches = plan.epoch(0).num_batches

@@ -64,6 +64,7 @@ MAY_USE: dict[str, set[str]] = {
         "dataflow.topology_exchange",
         "prefetch.cache",
         "prefetch.control",
+        "prefetch.core",
         "prefetch.engine",
         "prefetch.memory",
         "prefetch.store",

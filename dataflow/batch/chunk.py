@@ -1,10 +1,10 @@
 """A chunk: consecutive batches built together from staged windows, and finished one by one.
 
-A chunk is a few consecutive batches of one rank: one slot, one copy and one split a column, however many
-batches it holds, so that the Python cost is paid per chunk. Its columns are built by their outputs
-(`dataflow.batch.output`) and split into batches, dicts of views of the slots; a slot comes back when the last
-of its views dies. Then bad samples are left out or raised, and what the user gave is called: transforms,
-`collate_fn`, `batch_transform`.
+A chunk is a few consecutive batches of one rank, so that the Python cost is paid per chunk. Its outputs
+(`dataflow.batch.output`) say where the values of its columns lie. Batches that are copies alone are made a
+few at a time, while the consumer takes them (`prefetch.memory.copies`). For all others the columns are built
+first, a slot, a copy and a split each; then bad samples are left out or raised, and what the user gave is
+called: transforms, `collate_fn`, `batch_transform`. A slot comes back when the last view of it dies.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,16 +21,19 @@ from numpy.typing import NDArray
 from torch.utils.data import default_collate
 
 from dataflow.batch.columns import ChunkColumns, ChunkRows, Cut, Randomness, WindowPart, raise_if_closing
+from dataflow.batch.delivered import Delivered, LazyBatches, job_ends, largest_job
 from dataflow.batch.held_bytes import held_bytes
-from dataflow.batch.output import BuiltColumn, Output
+from dataflow.batch.output import BuiltColumn, Output, make_copies
 from dataflow.batch.packed import batch_bytes, batch_columns
 from dataflow.batch.samples import Misfit, described, drop_rows, misfit_of, samples_of, transform_reason
 from dataflow.staging.window import StagedWindow
+from prefetch.core.plan import JobPlan
 from prefetch.memory.arena import Arena, HeapKeeper, rounded_bytes
+from prefetch.memory.copies import ChunkCopies, Copies
 from prefetch.memory.guards import FileGuards
 from prefetch.work import Piece
 from sharding.cached_property import cached_property
-from sharding.errors import SampleError
+from sharding.errors import SampleError, ShardReadError
 from sharding.lengths.batching import Batching
 from sharding.lengths.unit_plan import UnitPlan
 from sharding.plan.batch_rows import BatchRows
@@ -73,20 +76,6 @@ class Postprocessing:
         return self.batching is not None and self.collate is None and column in self.batching.columns
 
 
-class Delivered(NamedTuple):
-    """One batch with its place in the stream."""
-
-    epoch: int
-    number: int
-    """Batch of the epoch's plan, from 0 at the plan's start."""
-    batch: Any
-    num_samples: int
-    skipped: tuple[SampleError, ...] = ()
-    """What was left out of it; where that is all, `num_samples` is 0 and nobody has seen the batch."""
-    in_place: bool = False
-    """An earlier batch, in place of one of which nothing was left."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class BuildContext:
     """What all chunks of a stream are built with."""
@@ -101,6 +90,8 @@ class BuildContext:
     closing: threading.Event
     """Set when nobody wants the batches any more: building ends with the sample that it is at."""
     heap: HeapKeeper
+    copies: Copies | None
+    """Where batches that are copies alone are made; None: by builders, as all others."""
     charge_bytes: int
     """Small batches are charged together once they take so much: to charge costs as much as to make one."""
 
@@ -118,6 +109,9 @@ class BatchChunk:
         self.needs = tuple(windows)
         self.closes: list[StagedWindow] = []
         self.leased_bytes = 0
+        self.reads_windows = context.copies is not None
+        """Whether batches that were handed out are still to be made of its windows."""
+        self._copies: ChunkCopies | None = None
         self._randomness = Randomness(context.seed, plan.order.epoch)
         self._columns: ChunkColumns | None = None
         self._built: list[BuiltColumn] = []
@@ -130,9 +124,18 @@ class BatchChunk:
     @cached_property
     def nbytes(self) -> int:
         """Output credits; known once the windows are staged."""
+        if self._context.copies is not None:
+            sizes = [output.row_sizes(self._rows) for output in self._context.outputs]
+            return self._context.copies.credits_for(len(self._job_ends), largest_job(self._job_ends, sizes))
         return sum(
             output.batch_bytes(self._rows) + self._laid_bytes(output) for output in self._context.outputs
         )
+
+    @cached_property
+    def _job_ends(self) -> NDArray[np.int64]:
+        """[jobs] the row after the last of each, where batches are copied in jobs."""
+        assert self._context.copies is not None
+        return job_ends(self._sizes, self._context.copies.batches_per_job)
 
     def _laid_bytes(self, output: Output) -> int:
         """Credits of what pieces of a column are laid into, packed or padded."""
@@ -155,8 +158,9 @@ class BatchChunk:
         return Cut(steps.batching.columns, pieces.begin, pieces.length, whole)
 
     def begin(self) -> Sequence[Callable[[], None]]:
-        """Copy what is copied; give the parts that decode."""
+        """Copy what is copied, unless jobs do that; give the parts that decode."""
         context, rows = self._context, self._rows
+        planned_in = int(context.guards.generation[0])  # before any guard is looked at
         with context.guards.loading():
             self._columns = columns = ChunkColumns(
                 rows,
@@ -167,14 +171,70 @@ class BatchChunk:
                 on_return=context.on_return,
             )
             self._built = [output.build(columns) for output in context.outputs]
-            columns.copy([built.copies for built in self._built if built.copies is not None])
+            if context.copies is None:
+                make_copies(self._built, columns)
+        if context.copies is not None:
+            self._copies = self._submitted(context.copies, planned_in)
         return [decode for built in self._built for decode in built.decodes]
+
+    def _submitted(self, copies: Copies, planned_in: int) -> ChunkCopies:
+        """The chunk's copies, on their way, a few batches a job."""
+        return copies.submit(
+            JobPlan(
+                number=(self._plan.order.epoch << 32) + self.first_batch,
+                columns=[built.copies for built in self._built if built.copies is not None],
+                ends=self._job_ends,
+                generation=self._context.guards.generation,
+                planned_in=planned_in,
+                keep=self._columns,
+            )
+        )
+
+    def _copied_batches(self, copies: ChunkCopies, built: Sequence[BuiltColumn]) -> Iterator[Delivered]:
+        """Batches that are copies alone: each is there when the consumer asks for it."""
+        names = [output.name for output in self._context.outputs]
+        views = [column.views for column in built if column.views is not None]
+        is_planned, epoch, sizes = self._is_planned, self._plan.order.epoch, self._sizes.tolist()
+        first, number = 0, self.first_batch
+        for job, end in enumerate(copies.plan.ends.tolist()):
+            slot, num_bad = copies.take()
+            if num_bad:
+                raise self._lost(copies, first, end)
+            if end == self._rows.num_rows:
+                for window in self.closes:
+                    window.verify()
+                self.reads_windows = False
+            own = sizes[job * copies.batches_per_job : (job + 1) * copies.batches_per_job]
+            offsets = copies.offsets[job]
+            values = [view(slot[at:], first, own) for view, at in zip(views, offsets, strict=False)]
+            del slot  # the batches have it
+            for size, *column_values in zip(own, *values, strict=True):
+                batch = dict(zip(names, column_values, strict=True))
+                del column_values
+                if is_planned:
+                    yield Delivered(epoch, number, batch, size)
+                else:
+                    yield self._delivered(number, batch, first, size)
+                del batch
+                first, number = first + size, number + 1
+            del values
+
+    def _lost(self, copies: ChunkCopies, first: int, end: int) -> ShardReadError:
+        """The error of the first row of a job whose bytes are gone."""
+        row = first + int(np.flatnonzero(copies.status[first:end])[0])
+        window, window_row = self._rows.find(row)
+        return window.truncated(window_row, copies.plan.columns[int(copies.status[row]) - 1].name)
 
     def finish(self) -> Iterator[Piece[Delivered]]:
         """Split into batches, apply what the user gave: one by one where that takes memory of its own."""
         assert self._columns is not None
+        if self._copies is not None:
+            copied = self._copied_batches(self._copies, self._built)
+            self._copies, self._built = None, []  # whoever takes the batches has them
+            yield Piece(LazyBatches(self.num_batches, copied))
+            return
         context, sizes = self._context, list[int](self._sizes.tolist())
-        columns = [built.split(sizes) for built in self._built]
+        columns = [built.values(sizes) for built in self._built]
         names = [output.name for output in context.outputs]
         batches = (dict(zip(names, values, strict=True)) for values in zip(*columns, strict=True))
         if self._is_planned:

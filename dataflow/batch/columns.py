@@ -183,6 +183,8 @@ class ChunkColumns:
         """Row of the chunk -> what is wrong with it."""
         self.leased_bytes = 0
         """Of slots within the chunk's credits."""
+        self._zeros: list[NDArray[np.uint8]] = []
+        """What is copied where no row has a value; kept until the copies are made."""
         self.slots = Ranges()
         """All slots: what lies there has credits."""
 
@@ -218,11 +220,11 @@ class ChunkColumns:
             pieces[1, part.chunk_rows] = np.maximum(spans.lengths[part.rows], 0)
         return pieces
 
-    def addresses_of(self, column: str, nbytes: int) -> NDArray[np.int64] | None:
-        """Addresses of every row's value of so many bytes, int64 [rows]; None if no row has one.
+    def addresses_of(self, column: str, nbytes: int) -> NDArray[np.int64]:
+        """Addresses of every row's value of so many bytes, int64 [rows].
 
-        Rows that lack a value, which will be left out, have another's. Raises `SampleError` for a value of
-        another length.
+        Rows that lack a value, which will be left out, have another's, or zeros where all lack it. Raises
+        `SampleError` for a value of another length.
         """
         addresses, is_uniform = np.empty(self.rows.num_rows, np.int64), True
         for part in self.rows.parts:
@@ -238,8 +240,10 @@ class ChunkColumns:
         if len(wrong):
             reason = f"holds {lengths[wrong[0]]} bytes where every other sample holds {nbytes}"
             raise self.rows.sample_error(int(wrong[0]), reason, column)
-        addresses[lengths < 0] = addresses[have[:1]]
-        return addresses if len(have) else None
+        if not len(have):
+            self._zeros.append(np.zeros(nbytes, np.uint8))
+        addresses[lengths < 0] = addresses[have[0]] if len(have) else self._zeros[-1].ctypes.data
+        return addresses
 
     def staged_rows(self, column: str) -> tuple[int, int, NDArray[np.int64]]:
         """Where the rows of an array column lie: base, step and index of a `PlanColumn`."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 from dataflow.batch.columns import ChunkColumns, ChunkRows
 from dataflow.batch.output import BuiltColumn, Output, split_rows
@@ -44,6 +45,10 @@ class FixedOutput(Output):
         """Bytes of the slot."""
         return rounded_bytes(rows.num_rows * self.row_bytes)
 
+    def _views(self, memory: NDArray[np.uint8], first: int, sizes: Sequence[int]) -> list[Tensor]:
+        """One tensor a batch, of rows that lie in memory one after the other."""
+        return split_rows(np.ndarray((sum(sizes), *self.shape), self.dtype, memory), sizes)
+
     def _note_lengths(self, columns: ChunkColumns) -> None:
         """Note the rows for which the plan of length-aware batches says another length."""
         cut = columns.rows.cut_of(self.name)
@@ -57,6 +62,7 @@ class ArrayOutput(FixedOutput):
     """Numbers that are copied, or parsed, into one array of the window when it is staged."""
 
     kind: ClassVar[str] = "array"
+    is_copied: ClassVar[bool] = True
     stays_in_place: ClassVar[bool] = False
 
     parse: Callable[[Spans], tuple[NDArray[Any], BadRows]] | None = field(default=None, compare=False)
@@ -88,10 +94,9 @@ class ArrayOutput(FixedOutput):
             if staged.bad:
                 for index in np.flatnonzero(np.isin(part.rows, list(staged.bad))).tolist():
                     columns.note_bad(part.chunk_row(index), self.name, staged.bad[int(part.rows[index])])
-        out = columns.fixed_slot(self.dtype, self.shape)
         base, step, rows = columns.staged_rows(self.name)
-        copies = PlanColumn(name=self.name, base=base, step=step, index=rows, each=self.row_bytes, out=out)
-        return BuiltColumn(split=split_rows(out), copies=copies)
+        copies = PlanColumn(name=self.name, base=base, step=step, index=rows, each=self.row_bytes)
+        return BuiltColumn(copies=copies, views=self._views)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,23 +104,20 @@ class RowsOutput(FixedOutput):
     """Values of one length, gathered from where they were read; widened where `dtype` is wider."""
 
     kind: ClassVar[str] = "spans"
+    is_copied: ClassVar[bool] = True
 
     def build(self, columns: ChunkColumns) -> BuiltColumn:
         """Rows gathered from the stored bytes. Raises `SampleError` for a value of another length."""
         self._note_lengths(columns)
         columns.note_missing(self.name)
-        out = columns.fixed_slot(self.dtype, self.shape)
         stored_bytes = math.prod(self.shape) * np.dtype(self.source_dtype).itemsize
         addresses = columns.addresses_of(self.name, stored_bytes)
-        if addresses is None:
-            return BuiltColumn(split=split_rows(out))
         copies = PlanColumn(
             name=self.name,
             index=addresses,
             each=stored_bytes,
-            out=out,
             # As wide already, uint64 keeps its bits: no token is that large.
             widen=self.source_dtype if stored_bytes < self.row_bytes else "",
             may_load=columns.may_load,
         )
-        return BuiltColumn(split=split_rows(out), copies=copies)
+        return BuiltColumn(copies=copies, views=self._views)

@@ -52,7 +52,7 @@ class ImageOutput(FixedOutput):
                 few = part.between(start, start + _PART)
                 decode = partial(self._decode, columns, few)
                 tasks.append(partial(_fill, columns, few, out, decode))
-        return BuiltColumn(split=split_rows(out), decodes=tasks)
+        return BuiltColumn(split=partial(split_rows, out), decodes=tasks)
 
     def _decode(self, columns: ChunkColumns, part: WindowPart, out: NDArray[np.uint8]) -> None:
         """Decode the images of a part into `out`, and note those that cannot be."""

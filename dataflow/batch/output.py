@@ -13,9 +13,11 @@ from __future__ import annotations
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
@@ -27,28 +29,51 @@ from prefetch.core.plan import PlanColumn
 Task = Callable[[], None]
 
 
+Views = Callable[[NDArray[np.uint8], int, Sequence[int]], Iterable[Any]]
+"""Memory that rows of a column were copied to, the first of these rows, batch sizes -> one value a batch."""
+
+
 @dataclass(kw_only=True)
 class BuiltColumn:
     """What is left to do for one output column of a chunk."""
 
-    split: Callable[[Sequence[int]], Iterable[Any]]
-    """Batch sizes -> one value a batch; of Python objects each is made when it is asked for."""
+    split: Callable[[Sequence[int]], Iterable[Any]] | None = None
+    """Batch sizes -> one value a batch; of Python objects each is made when asked for. None: see `views`."""
     copies: PlanColumn | None = None
-    """Copies of values from where they were read into the slot."""
+    """Copies of values from where they were read to where nobody has said yet."""
+    views: Views | None = None
+    """How what was copied becomes values."""
     decodes: Sequence[Task] = ()
-    """Decoding into the slot: parts that may run in parallel, after the copies."""
+    """Decoding into a slot: parts that may run in parallel, after the copies."""
     ahead: Callable[[int], int] | None = None
     """Size of the next batch -> bytes of slots that its value will take: to be asked before each value."""
+
+    def values(self, sizes: Sequence[int]) -> Iterable[Any]:
+        """One value a batch, when all copies and decodes are done."""
+        assert self.split is not None
+        return self.split(sizes)
 
     def whole(self, columns: ChunkColumns) -> Any:
         """Do everything, and give the value of one batch of all rows."""
         size = columns.rows.num_rows
-        columns.copy([] if self.copies is None else [self.copies])
+        make_copies([self], columns)
         for task in self.decodes:
             task()
         if self.ahead is not None:
             self.ahead(size)
-        return next(iter(self.split([size])))
+        return next(iter(self.values([size])))
+
+
+def make_copies(built: Sequence[BuiltColumn], columns: ChunkColumns) -> None:
+    """Make the copies of all rows, into a slot for each column."""
+    placed = []
+    for column in built:
+        if column.copies is not None:
+            assert column.views is not None
+            memory = columns.slot(column.copies.nbytes)
+            placed.append(replace(column.copies, out=memory))
+            column.split = partial(column.views, memory, 0)
+    columns.copy(placed)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +84,8 @@ class Output(StagedOutput, ABC):
     """What messages call it."""
     is_view: ClassVar[bool] = False
     """Whether a batch's value is a view of the chunk's slot, so that nothing is made batch by batch."""
+    is_copied: ClassVar[bool] = False
+    """Whether values are views of copies of what was stored, and `build` gives `copies` and `views`."""
     is_decoded: ClassVar[bool] = False
     """Whether values are decoded when a batch is built, not copied as they were staged."""
     releases_gil: ClassVar[bool] = False
@@ -88,15 +115,17 @@ class Output(StagedOutput, ABC):
     def build(self, columns: ChunkColumns) -> BuiltColumn:
         """Take the slot, and say what has to be done to fill it."""
 
+    def row_sizes(self, rows: ChunkRows) -> int | NDArray[np.int64]:
+        """Bytes of each row of a column whose values are views of copies, [rows] where they differ."""
+        return self.row_bytes
 
-def split_rows(out: NDArray[Any]) -> Callable[[Sequence[int]], list[Tensor]]:
-    """One view of the slot a batch. numpy slices them: `Tensor.split` would give up the GIL in the middle."""
 
-    def split(sizes: Sequence[int]) -> list[Tensor]:
-        ends = list(itertools.accumulate(sizes))
-        return [torch.from_numpy(out[end - size : end]) for end, size in zip(ends, sizes, strict=True)]
-
-    return split
+def split_rows(out: NDArray[Any], sizes: Sequence[int]) -> list[Tensor]:
+    """One view of memory a batch. numpy slices it: `Tensor.split` would give up the GIL in the middle."""
+    if len(sizes) == 1:
+        return [torch.from_numpy(out)]
+    ends = list(itertools.accumulate(sizes))
+    return [torch.from_numpy(out[end - size : end]) for end, size in zip(ends, sizes, strict=True)]
 
 
 def split_list(values: list[Any], sizes: Sequence[int]) -> Iterator[list[Any]]:

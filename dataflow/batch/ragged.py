@@ -10,7 +10,6 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from dataflow.batch.columns import ChunkColumns, ChunkRows
 from dataflow.batch.output import BuiltColumn, Output
@@ -35,15 +34,22 @@ class RaggedOutput(Output):
 
     kind: ClassVar[str] = "ragged"
     is_view: ClassVar[bool] = True
+    is_copied: ClassVar[bool] = True
     one_shape_cure: ClassVar[str] = "Pad()} pads them"
 
     def batch_bytes(self, rows: ChunkRows) -> int:
         """Bytes of the values, or of the pieces that length-aware batches take of them."""
+        return rounded_bytes(int(self.row_sizes(rows).sum()))
+
+    def row_sizes(self, rows: ChunkRows) -> NDArray[np.int64]:
+        """Of the values, or of the pieces that length-aware batches take of them."""
         cut = rows.cut_of(self.name)
         if cut is not None:
-            return rounded_bytes(int(cut.length.sum()) * np.dtype(self.dtype).itemsize)
-        lengths = (part.spans(self.name).lengths[part.rows] for part in rows.parts)
-        return rounded_bytes(sum(int(np.maximum(own, 0).sum()) for own in lengths))
+            return cut.length * np.dtype(self.dtype).itemsize
+        sizes = np.empty(rows.num_rows, np.int64)
+        for part in rows.parts:
+            sizes[part.chunk_rows] = np.maximum(part.spans(self.name).lengths[part.rows], 0)
+        return sizes
 
     def build(self, columns: ChunkColumns) -> BuiltColumn:
         """Values one after the other in one slot."""
@@ -55,25 +61,27 @@ class RaggedOutput(Output):
             columns.note_lengths(self.name, cut.apply(pieces, itemsize), have)
         addresses, lengths = pieces
         ends = np.cumsum(lengths)
-        out = columns.slot(int(ends[-1]) if len(ends) else 0)
-        values = torch.from_numpy(out.view(self.source_dtype))
         copies = PlanColumn(
             name=self.name,
             index=addresses,
             lengths=lengths,
             places=ends - lengths,
-            out=out,
             may_load=columns.may_load,
         )
-        return BuiltColumn(split=partial(self._split, values, lengths), copies=copies)
+        return BuiltColumn(copies=copies, views=partial(self._views, np.append(0, ends)))
 
-    def _split(self, values: Tensor, lengths: NDArray[np.int64], sizes: Sequence[int]) -> Iterator[Any]:
+    def _views(
+        self, ends: NDArray[np.int64], memory: NDArray[np.uint8], first: int, sizes: Sequence[int]
+    ) -> Iterator[Any]:
         """One value a batch; offsets count from the batch's own first element."""
-        ends = np.concatenate(([0], np.cumsum(lengths // values.element_size())))
+        itemsize = np.dtype(self.source_dtype).itemsize
+        elements = ends[first : first + sum(sizes) + 1] // itemsize
+        elements -= elements[0]
+        whole = torch.from_numpy(memory[: int(elements[-1]) * itemsize].view(self.source_dtype))
         row = 0
         for size in sizes:
-            own = ends[row : row + size + 1]
-            rows = values[int(own[0]) : int(own[-1])]
+            own = elements[row : row + size + 1]
+            rows = whole[int(own[0]) : int(own[-1])]
             yield self._delivered(Ragged(rows, torch.from_numpy(own - own[0])))
             row += size
 
@@ -87,6 +95,7 @@ class PaddedOutput(RaggedOutput):
 
     kind: ClassVar[str] = "pad"
     is_view: ClassVar[bool] = False
+    is_copied: ClassVar[bool] = False
     is_decoded: ClassVar[bool] = True
     one_shape_cure: ClassVar[str] = ""
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections.abc import Iterable, Iterator, MutableMapping, Sequence
 from contextlib import suppress
 from typing import Any
 
 import torch
 
-from dataflow.batch.chunk import REPEAT, Delivered
+from dataflow.batch.chunk import REPEAT
+from dataflow.batch.delivered import Delivered
 from dataflow.torch_threads import run_with_one_torch_thread
 from sharding.errors import DataflowError, SampleError
 
@@ -40,7 +41,7 @@ class LastGood:
     def __init__(self) -> None:
         self._last: Delivered | None = None
 
-    def in_place_of_empty(self, batches: Sequence[Delivered]) -> Iterator[Delivered]:
+    def in_place_of_empty(self, batches: Iterable[Delivered]) -> Iterator[Delivered]:
         """The batches of a chunk, all of which have samples. `DataflowError` before any has."""
         filled, before = [], self._last
         for one in batches:

@@ -209,7 +209,7 @@ class StreamLoader:
     def _batches(self, loop: EpochLoop) -> Generator[Any, None, None]:
         # What is to be delivered is looked up at the first `next`: training loops set the epoch after `iter`.
         plan, began, counts = self._loops.begin(loop, self.epoch_plan), time.perf_counter(), self._deliveries
-        taken, total = 0, plan.num_batches
+        taken, total, batches = 0, plan.num_batches, None
         frame, session, on_device = LoopFrame(), None, None
         in_step = self._may_be_empty and self._topology.data_world_size > 1
         try:
@@ -217,31 +217,33 @@ class StreamLoader:
                 if session is None or loop.session is not session:
                     session = self._serve(loop, frame, plan.order.epoch, restarted=session is not None)
                     assert loop.plan is not None
-                    taken, total = loop.taken, loop.plan.num_batches
+                    taken, total, batches = loop.taken, loop.plan.num_batches, None
                     on_device = session.copier.to_device if session.copier else None
                 try:
-                    batches = session.next_batches()
+                    if batches is None:
+                        taken_now = session.next_batches()
+                        batches = self._last_good.in_place_of_empty(taken_now) if in_step else iter(taken_now)
+                        del taken_now
+                    delivered = next(batches, None)
                 except EngineClosedError:
                     if loop.closed:
                         raise
+                    batches = None
                     continue  # it held more than its share when another loop began
+                if delivered is None:
+                    batches = None
+                    continue
                 counts.first_batch_s = counts.first_batch_s or time.perf_counter() - began
-                for delivered in self._last_good.in_place_of_empty(batches) if in_step else batches:
-                    batch = delivered.batch if on_device is None else on_device(delivered.batch)
-                    if delivered.skipped:
-                        session.skipped.delivered(delivered.skipped)
-                    counts.add(delivered)
-                    loop.taken = taken = taken + 1
-                    if taken == total:
-                        self._deliver_last(loop, session)
-                    if not delivered.num_samples:
-                        continue
+                batch = delivered.batch if on_device is None else on_device(delivered.batch)
+                if delivered.skipped:
+                    session.skipped.delivered(delivered.skipped)
+                counts.add(delivered)
+                loop.taken = taken = taken + 1
+                if taken == total:
+                    self._deliver_last(loop, session)
+                if delivered.num_samples:
                     yield batch
-                    if loop.session is not session:
-                        break
-                if batches:
-                    del delivered, batch  # while the next one is waited for, only the training code has them
-                del batches
+                del delivered, batch  # while the next one is made, only the training code has this
         except GeneratorExit:
             raise  # the loop was left: whatever else ran here now would swallow a Ctrl-C
         except BaseException as error:

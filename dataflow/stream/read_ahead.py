@@ -19,6 +19,12 @@ from sharding.plan.window_size import DEFAULT_LIMIT
 
 CHUNK_BYTES = 8 << 20
 """Output of one chunk, once the stream runs: enough that its Python cost vanishes."""
+_COPIED_CHUNK_SAMPLES, _COPIED_CHUNK_BATCHES = 1 << 14, 1 << 10
+"""The same where batches are copies alone: nothing of it is held, and Python is all that it costs."""
+_JOB_BYTES, _JOBS_IN_LIMIT = 2 << 20, 256
+"""Output of one job of copies, and its part of the memory limit: some of them stay in a processor's cache."""
+_JOBS_READY, _MOST_JOBS_READY, _READY_BYTES, _READY_IN_LIMIT = 4, 64, 16 << 20, 8
+"""Jobs that lie ready: four to 64, in so many bytes and such a part of the limit, but one at least."""
 _CHUNKS_IN_LIMIT = 32
 """A chunk is no more than this part of the memory limit."""
 MAX_CHUNK_BATCHES = 128
@@ -49,6 +55,12 @@ class ReadAhead:
     """Windows that are open at a time."""
     batches_per_chunk: Decision
     """Batches built together, once the stream runs."""
+    batches_per_job: Decision
+    """Batches that lie in one slot, where batches are copies alone."""
+    job_bytes: Decision
+    """Of these batches."""
+    jobs_ready: Decision
+    """Jobs of copies that lie ready at most, beside those that run."""
     depth: DepthPolicy
     """Batches held ready, as it goes; never fewer than three chunks."""
     output_bytes: Decision
@@ -69,6 +81,9 @@ def choose_read_ahead(
     num_sources: int = 1,
     num_nodes: int = 1,
     depth: DepthPolicy | None = None,
+    copies_only: bool = False,
+    batch_samples: int = 1,
+    machine_bytes: int = 0,
 ) -> ReadAhead:
     """The numbers of a session that may hold `memory_limit` bytes.
 
@@ -78,10 +93,19 @@ def choose_read_ahead(
         is_local: whether no shard is behind a network.
         num_sources: datasets that are mixed.
         num_nodes: nodes of the job, which may begin together.
+        copies_only: whether nothing runs between the stored bytes and a batch.
+        batch_samples: of one batch.
+        machine_bytes: this rank's share of the machine's memory.
         depth: the user's; None: four batches over local shards, else what waits and lead times ask for.
     """
     chunk = _chunk_batches(batch_bytes, memory_limit)
-    chunk_bytes = rounded_bytes(chunk.value * batch_bytes)
+    if copies_only:
+        batches = max(chunk.value, min(_COPIED_CHUNK_SAMPLES // batch_samples, _COPIED_CHUNK_BATCHES))
+        chunk = Decision(batches, f"{_COPIED_CHUNK_SAMPLES:,} samples, or {chunk.reason}")
+    job = _job_batches(batch_bytes, chunk.value, memory_limit)
+    ready = _jobs_ready(job.value * batch_bytes, memory_limit)
+    # What a chunk is credited for.
+    chunk_bytes = rounded_bytes((ready.value * job.value if copies_only else chunk.value) * batch_bytes)
     if is_local:
         readers = Decision(_LOCAL_READERS, "local files are mapped, or read within milliseconds")
     else:
@@ -93,9 +117,15 @@ def choose_read_ahead(
             WINDOWS_OPEN * num_sources, "one drained, one staged, one being read of each source"
         ),
         batches_per_chunk=chunk,
+        batches_per_job=job,
+        job_bytes=Decision(job.value * batch_bytes, job.reason),
+        jobs_ready=ready,
         depth=_at_least(depth or _default_depth(is_local, memory_limit), 3 * chunk.value),
         output_bytes=Decision(output_bytes, "three chunks, in at most a quarter of the limit; at least one"),
-        mapped_bytes=Decision(memory_limit // 4 // num_sources, "a quarter of the limit, of all sources"),
+        mapped_bytes=Decision(
+            max(memory_limit, machine_bytes) // 4 // num_sources,
+            "a quarter of the limit or of this rank's part of the machine, of all sources",
+        ),
         charge_bytes=Decision(
             min(_CHARGE_BYTES, memory_limit // _CHARGES_IN_LIMIT), "1 MiB, or 1/256 of the limit if less"
         ),
@@ -118,6 +148,20 @@ def start_in_flight(num_nodes: int) -> Decision:
     if num_nodes == 1:
         return Decision(_START_IN_FLIGHT, "a node alone")
     return Decision(max(_LEAST_START, _START_TOGETHER // num_nodes), f"{num_nodes} nodes begin together")
+
+
+def _job_batches(batch_bytes: int, chunk_batches: int, memory_limit: int) -> Decision:
+    nbytes = min(_JOB_BYTES, memory_limit // _JOBS_IN_LIMIT)
+    batches = min(chunk_batches, max(1, nbytes // batch_bytes))
+    return Decision(batches, f"{nbytes:,} bytes of batches of {batch_bytes:,}, or one batch")
+
+
+def _jobs_ready(job_bytes: int, memory_limit: int) -> Decision:
+    nbytes = min(max(_READY_BYTES, _JOBS_READY * job_bytes), memory_limit // _READY_IN_LIMIT)
+    jobs = max(1, min(nbytes // job_bytes, _MOST_JOBS_READY))
+    return Decision(
+        jobs, f"{nbytes:,} bytes of jobs of {job_bytes:,}, at most {_MOST_JOBS_READY}, or one job"
+    )
 
 
 def _chunk_batches(batch_bytes: int, memory_limit: int) -> Decision:

@@ -9,14 +9,17 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
-from dataflow.batch.chunk import BuildContext, Delivered, Postprocessing
+from dataflow.batch.chunk import BuildContext, Postprocessing
+from dataflow.batch.delivered import Delivered
 from dataflow.batch.fixed import FixedOutput
 from dataflow.dataset import ShardedDataset
+from dataflow.limits import machine_memory
 from dataflow.mixture import Mixture
 from dataflow.staging.source import Source, Traffic
 from dataflow.staging.stager import Stager
@@ -24,23 +27,26 @@ from dataflow.stats import SessionStats
 from dataflow.stream.cache import OpenCaches, memory_for_caches
 from dataflow.stream.deliveries import SkippedAhead
 from dataflow.stream.plan import StreamPlan
-from dataflow.stream.read_ahead import choose_read_ahead
+from dataflow.stream.read_ahead import ReadAhead, choose_read_ahead
 from dataflow.stream.settings import StreamSettings
 from dataflow.stream.stream import Stream
-from dataflow.torch_threads import one_torch_thread, run_with_one_torch_thread, setting_kept
+from dataflow.torch_threads import one_torch_thread, setting_kept
 from prefetch.control.broker import SharedGate, broker_name
 from prefetch.control.depth import Decision
 from prefetch.control.gate import ReadGate
 from prefetch.control.inflight import Inflight
 from prefetch.control.pause import ReadPause
+from prefetch.core.executor import executor
 from prefetch.engine.builders import ThreadBuilders
 from prefetch.engine.engine import Engine
-from prefetch.engine.ledger import Ledger
-from prefetch.engine.stats import EngineOptions
+from prefetch.engine.ledger import Ledger, State
+from prefetch.engine.stats import ConsumerWait, EngineOptions
 from prefetch.memory.arena import Arena, HeapKeeper
+from prefetch.memory.copies import Copies
 from prefetch.memory.device import CudaStreams, DeviceCopier, register_pinned
 from prefetch.memory.guards import FileGuards
 from prefetch.store.reader import NO_FAULTS
+from prefetch.work import Batches
 from sharding.lengths.batching import Packed
 from sharding.topology.topology import Topology
 from sharding.urls import is_local, naming_part
@@ -78,6 +84,9 @@ class Session:
             num_sources=len(dataset.sources),
             num_nodes=options.topology.num_nodes,
             depth=settings.depth_policy,
+            copies_only=copies_only,
+            batch_samples=plan.samples_per_batch,
+            machine_bytes=machine_memory() // max(1, options.topology.local_world_size),
         )
         self._cached_bytes = memory_for_caches(dataset.sources, limit) if options.caches_in_memory else 0
         self.ledger = Ledger(limit - self._cached_bytes)
@@ -106,13 +115,29 @@ class Session:
         self.sources = _open_sources(
             dataset, ahead.mapped_bytes.value, self.traffic, self.gate, self.guards, self.caches, self._pause
         )
-        self._next = (epoch, start)
+        self._next: tuple[int, int] | None = (epoch, start)
+        """Epoch and position of the next batch, where that is the first of what was asked for."""
         self._closing = threading.RLock()  # held until all has ended
         self._builds_end = threading.Event()
         self._closed = False
         self._num_taken, self._last_taken_s = 0, self._now()
         ledger = self.ledger
         stager = Stager(self.sources, self.arena, num_readers=ahead.num_readers.value, limit_bytes=limit)
+        engine_options = EngineOptions(
+            num_readers=ahead.num_readers.value,
+            depth=ahead.depth,
+            max_windows=ahead.max_windows.value,
+            keep_bytes=ahead.output_bytes.value,
+            timeout_s=settings.timeout_s,
+            initializer=one_torch_thread,
+            interrupt=self._end_reads,
+            explain=self._what_reads_wait_for,
+        )
+        copies = None
+        if copies_only:  # one core is left to the consumer, who copies too while it waits
+            num_threads = settings.num_threads or max(1, _num_cores() - 1)
+            copies = self._open_copies(engine_options, ahead, num_threads)
+        num_builders = 1 if copies else settings.num_threads or _build_threads(dataset)
         context = BuildContext(
             outputs=dataset.outputs,
             seed=plan.seed,
@@ -122,31 +147,41 @@ class Session:
             on_return=lambda nbytes: lambda: ledger.give_back(nbytes),
             closing=self._builds_end,
             heap=HeapKeeper(limit),
+            copies=copies,
             charge_bytes=ahead.charge_bytes.value,
         )
         stream = Stream(plan, stager, context, batches_per_chunk=ahead.batches_per_chunk.value)
-        engine_options = EngineOptions(
-            num_readers=ahead.num_readers.value,
-            depth=ahead.depth,
-            max_windows=ahead.max_windows.value,
-            keep_bytes=ahead.output_bytes.value,
-            timeout_s=settings.timeout_s,
-            initializer=one_torch_thread,
-            in_consumer=run_with_one_torch_thread if copies_only else None,
-            interrupt=self._end_reads,
-            explain=self._what_reads_wait_for,
-        )
         with setting_kept():
-            num_builders = settings.num_threads or _build_threads(dataset, copies_only)
+            builders: ThreadBuilders[Delivered] = ThreadBuilders(
+                num_builders, copies=copies, initializer=one_torch_thread
+            )
             self.engine: Engine[Delivered] = Engine(
                 stream.windows(epoch, start),
                 ledger=self.ledger,
-                builders=ThreadBuilders(num_builders, initializer=one_torch_thread),
+                builders=builders,
                 options=engine_options,
                 epoch=epoch,
             )
         if self._pause:
             self._pause.watch(self.engine.staged_batches)
+
+    def _open_copies(self, options: EngineOptions, ahead: ReadAhead, num_threads: int) -> Copies | None:
+        """Threads that copy without the interpreter; None: there is no compiled core."""
+        queue = executor().open_queue(num_threads, wake_at=ahead.jobs_ready.value // 2)
+        if queue is None:
+            return None
+        self.guards.settle_loads = queue.settle
+        new_wait = partial(ConsumerWait, options=options)
+        return Copies(
+            queue,
+            self.arena,
+            new_wait,
+            charge=partial(self.ledger.charge, State.IN_USE),
+            give_back=self.ledger.give_back,
+            job_bytes=ahead.job_bytes.value,
+            batches_per_job=ahead.batches_per_job.value,
+            most_slots=ahead.jobs_ready.value,
+        )
 
     def _end_reads(self) -> None:
         for source in self.sources:
@@ -159,12 +194,12 @@ class Session:
     def _refusals(self) -> int:
         return sum(source.reader.stats().throttled for source in self.sources)
 
-    def next_batches(self) -> Sequence[Delivered]:
+    def next_batches(self) -> Batches[Delivered]:
         """The batches of the next chunk."""
         gap_s = self._now() - self._last_taken_s
         batches = self.engine.next_batches()
         if batches:
-            self._next = (batches[-1].epoch, -1)
+            self._next = None
             self._last_taken_s = self._now()
             self._tell_demand(len(batches), gap_s)
             if self._pause:
@@ -316,12 +351,14 @@ def _batch_bytes(plan: StreamPlan) -> int:
 def _copies_only(dataset: ShardedDataset | Mixture) -> bool:
     """Whether batches are made by copying alone: no decoder, and nothing of the user's, runs."""
     transforms = [dataset.batch_transform, *(source.transform for source in dataset.sources)]
-    return not any(transforms) and not any(output.is_decoded for output in dataset.outputs)
+    return not any(transforms) and all(output.is_copied for output in dataset.outputs)
 
 
-def _build_threads(dataset: ShardedDataset | Mixture, copies_only: bool) -> int:
-    cores = len(os.sched_getaffinity(0))
-    if copies_only:  # the consumer's thread copies too while it waits
-        return max(1, cores - 1)
+def _build_threads(dataset: ShardedDataset | Mixture) -> int:
     # Decoders take the GIL between values: one more thread than cores works while another waits for it.
-    return cores + any(output.releases_gil for output in dataset.outputs)
+    return _num_cores() + any(output.releases_gil for output in dataset.outputs)
+
+
+def _num_cores() -> int:
+    """Of those that this process may run on."""
+    return len(os.sched_getaffinity(0))

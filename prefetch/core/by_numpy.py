@@ -54,6 +54,7 @@ def copies_by_kernel() -> bool:
 def _take(column: PlanColumn) -> None:
     """Copy rows of an array: numpy's own gather is many times as fast for rows of a few bytes."""
     each = column.each
+    assert column.out is not None
     first, last = int(column.index.min()), int(column.index.max())
     rows = memory_at(column.base + first * each, (last + 1 - first) * each).reshape(-1, each)
     out = column.out.reshape(-1).view(np.uint8).reshape(-1, each)
@@ -88,6 +89,7 @@ class NumpyExecutor:
     def _copy(self, column: PlanColumn, first: int, last: int) -> NDArray[np.bool_]:
         """Copy rows [first, last) of a column; gives which could not be read."""
         rows, each = slice(first, last), column.each
+        assert column.out is not None
         if column.out.nbytes == 0:
             return np.zeros(last - first, np.bool_)
         spans = np.empty((last - first, 2), np.int64)
@@ -135,3 +137,7 @@ class NumpyExecutor:
         for start in range(0, num_rows, tile_rows):
             rows = slice(start, start + tile_rows)
             np.copyto(out[rows], np.moveaxis(np.stack([column[rows] for column in columns]), 0, -1))
+
+    def open_queue(self, num_threads: int, *, wake_at: int = 1) -> None:
+        """See `Executor`: threads of Python would wait for each other."""
+        return

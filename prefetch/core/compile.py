@@ -1,4 +1,4 @@
-"""Compile `core.c` into `libcore.so`: at installation, and later by `python -m prefetch.core.compile`.
+"""Compile `libcore.so` of the C files: at installation, and later by `python -m prefetch.core.compile`.
 
 The library is plain C without Python.h and is loaded by ctypes: one file serves every Python. It is compiled
 for the least processor of its kind; faster variants of its loops are chosen when it is loaded, and where a
@@ -22,8 +22,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 FOLDER = Path(__file__).parent
-SOURCE, HEADER, LIBRARY = FOLDER / "core.c", FOLDER / "core.h", FOLDER / "libcore.so"
-FLAGS = ("-O3", "-std=gnu11", "-shared", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra")
+SOURCES = (FOLDER / "core.c", FOLDER / "queue.c")
+HEADER, LIBRARY = FOLDER / "core.h", FOLDER / "libcore.so"
+FLAGS = ("-O3", "-std=gnu11", "-shared", "-fPIC", "-fvisibility=hidden", "-pthread", "-Wall", "-Wextra")
 PLAIN = ("-DCORE_PLAIN",)
 PURE = "DATAFLOW_PURE"
 """Set to 1 where the package is installed, nothing is compiled."""
@@ -95,7 +96,7 @@ def _reason_against(library: Path, command: tuple[str, ...]) -> str:
         caches = dict.fromkeys(("ZIG_LOCAL_CACHE_DIR", "ZIG_GLOBAL_CACHE_DIR"), folder)
         try:
             done = subprocess.run(
-                [*command, *FLAGS, "-o", str(made), str(SOURCE)],
+                [*command, *FLAGS, "-o", str(made), *map(str, SOURCES)],
                 env={**os.environ, **caches},
                 stdin=subprocess.DEVNULL,
                 capture_output=True,

@@ -11,11 +11,32 @@ import numpy as np
 from numpy.typing import NDArray
 
 from prefetch.core.compile import LIBRARY
-from prefetch.core.plan import WIDENED, BuildPlan, Op, PlanColumn
+from prefetch.core.plan import BuildPlan
+from prefetch.core.queue import CopyQueue, address_of, column_table
 
-VERSION = 1
+VERSION = 2
 """Of the contract in core.h."""
 _WIDTHS = (1, 2, 4, 8)
+
+
+_FUNCTIONS = {
+    "core_version": ":i",
+    "core_run": "piiip:i",
+    "core_interleave": "piiip:",
+    "core_queue_bytes": ":i",
+    "core_open": "pii:i",
+    "core_submit": "pp:",
+    "core_give": "ppii:i",
+    "core_take_back": "p:p",
+    "core_take": "ppp:i",
+    "core_work": "ppip:i",
+    "core_settle": "p:",
+    "core_count": "pp:",
+    "core_stop": "p:",
+    "core_close": "p:",
+}
+"""Arguments and result: pointers and int64."""
+_TYPES = {"p": ctypes.c_void_p, "i": ctypes.c_int64, "": None}
 
 
 class CompiledExecutor:
@@ -24,27 +45,20 @@ class CompiledExecutor:
     name = "compiled"
 
     def __init__(self, path: Path = LIBRARY) -> None:
-        library = ctypes.CDLL(str(path))
-        if not hasattr(library, "core_version"):
-            raise OSError(f"{path} is no library of ours: run python -m prefetch.core.compile")
-        for name, arguments in {"core_run": "piiip", "core_interleave": "piiip", "core_version": ""}.items():
-            function = getattr(library, name)
-            function.argtypes = [ctypes.c_void_p if kind == "p" else ctypes.c_int64 for kind in arguments]
-            function.restype = None if name == "core_interleave" else ctypes.c_int64
-        found = library.core_version()
-        if found != VERSION:
-            raise OSError(
-                f"{path} is of version {found} of its contract, not {VERSION}: "
-                "run python -m prefetch.core.compile"
-            )
-        self._run, self._interleave = library.core_run, library.core_interleave
+        self._library = _typed(ctypes.CDLL(str(path)), path)
+        self._holding = _typed(ctypes.PyDLL(str(path)), path)
+        """For calls that do not wait: to let the interpreter go for them may cost a switch."""
 
     def run(self, plan: BuildPlan) -> NDArray[np.uint8]:
         """See `Executor`."""
-        table = np.array([_entry(column) for column in plan.columns], np.int64)
+        table = column_table(plan.columns)
         status = np.empty(plan.num_rows, np.uint8)
-        self._run(_address(table), len(table), 0, plan.num_rows, _address(status))
+        self._library.core_run(address_of(table), len(table), 0, plan.num_rows, address_of(status))
         return status
+
+    def open_queue(self, num_threads: int, *, wake_at: int = 1) -> CopyQueue:
+        """See `Executor`."""
+        return CopyQueue(self._library, self._holding, num_threads, wake_at)
 
     def interleave(self, columns: Sequence[NDArray[Any]], out: NDArray[Any]) -> None:
         """See `Executor`."""
@@ -53,27 +67,24 @@ class CompiledExecutor:
             np.stack(columns, axis=-1, out=out)
             return
         arrays = [np.require(column, requirements=["C", "A"]) for column in columns]
-        addresses = np.array([_address(array) for array in arrays], np.int64)
-        self._interleave(_address(addresses), len(arrays), arrays[0].size, width, _address(out))
+        addresses = np.array([address_of(array) for array in arrays], np.int64)
+        self._library.core_interleave(
+            address_of(addresses), len(arrays), arrays[0].size, width, address_of(out)
+        )
 
 
-def _address(array: NDArray[Any]) -> int:
-    address: int = array.__array_interface__["data"][0]
-    return address
-
-
-def _entry(column: PlanColumn) -> tuple[int, ...]:
-    """`core_column` of core.h: eleven numbers of 8 bytes."""
-    return (
-        Op.WIDEN if column.widen else Op.COPY,
-        WIDENED.index(column.widen) if column.widen else 0,
-        column.may_load,
-        column.base,
-        column.step,
-        _address(column.index),
-        column.each,
-        0 if column.lengths is None else _address(column.lengths),
-        _address(column.out),
-        column.row_bytes,
-        0 if column.places is None else _address(column.places),
-    )
+def _typed(library: Any, path: Path) -> Any:
+    """The library with its functions' types, if it is of this version."""
+    if not hasattr(library, "core_version"):
+        raise OSError(f"{path} is no library of ours: run python -m prefetch.core.compile")
+    found = library.core_version()
+    if found != VERSION:
+        raise OSError(
+            f"{path} is of version {found} of its contract, not {VERSION}: "
+            "run python -m prefetch.core.compile"
+        )
+    for name, types in _FUNCTIONS.items():
+        arguments, result = types.split(":")
+        function = getattr(library, name)
+        function.argtypes, function.restype = [_TYPES[kind] for kind in arguments], _TYPES[result]
+    return library

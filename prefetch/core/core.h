@@ -1,13 +1,15 @@
 /* The contract of the compiled executor of build plans (`prefetch.core.plan`): plain C, no Python.
 
-   A plan is a table. Each column says, for every row, where its value lies and where it goes; nothing is owned,
-   kept or freed here. All calls are thread-safe for plans whose destinations do not overlap. */
+   A plan is a table. Each column says, for every row, where its value lies and where it goes; of all that a plan
+   points to, nothing is owned or freed here. `core_run` makes the copies of one plan in the caller's thread; a
+   queue has threads of its own, which cut plans into jobs. All calls are thread-safe for plans whose destinations
+   do not overlap. */
 #ifndef DATAFLOW_CORE_H
 #define DATAFLOW_CORE_H
 #include <stdint.h>
 
 #define CORE_API __attribute__((visibility("default")))
-#define CORE_VERSION 1 /* of this contract; `core_version` gives that of the library */
+#define CORE_VERSION 2 /* of this contract; `core_version` gives that of the library */
 
 enum core_op {
     CORE_COPY = 0, /* the value as it is stored */
@@ -40,4 +42,73 @@ CORE_API void core_interleave(const void *const *columns, int64_t num_columns, i
                               void *out);
 
 CORE_API int64_t core_version(void);
+
+/* ---- queues: plans that threads run, job by job ------------------------------------------------------------- */
+
+/* A plan whose copies are made in jobs: consecutive rows that fill one slot. It begins CORE_PLAN_WORDS +
+   CORE_JOB_WORDS * num_jobs words of 8 bytes, all others 0 at first, which are the queue's until the plan is over:
+   all of its jobs were taken, or the queue is closed. So long everything that it points to must live, too. */
+typedef struct {
+    const core_column *columns; /* their `out` is not used */
+    int64_t num_columns, num_jobs;
+    int64_t number;         /* plans are run in this order, smallest first, whatever order they come in */
+    const int64_t *ends;    /* [num_jobs] job j does the rows from the end of the one before to ends[j] */
+    const int64_t *offsets; /* [num_jobs][num_columns + 1] where in the job's slot its first row goes, of every
+                               column; the last one is not read */
+    int64_t slot_bytes;     /* what a slot must hold */
+    const int64_t *generation; /* of what keeps files at their length: in a later one than that which the plan was */
+    int64_t planned_in;        /* made in, only the kernel reads, whatever columns say. Null: as columns say */
+    uint8_t *status;        /* [rows] as `core_run` gives it */
+} core_plan;
+
+#define CORE_PLAN_WORDS 16
+#define CORE_JOB_WORDS 3
+
+enum core_answer {
+    CORE_READY = 0,
+    CORE_NOT_READY, /* somebody else is at work on the job, or nobody yet */
+    CORE_NEED_SLOT, /* nobody is at work on the job, for want of a slot: give one, and ask again */
+    CORE_STOPPED
+};
+
+typedef struct core_queue core_queue;
+
+/* A queue in `core_queue_bytes` of memory, with `num_threads` threads, which no signal interrupts. Threads that ran
+   out of slots are woken when there are `wake_at` of them, or one for every job that waits, and not for each slot.
+   Gives the number of threads that the system granted; without any the queue works, too. The memory must live
+   until the queue is closed and nobody is in a call. */
+CORE_API int64_t core_queue_bytes(void);
+CORE_API int64_t core_open(core_queue *queue, int64_t num_threads, int64_t wake_at);
+
+/* Have a plan run. */
+CORE_API void core_submit(core_queue *queue, core_plan *plan);
+
+/* Lend a slot: writable memory aligned to 8 bytes. `under`: to be used only when there is no other. Jobs use what
+   was given last first. 0: there are too many. */
+CORE_API int64_t core_give(core_queue *queue, uint8_t *slot, int64_t nbytes, int64_t under);
+
+/* A slot that no job has used, back from the queue: one that is too small for a job that waits, or any when none
+   does. Null: there is none. */
+CORE_API uint8_t *core_take_back(core_queue *queue);
+
+/* The next job of a plan. Only one thread at a time takes.
+   CORE_READY: answer[0] is its slot, which is the caller's again, answer[1] the number of rows with a status.
+   answer[2], of any answer but CORE_NOT_READY, is how many jobs wait, of all plans. Does not wait. */
+CORE_API int64_t core_take(core_queue *queue, core_plan *plan, int64_t answer[3]);
+
+/* Work until `core_take` has something to tell, at most `timeout_ns`; waits where there is nothing to do. */
+CORE_API int64_t core_work(core_queue *queue, core_plan *plan, int64_t timeout_ns, int64_t answer[3]);
+
+/* Wait until all jobs are over that were begun before the call. */
+CORE_API void core_settle(core_queue *queue);
+
+/* Nanoseconds that the queue's threads have worked, and the jobs that are over. */
+CORE_API void core_count(core_queue *queue, int64_t counts[2]);
+
+/* Begin no more jobs; does not wait. Whoever waits hears of it. */
+CORE_API void core_stop(core_queue *queue);
+
+/* Stop, and wait until nothing runs. What plans point to is free to go then, and so are slots. Called once;
+   whoever asks for a job gets CORE_STOPPED. */
+CORE_API void core_close(core_queue *queue);
 #endif

@@ -4,16 +4,44 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Sequence
 from functools import cache
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
 
 from prefetch.core.by_numpy import NumpyExecutor
 from prefetch.core.compile import LIBRARY
 from prefetch.core.compiled import CompiledExecutor
-from prefetch.core.plan import Executor
+from prefetch.core.plan import BuildPlan
+from prefetch.core.queue import CopyQueue
 
 VARIABLE = "DATAFLOW_EXECUTOR"
 """Environment variable: `compiled` or `numpy`; else the compiled one is taken where there is one."""
 _log = logging.getLogger(__name__)
+
+
+class Executor(Protocol):
+    """Runs plans, in the caller's thread. Thread-safe."""
+
+    name: str
+
+    def run(self, plan: BuildPlan) -> NDArray[np.uint8]:
+        """Make all copies, without the interpreter lock.
+
+        Returns uint8 [rows]: 0, or 1 + the number of the first column whose value could not be read (255 for
+        columns behind that). What is in `out` for such a value is arbitrary.
+        """
+        ...
+
+    def interleave(self, columns: Sequence[NDArray[Any]], out: NDArray[Any]) -> None:
+        """Let columns of one shape and dtype become the last dimension of `out`, which is C-contiguous."""
+        ...
+
+    def open_queue(self, num_threads: int, *, wake_at: int = 1) -> CopyQueue | None:
+        """Threads that run plans without the interpreter, as `CopyQueue` says; None: it has none."""
+        ...
 
 
 @cache

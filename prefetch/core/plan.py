@@ -10,10 +10,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from sharding.cached_property import cached_property
 
 
 class Op(IntEnum):
@@ -40,8 +42,8 @@ class PlanColumn:
     """What errors call it."""
     index: NDArray[np.int64]
     """[rows]."""
-    out: NDArray[Any]
-    """C-contiguous destination."""
+    out: NDArray[Any] | None = None
+    """C-contiguous destination; None: it is not placed yet, or goes where jobs have slots."""
     base: int = 0
     step: int = 1
     each: int = 0
@@ -56,9 +58,10 @@ class PlanColumn:
     """Whether the values may be touched; else a page may be gone, and only the kernel may read them."""
 
     def __post_init__(self) -> None:
-        rows, nbytes = len(self.index), self.out.nbytes
-        arrays = (self.out, self.index, self.lengths, self.places)
-        if not self.out.flags.writeable or not all(a is None or a.flags.c_contiguous for a in arrays):
+        rows, out = len(self.index), self.out
+        arrays = (out, self.index, self.lengths, self.places)
+        is_fit = out is None or out.flags.writeable
+        if not is_fit or not all(a is None or a.flags.c_contiguous for a in arrays):
             raise ValueError(f"column {self.name!r}: arrays must be C-contiguous, and out writable")
         if any(a is not None and a.dtype != np.int64 for a in arrays[1:]):  # C takes them as they are
             raise ValueError(f"column {self.name!r}: index, lengths and places must be int64")
@@ -67,20 +70,35 @@ class PlanColumn:
                 raise ValueError(f"column {self.name!r}: places go with lengths")
             if self.widen and self.widen not in WIDENED:
                 raise ValueError(f"column {self.name!r}: widen must be in {WIDENED}, not {self.widen!r}")
-            fits = rows * self.row_bytes == nbytes
+            fits = out is None or rows * self.row_bytes == out.nbytes
         else:
             if self.places is None or self.widen or not len(self.places) == len(self.lengths) == rows:
                 raise ValueError(f"column {self.name!r}: lengths need places for all rows, and go unwidened")
             ends = self.places + self.lengths
             least = min(int(self.places.min(initial=0)), int(self.lengths.min(initial=0)))
-            fits = least >= 0 and int(ends.max(initial=0)) <= nbytes
+            fits = least >= 0 and (out is None or int(ends.max(initial=0)) <= out.nbytes)
         if not fits:
-            raise ValueError(f"column {self.name!r}: its values do not fit an `out` of {nbytes} bytes")
+            have = "no place" if out is None else f"an `out` of {out.nbytes} bytes"
+            raise ValueError(f"column {self.name!r}: its values do not fit {have}")
 
     @property
     def row_bytes(self) -> int:
         """Bytes of a row of `out`, where all are equally long."""
         return self.each * 8 // np.dtype(self.widen).itemsize if self.widen else self.each
+
+    @property
+    def nbytes(self) -> int:
+        """Of all values, where they follow one another."""
+        rows = np.array([0, len(self.index)])
+        return int(self.out_bytes(rows[:1], rows[1:])[0])
+
+    def out_bytes(self, first: NDArray[np.int64], last: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Bytes of `out` that the rows [first, last) take, where values follow one another."""
+        if self.places is None or self.lengths is None:
+            return (last - first) * self.row_bytes
+        ends: NDArray[np.int64] = np.append(0, self.places + self.lengths)
+        sizes: NDArray[np.int64] = ends[last] - ends[first]
+        return sizes
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -96,19 +114,44 @@ class BuildPlan:
                 raise ValueError(f"column {column.name!r} has {len(column.index)} of {self.num_rows} rows")
 
 
-class Executor(Protocol):
-    """Runs plans, in the caller's thread. Thread-safe."""
+COLUMN_ALIGN = 64
+"""Where columns share a slot, each begins at a multiple of this."""
 
-    name: str
 
-    def run(self, plan: BuildPlan) -> NDArray[np.uint8]:
-        """Make all copies, without the interpreter lock.
+@dataclass(frozen=True, kw_only=True, eq=False)
+class JobPlan:
+    """The copies of a chunk, to be made in jobs: consecutive rows of all columns, which fill one slot."""
 
-        Returns uint8 [rows]: 0, or 1 + the number of the first column whose value could not be read (255 for
-        columns behind that). What is in `out` for such a value is arbitrary.
-        """
-        ...
+    number: int
+    """Of the chunk, in stream order: jobs of smaller ones are run first."""
+    columns: Sequence[PlanColumn]
+    """Without `out`; their values follow one another."""
+    ends: NDArray[np.int64]
+    """[jobs] the row after the last of each job; the last one: of all rows."""
+    generation: NDArray[np.int64] | None = None
+    """[1] of what keeps files at their length; where it is not what it was when the plan was made, only the
+    kernel reads, whatever columns say."""
+    planned_in: int = 0
+    """The generation when the plan was made."""
+    keep: object = None
+    """What it copies from, if nobody else keeps that."""
 
-    def interleave(self, columns: Sequence[NDArray[Any]], out: NDArray[Any]) -> None:
-        """Let columns of one shape and dtype become the last dimension of `out`, which is C-contiguous."""
-        ...
+    @property
+    def num_rows(self) -> int:
+        """Rows of all jobs."""
+        return int(self.ends[-1])
+
+    @property
+    def slot_bytes(self) -> int:
+        """What the largest job takes."""
+        return int(self.offsets[:, -1].max())
+
+    @cached_property
+    def offsets(self) -> NDArray[np.int64]:
+        """[jobs, columns + 1] where in the job's slot a column begins, and how much of it is used."""
+        first = np.concatenate(([0], self.ends[:-1]))
+        sizes = [column.out_bytes(first, self.ends) for column in self.columns]
+        offsets = np.zeros((len(self.ends), len(sizes) + 1), np.int64)
+        for number, nbytes in enumerate(sizes):
+            offsets[:, number + 1] = offsets[:, number] + -(-nbytes // COLUMN_ALIGN) * COLUMN_ALIGN
+        return offsets

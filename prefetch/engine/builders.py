@@ -10,13 +10,14 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
 from prefetch.engine.pool import PriorityPool
 from prefetch.engine.stats import StageStats
 from prefetch.errors import EngineClosedError
+from prefetch.memory.copies import Copies
 from prefetch.work import Chunk, Piece, Task
 
 T = TypeVar("T")
@@ -30,10 +31,6 @@ class Build(Protocol[T]):
     """Of the chunk, in stream order: the smaller, the more urgent."""
     progress: Any
     """The builder's own, None at first; dropped when the build ends."""
-
-    def take(self) -> bool:
-        """Whether the caller is the one to build it; False: somebody has begun."""
-        ...
 
     @property
     def is_cancelled(self) -> bool:
@@ -56,6 +53,18 @@ class Build(Protocol[T]):
         ...
 
 
+@dataclass(frozen=True, kw_only=True)
+class CopyStats:
+    """The copies of batches that were handed out before they were made."""
+
+    starved_s: float = 0.0
+    """Seconds that the consumer has waited for them, or made them itself."""
+    slot_bytes: int = 0
+    """Of their slots."""
+    ready_batches: int = 0
+    """About how many of them lie ready."""
+
+
 class Builders(Protocol[T]):
     """Build chunks somewhere, most urgent first. Thread-safe."""
 
@@ -66,8 +75,8 @@ class Builders(Protocol[T]):
         """Build a chunk, or go on with one that was laid aside. Called under the engine's lock: no waits."""
         ...
 
-    def build_here(self, build: Build[T]) -> None:
-        """Build a chunk that was taken in the caller's thread. Raises its KeyboardInterrupt only."""
+    def copy_stats(self) -> CopyStats:
+        """The copies so far."""
         ...
 
     def places(self) -> list[str]:
@@ -107,33 +116,57 @@ class ThreadBuilders(PriorityPool, Generic[T]):
 
     Args:
         num_threads: of them.
+        copies: made elsewhere, for chunks that say so.
         initializer: runs first in each.
     """
 
-    def __init__(self, num_threads: int, *, initializer: Task | None = None) -> None:
+    def __init__(
+        self, num_threads: int, *, copies: Copies | None = None, initializer: Task | None = None
+    ) -> None:
         super().__init__(num_threads, "dataflow-build", initializer=initializer)
-        self.num_builders = num_threads
+        self.num_builders, self._copies = num_threads, copies
         self._counting = threading.Lock()  # guards the parts left and the error of each build
+
+    def copy_stats(self) -> CopyStats:
+        """See `Builders`."""
+        if self._copies is None:
+            return CopyStats()
+        copies = self._copies
+        return CopyStats(
+            starved_s=copies.starved_s, slot_bytes=copies.taken_bytes, ready_batches=copies.ready_batches
+        )
+
+    def stats(self) -> StageStats:
+        """See `Builders`."""
+        own = super().stats()
+        if self._copies is None:
+            return own
+        busy_s, num_jobs = self._copies.queue.count()
+        threads = own.threads + self._copies.queue.num_threads
+        return replace(own, threads=threads, busy_s=own.busy_s + busy_s, tasks=own.tasks + num_jobs)
+
+    def stop(self) -> None:
+        """See `Builders`."""
+        super().stop()
+        if self._copies is not None:
+            self._copies.queue.stop()
+
+    def close(self, timeout_s: float | None = None) -> bool:
+        """See `Builders`."""
+        is_closed = super().close(timeout_s)
+        if self._copies is not None:
+            self._copies.queue.close()
+        return is_closed
 
     def build(self, build: Build[T]) -> None:
         """See `Builders`."""
-        task = self._take if build.progress is None else self._go_on
+        task = self._begin if build.progress is None else self._go_on
         self.submit(build.number, partial(task, build))
-
-    def build_here(self, build: Build[T]) -> None:
-        """See `Builders`."""
-        progress = self._begin(build)
-        if isinstance(progress.error, KeyboardInterrupt):
-            raise progress.error
-
-    def _take(self, build: Build[T]) -> None:
-        if build.take():  # else the consumer has
-            self._begin(build)
 
     def _go_on(self, build: Build[T]) -> None:
         self._finish(build, time.perf_counter())
 
-    def _begin(self, build: Build[T]) -> _Progress[T]:
+    def _begin(self, build: Build[T]) -> None:
         began_s = time.perf_counter()
         progress: _Progress[T] = _Progress()
         build.progress = progress
@@ -142,7 +175,7 @@ class ThreadBuilders(PriorityPool, Generic[T]):
         except BaseException as caught:
             progress.error = caught
             self._end(build, began_s, caught)
-            return progress
+            return
         progress.num_parts_left = len(parts)
         for part in parts[1:]:
             self.submit(build.number, partial(self._run_part, build, progress, part))
@@ -151,7 +184,6 @@ class ThreadBuilders(PriorityPool, Generic[T]):
             self._run_part(build, progress, parts[0])
         else:
             self._finish(build, began_s)
-        return progress
 
     def _run_part(self, build: Build[T], progress: _Progress[T], part: Task) -> None:
         began_s, error = time.perf_counter(), None
@@ -163,8 +195,7 @@ class ThreadBuilders(PriorityPool, Generic[T]):
         except BaseException as caught:
             error = caught
         with self._counting:
-            if progress.error is None or isinstance(error, KeyboardInterrupt):  # in the consumer's thread
-                progress.error = error
+            progress.error = progress.error or error
             progress.num_parts_left -= 1
             is_last = progress.num_parts_left == 0
         if is_last:

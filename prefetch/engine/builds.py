@@ -18,7 +18,7 @@ from prefetch.engine.ledger import Ledger, State
 from prefetch.engine.stats import EngineOptions
 from prefetch.engine.windows import WindowQueue
 from prefetch.errors import EngineClosedError
-from prefetch.work import Chunk, Piece, Task
+from prefetch.work import Batches, Chunk, Piece, Task
 
 T = TypeVar("T")
 
@@ -39,14 +39,6 @@ class ChunkBuild(Generic[T]):
         self.ahead_bytes = 0
         """Of slots, charged for the piece to come."""
         self.num_delivered = 0
-
-    def take(self) -> bool:
-        """See `Build`."""
-        try:
-            self._queue.unbegun.remove(self)  # atomic: no lock for what comes once a chunk
-        except ValueError:
-            return False
-        return True
 
     @property
     def is_cancelled(self) -> bool:
@@ -126,12 +118,11 @@ class ChunkQueue(Generic[T]):
     ) -> None:
         self.lock, self.ledger, self._windows, self._builders = options.monitor, ledger, windows, builders
         self._on_end, self._depth = on_end, depth
-        self._wakes_for_unbegun = options.in_consumer is not None
         self.line: deque[ChunkBuild[T]] = deque()
         """Chunks that were handed out and not delivered."""
-        self.unbegun: deque[ChunkBuild[T]] = deque()
-        """Of these, those that no builder has begun."""
         self._aside: deque[ChunkBuild[T]] = deque()
+        self._copying: deque[ChunkBuild[T]] = deque()
+        """Built, but for copies that are made while the consumer takes them."""
         self._num_chunks = 0
         """Handed out so far."""
         self.num_batches = 0
@@ -160,7 +151,7 @@ class ChunkQueue(Generic[T]):
             # The head is admitted without counting what the consumer keeps: one that keeps every batch would
             # otherwise wait for credits that only it can free.
             if not self.ledger.reserve(State.BUILDING, nbytes):
-                if self.line:
+                if not self.is_idle:
                     return
                 if not self.ledger.reserve(State.BUILDING, nbytes, head_of_order=True):
                     self._windows.check_limit(nbytes, "the next batches need")
@@ -175,10 +166,17 @@ class ChunkQueue(Generic[T]):
                 self.lock.notify_all()
                 continue
             self.num_running += 1
-            self.unbegun.append(build)
             self._builders.build(build)
-            if len(self.unbegun) > 1 and self._wakes_for_unbegun:
-                self.lock.notify_all()
+
+    @property
+    def num_ready(self) -> int:
+        """Batches that are made and wait."""
+        return sum(build.num_ready for build in self.line if not build.chunk.reads_windows)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether the consumer has made all that was handed out: nothing here gives credits back any more."""
+        return not self.line and not self._copying
 
     def lay_aside(self, build: ChunkBuild[T]) -> None:
         """A build makes no more batches until there is room."""
@@ -207,13 +205,13 @@ class ChunkQueue(Generic[T]):
         self._settle(build, error)
         self._on_end()
 
-    def take(self, most_bytes: int) -> tuple[list[T], int, int]:
+    def take(self, most_bytes: int) -> tuple[Batches[T], int, int]:
         """Batches of the head, and their charged bytes of slots and of heap.
 
         All that cost nothing beyond their chunk, else a part of at most `most_bytes`, or one piece.
         """
         build = self.line[0]
-        batches: list[T] = []
+        batches: Batches[T] = ()
         slots = heap = 0
         while build.pieces:
             piece = build.pieces[0]
@@ -222,7 +220,7 @@ class ChunkQueue(Generic[T]):
             # Taken out: the thread that built them may still hold the build, and must not keep what the
             # consumer drops.
             build.pieces.popleft()
-            batches += piece.batches
+            batches = [*batches, *piece.batches] if batches else piece.batches
             slots, heap = slots + piece.slot_bytes, heap + piece.heap_bytes
         self.num_finished -= len(batches)
         build.num_delivered += len(batches)
@@ -236,8 +234,9 @@ class ChunkQueue(Generic[T]):
 
     def drop_all(self) -> None:
         """Nothing is delivered any more."""
-        for builds in (self.line, self.unbegun, self._aside):
+        for builds in (self.line, self._aside):
             builds.clear()
+        self._copying.clear()
         self.num_batches = 0
 
     def _settle(self, build: ChunkBuild[T], error: BaseException | None) -> None:
@@ -255,5 +254,15 @@ class ChunkQueue(Generic[T]):
             build.pieces.clear()
             self.ledger.release(State.BUILDING, build.nbytes)
         build.error, build.progress = error, None
-        self._windows.leave(build.chunk)
+        if error is None and build.chunk.reads_windows:
+            self._copying.append(build)
+        else:
+            self._windows.leave(build.chunk)
         build.is_done = True
+
+    def leave_windows(self) -> None:
+        """Let go of windows and credits of batches that were handed out before they were made."""
+        while self._copying and not self._copying[0].chunk.reads_windows:
+            build = self._copying.popleft()
+            self._windows.leave(build.chunk)
+            self.ledger.release(State.READY, build.nbytes)

@@ -9,7 +9,8 @@ without end, and each window names its chunks. The engine
 * delivers chunks in stream order, whatever order they finish in (`builds`);
 * charges what only shows when a batch is made, and lays a chunk aside between two batches while more is held
   than the limit; the one at the head goes on when what it has finished is handed out;
-* closes a window when the last chunk that needs it is built; a chunk may need any windows that are open.
+* closes a window when the last chunk that needs it is built, and its batches are made, which may be while the
+  consumer takes them; a chunk may need any windows that are open.
 
 No thread coordinates: whoever changes the state (a finished task, the consumer) calls `_pump` under the
 one lock, so nothing polls. Progress: the head of the order is admitted without counting bytes that the
@@ -20,21 +21,19 @@ consumer keeps; if even that does not fit, nothing else could ever free credit, 
 from __future__ import annotations
 
 import os
-import threading
 import time
-from collections.abc import Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator
 from typing import Generic, TypeVar
 
 from prefetch.control.depth import Observation
 from prefetch.engine.builders import Builders
-from prefetch.engine.builds import ChunkBuild, ChunkQueue
+from prefetch.engine.builds import ChunkQueue
 from prefetch.engine.ledger import Ledger, State
 from prefetch.engine.pool import lower_switch_interval, restore_switch_interval
 from prefetch.engine.stats import NOT_STARTED, ConsumerWait, EngineOptions, EngineStats
 from prefetch.engine.windows import WindowQueue
 from prefetch.errors import EngineClosedError
-from prefetch.work import StreamWindow
+from prefetch.work import Batches, StreamWindow
 
 T = TypeVar("T")
 
@@ -68,8 +67,6 @@ class Engine(Generic[T]):
         self._is_asked = False
         """Whether the consumer is in `next_batches`."""
         self._consumer_waits = False
-        self._builds_here: threading.Thread | None = None
-        """The consumer's thread while it builds a chunk."""
         self._delivered_heap_bytes = 0
         """Charged of what was delivered last."""
         self._delivered = 0
@@ -97,30 +94,27 @@ class Engine(Generic[T]):
 
     # ---- consumer -------------------------------------------------------------------------------
 
-    def next_batches(self) -> Sequence[T]:
+    def next_batches(self) -> Batches[T]:
         """The batches of the next chunk; empty at the end of a finite source.
 
         Raises what building them raised, `StallError` after the time-out, `MemoryLimitError`.
         """
         if os.getpid() != self._pid:
             raise RuntimeError("a loader's threads do not survive a fork; make the loader in the child")
-        while True:
-            with self._changed:
-                self._is_asked = True
-                if self._delivered_heap_bytes:
-                    self._ledger.give_back(self._delivered_heap_bytes)
-                    self._delivered_heap_bytes = 0
-                if self._delivered_last is not None:
-                    since_s, num_batches = self._delivered_last
-                    self._steps_s.append((time.perf_counter() - since_s) / num_batches)
-                    self._delivered_last = None
+        with self._changed:
+            self._is_asked = True
+            if self._delivered_heap_bytes:
+                self._ledger.give_back(self._delivered_heap_bytes)
+                self._delivered_heap_bytes = 0
+            if self._delivered_last is not None:
+                since_s, num_batches = self._delivered_last
+                self._steps_s.append((time.perf_counter() - since_s) / num_batches)
+                self._delivered_last = None
+            if not self._is_deliverable():
+                self._pump()  # batches that the consumer dropped since may have made room
                 if not self._is_deliverable():
-                    self._pump()  # batches that the consumer dropped since may have made room
-                    if not self._is_deliverable() and not self._may_build_here():
-                        self._wait()
-                if self._is_deliverable():
-                    return self._deliver()
-            self._build_here()
+                    self._wait()
+            return self._deliver()
 
     def read_on(self) -> None:
         """Read ahead into the next epoch as far as credit goes.
@@ -133,7 +127,7 @@ class Engine(Generic[T]):
                 self._windows.reads_on = True
                 self._pump()
 
-    def _deliver(self) -> Sequence[T]:
+    def _deliver(self) -> Batches[T]:
         """The finished batches at the head of the order, or what there is instead. Under the lock."""
         self._is_asked = False
         head = self._queue.line[0] if self._queue.line else None
@@ -153,10 +147,11 @@ class Engine(Generic[T]):
         self._delivered_bytes += slots
         if head.is_done and not head.pieces:
             self._queue.drop_head()
-            leased = head.chunk.leased_bytes
-            self._ledger.move(State.READY, State.IN_USE, leased)
-            self._ledger.release(State.READY, head.nbytes - leased)
-            self._delivered_bytes += leased
+            if not head.chunk.reads_windows:  # else its credits stay as long
+                leased = head.chunk.leased_bytes
+                self._ledger.move(State.READY, State.IN_USE, leased)
+                self._ledger.release(State.READY, head.nbytes - leased)
+                self._delivered_bytes += leased
         self._windows.delivered(head.chunk)
         self._delivered += len(batches)
         self._pump()
@@ -174,37 +169,6 @@ class Engine(Generic[T]):
         is_left = self._windows.chunks or self._windows.num_reads_left
         return self._windows.has_ended and not is_left and not self._queue.is_closed
 
-    def _may_build_here(self) -> bool:
-        """Whether the consumer, which would wait, can build a chunk that no thread has begun.
-
-        With few cores, one builder more would share a core with the consumer and be woken for every chunk.
-        """
-        return self._options.in_consumer is not None and bool(self._queue.unbegun)
-
-    def _build_here(self) -> None:
-        began_s, build = time.perf_counter(), None
-        try:
-            with self._changed:  # inside: whatever comes, `close` does not wait for it in vain
-                if not self._queue.is_closed:
-                    self._builds_here = threading.current_thread()
-                    build = self._take_unbegun()
-            if build is not None:
-                assert self._options.in_consumer is not None
-                self._options.in_consumer(partial(self._builders.build_here, build))
-        finally:
-            with self._changed:
-                self._builds_here = None
-                self._starved_s += time.perf_counter() - began_s
-                if self._queue.is_closed:
-                    self._changed.notify_all()
-
-    def _take_unbegun(self) -> ChunkBuild[T] | None:
-        """The most urgent chunk that no builder has begun. Builders take theirs without the lock."""
-        try:
-            return self._queue.unbegun.popleft()
-        except IndexError:
-            return None
-
     def _wait(self) -> None:
         began_s = time.perf_counter()
         wait = ConsumerWait(began_s, self._options)
@@ -216,7 +180,7 @@ class Engine(Generic[T]):
         self._consumer_waits = True
         self._hurry()
         try:
-            while not self._is_deliverable() and not self._may_build_here():
+            while not self._is_deliverable():
                 if self._queue.is_closed:
                     raise EngineClosedError("the loader was closed while a batch was awaited")
                 now_s = time.perf_counter()
@@ -248,10 +212,11 @@ class Engine(Generic[T]):
         if self._queue.is_closed:
             return
         try:
+            self._queue.leave_windows()
             self._queue.resume()
             self._queue.start()
             if self._failure is None:
-                self._windows.admit(is_awaited=self._is_asked, is_line_empty=not self._queue.line)
+                self._windows.admit(is_awaited=self._is_asked, is_idle=self._queue.is_idle)
             self._hurry()
         except Exception as error:  # a thread that ended here would leave the consumer waiting
             self._failure = self._failure or error
@@ -275,7 +240,7 @@ class Engine(Generic[T]):
         self._steps_s.clear()
         return Observation(
             delivered_batches=self._delivered,
-            starved_s=self._starved_s,
+            starved_s=self._starved_s + self._builders.copy_stats().starved_s,
             ready_batches=queue.num_batches,
             batch_bytes=nbytes,
             now_s=time.perf_counter(),
@@ -293,13 +258,13 @@ class Engine(Generic[T]):
         if os.getpid() != self._pid:
             return NOT_STARTED  # a thread of the parent may have held the lock at the fork
         with self._changed:
-            decision = self._options.depth(self._observe(0))
+            decision, copies = self._options.depth(self._observe(0)), self._builders.copy_stats()
             return EngineStats(
                 elapsed_s=time.perf_counter() - self._began_s,
-                starved_s=self._starved_s,
+                starved_s=self._starved_s + copies.starved_s,
                 delivered_batches=self._delivered,
-                delivered_bytes=self._delivered_bytes,
-                ready_batches=sum(build.num_ready for build in self._queue.line),
+                delivered_bytes=self._delivered_bytes + copies.slot_bytes,
+                ready_batches=self._queue.num_ready + copies.ready_batches,
                 depth=decision.value,
                 depth_reason=decision.reason,
                 open_windows=self._windows.num_open,
@@ -328,13 +293,10 @@ class Engine(Generic[T]):
         self._builders.stop()
         if self._options.interrupt:
             self._options.interrupt()
-        builds_here = self._builds_here is threading.current_thread()
-        if not join or self._windows.runs_here or self._builders.runs_here or builds_here:
+        if not join or self._windows.runs_here or self._builders.runs_here:
             return
         self._windows.join()
         self._builders.close()
         with self._changed:
-            while self._builds_here is not None:
-                self._changed.wait()
             self._windows.close()
             self._queue.drop_all()

@@ -59,8 +59,9 @@ class Ledger:
         if limit_bytes <= 0:
             raise ValueError(f"memory_limit must be > 0 bytes, got {limit_bytes}")
         self.limit_bytes = limit_bytes
-        self._lock = threading.Lock()  # guards _held and _peak
+        self._lock = threading.Lock()  # guards these
         self._held = dict.fromkeys(State, 0)
+        self._total = 0
         self._peak = 0
         # Credits of what is in use come back from weakref callbacks, which may run inside any critical
         # section of this very thread: they only append here (atomic), and the next reservation settles them.
@@ -78,7 +79,7 @@ class Ledger:
         """
         with self._lock:
             self._settle()
-            held = sum(self._held.values())
+            held = self._total
             if head_of_order:
                 held, keep_bytes = held - self._held[State.IN_USE], 0
             if held + nbytes + keep_bytes > self.limit_bytes:
@@ -97,25 +98,26 @@ class Ledger:
         """Whether more is held than the limit."""
         with self._lock:
             self._settle()
-            return sum(self._held.values()) > self.limit_bytes
+            return self._total > self.limit_bytes
 
     def move(self, source: State, target: State, nbytes: int) -> None:
         """Credits change state; the total stays."""
         with self._lock:
             self._held[source] -= nbytes
-            self._add(target, nbytes)
+            self._held[target] += nbytes
 
     def release(self, state: State, nbytes: int) -> None:
         """Credits come back."""
         with self._lock:
             self._held[state] -= nbytes
+            self._total -= nbytes
             assert self._held[state] >= 0, (state, self._held)
 
     def resize(self, limit_bytes: int) -> bool:
         """Change the limit; False, and nothing is changed, if more is held beside what is in use."""
         with self._lock:
             self._settle()
-            if limit_bytes <= 0 or sum(self._held.values()) - self._held[State.IN_USE] > limit_bytes:
+            if limit_bytes <= 0 or self._total - self._held[State.IN_USE] > limit_bytes:
                 return False
             self.limit_bytes = limit_bytes
             return True
@@ -140,10 +142,14 @@ class Ledger:
 
     def _add(self, state: State, nbytes: int) -> None:
         self._held[state] += nbytes
-        self._peak = max(self._peak, sum(self._held.values()))
+        self._total += nbytes
+        if self._total > self._peak:
+            self._peak = self._total
 
     def _settle(self) -> None:
         for source in self._sources:
             source()
         while self._returned:
-            self._held[State.IN_USE] -= self._returned.popleft()
+            nbytes = self._returned.popleft()
+            self._held[State.IN_USE] -= nbytes
+            self._total -= nbytes

@@ -39,9 +39,6 @@ class EngineOptions:
     """Runs first in each reader thread."""
     interrupt: Task | None = field(default=None)
     """Ends running reads early, as errors; called when the engine closes, before threads are joined."""
-    in_consumer: Callable[[Task], None] | None = None
-    """Runs a chunk's work in the consumer's thread, where it would only wait; None: it waits. For chunks
-    that are copies: what may hang has no time-out there."""
     monitor: Monitor = field(default_factory=Monitor)
     """The engine's lock, and where the consumer waits."""
 
@@ -71,6 +68,7 @@ class EngineStats:
     starved_s: float
     """Seconds the consumer waited in `next`. Near 0: the loader keeps up. Near `elapsed_s`: it is slower."""
     delivered_batches: int
+    """Those of a chunk at once, also where they are made while the consumer takes them."""
     delivered_bytes: int
     """Slots handed out."""
     ready_batches: int

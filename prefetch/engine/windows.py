@@ -123,12 +123,12 @@ class WindowQueue:
 
     # ---- admission ------------------------------------------------------------------------------------
 
-    def admit(self, *, is_awaited: bool, is_line_empty: bool) -> None:
+    def admit(self, *, is_awaited: bool, is_idle: bool) -> None:
         """Admit windows while there is credit for them, or have the next one planned.
 
         Args:
             is_awaited: whether the consumer asks for batches now.
-            is_line_empty: whether all chunks that were handed out have been delivered.
+            is_idle: whether all chunks that were handed out have been delivered, and copied.
 
         Raises `MemoryLimitError` if the next window can never be admitted.
         """
@@ -146,7 +146,7 @@ class WindowQueue:
             if len(self._open) >= self._max_open and self.chunks:
                 return
             # A consumer that asks while nothing else could give it a batch does want that epoch.
-            is_idle = is_line_empty and not self.chunks and not self.num_reads_left
+            is_idle = is_idle and not self.chunks and not self.num_reads_left
             if self._is_early(window) and not (is_awaited and is_idle):
                 return
             # Windows leave credit for outputs, or chunks of the windows before could not be built for want of

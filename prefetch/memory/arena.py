@@ -117,6 +117,12 @@ class Arena:
         `on_return` runs when the last view has died and the arena is asked for something: in any thread,
         under its lock.
         """
+        return self.lease_at(nbytes, on_return)[0]
+
+    def lease_at(
+        self, nbytes: int, on_return: Callable[[], None] | None = None
+    ) -> tuple[NDArray[np.uint8], int]:
+        """As `lease`, and the array's address: to ask numpy for it takes as long as to lease."""
         size = rounded_bytes(nbytes)
         with self._lock:
             if self._closed:
@@ -138,7 +144,7 @@ class Arena:
         self._alive.add(back)
         if self._closed:  # meanwhile: `close` has not seen this one
             back.slab = None
-        return np.asarray(slot)
+        return np.asarray(slot), slab.address
 
     def _map(self, size: int) -> Slab:
         try:

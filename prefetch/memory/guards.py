@@ -26,9 +26,11 @@ import signal
 import struct
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Final
+
+import numpy as np
 
 from prefetch.memory.interrupts import UnlistedThread
 from prefetch.memory.lifetimes import only_ours
@@ -87,6 +89,10 @@ class FileGuards:
         self._loading: set[object] = set()
         self._given_up: list[tuple[FileGuard, set[object]]] = []
         """Leases that end when the loads that may touch their files have ended."""
+        self.generation = np.zeros(1, np.int64)
+        """A new one begins when a guard is given up: loads outside `loading` are for the one they are of."""
+        self.settle_loads: Callable[[], None] | None = None
+        """Waits until such loads of the generations before have ended; they take milliseconds."""
         self._thread: threading.Thread | None = None
         self._closed = False
 
@@ -141,6 +147,9 @@ class FileGuards:
                 return
             self._held.discard(guard)
             guard.held = False
+            self.generation += 1
+            if self.settle_loads is not None and guard.holder() is not None:
+                self.settle_loads()
             self._given_up.append((guard, set(self._loading)))
             self._settle(None)
 

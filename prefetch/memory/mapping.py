@@ -85,7 +85,7 @@ def touch_pages(memory: NDArray[np.uint8]) -> None:
 
 def _has_pages(start: int, nbytes: int) -> bool:
     """Whether all pages are there: recycled memory has them, and looking takes a fifth of asking for them."""
-    resident = (ctypes.c_ubyte * (nbytes // mmap.PAGESIZE))()
+    resident = (ctypes.c_ubyte * -(-nbytes // mmap.PAGESIZE))()
     return _quick_libc().mincore(start, nbytes, resident) == 0 and b"\0" not in bytes(resident)
 
 
@@ -154,6 +154,10 @@ class MappedShard:
             reason = "truncated, or its disk fails" if number == errno.EFAULT else os.strerror(number)
             raise ShardReadError(self.shard.url, reason, offset, stage="read")
 
+    def is_resident(self, offset: int, length: int) -> bool:
+        """Whether all pages of a range are in memory."""
+        return _has_pages(*self._pages(offset, length))
+
     def leave(self, offset: int, length: int) -> None:
         """Take the pages of a range out of this process; the page cache keeps them while it has room."""
         _libc().madvise(*self._pages(offset, length), mmap.MADV_DONTNEED)
@@ -219,12 +223,13 @@ class Mappings:
         """Wait until a range's pages are in memory. Raises `ShardReadError` for what cannot be read."""
         key = mapped.shard.url, offset
         with self._lock:
-            self._forget(key)
+            was_kept = self._forget(key)
             self._paged[key] = length
             was_read = key in self._read_before
             if len(self._read_before) < _REMEMBERED:
                 self._read_before.add(key)
-        mapped.populate(offset, length, ahead=not was_read)
+        if not (was_kept and mapped.is_resident(offset, length)):
+            mapped.populate(offset, length, ahead=not was_read)
 
     def leave(self, mapped: MappedShard, offset: int, length: int) -> None:
         """No window uses a range any more."""
@@ -243,9 +248,11 @@ class Mappings:
         for shard, at, nbytes in gone:
             shard.leave(at, nbytes)
 
-    def _forget(self, key: tuple[str, int]) -> None:
+    def _forget(self, key: tuple[str, int]) -> bool:
+        """Whether a range was kept; it is not any more."""
         kept_range = self._kept.pop(key, None)
         self._kept_bytes -= kept_range[1] if kept_range else 0
+        return kept_range is not None
 
 
 def will_need(addresses: NDArray[np.int64], lengths: NDArray[np.int64]) -> None:

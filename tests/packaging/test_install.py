@@ -24,7 +24,7 @@ from prefetch.core.compile import (
     HEADER,
     LIBRARY,
     PLAIN,
-    SOURCE,
+    SOURCES,
     compile_core,
     compilers_on_path,
     contract_version,
@@ -203,9 +203,8 @@ def test_a_source_distribution_has_all_that_an_install_from_it_needs(tree: Path)
     archive, _ = built(tree, "build_sdist", {})
     shutil.unpack_archive(archive, tree.parent / "unpacked")
     [unpacked] = (tree.parent / "unpacked").iterdir()
-    assert {"setup.py", "prefetch/core/core.c", "prefetch/core/core.h", "prefetch/core/compile.py"} <= {
-        str(path.relative_to(unpacked)) for path in unpacked.rglob("*")
-    }
+    sources = {f"prefetch/core/{name}" for name in ("core.c", "queue.c", "core.h", "compile.py")}
+    assert {"setup.py", *sources} <= {str(path.relative_to(unpacked)) for path in unpacked.rglob("*")}
     assert not (unpacked / CORE).exists()
 
 
@@ -269,5 +268,5 @@ def test_a_library_of_another_contract_is_not_taken(
 def test_the_library_of_this_checkout_is_not_older_than_its_source() -> None:
     if not LIBRARY.exists():
         pytest.skip("there is none: numpy does its work")
-    newest = max(SOURCE.stat().st_mtime, HEADER.stat().st_mtime)
+    newest = max(source.stat().st_mtime for source in (*SOURCES, HEADER))
     assert LIBRARY.stat().st_mtime >= newest, "run `python -m prefetch.core.compile`"

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -12,9 +14,12 @@ import torch
 from datasets_kit import Make
 
 from dataflow import DataLoader, Pad
-from dataflow.batch.columns import ChunkColumns, ChunkRows
+from dataflow.batch.columns import ChunkColumns, ChunkRows, Randomness, WindowPart
 from dataflow.batch.output import BuiltColumn, Output
 from dataflow.batch.ragged import PaddedOutput, RaggedOutput
+from dataflow.staging.columns import StagedSpans
+from prefetch.addresses import memory_at
+from prefetch.memory.arena import Arena
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +38,17 @@ class LengthOutput(Output):
             return list(torch.from_numpy(np.array(lengths)).split(list(sizes)))
 
         return BuiltColumn(split=split)
+
+
+def test_columns_that_all_rows_lack_are_copied_from_zeros_that_stay() -> None:
+    """Of a megabyte each: what is freed is unmapped, and whoever reads it ends the process."""
+    absent, nbytes = StagedSpans(np.zeros(3, np.int64), np.full(3, -1)), 1 << 20
+    window: Any = SimpleNamespace(staged=dict.fromkeys("ab", absent))
+    rows = ChunkRows(3, lambda: [WindowPart(window, np.arange(3), slice(0, 3))])
+    arena, closing = Arena(limit_bytes=1 << 20), threading.Event()
+    columns = ChunkColumns(rows, arena, Randomness(0, 0), may_load=True, closing=closing)
+    for addresses in [columns.addresses_of(name, nbytes) for name in "ab"]:
+        assert all(not memory_at(address, nbytes).any() for address in addresses.tolist())
 
 
 @pytest.mark.parametrize("shuffle", [False, True])

@@ -1,8 +1,9 @@
-/* Random build plans, run by `core_run` in several threads and compared with loops that are easy to believe.
+/* Random build plans, run by `core_run` in several threads and by queues, whose threads and caller share the jobs,
+   and compared with loops that are easy to believe.
 
      driver SEED PLANS honest|short|broken
 
-   Made of core.c and this file with -Dprocess_vm_readv=driver_vm_readv, so that reads can fail here as they seldom
+   Made of core.c, queue.c and this file with -Dprocess_vm_readv=driver_vm_readv, so that reads can fail here as they seldom
    do elsewhere: `short`, calls for several values copy a part or nothing, and each value must come all the same;
    `broken`, any call may, and a row may be reported that could be read, but never the other way round.
 
@@ -315,6 +316,136 @@ static void try_plan(void) {
     num_rows += rows;
 }
 
+/* ---- a queue ------------------------------------------------------------------------------------------------ */
+
+enum { MOST_PLANS = 4, MOST_JOBS = 20 };
+
+typedef struct {
+    core_column columns[MOST_COLUMNS];
+    column own[MOST_COLUMNS];
+    int64_t rows, num_columns, num_jobs, ends[MOST_JOBS], *offsets, *words;
+    uint8_t *status;
+} queued_plan;
+
+static int64_t generation;
+
+/* The first columns of the rows of a job lie one after the other, each on 8 bytes, without gaps in themselves. */
+static void make_queued(queued_plan *q, int64_t number) {
+    memset(q, 0, sizeof *q);
+    q->rows = 1 + below(one_in(2) ? 10 : 200), q->num_columns = 1 + below(MOST_COLUMNS);
+    for (int64_t i = 0; i < q->num_columns; i++) {
+        core_column *c = q->columns + i;
+        column *own = q->own + i;
+        make_column(c, own, q->rows);
+        int64_t widened = c->op == CORE_WIDEN ? 8 / WIDTHS[c->stored] : 1, at = 0;
+        free(own->places), own->places = 0, c->places = 0;
+        if (c->lengths) {
+            c->places = own->places = allocated(8 * q->rows);
+            for (int64_t r = 0; r < q->rows; r++) own->places[r] = at, at += own->sizes[r] * widened;
+        } else {
+            c->out_step = c->each * widened;
+        }
+        c->out = 0;
+    }
+    while (q->num_jobs < MOST_JOBS - 1 && (!q->num_jobs || q->ends[q->num_jobs - 1] < q->rows)) {
+        int64_t before = q->num_jobs ? q->ends[q->num_jobs - 1] : 0;
+        q->ends[q->num_jobs++] = before + 1 + below(q->rows - before);
+    }
+    if (q->ends[q->num_jobs - 1] < q->rows) q->ends[q->num_jobs++] = q->rows;
+    q->offsets = allocated(8 * q->num_jobs * (q->num_columns + 1));
+    q->words = calloc((size_t)(CORE_PLAN_WORDS + CORE_JOB_WORDS * q->num_jobs), 8);
+    q->status = allocated(q->rows);
+    core_plan *plan = (core_plan *)q->words;
+    for (int64_t j = 0; j < q->num_jobs; j++) {
+        int64_t first = j ? q->ends[j - 1] : 0, at = 0, *offsets = q->offsets + j * (q->num_columns + 1);
+        for (int64_t i = 0; i < q->num_columns; i++) {
+            offsets[i] = at;
+            for (int64_t r = first; r < q->ends[j]; r++) at += plain_value(q->columns + i, q->own + i, r, 0);
+            at = (at + 7) / 8 * 8;
+        }
+        offsets[q->num_columns] = at;
+        if (at > plan->slot_bytes) plan->slot_bytes = at;
+    }
+    plan->columns = q->columns, plan->num_columns = q->num_columns, plan->num_jobs = q->num_jobs;
+    plan->number = number, plan->ends = q->ends, plan->offsets = q->offsets, plan->status = q->status;
+    if (one_in(2)) plan->generation = &generation, plan->planned_in = __atomic_load_n(&generation, __ATOMIC_SEQ_CST);
+}
+
+static void check_job(const queued_plan *q, int64_t job, const uint8_t *slot, int64_t bad) {
+    int64_t first = job ? q->ends[job - 1] : 0;
+    for (int64_t r = first; r < q->ends[job]; r++) {
+        int64_t lost = first_lost(q->own, q->num_columns, r), status = q->status[r];
+        int right = mode == BROKEN ? (lost ? status && status <= lost : 1) : status == lost;
+        CHECK(right, "queue: row %ld: status %ld, not %ld", (long)r, (long)status, (long)lost);
+        bad -= status != 0;
+    }
+    CHECK(!bad, "queue: %ld rows were counted that are not reported", (long)bad);
+    for (int64_t i = 0; i < q->num_columns; i++) {
+        const uint8_t *at = slot + q->offsets[job * (q->num_columns + 1) + i];
+        for (int64_t r = first; r < q->ends[job]; r++) {
+            int64_t nbytes = plain_value(q->columns + i, q->own + i, r, 0);
+            uint8_t *wanted = allocated(nbytes);
+            plain_value(q->columns + i, q->own + i, r, q->status[r] && i >= q->status[r] - 1 ? 0 : wanted);
+            int same = (q->status[r] && i >= q->status[r] - 1) || !nbytes || !memcmp(wanted, at, (size_t)nbytes);
+            CHECK(same, "queue: row %ld of column %ld differs", (long)r, (long)i);
+            at += nbytes;
+            free(wanted);
+        }
+    }
+    num_rows += q->ends[job] - first;
+}
+
+/* Takes back what the kernel may be asked for meanwhile, as a guard does that is given up. */
+static void *next_generation(void *queue) {
+    __atomic_add_fetch(&generation, 1, __ATOMIC_SEQ_CST);
+    core_settle(queue);
+    return 0;
+}
+
+static void try_queue(void) {
+    static queued_plan plans[MOST_PLANS];
+    int64_t num_plans = 1 + below(MOST_PLANS), threads = below(THREADS + 1), answer[3];
+    int ends_early = one_in(4);
+    core_queue *queue = calloc(1, (size_t)core_queue_bytes());
+    uint8_t *lent[MOST_PLANS * MOST_JOBS * 2];
+    int64_t num_lent = 0, counts[2];
+    pthread_t breaker;
+    CHECK(core_open(queue, threads, 1 + below(3)) == threads, "no threads");
+    CHECK(!pthread_create(&breaker, 0, next_generation, queue), "no thread");
+    for (int64_t i = 0; i < num_plans; i++) make_queued(plans + i, i);
+    int64_t turn = below(num_plans); /* the order in which they come is not theirs */
+    for (int64_t i = 0; i < num_plans; i++) core_submit(queue, (core_plan *)plans[(i + turn) % num_plans].words);
+    for (int64_t i = 0; i < num_plans && !(ends_early && i); i++) {
+        core_plan *plan = (core_plan *)plans[i].words;
+        for (int64_t job = 0; job < plan->num_jobs; job++) {
+            while (one_in(2) && num_lent < MOST_PLANS * MOST_JOBS) {
+                uint8_t *slot = lent[num_lent++] = allocated(plan->slot_bytes);
+                CHECK(core_give(queue, slot, plan->slot_bytes, one_in(2)), "slot refused");
+            }
+            int64_t got = one_in(2) ? core_take(queue, plan, answer) : CORE_NOT_READY;
+            while (got != CORE_READY) {
+                CHECK(got == CORE_NEED_SLOT || got == CORE_NOT_READY, "answer %ld", (long)got);
+                if (got == CORE_NEED_SLOT) {
+                    uint8_t *slot = lent[num_lent++] = allocated(plan->slot_bytes);
+                    CHECK(core_give(queue, slot, plan->slot_bytes, 0), "slot refused");
+                }
+                got = core_work(queue, plan, 10000000000, answer);
+            }
+            check_job(plans + i, job, (uint8_t *)(intptr_t)answer[0], answer[1]);
+        }
+    }
+    if (one_in(2)) core_take_back(queue);
+    pthread_join(breaker, 0);
+    core_count(queue, counts);
+    core_close(queue);
+    for (int64_t i = 0; i < num_plans; i++) {
+        for (int64_t c = 0; c < plans[i].num_columns; c++) free_column(plans[i].own + c);
+        free(plans[i].offsets), free(plans[i].words), free(plans[i].status);
+    }
+    while (num_lent) free(lent[--num_lent]);
+    free(queue);
+}
+
 static void try_interleave(void) {
     int64_t width = (int64_t)1 << below(4), k = 1 + below(40), rows = below(700), bytes = rows * width;
     uint8_t *columns[40], *out = allocated(k * bytes);
@@ -338,6 +469,7 @@ int main(int argc, char **argv) {
     for (long plans = atol(argv[2]); plans > 0; plans--) {
         try_plan();
         try_interleave();
+        try_queue();
     }
     printf("{\"rows\": %ld, \"lost\": %ld, \"widened\": %ld, \"short\": %ld}\n", num_rows, num_lost, num_widened,
            num_short);

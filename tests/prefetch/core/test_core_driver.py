@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from prefetch.core.compile import FLAGS, FOLDER, compilers_on_path
+from prefetch.core.compile import FLAGS, FOLDER, SOURCES, compilers_on_path
 
 DRIVER = Path(__file__).with_name("driver.c")
 INSTALLED = [flag for flag in FLAGS if flag != "-shared"]
@@ -67,7 +67,7 @@ def driver(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         if done.returncode:
             pytest.skip(f"an empty program fails with {' '.join(flags)}: {done.stderr.strip()[-300:]}")
     more = ["-Werror", "-Dprocess_vm_readv=driver_vm_readv", f"-I{FOLDER}"]
-    done = compiled([*flags, *more, "-Wall", "-Wextra"], [FOLDER / "core.c", DRIVER], folder / "driver")
+    done = compiled([*flags, *more, "-Wall", "-Wextra"], [*SOURCES, DRIVER], folder / "driver")
     assert done.returncode == 0, done.stderr
     return folder / "driver", num_plans
 

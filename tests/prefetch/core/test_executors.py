@@ -20,8 +20,8 @@ from prefetch.core import by_numpy
 from prefetch.core.by_numpy import NumpyExecutor, copies_by_kernel, process_vm_readv
 from prefetch.core.compile import LIBRARY
 from prefetch.core.compiled import CompiledExecutor
-from prefetch.core.executor import VARIABLE, executor
-from prefetch.core.plan import WIDENED, BuildPlan, Executor, PlanColumn
+from prefetch.core.executor import VARIABLE, Executor, executor
+from prefetch.core.plan import WIDENED, BuildPlan, PlanColumn
 from tests.datasets_kit import MAKERS, rows_of
 
 PAGE = mmap.PAGESIZE

@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 
 import pytest
@@ -15,12 +15,10 @@ from prefetch.engine.engine import Engine
 from prefetch.work import Piece
 from tests.engine_kit import (
     TIMEOUT_S,
-    Action,
     Batch,
     FakeChunk,
     FakeWindow,
     Gate,
-    WatchedBuilders,
     names,
     next_names,
     nothing,
@@ -255,53 +253,3 @@ def fork() -> int:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of threads
         return os.fork()
-
-
-# ---- building in the consumer's thread ---------------------------------------------------------------------
-
-
-def run_here(task: Action) -> None:
-    task()
-
-
-def test_the_consumer_builds_a_chunk_that_no_thread_has_begun():
-    gate = Gate()  # whoever begins the first chunk waits for another thread to begin the second
-    first, second = FakeChunk("0", on_begin=gate), FakeChunk("1", on_begin=gate.open)
-    with running([FakeWindow(first, second)], num_workers=1, in_consumer=run_here) as engine:
-        assert next_names(engine) == ["0.0"]
-        assert next_names(engine) == ["1.0"]
-        assert first.begun == second.begun == 1
-
-
-def test_ctrl_c_while_the_consumer_builds_is_raised_at_once():
-    def interrupt() -> None:
-        raise KeyboardInterrupt
-
-    gate = Gate()
-    window = FakeWindow(FakeChunk("0", on_begin=gate), FakeChunk("1", on_begin=interrupt))
-    with running([window], num_workers=1, in_consumer=run_here) as engine:
-        gate.wait_until_begun()
-        with pytest.raises(KeyboardInterrupt):
-            engine.next_batches()
-        gate.open()
-
-
-def test_close_waits_for_the_chunk_that_the_consumer_builds():
-    in_worker, in_consumer, was_closed = Gate(), Gate(), list[int]()
-    last = FakeChunk("1", on_begin=in_consumer, on_finish=lambda: was_closed.append(window.closed))
-    window = FakeWindow(FakeChunk("0", on_begin=in_worker), last)
-    builders = WatchedBuilders(1, when_closed=in_consumer.open)
-    options = {"builders": builders, "interrupt": in_worker.open, "in_consumer": run_here}
-    with running([window], **options) as engine:
-        in_worker.wait_until_begun()
-        consumer = threading.Thread(target=lambda: suppressed(engine.next_batches))
-        consumer.start()
-        in_consumer.wait_until_begun()
-        engine.close()
-        consumer.join(TIMEOUT_S)
-        assert was_closed == [0]
-
-
-def suppressed(action: Callable[[], object]) -> None:
-    with suppress(RuntimeError):
-        action()

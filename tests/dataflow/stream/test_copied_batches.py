@@ -1,0 +1,109 @@
+"""Batches that are copies alone are made when they are taken: their errors, their windows, their end."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from stream_kit import session_of
+
+from dataflow import DataLoader, ShardedDataset, ShardWriter, Shuffle
+from prefetch.core.compile import LIBRARY
+from sharding.errors import SampleError, ShardReadError
+
+TIMEOUT_S = 30
+pytestmark = pytest.mark.skipif(not LIBRARY.exists(), reason="the compiled core was not built")
+
+
+@pytest.fixture
+def tokens(tmp_path: Path) -> Path:
+    """64 samples, each from a page on; tokens count up."""
+    path = tmp_path / "tokens.bin"
+    np.arange(65 * 1024, dtype=np.uint32).tofile(path)
+    return path
+
+
+def opened(path: Path, **options: Any) -> ShardedDataset:
+    return ShardedDataset(str(path), format="tokens", dtype="uint32", length=1024, **options)
+
+
+def first_tokens(batch: dict[str, Any]) -> list[int]:
+    return [int(row[0]) // 1024 for row in batch["tokens"]]
+
+
+def test_batches_before_a_bad_sample_are_delivered_and_its_error_comes_in_its_place(tmp_path: Path) -> None:
+    with ShardWriter(f"{tmp_path}/x.tar") as writer:
+        for i in range(40):
+            value = "no number" if i == 25 else i
+            writer.write({"__key__": f"k{i}", "cls": str(value).encode()})
+    options: dict[str, Any] = {"decode": {"cls": "int"}, "shuffle": None}
+    shuffle = options.pop("shuffle")
+    seen: list[int] = []
+    with (
+        DataLoader(ShardedDataset(f"{tmp_path}/x.tar", **options), 4, shuffle) as loader,
+        pytest.raises(SampleError, match="k25"),
+    ):
+        seen += [int(n) for batch in loader for n in batch["cls"]]
+    dataset = ShardedDataset(f"{tmp_path}/x.tar", on_error="skip", **options)
+    with DataLoader(dataset, 4, shuffle) as loader:
+        batches = [batch["cls"].tolist() for batch in loader]
+        assert loader.stats().skipped_samples == 1
+    assert batches == [[n for n in range(at, at + 4) if n != 25] for at in range(0, 40, 4)]
+
+
+@pytest.mark.parametrize("taken", [1, 2, 5])
+def test_a_file_cut_between_two_batches_of_a_chunk_names_the_first_row_that_is_gone(
+    tokens: Path, taken: int
+) -> None:
+    """Whoever cuts it waits for no batch, though those to come were planned as loads."""
+    with DataLoader(opened(tokens), 2, memory_limit=1 << 20) as loader:  # at most eight batches lie ready
+        loop = iter(loader)
+        seen = [first_tokens(next(loop)) for _ in range(taken)]
+        cut = threading.Thread(target=os.truncate, args=(tokens, 40 * 4096))
+        cut.start()
+        cut.join(TIMEOUT_S)
+        assert not cut.is_alive()
+        with pytest.raises(ShardReadError, match=r"tokens\.bin") as caught:
+            seen.extend(map(first_tokens, loop))
+    assert seen == [[n, n + 1] for n in range(0, 2 * len(seen), 2)]
+    assert max(taken, 19) <= len(seen) <= 20
+    assert caught.value.key in {str(n) for n in range(2 * len(seen), 2 * len(seen) + 2)}
+
+
+def test_batches_that_are_kept_stay_what_they_were(tokens: Path) -> None:
+    with DataLoader(opened(tokens), 3, Shuffle("window", 4)) as loader:
+        kept = [batch for _ in range(3) for batch in loader]
+    for batch in kept:
+        assert all(row.tolist() == [*range(int(row[0]), int(row[0]) + 1025)] for row in batch["tokens"])
+    numbers = [number for batch in kept for number in first_tokens(batch)]
+    assert sorted(numbers) == sorted([*range(64)] * 3)
+
+
+def test_a_loop_that_is_left_in_the_middle_of_a_chunk_leaves_nothing(tokens: Path) -> None:
+    loader = DataLoader(opened(tokens), 2)
+    loop = iter(loader)
+    batch = next(loop)
+    arena = session_of(loader).arena
+    loader.close()
+    assert first_tokens(batch) == [0, 1]
+    del batch, loop
+    assert arena.num_leased == 0
+
+
+def test_a_forked_child_is_told_to_make_its_own_loader_in_the_middle_of_a_chunk(tokens: Path) -> None:
+    with DataLoader(opened(tokens), 2) as loader:
+        loop = iter(loader)
+        next(loop)
+        child = os.fork()
+        if child == 0:
+            try:
+                next(loop)
+            except RuntimeError as error:
+                os._exit(7 if "do not survive a fork" in str(error) else 1)
+            os._exit(2)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+        assert first_tokens(next(loop)) == [2, 3]
