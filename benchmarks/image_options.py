@@ -115,8 +115,14 @@ def figures() -> dict[str, Panels]:
             *((f'"CHW": image[{c}]', np.repeat(planes[c][..., None], 3, -1)) for c in range(3)),
         ],
         "interpolation": [
-            (f'"{kind}", dct="{dct}"', enlarged(shown(Image(size=90, interpolation=kind, dct=dct), data)))
-            for kind, dct in (("bilinear", "exact"), ("area", "exact"), ("bilinear", "fast"))
+            (f'"{kind}", {more}', enlarged(shown(Image(size=90, interpolation=kind, **how), data)))
+            for kind, more, how in (
+                ("bilinear", 'dct="exact"', {"dct": "exact"}),
+                ("bilinear", 'dct="fast"', {"dct": "fast"}),
+                ("bilinear", "antialias", {"dct": "exact", "antialias": True}),
+                ("bicubic", "antialias", {"dct": "exact", "antialias": True}),
+                ("area", 'dct="exact"', {"dct": "exact"}),
+            )
         ],
         "dct": [
             ('dct="exact"', exact[part]),

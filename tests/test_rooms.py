@@ -39,7 +39,7 @@ MAY_USE: dict[str, set[str]] = {
     "prefetch.cache": {"prefetch.store", "prefetch.memory", "sharding.write"},
     "prefetch.workers": {"prefetch.engine", "prefetch.memory"},
     # dataflow: what a training loop sees
-    "dataflow.decode": {"sharding.formats"},
+    "dataflow.decode": {"prefetch.core", "sharding.formats"},
     "dataflow.staging": {
         "dataflow.decode",
         "prefetch.core",

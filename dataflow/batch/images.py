@@ -25,7 +25,7 @@ _PART = 8
 
 @dataclass(frozen=True, kw_only=True)
 class ImageOutput(FixedOutput):
-    """Images of one size: a tensor uint8 [batch, *image.shape]."""
+    """Images of one size: a tensor [batch, *image.shape]."""
 
     kind: ClassVar[str] = "image"
     is_decoded: ClassVar[bool] = True
@@ -54,7 +54,7 @@ class ImageOutput(FixedOutput):
                 tasks.append(partial(_fill, columns, few, out, decode))
         return BuiltColumn(split=partial(split_rows, out), decodes=tasks)
 
-    def _decode(self, columns: ChunkColumns, part: WindowPart, out: NDArray[np.uint8]) -> None:
+    def _decode(self, columns: ChunkColumns, part: WindowPart, out: NDArray[Any]) -> None:
         """Decode the images of a part into `out`, and note those that cannot be."""
         spans = part.spans(self.name)
         buffer, starts = part.window.buffer_of(spans, part.rows, self.name)
@@ -105,7 +105,7 @@ class FreeImageOutput(Output):
                 columns.decoded(self.name, value, lambda data, row: of_own_size(self.image, data))
                 for value in batch
             ]
-            return rounded_bytes(_pixel_bytes(specs))
+            return rounded_bytes(_image_bytes(specs))
 
         def values(sizes: Sequence[int]) -> Iterator[Any]:
             for batch in split_list(stored, sizes):
@@ -117,17 +117,17 @@ class FreeImageOutput(Output):
         self, columns: ChunkColumns, batch: Sequence[StoredValue | None], specs: Sequence[Image | None]
     ) -> Any:
         """The images of a batch: one tensor where all have one size, else a list."""
-        nbytes = _pixel_bytes(specs)
-        slot, used, images = columns.slot_of_batch(nbytes), 0, list[Tensor | None]()
+        slot = columns.slot_of_batch(_image_bytes(specs)).view(self.dtype)
+        used, images = 0, list[Tensor | None]()
         for value, spec in zip(batch, specs, strict=True):
             if spec is None:
                 images.append(None)
                 continue
             out = slot[used : used + math.prod(spec.shape)].reshape(spec.shape)
-            used += out.nbytes
+            used += out.size
 
             def decode(
-                data: NDArray[np.uint8], row: int, spec: Image = spec, out: NDArray[np.uint8] = out
+                data: NDArray[np.uint8], row: int, spec: Image = spec, out: NDArray[Any] = out
             ) -> Tensor:
                 draws = None
                 if spec.random:
@@ -146,18 +146,18 @@ class FreeImageOutput(Output):
 def _fill(
     columns: ChunkColumns,
     part: WindowPart,
-    out: NDArray[np.uint8],
-    write: Callable[[NDArray[np.uint8]], None],
+    out: NDArray[Any],
+    write: Callable[[NDArray[Any]], None],
 ) -> None:
     """Let `write` fill the rows of a part: in place where they follow one another, else through a copy."""
     if isinstance(part.chunk_rows, slice):
         write(out[part.chunk_rows])
         return
     nbytes = len(part.rows) * (out.nbytes // max(1, len(out)))
-    own = columns.arena.lease(nbytes or 1)[:nbytes].reshape(len(part.rows), *out.shape[1:])
+    own = columns.arena.lease(nbytes or 1)[:nbytes].view(out.dtype).reshape(len(part.rows), *out.shape[1:])
     write(own)
     out[part.chunk_rows] = own
 
 
-def _pixel_bytes(specs: Sequence[Image | None]) -> int:
-    return sum(math.prod(spec.shape) for spec in specs if spec is not None)
+def _image_bytes(specs: Sequence[Image | None]) -> int:
+    return sum(math.prod(spec.shape) * np.dtype(spec.dtype).itemsize for spec in specs if spec is not None)

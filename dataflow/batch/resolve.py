@@ -198,5 +198,5 @@ def _raw(name: str, source: str, spec: ColumnSpec) -> Output:
 
 def _image(name: str, source: str, image: Image) -> Output:
     if image.size is None:
-        return FreeImageOutput(name=name, sources=(source,), image=image)
-    return ImageOutput(name=name, sources=(source,), shape=image.shape, image=image)
+        return FreeImageOutput(name=name, sources=(source,), dtype=image.dtype, image=image)
+    return ImageOutput(name=name, sources=(source,), dtype=image.dtype, shape=image.shape, image=image)

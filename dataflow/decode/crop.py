@@ -1,7 +1,8 @@
 """Which part of each image is wanted: crop boxes of a whole batch at once, from given random numbers.
 
-A box is `(y, x, h, w)` in pixels of the encoded image. Everything here is a pure function of image sizes
-and draws in [0, 1), so the same sample gets the same crop in any batch, on any rank and after any restart.
+A box is `(top, left, height, width)` in pixels of the encoded image. Everything here is a pure function of
+image sizes and draws in [0, 1), so the same sample gets the same crop in any batch, on any rank and after any
+restart.
 `random_resized_crop_boxes` is torchvision's RandomResizedCrop (Szegedy et al. 2014): up to ten tries of an
 area and a log-uniform aspect ratio, then the largest central crop whose ratio is allowed.
 """
@@ -64,18 +65,22 @@ def random_resized_crop_boxes(
 
 def center_boxes(
     widths: NDArray[np.int64], heights: NDArray[np.int64], size: tuple[int, int], resize_shorter: int
-) -> NDArray[np.int64]:
+) -> NDArray[np.float64]:
     """The central crops that resizing the shorter side to `resize_shorter` and cutting out `size` would show.
 
-    The crop is taken before the resize, which costs less; its edges are rounded to whole source pixels.
+    The crop is taken before the resize, which costs less. It is the same part to a fraction of a pixel, with
+    the roundings of torchvision's Resize and CenterCrop.
 
     Returns:
-        int64 [n, 4]: top, left, height, width.
+        float64 [n, 4]: top, left, height, width.
     """
-    per_pixel = np.minimum(widths, heights) / resize_shorter
-    h = np.maximum(np.rint(size[0] * per_pixel).astype(np.int64), 1)
-    w = np.maximum(np.rint(size[1] * per_pixel).astype(np.int64), 1)
-    return np.stack([(heights - h) // 2, (widths - w) // 2, h, w], axis=1)
+    shorter = np.minimum(widths, heights)
+    boxes = np.empty((len(widths), 4))
+    for axis, (lengths, wanted) in enumerate(((heights, size[0]), (widths, size[1]))):
+        resized = (resize_shorter * lengths / shorter).astype(np.int64)
+        boxes[:, axis] = np.rint((resized - wanted) / 2) * lengths / resized
+        boxes[:, axis + 2] = wanted * lengths / resized
+    return boxes
 
 
 def whole_boxes(widths: NDArray[np.int64], heights: NDArray[np.int64]) -> NDArray[np.int64]:

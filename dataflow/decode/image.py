@@ -1,17 +1,18 @@
 """Decode encoded images of a batch straight into its rows: what `decode={"jpg": Image(size=224, ...)}` does.
 
 `Image` says what is wanted; `decode_images` does it for n images lying in one buffer. No threads here: the
-loader calls it from its own. Per image the GIL is given up in two long calls, decode and resize; the rest
-is about 15 us of Python. Pixels depend on bytes, `Image` and draws alone, never on the neighbours in a call.
-An image that fails is reported and its row is zero; nothing is raised, so one bad image costs one image.
+loader calls it from its own. Per image the GIL is given up in two long calls, decode and resize (by the
+executor of build plans); the rest is about 20 us of Python. Results depend on bytes, `Image` and draws alone,
+never on the neighbours in a call. An image that fails is reported and its row is zero; nothing is raised, so
+one bad image costs one image.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from types import ModuleType
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,13 +25,18 @@ from dataflow.decode.crop import (
     random_resized_crop_boxes,
     whole_boxes,
 )
+from prefetch.core.executor import executor
+from prefetch.core.images import CropBox, Filter, ImageForm
 from sharding.errors import DataflowError, SampleError
 
 Crop = Literal["random_resized", "center", "none"]
 Failures = list[tuple[int, Exception]]
 
 _MAX_PIXELS = 178_956_970  # Pillow's limit against decompression bombs: 0.5 GB of RGB
-_GROUP = 8  # images split into planes in one call; their pixels (1.2 MB at 224) stay in the L2 cache
+
+IMAGENET_MEAN = (0.485, 0.456, 0.406)
+IMAGENET_STD = (0.229, 0.224, 0.225)
+"""Of red, green and blue of ImageNet's training images, in [0, 1], which pretrained models expect."""
 
 
 class MissingImageSupportError(DataflowError, ImportError):
@@ -39,7 +45,7 @@ class MissingImageSupportError(DataflowError, ImportError):
 
 @dataclass(frozen=True, kw_only=True)
 class Image:
-    """Decode images to uint8 tensors, cropped and resized on the way.
+    """Decode images to tensors, cropped, resized and normalised on the way; uint8 without `mean`.
 
     Orientation tags are not applied, as in torchvision and WebDataset. CMYK and gray JPEGs become RGB;
     transparency and the second and later frames are dropped.
@@ -61,8 +67,14 @@ class Image:
     """Probability of mirroring left to right."""
     mode: Literal["RGB", "L"] = "RGB"
     layout: Literal["CHW", "HWC"] = "CHW"
-    interpolation: Literal["bilinear", "area"] = "bilinear"
-    """"bilinear" as OpenCV's, without anti-aliasing; "area" averages when shrinking, at 3 times the cost."""
+    interpolation: Literal["bilinear", "bicubic", "area"] = "bilinear"
+    """"bilinear" looks at 4 pixels and "bicubic" at 16; with `antialias` at all that a pixel of the result
+    covers, and some around it. "area" averages those that it covers."""
+    antialias: bool = False
+    """Resize as Pillow and torchvision do (its `antialias=True`): an image that shrinks is smoothed."""
+    mean: tuple[float, ...] | None = None
+    """With `std`: results are float32, (level / 255 - mean) / std, a number for each channel."""
+    std: tuple[float, ...] | None = None
     dct: Literal["fast", "exact"] = "fast"
     """"fast": approximate DCT, and JPEGs whose crop is at least twice `size` are decoded at a half, quarter
     or eighth scale. "exact": the pixels that Pillow and torchvision decode."""
@@ -84,10 +96,43 @@ class Image:
             raise ValueError(f"Image scale must be (low, high) with 0 < low <= high <= 1, got {self.scale}")
         if not 0 < self.ratio[0] <= self.ratio[1] < float("inf"):
             raise ValueError(f"Image ratio must be (low, high) with 0 < low <= high, got {self.ratio}")
+        if self.antialias and self.interpolation == "area":
+            raise ValueError('Image antialias goes with "bilinear" and "bicubic": "area" averages by itself')
+        self._check_numbers()
         if not 0 <= self.flip <= 1:
             raise ValueError(f"Image flip is a probability in [0, 1], got {self.flip}")
         if self.max_pixels < 1:
             raise ValueError(f"Image max_pixels must be at least 1, got {self.max_pixels}")
+
+    @classmethod
+    def for_training(cls, size: int | tuple[int, int] = 224, **settings: Any) -> Image:
+        """As torchvision's reference for ImageNet trains: a random part, mirrored or not, normalised.
+
+        `settings` are those of `Image` and take the place of the preset's.
+        """
+        return cls(**{**_TORCHVISION, "size": size, "crop": "random_resized", "flip": 0.5, **settings})
+
+    @classmethod
+    def for_evaluation(cls, size: int | tuple[int, int] = 224, **settings: Any) -> Image:
+        """As torchvision's `ImageClassification` preset: the middle of the resized image, normalised.
+
+        The shorter side is resized to 256 for a `size` of 224, and in this proportion for others, unless
+        `resize_shorter` says otherwise. `settings` are those of `Image` and take the place of the preset's.
+        """
+        return cls(**{**_TORCHVISION, "size": size, "crop": "center", "dct": "exact", **settings})
+
+    def _check_numbers(self) -> None:
+        if (self.mean is None) != (self.std is None):
+            raise ValueError("Image mean and std go together")
+        if self.mean is None or self.std is None:
+            return
+        if len(self.mean) != self.channels or len(self.std) != self.channels:
+            raise ValueError(
+                f"Image mean and std need {self.channels} numbers with mode={self.mode!r}, "
+                f"got {self.mean} and {self.std}"
+            )
+        if not np.isfinite([*self.mean, *self.std]).all() or min(self.std) <= 0:
+            raise ValueError(f"Image mean must be finite and std greater than 0, got {self.mean}, {self.std}")
 
     def _check_sizes(self) -> None:
         if self.size is None:
@@ -125,12 +170,35 @@ class Image:
         return (self.channels, height, width) if self.layout == "CHW" else (height, width, self.channels)
 
     @property
+    def dtype(self) -> str:
+        """Of results: "uint8" or "float32"."""
+        return "uint8" if self.mean is None else "float32"
+
+    def form(self) -> ImageForm:
+        """What results are like. Raises ValueError where size is None."""
+        height, width = self.height_width
+        numbers = None
+        if self.mean is not None and self.std is not None:
+            levels = np.arange(256, dtype=np.float32) / np.float32(255)
+            mean, std = (np.array(values, np.float32)[:, None] for values in (self.mean, self.std))
+            numbers = (levels - mean) / std
+        return ImageForm(
+            height=height,
+            width=width,
+            channels=self.channels,
+            filter=Filter[self.interpolation.upper()],
+            antialias=self.antialias,
+            planar=self.layout == "CHW",
+            numbers=numbers,
+        )
+
+    @property
     def random(self) -> bool:
         """Whether decoding needs draws."""
         return self.crop == "random_resized" or self.flip > 0
 
-    def boxes(self, sizes: NDArray[np.int64], draws: Draws | None) -> NDArray[np.int64]:
-        """Crop boxes int64 [n, 4] (top, left, height, width) for images of sizes [n, 2] (height, width)."""
+    def boxes(self, sizes: NDArray[np.int64], draws: Draws | None) -> NDArray[np.int64] | NDArray[np.float64]:
+        """Crop boxes [n, 4] (top, left, height, width) for images of sizes [n, 2] (height, width)."""
         heights, widths = sizes[:, 0], sizes[:, 1]
         if self.crop == "random_resized":
             return random_resized_crop_boxes(widths, heights, _required(draws), self.scale, self.ratio)
@@ -147,9 +215,10 @@ class Image:
 _CHOICES = (
     ("mode", Literal["RGB", "L"]),
     ("layout", Literal["CHW", "HWC"]),
-    ("interpolation", Literal["bilinear", "area"]),
+    ("interpolation", Literal["bilinear", "bicubic", "area"]),
     ("dct", Literal["fast", "exact"]),
 )
+_TORCHVISION: dict[str, Any] = {"antialias": True, "mean": IMAGENET_MEAN, "std": IMAGENET_STD}
 
 
 def decode_images(
@@ -157,7 +226,7 @@ def decode_images(
     buffer: NDArray[np.uint8],
     starts: NDArray[np.int64],
     lengths: NDArray[np.int64],
-    out: NDArray[np.uint8],
+    out: NDArray[Any],
     draws: Draws | None,
     *,
     name: Callable[[int], str],
@@ -169,7 +238,7 @@ def decode_images(
         buffer: uint8 [bytes]; image i is `buffer[starts[i] : starts[i] + lengths[i]]`.
         starts: int64 [n].
         lengths: int64 [n]; -1 where the sample has no image, which is a failure.
-        out: C-contiguous uint8 [n, *spec.shape], overwritten.
+        out: C-contiguous [n, *spec.shape] of `spec.dtype`, overwritten.
         draws: random numbers, see `dataflow.decode.crop.Draws`; None will do where `spec.random` is False.
         name: tells the key of image i, for errors.
 
@@ -180,31 +249,37 @@ def decode_images(
         ValueError: `out` has another shape, dtype or memory layout; draws are missing.
         MissingImageSupportError: the extra `image` is not installed.
     """
-    codec, hw = _codec(), spec.height_width
+    codec, wanted = _codec(), spec.height_width
     _check_out(spec, out, len(starts))
     images = [buffer[start : start + max(length, 0)] for start, length in zip(starts, lengths, strict=True)]
     sizes, failed = _sizes(images, name, spec.max_pixels)
-    boxes = spec.boxes(sizes, draws).tolist()
-    flips = spec.flips(len(images), draws).tolist()
-    how = codec.Decoding(
-        gray=spec.mode == "L", fast=spec.dct == "fast", area=spec.interpolation == "area", strict=spec.strict
-    )
-    planar = spec.mode == "RGB" and spec.layout == "CHW"
-    scratch = np.empty((min(_GROUP, len(out)) if planar else 0, *hw, 3), np.uint8)
-    for first in range(0, len(images), _GROUP):
-        rows = out[first : first + _GROUP]
-        targets = scratch[: len(rows)] if planar else rows.reshape(len(rows), *hw, spec.channels)
-        for i, target in enumerate(targets, first):
-            try:
-                if i not in failed:
-                    codec.decode_into(images[i], sizes[i], boxes[i], flips[i], target, how)
-            except Exception as error:
-                failed[i] = _failure(error, name(i))
-            if i in failed:
-                target[:] = 0
-        if planar:
-            codec.split_channels(targets, rows)
+    boxes: list[list[float]] = spec.boxes(sizes, draws).tolist()
+    flips: list[bool] = spec.flips(len(images), draws).tolist()
+    how = codec.Decoding(gray=spec.mode == "L", fast=spec.dct == "fast", strict=spec.strict)
+    resize = executor().resizer(spec.form())
+    # A filter looks at the image beside a part that is cut out of its resized image, as in torchvision.
+    looks_beside = spec.crop == "center"
+    for i, (size, box) in enumerate(zip(sizes.tolist(), boxes, strict=True)):
+        try:
+            if i not in failed:
+                pixels, shrink = codec.decode_part(images[i], size, box, wanted, how)
+                part = (0.0, 0.0, *size) if looks_beside else box
+                resize(pixels, _crop_box(box, part, shrink, flip=flips[i]), out[i])
+        except Exception as error:
+            failed[i] = _failure(error, name(i))
+        if i in failed:
+            out[i] = 0
     return sorted(failed.items())
+
+
+def _crop_box(box: Sequence[float], within: Sequence[float], shrink: int, *, flip: bool) -> CropBox:
+    """A box of an image that was decoded at a part of its size; filters look at what is `within`."""
+    top, left, height, width = (value / shrink for value in box)
+    first_row, first_column = int(within[0]) // shrink, int(within[1]) // shrink
+    past_row, past_column = (-(-int(within[i] + within[i + 2]) // shrink) for i in (0, 1))
+    return CropBox(
+        top, left, height, width, within=(first_row, first_column, past_row, past_column), flip=flip
+    )
 
 
 def decode_image(
@@ -212,18 +287,18 @@ def decode_image(
     data: bytes | bytearray | memoryview | NDArray[np.uint8],
     draws: Draws | None = None,
     *,
-    out: NDArray[np.uint8] | None = None,
-) -> NDArray[np.uint8]:
+    out: NDArray[Any] | None = None,
+) -> NDArray[Any]:
     """Decode one image: for map-style access, and for images that keep their own size.
 
     Args:
         spec: what is wanted.
         data: the encoded bytes.
         draws: [1, DRAWS] or a function of the column; None will do where `spec.random` is False.
-        out: C-contiguous uint8, of the shape that the result has; None: a new array.
+        out: C-contiguous, of the shape and dtype that the result has; None: a new array.
 
     Returns:
-        uint8 [c, h, w] or [h, w, c]: `out`, or a new array.
+        [c, h, w] or [h, w, c] of `spec.dtype`: `out`, or a new array.
 
     Raises:
         SampleError: the image cannot be decoded; whose it is, the caller adds.
@@ -234,7 +309,7 @@ def decode_image(
     starts, lengths = np.zeros(1, np.int64), np.array([len(encoded)])
     if spec.size is None:
         spec = of_own_size(spec, encoded)
-    image = np.empty(spec.shape, np.uint8) if out is None else out
+    image = np.empty(spec.shape, spec.dtype) if out is None else out
     failures = decode_images(spec, encoded, starts, lengths, image[None], draws, name=lambda _: "")
     if failures:
         raise failures[0][1]
@@ -278,10 +353,10 @@ def _failure(error: Exception, key: str) -> SampleError:
     return failure
 
 
-def _check_out(spec: Image, out: NDArray[np.uint8], n: int) -> None:
-    if out.shape != (n, *spec.shape) or out.dtype != np.uint8 or not out.flags.c_contiguous:
+def _check_out(spec: Image, out: NDArray[Any], n: int) -> None:
+    if out.shape != (n, *spec.shape) or out.dtype != spec.dtype or not out.flags.c_contiguous:
         raise ValueError(
-            f"out must be C-contiguous uint8 {(n, *spec.shape)}, got {out.dtype} {out.shape} "
+            f"out must be C-contiguous {spec.dtype} {(n, *spec.shape)}, got {out.dtype} {out.shape} "
             f"with strides {out.strides}"
         )
 

@@ -30,8 +30,6 @@ class Decoding:
     gray: bool
     fast: bool
     """Approximate DCT, and half, quarter or eighth scale where the result is that much smaller."""
-    area: bool
-    """Average when shrinking, instead of bilinear samples."""
     strict: bool
     """Errors for what libjpeg only warns about."""
 
@@ -96,53 +94,28 @@ def decode_pixels(data: Pixels, size: tuple[int, int], how: Decoding, shrink: in
     return pixels
 
 
-def decode_into(
-    data: Pixels, size: NDArray[np.int64], box: list[int], flip: bool, target: Pixels, how: Decoding
-) -> None:
-    """Decode one image, and resize a part of it into `target`.
+def decode_part(
+    data: Pixels, size: tuple[int, int], box: tuple[float, ...], wanted: tuple[int, int], how: Decoding
+) -> tuple[Pixels, int]:
+    """Decode an image of which a part becomes a result.
 
     Args:
         data: the encoded bytes, 1-D.
         size: (height, width) as `image_size` gave it.
-        box: the part wanted: top, left, height, width.
-        flip: whether to mirror left to right.
-        target: uint8 [H, W, 3] or [H, W, 1], overwritten.
+        box: the part: top, left, height, width.
+        wanted: (height, width) of the result.
         how: colour, speed and strictness.
 
+    Returns:
+        The pixels as `decode_pixels` gives them, and the factor by which they are fewer along each side.
+
     Raises:
-        ValueError, cv2.error: as `decode_pixels`; `target` is undefined then.
+        ValueError: as `decode_pixels`.
     """
-    top, left, height, width = box
-    shrink = _shrink(height, width, target.shape) if how.fast and is_jpeg(data) else 1
-    pixels = decode_pixels(data, (int(size[0]), int(size[1])), how, shrink)
-    bottom, right = -(-(top + height) // shrink), -(-(left + width) // shrink)
-    _resize(pixels[top // shrink : bottom, left // shrink : right], target, flip, how.area)
-
-
-def split_channels(images: Pixels, out: Pixels) -> None:
-    """Copy [n, H, W, 3] into [n, 3, H, W], both C-contiguous, in one call for all n.
-
-    OpenCV sees n rows of H * W interleaved pixels, and three planes whose rows are 3 * H * W bytes apart:
-    9 us an image of 224 x 224, a quarter of what numpy's and torch's strided copies take.
-    """
-    planes = out.reshape(len(out), 3, -1)
-    cv2.split(images.reshape(len(images), -1, 3), [planes[:, 0], planes[:, 1], planes[:, 2]])
-
-
-def _shrink(height: int, width: int, shape: tuple[int, ...]) -> int:
-    """The greatest exact halving that leaves a part at least as large as the result."""
-    return next((s for s in (8, 4, 2) if height >= s * shape[0] and width >= s * shape[1]), 1)
-
-
-def _resize(pixels: Pixels, target: Pixels, flip: bool, area: bool) -> None:
-    method = cv2.INTER_AREA if area else cv2.INTER_LINEAR
-    if target.shape[2] == 1:
-        pixels, target = pixels[..., 0], target[..., 0]
-    size = (target.shape[1], target.shape[0])
-    if flip:
-        cv2.flip(cv2.resize(pixels, size, interpolation=method), 1, dst=target)
-    else:
-        cv2.resize(pixels, size, dst=target, interpolation=method)
+    shrink = 1
+    if how.fast and is_jpeg(data):  # the greatest halving that leaves the part as large as the result
+        shrink = next((s for s in (8, 4, 2) if box[2] >= s * wanted[0] and box[3] >= s * wanted[1]), 1)
+    return decode_pixels(data, size, how, shrink), shrink
 
 
 def _decode_other(data: Pixels, *, gray: bool) -> Pixels:

@@ -11,12 +11,14 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from prefetch.addresses import memory_at
+from prefetch.core.images import ImageForm, Resizer, resize_by_numpy
 from prefetch.core.plan import BuildPlan, PlanColumn
 
 _GROUP = 1024
@@ -137,6 +139,10 @@ class NumpyExecutor:
         for start in range(0, num_rows, tile_rows):
             rows = slice(start, start + tile_rows)
             np.copyto(out[rows], np.moveaxis(np.stack([column[rows] for column in columns]), 0, -1))
+
+    def resizer(self, form: ImageForm) -> Resizer:
+        """See `Executor`."""
+        return partial(resize_by_numpy, form)
 
     def open_queue(self, num_threads: int, *, wake_at: int = 1) -> None:
         """See `Executor`: threads of Python would wait for each other."""

@@ -22,9 +22,12 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 FOLDER = Path(__file__).parent
-SOURCES = (FOLDER / "core.c", FOLDER / "queue.c")
+SOURCES = (FOLDER / "core.c", FOLDER / "queue.c", FOLDER / "resize.c")
 HEADER, LIBRARY = FOLDER / "core.h", FOLDER / "libcore.so"
-FLAGS = ("-O3", "-std=gnu11", "-shared", "-fPIC", "-fvisibility=hidden", "-pthread", "-Wall", "-Wextra")
+FLAGS = (
+    *("-O3", "-std=gnu11", "-shared", "-fPIC", "-fvisibility=hidden", "-pthread", "-Wall", "-Wextra"),
+    "-ffp-contract=off",  # fractions are those of numpy's executor, to the bit
+)
 PLAIN = ("-DCORE_PLAIN",)
 PURE = "DATAFLOW_PURE"
 """Set to 1 where the package is installed, nothing is compiled."""

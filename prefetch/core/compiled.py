@@ -11,10 +11,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from prefetch.core.compile import LIBRARY
+from prefetch.core.images import CropBox, ImageForm, Resizer
 from prefetch.core.plan import BuildPlan
 from prefetch.core.queue import CopyQueue, address_of, column_table
 
-VERSION = 2
+VERSION = 3
 """Of the contract in core.h."""
 _WIDTHS = (1, 2, 4, 8)
 
@@ -23,6 +24,7 @@ _FUNCTIONS = {
     "core_version": ":i",
     "core_run": "piiip:i",
     "core_interleave": "piiip:",
+    "core_resize": "pp:i",
     "core_queue_bytes": ":i",
     "core_open": "pii:i",
     "core_submit": "pp:",
@@ -56,6 +58,10 @@ class CompiledExecutor:
         self._library.core_run(address_of(table), len(table), 0, plan.num_rows, address_of(status))
         return status
 
+    def resizer(self, form: ImageForm) -> Resizer:
+        """See `Executor`."""
+        return _CompiledResizer(self._library.core_resize, form)
+
     def open_queue(self, num_threads: int, *, wake_at: int = 1) -> CopyQueue:
         """See `Executor`."""
         return CopyQueue(self._library, self._holding, num_threads, wake_at)
@@ -71,6 +77,72 @@ class CompiledExecutor:
         self._library.core_interleave(
             address_of(addresses), len(arrays), arrays[0].size, width, address_of(out)
         )
+
+
+class _Form(ctypes.Structure):
+    """`core_form`."""
+
+    _fields_ = (
+        *(
+            (name, ctypes.c_int64)
+            for name in ("channels", "height", "width", "filter", "antialias", "planar")
+        ),
+        ("numbers", ctypes.c_void_p),
+    )
+
+
+class _Image(ctypes.Structure):
+    """`core_image`."""
+
+    _fields_ = (
+        ("pixels", ctypes.c_void_p),
+        ("stride", ctypes.c_int64),
+        *((name, ctypes.c_double) for name in ("top", "left", "height", "width")),
+        *(
+            (name, ctypes.c_int64)
+            for name in ("least_row", "past_row", "least_column", "past_column", "flip")
+        ),
+        ("out", ctypes.c_void_p),
+    )
+
+
+class _CompiledResizer:
+    """`Resizer` of one form."""
+
+    def __init__(self, resize: Any, form: ImageForm) -> None:
+        numbers = form.numbers
+        if numbers is not None and (numbers.shape != (form.channels, 256) or not numbers.flags.c_contiguous):
+            raise ValueError(f"numbers must be C-contiguous ({form.channels}, 256), got {numbers.shape}")
+        self._resize, self._form = resize, form
+        self._table = _Form(
+            form.channels,
+            form.height,
+            form.width,
+            form.filter,
+            form.antialias,
+            form.planar,
+            None if numbers is None else address_of(numbers),
+        )
+
+    def __call__(self, pixels: NDArray[np.uint8], crop: CropBox, out: NDArray[np.uint8 | np.float32]) -> None:
+        """See `Resizer`."""
+        top, left, bottom, right = crop.within
+        image = _Image(
+            address_of(pixels),
+            pixels.strides[0],
+            crop.top,
+            crop.left,
+            crop.height,
+            crop.width,
+            top,
+            bottom,
+            left,
+            right,
+            crop.flip,
+            address_of(out),
+        )
+        if self._resize(ctypes.byref(image), ctypes.byref(self._table)):
+            raise MemoryError(f"no memory to resize to {self._form.shape}")
 
 
 def _typed(library: Any, path: Path) -> Any:

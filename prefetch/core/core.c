@@ -1,6 +1,7 @@
 /* Kernels of build plans; see core.h. */
 #define _GNU_SOURCE
 #include "core.h"
+#include "variants.h"
 #include <stddef.h>
 #include <stdlib.h>
 #include <string.h>
@@ -11,13 +12,6 @@
 #define SCRATCH (64 << 10)    /* bytes that go through the cache at a time, read by the kernel and then widened */
 #define MIN(a, b) ((a) < (b) ? (a) : (b))
 #define MAX(a, b) ((a) > (b) ? (a) : (b))
-
-/* Where the compiler can, one variant for each kind of processor, chosen when the library is loaded. */
-#if defined(__x86_64__) && defined(__linux__) && defined(__GLIBC__) && !defined(__clang__) && !defined(CORE_PLAIN)
-#define VARIANTS __attribute__((target_clones("arch=x86-64-v4", "avx2", "default")))
-#else
-#define VARIANTS
-#endif
 
 static const uint8_t *source_of(const core_column *c, int64_t row) {
     return (const uint8_t *)(intptr_t)(c->base + c->step * c->index[row]);

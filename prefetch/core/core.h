@@ -9,7 +9,7 @@
 #include <stdint.h>
 
 #define CORE_API __attribute__((visibility("default")))
-#define CORE_VERSION 2 /* of this contract; `core_version` gives that of the library */
+#define CORE_VERSION 3 /* of this contract; `core_version` gives that of the library */
 
 enum core_op {
     CORE_COPY = 0, /* the value as it is stored */
@@ -40,6 +40,36 @@ CORE_API int64_t core_run(const core_column *columns, int64_t num_columns, int64
    out[r * num_columns + c] = columns[c][r], r in [0, rows). */
 CORE_API void core_interleave(const void *const *columns, int64_t num_columns, int64_t rows, int64_t width,
                               void *out);
+
+/* What results of `core_resize` are like. */
+enum core_filter {
+    CORE_BILINEAR = 0,
+    CORE_BICUBIC,
+    CORE_AREA /* the mean of what a pixel of the result covers */
+};
+
+typedef struct {
+    int64_t channels;      /* 1 to 4 */
+    int64_t height, width; /* of results */
+    int64_t filter;        /* `core_filter` */
+    int64_t antialias;     /* whether the filter grows with the pixels of a result that is smaller */
+    int64_t planar;        /* results are [channels][height][width], not [height][width][channels] */
+    const float *numbers;  /* [channels][256] what becomes of each level. Null: results are the levels, uint8 */
+} core_form;
+
+/* Levels uint8 [..][stride], of which a part becomes a result. */
+typedef struct {
+    const uint8_t *pixels;
+    int64_t stride;                   /* bytes from a row to the next */
+    double top, left, height, width;  /* of the part, in pixels */
+    int64_t least_row, past_row;      /* what a filter may look at beside the part, which lies within */
+    int64_t least_column, past_column;
+    int64_t flip;                     /* mirror left to right */
+    void *out;
+} core_image;
+
+/* Resize an image. 0, or -1 where there is no memory for it. */
+CORE_API int64_t core_resize(const core_image *image, const core_form *form);
 
 CORE_API int64_t core_version(void);
 

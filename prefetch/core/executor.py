@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from prefetch.core.by_numpy import NumpyExecutor
 from prefetch.core.compile import LIBRARY
 from prefetch.core.compiled import CompiledExecutor
+from prefetch.core.images import ImageForm, Resizer
 from prefetch.core.plan import BuildPlan
 from prefetch.core.queue import CopyQueue
 
@@ -37,6 +38,10 @@ class Executor(Protocol):
 
     def interleave(self, columns: Sequence[NDArray[Any]], out: NDArray[Any]) -> None:
         """Let columns of one shape and dtype become the last dimension of `out`, which is C-contiguous."""
+        ...
+
+    def resizer(self, form: ImageForm) -> Resizer:
+        """What makes results of decoded images, the same by every executor."""
         ...
 
     def open_queue(self, num_threads: int, *, wake_at: int = 1) -> CopyQueue | None:

@@ -33,6 +33,7 @@ from datasets_kit import (
 from hypothesis import given, strategies as st
 
 from dataflow import DataflowError, DataLoader, Image, Pad, Ragged, ShardedDataset, Shuffle
+from dataflow.decode.image import decode_image
 from dataflow.decode.values import CONVERTERS, parse_floats, parse_ints
 from sharding.blocks import Spans
 from sharding.errors import SampleError
@@ -568,3 +569,18 @@ def test_delivered_rows_match_the_kit_for_every_batch_size(tar: Made) -> None:
         with DataLoader(tar.open(), batch_size, shuffle=False) as loader:
             assert list(chain(*delivered(loader))) == tar.samples
     assert rows_of({"a": torch.tensor([1, 2])}) == [{"a": 1}, {"a": 2}]
+
+
+@pytest.mark.parametrize("size", [32, None])
+def test_normalised_images_are_float32_whatever_their_size(tmp_path: Path, size: int | None) -> None:
+    simplejpeg = pytest.importorskip("simplejpeg")
+    rng = np.random.default_rng(0)
+    pixels = [rng.integers(0, 256, (40 + 9 * (i % 2), 50, 3), np.uint8) for i in range(6)]
+    encoded = [simplejpeg.encode_jpeg(image) for image in pixels]
+    spec = Image(size=size, mean=(0.4, 0.5, 0.6), std=(0.2, 0.3, 0.4), antialias=True)
+    dataset = tar_dataset(tmp_path, [{"jpg": data} for data in encoded], decode={"jpg": spec})
+    images = [image for batch in in_order(dataset, 4) for image in batch["jpg"]]
+    assert {image.dtype for image in images} == {torch.float32}
+    for image, data in zip(images, encoded, strict=True):
+        assert torch.equal(image, torch.from_numpy(decode_image(spec, data)))
+    assert torch.equal(dataset[3]["jpg"], images[3])

@@ -10,7 +10,9 @@ import sys
 import weakref
 
 import numpy as np
+import PIL.Image
 import pytest
+import torch
 from hypothesis import given, settings, strategies as st
 
 from dataflow.decode.crop import (
@@ -21,7 +23,14 @@ from dataflow.decode.crop import (
     center_boxes,
     random_resized_crop_boxes,
 )
-from dataflow.decode.image import Image, MissingImageSupportError, decode_image, decode_images
+from dataflow.decode.image import (
+    IMAGENET_MEAN,
+    IMAGENET_STD,
+    Image,
+    MissingImageSupportError,
+    decode_image,
+    decode_images,
+)
 from sharding.errors import DataflowError, SampleError
 
 cv2 = pytest.importorskip("cv2")
@@ -52,9 +61,13 @@ def packed(encoded, gap=3):
 
 
 def decoded(spec, encoded, draws=None):
-    out = np.full((len(encoded), *spec.shape), 77, np.uint8)
+    out = np.full((len(encoded), *spec.shape), 77, spec.dtype)
     failures = decode_images(spec, *packed(encoded), out, draws, name=lambda i: f"sample-{i}")
     return out, failures
+
+
+def most_apart(levels, others):
+    return int(np.abs(levels.astype(int) - others).max())
 
 
 def size_of(data):
@@ -138,11 +151,14 @@ def test_draws_may_be_a_function_of_the_column_and_spare_columns_are_not_made():
 def test_a_centre_crop_takes_the_share_that_resize_and_centercrop_would_show():
     boxes = center_boxes(np.array([512, 256]), np.array([256, 1024]), (224, 224), 256)
     assert boxes.tolist() == [[16, 144, 224, 224], [400, 16, 224, 224]]
+    # 500 x 333 becomes 384 x 256, of which the columns [80, 304) are taken
+    (box,) = center_boxes(np.array([500]), np.array([333]), (224, 224), 256)
+    assert box.tolist() == [16 * 333 / 256, 80 * 500 / 384, 224 * 333 / 256, 224 * 500 / 384]
 
 
 @pytest.mark.parametrize("layout", ["CHW", "HWC"])
 @pytest.mark.parametrize("n", [1, 7, 8, 19])
-def test_random_crops_equal_decode_slice_resize_exactly(layout, n):
+def test_random_crops_equal_decode_slice_resize_within_a_level(layout, n):
     spec = Image(size=(48, 64), crop="random_resized", flip=0.5, dct="exact", layout=layout)
     encoded = [jpeg(picture(60 + 7 * i, 90 + 5 * i, i), colorsubsampling="420") for i in range(n)]
     draws = random_draws(n)
@@ -152,20 +168,47 @@ def test_random_crops_equal_decode_slice_resize_exactly(layout, n):
     assert failures == []
     for i, data in enumerate(encoded):
         want = oracle(data, boxes[i], (48, 64), flip=draws[i, DRAW_FLIP] < 0.5)
-        assert np.array_equal(out[i], want.transpose(2, 0, 1) if layout == "CHW" else want)
+        assert most_apart(out[i], want.transpose(2, 0, 1) if layout == "CHW" else want) <= 1
 
 
-def test_center_crops_equal_decode_slice_resize_exactly():
-    data = jpeg(picture(300, 400))
-    out, _ = decoded(Image(size=224, crop="center", dct="exact"), [data])
-    assert np.array_equal(out[0].transpose(1, 2, 0), oracle(data, (19, 69, 262, 262), (224, 224)))
+@pytest.mark.parametrize(("height", "width"), [(300, 400), (500, 333), (224, 224), (70, 90)])
+@pytest.mark.parametrize("name", ["bilinear", "bicubic"])
+def test_the_evaluation_preset_is_pillows_resize_and_centre_crop_normalised(name, height, width):
+    data = jpeg(picture(height, width))
+    (out,), _ = decoded(Image.for_evaluation(interpolation=name), [data])
+    shorter = min(height, width)
+    image = PIL.Image.fromarray(simplejpeg.decode_jpeg(data))
+    image = image.resize(
+        (256 * width // shorter, 256 * height // shorter), PIL.Image.Resampling[name.upper()]
+    )
+    top, left = (round((side - 224) / 2) for side in (image.height, image.width))
+    levels = torch.from_numpy(np.asarray(image)[top : top + 224, left : left + 224].transpose(2, 0, 1).copy())
+    mean, std = (torch.tensor(values).view(3, 1, 1) for values in (IMAGENET_MEAN, IMAGENET_STD))
+    assert out.dtype == np.float32
+    back = np.rint((torch.from_numpy(out) * std + mean).numpy() * 255).astype(int)
+    assert np.abs(back - levels.numpy()).mean() < 0.2
+    assert most_apart(back, levels.numpy()) <= 3
+    same = torch.from_numpy(back.astype(np.uint8))
+    assert torch.equal(torch.from_numpy(out), same.to(torch.float32).div(255).sub_(mean).div_(std))
 
 
-def test_area_interpolation_is_opencvs():
+def test_the_training_preset_crops_as_torchvision_and_then_resizes_as_pillow():
+    data, draws = jpeg(picture(300, 400)), random_draws(1)
+    spec = Image.for_training(64, dct="exact", mean=None, std=None, layout="HWC", flip=1.0)
+    (out,), _ = decoded(spec, [data], draws)
+    ((top, left, height, width),) = random_resized_crop_boxes(
+        np.array([400]), np.array([300]), draws
+    ).tolist()
+    part = simplejpeg.decode_jpeg(data)[top : top + height, left : left + width]
+    want = np.asarray(PIL.Image.fromarray(part).resize((64, 64), PIL.Image.Resampling.BILINEAR))[:, ::-1]
+    assert most_apart(out, want) <= 1
+
+
+def test_area_interpolation_is_opencvs_within_a_level():
     data = jpeg(picture(300, 400))
     out, _ = decoded(Image(size=100, interpolation="area", dct="exact"), [data])
     want = oracle(data, (0, 0, 300, 400), (100, 100), interpolation=cv2.INTER_AREA)
-    assert np.array_equal(out[0].transpose(1, 2, 0), want)
+    assert most_apart(out[0].transpose(1, 2, 0), want) <= 1
 
 
 @pytest.mark.parametrize(("height", "width"), [(400, 600), (401, 603), (1601, 900), (2403, 1999)])
@@ -181,7 +224,7 @@ def test_a_scaled_decode_shows_the_same_part_within_a_few_levels(height, width):
 
 
 @pytest.mark.parametrize(
-    ("shape", "factor"), [((199, 500), 1), ((200, 200), 2), ((401, 400), 4), ((800, 900), 8)]
+    ("shape", "factor"), [((199, 500), 1), ((200, 200), 2), ((400, 400), 4), ((800, 904), 8)]
 )
 def test_only_crops_twice_the_size_are_decoded_at_half_scale(shape, factor):
     data = jpeg(picture(*shape))
@@ -194,9 +237,10 @@ def test_only_crops_twice_the_size_are_decoded_at_half_scale(shape, factor):
         return cv2.resize(pixels, (100, 100), interpolation=cv2.INTER_LINEAR).transpose(2, 0, 1)
 
     (fast,), _ = decoded(Image(size=100), [data])
-    assert [k for k in (1, 2, 4, 8) if np.array_equal(fast, at_scale(k, fastdct=True))] == [factor]
+    apart = {k: np.abs(fast.astype(int) - at_scale(k, fastdct=True)).mean() for k in (1, 2, 4, 8)}
+    assert min(apart, key=apart.__getitem__) == factor
     (exact,), _ = decoded(Image(size=100, dct="exact"), [data])
-    assert np.array_equal(exact, at_scale(1))
+    assert most_apart(exact, at_scale(1)) <= 1
 
 
 def test_gray_from_colour_and_colour_from_gray():
@@ -209,7 +253,7 @@ def test_gray_from_colour_and_colour_from_gray():
         want = cv2.resize(simplejpeg.decode_jpeg(colour, colorspace="GRAY")[..., 0], (40, 30))
         assert failures == []
         assert out.shape == shape
-        assert np.array_equal(out[0].reshape(30, 40), want)
+        assert most_apart(out[0].reshape(30, 40), want) <= 1
 
 
 def test_cmyk_becomes_rgb():
@@ -386,6 +430,11 @@ def test_any_bytes_give_a_full_row_or_a_failure(junk, at, keep_header):
         ({"size": 8, "resize_shorter": 9}, "for crop='center' only"),
         ({"size": 8, "crop": "center", "resize_shorter": 7}, "less than size"),
         ({"max_pixels": 0}, "max_pixels"),
+        ({"interpolation": "area", "antialias": True}, '"area" averages by itself'),
+        ({"mean": (0.5, 0.5, 0.5)}, "mean and std go together"),
+        ({"mean": (0.5,), "std": (0.5,)}, "need 3 numbers with mode='RGB'"),
+        ({"mean": (0.5,) * 3, "std": (0.5, 0.5, 0.0)}, "std greater than 0"),
+        ({"mean": (0.5, float("nan"), 0.5), "std": (0.5,) * 3}, "mean must be finite"),
     ],
 )
 def test_wrong_settings_are_refused_at_construction(settings_, words):

@@ -1,10 +1,10 @@
-/* Random build plans, run by `core_run` in several threads and by queues, whose threads and caller share the jobs,
+/* Random images, and random build plans, run by `core_run` in several threads and by queues, whose threads and caller share the jobs,
    and compared with loops that are easy to believe.
 
      driver SEED PLANS honest|short|broken
 
-   Made of core.c, queue.c and this file with -Dprocess_vm_readv=driver_vm_readv, so that reads can fail here as they seldom
-   do elsewhere: `short`, calls for several values copy a part or nothing, and each value must come all the same;
+   Made of the core's files and this one with -Dprocess_vm_readv=driver_vm_readv, so that reads can fail here as they
+   seldom do elsewhere: `short`, calls for several values copy a part or nothing, and each value must come all the same;
    `broken`, any call may, and a row may be reported that could be read, but never the other way round.
 
    Everything is allocated as large as it must be and no larger, for AddressSanitizer. Of a row that is reported,
@@ -25,7 +25,7 @@ enum { MOST_COLUMNS = 6, THREADS = 3, MOST_ROWS = 400, MOST_PAGES = 40, GUARD = 
 
 static enum { HONEST, SHORT, BROKEN } mode;
 static int64_t page;
-static long num_rows, num_lost, num_widened, num_short; /* what was tried, for the test to see */
+static long num_rows, num_lost, num_widened, num_short, num_resized; /* what was tried, for the test to see */
 
 #define CHECK(true_, ...)                                                                                        \
     do {                                                                                                         \
@@ -460,6 +460,68 @@ static void try_interleave(void) {
     free(out);
 }
 
+/* ---- images ------------------------------------------------------------------------------------------------ */
+
+/* The weight of a pixel, which begins at k, in a result; by core.h's words and not resize.c's sums. */
+static double weight_of(const core_form *f, double k, double centre, double scale) {
+    double stretch = f->antialias && scale > 1 ? scale : 1, x = (k + 0.5 - centre) / stretch;
+    if (f->filter == CORE_AREA) {
+        double first = centre - scale / 2 > k ? centre - scale / 2 : k;
+        double last = centre + scale / 2 < k + 1 ? centre + scale / 2 : k + 1;
+        return last > first ? last - first : 0;
+    }
+    x = x < 0 ? -x : x;
+    if (f->filter == CORE_BILINEAR)
+        return x < 1 ? 1 - x : 0;
+    return x < 1 ? 1.5 * x * x * x - 2.5 * x * x + 1 : x < 2 ? -0.5 * x * x * x + 2.5 * x * x - 4 * x + 2 : 0;
+}
+
+static double level_of(const core_image *m, const core_form *f, int64_t y, int64_t x, int64_t channel) {
+    double tall = m->height / (double)f->height, wide = m->width / (double)f->width, sum = 0, weights = 0;
+    double row = m->top + ((double)y + 0.5) * tall;
+    double column = m->left + ((double)(m->flip ? f->width - 1 - x : x) + 0.5) * wide;
+    for (int64_t i = m->least_row; i < m->past_row; i++)
+        for (int64_t j = m->least_column; j < m->past_column; j++) {
+            double weight = weight_of(f, (double)i, row, tall) * weight_of(f, (double)j, column, wide);
+            sum += weight * m->pixels[i * m->stride + j * f->channels + channel];
+            weights += weight;
+        }
+    sum /= weights;
+    return sum < 0 ? 0 : sum > 255 ? 255 : sum;
+}
+
+static void try_resize(void) {
+    int64_t height = 1 + below(24), width = 1 + below(24);
+    core_form f = {.channels = 1 + below(4), .height = 1 + below(20), .width = 1 + below(20), .filter = below(3),
+                   .antialias = one_in(2), .planar = one_in(2)};
+    int64_t stride = width * f.channels + below(3), results = f.channels * f.height * f.width;
+    core_image m = {.stride = stride, .flip = one_in(2), .past_row = height, .past_column = width,
+                    .height = (double)(1 + below(height)), .width = (double)(1 + below(width))};
+    if (one_in(2))
+        m.height -= 0.3, m.width -= 0.6;
+    m.top = one_in(2) ? (double)height - m.height : 0, m.left = one_in(2) ? (double)width - m.width : 0;
+    if (one_in(2)) /* a filter looks at the part alone */
+        m.least_row = (int64_t)m.top, m.least_column = (int64_t)m.left;
+    uint8_t *pixels = allocated((height - 1) * stride + width * f.channels);
+    for (int64_t i = 0; i < (height - 1) * stride + width * f.channels; i++)
+        pixels[i] = (uint8_t)next_random();
+    float *numbers = one_in(3) ? allocated(1024 * f.channels) : 0;
+    for (int64_t i = 0; numbers && i < 256 * f.channels; i++)
+        numbers[i] = (float)(i % 256) + 1000 * (float)(i / 256);
+    void *out = allocated(results * (numbers ? 4 : 1));
+    m.pixels = pixels, m.out = out, f.numbers = numbers;
+    CHECK(core_resize(&m, &f) == 0, "core_resize");
+    for (int64_t i = 0; i < results; i++) {
+        int64_t pixel = f.planar ? i % (f.height * f.width) : i / f.channels;
+        int64_t channel = f.planar ? i / (f.height * f.width) : i % f.channels;
+        double want = level_of(&m, &f, pixel / f.width, pixel % f.width, channel);
+        double have = numbers ? ((float *)out)[i] - 1000 * (float)channel : ((uint8_t *)out)[i];
+        CHECK(have - want < 0.6 && want - have < 0.6, "value %ld is %f and not %f", (long)i, have, want);
+    }
+    free(pixels), free(numbers), free(out);
+    num_resized += results;
+}
+
 int main(int argc, char **argv) {
     CHECK(argc == 4, "driver SEED PLANS honest|short|broken");
     CHECK(core_version() == CORE_VERSION, "core_version");
@@ -470,8 +532,9 @@ int main(int argc, char **argv) {
         try_plan();
         try_interleave();
         try_queue();
+        try_resize();
     }
-    printf("{\"rows\": %ld, \"lost\": %ld, \"widened\": %ld, \"short\": %ld}\n", num_rows, num_lost, num_widened,
-           num_short);
+    printf("{\"rows\": %ld, \"lost\": %ld, \"widened\": %ld, \"short\": %ld, \"resized\": %ld}\n", num_rows, num_lost,
+           num_widened, num_short, num_resized);
     return 0;
 }
