@@ -98,6 +98,8 @@ class MappedWindow(StagedWindow):
     def _map(self, ordinals: range) -> None:
         for ordinal in ordinals:
             self._map_block(ordinal)
+        blocks = [self.samples.blocks[ordinal] for ordinal in ordinals]
+        self.source.traffic.add(sum(b.length for b in blocks), sum(b.nbytes for b in blocks))
         with self._lock:
             self._tasks_left -= 1
             is_last = self._tasks_left == 0
@@ -111,7 +113,6 @@ class MappedWindow(StagedWindow):
             mapped.check()
         if self._whole:
             self.source.mappings.populate(mapped, block.offset, block.length)
-        self.source.traffic.add(block.length, block.nbytes)
 
     def _stage_rest(self) -> None:
         """Stage what the whole window needs at once, in the thread that mapped the last block."""
@@ -214,13 +215,15 @@ class MappedWindow(StagedWindow):
 
     def verify(self) -> None:
         """Raise `ShardChangedError` if a shard was written in place since it was indexed."""
-        for mapped in {shard.shard.url: shard for shard in self._shards if shard is not None}.values():
-            mapped.check()
+        for mapped in set(self._shards):
+            # While its guard is held, nobody has written to it, and what is mapped is what was compared.
+            if mapped is not None and not (mapped.guard and mapped.guard.held):
+                mapped.check()
 
     def _release(self) -> None:
-        for mapped, block in zip(self._shards, self.samples.blocks, strict=False):
-            if mapped is not None:  # its pages are left to the page cache
-                self.source.mappings.leave(mapped, block.offset, block.length)
+        shards = zip(self._shards, self.samples.blocks, strict=False)
+        # Their pages are left to the page cache.
+        self.source.mappings.leave([(at, b.offset, b.length) for at, b in shards if at is not None])
         self._shards, self._located = [], []
 
     def _stored(self, ordinal: int) -> memoryview | None:

@@ -52,16 +52,18 @@ class Stream:
         opened: dict[int, _DealtWindow] = {}
         staged: set[int] = set()
         newest: StagedWindow | None = None
-        num_cut = 0
+        num_cut, num_looked_up = 0, 1
         ahead = _NO_BATCHES
         while num_cut < plan.num_batches:
             batches = self._inside(opened, num_cut)
             if batches is None:
-                ahead = ahead or self._locate(plan, units, num_cut)
+                if not ahead:
+                    ahead = self._locate(plan, units, num_cut, _until(opened, num_cut, num_looked_up))
+                    num_looked_up = min(2 * num_looked_up, self._batches_per_lookup)
                 count = _servable(ahead, opened)
                 batches, ahead = ahead.between(0, count), ahead.between(count, len(ahead))
             else:
-                ahead = _NO_BATCHES
+                ahead, num_looked_up = _NO_BATCHES, 1
             if batches:
                 assert newest is not None
                 self._cut(plan, batches, opened, newest.chunk_list)
@@ -78,6 +80,8 @@ class Stream:
                 newest = opened[part.window].window
                 newest.epoch = plan.order.epoch
                 staged.add(part.window)
+            if any(num_cut < window.core.start for window in opened.values()):
+                ahead = _NO_BATCHES  # known now: up to where these go, and no further
         if newest is not None:
             yield newest
 
@@ -89,9 +93,9 @@ class Stream:
                 return BatchRows.inside(first, sizes, number)
         return None
 
-    def _locate(self, plan: RankPlan, units: BlockWindows, first: int) -> BatchRows:
-        """The batches from `first` on, looked up."""
-        last = min(first + self._batches_per_lookup, plan.num_batches)
+    def _locate(self, plan: RankPlan, units: BlockWindows, first: int, last: int) -> BatchRows:
+        """The batches from `first` on, looked up, up to `last` at most."""
+        last = min(last, first + self._batches_per_lookup, plan.num_batches)
         if plan.num_padded:  # a padded batch comes alone: it may need windows that the others are done with
             last = min(last, max(first + 1, plan.num_batches - 1))
         positions, sizes = plan.positions(first, last)
@@ -148,11 +152,16 @@ class _DealtWindow:
 _NO_BATCHES = BatchRows(0, np.zeros(0, np.int64), ())
 
 
+def _until(opened: Mapping[int, _DealtWindow], first: int, count: int) -> int:
+    """Where the batches from `first` on that must be looked up end: before those of one open window.
+
+    Where no such window is known, after `count`: the next one may be about to be opened.
+    """
+    cores = [window.core.start for window in opened.values() if window.core.start > first]
+    return min(cores, default=first + count)
+
+
 def _servable(ahead: BatchRows, opened: Mapping[int, _DealtWindow]) -> int:
-    """How many of the batches need open windows only, up to where one of these serves alone."""
-    count = len(ahead)
+    """How many of the batches need open windows only."""
     missing = [part.first for part in ahead.parts if part.window not in opened]
-    if missing:
-        count = ahead.batch_of(missing[0])
-    cores = [window.core.start - ahead.first for window in opened.values() if window.core.start > ahead.first]
-    return min(count, *cores) if cores else count
+    return ahead.batch_of(missing[0]) if missing else len(ahead)

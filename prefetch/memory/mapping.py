@@ -19,6 +19,7 @@ import mmap
 import os
 import threading
 from collections import OrderedDict
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -231,15 +232,16 @@ class Mappings:
         if not (was_kept and mapped.is_resident(offset, length)):
             mapped.populate(offset, length, ahead=not was_read)
 
-    def leave(self, mapped: MappedShard, offset: int, length: int) -> None:
-        """No window uses a range any more."""
-        key = mapped.shard.url, offset
+    def leave(self, ranges: Sequence[tuple[MappedShard, int, int]]) -> None:
+        """No window uses some ranges any more: shard, offset and length of each."""
+        gone = []
         with self._lock:
-            self._forget(key)  # windows that overlap leave a block one after the other
-            self._kept[key] = mapped, length
-            self._kept_bytes += length
-            self._paged[key] = length
-            gone = []
+            for mapped, offset, length in ranges:
+                key = mapped.shard.url, offset
+                self._forget(key)  # windows that overlap leave a block one after the other
+                self._kept[key] = mapped, length
+                self._kept_bytes += length
+                self._paged[key] = length
             while self._kept_bytes > self._keep_bytes:
                 key, (shard, nbytes) = self._kept.popitem(last=False)
                 self._kept_bytes -= nbytes

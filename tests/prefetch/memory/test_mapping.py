@@ -6,6 +6,7 @@ import gc
 import itertools
 import mmap
 import os
+import threading
 from pathlib import Path
 
 import fsspec
@@ -18,6 +19,7 @@ from dataflow.decode.values import BadRows, parse_ints
 from prefetch.core.by_numpy import copies_by_kernel
 from prefetch.core.executor import executor
 from prefetch.core.plan import BuildPlan, PlanColumn
+from prefetch.memory.guards import FileGuards
 from prefetch.memory.mapping import MappedShard, Mappings, can_map, touch_pages, will_need
 from sharding.blocks import Shard, Spans
 from sharding.catalog.storage import local_info
@@ -128,7 +130,7 @@ def test_ranges_that_no_window_uses_leave_the_process_oldest_first(shard: Shard)
         mappings.populate(mapped, start * PAGE, 2 * PAGE)
     used = resident_kb()
     for start in (0, 2):
-        mappings.leave(mapped, start * PAGE, 2 * PAGE)
+        mappings.leave([(mapped, start * PAGE, 2 * PAGE)])
     assert used - resident_kb() == 2 * PAGE // 1024
     assert copied(mapped, 0, len(CONTENT)) == CONTENT
 
@@ -139,12 +141,12 @@ def test_a_range_that_two_windows_left_counts_once(shard: Shard) -> None:
     mappings.populate(mapped, 0, len(CONTENT))
     used = resident_kb()
     for _ in range(5):
-        mappings.leave(mapped, 0, 2 * PAGE)
-        mappings.leave(mapped, 0, 2 * PAGE)
+        mappings.leave([(mapped, 0, 2 * PAGE)])
+        mappings.leave([(mapped, 0, 2 * PAGE)])
         mappings.populate(mapped, 0, 2 * PAGE)
-    mappings.leave(mapped, 0, 2 * PAGE)
+    mappings.leave([(mapped, 0, 2 * PAGE)])
     assert resident_kb() == used
-    mappings.leave(mapped, 4 * PAGE, 2 * PAGE)
+    mappings.leave([(mapped, 4 * PAGE, 2 * PAGE)])
     assert used - resident_kb() == 2 * PAGE // 1024
 
 
@@ -172,6 +174,30 @@ def test_a_shard_written_in_place_while_its_window_is_open_is_an_error(tmp_path:
         os.utime(path, ns=(7, 7))
         with pytest.raises(ShardChangedError):
             list(itertools.chain(batches, *[loader] * 20))
+
+
+@pytest.mark.parametrize("is_guarded", [True, False])
+def test_a_window_compares_its_shards_again_at_its_end_unless_they_are_guarded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_guarded: bool
+) -> None:
+    made, compared, check = make_tokens_bin(tmp_path), list[str](), MappedShard.check
+    guarded: list[bool] = []
+
+    def checked(mapped: MappedShard) -> None:
+        guarded.append(mapped.guard is not None)
+        compared.append(threading.current_thread().name)
+        check(mapped)
+
+    monkeypatch.setattr(MappedShard, "check", checked)
+    if not is_guarded:
+        monkeypatch.setattr(FileGuards, "take", lambda *_: None)
+    with DataLoader(made.open(), 1, shuffle=False) as loader:
+        assert list(loader)
+    if is_guarded and not any(guarded):
+        pytest.skip("this filesystem grants no leases")
+    at_end = [name for name in compared if not name.startswith("dataflow-read")]
+    assert len(compared) > len(at_end)
+    assert bool(at_end) != is_guarded
 
 
 def test_a_full_shuffle_parses_the_numbers_of_its_own_samples_only(
