@@ -27,8 +27,8 @@ pytestmark = [
     pytest.mark.timeout(120),
     pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),
 ]
-TIMES = 30
-PROGRAMS = 4
+TIMES = 10
+PROGRAMS = 2
 """Fewer: the interpreter's end with torch in it takes a second on a busy machine."""
 
 
@@ -495,7 +495,7 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_program_may_end_at_any_moment(tmp_path: Path, case: str) -> None:
-    """Ten times with forked workers, the programs themselves being forked from one that has torch."""
+    """With forked workers; the programs themselves being forked from one that has torch."""
     text, expected = CASES[case]
     code, out, err = run_script(
         ENDS + text + "\n", PROGRAMS, "fork", case, expected, how="forked", folder=tmp_path
