@@ -205,7 +205,8 @@ def test_resumes_at_every_position(abc: list[ShardedDataset], rule: str, tail: A
 
 
 @pytest.mark.parametrize(
-    ("rule", "shuffle"), [*((rule, SHUFFLES[1]) for rule in RULES), *(("all", other) for other in SHUFFLES)]
+    ("rule", "shuffle"),
+    dict.fromkeys([*((rule, SHUFFLES[1]) for rule in RULES), *(("all", s) for s in SHUFFLES)]),
 )
 def test_global_batches_are_one_list_for_one_to_four_ranks(
     abc: list[ShardedDataset], rule: str, shuffle: Shuffle
