@@ -11,7 +11,10 @@ import pytest
 _FOLDER = Path(__file__).parent / "fuzz"
 
 
-@pytest.mark.parametrize("script", ["damage.py --mutants 56 --seed 15", "ctrl_c.py --rounds 12 --seed 15"])
+@pytest.mark.parametrize(
+    "script",
+    ["damage.py --mutants 56 --seed 15", "ctrl_c.py --rounds 12 --seed 15", "kills.py --rounds 12 --seed 15"],
+)
 def test_a_short_run_finds_no_defect(script: str) -> None:
     name, *options = script.split()
     command = [sys.executable, str(_FOLDER / name), *options]

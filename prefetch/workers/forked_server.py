@@ -23,6 +23,8 @@ import gc
 import inspect
 import json
 import os
+import select
+import shutil
 import signal
 import socket
 import stat
@@ -31,11 +33,13 @@ import threading
 import warnings
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
-from multiprocessing import connection, forkserver, util
+from multiprocessing import connection, forkserver, process, util
 from typing import Final
 
 _MOST_BYTES = 1 << 30
 """A fork copies page tables, 2 ms per 100 MB or more, and what is freed here stays with the copy."""
+_ENDS_IN_S = 0.2
+"""From the end of a process's descriptors to its own."""
 _GPU_DEVICES = ("/dev/nvidia", "/dev/kfd", "/dev/dri/", "/dev/accel", "/dev/infiniband/")
 _PATH_VARIABLE: Final = "DATAFLOW_FORK_SERVER_PATH"
 
@@ -116,6 +120,8 @@ def fork_server() -> ForkedServer | str:
     try:
         if reason := refusal(fork_facts()):
             return reason
+        # One that is there already may be a parent's of this process.
+        is_new = process.current_process()._config.get("tempdir") is None  # type: ignore[attr-defined]
         address = connection.arbitrary_address("AF_UNIX")  # type: ignore[attr-defined]
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(address)
@@ -123,7 +129,7 @@ def fork_server() -> ForkedServer | str:
             listener.listen()
             reader, alive = os.pipe()
             try:
-                pid = _forked(listener.fileno(), reader)
+                pid = _forked(listener.fileno(), reader, os.path.dirname(address) if is_new else "")
             except OSError:
                 os.close(alive)
                 raise
@@ -139,7 +145,9 @@ def fork_server() -> ForkedServer | str:
     return ForkedServer(address, alive, pid)
 
 
-def _forked(listener: int, alive: int) -> int:
+def _forked(listener: int, alive: int, folder: str) -> int:
+    """Fork a server; `folder` is this process's own, and goes with it."""
+    parent = os.getpid()
     util._flush_std_streams()  # type: ignore[attr-defined]  # or the copy would write what is buffered again
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # Python's own, that counts as we do
@@ -148,12 +156,26 @@ def _forked(listener: int, alive: int) -> int:
         return pid
     try:
         _serve(listener, alive)
-    except SystemExit:
-        os._exit(0)  # nobody holds the other end of `alive`
+    except SystemExit:  # nobody holds the other end of `alive`
+        if folder and _has_ended(parent):  # killed, perhaps: at its end it would have done this itself
+            shutil.rmtree(folder, ignore_errors=True)
+        os._exit(0)
     except BaseException:
         sys.excepthook(*sys.exc_info())
     finally:
         os._exit(1)  # never back into the caller's frames
+
+
+def _has_ended(pid: int) -> bool:
+    """Whether a process has, or is about to: descriptors are closed a moment before."""
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    try:
+        return bool(select.select([descriptor], [], [], _ENDS_IN_S)[0])
+    finally:
+        os.close(descriptor)
 
 
 def _serve(listener: int, alive: int) -> None:
