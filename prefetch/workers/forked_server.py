@@ -156,11 +156,12 @@ def _forked(listener: int, alive: int, folder: str) -> int:
         return pid
     try:
         _serve(listener, alive)
-    except SystemExit:  # nobody holds the other end of `alive`
-        if folder and _has_ended(parent):  # killed, perhaps: at its end it would have done this itself
-            shutil.rmtree(folder, ignore_errors=True)
-        os._exit(0)
-    except BaseException:
+    except BaseException as error:  # SystemExit: nobody holds the other end of `alive`
+        # Killed, perhaps in the middle of asking for a worker: at its end it would have removed this itself.
+        if is_over := _has_ended(parent):
+            shutil.rmtree(folder or os.devnull, ignore_errors=True)
+        if is_over or isinstance(error, SystemExit):
+            os._exit(0)
         sys.excepthook(*sys.exc_info())
     finally:
         os._exit(1)  # never back into the caller's frames
