@@ -6,7 +6,8 @@ The loops, in turn: over shards, whose batches are copies alone; with a transfor
 dataset with worker processes. Each runs in a process of its own, which is killed by SIGKILL within the first
 moments. 10 s later no descendant of it may run, and neither shared memory nor the temporary folder may hold
 anything new, but for multiprocessing's folder of a process that was killed while it started its fork server:
-nobody else knows of it yet. These are counted. In the end a loop over the same shards must deliver every sample once. Exit status 1 if not.
+nobody else knows of it yet. These are counted. In the end a loop over the same shards must deliver every
+sample once. Exit status 1 if not.
 """
 
 from __future__ import annotations
