@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -69,23 +69,19 @@ class MappedWindow(StagedWindow):
         whole: bool = True,
         num_readers: int = 1,
     ) -> None:
-        blocks, located = [], []
-        for number in numbers.tolist():
-            block, spans = source.located(number)
-            if spans is None:
-                raise NotLocatableError(f"format {source.format.name} cannot tell where values lie")
-            blocks.append(block)
-            located.append(spans)
+        places = source.places.of_blocks(numbers)
+        if places is None:
+            raise NotLocatableError(f"format {source.format.name} cannot tell where values lie")
+        blocks = places.blocks
         super().__init__(source, arena, WindowSamples(source.first_number, blocks), rows)
-        self._needed, self._whole, self._located = needed, whole, located
+        self._needed, self._whole, self._places = needed, whole, places
         self._shards: list[MappedShard | None] = [None] * len(blocks)
-        self._checking = set({block.shard.url: i for i, block in reversed([*enumerate(blocks)])}.values())
         self._lock = threading.Lock()  # guards _tasks_left
         self._tasks_left = min(num_readers, len(blocks))
         num_rows = self.samples.num_rows
         copied = [output.staged_bytes(num_rows) for output in source.outputs if not output.stays_in_place]
         pages = sum(-(-block.length // ALIGN) * ALIGN for block in blocks)
-        self.nbytes = pages + sum(copied) + 16 * num_rows * len(source.columns)
+        self.nbytes = pages + sum(copied) + 8 * num_rows * (1 + 2 * len(source.columns))
 
     def reads(self) -> Sequence[Callable[[], None]]:
         """One task a thread: to map a block takes less time than to wake a thread."""
@@ -96,23 +92,16 @@ class MappedWindow(StagedWindow):
         return [partial(self._map, ordinals[i::tasks]) for i in range(tasks)]
 
     def _map(self, ordinals: range) -> None:
-        for ordinal in ordinals:
-            self._map_block(ordinal)
-        blocks = [self.samples.blocks[ordinal] for ordinal in ordinals]
-        self.source.traffic.add(sum(b.length for b in blocks), sum(b.nbytes for b in blocks))
+        own = slice(ordinals.start, ordinals.stop, ordinals.step)
+        blocks = self.samples.blocks[own]
+        ranges = [(block.shard, block.offset, block.length) for block in blocks]
+        self._shards[own] = self.source.mappings.hold(ranges, brings_pages=self._whole)
+        self.source.traffic.add(sum([b.length for b in blocks]), sum([b.nbytes for b in blocks]))
         with self._lock:
             self._tasks_left -= 1
             is_last = self._tasks_left == 0
         if is_last:
             self._stage_rest()
-
-    def _map_block(self, ordinal: int) -> None:
-        block = self.samples.blocks[ordinal]
-        mapped = self._shards[ordinal] = self.source.mappings.get(block.shard)
-        if ordinal in self._checking:
-            mapped.check()
-        if self._whole:
-            self.source.mappings.populate(mapped, block.offset, block.length)
 
     def _stage_rest(self) -> None:
         """Stage what the whole window needs at once, in the thread that mapped the last block."""
@@ -131,52 +120,37 @@ class MappedWindow(StagedWindow):
         staged, column = self.staged[output.name], output.sources[0]
         assert isinstance(staged, StagedArray)
         assert staged.parse is not None
-        remembered = None
+        parsed = None
         if self._whole:  # else few rows of many blocks
-            remembered = self.source.numbers(output.name, staged)
-        if remembered is not None:
-            rows = self._take_remembered(staged, remembered)
-            if not len(rows):
+            parsed = self.source.places.parsed(output.name, staged.values)
+        if parsed is not None:
+            is_known = parsed.is_known[self._places.numbers]
+            np.take(parsed.values, self._places.samples, axis=0, out=staged.values, mode="clip")
+            if is_known.all():
                 return
+            rows = np.flatnonzero(np.repeat(~is_known, self._places.counts))
         spans = self._spans_of(column)
         buffer, starts = self.buffer_of(spans, rows, column)
         staged.values[rows], bad = staged.parse(Spans(buffer, starts, spans.lengths[rows]))
         staged.bad.update((int(rows[index]), reason) for index, reason in bad)
-        if remembered is not None:
-            self._remember(staged, remembered)
+        if parsed is not None:
+            parsed.values[self._places.samples[rows]] = staged.values[rows]
+            has_bad = np.zeros(len(self._places.numbers), np.bool_)
+            has_bad[np.array([self.samples.find(row)[0] for row in staged.bad], np.int64)] = True
+            parsed.is_known[self._places.numbers[~has_bad]] = True  # bad rows are to be found anew
 
     def _spans_of(self, name: str) -> StagedSpans:
         """Where the values of a column lie in the mappings."""
-        num_rows = self.samples.num_rows
-        if name == "__url__" or not self._located:
+        if name == "__url__":
+            num_rows = self.samples.num_rows
             spans = StagedSpans(np.zeros(num_rows, np.int64), np.full(num_rows, -1, np.int64))
             for ordinal in range(len(self.samples.blocks)):
                 spans.put(self.samples.rows_of(ordinal).start, [self._constant(ordinal, name)])
             return spans
-        shards = zip(self._shards, self.samples.blocks, strict=True)
-        bases = [mapped.address + block.offset for mapped, block in shards if mapped is not None]
-        starts = np.concatenate([spans_of[name].starts for spans_of in self._located])
-        starts += np.repeat(bases, np.diff(self.samples.first_row))
-        return StagedSpans(starts, np.concatenate([spans_of[name].lengths for spans_of in self._located]))
-
-    def _take_remembered(self, staged: StagedArray, remembered: dict[int, NDArray[Any]]) -> NDArray[np.int64]:
-        """Fill in the numbers of blocks that were parsed before; gives the rows of the others."""
-        others = [np.zeros(0, np.int64)]
-        for ordinal, block in enumerate(self.samples.blocks):
-            rows, values = self.samples.rows_of(ordinal), remembered.get(block.first_sample)
-            if values is None:
-                others.append(np.arange(rows.start, rows.stop))
-            else:
-                staged.values[rows] = values
-        return np.concatenate(others)
-
-    def _remember(self, staged: StagedArray, remembered: dict[int, NDArray[Any]]) -> None:
-        """Keep the numbers of blocks that have no bad row: those are to be found anew."""
-        bad = np.array(sorted(staged.bad), np.int64)
-        for ordinal, block in enumerate(self.samples.blocks):
-            rows = self.samples.rows_of(ordinal)
-            if not ((bad >= rows.start) & (bad < rows.stop)).any():
-                remembered[block.first_sample] = staged.values[rows].copy()
+        addresses, lengths = self._places.column(name)
+        bases = np.array([mapped.address for mapped in self._shards if mapped is not None], np.int64)
+        addresses += np.repeat(bases, self._places.counts)
+        return StagedSpans(addresses, lengths)
 
     @cached_property
     def _guards(self) -> set[FileGuard | None]:
@@ -224,7 +198,7 @@ class MappedWindow(StagedWindow):
         shards = zip(self._shards, self.samples.blocks, strict=False)
         # Their pages are left to the page cache.
         self.source.mappings.leave([(at, b.offset, b.length) for at, b in shards if at is not None])
-        self._shards, self._located = [], []
+        self._shards = []
 
     def _stored(self, ordinal: int) -> memoryview | None:
         """Read anew: whoever asks for a key does so because a row is bad, maybe as its page is gone."""

@@ -6,24 +6,20 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dataflow.staging.columns import StagedArray, StagedOutput
+from dataflow.staging.columns import StagedOutput
+from dataflow.staging.places import ValuePlaces
 from prefetch.control.gate import ReadGate
 from prefetch.control.pause import ReadPause
 from prefetch.memory.mapping import Mappings
 from prefetch.store.reader import Awaited, StoreReader
-from sharding.blocks import Block, Format, Shard, Spans
+from sharding.blocks import Block, Format, Shard
 from sharding.cached_property import cached_property
 from sharding.catalog.table import Catalog
 
-Array = NDArray[Any]
-LocatedBlock = tuple[Block, dict[str, Spans] | None]
-"""A block, and where its values lie; None where its format cannot tell."""
-_REMEMBERED_BYTES = 64 << 20
 _SOURCE_SHIFT = 44  # 2**44 samples a source
 
 
@@ -72,24 +68,11 @@ class Source:
     number: int = 0
     """Which of a mixture's sources it is."""
     _locates: dict[str, bool] = field(default_factory=dict, compare=False)
-    _numbers: dict[str, dict[int, Array]] = field(default_factory=dict, compare=False)
-    _located: dict[int, LocatedBlock] = field(default_factory=dict, compare=False)
 
-    def located(self, number: int) -> LocatedBlock:
-        """A block, and where its values lie; remembered over epochs where all of them fit 64 MiB."""
-        located = self._located.get(number)
-        if located is None:
-            block = self.catalog.block(number)
-            located = block, self.format.locate(block, self.columns)
-            if 16 * self.catalog.num_samples * len(self.columns) <= _REMEMBERED_BYTES:
-                self._located[number] = located
-        return located
-
-    def numbers(self, name: str, staged: StagedArray) -> dict[int, Array] | None:
-        """First sample of a block -> its parsed numbers; None where those of all blocks exceed 64 MiB."""
-        if self.catalog.num_samples * staged.values[:1].nbytes > _REMEMBERED_BYTES:
-            return None
-        return self._numbers.setdefault(name, {})
+    @cached_property
+    def places(self) -> ValuePlaces:
+        """Where values lie in the stored bytes, where the format can tell."""
+        return ValuePlaces(self.catalog, self.format, self.columns)
 
     def read_into(
         self,

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from prefetch.addresses import memory_at
 from prefetch.core.images import ImageForm, Resizer, resize_by_numpy
+from prefetch.core.pages import bring_range
 from prefetch.core.plan import BuildPlan, PlanColumn
 
 _GROUP = 1024
@@ -129,6 +130,10 @@ class NumpyExecutor:
                 ctypes.memmove(target, address, left)
             lost[row] = left > 0 and not may_load
         return lost
+
+    def bring(self, ranges: NDArray[np.int64]) -> NDArray[np.int64]:
+        """See `Executor`."""
+        return np.array([bring_range(*entry) for entry in ranges.tolist()], np.int64)
 
     def interleave(self, columns: Sequence[NDArray[Any]], out: NDArray[Any]) -> None:
         """See `Executor`."""

@@ -15,7 +15,7 @@ from prefetch.core.images import CropBox, ImageForm, Resizer
 from prefetch.core.plan import BuildPlan
 from prefetch.core.queue import CopyQueue, address_of, column_table
 
-VERSION = 3
+VERSION = 4
 """Of the contract in core.h."""
 _WIDTHS = (1, 2, 4, 8)
 
@@ -25,6 +25,7 @@ _FUNCTIONS = {
     "core_run": "piiip:i",
     "core_interleave": "piiip:",
     "core_resize": "pp:i",
+    "core_bring": "pip:i",
     "core_queue_bytes": ":i",
     "core_open": "pii:i",
     "core_submit": "pp:",
@@ -65,6 +66,12 @@ class CompiledExecutor:
     def open_queue(self, num_threads: int, *, wake_at: int = 1) -> CopyQueue:
         """See `Executor`."""
         return CopyQueue(self._library, self._holding, num_threads, wake_at)
+
+    def bring(self, ranges: NDArray[np.int64]) -> NDArray[np.int64]:
+        """See `Executor`."""
+        status = np.empty(len(ranges), np.int64)
+        self._library.core_bring(address_of(ranges), len(ranges), address_of(status))
+        return status
 
     def interleave(self, columns: Sequence[NDArray[Any]], out: NDArray[Any]) -> None:
         """See `Executor`."""

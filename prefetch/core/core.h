@@ -9,7 +9,7 @@
 #include <stdint.h>
 
 #define CORE_API __attribute__((visibility("default")))
-#define CORE_VERSION 3 /* of this contract; `core_version` gives that of the library */
+#define CORE_VERSION 4 /* of this contract; `core_version` gives that of the library */
 
 enum core_op {
     CORE_COPY = 0, /* the value as it is stored */
@@ -70,6 +70,27 @@ typedef struct {
 
 /* Resize an image. 0, or -1 where there is no memory for it. */
 CORE_API int64_t core_resize(const core_image *image, const core_form *form);
+
+/* ---- pages of mapped files ---------------------------------------------------------------------------------- */
+
+enum core_range_flag {
+    CORE_CHECK = 1, /* the file must still be what it was */
+    CORE_KEPT = 2,  /* its pages may be there: they are looked for first */
+    CORE_AHEAD = 4  /* the disk is asked for all pages before the first is waited for */
+};
+
+/* A range of a mapped file. */
+typedef struct {
+    const char *path;
+    int64_t size, modified_ns; /* the file's, when it was indexed */
+    uint8_t *address;          /* of its first page */
+    int64_t nbytes;            /* 0: its pages are not wanted */
+    int64_t flags;             /* `core_range_flag` */
+} core_range;
+
+/* Check files, and wait until the pages of all ranges are in this process. status[i] becomes 0, -1 where the file is
+   not what it was or cannot be looked at, else the `errno` of what cannot be read. Gives how many are not 0. */
+CORE_API int64_t core_bring(const core_range *ranges, int64_t n, int64_t *status);
 
 CORE_API int64_t core_version(void);
 

@@ -36,6 +36,17 @@ class Executor(Protocol):
         """
         ...
 
+    def bring(self, ranges: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Check mapped files, and wait for pages of them, without the interpreter lock.
+
+        Args:
+            ranges: int64 [n, 6], as `prefetch.core.pages` says.
+
+        Returns int64 [n]: 0; -1 where the file is not what it was, or cannot be looked at; else the number of
+        the error (`errno`) of what cannot be read.
+        """
+        ...
+
     def interleave(self, columns: Sequence[NDArray[Any]], out: NDArray[Any]) -> None:
         """Let columns of one shape and dtype become the last dimension of `out`, which is C-contiguous."""
         ...

@@ -1,7 +1,7 @@
 """Local shards, mapped: the page cache is the staging buffer.
 
 A block that is mapped costs no memory of its own and no copy: its pages are the kernel's. They are brought in
-by `populate` (`MADV_POPULATE_READ`, which waits for the disk and reports what it cannot read) and copied
+by an executor (`MADV_POPULATE_READ`, which waits for the disk and reports what it cannot read) and copied
 straight to their final place by an executor of `prefetch.core`. Only while we hold a guard on the file
 (`prefetch.memory.guards`) may the mapping be touched otherwise: a load from a page behind the end of a
 truncated file is SIGBUS, which ends the process, while the kernel's copy fails with EFAULT, an error like any
@@ -21,12 +21,13 @@ import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from functools import cache
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from prefetch.core.by_numpy import copies_by_kernel
+from prefetch.core.executor import executor
+from prefetch.core.pages import RangeFlag, has_pages, memory_calls
 from prefetch.memory.guards import FileGuard, FileGuards
 from sharding.blocks import Shard
 from sharding.catalog.storage import check_shard, failure_text, local_info
@@ -34,9 +35,8 @@ from sharding.errors import ShardChangedError, ShardReadError
 from sharding.urls import is_local, local_path
 
 _PAGE = mmap.PAGESIZE
-_POPULATE_READ = 22
-"""MADV_POPULATE_READ, Linux 5.14; Python has no name for it yet."""
 _POPULATE_WRITE = 23
+"""MADV_POPULATE_WRITE, Linux 5.14; Python has no name for it yet."""
 _PROCESS_MADVISE = 440
 """System call number on every architecture; glibc before 2.36 has no wrapper."""
 _PIDFD_OPEN = 434
@@ -46,23 +46,6 @@ _REMEMBERED = 1 << 16
 """Ranges known to have been read: beyond this many the page cache hardly holds them all."""
 _MAP_FIXED = 0x10
 _FAILED = ctypes.c_void_p(-1).value
-
-
-@cache
-def _libc() -> Any:
-    library = ctypes.CDLL(None, use_errno=True)
-    library.mmap.restype = ctypes.c_void_p
-    library.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long)
-    library.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    return library
-
-
-@cache
-def _quick_libc() -> Any:
-    """For calls of a few microseconds, which keep the interpreter lock: to get it back takes longer."""
-    library = ctypes.PyDLL(None, use_errno=True)
-    library.mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
-    return library
 
 
 @cache
@@ -80,14 +63,9 @@ def touch_pages(memory: NDArray[np.uint8]) -> None:
     page, address = mmap.PAGESIZE, memory.ctypes.data
     start = -(-address // page) * page  # only whole pages: others may be in use
     nbytes = (address + memory.nbytes) // page * page - start
-    if nbytes > 0 and not _has_pages(start, nbytes):
-        _libc().madvise(start, nbytes, _POPULATE_WRITE)
-
-
-def _has_pages(start: int, nbytes: int) -> bool:
-    """Whether all pages are there: recycled memory has them, and looking takes a fifth of asking for them."""
-    resident = (ctypes.c_ubyte * -(-nbytes // mmap.PAGESIZE))()
-    return _quick_libc().mincore(start, nbytes, resident) == 0 and b"\0" not in bytes(resident)
+    # Recycled memory has its pages, and looking takes a fifth of asking for them.
+    if nbytes > 0 and not has_pages(start, nbytes):
+        memory_calls().madvise(start, nbytes, _POPULATE_WRITE)
 
 
 class MappedShard:
@@ -107,6 +85,13 @@ class MappedShard:
         self.guard: FileGuard | None = None
         """While it is `held`, the file keeps its length."""
         self._path = local_path(shard.url)
+        self._path_memory = ctypes.create_string_buffer(os.fsencode(self._path))
+        modified_ns = shard.version.removeprefix("mtime:")
+        self._file = (
+            ctypes.addressof(self._path_memory),
+            shard.size,
+            int(modified_ns) if modified_ns.isdecimal() else -1,
+        )
         try:
             descriptor = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
             try:
@@ -139,29 +124,18 @@ class MappedShard:
         except OSError as error:
             raise ShardReadError(self.shard.url, failure_text(error), 0, stage="read") from error
 
-    def populate(self, offset: int, length: int, *, ahead: bool) -> None:
-        """Wait until a range's pages are in memory; `ahead` asks the disk for all before the first wait.
+    def entry(self, offset: int, length: int, flags: int) -> tuple[int, ...]:
+        """A range of it, as `prefetch.core.pages` has them."""
+        return (*self._file, *self._pages(offset, length), flags)
 
-        Raises `ShardReadError` for what cannot be read.
-        """
-        madvise = _libc().madvise
-        start, nbytes = self._pages(offset, length)
-        if ahead:
-            madvise(start, nbytes, mmap.MADV_WILLNEED)
-        if madvise(start, nbytes, _POPULATE_READ) == 0:
-            return
-        number = ctypes.get_errno()
-        if number != errno.EINVAL:  # EINVAL: an older kernel; the pages come when they are copied
-            reason = "truncated, or its disk fails" if number == errno.EFAULT else os.strerror(number)
-            raise ShardReadError(self.shard.url, reason, offset, stage="read")
-
-    def is_resident(self, offset: int, length: int) -> bool:
-        """Whether all pages of a range are in memory."""
-        return _has_pages(*self._pages(offset, length))
+    def failure(self, status: int, offset: int) -> ShardReadError:
+        """What a range's status says, that is a number of an error."""
+        reason = "truncated, or its disk fails" if status == errno.EFAULT else os.strerror(status)
+        return ShardReadError(self.shard.url, reason, offset, stage="read")
 
     def leave(self, offset: int, length: int) -> None:
         """Take the pages of a range out of this process; the page cache keeps them while it has room."""
-        _libc().madvise(*self._pages(offset, length), mmap.MADV_DONTNEED)
+        memory_calls().madvise(*self._pages(offset, length), mmap.MADV_DONTNEED)
 
     def _pages(self, offset: int, length: int) -> tuple[int, int]:
         before = offset % _PAGE
@@ -176,7 +150,7 @@ def _mapped(descriptor: int, nbytes: int) -> mmap.mmap:
     memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=mmap.PROT_READ)
     address = np.frombuffer(memory, np.uint8).ctypes.data
     flags = mmap.MAP_SHARED | _MAP_FIXED
-    if _libc().mmap(address, nbytes, mmap.PROT_READ, flags, descriptor, 0) == _FAILED:
+    if memory_calls().mmap(address, nbytes, mmap.PROT_READ, flags, descriptor, 0) == _FAILED:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
     return memory
 
@@ -206,13 +180,31 @@ class Mappings:
         with self._lock:
             return sum(self._paged.values())
 
-    def get(self, shard: Shard) -> MappedShard:
-        """The shard, mapped; the caller checks it. Raises as `MappedShard`."""
+    def hold(
+        self, ranges: Sequence[tuple[Shard, int, int]], *, brings_pages: bool = True
+    ) -> list[MappedShard]:
+        """Map the shards of some ranges (shard, offset and length), check them, and wait for the pages.
+
+        `brings_pages`: False leaves the pages to whoever copies. Raises as `MappedShard`, and
+        `ShardReadError` for what cannot be read.
+        """
         with self._lock:
-            shared = self._shards.get(shard.url)
-            if shared is not None:
-                self._shards.move_to_end(shard.url)
-                return shared
+            known = [self._shards.get(shard.url) for shard, _, _ in ranges]
+        mapped = [at or self._map(shard) for at, (shard, _, _) in zip(known, ranges, strict=True)]
+        flags = [0] * len(ranges)
+        if brings_pages:
+            flags = self._note_use([(shard.url, offset) for shard, offset, _ in ranges], ranges)
+        last_of = {id(at): number for number, at in enumerate(mapped)}  # each file is looked at once
+        for number in last_of.values():
+            flags[number] |= RangeFlag.CHECK
+        entries = [
+            at.entry(offset, length if brings_pages else 0, flag)
+            for at, (_, offset, length), flag in zip(mapped, ranges, flags, strict=True)
+        ]
+        self._bring(mapped, ranges, np.array(entries, np.int64).reshape(-1, 6))
+        return mapped
+
+    def _map(self, shard: Shard) -> MappedShard:
         mapped = MappedShard(shard, self._guards)
         with self._lock:
             mapped = self._shards.setdefault(shard.url, mapped)
@@ -220,17 +212,34 @@ class Mappings:
                 self._shards.popitem(last=False)
         return mapped
 
-    def populate(self, mapped: MappedShard, offset: int, length: int) -> None:
-        """Wait until a range's pages are in memory. Raises `ShardReadError` for what cannot be read."""
-        key = mapped.shard.url, offset
+    def _note_use(self, keys: list[tuple[str, int]], ranges: Sequence[tuple[Shard, int, int]]) -> list[int]:
+        """Ranges are in use now; gives the flags of what is known of each."""
         with self._lock:
-            was_kept = self._forget(key)
-            self._paged[key] = length
-            was_read = key in self._read_before
+            flags = [
+                (RangeFlag.KEPT if self._forget(key) else 0)
+                | (0 if key in self._read_before else RangeFlag.AHEAD)
+                for key in keys
+            ]
+            self._paged.update((key, length) for key, (_, _, length) in zip(keys, ranges, strict=True))
             if len(self._read_before) < _REMEMBERED:
-                self._read_before.add(key)
-        if not (was_kept and mapped.is_resident(offset, length)):
-            mapped.populate(offset, length, ahead=not was_read)
+                self._read_before.update(keys)
+        return flags
+
+    def _bring(
+        self,
+        mapped: Sequence[MappedShard],
+        ranges: Sequence[tuple[Shard, int, int]],
+        entries: NDArray[np.int64],
+    ) -> None:
+        """Check files and bring in pages. Raises for the first that fails."""
+        status = executor().bring(entries)
+        for number in np.flatnonzero(status).tolist():
+            if status[number] == -1:  # a version may be none that is compared so quickly
+                mapped[number].check()
+                entries[number, -1] &= ~RangeFlag.CHECK
+                status[number] = executor().bring(entries[number : number + 1])[0]
+            if status[number]:
+                raise mapped[number].failure(int(status[number]), ranges[number][1])
 
     def leave(self, ranges: Sequence[tuple[MappedShard, int, int]]) -> None:
         """No window uses some ranges any more: shard, offset and length of each."""
@@ -260,7 +269,7 @@ class Mappings:
 def will_need(addresses: NDArray[np.int64], lengths: NDArray[np.int64]) -> None:
     """Ask for the pages of spans of mapped ranges, without waiting: a hint, 1,024 spans a system call."""
     try:
-        descriptor = _libc().syscall(_PIDFD_OPEN, os.getpid(), 0)
+        descriptor = memory_calls().syscall(_PIDFD_OPEN, os.getpid(), 0)
         if descriptor < 0:
             return
         try:
@@ -275,7 +284,7 @@ def _advise(descriptor: int, addresses: NDArray[np.int64], lengths: NDArray[np.i
     pages = np.empty((len(addresses), 2), np.int64)
     pages[:, 0] = addresses // _PAGE * _PAGE
     pages[:, 1] = addresses + np.maximum(lengths, 1) - pages[:, 0]
-    call = _libc().syscall
+    call = memory_calls().syscall
     for first in range(0, len(pages), _IOV_MAX):
         count = min(_IOV_MAX, len(pages) - first)
         at = ctypes.c_void_p(pages.ctypes.data + first * 16)

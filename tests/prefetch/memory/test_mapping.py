@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import itertools
 import mmap
 import os
-import threading
+from dataclasses import replace
 from pathlib import Path
 
 import fsspec
@@ -16,8 +17,10 @@ from numpy.typing import NDArray
 
 from dataflow import DataLoader, ShardedDataset, ShardWriter, Shuffle
 from dataflow.decode.values import BadRows, parse_ints
-from prefetch.core.by_numpy import copies_by_kernel
-from prefetch.core.executor import executor
+from prefetch.core.by_numpy import NumpyExecutor, copies_by_kernel
+from prefetch.core.compiled import CompiledExecutor
+from prefetch.core.executor import Executor, executor
+from prefetch.core.pages import RangeFlag
 from prefetch.core.plan import BuildPlan, PlanColumn
 from prefetch.memory.guards import FileGuards
 from prefetch.memory.mapping import MappedShard, Mappings, can_map, touch_pages, will_need
@@ -68,16 +71,15 @@ def resident_kb() -> int:
 
 @pytest.mark.parametrize("start", [0, 1, PAGE - 1, PAGE, 8 * PAGE + 99])
 def test_any_range_of_a_mapped_shard_is_the_slice_of_the_content(shard: Shard, start: int) -> None:
-    mapped = MappedShard(shard)
-    mapped.populate(start, len(CONTENT) - start, ahead=True)
+    mapped = Mappings().hold([(shard, start, len(CONTENT) - start)])[0]
     assert copied(mapped, start, len(CONTENT) - start) == CONTENT[start:]
 
 
 def test_a_shard_is_unmapped_when_the_last_reference_dies_and_holds_no_descriptor(shard: Shard) -> None:
     before = len(os.listdir("/proc/self/fd"))
     mappings = Mappings()
-    mapped = mappings.get(shard)
-    assert mappings.get(shard) is mapped
+    mapped = mappings.hold([(shard, 0, PAGE)])[0]
+    assert mappings.hold([(shard, 0, PAGE), (shard, PAGE, PAGE)]) == [mapped, mapped]
     assert len(os.listdir("/proc/self/fd")) == before
     assert mapped_files() == 1
     del mappings
@@ -91,11 +93,39 @@ def test_a_shard_is_unmapped_when_the_last_reference_dies_and_holds_no_descripto
 def test_a_truncated_shard_is_an_error_not_a_signal(shard: Shard) -> None:
     mapped = MappedShard(shard)
     os.truncate(shard.url, 2 * PAGE)
-    with pytest.raises(ShardReadError, match="truncated") as caught:
-        mapped.populate(PAGE, 4 * PAGE, ahead=True)
-    assert (caught.value.shard, caught.value.offset) == (shard.url, PAGE)
+    for used in (CompiledExecutor(), NumpyExecutor()):
+        cut, checked = mapped.entry(PAGE, 4 * PAGE, RangeFlag.AHEAD), mapped.entry(0, PAGE, RangeFlag.CHECK)
+        entries = np.array([cut, checked])
+        assert used.bring(entries).tolist() == [errno.EFAULT, -1]
+    failure = mapped.failure(errno.EFAULT, PAGE)
+    assert "truncated" in str(failure)
+    assert (failure.shard, failure.offset) == (shard.url, PAGE)
     with pytest.raises(ShardChangedError):
         mapped.check()
+
+
+@pytest.mark.parametrize("kind", [CompiledExecutor, NumpyExecutor])
+def test_files_are_checked_and_pages_brought_in(shard: Shard, kind: type[Executor]) -> None:
+    used = kind()
+    mapped = MappedShard(shard)
+    assert resident_kb() == 0
+    mine = mapped.entry(0, 0, RangeFlag.CHECK), mapped.entry(PAGE + 5, 2 * PAGE, 0)
+    assert used.bring(np.array([mapped.entry(0, len(CONTENT), RangeFlag.KEPT)])).tolist() == [0]
+    assert resident_kb() == 0  # the page cache has them, and that is enough
+    assert used.bring(np.array(mine)).tolist() == [0, 0]
+    assert resident_kb() >= (3 * PAGE if knows_the_advice() else 0) // 1024  # some bring their neighbours
+    os.utime(shard.url, ns=(7, 7))
+    assert used.bring(np.array(mine)).tolist() == [-1, 0]
+    os.unlink(shard.url)
+    assert used.bring(np.array(mine)).tolist() == [-1, 0]
+
+
+def test_a_file_whose_version_is_no_time_is_compared_by_its_size(shard: Shard) -> None:
+    mappings = Mappings()
+    assert mappings.hold([(replace(shard, version=""), 0, PAGE)])
+    os.truncate(shard.url, 2 * PAGE)
+    with pytest.raises(ShardChangedError, match="size"):
+        mappings.hold([(replace(shard, version=""), 0, PAGE)])
 
 
 def test_a_shard_that_is_not_the_indexed_one_is_refused(shard: Shard) -> None:
@@ -125,9 +155,7 @@ def test_a_shard_replaced_by_rename_serves_the_old_bytes_and_is_noticed(shard: S
 
 def test_ranges_that_no_window_uses_leave_the_process_oldest_first(shard: Shard) -> None:
     mappings = Mappings(keep_bytes=3 * PAGE)
-    mapped = mappings.get(shard)
-    for start in (0, 2, 4, 6):
-        mappings.populate(mapped, start * PAGE, 2 * PAGE)
+    mapped = mappings.hold([(shard, start * PAGE, 2 * PAGE) for start in (0, 2, 4, 6)])[0]
     used = resident_kb()
     for start in (0, 2):
         mappings.leave([(mapped, start * PAGE, 2 * PAGE)])
@@ -137,13 +165,12 @@ def test_ranges_that_no_window_uses_leave_the_process_oldest_first(shard: Shard)
 
 def test_a_range_that_two_windows_left_counts_once(shard: Shard) -> None:
     mappings = Mappings(keep_bytes=3 * PAGE)
-    mapped = mappings.get(shard)
-    mappings.populate(mapped, 0, len(CONTENT))
+    mapped = mappings.hold([(shard, 0, len(CONTENT))])[0]
     used = resident_kb()
     for _ in range(5):
         mappings.leave([(mapped, 0, 2 * PAGE)])
         mappings.leave([(mapped, 0, 2 * PAGE)])
-        mappings.populate(mapped, 0, 2 * PAGE)
+        mappings.hold([(shard, 0, 2 * PAGE)])
     mappings.leave([(mapped, 0, 2 * PAGE)])
     assert resident_kb() == used
     mappings.leave([(mapped, 4 * PAGE, 2 * PAGE)])
@@ -180,23 +207,28 @@ def test_a_shard_written_in_place_while_its_window_is_open_is_an_error(tmp_path:
 def test_a_window_compares_its_shards_again_at_its_end_unless_they_are_guarded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_guarded: bool
 ) -> None:
-    made, compared, check = make_tokens_bin(tmp_path), list[str](), MappedShard.check
+    made, at_end, check = make_tokens_bin(tmp_path), list[MappedShard](), MappedShard.check
     guarded: list[bool] = []
+    entry = MappedShard.entry
 
     def checked(mapped: MappedShard) -> None:
-        guarded.append(mapped.guard is not None)
-        compared.append(threading.current_thread().name)
+        at_end.append(mapped)
         check(mapped)
 
+    def entered(mapped: MappedShard, offset: int, length: int, flags: int) -> tuple[int, ...]:
+        if flags & RangeFlag.CHECK:
+            guarded.append(mapped.guard is not None)
+        return entry(mapped, offset, length, flags)
+
     monkeypatch.setattr(MappedShard, "check", checked)
+    monkeypatch.setattr(MappedShard, "entry", entered)
     if not is_guarded:
         monkeypatch.setattr(FileGuards, "take", lambda *_: None)
     with DataLoader(made.open(), 1, shuffle=False) as loader:
         assert list(loader)
     if is_guarded and not any(guarded):
         pytest.skip("this filesystem grants no leases")
-    at_end = [name for name in compared if not name.startswith("dataflow-read")]
-    assert len(compared) > len(at_end)
+    assert guarded
     assert bool(at_end) != is_guarded
 
 

@@ -1,0 +1,131 @@
+"""Where the values of a source's blocks lie in their shards, and the numbers that were parsed of them.
+
+Both are remembered from one epoch to the next while those of the whole source fit a fixed size, in arrays by
+sample: a window takes its part of them in one step, however many blocks it has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sharding.blocks import Block, Format, Spans
+from sharding.catalog.table import Catalog
+
+_REMEMBERED_BYTES = 64 << 20
+_REMEMBERED_BLOCKS = 1 << 16
+
+
+class ParsedNumbers:
+    """The numbers of one column, by sample. Thread-safe: who parses a block at once writes the same."""
+
+    def __init__(self, num_blocks: int, values: NDArray[Any]) -> None:
+        self.values = values
+        """[samples, ...], of blocks that are known."""
+        self.is_known = np.zeros(num_blocks, np.bool_)
+        """[blocks]"""
+
+
+class ValuePlaces:
+    """Finds blocks and where their values lie. Thread-safe: threads that find a block at once find the same.
+
+    Args:
+        catalog: of the source.
+        codec: tells where values lie.
+        columns: whose values are asked for.
+    """
+
+    def __init__(self, catalog: Catalog, codec: Format, columns: Sequence[str]) -> None:
+        self._catalog, self._codec, self._columns = catalog, codec, columns
+        num_samples = catalog.num_samples
+        self._is_remembered = (
+            16 * num_samples * len(columns) <= _REMEMBERED_BYTES and catalog.num_blocks <= _REMEMBERED_BLOCKS
+        )
+        self._blocks: dict[int, Block] = {}
+        self._parsed: dict[str, ParsedNumbers] = {}
+        num_kept = num_samples if self._is_remembered else 0
+        # Pages of it are there once they are written.
+        self._starts, self._lengths = (
+            {column: np.zeros(num_kept, np.int64) for column in columns} for _ in range(2)
+        )
+
+    def of_blocks(self, numbers: NDArray[np.int64]) -> BlockPlaces | None:
+        """Some blocks, [b] numbers, and where their values lie; None where the format cannot tell."""
+        if not self._is_remembered:
+            blocks = [self._catalog.block(number) for number in numbers.tolist()]
+            located = [self._codec.locate(block, self._columns) for block in blocks]
+            spans = [columns for columns in located if columns is not None]
+            return BlockPlaces(self, blocks, numbers, spans) if len(spans) == len(blocks) else None
+        wanted = numbers.tolist()
+        for number in wanted:
+            if number not in self._blocks and not self._remember(number):
+                return None
+        return BlockPlaces(self, [self._blocks[number] for number in wanted], numbers, None)
+
+    def _remember(self, number: int) -> bool:
+        """Find a block; whether the format can tell where its values lie."""
+        block = self._catalog.block(number)
+        spans = self._codec.locate(block, self._columns)
+        if spans is None:
+            return False
+        samples = slice(block.first_sample, block.first_sample + block.num_samples)
+        for column in self._columns:
+            self._starts[column][samples] = spans[column].starts + block.offset
+            self._lengths[column][samples] = spans[column].lengths
+        self._blocks[number] = block  # at last: from now on its places are there for all threads
+        return True
+
+    def parsed(self, column: str, like: NDArray[Any]) -> ParsedNumbers | None:
+        """The numbers of a column, whose rows are `like` these; None where all are too many."""
+        if self._catalog.num_samples * like[:1].nbytes > _REMEMBERED_BYTES:
+            return None
+        known = self._parsed.get(column)
+        if known is None:
+            values = np.zeros((self._catalog.num_samples, *like.shape[1:]), like.dtype)
+            known = self._parsed.setdefault(column, ParsedNumbers(self._catalog.num_blocks, values))
+        return known
+
+    def remembered(self, column: str) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Of all samples, where values start in their shard and their bytes."""
+        return self._starts[column], self._lengths[column]
+
+
+class BlockPlaces:
+    """Some blocks of a source, one after the other, and where their values lie.
+
+    Args:
+        places: the source's.
+        blocks: [b]
+        numbers: [b] of the blocks.
+        spans: per block, where its values lie in it; None: `places` remembers.
+    """
+
+    def __init__(
+        self,
+        places: ValuePlaces,
+        blocks: list[Block],
+        numbers: NDArray[np.int64],
+        spans: Sequence[dict[str, Spans]] | None,
+    ) -> None:
+        self._places, self._spans = places, spans
+        self.blocks, self.numbers = blocks, numbers
+        self.counts = np.array([block.num_samples for block in blocks], np.int64)
+        """[b] samples of each."""
+        first = np.array([block.first_sample for block in blocks], np.int64)
+        self.samples = np.repeat(first - (np.cumsum(self.counts) - self.counts), self.counts)
+        """[rows] of each row, its number in the source."""
+        self.samples += np.arange(len(self.samples))
+
+    def column(self, name: str) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Where values start in their shard and their bytes, each a new int64 [rows]; -1: it has none."""
+        if self._spans is None:
+            starts, lengths = self._places.remembered(name)
+            return starts[self.samples], lengths[self.samples]
+        if not self._spans:
+            return np.zeros(0, np.int64), np.zeros(0, np.int64)
+        starts = np.concatenate([spans[name].starts for spans in self._spans])
+        starts += np.repeat(np.array([block.offset for block in self.blocks], np.int64), self.counts)
+        return starts, np.concatenate([spans[name].lengths for spans in self._spans])

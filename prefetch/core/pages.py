@@ -1,0 +1,77 @@
+"""Ranges of mapped files as a table, and how they are checked and brought in without compiled code.
+
+A range is six numbers (`core_range` of core.h): the address of the file's path, zero-terminated; its size
+and modification time in nanoseconds, when it was indexed; the address and bytes of the pages, 0 bytes where
+none are wanted; and flags.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+from enum import IntFlag
+from functools import cache
+from typing import Any
+
+_POPULATE_READ = 22
+"""MADV_POPULATE_READ, Linux 5.14; Python has no name for it yet."""
+
+
+class RangeFlag(IntFlag):
+    """`core_range_flag` of core.h."""
+
+    CHECK = 1
+    """The file must still be what it was."""
+    KEPT = 2
+    """Its pages may be there: they are looked for first."""
+    AHEAD = 4
+    """The disk is asked for all pages before the first is waited for."""
+
+
+@cache
+def memory_calls() -> Any:
+    """The C library's `madvise` and `mmap`, called without the interpreter lock."""
+    library = ctypes.CDLL(None, use_errno=True)
+    library.mmap.restype = ctypes.c_void_p
+    library.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long)
+    library.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    return library
+
+
+@cache
+def _quick_calls() -> Any:
+    """For calls of a few microseconds, which keep the interpreter lock: to get it back takes longer."""
+    library = ctypes.PyDLL(None, use_errno=True)
+    library.mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
+    return library
+
+
+def has_pages(address: int, nbytes: int) -> bool:
+    """Whether all pages of a range are there."""
+    resident = (ctypes.c_ubyte * -(-nbytes // mmap.PAGESIZE))()
+    return _quick_calls().mincore(address, nbytes, resident) == 0 and b"\0" not in bytes(resident)
+
+
+def bring_range(path: int, size: int, modified_ns: int, address: int, nbytes: int, flags: int) -> int:
+    """What `core_bring` does with one range; gives its status."""
+    if flags & RangeFlag.CHECK and not _is_unchanged(ctypes.string_at(path), size, modified_ns):
+        return -1
+    if not nbytes or (flags & RangeFlag.KEPT and has_pages(address, nbytes)):
+        return 0
+    madvise = memory_calls().madvise
+    if flags & RangeFlag.AHEAD:
+        madvise(address, nbytes, mmap.MADV_WILLNEED)
+    if madvise(address, nbytes, _POPULATE_READ) == 0:
+        return 0
+    number = ctypes.get_errno()
+    return 0 if number == errno.EINVAL else number  # an older kernel: they come when they are copied
+
+
+def _is_unchanged(path: bytes, size: int, modified_ns: int) -> bool:
+    try:
+        now = os.stat(path)
+    except OSError:
+        return False
+    return (now.st_size, now.st_mtime_ns) == (size, modified_ns)
