@@ -52,7 +52,8 @@ class Stream:
         opened: dict[int, _DealtWindow] = {}
         staged: set[int] = set()
         newest: StagedWindow | None = None
-        num_cut, num_looked_up = 0, 1
+        num_cut, last_inside = 0, 0
+        num_looked_up = 1  # later as many as there were between two windows before
         ahead = _NO_BATCHES
         while num_cut < plan.num_batches:
             batches = self._inside(opened, num_cut)
@@ -63,13 +64,14 @@ class Stream:
                 count = _servable(ahead, opened)
                 batches, ahead = ahead.between(0, count), ahead.between(count, len(ahead))
             else:
-                ahead, num_looked_up = _NO_BATCHES, 1
+                ahead, num_looked_up = _NO_BATCHES, max(1, num_cut - last_inside)
+                last_inside = num_cut + len(batches)
             if batches:
                 assert newest is not None
                 self._cut(plan, batches, opened, newest.chunk_list)
                 num_cut += len(batches)
                 continue
-            for part in ahead.between(0, 1).parts:
+            for part in ahead.windows_of_first():
                 if part.window in opened:
                     continue
                 if newest is not None:
@@ -80,8 +82,6 @@ class Stream:
                 newest = opened[part.window].window
                 newest.epoch = plan.order.epoch
                 staged.add(part.window)
-            if any(num_cut < window.core.start for window in opened.values()):
-                ahead = _NO_BATCHES  # known now: up to where these go, and no further
         if newest is not None:
             yield newest
 

@@ -17,6 +17,7 @@ any part of the range (a shard, a folder, a host's shards) gets about its share 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from operator import index as exact_int
 
 import numpy as np
@@ -45,7 +46,11 @@ def mix_key(*parts: int) -> int:
 
     Each part lies in [-2**63, 2**64) and is taken modulo 2**64. Raises `ValueError` beyond that range.
     """
-    key = len(parts)
+    return mix_more(len(parts), *parts)
+
+
+def mix_more(key: int, *parts: int) -> int:
+    """The rest of a `mix_key`: `mix_more(mix_more(2, a), b)` is `mix_key(a, b)`."""
     for part in map(exact_int, parts):  # numpy integers become exact ones
         if not -(1 << 63) <= part <= _U64:
             raise ValueError(f"seeds and other key parts must fit 64 bits, got {part}")
@@ -73,6 +78,33 @@ def keyed_order(n: int, key: int, out: NDArray[np.int64] | None = None) -> NDArr
     bits.sort()
     bits &= np.uint64(low)
     return bits.view(np.int64)
+
+
+def keyed_orders(sizes: NDArray[np.int64], keys: Sequence[int], out: NDArray[np.int64]) -> None:
+    """Keyed orders side by side: of each size, numbered from where it begins, by the key beside it.
+
+    Args:
+        sizes: int64 [k]
+        keys: [k], 64 bits each.
+        out: int64 [sum of sizes], contiguous.
+    """
+    starts = np.cumsum(sizes) - sizes
+    bounds = [*zip(starts.tolist(), (starts + sizes).tolist(), strict=True)]
+    if len(out) > _CHUNK:
+        for (start, end), key in zip(bounds, keys, strict=True):
+            keyed_order(end - start, key, out[start:end])
+            out[start:end] += start
+        return
+    # Of a few hundred each: what takes time is the number of calls.
+    lows = [(1 << max(end - start - 1, 0).bit_length()) - 1 for start, end in bounds]
+    start, key, low = np.repeat(np.array([starts, keys, lows], np.uint64), sizes, axis=1)
+    bits = out.view(np.uint64)
+    np.subtract(np.arange(len(out), dtype=np.uint64), start, out=bits)
+    bits |= splitmix64(bits ^ key) & ~low
+    for first, end in bounds:
+        bits[first:end].sort()
+    bits &= low
+    bits += start
 
 
 def spread_order(n: int, key: int) -> NDArray[np.int64]:

@@ -25,8 +25,9 @@ from sharding.order.keyed import (
     LANE_ORDER,
     WINDOW_ORDER,
     feistel,
-    keyed_order,
+    keyed_orders,
     mix_key,
+    mix_more,
     mix_runs,
     spread_order,
 )
@@ -73,6 +74,8 @@ class Order:
         self.num_lanes = self.shuffle.num_lanes
         self.num_samples = int(counts.sum())
         self._key = mix_key(seed, epoch, FULL_ORDER)
+        self._window_key = mix_more(5, seed, epoch, WINDOW_ORDER)
+        """The first three of five parts: lane and window are still to come."""
         self._first_sample = np.cumsum(counts) - counts
         blocks = self._block_order(np.flatnonzero(counts))
         sizes = counts[blocks]
@@ -217,12 +220,8 @@ class Order:
     def _mixing(self, window: int, cells: NDArray[np.int64], out: NDArray[np.int64]) -> None:
         """Keyed orders of the cells' samples, side by side."""
         sizes = self.table.cell_start[cells + 1] - self.table.cell_start[cells]
-        first = 0
-        for cell, size in zip(cells.tolist(), sizes.tolist(), strict=True):
-            key = mix_key(self.seed, self.epoch, WINDOW_ORDER, cell // self.num_windows, window)
-            order = keyed_order(size, key, out[first : first + size])
-            order += first
-            first += size
+        lanes = (cells // self.num_windows).tolist()
+        keyed_orders(sizes, [mix_more(self._window_key, lane, window) for lane in lanes], out)
 
     def samples(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
         """Sample numbers in the dataset at the positions, int64 [n]; positions may come in any order.

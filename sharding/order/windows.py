@@ -182,16 +182,26 @@ def windows_touched(windows: NDArray[np.int64]) -> list[tuple[int, NDArray[np.in
         return []
     if int(windows.min()) == int(windows.max()):
         return [(int(windows[0]), slice(0, len(windows)))]
-    change = np.flatnonzero(windows[1:] != windows[:-1]) + 1
     if np.all(windows[1:] >= windows[:-1]):
-        bounds = [0, *change.tolist(), len(windows)]
+        bounds = [0, *(np.flatnonzero(windows[1:] != windows[:-1]) + 1).tolist(), len(windows)]
         return [(int(windows[a]), slice(a, b)) for a, b in pairwise(bounds)]
+    first = int(windows[0])
+    others = np.flatnonzero(windows != first)
+    second = int(windows[others[0]])
+    if (windows[others] == second).all():  # lanes go from one to the next
+        return [(first, _slice_of(np.flatnonzero(windows == first))), (second, _slice_of(others))]
     # Sixteen-bit keys sort by radix, in linear time.
     small = windows.astype(np.uint16) if int(windows.max()) < 1 << 16 else windows
     by_window = np.argsort(small, kind="stable")
     cuts = np.flatnonzero(np.diff(small[by_window])) + 1
     groups = sorted(np.split(by_window, cuts), key=lambda places: int(places[0]))
-    return [(int(windows[places[0]]), places) for places in groups]
+    return [(int(windows[places[0]]), _slice_of(places)) for places in groups]
+
+
+def _slice_of(places: NDArray[np.int64]) -> NDArray[np.int64] | slice:
+    """Places, ascending: as a slice where they follow one another."""
+    first, last = int(places[0]), int(places[-1])
+    return slice(first, last + 1) if last - first == len(places) - 1 else places
 
 
 def _window_of_piece(

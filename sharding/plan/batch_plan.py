@@ -225,8 +225,13 @@ class BatchPlan:
         return (begin[:, None] + shares).reshape(-1)
 
     def _shares(self, begin: NDArray[np.int64], size: int, first: int, count: int) -> NDArray[np.int64]:
-        """Offsets in batches of `size` that begin at these items: `count` from the `first` by lane."""
+        """Offsets in batches of `size` that begin at these items: `count` from the `first` by lane.
+
+        [batches, count], or [1, count] where all have the same.
+        """
         # A batch's lanes depend on the lane it begins in: one and the same if the lanes divide the batch.
+        if self.global_batch_size % self.num_lanes == 0:
+            return _share_by_lane(int(begin[0]) % self.num_lanes, size, self.num_lanes, first, count)[None]
         lanes, which = np.unique(begin % self.num_lanes, return_inverse=True)
         shares = [_share_by_lane(lane, size, self.num_lanes, first, count) for lane in lanes.tolist()]
         stacked: NDArray[np.int64] = np.stack(shares)[which]

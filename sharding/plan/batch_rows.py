@@ -86,8 +86,14 @@ class BatchRows:
         """The batch that holds a row, counted from 0."""
         return int(np.searchsorted(self._ends, row, side="right"))
 
+    def windows_of_first(self) -> list[WindowRows]:
+        """The parts that the first batch has rows of."""
+        return [part for part in self.parts if part.first < self._ends[0]]
+
     def between(self, start: int, stop: int) -> BatchRows:
         """The batches [start, stop), counted from 0."""
+        if start == 0 and stop == len(self):
+            return self
         begin, end = (int(self._ends[batch - 1]) if batch else 0 for batch in (start, stop))
         parts = [own for part in self.parts if len(own := part.between(begin, end))]
         parts.sort(key=lambda part: part.first)
