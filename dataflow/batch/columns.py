@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -99,6 +99,7 @@ class ChunkRows:
     """Finds the parts; called once."""
     cut: Cut | None = None
     """Which pieces are taken of some columns; None: all values come whole."""
+    _bytes: dict[str, NDArray[np.int64]] = field(default_factory=dict)
 
     def cut_of(self, column: str) -> Cut | None:
         """The pieces that a column's values are cut to; None: they come whole."""
@@ -108,6 +109,18 @@ class ChunkRows:
     def parts(self) -> Sequence[WindowPart]:
         """The rows, window by window."""
         return self.locate()
+
+    def bytes_of(self, column: str) -> NDArray[np.int64]:
+        """Of every row's value, read-only int64 [rows]; 0 where it is missing."""
+        known = self._bytes.get(column)
+        if known is None:
+            known = np.empty(self.num_rows, np.int64)
+            for part in self.parts:
+                known[part.chunk_rows] = part.spans(column).lengths[part.rows]
+            np.maximum(known, 0, out=known)
+            known.setflags(write=False)
+            self._bytes[column] = known
+        return known
 
     def find(self, row: int) -> tuple[StagedWindow, int]:
         """The window that a row of the chunk comes from, and its row there."""
@@ -215,9 +228,8 @@ class ChunkColumns:
         """Addresses and bytes of every row's value, int64 [2, rows]; missing ones are empty."""
         pieces = np.empty((2, self.rows.num_rows), np.int64)
         for part in self.rows.parts:
-            spans = part.spans(column)
-            pieces[0, part.chunk_rows] = spans.addresses[part.rows]
-            pieces[1, part.chunk_rows] = np.maximum(spans.lengths[part.rows], 0)
+            pieces[0, part.chunk_rows] = part.spans(column).addresses[part.rows]
+        pieces[1] = self.rows.bytes_of(column)
         return pieces
 
     def addresses_of(self, column: str, nbytes: int) -> NDArray[np.int64]:

@@ -46,10 +46,7 @@ class RaggedOutput(Output):
         cut = rows.cut_of(self.name)
         if cut is not None:
             return cut.length * np.dtype(self.dtype).itemsize
-        sizes = np.empty(rows.num_rows, np.int64)
-        for part in rows.parts:
-            sizes[part.chunk_rows] = np.maximum(part.spans(self.name).lengths[part.rows], 0)
-        return sizes
+        return rows.bytes_of(self.name)
 
     def build(self, columns: ChunkColumns) -> BuiltColumn:
         """Values one after the other in one slot."""

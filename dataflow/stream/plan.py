@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from dataflow.dataset import ShardedDataset
 from dataflow.mixture import Mixture
 from sharding.cached_property import cached_property
 from sharding.lengths.unit_plan import UnitPlan, UnitPlanner
 from sharding.mixture.windows import MixturePlan, MixtureWindows
+from sharding.order.order import Order
 from sharding.order.shuffle import Shuffle
 from sharding.plan.batch_plan import Dealing, Tail
 from sharding.plan.placement import read_amplification
 from sharding.plan.plan import EpochPlan, RankPlan
+
+_ORDERS_KEPT = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +32,8 @@ class StreamPlan:
     tail: Tail
     planner: UnitPlanner | None = None
     """Of length-aware batches; `batch_size` then counts its units."""
+    _orders: dict[int, Order] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """Of the epochs that were asked for last."""
 
     @property
     def samples_per_batch(self) -> int:
@@ -46,9 +51,21 @@ class StreamPlan:
         nbytes = self.dataset.catalog.blocks.length
         return read_amplification(order, self.batch_size, self.world_size, cost=nbytes)
 
+    def _windows_of(self, epoch: int) -> Order | MixtureWindows:
+        """The order of an epoch. Both the loop and what reads ahead ask for it, one after the other."""
+        kept = self._orders.get(epoch)
+        if kept is not None:
+            return kept
+        windows = self.dataset.windows(epoch, self.shuffle, seed=self.seed)
+        if isinstance(windows, Order):  # which never changes: any thread may use it
+            for old in [*self._orders][: 1 - _ORDERS_KEPT]:
+                self._orders.pop(old, None)
+            self._orders[epoch] = windows
+        return windows
+
     def epoch(self, epoch: int, start: int = 0) -> RankPlan:
         """The plan of one epoch, from position `start` on."""
-        windows = self.dataset.windows(epoch, self.shuffle, seed=self.seed)
+        windows = self._windows_of(epoch)
         dealing: Dealing = {
             "batch_size": self.batch_size,
             "rank": self.rank,

@@ -44,6 +44,8 @@ _IOV_MAX = 1024
 _MAX_SHARDS = 4096
 _REMEMBERED = 1 << 16
 """Ranges known to have been read: beyond this many the page cache hardly holds them all."""
+_CHECK, _KEPT, _AHEAD = map(int, RangeFlag)
+"""Numbers: arithmetic of an enumeration takes longer than what it says."""
 _MAP_FIXED = 0x10
 _FAILED = ctypes.c_void_p(-1).value
 
@@ -196,7 +198,7 @@ class Mappings:
             flags = self._note_use([(shard.url, offset) for shard, offset, _ in ranges], ranges)
         last_of = {id(at): number for number, at in enumerate(mapped)}  # each file is looked at once
         for number in last_of.values():
-            flags[number] |= RangeFlag.CHECK
+            flags[number] |= _CHECK
         entries = [
             at.entry(offset, length if brings_pages else 0, flag)
             for at, (_, offset, length), flag in zip(mapped, ranges, flags, strict=True)
@@ -215,10 +217,10 @@ class Mappings:
     def _note_use(self, keys: list[tuple[str, int]], ranges: Sequence[tuple[Shard, int, int]]) -> list[int]:
         """Ranges are in use now; gives the flags of what is known of each."""
         with self._lock:
+            kept = [self._forget(key) for key in keys]
             flags = [
-                (RangeFlag.KEPT if self._forget(key) else 0)
-                | (0 if key in self._read_before else RangeFlag.AHEAD)
-                for key in keys
+                _KEPT * was_kept + _AHEAD * (key not in self._read_before)
+                for key, was_kept in zip(keys, kept, strict=True)
             ]
             self._paged.update((key, length) for key, (_, _, length) in zip(keys, ranges, strict=True))
             if len(self._read_before) < _REMEMBERED:
@@ -236,7 +238,7 @@ class Mappings:
         for number in np.flatnonzero(status).tolist():
             if status[number] == -1:  # a version may be none that is compared so quickly
                 mapped[number].check()
-                entries[number, -1] &= ~RangeFlag.CHECK
+                entries[number, -1] &= ~_CHECK
                 status[number] = executor().bring(entries[number : number + 1])[0]
             if status[number]:
                 raise mapped[number].failure(int(status[number]), ranges[number][1])
@@ -262,8 +264,10 @@ class Mappings:
     def _forget(self, key: tuple[str, int]) -> bool:
         """Whether a range was kept; it is not any more."""
         kept_range = self._kept.pop(key, None)
-        self._kept_bytes -= kept_range[1] if kept_range else 0
-        return kept_range is not None
+        if kept_range is None:
+            return False
+        self._kept_bytes -= kept_range[1]
+        return True
 
 
 def will_need(addresses: NDArray[np.int64], lengths: NDArray[np.int64]) -> None:
