@@ -1,15 +1,33 @@
-"""`functools.cached_property` of Python 3.12 and later, for 3.11 too: without a lock.
+"""`functools.cached_property` of Python 3.12 and later, for 3.11 too: no lock while a value is computed.
 
 Until 3.11 the standard one holds a lock for all objects of a class. Threads then wait for each other over
 unrelated objects, and a process forked while a thread held it waits for ever.
+
+Only storing a value is one thread's at a time. The first use of an object's `__dict__` makes it of values that
+the object holds itself; in Python 3.11 that may begin a garbage collection, which may let another thread run
+(`gc.callbacks`, a finaliser). If that one used the `__dict__` of the same object, there would be two of the same
+values, each of which frees them: a crash at some later time.
 """
 
 from __future__ import annotations
 
+import os
+import threading
 from collections.abc import Callable
 from typing import Any, Generic, Self, TypeVar, overload
 
 T_co = TypeVar("T_co", covariant=True)
+_storing = threading.RLock()
+"""Taken again by what a garbage collection runs in the thread that holds it."""
+
+
+def _in_child() -> None:
+    """The thread that held it may not be there."""
+    global _storing
+    _storing = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_in_child)
 
 
 class cached_property(Generic[T_co]):  # noqa: N801 - used as the standard one is
@@ -35,5 +53,6 @@ class cached_property(Generic[T_co]):  # noqa: N801 - used as the standard one i
         if holder is None:
             return self
         value = self._compute(holder)
-        holder.__dict__[self._name] = value
+        with _storing:
+            holder.__dict__[self._name] = value
         return value

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 
+import pytest
 from forked_kit import exit_code_in_child
 
+from sharding import cached_property as module
 from sharding.cached_property import cached_property
 
 TIMEOUT_S = 30
@@ -27,6 +30,11 @@ class Square:
         self.begun.set()
         assert self.gate.wait(TIMEOUT_S)
         return self.side**2
+
+    @cached_property
+    def circumference(self) -> int:
+        """What goes round it."""
+        return 4 * self.side
 
 
 def test_it_is_computed_once_for_each_object() -> None:
@@ -53,3 +61,51 @@ def test_one_object_does_not_wait_for_another_nor_does_a_child_forked_meanwhile(
     slow.gate.set()
     thread.join(TIMEOUT_S)
     assert slow.area == 25
+
+
+class CollectingLock:
+    """Has whatever is made next begin a garbage collection."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+
+    def __enter__(self) -> None:
+        self.lock.acquire()
+        gc.enable()
+
+    def __exit__(self, *_: object) -> None:
+        gc.disable()
+        self.lock.release()
+
+
+def test_no_other_thread_stores_while_the_dictionary_of_an_object_is_made(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    square, was_blocked, drained = Square(3), list[bool](), list[dict[str, int]]()
+    other = threading.Thread(target=lambda: square.circumference)
+
+    def collecting(phase: str, _: object) -> None:
+        if phase == "start" and not was_blocked:
+            other.start()
+            other.join(0.1)
+            was_blocked.append(other.is_alive())
+
+    monkeypatch.setattr(module, "_storing", CollectingLock())
+    usual, was_on = gc.get_threshold(), gc.isenabled()
+    gc.disable()
+    gc.callbacks.append(collecting)
+    try:
+        drained.extend({} for _ in range(200))  # freed ones would be used again, without a collection
+        gc.set_threshold(1)
+        assert square.area == 9
+    finally:
+        gc.callbacks.remove(collecting)
+        gc.set_threshold(*usual)
+        if was_on:
+            gc.enable()
+    if not was_blocked:
+        pytest.skip("this Python collects at other moments")
+    other.join(TIMEOUT_S)
+    assert was_blocked == [True]
+    assert vars(square)["area"] == 9
+    assert vars(square)["circumference"] == 12
