@@ -3,10 +3,10 @@
 Until 3.11 the standard one holds a lock for all objects of a class. Threads then wait for each other over
 unrelated objects, and a process forked while a thread held it waits for ever.
 
-Only storing a value is one thread's at a time. The first use of an object's `__dict__` makes it of values that
-the object holds itself; in Python 3.11 that may begin a garbage collection, which may let another thread run
-(`gc.callbacks`, a finaliser). If that one used the `__dict__` of the same object, there would be two of the same
-values, each of which frees them: a crash at some later time.
+Only storing a value is one thread's at a time. The first use of an object's `__dict__` makes it of values
+that the object holds itself; in Python 3.11 that may begin a garbage collection, which may let another thread
+run (`gc.callbacks`, a finaliser). If that one used the `__dict__` of the same object, there would be two of
+the same values, each of which frees them: a crash at some later time.
 """
 
 from __future__ import annotations
