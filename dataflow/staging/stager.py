@@ -20,6 +20,7 @@ from dataflow.staging.mapped import MappedWindow, can_map_windows
 from dataflow.staging.reading import ReadWindow, SparseWindow
 from dataflow.staging.source import Source
 from dataflow.staging.window import NotLocatableError, StagedWindow
+from prefetch.core.executor import executor
 from prefetch.errors import MemoryLimitError
 from prefetch.memory.arena import Arena
 from sharding.blocks import Block
@@ -160,7 +161,8 @@ class Stager:
             nbytes = 8 * units.window_length(number)
             # Recycled memory: first touches cost more than the mixing.
             rows = self._arena.lease(nbytes)[:nbytes].view(np.int64)
-            blocks = units.whole_window(number, source.catalog.blocks.num_samples, rows)
+            num_samples = source.catalog.blocks.num_samples
+            blocks = units.whole_window(number, num_samples, rows, executor().keyed_orders)
             return self._stage_blocks(source, blocks, rows, None, True)
         blocks = units.window_blocks(number)
         ordinal, row = units.window_samples(number, indices)

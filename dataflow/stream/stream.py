@@ -135,7 +135,8 @@ class Stream:
         if plan.num_padded:  # the last batch may come while the window is still open
             numbers, padded = units.locate(plan.padding)
             indices = np.concatenate((indices, padded[numbers == number]))
-        return _DealtWindow(self._stager.stage(units, number, np.unique(indices)), left, core)
+            indices = np.unique(indices)
+        return _DealtWindow(self._stager.stage(units, number, indices), left, core)
 
 
 @dataclass

@@ -22,7 +22,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 FOLDER = Path(__file__).parent
-SOURCES = (FOLDER / "core.c", FOLDER / "pages.c", FOLDER / "queue.c", FOLDER / "resize.c")
+SOURCES = tuple(FOLDER / f"{name}.c" for name in ("core", "order", "pages", "queue", "resize"))
 HEADER, LIBRARY = FOLDER / "core.h", FOLDER / "libcore.so"
 FLAGS = (
     *("-O3", "-std=gnu11", "-shared", "-fPIC", "-fvisibility=hidden", "-pthread", "-Wall", "-Wextra"),

@@ -26,6 +26,7 @@ _FUNCTIONS = {
     "core_interleave": "piiip:",
     "core_resize": "pp:i",
     "core_bring": "pip:i",
+    "core_keyed_orders": "ppip:i",
     "core_queue_bytes": ":i",
     "core_open": "pii:i",
     "core_submit": "pp:",
@@ -72,6 +73,14 @@ class CompiledExecutor:
         status = np.empty(len(ranges), np.int64)
         self._library.core_bring(address_of(ranges), len(ranges), address_of(status))
         return status
+
+    def keyed_orders(self, sizes: NDArray[np.int64], keys: Sequence[int], out: NDArray[np.int64]) -> None:
+        """See `Executor`."""
+        numbers = np.array(keys, np.uint64)
+        if self._library.core_keyed_orders(
+            address_of(sizes), address_of(numbers), len(numbers), address_of(out)
+        ):
+            raise MemoryError(f"no memory to order {len(out):,} samples")
 
     def interleave(self, columns: Sequence[NDArray[Any]], out: NDArray[Any]) -> None:
         """See `Executor`."""

@@ -92,6 +92,13 @@ typedef struct {
    not what it was or cannot be looked at, else the `errno` of what cannot be read. Gives how many are not 0. */
 CORE_API int64_t core_bring(const core_range *ranges, int64_t n, int64_t *status);
 
+/* ---- orders --------------------------------------------------------------------------------------------------- */
+
+/* Permutations side by side: sizes[i] numbers from the sum of the sizes before on, in the order that keys[i] stands
+   for (`keyed_order` of `sharding.order.keyed`). Takes 12 bytes for each of the largest. 0, or -1 where there is no
+   memory for it. */
+CORE_API int64_t core_keyed_orders(const int64_t *sizes, const uint64_t *keys, int64_t count, int64_t *out);
+
 CORE_API int64_t core_version(void);
 
 /* ---- queues: plans that threads run, job by job ------------------------------------------------------------- */

@@ -47,6 +47,10 @@ class Executor(Protocol):
         """
         ...
 
+    def keyed_orders(self, sizes: NDArray[np.int64], keys: Sequence[int], out: NDArray[np.int64]) -> None:
+        """`sharding.order.keyed.keyed_orders`, without the interpreter lock where compiled code does it."""
+        ...
+
     def interleave(self, columns: Sequence[NDArray[Any]], out: NDArray[Any]) -> None:
         """Let columns of one shape and dtype become the last dimension of `out`, which is C-contiguous."""
         ...

@@ -24,6 +24,7 @@ from sharding.order.keyed import (
     FULL_ORDER,
     LANE_ORDER,
     WINDOW_ORDER,
+    KeyedOrders,
     feistel,
     keyed_orders,
     mix_key,
@@ -174,7 +175,11 @@ class Order:
         return ordinal[indices], row[indices]
 
     def whole_window(
-        self, window: int, num_samples: NDArray[np.int64], out: NDArray[np.int64]
+        self,
+        window: int,
+        num_samples: NDArray[np.int64],
+        out: NDArray[np.int64],
+        mix: KeyedOrders = keyed_orders,
     ) -> NDArray[np.int64]:
         """A window for whoever stages all of its blocks, side by side in an order that makes this cheap.
 
@@ -183,6 +188,7 @@ class Order:
             num_samples: int64 [blocks], the block table's column.
             out: int64 [window_length(window)]; gets the row of the sample at each index,
                 counting the samples of all blocks through.
+            mix: makes the orders of the lanes' samples.
 
         Returns the blocks, int64 [b], as `window_blocks` in another order.
         """
@@ -191,7 +197,7 @@ class Order:
         if self.shuffle.kind != "window":
             out[:] = np.arange(len(out)) if rows is None else rows
             return blocks
-        self._mixing(window, cells, out)
+        self._mixing(window, cells, out, mix)
         if rows is not None:
             np.take(rows, out.copy(), out=out)
         return blocks
@@ -217,11 +223,17 @@ class Order:
         self._mixing(window, cells, order)
         return ordinal[order], row[order]
 
-    def _mixing(self, window: int, cells: NDArray[np.int64], out: NDArray[np.int64]) -> None:
+    def _mixing(
+        self,
+        window: int,
+        cells: NDArray[np.int64],
+        out: NDArray[np.int64],
+        mix: KeyedOrders = keyed_orders,
+    ) -> None:
         """Keyed orders of the cells' samples, side by side."""
         sizes = self.table.cell_start[cells + 1] - self.table.cell_start[cells]
         lanes = (cells // self.num_windows).tolist()
-        keyed_orders(sizes, [mix_more(self._window_key, lane, window) for lane in lanes], out)
+        mix(sizes, [mix_more(self._window_key, lane, window) for lane in lanes], out)
 
     def samples(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
         """Sample numbers in the dataset at the positions, int64 [n]; positions may come in any order.

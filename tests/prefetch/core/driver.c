@@ -1,4 +1,4 @@
-/* Random images, and random build plans, run by `core_run` in several threads and by queues, whose threads and caller share the jobs,
+/* Random images, orders and ranges of files, and random build plans, run by `core_run` in several threads and by queues, whose threads and caller share the jobs,
    and compared with loops that are easy to believe.
 
      driver SEED PLANS honest|short|broken
@@ -16,6 +16,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
 #include <sys/uio.h>
 #include <unistd.h>
 
@@ -25,7 +26,7 @@ enum { MOST_COLUMNS = 6, THREADS = 3, MOST_ROWS = 400, MOST_PAGES = 40, GUARD = 
 
 static enum { HONEST, SHORT, BROKEN } mode;
 static int64_t page;
-static long num_rows, num_lost, num_widened, num_short, num_resized; /* what was tried, for the test to see */
+static long num_rows, num_lost, num_widened, num_short, num_resized, num_ordered; /* what was tried, for the test to see */
 
 #define CHECK(true_, ...)                                                                                        \
     do {                                                                                                         \
@@ -522,6 +523,62 @@ static void try_resize(void) {
     num_resized += results;
 }
 
+/* ---- orders, and pages of mapped files ------------------------------------------------------------------------ */
+
+static void try_orders(void) {
+    int64_t count = below(5), sizes[4], total = 0;
+    uint64_t keys[4];
+    for (int64_t i = 0; i < count; i++) {
+        total += sizes[i] = one_in(4) ? below(4) : below(5000);
+        keys[i] = next_random();
+    }
+    int64_t *out = allocated(total * 8), *seen = allocated(total * 8);
+    memset(seen, 0, (size_t)total * 8);
+    CHECK(!core_keyed_orders(sizes, keys, count, out), "no memory for an order");
+    for (int64_t i = 0, start = 0; i < count; start += sizes[i++]) {
+        uint64_t before = 0, span = 1;
+        while (span < (uint64_t)sizes[i]) span *= 2;
+        for (int64_t j = start; j < start + sizes[i]; j++) {
+            CHECK(out[j] >= start && out[j] < start + sizes[i] && !seen[out[j]]++, "no permutation");
+            uint64_t index = (uint64_t)(out[j] - start), saved = random_state;
+            random_state = index ^ keys[i];
+            uint64_t hashed = next_random() / span * span + index;
+            random_state = saved;
+            CHECK(j == start || hashed > before, "%ld of %ld is out of order", (long)j, (long)sizes[i]);
+            before = hashed;
+        }
+    }
+    num_ordered += total;
+    free(out), free(seen);
+}
+
+static void try_bring(void) {
+    char path[] = "bring-XXXXXX";
+    int descriptor = mkstemp(path);
+    struct stat now;
+    int64_t pages = 1 + below(MOST_PAGES), size = pages * page, kept = one_in(2) ? pages : below(pages);
+    CHECK(descriptor >= 0 && !ftruncate(descriptor, size) && !fstat(descriptor, &now), "%s", path);
+    uint8_t *memory = mmap(0, (size_t)size, PROT_READ, MAP_SHARED, descriptor, 0);
+    CHECK(memory != MAP_FAILED && !ftruncate(descriptor, kept * page), "%s", path);
+    core_range ranges[3];
+    int64_t status[3], changed = kept < pages, bad = 0;
+    for (int64_t i = 0; i < 3; i++) {
+        int64_t first = below(pages), num = below(pages - first + 1);
+        ranges[i] = (core_range){path, size, now.st_mtim.tv_sec * 1000000000LL + now.st_mtim.tv_nsec,
+                                 memory + first * page, num * page, below(8) & ~CORE_KEPT};
+        if (!changed) ranges[i].flags &= ~CORE_CHECK; /* its time may be another by now */
+    }
+    bad = core_bring(ranges, 3, status);
+    for (int64_t i = 0; i < 3; i++) {
+        int64_t end = (ranges[i].address - memory + ranges[i].nbytes) / page;
+        int64_t wanted = ranges[i].flags & CORE_CHECK ? -1 : ranges[i].nbytes && end > kept ? EFAULT : 0;
+        CHECK(status[i] == wanted, "status %ld, not %ld", (long)status[i], (long)wanted);
+        bad -= status[i] != 0;
+    }
+    CHECK(!bad, "%ld more are bad", (long)bad);
+    munmap(memory, (size_t)size), close(descriptor), unlink(path);
+}
+
 int main(int argc, char **argv) {
     CHECK(argc == 4, "driver SEED PLANS honest|short|broken");
     CHECK(core_version() == CORE_VERSION, "core_version");
@@ -533,8 +590,10 @@ int main(int argc, char **argv) {
         try_interleave();
         try_queue();
         try_resize();
+        try_orders();
+        try_bring();
     }
-    printf("{\"rows\": %ld, \"lost\": %ld, \"widened\": %ld, \"short\": %ld, \"resized\": %ld}\n", num_rows, num_lost,
-           num_widened, num_short, num_resized);
+    printf("{\"rows\": %ld, \"lost\": %ld, \"widened\": %ld, \"short\": %ld, \"resized\": %ld, \"ordered\": %ld}\n", num_rows,
+           num_lost, num_widened, num_short, num_resized, num_ordered);
     return 0;
 }

@@ -1,0 +1,58 @@
+/* Keyed orders: the permutations that mix samples; see core.h and `sharding.order.keyed`. */
+#include "core.h"
+#include "variants.h"
+#include <stdlib.h>
+
+/* `splitmix64` of Steele, Lea & Flood (2014), as `sharding.order.keyed` has it. */
+VARIANTS static void hash(uint64_t *restrict out, int64_t n, uint64_t key, uint64_t low) {
+    for (int64_t i = 0; i < n; i++) {
+        uint64_t z = ((uint64_t)i ^ key) + 0x9E3779B97F4A7C15u;
+        z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9u;
+        z = (z ^ (z >> 27)) * 0x94D049BB133111EBu;
+        out[i] = ((z ^ (z >> 31)) & ~low) | (uint64_t)i;
+    }
+}
+
+static void insert(uint64_t *keys, int64_t n) {
+    for (int64_t i = 1; i < n; i++) {
+        uint64_t key = keys[i];
+        int64_t j = i;
+        for (; j && keys[j - 1] > key; j--) keys[j] = keys[j - 1];
+        keys[j] = key;
+    }
+}
+
+/* Hashes lie evenly: about as many buckets as keys, by their highest bits, leave a few in each. */
+static int sort(const uint64_t *keys, int64_t n, int bits, uint64_t *out) {
+    int shift = 64 - (bits > 2 ? bits - 2 : 1);
+    int64_t buckets = (int64_t)1 << (64 - shift), first = 0;
+    int64_t *end = calloc((size_t)buckets, sizeof *end);
+    if (!end) return -1;
+    for (int64_t i = 0; i < n; i++) end[keys[i] >> shift]++;
+    for (int64_t b = 0; b < buckets; b++) { /* where each begins; once filled, where it ends */
+        int64_t count = end[b];
+        end[b] = first;
+        first += count;
+    }
+    for (int64_t i = 0; i < n; i++) out[end[keys[i] >> shift]++] = keys[i];
+    for (int64_t b = 0, begin = 0; b < buckets; begin = end[b++]) insert(out + begin, end[b] - begin);
+    free(end);
+    return 0;
+}
+
+int64_t core_keyed_orders(const int64_t *sizes, const uint64_t *keys, int64_t count, int64_t *out) {
+    int64_t most = 0, start = 0, failed = 0;
+    for (int64_t i = 0; i < count; i++)
+        if (sizes[i] > most) most = sizes[i];
+    uint64_t *hashed = malloc((size_t)(most ? most : 1) * sizeof *hashed);
+    if (!hashed) return -1;
+    for (int64_t i = 0; i < count && !failed; start += sizes[i++]) {
+        int bits = sizes[i] > 1 ? 64 - __builtin_clzll((uint64_t)sizes[i] - 1) : 0;
+        uint64_t low = ((uint64_t)1 << bits) - 1, *order = (uint64_t *)out + start;
+        hash(hashed, sizes[i], keys[i], low);
+        failed = sort(hashed, sizes[i], bits, order);
+        for (int64_t j = 0; j < sizes[i]; j++) order[j] = (order[j] & low) + (uint64_t)start;
+    }
+    free(hashed);
+    return failed;
+}
