@@ -1,11 +1,12 @@
-"""How fast the copies of a chunk are made: by the compiled executor, by numpy's, and by torch's own gather.
+"""How fast chunks are copied and windows mixed: by the compiled executor, by numpy's, by torch's own gather.
 
     python -m benchmarks.executors --json benchmarks/results/executors.json
 
 One thread copies values that lie anywhere in 64 MiB of memory into one slot of 8 MiB, as chunks of W4, W2,
-W1-raw and W3 do, and turns 20 columns into rows, as staging of W3 does. Rows a second of processor time, the
-ways in turns, medians. torch has no gather for values of different lengths and none that widens: there it is
-`index_select` over values of one length, and numpy widens tiles that stay in the cache.
+W1-raw and W3 do, turns 20 columns into rows, as staging of W3 does, and mixes the samples of windows of eight
+lanes. Rows a second of processor time, the ways in turns, medians. torch has no gather for values of different
+lengths and none that widens: there it is `index_select` over values of one length, and numpy widens tiles that
+stay in the cache.
 """
 
 from __future__ import annotations
@@ -34,6 +35,9 @@ CASES = {
     "W3 row": (80, 80, ""),
 }
 """Bytes of a stored value, of what values begin at multiples of, and the dtype of what is widened."""
+WINDOWS = {"W1-raw window": 80, "W4 window": 1_560, "W3 window": 96_000}
+"""Samples of each lane."""
+_LANES = 8
 SLOT_BYTES = 8 << 20
 _TILE_BYTES = 1 << 20
 
@@ -66,6 +70,11 @@ def interleaving(executor: Executor, rows: int) -> Callable[[], object]:
     return lambda: executor.interleave(columns, out)
 
 
+def mixing(executor: Executor, samples: int) -> Callable[[], object]:
+    sizes, out = np.full(_LANES, samples), np.zeros(_LANES * samples, np.int64)
+    return lambda: executor.keyed_orders(sizes, range(_LANES), out)
+
+
 def ways(executors: Sequence[Executor]) -> dict[str, tuple[int, dict[str, Callable[[], object]]]]:
     """Each case's rows, and what makes its copies."""
     rng = np.random.default_rng(0)
@@ -84,6 +93,8 @@ def ways(executors: Sequence[Executor]) -> dict[str, tuple[int, dict[str, Callab
         found[name] = rows, {**runs, "torch": by_torch(memory, places, step, each, widen, out)}
     rows = 1 << 16
     found["W3 columns"] = rows, {e.name: interleaving(e, rows) for e in executors}
+    for name, samples in WINDOWS.items():
+        found[name] = _LANES * samples, {e.name: mixing(e, samples) for e in executors}
     return found
 
 
