@@ -4,9 +4,9 @@
 
 One thread copies values that lie anywhere in 64 MiB of memory into one slot of 8 MiB, as chunks of W4, W2,
 W1-raw and W3 do, turns 20 columns into rows, as staging of W3 does, and mixes the samples of windows of eight
-lanes. Rows a second of processor time, the ways in turns, medians. torch has no gather for values of different
-lengths and none that widens: there it is `index_select` over values of one length, and numpy widens tiles that
-stay in the cache.
+lanes. Rows a second of processor time, the ways in turns, medians. torch has no gather for values of
+different lengths and none that widens: there it is `index_select` over values of one length, and numpy widens
+tiles that stay in the cache.
 """
 
 from __future__ import annotations
