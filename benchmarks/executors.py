@@ -27,6 +27,7 @@ from prefetch.core.by_numpy import NumpyExecutor
 from prefetch.core.compiled import CompiledExecutor
 from prefetch.core.executor import Executor
 from prefetch.core.plan import BuildPlan, PlanColumn
+from sharding.order.keyed import keyed_orders
 
 CASES = {
     "W4 record": (3072, 64, ""),
@@ -72,7 +73,8 @@ def interleaving(executor: Executor, rows: int) -> Callable[[], object]:
 
 def mixing(executor: Executor, samples: int) -> Callable[[], object]:
     sizes, out = np.full(_LANES, samples), np.zeros(_LANES * samples, np.int64)
-    return lambda: executor.keyed_orders(sizes, range(_LANES), out)
+    mix = executor.keyed_orders or keyed_orders
+    return lambda: mix(sizes, range(_LANES), out)
 
 
 def ways(executors: Sequence[Executor]) -> dict[str, tuple[int, dict[str, Callable[[], object]]]]:

@@ -81,7 +81,7 @@ class MappedWindow(StagedWindow):
         num_rows = self.samples.num_rows
         copied = [output.staged_bytes(num_rows) for output in source.outputs if not output.stays_in_place]
         pages = sum(-(-block.length // ALIGN) * ALIGN for block in blocks)
-        self.nbytes = pages + sum(copied) + 8 * num_rows * (1 + 2 * len(source.columns))
+        self.nbytes = pages + sum(copied) + 16 * num_rows * len(source.columns)
 
     def reads(self) -> Sequence[Callable[[], None]]:
         """One task a thread: to map a block takes less time than to wake a thread."""
@@ -106,16 +106,17 @@ class MappedWindow(StagedWindow):
     def _stage_rest(self) -> None:
         """Stage what the whole window needs at once, in the thread that mapped the last block."""
         rows = np.arange(self.samples.num_rows) if self._needed is None else self._needed
+        samples = self._places.samples()
         for output in self.source.outputs:
             if output.stays_in_place:
-                spans = self.staged[output.name] = self._spans_of(output.sources[0])
+                spans = self.staged[output.name] = self._spans_of(output.sources[0], samples)
                 if not self._whole:
                     will_need(spans.addresses[rows], spans.lengths[rows])
         for output in self.source.outputs:
             if not output.stays_in_place:
-                self._parse(output, rows)
+                self._parse(output, rows, samples)
 
-    def _parse(self, output: StagedOutput, rows: NDArray[np.int64]) -> None:
+    def _parse(self, output: StagedOutput, rows: NDArray[np.int64], samples: NDArray[np.int64]) -> None:
         """Parse the numbers of the rows; those of whole blocks only once, where they can be remembered."""
         staged, column = self.staged[output.name], output.sources[0]
         assert isinstance(staged, StagedArray)
@@ -125,21 +126,21 @@ class MappedWindow(StagedWindow):
             parsed = self.source.places.parsed(output.name, staged.values)
         if parsed is not None:
             is_known = parsed.is_known[self._places.numbers]
-            np.take(parsed.values, self._places.samples, axis=0, out=staged.values, mode="clip")
+            np.take(parsed.values, samples, axis=0, out=staged.values, mode="clip")
             if is_known.all():
                 return
             rows = np.flatnonzero(np.repeat(~is_known, self._places.counts))
-        spans = self._spans_of(column)
+        spans = self._spans_of(column, samples)
         buffer, starts = self.buffer_of(spans, rows, column)
         staged.values[rows], bad = staged.parse(Spans(buffer, starts, spans.lengths[rows]))
         staged.bad.update((int(rows[index]), reason) for index, reason in bad)
         if parsed is not None:
-            parsed.values[self._places.samples[rows]] = staged.values[rows]
+            parsed.values[samples[rows]] = staged.values[rows]
             has_bad = np.zeros(len(self._places.numbers), np.bool_)
             has_bad[np.array([self.samples.find(row)[0] for row in staged.bad], np.int64)] = True
             parsed.is_known[self._places.numbers[~has_bad]] = True  # bad rows are to be found anew
 
-    def _spans_of(self, name: str) -> StagedSpans:
+    def _spans_of(self, name: str, samples: NDArray[np.int64]) -> StagedSpans:
         """Where the values of a column lie in the mappings."""
         if name == "__url__":
             num_rows = self.samples.num_rows
@@ -147,7 +148,7 @@ class MappedWindow(StagedWindow):
             for ordinal in range(len(self.samples.blocks)):
                 spans.put(self.samples.rows_of(ordinal).start, [self._constant(ordinal, name)])
             return spans
-        addresses, lengths = self._places.column(name)
+        addresses, lengths = self._places.column(name, samples)
         bases = np.array([mapped.address for mapped in self._shards if mapped is not None], np.int64)
         addresses += np.repeat(bases, self._places.counts)
         return StagedSpans(addresses, lengths)

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from sharding.blocks import Block, Format, Spans
 from sharding.catalog.table import Catalog
+from sharding.order.windows import ranges
 
 _REMEMBERED_BYTES = 64 << 20
 _REMEMBERED_BLOCKS = 1 << 16
@@ -114,16 +115,20 @@ class BlockPlaces:
         self.blocks, self.numbers = blocks, numbers
         self.counts = np.array([block.num_samples for block in blocks], np.int64)
         """[b] samples of each."""
-        first = np.array([block.first_sample for block in blocks], np.int64)
-        self.samples = np.repeat(first - (np.cumsum(self.counts) - self.counts), self.counts)
-        """[rows] of each row, its number in the source."""
-        self.samples += np.arange(len(self.samples))
 
-    def column(self, name: str) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Where values start in their shard and their bytes, each a new int64 [rows]; -1: it has none."""
+    def samples(self) -> NDArray[np.int64]:
+        """[rows] of each row, its number in the source; made anew, to be dropped when all is staged."""
+        first = np.array([block.first_sample for block in self.blocks], np.int64)
+        return ranges(first, self.counts)
+
+    def column(self, name: str, samples: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Where values start in their shard and their bytes, each a new int64 [rows]; -1: it has none.
+
+        `samples`: those of the method.
+        """
         if self._spans is None:
             starts, lengths = self._places.remembered(name)
-            return starts[self.samples], lengths[self.samples]
+            return starts[samples], lengths[samples]
         if not self._spans:
             return np.zeros(0, np.int64), np.zeros(0, np.int64)
         starts = np.concatenate([spans[name].starts for spans in self._spans])

@@ -21,7 +21,6 @@ from prefetch.addresses import memory_at
 from prefetch.core.images import ImageForm, Resizer, resize_by_numpy
 from prefetch.core.pages import bring_range
 from prefetch.core.plan import BuildPlan, PlanColumn
-from sharding.order.keyed import keyed_orders
 
 _GROUP = 1024
 _TILE_BYTES = 1 << 20
@@ -73,6 +72,8 @@ class NumpyExecutor:
     """
 
     name = "numpy"
+    keyed_orders = None
+    """See `Executor`."""
 
     def __init__(self, readv: Any = process_vm_readv) -> None:
         self._readv = readv
@@ -135,10 +136,6 @@ class NumpyExecutor:
     def bring(self, ranges: NDArray[np.int64]) -> NDArray[np.int64]:
         """See `Executor`."""
         return np.array([bring_range(*entry) for entry in ranges.tolist()], np.int64)
-
-    def keyed_orders(self, sizes: NDArray[np.int64], keys: Sequence[int], out: NDArray[np.int64]) -> None:
-        """See `Executor`."""
-        keyed_orders(sizes, keys, out)
 
     def interleave(self, columns: Sequence[NDArray[Any]], out: NDArray[Any]) -> None:
         """See `Executor`."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, Protocol
 
@@ -28,6 +28,11 @@ class Executor(Protocol):
 
     name: str
 
+    @property
+    def keyed_orders(self) -> Callable[[NDArray[np.int64], Sequence[int], NDArray[np.int64]], None] | None:
+        """What `sharding.order.keyed.keyed_orders` does, without the interpreter lock; None: nothing does."""
+        ...
+
     def run(self, plan: BuildPlan) -> NDArray[np.uint8]:
         """Make all copies, without the interpreter lock.
 
@@ -45,10 +50,6 @@ class Executor(Protocol):
         Returns int64 [n]: 0; -1 where the file is not what it was, or cannot be looked at; else the number of
         the error (`errno`) of what cannot be read.
         """
-        ...
-
-    def keyed_orders(self, sizes: NDArray[np.int64], keys: Sequence[int], out: NDArray[np.int64]) -> None:
-        """`sharding.order.keyed.keyed_orders`, without the interpreter lock where compiled code does it."""
         ...
 
     def interleave(self, columns: Sequence[NDArray[Any]], out: NDArray[Any]) -> None:

@@ -225,14 +225,14 @@ class WindowQueue:
     def _enough(self, need: int, nbytes: int) -> int:
         """A limit for whatever comes after this, too, if it is of the size of what was seen.
 
-        All windows but the one that is only read ahead, and an output beside them; a quarter more, as windows
-        differ, and a larger limit makes larger chunks.
+        All windows but the one that is only read ahead, and an output beside them, half as large again, as a
+        larger limit makes larger chunks; a quarter more, as windows differ.
         """
         sizes = [opened.window.nbytes for opened in self._open.values()]
         if self._next is not None:
             sizes.append(self._next.nbytes)
         windows = max(1, self._max_open - 1) * max(sizes, default=0)
-        return max(need, windows + max(nbytes, self._keep_bytes)) * 5 // 4
+        return max(need, windows + max(nbytes, self._keep_bytes) * 3 // 2) * 5 // 4
 
     def _explained(self, error: BaseException) -> BaseException:
         """What kept a window from being opened; a bare lack of memory is put into words."""

@@ -160,7 +160,8 @@ def _forked(listener: int, alive: int, folder: str) -> int:
         # Killed, perhaps in the middle of asking for a worker: at its end it would have removed this itself.
         if is_over := _has_ended(parent):
             shutil.rmtree(folder or os.devnull, ignore_errors=True)
-        if is_over or isinstance(error, SystemExit):
+        # Who was interrupted between calling and asking is about to end, or asks another server.
+        if is_over or isinstance(error, (SystemExit, EOFError)):
             os._exit(0)
         sys.excepthook(*sys.exc_info())
     finally:

@@ -6,25 +6,24 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from prefetch.core.by_numpy import NumpyExecutor
 from prefetch.core.compile import LIBRARY
 from prefetch.core.compiled import CompiledExecutor
-from prefetch.core.executor import Executor
+from sharding.order.keyed import KeyedOrders, keyed_orders
 from tests.plain_order import plain_keyed_order
 
 U64 = st.integers(0, 2**64 - 1)
 
 
-def orders(executor: Executor, sizes: list[int], keys: list[int]) -> list[int]:
+def orders(mix: KeyedOrders, sizes: list[int], keys: list[int]) -> list[int]:
     out = np.full(sum(sizes), -1)
-    executor.keyed_orders(np.array(sizes, np.int64), keys, out)
+    mix(np.array(sizes, np.int64), keys, out)
     return list(out.tolist())
 
 
-def compiled() -> Executor:
+def compiled() -> KeyedOrders:
     if not LIBRARY.exists():
         pytest.skip("the compiled core was not built")
-    return CompiledExecutor()
+    return CompiledExecutor().keyed_orders
 
 
 @given(st.lists(st.tuples(st.integers(0, 70), U64), max_size=5))
@@ -33,11 +32,11 @@ def test_orders_side_by_side_are_those_of_the_definition(cells: list[tuple[int, 
     expected: list[int] = []
     for size, key in cells:
         expected.extend(len(expected) + np.array(plain_keyed_order(size, key), np.int64))
-    assert orders(NumpyExecutor(), sizes, keys) == expected
+    assert orders(keyed_orders, sizes, keys) == expected
     assert orders(compiled(), sizes, keys) == expected
 
 
 @pytest.mark.parametrize("sizes", [[(1 << 14) + 1], [9000, 9000], [1 << 16, 0, 3], [100_003]])
 def test_large_orders_are_the_same_by_both(sizes: list[int]) -> None:
     keys = [7 + i for i in range(len(sizes))]
-    assert orders(compiled(), sizes, keys) == orders(NumpyExecutor(), sizes, keys)
+    assert orders(compiled(), sizes, keys) == orders(keyed_orders, sizes, keys)
