@@ -77,6 +77,7 @@ class Session:
         dataset, limit, settings = plan.dataset, options.memory_limit, options.settings
         device = settings.torch_device
         copies_only = not (settings.collate_fn or plan.planner) and _copies_only(dataset)
+        copies_only = copies_only and executor().has_queue  # else builders make them, in chunks of their size
         ahead = choose_read_ahead(
             limit,
             batch_bytes=_batch_bytes(plan),

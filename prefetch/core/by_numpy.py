@@ -71,7 +71,7 @@ class NumpyExecutor:
         readv: copies as `process_vm_readv`; None: nothing does.
     """
 
-    name = "numpy"
+    name, has_queue = "numpy", False
     keyed_orders = None
     """See `Executor`."""
 

@@ -46,7 +46,7 @@ _TYPES = {"p": ctypes.c_void_p, "i": ctypes.c_int64, "": None}
 class CompiledExecutor:
     """Runs plans by a library that `core.h` describes. `OSError` where it cannot be loaded."""
 
-    name = "compiled"
+    name, has_queue = "compiled", True
 
     def __init__(self, path: Path = LIBRARY) -> None:
         self._library = _typed(ctypes.CDLL(str(path)), path)
@@ -127,8 +127,6 @@ class _CompiledResizer:
 
     def __init__(self, resize: Any, form: ImageForm) -> None:
         numbers = form.numbers
-        if numbers is not None and (numbers.shape != (form.channels, 256) or not numbers.flags.c_contiguous):
-            raise ValueError(f"numbers must be C-contiguous ({form.channels}, 256), got {numbers.shape}")
         self._resize, self._form = resize, form
         self._table = _Form(
             form.channels,

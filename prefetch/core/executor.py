@@ -27,6 +27,8 @@ class Executor(Protocol):
     """Runs plans, in the caller's thread. Thread-safe."""
 
     name: str
+    has_queue: bool
+    """Whether `open_queue` gives one."""
 
     @property
     def keyed_orders(self) -> Callable[[NDArray[np.int64], Sequence[int], NDArray[np.int64]], None] | None:

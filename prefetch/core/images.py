@@ -40,6 +40,11 @@ class ImageForm:
     numbers: NDArray[np.float32] | None = None
     """[channels, 256]: what becomes of each level. None: results are the levels, uint8."""
 
+    def __post_init__(self) -> None:
+        numbers, shape = self.numbers, (self.channels, 256)
+        if numbers is not None and (numbers.shape != shape or not numbers.flags.c_contiguous):
+            raise ValueError(f"numbers must be C-contiguous {shape}, got {numbers.shape}")
+
     @property
     def dtype(self) -> np.dtype[np.uint8 | np.float32]:
         """Of results."""
