@@ -37,6 +37,7 @@ from prefetch.control.gate import ReadGate
 from prefetch.control.inflight import Inflight
 from prefetch.control.pause import ReadPause
 from prefetch.core.executor import executor
+from prefetch.core.queue import CopyQueue
 from prefetch.engine.builders import ThreadBuilders
 from prefetch.engine.engine import Engine
 from prefetch.engine.ledger import Ledger, State
@@ -76,8 +77,9 @@ class Session:
     def __init__(self, plan: StreamPlan, options: SessionOptions, epoch: int, start: int) -> None:
         dataset, limit, settings = plan.dataset, options.memory_limit, options.settings
         device = settings.torch_device
-        copies_only = not (settings.collate_fn or plan.planner) and _copies_only(dataset)
-        copies_only = copies_only and executor().has_queue  # else builders make them, in chunks of their size
+        # Without a queue builders make batches that are copies alone, too, in chunks of their size.
+        open_queue = None if settings.collate_fn or plan.planner else executor().open_queue
+        copies_only = open_queue is not None and _copies_only(dataset)
         ahead = choose_read_ahead(
             limit,
             batch_bytes=_batch_bytes(plan),
@@ -135,9 +137,10 @@ class Session:
             explain=self._what_reads_wait_for,
         )
         copies = None
-        if copies_only:  # one core is left to the consumer, who copies too while it waits
+        if copies_only and open_queue is not None:
+            # One core is left to the consumer, who copies too while it waits.
             num_threads = settings.num_threads or max(1, _num_cores() - 1)
-            copies = self._open_copies(engine_options, ahead, num_threads)
+            copies = self._open_copies(partial(open_queue, num_threads), engine_options, ahead)
         num_builders = 1 if copies else settings.num_threads or _build_threads(dataset)
         context = BuildContext(
             outputs=dataset.outputs,
@@ -166,11 +169,11 @@ class Session:
         if self._pause:
             self._pause.watch(self.engine.staged_batches)
 
-    def _open_copies(self, options: EngineOptions, ahead: ReadAhead, num_threads: int) -> Copies | None:
-        """Threads that copy without the interpreter; None: there is no compiled core."""
-        queue = executor().open_queue(num_threads, wake_at=ahead.jobs_ready.value // 2)
-        if queue is None:
-            return None
+    def _open_copies(
+        self, open_queue: Callable[..., CopyQueue], options: EngineOptions, ahead: ReadAhead
+    ) -> Copies:
+        """Copies by threads that never take the interpreter lock."""
+        queue = open_queue(wake_at=ahead.jobs_ready.value // 2)
         self.guards.settle_loads = queue.settle
         new_wait = partial(ConsumerWait, options=options)
         return Copies(

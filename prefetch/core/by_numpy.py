@@ -71,9 +71,11 @@ class NumpyExecutor:
         readv: copies as `process_vm_readv`; None: nothing does.
     """
 
-    name, has_queue = "numpy", False
+    name = "numpy"
     keyed_orders = None
-    """See `Executor`."""
+    """See `Executor`: numpy's own is as good."""
+    open_queue = None
+    """See `Executor`: threads of Python would wait for each other."""
 
     def __init__(self, readv: Any = process_vm_readv) -> None:
         self._readv = readv
@@ -150,7 +152,3 @@ class NumpyExecutor:
     def resizer(self, form: ImageForm) -> Resizer:
         """See `Executor`."""
         return partial(resize_by_numpy, form)
-
-    def open_queue(self, num_threads: int, *, wake_at: int = 1) -> None:
-        """See `Executor`: threads of Python would wait for each other."""
-        return

@@ -46,7 +46,7 @@ _TYPES = {"p": ctypes.c_void_p, "i": ctypes.c_int64, "": None}
 class CompiledExecutor:
     """Runs plans by a library that `core.h` describes. `OSError` where it cannot be loaded."""
 
-    name, has_queue = "compiled", True
+    name = "compiled"
 
     def __init__(self, path: Path = LIBRARY) -> None:
         self._library = _typed(ctypes.CDLL(str(path)), path)
@@ -77,6 +77,8 @@ class CompiledExecutor:
     def keyed_orders(self, sizes: NDArray[np.int64], keys: Sequence[int], out: NDArray[np.int64]) -> None:
         """See `Executor`."""
         numbers = np.array(keys, np.uint64)
+        if len(numbers) != len(sizes) or int(sizes.sum()) != len(out):
+            raise ValueError(f"{len(numbers)} keys and {len(out)} places for sizes {sizes.tolist()}")
         if self._library.core_keyed_orders(
             address_of(sizes), address_of(numbers), len(numbers), address_of(out)
         ):

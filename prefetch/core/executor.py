@@ -23,12 +23,18 @@ VARIABLE = "DATAFLOW_EXECUTOR"
 _log = logging.getLogger(__name__)
 
 
+class OpenQueue(Protocol):
+    """Makes a `CopyQueue`, with its arguments."""
+
+    def __call__(self, num_threads: int, *, wake_at: int = 1) -> CopyQueue:
+        """A queue of `num_threads` threads that wakes who waits when `wake_at` jobs are done."""
+        ...
+
+
 class Executor(Protocol):
     """Runs plans, in the caller's thread. Thread-safe."""
 
     name: str
-    has_queue: bool
-    """Whether `open_queue` gives one."""
 
     @property
     def keyed_orders(self) -> Callable[[NDArray[np.int64], Sequence[int], NDArray[np.int64]], None] | None:
@@ -62,8 +68,9 @@ class Executor(Protocol):
         """What makes results of decoded images, the same by every executor."""
         ...
 
-    def open_queue(self, num_threads: int, *, wake_at: int = 1) -> CopyQueue | None:
-        """Threads that run plans without the interpreter, as `CopyQueue` says; None: it has none."""
+    @property
+    def open_queue(self) -> OpenQueue | None:
+        """Starts threads that run plans without the interpreter; None: it has none."""
         ...
 
 

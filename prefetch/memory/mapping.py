@@ -94,6 +94,7 @@ class MappedShard:
             shard.size,
             int(modified_ns) if modified_ns.isdecimal() else -1,
         )
+        """As `prefetch.core.pages` has it; -1: a version that is no time is compared by `check`."""
         try:
             descriptor = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
             try:
@@ -196,8 +197,9 @@ class Mappings:
         flags = [0] * len(ranges)
         if brings_pages:
             flags = self._note_use([(shard.url, offset) for shard, offset, _ in ranges], ranges)
-        last_of = {id(at): number for number, at in enumerate(mapped)}  # each file is looked at once
-        for number in last_of.values():
+        # Each file is looked at once, with its first range: that it changed is told before what it lacks.
+        first_of = {id(at): number for number, at in reversed([*enumerate(mapped)])}
+        for number in first_of.values():
             flags[number] |= _CHECK
         entries = [
             at.entry(offset, length if brings_pages else 0, flag)

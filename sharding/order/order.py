@@ -220,7 +220,7 @@ class Order:
         if self.shuffle.kind != "window":
             return ordinal, row
         order = np.empty(len(row), np.int64)
-        self._mixing(window, cells, order)
+        self._mixing(window, cells, order, keyed_orders)
         return ordinal[order], row[order]
 
     def _mixing(
@@ -228,7 +228,7 @@ class Order:
         window: int,
         cells: NDArray[np.int64],
         out: NDArray[np.int64],
-        mix: KeyedOrders = keyed_orders,
+        mix: KeyedOrders,
     ) -> None:
         """Keyed orders of the cells' samples, side by side."""
         sizes = self.table.cell_start[cells + 1] - self.table.cell_start[cells]

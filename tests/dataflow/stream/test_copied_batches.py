@@ -56,7 +56,9 @@ def test_batches_before_a_bad_sample_are_delivered_and_its_error_comes_in_its_pl
     assert batches == [[n for n in range(at, at + 4) if n != 25] for at in range(0, 40, 4)]
 
 
-@pytest.mark.skipif(not executor().has_queue, reason="batches are made by chunks without the compiled core")
+@pytest.mark.skipif(
+    executor().open_queue is None, reason="batches are made by chunks without the compiled core"
+)
 @pytest.mark.parametrize("taken", [1, 2, 5])
 def test_a_file_cut_between_two_batches_of_a_chunk_names_the_first_row_that_is_gone(
     tokens: Path, taken: int

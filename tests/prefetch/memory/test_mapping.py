@@ -7,8 +7,10 @@ import gc
 import itertools
 import mmap
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import fsspec
 import numpy as np
@@ -17,7 +19,9 @@ from numpy.typing import NDArray
 
 from dataflow import DataLoader, ShardedDataset, ShardWriter, Shuffle
 from dataflow.decode.values import BadRows, parse_ints
+from dataflow.staging import places
 from prefetch.core.by_numpy import NumpyExecutor, copies_by_kernel
+from prefetch.core.compile import LIBRARY
 from prefetch.core.compiled import CompiledExecutor
 from prefetch.core.executor import Executor, executor
 from prefetch.core.pages import RangeFlag
@@ -27,7 +31,7 @@ from prefetch.memory.mapping import MappedShard, Mappings, can_map, touch_pages,
 from sharding.blocks import Shard, Spans
 from sharding.catalog.storage import local_info
 from sharding.errors import ShardChangedError, ShardReadError
-from tests.datasets_kit import make_tar, make_tokens_bin
+from tests.datasets_kit import Made, make_tar, make_tokens_bin
 
 PAGE = os.sysconf("SC_PAGE_SIZE")
 CONTENT = np.random.default_rng(0).integers(0, 256, 8 * PAGE + 100, np.uint8).tobytes()
@@ -90,13 +94,11 @@ def test_a_shard_is_unmapped_when_the_last_reference_dies_and_holds_no_descripto
     assert mapped_files() == 0
 
 
-def test_a_truncated_shard_is_an_error_not_a_signal(shard: Shard) -> None:
+def test_a_truncated_shard_is_an_error_not_a_signal(shard: Shard, used: Executor) -> None:
     mapped = MappedShard(shard)
     os.truncate(shard.url, 2 * PAGE)
-    for used in (CompiledExecutor(), NumpyExecutor()):
-        cut, checked = mapped.entry(PAGE, 4 * PAGE, RangeFlag.AHEAD), mapped.entry(0, PAGE, RangeFlag.CHECK)
-        entries = np.array([cut, checked])
-        assert used.bring(entries).tolist() == [errno.EFAULT, -1]
+    cut, checked = mapped.entry(PAGE, 4 * PAGE, RangeFlag.AHEAD), mapped.entry(0, PAGE, RangeFlag.CHECK)
+    assert used.bring(np.array([cut, checked])).tolist() == [errno.EFAULT, -1]
     failure = mapped.failure(errno.EFAULT, PAGE)
     assert "truncated" in str(failure)
     assert (failure.shard, failure.offset) == (shard.url, PAGE)
@@ -104,9 +106,35 @@ def test_a_truncated_shard_is_an_error_not_a_signal(shard: Shard) -> None:
         mapped.check()
 
 
-@pytest.mark.parametrize("kind", [CompiledExecutor, NumpyExecutor])
-def test_files_are_checked_and_pages_brought_in(shard: Shard, kind: type[Executor]) -> None:
-    used = kind()
+@pytest.fixture(params=[CompiledExecutor, NumpyExecutor])
+def used(request: pytest.FixtureRequest) -> Executor:
+    if request.param is CompiledExecutor and not LIBRARY.exists():
+        pytest.skip("the compiled core was not built")
+    made: Executor = request.param()
+    return made
+
+
+def test_a_cut_file_is_told_as_changed_before_what_it_lacks(shard: Shard, used: Executor) -> None:
+    mappings = Mappings()
+    mappings.hold([(shard, 0, PAGE)])
+    os.truncate(shard.url, 2 * PAGE)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("prefetch.memory.mapping.executor", lambda: used)
+        with pytest.raises(ShardChangedError, match="size"):
+            mappings.hold([(shard, 4 * PAGE, PAGE), (shard, 0, PAGE)])
+
+
+def test_pages_that_cannot_be_read_are_an_error_that_names_their_block(
+    shard: Shard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failing = SimpleNamespace(bring=lambda _: np.array([0, errno.EIO]))
+    monkeypatch.setattr("prefetch.memory.mapping.executor", lambda: failing)
+    with pytest.raises(ShardReadError, match=os.strerror(errno.EIO)) as caught:
+        Mappings().hold([(shard, 0, PAGE), (shard, PAGE, PAGE)])
+    assert (caught.value.shard, caught.value.offset) == (shard.url, PAGE)
+
+
+def test_files_are_checked_and_pages_brought_in(shard: Shard, used: Executor) -> None:
     mapped = MappedShard(shard)
     assert resident_kb() == 0
     mine = mapped.entry(0, 0, RangeFlag.CHECK), mapped.entry(PAGE + 5, 2 * PAGE, 0)
@@ -251,6 +279,18 @@ def test_a_full_shuffle_parses_the_numbers_of_its_own_samples_only(
         seen = sorted(int(batch["cls"]) for batch in loader)
     assert seen == list(range(12))
     assert max(parsed) == 2
+
+
+@pytest.mark.parametrize("make", [make_tar, make_tokens_bin])
+def test_windows_are_the_same_where_too_much_to_remember_lies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make: Callable[[Path], Made]
+) -> None:
+    made, seen = make(tmp_path), []
+    for limit in (places._REMEMBERED_BYTES, 0):
+        monkeypatch.setattr(places, "_REMEMBERED_BYTES", limit)
+        with DataLoader(made.open(), 3) as loader:
+            seen.append([repr(batch) for _ in range(2) for batch in loader])
+    assert seen[0] == seen[1]
 
 
 @pytest.mark.parametrize("kind", ["window", "full", "none"])
