@@ -62,11 +62,10 @@ def _ours(target: str) -> Contestant:
 
 
 NO_DALI = "its only wheels are CUDA builds (425 MB)"
-NO_FFCV = "no wheel; its source does not build with pip"
 NO_ENERGON = "no adapter written"
 NO_TF = "no adapter written"
 NO_RAY = "no adapter written"
-ABSENT = {"DALI": NO_DALI, "FFCV": NO_FFCV}
+ABSENT = {"DALI": NO_DALI}
 
 WORKLOADS: Sequence[Workload] = (
     Workload(
@@ -84,6 +83,7 @@ WORKLOADS: Sequence[Workload] = (
             Contestant("Mosaic", "peers_mosaic:w1"),
             Contestant("LitData", "peers_litdata:w1"),
             Contestant("Grain", "peers_grain:w1"),
+            Contestant("FFCV", "peers_ffcv:w1", 2, (1, 2, 3)),
             Contestant("tf.data", "peers_tf:w1", 0),
         ),
         ABSENT | {"Energon": NO_ENERGON},
@@ -102,6 +102,7 @@ WORKLOADS: Sequence[Workload] = (
             Contestant("LitData", "peers_litdata:w1_raw", 0),
             Contestant("SPDL", "peers_spdl:w1_raw"),
             Contestant("Mosaic", "peers_mosaic:w1_raw", 0),
+            Contestant("FFCV", "peers_ffcv:w1_raw", 2, (1, 2, 3)),
         ),
         ABSENT | {"tf.data": NO_TF},
     ),
@@ -120,8 +121,9 @@ WORKLOADS: Sequence[Workload] = (
             Contestant("HF datasets", "peers_hf:w2", 0),
             Contestant("SPDL", "peers_spdl:w2"),
             Contestant("Grain", "peers_grain:w2", 0),
+            Contestant("FFCV", "peers_ffcv:w2", 2, (1, 2, 3)),
         ),
-        {"FFCV": NO_FFCV, "tf.data": NO_TF, "Ray": NO_RAY},
+        {"tf.data": NO_TF, "Ray": NO_RAY},
     ),
     Workload(
         "W3",
@@ -153,6 +155,7 @@ WORKLOADS: Sequence[Workload] = (
             Contestant("LitData", "peers_litdata:w4", 0),
             Contestant("Mosaic", "peers_mosaic:w4", 0),
             Contestant("Grain", "peers_grain:w4", 2),
+            Contestant("FFCV", "peers_ffcv:w4", 2, (1, 2, 3)),
         ),
         ABSENT | {"Energon": NO_ENERGON},
     ),
