@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from benchmarks.harness import Run
-from benchmarks.workloads import LIMIT, OURS, Workload
+from benchmarks.workloads import LIMIT, ONE_THREAD, OURS, Workload
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,11 @@ class _Rows:
         """Our plain rate over another one."""
         return self.verdict(bar, _ratio(self.value(OURS), other), wanted)
 
+    def first_batch(self, wanted_s: float) -> Verdict:
+        """The time to our first batch, with the catalog at hand."""
+        measured = self.value(OURS, "first_batch_s")
+        return self.verdict("s to the first batch", measured, wanted_s, at_most=True)
+
     def stall_share(self) -> float | None:
         """Our stall share under the burning consumer, where the pipeline alone is 1.3x faster than it."""
         alone, burn_s = self.value(OURS, "batch_s"), self.value(OURS, "burn_s", "burn")
@@ -85,43 +90,50 @@ def _w1(rows: _Rows) -> list[Verdict]:
     burning = _ratio(rows.value(OURS, consumer="burn"), rows.best_peer("burn"))
     memory = _ratio(rows.value(OURS, "held_mb"), rows.value("torch", "held_mb"))
     return [
-        rows.against("of the decode + crop + resize limit", rows.value(LIMIT), 0.95),
-        rows.against("x the best peer", rows.best_peer(), 1.1),
+        rows.against("of the decode + crop + resize limit", rows.value(LIMIT), 0.97),
+        rows.against("x torchdata.nodes", rows.value("torchdata.nodes"), 1.05),
+        rows.against("x the best peer", rows.best_peer(), 1.0),
         rows.verdict("x the best peer, consumer burning 20 ms", burning, 1.0),
         rows.verdict("x torch's memory", memory, 0.5, at_most=True),
+        rows.first_batch(0.120),
     ]
 
 
 def _w1_raw(rows: _Rows) -> list[Verdict]:
     return [
-        rows.verdict("samples/s", rows.value(OURS), 60_000),
-        rows.against("of the memcpy limit", rows.value(LIMIT), 0.6),
-        rows.against("x WebDataset", rows.value("WebDataset"), 14),
+        rows.against("of the memcpy limit", rows.value(LIMIT), 0.85),
+        rows.against("x torch, loose files", rows.value("torch"), 1.5),
         rows.against("x the best peer", rows.best_peer(), 1.0),
+        rows.first_batch(0.050),
     ]
 
 
 def _w2(rows: _Rows) -> list[Verdict]:
     return [
-        rows.verdict("samples/s", rows.value(OURS), 600_000),
-        rows.against("x torch, hand-written and mapped", rows.value("torch"), 1.5),
-        rows.against("x LitData", rows.value("LitData"), 10),
-        rows.against("x Mosaic", rows.value("Mosaic"), 100),
+        rows.against("of one thread's gather", rows.value(ONE_THREAD), 1.2),
+        rows.against("x torch, hand-written and mapped", rows.value("torch"), 2.0),
+        rows.against("x the best peer", rows.best_peer(), 1.0),
+        rows.first_batch(0.050),
     ]
 
 
 def _w3(rows: _Rows) -> list[Verdict]:
     return [
-        rows.against("of the row-group limit", rows.value(LIMIT), 0.95),
+        rows.against("of the row-group limit", rows.value(LIMIT), 0.85),
         rows.verdict("row groups mixed in a batch", rows.value(OURS, "row_groups_per_batch"), 8),
+        rows.against("x Grain", rows.value("Grain"), 1.2),
         rows.against("x the best peer", rows.best_peer(), 1.0),
+        rows.first_batch(0.120),
     ]
 
 
 def _w4(rows: _Rows) -> list[Verdict]:
     return [
-        rows.verdict("samples/s", rows.value(OURS), 900_000),
-        rows.against("x WebDataset", rows.value("WebDataset"), 50),
+        rows.against("of one thread's gather", rows.value(ONE_THREAD), 1.4),
+        rows.against("x torch, hand-written and mapped", rows.value("torch"), 2.0),
+        rows.against("x FFCV, its own format", rows.value("FFCV"), 3.0),
+        rows.against("x the best peer", rows.best_peer(), 1.0),
+        rows.first_batch(0.050),
     ]
 
 
@@ -130,7 +142,6 @@ _OWN = {"W1": _w1, "W1-raw": _w1_raw, "W2": _w2, "W3": _w3, "W4": _w4}
 
 def _for_all(rows: _Rows) -> list[Verdict]:
     return [
-        rows.verdict("s to the first batch", rows.value(OURS, "first_batch_s"), 0.050, at_most=True),
-        rows.verdict("stall share, burning consumer", rows.stall_share(), 0.01, at_most=True),
+        rows.verdict("stall share, burning consumer", rows.stall_share(), 0.02, at_most=True),
         rows.verdict("MB over bare torch", rows.value(OURS, "held_mb"), MEMORY_LIMIT_MB + 150, at_most=True),
     ]

@@ -106,7 +106,7 @@ def prepare_w1_raw(data: Data) -> None:
 
 def w1_raw(data: Data, workers: int) -> Iterable[Any]:
     """Values in rows as long as the longest: FFCV has no other form."""
-    return _loader(_w1_raw(data), 64, workers, {"jpg": [BytesDecoder()], "label": _label()})
+    return _loader(_w1_raw(data), 64, workers, {"jpg": [BytesDecoder(), ToTensor()], "label": _label()})
 
 
 def _w2(data: Data) -> str:

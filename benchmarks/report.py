@@ -27,10 +27,12 @@ from benchmarks.workloads import Workload
 PACKAGES = (
     "array_record",
     "datasets",
+    "ffcv",
     "grain",
     "litdata",
     "mosaicml-streaming",
     "numpy",
+    "nvidia-dali-cuda120",
     "opencv-python-headless",
     "pyarrow",
     "simplejpeg",

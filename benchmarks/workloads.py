@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-OURS, LIMIT = "dataflow", "limit"
+OURS, LIMIT, ONE_THREAD = "dataflow", "limit", "limit, 1 thread"
 
 
 @dataclass(frozen=True)
@@ -61,11 +61,9 @@ def _ours(target: str) -> Contestant:
     return Contestant(OURS, f"ours:{target}", 0, (0,), omp_threads=None)
 
 
-NO_DALI = "its only wheels are CUDA builds (425 MB)"
 NO_ENERGON = "no adapter written"
 NO_TF = "no adapter written"
 NO_RAY = "no adapter written"
-ABSENT = {"DALI": NO_DALI}
 
 WORKLOADS: Sequence[Workload] = (
     Workload(
@@ -84,9 +82,10 @@ WORKLOADS: Sequence[Workload] = (
             Contestant("LitData", "peers_litdata:w1"),
             Contestant("Grain", "peers_grain:w1"),
             Contestant("FFCV", "peers_ffcv:w1", 2, (1, 2, 3)),
+            Contestant("DALI", "peers_dali:w1", 2, (1, 2, 3)),
             Contestant("tf.data", "peers_tf:w1", 0),
         ),
-        ABSENT | {"Energon": NO_ENERGON},
+        {"Energon": NO_ENERGON},
         burn_s=0.020,
     ),
     Workload(
@@ -103,15 +102,16 @@ WORKLOADS: Sequence[Workload] = (
             Contestant("SPDL", "peers_spdl:w1_raw"),
             Contestant("Mosaic", "peers_mosaic:w1_raw", 0),
             Contestant("FFCV", "peers_ffcv:w1_raw", 2, (1, 2, 3)),
+            Contestant("DALI", "peers_dali:w1_raw", 2, (1, 2, 3)),
         ),
-        ABSENT | {"tf.data": NO_TF},
+        {"tf.data": NO_TF},
     ),
     Workload(
         "W2",
         "[16,2049] int64",
         (
             _limit("limit", "w2", 2),
-            _limit("limit, 1 thread", "w2", 1),
+            _limit(ONE_THREAD, "w2", 1),
             _ours("w2"),
             Contestant("torch", "peers_torch:w2", 0),
             Contestant("torch per sample", "peers_torch:w2_per_sample", 0),
@@ -144,7 +144,7 @@ WORKLOADS: Sequence[Workload] = (
         "[256,3072] uint8",
         (
             _limit("limit", "w4", 2),
-            _limit("limit, 1 thread", "w4", 1),
+            _limit(ONE_THREAD, "w4", 1),
             _limit("limit, strided", "w4_strided", 1),
             _ours("w4"),
             Contestant("torch", "peers_torch:w4", 0),
@@ -156,7 +156,8 @@ WORKLOADS: Sequence[Workload] = (
             Contestant("Mosaic", "peers_mosaic:w4", 0),
             Contestant("Grain", "peers_grain:w4", 2),
             Contestant("FFCV", "peers_ffcv:w4", 2, (1, 2, 3)),
+            Contestant("DALI", "peers_dali:w4", 2, (1, 2, 3)),
         ),
-        ABSENT | {"Energon": NO_ENERGON},
+        {"Energon": NO_ENERGON},
     ),
 )

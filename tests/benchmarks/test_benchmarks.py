@@ -19,7 +19,7 @@ from benchmarks.harness import REPOSITORY, Run, interleaved, medians
 from benchmarks.report import command, command_line, machine, origin, save_figures
 from benchmarks.slow_server import in_own_process, serving
 from benchmarks.tars import TarIndex
-from benchmarks.workloads import LIMIT, OURS, WORKLOADS
+from benchmarks.workloads import LIMIT, ONE_THREAD, OURS, WORKLOADS
 
 SMALL = Sizes(
     images=6,
@@ -151,10 +151,10 @@ def test_a_verdict_says_reached_or_by_how_much_it_is_short() -> None:
 
 def test_bars_are_ratios_to_the_peers_of_the_same_run() -> None:
     workload = next(w for w in WORKLOADS if w.name == "W2")
-    rows = [run(OURS, 700.0), run(LIMIT, 900.0), run("torch", 500.0), run("LitData", 0.0, reason="broken")]
+    rows = [run(OURS, 700.0), run(LIMIT, 900.0), run("torch", 500.0), run(ONE_THREAD, 0.0, reason="broken")]
     measured = {v.bar: v.measured for v in verdicts(workload, rows)}
     assert measured["x torch, hand-written and mapped"] == pytest.approx(1.4)
-    assert measured["x LitData"] is None
+    assert measured["of one thread's gather"] is None
 
 
 def test_the_stall_bar_applies_only_where_the_pipeline_alone_is_faster_than_the_consumer() -> None:
