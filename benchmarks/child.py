@@ -2,7 +2,7 @@
 
 Started afresh for every run by `harness` with a JSON `Job`; writes one JSON line per event to stdout.
 Phases: build and first batch (timed apart) -> warm-up -> timed -> watched. Memory is sampled by the parent in
-the first and the last phase only, because reading the page tables of a loader slows it down.
+the warm-up and the last phase only, because reading the page tables of a loader slows it down.
 """
 
 from __future__ import annotations
@@ -82,6 +82,7 @@ def run(job: Job, tell: Tell) -> None:
     first = next(batches)
     tell("first", first_batch_s=time.perf_counter() - started, **describe(job.workload, first, batches, data))
     consume(batches, job.warmup_s, job.burn_s)
+    tell("warm")
     own_s, all_s = tree_cpu_s(os.getpid()), machine_cpu_s()
     timed = consume(batches, job.timed_s, job.burn_s)
     own_s, all_s = tree_cpu_s(os.getpid()) - own_s, machine_cpu_s() - all_s

@@ -75,7 +75,7 @@ def run_child(
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         cwd=REPOSITORY,
-        env={**os.environ, **environment},
+        env={**os.environ, "PYTHONDONTWRITEBYTECODE": "", **environment},  # installed packages are compiled
         start_new_session=True,
     ) as child:
         try:
@@ -108,8 +108,9 @@ def _follow(child: subprocess.Popen[bytes], deadline: float) -> tuple[dict[str, 
                     *lines, pending = (pending + data).split(b"\n")
                     for line in lines:
                         event = json.loads(line)
-                        # Sampled while loading starts and after the timed phase, not during it.
-                        watching = event["event"] in ("imported", "timed")
+                        # Sampled in the warm-up and after the timed phase: to read a loader's page tables
+                        # slows it down, its first batch most of all.
+                        watching = event["event"] in ("first", "timed")
                         result |= event
             if watching:
                 peak = peak.peak(tree_memory(child.pid))

@@ -9,14 +9,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dataflow.batch.held_bytes import Ranges
-from dataflow.decode.crop import Draws
+from dataflow.decode.crop import DRAWS, Draws
 from dataflow.decode.values import MISSING
 from dataflow.staging.columns import StagedArray, StagedSpans
 from dataflow.staging.window import StagedWindow
@@ -157,8 +156,8 @@ class Randomness:
         return self.epoch if window.source_epoch is None else window.source_epoch
 
     def draws(self, window: StagedWindow, rows: NDArray[np.int64]) -> Draws:
-        """Random numbers of the samples in rows of a window, each a function of (seed, epoch, sample)."""
-        return partial(uniform, self.seed, self.epoch_of(window), window.samples.numbers(rows))
+        """[n, DRAWS] of the samples in n rows of a window, each a function of (seed, epoch, sample)."""
+        return uniform(self.seed, self.epoch_of(window), window.samples.numbers(rows), DRAWS)
 
     def generator(self, window: StagedWindow, row: int) -> np.random.Generator:
         """A sample's own random numbers: Philox keyed by (seed, epoch, sample)."""

@@ -9,8 +9,6 @@ area and a log-uniform aspect ratio, then the largest central crop whose ratio i
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -19,14 +17,8 @@ DRAW_TOP, DRAW_LEFT, DRAW_FLIP = 2 * ATTEMPTS, 2 * ATTEMPTS + 1, 2 * ATTEMPTS + 
 DRAWS = 24
 """Random numbers a sample owns: two for each try, then top, left and flip; one is spare."""
 
-Draws = NDArray[np.float64] | Callable[[int], NDArray[np.float64]]
-"""Random numbers in [0, 1): a matrix [n, DRAWS], or a function of the column, `draw(k) -> [n]`, which saves
-making the columns of tries that nobody needs."""
-
-
-def column(draws: Draws, k: int) -> NDArray[np.float64]:
-    """Column k of the draws, [n]."""
-    return draws(k) if callable(draws) else draws[:, k]
+Draws = NDArray[np.float64]
+"""Random numbers in [0, 1), [n, DRAWS]."""
 
 
 def random_resized_crop_boxes(
@@ -41,26 +33,26 @@ def random_resized_crop_boxes(
     Args:
         widths: [n] image widths in pixels, at least 1.
         heights: [n] image heights in pixels, at least 1.
-        draws: [n, DRAWS] random numbers in [0, 1), or a function of the column.
+        draws: [n, DRAWS] random numbers in [0, 1).
         scale: least and greatest share of the image's area.
         ratio: least and greatest width / height.
 
     Returns:
         int64 [n, 4]: top, left, height, width of each box, inside its image.
     """
-    h, w = _largest_allowed(widths, heights, ratio)
-    top, left = (heights - h) // 2, (widths - w) // 2
-    open_ = np.ones(len(widths), bool)
-    for attempt in range(ATTEMPTS):
-        try_h, try_w = _try(widths * heights, draws, attempt, scale, ratio)
-        hit = open_ & (try_w > 0) & (try_w <= widths) & (try_h > 0) & (try_h <= heights)
-        h, w = np.where(hit, try_h, h), np.where(hit, try_w, w)
-        open_ &= ~hit
-        if not open_.any():
-            break
-    top = np.where(open_, top, _below(column(draws, DRAW_TOP), heights - h + 1))
-    left = np.where(open_, left, _below(column(draws, DRAW_LEFT), widths - w + 1))
-    return np.stack([top, left, h, w], axis=1)
+    # All tries of all images at once: for a few images the calls cost, not the numbers.
+    h, w = _tries(widths * heights, draws, scale, ratio)
+    fits = (w > 0) & (w <= widths[:, None]) & (h > 0) & (h <= heights[:, None])
+    rows, first = np.arange(len(widths)), fits.argmax(axis=1)
+    h, w = h[rows, first], w[rows, first]
+    top, left = _below(draws[:, DRAW_TOP], heights - h + 1), _below(draws[:, DRAW_LEFT], widths - w + 1)
+    boxes = np.stack([top, left, h, w], axis=1)
+    none = np.flatnonzero(~fits[rows, first])
+    if len(none):
+        wide, high = widths[none], heights[none]
+        h, w = _largest_allowed(wide, high, ratio)
+        boxes[none] = np.stack([(high - h) // 2, (wide - w) // 2, h, w], axis=1)
+    return boxes
 
 
 def center_boxes(
@@ -89,16 +81,14 @@ def whole_boxes(widths: NDArray[np.int64], heights: NDArray[np.int64]) -> NDArra
     return np.stack([zero, zero, heights, widths], axis=1)
 
 
-def _try(
-    areas: NDArray[np.int64],
-    draws: Draws,
-    attempt: int,
-    scale: tuple[float, float],
-    ratio: tuple[float, float],
+def _tries(
+    areas: NDArray[np.int64], draws: Draws, scale: tuple[float, float], ratio: tuple[float, float]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    area = areas * _between(column(draws, 2 * attempt), *scale)
+    """Height and width of every try, [n, ATTEMPTS] each."""
+    tries = draws[:, : 2 * ATTEMPTS].reshape(-1, ATTEMPTS, 2)
+    area = areas[:, None] * _between(tries[:, :, 0], *scale)
     low, high = np.log(ratio)
-    aspect = np.exp(_between(column(draws, 2 * attempt + 1), low, high))
+    aspect = np.exp(_between(tries[:, :, 1], low, high))
     return np.rint(np.sqrt(area / aspect)).astype(np.int64), np.rint(np.sqrt(area * aspect)).astype(np.int64)
 
 

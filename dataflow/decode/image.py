@@ -21,7 +21,6 @@ from dataflow.decode.crop import (
     DRAW_FLIP,
     Draws,
     center_boxes,
-    column,
     random_resized_crop_boxes,
     whole_boxes,
 )
@@ -209,7 +208,7 @@ class Image:
 
     def flips(self, n: int, draws: Draws | None) -> NDArray[np.bool_]:
         """Which of n images to mirror, [n]."""
-        return column(_required(draws), DRAW_FLIP) < self.flip if self.flip > 0 else np.zeros(n, bool)
+        return _required(draws)[:, DRAW_FLIP] < self.flip if self.flip > 0 else np.zeros(n, bool)
 
 
 _CHOICES = (
@@ -294,7 +293,7 @@ def decode_image(
     Args:
         spec: what is wanted.
         data: the encoded bytes.
-        draws: [1, DRAWS] or a function of the column; None will do where `spec.random` is False.
+        draws: [1, DRAWS]; None will do where `spec.random` is False.
         out: C-contiguous, of the shape and dtype that the result has; None: a new array.
 
     Returns:

@@ -14,11 +14,14 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
+from importlib.util import find_spec
 
-import cv2
 import numpy as np
 import simplejpeg
 from numpy.typing import NDArray
+
+if find_spec("cv2") is None:  # it is imported where it is used: that takes as long as decoding 30 images
+    raise ImportError("No module named 'cv2'")
 
 Pixels = NDArray[np.uint8]
 
@@ -119,6 +122,8 @@ def decode_part(
 
 
 def _decode_other(data: Pixels, *, gray: bool) -> Pixels:
+    import cv2
+
     color = cv2.IMREAD_GRAYSCALE if gray else cv2.IMREAD_COLOR_RGB
     pixels = cv2.imdecode(data, color | cv2.IMREAD_IGNORE_ORIENTATION)
     if pixels is None:

@@ -11,8 +11,8 @@ For files that a plain `mmap` serves; everything else is staged (`dataflow.stagi
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import ClassVar
 
@@ -187,6 +187,18 @@ class MappedWindow(StagedWindow):
         if len(lost):
             raise self.truncated(int(rows[lost[0]]), column)
         return buffer, starts
+
+    @contextmanager
+    def values_of(
+        self, spans: StagedSpans, rows: NDArray[np.int64], column: str
+    ) -> Iterator[tuple[NDArray[np.uint8], NDArray[np.int64]]]:
+        """See `StagedWindow`: the values where they lie, while all files are guarded; else a copy."""
+        with self.source.mappings.loading():
+            is_loaded = self.may_load
+            if is_loaded:
+                yield super().buffer_of(spans, rows, column)
+        if not is_loaded:
+            yield self.buffer_of(spans, rows, column)
 
     def verify(self) -> None:
         """Raise `ShardChangedError` if a shard was written in place since it was indexed."""

@@ -17,7 +17,9 @@ from numpy.typing import NDArray
 from dataflow.staging.columns import ALIGN
 from dataflow.staging.source import Source
 from dataflow.staging.window import NotLocatableError, StagedWindow, WindowSamples
+from prefetch.addresses import memory_at
 from prefetch.memory.arena import Arena, rounded_bytes
+from prefetch.memory.mapping import can_map
 from prefetch.store.ranges import MOST_BYTES, coalesce
 from sharding.blocks import Block, Columns, Spans
 from sharding.errors import CorruptShardError
@@ -45,6 +47,7 @@ class ReadWindow(StagedWindow):
         self._data: list[memoryview | None] = [None] * len(blocks)
         self._region: NDArray[np.uint8] | None = None
         self._in_region = bool(blocks) and all(map(source.locates, blocks))
+        self._keeps_blocks = self._in_region or any(output.stays_in_place for output in source.outputs)
         columns = sum(output.staged_bytes(self.samples.num_rows) for output in source.outputs)
         self.nbytes = columns + self._block_bytes(num_readers)
 
@@ -54,9 +57,7 @@ class ReadWindow(StagedWindow):
         if self._in_region:
             return rounded_bytes(sum(_aligned(block.length) for block in blocks))
         sizes = sorted((block.length + block.nbytes for block in blocks), reverse=True)
-        if any(output.stays_in_place for output in self.source.outputs):
-            return sum(sizes)
-        return sum(sizes[:num_readers])
+        return sum(sizes if self._keeps_blocks else sizes[:num_readers])
 
     def reads(self) -> Sequence[Callable[[], None]]:
         """One task a request: a block, or neighbours of one shard, which together are one range."""
@@ -90,6 +91,8 @@ class ReadWindow(StagedWindow):
 
     def _read(self, ordinals: range, at: int) -> None:
         blocks = self.samples.blocks[ordinals.start : ordinals.stop]
+        if not self._keeps_blocks and self._decode_in_place(ordinals.start):
+            return
         length = sum(block.length for block in blocks)
         data = self.arena.lease(length) if self._region is None else self._region[at : at + length]
         first = blocks[0]
@@ -97,6 +100,22 @@ class ReadWindow(StagedWindow):
         for ordinal, block in zip(ordinals, blocks, strict=True):
             begin = block.offset - first.offset
             self._decode(ordinal, block, data[begin : begin + block.length].data)
+
+    def _decode_in_place(self, ordinal: int) -> bool:
+        """Decode a block of a local file where it lies; False where no guard keeps the file as it is."""
+        block, source = self.samples.blocks[ordinal], self.source
+        if not can_map(block.shard.url) or block.checksum is not None:
+            return False
+        ranges = [(block.shard, block.offset, block.length)]
+        mapped = source.mappings.hold(ranges)[0]
+        try:
+            with source.mappings.loading():
+                if mapped.guard is None or not mapped.guard.held:
+                    return False
+                self._decode(ordinal, block, memory_at(mapped.address + block.offset, block.length).data)
+                return True
+        finally:
+            source.mappings.leave([(mapped, block.offset, block.length)])
 
     def _decode(self, ordinal: int, block: Block, data: memoryview) -> None:
         self._data[ordinal] = data
@@ -109,7 +128,7 @@ class ReadWindow(StagedWindow):
                     raise CorruptShardError(block.shard.url, reason, block.offset, stage="decode")
         self.source.traffic.add(block.length, block.nbytes)
         self._stage(ordinal, columns)
-        if not self._in_region and not any(output.stays_in_place for output in self.source.outputs):
+        if not self._keeps_blocks:
             self._data[ordinal] = None
 
     def _release(self) -> None:

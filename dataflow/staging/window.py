@@ -9,9 +9,9 @@ maps files (`dataflow.staging.mapped`).
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import Any, ClassVar
 
 import numpy as np
@@ -178,6 +178,13 @@ class StagedWindow(ABC):
         base, end = int(addresses.min()), int((addresses + lengths).max())
         # Blocks lie apart in memory: the view spans them all, but only the rows' own bytes are read.
         return memory_at(base, end - base), spans.addresses[rows] - base
+
+    @contextmanager
+    def values_of(
+        self, spans: StagedSpans, rows: NDArray[np.int64], column: str
+    ) -> Iterator[tuple[NDArray[np.uint8], NDArray[np.int64]]]:
+        """As `buffer_of`, of memory that may be read inside only."""
+        yield self.buffer_of(spans, rows, column)
 
     # ---- telling where a row came from ----------------------------------------------------------------
 

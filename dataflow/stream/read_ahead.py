@@ -23,7 +23,7 @@ _COPIED_CHUNK_SAMPLES, _COPIED_CHUNK_BATCHES = 1 << 14, 1 << 10
 """The same where batches are copies alone: nothing of it is held, and Python is all that it costs."""
 _JOB_BYTES, _JOBS_IN_LIMIT = 2 << 20, 256
 """Output of one job of copies, and its part of the memory limit: some of them stay in a processor's cache."""
-_JOBS_READY, _MOST_JOBS_READY, _READY_BYTES, _READY_IN_LIMIT = 4, 64, 16 << 20, 8
+_JOBS_READY, _MOST_JOBS_READY, _READY_BYTES, _READY_IN_LIMIT = 4, 64, 32 << 20, 8
 """Jobs that lie ready: four to 64, in so many bytes and such a part of the limit, but one at least."""
 _CHUNKS_IN_LIMIT = 32
 """A chunk is no more than this part of the memory limit."""

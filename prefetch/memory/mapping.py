@@ -20,6 +20,7 @@ import os
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 
 import numpy as np
@@ -182,6 +183,10 @@ class Mappings:
         """Bytes of the ranges whose pages are in this process now: the page cache's, which they share."""
         with self._lock:
             return sum(self._paged.values())
+
+    def loading(self) -> AbstractContextManager[None]:
+        """Inside, shards whose guard is held when it is looked at keep their length."""
+        return nullcontext() if self._guards is None else self._guards.loading()
 
     def hold(
         self, ranges: Sequence[tuple[Shard, int, int]], *, brings_pages: bool = True

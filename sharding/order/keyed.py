@@ -18,6 +18,7 @@ any part of the range (a shard, a folder, a host's shards) gets about its share 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from operator import index as exact_int
 
 import numpy as np
@@ -184,12 +185,17 @@ def _feistel_pass(x: NDArray[np.uint64], bits: int, keys: list[np.uint64]) -> ND
     return (halves[0] << np.uint64(width)) | halves[1]
 
 
-def uniform(seed: int, epoch: int, sample: NDArray[np.integer], draw: int) -> NDArray[np.float64]:
-    """Random numbers in [0, 1), a function of (seed, epoch, sample number, draw) alone; float64 [n].
+def uniform(seed: int, epoch: int, sample: NDArray[np.integer], num_draws: int) -> NDArray[np.float64]:
+    """Random numbers in [0, 1), functions of (seed, epoch, sample number, draw); float64 [n, num_draws].
 
     For augmentation: the same sample of the same epoch draws the same numbers in any batch, rank or restart.
-    `sample` is an array of sample numbers; `draw` numbers the decisions made about one sample.
+    `sample` is an array of n sample numbers; draws number the decisions made about one sample.
     """
-    key = np.uint64(mix_key(seed, epoch, DRAW, draw))
-    h = splitmix64(sample.astype(np.uint64) ^ key)
-    return (h >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    h = splitmix64(sample.astype(np.uint64)[:, None] ^ _draw_keys(seed, epoch, num_draws))
+    h >>= np.uint64(11)
+    return h.astype(np.float64) * 2.0**-53
+
+
+@lru_cache(maxsize=64)
+def _draw_keys(seed: int, epoch: int, num_draws: int) -> NDArray[np.uint64]:
+    return np.array([mix_key(seed, epoch, DRAW, draw) for draw in range(num_draws)], np.uint64)

@@ -135,19 +135,6 @@ def test_crops_lie_inside_their_image_at_the_ends_of_the_draws(width, height, dr
     assert 0 <= left < left + w <= width
 
 
-def test_draws_may_be_a_function_of_the_column_and_spare_columns_are_not_made():
-    draws, asked = random_draws(5), []
-    widths, heights = np.full(5, 500), np.full(5, 400)
-
-    def draw(k):
-        asked.append(k)
-        return draws[:, k]
-
-    boxes = random_resized_crop_boxes(widths, heights, draw)
-    assert np.array_equal(boxes, random_resized_crop_boxes(widths, heights, draws))
-    assert len(asked) < DRAWS
-
-
 def test_a_centre_crop_takes_the_share_that_resize_and_centercrop_would_show():
     boxes = center_boxes(np.array([512, 256]), np.array([256, 1024]), (224, 224), 256)
     assert boxes.tolist() == [[16, 144, 224, 224], [400, 16, 224, 224]]

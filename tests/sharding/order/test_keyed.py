@@ -111,16 +111,18 @@ def test_keys_depend_on_order_and_number_of_their_parts():
 
 def test_draws_depend_on_nothing_but_seed_epoch_sample_and_number():
     samples = np.arange(1000)
-    whole = uniform(1, 2, samples, 3)
-    assert np.array_equal(uniform(1, 2, samples[::-7], 3), whole[::-7])
+    whole = uniform(1, 2, samples, 5)
+    assert whole.shape == (1000, 5)
     assert whole.dtype == np.float64
-    for other in (uniform(2, 2, samples, 3), uniform(1, 3, samples, 3), uniform(1, 2, samples, 4)):
-        assert not np.any(other == whole)
-        assert abs(np.corrcoef(other, whole)[0, 1]) < 0.15
+    assert np.array_equal(uniform(1, 2, samples[::-7], 3), whole[::-7, :3])
+    one = whole[:, 3]
+    for other in (uniform(2, 2, samples, 5)[:, 3], uniform(1, 3, samples, 5)[:, 3], whole[:, 4]):
+        assert not np.any(other == one)
+        assert abs(np.corrcoef(other, one)[0, 1]) < 0.15
 
 
 def test_draws_are_uniform_on_the_half_open_unit_interval():
-    draws = uniform(0, 0, np.arange(64_000), 0)
+    draws = uniform(0, 0, np.arange(64_000), 1)[:, 0]
     assert 0 <= draws.min() < draws.max() < 1
     statistic = ((np.bincount((draws * 64).astype(int)) - 1000) ** 2 / 1000).sum()
     assert abs(statistic - 63) < 4 * (2 * 63) ** 0.5

@@ -290,7 +290,7 @@ def test_the_order_of_version_2_never_changes():
         471044813,
         505422472,
     ]
-    assert (uniform(1, 2, np.arange(3), 0) * 2**53).astype(int).tolist() == [
+    assert (uniform(1, 2, np.arange(3), 1)[:, 0] * 2**53).astype(int).tolist() == [
         6325343817653606,
         7887292885140741,
         8725761329443413,
