@@ -26,6 +26,8 @@ from benchmarks.memory import Memory, tree_memory
 SAMPLE_EVERY_S = 0.02
 EXIT_S = 5.0
 """A child that has told everything may take this long to exit."""
+_LAST = ("watched", "prepared")
+"""What a child tells last."""
 REPOSITORY = Path(__file__).resolve().parent.parent
 
 
@@ -95,7 +97,10 @@ def _follow(child: subprocess.Popen[bytes], deadline: float) -> tuple[dict[str, 
     with selectors.DefaultSelector() as ready:
         ready.register(child.stdout, selectors.EVENT_READ)
         ready.register(child.stderr, selectors.EVENT_READ)
-        while child.stdout in {key.fileobj for key in ready.get_map().values()}:
+        # Workers that a peer leaves behind hold the pipes open: its last event is the end.
+        while result.get("event") not in _LAST and child.stdout in {
+            key.fileobj for key in ready.get_map().values()
+        }:
             if time.monotonic() > deadline:
                 return {"reason": "took too long"}, peak
             for key, _ in ready.select(SAMPLE_EVERY_S if watching else 0.5):
@@ -114,7 +119,7 @@ def _follow(child: subprocess.Popen[bytes], deadline: float) -> tuple[dict[str, 
                         result |= event
             if watching:
                 peak = peak.peak(tree_memory(child.pid))
-    if result.get("event") not in ("watched", "prepared"):
+    if result.get("event") not in _LAST:
         lines_of_tail = tail.decode(errors="replace").strip().splitlines()
         result.setdefault("reason", lines_of_tail[-1] if lines_of_tail else f"exit status {child.wait()}")
     return result, peak
