@@ -170,12 +170,15 @@ class DataLoader(WorkerLoader, Generic[D_co, B]):
                     multiprocessing_context=multiprocessing_context,
                     generator=generator,
                     in_order=None if in_order else False,
-                    workers=workers,
+                    workers="auto" if workers == "auto" else None,
                 )
                 if batch_size is None:
                     raise ValueError("batch_size=None is not for shards: they are read in batches")
                 if num_workers < 0:
                     raise ValueError(f"num_workers must be >= 0, got {num_workers}")
+                in_processes = workers == "process"
+                if in_processes and (num_workers == 0 or num_threads is not None):
+                    raise ValueError('workers="process" takes num_workers= above 0, and no num_threads=')
                 settings = StreamSettings(
                     batch_size=batch_size,
                     shuffle=shuffle,
@@ -189,13 +192,14 @@ class DataLoader(WorkerLoader, Generic[D_co, B]):
                     tail=tail,
                     depth=depth,
                     num_threads=num_workers or None if num_threads is None else num_threads,
+                    num_processes=num_workers if in_processes else 0,
                     batching=batching,
                     pin_memory=pin_memory,
                     mark_repeats=mark_repeats,
                 )
             else:
                 settings = order.settings
-            self.workers = "thread"
+            self.workers = "process" if settings.num_processes else "thread"
             self._stream = StreamLoader(dataset, settings)  # type: ignore[arg-type]  # one of the two
             super().__init__(
                 dataset,  # type: ignore[arg-type]

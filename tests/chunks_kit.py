@@ -11,7 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dataflow import DataLoader, ShardedDataset
-from dataflow.batch.chunk import BatchChunk, BuildContext, Postprocessing
+from dataflow.batch.builder import BuildContext, Postprocessing
+from dataflow.batch.chunk import BatchChunk
 from dataflow.staging.stager import BlockWindows, Stager
 from dataflow.staging.window import StagedWindow
 from dataflow.stream.length_aware import make_planner
@@ -89,7 +90,6 @@ class HandDrivenEpoch:
             on_return=lambda nbytes: lambda: None,
             closing=threading.Event(),
             heap=HeapKeeper(_MEMORY),
-            copies=None,
             charge_bytes=1 << 20,
         )
         self._num_batches = plan.epoch(0).num_batches

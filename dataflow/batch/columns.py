@@ -25,7 +25,7 @@ from prefetch.errors import EngineClosedError
 from prefetch.memory.arena import Arena, rounded_bytes
 from sharding.cached_property import cached_property
 from sharding.errors import SampleError
-from sharding.order.keyed import uniform
+from sharding.order.keyed import GLOBALS, mix_key, uniform
 
 Array = NDArray[Any]
 StoredValue = tuple[NDArray[np.uint8], int]
@@ -158,6 +158,10 @@ class Randomness:
     def draws(self, window: StagedWindow, rows: NDArray[np.int64]) -> Draws:
         """[n, DRAWS] of the samples in n rows of a window, each a function of (seed, epoch, sample)."""
         return uniform(self.seed, self.epoch_of(window), window.samples.numbers(rows), DRAWS)
+
+    def key(self, window: StagedWindow, row: int, *, of_batch: bool) -> int:
+        """What a sample, or the batch that begins with it, seeds generators with."""
+        return mix_key(self.seed, self.epoch_of(window), GLOBALS, window.samples.number(row), of_batch)
 
     def generator(self, window: StagedWindow, row: int) -> np.random.Generator:
         """A sample's own random numbers: Philox keyed by (seed, epoch, sample)."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from dataflow.batch.chunk import REPEAT
+from dataflow.batch.builder import REPEAT
 from dataflow.batch.delivered import Delivered
 from dataflow.torch_threads import run_with_one_torch_thread
 from sharding.errors import DataflowError, SampleError

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from dataflow.batch.chunk import REPEAT
+from dataflow.batch.builder import REPEAT
 from dataflow.dataset import ShardedDataset
 from dataflow.limits import memory_limit_bytes
 from dataflow.mixture import Mixture

@@ -28,6 +28,8 @@ _JOBS_READY, _MOST_JOBS_READY, _READY_BYTES, _READY_IN_LIMIT = 4, 64, 32 << 20, 
 _CHUNKS_IN_LIMIT = 32
 """A chunk is no more than this part of the memory limit."""
 MAX_CHUNK_BATCHES = 128
+_PROCESS_CHUNK_SAMPLES = 128
+"""What a process builds at a time, at least: the way there and back costs as much as a few samples."""
 _CHARGE_BYTES = 1 << 20
 _CHARGES_IN_LIMIT = 256
 """What the user's functions made is charged in such parts of the memory limit, or batch by batch."""
@@ -82,6 +84,7 @@ def choose_read_ahead(
     num_nodes: int = 1,
     depth: DepthPolicy | None = None,
     copies_only: bool = False,
+    num_processes: int = 0,
     batch_samples: int = 1,
     machine_bytes: int = 0,
 ) -> ReadAhead:
@@ -94,6 +97,7 @@ def choose_read_ahead(
         num_sources: datasets that are mixed.
         num_nodes: nodes of the job, which may begin together.
         copies_only: whether nothing runs between the stored bytes and a batch.
+        num_processes: that build; each has a chunk of its own.
         batch_samples: of one batch.
         machine_bytes: this rank's share of the machine's memory.
         depth: the user's; None: four batches over local shards, else what waits and lead times ask for.
@@ -102,6 +106,9 @@ def choose_read_ahead(
     if copies_only:
         batches = max(chunk.value, min(_COPIED_CHUNK_SAMPLES // batch_samples, _COPIED_CHUNK_BATCHES))
         chunk = Decision(batches, f"{_COPIED_CHUNK_SAMPLES:,} samples, or {chunk.reason}")
+    elif num_processes:
+        batches = max(1, min(chunk.value, -(-_PROCESS_CHUNK_SAMPLES // batch_samples)))
+        chunk = Decision(batches, f"{_PROCESS_CHUNK_SAMPLES} samples a process, or {chunk.reason}")
     job = _job_batches(batch_bytes, chunk.value, memory_limit)
     ready = _jobs_ready(job.value * batch_bytes, memory_limit)
     # What a chunk is credited for.
@@ -120,7 +127,9 @@ def choose_read_ahead(
         batches_per_job=job,
         job_bytes=Decision(job.value * batch_bytes, job.reason),
         jobs_ready=ready,
-        depth=_at_least(depth or _default_depth(is_local, memory_limit), 3 * chunk.value),
+        depth=_at_least(
+            depth or _default_depth(is_local, memory_limit), max(3, 2 * num_processes + 1) * chunk.value
+        ),
         output_bytes=Decision(output_bytes, "three chunks, in at most a quarter of the limit; at least one"),
         mapped_bytes=Decision(
             max(memory_limit, machine_bytes) // 4 // num_sources,
@@ -178,12 +187,12 @@ def _default_depth(is_local: bool, memory_limit: int) -> DepthPolicy:
 
 
 def _at_least(depth: DepthPolicy, batches: int) -> DepthPolicy:
-    """A depth in whole chunks: fewer than three would leave threads without work."""
+    """A depth in whole chunks: fewer than three, or two a process, would leave builders without work."""
 
     def decide(seen: Observation) -> Decision:
         decision = depth(seen)
         if decision.value >= batches:
             return decision
-        return Decision(batches, f"{decision.reason}; raised to three chunks")
+        return Decision(batches, f"{decision.reason}; raised to as many as builders need")
 
     return decide

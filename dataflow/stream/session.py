@@ -15,7 +15,7 @@ from functools import partial
 
 import torch
 
-from dataflow.batch.chunk import BuildContext, Postprocessing
+from dataflow.batch.builder import BuildContext, Postprocessing
 from dataflow.batch.delivered import Delivered
 from dataflow.batch.fixed import FixedOutput
 from dataflow.dataset import ShardedDataset
@@ -38,7 +38,7 @@ from prefetch.control.inflight import Inflight
 from prefetch.control.pause import ReadPause
 from prefetch.core.executor import executor
 from prefetch.core.queue import CopyQueue
-from prefetch.engine.builders import ThreadBuilders
+from prefetch.engine.builders import Builders, ThreadBuilders
 from prefetch.engine.engine import Engine
 from prefetch.engine.ledger import Ledger, State
 from prefetch.engine.stats import ConsumerWait, EngineOptions
@@ -80,6 +80,7 @@ class Session:
         # Without a queue builders make batches that are copies alone, too, in chunks of their size.
         open_queue = None if settings.collate_fn or plan.planner else executor().open_queue
         copies_only = open_queue is not None and _copies_only(dataset)
+        num_processes = 0 if copies_only else settings.num_processes
         ahead = choose_read_ahead(
             limit,
             batch_bytes=_batch_bytes(plan),
@@ -88,6 +89,7 @@ class Session:
             num_nodes=options.topology.num_nodes,
             depth=settings.depth_policy,
             copies_only=copies_only,
+            num_processes=num_processes,
             batch_samples=plan.samples_per_batch,
             machine_bytes=machine_memory() // max(1, options.topology.local_world_size),
         )
@@ -142,23 +144,26 @@ class Session:
             num_threads = settings.num_threads or max(1, _num_cores() - 1)
             copies = self._open_copies(partial(open_queue, num_threads), engine_options, ahead)
         num_builders = 1 if copies else settings.num_threads or _build_threads(dataset)
+        postprocessing = _postprocessing(plan, options)
         context = BuildContext(
             outputs=dataset.outputs,
             seed=plan.seed,
-            postprocessing=_postprocessing(plan, options),
+            postprocessing=postprocessing,
             arena=self.arena,
             guards=self.guards,
             on_return=lambda nbytes: lambda: ledger.give_back(nbytes),
             closing=self._builds_end,
             heap=HeapKeeper(limit),
-            copies=copies,
             charge_bytes=ahead.charge_bytes.value,
+            ships_values=num_processes > 0,
         )
-        stream = Stream(plan, stager, context, batches_per_chunk=ahead.batches_per_chunk.value)
+        stream = Stream(plan, stager, context, copies=copies, batches_per_chunk=ahead.batches_per_chunk.value)
         with setting_kept():
-            builders: ThreadBuilders[Delivered] = ThreadBuilders(
-                num_builders, copies=copies, initializer=one_torch_thread
-            )
+            builders: Builders[Delivered]
+            if num_processes:
+                builders = self._open_processes(num_processes, context, is_pinned=pinned, limit_bytes=limit)
+            else:
+                builders = ThreadBuilders(num_builders, copies=copies, initializer=one_torch_thread)
             self.engine: Engine[Delivered] = Engine(
                 stream.windows(epoch, start),
                 ledger=self.ledger,
@@ -168,6 +173,35 @@ class Session:
             )
         if self._pause:
             self._pause.watch(self.engine.staged_batches)
+
+    def _open_processes(
+        self, num_processes: int, context: BuildContext, *, is_pinned: bool, limit_bytes: int
+    ) -> Builders[Delivered]:
+        """Builders that are processes."""
+        from dataflow.processes.batch_writer import collate_map_changes
+        from dataflow.processes.builder_main import BuilderJob, never
+        from dataflow.processes.builders import ProcessBuilders
+
+        job = BuilderJob(
+            outputs=context.outputs,
+            postprocessing=replace(context.postprocessing, on_bad=never),
+            seed=context.seed,
+            charge_bytes=context.charge_bytes,
+            limit_bytes=limit_bytes,
+            is_pinned=is_pinned,
+            collate_map=collate_map_changes(),
+            default_dtype=torch.get_default_dtype(),
+        )
+        builders = ProcessBuilders(
+            job,
+            num_processes,
+            guards=self.guards,
+            decide=context.postprocessing.on_bad,
+            give_back=self.ledger.give_back,
+            initializer=one_torch_thread,
+        )
+        self.ledger.settle_first(builders.file.settle)
+        return builders
 
     def _open_copies(
         self, open_queue: Callable[..., CopyQueue], options: EngineOptions, ahead: ReadAhead

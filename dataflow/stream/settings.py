@@ -51,6 +51,9 @@ class StreamSettings:
     `AdaptiveDepth` decides (docs/notes/adaptive.md)."""
     num_threads: int | None = None
     """Threads that build batches; None: by the number of cores."""
+    num_processes: int = 0
+    """Processes that build batches instead; 0: threads do. Batches that are copies alone are made by threads
+    of compiled code all the same, which hold no lock."""
     batching: Batching | None = None
     """`Packed(...)`, `TokenBudget(...)` or `Bucketed(...)`: batches by the lengths of samples. `transform`
     and `collate_fn` then go together, and not with `Packed`. See docs/guide/batching.md."""

@@ -15,10 +15,12 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from dataflow.batch.chunk import BatchChunk, BuildContext
+from dataflow.batch.builder import BuildContext
+from dataflow.batch.chunk import BatchChunk
 from dataflow.staging.stager import BlockWindows, Stager
 from dataflow.staging.window import StagedWindow
 from dataflow.stream.plan import StreamPlan
+from prefetch.memory.copies import Copies
 from sharding.order.order import Order
 from sharding.plan.batch_rows import BatchRows
 from sharding.plan.plan import EpochPlan, RankPlan
@@ -32,9 +34,15 @@ class Stream:
     """Windows and chunks of one rank, without end. One iterator, used by one thread at a time."""
 
     def __init__(
-        self, plan: StreamPlan, stager: Stager, context: BuildContext, *, batches_per_chunk: int
+        self,
+        plan: StreamPlan,
+        stager: Stager,
+        context: BuildContext,
+        *,
+        copies: Copies | None = None,
+        batches_per_chunk: int,
     ) -> None:
-        self._plan, self._stager, self._context = plan, stager, context
+        self._plan, self._stager, self._context, self._copies = plan, stager, context, copies
         self._batches_per_chunk = batches_per_chunk
         self._batches_per_lookup = max(
             batches_per_chunk, min(_LOCATED_SAMPLES // plan.samples_per_batch, _LOCATED_BATCHES)
@@ -109,7 +117,7 @@ class Stream:
         while start < len(batches):
             own = batches.between(start, min(start + self._next_chunk, len(batches)))
             windows = [opened[part.window].window for part in own.parts]
-            chunk = BatchChunk(self._context, plan, own, windows)
+            chunk = BatchChunk(self._context, plan, own, windows, copies=self._copies)
             start += len(own)
             for part in own.parts:
                 opened[part.window].left -= len(part)

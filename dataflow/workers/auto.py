@@ -33,6 +33,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from dataflow.processes.payload import PackedObject, copies_of, pack, unpack
 from dataflow.torch_threads import one_torch_thread, setting_kept
 from dataflow.workers.info import (
     Draws,
@@ -44,7 +45,6 @@ from dataflow.workers.info import (
     uninstall,
     was_asked,
 )
-from dataflow.workers.payload import PackedObject, copies_of, pack, unpack
 from dataflow.workers.threads import by_item, needs_own_datasets
 from dataflow.workers.worker import WorkerJob, worker_info
 from prefetch.workers.threads import WorkerThreads

@@ -8,26 +8,19 @@ processes there are, and take turns at the process's global random generators.
 from __future__ import annotations
 
 import copy
-import os
 import pickle
-import weakref
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch.utils.data._utils import collate, signal_handling, worker as torch_worker
 
+from dataflow.processes.batch_writer import BatchWriter
+from dataflow.processes.payload import read_packed
 from dataflow.workers.info import Draws, random_state, seed_all, set_random_state
-from dataflow.workers.payload import PackedObject, pack, unpack
 from dataflow.workers.worker import Worker, WorkerJob, WorkerMessage, WorkerResult, wrapped_error
-from prefetch.workers.shared_arena import Buffer, Header, Region, read_message
+from prefetch.workers.shared_arena import Header, Region
 from prefetch.workers.worker_start import WorkerStart, begin
-
-MESSAGE_HEAD = 4096
-"""Bytes before the packed job: its layout, and the sizes of what crosses by descriptors."""
-_DIRECT_BYTES = 32 << 10
-"""Tensors of at least this size are collated in shared memory at once; smaller ones are copied together."""
 
 
 class ProcessResponse(NamedTuple):
@@ -52,64 +45,6 @@ class ProcessResponse(NamedTuple):
     """All bytes of shared memory that the response holds."""
 
 
-def collate_map_changes() -> dict[Any, Any]:
-    """What was registered with `default_collate` beside what torch registers itself."""
-    own = (collate.__name__, __name__)  # in a worker, ours is registered
-    return {
-        kind: function
-        for kind, function in collate.default_collate_fn_map.items()
-        if getattr(function, "__module__", None) not in own
-    }
-
-
-class _BatchWriter:
-    """Puts objects into this process's region of shared memory."""
-
-    def __init__(self, region: Region) -> None:
-        self._region = region
-        self._direct: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-        self._by_value: bool | None = None
-        self._stack = collate.collate_tensor_fn
-        if collate.default_collate_fn_map.get(torch.Tensor) is self._stack:
-            collate.default_collate_fn_map[torch.Tensor] = self._collate_tensor
-            os.register_at_fork(after_in_child=self._release)
-
-    def _release(self) -> None:
-        """In a process that is forked from this one, whose region it is not."""
-        if collate.default_collate_fn_map.get(torch.Tensor) == self._collate_tensor:
-            collate.default_collate_fn_map[torch.Tensor] = self._stack
-
-    def _collate_tensor(self, batch: Any, *, collate_fn_map: Any = None) -> torch.Tensor:
-        """torch's, but into our shared memory instead of a new shared object a tensor."""
-        elem = batch[0]
-        if elem.layout is not torch.strided or elem.is_nested or elem.device.type != "cpu":
-            stacked: torch.Tensor = self._stack(batch, collate_fn_map=collate_fn_map)
-            return stacked
-        nbytes = len(batch) * elem.numel() * elem.element_size()
-        if nbytes < _DIRECT_BYTES or type(elem) is not torch.Tensor:
-            return torch.stack(batch, 0)
-        leased = self._region.arena.lease(nbytes)
-        self._direct[leased.ctypes.data] = leased
-        out = torch.from_numpy(leased).view(elem.dtype).view(len(batch), *elem.shape)
-        return torch.stack(batch, 0, out=out)
-
-    def _place(self, tensor: torch.Tensor) -> int | None:
-        address = tensor.data_ptr()
-        if address in self._direct and self._direct[address].nbytes == tensor.untyped_storage().nbytes():
-            return self._region.offset_of(address)
-        return None
-
-    def put(self, obj: Any) -> tuple[int, PackedObject]:
-        """Copy an object into shared memory; gives its offset in the file."""
-        packed = pack(obj, place=self._place, by_value=self._by_value)
-        self._by_value = packed.by_value or None
-        leased: Buffer = self._region.arena.lease(packed.nbytes)
-        packed.copy_to(leased.ctypes.data)
-        for tensor, _ in packed.placed:
-            self._region.grant(self._direct[tensor.data_ptr()])
-        return self._region.grant(leased), packed
-
-
 def run(start: WorkerStart) -> None:
     """A worker process, from its start to its end."""
     try:
@@ -127,14 +62,7 @@ def _load_job(start: WorkerStart) -> WorkerJob:
     if start.inherited is not None:
         inherited: WorkerJob = start.inherited
         return inherited
-    buffer = read_message(start.memory.fd, start.message_offset, start.message_bytes)
-    meta, meta_bytes, spans = np.frombuffer(buffer[:24], np.int64).tolist()
-    fds = [passed.fd for passed in start.passed]
-    sizes = np.frombuffer(buffer[24 : 24 + 8 * len(fds)], np.int64).tolist()
-    shared = list(zip(fds, sizes, strict=True))
-    job: WorkerJob = unpack(buffer[MESSAGE_HEAD:], meta, meta_bytes, spans, shared=shared)
-    for fd in fds:
-        os.close(fd)
+    job: WorkerJob = read_packed(start)
     torch.set_default_dtype(job.default_dtype)
     collate.default_collate_fn_map.update(job.collate_map)
     return job
@@ -162,7 +90,7 @@ class _WorkerProcess:
         self._start = start
         self._header = Header(start.memory.fd)
         self._region = Region(start.memory.fd, start.region_offset, start.region_bytes, start.region_limit)
-        self._writer = _BatchWriter(self._region)
+        self._writer = BatchWriter(self._region)
         self._workers: dict[int, _ProcessWorker] = {}
         self._running: _ProcessWorker | None = None
         self._failed = False

@@ -2,31 +2,31 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import multiprocessing
-import os
 import pickle
-import sys
 import warnings
 from collections import Counter
 from typing import Any
 
-import numpy as np
 import torch
 
+from dataflow.processes.payload import (
+    MESSAGE_HEAD,
+    dumps_by_value,
+    pack,
+    placed_offsets,
+    unpack,
+    write_packed,
+)
+from dataflow.processes.server import server_needs, start_context
 from dataflow.workers.fetching import WorkerLoader
 from dataflow.workers.info import copied_random_state
-from dataflow.workers.payload import PackedObject, dumps_by_value, pack, placed_offsets, unpack
-from dataflow.workers.process_main import MESSAGE_HEAD, ProcessResponse, run
+from dataflow.workers.process_main import ProcessResponse, run
 from dataflow.workers.worker import WorkerJob
 from prefetch.memory.device import register_pinned
-from prefetch.workers.fork_server import Modules, ServerNeeds, warm_up
+from prefetch.workers.fork_server import warm_up
 from prefetch.workers.pool import WorkerPool
 from prefetch.workers.shared_arena import Buffer, Header, SharedFile
-
-_PRELOADED = ("torch", "numpy", run.__module__)
-_IN_SERVER = {*sys.stdlib_module_names, "torch", "numpy", "cloudpickle", "dataflow", "prefetch", "sharding"}
 
 
 class ProcessRunners:
@@ -107,57 +107,18 @@ class ProcessRunners:
             self.file.close()
 
 
-def _start_context(context: Any) -> Any:
-    """How worker processes start, by the argument of the loader; None: from our fork server."""
-    if context is not None or multiprocessing.parent_process() is not None:
-        return context  # a child process has inherited its method, not chosen it
-    method = multiprocessing.get_start_method(allow_none=True)
-    # The platform's default is nobody's choice: it is fixed as soon as anything is used that comes from it,
-    # the lock of a progress bar for instance.
-    if method in (None, multiprocessing.get_all_start_methods()[0]):
-        return None
-    return torch.multiprocessing.get_context(method)
-
-
 def begin_to_start(loader: WorkerLoader) -> None:
     """Start what workers will come from, without waiting for it."""
-    if _start_context(loader.multiprocessing_context) is None:
+    if start_context(loader.multiprocessing_context) is None:
         parts = [loader.dataset, *getattr(loader.dataset, "__dict__", {}).values()]
         functions = [f for f in (loader.collate_fn, loader.worker_init_fn) if hasattr(f, "__module__")]
         modules = {type(part).__module__ for part in parts} | {f.__module__ for f in functions}
-        warm_up(_server_needs(modules))
-
-
-def _server_needs(modules: set[str]) -> ServerNeeds:
-    return ServerNeeds(preload=_PRELOADED, modules=_importable(modules), unforkable=_unforkable())
-
-
-def _unforkable() -> str:
-    """Why what torch is set to now must not stay with all workers to come; "" where it may."""
-    if torch.cuda.is_initialized():
-        return "CUDA was in use in this process"
-    stacks = torch._C._len_torch_function_stack() + torch._C._len_torch_dispatch_stack()
-    casts = any(torch.is_autocast_enabled(device) for device in ("cpu", "cuda"))
-    if stacks or casts or not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
-        return "the loader was made under torch.no_grad(), a default device or another mode of torch"
-    return ""
-
-
-def _importable(names: set[str]) -> Modules:
-    """Which of these modules a fork server should import; what it has anyway is left out."""
-    modules = set()
-    for name in names:
-        spec = getattr(sys.modules.get(name), "__spec__", None)
-        if name.partition(".")[0] in _IN_SERVER or spec is None or not spec.origin:
-            continue
-        with contextlib.suppress(OSError):
-            modules.add((name, os.stat(spec.origin).st_mtime_ns))
-    return frozenset(modules)
+        warm_up(server_needs(modules))
 
 
 def start_processes(loader: WorkerLoader, job: WorkerJob, *, pin: bool) -> ProcessRunners:
     """Worker processes for a job, which is serialised once for all of them."""
-    context = _start_context(loader.multiprocessing_context)
+    context = start_context(loader.multiprocessing_context)
     packed, inherited = None, None
     if context is not None and context.get_start_method() == "fork":
         inherited = job
@@ -198,14 +159,14 @@ def start_processes(loader: WorkerLoader, job: WorkerJob, *, pin: bool) -> Proce
     )
     try:
         if packed is not None:
-            _write_job(file, packed)
+            write_packed(file, packed)
         pool = WorkerPool(
             run,
             loader.num_workers,
             file,
             record_fields=len(ProcessResponse._fields),
             context=context,
-            needs=_server_needs(packed.modules if packed else set()),
+            needs=server_needs(packed.modules if packed else set()),
             inherited=inherited,
             passed=[fd for fd, _ in packed.shared] if packed else [],
             region_limit=loader.memory_limit if not pin else 1 << 60,
@@ -215,13 +176,3 @@ def start_processes(loader: WorkerLoader, job: WorkerJob, *, pin: bool) -> Proce
         file.close()
         raise
     return ProcessRunners(file, pool)
-
-
-def _write_job(file: SharedFile, packed: PackedObject) -> None:
-    """Put a job where all processes find it: `process_main` reads it."""
-    head = np.array([*packed.layout, *(nbytes for _, nbytes in packed.shared)], np.int64)
-    file.write_message(0, head.tobytes())
-    for offset, address, nbytes, _ in packed.parts:
-        file.write_memory(MESSAGE_HEAD + offset, address, nbytes)
-    file.write_message(MESSAGE_HEAD + packed.meta_offset, packed.meta)
-    file.write_message(MESSAGE_HEAD + packed.meta_offset + len(packed.meta), packed.spans)

@@ -22,9 +22,9 @@ from typing import Any, NamedTuple
 from torch._utils import ExceptionWrapper
 from torch.utils.data import MapDataPipe, Subset, _DatasetKind, default_collate, default_convert
 
+from dataflow.processes.payload import array_bytes, copies
 from dataflow.torch_threads import one_torch_thread, setting_kept
 from dataflow.workers.info import Generators, become, install, uninstall
-from dataflow.workers.payload import array_bytes, copies
 from dataflow.workers.worker import (
     Worker,
     WorkerJob,

@@ -180,6 +180,7 @@ class WorkerPool:
         self.start, self.start_reason = _start_of(self._server, context)
         self._responses, writer = os.pipe()
         self._stacks, stacks_writer = os.pipe()
+        self._woken = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         _pools.add(self)
         try:
             for fd in (writer, stacks_writer):
@@ -216,6 +217,7 @@ class WorkerPool:
         self._sentinels = {child.sentinel: worker for worker, child in enumerate(self.processes)}
         for sentinel in self._sentinels:
             self._poll.register(sentinel, select.POLLIN)
+        self._poll.register(self._woken, select.POLLIN)
         self._blocked: dict[int, int] = {}
         """Workers whose pipe is full, by the descriptor of our end of it."""
 
@@ -291,8 +293,13 @@ class WorkerPool:
                 return []
             return list(self._record.iter_unpack(data))
 
+    def wake(self) -> None:
+        """Let a wait end, or the next one; any thread may."""
+        if not self._closed:
+            os.eventfd_write(self._woken, 1)
+
     def wait(self, timeout_s: float | None) -> list[tuple[int, ...]]:
-        """Wait for responses; [] when none came in time.
+        """Wait for responses; [] when none came in time, or `wake` was called.
 
         Raises:
             WorkerDiedError: a worker has ended, and all its responses were received.
@@ -304,6 +311,9 @@ class WorkerPool:
                 ready = dict(self._poll.poll(1000 * min(max(0.0, rest_s), _LONGEST_S)))
                 if responses := self.receive():
                     return responses
+                if self._woken in ready:
+                    os.eventfd_read(self._woken)
+                    return []
                 dead = [worker for fd, worker in self._sentinels.items() if fd in ready]
                 if dead:
                     raise WorkerDiedError([(w, self.processes[w].pid or 0, self._exit_code(w)) for w in dead])
@@ -400,8 +410,8 @@ class WorkerPool:
     def _close_ends(self) -> None:
         if self._server is not None:
             stop_using(self._server)
-        os.close(self._responses)
-        os.close(self._stacks)
+        for fd in (self._responses, self._stacks, self._woken):
+            os.close(fd)
         for child in self.processes:
             if child.exitcode is not None:
                 child._popen.close()  # type: ignore[attr-defined]
@@ -412,8 +422,8 @@ class WorkerPool:
             self._closed = True
             for tasks in self._tasks:
                 tasks.close()
-            os.close(self._responses)
-            os.close(self._stacks)
+            for fd in (self._responses, self._stacks, self._woken):
+                os.close(fd)
 
 
 _pools: WeakRegistry[WorkerPool] = WeakRegistry()

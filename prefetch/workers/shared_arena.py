@@ -152,9 +152,13 @@ class Region:
         """Where an address of this region lies in the file."""
         return address - self.address + self._offset
 
-    def grant(self, leased: Buffer) -> int:
-        """Keep a leased array until the parent gives it back; returns its offset in the file."""
-        offset = self.offset_of(leased.ctypes.data)
+    def holds(self, address: int) -> bool:
+        """Whether an address lies in it."""
+        return 0 <= address - self.address < self._nbytes
+
+    def grant(self, leased: Any, address: int) -> int:
+        """Keep what is leased, or a part of it, until the parent gives it back; its offset in the file."""
+        offset = self.offset_of(address)
         self._leases.setdefault(offset, []).append(leased)
         return offset
 
@@ -179,10 +183,11 @@ class _Grant:
 class _GrantEnd(weakref.ref[_Grant]):
     """What comes back when a grant ends."""
 
-    __slots__ = ("nbytes", "offset", "worker")
+    __slots__ = ("nbytes", "offset", "on_end", "worker")
     worker: int
     offset: int
     nbytes: int
+    on_end: Callable[[int], None] | None
 
 
 class _Remains:
@@ -278,23 +283,33 @@ class SharedFile:
         if nbytes:
             self.write_message(offset, memory_at(address, nbytes).data)
 
-    def view(self, worker: int, offset: int, nbytes: int) -> Buffer:
-        """A writable uint8 array over what the worker granted; given back when its last view dies."""
+    def view(
+        self, worker: int, offset: int, nbytes: int, on_end: Callable[[int], None] | None = None
+    ) -> Buffer:
+        """A writable uint8 array over what the worker granted; given back when its last view dies.
+
+        `on_end` hears of its bytes then, when the account is next looked at.
+        """
         if self._register is not None and offset not in self._registered:
             whole = rounded_bytes(nbytes)  # a slab keeps its place and size for life
             self._registered[offset] = self._register(self._address + offset, whole)
         grant = _Grant(self, self._address + offset, nbytes)
         end = _GrantEnd(grant, self._end)
-        end.worker, end.offset, end.nbytes = worker, offset, nbytes
+        end.worker, end.offset, end.nbytes, end.on_end = worker, offset, nbytes, on_end
         self._grants.add(end)
         return np.asarray(grant)
 
-    def _settle(self) -> None:
-        """Note which grants have ended; see `prefetch.memory.arena`."""
+    def settle(self) -> None:
+        """Note which grants have ended; see `prefetch.memory.arena`. Any thread may."""
         while self._ended:
-            end = self._ended.popleft()
+            try:
+                end = self._ended.popleft()
+            except IndexError:  # another thread has taken it
+                return
             self._grants.discard(end)
             self._returned[end.worker].append(end.offset)
+            if end.on_end is not None:
+                end.on_end(end.nbytes)
 
     def give_back(self, worker: int, offset: int) -> None:
         """Return what was granted without looking at it."""
@@ -302,7 +317,7 @@ class SharedFile:
 
     def take_returned(self, worker: int) -> list[int]:
         """Offsets to tell the worker about."""
-        self._settle()
+        self.settle()
         queue, offsets = self._returned[worker], []
         while queue:
             offsets.append(queue.popleft())
@@ -312,7 +327,7 @@ class SharedFile:
     def held_bytes(self) -> int:
         """Memory that the file takes now: free slabs, batches in work, what is in use."""
         if self._closed:
-            self._settle()
+            self.settle()
             return sum(page_rounded(end.nbytes) for end in list(self._grants))
         return os.fstat(self.fd).st_blocks * 512
 

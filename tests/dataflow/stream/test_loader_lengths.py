@@ -230,7 +230,7 @@ def test_windows_are_staged_once_and_closed_on_the_way(made: Make, kind: str, sh
         HandDrivenEpoch(loader, batches_per_chunk=1, window_limit_bytes=limit) as epoch,
     ):
         chunks = [chunk for window in epoch.windows() for chunk in window.chunks()]
-        closed = [chunk.first_batch for chunk in chunks for _ in chunk.closes]
+        closed = [chunk.plan.first_batch for chunk in chunks for _ in chunk.closes]
         staged = epoch.staged_windows
         assert len(staged) == len(set(staged)) == len(closed)
         assert len(set(closed)) > 3

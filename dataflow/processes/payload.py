@@ -31,7 +31,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from prefetch.workers.shared_arena import Buffer, create_file, read_message
+from prefetch.workers.shared_arena import Buffer, SharedFile, create_file, read_message
+from prefetch.workers.worker_start import WorkerStart
 
 _ALIGN = 64
 _SPAN = struct.Struct("<qq")
@@ -83,6 +84,33 @@ class PackedObject:
             ctypes.memmove(address + offset, source, nbytes)
         tail = bytes(self.meta) + self.spans + b"".join(_OFFSET.pack(at) for _, at in self.placed)
         ctypes.memmove(address + self.meta_offset, tail, len(tail))
+
+
+MESSAGE_HEAD = 4096
+"""Bytes before an object that all processes get: its layout, and the sizes of what crosses by descriptors."""
+
+
+def write_packed(file: SharedFile, packed: PackedObject) -> None:
+    """Put an object where all processes find it; the file's message has MESSAGE_HEAD bytes more than it."""
+    head = np.array([*packed.layout, *(nbytes for _, nbytes in packed.shared)], np.int64)
+    file.write_message(0, head.tobytes())
+    for offset, address, nbytes, _ in packed.parts:
+        file.write_memory(MESSAGE_HEAD + offset, address, nbytes)
+    file.write_message(MESSAGE_HEAD + packed.meta_offset, packed.meta)
+    file.write_message(MESSAGE_HEAD + packed.meta_offset + len(packed.meta), packed.spans)
+
+
+def read_packed(start: WorkerStart) -> Any:
+    """The object, in one of the processes; once."""
+    buffer = read_message(start.memory.fd, start.message_offset, start.message_bytes)
+    meta, meta_bytes, spans = np.frombuffer(buffer[:24], np.int64).tolist()
+    fds = [passed.fd for passed in start.passed]
+    sizes = np.frombuffer(buffer[24 : 24 + 8 * len(fds)], np.int64).tolist()
+    shared = list(zip(fds, sizes, strict=True))
+    obj = unpack(buffer[MESSAGE_HEAD:], meta, meta_bytes, spans, shared=shared)
+    for fd in fds:
+        os.close(fd)
+    return obj
 
 
 class _Packer:

@@ -1,0 +1,369 @@
+"""Batches of rows: columns are built together, then every batch is finished by itself.
+
+Whoever builds needs values alone: which batches there are (`ChunkPlan`), where their rows lie (`ChunkRows`)
+and what all chunks of a stream are built with (`BuildContext`). First come the columns, a slot, a copy and a
+split each; then bad samples are left out or raised, and what the user gave is called: transforms,
+`collate_fn`, `batch_transform`. A slot comes back when the last view of it dies.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.utils.data import default_collate
+
+from dataflow.batch.columns import ChunkColumns, ChunkRows, Cut, Randomness, raise_if_closing
+from dataflow.batch.delivered import Delivered
+from dataflow.batch.held_bytes import held_bytes
+from dataflow.batch.output import BuiltColumn, Output, make_copies
+from dataflow.batch.packed import batch_columns
+from dataflow.batch.samples import Misfit, described, drop_rows, misfit_of, samples_of, transform_reason
+from dataflow.staging.window import StagedWindow
+from prefetch.memory.arena import Arena, HeapKeeper
+from prefetch.memory.guards import FileGuards
+from prefetch.work import Piece
+from sharding.errors import SampleError
+from sharding.lengths.batching import Batching
+from sharding.lengths.unit_plan import BatchPieces, UnitPlan
+from sharding.plan.plan import RankPlan
+
+REPEAT = "__repeat__"
+"""The column of `mark_repeats`: bool [samples], or [rows] of packed ones."""
+
+BatchFn = Callable[[Any], Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Postprocessing:
+    """What happens to a batch after its columns are built."""
+
+    transforms: Sequence[tuple[Callable[..., Any] | None, bool]]
+    """Of each source: what is called with each sample, in worker threads, and whether it takes `rng=`."""
+    collate: Callable[[list[Any]], Any] | None
+    """Samples -> batch; None keeps the columns."""
+    batch_transform: BatchFn | None
+    on_bad: Callable[[SampleError], bool]
+    """Decides about a bad sample: True skips it; may raise."""
+    batching: Batching | None = None
+    """How batches depend on lengths."""
+    mark_repeats: bool = False
+    """Whether batches get a column that tells what the tail rule delivers a second time."""
+
+    @property
+    def takes_samples(self) -> bool:
+        """Whether batches are made of single samples."""
+        return bool(self.collate) or any(transform for transform, _ in self.transforms)
+
+    @property
+    def does_something(self) -> bool:
+        """Whether the built columns are not yet the batch."""
+        return bool(self.takes_samples or self.batch_transform or self.batching or self.mark_repeats)
+
+    def forms(self, column: str) -> bool:
+        """Whether the column is packed or padded here; a user's `collate` does that by itself."""
+        return self.batching is not None and self.collate is None and column in self.batching.columns
+
+
+@dataclass(frozen=True, kw_only=True)
+class BuildContext:
+    """What all chunks of a stream are built with, wherever that is."""
+
+    outputs: Sequence[Output]
+    seed: int
+    postprocessing: Postprocessing
+    arena: Arena
+    guards: FileGuards
+    on_return: Callable[[int], Callable[[], None]]
+    """Bytes of a slot -> what is called when its last view dies."""
+    closing: threading.Event
+    """Set when nobody wants the batches any more: building ends with the sample that it is at."""
+    heap: HeapKeeper
+    charge_bytes: int
+    """Small batches are charged together once they take so much: to charge costs as much as to make one."""
+    ships_values: bool = False
+    """Whether chunks are built elsewhere, and stored values are copied for it."""
+    seed_globals: Callable[[int], None] | None = None
+    """Seeds the global generators with a key; None: they are the training code's."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ChunkPlan:
+    """Which batches a chunk has. Says nothing of where their rows lie."""
+
+    epoch: int
+    first_batch: int
+    """Number in the epoch's plan."""
+    sizes: NDArray[np.int64]
+    """[batches] rows of each."""
+    pieces: BatchPieces | None
+    """What length-aware batches consist of."""
+    cut: Cut | None
+    """Which part of its columns a length-aware batch takes."""
+    repeats: Sequence[NDArray[np.bool_]]
+    """Of each batch, which of its samples, rows or units come a second time; empty: nobody asks."""
+
+    @classmethod
+    def of(
+        cls, plan: RankPlan, first_batch: int, sizes: NDArray[np.int64], steps: Postprocessing
+    ) -> ChunkPlan:
+        """The batches from `first_batch` on, of so many rows each."""
+        last = first_batch + len(sizes)
+        pieces = plan.batches(first_batch, last) if isinstance(plan, UnitPlan) else None
+        cut = None
+        if pieces is not None and steps.batching is not None and steps.forms(steps.batching.column):
+            assert isinstance(plan, UnitPlan)
+            taken = pieces.pieces
+            whole = plan.sequence.lengths[taken.position].astype(np.int64)
+            cut = Cut(steps.batching.columns, taken.begin, taken.length, whole)
+        marked = range(first_batch, last) if steps.mark_repeats else ()
+        return cls(
+            epoch=plan.order.epoch,
+            first_batch=first_batch,
+            sizes=sizes,
+            pieces=pieces,
+            cut=cut,
+            repeats=[plan.repeats(number, number + 1) for number in marked],
+        )
+
+
+class BatchBuilder:
+    """Builds the batches of one chunk."""
+
+    def __init__(self, context: BuildContext, plan: ChunkPlan, rows: ChunkRows) -> None:
+        self.context, self.plan, self.rows = context, plan, rows
+        self.built: list[BuiltColumn] = []
+        self.leased_bytes = 0
+        """Of slots within the chunk's credits; known when `finish` has ended."""
+        self._randomness = Randomness(context.seed, plan.epoch)
+        self.columns: ChunkColumns | None = None
+
+    def open(self) -> None:
+        """Say what has to be copied and decoded. Inside `FileGuards.loading`."""
+        context, rows = self.context, self.rows
+        self.columns = ChunkColumns(
+            rows,
+            context.arena,
+            self._randomness,
+            may_load=all(part.window.may_load for part in rows.parts),
+            closing=context.closing,
+            on_return=context.on_return,
+        )
+        self.built = [output.build(self.columns) for output in context.outputs]
+
+    def begin(self) -> Sequence[Callable[[], None]]:
+        """Copy what is copied; give the parts that decode."""
+        with self.context.guards.loading():
+            self.open()
+            assert self.columns is not None
+            make_copies(self.built, self.columns)
+        return [decode for built in self.built for decode in built.decodes]
+
+    def finish(self) -> Iterator[Piece[Delivered]]:
+        """Split into batches, apply what the user gave: one by one where that takes memory of its own."""
+        assert self.columns is not None
+        context, sizes = self.context, list[int](self.plan.sizes.tolist())
+        columns = [built.values(sizes) for built in self.built]
+        names = [output.name for output in context.outputs]
+        batches = (dict(zip(names, values, strict=True)) for values in zip(*columns, strict=True))
+        if self.is_planned:
+            numbered = enumerate(zip(batches, sizes, strict=True), self.plan.first_batch)
+            yield Piece([Delivered(self.plan.epoch, n, batch, size) for n, (batch, size) in numbered])
+        else:
+            delivered, heap_bytes, row = list[Delivered](), 0, 0
+            for number, size in enumerate(sizes, self.plan.first_batch):
+                raise_if_closing(context.closing)
+                ahead = sum(built.ahead(size) for built in self.built if built.ahead)
+                if ahead:
+                    yield Piece(slot_bytes=ahead)
+                self._seed_globals(row, of_batch=True)
+                delivered.append(self.delivered(number, next(batches), row, size))
+                heap_bytes += held_bytes(delivered[-1].batch, self.columns.slots)
+                row += size
+                if ahead or heap_bytes >= context.charge_bytes or row == self.rows.num_rows:
+                    context.heap.made(heap_bytes)
+                    piece = Piece(delivered, heap_bytes=heap_bytes)
+                    delivered, heap_bytes = [], 0
+                    yield piece
+                    del piece
+        self.leased_bytes = self.columns.leased_bytes
+        self.columns, self.built, self.rows = None, [], NO_ROWS
+
+    def _seed_globals(self, row: int, *, of_batch: bool) -> None:
+        """Let the global generators depend on a sample alone, or on the first one of a batch."""
+        if self.context.seed_globals is not None:
+            key = self._randomness.key(*self.rows.find(row), of_batch=of_batch)
+            self.context.seed_globals(key)
+
+    @property
+    def is_planned(self) -> bool:
+        """Whether what it takes was known before: nothing of the user's runs, and no object is made."""
+        assert self.columns is not None
+        if self.columns.bad or self.context.postprocessing.does_something:
+            return False
+        return all(output.is_view for output in self.context.outputs)
+
+    def delivered(self, number: int, batch: dict[str, Any], row: int, size: int) -> Delivered:
+        """A batch, whose columns are built and whose rows begin at `row`, with all done to it."""
+        skipped: list[SampleError] = []
+        result, num_samples = self._finish_batch(number, batch, row, size, skipped)
+        return Delivered(self.plan.epoch, number, result, num_samples, tuple(skipped))
+
+    def _finish_batch(
+        self, number: int, batch: dict[str, Any], row: int, size: int, skipped: list[SampleError]
+    ) -> tuple[Any, int]:
+        steps, columns = self.context.postprocessing, self.columns
+        assert columns is not None
+        dropped = {r - row for r in columns.bad if row <= r < row + size}
+        for r in sorted(dropped):
+            if not steps.on_bad(columns.bad[row + r]):
+                raise columns.bad[row + r]
+            skipped.append(columns.bad[row + r])
+        kept = np.arange(size)
+        if dropped:
+            kept = np.delete(kept, list(dropped))
+            if not len(kept):
+                return {}, 0
+            batch = drop_rows(batch, kept)
+        if self.plan.pieces is not None and steps.collate is None:
+            assert steps.batching is not None
+            pieces = self.plan.pieces.one(number - self.plan.first_batch)
+            pieces = pieces.keep(kept) if dropped else pieces
+            batch = batch_columns(steps.batching, pieces, batch, columns.slot)
+        result: Any = batch
+        if steps.takes_samples:
+            samples, kept = self._transform(batch, kept, row, skipped)
+            if not samples:
+                return {}, 0
+            if steps.collate:
+                place = partial(self._place, "collate_fn=", number, row, kept, samples)
+                result = _called(steps.collate, samples, place)
+            else:
+                result, kept = self._collate(samples, kept, row, skipped)
+                if not len(kept):
+                    return {}, 0
+        if steps.batch_transform:
+            place = partial(self._place, "batch_transform=", number, row, kept, result)
+            result = _called(steps.batch_transform, result, place)
+        if steps.mark_repeats:
+            _checked_dict(result, steps)[REPEAT] = torch.from_numpy(self._repeats(number, kept))
+        return result, len(kept)
+
+    def _repeats(self, number: int, kept: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Of a batch's samples that are kept (of packed rows: of all), which come a second time."""
+        flags = self.plan.repeats[number - self.plan.first_batch]
+        if self.plan.pieces is None:
+            return flags[kept]
+        batching = self.context.postprocessing.batching
+        assert batching is not None
+        return flags if batching.rows_are_units else np.full(len(kept), flags[0])
+
+    def _transform(
+        self, batch: dict[str, Any], kept: NDArray[np.int64], first: int, skipped: list[SampleError]
+    ) -> tuple[list[Any], NDArray[np.int64]]:
+        """The samples that the transforms made, and which rows of the batch these are."""
+        samples, transformed = [], []
+        outputs = self.context.outputs
+        origins = self.rows.find_all(first + kept)
+        rows = zip(samples_of(batch, outputs, len(kept)), kept, origins, strict=True)
+        for sample, index, (window, row) in rows:
+            raise_if_closing(self.context.closing)
+            try:
+                samples.append(self._apply(sample, window, row, first + int(index)))
+                transformed.append(index)
+            except Exception as error:
+                reason = transform_reason(error, [output.name for output in outputs])
+                bad = window.sample_error(row, reason, None, "transform")
+                self._leave_out(bad, error, skipped)
+        return samples, np.array(transformed, np.int64)
+
+    def _collate(
+        self, samples: list[Any], kept: NDArray[np.int64], first: int, skipped: list[SampleError]
+    ) -> tuple[Any, NDArray[np.int64]]:
+        """The batch of samples, and which rows are in it: all but those that no batch can hold."""
+        while samples:
+            try:
+                return default_collate(samples), kept
+            except Exception as error:
+                misfit = misfit_of(samples, self.context.outputs)
+                if misfit is None:
+                    raise
+                bad = self._misfit_error(misfit, first + kept)
+                if misfit.beside is not None:  # which of the two is the bad one, nobody knows
+                    raise bad from error
+                self._leave_out(bad, error, skipped)
+                del samples[misfit.at]
+                kept = np.delete(kept, misfit.at)
+        return {}, kept
+
+    def _misfit_error(self, misfit: Misfit, rows: NDArray[np.int64]) -> SampleError:
+        whole = not misfit.column
+        text = f"transform= returned {misfit.what}" if whole else misfit.what
+        if misfit.beside is not None:
+            other = self.rows.sample_error(int(rows[misfit.beside]), "", None, "collate")
+            sample = f"sample {other.key!r}"
+            text += f", but for {sample} {misfit.other}" if whole else f", but {sample} has {misfit.other}"
+        row, column = int(rows[misfit.at]), misfit.column or None
+        return self.rows.sample_error(row, f"{text}; {misfit.cure}", column, "collate")
+
+    def _leave_out(self, bad: SampleError, cause: Exception, skipped: list[SampleError]) -> None:
+        """Leave a sample out, or raise its error, as the user decided."""
+        bad.__cause__ = cause
+        if not self.context.postprocessing.on_bad(bad):
+            raise bad from cause
+        skipped.append(bad)
+
+    def _place(self, name: str, number: int, row: int, kept: NDArray[np.int64], argument: Any) -> str:
+        """Where a function of batches was, and what it was given."""
+        ends = (self.rows.sample_error(row + int(kept[at]), "", None, "collate") for at in (0, -1))
+        samples = " to ".join(f"{end.key!r} of {end.shard}" for end in ends)
+        batch = f"batch {number} of epoch {self.plan.epoch}"
+        return f"in {name} of {batch}, samples {samples}; it was given {described(argument)}"
+
+    def _apply(self, sample: dict[str, Any], window: StagedWindow, row: int, chunk_row: int) -> Any:
+        steps = self.context.postprocessing
+        transform, wants_rng = steps.transforms[window.source.number]
+        if transform is None:
+            return sample
+        self._seed_globals(chunk_row, of_batch=False)
+        if not wants_rng:
+            return transform(sample)
+        return transform(sample, rng=self._randomness.generator(window, row))
+
+
+NO_ROWS = ChunkRows(0, list)
+"""Those of a chunk that is finished: windows and slots are free to go."""
+
+
+def _called(function: BatchFn, argument: Any, place: Callable[[], str]) -> Any:
+    """What a user's function of batches returns; what it raises is told the place.
+
+    A `StopIteration` of it would seem to be the loader's end.
+    """
+    try:
+        return function(argument)
+    except StopIteration as error:
+        failure = RuntimeError(f"{getattr(function, '__name__', function)} raised StopIteration")
+        failure.add_note(place())
+        raise failure from error
+    except Exception as error:
+        error.add_note(place())
+        raise
+
+
+def _checked_dict(batch: Any, steps: Postprocessing) -> MutableMapping[str, Any]:
+    if isinstance(batch, MutableMapping):
+        return batch
+    who = "the transformed samples were collated to"
+    if steps.batch_transform or steps.collate:
+        who = f"{'batch_transform' if steps.batch_transform else 'collate_fn'} returned"
+    raise TypeError(
+        f"mark_repeats=True adds a column {REPEAT!r} to batches that are dicts, but {who} a "
+        f"{type(batch).__name__}"
+    )

@@ -1,0 +1,270 @@
+"""What a builder process does: it builds chunks, and hands batches over in shared memory, a few at a time.
+
+It knows nothing of shards: what it builds has crossed (`shipped`). Two things it asks the training process,
+and waits for the answer: what an error is to say of a sample, and whether that is left out.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import pickle
+import random
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.utils.data._utils import collate
+
+from dataflow.batch.builder import BatchBuilder, BuildContext, Postprocessing
+from dataflow.batch.delivered import Delivered
+from dataflow.batch.output import Output
+from dataflow.processes.batch_writer import BatchWriter
+from dataflow.processes.payload import pack, read_packed
+from dataflow.processes.shipped import ShippedChunk, shipped_rows
+from prefetch.errors import EngineClosedError
+from prefetch.memory.arena import HeapKeeper
+from prefetch.memory.guards import FileGuards
+from prefetch.work import Piece
+from prefetch.workers.shared_arena import Header, Region
+from prefetch.workers.worker_start import WorkerStart, begin
+from sharding.errors import SampleError
+
+
+class BuilderMessage:
+    """Kinds of messages to a builder process: build a chunk, go on with one, an answer."""
+
+    BUILD, GO_ON, ANSWER = range(3)
+
+
+class BuilderResult:
+    """Kinds of responses: batches, an error that ends a chunk, a question."""
+
+    BATCHES, ERROR, QUESTION = range(3)
+
+
+class BuilderResponse(NamedTuple):
+    """What a builder process says. Offsets count from the beginning of the shared file."""
+
+    kind: int
+    builder: int
+    chunk: int
+    offset: int
+    nbytes: int
+    meta: int
+    meta_bytes: int
+    table: int
+    placed: int
+    """Ranges of shared memory that it holds beside its own, listed at its end."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BuilderJob:
+    """What all chunks of a session have in common, as it crosses."""
+
+    outputs: Sequence[Output]
+    postprocessing: Postprocessing
+    seed: int
+    charge_bytes: int
+    limit_bytes: int
+    is_pinned: bool
+    """Whether the training process page-locks what it views: whole slabs only, so batches are copied."""
+    collate_map: Mapping[Any, Any]
+    """What was registered with torch's `default_collate`."""
+    default_dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class CrossedError:
+    """An exception on its way to the training process, with what it was raised from."""
+
+    error: BaseException
+    cause: CrossedError | None
+    place: str
+
+    @classmethod
+    def of(cls, error: BaseException, builder: int) -> CrossedError:
+        """What is told of an exception; one that does not pickle is told in words."""
+        text = "".join(traceback.format_exception(error, chain=False))
+        told = error
+        try:
+            pickle.loads(pack(error).meta)
+        except Exception:
+            told = RuntimeError(f"{type(error).__name__}: {error}")
+        cause = None if error.__cause__ is None else cls.of(error.__cause__, builder)
+        return cls(told, cause, f"in builder process {builder} (pid {os.getpid()}):\n{text}")
+
+    def restored(self) -> BaseException:
+        """The exception, whose traceback is a note."""
+        self.error.__cause__ = None if self.cause is None else self.cause.restored()
+        if self.cause is None:
+            self.error.add_note(self.place)
+        return self.error
+
+
+def run(start: WorkerStart) -> None:
+    """A builder process, from its start to its end."""
+    try:
+        begin(start)
+        torch.set_num_threads(1)
+        _BuilderProcess(start).serve()
+    except (KeyboardInterrupt, BrokenPipeError):
+        pass  # the parent hears Ctrl-C itself, or has gone
+
+
+@dataclass(eq=False)
+class _Build:
+    """A chunk that is being built."""
+
+    pieces: Iterator[Piece[Delivered]]
+    num_left: int
+    """Batches that were not handed over."""
+
+
+class _BuilderProcess:
+    def __init__(self, start: WorkerStart) -> None:
+        self._start = start
+        self._header = Header(start.memory.fd)
+        self._region = Region(start.memory.fd, start.region_offset, start.region_bytes, start.region_limit)
+        others = (start.num_workers - start.worker) * start.region_bytes
+        self._inputs = mmap.mmap(start.memory.fd, start.region_bytes, offset=start.region_offset + others)
+        """The training process's own region, behind those of all builders."""
+        self._inputs_offset = start.region_offset + others
+        self._builds: dict[int, _Build] = {}
+        self._waiting: deque[tuple[int, int, Any]] = deque()
+        """Messages that came before an answer."""
+        self._chunk = 0
+        """The one that is being built."""
+        self._writer = BatchWriter(self._region)
+        self._context: BuildContext | CrossedError
+        try:
+            self._context = self._opened()
+        except Exception as error:  # each chunk is told
+            self._context = CrossedError.of(error, start.worker)
+
+    def _opened(self) -> BuildContext:
+        start = self._start
+        job: BuilderJob = start.inherited or read_packed(start)
+        torch.set_default_dtype(job.default_dtype)
+        collate.default_collate_fn_map.update(job.collate_map)
+        self._writer.takes_parts = not job.is_pinned
+        return BuildContext(
+            outputs=job.outputs,
+            seed=job.seed,
+            postprocessing=replace(job.postprocessing, on_bad=self._decide),
+            arena=self._region.arena,
+            guards=FileGuards(),
+            on_return=lambda nbytes: lambda: None,
+            closing=threading.Event(),
+            heap=HeapKeeper(job.limit_bytes),
+            charge_bytes=job.charge_bytes,
+            seed_globals=_seed_globals,
+        )
+
+    # ---- messages -----------------------------------------------------------------------------------------
+
+    def serve(self) -> None:
+        """Do what the parent says until it says no more."""
+        while (message := self._waiting.popleft() if self._waiting else self._receive()) is not None:
+            kind, self._chunk, content = message
+            del message
+            try:
+                if kind == BuilderMessage.BUILD:
+                    self._builds[self._chunk] = self._begin(*content)
+                del content
+                self._go_on(self._builds[self._chunk])
+            except EngineClosedError:
+                return
+            except Exception as error:
+                self._builds.pop(self._chunk, None)
+                self._respond(BuilderResult.ERROR, CrossedError.of(error, self._start.worker))
+
+    def _receive(self) -> tuple[int, int, Any] | None:
+        try:
+            data = self._start.tasks.recv_bytes()
+        except (EOFError, OSError):
+            return None
+        if not data or self._header.get(Header.STOP):
+            return None
+        kind, chunk, content, returned = pickle.loads(data)
+        for offset in returned:
+            self._region.take_back(offset)
+        return kind, chunk, content
+
+    def _respond(self, kind: int, obj: Any) -> None:
+        offset, packed = self._writer.put(obj)
+        layout, placed = packed.layout, len(packed.placed)
+        self._start.respond(
+            BuilderResponse(kind, self._start.worker, self._chunk, offset, packed.nbytes, *layout, placed)
+        )
+
+    def _ask(self, *question: Any) -> Any:
+        """What the training process says to a question about the chunk that is being built."""
+        self._respond(BuilderResult.QUESTION, question)
+        while (message := self._receive()) is not None:
+            if message[0] == BuilderMessage.ANSWER:
+                answer = message[2]
+                if isinstance(answer, CrossedError):
+                    raise answer.restored()
+                return answer
+            self._waiting.append(message)
+        raise EngineClosedError("the loader was closed while the batch was built")
+
+    def _error_of(self, row: int, reason: str, column: str | None, stage: str) -> SampleError:
+        error: SampleError = self._ask("error", row, reason, column, stage)
+        return error
+
+    def _decide(self, error: SampleError) -> bool:
+        is_left_out, notes = self._ask("decide", CrossedError.of(error, self._start.worker))
+        for note in notes:
+            error.add_note(note)
+        return bool(is_left_out)
+
+    # ---- building -----------------------------------------------------------------------------------------
+
+    def _begin(self, chunk: ShippedChunk, offset: int, nbytes: int) -> _Build:
+        if isinstance(self._context, CrossedError):
+            raise self._context.restored()
+        memory: NDArray[np.uint8] = np.frombuffer(
+            self._inputs, np.uint8, nbytes, offset - self._inputs_offset
+        )
+        rows = shipped_rows(chunk, memory, self._error_of)
+        builder = BatchBuilder(self._context, chunk.plan, rows)
+        for decode in builder.begin():
+            decode()
+        return _Build(builder.finish(), len(chunk.plan.sizes))
+
+    def _go_on(self, build: _Build) -> None:
+        """Make the next batches, and hand them over."""
+        began_s = time.perf_counter()
+        piece = next(piece for piece in build.pieces if piece.batches)
+        build.num_left -= len(piece.batches)
+        if not build.num_left:
+            for _ in build.pieces:
+                pass
+            self._builds.pop(self._chunk)
+        batches, heap_bytes = [tuple(delivered) for delivered in piece.batches], piece.heap_bytes
+        del piece
+        self._respond(
+            BuilderResult.BATCHES,
+            (batches, heap_bytes, not build.num_left, time.perf_counter() - began_s),
+        )
+
+
+def never(error: SampleError) -> bool:
+    """Stands for the decision about bad samples while it crosses: only the training process takes it."""
+    raise AssertionError(error)
+
+
+def _seed_globals(key: int) -> None:
+    """Let the global generators draw what one sample of an epoch draws, whoever builds it."""
+    random.seed(key)
+    np.random.seed(key & 0xFFFFFFFF)
+    torch.default_generator.manual_seed(key & (1 << 63) - 1)

@@ -1,0 +1,57 @@
+"""What processes of this library start from: our fork server, and what it has imported by then."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import sys
+from typing import Any
+
+import torch
+
+from prefetch.workers.fork_server import Modules, ServerNeeds
+
+_PRELOADED = ("torch", "numpy", "dataflow.workers.process_main", "dataflow.processes.builder_main")
+"""One server serves all: workers of datasets, and builders of shards."""
+_IN_SERVER = {*sys.stdlib_module_names, "torch", "numpy", "cloudpickle", "dataflow", "prefetch", "sharding"}
+
+
+def start_context(context: Any) -> Any:
+    """How worker processes start, by the argument of the loader; None: from our fork server."""
+    if context is not None or multiprocessing.parent_process() is not None:
+        return context  # a child process has inherited its method, not chosen it
+    method = multiprocessing.get_start_method(allow_none=True)
+    # The platform's default is nobody's choice: it is fixed as soon as anything is used that comes from it,
+    # the lock of a progress bar for instance.
+    if method in (None, multiprocessing.get_all_start_methods()[0]):
+        return None
+    return torch.multiprocessing.get_context(method)
+
+
+def server_needs(modules: set[str]) -> ServerNeeds:
+    """What a server needs that knows the modules of what processes work on."""
+    return ServerNeeds(preload=_PRELOADED, modules=_importable(modules), unforkable=_unforkable())
+
+
+def _unforkable() -> str:
+    """Why what torch is set to now must not stay with all workers to come; "" where it may."""
+    if torch.cuda.is_initialized():
+        return "CUDA was in use in this process"
+    stacks = torch._C._len_torch_function_stack() + torch._C._len_torch_dispatch_stack()
+    casts = any(torch.is_autocast_enabled(device) for device in ("cpu", "cuda"))
+    if stacks or casts or not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
+        return "the loader was made under torch.no_grad(), a default device or another mode of torch"
+    return ""
+
+
+def _importable(names: set[str]) -> Modules:
+    """Which of these modules a fork server should import; what it has anyway is left out."""
+    modules = set()
+    for name in names:
+        spec = getattr(sys.modules.get(name), "__spec__", None)
+        if name.partition(".")[0] in _IN_SERVER or spec is None or not spec.origin:
+            continue
+        with contextlib.suppress(OSError):
+            modules.add((name, os.stat(spec.origin).st_mtime_ns))
+    return frozenset(modules)

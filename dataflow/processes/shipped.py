@@ -1,0 +1,211 @@
+"""A chunk as it crosses to another process: its plan, and the stored values of its rows, one after the other.
+
+The values are copied into memory that both processes map, by the same executor that makes batches, so the
+way there costs a copy and no interpreter lock. On the other side they are the staged columns of one window a
+source, whose rows are the chunk's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dataflow.batch.builder import ChunkPlan
+from dataflow.batch.columns import ChunkRows, WindowPart
+from dataflow.staging.columns import StagedArray, StagedOutput, StagedSpans
+from dataflow.staging.window import StagedWindow, WindowSamples
+from prefetch.core.executor import executor
+from prefetch.core.plan import BuildPlan, PlanColumn
+from prefetch.memory.arena import Arena
+from sharding.errors import SampleError
+
+_ALIGN = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShippedColumn:
+    """The values of a column, in the chunk's shared memory."""
+
+    offset: int
+    """Where they begin in it."""
+    nbytes: int
+    shape: tuple[int, ...] | None = None
+    """Of a row, where all are alike; None: `lengths` says."""
+    dtype: str = "uint8"
+    lengths: NDArray[np.int64] | None = None
+    """[rows] bytes; -1 where the sample lacks it."""
+    bad: Mapping[int, str] = field(default_factory=dict)
+    """Row of the chunk -> why its value could not be parsed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShippedSource:
+    """The rows of a chunk that come from one source, in one of its epochs."""
+
+    number: int
+    epoch: int | None
+    """Of its own, in a mixture."""
+    rows: NDArray[np.int64]
+    """[n] of the chunk, ascending."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShippedChunk:
+    """What another process needs to build a chunk, beside its memory and what all chunks have in common."""
+
+    plan: ChunkPlan
+    columns: Mapping[str, ShippedColumn]
+    sources: Sequence[ShippedSource]
+    numbers: NDArray[np.int64]
+    """[rows] of the samples, which random numbers are drawn by."""
+
+
+def ship(
+    plan: ChunkPlan, rows: ChunkRows, outputs: Sequence[StagedOutput], arena: Arena
+) -> tuple[ShippedChunk, NDArray[np.uint8]]:
+    """A chunk whose windows are staged, and its memory: a lease of `arena`.
+
+    Inside `FileGuards.loading`. Raises `ShardReadError` for a value whose bytes are gone.
+    """
+    columns = {output.name: _staged(rows, output) for output in outputs}
+    sizes = [-(-plan_column.nbytes // _ALIGN) * _ALIGN for plan_column, _ in columns.values()]
+    memory, used = arena.lease(sum(sizes) or 1), 0
+    copies, shipped = [], {}
+    for (name, (plan_column, column)), nbytes in zip(columns.items(), sizes, strict=True):
+        own = memory[used : used + plan_column.nbytes]
+        copies.append(replace(plan_column, out=own))
+        shipped[name] = ShippedColumn(
+            offset=used,
+            nbytes=len(own),
+            shape=column.values.shape[1:] if isinstance(column, StagedArray) else None,
+            dtype=column.values.dtype.str if isinstance(column, StagedArray) else "uint8",
+            lengths=None if isinstance(column, StagedArray) else column.lengths,
+            bad=column.bad if isinstance(column, StagedArray) else {},
+        )
+        used += nbytes
+    status = executor().run(BuildPlan(num_rows=rows.num_rows, columns=copies))
+    if status.any():
+        row = int(np.flatnonzero(status)[0])
+        window, window_row = rows.find(row)
+        raise window.truncated(window_row, copies[int(status[row]) - 1].name)
+    numbers = np.empty(rows.num_rows, np.int64)
+    for part in rows.parts:
+        numbers[part.chunk_rows] = part.window.samples.numbers(part.rows)
+    return ShippedChunk(plan=plan, columns=shipped, sources=_sources(rows), numbers=numbers), memory
+
+
+def _staged(rows: ChunkRows, output: StagedOutput) -> tuple[PlanColumn, StagedArray | StagedSpans]:
+    """How the chunk's rows of a column are copied, and what is known of them by row of the chunk."""
+    name, num_rows = output.name, rows.num_rows
+    addresses = np.empty(num_rows, np.int64)
+    may_load = all(part.window.may_load for part in rows.parts)
+    if output.stays_in_place:
+        lengths = np.empty(num_rows, np.int64)
+        for part in rows.parts:
+            spans = part.spans(name)
+            addresses[part.chunk_rows] = spans.addresses[part.rows]
+            lengths[part.chunk_rows] = spans.lengths[part.rows]
+        nbytes = np.maximum(lengths, 0)
+        places = np.cumsum(nbytes) - nbytes
+        column = PlanColumn(name=name, index=addresses, lengths=nbytes, places=places, may_load=may_load)
+        return column, StagedSpans(addresses, lengths)
+    bad: dict[int, str] = {}
+    values = np.empty(0)
+    for part in rows.parts:
+        staged = part.window.staged[name]
+        assert isinstance(staged, StagedArray)
+        values = staged.values
+        addresses[part.chunk_rows] = part.rows * values.strides[0] + values.__array_interface__["data"][0]
+        for index in np.flatnonzero(np.isin(part.rows, list(staged.bad))).tolist() if staged.bad else ():
+            bad[part.chunk_row(index)] = staged.bad[int(part.rows[index])]
+    each = int(np.prod(values.shape[1:], dtype=np.int64)) * values.itemsize
+    return PlanColumn(name=name, index=addresses, each=each), StagedArray(values[:0], bad=bad)
+
+
+def _sources(rows: ChunkRows) -> list[ShippedSource]:
+    parts: dict[tuple[int, int | None], list[NDArray[np.int64]]] = {}
+    every = np.arange(rows.num_rows)
+    for part in rows.parts:
+        key = part.window.source.number, part.window.source_epoch
+        parts.setdefault(key, []).append(every[part.chunk_rows])
+    return [
+        ShippedSource(number=number, epoch=epoch, rows=np.sort(np.concatenate(own)))
+        for (number, epoch), own in parts.items()
+    ]
+
+
+SampleErrorOf = Callable[[int, str, str | None, str], SampleError]
+"""Row of the chunk, reason, column, stage -> the error, which names shard, offset and key."""
+
+
+class _ShippedSamples(WindowSamples):
+    """Which samples the rows of a chunk are."""
+
+    def __init__(self, numbers: NDArray[np.int64]) -> None:
+        super().__init__(0, ())
+        self._numbers = numbers
+
+    def number(self, row: int) -> int:
+        """Number of a row in the dataset."""
+        return int(self._numbers[row])
+
+    def numbers(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Numbers of rows in the dataset, int64 [n]."""
+        return self._numbers[rows]
+
+
+class ShippedWindow(StagedWindow):
+    """What crossed, as a window whose rows are those of the chunk; another process asks for its errors."""
+
+    def __init__(
+        self,
+        source: ShippedSource,
+        numbers: NDArray[np.int64],
+        staged: dict[str, StagedArray | StagedSpans],
+        error_of: SampleErrorOf,
+    ) -> None:
+        of_source = cast("Any", SimpleNamespace(number=source.number))
+        super().__init__(of_source, cast("Any", None), _ShippedSamples(numbers), source.rows)
+        self.source_epoch, self.staged, self._error_of = source.epoch, staged, error_of
+
+    def reads(self) -> Sequence[Callable[[], None]]:
+        """None: all of it is there."""
+        return ()
+
+    def sample_error(self, row: int, reason: str, column: str | None, stage: str = "decode") -> SampleError:
+        """As `StagedWindow.sample_error`."""
+        return self._error_of(row, reason, column, stage)
+
+    def _release(self) -> None:
+        return
+
+    def _stored(self, ordinal: int) -> memoryview | None:
+        return None
+
+
+def shipped_rows(chunk: ShippedChunk, memory: NDArray[np.uint8], error_of: SampleErrorOf) -> ChunkRows:
+    """The rows of a chunk that crossed, of which `memory` has the values."""
+    staged: dict[str, StagedArray | StagedSpans] = {}
+    address, num_rows = memory.__array_interface__["data"][0], len(chunk.numbers)
+    for name, column in chunk.columns.items():
+        if column.lengths is None:
+            assert column.shape is not None
+            flat = memory[column.offset : column.offset + column.nbytes].view(column.dtype)
+            staged[name] = StagedArray(flat.reshape(num_rows, *column.shape), bad=dict(column.bad))
+            continue
+        ends = np.cumsum(np.maximum(column.lengths, 0))
+        starts = ends - np.maximum(column.lengths, 0) + (address + column.offset)
+        staged[name] = StagedSpans(starts, column.lengths, [memory])
+    parts = []
+    for source in chunk.sources:
+        window = ShippedWindow(source, chunk.numbers, staged, error_of)
+        rows: slice | NDArray[np.int64] = source.rows
+        if len(source.rows) == num_rows:
+            rows = slice(0, num_rows)
+        parts.append(WindowPart(window, source.rows, rows))
+    return ChunkRows(num_rows, lambda: parts, chunk.plan.cut)

@@ -1,0 +1,268 @@
+"""Builders that are processes give what threads give: batches, draws, errors, states; and leave nothing."""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+import signal
+import threading
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from datasets_kit import MAKERS, Make, make_parquet, make_tar
+from numpy.typing import NDArray
+from stream_kit import session_of
+
+from dataflow import DataLoader, Image, Mixture, SampleError, ShardedDataset, ShardWriter, Shuffle
+from dataflow.processes.builders import ProcessBuilders
+from prefetch.workers.pool import WorkerDiedError
+
+TIMEOUT_S = 60.0
+OFFSET = 1000
+
+
+def builders_of(loader: DataLoader[Any, Any]) -> ProcessBuilders:
+    builders = session_of(loader).engine._builders
+    assert isinstance(builders, ProcessBuilders)
+    return builders
+
+
+def in_processes(
+    dataset: Any, batch_size: int, shuffle: Any = None, *, count: int = 2, **options: Any
+) -> Any:
+    options.setdefault("timeout", TIMEOUT_S)
+    return DataLoader(dataset, batch_size, shuffle, num_workers=count, workers="process", **options)
+
+
+def marked(sample: dict[str, Any]) -> dict[str, Any]:
+    return {**sample, "by": os.getpid()}
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_every_format_gives_the_batches_that_threads_build(made: Make, name: str) -> None:
+    dataset = made(name).open(transform=lambda sample: {"n": len(repr(sorted(sample.items())))})
+    with DataLoader(dataset, 3, shuffle=True, seed=5) as loader:
+        whole = [batch["n"].tolist() for _ in range(2) for batch in loader]
+    with in_processes(dataset, 3, True, seed=5) as loader:
+        assert [batch["n"].tolist() for _ in range(2) for batch in loader] == whole
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_columns_of_every_kind_cross(tmp_path: Path, count: int) -> None:
+    made = make_parquet(tmp_path)
+    with DataLoader(made.open(batch_transform=dict), 4, shuffle=True) as loader:
+        whole = [repr(batch) for batch in loader]
+    with in_processes(made.open(batch_transform=dict), 4, True, count=count) as loader:
+        assert [repr(batch) for batch in loader] == whole
+
+
+def shifted(sample: dict[str, Any], *, rng: np.random.Generator) -> dict[str, Any]:
+    return {"cls": sample["cls"] + OFFSET, "draw": rng.random(), "by": os.getpid()}
+
+
+def test_draws_of_rng_are_those_of_threads_and_processes_do_the_work(tmp_path: Path) -> None:
+    dataset = make_tar(tmp_path).open(transform=shifted)
+    with DataLoader(dataset, 3, shuffle=True) as loader:
+        whole = [(batch["cls"].tolist(), batch["draw"].tolist()) for batch in loader]
+    with in_processes(dataset, 3, True) as loader:
+        batches = [*loader]
+    assert [(batch["cls"].tolist(), batch["draw"].tolist()) for batch in batches] == whole
+    assert os.getpid() not in {int(pid) for batch in batches for pid in batch["by"]}
+
+
+def drawn(sample: dict[str, Any]) -> dict[str, Any]:
+    """From the three global generators."""
+    return {"cls": sample["cls"], "x": [random.random(), float(np.random.random()), float(torch.rand(()))]}
+
+
+def test_global_generators_draw_the_same_for_any_number_of_processes(tmp_path: Path) -> None:
+    dataset = make_tar(tmp_path).open(transform=drawn)
+    seen = []
+    for count, batch_size in ((1, 2), (2, 2), (3, 4)):
+        with in_processes(dataset, batch_size, True, count=count) as loader:
+            epochs = [[*loader] for _ in range(2)]
+        draws = [
+            {int(n): tuple(x[i].item() for x in b["x"]) for b in epoch for i, n in enumerate(b["cls"])}
+            for epoch in epochs
+        ]
+        assert draws[0] != draws[1]
+        seen.append(draws)
+    assert seen[0] == seen[1] == seen[2]
+
+
+def test_a_run_resumes_at_every_batch_with_other_builders(tmp_path: Path) -> None:
+    dataset = make_tar(tmp_path).open(transform=shifted)
+    keys = ("cls", "draw")
+    with DataLoader(dataset, 3, shuffle=True) as loader:
+        whole = [{key: batch[key].tolist() for key in keys} for batch in loader]
+    for taken in range(1, len(whole)):
+        with in_processes(dataset, 3, True) as loader:
+            loop = iter(loader)
+            head = [{key: batch[key].tolist() for key in keys} for batch in islice(loop, taken)]
+            state = loader.state_dict()
+        assert head == whole[:taken]
+        with DataLoader(dataset, 3, shuffle=True) as loader:
+            loader.load_state_dict(state)
+            assert [{key: batch[key].tolist() for key in keys} for batch in loader] == whole[taken:]
+
+
+def test_images_are_those_that_threads_decode(tmp_path: Path) -> None:
+    simplejpeg = pytest.importorskip("simplejpeg")
+    rng = np.random.default_rng(1)
+    with ShardWriter(f"{tmp_path}/x.tar") as writer:
+        for i in range(20):
+            pixels: NDArray[np.uint8] = rng.integers(0, 255, (40 + i, 50, 3), np.uint8)
+            writer.write({"__key__": f"{i:02d}", "jpg": simplejpeg.encode_jpeg(pixels), "cls": i})
+    decode = {"jpg": Image(size=16, crop="random_resized", flip=0.5), "cls": "int"}
+    dataset = ShardedDataset(f"{tmp_path}/x.tar", decode=decode)
+    seen = []
+    for options in ({}, {"num_workers": 2, "workers": "process"}):
+        with DataLoader(dataset, 6, shuffle=True, **options) as loader:
+            seen.append([(b["cls"].tolist(), b["jpg"].numpy().tobytes()) for _ in range(2) for b in loader])
+    assert seen[0] == seen[1]
+
+
+def test_mixtures_and_packed_rows_are_those_of_threads(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    parts = [make_tar(tmp_path / "a").open(transform=shifted), make_tar(tmp_path / "b").open(transform=drawn)]
+    mixture = Mixture({parts[0]: 2, parts[0].subset(range(4)): 1})
+    with DataLoader(mixture, 3, shuffle=True) as loader:
+        whole = [(b["cls"].tolist(), b["draw"].tolist()) for b in loader]
+    with in_processes(mixture, 3, True) as loader:
+        assert [(b["cls"].tolist(), b["draw"].tolist()) for b in loader] == whole
+
+
+# ---- errors -----------------------------------------------------------------------------------------------
+
+
+def odd(sample: dict[str, Any]) -> dict[str, Any]:
+    if sample["cls"] % 5 == 3:
+        raise ZeroDivisionError(f"no {sample['cls']}")
+    return sample
+
+
+@pytest.mark.parametrize("in_batch", [False, True])
+def test_an_error_is_told_as_by_threads(tmp_path: Path, *, in_batch: bool) -> None:
+    made = make_tar(tmp_path)
+    options: dict[str, Any] = {"transform": odd}
+    collate = (lambda samples: 1 / 0) if in_batch else None
+    errors = []
+    for workers in ({}, {"num_workers": 2, "workers": "process"}):
+        dataset = made.open(**({} if in_batch else options))
+        with DataLoader(dataset, 3, shuffle=True, collate_fn=collate, **workers) as loader:
+            with pytest.raises(ZeroDivisionError if in_batch else SampleError) as caught:
+                list(loader)
+            errors.append(caught.value)
+    assert str(errors[0]) == str(errors[1])
+    assert type(errors[0].__cause__) is type(errors[1].__cause__)
+    if in_batch:
+        assert errors[0].__notes__[0] == errors[1].__notes__[0]
+    notes = [*getattr(errors[1], "__notes__", ()), *getattr(errors[1].__cause__, "__notes__", ())]
+    assert any("in builder process" in note and "Traceback" in note for note in notes)
+
+
+def test_samples_that_are_skipped_are_those_of_threads_and_listed(tmp_path: Path) -> None:
+    dataset = make_tar(tmp_path).open(transform=odd, on_error="skip", columns=["cls"])
+    seen = []
+    for workers in ({}, {"num_workers": 2, "workers": "process"}):
+        with DataLoader(dataset, 4, shuffle=True, **workers) as loader:
+            batches = [batch["cls"].tolist() for batch in loader]
+            stats = loader.stats()
+        seen.append((batches, stats.skipped_samples, sorted(stats.skipped)))
+    assert seen[0] == seen[1]
+    assert seen[0][1]
+
+
+def test_a_budget_of_skipped_samples_counts_those_of_all_processes(tmp_path: Path) -> None:
+    dataset = make_tar(tmp_path).open(transform=odd, on_error="skip", error_budget=1, columns=["cls"])
+    with in_processes(dataset, 2) as loader, pytest.raises(SampleError) as caught:
+        list(loader)
+    assert "error_budget=1" in caught.value.__notes__[0]
+
+
+def read_epochs(loader: DataLoader[Any, Any], loop: Iterator[Any], count: int) -> None:
+    for _ in range(count):
+        for _ in loop:
+            pass
+        loop = iter(loader)
+
+
+def killed(sample: dict[str, Any]) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_process_that_is_killed_is_named_and_the_next_loop_has_new_ones(tmp_path: Path) -> None:
+    made = make_tar(tmp_path)
+    with in_processes(made.open(transform=killed), 2) as loader, pytest.raises(WorkerDiedError) as caught:
+        list(loader)
+    ((_, pid, code), *_) = caught.value.workers
+    assert code == -signal.SIGKILL
+    assert f"pid {pid}" in str(caught.value)
+    dataset = made.open(transform=marked, columns=["cls"])
+    with in_processes(dataset, 2) as loader:
+        loop = iter(loader)
+        os.kill(int(next(loop)["by"][0]), signal.SIGKILL)
+        with pytest.raises(WorkerDiedError):
+            read_epochs(loader, loop, 1000)
+        assert [n for batch in loader for n in batch["cls"].tolist()] == list(range(len(dataset)))
+
+
+def test_a_transform_that_cannot_be_sent_is_an_error_that_says_so(tmp_path: Path) -> None:
+    lock = threading.Lock()
+
+    def locked(sample: dict[str, Any]) -> dict[str, Any]:
+        with lock:
+            return sample
+
+    with (
+        in_processes(make_tar(tmp_path).open(transform=locked), 2) as loader,
+        pytest.raises(ValueError, match="cannot be sent to builder processes"),
+    ):
+        next(iter(loader))
+
+
+# ---- memory and life --------------------------------------------------------------------------------------
+
+
+def test_batches_that_are_kept_stay_what_they_were_and_credits_come_back(tmp_path: Path) -> None:
+    dataset = make_tar(tmp_path).open(transform=marked, columns=["cls"])
+    with in_processes(dataset, 2, Shuffle("none")) as loader:
+        kept = [*loader]
+        rest = [*loader]
+        assert session_of(loader).ledger.snapshot().in_use_bytes > 0
+        assert [n for batch in kept for n in batch["cls"].tolist()] == [
+            n for batch in rest for n in batch["cls"].tolist()
+        ]
+        del kept, rest
+        gc.collect()
+        assert session_of(loader).ledger.snapshot().in_use_bytes <= 1 << 16
+    again = [*_closed(dataset)]
+    assert [len(batch["cls"]) for batch in again]
+
+
+def _closed(dataset: Any) -> Iterator[dict[str, Any]]:
+    with in_processes(dataset, 2) as loader:
+        yield from loader
+
+
+def test_a_loop_that_is_left_leaves_no_process(tmp_path: Path) -> None:
+    dataset = make_tar(tmp_path).open(transform=marked)
+    with in_processes(dataset, 1) as loader:
+        next(iter(loader))
+        pids = [process.pid for process in builders_of(loader)._pool.processes]
+        assert all(psutil.pid_exists(pid) for pid in pids if pid)
+    assert not any(psutil.pid_exists(pid) for pid in pids if pid)
+
+
+def test_arguments_that_say_nothing_are_refused(tmp_path: Path) -> None:
+    dataset = make_tar(tmp_path).open()
+    with pytest.raises(ValueError, match="num_workers= above 0"):
+        DataLoader(dataset, 2, workers="process")
