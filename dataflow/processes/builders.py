@@ -130,7 +130,7 @@ class ProcessBuilders:
                 self.file,
                 record_fields=len(BuilderResponse._fields),
                 context=context,
-                needs=server_needs(packed.modules),
+                needs=server_needs(packed.modules, run.__module__),
                 passed=[fd for fd, _ in packed.shared],
                 region_limit=job.limit_bytes // num_builders,
             )

@@ -12,8 +12,6 @@ import torch
 
 from prefetch.workers.fork_server import Modules, ServerNeeds
 
-_PRELOADED = ("torch", "numpy", "dataflow.workers.process_main", "dataflow.processes.builder_main")
-"""One server serves all: workers of datasets, and builders of shards."""
 _IN_SERVER = {*sys.stdlib_module_names, "torch", "numpy", "cloudpickle", "dataflow", "prefetch", "sharding"}
 
 
@@ -29,9 +27,11 @@ def start_context(context: Any) -> Any:
     return torch.multiprocessing.get_context(method)
 
 
-def server_needs(modules: set[str]) -> ServerNeeds:
-    """What a server needs that knows the modules of what processes work on."""
-    return ServerNeeds(preload=_PRELOADED, modules=_importable(modules), unforkable=_unforkable())
+def server_needs(modules: set[str], main: str) -> ServerNeeds:
+    """What a server needs that knows the modules of what processes work on, and `main`, which they run."""
+    return ServerNeeds(
+        preload=("torch", "numpy", main), modules=_importable(modules), unforkable=_unforkable()
+    )
 
 
 def _unforkable() -> str:

@@ -113,7 +113,7 @@ def begin_to_start(loader: WorkerLoader) -> None:
         parts = [loader.dataset, *getattr(loader.dataset, "__dict__", {}).values()]
         functions = [f for f in (loader.collate_fn, loader.worker_init_fn) if hasattr(f, "__module__")]
         modules = {type(part).__module__ for part in parts} | {f.__module__ for f in functions}
-        warm_up(server_needs(modules))
+        warm_up(server_needs(modules, run.__module__))
 
 
 def start_processes(loader: WorkerLoader, job: WorkerJob, *, pin: bool) -> ProcessRunners:
@@ -166,7 +166,7 @@ def start_processes(loader: WorkerLoader, job: WorkerJob, *, pin: bool) -> Proce
             file,
             record_fields=len(ProcessResponse._fields),
             context=context,
-            needs=server_needs(packed.modules if packed else set()),
+            needs=server_needs(packed.modules if packed else set(), run.__module__),
             inherited=inherited,
             passed=[fd for fd, _ in packed.shared] if packed else [],
             region_limit=loader.memory_limit if not pin else 1 << 60,
