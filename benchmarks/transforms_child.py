@@ -32,7 +32,7 @@ def transformed(sample: dict[str, Any], cost_s: float) -> dict[str, Any]:
     return {"x": scaled(sample["bin"], cost_s), "y": sample["cls"]}
 
 
-def ours(data: Data, workers: int, cost_s: float, workers_kind: Any) -> Iterable[Any]:
+def ours(data: Data, workers: int, cost_s: float, workers_kind: Any) -> Any:
     from dataflow import DataLoader, ShardedDataset
 
     folder = data.converted("dataflow-w4", lambda folder: folder.mkdir(parents=True))
