@@ -30,9 +30,10 @@ _CLOSED = object()
 """Wakes the receiver."""
 
 
-def _stop(pools: list[PriorityPool]) -> None:
+def _stop(pools: list[PriorityPool], user: object) -> None:
     for pool in pools:
         pool.stop()
+    restore_switch_interval(user)
 
 
 class WorkerThreads:
@@ -45,14 +46,15 @@ class WorkerThreads:
         self._stop_s = stop_s
         self._pools: list[PriorityPool] = []
         # Who is interrupted before he has told anybody of us drops us: the threads end all the same.
-        self._dropped = Finalizer(self, partial(_stop, self._pools))
+        self._interval_user = object()
+        self._dropped = Finalizer(self, partial(_stop, self._pools, self._interval_user))
         with Uninterrupted():  # nobody would know of a thread that has begun and is not written down
             for number in range(num_threads):
                 self._pools.append(PriorityPool(1, f"{name}-{number}"))
         self._finished: SimpleQueue[Any] = SimpleQueue()
         self._closing = threading.Lock()  # guards _closed; held until the threads have ended
         self._closed = False
-        lower_switch_interval(self)
+        lower_switch_interval(self._interval_user)
 
     def submit(self, thread: int, task: Task) -> None:
         """Let a thread run a task after those that it has. A task must not raise. Ignored once closed."""
@@ -107,8 +109,7 @@ class WorkerThreads:
 
         A thread that does not end in time is reported and left alone; with `join=False` none is waited for.
         """
-        restore_switch_interval(self)
-        _stop(self._pools)
+        _stop(self._pools, self._interval_user)
         self._dropped.detach()
         self._finished.put(_CLOSED)
         if not join:

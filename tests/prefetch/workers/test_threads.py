@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from threads_kit import interrupted_at_every_instruction, threads_left
 
-from prefetch.engine.pool import PriorityPool
+from prefetch.engine.pool import SWITCH_INTERVAL_S, PriorityPool
 from prefetch.workers.threads import WorkerThreads
 
 TIMEOUT_S = 20
@@ -132,10 +132,12 @@ def test_threads_whose_owner_is_dropped_without_being_closed_end() -> None:
     dropped = WorkerThreads(2, "test-dropped")
     threads = [thread for thread in threading.enumerate() if thread.name.startswith("test-dropped")]
     assert len(threads) == 2
+    assert sys.getswitchinterval() == pytest.approx(SWITCH_INTERVAL_S)
     del dropped
     for thread in threads:
         thread.join(TIMEOUT_S)
         assert not thread.is_alive()
+    assert sys.getswitchinterval() > SWITCH_INTERVAL_S
 
 
 @pytest.mark.parametrize("function", [WorkerThreads.__init__, PriorityPool.__init__])
