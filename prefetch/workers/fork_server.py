@@ -159,8 +159,8 @@ _ending: list[int] = []
 
 
 def server_pids() -> list[int]:
-    """Processes of the servers that run."""
-    return [server.pid for server in list(_servers) if server.pid is not None]
+    """Processes of the servers that run, and of those that were told to end."""
+    return [*(server.pid for server in list(_servers) if server.pid is not None), *_ending]
 
 
 def warm_up(needs: ServerNeeds) -> Server:
