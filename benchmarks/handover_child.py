@@ -264,7 +264,7 @@ def is_shared_memory(path: str) -> bool:
 def memory(point: Point, tell: Tell) -> None:
     """The parent samples the memory of all processes from before the loader until the end."""
     feed = feeds.images()
-    tell("imported")
+    tell("loading")
     with loading(point, feed) as batches:
         consume(batches, point.warmup_s + point.timed_s, touch)
         tell("watched")

@@ -28,6 +28,9 @@ EXIT_S = 5.0
 """A child that has told everything may take this long to exit."""
 _LAST = ("watched", "prepared")
 """What a child tells last."""
+_WATCHED = ("first", "timed", "loading")
+"""After these memory is sampled, up to the next event: in the warm-up and after the timed phase, because to
+read a loader's page tables slows it down, its first batch most of all; throughout, where nothing is timed."""
 REPOSITORY = Path(__file__).resolve().parent.parent
 
 
@@ -113,9 +116,7 @@ def _follow(child: subprocess.Popen[bytes], deadline: float) -> tuple[dict[str, 
                     *lines, pending = (pending + data).split(b"\n")
                     for line in lines:
                         event = json.loads(line)
-                        # Sampled in the warm-up and after the timed phase: to read a loader's page tables
-                        # slows it down, its first batch most of all.
-                        watching = event["event"] in ("first", "timed")
+                        watching = event["event"] in _WATCHED
                         result |= event
             if watching:
                 peak = peak.peak(tree_memory(child.pid))

@@ -45,7 +45,7 @@ class Postprocessing:
     """What happens to a batch after its columns are built."""
 
     transforms: Sequence[tuple[Callable[..., Any] | None, bool]]
-    """Of each source: what is called with each sample, in worker threads, and whether it takes `rng=`."""
+    """Of each source: what is called with each sample, by builders, and whether it takes `rng=`."""
     collate: Callable[[list[Any]], Any] | None
     """Samples -> batch; None keeps the columns."""
     batch_transform: BatchFn | None

@@ -90,16 +90,16 @@ class CrossedError:
     place: str
 
     @classmethod
-    def of(cls, error: BaseException, builder: int) -> CrossedError:
-        """What is told of an exception; one that does not pickle is told in words."""
+    def of(cls, error: BaseException, where: str) -> CrossedError:
+        """What is told of an exception in a process; one that does not pickle is told in words."""
         text = "".join(traceback.format_exception(error, chain=False))
         told = error
         try:
             pickle.loads(pack(error).meta)
         except Exception:
             told = RuntimeError(f"{type(error).__name__}: {error}")
-        cause = None if error.__cause__ is None else cls.of(error.__cause__, builder)
-        return cls(told, cause, f"in builder process {builder} (pid {os.getpid()}):\n{text}")
+        cause = None if error.__cause__ is None else cls.of(error.__cause__, where)
+        return cls(told, cause, f"in {where}:\n{text}")
 
     def restored(self) -> BaseException:
         """The exception, whose traceback is a note."""
@@ -131,6 +131,7 @@ class _Build:
 class _BuilderProcess:
     def __init__(self, start: WorkerStart) -> None:
         self._start = start
+        self._name = f"builder process {start.worker} (pid {os.getpid()})"
         self._header = Header(start.memory.fd)
         self._region = Region(start.memory.fd, start.region_offset, start.region_bytes, start.region_limit)
         others = (start.num_workers - start.worker) * start.region_bytes
@@ -147,7 +148,7 @@ class _BuilderProcess:
         try:
             self._context = self._opened()
         except Exception as error:  # each chunk is told
-            self._context = CrossedError.of(error, start.worker)
+            self._context = CrossedError.of(error, self._name)
 
     def _opened(self) -> BuildContext:
         start = self._start
@@ -184,7 +185,7 @@ class _BuilderProcess:
                 return
             except Exception as error:
                 self._builds.pop(self._chunk, None)
-                self._respond(BuilderResult.ERROR, CrossedError.of(error, self._start.worker))
+                self._respond(BuilderResult.ERROR, CrossedError.of(error, self._name))
 
     def _receive(self) -> tuple[int, int, Any] | None:
         try:
@@ -222,7 +223,7 @@ class _BuilderProcess:
         return error
 
     def _decide(self, error: SampleError) -> bool:
-        is_left_out, notes = self._ask("decide", CrossedError.of(error, self._start.worker))
+        is_left_out, notes = self._ask("decide", CrossedError.of(error, self._name))
         for note in notes:
             error.add_note(note)
         return bool(is_left_out)

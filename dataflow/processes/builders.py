@@ -22,7 +22,14 @@ from numpy.typing import NDArray
 from dataflow.batch.builder import ChunkPlan
 from dataflow.batch.columns import ChunkRows
 from dataflow.batch.delivered import Delivered
-from dataflow.processes.builder_main import BuilderJob, BuilderMessage, BuilderResponse, BuilderResult, run
+from dataflow.processes.builder_main import (
+    BuilderJob,
+    BuilderMessage,
+    BuilderResponse,
+    BuilderResult,
+    CrossedError,
+    run,
+)
 from dataflow.processes.payload import MESSAGE_HEAD, pack, unpack, write_packed
 from dataflow.processes.server import server_needs, start_context
 from dataflow.processes.shipped import ship
@@ -46,7 +53,6 @@ class ShippableChunk(Protocol):
 
     plan: ChunkPlan
     rows: ChunkRows
-    leased_bytes: int
 
     def end(self) -> None:
         """All is built. Raises if the bytes of its windows may have changed."""
@@ -97,7 +103,7 @@ class ProcessBuilders:
     ) -> None:
         self.num_builders = num_builders
         self._job, self._guards, self._decide, self._give_back = job, guards, decide, give_back
-        self._lock = threading.Lock()  # guards what follows
+        self._lock = threading.Lock()  # guards the builds, the failure and the counts
         self._tasks: list[_QueuedBuild] = []
         self._resumed: list[_Assigned] = []
         """Builds that the engine lets go on."""
@@ -281,7 +287,11 @@ class ProcessBuilders:
         if assigned is None:
             return
         if response.kind == BuilderResult.QUESTION:
-            self._send(process, BuilderMessage.ANSWER, number, self._answer(assigned.build, obj))
+            try:
+                answer = self._answer(assigned.build, obj)
+            except Exception as error:  # of a function given as `on_error`: it ends this chunk alone
+                answer = CrossedError.of(error, "the training process")
+            self._send(process, BuilderMessage.ANSWER, number, answer)
         elif response.kind == BuilderResult.ERROR:
             self._end(assigned, obj.restored())
         else:

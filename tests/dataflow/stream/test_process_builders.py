@@ -188,6 +188,24 @@ def test_a_budget_of_skipped_samples_counts_those_of_all_processes(tmp_path: Pat
     assert "error_budget=1" in caught.value.__notes__[0]
 
 
+class RefusedError(Exception):
+    """Raised by a function that is given as `on_error`."""
+
+
+def refuse(error: SampleError) -> bool:
+    raise RefusedError(error.key)
+
+
+def test_what_on_error_raises_ends_the_loop_as_by_threads(tmp_path: Path) -> None:
+    dataset = make_tar(tmp_path).open(transform=odd, on_error=refuse, columns=["cls"])
+    for workers in ({}, {"num_workers": 2, "workers": "process"}):
+        with (
+            DataLoader(dataset, 4, shuffle=False, timeout=TIMEOUT_S, **workers) as loader,
+            pytest.raises(RefusedError, match="00003"),
+        ):
+            list(loader)
+
+
 def read_epochs(loader: DataLoader[Any, Any], loop: Iterator[Any], count: int) -> None:
     for _ in range(count):
         for _ in loop:
