@@ -146,7 +146,7 @@ def batches(task: Task, arm: str, seed: int) -> Batches:
     dataset = task.by_shard if arm == "shard" else task.by_block
     shuffle = {"default": True, "shard": Shuffle(window_blocks=1)}.get(arm, Shuffle("full"))
     limit = setup.memory_limit if arm == "default" else None
-    kwargs = {"seed": seed, "drop_last": True, "num_threads": 1, "memory_limit": limit}
+    kwargs = {"seed": seed, "drop_last": True, "num_workers": 1, "workers": "thread", "memory_limit": limit}
     with DataLoader(dataset, setup.batch_size, shuffle, **kwargs) as loader:
         for _ in range(setup.epochs):
             for batch in loader:
@@ -157,7 +157,7 @@ def _buffered(task: Task, seed: int, num_shards: int) -> Batches:
     """Shards in random order and whole, through WebDataset's shuffle buffer."""
     setup = task.setup
     size = num_shards * setup.samples_per_block * setup.blocks_per_shard
-    loader = DataLoader(task.by_shard, 256, Shuffle("blocks"), seed=seed, num_threads=1)
+    loader = DataLoader(task.by_shard, 256, Shuffle("blocks"), seed=seed, num_workers=1, workers="thread")
     with loader:
         for epoch in range(setup.epochs):
             rows = (row for batch in loader for row in zip(batch["bin"], batch["cls"], strict=True))

@@ -44,6 +44,17 @@ def machine_memory() -> int:
         return total
 
 
+def allowed_cores() -> int:
+    """Cores that this process may use: its affinity, and the share that its container has."""
+    cores = len(os.sched_getaffinity(0))
+    try:
+        with open("/sys/fs/cgroup/cpu.max") as file:
+            quota, period = file.read().split()
+        return cores if quota == "max" else max(1, min(cores, -(-int(quota) // int(period))))
+    except (OSError, ValueError):
+        return cores
+
+
 @dataclass(frozen=True)
 class Cache:
     """A folder for blocks of remote shards, shared by all ranks of a machine and by any number of jobs.

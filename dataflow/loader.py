@@ -130,7 +130,7 @@ class DataLoader(WorkerLoader, Generic[D_co, B]):
         shuffle: bool | Shuffle | None = None,
         sampler: Any = None,
         batch_sampler: Any = None,
-        num_workers: int = 0,
+        num_workers: int | None = None,
         collate_fn: Callable[[list[Any]], B] | None = None,
         pin_memory: bool = False,
         drop_last: bool = False,
@@ -151,7 +151,7 @@ class DataLoader(WorkerLoader, Generic[D_co, B]):
         device: str | torch.device | None = None,
         tail: Tail | None = None,
         depth: int | DepthPolicy | None = None,
-        num_threads: int | None = None,
+        max_worker_restarts: int = 3,
         batching: Batching | None = None,
         mark_repeats: bool = False,
     ) -> None:
@@ -170,15 +170,9 @@ class DataLoader(WorkerLoader, Generic[D_co, B]):
                     multiprocessing_context=multiprocessing_context,
                     generator=generator,
                     in_order=None if in_order else False,
-                    workers="auto" if workers == "auto" else None,
                 )
                 if batch_size is None:
                     raise ValueError("batch_size=None is not for shards: they are read in batches")
-                if num_workers < 0:
-                    raise ValueError(f"num_workers must be >= 0, got {num_workers}")
-                in_processes = workers == "process"
-                if in_processes and (num_workers == 0 or num_threads is not None):
-                    raise ValueError('workers="process" takes num_workers= above 0, and no num_threads=')
                 settings = StreamSettings(
                     batch_size=batch_size,
                     shuffle=shuffle,
@@ -191,16 +185,18 @@ class DataLoader(WorkerLoader, Generic[D_co, B]):
                     memory_limit=memory_limit,
                     tail=tail,
                     depth=depth,
-                    num_threads=num_workers or None if num_threads is None else num_threads,
-                    num_processes=num_workers if in_processes else 0,
+                    num_workers=num_workers,
+                    workers=workers,
+                    max_worker_restarts=max_worker_restarts,
                     batching=batching,
                     pin_memory=pin_memory,
                     mark_repeats=mark_repeats,
                 )
             else:
                 settings = order.settings
-            self.workers = "process" if settings.num_processes else "thread"
             self._stream = StreamLoader(dataset, settings)  # type: ignore[arg-type]  # one of the two
+            plan = self._stream.builder_plan
+            self.workers = plan.workers
             super().__init__(
                 dataset,  # type: ignore[arg-type]
                 settings.batch_size,
@@ -211,8 +207,11 @@ class DataLoader(WorkerLoader, Generic[D_co, B]):
             )
             if batch_sampler is not None:  # the one who gave it looks for it
                 self.__dict__["batch_sampler"] = batch_sampler
-            self.num_workers, self.pin_memory = num_workers, pin_memory
+            self.num_workers, self.pin_memory = plan.num_workers, pin_memory
+            if num_workers:
+                self.check_worker_number_rationality()
             return
+        num_workers = num_workers or 0
         _refuse(
             "only a ShardedDataset or a Mixture has ",
             topology=topology,

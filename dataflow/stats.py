@@ -30,6 +30,12 @@ class SessionStats:
     """Bytes that may be in flight at a remote store; 0: local shards, read without such a limit."""
     faults: ReadStats = NO_FAULTS
     """What went wrong with remote reads: retries, throttling, second requests, wrong checksums."""
+    num_workers: int = 0
+    """Builders of batches, threads or processes; 0: batches are built in `next`."""
+    workers: str = ""
+    """Who builds: "main" (whoever asks for a batch), "thread" or "process"; "" before the first batch."""
+    workers_reason: str = ""
+    """Why."""
     cache: CacheStats = NO_CACHE
     """What became of reads through a `Cache`: hits, misses, bytes, blocks dropped, errors."""
 
@@ -41,6 +47,9 @@ class SessionStats:
             decoded_bytes=past.decoded_bytes + self.decoded_bytes,
             in_flight=self.in_flight,
             faults=past.faults + self.faults,
+            num_workers=self.num_workers,
+            workers=self.workers,
+            workers_reason=self.workers_reason,
             cache=past.cache + self.cache,
         )
 

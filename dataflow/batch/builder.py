@@ -57,6 +57,11 @@ class Postprocessing:
     """Whether batches get a column that tells what the tail rule delivers a second time."""
 
     @property
+    def functions(self) -> tuple[Any, ...]:
+        """The user's."""
+        return (*(transform for transform, _ in self.transforms), self.collate, self.batch_transform)
+
+    @property
     def takes_samples(self) -> bool:
         """Whether batches are made of single samples."""
         return bool(self.collate) or any(transform for transform, _ in self.transforms)

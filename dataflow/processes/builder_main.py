@@ -9,7 +9,6 @@ from __future__ import annotations
 import mmap
 import os
 import pickle
-import random
 import threading
 import time
 import traceback
@@ -27,6 +26,7 @@ from dataflow.batch.builder import BatchBuilder, BuildContext, Postprocessing
 from dataflow.batch.delivered import Delivered
 from dataflow.batch.output import Output
 from dataflow.processes.batch_writer import BatchWriter
+from dataflow.processes.generators import seed_by_key
 from dataflow.processes.payload import pack, read_packed
 from dataflow.processes.shipped import ShippedChunk, shipped_rows
 from prefetch.errors import EngineClosedError
@@ -45,9 +45,9 @@ class BuilderMessage:
 
 
 class BuilderResult:
-    """Kinds of responses: batches, an error that ends a chunk, a question."""
+    """Kinds of responses: batches, an error that ends a chunk, a question, the process's own beginning."""
 
-    BATCHES, ERROR, QUESTION = range(3)
+    BATCHES, ERROR, QUESTION, READY = range(4)
 
 
 class BuilderResponse(NamedTuple):
@@ -126,6 +126,8 @@ class _Build:
     pieces: Iterator[Piece[Delivered]]
     num_left: int
     """Batches that were not handed over."""
+    num_passed: int
+    """Batches to make and not to hand over: another process had, before it died."""
 
 
 class _BuilderProcess:
@@ -134,14 +136,13 @@ class _BuilderProcess:
         self._name = f"builder process {start.worker} (pid {os.getpid()})"
         self._header = Header(start.memory.fd)
         self._region = Region(start.memory.fd, start.region_offset, start.region_bytes, start.region_limit)
-        others = (start.num_workers - start.worker) * start.region_bytes
-        self._inputs = mmap.mmap(start.memory.fd, start.region_bytes, offset=start.region_offset + others)
-        """The training process's own region, behind those of all builders."""
-        self._inputs_offset = start.region_offset + others
+        self._inputs_offset = start.first_region + start.num_workers * start.region_bytes
+        self._inputs = mmap.mmap(start.memory.fd, start.region_bytes, offset=self._inputs_offset)
+        """The training process's own region, behind those of the first builders."""
         self._builds: dict[int, _Build] = {}
         self._waiting: deque[tuple[int, int, Any]] = deque()
         """Messages that came before an answer."""
-        self._chunk = 0
+        self._chunk = -1
         """The one that is being built."""
         self._writer = BatchWriter(self._region)
         self._context: BuildContext | CrossedError
@@ -166,13 +167,14 @@ class _BuilderProcess:
             closing=threading.Event(),
             heap=HeapKeeper(job.limit_bytes),
             charge_bytes=job.charge_bytes,
-            seed_globals=_seed_globals,
+            seed_globals=seed_by_key,
         )
 
     # ---- messages -----------------------------------------------------------------------------------------
 
     def serve(self) -> None:
         """Do what the parent says until it says no more."""
+        self._respond(BuilderResult.READY, self._context if isinstance(self._context, CrossedError) else None)
         while (message := self._waiting.popleft() if self._waiting else self._receive()) is not None:
             kind, self._chunk, content = message
             del message
@@ -230,7 +232,7 @@ class _BuilderProcess:
 
     # ---- building -----------------------------------------------------------------------------------------
 
-    def _begin(self, chunk: ShippedChunk, offset: int, nbytes: int) -> _Build:
+    def _begin(self, chunk: ShippedChunk, offset: int, nbytes: int, num_passed: int) -> _Build:
         if isinstance(self._context, CrossedError):
             raise self._context.restored()
         memory: NDArray[np.uint8] = np.frombuffer(
@@ -240,19 +242,25 @@ class _BuilderProcess:
         builder = BatchBuilder(self._context, chunk.plan, rows)
         for decode in builder.begin():
             decode()
-        return _Build(builder.finish(), len(chunk.plan.sizes))
+        return _Build(builder.finish(), len(chunk.plan.sizes) - num_passed, num_passed)
 
     def _go_on(self, build: _Build) -> None:
         """Make the next batches, and hand them over."""
         began_s = time.perf_counter()
-        piece = next(piece for piece in build.pieces if piece.batches)
-        build.num_left -= len(piece.batches)
+        while True:
+            piece = next(build.pieces)
+            made = [tuple(delivered) for delivered in piece.batches]
+            batches = made[build.num_passed :]
+            build.num_passed -= len(made) - len(batches)
+            if batches:
+                break
+        heap_bytes = piece.heap_bytes
+        del piece, made
+        build.num_left -= len(batches)
         if not build.num_left:
             for _ in build.pieces:
                 pass
             self._builds.pop(self._chunk)
-        batches, heap_bytes = [tuple(delivered) for delivered in piece.batches], piece.heap_bytes
-        del piece
         self._respond(
             BuilderResult.BATCHES,
             (batches, heap_bytes, not build.num_left, time.perf_counter() - began_s),
@@ -262,10 +270,3 @@ class _BuilderProcess:
 def never(error: SampleError) -> bool:
     """Stands for the decision about bad samples while it crosses: only the training process takes it."""
     raise AssertionError(error)
-
-
-def _seed_globals(key: int) -> None:
-    """Let the global generators draw what one sample of an epoch draws, whoever builds it."""
-    random.seed(key)
-    np.random.seed(key & 0xFFFFFFFF)
-    torch.default_generator.manual_seed(key & (1 << 63) - 1)

@@ -3,13 +3,17 @@
 One thread hands out: it copies a chunk's values to where the processes see them (`shipped`), sends the chunk
 to the process that has least to do, and takes what they respond. Each process has a chunk that it builds and
 one that it builds next, so none waits for the way there and back. Between two responses of a chunk the
-engine decides whether it goes on, as with threads. Whatever happens to a process, each build comes to its
-end.
+engine decides whether it goes on, as with threads.
+
+A process that dies is replaced, and its chunks are built again: what it has handed over stays valid and is
+passed over, and what was decided about bad samples stays decided. A chunk on which two processes have died
+is the likely reason, so its error is raised, as is that of a loader whose processes die too often.
 """
 
 from __future__ import annotations
 
 import heapq
+import logging
 import pickle
 import threading
 from collections.abc import Callable
@@ -32,7 +36,7 @@ from dataflow.processes.builder_main import (
 )
 from dataflow.processes.payload import MESSAGE_HEAD, pack, unpack, write_packed
 from dataflow.processes.server import server_needs, start_context
-from dataflow.processes.shipped import ship
+from dataflow.processes.shipped import ShippedChunk, ship
 from prefetch.engine.builders import Build, CopyStats
 from prefetch.engine.pool import PriorityPool
 from prefetch.engine.stats import StageStats
@@ -40,12 +44,23 @@ from prefetch.errors import EngineClosedError
 from prefetch.memory.device import register_pinned
 from prefetch.memory.guards import FileGuards
 from prefetch.work import Piece, Task
-from prefetch.workers.pool import WorkerPool
+from prefetch.workers import fork_server
+from prefetch.workers.pool import WorkerDiedError, WorkerPool
 from prefetch.workers.shared_arena import Region, SharedFile
 from sharding.errors import SampleError
 
 _ASSIGNED = 2
 """Chunks that a process has at a time: one that it builds, one that it builds next."""
+_MOST_DEATHS = 2
+"""So many processes that died on a chunk are no accident."""
+
+_log = logging.getLogger("dataflow")
+
+
+def warm_up(*, is_needed: bool) -> None:
+    """Start the server that builders come from, without waiting for it; see `fork_server.warm_up`."""
+    if start_context(None) is None:
+        fork_server.warm_up(server_needs(set(), run.__module__), is_needed=is_needed)
 
 
 class ShippableChunk(Protocol):
@@ -67,16 +82,24 @@ class _QueuedBuild:
     build: Build[Delivered] = field(compare=False)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, kw_only=True)
 class _Assigned:
-    """A build that a process has."""
+    """A build that a process has, or that has lost its process."""
 
     build: Build[Delivered]
-    process: int
+    shipped: ShippedChunk
     memory: NDArray[np.uint8] | None
     """Its values; None: it has none any more."""
+    process: int | None = None
+    """None: it has none."""
     is_active: bool = True
     """Whether it is built or waits for it; else the engine has laid it aside."""
+    num_added: int = 0
+    """Batches that were handed over."""
+    decisions: dict[str, Any] = field(default_factory=dict)
+    """What was decided about its bad samples, by their errors."""
+    deaths: list[WorkerDiedError] = field(default_factory=list)
+    """Of the processes that were at it."""
 
 
 class ProcessBuilders:
@@ -88,6 +111,8 @@ class ProcessBuilders:
         guards: keep mapped files at their length while their values are copied.
         decide: whether a bad sample is left out.
         give_back: hears of the bytes of batches that have died.
+        max_restarts: how many processes are replaced that have died.
+        on_start: hears once that all processes are ready for work, or why they are not.
         initializer: runs first in the thread that hands out.
     """
 
@@ -99,6 +124,8 @@ class ProcessBuilders:
         guards: FileGuards,
         decide: Callable[[SampleError], bool],
         give_back: Callable[[int], None],
+        max_restarts: int = 0,
+        on_start: Callable[[BaseException | None], None] | None = None,
         initializer: Task | None = None,
     ) -> None:
         self.num_builders = num_builders
@@ -106,13 +133,15 @@ class ProcessBuilders:
         self._lock = threading.Lock()  # guards the builds, the failure and the counts
         self._tasks: list[_QueuedBuild] = []
         self._resumed: list[_Assigned] = []
-        """Builds that the engine lets go on."""
+        """Builds that the engine lets go on, or that have lost their process."""
         self._assigned: dict[int, _Assigned] = {}
         """By number of the chunk."""
         self._failure: BaseException | None = None
         self._is_asked = threading.Event()
         """Set with each call, for the thread that has no processes to listen to any more."""
         self._busy_s, self._num_done = 0.0, 0
+        self._max_restarts, self.num_restarts = max_restarts, 0
+        self._on_start, self._num_starting = on_start, num_builders
         self._is_stopped = self._is_closed = False
         context = start_context(None)
         try:
@@ -122,10 +151,14 @@ class ProcessBuilders:
                 f"a function that builds batches cannot be sent to builder processes ({error}): make what it "
                 'uses inside of it, or have threads build: workers="thread"'
             ) from error
-        # One region more than builders: ours, from which they read.
+        # Regions: of the builders, ours, from which they read, and of those that replace builders.
+        self._regions = [*range(num_builders)]
         self.file = SharedFile(
-            num_builders + 1, MESSAGE_HEAD + packed.nbytes, register_pinned if job.is_pinned else None
+            num_builders + 1 + max_restarts,
+            MESSAGE_HEAD + packed.nbytes,
+            register_pinned if job.is_pinned else None,
         )
+        self._packed = packed  # keeps what replacing processes get, too
         try:
             write_packed(self.file, packed)
             own = self.file.region_offset(num_builders)
@@ -148,6 +181,10 @@ class ProcessBuilders:
 
     # ---- for the engine -----------------------------------------------------------------------------------
 
+    def has(self, build: Build[Delivered]) -> bool:
+        """Whether a chunk that was begun is built here."""
+        return isinstance(build.progress, _Assigned)
+
     def build(self, build: Build[Delivered]) -> None:
         """See `Builders`."""
         with self._lock:
@@ -161,6 +198,14 @@ class ProcessBuilders:
         self._is_asked.set()
         self._pool.wake()
 
+    @property
+    def needs_consumer(self) -> bool:
+        """See `Builders`."""
+        return False
+
+    def work(self) -> None:
+        """See `Builders`."""
+
     def copy_stats(self) -> CopyStats:
         """See `Builders`."""
         return CopyStats()
@@ -169,7 +214,8 @@ class ProcessBuilders:
         """See `Builders`."""
         with self._lock:
             busy = {assigned.process for assigned in self._assigned.values() if assigned.is_active}
-        return [f"in builder process {process} (pid {self._pool.processes[process].pid})" for process in busy]
+            processes = self._pool.processes
+        return [f"in builder process {n} (pid {processes[n].pid})" for n in busy if n is not None]
 
     def stats(self) -> StageStats:
         """See `Builders`."""
@@ -209,7 +255,9 @@ class ProcessBuilders:
                 else:
                     self._is_asked.wait()
                     self._is_asked.clear()
-            except Exception as error:  # a process has died; of the rest nobody can tell what they have
+            except WorkerDiedError as error:
+                self._recover(error)
+            except Exception as error:  # nobody can tell what processes have
                 self._fail(error)
 
     def _fail(self, error: BaseException) -> None:
@@ -218,8 +266,51 @@ class ProcessBuilders:
             self._failure = error
             assigned = [*self._assigned.values()]
             self._assigned.clear()
+            self._resumed.clear()
         for one in assigned:
             one.build.end(error)
+        self._has_started(error)
+
+    def _has_started(self, error: BaseException | None) -> None:
+        on_start, self._on_start = self._on_start, None
+        if on_start is not None:
+            on_start(error)
+
+    def _recover(self, error: WorkerDiedError) -> None:
+        """Replace processes that have died, and have their chunks built again."""
+        for process, _, _ in error.workers:
+            self._lose(process, error)
+            if self.num_restarts == self._max_restarts:
+                self._fail(error)
+                return
+            self.num_restarts += 1
+            _log.warning(
+                "%s Its chunks are built again in another process (%d of max_worker_restarts=%d).",
+                *(error, self.num_restarts, self._max_restarts),
+            )
+            self.file.abandon(self._regions[process])
+            self._regions[process] = self.num_builders + self.num_restarts
+            self._pool.replace(process, self._regions[process])
+
+    def _lose(self, process: int, error: WorkerDiedError) -> None:
+        """Take chunks from a process that has died; the most urgent one is what it was at."""
+        with self._lock:
+            lost = [one for _, one in sorted(self._assigned.items()) if one.process == process]
+            for assigned in lost:
+                assigned.process = None
+        active = [assigned for assigned in lost if assigned.is_active]
+        for assigned in active[:1]:
+            assigned.deaths.append(error)
+        for assigned in active:
+            if len(assigned.deaths) == _MOST_DEATHS:
+                before, last = assigned.deaths
+                last.add_note(f"{_MOST_DEATHS} processes have died on the same batches; before: {before}")
+                self._end(assigned, last)
+            elif assigned.num_added == assigned.build.chunk.num_batches:
+                self._end(assigned, None)
+            else:
+                with self._lock:
+                    self._resumed.append(assigned)
 
     def _hand_out(self) -> None:
         """Send what may go on, then new chunks while a process has room for one."""
@@ -227,9 +318,21 @@ class ProcessBuilders:
             resumed, self._resumed = self._resumed, []
         for assigned in resumed:
             assigned.is_active = True
-            self._send(assigned.process, BuilderMessage.GO_ON, assigned.build.number, None)
+            if assigned.process is None:
+                self._assign(assigned, self._least_busy()[0])
+            else:
+                self._send(assigned.process, BuilderMessage.GO_ON, assigned.build.number, None)
         while (found := self._next_task()) is not None:
             self._ship(*found)
+
+    def _least_busy(self) -> tuple[int, int]:
+        """The process that has least to do, and how many chunks it has. Under the lock, or in our thread."""
+        loads = [0] * self.num_builders
+        for assigned in self._assigned.values():
+            if assigned.process is not None:
+                loads[assigned.process] += assigned.is_active
+        process = loads.index(min(loads))
+        return process, loads[process]
 
     def _next_task(self) -> tuple[Build[Delivered], int] | None:
         """The most urgent build, and the process that has least to do."""
@@ -238,11 +341,8 @@ class ProcessBuilders:
                 tasks, self._tasks = self._tasks, []
             else:
                 tasks = []
-                loads = [0] * self.num_builders
-                for assigned in self._assigned.values():
-                    loads[assigned.process] += assigned.is_active
-                process = loads.index(min(loads))
-                if self._tasks and loads[process] < _ASSIGNED:
+                process, load = self._least_busy()
+                if self._tasks and load < _ASSIGNED:
                     return heapq.heappop(self._tasks).build, process
         for task in tasks:
             assert self._failure is not None
@@ -259,14 +359,22 @@ class ProcessBuilders:
         except BaseException as error:
             build.end(error)
             return
-        assigned = build.progress = _Assigned(build, process, memory)
+        assigned = build.progress = _Assigned(build=build, shipped=shipped, memory=memory)
+        self._assign(assigned, process)
+
+    def _assign(self, assigned: _Assigned, process: int) -> None:
+        """Have a process build a chunk, but for the batches that another one has handed over."""
+        build, memory = assigned.build, assigned.memory
+        assert memory is not None
         with self._lock:
+            assigned.process = process
             self._assigned[build.number] = assigned
         offset = self._region.offset_of(memory.__array_interface__["data"][0])
-        self._send(process, BuilderMessage.BUILD, build.number, (shipped, offset, len(memory)))
+        content = assigned.shipped, offset, len(memory), assigned.num_added
+        self._send(process, BuilderMessage.BUILD, build.number, content)
 
     def _send(self, process: int, kind: int, number: int, content: Any) -> None:
-        message = (kind, number, content, self.file.take_returned(process))
+        message = (kind, number, content, self.file.take_returned(self._regions[process]))
         self._pool.send(process, pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
 
     def _take(self, response: BuilderResponse) -> None:
@@ -279,16 +387,21 @@ class ProcessBuilders:
         def view_at(offset: int, length: int) -> NDArray[np.uint8]:
             nonlocal nbytes
             nbytes += length
-            return self.file.view(process, offset, length, self._give_back if is_charged else None)
+            region = self._regions[process]
+            return self.file.view(region, offset, length, self._give_back if is_charged else None)
 
         buffer = view_at(response.offset, response.nbytes)
         obj = unpack(buffer, response.meta, response.meta_bytes, response.table, view_at)
         del buffer
-        if assigned is None:
+        if response.kind == BuilderResult.READY:
+            self._num_starting -= 1
+            if obj is not None or not self._num_starting:
+                self._has_started(None if obj is None else obj.restored())
+        if assigned is None or assigned.process != process:
             return
         if response.kind == BuilderResult.QUESTION:
             try:
-                answer = self._answer(assigned.build, obj)
+                answer = self._answer(assigned, obj)
             except Exception as error:  # of a function given as `on_error`: it ends this chunk alone
                 answer = CrossedError.of(error, "the training process")
             self._send(process, BuilderMessage.ANSWER, number, answer)
@@ -301,6 +414,7 @@ class ProcessBuilders:
         batches, heap_bytes, is_last, busy_s = obj
         with self._lock:
             self._busy_s += busy_s
+        assigned.num_added += len(batches)
         delivered = [Delivered(*batch) for batch in batches]
         del batches, obj
         assigned.build.add(Piece(delivered, slot_bytes=nbytes, heap_bytes=heap_bytes))
@@ -308,6 +422,7 @@ class ProcessBuilders:
         if is_last:
             self._end(assigned, None)
         elif assigned.build.may_go_on():
+            assert assigned.process is not None
             self._send(assigned.process, BuilderMessage.GO_ON, assigned.build.number, None)
         else:
             assigned.is_active = False
@@ -324,13 +439,15 @@ class ProcessBuilders:
                 error = caught
         build.end(error)
 
-    def _answer(self, build: Build[Delivered], question: tuple[Any, ...]) -> Any:
+    def _answer(self, assigned: _Assigned, question: tuple[Any, ...]) -> Any:
         kind, *arguments = question
-        chunk = cast("ShippableChunk", build.chunk)
         if kind == "error":
-            return chunk.rows.sample_error(*arguments)
+            return cast("ShippableChunk", assigned.build.chunk).rows.sample_error(*arguments)
         (crossed,) = arguments
         error = crossed.restored()
-        num_notes = len(getattr(error, "__notes__", ()))
-        is_left_out = self._decide(error)
-        return is_left_out, getattr(error, "__notes__", [])[num_notes:]
+        num_notes, decisions = len(getattr(error, "__notes__", ())), assigned.decisions
+        text = str(error)
+        if text not in decisions:  # else a process asked that has died, and it is counted
+            is_left_out = self._decide(error)
+            decisions[text] = is_left_out, getattr(error, "__notes__", [])[num_notes:]
+        return decisions[text]

@@ -22,7 +22,9 @@ from dataflow.batch.builder import REPEAT
 from dataflow.dataset import ShardedDataset
 from dataflow.limits import memory_limit_bytes
 from dataflow.mixture import Mixture
+from dataflow.processes.choice import ChoiceMemory
 from dataflow.stats import LoaderStats
+from dataflow.stream.builders import BuilderPlan, plan_builders, warm_up
 from dataflow.stream.deliveries import Deliveries, LastGood, Skipped, SkippedAhead
 from dataflow.stream.length_aware import check_batching, make_planner
 from dataflow.stream.loop_sessions import LoopSessions
@@ -91,16 +93,24 @@ class StreamLoader:
         self._deliveries = Deliveries()
         self._loops = LoopQueue(dataset)
         self.sessions = LoopSessions()
+        self._choices = ChoiceMemory()
         self._last_good = LastGood()
         self._plan = self._stream_plan()
         self.epoch_plan(0, 0)  # raises if the settings make no plan
         self._check_batch_fits()
+        warm_up(self.builder_plan)
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy stands where this loader stands, goes on by itself and reads with threads of its own.
         changing = ("_skipped", "_deliveries", "_loops", "sessions")
         own = {name: copy.copy(self.__dict__[name]) for name in changing}
         return {**self.__dict__, **own, "_finalizer": None, "_pause": None, "_last_good": LastGood()}
+
+    @property
+    def builder_plan(self) -> BuilderPlan:
+        """Who builds its batches."""
+        ranks = self._topology.local_world_size
+        return plan_builders(self._plan, self.settings, local_ranks=ranks)
 
     @property
     def read_pause(self) -> ReadPause | None:
@@ -404,6 +414,7 @@ class StreamLoader:
             memory_limit=memory_limit,
             skipped=SkippedAhead(self._skipped),
             pause=self.read_pause,
+            choices=self._choices,
             caches_in_memory=memory_limit == self.memory_limit,
         )
         return Session(self._plan, options, epoch, start)

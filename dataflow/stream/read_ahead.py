@@ -86,6 +86,7 @@ def choose_read_ahead(
     copies_only: bool = False,
     num_processes: int = 0,
     batch_samples: int = 1,
+    in_consumer: bool = False,
     machine_bytes: int = 0,
 ) -> ReadAhead:
     """The numbers of a session that may hold `memory_limit` bytes.
@@ -97,8 +98,9 @@ def choose_read_ahead(
         num_sources: datasets that are mixed.
         num_nodes: nodes of the job, which may begin together.
         copies_only: whether nothing runs between the stored bytes and a batch.
-        num_processes: that build; each has a chunk of its own.
+        num_processes: that build, or may; each has a chunk of its own.
         batch_samples: of one batch.
+        in_consumer: whether each batch is built when it is asked for.
         machine_bytes: this rank's share of the machine's memory.
         depth: the user's; None: four batches over local shards, else what waits and lead times ask for.
     """
@@ -106,6 +108,8 @@ def choose_read_ahead(
     if copies_only:
         batches = max(chunk.value, min(_COPIED_CHUNK_SAMPLES // batch_samples, _COPIED_CHUNK_BATCHES))
         chunk = Decision(batches, f"{_COPIED_CHUNK_SAMPLES:,} samples, or {chunk.reason}")
+    elif in_consumer:
+        chunk = Decision(1, "built when it is asked for")
     elif num_processes:
         batches = max(1, min(chunk.value, -(-_PROCESS_CHUNK_SAMPLES // batch_samples)))
         chunk = Decision(batches, f"{_PROCESS_CHUNK_SAMPLES} samples a process, or {chunk.reason}")

@@ -6,7 +6,6 @@ from the data is decided here (how many threads build) and in `read_ahead`.
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Callable
@@ -21,9 +20,11 @@ from dataflow.batch.fixed import FixedOutput
 from dataflow.dataset import ShardedDataset
 from dataflow.limits import machine_memory
 from dataflow.mixture import Mixture
+from dataflow.processes.choice import ChoiceMemory
 from dataflow.staging.source import Source, Traffic
 from dataflow.staging.stager import Stager
 from dataflow.stats import SessionStats
+from dataflow.stream.builders import BuilderOpening, plan_builders
 from dataflow.stream.cache import OpenCaches, memory_for_caches
 from dataflow.stream.deliveries import SkippedAhead
 from dataflow.stream.plan import StreamPlan
@@ -38,7 +39,6 @@ from prefetch.control.inflight import Inflight
 from prefetch.control.pause import ReadPause
 from prefetch.core.executor import executor
 from prefetch.core.queue import CopyQueue
-from prefetch.engine.builders import Builders, ThreadBuilders
 from prefetch.engine.engine import Engine
 from prefetch.engine.ledger import Ledger, State
 from prefetch.engine.stats import ConsumerWait, EngineOptions
@@ -67,6 +67,8 @@ class SessionOptions:
     """Decides about bad samples."""
     pause: ReadPause | None
     """Asks remote reads to wait; outlives the session."""
+    choices: ChoiceMemory
+    """What was decided about who builds."""
     caches_in_memory: bool
     """Whether caches may keep blocks in memory, as they say."""
 
@@ -77,10 +79,8 @@ class Session:
     def __init__(self, plan: StreamPlan, options: SessionOptions, epoch: int, start: int) -> None:
         dataset, limit, settings = plan.dataset, options.memory_limit, options.settings
         device = settings.torch_device
-        # Without a queue builders make batches that are copies alone, too, in chunks of their size.
-        open_queue = None if settings.collate_fn or plan.planner else executor().open_queue
-        copies_only = open_queue is not None and _copies_only(dataset)
-        num_processes = 0 if copies_only else settings.num_processes
+        ranks = max(1, options.topology.local_world_size)
+        builder_plan = plan_builders(plan, settings, local_ranks=ranks)
         ahead = choose_read_ahead(
             limit,
             batch_bytes=_batch_bytes(plan),
@@ -88,10 +88,11 @@ class Session:
             num_sources=len(dataset.sources),
             num_nodes=options.topology.num_nodes,
             depth=settings.depth_policy,
-            copies_only=copies_only,
-            num_processes=num_processes,
+            copies_only=builder_plan.copies_only,
+            num_processes=builder_plan.num_processes,
             batch_samples=plan.samples_per_batch,
-            machine_bytes=machine_memory() // max(1, options.topology.local_world_size),
+            in_consumer=builder_plan.num_workers == 0,
+            machine_bytes=machine_memory() // ranks,
         )
         self._cached_bytes = memory_for_caches(dataset.sources, limit) if options.caches_in_memory else 0
         self.ledger = Ledger(limit - self._cached_bytes)
@@ -139,11 +140,8 @@ class Session:
             explain=self._what_reads_wait_for,
         )
         copies = None
-        if copies_only and open_queue is not None:
-            # One core is left to the consumer, who copies too while it waits.
-            num_threads = settings.num_threads or max(1, _num_cores() - 1)
-            copies = self._open_copies(partial(open_queue, num_threads), engine_options, ahead)
-        num_builders = 1 if copies else settings.num_threads or _build_threads(dataset)
+        if builder_plan.copies_only and (open_queue := executor().open_queue) is not None:
+            copies = self._open_copies(partial(open_queue, builder_plan.num_workers), engine_options, ahead)
         postprocessing = _postprocessing(plan, options)
         context = BuildContext(
             outputs=dataset.outputs,
@@ -155,15 +153,20 @@ class Session:
             closing=self._builds_end,
             heap=HeapKeeper(limit),
             charge_bytes=ahead.charge_bytes.value,
-            ships_values=num_processes > 0,
+            ships_values=builder_plan.num_processes > 0,
         )
         stream = Stream(plan, stager, context, copies=copies, batches_per_chunk=ahead.batches_per_chunk.value)
+        self._opening = BuilderOpening(
+            builder_plan,
+            context,
+            ledger=ledger,
+            memory=options.choices,
+            limit_bytes=limit,
+            is_pinned=pinned,
+            max_restarts=settings.max_worker_restarts,
+        )
         with setting_kept():
-            builders: Builders[Delivered]
-            if num_processes:
-                builders = self._open_processes(num_processes, context, is_pinned=pinned, limit_bytes=limit)
-            else:
-                builders = ThreadBuilders(num_builders, copies=copies, initializer=one_torch_thread)
+            builders = self._opening.builders(copies)
             self.engine: Engine[Delivered] = Engine(
                 stream.windows(epoch, start),
                 ledger=self.ledger,
@@ -173,35 +176,6 @@ class Session:
             )
         if self._pause:
             self._pause.watch(self.engine.staged_batches)
-
-    def _open_processes(
-        self, num_processes: int, context: BuildContext, *, is_pinned: bool, limit_bytes: int
-    ) -> Builders[Delivered]:
-        """Builders that are processes."""
-        from dataflow.processes.batch_writer import collate_map_changes
-        from dataflow.processes.builder_main import BuilderJob, never
-        from dataflow.processes.builders import ProcessBuilders
-
-        job = BuilderJob(
-            outputs=context.outputs,
-            postprocessing=replace(context.postprocessing, on_bad=never),
-            seed=context.seed,
-            charge_bytes=context.charge_bytes,
-            limit_bytes=limit_bytes,
-            is_pinned=is_pinned,
-            collate_map=collate_map_changes(),
-            default_dtype=torch.get_default_dtype(),
-        )
-        builders = ProcessBuilders(
-            job,
-            num_processes,
-            guards=self.guards,
-            decide=context.postprocessing.on_bad,
-            give_back=self.ledger.give_back,
-            initializer=one_torch_thread,
-        )
-        self.ledger.settle_first(builders.file.settle)
-        return builders
 
     def _open_copies(
         self, open_queue: Callable[..., CopyQueue], options: EngineOptions, ahead: ReadAhead
@@ -264,6 +238,7 @@ class Session:
 
     def stats(self) -> SessionStats:
         """A snapshot; cheap, any thread."""
+        choice = self._opening.choice
         return SessionStats(
             engine=self.engine.stats(),
             read_bytes=self.traffic.read_bytes,
@@ -271,6 +246,9 @@ class Session:
             in_flight=self.gate.decision if self.gate else _NO_GATE,
             faults=sum((source.reader.stats() for source in self.sources), NO_FAULTS),
             cache=self.caches.stats(),
+            workers=choice.value,
+            workers_reason=choice.reason,
+            num_workers=self._opening.plan.num_workers,
         )
 
     def mapped_bytes(self) -> int:
@@ -384,19 +362,3 @@ def _batch_bytes(plan: StreamPlan) -> int:
     if isinstance(batching, Packed):  # 8 bytes an element, and as many for segment ids and positions
         laid = plan.batch_size * batching.length * 8 * (len(batching.columns) + 1)
     return max(1, plan.samples_per_batch * (fixed + mean) + laid)
-
-
-def _copies_only(dataset: ShardedDataset | Mixture) -> bool:
-    """Whether batches are made by copying alone: no decoder, and nothing of the user's, runs."""
-    transforms = [dataset.batch_transform, *(source.transform for source in dataset.sources)]
-    return not any(transforms) and all(output.is_copied for output in dataset.outputs)
-
-
-def _build_threads(dataset: ShardedDataset | Mixture) -> int:
-    # Decoders take the GIL between values: one more thread than cores works while another waits for it.
-    return _num_cores() + any(output.releases_gil for output in dataset.outputs)
-
-
-def _num_cores() -> int:
-    """Of those that this process may run on."""
-    return len(os.sched_getaffinity(0))

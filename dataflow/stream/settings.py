@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -49,11 +49,16 @@ class StreamSettings:
     depth: int | DepthPolicy | None = None
     """Batches kept ready: an int, a `DepthPolicy`, or None: 4 over local shards, and over remote ones what
     `AdaptiveDepth` decides (docs/notes/adaptive.md)."""
-    num_threads: int | None = None
-    """Threads that build batches; None: by the number of cores."""
-    num_processes: int = 0
-    """Processes that build batches instead; 0: threads do. Batches that are copies alone are made by threads
-    of compiled code all the same, which hold no lock."""
+    num_workers: int | None = None
+    """Builders of batches on this rank, all sources together. 0: batches are built when they are asked for,
+    by who asks; blocks are read ahead all the same. None: as many as this rank has cores."""
+    workers: Literal["process", "thread", "auto"] | None = None
+    """What builders are. "process"; "thread"; "auto": threads, until a trial tells which is better. None:
+    "process" where `num_workers` is given, else "auto". Batches that are copies alone are made by threads of
+    compiled code all the same, which hold no lock."""
+    max_worker_restarts: int = 3
+    """Builder processes that are replaced when they die, each with a warning, and their batches built again.
+    One more that dies, or a second one on the same batches, is an error; 0: the first one is."""
     batching: Batching | None = None
     """`Packed(...)`, `TokenBudget(...)` or `Bucketed(...)`: batches by the lengths of samples. `transform`
     and `collate_fn` then go together, and not with `Packed`. See docs/guide/batching.md."""
@@ -66,10 +71,7 @@ class StreamSettings:
     def __post_init__(self) -> None:
         if self.timeout < 0:
             raise ValueError(f"timeout must be >= 0 seconds, got {self.timeout}")
-        if self.num_threads is not None and self.num_threads < 1:
-            raise ValueError(
-                f"num_threads must be >= 1, or None for as many as suit the cores, got {self.num_threads}"
-            )
+        self._check_workers()
         if isinstance(self.shuffle, str):
             raise ValueError(
                 f"shuffle must be True, False, None or a Shuffle; for {self.shuffle!r} give "
@@ -83,6 +85,20 @@ class StreamSettings:
         if device.type == "cuda" and not torch.cuda.is_available():
             raise ValueError(f"device is {device}, but torch sees no CUDA device")
         _ = self.depth_policy  # raises for a depth that is none
+
+    def _check_workers(self) -> None:
+        if self.num_workers is not None and self.num_workers < 0:
+            raise ValueError(
+                f"num_workers must be >= 0, got {self.num_workers}; None: as many as there are cores"
+            )
+        if self.workers not in (None, "process", "thread", "auto"):
+            raise ValueError(f'workers must be "process", "thread" or "auto", got {self.workers!r}')
+        if self.num_workers == 0 and self.workers is not None:
+            raise ValueError(
+                f"num_workers=0 builds batches where they are asked for, without workers={self.workers!r}"
+            )
+        if self.max_worker_restarts < 0:
+            raise ValueError(f"max_worker_restarts must be >= 0, got {self.max_worker_restarts}")
 
     @property
     def torch_device(self) -> torch.device:

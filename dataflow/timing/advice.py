@@ -119,7 +119,7 @@ def _loader_action(loader: LoaderTimes) -> str:
     if max(read, build) < _BUSY:
         return f"a larger memory_limit=, so that more is fetched ahead: {busy}"
     if build > read:
-        more = "more cores" if cores_are_busy else "more threads (num_threads=)"
+        more = "more cores" if cores_are_busy else "more threads (num_workers=)"
         return f"cheaper decoding or transforms, or {more}: {busy}"
     return f"{_STORES[loader.store]}: {busy}; `dataflow bench loader` measures each alone"
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import DataLoader as TorchDataLoader
 
-from dataflow.workers.auto import WorkerChoice
+from dataflow.processes.choice import WorkerChoice
 from dataflow.workers.fetching import DropInState, MainIterator, WorkerLoader
 from dataflow.workers.iterator import WorkerIterator
 from dataflow.workers.processes import begin_to_start

@@ -22,8 +22,8 @@ from torch.utils.data._utils import pin_memory as torch_pin, worker as torch_wor
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _sharding_worker_init_fn
 
 from dataflow.processes.batch_writer import collate_map_changes
+from dataflow.processes.choice import WorkerChoice
 from dataflow.processes.payload import array_bytes
-from dataflow.workers.auto import WorkerChoice
 from dataflow.workers.state import EpochProgress, WorkerProgress
 from dataflow.workers.worker import Worker, WorkerJob, WorkerLimits, WorkerState, has_state
 from prefetch.weak_registry import WeakRegistry

@@ -5,14 +5,11 @@ the function itself, so replacing it where it can be found would not reach every
 threads exist, the function gets other code, which asks for the calling thread's own answer; then its own
 code again. Threads that are no workers see what they saw before.
 
-Threads draw from `Generators`, which depend on no thread. Processes draw from the three global generators
-(of `random`, numpy and torch): here are their state, and whether it was used.
+Threads draw from `Generators`, which depend on no thread; processes from the global generators.
 """
 
 from __future__ import annotations
 
-import _random
-import ctypes
 import os
 import random
 import sys
@@ -30,8 +27,6 @@ _users = 0
 _code = torch_worker.get_worker_info.__code__
 _worker_info: Any = None
 """Stands for torch's global of that name, which `_get_worker_info` finds where its code is put."""
-_STATE_BYTES = 625 * 4
-"""MT19937: 624 words and the place in them."""
 
 
 def _get_worker_info() -> Any:
@@ -142,76 +137,3 @@ class Generators:
         if self._numpy is None:
             self._numpy = np.random.Generator(np.random.PCG64(self._seed(16)))
         return self._numpy
-
-
-# ---- the global generators --------------------------------------------------------------------------------
-
-
-def seed_all(base_seed: int, number: int) -> None:
-    """Seed the global generators as PyTorch seeds worker `number`."""
-    random.seed(base_seed + number)
-    torch.manual_seed(base_seed + number)
-    np.random.seed(torch_worker._generate_state(base_seed, number))
-
-
-def random_state() -> Any:
-    """The state of the three global generators."""
-    return random.getstate(), torch.get_rng_state(), np.random.get_state()
-
-
-def set_random_state(state: Any) -> None:
-    """Set the three global generators."""
-    random.setstate(state[0])
-    torch.set_rng_state(state[1])
-    np.random.set_state(state[2])
-
-
-def _address_of_python_state() -> int | None:
-    """Where CPython keeps the state of `random`, behind the head of the object; None if not found there."""
-    address = id(random._inst) + object.__basicsize__
-    if (
-        sys.implementation.name != "cpython"
-        or _random.Random.__basicsize__ < object.__basicsize__ + _STATE_BYTES
-    ):
-        return None
-    place, *words = np.frombuffer(ctypes.string_at(address, _STATE_BYTES), np.uint32).tolist()
-    return address if (*words, place) == random.getstate()[1] else None
-
-
-def copied_random_state(state: Any) -> Any:
-    """The same with arrays of its own."""
-    kind, words, *rest = state[2]
-    return state[0], state[1].clone(), (kind, words.copy(), *rest)
-
-
-class Draws:
-    """Notices whether anything was drawn from the three global generators.
-
-    The states of numpy and of `random` are looked at where they lie: asking for them takes as long as
-    handing over a small batch. `by_address=False`: that of `random` is asked for all the same.
-    """
-
-    def __init__(self, *, by_address: bool = True) -> None:
-        generator = np.random.mtrand._rand._bit_generator
-        self._numpy_at: int = generator.ctypes.state_address
-        self._python_at = _address_of_python_state() if by_address else None
-        self._words, self._pair = b"", False
-        self._last = self._look()
-
-    def _look(self) -> Any:
-        words = ctypes.string_at(self._numpy_at, _STATE_BYTES)
-        # Normal numbers are made in pairs, and handing out the second changes no word.
-        if words != self._words or self._pair:
-            self._pair = bool(np.random.get_state(legacy=False)["has_gauss"])
-        self._words = words
-        return words, self._pair, torch.get_rng_state().numpy().tobytes(), self._look_at_python()
-
-    def _look_at_python(self) -> Any:
-        if self._python_at is None:
-            return random.getstate()
-        return ctypes.string_at(self._python_at, _STATE_BYTES), random._inst.gauss_next  # type: ignore[attr-defined]
-
-    def since(self) -> Any:
-        """The state of the generators if anything was drawn since the last call, else None."""
-        before, self._last = self._last, self._look()
-        return None if self._last == before else random_state()

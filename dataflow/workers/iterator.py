@@ -23,8 +23,9 @@ from torch._utils import ExceptionWrapper
 from torch.utils.data import IterDataPipe
 from torch.utils.data._utils import pin_memory as torch_pin
 
+from dataflow.processes.choice import WorkerChoice, decide
 from dataflow.processes.payload import copies
-from dataflow.workers.auto import WorkerChoice, decide, observe
+from dataflow.workers.auto import observe
 from dataflow.workers.fetching import FetchIterator, RoundRobin, WorkerLoader
 from dataflow.workers.process_main import ProcessResponse
 from dataflow.workers.processes import ProcessRunners, start_processes

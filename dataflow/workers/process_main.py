@@ -16,8 +16,8 @@ import torch
 from torch.utils.data._utils import collate, signal_handling, worker as torch_worker
 
 from dataflow.processes.batch_writer import BatchWriter
+from dataflow.processes.generators import Draws, random_state, seed_all, set_random_state
 from dataflow.processes.payload import read_packed
-from dataflow.workers.info import Draws, random_state, seed_all, set_random_state
 from dataflow.workers.worker import Worker, WorkerJob, WorkerMessage, WorkerResult, wrapped_error
 from prefetch.workers.shared_arena import Header, Region
 from prefetch.workers.worker_start import WorkerStart, begin

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from dataflow.processes.generators import copied_random_state
 from dataflow.processes.payload import (
     MESSAGE_HEAD,
     dumps_by_value,
@@ -20,7 +21,6 @@ from dataflow.processes.payload import (
 )
 from dataflow.processes.server import server_needs, start_context
 from dataflow.workers.fetching import WorkerLoader
-from dataflow.workers.info import copied_random_state
 from dataflow.workers.process_main import ProcessResponse, run
 from dataflow.workers.worker import WorkerJob
 from prefetch.memory.device import register_pinned

@@ -31,7 +31,7 @@ from torch.utils.data import (
     _DatasetKind,
 )
 
-from dataflow.workers.info import random_state, set_random_state
+from dataflow.processes.generators import random_state, set_random_state
 from dataflow.workers.worker import has_state
 
 _MAX_PARTS = 8

@@ -68,11 +68,22 @@ class CopyStats:
 class Builders(Protocol[T]):
     """Build chunks somewhere, most urgent first. Thread-safe."""
 
-    num_builders: int
-    """Chunks that are built at a time."""
+    @property
+    def num_builders(self) -> int:
+        """Chunks that are built at a time."""
+        ...
 
     def build(self, build: Build[T]) -> None:
         """Build a chunk, or go on with one that was laid aside. Called under the engine's lock: no waits."""
+        ...
+
+    @property
+    def needs_consumer(self) -> bool:
+        """Whether nobody but the consumer does what there is to do, in `work`."""
+        ...
+
+    def work(self) -> None:
+        """Do a part of it. Without the engine's lock."""
         ...
 
     def copy_stats(self) -> CopyStats:
@@ -115,7 +126,7 @@ class ThreadBuilders(PriorityPool, Generic[T]):
     """`Builders` that are threads of this process; the parts of a chunk run on several of them.
 
     Args:
-        num_threads: of them.
+        num_threads: of them; 0: the consumer builds, when it asks for a batch.
         copies: made elsewhere, for chunks that say so.
         initializer: runs first in each.
     """
@@ -126,6 +137,15 @@ class ThreadBuilders(PriorityPool, Generic[T]):
         super().__init__(num_threads, "dataflow-build", initializer=initializer)
         self.num_builders, self._copies = num_threads, copies
         self._counting = threading.Lock()  # guards the parts left and the error of each build
+
+    @property
+    def needs_consumer(self) -> bool:
+        """See `Builders`."""
+        return not self.num_builders and self.has_tasks
+
+    def work(self) -> None:
+        """See `Builders`."""
+        self.run_next()
 
     def copy_stats(self) -> CopyStats:
         """See `Builders`."""

@@ -183,6 +183,9 @@ class Engine(Generic[T]):
             while not self._is_deliverable():
                 if self._queue.is_closed:
                     raise EngineClosedError("the loader was closed while a batch was awaited")
+                if self._builders.needs_consumer:
+                    self._changed.without(self._builders.work)
+                    continue
                 now_s = time.perf_counter()
                 if now_s >= wait.due_s:
                     wait.tell(now_s, self._reason(), self._running_work(), self.stats)
@@ -225,7 +228,9 @@ class Engine(Generic[T]):
     def _go_on(self) -> None:
         """Something was planned, read or built."""
         self._pump()
-        if self._is_deliverable():  # each needless wake-up costs two switches
+        if (
+            self._is_deliverable() or self._builders.needs_consumer
+        ):  # each needless wake-up costs two switches
             self._changed.notify_all()
 
     def _hurry(self) -> None:

@@ -76,6 +76,18 @@ class PriorityPool:
                 heapq.heappush(self._heap, (deadline, next(self._count), task))
                 self._ready.notify()
 
+    def run_next(self) -> None:
+        """Run the most urgent task that waits in the calling thread, if there is one."""
+        with self._ready:
+            task = heapq.heappop(self._heap)[2] if self._heap else None
+        if task is not None:
+            task()
+
+    @property
+    def has_tasks(self) -> bool:
+        """Whether one waits. Takes no lock."""
+        return bool(self._heap)
+
     @property
     def idents(self) -> list[int]:
         """Of the threads, as `sys._current_frames` knows them."""

@@ -93,6 +93,16 @@ class Monitor(RLock):  # type: ignore[misc]  # typeshed calls it final; CPython 
                 self._waiters.remove(waiter)
         return notified
 
+    def without(self, work: Callable[[], object]) -> None:
+        """Give the lock up while `work` is done."""
+        saved = None
+        try:
+            saved = self._release_save()
+            work()
+        finally:
+            if not self._is_owned():
+                self._acquire_restore(saved or (1, threading.get_ident()))
+
     def notify(self) -> None:
         """Wake one of those that wait. Under the lock."""
         while self._waiters:

@@ -98,14 +98,16 @@ class Server(forkserver.ForkServer):
         pid: int | None = cast(Any, self)._forkserver_pid
         return pid
 
-    def ensure_running(self) -> None:
-        """Start it if it does not run, without waiting for it."""
+    def ensure_running(self, *, may_spawn: bool = True) -> None:
+        """Start it if it does not run, without waiting for it; `may_spawn`: as a new process if need be."""
         with Uninterrupted():
             resource_tracker.ensure_running()  # it lets interrupts through once started
         with interrupts_held(), search_path_shared():
             if not self._begun and not self.not_forked:
                 self._fork()
             self._begun = True
+            if self.not_forked and not may_spawn:
+                return
             try:
                 super().ensure_running()
             except ChildProcessError:  # it has ended, and somebody else has waited for it
@@ -163,10 +165,11 @@ def server_pids() -> list[int]:
     return [*(server.pid for server in list(_servers) if server.pid is not None), *_ending]
 
 
-def warm_up(needs: ServerNeeds) -> Server:
+def warm_up(needs: ServerNeeds, *, is_needed: bool = True) -> Server:
     """Start the fork server, without waiting for it, with these modules imported.
 
     One that runs already is kept if it has them; otherwise the next workers come from a new one.
+    `is_needed=False`: only if it can be forked now, which takes milliseconds.
     """
     global _current
     with _lock:
@@ -180,7 +183,7 @@ def warm_up(needs: ServerNeeds) -> Server:
             _current = Server(replace(needs, preload=preload, modules=needs.modules | others))
             _servers.append(_current)
             _end_unused()
-        _current.ensure_running()
+        _current.ensure_running(may_spawn=is_needed)
         return _current
 
 

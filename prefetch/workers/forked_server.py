@@ -2,9 +2,10 @@
 
 A fork copies one thread, and the locks that all others hold; a GPU's context is of no use in the copy. So it
 is done only while this process has one thread and no GPU open. OpenBLAS's threads, which importing numpy
-starts, do not count: OpenBLAS itself ends them before a fork. Hence the number of threads is bounded before
-the fork, and counted right behind it: any that is there besides this one was there before, and the copy is
-killed before it has done anything.
+starts, do not count: OpenBLAS itself ends them before a fork. Nor does the one of jemalloc, which importing
+pyarrow starts: jemalloc takes all its locks before a fork, and the copy has them free and no such thread.
+Hence the number of threads is bounded before the fork, and counted right behind it: any that is there besides
+these was there before, and the copy is killed before it has done anything.
 
 The copy keeps the memory of the moment (shared until somebody writes to it) and no descriptor: sockets and
 pipes would look open to those at their other ends, and locks of files held. Regular files are opened anew.
@@ -41,6 +42,7 @@ _MOST_BYTES = 1 << 30
 _ENDS_IN_S = 0.2
 """From the end of a process's descriptors to its own."""
 _GPU_DEVICES = ("/dev/nvidia", "/dev/kfd", "/dev/dri/", "/dev/accel", "/dev/infiniband/")
+_JEMALLOC_THREAD = "jemalloc_bg_thd\n"
 _PATH_VARIABLE: Final = "DATAFLOW_FORK_SERVER_PATH"
 
 if _PATH_VARIABLE in os.environ:  # this is such a server
@@ -99,8 +101,16 @@ def fork_facts() -> ForkFacts:
 
 
 def num_threads() -> int:
-    """Threads of this process, those of libraries included."""
-    return len(os.listdir("/proc/self/task"))
+    """Threads of this process, those of libraries included, but for jemalloc's."""
+    return sum(not _is_jemalloc(task) for task in os.listdir("/proc/self/task"))
+
+
+def _is_jemalloc(task: str) -> bool:
+    try:
+        with open(f"/proc/self/task/{task}/comm") as name:
+            return name.read() == _JEMALLOC_THREAD
+    except OSError:  # it has ended
+        return False
 
 
 @dataclass(frozen=True)

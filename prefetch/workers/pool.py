@@ -137,7 +137,7 @@ class WorkerPool:
         context: how processes start; None: from our fork server.
         needs: of that server.
         inherited: handed to forked workers as it is.
-        passed: descriptors that every worker gets a copy of.
+        passed: descriptors that every worker gets a copy of; open as long as workers may be replaced.
         region_limit: bytes of free slabs that a worker keeps.
         stop_s: time that workers have to end by themselves, together.
 
@@ -174,29 +174,32 @@ class WorkerPool:
         self._closed = False
         self.processes: list[process.BaseProcess] = []
         self._tasks: list[connection.Connection] = []
+        """Our end of each process's pipe."""
         self._waiting: list[deque[memoryview]] = [deque() for _ in range(num_workers)]
         self._poll = select.poll()
         self._server = begin_to_use(needs) if context is None else None
         self.start, self.start_reason = _start_of(self._server, context)
-        self._responses, writer = os.pipe()
-        self._stacks, stacks_writer = os.pipe()
+        self._responses, self._responses_writer = os.pipe()
+        self._stacks, self._stacks_writer = os.pipe()
         self._woken = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         _pools.add(self)
         try:
-            for fd in (writer, stacks_writer):
+            for fd in (self._responses_writer, self._stacks_writer):
                 _enlarge(fd)
-            for fd in (self._responses, self._stacks, stacks_writer):  # stacks nobody reads are dropped
+            for fd in (self._responses, self._stacks, self._stacks_writer):  # stacks nobody reads are dropped
                 os.set_blocking(fd, False)
             method = context.get_start_method() if context else None
-            common = {
+            self._target = target
+            self._common: Mapping[str, Any] = {
                 "num_workers": num_workers,
                 "memory": Descriptor(file.fd),
                 "message_offset": file.message_offset,
                 "message_bytes": file.message_bytes,
+                "first_region": file.region_offset(0),
                 "region_bytes": file.region_bytes,
                 "region_limit": region_limit,
-                "responses": Descriptor(writer),
-                "stacks": Descriptor(stacks_writer),
+                "responses": Descriptor(self._responses_writer),
+                "stacks": Descriptor(self._stacks_writer),
                 "stdio": () if context else stdio_descriptors(),
                 "environment": None if context else dict(os.environ),
                 "inherited": inherited,
@@ -206,13 +209,10 @@ class WorkerPool:
                 "interruptible": signal.getsignal(signal.SIGINT) is signal.default_int_handler,
             }
             for worker in range(num_workers):
-                self._start(worker, target, common)
+                self._start(worker, worker)
         except BaseException:
             self.close(stop_s=0)
             raise
-        finally:
-            os.close(writer)
-            os.close(stacks_writer)
         self._poll.register(self._responses, select.POLLIN)
         self._sentinels = {child.sentinel: worker for worker, child in enumerate(self.processes)}
         for sentinel in self._sentinels:
@@ -221,12 +221,12 @@ class WorkerPool:
         self._blocked: dict[int, int] = {}
         """Workers whose pipe is full, by the descriptor of our end of it."""
 
-    def _start(self, worker: int, target: Callable[[WorkerStart], None], common: Mapping[str, Any]) -> None:
+    def _start(self, worker: int, region: int) -> None:
         reader, tasks = multiprocessing.Pipe(duplex=False)
-        self._tasks.append(tasks)
+        self._tasks[worker:] = [tasks, *self._tasks[worker + 1 :]]
         os.set_blocking(tasks.fileno(), False)
-        region = self._file.region_offset(worker)
-        start = WorkerStart(worker=worker, region_offset=region, tasks=reader, **common)
+        offset, target = self._file.region_offset(region), self._target
+        start = WorkerStart(worker=worker, region_offset=offset, tasks=reader, **self._common)
         child: process.BaseProcess
         name, context = f"dataflow-worker-{worker}", self.context
         if self._server is not None:
@@ -236,9 +236,31 @@ class WorkerPool:
         forks = context is not None and context.get_start_method() == "fork"
         with reader, interrupts_held() if forks else contextlib.nullcontext():
             child.start()
-        self.processes.append(child)
+        self.processes[worker:] = [child, *self.processes[worker + 1 :]]
         # We end it ourselves. A forked child of ours that exits must neither wait for it nor end it.
         process._children.discard(child)  # type: ignore[attr-defined]
+
+    def replace(self, worker: int, region: int) -> None:
+        """Start a process in the place of one that has died, which works in another region of the file.
+
+        What was sent to the dead one and not answered is lost.
+        """
+        with self._using:
+            self._require_open()
+            dead, tasks = self.processes[worker], self._tasks[worker]
+            self._poll.unregister(dead.sentinel)
+            del self._sentinels[dead.sentinel]
+            if self._blocked.pop(tasks.fileno(), None) is not None:
+                self._poll.unregister(tasks.fileno())
+            self._waiting[worker].clear()
+            tasks.close()
+            if dead.exitcode is not None:
+                dead._popen.close()  # type: ignore[attr-defined]
+            self._file.header.set(Header.WORKERS + worker, 0)
+            self._start(worker, region)
+            sentinel = self.processes[worker].sentinel
+            self._sentinels[sentinel] = worker
+            self._poll.register(sentinel, select.POLLIN)
 
     def _require_open(self) -> None:
         if self._closed:
@@ -317,8 +339,6 @@ class WorkerPool:
                 dead = [worker for fd, worker in self._sentinels.items() if fd in ready]
                 if dead:
                     raise WorkerDiedError([(w, self.processes[w].pid or 0, self._exit_code(w)) for w in dead])
-                if ready.get(self._responses, 0) & select.POLLHUP:  # all have ended; we shall hear of it
-                    self._poll.unregister(self._responses)
                 if not ready and rest_s <= 0:
                     return []
 
@@ -410,20 +430,27 @@ class WorkerPool:
     def _close_ends(self) -> None:
         if self._server is not None:
             stop_using(self._server)
-        for fd in (self._responses, self._stacks, self._woken):
+        for fd in (*self._own_ends, self._responses_writer, self._stacks_writer):
             os.close(fd)
         for child in self.processes:
             if child.exitcode is not None:
                 child._popen.close()  # type: ignore[attr-defined]
 
     def leave_to_parent(self) -> None:
-        """In a forked child: close our copies of the parent's ends, lest workers think that it lives."""
+        """In a forked child: close our copies of the parent's ends, lest workers think that it lives.
+
+        The other ends are those of a worker that was forked.
+        """
         if not self._closed:
             self._closed = True
             for tasks in self._tasks:
                 tasks.close()
-            for fd in (self._responses, self._stacks, self._woken):
+            for fd in self._own_ends:
                 os.close(fd)
+
+    @property
+    def _own_ends(self) -> Sequence[int]:
+        return self._responses, self._stacks, self._woken
 
 
 _pools: WeakRegistry[WorkerPool] = WeakRegistry()

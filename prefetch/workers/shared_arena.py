@@ -251,6 +251,8 @@ class SharedFile:
         self._ended: deque[_GrantEnd] = deque()
         self._end: Callable[[_GrantEnd], None] = self._ended.append
         self._returned: list[deque[int]] = [deque() for _ in range(num_workers)]
+        self._abandoned: set[int] = set()
+        """Regions whose worker has died, and whose pages are not given back yet."""
         self._closed = False
 
     def _create(self) -> None:
@@ -310,6 +312,21 @@ class SharedFile:
             self._returned[end.worker].append(end.offset)
             if end.on_end is not None:
                 end.on_end(end.nbytes)
+        if self._abandoned:
+            self._drop_abandoned()
+
+    def abandon(self, worker: int) -> None:
+        """A worker has died: the pages of its region go when nothing in it is used any more."""
+        self._abandoned.add(worker)
+        self.settle()
+
+    def _drop_abandoned(self) -> None:
+        if self._closed or self._register is not None:  # page-locked memory goes when the file is closed
+            return
+        used = {end.worker for end in list(self._grants)}
+        for worker in [*self._abandoned - used]:
+            self._abandoned.discard(worker)
+            give_pages_back(self.memory, self.region_offset(worker), self.region_bytes)
 
     def give_back(self, worker: int, offset: int) -> None:
         """Return what was granted without looking at it."""

@@ -45,6 +45,8 @@ class WorkerStart:
     memory: Descriptor
     message_offset: int
     message_bytes: int
+    first_region: int
+    """Where the first of all regions begins in the shared file."""
     region_offset: int
     region_bytes: int
     region_limit: int

@@ -167,7 +167,8 @@ def read_table(url: str, options: Mapping[str, Any] | None) -> tuple[pa.Table, d
     """
     source = _source(url, options)
     try:
-        table = pa.ipc.open_file(source).read_all()
+        # Without threads of pyarrow's: a process that has one can be forked, for worker processes.
+        table = pa.ipc.open_file(source, options=pa.ipc.IpcReadOptions(use_threads=False)).read_all()
         facts: dict[str, Any] = json.loads((table.schema.metadata or {})[_MAGIC])
         version, relative = facts["version"], facts["relative"]
     except (pa.ArrowException, OSError, KeyError, TypeError, ValueError, RecursionError) as error:
@@ -195,7 +196,7 @@ def read_table(url: str, options: Mapping[str, Any] | None) -> tuple[pa.Table, d
 def _source(url: str, options: Mapping[str, Any] | None) -> Any:
     with store_errors(url):
         if is_local(url):
-            return pa.memory_map(local_path(url))
+            return pa.BufferReader(pa.memory_map(local_path(url)).read_buffer())
         fs, path = open_url(url, options)
         return pa.BufferReader(fs.cat_file(path))
 

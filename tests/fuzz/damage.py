@@ -221,7 +221,7 @@ def child() -> None:
     for line in sys.stdin:
         answer: dict[str, Any] = {}
         try:
-            with DataLoader(ShardedDataset(**json.loads(line)), 4, num_threads=1) as loader:
+            with DataLoader(ShardedDataset(**json.loads(line)), 4, num_workers=1, workers="thread") as loader:
                 rows = [row for batch in loader for row in rows_of(batch)]
                 answer["rows"] = repr(rows)
         except (DataflowError, FileNotFoundError) as error:

@@ -298,7 +298,7 @@ def test_random_crops_depend_on_seed_epoch_and_sample_alone(tmp_path: Path) -> N
 
     whole = crops(0, batch_size=10, shuffle=True)
     assert crops(0, batch_size=3, world_size=3, shuffle=Shuffle("full")) == whole
-    assert crops(0, batch_size=23, shuffle=False, num_threads=1) == whole
+    assert crops(0, batch_size=23, shuffle=False, num_workers=1, workers="thread") == whole
     later, other = crops(1, batch_size=10, shuffle=True), crops(0, batch_size=10, seed=1)
     assert all(later[i] != whole[i] and other[i] != whole[i] for i in whole)
 

@@ -643,7 +643,9 @@ def test_ctrl_c_inside_a_batch_leaves_no_thread_and_a_good_state(ints: Made) -> 
         gate.set()
 
     got: list[Any] = []
-    with DataLoader(ints.open(transform=transform), 4, Shuffle("none", 1), num_threads=1) as loader:
+    with DataLoader(
+        ints.open(transform=transform), 4, Shuffle("none", 1), num_workers=1, workers="thread"
+    ) as loader:
         pressing = threading.Thread(target=interrupt)
         pressing.start()
         with pytest.raises(KeyboardInterrupt):
@@ -718,7 +720,7 @@ def test_a_garbage_collected_loader_does_not_disturb_its_own_worker(ints: Made) 
     try:
         trainer: Any = Trainer()
         trainer.me = trainer
-        trainer.loader = DataLoader(ints.open(transform=transform), 4, num_threads=1)
+        trainer.loader = DataLoader(ints.open(transform=transform), 4, num_workers=1, workers="thread")
         assert len(list(trainer.loader)) == 12  # building ahead begins with a second epoch
         trainer.batches = iter(trainer.loader)
         assert len(list(trainer.batches)) == 12
@@ -750,8 +752,12 @@ def test_what_is_refused_names_what_would_do(ints: Made) -> None:
         DataLoader(dataset, 1, depth=0)
     with pytest.raises(ValueError, match="num_workers must be >= 0, got -1"):
         DataLoader(dataset, 1, num_workers=-1)
-    with pytest.raises(ValueError, match="num_threads must be >= 1"):
-        DataLoader(dataset, 1, num_threads=0)
+    with pytest.raises(ValueError, match="num_workers=0 builds batches where they are asked for"):
+        DataLoader(dataset, 1, num_workers=0, workers="thread")
+    with pytest.raises(ValueError, match='workers must be "process", "thread" or "auto"'):
+        DataLoader(dataset, 1, workers="threads")
+    with pytest.raises(ValueError, match="max_worker_restarts must be >= 0"):
+        DataLoader(dataset, 1, max_worker_restarts=-1)
     with pytest.raises(ValueError, match=r"shuffle must be .* give Shuffle\('none'\)"):
         DataLoader(dataset, 1, shuffle="none")
     with pytest.raises(ValueError, match="block_bytes must be >= 1"):

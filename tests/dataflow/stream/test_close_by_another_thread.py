@@ -91,15 +91,15 @@ def test_the_consumer_of_a_map_style_dataset_is_woken(kind: str) -> None:
 
 
 def of_samples(shards: str, hanging: Hanging) -> Any:
-    return DataLoader(ShardedDataset(shards, transform=hanging), 8, num_threads=1)
+    return DataLoader(ShardedDataset(shards, transform=hanging), 8, num_workers=1, workers="thread")
 
 
 def of_values(shards: str, hanging: Hanging) -> Any:
-    return DataLoader(ShardedDataset(shards, decode={"npy": hanging}), 8, num_threads=1)
+    return DataLoader(ShardedDataset(shards, decode={"npy": hanging}), 8, num_workers=1, workers="thread")
 
 
 def of_batches(shards: str, hanging: Hanging) -> Any:
-    return DataLoader(ShardedDataset(shards), 2, collate_fn=hanging, num_threads=1)
+    return DataLoader(ShardedDataset(shards), 2, collate_fn=hanging, num_workers=1, workers="thread")
 
 
 @pytest.fixture

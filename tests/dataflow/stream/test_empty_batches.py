@@ -181,7 +181,7 @@ def test_several_ranks_repeat_their_last_good_batch(
 
 def test_the_last_good_batch_may_be_one_of_the_epoch_before(ints: Made) -> None:
     dataset = ints.open(transform=Second(), on_error="skip")
-    with DataLoader(dataset, 4, topology=rank(0, 2), num_threads=1) as loader:
+    with DataLoader(dataset, 4, topology=rank(0, 2), num_workers=1, workers="thread") as loader:
         first, second = ([numbers(batch) for batch in loader] for _ in range(2))
     assert first == [[0, 1, 2, 3], [8, 9, 10, 11], [16, 17, 18, 19]]
     assert second == [[16, 17, 18, 19], [8, 9, 10, 11], [16, 17, 18, 19]]

@@ -127,7 +127,7 @@ def test_close_frees_what_windows_hold_for_batches_that_were_never_built(tmp_pat
         return sample
 
     dataset = made.open(columns=["bin"], transform=transform)
-    loader = DataLoader(dataset, 1, Shuffle("window", 3), num_threads=1, collate_fn=len)
+    loader = DataLoader(dataset, 1, Shuffle("window", 3), num_workers=1, workers="thread", collate_fn=len)
     session = stream_of(loader).new_session(0, 0, 1 << 30)
     assert begun.wait(10)
     assert session.engine.stats().open_windows
@@ -238,7 +238,7 @@ def test_torchs_thread_count_is_left_alone(ints: Made) -> None:
 @pytest.mark.parametrize("maker", [make_tar, make_parquet], ids=["tar", "parquet"])
 def test_twenty_epochs_hold_no_more_descriptors_or_memory_than_two(tmp_path: Path, maker: Any) -> None:
     made = maker(tmp_path)
-    with DataLoader(made.open(), 4, Shuffle("window", 2)) as loader:
+    with DataLoader(made.open(), 4, Shuffle("window", 2), workers="thread") as loader:
         for _ in range(2):
             list(loader)
         descriptors, threads = num_descriptors(), our_threads()

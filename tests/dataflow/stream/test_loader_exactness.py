@@ -305,7 +305,10 @@ def test_two_loaders_over_one_dataset_do_not_disturb_each_other(ints: Made) -> N
 @pytest.mark.parametrize("name", ["tar", "parquet", "tokens.bin"])
 def test_threads_and_depth_do_not_change_a_batch(made: Make, name: str) -> None:
     runs = []
-    for options in ({"num_threads": 1, "depth": 1}, {"num_threads": 3, "depth": 9}):
+    for options in (
+        {"num_workers": 1, "workers": "thread", "depth": 1},
+        {"num_workers": 3, "workers": "thread", "depth": 9},
+    ):
         with DataLoader(made(name).open(), 4, Shuffle("window", 2), **options) as loader:
             runs.append(delivered(loader))
     assert runs[0] == runs[1]

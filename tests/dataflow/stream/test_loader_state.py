@@ -207,11 +207,11 @@ def test_no_chain_of_restarts_loses_or_repeats_a_sample(
 
 
 def test_memory_limit_and_threads_may_differ_after_a_resume(ints: Made) -> None:
-    with DataLoader(ints.open(), 4, True, memory_limit="1GB", num_threads=3) as loader:
+    with DataLoader(ints.open(), 4, True, memory_limit="1GB", num_workers=3, workers="thread") as loader:
         head = [rows_of(batch) for batch in islice(loader, 5)]
         state = loader.state_dict()
         oracle = by_plan(loader, ints.samples, 0)
-    with DataLoader(ints.open(), 4, memory_limit="2MB", num_threads=1, depth=1) as resumed:
+    with DataLoader(ints.open(), 4, memory_limit="2MB", num_workers=1, workers="thread", depth=1) as resumed:
         resumed.load_state_dict(state)
         assert head + delivered(resumed) == oracle
 

@@ -39,7 +39,8 @@ torch.ones(10).sum()
 bare = held()
 import dataflow
 {setup}
-loader = dataflow.DataLoader(dataset, batch_size=8, memory_limit=50_000_000, num_threads={threads})
+workers = dict(num_workers={threads}, workers="thread")
+loader = dataflow.DataLoader(dataset, batch_size=8, memory_limit=50_000_000, **workers)
 peak = ledger = 0
 for number, batch in enumerate(loader):
     peak = max(peak, held())

@@ -384,7 +384,9 @@ def test_many_sources_share_a_small_memory_limit(tmp_path: Path) -> None:
     for number in range(12):
         (tmp_path / str(number)).mkdir()
         sources.append(make_ints_tar(tmp_path / str(number), 30).open())
-    with DataLoader(Mixture(sources), 7, True, memory_limit="256kB", num_threads=1) as loader:
+    with DataLoader(
+        Mixture(sources), 7, True, memory_limit="256kB", num_workers=1, workers="thread"
+    ) as loader:
         counts = Counter(int(n) for batch in loader for n in batch["cls"])
         assert counts == dict.fromkeys(range(30), 12)
         assert loader.stats().memory.peak_bytes <= 256_000

@@ -24,6 +24,7 @@ from dataflow import DataLoader, Image, Mixture, SampleError, ShardedDataset, Sh
 from dataflow.processes.builders import ProcessBuilders
 from prefetch.workers.pool import WorkerDiedError
 
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create 3 worker processes")
 TIMEOUT_S = 60.0
 OFFSET = 1000
 
@@ -217,20 +218,86 @@ def killed(sample: dict[str, Any]) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_a_process_that_is_killed_is_named_and_the_next_loop_has_new_ones(tmp_path: Path) -> None:
-    made = make_tar(tmp_path)
-    with in_processes(made.open(transform=killed), 2) as loader, pytest.raises(WorkerDiedError) as caught:
+def test_without_restarts_a_process_that_is_killed_is_named_and_the_next_loop_has_new_ones(
+    tmp_path: Path,
+) -> None:
+    dataset = make_tar(tmp_path).open(transform=marked, columns=["cls"])
+    with in_processes(dataset, 2, max_worker_restarts=0) as loader:
+        loop = iter(loader)
+        pid = int(next(loop)["by"][0])
+        os.kill(pid, signal.SIGKILL)
+        with pytest.raises(WorkerDiedError, match=f"pid {pid}") as caught:
+            read_epochs(loader, loop, 1000)
+        assert [code for _, _, code in caught.value.workers] == [-signal.SIGKILL]
+        assert "memory" in str(caught.value)
+        assert [n for batch in loader for n in batch["cls"].tolist()] == list(range(len(dataset)))
+
+
+def test_batches_that_kill_two_processes_are_an_error_that_names_both(tmp_path: Path) -> None:
+    dataset = make_tar(tmp_path).open(transform=killed)
+    with in_processes(dataset, 2) as loader, pytest.raises(WorkerDiedError) as caught:
         list(loader)
-    ((_, pid, code), *_) = caught.value.workers
-    assert code == -signal.SIGKILL
-    assert f"pid {pid}" in str(caught.value)
-    dataset = made.open(transform=marked, columns=["cls"])
-    with in_processes(dataset, 2) as loader:
+    (note,) = caught.value.__notes__
+    assert note.startswith("2 processes have died on the same batches; before: ")
+
+
+def skipped_and_drawn(sample: dict[str, Any], *, rng: np.random.Generator) -> dict[str, Any]:
+    if sample["cls"] % 5 == 2:
+        raise ValueError("no")
+    return {"cls": sample["cls"], "draw": [rng.random(), random.random()], "by": os.getpid()}
+
+
+def test_a_process_that_is_killed_at_any_batch_costs_no_batch(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    dataset = make_tar(tmp_path).open(transform=skipped_and_drawn, on_error="skip")
+
+    def rest(loop: Iterator[Any]) -> list[Any]:
+        return [(batch["cls"].tolist(), [d.tolist() for d in batch["draw"]]) for batch in loop]
+
+    with in_processes(dataset, 2, True) as loader:
+        whole = [rest(loader) for _ in range(2)]
+        skipped = loader.stats().skipped
+    for taken in range(1, len(whole[0])):
+        with in_processes(dataset, 2, True) as loader:
+            loop = iter(loader)
+            *_, last = (batch := [*islice(loop, taken)])
+            os.kill(int(last["by"][0]), signal.SIGKILL)
+            assert [rest(batch) + rest(loop), rest(loader)] == whole
+            assert loader.stats().skipped == skipped
+            assert builders_of(loader).num_restarts == 1
+    assert "is killed by signal" in caplog.text
+    assert "built again in another process (1 of max_worker_restarts=3)" in caplog.text
+
+
+def test_more_deaths_than_may_be_replaced_are_an_error(tmp_path: Path) -> None:
+    dataset = make_tar(tmp_path).open(transform=marked, columns=["cls"])
+    with in_processes(dataset, 2, max_worker_restarts=1, count=1) as loader:
         loop = iter(loader)
         os.kill(int(next(loop)["by"][0]), signal.SIGKILL)
+        read_epochs(loader, loop, 1)
+        os.kill(builders_of(loader)._pool.processes[0].pid or 0, signal.SIGKILL)
         with pytest.raises(WorkerDiedError):
-            read_epochs(loader, loop, 1000)
-        assert [n for batch in loader for n in batch["cls"].tolist()] == list(range(len(dataset)))
+            read_epochs(loader, iter(loader), 1000)
+
+
+def test_pages_of_a_process_that_died_go_with_its_last_batch(tmp_path: Path) -> None:
+    dataset = make_tar(tmp_path).open(transform=marked, columns=["cls"])
+    with in_processes(dataset, 2, count=1) as loader:
+        loop = iter(loader)
+        kept = next(loop)
+        os.kill(int(kept["by"][0]), signal.SIGKILL)
+        read_epochs(loader, loop, 1)
+        file = builders_of(loader).file
+        assert builders_of(loader).num_restarts == 1
+        before = kept["cls"].tolist()
+        file.settle()
+        assert file._abandoned == {0}
+        assert kept["cls"].tolist() == before
+        del kept
+        gc.collect()
+        file.settle()
+        assert not file._abandoned
 
 
 def test_a_transform_that_cannot_be_sent_is_an_error_that_says_so(tmp_path: Path) -> None:
@@ -278,9 +345,3 @@ def test_a_loop_that_is_left_leaves_no_process(tmp_path: Path) -> None:
         pids = [process.pid for process in builders_of(loader)._pool.processes]
         assert all(psutil.pid_exists(pid) for pid in pids if pid)
     assert not any(psutil.pid_exists(pid) for pid in pids if pid)
-
-
-def test_arguments_that_say_nothing_are_refused(tmp_path: Path) -> None:
-    dataset = make_tar(tmp_path).open()
-    with pytest.raises(ValueError, match="num_workers= above 0"):
-        DataLoader(dataset, 2, workers="process")

@@ -113,7 +113,7 @@ def test_a_rank_that_waits_for_its_loader_is_a_matter_of_data() -> None:
         (replace(LOADER, store="local"), "faster disk"),
         (replace(LOADER, store="remote"), "cache="),
         (replace(LOADER, store="cached"), "larger or faster cache"),
-        (replace(LOADER, build_busy=0.95), "num_threads="),
+        (replace(LOADER, build_busy=0.95), "num_workers="),
         (replace(LOADER, build_busy=0.95, cores_busy=0.97), "cheaper decoding or transforms, or more cores:"),
         (replace(LOADER, read_busy=0.3), "memory_limit"),
     ],

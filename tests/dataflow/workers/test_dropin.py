@@ -27,7 +27,7 @@ from torch.utils.data import (
 from torch.utils.data._utils.collate import default_collate_fn_map
 
 from dataflow import DataLoader
-from dataflow.workers.info import Draws
+from dataflow.processes.generators import Draws
 from dataflow.workers.iterator import WorkerIterator
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")

@@ -16,8 +16,9 @@ import torch
 from torch.utils.data import Dataset, IterableDataset, default_collate, default_convert, get_worker_info
 
 from dataflow import DataLoader
+from dataflow.processes.choice import LockCounter, TrialTimes, WorkerChoice, decide
 from dataflow.workers import iterator as worker_loader
-from dataflow.workers.auto import LockCounter, TrialTimes, WorkerChoice, decide, observe, shares_memory
+from dataflow.workers.auto import observe, shares_memory
 from dataflow.workers.worker import WorkerJob
 from prefetch.workers.threads import WorkerThreads
 

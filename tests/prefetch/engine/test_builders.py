@@ -34,7 +34,7 @@ class FakeBuilders:
 
     def __init__(self, num_builders: int = 4) -> None:
         self.num_builders = num_builders
-        self.runs_here = False
+        self.runs_here = self.needs_consumer = False
         self.stopped = self.closed = 0
         self._submitted: deque[Build[Batch]] = deque()
         self._count = threading.Semaphore(0)
@@ -42,6 +42,8 @@ class FakeBuilders:
     def build(self, build: Build[Batch]) -> None:
         self._submitted.append(build)
         self._count.release()
+
+    def work(self) -> None: ...
 
     def copy_stats(self) -> CopyStats:
         return CopyStats()

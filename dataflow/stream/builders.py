@@ -1,0 +1,185 @@
+"""Who builds the batches of a session: threads, processes or the consumer; how many of them, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from dataflow.batch.builder import BuildContext
+from dataflow.batch.delivered import Delivered
+from dataflow.dataset import ShardedDataset
+from dataflow.limits import allowed_cores
+from dataflow.mixture import Mixture
+from dataflow.processes.choice import ChoiceMemory, WorkerChoice
+from dataflow.stream.plan import StreamPlan
+from dataflow.stream.settings import StreamSettings
+from dataflow.torch_threads import one_torch_thread
+from prefetch.core.executor import executor
+from prefetch.engine.builders import Builders, ThreadBuilders
+from prefetch.engine.ledger import Ledger
+from prefetch.memory.copies import Copies
+
+if TYPE_CHECKING:
+    from dataflow.processes.auto import AutoBuilders
+    from dataflow.processes.builders import ProcessBuilders
+
+
+@dataclass(frozen=True, kw_only=True)
+class BuilderPlan:
+    """Who builds."""
+
+    workers: str
+    """"main" (the consumer), "thread", "process", or "auto": threads, until a trial decides."""
+    num_workers: int
+    """0: the consumer."""
+    reason: str
+    copies_only: bool = False
+    """Whether batches are copies, which compiled code makes."""
+
+    @property
+    def num_processes(self) -> int:
+        """Builders that are processes, or may become such."""
+        return self.num_workers if self.workers in ("process", "auto") else 0
+
+
+def plan_builders(plan: StreamPlan, settings: StreamSettings, *, local_ranks: int) -> BuilderPlan:
+    """Who builds the batches of a plan on this rank, of so many on this machine."""
+    dataset, workers, number = plan.dataset, settings.workers, settings.num_workers
+    # Without a queue builders make batches that are copies alone, too, in chunks of their size.
+    has_queue = executor().open_queue is not None
+    copies_only = has_queue and not settings.collate_fn and not plan.planner and _are_copies(dataset)
+    cores = max(1, allowed_cores() // max(1, local_ranks))
+    each = f"{cores} cores for this rank" if local_ranks > 1 else f"{cores} cores"
+    if number == 0:
+        return BuilderPlan(workers="main", num_workers=0, reason="num_workers=0", copies_only=copies_only)
+    if copies_only:
+        # One core is left to the consumer, who copies too while it waits.
+        text = "batches are copies alone, which compiled threads make without the interpreter lock"
+        copying = number or max(1, cores - 1)
+        return BuilderPlan(workers="thread", num_workers=copying, reason=text, copies_only=True)
+    if workers is None and number is not None:
+        workers = "process"
+    if workers == "process":
+        text = f"num_workers={number}" if number else f'workers="process", {each}'
+        return BuilderPlan(workers="process", num_workers=number or cores, reason=text)
+    # Decoders take the lock between values: one more thread than cores works while another waits for it.
+    threads = cores + any(output.releases_gil for output in dataset.outputs)
+    if workers == "thread":
+        text = f'workers="thread", {f"num_workers={number}" if number else each}'
+        return BuilderPlan(workers="thread", num_workers=number or threads, reason=text)
+    if not _may_hold_lock(dataset, settings):
+        text = f"no function of yours runs, and decoders release the interpreter lock; {each}"
+        return BuilderPlan(workers="thread", num_workers=number or threads, reason=text)
+    return BuilderPlan(workers="auto", num_workers=number or cores, reason=each)
+
+
+def _are_copies(dataset: ShardedDataset | Mixture) -> bool:
+    """Whether batches are made by copying alone: no decoder, and nothing of the user's, runs."""
+    transforms = [dataset.batch_transform, *(source.transform for source in dataset.sources)]
+    return not any(transforms) and all(output.is_copied for output in dataset.outputs)
+
+
+def _may_hold_lock(dataset: ShardedDataset | Mixture, settings: StreamSettings) -> bool:
+    functions = [settings.collate_fn, dataset.batch_transform, *(one.transform for one in dataset.sources)]
+    return any(functions) or any(out.is_decoded and not out.releases_gil for out in dataset.outputs)
+
+
+def warm_up(plan: BuilderPlan) -> None:
+    """Start what builder processes come from, while this process has one thread and can be forked."""
+    if plan.num_processes:
+        from dataflow.processes.builders import warm_up
+
+        warm_up(is_needed=plan.workers == "process")
+
+
+class BuilderOpening:
+    """Opens the builders of a session.
+
+    Args:
+        plan: who.
+        context: what they build with.
+        ledger: of the session.
+        memory: what the loader's sessions have decided.
+        limit_bytes: of the session.
+        is_pinned: whether slots are page-locked.
+        max_restarts: how many processes may be replaced.
+    """
+
+    def __init__(
+        self,
+        plan: BuilderPlan,
+        context: BuildContext,
+        *,
+        ledger: Ledger,
+        memory: ChoiceMemory,
+        limit_bytes: int,
+        is_pinned: bool,
+        max_restarts: int,
+    ) -> None:
+        self.plan, self._context, self._ledger, self._memory = plan, context, ledger, memory
+        self._opened: AutoBuilders | None = None
+        self._limit_bytes, self._is_pinned, self._max_restarts = limit_bytes, is_pinned, max_restarts
+
+    def builders(self, copies: Copies | None) -> Builders[Delivered]:
+        """The builders; `copies`: who makes batches that are copies alone."""
+        plan = self.plan
+        if plan.workers == "auto" and not self._memory.must_be_processes:
+            self._opened = self._auto()
+            return self._opened
+        if plan.workers in ("process", "auto"):
+            return self._processes(None)
+        num_threads = min(1, plan.num_workers) if copies else plan.num_workers
+        return ThreadBuilders(num_threads, copies=copies, initializer=one_torch_thread)
+
+    @property
+    def choice(self) -> WorkerChoice:
+        """Who builds now, and why."""
+        if self._opened is not None:
+            return self._opened.choice
+        if self.plan.workers == "auto" and self._memory.choice is not None:
+            return self._memory.choice
+        return WorkerChoice(self.plan.workers, self.plan.reason)
+
+    def _auto(self) -> AutoBuilders:
+        from dataflow.processes.auto import AutoBuilders
+
+        return AutoBuilders(
+            ThreadBuilders(self.plan.num_workers, initializer=one_torch_thread),
+            self._processes,
+            self._context.postprocessing.functions,
+            num_processes=self.plan.num_workers,
+            num_cores=self.plan.num_workers,
+            memory=self._memory,
+        )
+
+    def _processes(self, on_start: Callable[[BaseException | None], None] | None) -> ProcessBuilders:
+        from dataflow.processes.batch_writer import collate_map_changes
+        from dataflow.processes.builder_main import BuilderJob, never
+        from dataflow.processes.builders import ProcessBuilders
+
+        context = self._context
+        job = BuilderJob(
+            outputs=context.outputs,
+            postprocessing=replace(context.postprocessing, on_bad=never),
+            seed=context.seed,
+            charge_bytes=context.charge_bytes,
+            limit_bytes=self._limit_bytes,
+            is_pinned=self._is_pinned,
+            collate_map=collate_map_changes(),
+            default_dtype=torch.get_default_dtype(),
+        )
+        builders = ProcessBuilders(
+            job,
+            self.plan.num_workers,
+            guards=context.guards,
+            decide=context.postprocessing.on_bad,
+            give_back=self._ledger.give_back,
+            max_restarts=self._max_restarts,
+            on_start=on_start,
+            initializer=one_torch_thread,
+        )
+        self._ledger.settle_first(builders.file.settle)
+        return builders
