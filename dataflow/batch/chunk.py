@@ -151,8 +151,7 @@ class BatchChunk:
     def _lost(self, copies: ChunkCopies, first: int, end: int) -> ShardReadError:
         """The error of the first row of a job whose bytes are gone."""
         row = first + int(np.flatnonzero(copies.status[first:end])[0])
-        window, window_row = self.rows.find(row)
-        return window.truncated(window_row, copies.plan.columns[int(copies.status[row]) - 1].name)
+        return self.rows.truncated(row, copies.plan.columns[int(copies.status[row]) - 1].name)
 
     def finish(self) -> Iterator[Piece[Delivered]]:
         """The batches, as `BatchBuilder.finish`; those of jobs are made when they are taken."""

@@ -24,7 +24,7 @@ from prefetch.core.plan import BuildPlan, PlanColumn
 from prefetch.errors import EngineClosedError
 from prefetch.memory.arena import Arena, rounded_bytes
 from sharding.cached_property import cached_property
-from sharding.errors import SampleError
+from sharding.errors import SampleError, ShardReadError
 from sharding.order.keyed import GLOBALS, mix_key, uniform
 
 Array = NDArray[Any]
@@ -137,6 +137,34 @@ class ChunkRows:
         for number, part in enumerate(self.parts):
             part_of[part.chunk_rows], window_row[part.chunk_rows] = number, part.rows
         return part_of, window_row
+
+    def collected(self, of_window: Callable[[WindowPart], NDArray[np.int64]]) -> NDArray[np.int64]:
+        """A number of each row, int64 [rows], of arrays that have it for all rows of a part's window."""
+        first, *others = self.parts
+        if not others:
+            return of_window(first)[first.rows]
+        numbers = np.empty(self.num_rows, np.int64)
+        for part in (first, *others):
+            numbers[part.chunk_rows] = of_window(part)[part.rows]
+        return numbers
+
+    def array_rows(self, column: str) -> tuple[int, int, NDArray[np.int64]]:
+        """Where the rows of an array column lie: base, step and index of a `PlanColumn`."""
+        first, *others = self.parts
+        if not others:
+            values = first.array(column)
+            return values.__array_interface__["data"][0], values.strides[0], first.rows
+        addresses = np.empty(self.num_rows, np.int64)
+        for part in (first, *others):
+            values = part.array(column)
+            start = values.__array_interface__["data"][0]
+            addresses[part.chunk_rows] = part.rows * values.strides[0] + start
+        return 0, 1, addresses
+
+    def truncated(self, row: int, column: str) -> ShardReadError:
+        """The error of a value whose bytes are gone."""
+        window, window_row = self.find(row)
+        return window.truncated(window_row, column)
 
     def sample_error(self, row: int, reason: str, column: str | None, stage: str = "decode") -> SampleError:
         """An error that names the sample in a row of the chunk, and the column if it is about one."""
@@ -260,18 +288,6 @@ class ChunkColumns:
         addresses[lengths < 0] = addresses[have[0]] if len(have) else self._zeros[-1].ctypes.data
         return addresses
 
-    def staged_rows(self, column: str) -> tuple[int, int, NDArray[np.int64]]:
-        """Where the rows of an array column lie: base, step and index of a `PlanColumn`."""
-        first, *others = ((part, part.array(column)) for part in self.rows.parts)
-        if not others:
-            part, values = first
-            return values.__array_interface__["data"][0], values.strides[0], part.rows
-        addresses = np.empty(self.rows.num_rows, np.int64)
-        for part, values in (first, *others):
-            start = values.__array_interface__["data"][0]
-            addresses[part.chunk_rows] = part.rows * values.strides[0] + start
-        return 0, 1, addresses
-
     def copy(self, plan_columns: Sequence[PlanColumn]) -> None:
         """Make the copies of all columns. Raises `ShardReadError` for a value whose bytes are gone."""
         if not plan_columns:
@@ -279,8 +295,7 @@ class ChunkColumns:
         status = executor().run(BuildPlan(num_rows=self.rows.num_rows, columns=plan_columns))
         if status.any():
             row = int(np.flatnonzero(status)[0])
-            window, window_row = self.rows.find(row)
-            raise window.truncated(window_row, plan_columns[int(status[row]) - 1].name)
+            raise self.rows.truncated(row, plan_columns[int(status[row]) - 1].name)
 
     def stored_values(self, column: str) -> list[StoredValue | None]:
         """The stored bytes of every row's value; None where the sample has none."""

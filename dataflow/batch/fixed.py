@@ -94,7 +94,7 @@ class ArrayOutput(FixedOutput):
             if staged.bad:
                 for index in np.flatnonzero(np.isin(part.rows, list(staged.bad))).tolist():
                     columns.note_bad(part.chunk_row(index), self.name, staged.bad[int(part.rows[index])])
-        base, step, rows = columns.staged_rows(self.name)
+        base, step, rows = columns.rows.array_rows(self.name)
         copies = PlanColumn(name=self.name, base=base, step=step, index=rows, each=self.row_bytes)
         return BuiltColumn(copies=copies, views=self._views)
 

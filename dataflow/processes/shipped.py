@@ -37,8 +37,8 @@ class ShippedColumn:
     shape: tuple[int, ...] | None = None
     """Of a row, where all are alike; None: `lengths` says."""
     dtype: str = "uint8"
-    lengths: NDArray[np.int64] | None = None
-    """[rows] bytes; -1 where the sample lacks it."""
+    lengths: NDArray[np.int64] | int | None = None
+    """[rows] bytes, or those of every row; -1 where the sample lacks it."""
     bad: Mapping[int, str] = field(default_factory=dict)
     """Row of the chunk -> why its value could not be parsed."""
 
@@ -84,47 +84,49 @@ def ship(
             nbytes=len(own),
             shape=column.values.shape[1:] if isinstance(column, StagedArray) else None,
             dtype=column.values.dtype.str if isinstance(column, StagedArray) else "uint8",
-            lengths=None if isinstance(column, StagedArray) else column.lengths,
+            lengths=None if isinstance(column, StagedArray) else _told_lengths(plan_column, column),
             bad=column.bad if isinstance(column, StagedArray) else {},
         )
         used += nbytes
     status = executor().run(BuildPlan(num_rows=rows.num_rows, columns=copies))
     if status.any():
         row = int(np.flatnonzero(status)[0])
-        window, window_row = rows.find(row)
-        raise window.truncated(window_row, copies[int(status[row]) - 1].name)
+        raise rows.truncated(row, copies[int(status[row]) - 1].name)
     numbers = np.empty(rows.num_rows, np.int64)
     for part in rows.parts:
         numbers[part.chunk_rows] = part.window.samples.numbers(part.rows)
     return ShippedChunk(plan=plan, columns=shipped, sources=_sources(rows), numbers=numbers), memory
 
 
+def _told_lengths(plan_column: PlanColumn, column: StagedSpans) -> NDArray[np.int64] | int:
+    return plan_column.each if plan_column.lengths is None else column.lengths
+
+
 def _staged(rows: ChunkRows, output: StagedOutput) -> tuple[PlanColumn, StagedArray | StagedSpans]:
     """How the chunk's rows of a column are copied, and what is known of them by row of the chunk."""
-    name, num_rows = output.name, rows.num_rows
-    addresses = np.empty(num_rows, np.int64)
+    name = output.name
     may_load = all(part.window.may_load for part in rows.parts)
     if output.stays_in_place:
-        lengths = np.empty(num_rows, np.int64)
-        for part in rows.parts:
-            spans = part.spans(name)
-            addresses[part.chunk_rows] = spans.addresses[part.rows]
-            lengths[part.chunk_rows] = spans.lengths[part.rows]
+        addresses = rows.collected(lambda part: part.spans(name).addresses)
+        (each, *others) = {part.spans(name).uniform_bytes for part in rows.parts}
+        if each >= 0 and not others:
+            column = PlanColumn(name=name, index=addresses, each=each, may_load=may_load)
+            return column, StagedSpans(addresses, addresses[:0])
+        lengths = rows.collected(lambda part: part.spans(name).lengths)
         nbytes = np.maximum(lengths, 0)
         places = np.cumsum(nbytes) - nbytes
         column = PlanColumn(name=name, index=addresses, lengths=nbytes, places=places, may_load=may_load)
         return column, StagedSpans(addresses, lengths)
     bad: dict[int, str] = {}
-    values = np.empty(0)
     for part in rows.parts:
         staged = part.window.staged[name]
         assert isinstance(staged, StagedArray)
-        values = staged.values
-        addresses[part.chunk_rows] = part.rows * values.strides[0] + values.__array_interface__["data"][0]
-        for index in np.flatnonzero(np.isin(part.rows, list(staged.bad))).tolist() if staged.bad else ():
-            bad[part.chunk_row(index)] = staged.bad[int(part.rows[index])]
+        for at in np.flatnonzero(np.isin(part.rows, list(staged.bad))).tolist() if staged.bad else ():
+            bad[part.chunk_row(at)] = staged.bad[int(part.rows[at])]
+    values, (base, step, index) = rows.parts[0].array(name), rows.array_rows(name)
     each = int(np.prod(values.shape[1:], dtype=np.int64)) * values.itemsize
-    return PlanColumn(name=name, index=addresses, each=each), StagedArray(values[:0], bad=bad)
+    column = PlanColumn(name=name, base=base, step=step, index=index, each=each)
+    return column, StagedArray(values[:0], bad=bad)
 
 
 def _sources(rows: ChunkRows) -> list[ShippedSource]:
@@ -198,9 +200,13 @@ def shipped_rows(chunk: ShippedChunk, memory: NDArray[np.uint8], error_of: Sampl
             flat = memory[column.offset : column.offset + column.nbytes].view(column.dtype)
             staged[name] = StagedArray(flat.reshape(num_rows, *column.shape), bad=dict(column.bad))
             continue
-        ends = np.cumsum(np.maximum(column.lengths, 0))
-        starts = ends - np.maximum(column.lengths, 0) + (address + column.offset)
-        staged[name] = StagedSpans(starts, column.lengths, [memory])
+        lengths = column.lengths
+        if isinstance(lengths, int):
+            starts, lengths = np.arange(num_rows) * lengths, np.full(num_rows, lengths)
+        else:
+            nbytes = np.maximum(lengths, 0)
+            starts = np.cumsum(nbytes) - nbytes
+        staged[name] = StagedSpans(starts + (address + column.offset), lengths, [memory])
     parts = []
     for source in chunk.sources:
         window = ShippedWindow(source, chunk.numbers, staged, error_of)
