@@ -103,13 +103,15 @@ class DataLoader(WorkerLoader, Generic[D_co, B]):
         batch_size: samples per batch (and rank).
         shuffle: as in torch, False where it is not given; over shards True is a windowed shuffle, and it may
             be a `Shuffle`.
-        sampler, batch_sampler, num_workers, collate_fn, pin_memory, drop_last, timeout, worker_init_fn,
+        sampler, batch_sampler, collate_fn, pin_memory, drop_last, timeout, worker_init_fn,
         multiprocessing_context, generator, prefetch_factor, persistent_workers, pin_memory_device, in_order:
             as in torch. Without `multiprocessing_context`, workers come from a fork server that has torch
             imported (docs/guide/workers.md); if the dataset cannot be pickled, they are forked from this
             process.
+        num_workers: builders of batches. None: 0 over other datasets; over shards as many as this rank has
+            cores, threads until a trial decides for processes.
         workers: what `num_workers` counts: "process" (or None), "thread", or "auto": a trial decides.
-            With "thread", items are fetched by threads that all use `dataset` as it is, and share the global
+            Over other datasets with "thread", items are fetched by threads that all use `dataset` as it is, and share the global
             random generators with this code: what a fetch draws from those differs from run to run, so it
             should draw from `get_worker_info().rng`. "auto" stays with processes where values might differ.
             See docs/guide/workers.md.
@@ -117,7 +119,7 @@ class DataLoader(WorkerLoader, Generic[D_co, B]):
             resumed loader fetches again what was delivered. As in torchdata's `StatefulDataLoader`.
         memory_limit: bytes, or text such as "2GB", that the loader may hold; None: 1 GiB or an eighth of
             the machine's memory per local rank, whichever is less.
-        seed, topology, device, tail, depth, num_threads, batching, mark_repeats: over shards only; see
+        seed, topology, device, tail, depth, max_worker_restarts, batching, mark_repeats: over shards only; see
             `StreamSettings`.
 
     Used by one thread. `for batch in loader` runs one epoch.
