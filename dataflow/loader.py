@@ -111,16 +111,16 @@ class DataLoader(WorkerLoader, Generic[D_co, B]):
         num_workers: builders of batches. None: 0 over other datasets; over shards as many as this rank has
             cores, threads until a trial decides for processes.
         workers: what `num_workers` counts: "process" (or None), "thread", or "auto": a trial decides.
-            Over other datasets with "thread", items are fetched by threads that all use `dataset` as it is, and share the global
-            random generators with this code: what a fetch draws from those differs from run to run, so it
-            should draw from `get_worker_info().rng`. "auto" stays with processes where values might differ.
-            See docs/guide/workers.md.
+            With "thread", over other datasets, items are fetched by threads that all use `dataset` as it is
+            and share the global random generators with this code: what a fetch draws from those differs from
+            run to run, so it should draw from `get_worker_info().rng`. "auto" stays with processes where
+            values might differ. See docs/guide/workers.md.
         snapshot_every_n_steps: datasets with a `state_dict` tell it every so many batches; between them a
             resumed loader fetches again what was delivered. As in torchdata's `StatefulDataLoader`.
         memory_limit: bytes, or text such as "2GB", that the loader may hold; None: 1 GiB or an eighth of
             the machine's memory per local rank, whichever is less.
-        seed, topology, device, tail, depth, max_worker_restarts, batching, mark_repeats: over shards only; see
-            `StreamSettings`.
+        seed, topology, device, tail, depth, max_worker_restarts, batching, mark_repeats: over shards only;
+            see `StreamSettings`.
 
     Used by one thread. `for batch in loader` runs one epoch.
     """

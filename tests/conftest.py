@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from builders_kit import build_in
 from datasets_kit import MAKERS, Make
 from hypothesis import HealthCheck, settings
 
@@ -25,11 +26,18 @@ settings.register_profile("untimed", deadline=None, suppress_health_check=[Healt
 settings.load_profile("untimed")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """`--builders`: who builds batches over shards where a test does not say."""
+    parser.addoption("--builders", default="", choices=["", "main", "thread", "process"])
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Processes that tests start need not compile the packages again, also where Python keeps none."""
     if not hasattr(config, "workerinput"):
         for package in ("sharding", "prefetch", "dataflow"):
             compileall.compile_dir(Path(__file__).parent.parent / package, quiet=2)
+    if builders := config.getoption("--builders"):
+        build_in(builders)
 
 
 def pytest_collection_finish() -> None:

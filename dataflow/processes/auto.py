@@ -29,6 +29,7 @@ from dataflow.processes.choice import (
     content_of,
     crossing_s,
     decide,
+    queued_s,
 )
 from dataflow.processes.generators import Draws
 from dataflow.torch_threads import one_torch_thread
@@ -317,7 +318,7 @@ class _TriedChunk:
     def __init__(self, chunk: Chunk[Delivered], owner: AutoBuilders, *, counts: bool) -> None:
         self._chunk, self._owner, self._counts = chunk, owner, counts
         self._costs = np.zeros(3)
-        """Seconds of a batch: of work, of the processor, under the lock."""
+        """Seconds of a batch: of work with a core at hand, of the processor, under the lock."""
 
     def begin(self) -> Sequence[Task]:
         """See `Chunk`."""
@@ -329,9 +330,9 @@ class _TriedChunk:
     def _cost(self, work: Callable[[], Any]) -> NDArray[np.float64]:
         if self._counts:
             return np.array([0.0, 0.0, self._owner.locked_s(work)])
-        began_s, ran_s = time.perf_counter(), time.thread_time()
+        began_s, ran_s = time.perf_counter() - queued_s(), time.thread_time()
         work()
-        return np.array([time.perf_counter() - began_s, time.thread_time() - ran_s, 0.0])
+        return np.array([time.perf_counter() - queued_s() - began_s, time.thread_time() - ran_s, 0.0])
 
     def finish(self) -> Iterator[Piece[Delivered]]:
         """See `Chunk`."""

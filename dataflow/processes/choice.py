@@ -161,6 +161,15 @@ class LockCounter:
             event.set()
 
 
+def queued_s() -> float:
+    """Seconds that the calling thread has waited for a core; 0 where Linux does not tell."""
+    try:
+        with open("/proc/thread-self/schedstat") as figures:
+            return int(figures.read().split()[1]) / 1e9
+    except (OSError, IndexError, ValueError):
+        return 0.0
+
+
 def crossing_s(batch: Any) -> tuple[float, float]:
     """Seconds to pack a batch into memory that is there, and to unpack it."""
     memory = np.zeros(pack(batch).nbytes, np.uint8)

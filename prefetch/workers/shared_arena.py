@@ -18,6 +18,7 @@ import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from functools import partial
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -358,28 +359,39 @@ class SharedFile:
         self._closed = True
         if self._owner != os.getpid():
             return
-        sizes: dict[int, int] = {}
-        grants: dict[int, list[_Grant]] = defaultdict(list)
-        for end in list(self._grants):
-            grant = end()
-            if grant is not None:
-                sizes[end.offset] = max(sizes.get(end.offset, 0), page_rounded(end.nbytes))
-                grants[end.offset].append(grant)
-        for offset in self._registered.keys() - sizes.keys():
+        grants = [
+            (end.offset, end.nbytes, grant) for end in list(self._grants) if (grant := end()) is not None
+        ]
+        offsets = {offset for offset, _, _ in grants}
+        for offset in self._registered.keys() - offsets:
             self._registered.pop(offset)()
-        start, gives_back = 0, True
-        for offset, nbytes in [*sorted(sizes.items()), (self._nbytes, 0)]:
-            if offset > start:
-                gives_back = give_pages_back(self.memory, start, offset - start)
-            start = max(start, offset + nbytes)
-        for offset, group in grants.items():
-            calls = [self._registered.pop(offset)] if offset in self._registered else []
+        ranges, start, gives_back = _page_ranges(grants), 0, True
+        for first, last, _ in [*ranges, (self._nbytes, 0, [])]:
+            if first > start:
+                gives_back = give_pages_back(self.memory, start, first - start)
+            start = last
+        for first, last, group in ranges:
+            own = [offset for offset in offsets & self._registered.keys() if first <= offset < last]
+            calls = [self._registered.pop(offset) for offset in own]
             if gives_back:
-                calls.append(partial(self.memory.madvise, mmap.MADV_REMOVE, offset, sizes[offset]))
+                calls.append(partial(self.memory.madvise, mmap.MADV_REMOVE, first, last - first))
             remains = only_ours(_Remains(self, calls))
             for grant in group:
                 grant.owner = remains
         os.close(self.fd)
+
+
+def _page_ranges(grants: Sequence[tuple[int, int, _Grant]]) -> list[tuple[int, int, list[_Grant]]]:
+    """Ranges of whole pages, ascending, with the grants in each: those that share a page go together."""
+    ranges: list[tuple[int, int, list[_Grant]]] = []
+    for offset, nbytes, grant in sorted(grants, key=itemgetter(0)):
+        first, last, group = offset // _PAGE * _PAGE, page_rounded(offset + nbytes), list[_Grant]()
+        if ranges and first < ranges[-1][1]:
+            first, before, group = ranges.pop()
+            last = max(last, before)
+        group.append(grant)
+        ranges.append((first, last, group))
+    return ranges
 
 
 def _allowed_region_bytes(num_workers: int, nbytes: int) -> int:

@@ -333,6 +333,20 @@ def test_batches_that_are_kept_stay_what_they_were_and_credits_come_back(tmp_pat
     assert [len(batch["cls"]) for batch in again]
 
 
+def test_batches_that_are_kept_beyond_their_loader_stay_what_they_were_and_die_one_by_one(
+    tmp_path: Path,
+) -> None:
+    dataset = make_parquet(tmp_path).open(batch_transform=dict)
+    with in_processes(dataset, 1, count=1) as loader:
+        kept = [*loader]
+        texts = [repr(batch) for batch in kept]
+    assert [repr(batch) for batch in kept] == texts
+    while kept:
+        del kept[len(kept) // 2], texts[len(texts) // 2]
+        gc.collect()
+        assert [repr(batch) for batch in kept] == texts
+
+
 def _closed(dataset: Any) -> Iterator[dict[str, Any]]:
     with in_processes(dataset, 2) as loader:
         yield from loader

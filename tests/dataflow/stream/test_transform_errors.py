@@ -190,7 +190,7 @@ def test_a_function_of_batches_is_told_its_batch_and_the_columns(ints: Made) -> 
 
     error = error_of(ints.open(batch_transform=transform))
     assert isinstance(error, KeyError)
-    [note] = error.__notes__
+    note, *_ = error.__notes__
     assert note == (
         f"in batch_transform= of batch 0 of epoch 0, samples '00000' of {ints.shards[0]} to '00003' of "
         f"{ints.shards[0]}; it was given a dict of 'cls', 'key'"
@@ -214,7 +214,7 @@ def test_a_collate_fn_is_told_its_batch_and_its_first_sample(ints: Made) -> None
 
     error = error_of(ints.open(), collate_fn=collate)
     assert isinstance(error, KeyError)
-    [note] = error.__notes__
+    note, *_ = error.__notes__
     assert note.startswith("in collate_fn= of batch 0 of epoch 0, samples '00000' of ")
     assert note.endswith("; it was given a list of 4, the first a dict of 'cls', 'key'")
 

@@ -1,0 +1,26 @@
+"""Lets tests of loaders over shards run over other builders than those that a loader would choose.
+
+`pytest --builders process` builds all batches in processes, also those that are copies alone.
+"""
+
+from __future__ import annotations
+
+from dataflow.stream import builders, loader, session
+from dataflow.stream.builders import BuilderPlan
+from dataflow.stream.plan import StreamPlan
+from dataflow.stream.settings import StreamSettings
+
+_NUMBER = {"main": 0, "thread": 2, "process": 2}
+
+
+def build_in(workers: str) -> None:
+    """Choose these builders wherever arguments name none, for the rest of this process."""
+    choose = builders.plan_builders
+
+    def plan(stream: StreamPlan, settings: StreamSettings, *, local_ranks: int) -> BuilderPlan:
+        if settings.workers is not None or settings.num_workers is not None:
+            return choose(stream, settings, local_ranks=local_ranks)
+        return BuilderPlan(workers=workers, num_workers=_NUMBER[workers], reason="a test asked for it")
+
+    for module in (loader, session):
+        module.plan_builders = plan
