@@ -18,6 +18,8 @@ import pickle
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
+from multiprocessing.context import BaseContext
 from typing import Any, Protocol, cast
 
 import numpy as np
@@ -34,7 +36,7 @@ from dataflow.processes.builder_main import (
     CrossedError,
     run,
 )
-from dataflow.processes.payload import MESSAGE_HEAD, pack, unpack, write_packed
+from dataflow.processes.payload import MESSAGE_HEAD, PackedObject, pack, unpack, write_packed
 from dataflow.processes.server import server_needs, start_context
 from dataflow.processes.shipped import ShippedChunk, ship
 from prefetch.engine.builders import Build, CopyStats
@@ -158,26 +160,17 @@ class ProcessBuilders:
             MESSAGE_HEAD + packed.nbytes,
             register_pinned if job.is_pinned else None,
         )
-        self._packed = packed  # keeps what replacing processes get, too
         try:
             write_packed(self.file, packed)
             own = self.file.region_offset(num_builders)
             self._region = Region(self.file.fd, own, self.file.region_bytes, job.limit_bytes)
-            self._pool = WorkerPool(
-                run,
-                num_builders,
-                self.file,
-                record_fields=len(BuilderResponse._fields),
-                context=context,
-                needs=server_needs(packed.modules, run.__module__),
-                passed=[fd for fd, _ in packed.shared],
-                region_limit=job.limit_bytes // num_builders,
-            )
         except BaseException:
             self.file.close()
             raise
+        self._pool: WorkerPool | None = None
+        """Opened in the thread: where a fork server must start first, that takes a second or two."""
         self._thread = PriorityPool(1, "dataflow-hand-out", initializer=initializer)
-        self._thread.submit(0, self._run)
+        self._thread.submit(0, partial(self._run, packed, context))
 
     # ---- for the engine -----------------------------------------------------------------------------------
 
@@ -196,7 +189,8 @@ class ProcessBuilders:
 
     def _wake(self) -> None:
         self._is_asked.set()
-        self._pool.wake()
+        if self._pool is not None:
+            self._pool.wake()
 
     @property
     def needs_consumer(self) -> bool:
@@ -214,7 +208,7 @@ class ProcessBuilders:
         """See `Builders`."""
         with self._lock:
             busy = {assigned.process for assigned in self._assigned.values() if assigned.is_active}
-            processes = self._pool.processes
+            processes = [] if self._pool is None else self._pool.processes
         return [f"in builder process {n} (pid {processes[n].pid})" for n in busy if n is not None]
 
     def stats(self) -> StageStats:
@@ -239,26 +233,43 @@ class ProcessBuilders:
         if not self._is_closed:
             self._is_closed = True
             self._assigned.clear()
-            self._pool.close()
+            if self._pool is not None:
+                self._pool.close()
             self.file.close()
         return None
 
     # ---- the thread that hands out ------------------------------------------------------------------------
 
-    def _run(self) -> None:
+    def _run(self, packed: PackedObject, context: BaseContext | None) -> None:
+        try:
+            pool = self._pool = self._opened(packed, context)
+        except Exception as error:
+            self._fail(error)
         while not self._is_stopped:
             try:
                 self._hand_out()
                 if self._failure is None:
-                    for response in map(BuilderResponse._make, self._pool.wait(None)):
+                    for response in map(BuilderResponse._make, pool.wait(None)):
                         self._take(response)
                 else:
                     self._is_asked.wait()
                     self._is_asked.clear()
             except WorkerDiedError as error:
-                self._recover(error)
+                self._recover(pool, error)
             except Exception as error:  # nobody can tell what processes have
                 self._fail(error)
+
+    def _opened(self, packed: PackedObject, context: BaseContext | None) -> WorkerPool:
+        return WorkerPool(
+            run,
+            self.num_builders,
+            self.file,
+            record_fields=len(BuilderResponse._fields),
+            context=context,
+            needs=server_needs(packed.modules, run.__module__),
+            passed=[fd for fd, _ in packed.shared],
+            region_limit=self._job.limit_bytes // self.num_builders,
+        )
 
     def _fail(self, error: BaseException) -> None:
         """End all builds, and those to come."""
@@ -276,7 +287,7 @@ class ProcessBuilders:
         if on_start is not None:
             on_start(error)
 
-    def _recover(self, error: WorkerDiedError) -> None:
+    def _recover(self, pool: WorkerPool, error: WorkerDiedError) -> None:
         """Replace processes that have died, and have their chunks built again."""
         for process, _, _ in error.workers:
             self._lose(process, error)
@@ -290,7 +301,7 @@ class ProcessBuilders:
             )
             self.file.abandon(self._regions[process])
             self._regions[process] = self.num_builders + self.num_restarts
-            self._pool.replace(process, self._regions[process])
+            pool.replace(process, self._regions[process])
 
     def _lose(self, process: int, error: WorkerDiedError) -> None:
         """Take chunks from a process that has died; the most urgent one is what it was at."""
@@ -375,6 +386,7 @@ class ProcessBuilders:
 
     def _send(self, process: int, kind: int, number: int, content: Any) -> None:
         message = (kind, number, content, self.file.take_returned(self._regions[process]))
+        assert self._pool is not None
         self._pool.send(process, pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
 
     def _take(self, response: BuilderResponse) -> None:

@@ -62,6 +62,7 @@ def loops(folder: str) -> dict[str, Callable[[], Any]]:
     return {
         "shards": lambda: DataLoader(made.open(), 4, shuffle=True),
         "transform": lambda: DataLoader(made.open(transform=kept), 4, shuffle=True),
+        "builders": lambda: DataLoader(made.open(transform=kept), 4, shuffle=True, num_workers=2),
         "processes": lambda: DataLoader(Squares(), 4, num_workers=2),
     }
 

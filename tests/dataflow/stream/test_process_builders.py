@@ -8,7 +8,7 @@ import random
 import signal
 import threading
 from collections.abc import Iterator
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import psutil
 import pytest
 import torch
 from datasets_kit import MAKERS, Make, make_parquet, make_tar
+from http_kit import RangeServer, serving
 from numpy.typing import NDArray
 from stream_kit import session_of
 
@@ -33,6 +34,12 @@ def builders_of(loader: DataLoader[Any, Any]) -> ProcessBuilders:
     builders = session_of(loader).engine._builders
     assert isinstance(builders, ProcessBuilders)
     return builders
+
+
+def processes_of(loader: DataLoader[Any, Any]) -> list[Any]:
+    pool = builders_of(loader)._pool
+    assert pool is not None
+    return pool.processes
 
 
 def in_processes(
@@ -276,7 +283,7 @@ def test_more_deaths_than_may_be_replaced_are_an_error(tmp_path: Path) -> None:
         loop = iter(loader)
         os.kill(int(next(loop)["by"][0]), signal.SIGKILL)
         read_epochs(loader, loop, 1)
-        os.kill(builders_of(loader)._pool.processes[0].pid or 0, signal.SIGKILL)
+        os.kill(processes_of(loader)[0].pid or 0, signal.SIGKILL)
         with pytest.raises(WorkerDiedError):
             read_epochs(loader, iter(loader), 1000)
 
@@ -312,6 +319,38 @@ def test_a_transform_that_cannot_be_sent_is_an_error_that_says_so(tmp_path: Path
         pytest.raises(ValueError, match="cannot be sent to builder processes"),
     ):
         next(iter(loader))
+
+
+# ---- reads ------------------------------------------------------------------------------------------------
+
+
+def test_blocks_are_read_and_decoded_once_whoever_builds(tmp_path: Path) -> None:
+    dataset = make_parquet(tmp_path).open(transform=marked)
+    counts = []
+    for options in ({"workers": "thread"}, {"num_workers": 2}):
+        with DataLoader(dataset, 3, shuffle=True, collate_fn=len, timeout=TIMEOUT_S, **options) as loader:
+            assert sum(chain.from_iterable(loader for _ in range(2))) == 2 * len(dataset)
+            loader.set_epoch(2)  # what is ahead is dropped, and read no more
+            counts.append(loader.stats().decoded_bytes)
+    assert 0 < counts[1] < 1.5 * counts[0]  # processes have more chunks at a time, and so more read ahead
+
+
+def test_reads_of_remote_shards_pause_beside_gradients_whoever_builds(tmp_path: Path) -> None:
+    make_tar(tmp_path)
+    seen = []
+    with serving(RangeServer(tmp_path)) as server:
+        urls = [f"{server.url}/{path.name}" for path in sorted(tmp_path.glob("*.tar"))]
+        dataset = ShardedDataset(urls, transform=shifted, decode={"cls": "int"}, columns=["cls"])
+        for options in ({"workers": "thread"}, {"num_workers": 2}, {"num_workers": 0}):
+            batches = []
+            with DataLoader(dataset, 2, shuffle=True, timeout=TIMEOUT_S, **options) as loader:
+                for batch in chain.from_iterable(loader for _ in range(2)):
+                    loader.read_pause.begin()
+                    batches.append((batch["cls"].tolist(), batch["draw"].tolist()))
+                    loader.read_pause.end()
+                assert loader.read_pause.stats().pauses == len(batches)
+            seen.append(batches)
+    assert seen[0] == seen[1] == seen[2]
 
 
 # ---- memory and life --------------------------------------------------------------------------------------
@@ -356,6 +395,6 @@ def test_a_loop_that_is_left_leaves_no_process(tmp_path: Path) -> None:
     dataset = make_tar(tmp_path).open(transform=marked)
     with in_processes(dataset, 1) as loader:
         next(iter(loader))
-        pids = [process.pid for process in builders_of(loader)._pool.processes]
+        pids = [process.pid for process in processes_of(loader)]
         assert all(psutil.pid_exists(pid) for pid in pids if pid)
     assert not any(psutil.pid_exists(pid) for pid in pids if pid)
