@@ -8,6 +8,7 @@ import random
 import signal
 import threading
 from collections.abc import Iterator
+from fractions import Fraction
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import psutil
 import pytest
 import torch
 from datasets_kit import MAKERS, Make, make_parquet, make_tar
+from forked_kit import exit_code_in_child
 from http_kit import RangeServer, serving
 from numpy.typing import NDArray
 from stream_kit import session_of
@@ -305,6 +307,47 @@ def test_pages_of_a_process_that_died_go_with_its_last_batch(tmp_path: Path) -> 
         gc.collect()
         file.settle()
         assert not file._abandoned
+
+
+def of_many_types(sample: dict[str, Any]) -> Any:
+    n = int(sample["cls"])
+    return [n, str(n), (n, [None]), torch.full((n,), n), np.arange(n), {"n": Fraction(n, 3)}, b"x" * n][n % 7]
+
+
+def test_values_of_other_types_each_time_cross_as_they_are(tmp_path: Path) -> None:
+    dataset = make_tar(tmp_path).open(transform=of_many_types)
+    seen = []
+    for number in (0, 2):
+        with DataLoader(dataset, 4, shuffle=True, collate_fn=list, num_workers=number) as loader:
+            seen.append([repr(batch) for batch in loader])
+    assert seen[0] == seen[1]
+
+
+def huge(sample: dict[str, Any]) -> Any:
+    return bytearray(int(sample["cls"])) * (4 << 20)
+
+
+def test_huge_objects_cross_one_by_one(tmp_path: Path) -> None:
+    dataset = make_tar(tmp_path).open(transform=huge, columns=["cls"])
+    with in_processes(dataset, 1, collate_fn=list, memory_limit="64MB", shuffle=False) as loader:
+        for number, [value] in enumerate(islice(loader, 12)):
+            assert len(value) == number * (4 << 20)
+
+
+def test_a_forked_child_has_no_builders_and_leaves_those_of_its_parent(tmp_path: Path) -> None:
+    dataset = make_tar(tmp_path).open(transform=marked, columns=["cls"])
+    with in_processes(dataset, 2) as loader:
+        loop = iter(loader)
+        first = next(loop)
+
+        def in_child() -> None:
+            with pytest.raises(RuntimeError, match="do not survive a fork"):
+                list(loop)
+            loader.close()
+
+        assert exit_code_in_child(in_child) == 0
+        rest = [n for batch in loop for n in batch["cls"].tolist()]
+        assert [*first["cls"].tolist(), *rest] == list(range(len(dataset)))
 
 
 def test_a_transform_that_cannot_be_sent_is_an_error_that_says_so(tmp_path: Path) -> None:
