@@ -207,7 +207,7 @@ def test_batches_that_cannot_be_copied_are_shared_and_that_is_told() -> None:
 def trained(loader: Any, *, epochs: int = 100) -> list[int]:
     """Batches of each epoch of a training, until it is ended."""
     counts: list[int] = []
-    with pytest.raises(SystemExit, match="^0$"):
+    with pytest.raises(SystemExit, match=r"^0$"):
         train(loader, counts, epochs)
     return counts
 
