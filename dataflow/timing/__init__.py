@@ -10,6 +10,6 @@ VARIABLE = "DATAFLOW_DOCTOR"
 HEADSPACE = "DATAFLOW_HEADSPACE"
 """By which `dataflow doctor --headspace` asks, besides, for batches from memory: after how many steps."""
 ROUND = 10
-"""Steps that headspace takes means of, before the median, which would hide workers that deliver in bursts."""
+"""Steps that headspace takes the mean of, before the median of these means."""
 DEFAULT_STEPS = 5 * ROUND
 """That headspace measures, with the loader and without it."""

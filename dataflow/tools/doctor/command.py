@@ -170,12 +170,12 @@ def _show_headspace(folder: Path, json_path: str | None, code: int) -> None:
 
     saved = read_headspace(folder)
     report = headspace_of(saved.records)
-    notes = [*saved.notes, *([f"the command failed: exit code {code}"] if code else [])]
+    failed = [f"the command failed: exit code {code}, its error is above"] if code else []
     console = Console(stderr=json_path == "-", highlight=False)
     if report is None:
         why = reason_without(saved.records) if saved.records else _NO_LOADER
-        show([Sentence(line, whole=True) for line in (why, *notes)], console)
+        show([Sentence(line, whole=True) for line in (*failed, why, *saved.notes)], console)
         return
     lines = [Sentence(report.verdict, "bold", whole=True)]
-    show([*lines, *(Sentence(line, whole=True) for line in (*report.lines, *notes))], console)
+    show([*lines, *(Sentence(line, whole=True) for line in (*report.lines, *saved.notes, *failed))], console)
     save(Page(report.verdict, {"verdict": report.verdict, **report.to_json()}), json_path)
