@@ -87,14 +87,9 @@ class HeadspaceRecord:
 
 
 class BatchStock:
-    """Batches that are kept, and copies of them that lie ready. Used by the training thread.
+    """Batches that are kept, and copies of them that lie ready. Used by the training thread."""
 
-    Args:
-        pin: whether copies lie in pinned memory, as the loader's batches do.
-    """
-
-    def __init__(self, *, pin: bool = False) -> None:
-        self._pin = pin
+    def __init__(self) -> None:
         self._originals: list[Any] = []
         self._copies: deque[Any] = deque()
         self._next = 0
@@ -140,7 +135,9 @@ class BatchStock:
             return batch, 0
         # The memo has all that was copied, whatever classes it lies in.
         nbytes = sum(one.nbytes for one in memo.values() if isinstance(getattr(one, "nbytes", None), int))
-        return (_pinned(made) if self._pin else made), nbytes
+        originals = memo.get(id(memo), ())
+        is_pinned = any(isinstance(one, torch.Tensor) and one.is_pinned() for one in originals)
+        return (_pinned(made) if is_pinned else made), nbytes
 
 
 class HeadspaceLoop:
@@ -151,7 +148,6 @@ class HeadspaceLoop:
         steps: to measure, of either kind.
         rank_and_world_size: of this process.
         optimizer_steps: how often torch's optimizers stepped in this process.
-        pin: whether the loader's batches lie in pinned memory.
         now: seconds on a clock that only goes forward.
     """
 
@@ -162,13 +158,12 @@ class HeadspaceLoop:
         steps: int,
         rank_and_world_size: tuple[int, int],
         optimizer_steps: Callable[[], int],
-        pin: bool = False,
         now: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._rank, self._world_size = rank_and_world_size
         self._path = Path(folder) / f"{self._rank:06d}-headspace-{next(_SERIAL):03d}.json"
         self._planned, self._now, self._stepped = steps, now, optimizer_steps
-        self._stock = BatchStock(pin=pin)
+        self._stock = BatchStock()
         self._steps: list[tuple[float, float]] = []
         """Seconds of each step that ended, and how many of them it waited."""
         self._under_way: tuple[float, float, int] | None = None

@@ -146,20 +146,19 @@ def watched(engine: Any, loader: Any) -> Any:
     if not steps and loader in IN_SCHEDULES:
         return iter(engine)
     if loader not in _LOOPS:
-        _LOOPS[loader] = _headspace_loop(folder, int(steps), loader) if steps else Loop(folder)
+        _LOOPS[loader] = _headspace_loop(folder, int(steps)) if steps else Loop(folder)
     loop = _LOOPS[loader]
     batches = loop.begin(loader, engine) if isinstance(loop, HeadspaceLoop) else iter(engine)
     return WatchedIterator(batches, loader, loop)
 
 
-def _headspace_loop(folder: str, steps: int, loader: Any) -> HeadspaceLoop:
+def _headspace_loop(folder: str, steps: int) -> HeadspaceLoop:
     _STEPS.begin()
     return HeadspaceLoop(
         folder,
         steps=steps,
         rank_and_world_size=_rank_and_world_size(),
         optimizer_steps=lambda: _STEPS.count,
-        pin=loader.pin_memory and torch.cuda.is_available(),
     )
 
 

@@ -202,6 +202,17 @@ def test_few_large_batches_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     assert stock.is_empty
 
 
+def test_copies_of_pinned_batches_are_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dataflow.timing.headspace._pinned", lambda batch: ("pinned", batch))
+    plain, pinned = torch.zeros(2), torch.ones(2)
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda self: bool(self.all()))
+    for batch, copies in ([plain], False), ({"x": [pinned]}, True):
+        stock = BatchStock()
+        stock.offer(batch)
+        stock.fill()
+        assert isinstance(stock.take(), tuple) == copies
+
+
 def test_batches_that_cannot_be_copied_are_shared_and_that_is_told() -> None:
     batch = (number for number in range(3))
     stock = BatchStock()
