@@ -275,12 +275,11 @@ class DataLoader(WorkerLoader, Generic[D_co, B]):
     @overload
     def __iter__(self) -> Iterator[Any]: ...
     def __iter__(self) -> Any:
-        batches = iter(self._engine)
         if VARIABLE not in os.environ:
-            return batches
+            return iter(self._engine)
         from dataflow.timing.loops import watched
 
-        return watched(batches, self)
+        return watched(self._engine, self)
 
     def _get_iterator(self) -> Any:
         return DropInEngine(self).new_iterator()  # torch's `__iter__` asks for one, which shards do not use

@@ -36,7 +36,7 @@ class WeakRegistry(Generic[T]):
 
     def discard(self, member: T) -> None:
         """Hold it no longer. Idempotent."""
-        for key, ref in list(self._refs.items()):
+        for key, ref in self._refs.copy().items():
             if ref() is member:
                 self._refs.pop(key, None)
 
@@ -46,7 +46,7 @@ class WeakRegistry(Generic[T]):
     def __iter__(self) -> Iterator[T]:
         """Those that live now."""
         self._forget_dead()
-        return (member for ref in list(self._refs.values()) if (member := ref()) is not None)
+        return (member for ref in self._refs.copy().values() if (member := ref()) is not None)
 
     def _forget_dead(self) -> None:
         with suppress(IndexError):  # asking first whether there is one would race with other threads

@@ -232,7 +232,10 @@ class ProcessBuilders:
         self._thread.close()
         if not self._is_closed:
             self._is_closed = True
-            self._assigned.clear()
+            for assigned in self._assigned.values():
+                assigned.build.progress = None  # nobody would see that they only refer to each other
+            for builds in (self._assigned, self._tasks, self._resumed):
+                builds.clear()
             if self._pool is not None:
                 self._pool.close()
             self.file.close()

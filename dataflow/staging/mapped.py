@@ -125,7 +125,7 @@ class MappedWindow(StagedWindow):
         if self._whole:  # else few rows of many blocks
             parsed = self.source.places.parsed(output.name, staged.values)
         if parsed is not None:
-            is_known = parsed.is_known[self._places.numbers]
+            is_known = parsed.known(self._places.numbers)
             np.take(parsed.values, samples, axis=0, out=staged.values, mode="clip")
             if is_known.all():
                 return
@@ -138,7 +138,7 @@ class MappedWindow(StagedWindow):
             parsed.values[samples[rows]] = staged.values[rows]
             has_bad = np.zeros(len(self._places.numbers), np.bool_)
             has_bad[np.array([self.samples.find(row)[0] for row in staged.bad], np.int64)] = True
-            parsed.is_known[self._places.numbers[~has_bad]] = True  # bad rows are to be found anew
+            parsed.note_known(self._places.numbers[~has_bad])  # bad rows are to be found anew
 
     def _spans_of(self, name: str, samples: NDArray[np.int64]) -> StagedSpans:
         """Where the values of a column lie in the mappings."""

@@ -6,6 +6,7 @@ sample: a window takes its part of them in one step, however many blocks it has.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,8 +27,20 @@ class ParsedNumbers:
     def __init__(self, num_blocks: int, values: NDArray[Any]) -> None:
         self.values = values
         """[samples, ...], of blocks that are known."""
-        self.is_known = np.zeros(num_blocks, np.bool_)
-        """[blocks]"""
+        self._is_known = np.zeros(num_blocks, np.bool_)
+        # Whoever sees under it that a block is known sees its numbers, too: writes may be seen in any order.
+        self._lock = threading.Lock()  # guards _is_known
+
+    def known(self, blocks: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """[b] Whether the numbers of each block are there."""
+        with self._lock:
+            known: NDArray[np.bool_] = self._is_known[blocks]
+            return known
+
+    def note_known(self, blocks: NDArray[np.int64]) -> None:
+        """The numbers of these blocks have been written."""
+        with self._lock:
+            self._is_known[blocks] = True
 
 
 class ValuePlaces:

@@ -2,8 +2,14 @@
 
 In: clock reads of a schedule, or of a plain loop over a loader. Out: a `Report` of one rank or of all.
 Read `phases` first, then `records` (kept by `steps` or `loops`) and `report`; `diagnosis` and `advice` say
-what it means.
+what it means. `headspace` replays batches in a loader's place.
 """
 
 VARIABLE = "DATAFLOW_DOCTOR"
 """The environment variable by which `dataflow doctor` asks for records: the folder where they go."""
+HEADSPACE = "DATAFLOW_HEADSPACE"
+"""By which `dataflow doctor --headspace` asks, besides, for batches from memory: after how many steps."""
+ROUND = 10
+"""Steps that headspace takes the mean of, before the median of these means."""
+DEFAULT_STEPS = 5 * ROUND
+"""That headspace measures, with the loader and without it."""

@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from dataflow.timing import VARIABLE
+from dataflow.timing import HEADSPACE, VARIABLE
+from dataflow.timing.headspace import HeadspaceLoop
 from dataflow.timing.records import IN_SCHEDULES, Recorder, StepTimes
 from sharding.topology.topology import Topology
 
@@ -117,7 +118,7 @@ class Loop:
 class WatchedIterator:
     """An iterator over a loader's batches, and all else that the loader's own iterator is."""
 
-    def __init__(self, batches: Any, loader: Any, loop: Loop) -> None:
+    def __init__(self, batches: Any, loader: Any, loop: Loop | HeadspaceLoop) -> None:
         self._batches, self._loader, self._loop = batches, loader, loop
         weakref.finalize(self, loop.left, loader)  # a loop that is left by `break` tells nobody
 
@@ -134,17 +135,31 @@ class WatchedIterator:
         return getattr(self._batches, name)
 
 
-_LOOPS: weakref.WeakKeyDictionary[Any, Loop] = weakref.WeakKeyDictionary()
+_LOOPS: weakref.WeakKeyDictionary[Any, Loop | HeadspaceLoop] = weakref.WeakKeyDictionary()
 
 
-def watched(batches: Any, loader: Any) -> Any:
-    """What iterates over the loader's batches, watched where `dataflow doctor` asked for it."""
-    folder = os.environ.get(VARIABLE)
-    if not folder or loader in IN_SCHEDULES or torch.utils.data.get_worker_info() is not None:
-        return batches
+def watched(engine: Any, loader: Any) -> Any:
+    """What iterates over the batches of a loader's engine, watched where `dataflow doctor` asked for it."""
+    folder, steps = os.environ.get(VARIABLE), os.environ.get(HEADSPACE)
+    if not folder or torch.utils.data.get_worker_info() is not None:
+        return iter(engine)
+    if not steps and loader in IN_SCHEDULES:
+        return iter(engine)
     if loader not in _LOOPS:
-        _LOOPS[loader] = Loop(folder)
-    return WatchedIterator(batches, loader, _LOOPS[loader])
+        _LOOPS[loader] = _headspace_loop(folder, int(steps)) if steps else Loop(folder)
+    loop = _LOOPS[loader]
+    batches = loop.begin(loader, engine) if isinstance(loop, HeadspaceLoop) else iter(engine)
+    return WatchedIterator(batches, loader, loop)
+
+
+def _headspace_loop(folder: str, steps: int) -> HeadspaceLoop:
+    _STEPS.begin()
+    return HeadspaceLoop(
+        folder,
+        steps=steps,
+        rank_and_world_size=_rank_and_world_size(),
+        optimizer_steps=lambda: _STEPS.count,
+    )
 
 
 def _rank_and_world_size() -> tuple[int, int]:

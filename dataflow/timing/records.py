@@ -140,13 +140,8 @@ class RankRecord:
             raise ValueError(f"not a record of this version: {error}") from None
 
     def save(self, path: Path) -> None:
-        """Write it, whole or not at all. Errors only warn: a training must not end for want of a report."""
-        part = path.with_suffix(".part")
-        try:
-            part.write_text(json.dumps(self.to_json()))
-            part.replace(path)
-        except OSError as error:
-            warnings.warn(f"this rank's times could not be saved for dataflow doctor: {error}", stacklevel=2)
+        """Write it, as `save_text` does."""
+        save_text(path, json.dumps(self.to_json()))
 
 
 class Recorder:
@@ -207,6 +202,16 @@ class Recorder:
         """Write the record where `dataflow doctor` looks for it, if it asked; without steps, too."""
         if self._path is not None:
             self.record(loader, **latest).save(self._path)
+
+
+def save_text(path: Path, text: str) -> None:
+    """Write a file, whole or not at all. Errors only warn: a training must not end for want of a report."""
+    part = path.with_suffix(".part")
+    try:
+        part.write_text(text)
+        part.replace(path)
+    except OSError as error:
+        warnings.warn(f"this rank's times could not be saved for dataflow doctor: {error}", stacklevel=3)
 
 
 def loader_times(loader: Any, before: LoaderTimes | None = None) -> LoaderTimes:

@@ -56,6 +56,7 @@ def main() -> None:
     \b
     See where the time of a training's steps goes:
       dataflow doctor -- torchrun --nproc-per-node 2 train.py
+      dataflow doctor --headspace -- torchrun --nproc-per-node 2 train.py
 
     \b
     Then, in Python:

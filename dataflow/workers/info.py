@@ -21,6 +21,8 @@ import numpy as np
 import torch
 from torch.utils.data._utils import collate, worker as torch_worker
 
+from prefetch.interpreter import has_lock
+
 _own = threading.local()
 _lock = threading.RLock()  # a finaliser may call `uninstall` here; guards _users and torch's function
 _users = 0
@@ -51,7 +53,7 @@ def install() -> None:
     global _users
     with _lock:
         _users += 1
-        if _users == 1:
+        if _users == 1 and torch_worker.get_worker_info.__code__ is _code:
             torch_worker.get_worker_info.__code__ = _get_worker_info.__code__
 
 
@@ -60,7 +62,7 @@ def uninstall() -> None:
     global _users
     with _lock:
         _users -= 1
-        if _users == 0:
+        if _users == 0 and has_lock():  # else somebody may be running it; it answers what it answered before
             torch_worker.get_worker_info.__code__ = _code
 
 

@@ -34,6 +34,7 @@ from dataflow.workers.worker import (
     worker_info,
     wrapped_error,
 )
+from prefetch.interpreter import taken_by_one
 from prefetch.memory.arena import trim_heap
 from prefetch.workers.threads import WorkerThreads
 
@@ -129,7 +130,8 @@ class _Batch:
         self.runner, self.generation, self.task = runner, generation, task
         count = len(indices)
         self.items: list[Any] = [None] * count
-        self.places = iter(range(count))  # `next` is one step of the interpreter: no lock
+        self.places = [*reversed(range(count))]
+        """Left to fetch, the last one first."""
         self._lock = threading.Lock()  # guards _left, failed_at and error
         self._left = self.failed_at = count
         self.error: ExceptionWrapper | None = None
@@ -221,7 +223,7 @@ class ItemThreads(ThreadRunners):
         rng.begin(self._job.base_seed, *batch.key)
         if fetcher.failure is not None:
             batch.fail(-1, fetcher.failure)
-        for place in batch.places:
+        for place in taken_by_one(batch.places):
             if batch.generation < self._generation:
                 return
             if place <= batch.failed_at:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -64,7 +65,7 @@ class CopyQueue:
 
     def __init__(self, library: Any, holding: Any, num_threads: int, wake_at: int) -> None:
         self._library, self._holding = library, holding
-        self._pid, self._is_closed = os.getpid(), False
+        self._pid, self._closing = os.getpid(), threading.Lock()
         self._memory = np.zeros(library.core_queue_bytes(), np.uint8)
         self._queue = address_of(self._memory)
         self._plans: set[SubmittedPlan] = set()
@@ -150,9 +151,8 @@ class CopyQueue:
 
     def close(self) -> None:
         """Stop, wait for the jobs that run, and let go of plans and slots. Idempotent."""
-        if self._is_closed or self._pid != os.getpid():
-            return
-        self._is_closed = True
+        if self._pid != os.getpid() or not self._closing.acquire(blocking=False):
+            return  # of several that close at a time one does; nobody lets go of the lock again
         self._library.core_close(self._queue)
         self._plans.clear()
         self._lent.clear()

@@ -30,6 +30,7 @@ from pathlib import Path
 from types import FrameType
 
 from prefetch.engine.stats import StageStats
+from prefetch.interpreter import frames_of_threads
 from prefetch.memory.interrupts import Monitor, UnlistedThread
 from prefetch.work import Task
 
@@ -90,12 +91,12 @@ class PriorityPool:
 
     @property
     def idents(self) -> list[int]:
-        """Of the threads, as `sys._current_frames` knows them."""
+        """Of the threads, as `frames_of_threads` knows them."""
         return [thread.ident for thread in self._threads if thread.ident is not None]
 
     def places(self) -> list[str]:
         """Where the code of each running task stands, in words: in what it calls, the task itself aside."""
-        frames = sys._current_frames()
+        frames = frames_of_threads()
         places = (_place(frames.get(ident)) for ident in self.idents)
         return [place for place in places if place]
 

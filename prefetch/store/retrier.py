@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Self, TypeVar
+from typing import Any, Self, TypeVar
 
 from prefetch.errors import FIRST_NOTICE_S, next_notice_s
 from prefetch.memory.interrupts import UnlistedThread
@@ -38,6 +38,9 @@ class Hosts:
 
     def __init__(self) -> None:
         self._hosts: set[str] = set()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_hosts": self._hosts.copy()}  # pickling walks over it, and others may add meanwhile
 
     def add(self, url: str) -> None:
         """The host of this URL is one of them."""

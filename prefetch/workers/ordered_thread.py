@@ -6,13 +6,14 @@ may block the thread that runs them. Every submitted task runs; `close` waits fo
 
 from __future__ import annotations
 
-import sys
 import threading
 import traceback
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from types import TracebackType
 from typing import Self, TypeVar
+
+from prefetch.interpreter import frames_of_threads
 
 T = TypeVar("T")
 
@@ -49,7 +50,7 @@ class OrderedThread:
         self._executor.shutdown(wait=True)
 
     def _stack(self) -> str:
-        frames = sys._current_frames()
+        frames = frames_of_threads()
         ours = [t.ident for t in threading.enumerate() if t.name.startswith(self._name)]
         return "".join("".join(traceback.format_stack(frames[i])) for i in ours if i in frames)
 

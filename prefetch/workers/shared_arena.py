@@ -346,7 +346,7 @@ class SharedFile:
         """Memory that the file takes now: free slabs, batches in work, what is in use."""
         if self._closed:
             self.settle()
-            return sum(page_rounded(end.nbytes) for end in list(self._grants))
+            return sum(page_rounded(end.nbytes) for end in self._grants.copy())
         return os.fstat(self.fd).st_blocks * 512
 
     def close(self) -> None:

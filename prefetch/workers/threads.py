@@ -8,7 +8,6 @@ to itself. It is a daemon, so it does not keep the interpreter from exiting.
 from __future__ import annotations
 
 import logging
-import sys
 import threading
 import time
 import traceback
@@ -18,6 +17,7 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from prefetch.engine.pool import PriorityPool, lower_switch_interval, restore_switch_interval
+from prefetch.interpreter import frames_of_threads
 from prefetch.memory.interrupts import Uninterrupted
 from prefetch.memory.lifetimes import Finalizer
 from prefetch.work import Task
@@ -95,12 +95,12 @@ class WorkerThreads:
 
     def stacks(self) -> str:
         """What every thread is doing now."""
-        frames = sys._current_frames()
+        frames = frames_of_threads()
         texts = []
         for number, pool in enumerate(self._pools):
             for ident in pool.idents:
                 frame = frames.get(ident)
-                text = "".join(traceback.format_stack(frame)) if frame else "it has ended"
+                text = "".join(traceback.format_stack(frame)) if frame else "it has ended, or does not tell"
                 texts.append(f"worker thread {number}:\n{text.rstrip()}")
         return "\n".join(texts)
 

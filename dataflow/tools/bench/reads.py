@@ -194,10 +194,12 @@ def in_turn(order: BlockOrder, *, once: bool) -> Callable[[int], Iterator[Block]
         order: of the blocks.
         once: end when every block was given once.
     """
-    places = itertools.count()
+    places, taking = itertools.count(), threading.Lock()
 
     def blocks(number: int) -> Iterator[Block]:
-        for place in places:
+        while True:
+            with taking:
+                place = next(places)
             if once and place >= len(order):
                 return
             yield order[place]

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from dataflow.timing import DEFAULT_STEPS, ROUND
 from dataflow.tools.terminal.options import OutputPath, json_option, picture_option, plain_errors
 
 if TYPE_CHECKING:
@@ -27,6 +28,10 @@ _NO_WINDOW = (
     "nothing to report: a GradSchedule was seen on {where}, but none of its windows has ended. Its loader "
     'had no batch (on any rank; on one, with uneven="min"), or fewer than a window has, with partial="drop"; '
     "or the loop was left before step() had ended a window."
+)
+_NO_LOADER = (
+    "nothing to report: no loop over a dataflow.DataLoader was seen, so there is no loader to replay batches "
+    "of. `from dataflow import DataLoader` in place of torch's takes the same arguments."
 )
 _NO_STEP = (
     "nothing to report: a loop over a dataflow.DataLoader was seen on {where}, but no step of it has ended. "
@@ -49,6 +54,17 @@ _NO_STEP = (
     help="Where ranks leave what they noted, to stay there; for several machines, one that they share."
     "  [default: a temporary folder]",
 )
+@click.option(
+    "--headspace",
+    is_flag=True,
+    help="Replay a few batches from memory in the place of the loader, and tell how much faster the training "
+    "would be with a perfect one.",
+)
+@click.option(
+    "--steps",
+    type=click.IntRange(min=ROUND),
+    help=f"With --headspace: measured with the loader, and again without it.  [default: {DEFAULT_STEPS}]",
+)
 @click.argument("command", nargs=-1, type=click.UNPROCESSED)
 @plain_errors
 def doctor(
@@ -57,38 +73,53 @@ def doctor(
     picture: str | None,
     trace: str | None,
     folder: Path | None,
+    headspace: bool,
+    steps: int | None,
 ) -> None:
     """Run a training command, and tell where the time of its steps goes.
 
     COMMAND is run as it is; every GradSchedule in it notes where its windows' time goes, and at the end the
     ranks are compared. Of a plain loop over a dataflow.DataLoader, how long it waited for data is told. The
-    exit code is the command's. Without COMMAND, what an earlier run left in --folder is reported.
+    exit code is the command's. Without COMMAND, what an earlier run left in --folder is reported. With
+    --headspace, steps over a dataflow.DataLoader are measured first as they are, and then with copies of some
+    of its batches, from memory; a training is ended when both are measured, and what it has saved by then is
+    of no use: it trained on the same batches again and again.
 
     \b
     Examples:
       dataflow doctor -- torchrun --nproc-per-node 2 train.py
       dataflow doctor --html report.html --trace trace.json -- python train.py --epochs 1
       dataflow doctor --folder /shared/run1
+      dataflow doctor --headspace -- torchrun --nproc-per-node 2 train.py
+      dataflow doctor --headspace --steps 200 --json headspace.json -- python train.py
     """  # noqa: D301 - click wants the control character
     if not command and folder is None:
         raise click.UsageError("give the command to run: dataflow doctor -- torchrun ... train.py")
+    if headspace and (picture or trace):
+        raise click.UsageError("--headspace writes --json only: no --html, no --trace")
+    if steps and not headspace:
+        raise click.UsageError("--steps is for --headspace")
     with TemporaryDirectory(prefix="dataflow-doctor-") as temporary:
         place = (folder or Path(temporary)).absolute()
-        code = _run(command, place) if command else 0
-        _show(place, json_path, picture, trace)
+        code = _run(command, place, (steps or DEFAULT_STEPS) if headspace else None) if command else 0
+        if headspace:
+            _show_headspace(place, json_path, code)
+        else:
+            _show(place, json_path, picture, trace)
     if code:
         raise click.exceptions.Exit(code)
 
 
-def _run(command: Sequence[str], folder: Path) -> int:
+def _run(command: Sequence[str], folder: Path, headspace_steps: int | None) -> int:
     """Run it, with a place for records; its exit code, or as in shells 128 + the signal that ended it."""
-    from dataflow.timing import VARIABLE
-    from dataflow.tools.doctor.saved import record_files
+    from dataflow.timing import HEADSPACE, VARIABLE
+    from dataflow.tools.doctor.saved import all_files
 
     folder.mkdir(parents=True, exist_ok=True)
-    for old in record_files(folder):
+    for old in all_files(folder):
         old.unlink()
-    with subprocess.Popen(command, env=os.environ | {VARIABLE: str(folder)}) as process:
+    asked = {VARIABLE: str(folder), HEADSPACE: str(headspace_steps or "")}
+    with subprocess.Popen(command, env=os.environ | asked) as process:
         while True:
             try:
                 code = process.wait()
@@ -128,3 +159,23 @@ def _show(folder: Path, json_path: str | None, picture: str | None, trace: str |
     if trace is not None:
         write_trace({one.rank: one.events for one in saved.records}, trace)
     save(page_of(report, saved.records), json_path, picture)
+
+
+def _show_headspace(folder: Path, json_path: str | None, code: int) -> None:
+    from rich.console import Console
+
+    from dataflow.timing.headspace_report import headspace_of, reason_without
+    from dataflow.tools.doctor.saved import read_headspace
+    from dataflow.tools.terminal.report import Page, Sentence, save, show
+
+    saved = read_headspace(folder)
+    report = headspace_of(saved.records)
+    failed = [f"the command failed: exit code {code}, its error is above"] if code else []
+    console = Console(stderr=json_path == "-", highlight=False)
+    if report is None:
+        why = reason_without(saved.records) if saved.records else _NO_LOADER
+        show([Sentence(line, whole=True) for line in (*failed, why, *saved.notes)], console)
+        return
+    lines = [Sentence(report.verdict, "bold", whole=True)]
+    show([*lines, *(Sentence(line, whole=True) for line in (*report.lines, *saved.notes, *failed))], console)
+    save(Page(report.verdict, {"verdict": report.verdict, **report.to_json()}), json_path)

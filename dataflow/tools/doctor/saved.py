@@ -5,15 +5,19 @@ from __future__ import annotations
 import json
 import re
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeVar
 
+from dataflow.timing.headspace import HeadspaceRecord
 from dataflow.timing.records import RankRecord
 
+T = TypeVar("T")
 _SHOWN = 8
-_NAME = re.compile(r"\d{6,}-(loop-)?\d{3,}\.json")
-"""As `timing.records.Recorder` names them: the folder may be a user's own, with other files in it."""
+_NAME = re.compile(r"\d{6,}-(loop-|headspace-)?\d{3,}\.json")
+"""As `timing.records.Recorder` and `timing.headspace` name them: the folder may be a user's own, with other
+files in it."""
 
 
 @dataclass(frozen=True)
@@ -31,8 +35,42 @@ class SavedRecords:
 
 
 def record_files(folder: Path) -> list[Path]:
+    """The files of a folder that ranks wrote of steps as they were."""
+    return [path for path in all_files(folder) if "-headspace-" not in path.name]
+
+
+def all_files(folder: Path) -> list[Path]:
     """The files of a folder that ranks wrote."""
     return sorted(path for path in folder.iterdir() if _NAME.fullmatch(path.name))
+
+
+@dataclass(frozen=True)
+class SavedHeadspace:
+    """Records of one loader, by rank; none where no loop was seen."""
+
+    records: tuple[HeadspaceRecord, ...]
+    notes: tuple[str, ...]
+    """What is missing or could not be read."""
+
+
+def read_headspace(folder: Path) -> SavedHeadspace:
+    """Read those of the loader with most steps, of loaders in whose loops an optimizer stepped, if any."""
+    loops: dict[str, list[HeadspaceRecord]] = defaultdict(list)
+    notes: list[str] = []
+    files = [path for path in all_files(folder) if path not in record_files(folder)]
+    for path, record in _parsed(files, HeadspaceRecord.from_json, notes):
+        loops[_name_of(path)].append(record)
+    if not loops:
+        return SavedHeadspace((), tuple(notes))
+    longest = max(
+        loops.values(),
+        key=lambda ranks: (any(one.optimizer_steps for one in ranks), min(one.seen for one in ranks)),
+    )
+    notes += _missing(longest, longest[0].world_size)
+    if len(loops) > 1:
+        which = "whose loop steps an optimizer" if longest[0].optimizer_steps else "with most steps"
+        notes.append(f"{len(loops)} loaders were looped over; this is the one {which}")
+    return SavedHeadspace(tuple(longest), tuple(notes))
 
 
 def read_records(folder: Path) -> SavedRecords:
@@ -41,16 +79,11 @@ def read_records(folder: Path) -> SavedRecords:
     loops: dict[str, list[RankRecord]] = defaultdict(list)
     notes: list[str] = []
     without: list[RankRecord] = []
-    for path in record_files(folder):
-        try:
-            record = RankRecord.from_json(json.loads(path.read_text()))
-        except (OSError, ValueError, TypeError) as error:
-            notes.append(f"{path.name} could not be read, and is left out: {error}")
-            continue
+    for path, record in _parsed(record_files(folder), RankRecord.from_json, notes):
         if not record.windows:
             without.append(record)
             continue
-        (schedules if record.in_schedule else loops)[path.stem.partition("-")[2]].append(record)
+        (schedules if record.in_schedule else loops)[_name_of(path)].append(record)
     trained = {name: ranks for name, ranks in loops.items() if any(one.optimizer_steps for one in ranks)}
     candidates = schedules or trained or loops  # beside a training, a loop is for evaluation
     if not candidates:
@@ -68,7 +101,23 @@ def read_records(folder: Path) -> SavedRecords:
     return SavedRecords(tuple(ranks), tuple(notes))
 
 
-def _missing(records: list[RankRecord], world_size: int) -> Iterator[str]:
+def _parsed(files: Iterable[Path], parse: Callable[[Any], T], notes: list[str]) -> Iterator[tuple[Path, T]]:
+    """Files and their records; notes get those that cannot be read."""
+    for path in files:
+        try:
+            record = parse(json.loads(path.read_text()))
+        except (OSError, ValueError, TypeError) as error:
+            notes.append(f"{path.name} could not be read, and is left out: {error}")
+            continue
+        yield path, record
+
+
+def _name_of(path: Path) -> str:
+    """Of a schedule or a loop: the same on all ranks."""
+    return path.stem.partition("-")[2]
+
+
+def _missing(records: Sequence[RankRecord | HeadspaceRecord], world_size: int) -> Iterator[str]:
     lacking = world_size - len(records)
     if not lacking:
         return

@@ -31,6 +31,7 @@ from torch.utils.data import (
 )
 
 from dataflow import DataLoader
+from dataflow.workers.info import install, uninstall
 from dataflow.workers.worker import WorkerLimits
 from prefetch.engine.pool import PriorityPool
 
@@ -930,3 +931,16 @@ def test_wrong_arguments_are_told(options: dict[str, Any], message: str) -> None
 
 def test_more_threads_than_cores_are_fine() -> None:
     assert len(list(threaded(range(100), 1, num_workers=50))) == 100
+
+
+def test_without_the_interpreter_lock_code_that_somebody_may_run_is_not_taken_away(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with monkeypatch.context() as no_lock:
+        no_lock.setattr("dataflow.workers.info.has_lock", lambda: False)
+        for _ in range(2):
+            assert len(list(DataLoader(Squares(4), batch_size=2, num_workers=1, workers="thread"))) == 2
+            assert get_worker_info.__code__ is not OWN_CODE
+            assert get_worker_info() is None
+    install()
+    uninstall()  # it is given back where there is a lock: the fixture looks

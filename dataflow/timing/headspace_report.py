@@ -1,0 +1,172 @@
+"""What a headspace measurement says: pure functions of the steps that the ranks measured.
+
+Ranks go in step, so a step takes as long, and waits as long, as on the slowest of them. Waiting is the
+loader's and counts by its mean, however rare and long: of a loader over shards with a slow transform ten
+batches came in 5 ms and another ten in 0.4 s. What else a step takes counts by the median of rounds of steps:
+a checkpoint that is written is in one of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from statistics import fmean, median
+from typing import Any
+
+from dataflow.timing import ROUND
+from dataflow.timing.diagnosis import WORTH
+from dataflow.timing.headspace import WARM_UP, HeadspaceRecord, MeasuredSteps
+
+_FEW = 3
+_GROWN = 0.05
+"""Share of the time: if waiting grew by so much while it was measured, it had not settled."""
+
+
+@dataclass(frozen=True)
+class StepRate:
+    """Steps a second."""
+
+    usual: float
+    """With all waiting, and the median of the rest."""
+    slowest: float
+    """Of the rounds."""
+    fastest: float
+
+    def __str__(self) -> str:
+        return f"{self.usual:,.4g} steps/s (rounds from {self.slowest:,.4g} to {self.fastest:,.4g})"
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadspaceReport:
+    """How much faster a training would be with a perfect loader."""
+
+    gain: float
+    """Times as fast. Near 1: nothing is to be gained by the loader."""
+    live: StepRate
+    """With the loader as it is."""
+    replayed: StepRate
+    """With batches from memory."""
+    waited: float
+    """Share of the live steps' time that the rank that waited most waited for the loader, in [0, 1]."""
+    steps: int
+    """Measured, of either kind."""
+    batches: int
+    """That were replayed in turns."""
+    ranks: int
+    world_size: int
+    notes: tuple[str, ...]
+    """What these figures do not tell."""
+
+    @property
+    def verdict(self) -> str:
+        """In a line."""
+        if self.gain < WORTH:
+            return f"nothing is to be gained by a faster loader: {self.gain:.2f}x with a perfect one"
+        return f"the training would be {self.gain:.2f}x faster with a perfect loader"
+
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """All that is told besides the verdict."""
+        return (
+            f"as it is:         {self.live}, {self.waited:.0%} of the time waiting for the loader",
+            f"a perfect loader: {self.replayed}, {self.batches} batches replayed from memory",
+            f"{self.steps} steps each, {WARM_UP} before them left out, on {self.ranks} of {self.world_size} "
+            f"ranks; all waiting counts, and of the rest the median of rounds of {ROUND}",
+            *self.notes,
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON value."""
+        return asdict(self)
+
+
+def headspace_of(records: Sequence[HeadspaceRecord]) -> HeadspaceReport | None:
+    """The report of the ranks of one loader; None where there was not enough to measure."""
+    if not records or any(len(one.replayed.total_s) < one.steps for one in records):
+        return None
+    live, replayed = ([getattr(one, kind) for one in records] for kind in ("live", "replayed"))
+    rates = _rate(live), _rate(replayed)
+    gain = rates[1].usual / rates[0].usual
+    waited = max(_waited(one) for one in live)
+    return HeadspaceReport(
+        gain=gain,
+        live=rates[0],
+        replayed=rates[1],
+        waited=waited,
+        steps=records[0].steps,
+        batches=min(one.batches for one in records),
+        ranks=len(records),
+        world_size=records[0].world_size,
+        notes=tuple(_notes(records, *rates, waited)),
+    )
+
+
+def reason_without(records: Sequence[HeadspaceRecord]) -> str:
+    """Why a loop was not measured."""
+    least = min(records, key=lambda one: one.seen)
+    needed = 2 * (WARM_UP + least.steps)
+    return (
+        f"nothing to report: {least.seen} steps ended on rank {least.rank}, and headspace takes {needed} ("
+        f"{WARM_UP} to warm up and {least.steps} to measure, with the loader and without it): let it run "
+        "longer, for more epochs, or measure fewer: --steps"
+    )
+
+
+def _rate(ranks: Sequence[MeasuredSteps]) -> StepRate:
+    totals_s, waits_s = (
+        [max(step) for step in zip(*values, strict=True)]
+        for values in ([one.total_s for one in ranks], [one.wait_s for one in ranks])
+    )
+    rest_s = _rounds([total - wait for total, wait in zip(totals_s, waits_s, strict=True)])
+    rounds_s = _rounds(totals_s)
+    return StepRate(1 / (fmean(waits_s) + median(rest_s)), 1 / max(rounds_s), 1 / min(rounds_s))
+
+
+def _rounds(steps_s: Sequence[float]) -> list[float]:
+    """The mean of each; steps that fill none are left out."""
+    return [fmean(steps_s[at : at + ROUND]) for at in range(0, len(steps_s) - ROUND + 1, ROUND)]
+
+
+def _waited(steps: MeasuredSteps) -> float:
+    return sum(steps.wait_s) / sum(steps.total_s)
+
+
+def _notes(
+    records: Sequence[HeadspaceRecord], live: StepRate, replayed: StepRate, waited: float
+) -> Iterator[str]:
+    gain = replayed.usual / live.usual
+    if (gain >= WORTH and replayed.slowest < live.usual) or gain < 1 / WORTH:
+        yield "rounds differ by more than both kinds of steps do: measure more --steps"
+    elif gain * (1 - waited) >= WORTH:
+        yield (
+            "more is gained than was waited: making batches takes cores or memory bandwidth that the "
+            "training needs"
+        )
+    if waited >= WORTH - 1 and any(_is_rare(one.live.wait_s) for one in records):
+        yield f"{_FEW} steps did most of the waiting: measure more --steps, to have it as often as it comes"
+    if any(_waiting_grew(one.live) for one in records):
+        yield (
+            "waiting grew while it was measured, as what had been read ahead was used up: measure more "
+            "--steps for the whole difference"
+        )
+    if gain >= WORTH:
+        yield "what holds the loader up: the same command without --headspace"
+    if shared := next((one.shared for one in records if one.shared), ""):
+        yield f"batches could not be copied, so all steps got the same ones ({shared})"
+    if any(one.ended for one in records):
+        yield (
+            "the command was ended when all was measured; it trained on the same batches again and again: "
+            "do not use what it saved"
+        )
+
+
+def _is_rare(waits_s: Sequence[float]) -> bool:
+    return sum(sorted(waits_s)[-_FEW:]) > sum(waits_s) / 2
+
+
+def _waiting_grew(steps: MeasuredSteps) -> bool:
+    half = len(steps.total_s) // 2
+    before, after = (
+        MeasuredSteps(steps.total_s[part], steps.wait_s[part]) for part in (slice(half), slice(half, None))
+    )
+    return half >= ROUND and _waited(after) > _waited(before) + _GROWN

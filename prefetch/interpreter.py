@@ -1,0 +1,39 @@
+"""What a free-threaded build of Python changes: whether there is an interpreter lock, and what needs one.
+
+docs/notes/free-threading.md lists what was read and mended. What looks at other threads while they run asks
+here first.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from types import FrameType
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+def has_lock() -> bool:
+    """Whether one thread runs Python code at a time: always before Python 3.13, and in its usual builds."""
+    is_enabled = getattr(sys, "_is_gil_enabled", None)
+    return is_enabled is None or bool(is_enabled())
+
+
+def frames_of_threads() -> dict[int, FrameType]:
+    """Where each thread stands, by its number. Without the lock nothing is told.
+
+    A frame that another thread leaves while it is looked at may end the process there.
+    """
+    return sys._current_frames() if has_lock() else {}
+
+
+def taken_by_one(stack: list[T]) -> Iterator[T]:
+    """Take from the end of a list until nothing is left; of several threads, one gets each.
+
+    A list's `pop` is one step with and without the lock; `next` of a shared iterator is one with it only.
+    """
+    with suppress(IndexError):  # asking first whether there is one would race with other threads
+        while True:
+            yield stack.pop()
