@@ -118,3 +118,34 @@ def w4(data: Data, workers: int) -> Iterable[Any]:
         return list(zip(values.split(256), labels.split(256), strict=True))
 
     return _Flat(_Epochs(lambda: np.random.permutation(paths).tolist(), _per_batch(read, workers)))
+
+
+class _Batched:
+    """Makes whole batches in a worker process, so that only indices go there."""
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+
+    def __call__(self, picks: list[int]) -> Any:
+        return torch.utils.data.default_collate([self._dataset[i] for i in picks])
+
+
+def mapped_in_processes(dataset: Any, batch: int, workers: int) -> Iterable[Any]:
+    """SPDL's "MP", which its guide advises for Python that holds the GIL.
+
+    Batches are made in a region of worker processes, which a process between feeds; a continuous source keeps
+    them over epochs. They reach the consumer through its arena, as in `handover_loaders`, which takes less
+    CPU than torch's shared memory. A consumer may hold four.
+    """
+    from spdl.pipeline import SharedMemorySegmentPool, run_pipeline_in_subprocess
+    from spdl.pipeline.defs import MAIN_PROCESS, ProcessPoolExecutorConfig
+    from torch.utils.data import BatchSampler, RandomSampler
+
+    picks = BatchSampler(RandomSampler(dataset), batch, drop_last=True)
+    builder = PipelineBuilder().add_source(picks, continuous=True)
+    builder = builder.to(ProcessPoolExecutorConfig(max_workers=workers)).pipe(_Batched(dataset))
+    in_flight = 2 * workers
+    config = builder.to(MAIN_PROCESS).add_sink(in_flight).get_config()
+    batch_bytes = batch * (dataset[0][0].nbytes + 8) + (1 << 16)  # values, labels, what describes them
+    arena = SharedMemorySegmentPool(batch_bytes, count=in_flight + 4)
+    return run_pipeline_in_subprocess(config, num_threads=1, buffer_size=in_flight, arena=arena)

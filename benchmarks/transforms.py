@@ -1,7 +1,9 @@
 """`python -m benchmarks.transforms`: Python a sample, by numbers of workers, beside other loaders.
 
-All read the tars of W4; a transform burns so much Python a sample, in processes (in threads where a name says
-so).
+All read the same tars with the same function a sample (`transform_kinds`), shuffled, in full batches, by
+worker processes; "dataflow, None" is given no number and chooses itself. First each loader must deliver every
+sample of a small epoch once. Then each run is a fresh process with one OpenMP thread; repeats are interleaved
+(A B C A B C ...), and medians shown.
 """
 
 from __future__ import annotations
@@ -9,132 +11,260 @@ from __future__ import annotations
 import re
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import click
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.data import Data, read_through
+from benchmarks.bars import Verdict
+from benchmarks.data import Data, Sizes, read_through
 from benchmarks.harness import REPOSITORY, bare_torch, run_child
+from benchmarks.memory import Memory
 from benchmarks.report import machine, save_figures, versions
-from benchmarks.transforms_child import LOADERS, ours
+from benchmarks.transform_kinds import kind
+from benchmarks.transforms_child import DEFAULT, LOADERS, OURS, TORCH, ours
 
-LIMIT_S = 120.0
+LIMIT_S = 60.0
 """A run that takes longer is ended and named."""
+SMALL = Sizes(images=256, image_shards=4, records=2_560, record_shards=40)
+"""What each loader must deliver exactly once. Two workers share it evenly, as WebDataset needs."""
+FIGURES = ("samples_per_s", "first_batch_s", "cpu_s_per_1000", "held_mb")
 
 
 @dataclass(frozen=True, kw_only=True)
 class TransformRun:
-    """One run."""
+    """One run. Either `reason` says why there are no figures, or all of them are there."""
 
+    kind: str
     loader: str
-    workers: int
-    cost_ms: float
+    workers: int | None
+    """None: the loader's own choice."""
     samples_per_s: float = 0.0
     first_batch_s: float = 0.0
-    cpu_us_per_sample: float = 0.0
+    """From constructing the loader, its index at hand, to its first batch; imports excluded."""
+    cpu_s_per_1000: float = 0.0
+    """CPU seconds of all processes for 1,000 samples."""
     held_mb: float = 0.0
     """Above a process that only imports torch, all processes together."""
+    builders: str = ""
+    """Who built the batches, as far as the loader tells."""
     reason: str = ""
 
+    @property
+    def is_peer(self) -> bool:
+        return not self.loader.startswith(OURS)
 
-def run(
-    data: Data, loader: str, workers: int, cost_ms: float, seconds: float, bare_mb: float
-) -> TransformRun:
-    """One fresh process."""
-    job = {
-        "root": str(data.root),
-        "loader": loader,
-        "workers": workers,
-        "cost_s": cost_ms / 1e3,
-        "warmup_s": 1.5,
-        "timed_s": seconds,
-    }
-    events, peak = run_child("benchmarks.transforms_child", job, {"OMP_NUM_THREADS": "1"}, limit_s=LIMIT_S)
-    done = TransformRun(loader=loader, workers=workers, cost_ms=cost_ms)
+
+def child(data: Data, run: TransformRun, **job: Any) -> tuple[dict[str, Any], Memory]:
+    """Run a fresh process; return what it told, and its peak memory."""
+    told = {"root": str(data.root), "sizes": asdict(data.sizes), "kind": run.kind, "loader": run.loader}
+    told |= {"jpegs": str(data.jpeg_folder) if data.jpeg_folder else None, "workers": run.workers}
+    environment = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    return run_child("benchmarks.transforms_child", told | job, environment, limit_s=LIMIT_S)
+
+
+def checked(data: Data, run: TransformRun) -> TransformRun:
+    """The run with a reason if the loader delivers other samples than it should, or none."""
+    events, _ = child(data, run, is_check=True)
+    return replace(run, reason=events.get("reason", ""))
+
+
+def measured(data: Data, run: TransformRun, seconds: float, bare_mb: float) -> TransformRun:
+    """The run with its figures."""
+    events, peak = child(data, run, is_check=False, warmup_s=1.0, timed_s=seconds)
     if events.get("reason"):
-        return replace(done, reason=events["reason"])
-    figures = {name: events[name] for name in ("samples_per_s", "first_batch_s", "cpu_us_per_sample")}
-    return replace(done, held_mb=max(0.0, peak.held_mb - bare_mb), **figures)
+        return replace(run, reason=events["reason"])
+    figures = {name: events[name] for name in ("builders", *FIGURES) if name in events}
+    return replace(run, held_mb=max(0.0, peak.held_mb - bare_mb), **figures)
 
 
-def median_of(runs: Sequence[TransformRun]) -> TransformRun:
-    """The median of each figure of repeats."""
-    names = ("samples_per_s", "first_batch_s", "cpu_us_per_sample", "held_mb")
-    return replace(runs[-1], **{name: statistics.median(getattr(r, name) for r in runs) for name in names})
+def interleaved(
+    planned: Sequence[TransformRun], repeats: int, measure: Callable[[TransformRun], TransformRun]
+) -> list[TransformRun]:
+    """A B C A B C ... within kind and number of workers. What failed is not run again."""
+    runs: list[TransformRun] = []
+    failed: set[TransformRun] = set()
+    for point in dict.fromkeys((run.kind, run.workers) for run in planned):
+        for _ in range(repeats):
+            for run in planned:
+                if (run.kind, run.workers) == point and run not in failed:
+                    runs.append(run if run.reason else measure(run))
+                    if runs[-1].reason:
+                        failed.add(run)
+    return runs
 
 
-def show(console: Console, medians: Sequence[TransformRun]) -> None:
-    """One row a loader and point."""
-    table = Table(title="transforms in Python over the tars of W4", title_justify="left")
-    for heading in (
-        "ms a sample",
-        "workers",
-        "loader",
-        "samples/s",
-        "CPU us a sample",
-        "first batch ms",
-        "MB",
-    ):
-        table.add_column(heading, justify="right")
-    for run in medians:
-        rate = f"{run.samples_per_s:,.0f}" if not run.reason else run.reason
-        figures = (f"{run.cpu_us_per_sample:,.0f}", f"{run.first_batch_s * 1e3:,.0f}", f"{run.held_mb:,.0f}")
-        table.add_row(f"{run.cost_ms:g}", str(run.workers), run.loader, rate, *figures)
-    console.print(table)
+def medians(runs: Sequence[TransformRun]) -> list[TransformRun]:
+    """One row a loader and point: the median of each figure of its repeats, or why there is none."""
+    groups: dict[tuple[str, int | None, str], list[TransformRun]] = {}
+    for run in runs:
+        groups.setdefault((run.kind, run.workers, run.loader), []).append(run)
+    return [
+        group[-1]
+        if group[-1].reason
+        else replace(
+            group[-1], **{name: statistics.median(getattr(r, name) for r in group) for name in FIGURES}
+        )
+        for group in groups.values()
+    ]
+
+
+def ratios(run: TransformRun, rows: Sequence[TransformRun]) -> tuple[float | None, float | None]:
+    """Our samples/s over the best peer's, and our first batch over torch's, with as many workers.
+
+    Without a number of ours, the peers' best with any number, and torch's quickest first batch.
+    """
+    peers = [r for r in rows if r.is_peer and r.kind == run.kind and not r.reason]
+    if run.workers is not None:
+        peers = [r for r in peers if r.workers == run.workers]
+    if run.is_peer or run.reason or not peers:
+        return None, None
+    firsts = [r.first_batch_s for r in peers if r.loader == TORCH]
+    rate = run.samples_per_s / max(r.samples_per_s for r in peers)
+    return rate, run.first_batch_s / min(firsts) if firsts else None
+
+
+def verdicts(rows: Sequence[TransformRun]) -> list[Verdict]:
+    """What the bars say of ours, with processes and by default."""
+    found = []
+    for run in rows:
+        if run.loader in (OURS, DEFAULT):
+            point, (rate, first) = f"{run.kind}, {run.workers} workers", ratios(run, rows)
+            found.append(Verdict(point, "x the best peer", rate, 1.0))
+            if run.loader == OURS:
+                found.append(Verdict(point, "x torch's first batch", first, 1.5, at_most=True))
+    return found
+
+
+def show(console: Console, rows: Sequence[TransformRun]) -> None:
+    """A table a kind: one row a loader and number of workers."""
+    for name in dict.fromkeys(run.kind for run in rows):
+        title = f"{name} ms of Python a sample" if name[0].isdigit() else name
+        table = Table(title=title, title_justify="left")
+        for heading in ("workers", "loader", "samples/s", "x best", "CPU s/1000", "first s", "x torch", "MB"):
+            table.add_column(heading, justify="left" if heading == "loader" else "right")
+        for run in (run for run in rows if run.kind == name):
+            table.add_row(*_cells(run, rows))
+        console.print(table)
+        for run in rows:
+            if run.kind == name and run.reason:
+                console.print(
+                    f"  {run.loader}, {run.workers} workers: not measured: {run.reason}", markup=False
+                )
+
+
+def _cells(run: TransformRun, rows: Sequence[TransformRun]) -> list[str]:
+    loader = run.loader + (f" ({run.builders})" if run.loader == DEFAULT else "")
+    workers = "None" if run.workers is None else str(run.workers)
+    if run.reason:
+        return [workers, loader, "none"]
+    rate, first = ("" if ratio is None else f"{ratio:.2f}" for ratio in ratios(run, rows))
+    return [
+        workers,
+        loader,
+        f"{run.samples_per_s:,.0f}",
+        rate,
+        f"{run.cpu_s_per_1000:.3g}",
+        f"{run.first_batch_s:.2f}",
+        first,
+        f"{run.held_mb:,.0f}",
+    ]
+
+
+def plan(kinds: Sequence[str], workers: Sequence[int], loaders: Sequence[str]) -> list[TransformRun]:
+    """Every loader with every number of workers; the one that chooses its own, once."""
+    return [
+        TransformRun(kind=name, loader=loader, workers=number)
+        for name in kinds
+        for number in (*workers, None)
+        for loader in loaders
+        if (loader == DEFAULT) == (number is None)
+    ]
 
 
 @click.command()
-@click.option("--costs", default="0.1,0.5,2", show_default=True, help="Milliseconds of Python a sample.")
-@click.option("--workers", default="1,2,4", show_default=True, help="Numbers of workers.")
 @click.option(
-    "--loaders", default=",".join(LOADERS), show_default=False, help="Which loaders; all by default."
+    "--kinds", default="0.1,0.5,2,pil,template", show_default=True, help="Milliseconds of Python, or names."
 )
-@click.option("--repeats", type=click.IntRange(1), default=2, show_default=True, help="Interleaved repeats.")
-@click.option("--seconds", type=float, default=3.0, show_default=True, help="Timed seconds a run.")
+@click.option("--workers", default="1,2,3,4", show_default=True, help="Numbers of workers.")
+@click.option(
+    "--loaders",
+    default=",".join(name for name in LOADERS if name != "dataflow, threads"),
+    show_default=True,
+    help="Which loaders.",
+)
+@click.option("--repeats", type=click.IntRange(1), default=3, show_default=True, help="Interleaved repeats.")
+@click.option("--seconds", type=float, default=2.0, show_default=True, help="Timed seconds a run.")
 @click.option(
     "--data", "root", type=click.Path(path_type=Path), envvar="DATAFLOW_BENCH_DATA", help="Data folder."
+)
+@click.option(
+    "--jpegs",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    help="JPEGs for the images; by default they are made from noise.",
 )
 @click.option(
     "--json", "output", type=click.Path(dir_okay=False, path_type=Path), help="Where to keep results."
 )
 def main(
-    costs: str,
+    kinds: str,
     workers: str,
     loaders: str,
     repeats: int,
     seconds: float,
     root: Path | None,
+    jpegs: Path | None,
     output: Path | None,
 ) -> None:
-    """Measure samples/s where a transform burns Python, by numbers of worker processes."""
+    """Measure samples/s where a transform is Python, by numbers of worker processes."""
     console = Console(width=None if sys.stdout.isatty() else 110)
-    data = Data((root or REPOSITORY / ".bench-data").resolve())
-    data.make("W4")
-    ours(data, 0, 0.0, "thread").close()  # the first use indexes the shards
-    read_through(data.root / "W4")
-    bare = bare_torch()
+    folder = (root or REPOSITORY / ".bench-data").resolve()
+    data = Data(folder, jpeg_folder=jpegs)
+    small = Data(folder / "transforms-small", SMALL, jpegs)
     console.print(machine(), versions())
-    chosen = [name for name in LOADERS if name in re.split(r",(?! )", loaders)]
-    points = [(float(c), int(w)) for c in costs.split(",") for w in workers.split(",")]
-    runs: list[TransformRun] = []
-    for cost_ms, count in points:
-        for _ in range(repeats):
-            for name in chosen:
-                runs.append(run(data, name, count, cost_ms, seconds, bare.held_mb))
-                console.print(
-                    f"{name}, {count} workers, {cost_ms:g} ms: {runs[-1].samples_per_s:,.0f} samples/s"
-                )
-    groups: dict[tuple[float, int, str], list[TransformRun]] = {}
-    for one in runs:
-        groups.setdefault((one.cost_ms, one.workers, one.loader), []).append(one)
-    medians = [median_of(group) for group in groups.values()]
-    show(console, medians)
+    names = re.split(r",(?! )", loaders)
+    if unknown := set(names) - LOADERS.keys():
+        raise click.BadParameter(f"no such loader: {', '.join(unknown)}", param_hint="--loaders")
+    planned = plan(kinds.split(","), [int(number) for number in workers.split(",")], names)
+    sources = {name: kind(name, data).folder for name in kinds.split(",")}
+    reasons: dict[tuple[Path, str], str] = {}
+    for name, source in sources.items():
+        for place in (data, small):  # the first use indexes the shards
+            ours(place, kind(name, place), 0).close()
+        read_through(source)
+        for loader in names:
+            if (source, loader) not in reasons:
+                run = TransformRun(kind=name, loader=loader, workers=2)
+                reasons[source, loader] = checked(small, run).reason
+    planned = [replace(run, reason=reasons[sources[run.kind], run.loader]) for run in planned]
+    bare_mb = bare_torch().held_mb
+
+    def measure(run: TransformRun) -> TransformRun:
+        done = measured(data, run, seconds, bare_mb)
+        figures = done.reason or f"{done.samples_per_s:,.0f} samples/s"
+        console.print(f"{run.kind}, {run.loader}, {run.workers} workers: {figures}", markup=False)
+        return done
+
+    runs = interleaved(planned, repeats, measure)
+    rows = medians(runs)
+    show(console, rows)
+    bars = verdicts(rows)
+    for bar in bars:
+        if bar.says != "reached":
+            ratio = "" if bar.measured is None else f"{bar.measured:.2f} "
+            console.print(f"  {bar.workload}: {ratio}{bar.bar}: {bar.says}")
+    console.print(f"{sum(bar.says == 'reached' for bar in bars)} of {len(bars)} bars reached")
     if output:
-        save_figures(output, runs=[asdict(r) for r in runs], medians=[asdict(r) for r in medians])
+        save_figures(
+            output,
+            verdicts=[asdict(bar) | {"verdict": bar.says} for bar in bars],
+            medians=[asdict(run) for run in rows],
+            runs=[asdict(run) for run in runs],
+        )
 
 
 if __name__ == "__main__":

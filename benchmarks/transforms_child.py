@@ -1,12 +1,14 @@
-"""The measured process of `transforms`: one loader over the tars of W4 whose transform burns Python."""
+"""The measured process of `transforms`: one loader over the tars of a kind."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
+import random
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,76 +16,83 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.child import burn, consume
+from benchmarks.child import consume
 from benchmarks.child_events import forever, telling
-from benchmarks.data import Data
+from benchmarks.data import Data, Sizes
 from benchmarks.memory import tree_cpu_s
+from benchmarks.transform_kinds import Kind, kind
 
-BATCH = 64
-
-
-def scaled(record: Any, cost_s: float) -> torch.Tensor:
-    """A record as floats, after so much Python."""
-    burn(cost_s)
-    return torch.as_tensor(record)[:1024].float() / 255
+DECIDED_S = 3.0
+"""So long a loader that chooses its builders has for going over to processes; then it is taken as it is."""
 
 
-def transformed(sample: dict[str, Any], cost_s: float) -> dict[str, Any]:
-    return {"x": scaled(sample["bin"], cost_s), "y": sample["cls"]}
+def transformed(sample: dict[str, Any], *, kind: Kind) -> dict[str, Any]:
+    return {"x": kind.make(sample[kind.field].numpy(), random.random), "y": sample["cls"]}
 
 
-def ours(data: Data, workers: int, cost_s: float, workers_kind: Any) -> Any:
+def transformed_randomly(sample: dict[str, Any], rng: np.random.Generator, *, kind: Kind) -> dict[str, Any]:
+    return {"x": kind.make(sample[kind.field].numpy(), rng.random), "y": sample["cls"]}
+
+
+def ours(data: Data, kind: Kind, workers: int | None, workers_kind: Any = None) -> Any:
     from dataflow import DataLoader, ShardedDataset
 
-    folder = data.converted("dataflow-w4", lambda folder: folder.mkdir(parents=True))
+    catalogs = data.converted(f"transforms-{kind.folder.name}", lambda folder: folder.mkdir(parents=True))
     dataset = ShardedDataset(
-        data.files("W4"),
-        catalog=str(folder / "catalog.arrow"),
-        decode={"bin": None, "cls": "int"},
-        transform=partial(transformed, cost_s=cost_s),
+        kind.files,
+        catalog=str(catalogs / "catalog.arrow"),
+        decode={kind.field: None, "cls": "int"},
+        transform=partial(transformed_randomly if kind.is_random else transformed, kind=kind),
     )
-    return DataLoader(dataset, BATCH, shuffle=True, drop_last=True, num_workers=workers, workers=workers_kind)
+    return DataLoader(
+        dataset, kind.batch, shuffle=True, drop_last=True, num_workers=workers, workers=workers_kind
+    )
+
+
+def ours_by_default(data: Data, kind: Kind, workers: int) -> Any:
+    """No number given: a trial chooses threads or processes."""
+    return ours(data, kind, None)
 
 
 class Records(torch.utils.data.Dataset[Any]):
     """Map-style over the same tars, read at indexed offsets."""
 
-    def __init__(self, data: Data, cost_s: float) -> None:
+    def __init__(self, kind: Kind) -> None:
         from benchmarks.peers_torch import TarFields
 
-        self._fields, self._cost_s = TarFields(data.index("W4"), "bin"), cost_s
+        self._fields, self._make = TarFields(kind.index, kind.field), kind.make
 
     def __len__(self) -> int:
         return len(self._fields)
 
     def __getitem__(self, i: int) -> Any:
-        record = np.frombuffer(self._fields.read(int(i)), np.uint8)
-        return scaled(record.copy(), self._cost_s), int(self._fields.labels[int(i)])
+        return self._make(self._fields.read(int(i)), random.random), int(self._fields.labels[int(i)])
 
 
-def torch_loader(data: Data, workers: int, cost_s: float) -> Iterable[Any]:
+def torch_loader(data: Data, kind: Kind, workers: int) -> Iterable[Any]:
     from torch.utils.data import DataLoader
 
     return DataLoader(
-        Records(data, cost_s),
-        BATCH,
-        shuffle=True,
-        drop_last=True,
-        num_workers=workers,
-        persistent_workers=True,
+        Records(kind), kind.batch, shuffle=True, drop_last=True, num_workers=workers, persistent_workers=True
     )
 
 
-def webdataset(data: Data, workers: int, cost_s: float) -> Iterable[Any]:
+def webdataset(data: Data, kind: Kind, workers: int) -> Iterable[Any]:
     from benchmarks.peers_webdataset import _loader
 
     def sample(fields: dict[str, Any]) -> Any:
-        return scaled(np.frombuffer(fields["bin"], np.uint8).copy(), cost_s), int(fields["cls"])
+        return kind.make(fields[kind.field], random.random), int(fields["cls"])
 
-    return _loader(data.files("W4"), workers, BATCH, 1000, sample, torch.utils.data.default_collate)
+    return _loader(kind.files, workers, kind.batch, 1000, sample, torch.utils.data.default_collate)
 
 
-def grain_processes(data: Data, workers: int, cost_s: float) -> Iterable[Any]:
+def spdl_processes(data: Data, kind: Kind, workers: int) -> Iterable[Any]:
+    from benchmarks.peers_spdl import mapped_in_processes
+
+    return mapped_in_processes(Records(kind), kind.batch, workers)
+
+
+def grain_processes(data: Data, kind: Kind, workers: int) -> Iterable[Any]:
     import grain
 
     def batched(samples: Any) -> Any:
@@ -94,43 +103,80 @@ def grain_processes(data: Data, workers: int, cost_s: float) -> Iterable[Any]:
             x, y = super().__getitem__(i)
             return x.numpy(), np.int64(y)
 
-    dataset = grain.MapDataset.source(Values(data, cost_s)).shuffle(seed=0).repeat()
+    dataset = grain.MapDataset.source(Values(kind)).shuffle(seed=0).repeat()
     loader = dataset.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0))
-    loader = loader.batch(BATCH, drop_remainder=True, batch_fn=batched)
+    loader = loader.batch(kind.batch, drop_remainder=True, batch_fn=batched)
     loader = loader.mp_prefetch(grain.MultiprocessingOptions(num_workers=workers, per_worker_buffer_size=2))
     return (tuple(map(torch.from_numpy, batch)) for batch in loader)
 
 
-LOADERS = {
-    "dataflow": partial(ours, workers_kind="process"),
+OURS, DEFAULT, TORCH = "dataflow", "dataflow, None", "torch"
+LOADERS: Mapping[str, Callable[[Data, Kind, int], Iterable[Any]]] = {
+    OURS: ours,
+    DEFAULT: ours_by_default,
     "dataflow, threads": partial(ours, workers_kind="thread"),
-    "torch": torch_loader,
+    TORCH: torch_loader,
     "WebDataset": webdataset,
+    "SPDL": spdl_processes,
     "Grain": grain_processes,
 }
 
 
+def wrong(kind: Kind, batches: Iterable[Any]) -> str:
+    """What differs from an epoch in which each sample is delivered once; empty if nothing does."""
+    records = Records(kind)
+    epoch = itertools.islice(batches, len(records) // kind.batch)
+    delivered = ((batch["x"], batch["y"]) if isinstance(batch, Mapping) else batch for batch in epoch)
+    pairs = [(x.clone(), y.clone()) for x, y in delivered]  # SPDL's memory is that of later batches
+    made = [records[i] for i in range(len(records))]
+    shapes = {(tuple(x.shape), x.dtype, tuple(y.shape)) for x, y in pairs}
+    wanted = {((kind.batch, *made[0][0].shape), made[0][0].dtype, (kind.batch,))}
+    if shapes != wanted:
+        return f"batches of {shapes} instead of {wanted}"
+    labels = sum(int(y.sum()) for _, y in pairs), sum(y for _, y in made)
+    if labels[0] != labels[1]:
+        return f"labels add up to {labels[0]} instead of {labels[1]}"
+    values = [sum(float(x.double().sum()) for x, _ in samples) for samples in (pairs, made)]
+    if not kind.is_random and abs(values[0] - values[1]) > 1e-6 * abs(values[1]):
+        return f"values add up to {values[0]} instead of {values[1]}"
+    return ""
+
+
+def measure(tell: Any, make: Callable[[], Iterable[Any]], job: Mapping[str, Any]) -> None:
+    began = time.perf_counter()
+    loader = make()
+    batches = forever(loader)
+    next(batches)
+    tell("first", first_batch_s=time.perf_counter() - began)
+    stats = getattr(loader, "stats", None)
+    if stats and job["loader"] == DEFAULT:
+        until = time.perf_counter() + DECIDED_S
+        while stats().workers != "process" and time.perf_counter() < until:
+            consume(batches, 0.05, 0)
+    consume(batches, job["warmup_s"], 0)
+    tell("warm")
+    cpu_s = tree_cpu_s(os.getpid())
+    timed = consume(batches, job["timed_s"], 0)
+    cpu_s = tree_cpu_s(os.getpid()) - cpu_s
+    tell(
+        "timed",
+        samples_per_s=timed.samples / timed.elapsed_s,
+        cpu_s_per_1000=1e3 * cpu_s / timed.samples,
+        builders=f"{stats().num_workers} {stats().workers}" if stats else "",
+    )
+    consume(batches, 0.3, 0)
+
+
 def main() -> None:
     job = json.loads(sys.argv[1])
-    data = Data(Path(job["root"]))
+    data = Data(Path(job["root"]), Sizes(**job["sizes"]), Path(job["jpegs"]) if job["jpegs"] else None)
     with telling() as tell:
-        make = LOADERS[job["loader"]]
+        make = partial(LOADERS[job["loader"]], data, kind(job["kind"], data), job["workers"])
         tell("imported")
-        began = time.perf_counter()
-        batches = forever(make(data, job["workers"], job["cost_s"]))
-        next(batches)
-        tell("first", first_batch_s=time.perf_counter() - began)
-        consume(batches, job["warmup_s"], 0)
-        tell("warm")
-        cpu_s = tree_cpu_s(os.getpid())
-        timed = consume(batches, job["timed_s"], 0)
-        cpu_s = tree_cpu_s(os.getpid()) - cpu_s
-        tell(
-            "timed",
-            samples_per_s=timed.samples / timed.elapsed_s,
-            cpu_us_per_sample=1e6 * cpu_s / timed.samples,
-        )
-        consume(batches, 0.5, 0)
+        if job["is_check"]:
+            tell("checked", reason=wrong(kind(job["kind"], data), make()))
+        else:
+            measure(tell, make, job)
         tell("watched")
     os._exit(0)
 
