@@ -40,6 +40,15 @@ def pytest_configure(config: pytest.Config) -> None:
         build_in(builders)
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Tests that are about this process's own objects say nothing about builders in others."""
+    if config.getoption("--builders") == "process":
+        skip = pytest.mark.skip(reason="looks at, or changes, objects of this process")
+        for item in items:
+            if item.get_closest_marker("here"):
+                item.add_marker(skip)
+
+
 def pytest_collection_finish() -> None:
     """All test modules have been imported."""
     sys.dont_write_bytecode = _KEEPS_NO_BYTECODE

@@ -610,6 +610,7 @@ def test_the_limit_that_the_errors_ask_for_is_enough_and_is_kept(
     assert asked <= 2  # the batch, which is known when the loader is made, and then the rest
 
 
+@pytest.mark.here
 @pytest.mark.parametrize("share", [0.2, 0.3, 0.4])
 def test_windows_read_ahead_do_not_take_the_room_of_the_next_batch(tmp_path: Path, share: float) -> None:
     """What fits alone must be delivered: a window of 0.22 and a batch of up to 0.4 of the limit do."""
@@ -663,6 +664,7 @@ def test_ctrl_c_inside_a_batch_leaves_no_thread_and_a_good_state(ints: Made) -> 
         assert delivered(loader) == oracle[done:]
 
 
+@pytest.mark.here
 def test_a_batch_that_does_not_come_in_time_is_an_error_even_if_its_transform_hangs(
     ints: Made, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -201,6 +201,7 @@ class Second:
         return sample
 
 
+@pytest.mark.here
 def test_what_cannot_be_copied_is_repeated_as_it_is(ints: Made) -> None:
     dataset = ints.open(transform=without(4, 5), on_error="skip")
 

@@ -123,6 +123,7 @@ def until_error(loop: Iterator[Any]) -> None:
             pass
 
 
+@pytest.mark.here
 @pytest.mark.parametrize("kind", ["rows", "images"])
 def test_whoever_cuts_a_file_waits_for_the_decoding_in_it_and_no_longer(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, kind: str

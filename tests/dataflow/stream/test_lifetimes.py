@@ -80,6 +80,7 @@ def test_one_row_of_a_batch_keeps_that_row(tmp_path: Path) -> None:
     assert [row.tolist() for row in rows] == [s["tokens"][2:] for s in made.samples[1::4]]
 
 
+@pytest.mark.here
 @pytest.mark.parametrize("name", MAKERS)
 def test_every_slot_comes_back(tmp_path: Path, name: str) -> None:
     made = MAKERS[name](tmp_path)

@@ -230,6 +230,7 @@ def test_a_loop_that_holds_more_than_its_share_goes_on_from_where_it_stands(ints
         assert delivered(loader) == oracle[2]
 
 
+@pytest.mark.here
 def test_a_waiting_loop_whose_session_another_thread_closes_goes_on(tmp_path: Path) -> None:
     made, gate, begun = make_ints_tar(tmp_path), threading.Event(), threading.Event()
 
@@ -298,6 +299,7 @@ def test_close_ends_all_loops_and_leaves_their_batches(ints: Made) -> None:
     loader.close()
 
 
+@pytest.mark.here
 def test_an_error_ends_its_own_loop(tmp_path: Path) -> None:
     made = make_ints_tar(tmp_path)
     bad: list[int] = []

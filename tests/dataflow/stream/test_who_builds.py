@@ -175,7 +175,7 @@ def test_a_transform_that_holds_the_lock_moves_to_processes_between_two_batches(
     assert pids[0] == {os.getpid()}
     assert os.getpid() not in pids[-1]
     assert "the interpreter lock is held for" in stats.workers_reason
-    with DataLoader(dataset, 3, shuffle=True, num_workers=0) as loader:
+    with DataLoader(tar.open(transform=marked), 3, shuffle=True, num_workers=0) as loader:
         assert [[content(b) for b in epoch] for epoch in epochs] == [
             [content(b) for b in loader] for _ in epochs
         ]
