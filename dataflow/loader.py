@@ -113,6 +113,9 @@ class DataLoader(WorkerLoader, Generic[D_co, B]):
             random generators with this code: what a fetch draws from those differs from run to run, so it
             should draw from `get_worker_info().rng`. "auto" stays with processes where values might differ.
             See docs/guide/workers.md.
+        builders: "ray" has `num_workers` actors of a Ray cluster build batches of shards, on other machines'
+            cores, of shards that they read (docs/guide/workers.md).
+        ship_blocks: with `builders="ray"`, have this process read, and send the stored values to the actors.
         snapshot_every_n_steps: datasets with a `state_dict` tell it every so many batches; between them a
             resumed loader fetches again what was delivered. As in torchdata's `StatefulDataLoader`.
         memory_limit: bytes, or text such as "2GB", that the loader may hold; None: 1 GiB or an eighth of
@@ -152,6 +155,8 @@ class DataLoader(WorkerLoader, Generic[D_co, B]):
         tail: Tail | None = None,
         depth: int | DepthPolicy | None = None,
         num_threads: int | None = None,
+        builders: Literal["ray"] | None = None,
+        ship_blocks: bool = False,
         batching: Batching | None = None,
         mark_repeats: bool = False,
     ) -> None:
@@ -176,7 +181,8 @@ class DataLoader(WorkerLoader, Generic[D_co, B]):
                     raise ValueError("batch_size=None is not for shards: they are read in batches")
                 if num_workers < 0:
                     raise ValueError(f"num_workers must be >= 0, got {num_workers}")
-                in_processes = workers == "process"
+                _check_builders(builders, num_workers, workers, num_threads, ship_blocks=ship_blocks)
+                in_processes = workers == "process" or builders == "ray"
                 if in_processes and (num_workers == 0 or num_threads is not None):
                     raise ValueError('workers="process" takes num_workers= above 0, and no num_threads=')
                 settings = StreamSettings(
@@ -193,6 +199,8 @@ class DataLoader(WorkerLoader, Generic[D_co, B]):
                     depth=depth,
                     num_threads=num_workers or None if num_threads is None else num_threads,
                     num_processes=num_workers if in_processes else 0,
+                    builders=builders,
+                    ship_blocks=ship_blocks,
                     batching=batching,
                     pin_memory=pin_memory,
                     mark_repeats=mark_repeats,
@@ -218,6 +226,8 @@ class DataLoader(WorkerLoader, Generic[D_co, B]):
             topology=topology,
             device=device,
             tail=tail,
+            builders=builders,
+            ship_blocks=ship_blocks or None,
             batching=batching,
             mark_repeats=mark_repeats or None,
             shuffle=shuffle if isinstance(shuffle, Shuffle) else None,
@@ -358,6 +368,22 @@ class DataLoader(WorkerLoader, Generic[D_co, B]):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _check_builders(
+    builders: object, num_workers: int, workers: str | None, num_threads: int | None, *, ship_blocks: bool
+) -> None:
+    if ship_blocks and builders is None:
+        raise ValueError(
+            'ship_blocks=True is for builders="ray": other builders are given what was read here'
+        )
+    if builders not in (None, "ray"):
+        raise ValueError(f'builders must be "ray" or None, got {builders!r}')
+    if builders == "ray" and (num_workers == 0 or workers is not None or num_threads is not None):
+        raise ValueError(
+            'builders="ray" takes num_workers= above 0, the number of its actors, and neither workers= nor '
+            "num_threads="
+        )
 
 
 def _refuse(why: str, **arguments: Any) -> None:

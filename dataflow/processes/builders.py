@@ -12,7 +12,7 @@ from __future__ import annotations
 import heapq
 import pickle
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 
@@ -33,6 +33,7 @@ from dataflow.processes.builder_main import (
 from dataflow.processes.payload import MESSAGE_HEAD, pack, unpack, write_packed
 from dataflow.processes.server import server_needs, start_context
 from dataflow.processes.shipped import ship
+from dataflow.staging.window import StagedWindow
 from prefetch.engine.builders import Build, CopyStats
 from prefetch.engine.pool import PriorityPool
 from prefetch.engine.stats import StageStats
@@ -53,6 +54,7 @@ class ShippableChunk(Protocol):
 
     plan: ChunkPlan
     rows: ChunkRows
+    needs: Sequence[StagedWindow]
 
     def end(self) -> None:
         """All is built. Raises if the bytes of its windows may have changed."""
@@ -263,7 +265,7 @@ class ProcessBuilders:
         with self._lock:
             self._assigned[build.number] = assigned
         offset = self._region.offset_of(memory.__array_interface__["data"][0])
-        self._send(process, BuilderMessage.BUILD, build.number, (shipped, offset, len(memory)))
+        self._send(process, BuilderMessage.BUILD, build.number, (shipped, 0, offset, len(memory)))
 
     def _send(self, process: int, kind: int, number: int, content: Any) -> None:
         message = (kind, number, content, self.file.take_returned(process))
@@ -287,10 +289,7 @@ class ProcessBuilders:
         if assigned is None:
             return
         if response.kind == BuilderResult.QUESTION:
-            try:
-                answer = self._answer(assigned.build, obj)
-            except Exception as error:  # of a function given as `on_error`: it ends this chunk alone
-                answer = CrossedError.of(error, "the training process")
+            answer = answer_to(obj, assigned.build, self._decide)
             self._send(process, BuilderMessage.ANSWER, number, answer)
         elif response.kind == BuilderResult.ERROR:
             self._end(assigned, obj.restored())
@@ -324,13 +323,21 @@ class ProcessBuilders:
                 error = caught
         build.end(error)
 
-    def _answer(self, build: Build[Delivered], question: tuple[Any, ...]) -> Any:
-        kind, *arguments = question
-        chunk = cast("ShippableChunk", build.chunk)
+
+def answer_to(
+    question: tuple[Any, ...], build: Build[Delivered], decide: Callable[[SampleError], bool]
+) -> Any:
+    """What a builder elsewhere wants to know of a chunk: what an error says, or whether a sample is left out.
+
+    What a function given as `on_error` raises ends this chunk alone.
+    """
+    kind, *arguments = question
+    try:
         if kind == "error":
-            return chunk.rows.sample_error(*arguments)
+            return cast("ShippableChunk", build.chunk).rows.sample_error(*arguments)
         (crossed,) = arguments
         error = crossed.restored()
         num_notes = len(getattr(error, "__notes__", ()))
-        is_left_out = self._decide(error)
-        return is_left_out, getattr(error, "__notes__", [])[num_notes:]
+        return decide(error), getattr(error, "__notes__", [])[num_notes:]
+    except Exception as raised:
+        return CrossedError.of(raised, "the training process")

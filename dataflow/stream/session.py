@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -127,7 +127,14 @@ class Session:
         self._closed = False
         self._num_taken, self._last_taken_s = 0, self._now()
         ledger = self.ledger
-        stager = Stager(self.sources, self.arena, num_readers=ahead.num_readers.value, limit_bytes=limit)
+        reads_elsewhere = num_processes > 0 and settings.builders == "ray" and not settings.ship_blocks
+        stager = Stager(
+            self.sources,
+            self.arena,
+            num_readers=ahead.num_readers.value,
+            limit_bytes=limit,
+            reads=not reads_elsewhere,
+        )
         engine_options = EngineOptions(
             num_readers=ahead.num_readers.value,
             depth=ahead.depth,
@@ -156,12 +163,20 @@ class Session:
             heap=HeapKeeper(limit),
             charge_bytes=ahead.charge_bytes.value,
             ships_values=num_processes > 0,
+            row_bytes=_batch_bytes(plan) // plan.samples_per_batch if reads_elsewhere else None,
         )
         stream = Stream(plan, stager, context, copies=copies, batches_per_chunk=ahead.batches_per_chunk.value)
         with setting_kept():
             builders: Builders[Delivered]
             if num_processes:
-                builders = self._open_processes(num_processes, context, is_pinned=pinned, limit_bytes=limit)
+                builders = self._open_processes(
+                    num_processes,
+                    context,
+                    is_pinned=pinned,
+                    limit_bytes=limit,
+                    in_actors=settings.builders == "ray",
+                    datasets=dataset.sources if reads_elsewhere else (),
+                )
             else:
                 builders = ThreadBuilders(num_builders, copies=copies, initializer=one_torch_thread)
             self.engine: Engine[Delivered] = Engine(
@@ -175,9 +190,16 @@ class Session:
             self._pause.watch(self.engine.staged_batches)
 
     def _open_processes(
-        self, num_processes: int, context: BuildContext, *, is_pinned: bool, limit_bytes: int
+        self,
+        num_processes: int,
+        context: BuildContext,
+        *,
+        is_pinned: bool,
+        limit_bytes: int,
+        in_actors: bool,
+        datasets: Sequence[ShardedDataset],
     ) -> Builders[Delivered]:
-        """Builders that are processes."""
+        """Builders that are processes, of this machine or of a Ray cluster."""
         from dataflow.processes.batch_writer import collate_map_changes
         from dataflow.processes.builder_main import BuilderJob, never
         from dataflow.processes.builders import ProcessBuilders
@@ -192,6 +214,19 @@ class Session:
             collate_map=collate_map_changes(),
             default_dtype=torch.get_default_dtype(),
         )
+        if in_actors:
+            from dataflow.actors.builders import RayBuilders
+
+            return RayBuilders(
+                job,
+                num_processes,
+                guards=self.guards,
+                decide=context.postprocessing.on_bad,
+                arena=self.arena,
+                on_return=context.on_return,
+                datasets=datasets,
+                initializer=one_torch_thread,
+            )
         builders = ProcessBuilders(
             job,
             num_processes,

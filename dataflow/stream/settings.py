@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -54,6 +54,10 @@ class StreamSettings:
     num_processes: int = 0
     """Processes that build batches instead; 0: threads do. Batches that are copies alone are made by threads
     of compiled code all the same, which hold no lock."""
+    builders: Literal["ray"] | None = None
+    """What the processes are: None for those of this machine, "ray" for actors of a Ray cluster."""
+    ship_blocks: bool = False
+    """Whether the training process reads for such actors, and sends them values; else they read."""
     batching: Batching | None = None
     """`Packed(...)`, `TokenBudget(...)` or `Bucketed(...)`: batches by the lengths of samples. `transform`
     and `collate_fn` then go together, and not with `Packed`. See docs/guide/batching.md."""
