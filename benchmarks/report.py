@@ -35,6 +35,7 @@ PACKAGES = (
     "nvidia-dali-cuda120",
     "opencv-python-headless",
     "pyarrow",
+    "ray",
     "simplejpeg",
     "spdl",
     "tensorflow-cpu",

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from dataflow.actors.actor import ActorPlace, ActorResponse, BuilderActor, packed_bytes
-from dataflow.actors.cluster import Versions, connected_ray
+from dataflow.actors.cluster import BuilderActorError, Versions, connected_ray
 from dataflow.actors.reading import SentChunk, sent
 from dataflow.batch.delivered import Delivered
 from dataflow.processes.builder_main import BuilderJob, BuilderMessage, BuilderResult, CrossedError
@@ -43,7 +43,7 @@ from prefetch.errors import EngineClosedError
 from prefetch.memory.arena import Arena, rounded_bytes
 from prefetch.memory.guards import FileGuards
 from prefetch.work import Piece, Task
-from sharding.errors import DataflowError, SampleError
+from sharding.errors import SampleError
 
 if TYPE_CHECKING:
     from dataflow.dataset import ShardedDataset
@@ -58,10 +58,6 @@ _MOST_FAILED_STARTS = 3
 """Actors, one after another, that may die before they said where they are."""
 _CLOSE_S = 10.0
 """To wait for actors that were ended."""
-
-
-class BuilderActorError(DataflowError):
-    """Actors that build died, and others would die the same way."""
 
 
 @dataclass(eq=False, kw_only=True)

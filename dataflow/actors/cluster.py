@@ -19,6 +19,10 @@ class RayClusterError(DataflowError):
     """There is no Ray cluster that could build, or it runs other versions."""
 
 
+class BuilderActorError(DataflowError):
+    """Actors that build died, and others would die the same way."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Versions:
     """What must be the same in the training process and in its actors: pickles and code cross."""

@@ -23,8 +23,8 @@ from http_kit import slowstore
 from stream_kit import session_of
 
 from dataflow import DataLoader, Mixture, SampleError, ShardedDataset, ShardWriter, Shuffle
-from dataflow.actors.builders import BuilderActorError, RayBuilders
-from dataflow.actors.cluster import RayClusterError, Versions
+from dataflow.actors.builders import RayBuilders
+from dataflow.actors.cluster import BuilderActorError, RayClusterError, Versions
 from prefetch.errors import StallError
 from sharding.errors import ShardChangedError
 
