@@ -14,7 +14,6 @@ import os
 import platform
 import queue
 import threading
-from collections import defaultdict
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -68,8 +67,8 @@ class _ActorLoop(BuilderLoop):
         self._reading: dict[int, ReadingChunk] = {}
         """By number of the chunk: those whose values are read here."""
         self.messages: queue.SimpleQueue[tuple[int, int, Any]] = queue.SimpleQueue()
-        self.responses: defaultdict[int, queue.SimpleQueue[Any]] = defaultdict(queue.SimpleQueue)
-        """By number of the chunk."""
+        self.responses: dict[int, queue.SimpleQueue[Any]] = {}
+        """By number of the chunk: where the call that waits for it looks."""
 
     def run(self, job: BuilderJob) -> None:
         """Build until the process ends."""
@@ -83,7 +82,7 @@ class _ActorLoop(BuilderLoop):
     def _respond(self, kind: int, obj: Any) -> None:
         packed = pack(obj)
         response = ActorResponse(kind, packed.nbytes, packed.layout)
-        self.responses[self._chunk].put((response, packed_bytes(packed)))
+        self.responses.pop(self._chunk).put((response, packed_bytes(packed)))
 
     def _rows(self, chunk: Any, *place: Any) -> ChunkRows:
         (values,) = place
@@ -141,7 +140,7 @@ class BuilderActor:
         elif self._reader is not None and kind == BuilderMessage.BUILD:
             chunk, num_skipped = content
             content = (chunk, num_skipped, self._reader.begin(chunk))
-        responses = self._loop.responses[number]
+        responses = self._loop.responses[number] = queue.SimpleQueue()
         self._loop.messages.put((kind, number, content))
         del content, memory  # the loop has them until the chunk is built
         response, packed = responses.get()

@@ -36,6 +36,7 @@ pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(120)]
 
 TIMEOUT_S = 60.0
 STORE_BYTES = 80 << 20
+SECRET = "a-key-that-nobody-may-see"
 ROOT = Path(__file__).parents[2]
 PATHS = [str(ROOT), str(ROOT / "tests"), str(Path(__file__).parent)]
 
@@ -140,14 +141,20 @@ def test_batches_of_values_that_are_shipped_are_those_that_threads_build(
         assert [batch["n"].tolist() for _ in range(2) for batch in loader] == whole
 
 
-def test_a_full_shuffle_of_remote_shards_reads_single_values(cluster: Any, made: Make) -> None:
+def test_remote_shards_are_read_value_by_value_and_secrets_are_in_no_log(cluster: Any, made: Make) -> None:
     folder = made("tar").folder
     with slowstore(folder) as url:
         urls = [f"{url}/{shard.name}" for shard in made("tar").shards]
-        dataset = ShardedDataset(urls, decode={"cls": "int"}, columns=["cls"], transform=drawn)
+        options = {"headers": {"X-Key": SECRET}}
+        dataset = ShardedDataset(
+            urls, decode={"cls": "int"}, columns=["cls"], transform=drawn, storage_options=options
+        )
         whole = by_threads(dataset, 3, Shuffle("full"))
         with in_actors(dataset, 3, Shuffle("full")) as loader:
             assert draws(loader) == whole
+    logs = [*Path(cluster.head_node.get_logs_dir_path()).iterdir()]
+    assert logs
+    assert not [log for log in logs if log.is_file() and SECRET.encode() in log.read_bytes()]
 
 
 def test_columns_of_every_kind_cross_and_are_writable(cluster: Any, tmp_path: Path) -> None:
