@@ -36,6 +36,7 @@ PACKAGES = (
     "opencv-python-headless",
     "pillow",
     "pyarrow",
+    "ray",
     "simplejpeg",
     "spdl",
     "tensorflow-cpu",

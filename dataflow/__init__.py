@@ -9,6 +9,10 @@ if sys.platform != "linux":
     raise ImportError(f"dataflow runs on Linux only, and this is {sys.platform}")
 
 if TYPE_CHECKING:
+    from dataflow.actors.cluster import (
+        BuilderActorError as BuilderActorError,
+        RayClusterError as RayClusterError,
+    )
     from dataflow.batch.packed import PackedRows as PackedRows
     from dataflow.batch.ragged import Pad
     from dataflow.dataset import ShardedDataset
@@ -58,6 +62,7 @@ __all__ = [
 # Imported when first used: the fork server of worker processes needs none of them, nor what they import.
 _MODULES = {
     # Beside `__all__`: what one catches, what calls return, and what few give.
+    "BuilderActorError": "dataflow.actors.cluster",
     "CorruptShardError": "sharding.errors",
     "DisagreementError": "dataflow.grad.agreement",
     "LoaderStats": "dataflow.stats",
@@ -65,6 +70,7 @@ _MODULES = {
     "MissingImageSupportError": "dataflow.decode.image",
     "PackedRows": "dataflow.batch.packed",
     "RankLostError": "dataflow.grad.lost",
+    "RayClusterError": "dataflow.actors.cluster",
     "RetryPolicy": "prefetch.store.retries",
     "SampleError": "sharding.errors",
     "ShardChangedError": "sharding.errors",

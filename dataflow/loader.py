@@ -115,6 +115,9 @@ class DataLoader(WorkerLoader, Generic[D_co, B]):
             and share the global random generators with this code: what a fetch draws from those differs from
             run to run, so it should draw from `get_worker_info().rng`. "auto" stays with processes where
             values might differ. See docs/guide/workers.md.
+        builders: "ray" has `num_workers` actors of a Ray cluster build batches of shards, on other machines'
+            cores, of shards that they read (docs/guide/workers.md).
+        ship_blocks: with `builders="ray"`, have this process read, and send the stored values to the actors.
         snapshot_every_n_steps: datasets with a `state_dict` tell it every so many batches; between them a
             resumed loader fetches again what was delivered. As in torchdata's `StatefulDataLoader`.
         memory_limit: bytes, or text such as "2GB", that the loader may hold; None: 1 GiB or an eighth of
@@ -154,6 +157,8 @@ class DataLoader(WorkerLoader, Generic[D_co, B]):
         tail: Tail | None = None,
         depth: int | DepthPolicy | None = None,
         max_worker_restarts: int = 3,
+        builders: Literal["ray"] | None = None,
+        ship_blocks: bool = False,
         batching: Batching | None = None,
         mark_repeats: bool = False,
     ) -> None:
@@ -190,6 +195,8 @@ class DataLoader(WorkerLoader, Generic[D_co, B]):
                     num_workers=num_workers,
                     workers=workers,
                     max_worker_restarts=max_worker_restarts,
+                    builders=builders,
+                    ship_blocks=ship_blocks,
                     batching=batching,
                     pin_memory=pin_memory,
                     mark_repeats=mark_repeats,
@@ -210,7 +217,7 @@ class DataLoader(WorkerLoader, Generic[D_co, B]):
             if batch_sampler is not None:  # the one who gave it looks for it
                 self.__dict__["batch_sampler"] = batch_sampler
             self.num_workers, self.pin_memory = plan.num_workers, pin_memory
-            if num_workers:
+            if num_workers and plan.is_local:
                 self.check_worker_number_rationality()
             return
         num_workers = num_workers or 0
@@ -219,6 +226,8 @@ class DataLoader(WorkerLoader, Generic[D_co, B]):
             topology=topology,
             device=device,
             tail=tail,
+            builders=builders,
+            ship_blocks=ship_blocks or None,
             batching=batching,
             mark_repeats=mark_repeats or None,
             shuffle=shuffle if isinstance(shuffle, Shuffle) else None,

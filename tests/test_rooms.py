@@ -58,6 +58,7 @@ MAY_USE: dict[str, set[str]] = {
         *ORDERS - {"sharding.topology", "sharding.mixture"},
     },
     "dataflow.stream": {
+        "dataflow.actors",
         "dataflow.batch",
         "dataflow.staging",
         "dataflow.decode",
@@ -82,6 +83,14 @@ MAY_USE: dict[str, set[str]] = {
         "prefetch.memory",
         "prefetch.workers",
         *LEAVES,
+    },
+    "dataflow.actors": {
+        "dataflow.batch",
+        "dataflow.processes",
+        "dataflow.staging",
+        "prefetch.engine",
+        "prefetch.memory",
+        *DATASETS,
     },
     "dataflow.workers": {"dataflow.processes", "prefetch.memory", "prefetch.workers", *LEAVES},
     "dataflow.timing": {"sharding.topology", *LEAVES},

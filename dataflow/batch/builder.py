@@ -94,6 +94,8 @@ class BuildContext:
     """Small batches are charged together once they take so much: to charge costs as much as to make one."""
     ships_values: bool = False
     """Whether chunks are built elsewhere, and stored values are copied for it."""
+    row_bytes: int | None = None
+    """Of a row of a batch, about, where whoever builds it reads it, too; None: windows are staged here."""
     seed_globals: Callable[[int], None] | None = None
     """Seeds the global generators with a key; None: they are the training code's."""
 

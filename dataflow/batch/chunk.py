@@ -62,8 +62,10 @@ class BatchChunk:
 
     @cached_property
     def nbytes(self) -> int:
-        """Output credits; known once the windows are staged."""
+        """Output credits; known once the windows are staged, about where they are only planned."""
         outputs = self._context.outputs
+        if self._context.row_bytes is not None:
+            return rounded_bytes(self.rows.num_rows * self._context.row_bytes)
         if self._copies is not None:
             sizes = [output.row_sizes(self.rows) for output in outputs]
             return self._copies.credits_for(len(self._job_ends), largest_job(self._job_ends, sizes))

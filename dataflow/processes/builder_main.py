@@ -12,8 +12,9 @@ import pickle
 import threading
 import time
 import traceback
+from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -23,6 +24,7 @@ from numpy.typing import NDArray
 from torch.utils.data._utils import collate
 
 from dataflow.batch.builder import BatchBuilder, BuildContext, Postprocessing
+from dataflow.batch.columns import ChunkRows
 from dataflow.batch.delivered import Delivered
 from dataflow.batch.output import Output
 from dataflow.processes.batch_writer import BatchWriter
@@ -30,7 +32,7 @@ from dataflow.processes.generators import seed_by_key
 from dataflow.processes.payload import pack, read_packed
 from dataflow.processes.shipped import ShippedChunk, shipped_rows
 from prefetch.errors import EngineClosedError
-from prefetch.memory.arena import HeapKeeper
+from prefetch.memory.arena import Arena, HeapKeeper
 from prefetch.memory.guards import FileGuards
 from prefetch.work import Piece
 from prefetch.workers.shared_arena import Header, Region
@@ -126,42 +128,40 @@ class _Build:
     pieces: Iterator[Piece[Delivered]]
     num_left: int
     """Batches that were not handed over."""
-    num_passed: int
-    """Batches to make and not to hand over: another process had, before it died."""
+    num_skipped: int = 0
+    """Of those to come, the first ones, which another builder has handed over before it died."""
 
 
-class _BuilderProcess:
-    def __init__(self, start: WorkerStart) -> None:
-        self._start = start
-        self._name = f"builder process {start.worker} (pid {os.getpid()})"
-        self._header = Header(start.memory.fd)
-        self._region = Region(start.memory.fd, start.region_offset, start.region_bytes, start.region_limit)
-        self._inputs_offset = start.first_region + start.num_workers * start.region_bytes
-        self._inputs = mmap.mmap(start.memory.fd, start.region_bytes, offset=self._inputs_offset)
-        """The training process's own region, behind those of the first builders."""
+class BuilderLoop(ABC):
+    """Builds chunks one after another as messages say, and asks where it must; messages are the heir's.
+
+    `name`: of the builder, in errors.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
         self._builds: dict[int, _Build] = {}
         self._waiting: deque[tuple[int, int, Any]] = deque()
         """Messages that came before an answer."""
         self._chunk = -1
         """The one that is being built."""
-        self._writer = BatchWriter(self._region)
-        self._context: BuildContext | CrossedError
+        self._context: BuildContext | CrossedError = CrossedError(RuntimeError("not open"), None, name)
+
+    def open(self, read_job: Callable[[], BuilderJob], arena: Arena) -> None:
+        """Take what all chunks have in common; what fails there, each chunk is told."""
         try:
-            self._context = self._opened()
-        except Exception as error:  # each chunk is told
+            self._context = self._opened(read_job(), arena)
+        except Exception as error:
             self._context = CrossedError.of(error, self._name)
 
-    def _opened(self) -> BuildContext:
-        start = self._start
-        job: BuilderJob = start.inherited or read_packed(start)
+    def _opened(self, job: BuilderJob, arena: Arena) -> BuildContext:
         torch.set_default_dtype(job.default_dtype)
         collate.default_collate_fn_map.update(job.collate_map)
-        self._writer.takes_parts = not job.is_pinned
         return BuildContext(
             outputs=job.outputs,
             seed=job.seed,
             postprocessing=replace(job.postprocessing, on_bad=self._decide),
-            arena=self._region.arena,
+            arena=arena,
             guards=FileGuards(),
             on_return=lambda nbytes: lambda: None,
             closing=threading.Event(),
@@ -172,9 +172,23 @@ class _BuilderProcess:
 
     # ---- messages -----------------------------------------------------------------------------------------
 
+    @abstractmethod
+    def _receive(self) -> tuple[int, int, Any] | None:
+        """Kind, chunk and content of the next message; None: there are no more."""
+
+    @abstractmethod
+    def _respond(self, kind: int, obj: Any) -> None:
+        """Say something of the chunk that is being built."""
+
+    @abstractmethod
+    def _rows(self, chunk: Any, *place: Any) -> ChunkRows:
+        """The rows of a chunk that has come, whose values lie at a place."""
+
+    def _release(self, *, is_built: bool) -> None:  # noqa: B027  # nothing by default
+        """The chunk that is being built needs its rows no more. May raise, if it is built."""
+
     def serve(self) -> None:
-        """Do what the parent says until it says no more."""
-        self._respond(BuilderResult.READY, self._context if isinstance(self._context, CrossedError) else None)
+        """Do what the training process says until it says no more."""
         while (message := self._waiting.popleft() if self._waiting else self._receive()) is not None:
             kind, self._chunk, content = message
             del message
@@ -187,26 +201,8 @@ class _BuilderProcess:
                 return
             except Exception as error:
                 self._builds.pop(self._chunk, None)
+                self._release(is_built=False)
                 self._respond(BuilderResult.ERROR, CrossedError.of(error, self._name))
-
-    def _receive(self) -> tuple[int, int, Any] | None:
-        try:
-            data = self._start.tasks.recv_bytes()
-        except (EOFError, OSError):
-            return None
-        if not data or self._header.get(Header.STOP):
-            return None
-        kind, chunk, content, returned = pickle.loads(data)
-        for offset in returned:
-            self._region.take_back(offset)
-        return kind, chunk, content
-
-    def _respond(self, kind: int, obj: Any) -> None:
-        offset, packed = self._writer.put(obj)
-        layout, placed = packed.layout, len(packed.placed)
-        self._start.respond(
-            BuilderResponse(kind, self._start.worker, self._chunk, offset, packed.nbytes, *layout, placed)
-        )
 
     def _ask(self, *question: Any) -> Any:
         """What the training process says to a question about the chunk that is being built."""
@@ -232,39 +228,90 @@ class _BuilderProcess:
 
     # ---- building -----------------------------------------------------------------------------------------
 
-    def _begin(self, chunk: ShippedChunk, offset: int, nbytes: int, num_passed: int) -> _Build:
+    def _begin(self, chunk: Any, num_skipped: int, *place: Any) -> _Build:
         if isinstance(self._context, CrossedError):
             raise self._context.restored()
-        memory: NDArray[np.uint8] = np.frombuffer(
-            self._inputs, np.uint8, nbytes, offset - self._inputs_offset
-        )
-        rows = shipped_rows(chunk, memory, self._error_of)
-        builder = BatchBuilder(self._context, chunk.plan, rows)
+        builder = BatchBuilder(self._context, chunk.plan, self._rows(chunk, *place))
         for decode in builder.begin():
             decode()
-        return _Build(builder.finish(), len(chunk.plan.sizes) - num_passed, num_passed)
+        return _Build(builder.finish(), len(chunk.plan.sizes) - num_skipped, num_skipped)
 
     def _go_on(self, build: _Build) -> None:
         """Make the next batches, and hand them over."""
         began_s = time.perf_counter()
-        while True:
-            piece = next(build.pieces)
-            made = [tuple(delivered) for delivered in piece.batches]
-            batches = made[build.num_passed :]
-            build.num_passed -= len(made) - len(batches)
-            if batches:
-                break
-        heap_bytes = piece.heap_bytes
-        del piece, made
+        batches, heap_bytes = _next_batches(build)
         build.num_left -= len(batches)
         if not build.num_left:
             for _ in build.pieces:
                 pass
             self._builds.pop(self._chunk)
+            self._release(is_built=True)
         self._respond(
             BuilderResult.BATCHES,
             (batches, heap_bytes, not build.num_left, time.perf_counter() - began_s),
         )
+
+
+def _next_batches(build: _Build) -> tuple[list[tuple[Any, ...]], int]:
+    """The next ones that were not handed over, and their bytes on the heap."""
+    for piece in build.pieces:
+        batches = [tuple(delivered) for delivered in piece.batches]
+        new = batches[build.num_skipped :]
+        build.num_skipped -= len(batches) - len(new)
+        if new:
+            return new, piece.heap_bytes
+    raise AssertionError("a chunk has fewer batches than planned")
+
+
+class _BuilderProcess(BuilderLoop):
+    """The loop of a builder process: pipes for messages, a region of shared memory for batches."""
+
+    def __init__(self, start: WorkerStart) -> None:
+        super().__init__(f"builder process {start.worker} (pid {os.getpid()})")
+        self._start = start
+        self._header = Header(start.memory.fd)
+        self._region = Region(start.memory.fd, start.region_offset, start.region_bytes, start.region_limit)
+        self._inputs_offset = start.first_region + start.num_workers * start.region_bytes
+        self._inputs = mmap.mmap(start.memory.fd, start.region_bytes, offset=self._inputs_offset)
+        """The training process's own region, behind those of the first builders."""
+        self._writer = BatchWriter(self._region)
+        self.open(self._read_job, self._region.arena)
+
+    def _read_job(self) -> BuilderJob:
+        job: BuilderJob = self._start.inherited or read_packed(self._start)
+        self._writer.takes_parts = not job.is_pinned
+        return job
+
+    def serve(self) -> None:
+        """Say that it is there, or why it cannot build, and do as others do."""
+        self._respond(BuilderResult.READY, self._context if isinstance(self._context, CrossedError) else None)
+        super().serve()
+
+    def _receive(self) -> tuple[int, int, Any] | None:
+        try:
+            data = self._start.tasks.recv_bytes()
+        except (EOFError, OSError):
+            return None
+        if not data or self._header.get(Header.STOP):
+            return None
+        kind, chunk, content, returned = pickle.loads(data)
+        for offset in returned:
+            self._region.take_back(offset)
+        return kind, chunk, content
+
+    def _respond(self, kind: int, obj: Any) -> None:
+        offset, packed = self._writer.put(obj)
+        layout, placed = packed.layout, len(packed.placed)
+        self._start.respond(
+            BuilderResponse(kind, self._start.worker, self._chunk, offset, packed.nbytes, *layout, placed)
+        )
+
+    def _rows(self, chunk: ShippedChunk, *place: Any) -> ChunkRows:
+        offset, nbytes = place
+        memory: NDArray[np.uint8] = np.frombuffer(
+            self._inputs, np.uint8, nbytes, offset - self._inputs_offset
+        )
+        return shipped_rows(chunk, memory, self._error_of)
 
 
 def never(error: SampleError) -> bool:

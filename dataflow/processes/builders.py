@@ -16,7 +16,7 @@ import heapq
 import logging
 import pickle
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing.context import BaseContext
@@ -39,6 +39,7 @@ from dataflow.processes.builder_main import (
 from dataflow.processes.payload import MESSAGE_HEAD, PackedObject, pack, unpack, write_packed
 from dataflow.processes.server import server_needs, start_context
 from dataflow.processes.shipped import ShippedChunk, ship
+from dataflow.staging.window import StagedWindow
 from prefetch.engine.builders import Build, CopyStats
 from prefetch.engine.pool import PriorityPool
 from prefetch.engine.stats import StageStats
@@ -70,6 +71,7 @@ class ShippableChunk(Protocol):
 
     plan: ChunkPlan
     rows: ChunkRows
+    needs: Sequence[StagedWindow]
 
     def end(self) -> None:
         """All is built. Raises if the bytes of its windows may have changed."""
@@ -98,8 +100,7 @@ class _Assigned:
     """Whether it is built or waits for it; else the engine has laid it aside."""
     num_added: int = 0
     """Batches that were handed over."""
-    decisions: dict[str, Any] = field(default_factory=dict)
-    """What was decided about its bad samples, by their errors."""
+    answers: BuildAnswers = field(default_factory=lambda: BuildAnswers())
     deaths: list[WorkerDiedError] = field(default_factory=list)
     """Of the processes that were at it."""
 
@@ -312,6 +313,7 @@ class ProcessBuilders:
             lost = [one for _, one in sorted(self._assigned.items()) if one.process == process]
             for assigned in lost:
                 assigned.process = None
+                assigned.answers.begin_again()
         active = [assigned for assigned in lost if assigned.is_active]
         for assigned in active[:1]:
             assigned.deaths.append(error)
@@ -384,7 +386,7 @@ class ProcessBuilders:
             assigned.process = process
             self._assigned[build.number] = assigned
         offset = self._region.offset_of(memory.__array_interface__["data"][0])
-        content = assigned.shipped, offset, len(memory), assigned.num_added
+        content = assigned.shipped, assigned.num_added, offset, len(memory)
         self._send(process, BuilderMessage.BUILD, build.number, content)
 
     def _send(self, process: int, kind: int, number: int, content: Any) -> None:
@@ -415,10 +417,7 @@ class ProcessBuilders:
         if assigned is None or assigned.process != process:
             return
         if response.kind == BuilderResult.QUESTION:
-            try:
-                answer = self._answer(assigned, obj)
-            except Exception as error:  # of a function given as `on_error`: it ends this chunk alone
-                answer = CrossedError.of(error, "the training process")
+            answer = assigned.answers.to(obj, assigned.build, self._decide)
             self._send(process, BuilderMessage.ANSWER, number, answer)
         elif response.kind == BuilderResult.ERROR:
             self._end(assigned, obj.restored())
@@ -454,15 +453,42 @@ class ProcessBuilders:
                 error = caught
         build.end(error)
 
-    def _answer(self, assigned: _Assigned, question: tuple[Any, ...]) -> Any:
-        kind, *arguments = question
+
+class BuildAnswers:
+    """What a builder elsewhere was answered about a chunk, in order. Used by one thread.
+
+    One that builds the chunk anew asks the same questions, and nothing may be decided and counted twice.
+    """
+
+    def __init__(self) -> None:
+        self._answers: list[Any] = []
+        self._num_asked = 0
+
+    def begin_again(self) -> None:
+        """Another builder has the chunk."""
+        self._num_asked = 0
+
+    def to(
+        self, question: tuple[Any, ...], build: Build[Delivered], decide: Callable[[SampleError], bool]
+    ) -> Any:
+        """The answer: what an error says, or whether a sample is left out, and its notes.
+
+        What a function given as `on_error` raises ends this chunk alone.
+        """
+        if self._num_asked == len(self._answers):
+            self._answers.append(_answer(question, build, decide))
+        self._num_asked += 1
+        return self._answers[self._num_asked - 1]
+
+
+def _answer(question: tuple[Any, ...], build: Build[Delivered], decide: Callable[[SampleError], bool]) -> Any:
+    kind, *arguments = question
+    try:
         if kind == "error":
-            return cast("ShippableChunk", assigned.build.chunk).rows.sample_error(*arguments)
+            return cast("ShippableChunk", build.chunk).rows.sample_error(*arguments)
         (crossed,) = arguments
         error = crossed.restored()
-        num_notes, decisions = len(getattr(error, "__notes__", ())), assigned.decisions
-        text = str(error)
-        if text not in decisions:  # else a process asked that has died, and it is counted
-            is_left_out = self._decide(error)
-            decisions[text] = is_left_out, getattr(error, "__notes__", [])[num_notes:]
-        return decisions[text]
+        num_notes = len(getattr(error, "__notes__", ()))
+        return decide(error), getattr(error, "__notes__", [])[num_notes:]
+    except Exception as raised:
+        return CrossedError.of(raised, "the training process")

@@ -2,7 +2,7 @@
 
 Windows of local files whose values lie in the stored bytes are mapped; of a full shuffle, which takes few
 samples of many blocks, only the values wanted are read, where the format can tell where they lie; all other
-windows are read in whole blocks.
+windows are read in whole blocks. Where builders read by themselves, windows are only planned.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from dataflow.staging.columns import ALIGN
 from dataflow.staging.mapped import MappedWindow, can_map_windows
+from dataflow.staging.planned import PlannedWindow
 from dataflow.staging.reading import ReadWindow, SparseWindow
 from dataflow.staging.source import Source
 from dataflow.staging.window import NotLocatableError, StagedWindow
@@ -97,12 +98,19 @@ class Stager:
         arena: where windows lie.
         num_readers: threads that will read a window's blocks.
         limit_bytes: the memory limit; a window of a full shuffle may take an eighth of it.
+        reads: whether windows are read; else they are only planned.
     """
 
     def __init__(
-        self, sources: Sequence[Source], arena: Arena, *, num_readers: int, limit_bytes: int
+        self,
+        sources: Sequence[Source],
+        arena: Arena,
+        *,
+        num_readers: int,
+        limit_bytes: int,
+        reads: bool = True,
     ) -> None:
-        self._sources, self._arena, self._limit_bytes = sources, arena, limit_bytes
+        self._sources, self._arena, self._limit_bytes, self._reads = sources, arena, limit_bytes, reads
         self._num_readers, self._full_window_bytes = num_readers, limit_bytes // 8
         self._mapped = [can_map_windows(source) for source in sources]
 
@@ -170,7 +178,7 @@ class Stager:
         if indices is None:
             indices = np.arange(len(row))
         whole = not isinstance(units, FullWindows)
-        if not whole and not self._mapped[source.number]:
+        if self._reads and not whole and not self._mapped[source.number]:
             window = self._stage_sparse(source, blocks, ordinal, row, indices, units.window_length(number))
             if window is not None:
                 return window
@@ -192,6 +200,8 @@ class Stager:
         whole: bool,
     ) -> StagedWindow:
         """A window of whole blocks, of which only the rows `needed` are used; None for all."""
+        if not self._reads:
+            return PlannedWindow(source, self._arena, _blocks(source, blocks), rows)
         if self._mapped[source.number]:
             with suppress(NotLocatableError):
                 return MappedWindow(

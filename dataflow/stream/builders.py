@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -24,6 +24,7 @@ from prefetch.memory.copies import Copies
 
 if TYPE_CHECKING:
     from dataflow.processes.auto import AutoBuilders
+    from dataflow.processes.builder_main import BuilderJob
     from dataflow.processes.builders import ProcessBuilders
 
 
@@ -32,17 +33,24 @@ class BuilderPlan:
     """Who builds."""
 
     workers: str
-    """"main" (the consumer), "thread", "process", or "auto": threads, until a trial decides."""
+    """"main" (the consumer), "thread", "process", "ray", or "auto": threads, until a trial decides."""
     num_workers: int
     """0: the consumer."""
     reason: str
     copies_only: bool = False
     """Whether batches are copies, which compiled code makes."""
+    reads: bool = False
+    """Whether builders read blocks by themselves."""
 
     @property
     def num_processes(self) -> int:
         """Builders that are processes, or may become such."""
-        return self.num_workers if self.workers in ("process", "auto") else 0
+        return self.num_workers if self.workers in ("process", "auto", "ray") else 0
+
+    @property
+    def is_local(self) -> bool:
+        """Whether builders are threads or processes of this machine."""
+        return self.workers != "ray"
 
 
 def plan_builders(plan: StreamPlan, settings: StreamSettings, *, local_ranks: int) -> BuilderPlan:
@@ -58,8 +66,12 @@ def plan_builders(plan: StreamPlan, settings: StreamSettings, *, local_ranks: in
     if copies_only:
         # One core is left to the consumer, who copies too while it waits.
         text = "batches are copies alone, which compiled threads make without the interpreter lock"
-        copying = number or max(1, cores - 1)
+        copying = (settings.builders is None and number) or max(1, cores - 1)
         return BuilderPlan(workers="thread", num_workers=copying, reason=text, copies_only=True)
+    if settings.builders == "ray":
+        assert number is not None
+        reads = not settings.ship_blocks
+        return BuilderPlan(workers="ray", num_workers=number, reason='builders="ray"', reads=reads)
     if workers is None and number is not None:
         workers = "process"
     if workers == "process":
@@ -89,7 +101,7 @@ def _may_hold_lock(dataset: ShardedDataset | Mixture, settings: StreamSettings) 
 
 def warm_up(plan: BuilderPlan) -> None:
     """Start what builder processes come from, while this process has one thread and can be forked."""
-    if plan.num_processes:
+    if plan.num_processes and plan.is_local:
         from dataflow.processes.builders import warm_up
 
         warm_up(is_needed=plan.workers == "process")
@@ -105,6 +117,7 @@ class BuilderOpening:
         memory: what the loader's sessions have decided.
         limit_bytes: of the session.
         is_pinned: whether slots are page-locked.
+        datasets: of the stream.
         max_restarts: how many processes may be replaced.
     """
 
@@ -117,8 +130,10 @@ class BuilderOpening:
         memory: ChoiceMemory,
         limit_bytes: int,
         is_pinned: bool,
+        datasets: Sequence[ShardedDataset],
         max_restarts: int,
     ) -> None:
+        self._datasets = datasets
         self.plan, self._context, self._ledger, self._memory = plan, context, ledger, memory
         self._opened: AutoBuilders | None = None
         self._limit_bytes, self._is_pinned, self._max_restarts = limit_bytes, is_pinned, max_restarts
@@ -131,6 +146,8 @@ class BuilderOpening:
             return self._opened
         if plan.workers in ("process", "auto"):
             return self._processes(None)
+        if plan.workers == "ray":
+            return self._actors()
         num_threads = min(1, plan.num_workers) if copies else plan.num_workers
         return ThreadBuilders(num_threads, copies=copies, initializer=one_torch_thread)
 
@@ -156,23 +173,11 @@ class BuilderOpening:
         )
 
     def _processes(self, on_start: Callable[[BaseException | None], None] | None) -> ProcessBuilders:
-        from dataflow.processes.batch_writer import collate_map_changes
-        from dataflow.processes.builder_main import BuilderJob, never
         from dataflow.processes.builders import ProcessBuilders
 
         context = self._context
-        job = BuilderJob(
-            outputs=context.outputs,
-            postprocessing=replace(context.postprocessing, on_bad=never),
-            seed=context.seed,
-            charge_bytes=context.charge_bytes,
-            limit_bytes=self._limit_bytes,
-            is_pinned=self._is_pinned,
-            collate_map=collate_map_changes(),
-            default_dtype=torch.get_default_dtype(),
-        )
         builders = ProcessBuilders(
-            job,
+            self._job(),
             self.plan.num_workers,
             guards=context.guards,
             decide=context.postprocessing.on_bad,
@@ -183,3 +188,34 @@ class BuilderOpening:
         )
         self._ledger.settle_first(builders.file.settle)
         return builders
+
+    def _actors(self) -> Builders[Delivered]:
+        from dataflow.actors.builders import RayBuilders
+
+        context = self._context
+        return RayBuilders(
+            self._job(),
+            self.plan.num_workers,
+            guards=context.guards,
+            decide=context.postprocessing.on_bad,
+            arena=context.arena,
+            on_return=context.on_return,
+            datasets=self._datasets if self.plan.reads else (),
+            initializer=one_torch_thread,
+        )
+
+    def _job(self) -> BuilderJob:
+        from dataflow.processes.batch_writer import collate_map_changes
+        from dataflow.processes.builder_main import BuilderJob, never
+
+        context = self._context
+        return BuilderJob(
+            outputs=context.outputs,
+            postprocessing=replace(context.postprocessing, on_bad=never),
+            seed=context.seed,
+            charge_bytes=context.charge_bytes,
+            limit_bytes=self._limit_bytes,
+            is_pinned=self._is_pinned,
+            collate_map=collate_map_changes(),
+            default_dtype=torch.get_default_dtype(),
+        )

@@ -128,7 +128,13 @@ class Session:
         self._closed = False
         self._num_taken, self._last_taken_s = 0, self._now()
         ledger = self.ledger
-        stager = Stager(self.sources, self.arena, num_readers=ahead.num_readers.value, limit_bytes=limit)
+        stager = Stager(
+            self.sources,
+            self.arena,
+            num_readers=ahead.num_readers.value,
+            limit_bytes=limit,
+            reads=not builder_plan.reads,
+        )
         engine_options = EngineOptions(
             num_readers=ahead.num_readers.value,
             depth=ahead.depth,
@@ -154,6 +160,7 @@ class Session:
             heap=HeapKeeper(limit),
             charge_bytes=ahead.charge_bytes.value,
             ships_values=builder_plan.num_processes > 0,
+            row_bytes=_batch_bytes(plan) // plan.samples_per_batch if builder_plan.reads else None,
         )
         stream = Stream(plan, stager, context, copies=copies, batches_per_chunk=ahead.batches_per_chunk.value)
         self._opening = BuilderOpening(
@@ -163,6 +170,7 @@ class Session:
             memory=options.choices,
             limit_bytes=limit,
             is_pinned=pinned,
+            datasets=dataset.sources,
             max_restarts=settings.max_worker_restarts,
         )
         with setting_kept():

@@ -59,6 +59,10 @@ class StreamSettings:
     max_worker_restarts: int = 3
     """Builder processes that are replaced when they die, each with a warning, and their batches built again.
     One more that dies, or a second one on the same batches, is an error; 0: the first one is."""
+    builders: Literal["ray"] | None = None
+    """"ray": builders are actors of a Ray cluster, `num_workers` of them."""
+    ship_blocks: bool = False
+    """Whether the training process reads for such actors, and sends them values; else they read."""
     batching: Batching | None = None
     """`Packed(...)`, `TokenBudget(...)` or `Bucketed(...)`: batches by the lengths of samples. `transform`
     and `collate_fn` then go together, and not with `Packed`. See docs/guide/batching.md."""
@@ -96,6 +100,16 @@ class StreamSettings:
         if self.num_workers == 0 and self.workers is not None:
             raise ValueError(
                 f"num_workers=0 builds batches where they are asked for, without workers={self.workers!r}"
+            )
+        if self.builders not in (None, "ray"):
+            raise ValueError(f'builders must be "ray" or None, got {self.builders!r}')
+        if self.ship_blocks and self.builders is None:
+            raise ValueError(
+                'ship_blocks=True is for builders="ray": other builders are given what was read here'
+            )
+        if self.builders == "ray" and (not self.num_workers or self.workers is not None):
+            raise ValueError(
+                'builders="ray" takes num_workers= above 0, the number of its actors, and no workers='
             )
         if self.max_worker_restarts < 0:
             raise ValueError(f"max_worker_restarts must be >= 0, got {self.max_worker_restarts}")

@@ -1,0 +1,480 @@
+"""Builders that are actors of a Ray cluster: they get chunks, and give back batches by Ray's object store.
+
+One thread hands out, as with processes (`dataflow.processes.builders`): it sends a chunk, with the stored
+values or without where actors read by themselves (`reading`), to the actor that has least to do, and takes
+what comes back; Ray's own thread only puts what has come into a queue. A chunk's credits cover what is
+shipped; what comes back is charged when its size is known, before it is asked for, is copied into a slot, and
+leaves Ray's store at once.
+
+Whatever happens to an actor, each build comes to its end. Plan, windows and decisions about bad samples stay
+here, so an actor that dies, alone or with its machine, costs time only: its chunks are built again by others,
+from the first batch that was not handed over, with the same answers, and another actor is asked for. Actors
+that the cluster has no room for yet are used once they are there. Each rank has actors of its own, which
+know of no others and end with it: trainers share a cluster as Ray shares out its CPUs.
+"""
+
+from __future__ import annotations
+
+import heapq
+import logging
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from concurrent import futures
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+
+from dataflow.actors.actor import ActorPlace, ActorResponse, BuilderActor, packed_bytes
+from dataflow.actors.cluster import BuilderActorError, Versions, connected_ray
+from dataflow.actors.reading import SentChunk, sent
+from dataflow.batch.delivered import Delivered
+from dataflow.processes.builder_main import BuilderJob, BuilderMessage, BuilderResult, CrossedError
+from dataflow.processes.builders import BuildAnswers, ShippableChunk
+from dataflow.processes.payload import pack, unpack
+from dataflow.processes.shipped import ShippedChunk, ship
+from prefetch.engine.builders import Build, CopyStats
+from prefetch.engine.pool import PriorityPool
+from prefetch.engine.stats import StageStats
+from prefetch.errors import EngineClosedError
+from prefetch.memory.arena import Arena, rounded_bytes
+from prefetch.memory.guards import FileGuards
+from prefetch.work import Piece, Task
+from sharding.errors import SampleError
+
+if TYPE_CHECKING:
+    from dataflow.dataset import ShardedDataset
+
+_log = logging.getLogger("dataflow")
+
+_ASSIGNED = 2
+"""Chunks that an actor has at a time: one that it builds, and one on its way."""
+_MOST_DEATHS = 2
+"""Actors that may die while they have a chunk, before it is taken to be the cause."""
+_MOST_FAILED_STARTS = 3
+"""Actors, one after another, that may die before they said where they are."""
+_CLOSE_S = 10.0
+"""To wait for actors that were ended."""
+
+
+@dataclass(eq=False, kw_only=True)
+class _Actor:
+    """An actor, from when Ray is asked for it."""
+
+    handle: Any
+    name: str
+    end: futures.Future[Any]
+    """Fails when it dies."""
+    windows: frozenset[tuple[int, int]] = frozenset()
+    """Those of the newest chunk that it was sent, by source and first block."""
+    is_ready: bool = False
+    is_lost: bool = False
+
+
+@dataclass(eq=False, kw_only=True)
+class _ActorBuild:
+    """A build that was handed out, and what must outlive the actor that has it."""
+
+    build: Build[Delivered]
+    actor: _Actor | None = None
+    """None: it waits for one."""
+    is_active: bool = True
+    """Whether it is built or waits for it; else the engine has laid it aside."""
+    num_delivered: int = 0
+    """Batches that the engine has."""
+    charged_bytes: int = 0
+    """Of the batches that are asked for."""
+    answers: BuildAnswers = field(default_factory=BuildAnswers)
+    deaths: list[str] = field(default_factory=list)
+    """Names of actors that died with it."""
+
+
+class RayBuilders:
+    """`Builders` that are actors of a Ray cluster.
+
+    Args:
+        job: what all chunks have in common.
+        num_builders: actors to ask for.
+        guards: keep mapped files at their length while their values are copied.
+        decide: whether a bad sample is left out.
+        arena: where values lie until Ray has them, and then batches.
+        on_return: bytes of a slot -> what is called when its last view dies.
+        datasets: whose shards actors read by themselves; none: values are shipped.
+        initializer: runs first in the thread that hands out.
+
+    Raises `RayClusterError`, `ImportError` without Ray, `ValueError` for functions that cannot be sent.
+    """
+
+    def __init__(
+        self,
+        job: BuilderJob,
+        num_builders: int,
+        *,
+        guards: FileGuards,
+        decide: Callable[[SampleError], bool],
+        arena: Arena,
+        on_return: Callable[[int], Task],
+        datasets: Sequence[ShardedDataset] = (),
+        initializer: Task | None = None,
+    ) -> None:
+        self.num_builders = num_builders
+        self._outputs, self._guards, self._decide = job.outputs, guards, decide
+        self._arena, self._on_return, self._ships = arena, on_return, not datasets
+        try:
+            packed = pack((job, list(datasets)), by_value=True)  # our main module is not theirs
+        except Exception as error:
+            raise ValueError(
+                f"a function that builds batches cannot be sent to Ray actors ({error}): make what it uses "
+                'inside of it, or have threads build: leave out builders="ray"'
+            ) from error
+        self._ray = connected_ray()
+        self._job, self._layout = packed_bytes(packed), packed.layout
+        self._remote = self._ray.remote(BuilderActor).options(
+            num_cpus=1, max_restarts=0, max_task_retries=0, max_concurrency=_ASSIGNED + 2
+        )
+        self._lock = threading.Lock()  # guards the builds, the failure, the actors and the counts
+        self._tasks: list[tuple[int, _ActorBuild]] = []
+        """Builds that wait for an actor, most urgent first."""
+        self._resumed: list[_ActorBuild] = []
+        """Builds that the engine lets go on."""
+        self._assigned: dict[int, _ActorBuild] = {}
+        """By number of the chunk."""
+        self._actors: list[_Actor] = []
+        self._failure: BaseException | None = None
+        self._busy_s, self._num_done = 0.0, 0
+        self._num_started = self._num_failed_starts = 0
+        self._is_stopped = self._is_closed = False
+        self._events: queue.SimpleQueue[Task] = queue.SimpleQueue()
+        """What has come, for the thread that hands out. Ray's thread and the engine put it there."""
+        for _ in range(num_builders):
+            self._start_actor()
+        self._thread = PriorityPool(1, "dataflow-hand-out", initializer=initializer)
+        self._thread.submit(0, self._run)
+
+    # ---- for the engine -----------------------------------------------------------------------------------
+
+    def build(self, build: Build[Delivered]) -> None:
+        """See `Builders`."""
+        with self._lock:
+            if build.progress is None:
+                heapq.heappush(self._tasks, (build.number, _ActorBuild(build=build)))
+            else:
+                self._resumed.append(build.progress)
+        self._events.put(_nothing)
+
+    @property
+    def needs_consumer(self) -> bool:
+        """See `Builders`."""
+        return False
+
+    def work(self) -> None:
+        """See `Builders`."""
+
+    def copy_stats(self) -> CopyStats:
+        """See `Builders`."""
+        return CopyStats()
+
+    def places(self) -> list[str]:
+        """See `Builders`."""
+        with self._lock:
+            if not any(actor.is_ready for actor in self._actors):
+                return [
+                    f"by none of the {self.num_builders} Ray actors asked for so far: each needs a free CPU "
+                    "of the cluster and some seconds to start; `ray status` shows what there is"
+                ]
+            builds = [one for one in self._assigned.values() if one.is_active]
+            return [f"in {name}" for name in dict.fromkeys(one.actor.name for one in builds if one.actor)]
+
+    def stats(self) -> StageStats:
+        """See `Builders`."""
+        with self._lock:
+            return StageStats(self.num_builders, self._busy_s, self._num_done, len(self._tasks))
+
+    @property
+    def runs_here(self) -> bool:
+        """See `Builders`."""
+        return self._thread.runs_here
+
+    def stop(self) -> None:
+        """See `Builders`."""
+        self._is_stopped = True
+        self._events.put(_nothing)
+        self._thread.stop()
+
+    def close(self) -> object:
+        """See `Builders`."""
+        self.stop()
+        self._thread.close()
+        if not self._is_closed:
+            self._is_closed = True
+            for one in self._assigned.values():
+                one.build.progress = None  # nobody would see that they only refer to each other
+            self._assigned.clear()
+            self._tasks.clear()
+            self._kill_all()
+            futures.wait([actor.end for actor in self._actors], _CLOSE_S)
+            self._actors.clear()
+        return None
+
+    # ---- actors -------------------------------------------------------------------------------------------
+
+    def _start_actor(self) -> None:
+        """Ask for one more; it is used once it has said where it is."""
+        handle = self._remote.remote()
+        name = f"Ray actor {self._num_started}"
+        self._num_started += 1
+        actor = _Actor(handle=handle, name=name, end=handle.outlive.remote().future())
+        with self._lock:
+            self._actors.append(actor)
+        # Before it is there for the others, what its end calls is set: it may be dead already.
+        self._when_there(handle.place.remote().future(), partial(self._welcome, actor))
+        self._when_there(actor.end, partial(self._mourn, actor))
+
+    def _welcome(self, actor: _Actor, place: futures.Future[ActorPlace]) -> None:
+        """An actor has begun."""
+        if actor.is_lost or place.exception() is not None:
+            return  # its end is heard of, too
+        pid, node, versions = place.result()
+        actor.name += f" (pid {pid} on {node})"
+        Versions.here().check(versions, actor.name)
+        opened = actor.handle.open.remote(actor.name, self._job, self._layout).future()
+        self._when_there(opened, partial(self._use, actor))
+
+    def _use(self, actor: _Actor, opened: futures.Future[CrossedError | None]) -> None:
+        """An actor can be sent chunks, unless it cannot read the shards, or lacks a module."""
+        if actor.is_lost or opened.exception() is not None:
+            return
+        failure = opened.result()
+        if failure is not None:
+            raise failure.restored()
+        self._num_failed_starts, actor.is_ready = 0, True
+
+    def _mourn(self, actor: _Actor, end: futures.Future[Any]) -> None:
+        self._lose(actor, end.exception())
+
+    def _lose(self, actor: _Actor, error: BaseException | None) -> None:
+        """Have what an actor had built by others, and ask for another one."""
+        if actor.is_lost or self._is_stopped or self._failure is not None:
+            return
+        actor.is_lost = True
+        self._kill(actor)  # where only the way to it is lost: nobody would use it any more
+        with self._lock:
+            self._actors.remove(actor)
+            orphans = [one for one in self._assigned.values() if one.actor is actor]
+        if not actor.is_ready:
+            self._num_failed_starts += 1
+            if self._num_failed_starts >= _MOST_FAILED_STARTS:
+                raise BuilderActorError(
+                    "Ray actors die before they have begun (is dataflow-loader[ray] installed on all "
+                    f"nodes?): {error}"
+                ) from error
+        _log.warning("%s has died: %s; its chunks are built by others", actor.name, _first_line(error))
+        for one in orphans:
+            self._requeue(one, actor, error)
+        self._start_actor()
+
+    def _requeue(self, one: _ActorBuild, actor: _Actor, error: BaseException | None) -> None:
+        """A chunk of a dead actor waits for another; one that is laid aside when the engine says so."""
+        one.actor = None
+        one.answers.begin_again()
+        if self._is_own_death(error):
+            one.deaths.append(actor.name)
+        if len(one.deaths) >= _MOST_DEATHS:
+            chunk = cast("ShippableChunk", one.build.chunk)
+            first = chunk.plan.first_batch
+            failure = BuilderActorError(
+                f"batches {first} to {first + len(chunk.plan.sizes) - 1} of epoch {chunk.plan.epoch} are not "
+                f"built: {' and '.join(one.deaths)} died with them"
+            )
+            failure.__cause__ = error
+            self._end(one, failure)
+        elif one.is_active:
+            with self._lock:
+                heapq.heappush(self._tasks, (one.build.number, one))
+
+    def _is_own_death(self, error: BaseException | None) -> bool:
+        """Whether an actor died by itself: not with its machine, nor because the way there is lost."""
+        return isinstance(error, self._ray.exceptions.ActorDiedError) and "node has died" not in str(error)
+
+    def _kill_all(self) -> None:
+        for actor in self._actors:
+            self._kill(actor)
+
+    def _kill(self, actor: _Actor) -> None:
+        with suppress(Exception):  # the cluster may be gone
+            self._ray.kill(actor.handle)
+
+    # ---- the thread that hands out ------------------------------------------------------------------------
+
+    def _when_there(self, result: futures.Future[Any], then: Callable[[Any], None]) -> None:
+        """Have the thread that hands out deal with a result once it has come."""
+        result.add_done_callback(lambda there: self._events.put(partial(then, there)))
+
+    def _run(self) -> None:
+        while not self._is_stopped:
+            try:
+                self._hand_out()
+                self._events.get()()  # no name keeps it: it holds memory of Ray's store
+            except Exception as error:  # versions, or no actor can live: that ends all
+                self._fail(error)
+        self._kill_all()  # here, too: after a time-out nobody waits for us
+
+    def _fail(self, error: BaseException) -> None:
+        """End all builds, and those to come."""
+        with self._lock:
+            self._failure = self._failure or error
+            assigned = [*self._assigned.values()]
+            self._assigned.clear()
+        for one in assigned:
+            one.build.end(error)
+
+    def _hand_out(self) -> None:
+        """Send what may go on, then new chunks while an actor has room for one."""
+        with self._lock:
+            resumed, self._resumed = self._resumed, []
+        for one in resumed:
+            one.is_active = True
+            if one.actor is None:
+                with self._lock:
+                    heapq.heappush(self._tasks, (one.build.number, one))
+            else:
+                self._send(one, BuilderMessage.GO_ON)
+        while (found := self._next_task()) is not None:
+            self._ship(*found)
+
+    def _next_task(self) -> tuple[_ActorBuild, _Actor] | None:
+        """The most urgent build, and the actor that has least to do."""
+        with self._lock:
+            failure, tasks = self._failure, self._tasks
+            if failure is None:
+                actor = self._idlest(tasks[0][1]) if tasks else None
+                return None if actor is None else (heapq.heappop(tasks)[1], actor)
+            self._tasks = []
+        for _, one in tasks:
+            one.build.end(failure)
+        return None
+
+    def _idlest(self, one: _ActorBuild) -> _Actor | None:
+        """The actor that has least to do, of several one that has had a window of the chunk. Locked."""
+        loads = {actor: 0 for actor in self._actors if actor.is_ready}
+        for other in self._assigned.values():
+            if other.actor is not None:
+                loads[other.actor] += other.is_active
+        needs = _window_names(one)
+        idlest = min(loads, key=lambda actor: (loads[actor], actor.windows.isdisjoint(needs)), default=None)
+        return None if idlest is None or loads[idlest] >= _ASSIGNED else idlest
+
+    def _ship(self, one: _ActorBuild, actor: _Actor) -> None:
+        """Send a chunk; where the actor does not read, its values are in Ray's store when this returns."""
+        chunk = cast("ShippableChunk", one.build.chunk)
+        try:
+            if one.build.is_cancelled:
+                raise EngineClosedError("the loader was closed while the batch was built")
+            shipped: ShippedChunk | SentChunk
+            memory = None
+            if self._ships:
+                with self._guards.loading():
+                    shipped, memory = ship(chunk.plan, chunk.rows, self._outputs, self._arena)
+            else:
+                shipped = sent(chunk.plan, chunk.rows)
+        except BaseException as error:
+            self._end(one, error)
+            return
+        one.build.progress, one.actor, actor.windows = one, actor, _window_names(one)
+        with self._lock:
+            self._assigned[one.build.number] = one
+        self._send(one, BuilderMessage.BUILD, (shipped, one.num_delivered), memory)
+
+    def _send(self, one: _ActorBuild, kind: int, content: Any = None, memory: Any = None) -> None:
+        actor = one.actor
+        assert actor is not None
+        call = actor.handle.handle.options(num_returns=2)
+        response, packed = call.remote(kind, one.build.number, content, memory)
+        self._when_there(response.future(), partial(self._charge, one, actor, packed))
+
+    def _charge(
+        self, one: _ActorBuild, actor: _Actor, packed: Any, response: futures.Future[ActorResponse]
+    ) -> None:
+        """An actor has said how much it has to hand over: take credits, and ask for it."""
+        if not self._is_there(one, actor, response):
+            return
+        head = response.result()
+        more_bytes = rounded_bytes(head.nbytes) - one.charged_bytes
+        # Built anew, it has its credits already, and maybe a few bytes too many of them.
+        if head.kind == BuilderResult.BATCHES and more_bytes > 0:
+            one.charged_bytes += more_bytes
+            one.build.add(Piece(slot_bytes=more_bytes))
+        self._when_there(packed.future(), partial(self._take, one, actor, head))
+
+    def _is_there(self, one: _ActorBuild, actor: _Actor, result: futures.Future[Any]) -> bool:
+        """Whether a result has come of an actor that still has the chunk."""
+        error = result.exception()
+        if error is not None:
+            self._lose(actor, error)
+        return error is None and one.actor is actor and one.build.number in self._assigned
+
+    def _take(
+        self, one: _ActorBuild, actor: _Actor, head: ActorResponse, packed: futures.Future[Any]
+    ) -> None:
+        """What an actor hands over: copied, since Ray's memory is read-only and has to go back."""
+        if not self._is_there(one, actor, packed):
+            return
+        is_charged = head.kind == BuilderResult.BATCHES
+        give_back = self._on_return(one.charged_bytes) if is_charged else None
+        slot = self._arena.lease(head.nbytes, give_back)
+        np.copyto(slot, packed.result())
+        obj = unpack(slot, *head.layout)
+        del slot, packed
+        if head.kind == BuilderResult.QUESTION:
+            answer = one.answers.to(obj, one.build, self._decide)
+            self._send(one, BuilderMessage.ANSWER, answer)
+        elif head.kind == BuilderResult.ERROR:
+            self._end(one, obj.restored())
+        else:
+            one.charged_bytes = 0
+            self._add(one, *obj)
+
+    def _add(
+        self, one: _ActorBuild, batches: list[Any], heap_bytes: int, is_last: bool, busy_s: float
+    ) -> None:
+        with self._lock:
+            self._busy_s += busy_s
+        delivered = [Delivered(*batch) for batch in batches]
+        one.num_delivered += len(delivered)
+        batches.clear()
+        one.build.add(Piece(delivered, heap_bytes=heap_bytes))
+        del delivered
+        if is_last:
+            self._end(one, None)
+        elif one.build.may_go_on():
+            self._send(one, BuilderMessage.GO_ON)
+        else:
+            one.is_active = False
+
+    def _end(self, one: _ActorBuild, error: BaseException | None) -> None:
+        one.actor = None
+        with self._lock:
+            self._assigned.pop(one.build.number, None)
+            self._num_done += 1
+        if error is None:
+            try:
+                cast("ShippableChunk", one.build.chunk).end()
+            except BaseException as caught:
+                error = caught
+        one.build.end(error)
+
+
+def _nothing() -> None:
+    """Wakes the thread that hands out."""
+
+
+def _window_names(one: _ActorBuild) -> frozenset[tuple[int, int]]:
+    windows = cast("ShippableChunk", one.build.chunk).needs
+    return frozenset((window.source.number, window.samples.blocks[0].number) for window in windows)
+
+
+def _first_line(error: BaseException | None) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)

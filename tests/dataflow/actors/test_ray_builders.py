@@ -1,0 +1,318 @@
+"""Builders that are actors, without Ray: actors are objects of this process, whose calls run in threads.
+
+What only a cluster can show is in tests/ecosystem/test_ecosystem_ray.py.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from datasets_kit import MAKERS, Make
+from stream_kit import session_of
+
+from dataflow import DataLoader, Mixture, Packed, SampleError, Shuffle, Topology
+from dataflow.actors import builders as module
+from dataflow.actors.cluster import BuilderActorError
+from dataflow.actors.reading import BlockReader, SentChunk, SentPart
+from prefetch.memory.arena import Arena
+
+TIMEOUT_S = 30.0
+
+
+class ActorDiedError(Exception):
+    """As Ray's."""
+
+
+class ActorUnavailableError(Exception):
+    """As Ray's."""
+
+
+class Result:
+    """An object reference: a value to come, and its second half."""
+
+    def __init__(self) -> None:
+        self._future: Future[Any] = Future()
+
+    def future(self) -> Future[Any]:
+        return self._future
+
+
+class LocalActor:
+    """An actor whose calls run in threads of this process, until it is killed."""
+
+    def __init__(self, made: Any, hears: Callable[[int, int], None]) -> None:
+        self.made, self._hears = made, hears
+        self.calls: list[Result] = []
+        self.error: Exception | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return SimpleNamespace(
+            remote=lambda *arguments: self._call(name, 1, arguments)[0],
+            options=lambda num_returns: SimpleNamespace(
+                remote=lambda *arguments: self._call(name, num_returns, arguments)
+            ),
+        )
+
+    def _call(self, name: str, count: int, arguments: Any) -> list[Result]:
+        results = [Result() for _ in range(count)]
+        self.calls.extend(results)
+        if self.error is not None:
+            self.die(self.error)
+        else:
+            threading.Thread(target=self._run, args=(name, results, arguments), daemon=True).start()
+        return results
+
+    def _run(self, name: str, results: list[Result], arguments: Any) -> None:
+        if name == "handle":
+            self._hears(*arguments[:2])
+        value = getattr(self.made, name)(*arguments)
+        for result, part in zip(results, value if len(results) > 1 else [value], strict=True):
+            if not result.future().done():
+                if isinstance(part, np.ndarray):
+                    part.flags.writeable = False  # as in Ray's store
+                result.future().set_result(part)
+
+    def die(self, error: Exception) -> None:
+        """All calls that are under way fail."""
+        self.error = error
+        for result in self.calls:
+            if not result.future().done():
+                result.future().set_exception(error)
+        self.calls.clear()
+        if self.made._loop is not None:
+            self.made._loop.messages.put(None)
+        self.made._ended.set()
+        if self.made._reader is not None:
+            self.made._reader._threads.stop()
+
+
+class LocalRay:
+    """What `RayBuilders` uses of Ray."""
+
+    exceptions = SimpleNamespace(ActorDiedError=ActorDiedError)
+
+    def __init__(self) -> None:
+        self.actors: list[LocalActor] = []
+        self.hears: Callable[[LocalActor, int, int], None] = lambda actor, kind, number: None
+
+    def remote(self, made: type) -> Any:
+        def start() -> LocalActor:
+            actor = LocalActor(made(), lambda *message: self.hears(actor, *message))
+            self.actors.append(actor)
+            return actor
+
+        return SimpleNamespace(options=lambda **_: SimpleNamespace(remote=start))
+
+    def kill(self, actor: LocalActor) -> None:
+        actor.die(ActorDiedError("killed"))
+
+
+@pytest.fixture
+def local_ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalRay]:
+    ray = LocalRay()
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    monkeypatch.setattr(module, "connected_ray", lambda: ray)
+    yield ray
+    assert all(actor.error for actor in ray.actors)
+    random.setstate(states[0])
+    np.random.set_state(states[1])
+    torch.set_rng_state(states[2])
+
+
+def in_actors(dataset: Any, batch_size: int, shuffle: Any = None, *, count: int = 2, **options: Any) -> Any:
+    options.setdefault("timeout", TIMEOUT_S)
+    return DataLoader(dataset, batch_size, shuffle, num_workers=count, builders="ray", **options)
+
+
+def told(sample: dict[str, Any], *, rng: np.random.Generator) -> dict[str, Any]:
+    return {"n": len(repr(sorted(sample.items()))), "draw": rng.random()}
+
+
+def values(batches: Any) -> list[Any]:
+    return [(batch["n"].tolist(), batch["draw"].tolist()) for batch in batches]
+
+
+READS = ["tar", "tar.gz", "parquet"]
+"""Formats that are read in different ways, values that are mapped, and blocks; others are as one of them."""
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [*((name, "window") for name in MAKERS), *((name, kind) for name in READS for kind in ("none", "full"))],
+)
+def test_shards_of_every_format_in_every_order_are_read_as_by_threads(
+    local_ray: LocalRay, made: Make, name: str, kind: Any
+) -> None:
+    dataset = made(name).open(transform=told)
+    with DataLoader(dataset, 3, Shuffle(kind), seed=5) as loader:
+        whole = [values(loader) for _ in range(2)]
+    with in_actors(dataset, 3, Shuffle(kind), seed=5) as loader:
+        assert [values(loader) for _ in range(2)] == whole
+
+
+@pytest.mark.parametrize("name", [*READS, "megatron"])
+def test_values_that_are_shipped_are_those_of_threads(local_ray: LocalRay, made: Make, name: str) -> None:
+    dataset = made(name).open(transform=told)
+    with DataLoader(dataset, 3, True, seed=5) as loader:
+        whole = [values(loader) for _ in range(2)]
+    with in_actors(dataset, 3, True, seed=5, ship_blocks=True) as loader:
+        assert [values(loader) for _ in range(2)] == whole
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.parametrize("name", ["tar", "parquet"])
+def test_ranks_whose_last_batches_are_filled_up_get_theirs(
+    local_ray: LocalRay, made: Make, name: str, rank: int
+) -> None:
+    dataset = made(name).open(transform=told)
+    options: Any = {"topology": Topology(rank=rank, world_size=3), "tail": "pad", "mark_repeats": True}
+    with DataLoader(dataset, 4, True, **options) as loader:
+        whole = values(loader)
+    with in_actors(dataset, 4, True, **options) as loader:
+        assert values(loader) == whole
+
+
+def test_mixtures_and_packed_rows_are_those_of_threads(local_ray: LocalRay, made: Make) -> None:
+    parquet = made("parquet").open(transform=told)
+    mixture = Mixture({parquet: 2, parquet.subset(range(5)): 1})
+    packed = made("parquet").open(columns=["lst"], batch_transform=dict)
+    with DataLoader(mixture, 3, True) as loader:
+        whole = values(loader)
+    with DataLoader(packed, 2, True, batching=Packed(8, "lst")) as loader:
+        rows = [repr(batch) for batch in loader]
+    with in_actors(mixture, 3, True) as loader:
+        assert values(loader) == whole
+    with in_actors(packed, 2, True, batching=Packed(8, "lst")) as loader:
+        assert [repr(batch) for batch in loader] == rows
+
+
+def odd(sample: dict[str, Any]) -> dict[str, Any]:
+    if sample["label"] % 5 == 3:
+        raise ZeroDivisionError(f"no {sample['label']}")
+    return {"n": sample["label"], "x": torch.full((1 << 16,), float(sample["label"]))}
+
+
+@pytest.mark.parametrize("name", ["jsonl", "parquet"])
+def test_an_error_of_an_actor_that_reads_says_what_it_says_in_threads(
+    local_ray: LocalRay, made: Make, name: str
+) -> None:
+    errors = []
+    for open_loader in (DataLoader, in_actors):
+        with open_loader(made(name).open(transform=odd), 3) as loader, pytest.raises(SampleError) as caught:
+            list(loader)
+        errors.append(str(caught.value))
+    assert errors[0] == errors[1]
+
+
+@pytest.mark.parametrize(("keep_bytes", "times"), [(1 << 20, 1), (0, 2)])
+def test_blocks_are_decoded_once_as_long_as_they_are_kept(made: Make, keep_bytes: int, times: int) -> None:
+    dataset = made("parquet").open()
+    reader = BlockReader([dataset], Arena(limit_bytes=1 << 20), keep_bytes)
+    blocks, zeros = np.arange(2), np.zeros(2, np.int64)
+    part = SentPart(
+        source=0, epoch=None, blocks=blocks, ordinals=np.arange(2), rows=zeros, chunk_rows=np.arange(2)
+    )
+    plan: Any = SimpleNamespace(sizes=np.array([2]), cut=None)
+    numbers = []
+    for _ in range(2):
+        rows = reader.begin(SentChunk(plan=plan, parts=[part])).rows()
+        numbers.append([window.samples.number(row) for window, row in rows.find_all(np.arange(2))])
+    assert numbers == [[dataset.catalog.block(number).first_sample for number in (0, 1)]] * 2
+    read = sum(source.traffic.read_bytes for source in reader._sources)
+    assert read == times * int(dataset.catalog.blocks.length[:2].sum())
+    reader._threads.close()
+
+
+# ---- deaths -----------------------------------------------------------------------------------------------
+
+
+def dies_at(ray: LocalRay, calls: set[int], error: Exception) -> None:
+    """Let actors die with the calls about chunks of these numbers, counted over all actors."""
+    lock, count = threading.Lock(), iter(range(1_000_000))
+
+    def hears(actor: LocalActor, kind: int, number: int) -> None:
+        with lock:
+            at = next(count)
+        if at in calls:
+            actor.die(error)
+
+    ray.hears = hears
+
+
+@pytest.mark.parametrize("ship_blocks", [False, True])
+@pytest.mark.parametrize("call", [0, 1, 2, 4, 7, 10])
+def test_a_death_at_any_call_costs_no_batch_and_no_second_decision(
+    local_ray: LocalRay, made: Make, call: int, *, ship_blocks: bool
+) -> None:
+    # A batch of 4 samples of 256 KB is a piece: several of a chunk are delivered one by one.
+    dataset = made("parquet").open(transform=odd, on_error="skip")
+    with DataLoader(dataset, 4, True) as loader:
+        whole = [batch["n"].tolist() for batch in loader]
+        skipped = loader.stats().skipped_samples
+    dies_at(local_ray, {call}, ActorUnavailableError("the way there is lost"))
+    with in_actors(dataset, 4, True, ship_blocks=ship_blocks) as loader:
+        batches = [*loader]
+        assert [batch["n"].tolist() for batch in batches] == whole
+        assert all((batch["x"] == batch["n"][:, None]).all() for batch in batches)
+        assert loader.stats().skipped_samples == skipped
+        del batches
+        held = session_of(loader).ledger.snapshot().in_use_bytes
+        assert 0 <= held <= 1 << 21  # of the next epoch's heap
+    assert len(local_ray.actors) == 3
+
+
+def test_two_deaths_with_one_chunk_are_told_by_name(local_ray: LocalRay, made: Make) -> None:
+    dataset = made("parquet").open(transform=told)
+
+    def hears(actor: LocalActor, kind: int, number: int) -> None:
+        if number == 0:
+            actor.die(ActorDiedError("its process was killed"))
+
+    local_ray.hears = hears
+    with in_actors(dataset, 4, count=1) as loader, pytest.raises(BuilderActorError) as caught:
+        list(loader)
+    assert "Ray actor 0" in str(caught.value)
+    assert "Ray actor 1" in str(caught.value)
+
+
+def test_actors_that_all_die_at_their_start_end_the_loop(
+    local_ray: LocalRay, made: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = local_ray.remote
+
+    def dead(made: type) -> Any:
+        options = start(made).options()
+
+        def begin() -> LocalActor:
+            actor: LocalActor = options.remote()
+            actor.die(ActorDiedError("No module named 'dataflow'"))
+            return actor
+
+        return SimpleNamespace(options=lambda **_: SimpleNamespace(remote=begin))
+
+    monkeypatch.setattr(local_ray, "remote", dead)
+    with (
+        in_actors(made("parquet").open(transform=told), 4) as loader,
+        pytest.raises(BuilderActorError, match=r"is dataflow-loader\[ray\] installed"),
+    ):
+        list(loader)
+
+
+def test_what_lies_in_rays_store_has_credits_before_it_is_asked_for(local_ray: LocalRay, made: Make) -> None:
+    dataset = made("parquet").open(transform=odd, on_error="skip")
+    limit = 16 << 20
+    with in_actors(dataset, 4, memory_limit=limit, count=3) as loader:
+        for _ in range(3):
+            for batch in loader:
+                del batch
+        held = session_of(loader).ledger.snapshot()
+    batch = (4 << 18) * 2 * 9 // 8  # in a slot of rounded size, and what it held in its actor
+    assert held.peak_bytes <= limit + 4 * batch  # one a builder, and the one in use
