@@ -30,7 +30,7 @@ import numpy as np
 
 from dataflow.actors.actor import ActorPlace, ActorResponse, BuilderActor, packed_bytes
 from dataflow.actors.cluster import BuilderActorError, RayClusterError, Versions, connected_ray
-from dataflow.actors.reading import SentChunk, sent
+from dataflow.actors.reading import SentChunk, only_read, sent
 from dataflow.batch.delivered import Delivered
 from dataflow.processes.builder_main import BuilderJob, BuilderMessage, BuilderResult, CrossedError
 from dataflow.processes.builders import ShippableChunk, answer_to
@@ -127,7 +127,7 @@ class RayBuilders:
         self._outputs, self._guards, self._decide = job.outputs, guards, decide
         self._arena, self._on_return, self._ships = arena, on_return, not datasets
         try:
-            packed = pack((job, list(datasets)), by_value=True)  # our main module is not theirs
+            packed = pack((job, [*map(only_read, datasets)]), by_value=True)  # our main module is not theirs
         except Exception as error:
             raise ValueError(
                 f"a function that builds batches cannot be sent to Ray actors ({error}): make what it uses "

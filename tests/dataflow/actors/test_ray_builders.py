@@ -223,6 +223,20 @@ def test_an_error_of_an_actor_that_reads_says_what_it_says_in_threads(
     assert errors[0] == errors[1]
 
 
+def test_a_function_given_as_on_error_stays_where_it_is(local_ray: LocalRay, made: Make) -> None:
+    lock, keys = threading.Lock(), []
+
+    def keep(error: SampleError) -> bool:
+        with lock:  # which cannot be sent
+            keys.append(error.key)
+        return True
+
+    with in_actors(made("parquet").open(transform=odd, on_error=keep), 4) as loader:
+        batches = [batch["n"].tolist() for batch in loader]
+    assert len(keys) == sum(n % 5 == 3 for n in range(47))
+    assert sum(map(len, batches)) == 47 - len(keys)
+
+
 @pytest.mark.parametrize(("keep_bytes", "times"), [(1 << 20, 1), (0, 2)])
 def test_blocks_are_decoded_once_as_long_as_they_are_kept(made: Make, keep_bytes: int, times: int) -> None:
     dataset = made("parquet").open()
