@@ -22,7 +22,7 @@ import torch
 from numpy.typing import NDArray
 
 from dataflow.actors.cluster import Versions
-from dataflow.actors.reading import BlockReader, ReadingChunk
+from dataflow.actors.reading import BlockReader, ReadingChunk, SentChunk
 from dataflow.batch.columns import ChunkRows
 from dataflow.processes.builder_main import BuilderJob, BuilderLoop, BuilderMessage, CrossedError
 from dataflow.processes.payload import PackedObject, pack, unpack
@@ -86,6 +86,8 @@ class _ActorLoop(BuilderLoop):
 
     def _rows(self, chunk: Any, *place: Any) -> ChunkRows:
         (values,) = place
+        if isinstance(values, Exception):
+            raise values
         if isinstance(values, ReadingChunk):
             self._reading[self._chunk] = values
             return values.rows()
@@ -95,6 +97,14 @@ class _ActorLoop(BuilderLoop):
         reading = self._reading.pop(self._chunk, None)
         if reading is not None:
             reading.close(is_built=is_built)
+
+
+def _begun(reader: BlockReader, chunk: SentChunk) -> ReadingChunk | Exception:
+    """A chunk whose reads have begun, or why they cannot: that is told when it is built."""
+    try:
+        return reader.begin(chunk)
+    except Exception as error:
+        return error
 
 
 _KEPT_BYTES = 256 << 20
@@ -138,8 +148,7 @@ class BuilderActor:
         if memory is not None:
             content = (*content, memory)
         elif self._reader is not None and kind == BuilderMessage.BUILD:
-            chunk, num_skipped = content
-            content = (chunk, num_skipped, self._reader.begin(chunk))
+            content = (*content, _begun(self._reader, content[0]))
         responses = self._loop.responses[number] = queue.SimpleQueue()
         self._loop.messages.put((kind, number, content))
         del content, memory  # the loop has them until the chunk is built

@@ -29,8 +29,8 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from dataflow.actors.actor import ActorPlace, ActorResponse, BuilderActor, packed_bytes
-from dataflow.actors.cluster import BuilderActorError, Versions, connected_ray
-from dataflow.actors.reading import SentChunk, sent
+from dataflow.actors.cluster import BuilderActorError, RayClusterError, Versions, connected_ray
+from dataflow.actors.reading import SentChunk, only_read, sent
 from dataflow.batch.delivered import Delivered
 from dataflow.processes.builder_main import BuilderJob, BuilderMessage, BuilderResult, CrossedError
 from dataflow.processes.builders import BuildAnswers, ShippableChunk
@@ -124,7 +124,7 @@ class RayBuilders:
         self._outputs, self._guards, self._decide = job.outputs, guards, decide
         self._arena, self._on_return, self._ships = arena, on_return, not datasets
         try:
-            packed = pack((job, list(datasets)), by_value=True)  # our main module is not theirs
+            packed = pack((job, [*map(only_read, datasets)]), by_value=True)  # our main module is not theirs
         except Exception as error:
             raise ValueError(
                 f"a function that builds batches cannot be sent to Ray actors ({error}): make what it uses "
@@ -235,8 +235,8 @@ class RayBuilders:
 
     def _welcome(self, actor: _Actor, place: futures.Future[ActorPlace]) -> None:
         """An actor has begun."""
-        if actor.is_lost or place.exception() is not None:
-            return  # its end is heard of, too
+        if actor.is_lost or not self._is_answered(actor, place):
+            return
         pid, node, versions = place.result()
         actor.name += f" (pid {pid} on {node})"
         Versions.here().check(versions, actor.name)
@@ -245,12 +245,21 @@ class RayBuilders:
 
     def _use(self, actor: _Actor, opened: futures.Future[CrossedError | None]) -> None:
         """An actor can be sent chunks, unless it cannot read the shards, or lacks a module."""
-        if actor.is_lost or opened.exception() is not None:
+        if actor.is_lost or not self._is_answered(actor, opened):
             return
         failure = opened.result()
         if failure is not None:
             raise failure.restored()
         self._num_failed_starts, actor.is_ready = 0, True
+
+    def _is_answered(self, actor: _Actor, result: futures.Future[Any]) -> bool:
+        """Whether a call has returned; False: the actor died, of which its end tells."""
+        error = result.exception()
+        if isinstance(error, self._ray.exceptions.RayTaskError):
+            raise RayClusterError(
+                f"{actor.name} cannot begin (is dataflow-loader[ray] installed on all nodes?): {error}"
+            ) from error
+        return error is None
 
     def _mourn(self, actor: _Actor, end: futures.Future[Any]) -> None:
         self._lose(actor, end.exception())
@@ -412,7 +421,9 @@ class RayBuilders:
     def _is_there(self, one: _ActorBuild, actor: _Actor, result: futures.Future[Any]) -> bool:
         """Whether a result has come of an actor that still has the chunk."""
         error = result.exception()
-        if error is not None:
+        if isinstance(error, self._ray.exceptions.RayTaskError):  # a fault of ours: it would come each time
+            self._end(one, error)
+        elif error is not None:
             self._lose(actor, error)
         return error is None and one.actor is actor and one.build.number in self._assigned
 

@@ -8,6 +8,7 @@ the trainer gives it chunks of the windows that it has had, where it can.
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -63,6 +64,14 @@ class SentChunk:
 
     plan: ChunkPlan
     parts: Sequence[SentPart]
+
+
+def only_read(dataset: ShardedDataset) -> ShardedDataset:
+    """A dataset without functions: they cross by themselves, or are called by the training process."""
+    read = copy.copy(dataset)
+    read.transform = read.batch_transform = read.cache = None
+    read.on_error = "raise"
+    return read
 
 
 def sent(plan: ChunkPlan, rows: ChunkRows) -> SentChunk:

@@ -20,9 +20,11 @@ from stream_kit import session_of
 
 from dataflow import DataLoader, Mixture, Packed, SampleError, Shuffle, Topology
 from dataflow.actors import builders as module
-from dataflow.actors.cluster import BuilderActorError
+from dataflow.actors.actor import BuilderActor
+from dataflow.actors.cluster import BuilderActorError, RayClusterError
 from dataflow.actors.reading import BlockReader, SentChunk, SentPart
 from prefetch.memory.arena import Arena
+from sharding.errors import ShardReadError
 
 TIMEOUT_S = 30.0
 
@@ -32,6 +34,10 @@ class ActorDiedError(Exception):
 
 
 class ActorUnavailableError(Exception):
+    """As Ray's."""
+
+
+class RayTaskError(Exception):
     """As Ray's."""
 
 
@@ -73,7 +79,12 @@ class LocalActor:
     def _run(self, name: str, results: list[Result], arguments: Any) -> None:
         if name == "handle":
             self._hears(*arguments[:2])
-        value = getattr(self.made, name)(*arguments)
+        try:
+            value = getattr(self.made, name)(*arguments)
+        except Exception as error:
+            for result in results:
+                result.future().set_exception(RayTaskError(str(error)))
+            return
         for result, part in zip(results, value if len(results) > 1 else [value], strict=True):
             if not result.future().done():
                 if isinstance(part, np.ndarray):
@@ -97,7 +108,7 @@ class LocalActor:
 class LocalRay:
     """What `RayBuilders` uses of Ray."""
 
-    exceptions = SimpleNamespace(ActorDiedError=ActorDiedError)
+    exceptions = SimpleNamespace(ActorDiedError=ActorDiedError, RayTaskError=RayTaskError)
 
     def __init__(self) -> None:
         self.actors: list[LocalActor] = []
@@ -212,6 +223,20 @@ def test_an_error_of_an_actor_that_reads_says_what_it_says_in_threads(
     assert errors[0] == errors[1]
 
 
+def test_a_function_given_as_on_error_stays_where_it_is(local_ray: LocalRay, made: Make) -> None:
+    lock, keys = threading.Lock(), []
+
+    def keep(error: SampleError) -> bool:
+        with lock:  # which cannot be sent
+            keys.append(error.key)
+        return True
+
+    with in_actors(made("parquet").open(transform=odd, on_error=keep), 4) as loader:
+        batches = [batch["n"].tolist() for batch in loader]
+    assert len(keys) == sum(n % 5 == 3 for n in range(47))
+    assert sum(map(len, batches)) == 47 - len(keys)
+
+
 @pytest.mark.parametrize(("keep_bytes", "times"), [(1 << 20, 1), (0, 2)])
 def test_blocks_are_decoded_once_as_long_as_they_are_kept(made: Make, keep_bytes: int, times: int) -> None:
     dataset = made("parquet").open()
@@ -302,6 +327,34 @@ def test_actors_that_all_die_at_their_start_end_the_loop(
     with (
         in_actors(made("parquet").open(transform=told), 4) as loader,
         pytest.raises(BuilderActorError, match=r"is dataflow-loader\[ray\] installed"),
+    ):
+        list(loader)
+
+
+def test_a_method_that_fails_ends_the_loop_and_does_not_come_again(
+    local_ray: LocalRay, made: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: Any) -> Any:
+        raise KeyError("no such method")
+
+    dataset = made("parquet").open(transform=told)
+    for name, error in (("place", RayClusterError), ("handle", RayTaskError)):
+        with monkeypatch.context() as patch:
+            patch.setattr(BuilderActor, name, fails)
+            with in_actors(dataset, 4) as loader, pytest.raises(error, match="no such method"):
+                list(loader)
+
+
+def test_blocks_that_cannot_be_read_are_an_error_of_their_chunk(
+    local_ray: LocalRay, made: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: Any) -> Any:
+        raise ShardReadError("a.tar", "its index is damaged", 512)
+
+    monkeypatch.setattr(BlockReader, "begin", fails)
+    with (
+        in_actors(made("parquet").open(transform=told), 4) as loader,
+        pytest.raises(ShardReadError, match=r"a\.tar, byte 512"),
     ):
         list(loader)
 
