@@ -314,10 +314,15 @@ def test_a_wait_for_actors_that_the_cluster_has_no_room_for_says_so(cluster: Any
 
 
 @pytest.mark.parametrize(
-    "options", [{"builders": "ray"}, {"builders": "dask", "num_workers": 1}, {"num_threads": 2}]
+    "options",
+    [
+        {"builders": "ray"},
+        {"builders": "ray", "num_workers": 1, "workers": "thread"},
+        {"builders": "dask", "num_workers": 1},
+        {"ship_blocks": True},
+    ],
 )
 def test_arguments_that_contradict_are_refused(tmp_path: Path, options: Any) -> None:
-    options = {"builders": "ray", "num_workers": 1, **options} if "num_threads" in options else options
     with pytest.raises(ValueError, match="builders"):
         DataLoader(make_tar(tmp_path).open(), 2, **options)
 
