@@ -155,6 +155,7 @@ class BuilderLoop(ABC):
             self._context = CrossedError.of(error, self._name)
 
     def _opened(self, job: BuilderJob, arena: Arena) -> BuildContext:
+        seed_by_key(0)  # imports numpy's generators while the first chunk is not there yet
         torch.set_default_dtype(job.default_dtype)
         collate.default_collate_fn_map.update(job.collate_map)
         return BuildContext(
