@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +123,15 @@ LOADERS: Mapping[str, Callable[[Data, Kind, int], Iterable[Any]]] = {
 }
 
 
+LIBRARIES = {
+    TORCH: "benchmarks.peers_torch",
+    "WebDataset": "benchmarks.peers_webdataset",
+    "SPDL": "benchmarks.peers_spdl",
+    "Grain": "grain",
+}
+"""Imported before the clock starts; what is not here is ours."""
+
+
 def wrong(kind: Kind, batches: Iterable[Any]) -> str:
     """What differs from an epoch in which each sample is delivered once; empty if nothing does."""
     records = Records(kind)
@@ -172,6 +182,7 @@ def main() -> None:
     data = Data(Path(job["root"]), Sizes(**job["sizes"]), Path(job["jpegs"]) if job["jpegs"] else None)
     with telling() as tell:
         make = partial(LOADERS[job["loader"]], data, kind(job["kind"], data), job["workers"])
+        import_module(LIBRARIES.get(job["loader"], "benchmarks.ours"))
         tell("imported")
         if job["is_check"]:
             tell("checked", reason=wrong(kind(job["kind"], data), make()))

@@ -228,6 +228,7 @@ class DataLoader(WorkerLoader, Generic[D_co, B]):
             tail=tail,
             builders=builders,
             ship_blocks=ship_blocks or None,
+            max_worker_restarts=None if max_worker_restarts == 3 else max_worker_restarts,
             batching=batching,
             mark_repeats=mark_repeats or None,
             shuffle=shuffle if isinstance(shuffle, Shuffle) else None,

@@ -5,12 +5,21 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
+
 from dataflow.stream import builders, loader, session
 from dataflow.stream.builders import BuilderPlan
 from dataflow.stream.plan import StreamPlan
 from dataflow.stream.settings import StreamSettings
 
 _NUMBER = {"main": 0, "thread": 2, "process": 2}
+
+
+def in_full(*values: Any) -> list[Any]:
+    """Values of a parameter that have a representative among others: tried with `--full`."""
+    return [pytest.param(value, marks=pytest.mark.full) for value in values]
 
 
 def build_in(workers: str) -> None:

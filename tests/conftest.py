@@ -27,7 +27,10 @@ settings.load_profile("untimed")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """`--builders`: who builds batches over shards where a test does not say."""
+    """`--builders`: who builds batches over shards where a test does not say; `--full`: all tests."""
+    parser.addoption(
+        "--full", action="store_true", help="tests, too, that have a representative among others"
+    )
     parser.addoption("--builders", default="", choices=["", "main", "thread", "process"])
 
 
@@ -42,6 +45,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Tests that are about this process's own objects say nothing about builders in others."""
+    if not config.getoption("--full"):
+        left_out = [item for item in items if item.get_closest_marker("full")]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in set(left_out)]
     if config.getoption("--builders") == "process":
         skip = pytest.mark.skip(reason="looks at, or changes, objects of this process")
         for item in items:

@@ -246,22 +246,29 @@ class ProcessBuilders:
 
     def _run(self, packed: PackedObject, context: BaseContext | None) -> None:
         try:
-            pool = self._pool = self._opened(packed, context)
+            self._pool = self._opened(packed, context)
         except Exception as error:
             self._fail(error)
         while not self._is_stopped:
             try:
                 self._hand_out()
-                if self._failure is None:
-                    for response in map(BuilderResponse._make, pool.wait(None)):
-                        self._take(response)
-                else:
-                    self._is_asked.wait()
-                    self._is_asked.clear()
-            except WorkerDiedError as error:
-                self._recover(pool, error)
+                self._listen()
             except Exception as error:  # nobody can tell what processes have
                 self._fail(error)
+
+    def _listen(self) -> None:
+        """Take what processes say, or wait for the engine where there are none."""
+        if self._failure is not None or self._pool is None:
+            self._is_asked.wait()
+            self._is_asked.clear()
+            return
+        try:
+            responses = self._pool.wait(None)
+        except WorkerDiedError as error:
+            self._recover(self._pool, error)
+            return
+        for response in map(BuilderResponse._make, responses):
+            self._take(response)
 
     def _opened(self, packed: PackedObject, context: BaseContext | None) -> WorkerPool:
         return WorkerPool(

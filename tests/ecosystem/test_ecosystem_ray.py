@@ -18,6 +18,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from builders_kit import in_full
 from datasets_kit import Made, Make, make_parquet, make_tar
 from http_kit import slowstore
 from stream_kit import session_of
@@ -119,7 +120,7 @@ def by_threads(dataset: Any, batch_size: int, shuffle: Any = None, **options: An
 # ---- batches ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["tar", "tar.gz", "parquet", "tokens.bin"])
+@pytest.mark.parametrize("name", ["parquet", *in_full("tar", "tar.gz", "tokens.bin")])
 def test_batches_of_shards_that_actors_read_are_those_that_threads_build(
     cluster: Any, made: Make, name: str
 ) -> None:
@@ -130,7 +131,7 @@ def test_batches_of_shards_that_actors_read_are_those_that_threads_build(
         assert [batch["n"].tolist() for _ in range(2) for batch in loader] == whole
 
 
-@pytest.mark.parametrize("name", ["tar", "parquet"])
+@pytest.mark.parametrize("name", ["tar", *in_full("parquet")])
 def test_batches_of_values_that_are_shipped_are_those_that_threads_build(
     cluster: Any, made: Make, name: str
 ) -> None:
@@ -141,6 +142,7 @@ def test_batches_of_values_that_are_shipped_are_those_that_threads_build(
         assert [batch["n"].tolist() for _ in range(2) for batch in loader] == whole
 
 
+@pytest.mark.full
 def test_remote_shards_are_read_value_by_value_and_secrets_are_in_no_log(cluster: Any, made: Make) -> None:
     folder = made("tar").folder
     with slowstore(folder) as url:
@@ -157,6 +159,7 @@ def test_remote_shards_are_read_value_by_value_and_secrets_are_in_no_log(cluster
     assert not [log for log in logs if log.is_file() and SECRET.encode() in log.read_bytes()]
 
 
+@pytest.mark.full
 def test_columns_of_every_kind_cross_and_are_writable(cluster: Any, tmp_path: Path) -> None:
     dataset = make_parquet(tmp_path).open(batch_transform=dict)
     with DataLoader(dataset, 4, shuffle=True) as loader:
@@ -168,6 +171,7 @@ def test_columns_of_every_kind_cross_and_are_writable(cluster: Any, tmp_path: Pa
     assert batches[0]["x"][0] == 5
 
 
+@pytest.mark.full
 def test_mixtures_and_draws_are_those_of_threads_and_actors_do_the_work(cluster: Any, tmp_path: Path) -> None:
     dataset = make_tar(tmp_path).open(transform=drawn)
     mixture = Mixture({dataset: 2, dataset.subset(range(4)): 1})
@@ -177,6 +181,7 @@ def test_mixtures_and_draws_are_those_of_threads_and_actors_do_the_work(cluster:
     assert os.getpid() not in {int(pid) for batch in batches for pid in batch["by"]}
 
 
+@pytest.mark.full
 def test_global_generators_draw_the_same_for_any_number_of_actors(cluster: Any, tmp_path: Path) -> None:
     dataset = make_tar(tmp_path).open(transform=drawn)
     seen = []
@@ -210,7 +215,7 @@ def odd(sample: dict[str, Any]) -> dict[str, Any]:
     return sample
 
 
-@pytest.mark.parametrize("ship_blocks", [False, True])
+@pytest.mark.parametrize("ship_blocks", [False, *in_full(True)])
 def test_an_error_names_shard_and_key_as_by_threads(
     cluster: Any, tmp_path: Path, *, ship_blocks: bool
 ) -> None:
@@ -263,6 +268,7 @@ def test_a_local_shard_that_actors_cannot_reach_is_refused_by_name(cluster: Any,
     assert "ship_blocks=True" in str(caught.value)
 
 
+@pytest.mark.full
 def test_a_shard_that_has_changed_since_it_was_indexed_is_refused(cluster: Any, tmp_path: Path) -> None:
     made = make_tar(tmp_path)
     dataset = made.open(transform=drawn)
@@ -303,6 +309,7 @@ def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch, tmp_pat
         next(iter(loader))
 
 
+@pytest.mark.full
 def test_a_wait_for_actors_that_the_cluster_has_no_room_for_says_so(cluster: Any, tmp_path: Path) -> None:
     dataset = make_tar(tmp_path).open(transform=drawn)
     with in_actors(dataset, 3, count=2) as loader:
@@ -330,7 +337,7 @@ def test_arguments_that_contradict_are_refused(tmp_path: Path, options: Any) -> 
 # ---- deaths -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("ship_blocks", [False, True])
+@pytest.mark.parametrize("ship_blocks", [False, *in_full(True)])
 def test_a_node_that_is_killed_costs_no_batch(
     cluster: Any, large: ShardedDataset, *, ship_blocks: bool
 ) -> None:
@@ -364,6 +371,7 @@ def killed_once(flag: Path, at: int) -> Any:
     return transform
 
 
+@pytest.mark.full
 def test_a_chunk_is_built_again_and_its_bad_samples_are_decided_about_once(
     cluster: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -391,6 +399,7 @@ def test_a_chunk_that_kills_two_actors_is_an_error_that_names_them(cluster: Any,
     assert str(caught.value).count("(pid ") == 2
 
 
+@pytest.mark.full
 def test_actors_that_the_cluster_has_no_room_for_are_used_once_it_has(
     cluster: Any, large: ShardedDataset
 ) -> None:
@@ -450,6 +459,7 @@ def test_a_trainer_goes_on_when_another_one_is_killed(cluster: Any, large: Shard
 # ---- memory and life --------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_batches_that_are_kept_stay_and_credits_come_back(cluster: Any, made: Make) -> None:
     tar: Made = made("tar")
     dataset = tar.open(transform=drawn)

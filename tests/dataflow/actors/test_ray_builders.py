@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from builders_kit import in_full
 from datasets_kit import MAKERS, Make
 from stream_kit import session_of
 
@@ -157,7 +158,13 @@ READS = ["tar", "tar.gz", "parquet"]
 
 @pytest.mark.parametrize(
     ("name", "kind"),
-    [*((name, "window") for name in MAKERS), *((name, kind) for name in READS for kind in ("none", "full"))],
+    [
+        ("tar", "window"),
+        ("parquet", "window"),
+        ("tokens.bin", "full"),
+        *(pytest.param(name, "window", marks=pytest.mark.full) for name in MAKERS),
+        *(pytest.param(name, kind, marks=pytest.mark.full) for name in READS for kind in ("none", "full")),
+    ],
 )
 def test_shards_of_every_format_in_every_order_are_read_as_by_threads(
     local_ray: LocalRay, made: Make, name: str, kind: Any
@@ -169,7 +176,7 @@ def test_shards_of_every_format_in_every_order_are_read_as_by_threads(
         assert [values(loader) for _ in range(2)] == whole
 
 
-@pytest.mark.parametrize("name", [*READS, "megatron"])
+@pytest.mark.parametrize("name", ["tar", *in_full(*READS, "megatron")])
 def test_values_that_are_shipped_are_those_of_threads(local_ray: LocalRay, made: Make, name: str) -> None:
     dataset = made(name).open(transform=told)
     with DataLoader(dataset, 3, True, seed=5) as loader:
@@ -178,7 +185,7 @@ def test_values_that_are_shipped_are_those_of_threads(local_ray: LocalRay, made:
         assert [values(loader) for _ in range(2)] == whole
 
 
-@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.parametrize("rank", [2, *in_full(0)])
 @pytest.mark.parametrize("name", ["tar", "parquet"])
 def test_ranks_whose_last_batches_are_filled_up_get_theirs(
     local_ray: LocalRay, made: Make, name: str, rank: int
@@ -273,7 +280,7 @@ def dies_at(ray: LocalRay, calls: set[int], error: Exception) -> None:
 
 
 @pytest.mark.parametrize("ship_blocks", [False, True])
-@pytest.mark.parametrize("call", [0, 1, 2, 4, 7, 10])
+@pytest.mark.parametrize("call", [1, 4, *in_full(0, 2, 7, 10)])
 def test_a_death_at_any_call_costs_no_batch_and_no_second_decision(
     local_ray: LocalRay, made: Make, call: int, *, ship_blocks: bool
 ) -> None:

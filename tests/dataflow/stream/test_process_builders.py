@@ -17,6 +17,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from builders_kit import in_full
 from datasets_kit import MAKERS, Make, make_parquet, make_tar
 from forked_kit import exit_code_in_child
 from http_kit import RangeServer, serving
@@ -25,7 +26,7 @@ from stream_kit import session_of
 
 from dataflow import DataLoader, Image, Mixture, SampleError, ShardedDataset, ShardWriter, Shuffle
 from dataflow.processes.builders import ProcessBuilders
-from prefetch.workers.pool import WorkerDiedError
+from prefetch.workers.pool import WorkerDiedError, WorkerPool
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create 3 worker processes")
 TIMEOUT_S = 60.0
@@ -55,7 +56,7 @@ def marked(sample: dict[str, Any]) -> dict[str, Any]:
     return {**sample, "by": os.getpid()}
 
 
-@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize("name", ["tar", "parquet", "tokens.bin", *in_full(*MAKERS)])
 def test_every_format_gives_the_batches_that_threads_build(made: Make, name: str) -> None:
     dataset = made(name).open(transform=lambda sample: {"n": len(repr(sorted(sample.items())))})
     with DataLoader(dataset, 3, shuffle=True, seed=5) as loader:
@@ -277,6 +278,22 @@ def test_a_process_that_is_killed_costs_no_batch(tmp_path: Path, caplog: pytest.
     assert "built again in another process (1 of max_worker_restarts=3)" in caplog.text
 
 
+def test_a_process_that_cannot_be_replaced_ends_the_loop_with_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: object) -> None:
+        raise OSError("no room for a process")
+
+    monkeypatch.setattr(WorkerPool, "replace", refused)
+    dataset = make_tar(tmp_path).open(transform=marked, columns=["cls"])
+    with in_processes(dataset, 2, count=1) as loader:
+        loop = iter(loader)
+        os.kill(int(next(loop)["by"][0]), signal.SIGKILL)
+        with pytest.raises(OSError, match="no room for a process"):
+            read_epochs(loader, loop, 1000)
+
+
+@pytest.mark.full
 def test_more_deaths_than_may_be_replaced_are_an_error(tmp_path: Path) -> None:
     dataset = make_tar(tmp_path).open(transform=marked, columns=["cls"])
     with in_processes(dataset, 2, max_worker_restarts=1, count=1) as loader:
@@ -325,6 +342,7 @@ def huge(sample: dict[str, Any]) -> Any:
     return bytearray(int(sample["cls"])) * (4 << 20)
 
 
+@pytest.mark.full
 def test_huge_objects_cross_one_by_one(tmp_path: Path) -> None:
     dataset = make_tar(tmp_path).open(transform=huge, columns=["cls"])
     with in_processes(dataset, 1, collate_fn=list, memory_limit="64MB", shuffle=False) as loader:

@@ -182,6 +182,7 @@ def test_a_transform_that_holds_the_lock_moves_to_processes_between_two_batches(
         ]
 
 
+@pytest.mark.full
 def test_what_was_decided_holds_for_later_loops(tar: Made, at_once: None) -> None:
     with DataLoader(tar.open(transform=burnt), 3, num_workers=2, workers="auto") as loader:
         epochs_until(loader, "process")
@@ -246,6 +247,7 @@ def test_a_transform_that_cannot_be_sent_stays_in_threads(tar: Made, at_once: No
     assert "cannot be sent to processes" in reason
 
 
+@pytest.mark.full
 def test_a_transform_that_draws_from_global_generators_goes_to_processes_and_stays_there(
     tar: Made, at_once: None
 ) -> None:
@@ -296,6 +298,7 @@ def test_a_loader_that_is_closed_in_its_trial_leaves_nothing(tar: Made, at_once:
         assert not any("dataflow-trial" in thread.name for thread in threading.enumerate())
 
 
+@pytest.mark.full
 def test_sources_of_a_mixture_are_tried_together(tmp_path: Path, at_once: None) -> None:
     made = make_tar(tmp_path)
     sources: list[ShardedDataset] = [made.open(transform=burnt), made.open(transform=burnt)]
