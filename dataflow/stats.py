@@ -33,7 +33,7 @@ class SessionStats:
     num_workers: int = 0
     """Builders of batches, threads or processes; 0: batches are built in `next`."""
     workers: str = ""
-    """Who builds: "main" (whoever asks for a batch), "thread", "process", "ray"; "" before the first batch."""
+    """Who builds: "main" (whoever asks), "thread", "process" or "ray"; "" before the first batch."""
     workers_reason: str = ""
     """Why."""
     cache: CacheStats = NO_CACHE
