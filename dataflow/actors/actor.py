@@ -118,6 +118,8 @@ class BuilderActor:
 
     def __init__(self) -> None:
         self._loop: _ActorLoop | None = None
+        self._pool: PriorityPool | None = None
+        """The thread that builds."""
         self._reader: BlockReader | None = None
         self._ended = threading.Event()
 
@@ -136,7 +138,8 @@ class BuilderActor:
         except Exception as error:
             return CrossedError.of(error, name)
         self._loop = _ActorLoop(name, arena)
-        PriorityPool(1, "dataflow-build").submit(0, partial(self._loop.run, job))
+        self._pool = PriorityPool(1, "dataflow-build")
+        self._pool.submit(0, partial(self._loop.run, job))
         return None
 
     def handle(self, kind: int, number: int, content: Any, memory: Any) -> tuple[ActorResponse, Any]:

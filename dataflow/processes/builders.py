@@ -327,8 +327,11 @@ class ProcessBuilders:
         for assigned in active:
             if len(assigned.deaths) == _MOST_DEATHS:
                 before, last = assigned.deaths
-                last.add_note(f"{_MOST_DEATHS} processes have died on the same batches; before: {before}")
-                self._end(assigned, last)
+                failure = WorkerDiedError(
+                    last.workers, last.memory
+                )  # one of its own: others may get notes, too
+                failure.add_note(f"{_MOST_DEATHS} processes have died on the same batches; before: {before}")
+                self._end(assigned, failure)
             elif assigned.num_added == assigned.build.chunk.num_batches:
                 self._end(assigned, None)
             else:

@@ -18,6 +18,7 @@ import torch
 from builders_kit import in_full
 from datasets_kit import MAKERS, Make
 from stream_kit import session_of
+from threads_kit import threads_left
 
 from dataflow import DataLoader, Mixture, Packed, SampleError, Shuffle, Topology
 from dataflow.actors import builders as module
@@ -58,6 +59,7 @@ class LocalActor:
     def __init__(self, made: Any, hears: Callable[[int, int], None]) -> None:
         self.made, self._hears = made, hears
         self.calls: list[Result] = []
+        self._openings: list[threading.Thread] = []
         self.error: Exception | None = None
 
     def __getattr__(self, name: str) -> Any:
@@ -74,7 +76,10 @@ class LocalActor:
         if self.error is not None:
             self.die(self.error)
         else:
-            threading.Thread(target=self._run, args=(name, results, arguments), daemon=True).start()
+            thread = threading.Thread(target=self._run, args=(name, results, arguments), daemon=True)
+            thread.start()
+            if name == "open":
+                self._openings.append(thread)
         return results
 
     def _run(self, name: str, results: list[Result], arguments: Any) -> None:
@@ -102,8 +107,16 @@ class LocalActor:
         if self.made._loop is not None:
             self.made._loop.messages.put(None)
         self.made._ended.set()
+
+    def finish(self) -> None:
+        """End what a process would take with it: first who builds, then who reads for him."""
+        for thread in self._openings:
+            thread.join(10)
+        if self.made._loop is not None:
+            self.made._loop.messages.put(None)
+            self.made._pool.close(10)
         if self.made._reader is not None:
-            self.made._reader._threads.stop()
+            self.made._reader._threads.close(10)
 
 
 class LocalRay:
@@ -134,6 +147,9 @@ def local_ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalRay]:
     monkeypatch.setattr(module, "connected_ray", lambda: ray)
     yield ray
     assert all(actor.error for actor in ray.actors)
+    for actor in ray.actors:
+        actor.finish()
+    assert threads_left() == []
     random.setstate(states[0])
     np.random.set_state(states[1])
     torch.set_rng_state(states[2])
