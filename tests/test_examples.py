@@ -11,6 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from builders_kit import in_full
 from programs_kit import IMPORTED, Script
 
 ROOT = Path(__file__).parent.parent
@@ -100,7 +101,7 @@ def losses(printed: str) -> dict[int, float]:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the names of threads from /proc")
-@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("script", [*(ours for ours, _ in PAIRS), *in_full(*(plain for _, plain in PAIRS))])
 def test_an_example_learns_and_resumes_from_its_checkpoint_to_the_same_losses(
     script: str, tmp_path: Path
 ) -> None:

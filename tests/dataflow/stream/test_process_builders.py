@@ -245,7 +245,7 @@ def test_without_restarts_a_process_that_is_killed_is_named_and_the_next_loop_ha
 
 def test_batches_that_kill_two_processes_are_an_error_that_names_both(tmp_path: Path) -> None:
     dataset = make_tar(tmp_path).open(transform=killed)
-    with in_processes(dataset, 2) as loader, pytest.raises(WorkerDiedError) as caught:
+    with in_processes(dataset, 2, count=1) as loader, pytest.raises(WorkerDiedError) as caught:
         list(loader)
     (note,) = caught.value.__notes__
     assert note.startswith("2 processes have died on the same batches; before: ")

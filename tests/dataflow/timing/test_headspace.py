@@ -368,6 +368,7 @@ raise AssertionError("it was not ended")
 """
 
 
+@pytest.mark.full
 def test_headspace_of_a_training_under_torchrun_is_told_of_all_ranks(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     root, figures = str(Path(__file__).parents[3]), tmp_path / "headspace.json"

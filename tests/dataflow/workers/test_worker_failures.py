@@ -20,6 +20,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from builders_kit import in_full
 from programs_kit import Script
 from torch.utils.data import default_collate
 from worker_kit import Does, Gate, Streams, ended, workers_of_this_process
@@ -789,7 +790,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("method", ["default", "fork", "spawn", "forkserver"])
+@pytest.mark.parametrize("method", ["default", "fork", *in_full("spawn", "forkserver")])
 def test_when_the_parent_is_killed_idle_and_hanging_workers_end_and_the_fork_server_too(
     gate: Callable[[str], Gate], tmp_path: Path, method: str
 ) -> None:

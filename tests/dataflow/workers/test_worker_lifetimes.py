@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from builders_kit import in_full
 from programs_kit import run_script
 from worker_kit import Does, ended, nothing_left, workers_of_this_process
 
@@ -238,7 +239,7 @@ def times(factor: int, index: int) -> torch.Tensor:
     return row(index) * factor
 
 
-@pytest.mark.parametrize("context", [None, "fork", "spawn"])
+@pytest.mark.parametrize("context", [None, "fork", *in_full("spawn")])
 def test_a_dataset_may_use_a_loader_with_workers_of_its_own(context: str | None) -> None:
     """Workers of workers: none is a daemon, and a forked one does not write into its parent's memory."""
     with nothing_left():
