@@ -227,6 +227,7 @@ def test_global_batches_are_one_list_for_one_to_four_ranks(
     assert all(joint(world_size) == one for world_size in (2, 3, 4))
 
 
+@pytest.mark.full
 @settings(
     max_examples=25,
     deadline=None,

@@ -264,6 +264,7 @@ def test_a_training_over_shards_has_epochs_as_long_with_replayed_batches(folder:
     assert headspace_of(read_headspace(folder).records)
 
 
+@pytest.mark.full
 def test_states_can_be_taken_while_batches_are_replayed(folder: Path) -> None:
     loader = DataLoader(TensorDataset(torch.arange(100.0)), batch_size=1)
     batches = iter(loader)
@@ -274,6 +275,7 @@ def test_states_can_be_taken_while_batches_are_replayed(folder: Path) -> None:
     assert loader.state_dict() == state
 
 
+@pytest.mark.full
 def test_an_epoch_of_unknown_length_goes_on_until_all_is_measured(folder: Path) -> None:
     class Endless(IterableDataset[int]):
         def __iter__(self) -> Iterator[int]:
@@ -283,6 +285,7 @@ def test_an_epoch_of_unknown_length_goes_on_until_all_is_measured(folder: Path) 
     assert sum(1 for _ in DataLoader(Endless(), batch_size=1)) == 2 * CHANGE  # that does not train, and ends
 
 
+@pytest.mark.full
 def test_what_only_evaluates_is_not_ended(folder: Path) -> None:
     loader = DataLoader(TensorDataset(torch.arange(100.0)), batch_size=1)
     assert [sum(1 for _ in loader) for _ in range(2)] == [100, 100]
@@ -290,6 +293,7 @@ def test_what_only_evaluates_is_not_ended(folder: Path) -> None:
     assert (record.seen, record.ended) == (2 * CHANGE, False)
 
 
+@pytest.mark.full
 def test_the_loader_that_trains_is_reported(folder: Path) -> None:
     list(DataLoader(TensorDataset(torch.arange(100.0)), batch_size=1))
     trained(DataLoader(TensorDataset(torch.arange(50.0)), batch_size=1))
