@@ -22,7 +22,7 @@ import torch
 from numpy.typing import NDArray
 
 from dataflow.actors.cluster import Versions
-from dataflow.actors.reading import BlockReader, ReadingChunk, SentChunk
+from dataflow.actors.reading import BlockReader, ChunkReads, ReadPlan
 from dataflow.batch.columns import ChunkRows
 from dataflow.processes.builder_main import BuilderJob, BuilderLoop, BuilderMessage, CrossedError
 from dataflow.processes.payload import PackedObject, pack, unpack
@@ -64,7 +64,7 @@ class _ActorLoop(BuilderLoop):
     def __init__(self, name: str, arena: Arena) -> None:
         super().__init__(name)
         self._arena = arena
-        self._reading: dict[int, ReadingChunk] = {}
+        self._reading: dict[int, ChunkReads] = {}
         """By number of the chunk: those whose values are read here."""
         self.messages: queue.SimpleQueue[tuple[int, int, Any]] = queue.SimpleQueue()
         self.responses: dict[int, queue.SimpleQueue[Any]] = {}
@@ -88,7 +88,7 @@ class _ActorLoop(BuilderLoop):
         (values,) = place
         if isinstance(values, Exception):
             raise values
-        if isinstance(values, ReadingChunk):
+        if isinstance(values, ChunkReads):
             self._reading[self._chunk] = values
             return values.rows()
         return shipped_rows(chunk, values, self._error_of)
@@ -99,7 +99,7 @@ class _ActorLoop(BuilderLoop):
             reading.close(is_built=is_built)
 
 
-def _begun(reader: BlockReader, chunk: SentChunk) -> ReadingChunk | Exception:
+def _begun(reader: BlockReader, chunk: ReadPlan) -> ChunkReads | Exception:
     """A chunk whose reads have begun, or why they cannot: that is told when it is built."""
     try:
         return reader.begin(chunk)

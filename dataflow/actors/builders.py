@@ -15,30 +15,27 @@ know of no others and end with it: trainers share a cluster as Ray shares out it
 
 from __future__ import annotations
 
-import heapq
 import logging
 import queue
-import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent import futures
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from dataflow.actors.actor import ActorPlace, ActorResponse, BuilderActor, packed_bytes
 from dataflow.actors.cluster import BuilderActorError, RayClusterError, Versions, connected_ray
-from dataflow.actors.reading import SentChunk, only_read, sent
+from dataflow.actors.reading import ReadPlan, only_read, read_plan
 from dataflow.batch.delivered import Delivered
 from dataflow.processes.builder_main import BuilderJob, BuilderMessage, BuilderResult, CrossedError
-from dataflow.processes.builders import BuildAnswers, ShippableChunk
+from dataflow.processes.hand_out import ASSIGNED, RemoteBuild, RemoteBuilders, chunk_of
 from dataflow.processes.payload import pack, unpack
 from dataflow.processes.shipped import ShippedChunk, ship
-from prefetch.engine.builders import Build, CopyStats
-from prefetch.engine.pool import PriorityPool
-from prefetch.engine.stats import StageStats
+from prefetch.engine.builders import Build
 from prefetch.errors import EngineClosedError
 from prefetch.memory.arena import Arena, rounded_bytes
 from prefetch.memory.guards import FileGuards
@@ -50,10 +47,6 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("dataflow")
 
-_ASSIGNED = 2
-"""Chunks that an actor has at a time: one that it builds, and one on its way."""
-_MOST_DEATHS = 2
-"""Actors that may die while they have a chunk, before it is taken to be the cause."""
 _MOST_FAILED_STARTS = 3
 """Actors, one after another, that may die before they said where they are."""
 _CLOSE_S = 10.0
@@ -75,24 +68,14 @@ class _Actor:
 
 
 @dataclass(eq=False, kw_only=True)
-class _ActorBuild:
-    """A build that was handed out, and what must outlive the actor that has it."""
+class _ActorBuild(RemoteBuild):
+    """A build for actors; `builder` is an `_Actor`."""
 
-    build: Build[Delivered]
-    actor: _Actor | None = None
-    """None: it waits for one."""
-    is_active: bool = True
-    """Whether it is built or waits for it; else the engine has laid it aside."""
-    num_delivered: int = 0
-    """Batches that the engine has."""
     charged_bytes: int = 0
     """Of the batches that are asked for."""
-    answers: BuildAnswers = field(default_factory=BuildAnswers)
-    deaths: list[str] = field(default_factory=list)
-    """Names of actors that died with it."""
 
 
-class RayBuilders:
+class RayBuilders(RemoteBuilders[_ActorBuild]):
     """`Builders` that are actors of a Ray cluster.
 
     Args:
@@ -120,8 +103,8 @@ class RayBuilders:
         datasets: Sequence[ShardedDataset] = (),
         initializer: Task | None = None,
     ) -> None:
-        self.num_builders = num_builders
-        self._outputs, self._guards, self._decide = job.outputs, guards, decide
+        super().__init__(num_builders, decide=decide)
+        self._outputs, self._guards = job.outputs, guards
         self._arena, self._on_return, self._ships = arena, on_return, not datasets
         try:
             packed = pack((job, [*map(only_read, datasets)]), by_value=True)  # our main module is not theirs
@@ -133,49 +116,21 @@ class RayBuilders:
         self._ray = connected_ray()
         self._job, self._layout = packed_bytes(packed), packed.layout
         self._remote = self._ray.remote(BuilderActor).options(
-            num_cpus=1, max_restarts=0, max_task_retries=0, max_concurrency=_ASSIGNED + 2
+            num_cpus=1, max_restarts=0, max_task_retries=0, max_concurrency=ASSIGNED + 2
         )
-        self._lock = threading.Lock()  # guards the builds, the failure, the actors and the counts
-        self._tasks: list[tuple[int, _ActorBuild]] = []
-        """Builds that wait for an actor, most urgent first."""
-        self._resumed: list[_ActorBuild] = []
-        """Builds that the engine lets go on."""
-        self._assigned: dict[int, _ActorBuild] = {}
-        """By number of the chunk."""
         self._actors: list[_Actor] = []
-        self._failure: BaseException | None = None
-        self._busy_s, self._num_done = 0.0, 0
+        """Under the lock."""
         self._num_started = self._num_failed_starts = 0
-        self._is_stopped = self._is_closed = False
         self._events: queue.SimpleQueue[Task] = queue.SimpleQueue()
         """What has come, for the thread that hands out. Ray's thread and the engine put it there."""
         for _ in range(num_builders):
             self._start_actor()
-        self._thread = PriorityPool(1, "dataflow-hand-out", initializer=initializer)
-        self._thread.submit(0, self._run)
+        self._start(self._run, initializer)
 
     # ---- for the engine -----------------------------------------------------------------------------------
 
-    def build(self, build: Build[Delivered]) -> None:
-        """See `Builders`."""
-        with self._lock:
-            if build.progress is None:
-                heapq.heappush(self._tasks, (build.number, _ActorBuild(build=build)))
-            else:
-                self._resumed.append(build.progress)
+    def _wake(self) -> None:
         self._events.put(_nothing)
-
-    @property
-    def needs_consumer(self) -> bool:
-        """See `Builders`."""
-        return False
-
-    def work(self) -> None:
-        """See `Builders`."""
-
-    def copy_stats(self) -> CopyStats:
-        """See `Builders`."""
-        return CopyStats()
 
     def places(self) -> list[str]:
         """See `Builders`."""
@@ -186,38 +141,18 @@ class RayBuilders:
                     "of the cluster and some seconds to start; `ray status` shows what there is"
                 ]
             builds = [one for one in self._assigned.values() if one.is_active]
-            return [f"in {name}" for name in dict.fromkeys(one.actor.name for one in builds if one.actor)]
-
-    def stats(self) -> StageStats:
-        """See `Builders`."""
-        with self._lock:
-            return StageStats(self.num_builders, self._busy_s, self._num_done, len(self._tasks))
-
-    @property
-    def runs_here(self) -> bool:
-        """See `Builders`."""
-        return self._thread.runs_here
+            names = dict.fromkeys(one.builder.name for one in builds if one.builder)
+        return [f"in {name}" for name in names]
 
     def stop(self) -> None:
         """See `Builders`."""
-        self._is_stopped = True
-        self._events.put(_nothing)
+        super().stop()
         self._thread.stop()
 
-    def close(self) -> object:
-        """See `Builders`."""
-        self.stop()
-        self._thread.close()
-        if not self._is_closed:
-            self._is_closed = True
-            for one in self._assigned.values():
-                one.build.progress = None  # nobody would see that they only refer to each other
-            self._assigned.clear()
-            self._tasks.clear()
-            self._kill_all()
-            futures.wait([actor.end for actor in self._actors], _CLOSE_S)
-            self._actors.clear()
-        return None
+    def _end_builders(self) -> None:
+        self._kill_all()
+        futures.wait([actor.end for actor in self._actors], _CLOSE_S)
+        self._actors.clear()
 
     # ---- actors -------------------------------------------------------------------------------------------
 
@@ -230,10 +165,10 @@ class RayBuilders:
         with self._lock:
             self._actors.append(actor)
         # Before it is there for the others, what its end calls is set: it may be dead already.
-        self._when_there(handle.place.remote().future(), partial(self._welcome, actor))
-        self._when_there(actor.end, partial(self._mourn, actor))
+        self._when_there(handle.place.remote().future(), partial(self._open, actor))
+        self._when_there(actor.end, partial(self._has_died, actor))
 
-    def _welcome(self, actor: _Actor, place: futures.Future[ActorPlace]) -> None:
+    def _open(self, actor: _Actor, place: futures.Future[ActorPlace]) -> None:
         """An actor has begun."""
         if actor.is_lost or not self._is_answered(actor, place):
             return
@@ -261,10 +196,10 @@ class RayBuilders:
             ) from error
         return error is None
 
-    def _mourn(self, actor: _Actor, end: futures.Future[Any]) -> None:
-        self._lose(actor, end.exception())
+    def _has_died(self, actor: _Actor, end: futures.Future[Any]) -> None:
+        self._lose_actor(actor, end.exception())
 
-    def _lose(self, actor: _Actor, error: BaseException | None) -> None:
+    def _lose_actor(self, actor: _Actor, error: BaseException | None) -> None:
         """Have what an actor had built by others, and ask for another one."""
         if actor.is_lost or self._is_stopped or self._failure is not None:
             return
@@ -272,7 +207,7 @@ class RayBuilders:
         self._kill(actor)  # where only the way to it is lost: nobody would use it any more
         with self._lock:
             self._actors.remove(actor)
-            orphans = [one for one in self._assigned.values() if one.actor is actor]
+            lost = [one for one in self._assigned.values() if one.builder is actor]
         if not actor.is_ready:
             self._num_failed_starts += 1
             if self._num_failed_starts >= _MOST_FAILED_STARTS:
@@ -281,28 +216,19 @@ class RayBuilders:
                     f"nodes?): {error}"
                 ) from error
         _log.warning("%s has died: %s; its chunks are built by others", actor.name, _first_line(error))
-        for one in orphans:
-            self._requeue(one, actor, error)
+        for one in lost:
+            self._lose(one, (actor.name, error) if self._is_own_death(error) else None)
         self._start_actor()
 
-    def _requeue(self, one: _ActorBuild, actor: _Actor, error: BaseException | None) -> None:
-        """A chunk of a dead actor waits for another; one that is laid aside when the engine says so."""
-        one.actor = None
-        one.answers.begin_again()
-        if self._is_own_death(error):
-            one.deaths.append(actor.name)
-        if len(one.deaths) >= _MOST_DEATHS:
-            chunk = cast("ShippableChunk", one.build.chunk)
-            first = chunk.plan.first_batch
-            failure = BuilderActorError(
-                f"batches {first} to {first + len(chunk.plan.sizes) - 1} of epoch {chunk.plan.epoch} are not "
-                f"built: {' and '.join(one.deaths)} died with them"
-            )
-            failure.__cause__ = error
-            self._end(one, failure)
-        elif one.is_active:
-            with self._lock:
-                heapq.heappush(self._tasks, (one.build.number, one))
+    def _death_error(self, one: _ActorBuild) -> BuilderActorError:
+        plan = chunk_of(one.build).plan
+        names = " and ".join(name for name, _ in one.deaths)
+        failure = BuilderActorError(
+            f"batches {plan.first_batch} to {plan.first_batch + len(plan.sizes) - 1} of epoch {plan.epoch} "
+            f"are not built: {names} died with them"
+        )
+        failure.__cause__ = one.deaths[-1][1]
+        return failure
 
     def _is_own_death(self, error: BaseException | None) -> bool:
         """Whether an actor died by itself: not with its machine, nor because the way there is lost."""
@@ -331,77 +257,41 @@ class RayBuilders:
                 self._fail(error)
         self._kill_all()  # here, too: after a time-out nobody waits for us
 
-    def _fail(self, error: BaseException) -> None:
-        """End all builds, and those to come."""
-        with self._lock:
-            self._failure = self._failure or error
-            assigned = [*self._assigned.values()]
-            self._assigned.clear()
-        for one in assigned:
-            one.build.end(error)
+    def _new(self, build: Build[Delivered]) -> _ActorBuild:
+        return _ActorBuild(build=build)
 
-    def _hand_out(self) -> None:
-        """Send what may go on, then new chunks while an actor has room for one."""
-        with self._lock:
-            resumed, self._resumed = self._resumed, []
-        for one in resumed:
-            one.is_active = True
-            if one.actor is None:
-                with self._lock:
-                    heapq.heappush(self._tasks, (one.build.number, one))
-            else:
-                self._send(one, BuilderMessage.GO_ON)
-        while (found := self._next_task()) is not None:
-            self._ship(*found)
+    def _choose(self, one: _ActorBuild, loads: Counter[Any]) -> _Actor | None:
+        needs, ready = _window_names(one), [actor for actor in self._actors if actor.is_ready]
+        # Of several that have as little to do one that has had a window of the chunk.
+        return min(ready, key=lambda actor: (loads[actor], actor.windows.isdisjoint(needs)), default=None)
 
-    def _next_task(self) -> tuple[_ActorBuild, _Actor] | None:
-        """The most urgent build, and the actor that has least to do."""
-        with self._lock:
-            failure, tasks = self._failure, self._tasks
-            if failure is None:
-                actor = self._idlest(tasks[0][1]) if tasks else None
-                return None if actor is None else (heapq.heappop(tasks)[1], actor)
-            self._tasks = []
-        for _, one in tasks:
-            one.build.end(failure)
-        return None
-
-    def _idlest(self, one: _ActorBuild) -> _Actor | None:
-        """The actor that has least to do, of several one that has had a window of the chunk. Locked."""
-        loads = {actor: 0 for actor in self._actors if actor.is_ready}
-        for other in self._assigned.values():
-            if other.actor is not None:
-                loads[other.actor] += other.is_active
-        needs = _window_names(one)
-        idlest = min(loads, key=lambda actor: (loads[actor], actor.windows.isdisjoint(needs)), default=None)
-        return None if idlest is None or loads[idlest] >= _ASSIGNED else idlest
-
-    def _ship(self, one: _ActorBuild, actor: _Actor) -> None:
-        """Send a chunk; where the actor does not read, its values are in Ray's store when this returns."""
-        chunk = cast("ShippableChunk", one.build.chunk)
+    def _begin(self, one: _ActorBuild, builder: _Actor) -> None:
+        """As in `RemoteBuilders`. Where the actor does not read, Ray's store has the values then."""
+        chunk = chunk_of(one.build)
         try:
             if one.build.is_cancelled:
                 raise EngineClosedError("the loader was closed while the batch was built")
-            shipped: ShippedChunk | SentChunk
+            shipped: ShippedChunk | ReadPlan
             memory = None
             if self._ships:
                 with self._guards.loading():
                     shipped, memory = ship(chunk.plan, chunk.rows, self._outputs, self._arena)
             else:
-                shipped = sent(chunk.plan, chunk.rows)
+                shipped = read_plan(chunk.plan, chunk.rows)
         except BaseException as error:
             self._end(one, error)
             return
-        one.build.progress, one.actor, actor.windows = one, actor, _window_names(one)
-        with self._lock:
-            self._assigned[one.build.number] = one
-        self._send(one, BuilderMessage.BUILD, (shipped, one.num_delivered), memory)
+        builder.windows = _window_names(one)
+        self._assign(one, builder)
+        self._call(one, BuilderMessage.BUILD, (shipped, one.num_added), memory)
 
-    def _send(self, one: _ActorBuild, kind: int, content: Any = None, memory: Any = None) -> None:
-        actor = one.actor
-        assert actor is not None
-        call = actor.handle.handle.options(num_returns=2)
-        response, packed = call.remote(kind, one.build.number, content, memory)
+    def _send(self, one: _ActorBuild, kind: int, content: Any = None) -> None:
+        self._call(one, kind, content, None)
+
+    def _call(self, one: _ActorBuild, kind: int, content: Any, memory: Any) -> None:
+        actor: _Actor = one.builder
+        method = actor.handle.handle.options(num_returns=2)
+        response, packed = method.remote(kind, one.build.number, content, memory)
         self._when_there(response.future(), partial(self._charge, one, actor, packed))
 
     def _charge(
@@ -424,8 +314,8 @@ class RayBuilders:
         if isinstance(error, self._ray.exceptions.RayTaskError):  # a fault of ours: it would come each time
             self._end(one, error)
         elif error is not None:
-            self._lose(actor, error)
-        return error is None and one.actor is actor and one.build.number in self._assigned
+            self._lose_actor(actor, error)
+        return error is None and one.builder is actor and one.build.number in self._assigned
 
     def _take(
         self, one: _ActorBuild, actor: _Actor, head: ActorResponse, packed: futures.Future[Any]
@@ -439,43 +329,9 @@ class RayBuilders:
         np.copyto(slot, packed.result())
         obj = unpack(slot, *head.layout)
         del slot, packed
-        if head.kind == BuilderResult.QUESTION:
-            answer = one.answers.to(obj, one.build, self._decide)
-            self._send(one, BuilderMessage.ANSWER, answer)
-        elif head.kind == BuilderResult.ERROR:
-            self._end(one, obj.restored())
-        else:
+        if is_charged:
             one.charged_bytes = 0
-            self._add(one, *obj)
-
-    def _add(
-        self, one: _ActorBuild, batches: list[Any], heap_bytes: int, is_last: bool, busy_s: float
-    ) -> None:
-        with self._lock:
-            self._busy_s += busy_s
-        delivered = [Delivered(*batch) for batch in batches]
-        one.num_delivered += len(delivered)
-        batches.clear()
-        one.build.add(Piece(delivered, heap_bytes=heap_bytes))
-        del delivered
-        if is_last:
-            self._end(one, None)
-        elif one.build.may_go_on():
-            self._send(one, BuilderMessage.GO_ON)
-        else:
-            one.is_active = False
-
-    def _end(self, one: _ActorBuild, error: BaseException | None) -> None:
-        one.actor = None
-        with self._lock:
-            self._assigned.pop(one.build.number, None)
-            self._num_done += 1
-        if error is None:
-            try:
-                cast("ShippableChunk", one.build.chunk).end()
-            except BaseException as caught:
-                error = caught
-        one.build.end(error)
+        self._take_response(one, head.kind, obj)
 
 
 def _nothing() -> None:
@@ -483,7 +339,7 @@ def _nothing() -> None:
 
 
 def _window_names(one: _ActorBuild) -> frozenset[tuple[int, int]]:
-    windows = cast("ShippableChunk", one.build.chunk).needs
+    windows = chunk_of(one.build).needs
     return frozenset((window.source.number, window.samples.blocks[0].number) for window in windows)
 
 

@@ -42,7 +42,7 @@ _READERS = 16
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class SentPart:
+class ReadPlanPart:
     """The rows of a chunk that come from one window, where another machine is to read them."""
 
     source: int
@@ -59,11 +59,11 @@ class SentPart:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class SentChunk:
+class ReadPlan:
     """What an actor that reads by itself needs to build a chunk."""
 
     plan: ChunkPlan
-    parts: Sequence[SentPart]
+    parts: Sequence[ReadPlanPart]
 
 
 def only_read(dataset: ShardedDataset) -> ShardedDataset:
@@ -74,19 +74,19 @@ def only_read(dataset: ShardedDataset) -> ShardedDataset:
     return read
 
 
-def sent(plan: ChunkPlan, rows: ChunkRows) -> SentChunk:
+def read_plan(plan: ChunkPlan, rows: ChunkRows) -> ReadPlan:
     """A chunk whose windows are planned only."""
     every = np.arange(rows.num_rows)
-    return SentChunk(plan=plan, parts=[_sent_part(part, every[part.chunk_rows]) for part in rows.parts])
+    return ReadPlan(plan=plan, parts=[_read_plan_part(part, every[part.chunk_rows]) for part in rows.parts])
 
 
-def _sent_part(part: WindowPart, chunk_rows: NDArray[np.int64]) -> SentPart:
+def _read_plan_part(part: WindowPart, chunk_rows: NDArray[np.int64]) -> ReadPlanPart:
     window = part.window
     assert isinstance(window, PlannedWindow)
     first_row = window.samples.first_row
     ordinals = np.searchsorted(first_row, part.rows, side="right") - 1
     used, own = np.unique(ordinals, return_inverse=True)
-    return SentPart(
+    return ReadPlanPart(
         source=window.source.number,
         epoch=window.source_epoch,
         blocks=window.numbers[used],
@@ -96,17 +96,17 @@ def _sent_part(part: WindowPart, chunk_rows: NDArray[np.int64]) -> SentPart:
     )
 
 
-class _KeptBlock:
+class _CachedBlock:
     """A block that is decoded, or will be once its reads have ended."""
 
     def __init__(self, window: ReadWindow, reads: list[Future[None]]) -> None:
         self.window, self.reads = window, reads
 
 
-class ReadingChunk:
+class ChunkReads:
     """A chunk whose reads have begun."""
 
-    def __init__(self, chunk: SentChunk, num_rows: int) -> None:
+    def __init__(self, chunk: ReadPlan, num_rows: int) -> None:
         self._chunk, self._num_rows = chunk, num_rows
         self.parts: list[WindowPart] = []
         self.reads: list[Future[None]] = []
@@ -142,7 +142,7 @@ class BlockReader:
         self._arena, self._keep_bytes = arena, keep_bytes
         self._threads = PriorityPool(_READERS, "dataflow-read")
         self._lock = threading.Lock()  # guards the blocks
-        self._kept: OrderedDict[tuple[int, int | None, int], _KeptBlock] = OrderedDict()
+        self._kept: OrderedDict[tuple[int, int | None, int], _CachedBlock] = OrderedDict()
         self._kept_bytes = 0
 
     def check(self, name: str) -> None:
@@ -159,9 +159,9 @@ class BlockReader:
                     "under this path, or have the training process read them: ship_blocks=True"
                 ) from error
 
-    def begin(self, chunk: SentChunk) -> ReadingChunk:
+    def begin(self, chunk: ReadPlan) -> ChunkReads:
         """Begin to read the rows of a chunk."""
-        reading = ReadingChunk(chunk, int(chunk.plan.sizes.sum()))
+        reading = ChunkReads(chunk, int(chunk.plan.sizes.sum()))
         for part in chunk.parts:
             source = self._sources[part.source]
             blocks = [source.catalog.block(number) for number in part.blocks.tolist()]
@@ -183,14 +183,14 @@ class BlockReader:
         self._threads.submit(0, partial(_settle, future, read))
         return future
 
-    def _mapped(self, source: Source, part: SentPart) -> tuple[StagedWindow, NDArray[np.int64]]:
+    def _mapped(self, source: Source, part: ReadPlanPart) -> tuple[StagedWindow, NDArray[np.int64]]:
         """A window of local files, of which only the pages wanted are touched, and its rows."""
         counts = source.catalog.blocks.num_samples[part.blocks]
         rows = (np.cumsum(counts) - counts)[part.ordinals] + part.rows
         return MappedWindow(source, self._arena, part.blocks, rows, needed=np.unique(rows), whole=False), rows
 
     def _read_values(
-        self, reading: ReadingChunk, part: SentPart, windowed: tuple[StagedWindow, NDArray[np.int64]]
+        self, reading: ChunkReads, part: ReadPlanPart, windowed: tuple[StagedWindow, NDArray[np.int64]]
     ) -> None:
         window, rows = windowed
         window.source_epoch = part.epoch
@@ -198,14 +198,14 @@ class BlockReader:
         reading.reads.extend(map(self._begun, window.reads()))
         reading.parts.append(WindowPart(window, rows, part.chunk_rows))
 
-    def _read_blocks(self, reading: ReadingChunk, part: SentPart) -> None:
+    def _read_blocks(self, reading: ChunkReads, part: ReadPlanPart) -> None:
         for ordinal, number in enumerate(part.blocks.tolist()):
             block = self._block(part.source, part.epoch, number)
             own = np.flatnonzero(part.ordinals == ordinal)
             reading.reads.extend(block.reads)
             reading.parts.append(WindowPart(block.window, part.rows[own], part.chunk_rows[own]))
 
-    def _block(self, source: int, epoch: int | None, number: int) -> _KeptBlock:
+    def _block(self, source: int, epoch: int | None, number: int) -> _CachedBlock:
         """A block, read at most once as long as it is kept."""
         key = (source, epoch, number)
         with self._lock:
@@ -218,13 +218,13 @@ class BlockReader:
                 self._kept_bytes -= self._kept.popitem(last=False)[1].window.nbytes
         return block
 
-    def _opened(self, source: int, epoch: int | None, number: int) -> _KeptBlock:
+    def _opened(self, source: int, epoch: int | None, number: int) -> _CachedBlock:
         """A block whose reads have begun; its memory goes when nobody refers to it."""
         of = self._sources[source]
         rows = np.zeros(0, np.int64)
         window = ReadWindow(of, self._arena, [of.catalog.block(number)], rows, num_readers=1)
         window.source_epoch = epoch
-        return _KeptBlock(window, [*map(self._begun, window.reads())])
+        return _CachedBlock(window, [*map(self._begun, window.reads())])
 
 
 def _settle(future: Future[None], read: Task) -> None:
@@ -235,7 +235,7 @@ def _settle(future: Future[None], read: Task) -> None:
         future.set_exception(error)
 
 
-def _compact(part: SentPart, rows_in_block: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
+def _compact(part: ReadPlanPart, rows_in_block: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
     """The rows of a window that has those rows of its blocks alone."""
     counts = np.array([len(rows) for rows in rows_in_block], np.int64)
     starts = np.cumsum(counts) - counts

@@ -33,7 +33,7 @@ from dataflow.processes.choice import (
 )
 from dataflow.processes.generators import Draws
 from dataflow.torch_threads import one_torch_thread
-from prefetch.engine.builders import Build, Builders, CopyStats, ThreadBuilders
+from prefetch.engine.builders import Build, Builders, ThreadBuilders
 from prefetch.engine.pool import PriorityPool
 from prefetch.engine.stats import StageStats
 from prefetch.work import Chunk, Piece, Task
@@ -53,7 +53,7 @@ class _Stage(Enum):
     BEFORE, DRAINING, RUNNING, OVER = auto(), auto(), auto(), auto()
 
 
-class AutoBuilders:
+class AutoBuilders(Builders[Delivered]):
     """`Builders` that are threads, and processes from when a trial has said so.
 
     Args:
@@ -77,6 +77,7 @@ class AutoBuilders:
     ) -> None:
         self._threads, self._open_processes, self.functions = threads, open_processes, functions
         self._num_processes, self._num_cores, self._memory = num_processes, num_cores, memory
+        self.num_builders = threads.num_builders
         self._lock = threading.RLock()  # guards what follows
         self._stage, self._began_s = _Stage.BEFORE, time.perf_counter()
         self._num_running = 0
@@ -209,26 +210,11 @@ class AutoBuilders:
             if error is not None:
                 text = f"processes would be better ({choice.reason}), but could not be started: {error}"
                 choice = self._memory.choice = WorkerChoice("thread", text)
+            else:
+                self.num_builders = self._num_processes
             self._are_ready, self.choice = error is None, choice
 
     # ---- as other builders --------------------------------------------------------------------------------
-
-    @property
-    def num_builders(self) -> int:
-        """See `Builders`."""
-        return self._num_processes if self._are_ready else self._threads.num_builders
-
-    @property
-    def needs_consumer(self) -> bool:
-        """See `Builders`."""
-        return False
-
-    def work(self) -> None:
-        """See `Builders`."""
-
-    def copy_stats(self) -> CopyStats:
-        """See `Builders`."""
-        return CopyStats()
 
     def places(self) -> list[str]:
         """See `Builders`."""

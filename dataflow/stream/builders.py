@@ -37,6 +37,10 @@ class BuilderPlan:
     num_workers: int
     """0: the consumer."""
     reason: str
+    num_threads: int = 0
+    """Threads that build until a trial decides; more than `num_workers` where decoders let go of the lock."""
+    num_cores: int = 1
+    """That this rank may use."""
     copies_only: bool = False
     """Whether batches are copies, which compiled code makes."""
     reads: bool = False
@@ -85,7 +89,13 @@ def plan_builders(plan: StreamPlan, settings: StreamSettings, *, local_ranks: in
     if not _may_hold_lock(dataset, settings):
         text = f"no function of yours runs, and decoders release the interpreter lock; {each}"
         return BuilderPlan(workers="thread", num_workers=number or threads, reason=text)
-    return BuilderPlan(workers="auto", num_workers=number or cores, reason=each)
+    return BuilderPlan(
+        workers="auto",
+        num_workers=number or cores,
+        reason=each,
+        num_threads=number or threads,
+        num_cores=cores,
+    )
 
 
 def _are_copies(dataset: ShardedDataset | Mixture) -> bool:
@@ -164,11 +174,11 @@ class BuilderOpening:
         from dataflow.processes.auto import AutoBuilders
 
         return AutoBuilders(
-            ThreadBuilders(self.plan.num_workers, initializer=one_torch_thread),
+            ThreadBuilders(self.plan.num_threads, initializer=one_torch_thread),
             self._processes,
             self._context.postprocessing.functions,
             num_processes=self.plan.num_workers,
-            num_cores=self.plan.num_workers,
+            num_cores=self.plan.num_cores,
             memory=self._memory,
         )
 

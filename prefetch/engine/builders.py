@@ -68,10 +68,8 @@ class CopyStats:
 class Builders(Protocol[T]):
     """Build chunks somewhere, most urgent first. Thread-safe."""
 
-    @property
-    def num_builders(self) -> int:
-        """Chunks that are built at a time."""
-        ...
+    num_builders: int
+    """Chunks that are built at a time."""
 
     def build(self, build: Build[T]) -> None:
         """Build a chunk, or go on with one that was laid aside. Called under the engine's lock: no waits."""
@@ -80,15 +78,15 @@ class Builders(Protocol[T]):
     @property
     def needs_consumer(self) -> bool:
         """Whether nobody but the consumer does what there is to do, in `work`."""
-        ...
+        return False
 
     def work(self) -> None:
         """Do a part of it. Without the engine's lock."""
-        ...
+        return
 
     def copy_stats(self) -> CopyStats:
         """The copies so far."""
-        ...
+        return CopyStats()
 
     def places(self) -> list[str]:
         """What is being built now and where, in words."""

@@ -24,7 +24,7 @@ from dataflow import DataLoader, Mixture, Packed, SampleError, Shuffle, Topology
 from dataflow.actors import builders as module
 from dataflow.actors.actor import BuilderActor
 from dataflow.actors.cluster import BuilderActorError, RayClusterError
-from dataflow.actors.reading import BlockReader, SentChunk, SentPart
+from dataflow.actors.reading import BlockReader, ReadPlan, ReadPlanPart
 from prefetch.memory.arena import Arena
 from sharding.errors import ShardReadError
 
@@ -265,13 +265,13 @@ def test_blocks_are_decoded_once_as_long_as_they_are_kept(made: Make, keep_bytes
     dataset = made("parquet").open()
     reader = BlockReader([dataset], Arena(limit_bytes=1 << 20), keep_bytes)
     blocks, zeros = np.arange(2), np.zeros(2, np.int64)
-    part = SentPart(
+    part = ReadPlanPart(
         source=0, epoch=None, blocks=blocks, ordinals=np.arange(2), rows=zeros, chunk_rows=np.arange(2)
     )
     plan: Any = SimpleNamespace(sizes=np.array([2]), cut=None)
     numbers = []
     for _ in range(2):
-        rows = reader.begin(SentChunk(plan=plan, parts=[part])).rows()
+        rows = reader.begin(ReadPlan(plan=plan, parts=[part])).rows()
         numbers.append([window.samples.number(row) for window, row in rows.find_all(np.arange(2))])
     assert numbers == [[dataset.catalog.block(number).first_sample for number in (0, 1)]] * 2
     read = sum(source.traffic.read_bytes for source in reader._sources)

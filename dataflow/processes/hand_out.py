@@ -1,0 +1,307 @@
+"""What builders outside of this process have in common: one thread hands out, and takes what comes back.
+
+Each builder has a chunk that it builds and one that it builds next, so none waits for the way there and back.
+Between two responses of a chunk the engine decides whether it goes on, as with threads. A builder that dies
+costs time only: its chunks are built again by others, which pass over the batches that were handed over and
+get the same answers. A chunk on which two builders have died is the likely reason, so its error is raised.
+Whatever happens, each build comes to its end, once.
+"""
+
+from __future__ import annotations
+
+import heapq
+import threading
+from abc import abstractmethod
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, Protocol, TypeVar, cast
+
+from dataflow.batch.builder import ChunkPlan
+from dataflow.batch.columns import ChunkRows
+from dataflow.batch.delivered import Delivered
+from dataflow.processes.builder_main import BuilderMessage, BuilderResult, CrossedError
+from dataflow.staging.window import StagedWindow
+from prefetch.engine.builders import Build, Builders
+from prefetch.engine.pool import PriorityPool
+from prefetch.engine.stats import StageStats
+from prefetch.work import Piece, Task
+from sharding.errors import SampleError
+
+ASSIGNED = 2
+"""Chunks that a builder has at a time: one that it builds, and one that it builds next."""
+MOST_DEATHS = 2
+"""So many builders that died on a chunk are no accident."""
+
+
+class ShippableChunk(Protocol):
+    """What is shipped of a chunk."""
+
+    plan: ChunkPlan
+    rows: ChunkRows
+    needs: Sequence[StagedWindow]
+
+    def end(self) -> None:
+        """All is built. Raises if the bytes of its windows may have changed."""
+        ...
+
+
+class BuildAnswers:
+    """What a builder elsewhere was answered about a chunk, in order. Used by one thread.
+
+    One that builds the chunk anew asks the same questions, and nothing may be decided and counted twice.
+    """
+
+    def __init__(self) -> None:
+        self._answers: list[Any] = []
+        self._num_asked = 0
+
+    def begin_again(self) -> None:
+        """Another builder has the chunk."""
+        self._num_asked = 0
+
+    def to(
+        self, question: tuple[Any, ...], build: Build[Delivered], decide: Callable[[SampleError], bool]
+    ) -> Any:
+        """The answer: what an error says, or whether a sample is left out, and its notes.
+
+        What a function given as `on_error` raises ends this chunk alone.
+        """
+        if self._num_asked == len(self._answers):
+            self._answers.append(_answer(question, build, decide))
+        self._num_asked += 1
+        return self._answers[self._num_asked - 1]
+
+
+def _answer(question: tuple[Any, ...], build: Build[Delivered], decide: Callable[[SampleError], bool]) -> Any:
+    kind, *arguments = question
+    try:
+        if kind == "error":
+            return chunk_of(build).rows.sample_error(*arguments)
+        (crossed,) = arguments
+        error = crossed.restored()
+        num_notes = len(getattr(error, "__notes__", ()))
+        return decide(error), getattr(error, "__notes__", [])[num_notes:]
+    except Exception as raised:
+        return CrossedError.of(raised, "the training process")
+
+
+def chunk_of(build: Build[Delivered]) -> ShippableChunk:
+    """The chunk of a build, as one that is shipped."""
+    return cast("ShippableChunk", build.chunk)
+
+
+@dataclass(eq=False, kw_only=True)
+class RemoteBuild:
+    """A build for builders elsewhere, and what must outlive the one that has it."""
+
+    build: Build[Delivered]
+    builder: Any = None
+    """Who has it; None: it waits for one."""
+    is_active: bool = True
+    """Whether it is built or waits for it; else the engine has laid it aside."""
+    num_added: int = 0
+    """Batches that the engine has."""
+    answers: BuildAnswers = field(default_factory=BuildAnswers)
+    deaths: list[Any] = field(default_factory=list)
+    """Of the builders that were at it."""
+
+
+B = TypeVar("B", bound=RemoteBuild)
+
+
+class RemoteBuilders(Builders[Delivered], Generic[B]):
+    """`Builders` outside of this process. An heir knows who they are, and the way there.
+
+    Args:
+        num_builders: of them.
+        decide: whether a bad sample is left out.
+    """
+
+    def __init__(self, num_builders: int, *, decide: Callable[[SampleError], bool]) -> None:
+        self.num_builders, self._decide = num_builders, decide
+        self._lock = threading.Lock()  # guards the builds, the failure and the counts
+        self._tasks: list[tuple[int, B]] = []
+        """Builds that wait for a builder, most urgent first."""
+        self._resumed: list[B] = []
+        """Builds that the engine lets go on."""
+        self._assigned: dict[int, B] = {}
+        """Builds that were begun, by number of the chunk."""
+        self._failure: BaseException | None = None
+        self._busy_s, self._num_done = 0.0, 0
+        self._is_stopped = self._is_closed = False
+        self._thread: PriorityPool
+
+    def _start(self, run: Task, initializer: Task | None) -> None:
+        """Start the thread that hands out: it runs `run`, and `initializer` first."""
+        self._thread = PriorityPool(1, "dataflow-hand-out", initializer=initializer)
+        self._thread.submit(0, run)
+
+    # ---- of an heir ---------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def _wake(self) -> None:
+        """Let the thread look at builds and at whether to stop. Any thread."""
+
+    @abstractmethod
+    def _new(self, build: Build[Delivered]) -> B:
+        """A build that nobody has begun."""
+
+    @abstractmethod
+    def _choose(self, one: B, loads: Counter[Any]) -> Any:
+        """Who is to build it, given the chunks that each has; None: nobody can. Under the lock."""
+
+    @abstractmethod
+    def _begin(self, one: B, builder: Any) -> None:
+        """Send a chunk to a builder, but for the batches that were handed over."""
+
+    @abstractmethod
+    def _send(self, one: B, kind: int, content: Any = None) -> None:
+        """Send a message about a chunk to the builder that has it."""
+
+    @abstractmethod
+    def _death_error(self, one: B) -> Exception:
+        """The error of a chunk on which too many builders have died."""
+
+    # ---- for the engine -----------------------------------------------------------------------------------
+
+    def build(self, build: Build[Delivered]) -> None:
+        """See `Builders`."""
+        with self._lock:
+            if build.progress is None:
+                heapq.heappush(self._tasks, (build.number, self._new(build)))
+            else:
+                self._resumed.append(build.progress)
+        self._wake()
+
+    def stats(self) -> StageStats:
+        """See `Builders`."""
+        with self._lock:
+            return StageStats(self.num_builders, self._busy_s, self._num_done, len(self._tasks))
+
+    @property
+    def runs_here(self) -> bool:
+        """See `Builders`."""
+        return self._thread.runs_here
+
+    def stop(self) -> None:
+        """See `Builders`."""
+        self._is_stopped = True
+        self._wake()
+
+    def close(self) -> object:
+        """See `Builders`."""
+        self.stop()
+        self._thread.close()
+        if not self._is_closed:
+            self._is_closed = True
+            for one in self._assigned.values():
+                one.build.progress = None  # nobody would see that they only refer to each other
+            for builds in (self._assigned, self._tasks, self._resumed):
+                builds.clear()
+            self._end_builders()
+        return None
+
+    @abstractmethod
+    def _end_builders(self) -> None:
+        """End all builders, and free what they need; the thread has ended."""
+
+    # ---- the thread that hands out ------------------------------------------------------------------------
+
+    def _hand_out(self) -> None:
+        """Send what may go on, then new chunks while a builder has room for one."""
+        with self._lock:
+            resumed, self._resumed = self._resumed, []
+        for one in resumed:
+            one.is_active = True
+            if one.builder is None:
+                self._queue(one)
+            else:
+                self._send(one, BuilderMessage.GO_ON)
+        while (task := self._next_task()) is not None:
+            self._begin(*task)
+
+    def _queue(self, one: B) -> None:
+        with self._lock:
+            heapq.heappush(self._tasks, (one.build.number, one))
+
+    def _next_task(self) -> tuple[B, Any] | None:
+        """The most urgent build, and who is to build it."""
+        with self._lock:
+            failure, tasks = self._failure, self._tasks
+            if failure is None:
+                if not tasks:
+                    return None
+                active = (one.builder for one in self._assigned.values() if one.is_active)
+                loads = Counter(builder for builder in active if builder is not None)
+                builder = self._choose(tasks[0][1], loads)
+                has_room = builder is not None and loads[builder] < ASSIGNED
+                return (heapq.heappop(tasks)[1], builder) if has_room else None
+            self._tasks = []
+        for _, one in tasks:
+            one.build.end(failure)
+        return None
+
+    def _assign(self, one: B, builder: Any) -> None:
+        with self._lock:
+            one.build.progress, one.builder = one, builder
+            self._assigned[one.build.number] = one
+
+    def _fail(self, error: BaseException) -> None:
+        """End all builds, and those to come."""
+        with self._lock:
+            self._failure = self._failure or error
+            builds = {**dict(self._tasks), **self._assigned}
+            for waiting in (self._assigned, self._tasks, self._resumed):
+                waiting.clear()
+        for one in builds.values():
+            one.build.end(error)
+
+    def _take_response(self, one: B, kind: int, obj: Any, slot_bytes: int = 0) -> None:
+        """What a builder says of a chunk; `slot_bytes`: of its batches, if they are not charged yet."""
+        if kind == BuilderResult.QUESTION:
+            self._send(one, BuilderMessage.ANSWER, one.answers.to(obj, one.build, self._decide))
+        elif kind == BuilderResult.ERROR:
+            self._end(one, obj.restored())
+        else:
+            self._add(one, obj, slot_bytes)
+
+    def _add(self, one: B, obj: tuple[list[Any], int, bool, float], slot_bytes: int) -> None:
+        batches, heap_bytes, is_last, busy_s = obj
+        del obj
+        with self._lock:
+            self._busy_s += busy_s
+        one.num_added += len(batches)
+        delivered = [Delivered(*batch) for batch in batches]
+        batches.clear()  # whoever called may hold the list, and must not keep what the consumer drops
+        one.build.add(Piece(delivered, slot_bytes=slot_bytes, heap_bytes=heap_bytes))
+        del delivered
+        if is_last:
+            self._end(one, None)
+        elif one.build.may_go_on():
+            self._send(one, BuilderMessage.GO_ON)
+        else:
+            one.is_active = False
+
+    def _lose(self, one: B, death: Any) -> None:
+        """A builder has died that had a chunk; `death`: if the chunk may be why, else None."""
+        one.builder = None
+        one.answers.begin_again()
+        if death is not None:
+            one.deaths.append(death)
+        if len(one.deaths) == MOST_DEATHS:
+            self._end(one, self._death_error(one))
+        elif one.is_active:
+            self._queue(one)
+
+    def _end(self, one: B, error: BaseException | None) -> None:
+        one.builder = None
+        with self._lock:
+            self._assigned.pop(one.build.number, None)
+            self._num_done += 1
+        if error is None:
+            try:
+                chunk_of(one.build).end()
+            except BaseException as caught:
+                error = caught
+        one.build.end(error)
