@@ -207,7 +207,7 @@ class RayBuilders(RemoteBuilders[_ActorBuild]):
         self._kill(actor)  # where only the way to it is lost: nobody would use it any more
         with self._lock:
             self._actors.remove(actor)
-            lost = [one for one in self._assigned.values() if one.builder is actor]
+            builds = [one for one in self._assigned.values() if one.builder is actor]
         if not actor.is_ready:
             self._num_failed_starts += 1
             if self._num_failed_starts >= _MOST_FAILED_STARTS:
@@ -216,7 +216,7 @@ class RayBuilders(RemoteBuilders[_ActorBuild]):
                     f"nodes?): {error}"
                 ) from error
         _log.warning("%s has died: %s; its chunks are built by others", actor.name, _first_line(error))
-        for one in lost:
+        for one in builds:
             self._lose(one, (actor.name, error) if self._is_own_death(error) else None)
         self._start_actor()
 

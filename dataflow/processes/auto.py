@@ -322,11 +322,11 @@ class _TriedChunk:
 
     def finish(self) -> Iterator[Piece[Delivered]]:
         """See `Chunk`."""
-        pieces, made = self._chunk.finish(), list[Piece[Delivered]]()
+        pieces, new = self._chunk.finish(), list[Piece[Delivered]]()
         before, draws = self._content(), Draws()
         while True:
-            cost = self._cost(lambda: made.append(next(pieces)))
-            piece = made.pop()
+            cost = self._cost(lambda: new.append(next(pieces)))
+            piece = new.pop()
             if piece.batches:
                 break
             yield piece  # what the next ones will take

@@ -93,15 +93,15 @@ class CrossedError:
 
     @classmethod
     def of(cls, error: BaseException, where: str) -> CrossedError:
-        """What is told of an exception in a process; one that does not pickle is told in words."""
+        """An exception in a process as it crosses; one that does not pickle crosses as its text."""
         text = "".join(traceback.format_exception(error, chain=False))
-        told = error
+        sendable = error
         try:
             pickle.loads(pack(error).meta)
         except Exception:
-            told = RuntimeError(f"{type(error).__name__}: {error}")
+            sendable = RuntimeError(f"{type(error).__name__}: {error}")
         cause = None if error.__cause__ is None else cls.of(error.__cause__, where)
-        return cls(told, cause, f"in {where}:\n{text}")
+        return cls(sendable, cause, f"in {where}:\n{text}")
 
     def restored(self) -> BaseException:
         """The exception, whose traceback is a note."""

@@ -263,9 +263,9 @@ class ProcessBuilders(RemoteBuilders[_ProcessBuild]):
     def _lose_all(self, process: int, error: WorkerDiedError) -> None:
         """Take chunks from a process that has died; the most urgent one is what it was at."""
         with self._lock:
-            lost = [one for _, one in sorted(self._assigned.items()) if one.builder == process]
-        culprit = next((one for one in lost if one.is_active), None)
-        for one in lost:
+            builds = [one for _, one in sorted(self._assigned.items()) if one.builder == process]
+        culprit = next((one for one in builds if one.is_active), None)
+        for one in builds:
             self._lose(one, error if one is culprit else None)
 
     def _death_error(self, one: _ProcessBuild) -> WorkerDiedError:

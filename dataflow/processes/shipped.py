@@ -84,7 +84,7 @@ def ship(
             nbytes=len(own),
             shape=column.values.shape[1:] if isinstance(column, StagedArray) else None,
             dtype=column.values.dtype.str if isinstance(column, StagedArray) else "uint8",
-            lengths=None if isinstance(column, StagedArray) else _told_lengths(plan_column, column),
+            lengths=None if isinstance(column, StagedArray) else _lengths_of(plan_column, column),
             bad=column.bad if isinstance(column, StagedArray) else {},
         )
         used += nbytes
@@ -98,7 +98,7 @@ def ship(
     return ShippedChunk(plan=plan, columns=shipped, sources=_sources(rows), numbers=numbers), memory
 
 
-def _told_lengths(plan_column: PlanColumn, column: StagedSpans) -> NDArray[np.int64] | int:
+def _lengths_of(plan_column: PlanColumn, column: StagedSpans) -> NDArray[np.int64] | int:
     return plan_column.each if plan_column.lengths is None else column.lengths
 
 

@@ -24,7 +24,7 @@ from dataflow.processes.choice import ChoiceMemory
 from dataflow.staging.source import Source, Traffic
 from dataflow.staging.stager import Stager
 from dataflow.stats import SessionStats
-from dataflow.stream.builders import BuilderOpening, plan_builders
+from dataflow.stream.builders import BuilderOpening, BuilderPlan, plan_builders
 from dataflow.stream.cache import OpenCaches, memory_for_caches
 from dataflow.stream.deliveries import SkippedAhead
 from dataflow.stream.plan import StreamPlan
@@ -127,7 +127,24 @@ class Session:
         self._builds_end = threading.Event()
         self._closed = False
         self._num_taken, self._last_taken_s = 0, self._now()
-        ledger = self.ledger
+        self._opening: BuilderOpening
+        self.engine = self._open_engine(plan, options, builder_plan, ahead, epoch, start, is_pinned=pinned)
+        if self._pause:
+            self._pause.watch(self.engine.staged_batches)
+
+    def _open_engine(
+        self,
+        plan: StreamPlan,
+        options: SessionOptions,
+        builder_plan: BuilderPlan,
+        ahead: ReadAhead,
+        epoch: int,
+        start: int,
+        *,
+        is_pinned: bool,
+    ) -> Engine[Delivered]:
+        """The engine over what is open, with its builders."""
+        settings, limit, ledger = options.settings, options.memory_limit, self.ledger
         stager = Stager(
             self.sources,
             self.arena,
@@ -148,11 +165,10 @@ class Session:
         copies = None
         if builder_plan.copies_only and (open_queue := executor().open_queue) is not None:
             copies = self._open_copies(partial(open_queue, builder_plan.num_workers), engine_options, ahead)
-        postprocessing = _postprocessing(plan, options)
         context = BuildContext(
-            outputs=dataset.outputs,
+            outputs=plan.dataset.outputs,
             seed=plan.seed,
-            postprocessing=postprocessing,
+            postprocessing=_postprocessing(plan, options),
             arena=self.arena,
             guards=self.guards,
             on_return=lambda nbytes: lambda: ledger.give_back(nbytes),
@@ -169,21 +185,18 @@ class Session:
             ledger=ledger,
             memory=options.choices,
             limit_bytes=limit,
-            is_pinned=pinned,
-            datasets=dataset.sources,
+            is_pinned=is_pinned,
+            datasets=plan.dataset.sources,
             max_restarts=settings.max_worker_restarts,
         )
         with setting_kept():
-            builders = self._opening.builders(copies)
-            self.engine: Engine[Delivered] = Engine(
+            return Engine(
                 stream.windows(epoch, start),
-                ledger=self.ledger,
-                builders=builders,
+                ledger=ledger,
+                builders=self._opening.builders(copies),
                 options=engine_options,
                 epoch=epoch,
             )
-        if self._pause:
-            self._pause.watch(self.engine.staged_batches)
 
     def _open_copies(
         self, open_queue: Callable[..., CopyQueue], options: EngineOptions, ahead: ReadAhead

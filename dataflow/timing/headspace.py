@@ -127,17 +127,15 @@ class BatchStock:
     def _copy_of(self, batch: Any) -> tuple[Any, int]:
         memo: dict[int, Any] = {}
         try:
-            made = copy.deepcopy(batch, memo)
-        except (
-            Exception
-        ) as error:  # whatever the user's classes raise; the measurement goes on without copies
+            duplicate = copy.deepcopy(batch, memo)
+        except Exception as error:  # whatever the user's classes raise: steps share the batch then
             self.shared = self.shared or f"{type(error).__name__}: {error}"
             return batch, 0
         # The memo has all that was copied, whatever classes it lies in.
         nbytes = sum(one.nbytes for one in memo.values() if isinstance(getattr(one, "nbytes", None), int))
         originals = memo.get(id(memo), ())
         is_pinned = any(isinstance(one, torch.Tensor) and one.is_pinned() for one in originals)
-        return (_pinned(made) if is_pinned else made), nbytes
+        return (_pinned(duplicate) if is_pinned else duplicate), nbytes
 
 
 class HeadspaceLoop:

@@ -28,7 +28,7 @@ import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing import connection, process
 from multiprocessing.context import BaseContext
 from pathlib import Path
@@ -188,25 +188,12 @@ class WorkerPool:
                 _enlarge(fd)
             for fd in (self._responses, self._stacks, self._stacks_writer):  # stacks nobody reads are dropped
                 os.set_blocking(fd, False)
-            method = context.get_start_method() if context else None
             self._target = target
-            self._common: Mapping[str, Any] = {
-                "num_workers": num_workers,
-                "memory": Descriptor(file.fd),
-                "message_offset": file.message_offset,
-                "message_bytes": file.message_bytes,
-                "first_region": file.region_offset(0),
-                "region_bytes": file.region_bytes,
+            self._common = {
+                **self._start_arguments(),
                 "region_limit": region_limit,
-                "responses": Descriptor(self._responses_writer),
-                "stacks": Descriptor(self._stacks_writer),
-                "stdio": () if context else stdio_descriptors(),
-                "environment": None if context else dict(os.environ),
                 "inherited": inherited,
                 "passed": tuple(map(Descriptor, passed)),
-                "watched": method in (None, "forkserver")
-                or threading.current_thread() is threading.main_thread(),
-                "interruptible": signal.getsignal(signal.SIGINT) is signal.default_int_handler,
             }
             for worker in range(num_workers):
                 self._start(worker, worker)
@@ -220,6 +207,26 @@ class WorkerPool:
         self._poll.register(self._woken, select.POLLIN)
         self._blocked: dict[int, int] = {}
         """Workers whose pipe is full, by the descriptor of our end of it."""
+
+    def _start_arguments(self) -> dict[str, Any]:
+        """Fields of `WorkerStart` that are the same for all workers, those that come later included."""
+        file, context = self._file, self.context
+        method = context.get_start_method() if context else None
+        in_main = threading.current_thread() is threading.main_thread()
+        return {
+            "num_workers": self.num_workers,
+            "memory": Descriptor(file.fd),
+            "message_offset": file.message_offset,
+            "message_bytes": file.message_bytes,
+            "first_region": file.region_offset(0),
+            "region_bytes": file.region_bytes,
+            "responses": Descriptor(self._responses_writer),
+            "stacks": Descriptor(self._stacks_writer),
+            "stdio": () if context else stdio_descriptors(),
+            "environment": None if context else dict(os.environ),
+            "watched": method in (None, "forkserver") or in_main,
+            "interruptible": signal.getsignal(signal.SIGINT) is signal.default_int_handler,
+        }
 
     def _start(self, worker: int, region: int) -> None:
         reader, tasks = multiprocessing.Pipe(duplex=False)

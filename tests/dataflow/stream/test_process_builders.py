@@ -26,6 +26,7 @@ from stream_kit import session_of
 
 from dataflow import DataLoader, Image, Mixture, SampleError, ShardedDataset, ShardWriter, Shuffle
 from dataflow.processes.builders import ProcessBuilders
+from dataflow.processes.hand_out import RemoteBuild, RemoteBuilders
 from prefetch.workers.pool import WorkerDiedError, WorkerPool
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create 3 worker processes")
@@ -457,3 +458,54 @@ def test_a_loop_that_is_left_leaves_no_process(tmp_path: Path) -> None:
         pids = [process.pid for process in processes_of(loader)]
         assert all(psutil.pid_exists(pid) for pid in pids if pid)
     assert not any(psutil.pid_exists(pid) for pid in pids if pid)
+
+
+class Ended:
+    """A build that counts its ends."""
+
+    def __init__(self, number: int) -> None:
+        self.number, self.progress, self.errors = number, None, list[BaseException | None]()
+
+    def end(self, error: BaseException | None = None) -> None:
+        self.errors.append(error)
+
+
+class NoBuilders(RemoteBuilders[RemoteBuild]):
+    """Builders elsewhere, none of which is there."""
+
+    def _wake(self) -> None: ...
+
+    def _new(self, build: Any) -> RemoteBuild:
+        return RemoteBuild(build=build)
+
+    def _choose(self, one: RemoteBuild, loads: Any) -> None: ...
+
+    def _begin(self, one: RemoteBuild, builder: Any) -> None: ...
+
+    def _send(self, one: RemoteBuild, kind: int, content: Any = None) -> None: ...
+
+    def _death_error(self, one: RemoteBuild) -> Exception:
+        raise AssertionError
+
+    def _end_builders(self) -> None: ...
+
+    def places(self) -> list[str]:
+        return []
+
+
+def test_a_failure_ends_each_build_once_and_those_to_come() -> None:
+    builders = NoBuilders(1, decide=lambda error: False)
+    builds = [Ended(number) for number in range(4)]
+    fresh, begun, lost, later = builds
+    for build in (fresh, begun, lost):
+        builders.build(build)  # type: ignore[arg-type]
+    for build in (begun, lost):
+        one = next(one for number, one in builders._tasks if number == build.number)
+        builders._tasks.remove((build.number, one))
+        builders._assign(one, "a builder")
+    builders._lose(lost.progress, None)
+    failure = OSError("none is left")
+    builders._fail(failure)
+    builders.build(later)  # type: ignore[arg-type]
+    builders._hand_out()
+    assert [build.errors for build in builds] == [[failure]] * 4

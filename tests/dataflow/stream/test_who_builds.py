@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from datasets_kit import Made, make_parquet, make_tar
-from stream_kit import session_of
+from stream_kit import session_of, stream_of
 
 from dataflow import DataLoader, Mixture, SampleError, ShardedDataset, Topology
 from dataflow.processes import auto
@@ -70,6 +70,17 @@ def test_cores_are_shared_out_among_the_ranks_of_a_machine(
     for ranks, number in ((1, 8), (2, 4), (3, 2), (16, 1)):
         place = Topology(0, ranks, local_rank=0, local_world_size=ranks)
         assert DataLoader(tar.open(transform=dict), 2, topology=place).num_workers == number
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create 8 worker processes")
+def test_a_trial_knows_the_cores_whatever_the_number_of_workers(
+    tar: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(builders, "allowed_cores", lambda: 2)
+    for options, threads, number in (({}, 2, 2), ({"num_workers": 8}, 8, 8)):
+        loader = DataLoader(tar.open(transform=dict), 2, workers="auto", **options)
+        plan = stream_of(loader).builder_plan
+        assert (plan.num_threads, plan.num_workers, plan.num_cores) == (threads, number, 2)
 
 
 def test_without_functions_of_the_user_threads_build_and_nothing_is_tried(tmp_path: Path) -> None:
