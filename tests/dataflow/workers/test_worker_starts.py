@@ -18,6 +18,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from builders_kit import in_full
 from programs_kit import ANOTHER_THREAD, HERE, run_script
 from worker_kit import Does, Gate, nothing_left, workers_of_this_process
 
@@ -278,7 +279,7 @@ class Counts(Does):
         return index
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+@pytest.mark.parametrize("method", ["fork", *in_full("spawn", "forkserver")])
 def test_a_shared_value_of_the_start_method_that_was_asked_for_is_shared(method: str) -> None:
     context = multiprocessing.get_context(method)
     value = context.Value("i", 0)
@@ -504,6 +505,7 @@ def test_the_size_of_dev_shm_does_not_matter(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, "fine\n", "")
 
 
+@pytest.mark.full
 def test_a_module_that_cannot_be_imported_by_the_fork_server_is_imported_by_the_worker(
     tmp_path: Path,
 ) -> None:
