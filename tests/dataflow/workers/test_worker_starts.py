@@ -447,6 +447,7 @@ def test_without_memfd_create_a_file_without_a_name_serves(
     def forbidden(*_: object) -> int:
         raise PermissionError(1, "Operation not permitted")
 
+    list(DataLoader(Does(many, 2), 2, num_workers=1))  # the pipes of the fork server stay
     if missing == "attribute":
         monkeypatch.delattr(os, "memfd_create")
     else:
