@@ -152,6 +152,8 @@ class Format(ABC):
     """Name users give as `format=`."""
     sibling_suffix = ""
     """Last ending of a file beside each shard, which `scan` is given as `sibling`; "": there is none."""
+    may_lack_sibling = False
+    """Whether a shard may be without it; `scan` is then given none."""
     has_keys = False
     """Whether samples have keys of their own, for `keys` to tell."""
     has_empty_samples = True

@@ -24,7 +24,15 @@ import pyarrow as pa
 from sharding.blocks import DEFAULT_BLOCK_BYTES, Format, Shard, ShardScan
 from sharding.catalog.file import VERSION, arrow_rows, kept_folder
 from sharding.catalog.schema import merge_schemas
-from sharding.catalog.storage import check_shard, failure_text, open_shard, open_url, shard_info, shard_of
+from sharding.catalog.storage import (
+    check_shard,
+    exists,
+    failure_text,
+    open_shard,
+    open_url,
+    shard_info,
+    shard_of,
+)
 from sharding.catalog.table import Catalog
 from sharding.errors import CorruptShardError, DataflowError, ShardError, ShardReadError
 from sharding.formats import catalog_options, sibling
@@ -187,8 +195,9 @@ def _index_shard(
     with ExitStack() as files:
         file = files.enter_context(open_shard(shard, place.fs, place.path))
         beside: dict[str, BinaryIO] = {}
-        if codec.sibling_suffix:
-            other = _opened([sibling(place.url, codec.sibling_suffix)], options)[0]
+        other_url = sibling(place.url, codec.sibling_suffix) if codec.sibling_suffix else ""
+        if other_url and not (codec.may_lack_sibling and not exists(other_url, options)):
+            other = _opened([other_url], options)[0]
             beside["sibling"] = files.enter_context(open_shard(_shard_at(other), other.fs, other.path))
         try:
             return shard, codec.scan(file, shard, block_bytes=block_bytes, **beside)

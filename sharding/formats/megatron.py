@@ -36,6 +36,7 @@ class MegatronFormat(TokensFormat):
 
     name = "megatron"
     sibling_suffix = ".idx"
+    may_lack_sibling = False
 
     def __init__(self, *, length: int | None = None) -> None:
         if length is not None and (not isinstance(length, int | np.integer) or length < 1):
@@ -57,7 +58,7 @@ class MegatronFormat(TokensFormat):
             raise CorruptShardError(shard.url, reason)
         dtype, starts = _read_index(sibling, shard, bin_size=file.seek(0, io.SEEK_END))
         if self.length is not None:
-            return self.windows(0, int(starts[-1]), dtype, block_bytes)
+            return self.windows(0, int(starts[-1]), dtype, self.length, block_bytes)
         cuts = _cuts(starts, max(1, block_bytes // dtype.itemsize))
         sizes = np.diff(starts)
         nbytes = (starts[cuts[1:]] - starts[cuts[:-1]]) * dtype.itemsize
@@ -107,6 +108,22 @@ class MegatronFormat(TokensFormat):
         starts, sizes = _documents(block)
         dtype = np.dtype(bytes(block.footer).decode())
         return {COLUMN: Spans(tokens_in(block, data, dtype, int(sizes.sum())), starts, sizes)}
+
+
+def known_dtypes() -> list[str]:
+    """Integer types that an index can name."""
+    return sorted(name for name in _DTYPES.values() if np.dtype(name).kind in "iu")
+
+
+def index_bytes(sizes: NDArray[np.int64], dtype: np.dtype[Any]) -> bytes:
+    """The `.idx` of documents of so many tokens each [D], one sequence a document."""
+    code = next(code for code, name in _DTYPES.items() if name == dtype.name)
+    header = _HEADER.pack(_MAGIC, 1, code, len(sizes), len(sizes) + 1)
+    pointers = (np.cumsum(sizes) - sizes) * dtype.itemsize
+    bounds = np.arange(len(sizes) + 1, dtype="<i8")
+    return b"".join(
+        [header, sizes.astype("<i4").tobytes(), pointers.astype("<i8").tobytes(), bounds.tobytes()]
+    )
 
 
 def _documents(block: Block) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

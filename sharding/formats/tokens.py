@@ -9,6 +9,7 @@ one token, too. Nothing is read but the header of a `.npy` file.
 from __future__ import annotations
 
 import io
+import json
 import re
 from collections.abc import Sequence
 from typing import Any, BinaryIO
@@ -27,6 +28,9 @@ _NPY_LINE = re.compile(
 """What `numpy.save` writes of a plain array."""
 _HEADER_BYTES = 4096
 """More than the header of any plain array."""
+_SIDECAR_BYTES = 1 << 16
+SIDECAR_SUFFIX = ".json"
+"""Of the file beside a `.bin` that describes it: {"dtype": name, "length": number or null, ...}."""
 COLUMN = "tokens"
 """Name of the only column."""
 
@@ -35,8 +39,9 @@ class TokensFormat(Format):
     """Windows of `length` + 1 tokens over `.bin` (raw, native byte order) and 1-D `.npy` files.
 
     Args:
-        dtype: numpy integer dtype of a token; `.npy` files tell it themselves, `.bin` files need it.
-        length: tokens a sample is trained on; a sample holds one more.
+        dtype: numpy integer dtype of a token; None: `.npy` files tell it themselves, of `.bin` files the
+            `.json` beside them does that `ShardWriter` writes.
+        length: tokens a sample is trained on; a sample holds one more. None: the `.json` tells.
 
     Thread-safe, stateless: blocks carry dtype and length, so a saved catalog decodes as it was indexed.
     """
@@ -44,39 +49,50 @@ class TokensFormat(Format):
     name = "tokens"
     token_column = COLUMN
     has_empty_samples = False
+    may_lack_sibling = True
 
     def __init__(self, *, dtype: str | None = None, length: int | None = None) -> None:
-        if not isinstance(length, int | np.integer) or length < 1:
-            raise ValueError(f"format 'tokens' needs length= (tokens a sample, >= 1), got {length!r}")
+        if length is not None and (not isinstance(length, int | np.integer) or length < 1):
+            raise ValueError(f"length must be >= 1 (tokens a sample), got {length!r}")
         if dtype is not None and (np.dtype(dtype).kind not in "iu" or not np.dtype(dtype).isnative):
             raise ValueError(f"dtype must be an integer type in native byte order, got {dtype!r}")
         self.dtype = None if dtype is None else np.dtype(dtype).name
-        self.length: int | None = int(length)
+        self.length: int | None = None if length is None else int(length)
+        if self.dtype is None or length is None:
+            self.sibling_suffix = SIDECAR_SUFFIX
 
     def options(self) -> dict[str, str | int]:
         """What shapes the blocks, see `Format.options`."""
         options = {"dtype": self.dtype, "length": self.length}
         return {name: value for name, value in options.items() if value is not None}
 
-    def scan(self, file: BinaryIO, shard: Shard, *, block_bytes: int) -> ShardScan:
-        """Cut the file into blocks of whole samples; reads at most a header.
+    def scan(
+        self, file: BinaryIO, shard: Shard, *, block_bytes: int, sibling: BinaryIO | None = None
+    ) -> ShardScan:
+        """Cut the file into blocks of whole samples; reads at most a header, and the `.json` beside it.
 
         Raises:
             CorruptShardError: a size that is no multiple of the dtype's, a `.npy` header that is broken or
-                tells another array than 1-D integers of `dtype`, or no dtype at all.
+                tells another array than 1-D integers of `dtype`, a `.json` that does not fit the file, or
+                nothing that tells dtype or length.
         """
         size = file.seek(0, io.SEEK_END)
         file.seek(0)
+        told = {} if sibling is None else _sidecar(sibling, shard, size)
+        length = self.length or told.get("length")
+        if length is None:
+            reason = f"format {self.name!r} needs length= (tokens a sample, >= 1): nothing beside it tells"
+            raise CorruptShardError(shard.url, reason)
         if file.read(6) == _NPY_MAGIC:
             dtype, start, num_tokens = self._npy(file, shard, size)
         else:
-            dtype, start, num_tokens = self._raw(shard, size)
-        return self.windows(start, num_tokens, dtype, block_bytes)
+            dtype, start, num_tokens = self._raw(shard, size, self.dtype or told.get("dtype"))
+        return self.windows(start, num_tokens, dtype, length, block_bytes)
 
-    def windows(self, start: int, num_tokens: int, dtype: np.dtype[Any], block_bytes: int) -> ShardScan:
+    def windows(
+        self, start: int, num_tokens: int, dtype: np.dtype[Any], length: int, block_bytes: int
+    ) -> ShardScan:
         """Blocks of windows over `num_tokens` tokens that begin at byte `start`."""
-        length = self.length
-        assert length is not None
         num_samples = max(0, num_tokens - 1) // length
         per_block = max(1, block_bytes // (length * dtype.itemsize))
         first = np.arange(0, num_samples, per_block, dtype=np.int64)
@@ -120,11 +136,11 @@ class TokensFormat(Format):
         shape, strides = (block.num_samples, length + 1), (length * dtype.itemsize, dtype.itemsize)
         return {COLUMN: np.lib.stride_tricks.as_strided(flat, shape, strides, writeable=False)}
 
-    def _raw(self, shard: Shard, size: int) -> tuple[np.dtype[Any], int, int]:
-        if self.dtype is None:
+    def _raw(self, shard: Shard, size: int, name: str | None) -> tuple[np.dtype[Any], int, int]:
+        if name is None:
             reason = "a raw token file does not tell its dtype; pass dtype=, for example dtype='uint16'"
             raise CorruptShardError(shard.url, reason)
-        dtype = np.dtype(self.dtype)
+        dtype = np.dtype(name)
         if size % dtype.itemsize:
             reason = f"{size} bytes are no whole number of {dtype.name} tokens of {dtype.itemsize} bytes"
             raise CorruptShardError(shard.url, reason, size - size % dtype.itemsize)
@@ -142,6 +158,31 @@ class TokensFormat(Format):
             reason = f"{size - start} bytes where the header tells {shape[0]} {dtype.name} tokens"
             raise CorruptShardError(shard.url, reason, start)
         return dtype, start, shape[0]
+
+
+def _sidecar(file: BinaryIO, shard: Shard, size: int) -> dict[str, Any]:
+    """What the `.json` beside a token file says: {} where it is about something else."""
+    raw = file.read(_SIDECAR_BYTES)
+    try:
+        told = json.loads(raw)
+    except ValueError as error:
+        reason = f"the {SIDECAR_SUFFIX} beside it is no JSON, or longer than {_SIDECAR_BYTES} bytes"
+        raise CorruptShardError(shard.url, reason) from error
+    if not isinstance(told, dict) or told.get("format") != "tokens":
+        return {}
+    name, length, count = told.get("dtype"), told.get("length"), told.get("num_tokens")
+    try:
+        width = np.dtype(name).itemsize if isinstance(name, str) and np.dtype(name).kind in "iu" else 0
+    except TypeError:
+        width = 0
+    fits = type(count) is int and width and count * width == size
+    if not fits or not (length is None or (type(length) is int and length >= 1)):
+        reason = (
+            f"the {SIDECAR_SUFFIX} beside it tells {count!r} tokens of {name!r}, length {length!r}, "
+            f"which do not fit its {size} bytes"
+        )
+        raise CorruptShardError(shard.url, reason)
+    return told
 
 
 def check_tokens(block: Block, dtype: np.dtype[Any], count: int) -> None:

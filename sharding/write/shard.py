@@ -1,12 +1,13 @@
 """One shard in progress: samples in, the bytes of one file out.
 
-Tar goes through webdataset's own encoders and `TarWriter`, Parquet through pyarrow's `ParquetWriter`.
-Samples are checked before any byte of them is written.
+Tar goes through webdataset's own encoders and `TarWriter`, Parquet and Arrow through pyarrow's writers.
+Samples are checked before any byte of them is written, in tables when their rows are.
 """
 
 from __future__ import annotations
 
 import gzip
+import json
 from collections.abc import Mapping
 from typing import Any, BinaryIO, Protocol, cast
 
@@ -31,8 +32,8 @@ class NewShard(Protocol):
         """Append a sample; `SampleError` leaves the shard as it was."""
         ...
 
-    def finish(self) -> None:
-        """Write what is held back."""
+    def finish(self) -> Mapping[str, bytes]:
+        """Write what is held back. Gives what belongs beside the file: last ending -> content."""
         ...
 
     def abandon(self) -> None:
@@ -78,11 +79,12 @@ class NewTarShard:
             reason = f"{name!r} of type {type(value).__name__} cannot be encoded: {error}; give its bytes"
             raise SampleError(self._url, reason, key=key, stage="write") from error
 
-    def finish(self) -> None:
+    def finish(self) -> Mapping[str, bytes]:
         """Write the end of the archive."""
         self._tar.close()
         if self._compressor is not None:
             self._compressor.close()
+        return {}
 
     def abandon(self) -> None:
         """Close the streams; a discarded file swallows what they flush."""
@@ -106,11 +108,12 @@ class NewTarShard:
         return None
 
 
-class NewParquetShard:
-    """A Parquet shard. The first row group decides the schema where none is given."""
+class NewTableShard:
+    """A Parquet or Arrow shard. Where no schema is given, the first row group decides it."""
 
-    def __init__(self, file: NewFile, *, row_group_size: int, schema: Any = None) -> None:
+    def __init__(self, file: NewFile, *, format: str, row_group_size: int, schema: Any = None) -> None:  # noqa: A002
         self._file, self._row_group_size, self._schema = file, row_group_size, schema
+        self._format = format
         self._rows: list[Sample] = []
         self._writer: Any = None
 
@@ -122,11 +125,12 @@ class NewParquetShard:
         if len(self._rows) >= self._row_group_size:
             self._flush()
 
-    def finish(self) -> None:
-        """Write the last row group and the footer."""
+    def finish(self) -> Mapping[str, bytes]:
+        """Write the last rows and the footer."""
         self._flush()
         if self._writer is not None:
             self._writer.close()
+        return {}
 
     def abandon(self) -> None:
         """Close the writer; a discarded file swallows the footer."""
@@ -136,16 +140,24 @@ class NewParquetShard:
 
     def _flush(self) -> None:
         import pyarrow as pa
-        import pyarrow.parquet as pq
 
         if not self._rows:
             return
         table = self._table(pa)
         if self._writer is None:
             self._schema = table.schema
-            self._writer = pq.ParquetWriter(pa.PythonFile(self._file, mode="w"), table.schema)
-        self._writer.write_table(table, row_group_size=len(self._rows))
+            self._writer = self._opened(pa.PythonFile(self._file, mode="w"), table.schema)
+        self._writer.write_table(table, len(self._rows))
         self._rows.clear()
+
+    def _opened(self, file: Any, schema: Any) -> Any:
+        import pyarrow as pa
+
+        if self._format == "parquet":
+            import pyarrow.parquet as pq
+
+            return pq.ParquetWriter(file, schema)
+        return (pa.ipc.new_file if self._format == "arrow" else pa.ipc.new_stream)(file, schema)
 
     def _table(self, pa: Any) -> Any:
         types = {} if self._schema is None else {field.name: field.type for field in self._schema}
@@ -166,6 +178,49 @@ class NewParquetShard:
         rows = [row for row in self._rows if row.get(column) is not None]
         key = rows[0].get("__key__") if len(rows) == 1 else None
         return SampleError(self._file.url, f"{reason}; schema= tells the types", key=key, stage="write")
+
+
+class NewJsonlShard:
+    """JSON Lines, compressed if its name says so: an object a sample, arrays as lists."""
+
+    def __init__(self, file: NewFile) -> None:
+        self._url, self._compressor = file.url, _compressor(file)
+        self._out = self._compressor or file
+        self._encode = json.JSONEncoder(
+            ensure_ascii=False, allow_nan=False, separators=(",", ":"), default=_plain
+        ).encode
+
+    def add(self, sample: Sample) -> None:
+        """Append a line."""
+        try:
+            if not sample:
+                raise ValueError("a sample needs a field")
+            line = self._encode(dict(sample)).encode()
+        except (TypeError, ValueError) as error:
+            key = sample.get("__key__")
+            reason = f"it cannot be written as JSON: {error}"
+            raise SampleError(
+                self._url, reason, key=None if key is None else str(key), stage="write"
+            ) from error
+        self._out.write(line + b"\n")
+
+    def finish(self) -> Mapping[str, bytes]:
+        """Write what the compressor holds."""
+        if self._compressor is not None:
+            self._compressor.close()
+        return {}
+
+    def abandon(self) -> None:
+        """Close the stream; a discarded file swallows what it flushes."""
+        self.finish()
+
+
+def _plain(value: Any) -> Any:
+    """What JSON has for a number or an array of numpy or torch."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    kind = type(value).__name__
+    raise TypeError(f"a value of type {kind} is none of JSON's; tar and Parquet shards hold byte strings")
 
 
 def _compressor(file: NewFile) -> Any:

@@ -14,15 +14,19 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
-from sharding.formats import ENTRIES, has_suffix
+from sharding.compression import compression_of
+from sharding.formats import ENTRIES, has_suffix, sibling, suffix_of
 from sharding.write.file import NewFile
-from sharding.write.shard import NewParquetShard, NewShard, NewTarShard, Sample
+from sharding.write.shard import NewJsonlShard, NewShard, NewTableShard, NewTarShard, Sample
+from sharding.write.tokens import NewTokenShard, TokenOptions
 
 DEFAULT_SHARD_BYTES = 1 << 30
 DEFAULT_ROW_GROUP_SIZE = 1024
 _NUMBER = re.compile(r"%0(\d+)d|%d|\{(?::0?(\d+)d?)?\}")
 _BRACES = re.compile(r"\{[^{}]*(?:\.\.|,)[^{}]*\}")
-_FORMATS = ("tar", "parquet")
+_TOKENS = ("tokens", "megatron")
+_FORMATS = ("tar", "parquet", "arrow", "arrow-stream", "jsonl", *_TOKENS)
+_COMPRESSED = ("tar", "jsonl")
 
 
 @dataclass(frozen=True)
@@ -44,15 +48,21 @@ class ShardWriter:
     Args:
         pattern: where shards go: a path or fsspec URL with the shard's number as `%06d` or `{:06d}`;
             without a number there is one shard.
-        format: "tar" (also `.tar.gz`, `.tgz`, `.tar.zst`) or "parquet"; None: by the pattern's ending.
+        format: "tar" (also `.tar.gz`, `.tgz`, `.tar.zst`), "parquet", "arrow", "arrow-stream", "jsonl" (also
+            `.jsonl.gz`, `.jsonl.zst`), "tokens" or "megatron"; None: by the pattern's ending, which must be
+            `.bin` for the last two.
         max_count: samples a shard may have.
         max_bytes: stored bytes after which a shard ends.
         storage_options: for the fsspec filesystem.
         overwrite: replace shards that exist; otherwise they raise `FileExistsError`.
         allow_pickle: write extensions and arrays that reading would have to unpickle.
-        row_group_size: samples in a Parquet row group.
-        schema: `pyarrow.Schema` of Parquet shards; None: what the first row group shows.
+        row_group_size: samples in a Parquet row group, or a record batch of Arrow.
+        schema: `pyarrow.Schema` of Parquet and Arrow shards; None: what the first row group shows.
         start: number of the first shard.
+        dtype: of a token, such as "uint16"; token shards need it.
+        length: tokens of a sample where the reader of token shards gives no `length=`.
+        end_token: appended to each document of token shards.
+        tokenizer: what identifies the tokenizer, such as a hash of its file; kept beside token shards.
     """
 
     def __init__(
@@ -68,6 +78,10 @@ class ShardWriter:
         row_group_size: int = DEFAULT_ROW_GROUP_SIZE,
         schema: Any = None,
         start: int = 0,
+        dtype: str | None = None,
+        length: int | None = None,
+        end_token: int | None = None,
+        tokenizer: str | None = None,
     ) -> None:
         self._number = _number_in(pattern)
         _check_limits(self._number, pattern, max_count, max_bytes, row_group_size)
@@ -76,11 +90,24 @@ class ShardWriter:
         self._pattern, self._next = pattern, start
         self._max_count, self._max_bytes = max_count, max_bytes
         self._new_file = partial(NewFile, storage_options=storage_options, overwrite=overwrite)
-        self._new_shard: Callable[[NewFile], NewShard] = (
-            partial(NewTarShard, allow_pickle=allow_pickle)
-            if _format_of(pattern, format) == "tar"
-            else partial(NewParquetShard, row_group_size=row_group_size, schema=schema)
-        )
+        name = _format_of(pattern, format)
+        tokens = {"dtype": dtype, "length": length, "end_token": end_token, "tokenizer": tokenizer}
+        self._new_shard: Callable[[NewFile], NewShard]
+        if name in _TOKENS:
+            if dtype is None:
+                raise ValueError(f"format {name!r} needs dtype=, the type of a token, such as 'uint16'")
+            options = TokenOptions(dtype=dtype, length=length, end_token=end_token, tokenizer=tokenizer)
+            self._new_shard = partial(NewTokenShard, options=options, megatron=name == "megatron")
+        elif given := [option for option, value in tokens.items() if value is not None]:
+            raise ValueError(f"{given[0]}= is for formats {' and '.join(_TOKENS)}, not for {name!r}")
+        elif name == "tar":
+            self._new_shard = partial(NewTarShard, allow_pickle=allow_pickle)
+        elif name == "jsonl":
+            self._new_shard = NewJsonlShard
+        else:
+            self._new_shard = partial(
+                NewTableShard, format=name, row_group_size=row_group_size, schema=schema
+            )
         self._shards: list[WrittenShard] = []
         self._file: NewFile | None = None
         self._shard: NewShard | None = None
@@ -95,12 +122,13 @@ class ShardWriter:
         """Append one sample.
 
         Tar: `__key__` and a value per extension; webdataset's encoders turn str, int, json, npy and so on
-        into bytes by extension; other names beginning with "_" are not written, as in webdataset. Parquet:
-        any names; a name may lack in some samples.
+        into bytes by extension; other names beginning with "_" are not written, as in webdataset. Parquet,
+        Arrow and JSON Lines: any names; a name may lack in some samples. Token shards: `tokens`, the
+        integers of a document.
 
         Raises:
-            SampleError: the sample cannot be written; nothing of it was, and writing tar may go on. (In
-                Parquet, a value of the wrong type is noticed when its row group is written.)
+            SampleError: the sample cannot be written; nothing of it was, and writing may go on. (In Parquet
+                and Arrow, a value of the wrong type is noticed when its row group is written.)
             FileExistsError: the shard to begin is there already.
         """
         if self._full():
@@ -115,7 +143,9 @@ class ShardWriter:
             self._abandon()
             return
         try:
-            self._shard.finish()
+            # What lies beside a shard comes first: a shard that is there can be read.
+            for suffix, content in self._shard.finish().items():
+                self._write_beside(suffix, content)
             self._file.commit()
         except BaseException:
             self._abandon()
@@ -157,6 +187,15 @@ class ShardWriter:
             file.discard()
         if shard is not None:
             shard.abandon()
+
+    def _write_beside(self, suffix: str, content: bytes) -> None:
+        assert self._file is not None
+        file = self._new_file(sibling(self._file.url, suffix))
+        try:
+            file.write(content)
+            file.commit()
+        finally:
+            file.discard()
 
     def _full(self) -> bool:
         if self._file is None or not self._num_samples:
@@ -202,7 +241,12 @@ def _format_of(pattern: str, name: str | None) -> str:
     if name is None:
         name = next((name for name in _FORMATS if has_suffix(pattern, ENTRIES[name].suffixes)), None)
     if name not in _FORMATS:
+        listed = ", ".join(_FORMATS)
         raise ValueError(
-            f"format must be 'tar' or 'parquet' (or the pattern end so), got {name!r} for {pattern!r}"
+            f"format must be one of {listed} (or the pattern end so), got {name!r} for {pattern!r}"
         )
+    if name in _TOKENS and suffix_of(pattern) != ".bin":
+        raise ValueError(f"shards of format {name!r} end in .bin, got {pattern!r}")
+    if name not in _COMPRESSED and compression_of(pattern):
+        raise ValueError(f"format {name!r} compresses inside the file, if at all: {pattern!r} names a stream")
     return name

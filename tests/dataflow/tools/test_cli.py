@@ -241,7 +241,7 @@ def test_storage_options_are_json_or_text(tmp_path):
     ("arguments", "line"),
     [
         (["missing.tar"], "Error: missing.tar: no such file (stage: index)"),
-        (["x.bin"], "Error: format 'tokens' needs length= (tokens a sample, >= 1), got None"),
+        (["x.bin"], "format 'tokens' needs length= (tokens a sample, >= 1): nothing beside it tells"),
         (["x.bin", "--length", "8"], "dtype='uint16'"),
         (["x.bin", "--length", "8", "--dtype", "uint16", "--output", "x.bin"], "must end in .catalog"),
         (["x.bin", "--format", "nonsense"], "nonsense"),

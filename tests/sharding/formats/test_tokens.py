@@ -163,7 +163,6 @@ def test_every_truncation_of_a_npy_file_is_noticed():
 @pytest.mark.parametrize(
     "options",
     [
-        {},
         {"length": 0},
         {"length": 2.5},
         {"length": "8"},
