@@ -1,10 +1,10 @@
 """What builders outside of this process have in common: one thread hands out, and takes what comes back.
 
 Each builder has a chunk that it builds and one that it builds next, so none waits for the way there and back.
-Between two responses of a chunk the engine decides whether it goes on, as with threads. A builder that dies
-costs time only: its chunks are built again by others, which pass over the batches that were handed over and
-get the same answers. A chunk on which two builders have died is the likely reason, so its error is raised.
-Whatever happens, each build comes to its end, once.
+Where a builder asks, the engine decides whether a chunk goes on, as with threads. A builder that dies costs
+time only: its chunks are built again by others, which pass over the batches that were handed over and get the
+same answers. A chunk on which two builders have died is the likely reason, so its error is raised. Whatever
+happens, each build comes to its end, once.
 """
 
 from __future__ import annotations

@@ -1,8 +1,10 @@
 """Chunks in stream order, from those that wait for their windows to those that wait for the consumer.
 
-Whatever order chunks are built in, they leave in the order in which they came. What only shows when a batch
-is made is charged then; while more is held than the limit, builds are laid aside between two batches. The one
-at the head of the order goes on when what it has finished was handed out, so that there always is progress.
+Whatever order chunks are built in, they leave in the order in which they came, each as a whole unless some of
+its batches are due. What fails comes behind the batches that were finished before it. What only shows when a
+batch is made is charged then; while more is held than the limit, builds are laid aside between two batches.
+The one at the head of the order goes on when what it has finished was handed out, so that there always is
+progress.
 """
 
 from __future__ import annotations

@@ -95,7 +95,7 @@ class Engine(Generic[T]):
     # ---- consumer -------------------------------------------------------------------------------
 
     def next_batches(self) -> Batches[T]:
-        """The batches of the next chunk; empty at the end of a finite source.
+        """Batches of the next chunk, or of the same one; empty at the end of a finite source.
 
         Raises what building them raised, `StallError` after the time-out, `MemoryLimitError`.
         """
