@@ -31,6 +31,8 @@ class Piece(Generic[T_co]):
     """Beyond the chunk's `nbytes`; in use until the batches die. May be told before they are taken."""
     heap_bytes: int = 0
     """Beyond the chunk's `nbytes`, of objects whose death nobody sees."""
+    is_due: bool = False
+    """Whether the consumer may have them before the chunk is whole. Never those that make it whole."""
 
 
 class Chunk(Protocol[T_co]):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -73,9 +73,13 @@ class FakeChunk:
         on_begin: Action = nothing,
         on_finish: Action = nothing,
         heap: Sequence[int] = (),
+        due: Collection[int] = (),
     ) -> None:
-        """`heap`: bytes of each batch that show when it is made; batches are then made one by one."""
-        self.heap, self.made = heap, 0
+        """`heap`: bytes of each batch that show when it is made; batches are then made one by one.
+
+        `due`: those of them that the consumer may have before the chunk is whole.
+        """
+        self.heap, self.due, self.made = heap, due, 0
         self.name, self.nbytes, self.num_batches = name, nbytes, num_batches
         self.leased = nbytes if leased is None else leased
         self.needs: Sequence[FakeWindow] = ()
@@ -105,7 +109,7 @@ class FakeChunk:
             yield Piece(batches)
         for nbytes in self.heap:
             self.made += 1
-            yield Piece([batches.pop(0)], heap_bytes=nbytes)
+            yield Piece([batches.pop(0)], heap_bytes=nbytes, is_due=self.made - 1 in self.due)
 
 
 READS_AFTER_CLOSE: list[FakeWindow] = []

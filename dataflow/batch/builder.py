@@ -8,7 +8,9 @@ split each; then bad samples are left out or raised, and what the user gave is c
 
 from __future__ import annotations
 
+import math
 import threading
+import time
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -26,6 +28,7 @@ from dataflow.batch.output import BuiltColumn, Output, make_copies
 from dataflow.batch.packed import batch_columns
 from dataflow.batch.samples import Misfit, described, drop_rows, misfit_of, samples_of, transform_reason
 from dataflow.staging.window import StagedWindow
+from prefetch.errors import EngineClosedError
 from prefetch.memory.arena import Arena, HeapKeeper
 from prefetch.memory.guards import FileGuards
 from prefetch.work import Piece
@@ -98,6 +101,10 @@ class BuildContext:
     """Of a row of a batch, about, where whoever builds it reads it, too; None: windows are staged here."""
     seed_globals: Callable[[int], None] | None = None
     """Seeds the global generators with a key; None: they are the training code's."""
+    hand_over_s: float = math.inf
+    """Once building took so long, what is finished is handed over before the chunk is whole."""
+    now: Callable[[], float] = time.perf_counter
+    """The clock for it, in seconds."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -173,34 +180,54 @@ class BatchBuilder:
         return [decode for built in self.built for decode in built.decodes]
 
     def finish(self) -> Iterator[Piece[Delivered]]:
-        """Split into batches, apply what the user gave: one by one where that takes memory of its own."""
+        """Split into batches, apply what the user gave: in parts where that takes memory of its own, or time.
+
+        What fails is raised in its place, behind the batches before it.
+        """
         assert self.columns is not None
+        try:
+            yield from self._pieces(self.columns)
+        finally:
+            self.leased_bytes = self.columns.leased_bytes
+            self.columns, self.built, self.rows = None, [], NO_ROWS
+
+    def _pieces(self, columns: ChunkColumns) -> Iterator[Piece[Delivered]]:
         context, sizes = self.context, list[int](self.plan.sizes.tolist())
-        columns = [built.values(sizes) for built in self.built]
+        values = [built.values(sizes) for built in self.built]
         names = [output.name for output in context.outputs]
-        batches = (dict(zip(names, values, strict=True)) for values in zip(*columns, strict=True))
+        batches = (dict(zip(names, batch, strict=True)) for batch in zip(*values, strict=True))
         if self.is_planned:
             numbered = enumerate(zip(batches, sizes, strict=True), self.plan.first_batch)
             yield Piece([Delivered(self.plan.epoch, n, batch, size) for n, (batch, size) in numbered])
-        else:
-            delivered, heap_bytes, row = list[Delivered](), 0, 0
-            for number, size in enumerate(sizes, self.plan.first_batch):
-                raise_if_closing(context.closing)
-                ahead = sum(built.ahead(size) for built in self.built if built.ahead)
-                if ahead:
-                    yield Piece(slot_bytes=ahead)
-                self._seed_globals(row, of_batch=True)
+            return
+        delivered, heap_bytes, row, began_s = list[Delivered](), 0, 0, context.now()
+        for number, size in enumerate(sizes, self.plan.first_batch):
+            raise_if_closing(context.closing)
+            ahead = sum(built.ahead(size) for built in self.built if built.ahead)
+            if ahead:
+                yield Piece(slot_bytes=ahead)
+            self._seed_globals(row, of_batch=True)
+            try:
                 delivered.append(self.delivered(number, next(batches), row, size))
-                heap_bytes += held_bytes(delivered[-1].batch, self.columns.slots)
-                row += size
-                if ahead or heap_bytes >= context.charge_bytes or row == self.rows.num_rows:
-                    context.heap.made(heap_bytes)
-                    piece = Piece(delivered, heap_bytes=heap_bytes)
-                    delivered, heap_bytes = [], 0
-                    yield piece
-                    del piece
-        self.leased_bytes = self.columns.leased_bytes
-        self.columns, self.built, self.rows = None, [], NO_ROWS
+            except EngineClosedError:
+                raise
+            except Exception:
+                piece, delivered = Piece(delivered, heap_bytes=heap_bytes), []
+                yield piece
+                del piece
+                raise
+            heap_bytes += held_bytes(delivered[-1].batch, columns.slots)
+            row += size
+            is_last = row == self.rows.num_rows
+            is_due = not is_last and context.now() - began_s >= context.hand_over_s
+            if is_last or is_due or ahead or heap_bytes >= context.charge_bytes:
+                context.heap.made(heap_bytes)
+                piece = Piece(delivered, heap_bytes=heap_bytes, is_due=is_due)
+                delivered, heap_bytes = [], 0
+                yield piece
+                del piece
+                if is_due:
+                    began_s = context.now()
 
     def _seed_globals(self, row: int, *, of_batch: bool) -> None:
         """Let the global generators depend on a sample alone, or on the first one of a batch."""

@@ -162,12 +162,19 @@ class BatchChunk:
             self._submitted = None  # whoever takes the batches has them
             yield Piece(LazyBatches(self.num_batches, copied))
             return
-        yield from self._builder.finish()
-        self.leased_bytes = self._builder.leased_bytes
-        self.end()
+        num_left = self.num_batches
+        try:
+            for piece in self._builder.finish():
+                num_left -= len(piece.batches)
+                if not num_left:
+                    self.end()
+                yield piece
+                del piece
+        finally:
+            self.leased_bytes = self._builder.leased_bytes
 
     def end(self) -> None:
-        """All is built: windows are free to go.
+        """All is built, and the last batch not yet handed over: windows are free to go.
 
         Raises `ShardChangedError` if the bytes of those that no later chunk needs may have changed.
         """

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from enum import Enum, auto
@@ -321,20 +322,23 @@ class _TriedChunk:
         return np.array([time.perf_counter() - queued_s() - began_s, time.thread_time() - ran_s, 0.0])
 
     def finish(self) -> Iterator[Piece[Delivered]]:
-        """See `Chunk`."""
-        pieces, new = self._chunk.finish(), list[Piece[Delivered]]()
+        """See `Chunk`. What is measured comes together, even if that takes long."""
+        pieces, new = self._chunk.finish(), deque[Piece[Delivered]]()
+
+        def take() -> None:
+            while not new or new[-1].is_due or not new[-1].batches:
+                new.append(next(pieces))
+
         before, draws = self._content(), Draws()
-        while True:
-            cost = self._cost(lambda: new.append(next(pieces)))
-            piece = new.pop()
-            if piece.batches:
-                break
-            yield piece  # what the next ones will take
+        try:
+            self._costs += self._cost(take) / sum(len(piece.batches) for piece in new)
+        except Exception:
+            yield from new
+            raise
         has_drawn = draws.since() is not None
-        self._costs += cost / len(piece.batches)
-        self._owner.go_on(self._result(piece, has_drawn, before))
-        yield piece
-        del piece
+        self._owner.go_on(self._result(new[-1], has_drawn, before))
+        while new:
+            yield new.popleft()
         yield from pieces
 
     def _content(self) -> bytes | Exception:

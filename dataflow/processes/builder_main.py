@@ -75,6 +75,7 @@ class BuilderJob:
     postprocessing: Postprocessing
     seed: int
     charge_bytes: int
+    hand_over_s: float
     limit_bytes: int
     is_pinned: bool
     """Whether the training process page-locks what it views: whole slabs only, so batches are copied."""
@@ -130,16 +131,36 @@ class _Build:
     """Batches that were not handed over."""
     num_skipped: int = 0
     """Of those to come, the first ones, which another builder has handed over before it died."""
+    unasked_bytes: int = 0
+    """Made since the training process last said that it may go on."""
+
+
+class BuiltBatches(NamedTuple):
+    """Batches of a chunk on their way to the training process, in order."""
+
+    batches: list[tuple[Any, ...]]
+    """Fields of each `Delivered`."""
+    heap_bytes: int
+    is_due: bool
+    """As of a `Piece`."""
+    is_last: bool
+    """Whether no others follow."""
+    asks: bool
+    """Whether the builder waits to be told to go on."""
+    busy_s: float
+    """What it took to build them."""
 
 
 class BuilderLoop(ABC):
     """Builds chunks one after another as messages say, and asks where it must; messages are the heir's.
 
-    `name`: of the builder, in errors.
+    Args:
+        name: of the builder, in errors.
+        now: a clock, in seconds.
     """
 
-    def __init__(self, name: str) -> None:
-        self._name = name
+    def __init__(self, name: str, *, now: Callable[[], float] = time.perf_counter) -> None:
+        self._name, self._now = name, now
         self._builds: dict[int, _Build] = {}
         self._waiting: deque[tuple[int, int, Any]] = deque()
         """Messages that came before an answer."""
@@ -168,7 +189,9 @@ class BuilderLoop(ABC):
             closing=threading.Event(),
             heap=HeapKeeper(job.limit_bytes),
             charge_bytes=job.charge_bytes,
+            hand_over_s=job.hand_over_s,
             seed_globals=seed_by_key,
+            now=self._now,
         )
 
     # ---- messages -----------------------------------------------------------------------------------------
@@ -238,29 +261,50 @@ class BuilderLoop(ABC):
         return _Build(builder.finish(), len(chunk.plan.sizes) - num_skipped, num_skipped)
 
     def _go_on(self, build: _Build) -> None:
-        """Make the next batches, and hand them over."""
-        began_s = time.perf_counter()
-        batches, heap_bytes = _next_batches(build)
-        build.num_left -= len(batches)
+        """Make batches and hand them over, until the training process is to say whether to go on.
+
+        Memory is all that it has a say in, so it is asked when as much is made as is charged at once. To wait
+        for it where batches are handed over for the time they took would leave the core to the next chunk.
+        """
+        build.unasked_bytes = 0
+        while self._hand_over(build):
+            pass
+
+    def _hand_over(self, build: _Build) -> bool:
+        """Make the next batches; whether to make more of them without being told to."""
+        assert isinstance(self._context, BuildContext)
+        began_s = self._now()
+        piece = _next_piece(build)
+        build.num_left -= len(piece.batches)
+        build.unasked_bytes += piece.slot_bytes + piece.heap_bytes
+        asks = not piece.is_due or build.unasked_bytes >= self._context.charge_bytes
         if not build.num_left:
             for _ in build.pieces:
                 pass
             self._builds.pop(self._chunk)
             self._release(is_built=True)
-        self._respond(
-            BuilderResult.BATCHES,
-            (batches, heap_bytes, not build.num_left, time.perf_counter() - began_s),
+        built = BuiltBatches(
+            batches=[*piece.batches],
+            heap_bytes=piece.heap_bytes,
+            is_due=piece.is_due,
+            is_last=not build.num_left,
+            asks=asks,
+            busy_s=self._now() - began_s,
         )
+        self._respond(BuilderResult.BATCHES, built)
+        return not asks
 
 
-def _next_batches(build: _Build) -> tuple[list[tuple[Any, ...]], int]:
-    """The next ones that were not handed over, and their bytes on the heap."""
+def _next_piece(build: _Build) -> Piece[tuple[Any, ...]]:
+    """The next batches that were not handed over, and what is charged for them."""
+    slot_bytes = 0
     for piece in build.pieces:
+        slot_bytes += piece.slot_bytes
         batches = [tuple(delivered) for delivered in piece.batches]
         new = batches[build.num_skipped :]
         build.num_skipped -= len(batches) - len(new)
         if new:
-            return new, piece.heap_bytes
+            return Piece(new, slot_bytes, piece.heap_bytes, piece.is_due)
     raise AssertionError("a chunk has fewer batches than planned")
 
 

@@ -1,10 +1,10 @@
 """What builders outside of this process have in common: one thread hands out, and takes what comes back.
 
 Each builder has a chunk that it builds and one that it builds next, so none waits for the way there and back.
-Between two responses of a chunk the engine decides whether it goes on, as with threads. A builder that dies
-costs time only: its chunks are built again by others, which pass over the batches that were handed over and
-get the same answers. A chunk on which two builders have died is the likely reason, so its error is raised.
-Whatever happens, each build comes to its end, once.
+Where a builder asks, the engine decides whether a chunk goes on, as with threads. A builder that dies costs
+time only: its chunks are built again by others, which pass over the batches that were handed over and get the
+same answers. A chunk on which two builders have died is the likely reason, so its error is raised. Whatever
+happens, each build comes to its end, once.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any, Generic, Protocol, TypeVar, cast
 from dataflow.batch.builder import ChunkPlan
 from dataflow.batch.columns import ChunkRows
 from dataflow.batch.delivered import Delivered
-from dataflow.processes.builder_main import BuilderMessage, BuilderResult, CrossedError
+from dataflow.processes.builder_main import BuilderMessage, BuilderResult, BuiltBatches, CrossedError
 from dataflow.staging.window import StagedWindow
 from prefetch.engine.builders import Build, Builders
 from prefetch.engine.pool import PriorityPool
@@ -266,18 +266,24 @@ class RemoteBuilders(Builders[Delivered], Generic[B]):
         else:
             self._add(one, obj, slot_bytes)
 
-    def _add(self, one: B, obj: tuple[list[Any], int, bool, float], slot_bytes: int) -> None:
-        batches, heap_bytes, is_last, busy_s = obj
-        del obj
+    def _add(self, one: B, built: BuiltBatches, slot_bytes: int) -> None:
         with self._lock:
-            self._busy_s += busy_s
-        one.num_added += len(batches)
-        delivered = [Delivered(*batch) for batch in batches]
-        batches.clear()  # whoever called may hold the list, and must not keep what the consumer drops
-        one.build.add(Piece(delivered, slot_bytes=slot_bytes, heap_bytes=heap_bytes))
+            self._busy_s += built.busy_s
+        if built.is_last:
+            try:
+                chunk_of(one.build).end()
+            except BaseException as error:
+                self._end(one, error)
+                return
+        one.num_added += len(built.batches)
+        delivered = [Delivered(*batch) for batch in built.batches]
+        built.batches.clear()  # whoever called may hold it, and must not keep what the consumer drops
+        one.build.add(Piece(delivered, slot_bytes, built.heap_bytes, built.is_due))
         del delivered
-        if is_last:
+        if built.is_last:
             self._end(one, None)
+        elif not built.asks:
+            return
         elif one.build.may_go_on():
             self._send(one, BuilderMessage.GO_ON)
         else:
@@ -299,9 +305,4 @@ class RemoteBuilders(Builders[Delivered], Generic[B]):
         with self._lock:
             self._assigned.pop(one.build.number, None)
             self._num_done += 1
-        if error is None:
-            try:
-                chunk_of(one.build).end()
-            except BaseException as caught:
-                error = caught
         one.build.end(error)

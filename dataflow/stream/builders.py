@@ -224,6 +224,7 @@ class BuilderOpening:
             postprocessing=replace(context.postprocessing, on_bad=never),
             seed=context.seed,
             charge_bytes=context.charge_bytes,
+            hand_over_s=context.hand_over_s,
             limit_bytes=self._limit_bytes,
             is_pinned=self._is_pinned,
             collate_map=collate_map_changes(),

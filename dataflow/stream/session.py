@@ -28,7 +28,7 @@ from dataflow.stream.builders import BuilderOpening, BuilderPlan, plan_builders
 from dataflow.stream.cache import OpenCaches, memory_for_caches
 from dataflow.stream.deliveries import SkippedAhead
 from dataflow.stream.plan import StreamPlan
-from dataflow.stream.read_ahead import ReadAhead, choose_read_ahead
+from dataflow.stream.read_ahead import HAND_OVER_S, ReadAhead, choose_read_ahead
 from dataflow.stream.settings import StreamSettings
 from dataflow.stream.stream import Stream
 from dataflow.torch_threads import one_torch_thread, setting_kept
@@ -175,6 +175,7 @@ class Session:
             closing=self._builds_end,
             heap=HeapKeeper(limit),
             charge_bytes=ahead.charge_bytes.value,
+            hand_over_s=HAND_OVER_S,
             ships_values=builder_plan.num_processes > 0,
             row_bytes=_batch_bytes(plan) // plan.samples_per_batch if builder_plan.reads else None,
         )

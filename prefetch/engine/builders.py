@@ -38,7 +38,7 @@ class Build(Protocol[T]):
         ...
 
     def may_go_on(self) -> bool:
-        """Whether to make the next batches, asked before each piece.
+        """Whether to make the next batches, asked before each piece; elsewhere, of what is charged at once.
 
         False: the build is laid aside and handed out again when there is room; it must be left alone at once.
         """

@@ -1,8 +1,10 @@
 """Chunks in stream order, from those that wait for their windows to those that wait for the consumer.
 
-Whatever order chunks are built in, they leave in the order in which they came. What only shows when a batch
-is made is charged then; while more is held than the limit, builds are laid aside between two batches. The one
-at the head of the order goes on when what it has finished was handed out, so that there always is progress.
+Whatever order chunks are built in, they leave in the order in which they came, each as a whole unless some of
+its batches are due. What fails comes behind the batches that were finished before it. What only shows when a
+batch is made is charged then; while more is held than the limit, builds are laid aside between two batches.
+The one at the head of the order goes on when what it has finished was handed out, so that there always is
+progress.
 """
 
 from __future__ import annotations
@@ -68,6 +70,8 @@ class ChunkBuild(Generic[T]):
                 self.pieces.append(piece)
                 self.ahead_bytes = 0
                 self._queue.num_finished += len(piece.batches)
+                if piece.is_due:
+                    self._queue.notify_if_deliverable()
 
     def end(self, error: BaseException | None = None) -> None:
         """See `Build`."""
@@ -90,8 +94,11 @@ class ChunkBuild(Generic[T]):
 
     @property
     def is_deliverable(self) -> bool:
-        """Whether the consumer gets something, at the head of the order; what is being built comes whole."""
-        return self.is_done or (self.is_aside and bool(self.pieces))
+        """Whether the consumer gets something, at the head of the order.
+
+        What is being built comes whole, unless that takes long.
+        """
+        return self.is_done or (self.is_aside and bool(self.pieces)) or any(p.is_due for p in self.pieces)
 
 
 class ChunkQueue(Generic[T]):
@@ -183,7 +190,11 @@ class ChunkQueue(Generic[T]):
         self.num_running -= 1
         build.is_aside = True
         self._aside.append(build)
-        if self.line and self.line[0].is_deliverable:  # each needless wake-up costs two switches
+        self.notify_if_deliverable()
+
+    def notify_if_deliverable(self) -> None:
+        """Wake the consumer, if there is something for it: each needless wake-up costs two switches."""
+        if self.line and self.line[0].is_deliverable:
             self.lock.notify_all()
 
     def resume(self) -> None:
@@ -208,7 +219,8 @@ class ChunkQueue(Generic[T]):
     def take(self, most_bytes: int) -> tuple[Batches[T], int, int]:
         """Batches of the head, and their charged bytes of slots and of heap.
 
-        All that cost nothing beyond their chunk, else a part of at most `most_bytes`, or one piece.
+        All that cost nothing beyond their chunk, else a part of at most `most_bytes`, or one piece. The last
+        ones of a chunk wait for its end, with which something must be delivered.
         """
         build = self.line[0]
         batches: Batches[T] = ()
@@ -216,6 +228,9 @@ class ChunkQueue(Generic[T]):
         while build.pieces:
             piece = build.pieces[0]
             if batches and slots + heap + piece.slot_bytes + piece.heap_bytes > most_bytes:
+                break
+            num_taken = build.num_delivered + len(batches) + len(piece.batches)
+            if num_taken == build.chunk.num_batches and not build.is_done:
                 break
             # Taken out: the thread that built them may still hold the build, and must not keep what the
             # consumer drops.
@@ -241,18 +256,14 @@ class ChunkQueue(Generic[T]):
 
     def _settle(self, build: ChunkBuild[T], error: BaseException | None) -> None:
         """Credits move, and the chunk's windows lose a user."""
+        self.ledger.move(State.BUILDING, State.READY, build.nbytes)
         if error is None:
-            self.ledger.move(State.BUILDING, State.READY, build.nbytes)
             self.leads_s.append(time.perf_counter() - build.began_s)
         else:
             if self.is_closed or isinstance(error, EngineClosedError):
                 # Nobody will see where, and the frames hold the memory of what was built.
                 error = error.with_traceback(None)
-            self.num_finished -= build.num_ready
-            charged = build.ahead_bytes + sum(p.slot_bytes + p.heap_bytes for p in build.pieces)
-            self.ledger.release(State.READY, charged)
-            build.pieces.clear()
-            self.ledger.release(State.BUILDING, build.nbytes)
+            self.ledger.release(State.READY, build.ahead_bytes)
         build.error, build.progress = error, None
         if error is None and build.chunk.reads_windows:
             self._copying.append(build)

@@ -27,7 +27,7 @@ from typing import Generic, TypeVar
 
 from prefetch.control.depth import Observation
 from prefetch.engine.builders import Builders
-from prefetch.engine.builds import ChunkQueue
+from prefetch.engine.builds import ChunkBuild, ChunkQueue
 from prefetch.engine.ledger import Ledger, State
 from prefetch.engine.pool import lower_switch_interval, restore_switch_interval
 from prefetch.engine.stats import NOT_STARTED, ConsumerWait, EngineOptions, EngineStats
@@ -95,7 +95,7 @@ class Engine(Generic[T]):
     # ---- consumer -------------------------------------------------------------------------------
 
     def next_batches(self) -> Batches[T]:
-        """The batches of the next chunk; empty at the end of a finite source.
+        """Batches of the next chunk, or of the same one; empty at the end of a finite source.
 
         Raises what building them raised, `StallError` after the time-out, `MemoryLimitError`.
         """
@@ -131,33 +131,37 @@ class Engine(Generic[T]):
         """The finished batches at the head of the order, or what there is instead. Under the lock."""
         self._is_asked = False
         head = self._queue.line[0] if self._queue.line else None
-        if self._failure and not (head and head.is_done):
+        if self._failure and not (head and head.is_deliverable):
             raise self._failure
         if head is None:
             if self._windows.error:
                 raise self._windows.error
             return ()
-        if head.error:
-            self._queue.drop_head()
+        if head.error and not head.pieces:  # it comes behind the batches before it
+            self._drop(head)
             raise head.error
         batches, slots, heap = self._queue.take(self._ledger.limit_bytes // _DELIVERED_SHARE)
         if slots + heap:
             self._ledger.move(State.READY, State.IN_USE, slots + heap)
         self._delivered_heap_bytes += heap
         self._delivered_bytes += slots
-        if head.is_done and not head.pieces:
-            self._queue.drop_head()
-            if not head.chunk.reads_windows:  # else its credits stay as long
-                leased = head.chunk.leased_bytes
-                self._ledger.move(State.READY, State.IN_USE, leased)
-                self._ledger.release(State.READY, head.nbytes - leased)
-                self._delivered_bytes += leased
+        if head.is_done and not head.pieces and not head.error:
+            self._drop(head)
         self._windows.delivered(head.chunk)
         self._delivered += len(batches)
         self._pump()
         if batches:
             self._delivered_last = time.perf_counter(), len(batches)
         return batches
+
+    def _drop(self, head: ChunkBuild[T]) -> None:
+        """All of the head was handed out."""
+        self._queue.drop_head()
+        if head.error or not head.chunk.reads_windows:  # else its credits stay as long
+            leased = head.chunk.leased_bytes
+            self._ledger.move(State.READY, State.IN_USE, leased)
+            self._ledger.release(State.READY, head.nbytes - leased)
+            self._delivered_bytes += leased
 
     def _is_deliverable(self) -> bool:
         if self._queue.line:

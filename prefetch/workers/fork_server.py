@@ -266,19 +266,25 @@ class _Popen(popen_forkserver.Popen):
         try:
             self._fork(server, buffer)
         except (ConnectionError, EOFError, ChildProcessError):
-            server.replace()
-            self._fork(server, buffer)
+            pass  # a Ctrl-C in what follows is told alone, not with this
+        else:
+            return
+        server.replace()
+        self._fork(server, buffer)
 
     def _fork(self, server: Server, description: io.BytesIO) -> None:
-        self.sentinel, writer = server.connect_to_new_process(self._fds)  # type: ignore[attr-defined]
-        parent_writer = os.dup(writer)
-        self.finalizer = util.Finalize(self, util.close_fds, (parent_writer, self.sentinel))  # type: ignore[attr-defined]
         try:
-            with open(writer, "wb", closefd=True) as file:
-                file.write(description.getbuffer())
+            # Asked and not told what for, a worker would say so with a traceback, and a server that is not
+            # asked by who has called end with one.
+            with Uninterrupted():
+                self.sentinel, writer = server.connect_to_new_process(self._fds)  # type: ignore[attr-defined]
+                own_ends = os.dup(writer), self.sentinel
+                self.finalizer = util.Finalize(self, util.close_fds, own_ends)  # type: ignore[attr-defined]
+                with open(writer, "wb", closefd=True) as file:
+                    file.write(description.getbuffer())
             self.pid = forkserver.read_signed(self.sentinel)
         except BaseException:
-            self.finalizer()
+            self.close()
             raise
 
     def poll(self, flag: int = os.WNOHANG) -> int | None:

@@ -9,6 +9,7 @@ import signal
 import threading
 from collections.abc import Iterator
 from fractions import Fraction
+from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -23,10 +24,12 @@ from forked_kit import exit_code_in_child
 from http_kit import RangeServer, serving
 from numpy.typing import NDArray
 from stream_kit import session_of
+from worker_kit import Gate
 
 from dataflow import DataLoader, Image, Mixture, SampleError, ShardedDataset, ShardWriter, Shuffle
 from dataflow.processes.builders import ProcessBuilders
 from dataflow.processes.hand_out import RemoteBuild, RemoteBuilders
+from dataflow.stream import session
 from prefetch.workers.pool import WorkerDiedError, WorkerPool
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create 3 worker processes")
@@ -150,6 +153,73 @@ def test_mixtures_and_packed_rows_are_those_of_threads(tmp_path: Path) -> None:
         whole = [(b["cls"].tolist(), b["draw"].tolist()) for b in loader]
     with in_processes(mixture, 3, True) as loader:
         assert [(b["cls"].tolist(), b["draw"].tolist()) for b in loader] == whole
+
+
+# ---- batches of a chunk, one by one -----------------------------------------------------------------------
+
+GATED = 4
+"""In file order, of batches of two: batch 0 is a chunk, batches 1 and 2 are the next."""
+
+
+def gated(sample: dict[str, Any], *, rng: np.random.Generator, arrived: Gate, go_on: Gate) -> dict[str, Any]:
+    if sample["cls"] == GATED:
+        arrived.open(os.getpid())
+        go_on.wait()
+    return {"cls": sample["cls"], "draw": rng.random()}
+
+
+@pytest.fixture
+def gates(tmp_path: Path) -> Iterator[dict[str, Gate]]:
+    made = {name: Gate(tmp_path / name) for name in ("arrived", "go_on")}
+    yield made
+    for gate in made.values():
+        gate.close()
+
+
+def gated_dataset(folder: Path, gates: dict[str, Gate]) -> ShardedDataset:
+    """Of 20 samples, one of which waits at a gate."""
+    with ShardWriter(f"{folder}/x.tar") as writer:
+        for i in range(20):
+            writer.write({"__key__": f"{i:02d}", "cls": i})
+    return ShardedDataset(f"{folder}/x.tar", transform=partial(gated, **gates))
+
+
+@pytest.mark.parametrize("workers", ["process", "thread"])
+def test_a_batch_is_handed_over_while_the_next_of_its_chunk_is_built(
+    tmp_path: Path, gates: dict[str, Gate], monkeypatch: pytest.MonkeyPatch, workers: str
+) -> None:
+    monkeypatch.setattr(session, "HAND_OVER_S", 0.0)
+    dataset = gated_dataset(tmp_path, gates)
+    with DataLoader(dataset, 2, num_workers=1, workers=workers, timeout=TIMEOUT_S) as loader:
+        loop = iter(loader)
+        before = [next(loop)["cls"].tolist() for _ in range(GATED // 2)]
+        gates["arrived"].wait()
+        gates["go_on"].open()
+        after = [batch["cls"].tolist() for batch in loop]
+    assert before + after == [[i, i + 1] for i in range(0, 20, 2)]
+
+
+def test_a_process_that_dies_behind_batches_of_a_chunk_that_were_handed_over_costs_none(
+    tmp_path: Path, gates: dict[str, Gate], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session, "HAND_OVER_S", 0.0)
+    dataset = gated_dataset(tmp_path, gates)
+
+    def content(batch: dict[str, Any]) -> tuple[list[int], list[float]]:
+        return batch["cls"].tolist(), batch["draw"].tolist()
+
+    gates["go_on"].open()
+    with DataLoader(dataset, 2, num_workers=0) as loader:
+        whole = [content(batch) for batch in loader]
+    gates["arrived"].wait()
+    with in_processes(dataset, 2, count=1) as loader:
+        loop = iter(loader)
+        head = [content(next(loop)) for _ in range(GATED // 2)]
+        os.kill(int(gates["arrived"].wait()), signal.SIGKILL)
+        gates["arrived"].wait()  # the one in its place
+        gates["go_on"].open()
+        assert head + [content(batch) for batch in loop] == whole
+        assert builders_of(loader).num_restarts == 1
 
 
 # ---- errors -----------------------------------------------------------------------------------------------

@@ -21,12 +21,13 @@ import psutil
 import pytest
 import torch
 from builders_kit import in_full
-from programs_kit import Script
+from programs_kit import ANOTHER_THREAD, Script, run_script
 from torch.utils.data import default_collate
 from worker_kit import Does, Gate, Streams, ended, workers_of_this_process
 
 from dataflow import DataLoader
 from dataflow.workers.worker import WorkerLimits
+from prefetch.workers import fork_server
 from prefetch.workers.pool import STOP_S, WorkerDiedError, cgroup_memory, own_cgroup
 
 pytestmark = [
@@ -693,6 +694,69 @@ def test_ctrl_c_while_workers_start_is_quiet_too(gate: Callable[[str], Gate], tm
         assert code == -signal.SIGINT
         assert err.count("Traceback") == 1, err
         assert "dataflow-worker" not in err
+
+
+STRUCK = """
+import signal, sys
+from dataflow import DataLoader
+from prefetch.workers.fork_server import ServerNeeds, ServerProcess, warm_up
+import worker_kit
+
+def is_struck(number):  # while a process starts, before that line of what asks for it
+    passed = 0
+
+    def enter(frame, event, argument):
+        return step if frame.f_code.co_name in ("_fork", "connect_to_new_process", "sendfds") else None
+
+    def step(frame, event, argument):
+        nonlocal passed
+        passed += event == "line"
+        if event == "line" and passed == number:
+            signal.raise_signal(signal.SIGINT)
+        return step
+
+    process = ServerProcess(server, abs, number, "a worker")
+    sys.settrace(enter)
+    try:
+        process.start()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(None)
+    process.join()
+    return False
+
+server, number = warm_up(ServerNeeds()), 1
+while is_struck(number):
+    number += 1
+print(number)
+"""
+
+
+@pytest.mark.parametrize("server", ["forked", *in_full("spawned")])
+def test_ctrl_c_before_any_line_that_asks_for_a_worker_leaves_nothing_to_say(
+    tmp_path: Path, server: str
+) -> None:
+    """Neither the worker nor the fork server meets a description or a question that breaks off."""
+    text = (ANOTHER_THREAD if server == "spawned" else "") + STRUCK
+    code, out, err = run_script(text, how="forked", folder=tmp_path)
+    assert (code, err) == (0, "")
+    assert int(out) > 25  # there were as many lines
+
+
+def test_ctrl_c_while_another_fork_server_is_asked_is_told_without_the_end_of_the_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    errors = iter([EOFError(), KeyboardInterrupt()])
+
+    def fail(*_: object) -> None:
+        raise next(errors)
+
+    monkeypatch.setattr(fork_server._Popen, "_fork", fail)
+    server = fork_server.Server(fork_server.ServerNeeds())
+    with pytest.raises(KeyboardInterrupt) as caught:
+        fork_server.ServerProcess(server, print, None, "a worker").start()
+    assert caught.value.__context__ is None
 
 
 GRACEFUL = """

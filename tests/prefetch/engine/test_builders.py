@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Iterator
 
 import pytest
 
@@ -114,7 +115,9 @@ def test_an_error_of_a_builder_comes_in_its_place() -> None:
         assert_nothing_held(engine)
 
 
-def test_a_builder_that_dies_between_two_batches_gives_all_its_credits_back() -> None:
+def test_what_a_builder_has_finished_before_it_dies_comes_before_the_error_and_gives_its_credits_back() -> (
+    None
+):
     builders = FakeBuilders()
     windows = window_of("a", "b", num_batches=3, heap=[5, 5, 5])
     with running(windows, builders=builders) as engine:
@@ -122,9 +125,10 @@ def test_a_builder_that_dies_between_two_batches_gives_all_its_credits_back() ->
         assert not make(first, most=2)
         assert ledger_of(engine).snapshot().ready_bytes == 10
         first.end(DiedError("killed"))  # whoever watches the builders says so
-        assert ledger_of(engine).snapshot().ready_bytes == 0
+        assert next_names(engine) == ["a.0", "a.1"]
         with pytest.raises(DiedError):
             engine.next_batches()
+        assert ledger_of(engine).snapshot().ready_bytes == 0
         make(second)
         second.end()
         assert outcomes(engine) == ["b.0", "b.1", "b.2"]
@@ -167,6 +171,53 @@ def test_a_build_is_laid_aside_while_too_much_is_held_and_handed_out_again() -> 
         assert next_names(engine) == ["b.2"]
         assert outcomes(engine) == []
         assert_nothing_held(engine)
+
+
+def test_batches_that_took_long_come_before_their_chunk_is_whole() -> None:
+    builders = FakeBuilders()
+    with running(window_of("a", "b", num_batches=4, heap=[1] * 4, due=[1]), builders=builders) as engine:
+        first, second = builders.receive(), builders.receive()
+        builder = threading.Thread(target=make, args=(first, 2))
+        when_the_consumer_waits(engine, builder.start)
+        assert next_names(engine) == ["a.0", "a.1"]
+        builder.join()
+        make(second, 2)
+        make(first)
+        first.end()
+        assert next_names(engine) == ["a.2", "a.3"]
+        assert next_names(engine) == ["b.0", "b.1"]  # they waited for their turn only
+        make(second)
+        second.end()
+        assert outcomes(engine) == ["b.2", "b.3"]
+        assert_nothing_held(engine)
+
+
+def test_the_last_batches_of_a_chunk_come_with_its_end() -> None:
+    """Or the end would deliver nothing, which means that there is no more."""
+    builders = FakeBuilders()
+    with running(window_of("a", num_batches=2, heap=[1, 1], due=[0]), builders=builders) as engine:
+        build = builders.receive()
+        make(build)
+        assert next_names(engine) == ["a.0"]
+        build.end()
+        assert outcomes(engine) == ["a.1"]
+        assert_nothing_held(engine)
+
+
+def test_what_fails_elsewhere_comes_behind_batches_that_are_due() -> None:
+    def windows() -> Iterator[FakeWindow]:
+        yield from window_of("a", num_batches=2, heap=[1, 1], due=[0])
+        raise BoomError("plan")
+
+    builders = FakeBuilders()
+    with running(windows(), builders=builders) as engine:
+        build = builders.receive()
+        make(build)
+        assert next_names(engine) == ["a.0"]
+        build.end()
+        assert next_names(engine) == ["a.1"]
+        with pytest.raises(BoomError, match="plan"):
+            engine.next_batches()
 
 
 def test_as_many_chunks_are_handed_out_as_the_depth_asks_for() -> None:

@@ -150,7 +150,7 @@ def test_small_batches_of_a_chunk_are_handed_out_together() -> None:
         assert [len(engine.next_batches()) for _ in range(2)] == [4, 4]
 
 
-def test_an_error_between_batches_that_were_charged_comes_in_their_place_and_frees_them() -> None:
+def test_an_error_comes_in_its_place_behind_the_batches_before_it_and_frees_their_credits() -> None:
     class Failing(FakeChunk):
         def finish(self) -> Iterator[Piece[Batch]]:
             pieces = super().finish()
@@ -158,7 +158,7 @@ def test_an_error_between_batches_that_were_charged_comes_in_their_place_and_fre
             raise BoomError("a.1")
 
     with running([FakeWindow(Failing("a", num_batches=2, heap=[10, 10]), FakeChunk("b"))]) as engine:
-        assert outcomes(engine) == ["error a.1", "b.0"]
+        assert outcomes(engine) == ["a.0", "error a.1", "b.0"]
         assert_nothing_held(engine)
 
 
