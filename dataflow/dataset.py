@@ -42,6 +42,8 @@ from prefetch.store.retries import RetryPolicy
 from sharding.blocks import DEFAULT_BLOCK_BYTES, Format
 from sharding.catalog.table import BlockTable, Catalog
 from sharding.errors import CorruptShardError, SampleError
+from sharding.formats.arrow.columns import TabularFormat
+from sharding.formats.arrow.features import features_of
 from sharding.order.keyed import mix_key
 from sharding.order.selection import SelectedOrder, Selection
 from sharding.order.shuffle import Shuffle
@@ -156,6 +158,17 @@ class ShardedDataset(Sharded, Dataset[S]):
     def schema(self) -> Mapping[str, Any]:
         """Column name -> `ColumnSpec`, of the shards (not of `columns=`)."""
         return self.catalog.schema
+
+    @property
+    def features(self) -> dict[str, Any]:
+        """What Hugging Face `datasets` said of the stored columns when it wrote them; {} where it did not.
+
+        Name -> description, as JSON has it: `dataset.features["label"]["names"]` are the names of classes,
+        `datasets.Features.from_dict(dataset.features)` gives the package's own values. Of the first shard.
+        """
+        if not isinstance(self._codec, TabularFormat) or not self.catalog.num_blocks:
+            return {}
+        return features_of(self._codec.schema(bytes(self.catalog.block(0).footer)))
 
     # ---- streaming ----------------------------------------------------------------------------------
 

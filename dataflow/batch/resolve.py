@@ -6,14 +6,17 @@ are `dataflow.decode.values.CONVERTERS`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import PurePosixPath
+from typing import Any
 
 import numpy as np
 
 from dataflow.batch.fixed import ArrayOutput, RowsOutput
+from dataflow.batch.image_lists import FreeImageListOutput, ImageListOutput
 from dataflow.batch.images import FreeImageOutput, ImageOutput
-from dataflow.batch.objects import ObjectOutput
+from dataflow.batch.objects import ObjectListOutput, ObjectOutput, bytes_tensor
 from dataflow.batch.output import Output
 from dataflow.batch.ragged import Pad, PaddedOutput, RaggedOutput
 from dataflow.decode.image import Image
@@ -25,6 +28,12 @@ TEXT_SUFFIXES = ("txt", "text", "transcript")
 INT_SUFFIXES = ("cls", "cls2", "class", "count", "index", "inx", "id")
 JSON_SUFFIXES = ("json", "jsn")
 FLOAT_SUFFIXES = ("float", "flt")
+FEATURE_RULES: Mapping[str, Callable[[Mapping[str, Any]], object]] = {
+    "Image": lambda feature: Image(mode="L") if feature.get("mode") == "L" else Image(),
+    "Json": lambda _: "json",
+}
+"""What `decode="auto"` does with a column of this feature of Hugging Face `datasets`, given its description;
+of lists, with each item. Columns of other features (audio, video) are delivered as stored."""
 UNSAFE_SUFFIXES = ("pyd", "pkl", "pickle", "pth", "pt")
 KEY_COLUMNS = ("__key__", "__url__")
 
@@ -46,6 +55,12 @@ def resolve_outputs(
     unknown = sorted(set(rules) - set(chosen) - set(schema))
     if unknown:
         raise ValueError(f"decode names {unknown[0]!r}, which is no column; columns: {_listed(schema)}")
+    for name in sorted(set(rules) - set(chosen)):
+        if schema[name].is_part:
+            whole = name.rpartition(".")[0]
+            raise ValueError(
+                f"decode names {name!r}, a part of column {whole!r}: name that, or both in columns="
+            )
     outputs = []
     for name, sources in chosen.items():
         rule = rules.get(name, "auto") if decode is not None else None
@@ -70,7 +85,9 @@ def _chosen(
     if isinstance(columns, str):
         raise ValueError(f"columns must be a list or a mapping, got the string {columns!r}")
     if columns is None:
-        chosen: dict[str, tuple[str, ...]] = {name: (name,) for name in schema}
+        chosen: dict[str, tuple[str, ...]] = {
+            name: (name,) for name, spec in schema.items() if not spec.is_part
+        }
     elif isinstance(columns, Mapping):
         chosen = {k: (v,) if isinstance(v, str) else tuple(v) for k, v in columns.items()}
     else:
@@ -100,6 +117,8 @@ def _resolve(
         return _fixed(name, source, spec, rule, codec)
     if rule == "auto":
         rule = _auto_rule(source, spec, codec)
+    if spec.kind == "bytes_list":
+        return _list_of(name, source, rule)
     if isinstance(rule, Image):
         return _image(name, source, rule)
     if isinstance(rule, Pad):
@@ -114,17 +133,40 @@ def _resolve(
         return ArrayOutput(name=name, sources=sources, dtype=dtype, source_dtype=dtype, parse=parse)
     if rule == "image":
         return _image(name, source, Image())
+    others = "None, Image(...), Pad(...), a function of bytes"
+    return ObjectOutput(name=name, sources=sources, convert=_converter(name, rule, others, "float", "int"))
+
+
+def _converter(name: str, rule: object, others: str, *names: str) -> Callable[[bytes], Any]:
+    """The function that a rule names. `ValueError`, which lists what else there is, where it names none."""
     converter = CONVERTERS.get(str(rule))
     if converter is None:
-        rules = ", ".join(sorted((*CONVERTERS, "auto", "bytes", "float", "image", "int")))
-        raise ValueError(
-            f"decode for column {name!r} must be None, Image(...), Pad(...), a function of bytes or one "
-            f"of {rules}; got {rule!r}"
-        )
-    return ObjectOutput(name=name, sources=sources, convert=converter)
+        rules = ", ".join(sorted((*CONVERTERS, "auto", "bytes", "image", *names)))
+        raise ValueError(f"decode for column {name!r} must be {others} or one of {rules}; got {rule!r}")
+    return converter
+
+
+def _list_of(name: str, source: str, rule: object) -> Output:
+    """What becomes of lists of byte strings: the rule is for each of them."""
+    if rule == "image":
+        rule = Image()
+    if isinstance(rule, Image):
+        if rule.size is None:
+            return FreeImageListOutput(name=name, sources=(source,), dtype=rule.dtype, image=rule)
+        return ImageListOutput(name=name, sources=(source,), dtype=rule.dtype, shape=rule.shape, image=rule)
+    if rule is None or rule in ("bytes", "raw", "list"):
+        rule = bytes_tensor
+    if not callable(rule):
+        rule = _converter(name, rule, "None, Image(...), a function of bytes")
+    return ObjectListOutput(name=name, sources=(source,), convert=rule)
 
 
 def _auto_rule(source: str, spec: ColumnSpec, codec: Format) -> object:
+    if spec.feature:
+        feature = json.loads(spec.feature)
+        rule_of = FEATURE_RULES.get(feature["_type"])
+        if rule_of is not None and spec.kind != "json" and feature.get("decode", True):
+            return rule_of(feature)
     if spec.kind in ("text", "json"):
         return spec.kind
     if not codec.columns_are_extensions:

@@ -25,14 +25,15 @@ import pyarrow as pa
 from sharding.blocks import Block, Columns, ColumnSpec, Shard, ShardScan
 from sharding.errors import CorruptShardError
 from sharding.formats.arrow.columns import TabularFormat, check_columns, check_nested, columns_of
+from sharding.formats.arrow.features import named_columns
 from sharding.formats.arrow.messages import HEAD, LARGEST, Message, bytes_of, read_layout
 from sharding.formats.arrow.schema import (
     BROKEN,
     NUMBER_BYTES,
+    columns_of_kind,
     decoded_bytes,
     is_bytes,
     is_text,
-    json_columns,
     leaves,
     specs_of,
 )
@@ -154,7 +155,7 @@ def _read(footer: bytes, data: memoryview, fields: list[int] | None) -> pa.Table
 def _names(footer: bytes) -> tuple[list[str], list[int]]:
     """Column names, structs flattened, and the number of the top-level field each lies in."""
     schema = pa.ipc.read_schema(pa.BufferReader(footer))
-    pairs = [(name, i) for i, field in enumerate(schema) for name, _ in leaves([field])]
+    pairs = [(column.name, i) for i in range(len(schema)) for column in named_columns(pa.schema([schema[i]]))]
     return [name for name, _ in pairs], [i for _, i in pairs]
 
 
@@ -214,10 +215,11 @@ class _BlockSizes:
     def decoded_bytes(self, file: BinaryIO, block: Sequence[Message], shard: Shard) -> int:
         """Bytes of one block, estimated from its batches' headers."""
         bools = {name: spec for name, spec in self.specs.items() if spec.dtype == "bool"}
-        nested, total = json_columns(self.specs), 0
+        nested, total = columns_of_kind(self.specs, "json"), 0
+        copies = 1 + bool(columns_of_kind(self.specs, "bytes_list"))
         for message in block:
             sizes = _true_sizes(file, message, shard)
-            total += message.length - sum(stored for _, stored in message.buffers) + sum(sizes)
+            total += message.length - sum(stored for _, stored in message.buffers) + copies * sum(sizes)
             total += decoded_bytes(self.specs, message.rows)[1] + decoded_bytes(bools, message.rows)[0]
             if nested:
                 texts = _JsonText(iter(message.lengths), iter(sizes), iter(message.views), self.entry_bytes)
