@@ -13,7 +13,6 @@ from torch import Tensor
 
 from dataflow.batch.columns import ChunkColumns, ChunkRows
 from dataflow.batch.output import BuiltColumn, Output, split_list
-from sharding.byte_lists import list_items
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,37 +48,6 @@ class ObjectOutput(Output):
 
         columns.note_missing(self.name)
         return BuiltColumn(split=values)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ObjectListOutput(ObjectOutput):
-    """A list of lists a batch: what the function makes of each byte string of a sample's list."""
-
-    kind: ClassVar[str] = "lists of objects"
-
-    def build(self, columns: ChunkColumns) -> BuiltColumn:
-        """Objects made one by one, when their batch is asked for."""
-        stored = columns.stored_values(self.name)
-
-        def values(sizes: Sequence[int]) -> Iterator[Any]:
-            for batch in split_list(stored, sizes):
-                yield [columns.decoded(self.name, value, self._items) for value in batch]
-
-        columns.note_missing(self.name)
-        return BuiltColumn(split=values)
-
-    def _items(self, data: NDArray[np.uint8], row: int) -> list[Any]:
-        _, starts, lengths = list_items(data, _FIRST)
-        items = zip(starts.tolist(), lengths.tolist(), strict=True)
-        return [self.convert(data[start : start + length].tobytes()) for start, length in items]
-
-
-_FIRST = np.zeros(1, np.int64)
-
-
-def bytes_tensor(data: bytes) -> Tensor:
-    """A byte string as uint8 [n]."""
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
 
 
 def collate_objects(values: list[Any]) -> Any:
