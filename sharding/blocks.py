@@ -65,6 +65,8 @@ class ColumnSpec:
     """Whether some samples may lack the column."""
     unit: str = ""
     """Of times: what the integers count, such as "timestamp[ms]"."""
+    items: int = 0
+    """Of "bytes_list": byte strings in a list, about; the mean of the block that has most."""
     feature: str = ""
     """What Hugging Face `datasets` calls it, as JSON, such as '{"_type": "Image"}'; of lists, what it calls
     an item. "": nothing but what is stored."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar
 
@@ -31,6 +31,13 @@ class ImageListOutput(ListOutput):
     releases_gil: ClassVar[bool] = True
 
     image: Image
+    mean_items: int = field(default=1, compare=False)
+    """Images of a sample, about."""
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of the images of one row, about: by it is decided how far ahead batches are made."""
+        return self.mean_items * image_bytes([self.image])
 
     def description(self) -> str:
         """Kind, dtype, shape and settings."""

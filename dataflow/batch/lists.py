@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
@@ -126,10 +127,7 @@ class ListOutput(Output):
             except Exception as error:
                 raise of_item(error, number) from error
 
-        return [
-            columns.decoded(self.name, item, lambda data, row, number=number: named(number, data, row))
-            for number, item in enumerate(items)
-        ]
+        return [columns.decoded(self.name, item, partial(named, number)) for number, item in enumerate(items)]
 
     def _lengths(self, part: WindowPart) -> NDArray[np.int64]:
         """Of the items of several sources, int64 [rows, sources]."""

@@ -95,7 +95,7 @@ class Output(StagedOutput, ABC):
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one delivered row; 0 where rows differ."""
+        """Bytes of one delivered row; 0, or about, where rows differ."""
         return 0
 
     @property

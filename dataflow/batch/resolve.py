@@ -142,7 +142,7 @@ def _several(
         return _stacked(name, sources, specs, rule)
     if rule == "auto":
         rule = _auto_rule(sources[0], specs[0], codec)
-    return _list_of(name, sources, rule, is_joined=True)
+    return _list_of(name, sources, rule)
 
 
 def _resolve(name: str, source: str, spec: ColumnSpec, rule: object, codec: Format) -> Output:
@@ -152,7 +152,7 @@ def _resolve(name: str, source: str, spec: ColumnSpec, rule: object, codec: Form
     if rule == "auto":
         rule = _auto_rule(source, spec, codec)
     if spec.kind == "bytes_list":
-        return _list_of(name, sources, rule, is_joined=False)
+        return _list_of(name, sources, rule, items=max(1, spec.items))
     if isinstance(rule, Image):
         return _image(name, source, rule)
     if isinstance(rule, Pad):
@@ -180,15 +180,16 @@ def _converter(name: str, rule: object, others: str, *names: str) -> Callable[[b
     return converter
 
 
-def _list_of(name: str, sources: tuple[str, ...], rule: object, *, is_joined: bool) -> Output:
-    """What becomes of lists of byte strings: the rule is for each of them."""
-    what: dict[str, Any] = {"name": name, "sources": sources, "is_joined": is_joined}
+def _list_of(name: str, sources: tuple[str, ...], rule: object, *, items: int = 0) -> Output:
+    """What becomes of lists of byte strings: the rule is for each. `items`: of a stored list, about."""
+    what: dict[str, Any] = {"name": name, "sources": sources, "is_joined": not items}
     if rule == "image":
         rule = Image()
     if isinstance(rule, Image):
         if rule.size is None:
             return FreeImageListOutput(**what, dtype=rule.dtype, image=rule)
-        return ImageListOutput(**what, dtype=rule.dtype, shape=rule.shape, image=rule)
+        what.update(dtype=rule.dtype, shape=rule.shape, image=rule, mean_items=items or len(sources))
+        return ImageListOutput(**what)
     if rule is None or rule in ("bytes", "raw", "list"):
         rule = bytes_tensor
     if not callable(rule):

@@ -79,6 +79,7 @@ def _merge(first: str, url: str, name: str, one: ColumnSpec, other: ColumnSpec) 
         one,
         size_range=both,
         optional=one.optional or other.optional,
+        items=max(one.items, other.items),
         feature=one.feature or other.feature,
     )
 
@@ -102,6 +103,7 @@ def _spec(name: str, fields: Mapping[str, Any]) -> ColumnSpec:
         size_range=None if size_range is None else tuple(size_range),
         optional=fields["optional"],
         unit=fields.get("unit", ""),
+        items=fields.get("items", 0),
         feature=fields.get("feature", ""),
         is_part=fields.get("is_part", False),
     )
@@ -112,7 +114,7 @@ def _spec(name: str, fields: Mapping[str, Any]) -> ColumnSpec:
     ):
         raise ValueError(f"column {name!r} has feature {spec.feature!r}, is_part {spec.is_part!r}")
     low, high = spec.size_range or (0, 0)
-    sizes = (*spec.shape, low, high)
+    sizes = (*spec.shape, low, high, spec.items)
     if spec.kind not in _KINDS or type(spec.optional) is not bool or type(spec.unit) is not str:
         raise ValueError(f"column {name!r} is of kind {spec.kind!r}, optional {spec.optional!r}")
     if type(spec.dtype) is not str or np.dtype(spec.dtype).hasobject or np.dtype(spec.dtype).itemsize == 0:

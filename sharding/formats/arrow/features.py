@@ -73,6 +73,8 @@ def is_media(kind: pa.DataType) -> bool:
     if not pa.types.is_struct(kind) or {field.name for field in kind} != {"bytes", "path"}:
         return False
     stored = kind.field("bytes").type
+    if pa.types.is_dictionary(stored):
+        stored = stored.value_type
     return bool(
         kind.num_fields == 2
         and (pa.types.is_binary(stored) or pa.types.is_large_binary(stored))

@@ -13,6 +13,7 @@ things in different blocks, and is an error.
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -36,6 +37,7 @@ from sharding.formats.arrow.schema import (
     is_text,
     leaves,
     specs_of,
+    with_items,
 )
 
 _VALUE_BYTES = 6  # of a bool, null, brackets or quotes, and a comma in JSON
@@ -75,6 +77,7 @@ class ArrowFileFormat(TabularFormat):
             specs = specs_of(schema, shard.url, null_free=_null_free(schema, batches))
         except BROKEN as error:
             raise CorruptShardError(shard.url, f"unreadable Arrow schema: {error}", 0) from error
+        specs = with_items(specs, _mean_items(schema, batches, columns_of_kind(specs, "bytes_list")))
         blocks = _joined(batches, block_bytes)
         sizes = _BlockSizes(
             schema, specs, max((m.body_length / max(1, m.rows) for m in layout.dictionaries), default=0)
@@ -323,6 +326,16 @@ def _null_free(schema: pa.Schema, batches: Iterable[Message]) -> set[str]:
         for name, field in leaves(schema)
         if not pa.types.is_dictionary(field.type)
         and not any(name == owner or name.startswith(f"{owner}.") for owner in with_nulls)
+    }
+
+
+def _mean_items(schema: pa.Schema, batches: Sequence[Message], columns: Collection[str]) -> dict[str, int]:
+    """Items of the lists of each column, where they are most."""
+    owners = [owner for field in schema for owner in _owners(field.name, field.type)]
+    items = {name: 1 + owners.index(name) for name in columns}  # the array behind that of the lists
+    return {
+        name: math.ceil(max((m.lengths[at] / m.rows for m in batches), default=0))
+        for name, at in items.items()
     }
 
 

@@ -12,6 +12,7 @@ costs its codes and three strings, whatever the number of rows, and `nbytes` can
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -34,6 +35,7 @@ from sharding.formats.arrow.schema import (
     leaves,
     spec_of,
     specs_of,
+    with_items,
 )
 
 _MAGIC = b"PAR1"
@@ -80,6 +82,9 @@ class ParquetFormat(TabularFormat):
                 reason = f"row group {i} reaches to byte {end}, past the data of {size - len(raw)} bytes"
                 raise CorruptShardError(shard.url, reason, starts[i])
         specs = specs_of(footer.schema, shard.url, null_free=_null_free(groups, footer))
+        specs = with_items(
+            specs, {name: _mean_items(groups, name) for name in columns_of_kind(specs, "bytes_list")}
+        )
         rows = np.array([group.num_rows for group in groups], np.int64)
         used = np.flatnonzero(rows)
         index = [int(i).to_bytes(4, "little") for i in used] if len(used) < len(rows) else None
@@ -293,6 +298,16 @@ def _json_bytes(chunk: Any) -> int:
     return 2 * _decoded_text(chunk) + int(chunk.num_values) * (
         NUMBER_BYTES + len(chunk.path_in_schema.encode())
     )
+
+
+def _mean_items(groups: Sequence[Any], name: str) -> int:
+    """Items of the lists of a column, where they are most; an empty list counts as one."""
+    means = [0.0]
+    for group in groups:
+        chunks = (group.column(i) for i in range(group.num_columns))
+        own = [chunk.num_values for chunk in chunks if _belongs(chunk.path_in_schema, (name,))]
+        means.append(max(own, default=0) / max(1, group.num_rows))
+    return math.ceil(max(means))
 
 
 def _decoded_text(chunk: Any) -> int:

@@ -92,6 +92,11 @@ def columns_of_kind(specs: Mapping[str, ColumnSpec], kind: str) -> frozenset[str
     return frozenset(name for name, spec in specs.items() if spec.kind == kind)
 
 
+def with_items(specs: Mapping[str, ColumnSpec], items: Mapping[str, int]) -> dict[str, ColumnSpec]:
+    """The specs, some of which know how many items their lists have."""
+    return {name: replace(spec, items=items.get(name, 0)) for name, spec in specs.items()}
+
+
 def spec_of(kind: pa.DataType) -> ColumnSpec | None:
     """The spec of one Arrow type, or None where it cannot be delivered."""
     kind = stored_type(kind)
