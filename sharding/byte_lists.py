@@ -6,11 +6,20 @@ in native byte order, at any address: count, one length an item, and the items o
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 from numpy.typing import NDArray
 
+from sharding.blocks import Spans
+
 Numbers = NDArray[np.int64]
 _NUMBER_BYTES = 8
+
+
+@dataclass(frozen=True)
+class ByteLists(Spans):
+    """Spans of lists. Their heads are believed: only who has written these may say that they are such."""
 
 
 def list_heads(counts: Numbers, lengths: Numbers) -> tuple[NDArray[np.uint8], Numbers]:

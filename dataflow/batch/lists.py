@@ -20,8 +20,8 @@ from dataflow.batch.columns import ChunkColumns, ChunkRows, StoredValue, WindowP
 from dataflow.batch.output import BuiltColumn, Output, split_list
 from dataflow.decode.values import MISSING
 from dataflow.staging.columns import StagedOutput, StagedSpans
-from sharding.blocks import ABSENT
-from sharding.byte_lists import list_counts, list_items
+from sharding.blocks import ABSENT, Column
+from sharding.byte_lists import ByteLists, list_counts, list_items
 from sharding.errors import SampleError
 
 _FIRST = np.zeros(1, np.int64)
@@ -64,6 +64,10 @@ class ListOutput(Output):
     def required(self) -> tuple[str, ...]:
         """None of several sources: a sample has those items that it has."""
         return () if self.is_joined else self.sources
+
+    def takes(self, column: Column) -> bool:
+        """Whether a decoded column is of lists: the bytes of others would be taken for numbers of bytes."""
+        return isinstance(column, ByteLists)
 
     def counts(self, rows: ChunkRows) -> NDArray[np.int64]:
         """How many items each row of the chunk has, int64 [rows]."""

@@ -26,7 +26,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from sharding.blocks import ABSENT, PATH_ONLY, Block, Column, Columns, Format, Spans
-from sharding.byte_lists import list_heads
+from sharding.byte_lists import ByteLists, list_heads
 from sharding.errors import SampleError, ShardError
 from sharding.formats.arrow.features import named_columns
 from sharding.formats.arrow.schema import (
@@ -350,7 +350,7 @@ def _list_spans(array: pa.Array) -> Spans:
         raise _NullElementError(int(np.argmax(inside))) from None
 
 
-def _byte_list_spans(array: pa.Array) -> Spans:
+def _byte_list_spans(array: pa.Array) -> ByteLists:
     """Spans of lists of byte strings, or of structs of bytes and path, each list in one piece.
 
     Items that are null are left out. The bytes are copied once.
@@ -379,7 +379,7 @@ def _byte_list_spans(array: pa.Array) -> Spans:
     )
     spans = _byte_spans(pieces)
     lengths = _minus_one(spans.lengths, _valid(array))
-    return Spans(spans.buffer, spans.starts, np.where(missing, PATH_ONLY, lengths))
+    return ByteLists(spans.buffer, spans.starts, np.where(missing, PATH_ONLY, lengths))
 
 
 def _of_lists(items: NDArray[np.bool_], counts: NDArray[np.int64]) -> NDArray[np.int64]:
