@@ -22,7 +22,7 @@ from torch.utils.data import Dataset
 from typing_extensions import TypeVar
 
 from dataflow.batch.columns import ChunkColumns, ChunkRows, Randomness, WindowPart
-from dataflow.batch.output import Output
+from dataflow.batch.output import Output, staged_outputs
 from dataflow.batch.resolve import resolve_outputs
 from dataflow.batch.samples import samples_of, transform_reason
 from dataflow.limits import Cache
@@ -42,6 +42,8 @@ from prefetch.store.retries import RetryPolicy
 from sharding.blocks import DEFAULT_BLOCK_BYTES, Format
 from sharding.catalog.table import BlockTable, Catalog
 from sharding.errors import CorruptShardError, SampleError
+from sharding.formats.arrow.columns import TabularFormat
+from sharding.formats.arrow.features import features_of
 from sharding.order.keyed import mix_key
 from sharding.order.selection import SelectedOrder, Selection
 from sharding.order.shuffle import Shuffle
@@ -65,7 +67,9 @@ class ShardedDataset(Sharded, Dataset[S]):
         format: "auto" by file ending, or "tar", "parquet", "arrow", "arrow-stream", "jsonl", "tokens",
             "megatron".
         columns: columns to deliver; a mapping renames them, and a list as its value stacks numeric
-            columns: `{"features": ["f0", "f1"], "label": "y"}`. None: all, without "__key__" and "__url__".
+            columns: `{"features": ["f0", "f1"], "label": "y"}`; one of columns of bytes makes lists of what
+            each sample has of them: `{"images": ["0.jpg", "1.jpg"]}`, or `"*.jpg"` for all that match. None:
+            all, without "__key__" and "__url__".
         decode: "auto", None for raw bytes, or a mapping of column to `Image(...)`, `Pad(...)`, a function
             of bytes, or "int", "float", "text", "json", "npy", "image", "bytes", "pickle", "torch".
         transform: called with each sample (a dict); if it takes `rng=`, it gets a `numpy.random.Generator`
@@ -157,6 +161,17 @@ class ShardedDataset(Sharded, Dataset[S]):
         """Column name -> `ColumnSpec`, of the shards (not of `columns=`)."""
         return self.catalog.schema
 
+    @property
+    def features(self) -> dict[str, Any]:
+        """What Hugging Face `datasets` said of the stored columns when it wrote them; {} where it did not.
+
+        Name -> description, as JSON has it: `dataset.features["label"]["names"]` are the names of classes,
+        `datasets.Features.from_dict(dataset.features)` gives the package's own values. Of the first shard.
+        """
+        if not isinstance(self._codec, TabularFormat) or not self.catalog.num_blocks:
+            return {}
+        return features_of(self._codec.schema(bytes(self.catalog.block(0).footer)))
+
     # ---- streaming ----------------------------------------------------------------------------------
 
     def source(
@@ -170,7 +185,7 @@ class ShardedDataset(Sharded, Dataset[S]):
             catalog=self.catalog,
             format=self._codec,
             reader=self.new_reader(pause),
-            outputs=self.outputs,
+            outputs=staged_outputs(self.outputs),
             mappings=Mappings(keep_mapped_bytes, guards),
             pause=pause,
             all_columns=self._all_columns,
@@ -389,7 +404,7 @@ class ShardedDataset(Sharded, Dataset[S]):
 
 def _refuse_missing(catalog: Catalog, outputs: Sequence[Output]) -> None:
     """Raise for a column that not every sample of a tar dataset has: it would end an epoch."""
-    for name in (source for output in outputs for source in output.sources):
+    for name in (source for output in outputs for source in output.required):
         number, key = catalog.missing.get(name, (-1, ""))
         if number >= 0:
             shard = catalog.shard(number).url

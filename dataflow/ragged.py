@@ -1,4 +1,4 @@
-"""Variable-length columns of a batch: one tensor of values and the offsets of its rows."""
+"""Columns of a batch whose rows hold different numbers of elements: one tensor of all, and the offsets."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Ragged(NamedTuple):
     """
 
     values: Tensor
-    """1-D: the rows one after the other; uint8 for bytes."""
+    """The rows one after the other: [total], uint8 for bytes; of lists of images [total, channels, h, w]."""
     offsets: Tensor
     """int64 [n + 1], starting at 0; `offsets[-1] == len(values)`."""
 
@@ -46,10 +46,13 @@ class Ragged(NamedTuple):
         return cls(torch.cat([each.values for each in batches]), torch.cat([batches[0].offsets[:1], *ends]))
 
     def padded(self, value: float = 0, length: int | None = None) -> Tensor:
-        """The rows as one tensor [n, length], cut or filled up with `value`; length None: the longest row."""
+        """The rows as one tensor [n, length, ...], cut or filled up with `value`.
+
+        `length` None: that of the longest row.
+        """
         longest = int(self.lengths.max()) if len(self.offsets) > 1 else 0
         width = longest if length is None else length
-        out = self.values.new_full((len(self.offsets) - 1, width), value)
+        out = self.values.new_full((len(self.offsets) - 1, width, *self.values.shape[1:]), value)
         inside = torch.arange(width) < self.lengths[:, None]
         at = (self.offsets[:-1, None] + torch.arange(width))[inside]
         bits = _SIGNED.get(self.values.dtype, self.values.dtype)

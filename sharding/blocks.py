@@ -8,6 +8,7 @@ wherever the layout allows it. Nothing here does I/O, knows threads, or imports 
 
 from __future__ import annotations
 
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
@@ -18,6 +19,10 @@ from numpy.typing import NDArray
 
 from sharding.errors import CorruptShardError
 
+ABSENT = -1
+"""Length of a value that is not there."""
+PATH_ONLY = -2
+"""Length of a value of which only the path of a file is stored."""
 DEFAULT_BLOCK_BYTES = 2 << 20
 """Bytes a block aims at where the format has no unit of its own."""
 
@@ -47,7 +52,8 @@ class ColumnSpec:
 
     kind: str
     """"fixed": every value has `dtype` and `shape`. "bytes": byte strings. "text": UTF-8 strings.
-    "list": variable-length runs of `dtype` elements. "json": nested values, each as its JSON text (UTF-8)."""
+    "list": variable-length runs of `dtype` elements. "json": nested values, each as its JSON text (UTF-8).
+    "bytes_list": lists of byte strings, each list as one piece (`sharding.byte_lists`)."""
     dtype: str = "uint8"
     """numpy dtype name of an element ("uint8" for bytes, text and JSON)."""
     shape: tuple[int, ...] = ()
@@ -59,6 +65,18 @@ class ColumnSpec:
     """Whether some samples may lack the column."""
     unit: str = ""
     """Of times: what the integers count, such as "timestamp[ms]"."""
+    items: int = 0
+    """Of "bytes_list": byte strings in a list, about; the mean of the block that has most."""
+    feature: str = ""
+    """What Hugging Face `datasets` calls it, as JSON, such as '{"_type": "Image"}'; of lists, what it calls
+    an item. "": nothing but what is stored."""
+    is_part: bool = False
+    """Whether it is a part of another column, and delivered only where it is named."""
+
+    @property
+    def feature_type(self) -> str:
+        """Name of the feature, such as "Image"; "": it has none."""
+        return str(json.loads(self.feature)["_type"]) if self.feature else ""
 
 
 @dataclass(frozen=True)
@@ -117,7 +135,8 @@ class Block:
 class Spans:
     """n variable-length values: value i is `buffer[starts[i] : starts[i] + lengths[i]]`.
 
-    Spans may lie in any order and may overlap. A length of -1 says that the sample lacks the column.
+    Spans may lie in any order and may overlap. A length below 0 says that the sample lacks the column, and
+    why: ABSENT, or PATH_ONLY.
     """
 
     buffer: NDArray[np.generic]
@@ -225,4 +244,5 @@ def spec_text(spec: ColumnSpec) -> str:
     if spec.kind == "fixed":
         shape = f"[{', '.join(map(str, spec.shape))}]" if spec.shape else ""
         return f"{spec.dtype}{shape}{unit}"
-    return f"list of {spec.dtype}{unit}" if spec.kind == "list" else spec.kind
+    what = {"list": f"list of {spec.dtype}{unit}", "bytes_list": "list of bytes"}.get(spec.kind, spec.kind)
+    return f"{what} ({spec.feature_type})" if spec.feature else what

@@ -32,6 +32,7 @@ from dataflow.actors.actor import ActorPlace, ActorResponse, BuilderActor, packe
 from dataflow.actors.cluster import BuilderActorError, RayClusterError, Versions, connected_ray
 from dataflow.actors.reading import ReadPlan, only_read, read_plan
 from dataflow.batch.delivered import Delivered
+from dataflow.batch.output import staged_outputs
 from dataflow.processes.builder_main import BuilderJob, BuilderMessage, BuilderResult, CrossedError
 from dataflow.processes.hand_out import ASSIGNED, RemoteBuild, RemoteBuilders, chunk_of
 from dataflow.processes.payload import pack, unpack
@@ -105,7 +106,7 @@ class RayBuilders(RemoteBuilders[_ActorBuild]):
         initializer: Task | None = None,
     ) -> None:
         super().__init__(num_builders, decide=decide)
-        self._outputs, self._guards = job.outputs, guards
+        self._outputs, self._guards = staged_outputs(job.outputs), guards
         self._arena, self._on_return, self._ships = arena, on_return, not datasets
         # A chunk comes whole: a part of it would be a call more, which costs this process 3 ms.
         job = replace(job, hand_over_s=math.inf)

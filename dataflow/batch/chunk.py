@@ -18,8 +18,9 @@ from numpy.typing import NDArray
 from dataflow.batch.builder import NO_ROWS, BatchBuilder, BuildContext, ChunkPlan
 from dataflow.batch.columns import ChunkRows, WindowPart
 from dataflow.batch.delivered import Delivered, LazyBatches, job_ends, largest_job
-from dataflow.batch.output import Output
+from dataflow.batch.output import Output, staged_outputs
 from dataflow.batch.packed import batch_bytes
+from dataflow.staging.columns import StagedOutput
 from dataflow.staging.window import StagedWindow
 from prefetch.core.plan import JobPlan
 from prefetch.memory.arena import Arena, rounded_bytes
@@ -71,10 +72,10 @@ class BatchChunk:
             return self._copies.credits_for(len(self._job_ends), largest_job(self._job_ends, sizes))
         built = sum(output.batch_bytes(self.rows) + self._laid_bytes(output) for output in outputs)
         if self._context.ships_values:
-            built += sum(rounded_bytes(self._stored_bytes(output)) for output in outputs)
+            built += sum(rounded_bytes(self._stored_bytes(staged)) for staged in staged_outputs(outputs))
         return built
 
-    def _stored_bytes(self, output: Output) -> int:
+    def _stored_bytes(self, output: StagedOutput) -> int:
         """Of all values of a column, as they were staged."""
         if output.stays_in_place:
             return int(self.rows.bytes_of(output.name).sum())

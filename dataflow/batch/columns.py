@@ -183,9 +183,14 @@ class Randomness:
         """The epoch that counts for samples of a window: a sample may come twice in one of a mixture."""
         return self.epoch if window.source_epoch is None else window.source_epoch
 
-    def draws(self, window: StagedWindow, rows: NDArray[np.int64]) -> Draws:
-        """[n, DRAWS] of the samples in n rows of a window, each a function of (seed, epoch, sample)."""
-        return uniform(self.seed, self.epoch_of(window), window.samples.numbers(rows), DRAWS)
+    def draws(
+        self, window: StagedWindow, rows: NDArray[np.int64], item: NDArray[np.int64] | None = None
+    ) -> Draws:
+        """[n, DRAWS] of the samples in n rows of a window, each a function of (seed, epoch, sample).
+
+        And of `item`, [n] which image of its sample each is, where samples have several.
+        """
+        return uniform(self.seed, self.epoch_of(window), window.samples.numbers(rows), DRAWS, item)
 
     def key(self, window: StagedWindow, row: int, *, of_batch: bool) -> int:
         """What a sample, or the batch that begins with it, seeds generators with."""
@@ -339,8 +344,9 @@ class ChunkColumns:
             spans = part.spans(column)
             if not spans.has_missing:
                 continue
-            for index in np.flatnonzero(spans.lengths[part.rows] < 0).tolist():
-                self.note_bad(part.chunk_row(index), column, MISSING)
+            lengths = spans.lengths[part.rows]
+            for index in np.flatnonzero(lengths < 0).tolist():
+                self.note_bad(part.chunk_row(index), column, MISSING[int(lengths[index])])
 
     def note_lengths(self, column: str, wrong: NDArray[np.int64], have: NDArray[np.int64]) -> None:
         """Note the rows whose value is not as long as the plan says; `have`: elements of every row's."""

@@ -48,9 +48,7 @@ class ImageOutput(FixedOutput):
         columns.note_missing(self.name)
         out = columns.fixed_slot(self.dtype, self.shape)
         tasks: list[Callable[[], None]] = []
-        # Two tasks a core, so that all of them share a batch and end together.
-        shared = columns.rows.num_rows // (2 * len(os.sched_getaffinity(0)))
-        most = min(max(shared, _LEAST_PART), _MOST_PART)
+        most = part_size(columns.rows.num_rows)
         for part in columns.rows.parts:
             for start in range(0, len(part.rows), most):
                 few = part.between(start, start + most)
@@ -107,7 +105,7 @@ class FreeImageOutput(Output):
                 columns.decoded(self.name, value, lambda data, row: of_own_size(self.image, data))
                 for value in batch
             ]
-            return rounded_bytes(_image_bytes(specs))
+            return rounded_bytes(image_bytes(specs))
 
         def values(sizes: Sequence[int]) -> Iterator[Any]:
             for batch in split_list(stored, sizes):
@@ -119,7 +117,7 @@ class FreeImageOutput(Output):
         self, columns: ChunkColumns, batch: Sequence[StoredValue | None], specs: Sequence[Image | None]
     ) -> Any:
         """The images of a batch: one tensor where all have one size, else a list."""
-        slot = columns.slot_of_batch(_image_bytes(specs)).view(self.dtype)
+        slot = columns.slot_of_batch(image_bytes(specs)).view(self.dtype)
         used, images = 0, list[Tensor | None]()
         for value, spec in zip(batch, specs, strict=True):
             if spec is None:
@@ -127,22 +125,35 @@ class FreeImageOutput(Output):
                 continue
             out = slot[used : used + math.prod(spec.shape)].reshape(spec.shape)
             used += out.size
-
-            def decode(
-                data: NDArray[np.uint8], row: int, spec: Image = spec, out: NDArray[Any] = out
-            ) -> Tensor:
-                draws = None
-                if spec.random:
-                    window, window_row = columns.rows.find(row)
-                    draws = columns.randomness.draws(window, np.array([window_row]))
-                return torch.from_numpy(decode_image(spec, data, draws, out=out))
-
+            decode = partial(decode_into, out, columns, spec, np.zeros(1, np.int64))
             images.append(columns.decoded(self.name, value, decode))
         shapes = {None if image is None else image.shape for image in images}
         if len(shapes) > 1 or None in shapes:
             return images
         shape = cast(Tensor, images[0]).shape
         return torch.from_numpy(slot.reshape(len(images), *shape))
+
+
+def part_size(num_images: int) -> int:
+    """Images that one task decodes: two tasks a core, so that all of them share a batch and end together."""
+    shared = num_images // (2 * len(os.sched_getaffinity(0)))
+    return min(max(shared, _LEAST_PART), _MOST_PART)
+
+
+def decode_into(
+    out: NDArray[Any],
+    columns: ChunkColumns,
+    spec: Image,
+    item: NDArray[np.int64],
+    data: NDArray[np.uint8],
+    row: int,
+) -> Tensor:
+    """Decode an image of a row of the chunk; `item`: which of its sample's it is, int64 [1]."""
+    draws = None
+    if spec.random:
+        window, window_row = columns.rows.find(row)
+        draws = columns.randomness.draws(window, np.array([window_row]), item)
+    return torch.from_numpy(decode_image(spec, data, draws, out=out))
 
 
 def _fill(
@@ -161,5 +172,6 @@ def _fill(
     out[part.chunk_rows] = own
 
 
-def _image_bytes(specs: Sequence[Image | None]) -> int:
+def image_bytes(specs: Sequence[Image | None]) -> int:
+    """Bytes of images with sizes, those that are None left out."""
     return sum(math.prod(spec.shape) * np.dtype(spec.dtype).itemsize for spec in specs if spec is not None)

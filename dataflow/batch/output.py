@@ -95,13 +95,23 @@ class Output(StagedOutput, ABC):
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one delivered row; 0 where rows differ."""
+        """Bytes of one delivered row; 0, or about, where rows differ."""
         return 0
 
     @property
     def list_length(self) -> int | None:
         """Elements of each row, where rows are lists of one length."""
         return None
+
+    @property
+    def staged(self) -> tuple[StagedOutput, ...]:
+        """What windows hold of it."""
+        return (self,)
+
+    @property
+    def required(self) -> tuple[str, ...]:
+        """Those of its sources that every sample must have."""
+        return self.sources
 
     def description(self) -> str:
         """What it delivers, for messages: kind, dtype and what else decides."""
@@ -118,6 +128,11 @@ class Output(StagedOutput, ABC):
     def row_sizes(self, rows: ChunkRows) -> int | NDArray[np.int64]:
         """Bytes of each row of a column whose values are views of copies, [rows] where they differ."""
         return self.row_bytes
+
+
+def staged_outputs(outputs: Sequence[Output]) -> list[StagedOutput]:
+    """What windows hold of several."""
+    return [staged for output in outputs for staged in output.staged]
 
 
 def split_rows(out: NDArray[Any], sizes: Sequence[int]) -> list[Tensor]:

@@ -6,13 +6,19 @@ are `dataflow.decode.values.CONVERTERS`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import fnmatch
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import PurePosixPath
+from typing import Any
 
 import numpy as np
 
 from dataflow.batch.fixed import ArrayOutput, RowsOutput
+from dataflow.batch.image_lists import FreeImageListOutput, ImageListOutput
 from dataflow.batch.images import FreeImageOutput, ImageOutput
+from dataflow.batch.lists import ObjectListOutput, bytes_tensor
 from dataflow.batch.objects import ObjectOutput
 from dataflow.batch.output import Output
 from dataflow.batch.ragged import Pad, PaddedOutput, RaggedOutput
@@ -25,6 +31,12 @@ TEXT_SUFFIXES = ("txt", "text", "transcript")
 INT_SUFFIXES = ("cls", "cls2", "class", "count", "index", "inx", "id")
 JSON_SUFFIXES = ("json", "jsn")
 FLOAT_SUFFIXES = ("float", "flt")
+FEATURE_RULES: Mapping[str, Callable[[Mapping[str, Any]], object]] = {
+    "Image": lambda feature: Image(mode="L") if feature.get("mode") == "L" else Image(),
+    "Json": lambda _: "json",
+}
+"""What `decode="auto"` does with a column of this feature of Hugging Face `datasets`, given its description;
+of lists, with each item. Columns of other features (audio, video) are delivered as stored."""
 UNSAFE_SUFFIXES = ("pyd", "pkl", "pickle", "pth", "pt")
 KEY_COLUMNS = ("__key__", "__url__")
 
@@ -46,12 +58,23 @@ def resolve_outputs(
     unknown = sorted(set(rules) - set(chosen) - set(schema))
     if unknown:
         raise ValueError(f"decode names {unknown[0]!r}, which is no column; columns: {_listed(schema)}")
+    for name in sorted(set(rules) - set(chosen)):
+        if schema[name].is_part:
+            whole = name.rpartition(".")[0]
+            raise ValueError(
+                f"decode names {name!r}, a part of column {whole!r}: name that, or both in columns="
+            )
     outputs = []
-    for name, sources in chosen.items():
+    for name, (sources, is_list) in chosen.items():
         rule = rules.get(name, "auto") if decode is not None else None
         if decode not in (None, "auto") and not isinstance(decode, Mapping):
             rule = decode
-        outputs.append(_resolve(name, sources, [schema_of(schema, s) for s in sources], rule, codec))
+        specs = [schema_of(schema, source) for source in sources]
+        outputs.append(
+            _several(name, sources, specs, rule, codec)
+            if is_list
+            else _resolve(name, sources[0], specs[0], rule, codec)
+        )
     return tuple(outputs)
 
 
@@ -66,16 +89,20 @@ def _listed(schema: Mapping[str, ColumnSpec]) -> str:
 
 def _chosen(
     schema: Mapping[str, ColumnSpec], columns: Sequence[str] | Mapping[str, str | Sequence[str]] | None
-) -> dict[str, tuple[str, ...]]:
+) -> dict[str, tuple[tuple[str, ...], bool]]:
+    """By name, the columns that each is made of, and whether it is made of several, even if there is one."""
     if isinstance(columns, str):
         raise ValueError(f"columns must be a list or a mapping, got the string {columns!r}")
     if columns is None:
-        chosen: dict[str, tuple[str, ...]] = {name: (name,) for name in schema}
+        named: dict[str, tuple[str, ...]] = {
+            name: (name,) for name, spec in schema.items() if not spec.is_part
+        }
     elif isinstance(columns, Mapping):
-        chosen = {k: (v,) if isinstance(v, str) else tuple(v) for k, v in columns.items()}
+        named = {k: (v,) if isinstance(v, str) else tuple(v) for k, v in columns.items()}
     else:
-        chosen = {name: (name,) for name in columns}
-    for name, sources in chosen.items():
+        named = {name: (name,) for name in columns}
+    chosen = {name: _matched(schema, sources) for name, sources in named.items()}
+    for name, (sources, _) in chosen.items():
         missing = [s for s in sources if s not in schema and s not in KEY_COLUMNS]
         if missing or not sources:
             raise ValueError(
@@ -90,16 +117,42 @@ def _chosen(
     return chosen
 
 
-def _resolve(
+def _matched(schema: Mapping[str, ColumnSpec], sources: Sequence[str]) -> tuple[tuple[str, ...], bool]:
+    """The columns that names and patterns ("*.jpg") stand for, and whether they may be several."""
+    matched, is_list = list[str](), len(sources) > 1
+    for source in sources:
+        if "*" not in source or source in schema:
+            matched.append(source)
+            continue
+        matches = sorted(fnmatch.filter(schema, source), key=_by_numbers)
+        matched, is_list = [*matched, *(matches or [source])], True
+    return tuple(matched), is_list
+
+
+def _by_numbers(name: str) -> list[tuple[int, str]]:
+    """What sorts "2.jpg" before "10.jpg"."""
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split("([0-9]+)", name)]
+
+
+def _several(
     name: str, sources: tuple[str, ...], specs: list[ColumnSpec], rule: object, codec: Format
 ) -> Output:
-    if len(sources) > 1:
+    """What becomes of several columns: numbers are stacked, byte strings listed."""
+    if any(spec.kind != "bytes" for spec in specs):
         return _stacked(name, sources, specs, rule)
-    spec, source = specs[0], sources[0]
+    if rule == "auto":
+        rule = _auto_rule(sources[0], specs[0], codec)
+    return _list_of(name, sources, rule)
+
+
+def _resolve(name: str, source: str, spec: ColumnSpec, rule: object, codec: Format) -> Output:
+    sources = (source,)
     if spec.kind == "fixed":
         return _fixed(name, source, spec, rule, codec)
     if rule == "auto":
         rule = _auto_rule(source, spec, codec)
+    if spec.kind == "bytes_list":
+        return _list_of(name, sources, rule, items=max(1, spec.items))
     if isinstance(rule, Image):
         return _image(name, source, rule)
     if isinstance(rule, Pad):
@@ -114,17 +167,42 @@ def _resolve(
         return ArrayOutput(name=name, sources=sources, dtype=dtype, source_dtype=dtype, parse=parse)
     if rule == "image":
         return _image(name, source, Image())
+    others = "None, Image(...), Pad(...), a function of bytes"
+    return ObjectOutput(name=name, sources=sources, convert=_converter(name, rule, others, "float", "int"))
+
+
+def _converter(name: str, rule: object, others: str, *names: str) -> Callable[[bytes], Any]:
+    """The function that a rule names. `ValueError`, which lists what else there is, where it names none."""
     converter = CONVERTERS.get(str(rule))
     if converter is None:
-        rules = ", ".join(sorted((*CONVERTERS, "auto", "bytes", "float", "image", "int")))
-        raise ValueError(
-            f"decode for column {name!r} must be None, Image(...), Pad(...), a function of bytes or one "
-            f"of {rules}; got {rule!r}"
-        )
-    return ObjectOutput(name=name, sources=sources, convert=converter)
+        rules = ", ".join(sorted((*CONVERTERS, "auto", "bytes", "image", *names)))
+        raise ValueError(f"decode for column {name!r} must be {others} or one of {rules}; got {rule!r}")
+    return converter
+
+
+def _list_of(name: str, sources: tuple[str, ...], rule: object, *, items: int = 0) -> Output:
+    """What becomes of lists of byte strings: the rule is for each. `items`: of a stored list, about."""
+    what: dict[str, Any] = {"name": name, "sources": sources, "is_joined": not items}
+    if rule == "image":
+        rule = Image()
+    if isinstance(rule, Image):
+        if rule.size is None:
+            return FreeImageListOutput(**what, dtype=rule.dtype, image=rule)
+        what.update(dtype=rule.dtype, shape=rule.shape, image=rule, mean_items=items or len(sources))
+        return ImageListOutput(**what)
+    if rule is None or rule in ("bytes", "raw", "list"):
+        rule = bytes_tensor
+    if not callable(rule):
+        rule = _converter(name, rule, "None, Image(...), a function of bytes")
+    return ObjectListOutput(**what, convert=rule)
 
 
 def _auto_rule(source: str, spec: ColumnSpec, codec: Format) -> object:
+    if spec.feature:
+        feature = json.loads(spec.feature)
+        rule_of = FEATURE_RULES.get(feature["_type"])
+        if rule_of is not None and spec.kind != "json" and feature.get("decode", True):
+            return rule_of(feature)
     if spec.kind in ("text", "json"):
         return spec.kind
     if not codec.columns_are_extensions:

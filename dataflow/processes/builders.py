@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dataflow.batch.delivered import Delivered
+from dataflow.batch.output import staged_outputs
 from dataflow.processes.builder_main import BuilderJob, BuilderMessage, BuilderResponse, BuilderResult, run
 from dataflow.processes.hand_out import MOST_DEATHS, RemoteBuild, RemoteBuilders, chunk_of
 from dataflow.processes.payload import MESSAGE_HEAD, PackedObject, pack, unpack, write_packed
@@ -200,7 +201,7 @@ class ProcessBuilders(RemoteBuilders[_ProcessBuild]):
             if one.memory is None:  # else a process has had it, and died
                 with self._guards.loading():
                     one.shipped, one.memory = ship(
-                        chunk.plan, chunk.rows, self._job.outputs, self._region.arena
+                        chunk.plan, chunk.rows, staged_outputs(self._job.outputs), self._region.arena
                     )
         except BaseException as error:
             self._end(one, error)

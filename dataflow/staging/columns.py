@@ -55,7 +55,7 @@ class StagedSpans:
     addresses: NDArray[np.int64]
     """[rows] first byte of each value."""
     lengths: NDArray[np.int64]
-    """[rows] bytes; -1 where the sample lacks the column."""
+    """[rows] bytes; below 0 where the sample lacks the column, see `Spans`."""
     keep: list[Any] = field(default_factory=list)
     """What keeps the memory alive."""
 
@@ -78,7 +78,7 @@ class StagedSpans:
         if isinstance(column, Spans):
             item = column.buffer.itemsize
             self.addresses[rows] = column.buffer.ctypes.data + column.starts * item
-            self.lengths[rows] = np.where(column.lengths < 0, -1, column.lengths * item)
+            self.lengths[rows] = np.where(column.lengths < 0, column.lengths, column.lengths * item)
         else:  # rows of a (possibly overlapping) array, each contiguous
             row_bytes = int(np.prod(column.shape[1:], dtype=np.int64)) * column.itemsize
             self.addresses[rows] = column.ctypes.data + np.arange(len(column)) * column.strides[0]

@@ -163,7 +163,11 @@ class MappedWindow(StagedWindow):
         return all(guard is not None and guard.held for guard in self._guards)
 
     def buffer_of(
-        self, spans: StagedSpans, rows: NDArray[np.int64], column: str
+        self,
+        spans: StagedSpans,
+        rows: NDArray[np.int64],
+        column: str,
+        owners: NDArray[np.int64] | None = None,
     ) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
         """A copy of the values of rows, and the start of each in it: only the kernel may touch mapped pages.
 
@@ -185,20 +189,24 @@ class MappedWindow(StagedWindow):
         )
         lost = np.flatnonzero(executor().run(BuildPlan(num_rows=len(rows), columns=[copies])))
         if len(lost):
-            raise self.truncated(int(rows[lost[0]]), column)
+            raise self.truncated(int((rows if owners is None else owners)[lost[0]]), column)
         return buffer, starts
 
     @contextmanager
     def values_of(
-        self, spans: StagedSpans, rows: NDArray[np.int64], column: str
+        self,
+        spans: StagedSpans,
+        rows: NDArray[np.int64],
+        column: str,
+        owners: NDArray[np.int64] | None = None,
     ) -> Iterator[tuple[NDArray[np.uint8], NDArray[np.int64]]]:
         """See `StagedWindow`: the values where they lie, while all files are guarded; else a copy."""
         with self.source.mappings.loading():
             is_loaded = self.may_load
             if is_loaded:
-                yield super().buffer_of(spans, rows, column)
+                yield super().buffer_of(spans, rows, column, owners)
         if not is_loaded:
-            yield self.buffer_of(spans, rows, column)
+            yield self.buffer_of(spans, rows, column, owners)
 
     def verify(self) -> None:
         """Raise `ShardChangedError` if a shard was written in place since it was indexed."""

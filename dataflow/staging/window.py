@@ -168,9 +168,16 @@ class StagedWindow(ABC):
         return True
 
     def buffer_of(
-        self, spans: StagedSpans, rows: NDArray[np.int64], column: str
+        self,
+        spans: StagedSpans,
+        rows: NDArray[np.int64],
+        column: str,
+        owners: NDArray[np.int64] | None = None,
     ) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
-        """Memory that may be read and holds the rows' values, and the start of each in it."""
+        """Memory that may be read and holds the rows' values, and the start of each in it.
+
+        `owners`: [n] rows of the window, where `spans` are not by row: whose values those of `rows` are.
+        """
         have = rows[spans.lengths[rows] >= 0]
         addresses, lengths = spans.addresses[have], spans.lengths[have]
         if not len(have):
@@ -181,10 +188,14 @@ class StagedWindow(ABC):
 
     @contextmanager
     def values_of(
-        self, spans: StagedSpans, rows: NDArray[np.int64], column: str
+        self,
+        spans: StagedSpans,
+        rows: NDArray[np.int64],
+        column: str,
+        owners: NDArray[np.int64] | None = None,
     ) -> Iterator[tuple[NDArray[np.uint8], NDArray[np.int64]]]:
         """As `buffer_of`, of memory that may be read inside only."""
-        yield self.buffer_of(spans, rows, column)
+        yield self.buffer_of(spans, rows, column, owners)
 
     # ---- telling where a row came from ----------------------------------------------------------------
 

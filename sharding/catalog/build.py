@@ -256,7 +256,7 @@ def changes(
 
 
 def unlisted_columns(catalog: Catalog) -> list[str]:
-    """Columns that can be delivered and that the catalog, made by an earlier release, does not list."""
+    """Columns that the catalog, of an earlier release, does not list, or does not know the feature of."""
     first = catalog.block(0) if catalog.num_blocks else None
     try:
         codec = catalog.codec()
@@ -265,7 +265,8 @@ def unlisted_columns(catalog: Catalog) -> list[str]:
         specs = specs_of(codec.schema(bytes(first.footer)), first.shard.url)
     except (pa.ArrowException, OSError, ValueError, CorruptShardError):
         return []  # a format of the user's, or a footer that decoding will complain of
-    return [name for name in specs if name not in catalog.schema]
+    known = catalog.schema
+    return [name for name, spec in specs.items() if name not in known or known[name].feature != spec.feature]
 
 
 def changes_text(shard_changes: Sequence[ShardChange], num_shards: int) -> str:

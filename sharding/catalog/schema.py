@@ -18,7 +18,7 @@ from sharding.blocks import ColumnSpec, spec_text
 from sharding.errors import CorruptShardError
 
 Schema = Mapping[str, ColumnSpec]
-_KINDS = ("fixed", "bytes", "text", "list", "json")
+_KINDS = ("fixed", "bytes", "text", "list", "json", "bytes_list")
 _MOST_ELEMENTS = 1 << 48
 """Of one value: more could not be stored, and sizes of batches stay below the end of an int64."""
 
@@ -69,9 +69,19 @@ def _merge(first: str, url: str, name: str, one: ColumnSpec, other: ColumnSpec) 
         raise CorruptShardError(
             url, f"column {name!r} is {spec_text(other)} here but {spec_text(one)} in {first}"
         )
+    labels = [spec for spec in (one, other) if spec.feature_type == "ClassLabel"]
+    if len(labels) == 2 and one.feature != other.feature:
+        reason = f"the classes of column {name!r} have other names, or another order, than in {first}"
+        raise CorruptShardError(url, f"{reason}: its numbers would mean two things")
     ranges = (one.size_range, other.size_range)
     both = None if None in ranges else (min(r[0] for r in ranges if r), max(r[1] for r in ranges if r))
-    return replace(one, size_range=both, optional=one.optional or other.optional)
+    return replace(
+        one,
+        size_range=both,
+        optional=one.optional or other.optional,
+        items=max(one.items, other.items),
+        feature=one.feature or other.feature,
+    )
 
 
 def schema_to_json(schema: Schema) -> dict[str, dict[str, Any]]:
@@ -93,9 +103,18 @@ def _spec(name: str, fields: Mapping[str, Any]) -> ColumnSpec:
         size_range=None if size_range is None else tuple(size_range),
         optional=fields["optional"],
         unit=fields.get("unit", ""),
+        items=fields.get("items", 0),
+        feature=fields.get("feature", ""),
+        is_part=fields.get("is_part", False),
     )
+    if (
+        type(spec.feature) is not str
+        or type(spec.is_part) is not bool
+        or not isinstance(spec.feature_type, str)
+    ):
+        raise ValueError(f"column {name!r} has feature {spec.feature!r}, is_part {spec.is_part!r}")
     low, high = spec.size_range or (0, 0)
-    sizes = (*spec.shape, low, high)
+    sizes = (*spec.shape, low, high, spec.items)
     if spec.kind not in _KINDS or type(spec.optional) is not bool or type(spec.unit) is not str:
         raise ValueError(f"column {name!r} is of kind {spec.kind!r}, optional {spec.optional!r}")
     if type(spec.dtype) is not str or np.dtype(spec.dtype).hasobject or np.dtype(spec.dtype).itemsize == 0:

@@ -32,6 +32,7 @@ from sharding.catalog.file import (
 )
 from sharding.catalog.schema import schema_from_json, schema_to_json
 from sharding.formats import ENTRIES, resolve_format
+from sharding.formats.arrow.columns import TabularFormat
 from sharding.redaction import identity_of
 from sharding.urls import file_name
 
@@ -300,7 +301,14 @@ class Catalog:
             if (password_of := folder_of(url)) != (folder := folder_of(identity_of(url))):
                 beside = (one for one in catalog.urls if one.startswith(folder))
                 catalog = catalog.signed_by(password_of + one.removeprefix(folder) for one in beside)
-        except (AttributeError, LookupError, OverflowError, TypeError, ValueError) as error:
+        except (
+            AttributeError,
+            LookupError,
+            OverflowError,
+            RecursionError,
+            TypeError,
+            ValueError,
+        ) as error:
             raise damaged(url, error) from error
         return catalog
 
@@ -339,6 +347,9 @@ class Catalog:
         for name, value in self.options.items() if self.format in ENTRIES else ():
             if type(value) is not kinds[name]:
                 raise TypeError(f"option {name} is {value!r}")
+        lists = any(spec.kind == "bytes_list" for spec in self.schema.values())
+        if lists and self._codec is not None and not isinstance(self._codec, TabularFormat):
+            raise ValueError(f"format {self.format!r} has no lists of bytes")
         if self._codec is not None and dict(self.options) != self._codec.options():
             raise ValueError(f"options {self.options!r} of format {self.format!r}")
 

@@ -185,13 +185,25 @@ def _feistel_pass(x: NDArray[np.uint64], bits: int, keys: list[np.uint64]) -> ND
     return (halves[0] << np.uint64(width)) | halves[1]
 
 
-def uniform(seed: int, epoch: int, sample: NDArray[np.integer], num_draws: int) -> NDArray[np.float64]:
+def uniform(
+    seed: int,
+    epoch: int,
+    sample: NDArray[np.integer],
+    num_draws: int,
+    item: NDArray[np.int64] | None = None,
+) -> NDArray[np.float64]:
     """Random numbers in [0, 1), functions of (seed, epoch, sample number, draw); float64 [n, num_draws].
 
     For augmentation: the same sample of the same epoch draws the same numbers in any batch, rank or restart.
-    `sample` is an array of n sample numbers; draws number the decisions made about one sample.
+    `sample` is an array of n sample numbers; draws number the decisions made about one sample. Where samples
+    have several items, `item` says which each is, int64 [n]: all draw other numbers, the first as if alone.
     """
-    h = splitmix64(sample.astype(np.uint64)[:, None] ^ _draw_keys(seed, epoch, num_draws))
+    if item is None:
+        keys = _draw_keys(seed, epoch, num_draws)
+    else:
+        most = 1 << int(item.max(initial=0)).bit_length()  # few different ones, which are remembered
+        keys = _draw_keys(seed, epoch, num_draws * most).reshape(most, num_draws)[item]
+    h = splitmix64(sample.astype(np.uint64)[:, None] ^ keys)
     h >>= np.uint64(11)
     return h.astype(np.float64) * 2.0**-53
 

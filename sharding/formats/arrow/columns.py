@@ -3,9 +3,10 @@
 Parquet, Arrow IPC and JSON Lines all decode to an Arrow table; this module gives its columns as numpy sees
 them. A fixed-width type becomes an array over the Arrow buffer (bits of a bool column are unpacked), a
 variable-length one becomes `Spans` over its values buffer, and a struct becomes one column per leaf, named
-"struct.leaf". Other nested values become `Spans` of their JSON text, the one conversion done in Python.
-Dictionary-encoded strings stay encoded: spans may overlap, so each row points at its entry of the
-dictionary and memory stays that of the stored bytes.
+"struct.leaf" (of a struct of bytes and path one more: the bytes). Lists of byte strings become `Spans` of
+lists in one piece (`sharding.byte_lists`), which copies the bytes once. Other nested values become `Spans` of
+their JSON text, the one conversion done in Python. Dictionary-encoded strings stay encoded: spans may
+overlap, so each row points at its entry of the dictionary and memory stays that of the stored bytes.
 
 Missing values: floats become NaN, strings, lists and nested values get length -1; integers, bools and times
 have no value that could stand for "missing", so a null among them is an error. Cost: O(rows) numpy work per
@@ -24,8 +25,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from sharding.blocks import Block, Column, Columns, Format, Spans
+from sharding.blocks import ABSENT, PATH_ONLY, Block, Column, Columns, Format, Spans
+from sharding.byte_lists import ByteLists, list_heads
 from sharding.errors import SampleError, ShardError
+from sharding.formats.arrow.features import named_columns
 from sharding.formats.arrow.schema import (
     dtype_of,
     is_bytes,
@@ -93,10 +96,13 @@ def columns_of(table: pa.Table, columns: Sequence[str] | None, block: Block) -> 
         SampleError: nulls in an integer, bool or time column; names column and first row.
         ShardError: the column's type cannot be delivered (decimal, interval, list of byte strings, ...).
     """
-    flat = flattened(table)
-    check_columns(columns, flat.column_names, block)
-    names = flat.column_names if columns is None else columns
-    return {name: _column(name, flat.column(name), block) for name in names}
+    flat, known = flattened(table), [column.name for column in named_columns(table.schema)]
+    check_columns(columns, known, block)
+    stored = set(flat.column_names)
+    return {
+        name: _column(name, flat.column(name), block) if name in stored else _media_spans(name, flat, block)
+        for name in (known if columns is None else columns)
+    }
 
 
 def check_columns(columns: Sequence[str] | None, of_shard: Sequence[str], block: Block) -> None:
@@ -185,6 +191,8 @@ def _column(name: str, column: pa.ChunkedArray, block: Block) -> Column:
             values = _fixed(array)
             # A tensor type and fixed-size lists of lists lie in memory alike.
             return values.reshape(len(array), *spec.shape)
+        if spec.kind == "bytes_list":
+            return _byte_list_spans(array)
         return _list_spans(array) if spec.kind == "list" else _byte_spans(array)
     except _NullElementError as null:
         key = str(block.first_in_shard + null.at)
@@ -192,6 +200,15 @@ def _column(name: str, column: pa.ChunkedArray, block: Block) -> Column:
         raise SampleError(block.shard.url, reason, block.offset, key, "decode") from None
     except (pa.ArrowInvalid, pa.ArrowIndexError, _FallingOffsetsError) as error:
         raise block.corrupt(f"column {name!r} ({array.type}) is broken: {error}") from error
+
+
+def _media_spans(name: str, flat: pa.Table, block: Block) -> Spans:
+    """Spans of the bytes in structs of bytes and path."""
+    content, paths = (_column(leaf, flat.column(leaf), block) for leaf in (f"{name}.bytes", f"{name}.path"))
+    assert isinstance(content, Spans)
+    assert isinstance(paths, Spans)
+    only_path = (content.lengths < 0) & (paths.lengths > 0)
+    return Spans(content.buffer, content.starts, np.where(only_path, PATH_ONLY, content.lengths))
 
 
 def _fixed(array: pa.Array) -> NDArray[Any]:
@@ -275,7 +292,7 @@ def _byte_spans(array: pa.Array) -> Spans:
     array = _plain(array)
     n = len(array)
     if pa.types.is_null(array.type) or n == 0:
-        return Spans(np.empty(0, np.uint8), np.zeros(n, np.int64), np.full(n, -1, np.int64))
+        return Spans(np.empty(0, np.uint8), np.zeros(n, np.int64), np.full(n, ABSENT, np.int64))
     if _is_view(array.type):
         array = _cleared_views(array).cast(pa.large_binary())
     wide = pa.types.is_large_string(array.type) or pa.types.is_large_binary(array.type)
@@ -307,7 +324,7 @@ def _dictionary_spans(array: pa.DictionaryArray) -> Spans:
     valid = _valid(indices)
     codes = _fixed(indices if valid is None else indices.fill_null(0))
     if not len(entries):  # only nulls, so there is nothing to point at
-        return Spans(entries.buffer, np.zeros(len(codes), np.int64), np.full(len(codes), -1, np.int64))
+        return Spans(entries.buffer, np.zeros(len(codes), np.int64), np.full(len(codes), ABSENT, np.int64))
     return Spans(entries.buffer, entries.starts[codes], _minus_one(entries.lengths[codes], valid))
 
 
@@ -333,6 +350,49 @@ def _list_spans(array: pa.Array) -> Spans:
         raise _NullElementError(int(np.argmax(inside))) from None
 
 
+def _byte_list_spans(array: pa.Array) -> ByteLists:
+    """Spans of lists of byte strings, or of structs of bytes and path, each list in one piece.
+
+    Items that are null are left out. The bytes are copied once.
+    """
+    array = _plain(array)
+    counts = _fixed(pc.list_value_length(array).fill_null(0)).astype(np.int64)
+    items, missing = _plain(array.flatten()), np.zeros(len(array), bool)
+    if pa.types.is_struct(items.type):
+        items, paths = (_plain(pc.struct_field(items, leaf)) for leaf in ("bytes", "path"))
+        only_path = _byte_spans(items).lengths < 0
+        only_path &= _byte_spans(paths).lengths > 0
+        missing = _of_lists(only_path, counts) > 0
+    if _is_view(items.type):
+        items = _cleared_views(items)
+    items = items.cast(pa.large_binary())
+    if items.null_count:
+        counts = _of_lists(_fixed(items.is_valid()), counts)
+        items = items.drop_null()
+    offsets = _view(items.buffers()[1], np.int64, len(items) + 1, items.offset) if len(items) else _ZERO
+    heads, head_offsets = list_heads(counts, _sizes(offsets))
+    of_rows = offsets[np.append(0, np.cumsum(counts))]
+    pieces = pc.binary_join_element_wise(
+        _large_binary(head_offsets, pa.py_buffer(heads)),
+        _large_binary(of_rows, items.buffers()[2]),
+        pa.scalar(b"", pa.large_binary()),
+    )
+    spans = _byte_spans(pieces)
+    lengths = _minus_one(spans.lengths, _valid(array))
+    return ByteLists(spans.buffer, spans.starts, np.where(missing, PATH_ONLY, lengths))
+
+
+def _of_lists(items: NDArray[np.bool_], counts: NDArray[np.int64]) -> NDArray[np.int64]:
+    """How many items of each list are true, given how many there are of each."""
+    before = np.append(0, np.cumsum(items))
+    trues: NDArray[np.int64] = np.diff(before[np.append(0, np.cumsum(counts))])
+    return trues
+
+
+def _large_binary(offsets: NDArray[np.int64], content: pa.Buffer | None) -> pa.Array:
+    return pa.Array.from_buffers(pa.large_binary(), len(offsets) - 1, [None, pa.py_buffer(offsets), content])
+
+
 _ZERO: NDArray[np.int64] = np.zeros(1, np.int64)
 
 
@@ -345,7 +405,7 @@ def _sizes(offsets: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def _minus_one(lengths: NDArray[np.int64], valid: NDArray[np.bool_] | None) -> NDArray[np.int64]:
-    return lengths if valid is None else np.where(valid, lengths, -1)
+    return lengths if valid is None else np.where(valid, lengths, ABSENT)
 
 
 def _valid(array: pa.Array) -> NDArray[np.bool_] | None:

@@ -13,6 +13,7 @@ things in different blocks, and is an error.
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -25,16 +26,18 @@ import pyarrow as pa
 from sharding.blocks import Block, Columns, ColumnSpec, Shard, ShardScan
 from sharding.errors import CorruptShardError
 from sharding.formats.arrow.columns import TabularFormat, check_columns, check_nested, columns_of
+from sharding.formats.arrow.features import named_columns
 from sharding.formats.arrow.messages import HEAD, LARGEST, Message, bytes_of, read_layout
 from sharding.formats.arrow.schema import (
     BROKEN,
     NUMBER_BYTES,
+    columns_of_kind,
     decoded_bytes,
     is_bytes,
     is_text,
-    json_columns,
     leaves,
     specs_of,
+    with_items,
 )
 
 _VALUE_BYTES = 6  # of a bool, null, brackets or quotes, and a comma in JSON
@@ -74,6 +77,7 @@ class ArrowFileFormat(TabularFormat):
             specs = specs_of(schema, shard.url, null_free=_null_free(schema, batches))
         except BROKEN as error:
             raise CorruptShardError(shard.url, f"unreadable Arrow schema: {error}", 0) from error
+        specs = with_items(specs, _mean_items(schema, batches, columns_of_kind(specs, "bytes_list")))
         blocks = _joined(batches, block_bytes)
         sizes = _BlockSizes(
             schema, specs, max((m.body_length / max(1, m.rows) for m in layout.dictionaries), default=0)
@@ -154,7 +158,7 @@ def _read(footer: bytes, data: memoryview, fields: list[int] | None) -> pa.Table
 def _names(footer: bytes) -> tuple[list[str], list[int]]:
     """Column names, structs flattened, and the number of the top-level field each lies in."""
     schema = pa.ipc.read_schema(pa.BufferReader(footer))
-    pairs = [(name, i) for i, field in enumerate(schema) for name, _ in leaves([field])]
+    pairs = [(column.name, i) for i in range(len(schema)) for column in named_columns(pa.schema([schema[i]]))]
     return [name for name, _ in pairs], [i for _, i in pairs]
 
 
@@ -214,10 +218,11 @@ class _BlockSizes:
     def decoded_bytes(self, file: BinaryIO, block: Sequence[Message], shard: Shard) -> int:
         """Bytes of one block, estimated from its batches' headers."""
         bools = {name: spec for name, spec in self.specs.items() if spec.dtype == "bool"}
-        nested, total = json_columns(self.specs), 0
+        nested, total = columns_of_kind(self.specs, "json"), 0
+        copies = 1 + bool(columns_of_kind(self.specs, "bytes_list"))
         for message in block:
             sizes = _true_sizes(file, message, shard)
-            total += message.length - sum(stored for _, stored in message.buffers) + sum(sizes)
+            total += message.length - sum(stored for _, stored in message.buffers) + copies * sum(sizes)
             total += decoded_bytes(self.specs, message.rows)[1] + decoded_bytes(bools, message.rows)[0]
             if nested:
                 texts = _JsonText(iter(message.lengths), iter(sizes), iter(message.views), self.entry_bytes)
@@ -321,6 +326,16 @@ def _null_free(schema: pa.Schema, batches: Iterable[Message]) -> set[str]:
         for name, field in leaves(schema)
         if not pa.types.is_dictionary(field.type)
         and not any(name == owner or name.startswith(f"{owner}.") for owner in with_nulls)
+    }
+
+
+def _mean_items(schema: pa.Schema, batches: Sequence[Message], columns: Collection[str]) -> dict[str, int]:
+    """Items of the lists of each column, where they are most."""
+    owners = [owner for field in schema for owner in _owners(field.name, field.type)]
+    items = {name: 1 + owners.index(name) for name in columns}  # the array behind that of the lists
+    return {
+        name: math.ceil(max((m.lengths[at] / m.rows for m in batches), default=0))
+        for name, at in items.items()
     }
 
 

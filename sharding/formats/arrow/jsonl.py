@@ -33,9 +33,9 @@ from sharding.formats.arrow.json_limits import MAX_DEPTH, num_places, too_deep
 from sharding.formats.arrow.schema import (
     BROKEN,
     NUMBER_BYTES,
+    columns_of_kind,
     decoded_bytes,
     is_text,
-    json_columns,
     leaves,
     schema_in,
     specs_of,
@@ -101,7 +101,7 @@ class JsonlFormat(TabularFormat):
             runs.append(run)
         schema = pa.schema([field.with_type(_settled(field.type)) for field in inference.schema])
         specs = specs_of(schema, shard.url, null_free=null_free or frozenset())
-        nested = json_columns(specs)
+        nested = columns_of_kind(specs, "json")
         absent_bytes = sum(_absent_bytes(field.type) for name, field in leaves(schema) if name in nested)
         blocks = [
             (

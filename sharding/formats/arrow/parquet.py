@@ -12,6 +12,7 @@ costs its codes and three strings, whatever the number of rows, and `nbytes` can
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -24,14 +25,17 @@ import pyarrow.parquet as pq
 from sharding.blocks import Block, ColumnSpec, Shard, ShardScan
 from sharding.errors import CorruptShardError
 from sharding.formats.arrow.columns import TabularFormat, check_columns
+from sharding.formats.arrow.features import named_columns
 from sharding.formats.arrow.schema import (
     BROKEN,
     NUMBER_BYTES,
+    columns_of_kind,
     decoded_bytes,
-    json_columns,
+    leaf_names,
     leaves,
     spec_of,
     specs_of,
+    with_items,
 )
 
 _MAGIC = b"PAR1"
@@ -44,6 +48,7 @@ class _ParsedFooter:
     """A parsed footer and what is asked of it at every block."""
 
     metadata: Any
+    schema: pa.Schema
     names: tuple[str, ...]
     """Column names, structs flattened."""
     texts: dict[str, int]
@@ -76,7 +81,10 @@ class ParquetFormat(TabularFormat):
             if end > size - len(raw):
                 reason = f"row group {i} reaches to byte {end}, past the data of {size - len(raw)} bytes"
                 raise CorruptShardError(shard.url, reason, starts[i])
-        specs = specs_of(metadata.schema.to_arrow_schema(), shard.url, null_free=_null_free(groups, footer))
+        specs = specs_of(footer.schema, shard.url, null_free=_null_free(groups, footer))
+        specs = with_items(
+            specs, {name: _mean_items(groups, name) for name in columns_of_kind(specs, "bytes_list")}
+        )
         rows = np.array([group.num_rows for group in groups], np.int64)
         used = np.flatnonzero(rows)
         index = [int(i).to_bytes(4, "little") for i in used] if len(used) < len(rows) else None
@@ -94,7 +102,7 @@ class ParquetFormat(TabularFormat):
         """The wanted columns of a row group, see `TabularFormat.table`. Encrypted pages are an error, too."""
         footer, group = _indexed(block)
         check_columns(columns, footer.names, block)
-        names = footer.names if columns is None else columns
+        names = leaf_names(footer.schema, footer.names if columns is None else columns)
         file = _BlockFile(block, data)
         try:
             with pq.ParquetFile(
@@ -112,7 +120,7 @@ class ParquetFormat(TabularFormat):
 
     def schema(self, footer: bytes) -> pa.Schema:
         """Columns of a shard, from its footer."""
-        return _parse(footer).metadata.schema.to_arrow_schema()
+        return _parse(footer).schema
 
     def matching_groups(self, footer: bytes, expression: Any) -> list[int]:
         """Row groups that may hold rows for which a pyarrow expression is true, by their statistics.
@@ -192,13 +200,13 @@ def _parse(footer: bytes) -> _ParsedFooter:
     metadata = pq.read_metadata(pa.BufferReader(_MAGIC + footer))
     schema = metadata.schema.to_arrow_schema()
     paths = {metadata.schema.column(i).path: i for i in range(metadata.num_columns)}
-    names = tuple(name for name, _ in leaves(schema))
+    names = tuple(column.name for column in named_columns(schema))
     texts = {
         name: paths[name]
         for name, field in leaves(schema)
         if name in paths and (spec := spec_of(field.type)) and spec.kind in ("text", "bytes")
     }
-    return _ParsedFooter(metadata, names, texts)
+    return _ParsedFooter(metadata, schema, names, texts)
 
 
 def _indexed(block: Block) -> tuple[_ParsedFooter, int]:
@@ -274,16 +282,37 @@ def _is_encoded(chunk: Any, headers: int = 256) -> bool:
 
 def _decoded_bytes(group: Any, specs: dict[str, ColumnSpec]) -> int:
     fixed, spans = decoded_bytes(specs, group.num_rows)
-    nested = json_columns(specs)
-    chunks = [group.column(i) for i in range(group.num_columns)] if nested else []
+    nested, lists = (columns_of_kind(specs, kind) for kind in ("json", "bytes_list"))
+    chunks = [group.column(i) for i in range(group.num_columns)] if nested or lists else []
     texts = sum(_json_bytes(chunk) for chunk in chunks if _belongs(chunk.path_in_schema, nested))
-    return max(int(group.total_byte_size), fixed) + spans + texts
+    copies = sum(_decoded_text(chunk) for chunk in chunks if _belongs(chunk.path_in_schema, lists))
+    return max(int(group.total_byte_size), fixed) + spans + texts + 2 * copies
 
 
 def _json_bytes(chunk: Any) -> int:
     """What a leaf of nested values adds to their JSON text, estimated from above.
 
     Text counts twice: for itself, and for what is escaped in it and the Arrow form that it is made from.
+    """
+    # Each value may bring the brackets and names of all levels above it.
+    return 2 * _decoded_text(chunk) + int(chunk.num_values) * (
+        NUMBER_BYTES + len(chunk.path_in_schema.encode())
+    )
+
+
+def _mean_items(groups: Sequence[Any], name: str) -> int:
+    """Items of the lists of a column, where they are most; an empty list counts as one."""
+    means = [0.0]
+    for group in groups:
+        chunks = (group.column(i) for i in range(group.num_columns))
+        own = [chunk.num_values for chunk in chunks if _belongs(chunk.path_in_schema, (name,))]
+        means.append(max(own, default=0) / max(1, group.num_rows))
+    return math.ceil(max(means))
+
+
+def _decoded_text(chunk: Any) -> int:
+    """Bytes of a column chunk's values, decoded.
+
     Encoded text does not tell how often each entry of its dictionary is used: every value counts like the
     longer of the two that the statistics show.
     """
@@ -293,5 +322,4 @@ def _json_bytes(chunk: Any) -> int:
         shown = max(len(statistics.min_raw), len(statistics.max_raw))
         if _is_encoded(chunk, 256 + 4 * shown):  # pages repeat both
             text = max(text, shown * int(chunk.num_values))
-    # Each value may bring the brackets and names of all levels above it.
-    return 2 * text + int(chunk.num_values) * (NUMBER_BYTES + len(chunk.path_in_schema.encode()))
+    return text

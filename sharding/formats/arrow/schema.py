@@ -1,9 +1,10 @@
 """What a dataset makes of an Arrow schema: one `ColumnSpec` per column, structs flattened.
 
 Fixed-width numbers, times (as integers in their unit), fixed-size lists and fixed-size binary are "fixed";
-strings are "text", byte strings "bytes", lists of numbers "list". Other nested types are "json" if JSON can
-say all that is in them: text, numbers, bools and nulls. Extension types count as what they store. Decimals,
-intervals and nested types of anything else (byte strings, times, unions) cannot be delivered.
+strings are "text", byte strings "bytes", lists of numbers "list". A struct of bytes and path is "bytes", too,
+beside its leaves; lists of either are "bytes_list". Other nested types are "json" if JSON can say all that is
+in them: text, numbers, bools and nulls. Extension types count as what they store. Decimals, intervals and
+nested types of anything else (byte strings, times, unions) cannot be delivered.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import pyarrow as pa
 
 from sharding.blocks import ColumnSpec
 from sharding.errors import CorruptShardError
+from sharding.formats.arrow.features import is_media, named_columns
 
 BROKEN = (pa.ArrowException, OSError, UnicodeDecodeError)
 """What pyarrow raises of damage; the last where it fails to word its error, for text that is not UTF-8."""
@@ -38,7 +40,7 @@ def schema_in(footer: bytes) -> pa.Schema:
 
 
 def specs_of(schema: pa.Schema, url: str, *, null_free: Collection[str] = ()) -> dict[str, ColumnSpec]:
-    """Describe the columns that `columns_of` gives for a table of this schema.
+    """Describe the columns that `columns_of` gives for a table of this schema; what `features` adds.
 
     Columns of a type that cannot be delivered are left out; asking for them (or for all columns) is an error
     of `columns_of`. Columns named in `null_free` are known to hold no nulls.
@@ -48,14 +50,25 @@ def specs_of(schema: pa.Schema, url: str, *, null_free: Collection[str] = ()) ->
     """
     specs: dict[str, ColumnSpec] = {}
     names: set[str] = set()
-    for name, field in leaves(schema):
+    for name, field, feature, is_part in named_columns(schema):
         if name in names:
             raise CorruptShardError(url, f"two columns are named {name!r}; rename one when writing")
         names.add(name)
         if spec := spec_of(field.type):
-            optional = spec.kind != "fixed" and field.nullable and name not in null_free
-            specs[name] = replace(spec, optional=optional)
+            stored = f"{name}.bytes" if is_media(field.type) else name
+            optional = spec.kind != "fixed" and field.nullable and stored not in null_free
+            specs[name] = replace(spec, optional=optional, feature=feature, is_part=is_part)
     return specs
+
+
+def leaf_names(schema: pa.Schema, columns: Collection[str]) -> list[str]:
+    """Columns as they are stored, structs of bytes and path as their two leaves."""
+    stored: dict[str, None] = {}
+    for column in named_columns(schema):
+        if column.name in columns:
+            own = ("bytes", "path") if is_media(column.field.type) else ()
+            stored.update(dict.fromkeys([f"{column.name}.{leaf}" for leaf in own] or [column.name]))
+    return list(stored)
 
 
 def leaves(fields: Any, prefix: str = "", nullable: bool = False) -> Iterator[tuple[str, pa.Field]]:
@@ -74,14 +87,21 @@ def decoded_bytes(specs: Mapping[str, ColumnSpec], rows: int) -> tuple[int, int]
     return rows * sum(fixed), rows * SPAN_BYTES * (len(specs) - len(fixed))
 
 
-def json_columns(specs: Mapping[str, ColumnSpec]) -> frozenset[str]:
-    """The columns whose values become JSON."""
-    return frozenset(name for name, spec in specs.items() if spec.kind == "json")
+def columns_of_kind(specs: Mapping[str, ColumnSpec], kind: str) -> frozenset[str]:
+    """The columns whose values become JSON, or lists of byte strings in one piece."""
+    return frozenset(name for name, spec in specs.items() if spec.kind == kind)
+
+
+def with_items(specs: Mapping[str, ColumnSpec], items: Mapping[str, int]) -> dict[str, ColumnSpec]:
+    """The specs, some of which know how many items their lists have."""
+    return {name: replace(spec, items=items.get(name, 0)) for name, spec in specs.items()}
 
 
 def spec_of(kind: pa.DataType) -> ColumnSpec | None:
     """The spec of one Arrow type, or None where it cannot be delivered."""
     kind = stored_type(kind)
+    if is_media(kind):
+        return ColumnSpec("bytes")
     if pa.types.is_nested(kind):
         return _nested_spec(kind)
     if is_text(kind) or pa.types.is_null(kind):
@@ -95,6 +115,10 @@ def spec_of(kind: pa.DataType) -> ColumnSpec | None:
 
 
 def _nested_spec(kind: pa.DataType) -> ColumnSpec | None:
+    if is_list(kind) or pa.types.is_fixed_size_list(kind):
+        stored = stored_type(kind.value_type)
+        if is_bytes(stored) or is_media(stored):
+            return ColumnSpec("bytes_list")
     if pa.types.is_fixed_size_list(kind):
         inner = spec_of(kind.value_type)
         if inner is not None and inner.kind == "fixed":

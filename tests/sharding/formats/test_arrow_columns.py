@@ -216,7 +216,7 @@ def test_a_null_without_a_value_names_column_and_first_row(array, row):
     [
         pa.array([1]).cast(pa.decimal128(30, 2)),
         pa.array([(1, 2, 3)], pa.month_day_nano_interval()),
-        pa.array([[b"ab"]]),
+        pa.array([[[b"ab"]]]),
     ],
     ids=lambda array: str(array.type),
 )

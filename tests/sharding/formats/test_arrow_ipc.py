@@ -34,6 +34,8 @@ def oracle(content: bytes) -> list[dict]:
     while any(pa.types.is_struct(kind) for kind in table.schema.types):
         table = table.flatten()
     encoded = {str: str.encode}
+    if "image.bytes" in table.column_names:  # a struct of bytes and path is a column, too
+        table = table.append_column("image", table.column("image.bytes"))
     return [{k: encoded.get(type(v), lambda v: v)(v) for k, v in row.items()} for row in table.to_pylist()]
 
 

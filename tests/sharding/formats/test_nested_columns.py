@@ -382,7 +382,7 @@ def test_numbers_of_a_dictionary_are_counted_at_their_longest():
 @pytest.mark.parametrize(
     ("array", "held"),
     [
-        (pa.array([[b"ab"]]), "binary"),
+        (pa.array([[[b"ab"]]]), "binary"),
         (pa.array([[{"a": [b"ab"]}]]), "binary"),
         (pa.array([[{"a": 1}]], pa.list_(pa.struct([("a", pa.decimal128(9, 2))]))), r"decimal128\(9, 2\)"),
         (pa.array([[{"a": 0}]], pa.list_(pa.struct([("a", pa.timestamp("s"))]))), r"timestamp\[s\]"),
