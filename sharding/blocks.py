@@ -18,6 +18,10 @@ from numpy.typing import NDArray
 
 from sharding.errors import CorruptShardError
 
+MISSING, NULL_INSIDE = -1, -2
+"""What says, in place of a length, that a sample has no value; or a list with a null for which its elements'
+type has no value, so that nobody can use it."""
+
 DEFAULT_BLOCK_BYTES = 2 << 20
 """Bytes a block aims at where the format has no unit of its own."""
 
@@ -82,7 +86,8 @@ class ShardScan:
     unfinished: str = ""
     """How the file ends before its format says so, where that was allowed; "": it does not."""
     missing: Mapping[str, str] = field(default_factory=dict)
-    """Of columns that some samples lack, where samples name their own (tar): key of the first that does."""
+    """Of columns that some samples lack, as far as the index tells: the key of the first that does. Of rows,
+    which have no keys, how many do, in words ("3 of 100 rows of row group 0")."""
 
 
 @dataclass(frozen=True)
@@ -117,7 +122,7 @@ class Block:
 class Spans:
     """n variable-length values: value i is `buffer[starts[i] : starts[i] + lengths[i]]`.
 
-    Spans may lie in any order and may overlap. A length of -1 says that the sample lacks the column.
+    Spans may lie in any order and may overlap. A length may be `MISSING` or `NULL_INSIDE`.
     """
 
     buffer: NDArray[np.generic]
@@ -135,8 +140,22 @@ class Spans:
         return self.buffer[self.starts[i] : self.starts[i] + self.lengths[i]]
 
 
-Column = NDArray[np.generic] | Spans
-"""A decoded column: an array `[n, ...]` (possibly a strided view of the block's bytes), or spans."""
+@dataclass(frozen=True)
+class Masked:
+    """n values of one dtype and shape, some of which are not there."""
+
+    values: NDArray[np.generic]
+    """[n, ...]; where a value is not there: NaN of floats, anything of others."""
+    lacks: NDArray[np.int8]
+    """[n] 0 where the value is there, else `MISSING` or `NULL_INSIDE`."""
+
+    def __len__(self) -> int:
+        return len(self.lacks)
+
+
+Column = NDArray[np.generic] | Spans | Masked
+"""A decoded column: an array `[n, ...]` (possibly a strided view of the block's bytes), one of which values
+are missing, or spans."""
 
 Columns = dict[str, Column]
 
@@ -195,6 +214,11 @@ class Format(ABC):
         """Bytes of each sample's value, [n], from the index alone; -1: it has none. None: the data tells."""
         spans = self.locate(block, [column])
         return None if spans is None else spans[column].lengths
+
+    def num_missing(self, block: Block, column: str) -> int | None:
+        """Samples that lack a value of a column, from the index alone; None: the data tells."""
+        sizes = self.value_bytes(block, column)
+        return None if sizes is None else int(np.count_nonzero(sizes < 0))
 
     def select(self, block: Block, columns: Sequence[str]) -> list[tuple[int, int]]:
         """Byte ranges (offset in the file, length) that hold the columns of a block, for `decode` of these.

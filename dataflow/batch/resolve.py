@@ -7,6 +7,7 @@ are `dataflow.decode.values.CONVERTERS`.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import PurePosixPath
 
 import numpy as np
@@ -14,6 +15,7 @@ import numpy as np
 from dataflow.batch.fixed import ArrayOutput, RowsOutput
 from dataflow.batch.images import FreeImageOutput, ImageOutput
 from dataflow.batch.objects import ObjectOutput
+from dataflow.batch.optional import Optional, mask_of
 from dataflow.batch.output import Output
 from dataflow.batch.ragged import Pad, PaddedOutput, RaggedOutput
 from dataflow.decode.image import Image
@@ -46,12 +48,21 @@ def resolve_outputs(
     unknown = sorted(set(rules) - set(chosen) - set(schema))
     if unknown:
         raise ValueError(f"decode names {unknown[0]!r}, which is no column; columns: {_listed(schema)}")
-    outputs = []
+    outputs: list[Output] = []
     for name, sources in chosen.items():
         rule = rules.get(name, "auto") if decode is not None else None
         if decode not in (None, "auto") and not isinstance(decode, Mapping):
             rule = decode
-        outputs.append(_resolve(name, sources, [schema_of(schema, s) for s in sources], rule, codec))
+        specs = [schema_of(schema, source) for source in sources]
+        if not isinstance(rule, Optional):
+            outputs.append(_resolve(name, sources, specs, rule, codec))
+            continue
+        # What some lack no longer keeps the others from being of one length.
+        specs = [replace(spec, optional=False) for spec in specs]
+        output = _resolve(name, sources, specs, rule.rule, codec)
+        outputs.append(output.optional(rule.default, has_mask=rule.mask))
+        if rule.mask:
+            outputs.append(mask_of(output, [*chosen]))
     return tuple(outputs)
 
 
@@ -118,10 +129,11 @@ def _resolve(
     if converter is None:
         rules = ", ".join(sorted((*CONVERTERS, "auto", "bytes", "float", "image", "int")))
         raise ValueError(
-            f"decode for column {name!r} must be None, Image(...), Pad(...), a function of bytes or one "
-            f"of {rules}; got {rule!r}"
+            f"decode for column {name!r} must be None, Image(...), Pad(...), Optional(...), a function of "
+            f"bytes or one of {rules}; got {rule!r}"
         )
-    return ObjectOutput(name=name, sources=sources, convert=converter)
+    is_stacked = rule == "npy" and spec.size_range is not None and len({*spec.size_range}) == 1
+    return ObjectOutput(name=name, sources=sources, convert=converter, is_stacked=is_stacked)
 
 
 def _auto_rule(source: str, spec: ColumnSpec, codec: Format) -> object:

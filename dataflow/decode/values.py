@@ -20,7 +20,7 @@ from sharding.formats.tokens import plain_header
 Array = NDArray[Any]
 BadRows = Sequence[tuple[int, str]]
 """Rows whose value cannot be decoded, each with the reason."""
-MISSING = "the sample lacks this column"
+LACKING = "the sample lacks this column"
 
 
 def parse_ints(column: Spans) -> tuple[NDArray[np.int64], BadRows]:
@@ -58,7 +58,7 @@ def _parse_each(parse: Callable[[bytes], Any], column: Spans, dtype: type) -> tu
     bad: list[tuple[int, str]] = []
     for row in range(len(column)):
         if column.lengths[row] < 0:
-            bad.append((row, MISSING))
+            bad.append((row, LACKING))
             continue
         text = column.value(row).tobytes()
         try:

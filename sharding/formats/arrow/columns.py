@@ -7,9 +7,9 @@ variable-length one becomes `Spans` over its values buffer, and a struct becomes
 Dictionary-encoded strings stay encoded: spans may overlap, so each row points at its entry of the
 dictionary and memory stays that of the stored bytes.
 
-Missing values: floats become NaN, strings, lists and nested values get length -1; integers, bools and times
-have no value that could stand for "missing", so a null among them is an error. Cost: O(rows) numpy work per
-column for offsets, nothing for fixed-width columns; a few microseconds a row for nested ones.
+Missing values: a fixed-width column that has nulls is `Masked`, floats among them are NaN; strings, lists and
+nested values get a length that says so. Whether a column *may* have nulls plays no role. Cost: O(rows) numpy
+work per column for offsets, nothing for fixed-width columns without nulls; some microseconds a nested value.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from sharding.blocks import Block, Column, Columns, Format, Spans
-from sharding.errors import SampleError, ShardError
+from sharding.blocks import MISSING, NULL_INSIDE, Block, Column, Columns, Format, Masked, Spans
+from sharding.errors import ShardError
 from sharding.formats.arrow.schema import (
     dtype_of,
     is_bytes,
@@ -41,13 +41,6 @@ _JSON_ROWS = 256
 _to_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 
-class _NullElementError(Exception):
-    """A null where the type has no value for it, at element `at` of the array being converted."""
-
-    def __init__(self, at: int) -> None:
-        self.at = at
-
-
 class _FallingOffsetsError(Exception):
     """Offsets that do not rise, so that some may point outside the buffer they belong to."""
 
@@ -60,7 +53,7 @@ class TabularFormat(Format):
 
         Raises:
             CorruptShardError: a column is not there, or the block is broken or not what was indexed.
-            SampleError, ShardError: see `columns_of`.
+            ShardError: see `columns_of`.
         """
         return columns_of(self.table(block, data, columns), columns, block)
 
@@ -90,7 +83,6 @@ def columns_of(table: pa.Table, columns: Sequence[str] | None, block: Block) -> 
 
     Raises:
         CorruptShardError: a wanted column is not there, or its offsets point outside its buffers.
-        SampleError: nulls in an integer, bool or time column; names column and first row.
         ShardError: the column's type cannot be delivered (decimal, interval, list of byte strings, ...).
     """
     flat = flattened(table)
@@ -182,24 +174,25 @@ def _column(name: str, column: pa.ChunkedArray, block: Block) -> Column:
             return _json_spans(column)
         array = _one_array(column)
         if spec.kind == "fixed":
-            values = _fixed(array)
+            values, lacks = _fixed(array)
             # A tensor type and fixed-size lists of lists lie in memory alike.
-            return values.reshape(len(array), *spec.shape)
+            values = values.reshape(len(array), *spec.shape)
+            return values if lacks is None else Masked(values, lacks)
         return _list_spans(array) if spec.kind == "list" else _byte_spans(array)
-    except _NullElementError as null:
-        key = str(block.first_in_shard + null.at)
-        reason = f"column {name!r} ({array.type}) holds a null; fill it or cast to a float when writing"
-        raise SampleError(block.shard.url, reason, block.offset, key, "decode") from None
     except (pa.ArrowInvalid, pa.ArrowIndexError, _FallingOffsetsError) as error:
         raise block.corrupt(f"column {name!r} ({array.type}) is broken: {error}") from error
 
 
-def _fixed(array: pa.Array) -> NDArray[Any]:
-    """Values of a fixed-width array, [n, ...]; nulls become NaN."""
+Lacks = NDArray[np.int8]
+
+
+def _fixed(array: pa.Array) -> tuple[NDArray[Any], Lacks | None]:
+    """Values of a fixed-width array, [n, ...], and which are not there (see `Masked`); None: all are."""
     array = _plain(array)
     kind, n = array.type, len(array)
+    lacks = None
     if pa.types.is_fixed_size_list(kind):
-        values = _fixed_lists(array)
+        values, lacks = _fixed_lists(array)
     elif n == 0:
         values = np.empty(0, dtype_of(kind) or np.uint8)
     elif pa.types.is_fixed_size_binary(kind):
@@ -211,17 +204,23 @@ def _fixed(array: pa.Array) -> NDArray[Any]:
         dtype = dtype_of(kind)
         assert dtype is not None
         values = _view(array.buffers()[1], dtype, n, array.offset)
-    return _with_nan(values, _valid(array))
+    valid = _valid(array)
+    if valid is None:
+        return values, lacks
+    if values.dtype.kind == "f":
+        values = values.copy()
+        values[~valid] = np.nan
+    return values, np.where(valid, 0 if lacks is None else lacks, MISSING).astype(np.int8)
 
 
-def _fixed_lists(array: pa.FixedSizeListArray) -> NDArray[Any]:
-    size = array.type.list_size
-    try:
-        # `values` ignores the slice that the array is; `flatten()` would drop the lists that are null.
-        inner = _fixed(array.values.slice(array.offset * size, len(array) * size))
-    except _NullElementError as null:
-        raise _NullElementError(null.at // size) from None
-    return inner.reshape(len(array), size, *inner.shape[1:])
+def _fixed_lists(array: pa.FixedSizeListArray) -> tuple[NDArray[Any], Lacks | None]:
+    n, size = len(array), array.type.list_size
+    # `values` ignores the slice that the array is; `flatten()` would drop the lists that are null.
+    elements, inside = _fixed(array.values.slice(array.offset * size, n * size))
+    lacks = None
+    if inside is not None and elements.dtype.kind != "f":
+        lacks = np.where(inside.reshape(n, size).any(axis=1), NULL_INSIDE, 0).astype(np.int8)
+    return elements.reshape(n, size, *elements.shape[1:]), lacks
 
 
 def _plain(array: pa.Array) -> pa.Array:
@@ -238,16 +237,6 @@ def _plain(array: pa.Array) -> pa.Array:
             return array
 
 
-def _with_nan(values: NDArray[Any], valid: NDArray[np.bool_] | None) -> NDArray[Any]:
-    if valid is None:
-        return values
-    if values.dtype.kind != "f":
-        raise _NullElementError(int(np.argmin(valid)))
-    values = values.copy()
-    values[~valid] = np.nan
-    return values
-
-
 def _json_spans(column: pa.ChunkedArray) -> Spans:
     """Spans of the JSON text of each value.
 
@@ -260,7 +249,7 @@ def _json_spans(column: pa.ChunkedArray) -> Spans:
             for value in chunk.slice(first, _JSON_ROWS).to_pylist():
                 text = b"" if value is None else _to_json(value).encode()
                 texts += text
-                lengths.append(-1 if value is None else len(text))
+                lengths.append(MISSING if value is None else len(text))
     ends = np.cumsum(np.maximum(np.array(lengths, np.int64), 0))
     starts = np.concatenate((_ZERO, ends))[:-1]
     return Spans(np.frombuffer(texts, np.uint8), starts, np.array(lengths, np.int64))
@@ -275,12 +264,12 @@ def _byte_spans(array: pa.Array) -> Spans:
     array = _plain(array)
     n = len(array)
     if pa.types.is_null(array.type) or n == 0:
-        return Spans(np.empty(0, np.uint8), np.zeros(n, np.int64), np.full(n, -1, np.int64))
+        return Spans(np.empty(0, np.uint8), np.zeros(n, np.int64), np.full(n, MISSING, np.int64))
     if _is_view(array.type):
         array = _cleared_views(array).cast(pa.large_binary())
     wide = pa.types.is_large_string(array.type) or pa.types.is_large_binary(array.type)
     offsets = _view(array.buffers()[1], np.int64 if wide else np.int32, n + 1, array.offset).astype(np.int64)
-    lengths = _minus_one(_sizes(offsets), _valid(array))
+    lengths = _with_missing(_sizes(offsets), _valid(array))
     return Spans(_view(array.buffers()[2], np.uint8), offsets[:-1], lengths)
 
 
@@ -305,10 +294,10 @@ def _dictionary_spans(array: pa.DictionaryArray) -> Spans:
     entries = _byte_spans(array.dictionary)
     indices = array.indices
     valid = _valid(indices)
-    codes = _fixed(indices if valid is None else indices.fill_null(0))
+    codes, _ = _fixed(indices if valid is None else indices.fill_null(0))
     if not len(entries):  # only nulls, so there is nothing to point at
-        return Spans(entries.buffer, np.zeros(len(codes), np.int64), np.full(len(codes), -1, np.int64))
-    return Spans(entries.buffer, entries.starts[codes], _minus_one(entries.lengths[codes], valid))
+        return Spans(entries.buffer, np.zeros(len(codes), np.int64), np.full(len(codes), MISSING, np.int64))
+    return Spans(entries.buffer, entries.starts[codes], _with_missing(entries.lengths[codes], valid))
 
 
 def _list_spans(array: pa.Array) -> Spans:
@@ -325,12 +314,14 @@ def _list_spans(array: pa.Array) -> Spans:
         offsets = _view(array.buffers()[1], width, n + 1, array.offset).astype(np.int64) if n else _ZERO
         starts, lengths = offsets[:-1] - offsets[0], _sizes(offsets)
         elements = array.values.slice(offsets[0], offsets[-1] - offsets[0])
-    lengths = _minus_one(lengths, _valid(array))
-    try:
-        return Spans(_fixed(elements), starts, lengths)
-    except _NullElementError as null:
-        inside = (starts <= null.at) & (null.at < starts + lengths)
-        raise _NullElementError(int(np.argmax(inside))) from None
+    lengths = _with_missing(lengths, _valid(array))
+    values, inside = _fixed(elements)
+    if inside is not None and values.dtype.kind != "f":
+        nulls_before = np.append(0, np.cumsum(inside != 0))
+        first = np.where(lengths > 0, starts, 0)  # beneath nulls, a list view may begin anywhere
+        has_null = nulls_before[first + np.maximum(lengths, 0)] > nulls_before[first]
+        lengths = np.where(has_null, NULL_INSIDE, lengths)
+    return Spans(values, starts, lengths)
 
 
 _ZERO: NDArray[np.int64] = np.zeros(1, np.int64)
@@ -344,8 +335,8 @@ def _sizes(offsets: NDArray[np.int64]) -> NDArray[np.int64]:
     return lengths
 
 
-def _minus_one(lengths: NDArray[np.int64], valid: NDArray[np.bool_] | None) -> NDArray[np.int64]:
-    return lengths if valid is None else np.where(valid, lengths, -1)
+def _with_missing(lengths: NDArray[np.int64], valid: NDArray[np.bool_] | None) -> NDArray[np.int64]:
+    return lengths if valid is None else np.where(valid, lengths, MISSING)
 
 
 def _valid(array: pa.Array) -> NDArray[np.bool_] | None:
