@@ -91,7 +91,11 @@ def matching(source: Source, selection: Selection, expression: Any) -> Selection
 def _with_members(source: Source, selection: Selection, expression: Any) -> Selection:
     """The samples for which an expression of their members' presence and sizes is true; reads nothing."""
     codec, catalog = source.format, source.catalog
-    condition = Predicate(expression, member_schema(catalog.schema))
+    try:
+        condition = Predicate(expression, member_schema(catalog.schema))
+    except ValueError as error:
+        asks = "of tar it may ask which members a sample has, field('txt').is_valid(), and their bytes"
+        raise ValueError(f"{error}; {asks}, field('jpg', 'size') > 1000") from error
     masks: dict[int, NDArray[np.bool_]] = {}
     numbers = np.flatnonzero(selection.num_samples)
     million = np.cumsum(catalog.blocks.num_samples[numbers]) // _SAMPLES_AT_ONCE

@@ -129,12 +129,12 @@ class Output(StagedOutput, ABC):
         missing = "" if self.default is None else f" ({self.default.value!r} where missing)"
         return f"{self.kind} {self.dtype}{missing}"
 
-    @abstractmethod
     def optional(self, default: Any, *, has_mask: bool) -> Self:
         """The output of a column that samples may lack, as `Optional` says.
 
         Raises `ValueError` for a default that is none of its values, or where there must be one.
         """
+        raise ValueError(f"column {self.name!r} is of kind {self.kind!r}, of which no value may be missing")
 
     @property
     def default_array(self) -> NDArray[Any] | None:
