@@ -13,6 +13,7 @@ if TYPE_CHECKING:
         BuilderActorError as BuilderActorError,
         RayClusterError as RayClusterError,
     )
+    from dataflow.batch.optional import Optional
     from dataflow.batch.packed import PackedRows as PackedRows
     from dataflow.batch.ragged import Pad
     from dataflow.dataset import ShardedDataset
@@ -49,6 +50,7 @@ __all__ = [
     "GradSchedule",
     "Image",
     "Mixture",
+    "Optional",
     "Packed",
     "Pad",
     "Ragged",
@@ -87,6 +89,7 @@ _MODULES = {
     "GradSchedule": "dataflow.grad.schedule",
     "Image": "dataflow.decode.image",
     "Mixture": "dataflow.mixture",
+    "Optional": "dataflow.batch.optional",
     "Packed": "sharding.lengths.batching",
     "Pad": "dataflow.batch.ragged",
     "Ragged": "dataflow.ragged",

@@ -26,6 +26,7 @@ from dataflow.batch.output import Output, staged_outputs
 from dataflow.batch.resolve import resolve_outputs
 from dataflow.batch.samples import samples_of, transform_reason
 from dataflow.limits import Cache
+from dataflow.missing import raise_missing
 from dataflow.opening import Opening
 from dataflow.shard_order import Sharded
 from dataflow.staging.reading import ReadWindow, SparseWindow
@@ -41,7 +42,7 @@ from prefetch.store.retrier import Hosts, Retrier
 from prefetch.store.retries import RetryPolicy
 from sharding.blocks import DEFAULT_BLOCK_BYTES, Format
 from sharding.catalog.table import BlockTable, Catalog
-from sharding.errors import CorruptShardError, SampleError
+from sharding.errors import SampleError
 from sharding.formats.arrow.columns import TabularFormat
 from sharding.formats.arrow.features import features_of
 from sharding.order.keyed import mix_key
@@ -144,8 +145,6 @@ class ShardedDataset(Sharded, Dataset[S]):
         self.outputs: tuple[Output, ...] = resolve_outputs(
             self.catalog.schema, columns, decode, codec=self._codec
         )
-        if on_error == "raise":
-            _refuse_missing(self.catalog, self.outputs)
         self._all_columns = columns is None
         self.selection = Selection.whole(self.catalog.blocks.num_samples)
         """The samples this dataset consists of: all of the catalog's, or fewer in a view."""
@@ -230,6 +229,15 @@ class ShardedDataset(Sharded, Dataset[S]):
         whole = self.selection.is_whole
         return self.catalog.fingerprint() + ("" if whole else f"-{self.selection.digest}")
 
+    def check_missing(self) -> None:
+        """Raise `SampleError` where a sample is known to lack a column that is not `Optional`.
+
+        A `DataLoader` asks when it is made: a dataset may be opened, and such samples filtered out. Costs
+        nothing where indexing found that none is missing; of a view, its blocks' indexes are looked at.
+        """
+        if self.on_error == "raise":
+            raise_missing(self.catalog, self._codec, self.selection, self.outputs)
+
     # ---- views --------------------------------------------------------------------------------------
 
     def subset(self, indices: slice | Sequence[int] | Any) -> ShardedDataset[S]:
@@ -278,8 +286,10 @@ class ShardedDataset(Sharded, Dataset[S]):
         """The samples for which a pyarrow expression is true: `filter(pyarrow.compute.field("n") > 3)`.
 
         The columns are the stored ones, whether delivered or not. Row groups that Parquet statistics rule
-        out are not touched; of what remains, the columns in question are read now, in parallel. Raises
-        `ValueError` for a format that is not tabular, or a condition that does not fit the columns.
+        out are not touched; of what remains, the columns in question are read now, in parallel. Of tar none
+        is: what can be asked is which members a sample has, and their sizes in bytes, as in
+        `field("txt").is_valid() & (field("jpg", "size") > 1000)`. Raises `ValueError` for other formats, and
+        for a condition that does not fit the columns.
         """
         return self._view(matching(self.source(), self.selection, expression))
 
@@ -400,19 +410,6 @@ class ShardedDataset(Sharded, Dataset[S]):
             f"ShardedDataset({len(self):,} samples {of}in {self.catalog.num_shards:,} shards, "
             f"{self.catalog.format}, columns {', '.join(o.name for o in self.outputs)})"
         )
-
-
-def _refuse_missing(catalog: Catalog, outputs: Sequence[Output]) -> None:
-    """Raise for a column that not every sample of a tar dataset has: it would end an epoch."""
-    for name in (source for output in outputs for source in output.required):
-        number, key = catalog.missing.get(name, (-1, ""))
-        if number >= 0:
-            shard = catalog.shard(number).url
-            lacking = (
-                f"the sample has no member '{key}.{name}'" if key else f"no sample has a member {name!r}"
-            )
-            cure = "deliver what all have by columns=[...], or leave such samples out by on_error='skip'"
-            raise CorruptShardError(shard, f"{lacking}, which other samples have; {cure}", key=key or None)
 
 
 def _not_negative(n: int) -> int:

@@ -1,6 +1,7 @@
 """The selections behind the views of a `ShardedDataset`: by index, by hash, by condition.
 
-Only a condition reads data: the columns it looks at, of the blocks that their statistics do not rule out.
+Only a condition on rows reads data: the columns it looks at, of the blocks that their statistics do not rule
+out. One on the members of tar's samples is decided by the catalog.
 """
 
 from __future__ import annotations
@@ -13,11 +14,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dataflow.staging.source import Source
-from sharding.catalog.predicate import Predicate, blocks_that_may_match
+from sharding.catalog.predicate import (
+    Predicate,
+    blocks_that_may_match,
+    member_schema,
+    member_table,
+)
 from sharding.formats.arrow.columns import TabularFormat
 from sharding.order.selection import Selection
 
 _FILTER_THREADS = 16
+_SAMPLES_AT_ONCE = 1 << 20
+"""Of which members are looked at together: to evaluate a condition costs more than a small block has."""
 
 
 def picked(selection: Selection, indices: Any) -> Selection:
@@ -52,8 +60,12 @@ def _ascending(indices: NDArray[np.int64], total: int) -> NDArray[np.int64]:
 def matching(source: Source, selection: Selection, expression: Any) -> Selection:
     """The samples for which a pyarrow expression is true."""
     codec, catalog = source.format, source.catalog
+    if codec.columns_are_extensions:
+        return _with_members(source, selection, expression)
     if not isinstance(codec, TabularFormat):
-        raise ValueError(f"format {codec.name!r} has no columns to filter by; Parquet, Arrow and JSONL have")
+        raise ValueError(
+            f"format {codec.name!r} has no columns to filter by; Parquet, Arrow, JSONL and tar have"
+        )
 
     @lru_cache(maxsize=64)
     def predicate(footer: bytes) -> Predicate:
@@ -74,3 +86,23 @@ def matching(source: Source, selection: Selection, expression: Any) -> Selection
     with ThreadPoolExecutor(_FILTER_THREADS, thread_name_prefix="dataflow-filter") as pool:
         masks = dict(zip(blocks, pool.map(matches, blocks), strict=True))
     return left.where(lambda block, rows: masks[block][rows])
+
+
+def _with_members(source: Source, selection: Selection, expression: Any) -> Selection:
+    """The samples for which an expression of their members' presence and sizes is true; reads nothing."""
+    codec, catalog = source.format, source.catalog
+    try:
+        condition = Predicate(expression, member_schema(catalog.schema))
+    except ValueError as error:
+        asks = "of tar it may ask which members a sample has, field('txt').is_valid(), and their bytes"
+        raise ValueError(f"{error}; {asks}, field('jpg', 'size') > 1000") from error
+    masks: dict[int, NDArray[np.bool_]] = {}
+    numbers = np.flatnonzero(selection.num_samples)
+    million = np.cumsum(catalog.blocks.num_samples[numbers]) // _SAMPLES_AT_ONCE
+    for group in np.split(numbers, np.flatnonzero(np.diff(million)) + 1) if len(numbers) else ():
+        own = group.tolist()
+        blocks = [catalog.block(number) for number in own]
+        holds = condition.holds(member_table(codec, blocks, condition.fields))
+        ends = np.cumsum([block.num_samples for block in blocks])
+        masks.update(zip(own, np.split(holds, ends[:-1]), strict=True))
+    return selection.where(lambda block, rows: masks[block][rows])

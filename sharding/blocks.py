@@ -19,10 +19,10 @@ from numpy.typing import NDArray
 
 from sharding.errors import CorruptShardError
 
-ABSENT = -1
-"""Length of a value that is not there."""
-PATH_ONLY = -2
-"""Length of a value of which only the path of a file is stored."""
+MISSING, NULL_INSIDE, PATH_ONLY = -1, -2, -3
+"""What says, in place of a length, that a sample has no value; or a list with a null for which its elements'
+type has no value; or only the path of a file, without its bytes. Nobody can use the latter two."""
+
 DEFAULT_BLOCK_BYTES = 2 << 20
 """Bytes a block aims at where the format has no unit of its own."""
 
@@ -100,7 +100,8 @@ class ShardScan:
     unfinished: str = ""
     """How the file ends before its format says so, where that was allowed; "": it does not."""
     missing: Mapping[str, str] = field(default_factory=dict)
-    """Of columns that some samples lack, where samples name their own (tar): key of the first that does."""
+    """Of columns that some samples lack, as far as the index tells: the key of the first that does. Of rows,
+    which have no keys, how many do, in words ("3 of 100 rows of row group 0")."""
 
 
 @dataclass(frozen=True)
@@ -135,8 +136,7 @@ class Block:
 class Spans:
     """n variable-length values: value i is `buffer[starts[i] : starts[i] + lengths[i]]`.
 
-    Spans may lie in any order and may overlap. A length below 0 says that the sample lacks the column, and
-    why: ABSENT, or PATH_ONLY.
+    Spans may lie in any order and may overlap. A length may be `MISSING`, `NULL_INSIDE` or `PATH_ONLY`.
     """
 
     buffer: NDArray[np.generic]
@@ -154,8 +154,22 @@ class Spans:
         return self.buffer[self.starts[i] : self.starts[i] + self.lengths[i]]
 
 
-Column = NDArray[np.generic] | Spans
-"""A decoded column: an array `[n, ...]` (possibly a strided view of the block's bytes), or spans."""
+@dataclass(frozen=True)
+class Masked:
+    """n values of one dtype and shape, some of which are not there."""
+
+    values: NDArray[np.generic]
+    """[n, ...]; where a value is not there: NaN of floats, anything of others."""
+    lacks: NDArray[np.int8]
+    """[n] 0 where the value is there, else `MISSING` or `NULL_INSIDE`."""
+
+    def __len__(self) -> int:
+        return len(self.lacks)
+
+
+Column = NDArray[np.generic] | Spans | Masked
+"""A decoded column: an array `[n, ...]` (possibly a strided view of the block's bytes), one of which values
+are missing, or spans."""
 
 Columns = dict[str, Column]
 
@@ -216,6 +230,11 @@ class Format(ABC):
         """Bytes of each sample's value, [n], from the index alone; -1: it has none. None: the data tells."""
         spans = self.locate(block, [column])
         return None if spans is None else spans[column].lengths
+
+    def num_missing(self, block: Block, column: str) -> int | None:
+        """Samples that lack a value of a column, from the index alone; None: the data tells."""
+        sizes = self.value_bytes(block, column)
+        return None if sizes is None else int(np.count_nonzero(sizes < 0))
 
     def select(self, block: Block, columns: Sequence[str]) -> list[tuple[int, int]]:
         """Byte ranges (offset in the file, length) that hold the columns of a block, for `decode` of these.

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from sharding.blocks import Block, Columns, Format, Shard, ShardScan, Spans
+from sharding.blocks import NULL_INSIDE, Block, Columns, Format, Masked, Shard, ShardScan, Spans
 
 
 def shard_of(content: bytes, url: str) -> Shard:
@@ -90,11 +90,12 @@ def assert_keeps_schema(values: Columns, scan: ShardScan) -> None:
             assert column.buffer.dtype == spec.dtype
             assert column.buffer.ndim == 1
             assert column.starts.dtype == column.lengths.dtype == np.int64
-            assert spec.optional or (column.lengths >= 0).all()
+            assert spec.optional or ((column.lengths >= 0) | (column.lengths == NULL_INSIDE)).all()
         else:
+            array = column.values if isinstance(column, Masked) else column
             assert spec.kind == "fixed"
-            assert column.dtype == spec.dtype
-            assert column.shape[1:] == spec.shape
+            assert array.dtype == spec.dtype
+            assert array.shape[1:] == spec.shape
 
 
 def rows_of(blocks: Sequence[Columns]) -> list[dict[str, Any]]:
@@ -108,6 +109,10 @@ def rows_of(blocks: Sequence[Columns]) -> list[dict[str, Any]]:
 
 
 def _values(column: Any) -> list[Any]:
+    if isinstance(column, Masked):
+        assert column.lacks.any()
+        pairs = zip(column.values.tolist(), column.lacks.tolist(), strict=True)
+        return [None if lacks else value for value, lacks in pairs]
     if not isinstance(column, Spans):
         return list(column.tolist())
     return [_one(column, i) for i in range(len(column))]

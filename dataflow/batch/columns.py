@@ -16,13 +16,14 @@ from numpy.typing import NDArray
 
 from dataflow.batch.held_bytes import Ranges
 from dataflow.decode.crop import DRAWS, Draws
-from dataflow.decode.values import MISSING
-from dataflow.staging.columns import StagedArray, StagedSpans
+from dataflow.decode.values import LACKING
+from dataflow.staging.columns import REASONS, StagedArray, StagedSpans
 from dataflow.staging.window import StagedWindow
 from prefetch.core.executor import executor
 from prefetch.core.plan import BuildPlan, PlanColumn
 from prefetch.errors import EngineClosedError
 from prefetch.memory.arena import Arena, rounded_bytes
+from sharding.blocks import MISSING
 from sharding.cached_property import cached_property
 from sharding.errors import SampleError, ShardReadError
 from sharding.order.keyed import GLOBALS, mix_key, uniform
@@ -98,7 +99,7 @@ class ChunkRows:
     """Finds the parts; called once."""
     cut: Cut | None = None
     """Which pieces are taken of some columns; None: all values come whole."""
-    _bytes: dict[str, NDArray[np.int64]] = field(default_factory=dict)
+    _bytes: dict[tuple[str, int], NDArray[np.int64]] = field(default_factory=dict)
 
     def cut_of(self, column: str) -> Cut | None:
         """The pieces that a column's values are cut to; None: they come whole."""
@@ -109,16 +110,17 @@ class ChunkRows:
         """The rows, window by window."""
         return self.locate()
 
-    def bytes_of(self, column: str) -> NDArray[np.int64]:
-        """Of every row's value, read-only int64 [rows]; 0 where it is missing."""
-        known = self._bytes.get(column)
+    def bytes_of(self, column: str, missing_bytes: int = 0) -> NDArray[np.int64]:
+        """Of every row's value, read-only int64 [rows]; `missing_bytes` where it is missing."""
+        known = self._bytes.get((column, missing_bytes))
         if known is None:
             known = np.empty(self.num_rows, np.int64)
             for part in self.parts:
                 known[part.chunk_rows] = part.spans(column).lengths[part.rows]
+            known[known == MISSING] = missing_bytes
             np.maximum(known, 0, out=known)
             known.setflags(write=False)
-            self._bytes[column] = known
+            self._bytes[column, missing_bytes] = known
         return known
 
     def find(self, row: int) -> tuple[StagedWindow, int]:
@@ -232,7 +234,7 @@ class ChunkColumns:
         """Row of the chunk -> what is wrong with it."""
         self.leased_bytes = 0
         """Of slots within the chunk's credits."""
-        self._zeros: list[NDArray[np.uint8]] = []
+        self._zeros: list[Array] = []
         """What is copied where no row has a value; kept until the copies are made."""
         self.slots = Ranges()
         """All slots: what lies there has credits."""
@@ -260,19 +262,27 @@ class ChunkColumns:
 
     # ---- where values lie ---------------------------------------------------------------------------------
 
-    def pieces(self, column: str) -> NDArray[np.int64]:
-        """Addresses and bytes of every row's value, int64 [2, rows]; missing ones are empty."""
+    def pieces(self, column: str, default: Array | None) -> NDArray[np.int64]:
+        """Addresses and bytes of every row's value, int64 [2, rows].
+
+        Where it is missing, those of `default`, which must outlive the copies; without one, no bytes.
+        """
         pieces = np.empty((2, self.rows.num_rows), np.int64)
         for part in self.rows.parts:
-            pieces[0, part.chunk_rows] = part.spans(column).addresses[part.rows]
-        pieces[1] = self.rows.bytes_of(column)
+            spans, rows = part.spans(column), part.rows
+            addresses = spans.addresses[rows]
+            if default is not None and spans.has_missing:
+                addresses[spans.lengths[rows] == MISSING] = default.ctypes.data
+            pieces[0, part.chunk_rows] = addresses
+        pieces[1] = self.rows.bytes_of(column, 0 if default is None else default.nbytes)
         return pieces
 
-    def addresses_of(self, column: str, nbytes: int) -> NDArray[np.int64]:
+    def addresses_of(self, column: str, nbytes: int, default: Array | None) -> NDArray[np.int64]:
         """Addresses of every row's value of so many bytes, int64 [rows].
 
-        Rows that lack a value, which will be left out, have another's, or zeros where all lack it. Raises
-        `SampleError` for a value of another length.
+        Rows that lack a value have that of `default`, which must outlive the copies. Without one they will be
+        left out, and have another's, or zeros where all lack it. Raises `SampleError` for a value of another
+        length.
         """
         addresses, is_uniform = np.empty(self.rows.num_rows, np.int64), True
         for part in self.rows.parts:
@@ -288,9 +298,14 @@ class ChunkColumns:
         if len(wrong):
             reason = f"holds {lengths[wrong[0]]} bytes where every other sample holds {nbytes}"
             raise self.rows.sample_error(int(wrong[0]), reason, column)
-        if not len(have):
+        if default is not None:
+            instead = default.ctypes.data
+        elif len(have):
+            instead = addresses[have[0]]
+        else:
             self._zeros.append(np.zeros(nbytes, np.uint8))
-        addresses[lengths < 0] = addresses[have[0]] if len(have) else self._zeros[-1].ctypes.data
+            instead = self._zeros[-1].ctypes.data
+        addresses[lengths < 0] = instead
         return addresses
 
     def copy(self, plan_columns: Sequence[PlanColumn]) -> None:
@@ -338,15 +353,18 @@ class ChunkColumns:
         with self._lock:
             self.bad.setdefault(row, error)
 
-    def note_missing(self, column: str) -> None:
-        """Note the rows whose sample lacks a column."""
+    def note_missing(self, column: str, lacking: str | None) -> None:
+        """Note the rows without a value; `lacking`: what is wrong where it is missing, None: nothing."""
         for part in self.rows.parts:
             spans = part.spans(column)
             if not spans.has_missing:
                 continue
             lengths = spans.lengths[part.rows]
-            for index in np.flatnonzero(lengths < 0).tolist():
-                self.note_bad(part.chunk_row(index), column, MISSING[int(lengths[index])])
+            for index in np.flatnonzero(lengths < (MISSING if lacking is None else 0)).tolist():
+                reason = REASONS[int(lengths[index])]
+                self.note_bad(
+                    part.chunk_row(index), column, lacking if lacking and reason == LACKING else reason
+                )
 
     def note_lengths(self, column: str, wrong: NDArray[np.int64], have: NDArray[np.int64]) -> None:
         """Note the rows whose value is not as long as the plan says; `have`: elements of every row's."""

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Self
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
 from dataflow.batch.columns import ChunkColumns, ChunkRows
-from dataflow.batch.output import BuiltColumn, Output, split_rows
-from dataflow.decode.values import BadRows
-from dataflow.staging.columns import StagedArray
+from dataflow.batch.output import BuiltColumn, Default, Output, split_rows
+from dataflow.decode.values import LACKING, BadRows
+from dataflow.staging.columns import StagedArray, StagedPresence
 from prefetch.core.plan import PlanColumn
 from prefetch.memory.arena import Arena, rounded_bytes
-from sharding.blocks import Column, Spans
+from sharding.blocks import Column, Masked, Spans
 from sharding.cached_property import cached_property
 
 
@@ -40,6 +40,32 @@ class FixedOutput(Output):
     def description(self) -> str:
         """Kind, dtype and shape."""
         return f"{super().description()} {list(self.shape)}"
+
+    def optional(self, default: Any, *, has_mask: bool) -> Self:
+        """See `Output`. Without a default a mask tells of rows of 0, or of NaN where numbers are floats."""
+        if default is None:
+            default = self._unknown
+            if default == 0 and not has_mask:
+                raise ValueError(
+                    f"column {self.name!r} is delivered as a tensor, which has no place for None: "
+                    "Optional(default=...) puts a value there, Optional(mask=True) tells where one is missing"
+                )
+        row = stored_array(self.name, default, self._stored_dtype)
+        try:
+            row = np.ascontiguousarray(np.broadcast_to(row, self.shape))
+        except ValueError:
+            raise _misfit(self.name, default, f"of shape {list(self.shape)}") from None
+        return replace(self, default=Default(row.reshape(self.shape)))
+
+    @property
+    def _unknown(self) -> float:
+        """What stands for a missing number where a mask tells."""
+        return math.nan if np.dtype(self._stored_dtype).kind == "f" else 0
+
+    @property
+    def _stored_dtype(self) -> str:
+        """Of what is copied into a batch."""
+        return self.dtype
 
     def batch_bytes(self, rows: ChunkRows) -> int:
         """Bytes of the slot."""
@@ -73,7 +99,8 @@ class ArrayOutput(FixedOutput):
         if isinstance(column, Spans):
             return bool(column.buffer.dtype == ("uint8" if self.parse else self.source_dtype))
         shape = self.shape[:-1] if len(self.sources) > 1 else self.shape
-        return self.parse is None and bool(column.dtype == self.source_dtype and column.shape[1:] == shape)
+        values = column.values if isinstance(column, Masked) else column
+        return self.parse is None and bool(values.dtype == self.source_dtype and values.shape[1:] == shape)
 
     def staged_bytes(self, num_rows: int) -> int:
         """Bytes of the window's array."""
@@ -81,9 +108,12 @@ class ArrayOutput(FixedOutput):
 
     def stage(self, num_rows: int, arena: Arena) -> StagedArray:
         """The window's array, [num_rows, *shape]."""
+        return StagedArray(self._array(num_rows, arena), self.parse, self.default_array)
+
+    def _array(self, num_rows: int, arena: Arena) -> NDArray[Any]:
         nbytes = num_rows * self.row_bytes
         flat = arena.lease(nbytes or 1)[:nbytes].view(self.dtype)
-        return StagedArray(flat.reshape(num_rows, *self.shape), self.parse)
+        return flat.reshape(num_rows, *self.shape)
 
     def build(self, columns: ChunkColumns) -> BuiltColumn:
         """Rows of the windows' arrays."""
@@ -91,12 +121,33 @@ class ArrayOutput(FixedOutput):
         for part in columns.rows.parts:
             staged = part.window.staged[self.name]
             assert isinstance(staged, StagedArray)
-            if staged.bad:
-                for index in np.flatnonzero(np.isin(part.rows, list(staged.bad))).tolist():
-                    columns.note_bad(part.chunk_row(index), self.name, staged.bad[int(part.rows[index])])
+            for index, reason in staged.bad_among(part.rows):
+                lacking = self.lacking if reason == LACKING else None
+                columns.note_bad(part.chunk_row(index), self.name, lacking or reason)
         base, step, rows = columns.rows.array_rows(self.name)
         copies = PlanColumn(name=self.name, base=base, step=step, index=rows, each=self.row_bytes)
         return BuiltColumn(copies=copies, views=self._views)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MaskOutput(ArrayOutput):
+    """Whether the values of another column are there: bool [batch], [batch, n] of n stacked ones."""
+
+    kind: ClassVar[str] = "mask"
+    takes_bytes: ClassVar[bool] = False
+
+    @property
+    def lacking(self) -> None:
+        """None: it tells of missing values."""
+        return
+
+    def takes(self, column: Column) -> bool:
+        """Any: the other column looks at the type."""
+        return True
+
+    def stage(self, num_rows: int, arena: Arena) -> StagedPresence:
+        """The window's array, [num_rows, *shape]."""
+        return StagedPresence(self._array(num_rows, arena))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,12 +157,16 @@ class RowsOutput(FixedOutput):
     kind: ClassVar[str] = "spans"
     is_copied: ClassVar[bool] = True
 
+    @property
+    def _stored_dtype(self) -> str:
+        return self.source_dtype  # widened with all others
+
     def build(self, columns: ChunkColumns) -> BuiltColumn:
         """Rows gathered from the stored bytes. Raises `SampleError` for a value of another length."""
         self._note_lengths(columns)
-        columns.note_missing(self.name)
+        columns.note_missing(self.name, self.lacking)
         stored_bytes = math.prod(self.shape) * np.dtype(self.source_dtype).itemsize
-        addresses = columns.addresses_of(self.name, stored_bytes)
+        addresses = columns.addresses_of(self.name, stored_bytes, self.default_array)
         copies = PlanColumn(
             name=self.name,
             index=addresses,
@@ -121,3 +176,23 @@ class RowsOutput(FixedOutput):
             may_load=columns.may_load,
         )
         return BuiltColumn(copies=copies, views=self._views)
+
+
+def stored_array(name: str, value: Any, dtype: str) -> NDArray[Any]:
+    """A default as an array of the stored type; of bytes and text their bytes. `ValueError` if it is none."""
+    if isinstance(value, str):
+        value = value.encode()
+    if isinstance(value, bytes):
+        value = np.frombuffer(value, np.uint8)
+    try:
+        given = np.asarray(value)
+        array = np.asarray(given.tolist(), dtype)  # of Python's numbers, numpy tells those that do not fit
+    except (TypeError, ValueError, OverflowError):
+        raise _misfit(name, value, dtype) from None
+    if array.dtype.kind != "f" and not np.array_equal(array, given):
+        raise _misfit(name, value, dtype)
+    return array
+
+
+def _misfit(name: str, value: Any, what: str) -> ValueError:
+    return ValueError(f"column {name!r}: default={value!r} is no value {what}, as all its values are")

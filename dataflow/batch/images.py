@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dataflow.batch.columns import ChunkColumns, ChunkRows, StoredValue, WindowPart
 from dataflow.batch.fixed import FixedOutput
-from dataflow.batch.output import BuiltColumn, Output, split_list, split_rows
+from dataflow.batch.output import BuiltColumn, Default, Output, split_list, split_rows
 from dataflow.decode.image import Image, decode_image, decode_images, of_own_size
 from prefetch.memory.arena import rounded_bytes
 
@@ -31,8 +31,13 @@ class ImageOutput(FixedOutput):
     kind: ClassVar[str] = "image"
     is_decoded: ClassVar[bool] = True
     releases_gil: ClassVar[bool] = True
+    missing_cure: ClassVar[str] = "Optional(Image(...), mask=True)"
 
     image: Image
+
+    @property
+    def _unknown(self) -> float:
+        return 0
 
     @property
     def list_length(self) -> int | None:
@@ -45,7 +50,7 @@ class ImageOutput(FixedOutput):
 
     def build(self, columns: ChunkColumns) -> BuiltColumn:
         """Images decoded in parts of a few."""
-        columns.note_missing(self.name)
+        columns.note_missing(self.name, self.lacking)
         out = columns.fixed_slot(self.dtype, self.shape)
         tasks: list[Callable[[], None]] = []
         most = part_size(columns.rows.num_rows)
@@ -62,6 +67,8 @@ class ImageOutput(FixedOutput):
         have = np.flatnonzero(spans.lengths[rows] >= 0)
         target = out
         if len(have) < len(rows):
+            if self.default is not None:
+                out[spans.lengths[rows] < 0] = self.default.value
             rows, target = rows[have], np.empty_like(out[have])
         draws = columns.randomness.draws(part.window, rows) if self.image.random else None
         with part.window.values_of(spans, rows, self.name) as (buffer, starts):
@@ -74,14 +81,24 @@ class ImageOutput(FixedOutput):
 
 @dataclass(frozen=True, kw_only=True)
 class FreeImageOutput(Output):
-    """Images of their own sizes: a list of tensors a batch, one tensor where all are of one size."""
+    """Images of their own sizes: a list of tensors a batch, with None where one is missing."""
 
     kind: ClassVar[str] = "images"
     is_decoded: ClassVar[bool] = True
     releases_gil: ClassVar[bool] = True
     one_shape_cure: ClassVar[str] = "Image(size=...)} makes them one size"
+    missing_cure: ClassVar[str] = "Optional(Image(...))"
 
     image: Image
+
+    def optional(self, default: Any, *, has_mask: bool) -> Self:
+        """See `Output`. A missing image is None."""
+        if default is not None:
+            raise ValueError(
+                f"column {self.name!r} holds images of their own sizes, and a missing one is None: leave "
+                "default= out, or give them one size by Image(size=...)"
+            )
+        return replace(self, default=Default(None))
 
     def description(self) -> str:
         """Kind, dtype and settings."""
@@ -93,7 +110,7 @@ class FreeImageOutput(Output):
 
     def build(self, columns: ChunkColumns) -> BuiltColumn:
         """Images decoded batch by batch. Those of a batch share a slot."""
-        columns.note_missing(self.name)
+        columns.note_missing(self.name, self.lacking)
         stored = columns.stored_values(self.name)
         first, specs = 0, list[Image | None]()
 
@@ -115,8 +132,8 @@ class FreeImageOutput(Output):
 
     def _decode(
         self, columns: ChunkColumns, batch: Sequence[StoredValue | None], specs: Sequence[Image | None]
-    ) -> Any:
-        """The images of a batch: one tensor where all have one size, else a list."""
+    ) -> list[Tensor | None]:
+        """The images of a batch."""
         slot = columns.slot_of_batch(image_bytes(specs)).view(self.dtype)
         used, images = 0, list[Tensor | None]()
         for value, spec in zip(batch, specs, strict=True):
@@ -127,11 +144,7 @@ class FreeImageOutput(Output):
             used += out.size
             decode = partial(decode_into, out, columns, spec, np.zeros(1, np.int64))
             images.append(columns.decoded(self.name, value, decode))
-        shapes = {None if image is None else image.shape for image in images}
-        if len(shapes) > 1 or None in shapes:
-            return images
-        shape = cast(Tensor, images[0]).shape
-        return torch.from_numpy(slot.reshape(len(images), *shape))
+        return images
 
 
 def part_size(num_images: int) -> int:

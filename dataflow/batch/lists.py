@@ -7,9 +7,9 @@ lack some: its list then has the others. The items of a chunk are numbered throu
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
@@ -17,10 +17,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dataflow.batch.columns import ChunkColumns, ChunkRows, StoredValue, WindowPart
-from dataflow.batch.output import BuiltColumn, Output, split_list
-from dataflow.decode.values import MISSING
-from dataflow.staging.columns import StagedOutput, StagedSpans
-from sharding.blocks import ABSENT, Column
+from dataflow.batch.output import BuiltColumn, Default, Output, split_list
+from dataflow.staging.columns import REASONS, StagedOutput, StagedSpans
+from sharding.blocks import MISSING, Column
 from sharding.byte_lists import ByteLists, list_counts, list_items
 from sharding.errors import SampleError
 
@@ -47,6 +46,7 @@ class ListOutput(Output):
     """What all columns of lists of byte strings have in common."""
 
     is_decoded: ClassVar[bool] = True
+    missing_cure: ClassVar[str] = "Optional(...)"
 
     is_joined: bool = False
     """Whether each source holds one item of a list; else there is one source, of lists in one piece."""
@@ -64,6 +64,12 @@ class ListOutput(Output):
     def required(self) -> tuple[str, ...]:
         """None of several sources: a sample has those items that it has."""
         return () if self.is_joined else self.sources
+
+    def optional(self, default: Any, *, has_mask: bool) -> Self:
+        """See `Output`. A missing list is an empty one."""
+        if default is not None:
+            raise ValueError(f"a missing list of column {self.name!r} is an empty one: leave default= out")
+        return replace(self, default=Default(None))
 
     def takes(self, column: Column) -> bool:
         """Whether a decoded column is of lists: the bytes of others would be taken for numbers of bytes."""
@@ -109,12 +115,12 @@ class ListOutput(Output):
     def note_missing(self, columns: ChunkColumns) -> None:
         """Note the rows that lack their list, or of an item of which only the path is stored."""
         if not self.is_joined:
-            columns.note_missing(self.name)
+            columns.note_missing(self.name, self.lacking)
             return
         for part in columns.rows.parts:
             lengths = self._lengths(part)
-            for row, source in np.argwhere(lengths < ABSENT).tolist():
-                reason = f"{self.sources[source]}: {MISSING[int(lengths[row, source])]}"
+            for row, source in np.argwhere(lengths < MISSING).tolist():
+                reason = f"{self.sources[source]}: {REASONS[int(lengths[row, source])]}"
                 columns.note_bad(part.chunk_row(row), self.name, reason)
 
     def each(

@@ -2,32 +2,41 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from dataflow.batch.columns import ChunkColumns, ChunkRows
-from dataflow.batch.output import BuiltColumn, Output, split_list
+from dataflow.batch.columns import ChunkColumns, ChunkRows, StoredValue
+from dataflow.batch.output import BuiltColumn, Default, Output, split_list
+from dataflow.batch.samples import described
 
 
 @dataclass(frozen=True, kw_only=True)
 class ObjectOutput(Output):
-    """A list of objects a batch; a stacked tensor where all are arrays of one shape."""
+    """A list of objects a batch, or one tensor of arrays that are all of one shape. Arrays become tensors."""
 
     kind: ClassVar[str] = "objects"
     is_decoded: ClassVar[bool] = True
+    missing_cure: ClassVar[str] = "Optional()"
 
     convert: Callable[[bytes], Any]
     """The bytes of one value -> a Python object."""
+    is_stacked: bool = False
+    """Whether arrays of a batch, which are all of one shape, become one tensor."""
 
     def description(self) -> str:
         """Kind, dtype and function."""
-        return f"{super().description()} {getattr(self.convert, '__name__', '')}".rstrip()
+        stacked = ", stacked" if self.is_stacked else ""
+        return f"{super().description()} {getattr(self.convert, '__name__', '')}".rstrip() + stacked
+
+    def optional(self, default: Any, *, has_mask: bool) -> Self:
+        """See `Output`. A missing object is None, unless there is a default, and objects are not stacked."""
+        return replace(self, default=Default(default), is_stacked=False)
 
     def batch_bytes(self, rows: ChunkRows) -> int:
         """0: objects live outside the arena."""
@@ -35,41 +44,43 @@ class ObjectOutput(Output):
 
     def build(self, columns: ChunkColumns) -> BuiltColumn:
         """Objects made one by one, when their batch is asked for."""
-        stored, convert = columns.stored_values(self.name), self.convert
+        stored = columns.stored_values(self.name)
 
         def values(sizes: Sequence[int]) -> Iterator[Any]:
             for batch in split_list(stored, sizes):
-                yield collate_objects(
-                    [
-                        columns.decoded(self.name, value, lambda data, row: convert(data.tobytes()))
-                        for value in batch
-                    ]
-                )
+                objects = [self._object(columns, value) for value in batch]
+                yield self._stacked(columns, batch, objects) if self.is_stacked else objects
 
-        columns.note_missing(self.name)
+        columns.note_missing(self.name, self.lacking)
         return BuiltColumn(split=values)
 
+    def _object(self, columns: ChunkColumns, value: StoredValue | None) -> Any:
+        if value is None:  # a copy, because transforms change what they are given
+            return None if self.default is None else copy.deepcopy(self.default.value)
+        return columns.decoded(self.name, value, lambda data, row: as_tensor(self.convert(data.tobytes())))
 
-def collate_objects(values: list[Any]) -> Any:
-    """Arrays of one shape are stacked; everything else stays a list (arrays as tensors, if all can be)."""
-    first = values[0] if values else None
-    if isinstance(first, np.ndarray):
-        arrays = [value for value in values if isinstance(value, np.ndarray)]
-        tensors = [tensor for array in arrays if (tensor := _tensor_of(array)) is not None]
-        if len(tensors) < len(values):
-            return values
-        return tensors if any(t.shape != tensors[0].shape for t in tensors) else torch.stack(tensors)
-    if isinstance(first, Tensor) and all(
-        isinstance(v, Tensor) and v.shape == first.shape and v.dtype == first.dtype for v in values
-    ):
-        return torch.stack(values)
-    return values
+    def _stacked(
+        self, columns: ChunkColumns, batch: Sequence[StoredValue | None], objects: list[Any]
+    ) -> Tensor | list[Any]:
+        """The arrays as one tensor, with zeros for bad ones; a list where torch has no such type."""
+        first = next((value for value in objects if isinstance(value, Tensor)), None)
+        if first is None:
+            return objects
+        for value, stored in zip(objects, batch, strict=True):
+            if value is not None and described(value) != described(first):
+                assert stored is not None
+                what = f"{described(value)}, but another sample has {described(first)}"
+                cure = f"values of one size are stacked; decode={{{self.name!r}: Optional('npy')}} lists them"
+                raise columns.rows.sample_error(stored[1], f"{what}: {cure}", self.name)
+        return torch.stack([torch.zeros_like(first) if value is None else value for value in objects])
 
 
-def _tensor_of(array: NDArray[Any]) -> Tensor | None:
-    """The array as a tensor in native byte order; None where torch has no such type (text, dates)."""
-    native = np.require(array, array.dtype.newbyteorder("="), ["C", "W"])  # keeps 0-d arrays 0-d
+def as_tensor(value: Any) -> Any:
+    """An array as a tensor in native byte order; as is what is none, or of a type that torch lacks."""
+    if not isinstance(value, np.ndarray):
+        return value
+    native = np.require(value, value.dtype.newbyteorder("="), ["C", "W"])  # keeps 0-d arrays 0-d
     try:
         return torch.from_numpy(native)
     except TypeError:
-        return None
+        return value

@@ -11,11 +11,12 @@ windows and threads.
 from __future__ import annotations
 
 import itertools
+import pickle
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
@@ -23,6 +24,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dataflow.batch.columns import ChunkColumns, ChunkRows
+from dataflow.decode.values import LACKING
 from dataflow.staging.columns import StagedOutput
 from prefetch.core.plan import PlanColumn
 
@@ -76,6 +78,20 @@ def make_copies(built: Sequence[BuiltColumn], columns: ChunkColumns) -> None:
     columns.copy(placed)
 
 
+@dataclass(frozen=True, eq=False)
+class Default:
+    """What stands for a value that is missing."""
+
+    value: Any
+    """Of tensors an array of the stored type: a row, or the elements of a list. Of objects the object."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Default) and pickle.dumps(self.value) == pickle.dumps(other.value)
+
+    def __hash__(self) -> int:
+        return hash(pickle.dumps(self.value))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Output(StagedOutput, ABC):
     """One column of the batches."""
@@ -92,6 +108,11 @@ class Output(StagedOutput, ABC):
     """Whether decoding runs without the lock of the interpreter, but for moments."""
     one_shape_cure: ClassVar[str] = ""
     """What in `decode=` gives all its values one shape, and what it does; "" where nothing does."""
+    missing_cure: ClassVar[str] = "Optional(default=...)"
+    """What in `decode=` lets values be missing."""
+
+    default: Default | None = None
+    """What stands for a missing value; None: a sample without one is a bad sample."""
 
     @property
     def row_bytes(self) -> int:
@@ -115,7 +136,34 @@ class Output(StagedOutput, ABC):
 
     def description(self) -> str:
         """What it delivers, for messages: kind, dtype and what else decides."""
-        return f"{self.kind} {self.dtype}"
+        missing = "" if self.default is None else f" ({self.default.value!r} where missing)"
+        return f"{self.kind} {self.dtype}{missing}"
+
+    def optional(self, default: Any, *, has_mask: bool) -> Self:
+        """The output of a column that samples may lack, as `Optional` says.
+
+        Raises `ValueError` for a default that is none of its values, or where there must be one.
+        """
+        raise ValueError(f"column {self.name!r} is of kind {self.kind!r}, of which no value may be missing")
+
+    @property
+    def default_array(self) -> NDArray[Any] | None:
+        """Of tensors, what stands for a missing value."""
+        return None if self.default is None else self.default.value
+
+    @property
+    def lacking(self) -> str | None:
+        """Why a sample without a value is bad, and what to do; None: it is not."""
+        return f"{LACKING}; {self.cure}" if self.default is None else None
+
+    @property
+    def cure(self) -> str:
+        """What to do about samples that lack it."""
+        is_there = " & ".join(f"field({source!r}).is_valid()" for source in self.sources)
+        return (
+            f"decode={{{self.name!r}: {self.missing_cure}}} puts something in its place, "
+            f"dataset.filter({is_there}) leaves such samples out"
+        )
 
     @abstractmethod
     def batch_bytes(self, rows: ChunkRows) -> int:

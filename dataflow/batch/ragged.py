@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from dataflow.batch.columns import ChunkColumns, ChunkRows
-from dataflow.batch.output import BuiltColumn, Output
+from dataflow.batch.fixed import stored_array
+from dataflow.batch.output import BuiltColumn, Default, Output
 from dataflow.ragged import Ragged
 from prefetch.core.plan import PlanColumn
 from prefetch.memory.arena import rounded_bytes
@@ -37,6 +38,27 @@ class RaggedOutput(Output):
     is_copied: ClassVar[bool] = True
     one_shape_cure: ClassVar[str] = "Pad()} pads them"
 
+    def optional(self, default: Any, *, has_mask: bool) -> Self:
+        """See `Output`. Without a default a mask tells of empty rows."""
+        if default is None and not has_mask:
+            raise ValueError(
+                f"column {self.name!r} is delivered as one tensor of values, which has no place for None: "
+                "Optional(default=[]) makes an empty row of it, Optional(mask=True) tells where it is missing"
+            )
+        row = stored_array(self.name, () if default is None else default, self.source_dtype)
+        if row.ndim != 1:
+            raise ValueError(f"column {self.name!r} holds lists, so default= must be one; got {default!r}")
+        return replace(self, default=Default(row))
+
+    @property
+    def missing_length(self) -> int | None:
+        """Elements of a row whose value is missing; None: it is a bad one."""
+        return None if self.default is None else len(self.default.value)
+
+    @property
+    def _missing_bytes(self) -> int:
+        return 0 if self.default_array is None else self.default_array.nbytes
+
     def batch_bytes(self, rows: ChunkRows) -> int:
         """Bytes of the values, or of the pieces that length-aware batches take of them."""
         return rounded_bytes(int(self.row_sizes(rows).sum()))
@@ -46,12 +68,13 @@ class RaggedOutput(Output):
         cut = rows.cut_of(self.name)
         if cut is not None:
             return cut.length * np.dtype(self.dtype).itemsize
-        return rows.bytes_of(self.name)
+        return rows.bytes_of(self.name, self._missing_bytes)
 
     def build(self, columns: ChunkColumns) -> BuiltColumn:
         """Values one after the other in one slot."""
-        columns.note_missing(self.name)
-        pieces, cut = columns.pieces(self.name), columns.rows.cut_of(self.name)
+        columns.note_missing(self.name, self.lacking)
+        pieces = columns.pieces(self.name, self.default_array)
+        cut = columns.rows.cut_of(self.name)
         if cut is not None:
             itemsize = np.dtype(self.source_dtype).itemsize
             have = pieces[1] // itemsize

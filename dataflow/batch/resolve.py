@@ -10,6 +10,7 @@ import fnmatch
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -20,6 +21,7 @@ from dataflow.batch.image_lists import FreeImageListOutput, ImageListOutput
 from dataflow.batch.images import FreeImageOutput, ImageOutput
 from dataflow.batch.lists import ObjectListOutput, bytes_tensor
 from dataflow.batch.objects import ObjectOutput
+from dataflow.batch.optional import Optional, mask_of
 from dataflow.batch.output import Output
 from dataflow.batch.ragged import Pad, PaddedOutput, RaggedOutput
 from dataflow.decode.image import Image
@@ -64,17 +66,28 @@ def resolve_outputs(
             raise ValueError(
                 f"decode names {name!r}, a part of column {whole!r}: name that, or both in columns="
             )
-    outputs = []
+    outputs: list[Output] = []
     for name, (sources, is_list) in chosen.items():
         rule = rules.get(name, "auto") if decode is not None else None
         if decode not in (None, "auto") and not isinstance(decode, Mapping):
             rule = decode
         specs = [schema_of(schema, source) for source in sources]
-        outputs.append(
-            _several(name, sources, specs, rule, codec)
-            if is_list
-            else _resolve(name, sources[0], specs[0], rule, codec)
-        )
+
+        def resolved(rule: object, specs: list[ColumnSpec], of: Any = (name, sources, is_list)) -> Output:
+            name, sources, is_list = of
+            if is_list:
+                return _several(name, sources, specs, rule, codec)
+            return _resolve(name, sources[0], specs[0], rule, codec)
+
+        if not isinstance(rule, Optional):
+            outputs.append(resolved(rule, specs))
+            continue
+        # What some lack no longer keeps the others from being of one length.
+        output = resolved(rule.rule, [replace(spec, optional=False) for spec in specs])
+        output = output.optional(rule.default, has_mask=rule.mask)
+        outputs.append(output)
+        if rule.mask:
+            outputs.append(mask_of(output, [*chosen]))
     return tuple(outputs)
 
 
@@ -167,8 +180,11 @@ def _resolve(name: str, source: str, spec: ColumnSpec, rule: object, codec: Form
         return ArrayOutput(name=name, sources=sources, dtype=dtype, source_dtype=dtype, parse=parse)
     if rule == "image":
         return _image(name, source, Image())
-    others = "None, Image(...), Pad(...), a function of bytes"
-    return ObjectOutput(name=name, sources=sources, convert=_converter(name, rule, others, "float", "int"))
+    convert = _converter(
+        name, rule, "None, Image(...), Pad(...), Optional(...), a function of bytes", "float", "int"
+    )
+    is_stacked = rule == "npy" and spec.size_range is not None and len({*spec.size_range}) == 1
+    return ObjectOutput(name=name, sources=sources, convert=convert, is_stacked=is_stacked)
 
 
 def _converter(name: str, rule: object, others: str, *names: str) -> Callable[[bytes], Any]:

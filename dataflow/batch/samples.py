@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import default_collate
 
-from dataflow.batch.objects import collate_objects
 from dataflow.batch.output import Output
 from dataflow.ragged import Ragged
 
@@ -30,7 +29,7 @@ def drop_rows(batch: Mapping[str, Any], keep: NDArray[np.int64]) -> dict[str, An
         elif isinstance(value, Tensor):
             rest[name] = value[index]
         else:
-            rest[name] = collate_objects([value[i] for i in keep.tolist()])
+            rest[name] = [value[i] for i in keep.tolist()]
     return rest
 
 

@@ -14,20 +14,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from sharding.blocks import ABSENT, PATH_ONLY, Spans
+from sharding.blocks import Spans
 from sharding.formats.tokens import plain_header
 
 Array = NDArray[Any]
 BadRows = Sequence[tuple[int, str]]
 """Rows whose value cannot be decoded, each with the reason."""
-MISSING = {
-    ABSENT: "the sample lacks this column",
-    PATH_ONLY: (
-        "only the path of a file is stored, not its bytes; datasets puts them in by "
-        "push_to_hub(embed_external_files=True) or save_to_disk, and ShardWriter writes what it is given"
-    ),
-}
-"""By the length that stands for it, why a sample has no value."""
+LACKING = "the sample lacks this column"
 
 
 def parse_ints(column: Spans) -> tuple[NDArray[np.int64], BadRows]:
@@ -65,7 +58,7 @@ def _parse_each(parse: Callable[[bytes], Any], column: Spans, dtype: type) -> tu
     bad: list[tuple[int, str]] = []
     for row in range(len(column)):
         if column.lengths[row] < 0:
-            bad.append((row, MISSING[int(column.lengths[row])]))
+            bad.append((row, LACKING))
             continue
         text = column.value(row).tobytes()
         try:

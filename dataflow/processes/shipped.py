@@ -121,8 +121,7 @@ def _staged(rows: ChunkRows, output: StagedOutput) -> tuple[PlanColumn, StagedAr
     for part in rows.parts:
         staged = part.window.staged[name]
         assert isinstance(staged, StagedArray)
-        for at in np.flatnonzero(np.isin(part.rows, list(staged.bad))).tolist() if staged.bad else ():
-            bad[part.chunk_row(at)] = staged.bad[int(part.rows[at])]
+        bad.update((part.chunk_row(at), reason) for at, reason in staged.bad_among(part.rows))
     values, (base, step, index) = rows.parts[0].array(name), rows.array_rows(name)
     each = int(np.prod(values.shape[1:], dtype=np.int64)) * values.itemsize
     column = PlanColumn(name=name, base=base, step=step, index=index, each=each)

@@ -9,15 +9,24 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from dataflow.decode.values import BadRows
+from dataflow.decode.values import LACKING, BadRows
 from prefetch.core.executor import executor
 from prefetch.memory.arena import Arena
-from sharding.blocks import Column, Spans
+from sharding.blocks import MISSING, NULL_INSIDE, PATH_ONLY, Column, Masked, Spans
 from sharding.cached_property import cached_property
 
 Array = NDArray[Any]
 ALIGN = 512
 """Where a window puts blocks and values side by side, each begins at a multiple of this."""
+REASONS = {
+    MISSING: LACKING,
+    NULL_INSIDE: "a list with a null inside, for which its type has no value: write floats, or fill it",
+    PATH_ONLY: (
+        "only the path of a file is stored, not its bytes; datasets puts them in by "
+        "push_to_hub(embed_external_files=True) or save_to_disk, and ShardWriter writes what it is given"
+    ),
+}
+"""What is wrong with a value that says so in place of its length."""
 
 
 @dataclass
@@ -28,24 +37,89 @@ class StagedArray:
     """[rows, *shape]."""
     parse: Callable[[Spans], tuple[Array, BadRows]] | None = None
     """How byte strings become numbers; None: they are stored as numbers."""
+    fill: Array | None = None
+    """[*shape] what stands for a value that is missing; None: NaN of floats, else such a row is bad."""
     bad: dict[int, str] = field(default_factory=dict)
     """Rows whose value could not be parsed, with the reason."""
+    _gaps: dict[int, NDArray[np.int8]] = field(default_factory=dict)
+    """Of blocks with bad rows for lack of a value: first row -> `Masked.lacks`."""
 
     def put(self, first: int, columns: Sequence[Column]) -> None:
         """Stage one block's values at rows from `first`; those of several columns become a last dimension."""
-        if len(columns) == 1:
-            values, bad = self._numbers(columns[0])
-            np.copyto(self.values[first : first + len(values)], values)
+        out = self.values[first : first + len(columns[0])]
+        if isinstance(columns[0], Spans):
+            values, bad = self.parsed(columns[0])
+            np.copyto(out, values)
             self.bad.update((first + row, reason) for row, reason in bad)
             return
-        arrays = [np.asarray(column) for column in columns]
-        executor().interleave(arrays, self.values[first : first + len(arrays[0])])
+        arrays = [c.values if isinstance(c, Masked) else np.asarray(c) for c in columns]
+        if len(arrays) == 1:
+            np.copyto(out, arrays[0])
+        else:
+            executor().interleave(arrays, out)
+        for at, column in enumerate(columns):
+            if isinstance(column, Masked):
+                self._put_gaps(first, column.lacks, ... if len(columns) == 1 else (..., at))
 
-    def _numbers(self, column: Column) -> tuple[Array, BadRows]:
-        if isinstance(column, Spans):
-            assert self.parse is not None
+    def _put_gaps(self, first: int, lacks: NDArray[np.int8], part: Any) -> None:
+        """Fill what a part of each row (all of it, or one of several columns) lacks, or note it."""
+        is_missing = lacks == MISSING
+        if self.fill is not None:
+            self.values[first : first + len(lacks)][part][is_missing] = self.fill[part]
+        elif self.values.dtype.kind != "f":
+            is_missing = np.zeros_like(is_missing)
+        bad = np.where(is_missing, 0, lacks)
+        if bad.any():
+            self._gaps[first] = np.minimum(bad, self._gaps.get(first, 0))
+
+    def parsed(self, column: Spans) -> tuple[Array, BadRows]:
+        """The numbers that byte strings are, [n, *shape], and the rows that are none."""
+        assert self.parse is not None
+        have = np.flatnonzero(column.lengths >= 0)
+        if self.fill is None or len(have) == len(column):
             return self.parse(column)
-        return column, ()
+        values = np.empty((len(column), *self.values.shape[1:]), self.values.dtype)
+        values[:] = self.fill
+        values[have], bad = self.parse(Spans(column.buffer, column.starts[have], column.lengths[have]))
+        return values, [(int(have[row]), reason) for row, reason in bad]
+
+    def bad_among(self, rows: NDArray[np.int64]) -> list[tuple[int, str]]:
+        """Which of some rows are bad, as indices into them, and why; asked once the window is staged."""
+        found = []
+        if self.bad:
+            among = np.flatnonzero(np.isin(rows, list(self.bad))).tolist()
+            found = [(index, self.bad[int(rows[index])]) for index in among]
+        if self._gaps:
+            lacks = self._lacks[rows]
+            found += [(index, REASONS[int(lacks[index])]) for index in np.flatnonzero(lacks).tolist()]
+        return found
+
+    @cached_property
+    def _lacks(self) -> NDArray[np.int8]:
+        lacks = np.zeros(len(self.values), np.int8)
+        for first, own in self._gaps.items():
+            lacks[first : first + len(own)] = own
+        return lacks
+
+
+class StagedPresence(StagedArray):
+    """Whether a column's values are there, bool [rows], or [rows, columns] of several stacked ones."""
+
+    def put(self, first: int, columns: Sequence[Column]) -> None:
+        """Stage what one block has at rows from `first`."""
+        out = self.values[first : first + len(columns[0])].reshape(-1, len(columns))
+        for at, column in enumerate(columns):
+            out[:, at] = _is_there(column)
+
+    def parsed(self, column: Spans) -> tuple[Array, BadRows]:
+        """Which byte strings are there; nothing of them is read."""
+        return _is_there(column), ()
+
+
+def _is_there(column: Column) -> NDArray[np.bool_]:
+    if isinstance(column, Spans):
+        return column.lengths >= 0
+    return column.lacks == 0 if isinstance(column, Masked) else np.ones(len(column), bool)
 
 
 @dataclass
@@ -55,7 +129,7 @@ class StagedSpans:
     addresses: NDArray[np.int64]
     """[rows] first byte of each value."""
     lengths: NDArray[np.int64]
-    """[rows] bytes; below 0 where the sample lacks the column, see `Spans`."""
+    """[rows] bytes; what `Spans` has where there is no value."""
     keep: list[Any] = field(default_factory=list)
     """What keeps the memory alive."""
 
@@ -80,6 +154,7 @@ class StagedSpans:
             self.addresses[rows] = column.buffer.ctypes.data + column.starts * item
             self.lengths[rows] = np.where(column.lengths < 0, column.lengths, column.lengths * item)
         else:  # rows of a (possibly overlapping) array, each contiguous
+            assert isinstance(column, np.ndarray)
             row_bytes = int(np.prod(column.shape[1:], dtype=np.int64)) * column.itemsize
             self.addresses[rows] = column.ctypes.data + np.arange(len(column)) * column.strides[0]
             self.lengths[rows] = row_bytes
@@ -91,6 +166,8 @@ class StagedOutput:
 
     stays_in_place: ClassVar[bool] = True
     """Whether a window keeps addresses of values, not values."""
+    takes_bytes: ClassVar[bool] = True
+    """Whether what is staged depends on the bytes of values, not on where they are alone."""
 
     name: str
     sources: tuple[str, ...] = field(compare=False)
@@ -106,7 +183,8 @@ class StagedOutput:
         """Whether a decoded column of a block is of the type that the schema promised."""
         if isinstance(column, Spans):
             return bool(column.buffer.dtype == self.source_dtype)
-        return bool(column.dtype == self.source_dtype and column.shape[1:] == self.shape)
+        values = column.values if isinstance(column, Masked) else column
+        return bool(values.dtype == self.source_dtype and values.shape[1:] == self.shape)
 
     def staged_bytes(self, num_rows: int) -> int:
         """Bytes that a window of so many rows holds of it, beside the stored bytes."""

@@ -120,7 +120,6 @@ class MappedWindow(StagedWindow):
         """Parse the numbers of the rows; those of whole blocks only once, where they can be remembered."""
         staged, column = self.staged[output.name], output.sources[0]
         assert isinstance(staged, StagedArray)
-        assert staged.parse is not None
         parsed = None
         if self._whole:  # else few rows of many blocks
             parsed = self.source.places.parsed(output.name, staged.values)
@@ -131,8 +130,10 @@ class MappedWindow(StagedWindow):
                 return
             rows = np.flatnonzero(np.repeat(~is_known, self._places.counts))
         spans = self._spans_of(column, samples)
-        buffer, starts = self.buffer_of(spans, rows, column)
-        staged.values[rows], bad = staged.parse(Spans(buffer, starts, spans.lengths[rows]))
+        buffer, starts = spans.addresses[:0].view(np.uint8), spans.addresses
+        if output.takes_bytes:
+            buffer, starts = self.buffer_of(spans, rows, column)
+        staged.values[rows], bad = staged.parsed(Spans(buffer, starts, spans.lengths[rows]))
         staged.bad.update((int(rows[index]), reason) for index, reason in bad)
         if parsed is not None:
             parsed.values[samples[rows]] = staged.values[rows]

@@ -12,9 +12,11 @@ from numpy.typing import NDArray
 from dataflow.batch.output import Output
 from dataflow.batch.ragged import PaddedOutput, RaggedOutput
 from dataflow.dataset import ShardedDataset
+from dataflow.decode.values import LACKING
 from dataflow.mixture import Mixture
 from dataflow.stream.settings import StreamSettings
 from prefetch.store.filesystems import shard_file
+from sharding.errors import SampleError
 from sharding.lengths.batching import Batching, Bucketed, Packed, TokenBudget
 from sharding.lengths.column_lengths import resolve_lengths
 from sharding.lengths.unit_plan import UnitPlanner
@@ -106,7 +108,8 @@ def make_planner(batching: Batching, dataset: ShardedDataset, window_bytes: int)
 
     Where `batching.window` is None, a megabatch holds about `window_bytes` of blocks.
 
-    Raises as `sharding.lengths.column_lengths.resolve_lengths` does.
+    Raises as `sharding.lengths.column_lengths.resolve_lengths` does, and `SampleError` where a sample has no
+    length.
     """
     output = _output(batching.column, dataset)
     stored = output.sources[0] if output is not None else batching.column  # `columns=` may rename
@@ -124,8 +127,26 @@ def make_planner(batching: Batching, dataset: ShardedDataset, window_bytes: int)
     if not dataset.selection.is_whole:  # `lengths` are of all samples; a plan wants those of the view
         at, row = dataset.selection.locate(np.arange(len(dataset)))
         lengths = lengths[blocks.first_sample[at] + row]
+    lengths = _with_missing(lengths, output, stored, dataset)
     if len(lengths) and output is not None:
         _check_others(batching, dataset, lengths)
     held = max(1, int(np.maximum(blocks.length, blocks.nbytes).sum()))
     window = max(1, min(DEFAULT_MEGABATCH_SAMPLES, window_bytes * len(lengths) // held))
     return UnitPlanner(lengths, batching, window)
+
+
+def _with_missing(
+    lengths: NDArray[np.integer], output: Output | None, stored: str, dataset: ShardedDataset
+) -> NDArray[np.integer]:
+    """The lengths, those of missing values as delivered. `SampleError` where one may not be missing."""
+    if not (lengths < 0).any():
+        return lengths
+    if isinstance(output, RaggedOutput) and output.missing_length is not None:
+        return np.where(lengths < 0, output.missing_length, lengths)
+    block, row = dataset.selection.locate(np.flatnonzero(lengths < 0)[:1])
+    first = dataset.catalog.block(int(block[0]))
+    cure = output.cure if output is not None else "pass lengths= as an array"
+    reason = f"column {stored!r}: {LACKING}, so it has no length; {cure}"
+    raise SampleError(
+        first.shard.url, reason, first.offset, str(first.first_in_shard + int(row[0])), stage="plan"
+    )

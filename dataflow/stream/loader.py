@@ -63,7 +63,7 @@ class StreamLoader:
     A mixture with `stop="never"` has no length and one epoch: the next loop goes on where the last was left.
 
     Raises `ValueError` for settings that do not go with the dataset or each other, `MemoryLimitError` where
-    the memory limit has no room for a batch.
+    the memory limit has no room for a batch, `SampleError` where samples are known to lack a column.
     """
 
     def __init__(self, dataset: ShardedDataset | Mixture, settings: StreamSettings) -> None:
@@ -78,6 +78,8 @@ class StreamLoader:
         """Whether the place was found before torch.distributed was there to ask."""
         self._take_place(settings.topology or self._first_place())
         check_batching(settings, dataset)
+        for source in dataset.sources:
+            source.check_missing()
         self._length_stats: LengthStats | None = None
         self._planner = (
             make_planner(

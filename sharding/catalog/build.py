@@ -159,12 +159,12 @@ def build_catalog(
         schema,
         rows=arrow_rows(shards, scans),
         unfinished={number: scan.unfinished for number, scan in enumerate(scans) if scan.unfinished},
-        missing=_missing([name for name, spec in schema.items() if spec.optional], scans),
+        missing=_missing(schema, scans),
     )
     return catalog.signed_by(urls)
 
 
-def _missing(columns: Sequence[str], scans: Sequence[ShardScan]) -> dict[str, tuple[int, str]]:
+def _missing(columns: Iterable[str], scans: Sequence[ShardScan]) -> dict[str, tuple[int, str]]:
     """Where the first sample lies that lacks each of these columns, as `Catalog.missing` has it."""
     first = {}
     for name in columns:

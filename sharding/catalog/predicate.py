@@ -3,17 +3,19 @@
 A condition is a pyarrow expression (`pyarrow.compute.field("year") > 1990`). Row groups of Parquet files are
 ruled out by the statistics in their footers, by pyarrow's own rules, without reading data. What remains
 is decided row by row on Arrow tables, so nulls, strings and times compare as Arrow compares them; a row for
-which the condition is null is left out.
+which the condition is null is left out. Samples of tar are rows, too: of each member that they have its size.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from sharding.blocks import Block, Format
 from sharding.catalog.table import Catalog
 from sharding.formats.arrow.columns import TabularFormat
 from sharding.formats.arrow.schema import leaves
@@ -39,6 +41,8 @@ class Predicate:
         if not needed:
             raise ValueError(f"a filter must look at a column, and {expression} does not")
         self._fields = pa.schema([schema.field(name) for name in needed])
+        self.fields = needed
+        """Likewise, structs whole."""
         self.columns = [name for name, _ in leaves(self._fields)]
         """Columns the condition looks at, structs flattened."""
 
@@ -55,6 +59,27 @@ class Predicate:
         table = table.select(self._fields.names).cast(self._fields)  # dictionaries become plain strings
         mask: NDArray[np.bool_] = _evaluated(self._expression, table).fill_null(False).to_numpy()
         return mask
+
+
+def member_schema(columns: Iterable[str]) -> pa.Schema:
+    """What can be asked of samples whose columns are their members: which they have, of how many bytes."""
+    return pa.schema([(name, pa.struct([("size", pa.int64())])) for name in columns])
+
+
+def member_table(codec: Format, blocks: Sequence[Block], columns: Sequence[str]) -> pa.Table:
+    """The members of the samples of some blocks, by their indexes alone; null where a sample has none."""
+    members = {}
+    for name in columns:
+        sizes = np.concatenate([_sizes(codec, block, name) for block in blocks])
+        lacks = pa.array(sizes < 0)
+        members[name] = pa.StructArray.from_arrays([pa.array(sizes)], ["size"], mask=lacks)
+    return pa.table(members)
+
+
+def _sizes(codec: Format, block: Block, column: str) -> NDArray[np.int64]:
+    sizes = codec.value_bytes(block, column)
+    assert sizes is not None  # the index of a sample's members has them
+    return sizes
 
 
 def _evaluated(expression: Any, table: pa.Table) -> pa.ChunkedArray:

@@ -78,8 +78,8 @@ class Catalog:
     unfinished: Mapping[int, str] = field(default_factory=dict)
     """Shards that end before their format says so, which `allow_unfinished` let pass: number -> how."""
     missing: Mapping[str, tuple[int, str]] = field(default_factory=dict)
-    """Of columns that some samples lack, where samples name their own (tar): number of the first shard with
-    such a sample, and that sample's key; "": all samples of the shard."""
+    """Of columns that some samples lack, as far as indexing learned it: number of the first shard with such a
+    sample, and what `ShardScan.missing` says of it; "": all samples of the shard."""
     signed_urls: Mapping[str, str] = field(default_factory=dict, repr=False)
     """By shard, its URL with password and signature, where it has any. Never saved."""
     url: str = ""

@@ -6,7 +6,8 @@
 - other formats: every block is read and decoded once. Save the result, and pass the array next time.
 
 Lengths count elements: of a list its items, of text and byte strings bytes; a column of integers *is* the
-lengths. Cost in memory: 4 bytes a sample, 8 where one has 2**31 elements or more.
+lengths. Where a sample lacks the column its length is -1: it may not be in the view that is planned. Cost in
+memory: 4 bytes a sample, 8 where one has 2**31 elements or more.
 """
 
 from __future__ import annotations
@@ -17,15 +18,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from sharding.blocks import Block, Column, Format, Spans
+from sharding.blocks import MISSING, Block, Column, Format, Masked, Spans
 from sharding.catalog.build import Map, OpenShard
 from sharding.catalog.storage import open_shard, open_url, store_errors
 from sharding.catalog.table import Catalog
-from sharding.errors import CorruptShardError, SampleError
+from sharding.errors import CorruptShardError
 from sharding.lengths.batching import Lengths
 from sharding.urls import is_local
-
-_MISSING = "lacks the column, so it has no length; leave such samples out, or pass lengths= as an array"
 
 
 def resolve_lengths(
@@ -37,7 +36,7 @@ def resolve_lengths(
     map: Map = map,  # noqa: A002
     open_shard: OpenShard = open_shard,
 ) -> NDArray[np.integer]:
-    """The lengths a user asks for, [num_samples] in file order.
+    """The lengths a user asks for, [num_samples] in file order; of a column, -1 where a sample lacks it.
 
     Args:
         source: see `batching.Lengths`; None: the lengths of `column`.
@@ -49,7 +48,6 @@ def resolve_lengths(
 
     Raises:
         ValueError: an array of another shape or type, a negative length, or a column that is not there.
-        SampleError: a sample lacks the column.
     """
     if source is None or isinstance(source, str):
         return column_lengths(
@@ -61,7 +59,10 @@ def resolve_lengths(
             f"lengths must be {catalog.num_samples} integers, one a sample in file order, "
             f"got {lengths.dtype} of shape {lengths.shape}"
         )
-    return _checked(lengths)
+    if len(lengths) and int(lengths.min()) < 0:
+        at = int(np.argmin(lengths))
+        raise ValueError(f"lengths must be >= 0, got {int(lengths[at])} for sample {at}")
+    return _narrow(lengths)
 
 
 def column_lengths(
@@ -72,7 +73,7 @@ def column_lengths(
     map: Map = map,  # noqa: A002
     open_shard: OpenShard = open_shard,
 ) -> NDArray[np.integer]:
-    """Lengths of a column's values, or its values if they are integers; [num_samples] in file order.
+    """Lengths of a column's values, or its integers themselves, [num_samples] in file order; -1: it has none.
 
     Raises as `resolve_lengths` does, and as reading and decoding do where the format needs that.
     """
@@ -98,13 +99,13 @@ def column_lengths(
     # fsspec keeps one filesystem a thread: this one's serves them all.
     places = [(None, "") if is_local(url) else open_url(url, storage_options) for url in catalog.locations]
     parts = [part for shard in map(of_shard, range(catalog.num_shards)) for part in shard]
-    return _checked(np.concatenate(parts))
+    return _narrow(np.concatenate(parts))
 
 
 def _indexed(codec: Format, block: Block, column: str, itemsize: int) -> NDArray[np.integer] | None:
     """What the catalog tells by itself."""
     sizes = codec.value_bytes(block, column)
-    return None if sizes is None else _present(sizes // itemsize, block, column)
+    return None if sizes is None else np.where(sizes < 0, MISSING, sizes // itemsize)
 
 
 def _column_bytes(codec: Format, block: Block, column: str, file: Any) -> memoryview:
@@ -124,20 +125,15 @@ def _column_bytes(codec: Format, block: Block, column: str, file: Any) -> memory
 def _decoded(codec: Format, block: Block, data: memoryview, column: str) -> NDArray[np.integer]:
     values: Column = codec.decode(block, data, [column])[column]
     if isinstance(values, Spans):
-        return _present(values.lengths, block, column)
-    return values.astype(values.dtype)  # a view would keep the block
+        return np.maximum(values.lengths, MISSING)
+    lacks = values.lacks if isinstance(values, Masked) else np.zeros(len(values), np.int8)
+    numbers: NDArray[Any] = values.values if isinstance(values, Masked) else values
+    if (numbers[lacks == 0] < 0).any():
+        at = int(np.flatnonzero((lacks == 0) & (numbers < 0))[0])
+        raise ValueError(f"lengths must be >= 0, got {numbers[at]} for sample {block.first_sample + at}")
+    return np.where(lacks == 0, numbers.astype(np.int64), MISSING)
 
 
-def _present(lengths: NDArray[np.int64], block: Block, column: str) -> NDArray[np.int64]:
-    if (lengths < 0).any():
-        row = block.first_in_shard + int(np.argmax(lengths < 0))
-        raise SampleError(block.shard.url, f"{_MISSING} ({column!r})", block.offset, str(row))
-    return lengths
-
-
-def _checked(lengths: NDArray[np.integer]) -> NDArray[np.integer]:
-    if len(lengths) and int(lengths.min()) < 0:
-        at = int(np.argmin(lengths))
-        raise ValueError(f"lengths must be >= 0, got {int(lengths[at])} for sample {at}")
+def _narrow(lengths: NDArray[np.integer]) -> NDArray[np.integer]:
     narrow = not len(lengths) or int(lengths.max()) < 1 << 31
     return lengths.astype(np.int32 if narrow else np.int64)

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from sharding.blocks import ABSENT, PATH_ONLY, Spans
+from sharding.blocks import MISSING, PATH_ONLY, Spans
 from sharding.byte_lists import list_counts, list_heads, list_items
 from sharding.errors import CorruptShardError
 from sharding.formats.arrow.columns import columns_of
@@ -54,7 +54,7 @@ def test_lists_are_read_as_they_were_written_at_any_address(lists: list[list[byt
 def row_of(value: Any) -> Any:
     """What a stored list is delivered as: bytes, nulls left out; a path without bytes spoils it."""
     if value is None:
-        return ABSENT
+        return MISSING
     items = [item if isinstance(item, dict) else {"bytes": item} for item in value if item is not None]
     if any(item["bytes"] is None and item.get("path") for item in items):
         return PATH_ONLY

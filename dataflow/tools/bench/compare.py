@@ -19,7 +19,6 @@ from typing import Any, Literal
 import torch
 from torch.utils.data import DataLoader as TorchDataLoader, IterableDataset
 
-from dataflow.batch.objects import collate_objects
 from dataflow.dataset import ShardedDataset
 from dataflow.loader import DataLoader
 from dataflow.mixture import Mixture
@@ -198,8 +197,11 @@ def _collate_samples(samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     columns: dict[str, Any] = {}
     for name in samples[0]:
         values = [sample[name] for sample in samples]
-        numbers = all(isinstance(value, int | float) for value in values)
-        columns[name] = torch.tensor(values) if numbers else collate_objects(values)
+        if all(isinstance(value, int | float) for value in values):
+            columns[name] = torch.tensor(values)
+        else:
+            shapes = {value.shape if isinstance(value, torch.Tensor) else None for value in values}
+            columns[name] = values if len(shapes) > 1 or None in shapes else torch.stack(values)
     return columns
 
 

@@ -8,9 +8,9 @@ lists in one piece (`sharding.byte_lists`), which copies the bytes once. Other n
 their JSON text, the one conversion done in Python. Dictionary-encoded strings stay encoded: spans may
 overlap, so each row points at its entry of the dictionary and memory stays that of the stored bytes.
 
-Missing values: floats become NaN, strings, lists and nested values get length -1; integers, bools and times
-have no value that could stand for "missing", so a null among them is an error. Cost: O(rows) numpy work per
-column for offsets, nothing for fixed-width columns; a few microseconds a row for nested ones.
+Missing values: a fixed-width column that has nulls is `Masked`, floats among them are NaN; strings, lists and
+nested values get a length that says so. Whether a column *may* have nulls plays no role. Cost: O(rows) numpy
+work per column for offsets, nothing for fixed-width columns without nulls; some microseconds a nested value.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from sharding.blocks import ABSENT, PATH_ONLY, Block, Column, Columns, Format, Spans
+from sharding.blocks import MISSING, NULL_INSIDE, PATH_ONLY, Block, Column, Columns, Format, Masked, Spans
 from sharding.byte_lists import ByteLists, list_heads
-from sharding.errors import SampleError, ShardError
+from sharding.errors import ShardError
 from sharding.formats.arrow.features import named_columns
 from sharding.formats.arrow.schema import (
     dtype_of,
@@ -44,13 +44,6 @@ _JSON_ROWS = 256
 _to_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 
-class _NullElementError(Exception):
-    """A null where the type has no value for it, at element `at` of the array being converted."""
-
-    def __init__(self, at: int) -> None:
-        self.at = at
-
-
 class _FallingOffsetsError(Exception):
     """Offsets that do not rise, so that some may point outside the buffer they belong to."""
 
@@ -63,7 +56,7 @@ class TabularFormat(Format):
 
         Raises:
             CorruptShardError: a column is not there, or the block is broken or not what was indexed.
-            SampleError, ShardError: see `columns_of`.
+            ShardError: see `columns_of`.
         """
         return columns_of(self.table(block, data, columns), columns, block)
 
@@ -93,7 +86,6 @@ def columns_of(table: pa.Table, columns: Sequence[str] | None, block: Block) -> 
 
     Raises:
         CorruptShardError: a wanted column is not there, or its offsets point outside its buffers.
-        SampleError: nulls in an integer, bool or time column; names column and first row.
         ShardError: the column's type cannot be delivered (decimal, interval, list of byte strings, ...).
     """
     flat, known = flattened(table), [column.name for column in named_columns(table.schema)]
@@ -188,16 +180,13 @@ def _column(name: str, column: pa.ChunkedArray, block: Block) -> Column:
             return _json_spans(column)
         array = _one_array(column)
         if spec.kind == "fixed":
-            values = _fixed(array)
+            values, lacks = _fixed(array)
             # A tensor type and fixed-size lists of lists lie in memory alike.
-            return values.reshape(len(array), *spec.shape)
+            values = values.reshape(len(array), *spec.shape)
+            return values if lacks is None else Masked(values, lacks)
         if spec.kind == "bytes_list":
             return _byte_list_spans(array)
         return _list_spans(array) if spec.kind == "list" else _byte_spans(array)
-    except _NullElementError as null:
-        key = str(block.first_in_shard + null.at)
-        reason = f"column {name!r} ({array.type}) holds a null; fill it or cast to a float when writing"
-        raise SampleError(block.shard.url, reason, block.offset, key, "decode") from None
     except (pa.ArrowInvalid, pa.ArrowIndexError, _FallingOffsetsError) as error:
         raise block.corrupt(f"column {name!r} ({array.type}) is broken: {error}") from error
 
@@ -211,12 +200,16 @@ def _media_spans(name: str, flat: pa.Table, block: Block) -> Spans:
     return Spans(content.buffer, content.starts, np.where(only_path, PATH_ONLY, content.lengths))
 
 
-def _fixed(array: pa.Array) -> NDArray[Any]:
-    """Values of a fixed-width array, [n, ...]; nulls become NaN."""
+Lacks = NDArray[np.int8]
+
+
+def _fixed(array: pa.Array) -> tuple[NDArray[Any], Lacks | None]:
+    """Values of a fixed-width array, [n, ...], and which are not there (see `Masked`); None: all are."""
     array = _plain(array)
     kind, n = array.type, len(array)
+    lacks = None
     if pa.types.is_fixed_size_list(kind):
-        values = _fixed_lists(array)
+        values, lacks = _fixed_lists(array)
     elif n == 0:
         values = np.empty(0, dtype_of(kind) or np.uint8)
     elif pa.types.is_fixed_size_binary(kind):
@@ -228,17 +221,23 @@ def _fixed(array: pa.Array) -> NDArray[Any]:
         dtype = dtype_of(kind)
         assert dtype is not None
         values = _view(array.buffers()[1], dtype, n, array.offset)
-    return _with_nan(values, _valid(array))
+    valid = _valid(array)
+    if valid is None:
+        return values, lacks
+    if values.dtype.kind == "f":
+        values = values.copy()
+        values[~valid] = np.nan
+    return values, np.where(valid, 0 if lacks is None else lacks, MISSING).astype(np.int8)
 
 
-def _fixed_lists(array: pa.FixedSizeListArray) -> NDArray[Any]:
-    size = array.type.list_size
-    try:
-        # `values` ignores the slice that the array is; `flatten()` would drop the lists that are null.
-        inner = _fixed(array.values.slice(array.offset * size, len(array) * size))
-    except _NullElementError as null:
-        raise _NullElementError(null.at // size) from None
-    return inner.reshape(len(array), size, *inner.shape[1:])
+def _fixed_lists(array: pa.FixedSizeListArray) -> tuple[NDArray[Any], Lacks | None]:
+    n, size = len(array), array.type.list_size
+    # `values` ignores the slice that the array is; `flatten()` would drop the lists that are null.
+    elements, inside = _fixed(array.values.slice(array.offset * size, n * size))
+    lacks = None
+    if inside is not None and elements.dtype.kind != "f":
+        lacks = np.where(inside.reshape(n, size).any(axis=1), NULL_INSIDE, 0).astype(np.int8)
+    return elements.reshape(n, size, *elements.shape[1:]), lacks
 
 
 def _plain(array: pa.Array) -> pa.Array:
@@ -255,16 +254,6 @@ def _plain(array: pa.Array) -> pa.Array:
             return array
 
 
-def _with_nan(values: NDArray[Any], valid: NDArray[np.bool_] | None) -> NDArray[Any]:
-    if valid is None:
-        return values
-    if values.dtype.kind != "f":
-        raise _NullElementError(int(np.argmin(valid)))
-    values = values.copy()
-    values[~valid] = np.nan
-    return values
-
-
 def _json_spans(column: pa.ChunkedArray) -> Spans:
     """Spans of the JSON text of each value.
 
@@ -277,7 +266,7 @@ def _json_spans(column: pa.ChunkedArray) -> Spans:
             for value in chunk.slice(first, _JSON_ROWS).to_pylist():
                 text = b"" if value is None else _to_json(value).encode()
                 texts += text
-                lengths.append(-1 if value is None else len(text))
+                lengths.append(MISSING if value is None else len(text))
     ends = np.cumsum(np.maximum(np.array(lengths, np.int64), 0))
     starts = np.concatenate((_ZERO, ends))[:-1]
     return Spans(np.frombuffer(texts, np.uint8), starts, np.array(lengths, np.int64))
@@ -292,12 +281,12 @@ def _byte_spans(array: pa.Array) -> Spans:
     array = _plain(array)
     n = len(array)
     if pa.types.is_null(array.type) or n == 0:
-        return Spans(np.empty(0, np.uint8), np.zeros(n, np.int64), np.full(n, ABSENT, np.int64))
+        return Spans(np.empty(0, np.uint8), np.zeros(n, np.int64), np.full(n, MISSING, np.int64))
     if _is_view(array.type):
         array = _cleared_views(array).cast(pa.large_binary())
     wide = pa.types.is_large_string(array.type) or pa.types.is_large_binary(array.type)
     offsets = _view(array.buffers()[1], np.int64 if wide else np.int32, n + 1, array.offset).astype(np.int64)
-    lengths = _minus_one(_sizes(offsets), _valid(array))
+    lengths = _with_missing(_sizes(offsets), _valid(array))
     return Spans(_view(array.buffers()[2], np.uint8), offsets[:-1], lengths)
 
 
@@ -322,10 +311,10 @@ def _dictionary_spans(array: pa.DictionaryArray) -> Spans:
     entries = _byte_spans(array.dictionary)
     indices = array.indices
     valid = _valid(indices)
-    codes = _fixed(indices if valid is None else indices.fill_null(0))
+    codes, _ = _fixed(indices if valid is None else indices.fill_null(0))
     if not len(entries):  # only nulls, so there is nothing to point at
-        return Spans(entries.buffer, np.zeros(len(codes), np.int64), np.full(len(codes), ABSENT, np.int64))
-    return Spans(entries.buffer, entries.starts[codes], _minus_one(entries.lengths[codes], valid))
+        return Spans(entries.buffer, np.zeros(len(codes), np.int64), np.full(len(codes), MISSING, np.int64))
+    return Spans(entries.buffer, entries.starts[codes], _with_missing(entries.lengths[codes], valid))
 
 
 def _list_spans(array: pa.Array) -> Spans:
@@ -342,12 +331,14 @@ def _list_spans(array: pa.Array) -> Spans:
         offsets = _view(array.buffers()[1], width, n + 1, array.offset).astype(np.int64) if n else _ZERO
         starts, lengths = offsets[:-1] - offsets[0], _sizes(offsets)
         elements = array.values.slice(offsets[0], offsets[-1] - offsets[0])
-    lengths = _minus_one(lengths, _valid(array))
-    try:
-        return Spans(_fixed(elements), starts, lengths)
-    except _NullElementError as null:
-        inside = (starts <= null.at) & (null.at < starts + lengths)
-        raise _NullElementError(int(np.argmax(inside))) from None
+    lengths = _with_missing(lengths, _valid(array))
+    values, inside = _fixed(elements)
+    if inside is not None and values.dtype.kind != "f":
+        nulls_before = np.append(0, np.cumsum(inside != 0))
+        first = np.where(lengths > 0, starts, 0)  # beneath nulls, a list view may begin anywhere
+        has_null = nulls_before[first + np.maximum(lengths, 0)] > nulls_before[first]
+        lengths = np.where(has_null, NULL_INSIDE, lengths)
+    return Spans(values, starts, lengths)
 
 
 def _byte_list_spans(array: pa.Array) -> ByteLists:
@@ -356,7 +347,7 @@ def _byte_list_spans(array: pa.Array) -> ByteLists:
     Items that are null are left out. The bytes are copied once.
     """
     array = _plain(array)
-    counts = _fixed(pc.list_value_length(array).fill_null(0)).astype(np.int64)
+    counts = _fixed(pc.list_value_length(array).fill_null(0))[0].astype(np.int64)
     items, missing = _plain(array.flatten()), np.zeros(len(array), bool)
     if pa.types.is_struct(items.type):
         items, paths = (_plain(pc.struct_field(items, leaf)) for leaf in ("bytes", "path"))
@@ -367,7 +358,7 @@ def _byte_list_spans(array: pa.Array) -> ByteLists:
         items = _cleared_views(items)
     items = items.cast(pa.large_binary())
     if items.null_count:
-        counts = _of_lists(_fixed(items.is_valid()), counts)
+        counts = _of_lists(_fixed(items.is_valid())[0], counts)
         items = items.drop_null()
     offsets = _view(items.buffers()[1], np.int64, len(items) + 1, items.offset) if len(items) else _ZERO
     heads, head_offsets = list_heads(counts, _sizes(offsets))
@@ -378,7 +369,7 @@ def _byte_list_spans(array: pa.Array) -> ByteLists:
         pa.scalar(b"", pa.large_binary()),
     )
     spans = _byte_spans(pieces)
-    lengths = _minus_one(spans.lengths, _valid(array))
+    lengths = _with_missing(spans.lengths, _valid(array))
     return ByteLists(spans.buffer, spans.starts, np.where(missing, PATH_ONLY, lengths))
 
 
@@ -404,8 +395,8 @@ def _sizes(offsets: NDArray[np.int64]) -> NDArray[np.int64]:
     return lengths
 
 
-def _minus_one(lengths: NDArray[np.int64], valid: NDArray[np.bool_] | None) -> NDArray[np.int64]:
-    return lengths if valid is None else np.where(valid, lengths, ABSENT)
+def _with_missing(lengths: NDArray[np.int64], valid: NDArray[np.bool_] | None) -> NDArray[np.int64]:
+    return lengths if valid is None else np.where(valid, lengths, MISSING)
 
 
 def _valid(array: pa.Array) -> NDArray[np.bool_] | None:

@@ -53,6 +53,8 @@ class _ParsedFooter:
     """Column names, structs flattened."""
     texts: dict[str, int]
     """Columns of strings or byte strings: name -> number of the column chunk in a row group."""
+    counted: dict[str, int]
+    """Likewise, columns whose nulls statistics count: of single values, but floats, whose nulls are NaN."""
 
 
 class ParquetFormat(TabularFormat):
@@ -96,7 +98,15 @@ class ParquetFormat(TabularFormat):
             schema=specs,
             index=index,
             footer=raw,
+            missing=_missing(groups, footer),
         )
+
+    def num_missing(self, block: Block, column: str) -> int | None:
+        """Nulls by the statistics; None where the writer left these out, and of lists and nested values."""
+        footer, group = _indexed(block)
+        if column not in footer.counted:
+            return None
+        return _num_nulls(footer.metadata.row_group(group).column(footer.counted[column]))
 
     def table(self, block: Block, data: memoryview, columns: Sequence[str] | None) -> pa.Table:
         """The wanted columns of a row group, see `TabularFormat.table`. Encrypted pages are an error, too."""
@@ -201,12 +211,14 @@ def _parse(footer: bytes) -> _ParsedFooter:
     schema = metadata.schema.to_arrow_schema()
     paths = {metadata.schema.column(i).path: i for i in range(metadata.num_columns)}
     names = tuple(column.name for column in named_columns(schema))
-    texts = {
+    specs = {name: spec for name, field in leaves(schema) if name in paths and (spec := spec_of(field.type))}
+    texts = {name: paths[name] for name, spec in specs.items() if spec.kind in ("text", "bytes")}
+    counted = {
         name: paths[name]
-        for name, field in leaves(schema)
-        if name in paths and (spec := spec_of(field.type)) and spec.kind in ("text", "bytes")
+        for name, spec in specs.items()
+        if name in texts or (spec.kind == "fixed" and np.dtype(spec.dtype).kind != "f")
     }
-    return _ParsedFooter(metadata, schema, names, texts)
+    return _ParsedFooter(metadata, schema, names, texts, counted)
 
 
 def _indexed(block: Block) -> tuple[_ParsedFooter, int]:
@@ -253,13 +265,26 @@ def _joined(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
     return joined
 
 
+def _num_nulls(chunk: Any) -> int | None:
+    """Of a column chunk, by its statistics."""
+    statistics = chunk.statistics
+    return statistics.null_count if statistics is not None and statistics.has_null_count else None
+
+
 def _null_free(groups: Sequence[Any], footer: _ParsedFooter) -> set[str]:
     """String columns that hold no null by the statistics of every row group."""
+    return {name for name, i in footer.texts.items() if all(_num_nulls(g.column(i)) == 0 for g in groups)}
 
-    def has_none(statistics: Any) -> bool:
-        return statistics is not None and statistics.has_null_count and statistics.null_count == 0
 
-    return {name for name, i in footer.texts.items() if all(has_none(g.column(i).statistics) for g in groups)}
+def _missing(groups: Sequence[Any], footer: _ParsedFooter) -> dict[str, str]:
+    """Of columns with nulls by the statistics, how many the first row group has that has any."""
+    missing = {}
+    for name, i in footer.counted.items():
+        for number, group in enumerate(groups):
+            if nulls := _num_nulls(group.column(i)):
+                missing[name] = f"{nulls:,} of {group.num_rows:,} rows of row group {number}"
+                break
+    return missing
 
 
 def _encoded_texts(footer: _ParsedFooter, group: int, columns: Sequence[str]) -> list[str]:

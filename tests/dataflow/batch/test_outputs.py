@@ -32,7 +32,7 @@ class LengthOutput(Output):
         return 0
 
     def build(self, columns: ChunkColumns) -> BuiltColumn:
-        lengths = columns.pieces(self.name)[1]
+        lengths = columns.pieces(self.name, None)[1]
 
         def split(sizes: Sequence[int]) -> list[torch.Tensor]:
             return list(torch.from_numpy(np.array(lengths)).split(list(sizes)))
@@ -47,7 +47,7 @@ def test_columns_that_all_rows_lack_are_copied_from_zeros_that_stay() -> None:
     rows = ChunkRows(3, lambda: [WindowPart(window, np.arange(3), slice(0, 3))])
     arena, closing = Arena(limit_bytes=1 << 20), threading.Event()
     columns = ChunkColumns(rows, arena, Randomness(0, 0), may_load=True, closing=closing)
-    for addresses in [columns.addresses_of(name, nbytes) for name in "ab"]:
+    for addresses in [columns.addresses_of(name, nbytes, None) for name in "ab"]:
         assert all(not memory_at(address, nbytes).any() for address in addresses.tolist())
 
 

@@ -349,6 +349,11 @@ def test_conditions_that_mean_nothing_are_refused(dataset: ShardedDataset, condi
 
 def test_formats_without_columns_cannot_be_filtered(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no columns to filter by"):
+        MAKERS["tokens"](tmp_path).open().filter(pc.field("tokens") > 3)
+
+
+def test_a_condition_on_values_of_tar_says_what_can_be_asked(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"does not fit.*field\('jpg', 'size'\) > 1000"):
         make_ints_tar(tmp_path).open().filter(pc.field("cls") > 3)
 
 

@@ -32,7 +32,7 @@ from datasets_kit import (
 )
 from hypothesis import given, strategies as st
 
-from dataflow import DataflowError, DataLoader, Image, Pad, Ragged, ShardedDataset, Shuffle
+from dataflow import DataflowError, DataLoader, Image, Optional, Pad, Ragged, ShardedDataset, Shuffle
 from dataflow.decode.image import decode_image
 from dataflow.decode.values import CONVERTERS, parse_floats, parse_ints
 from sharding.blocks import Spans
@@ -98,7 +98,7 @@ def test_one_rule_may_serve_all_columns(tmp_path: Path) -> None:
     assert (batch["a"].tolist(), batch["b"].tolist()) == ([1, 3], [2, 4])
 
 
-def test_arrays_of_one_shape_are_stacked_and_others_listed(tmp_path: Path) -> None:
+def test_arrays_of_one_size_in_bytes_are_stacked_and_others_listed(tmp_path: Path) -> None:
     same = [npy(np.full((2, 3), i, np.int16)) for i in range(4)]
     other = [npy(np.arange(i)) for i in range(4)]
     samples = [{"same.npy": a, "other.npy": b} for a, b in zip(same, other, strict=True)]
@@ -128,9 +128,20 @@ def test_arrays_of_types_that_torch_lacks_stay_arrays(tmp_path: Path, kind: Any)
         np.testing.assert_array_equal(array, values)
 
 
-def test_a_function_may_give_arrays_that_cannot_be_written_to(tmp_path: Path) -> None:
+def test_arrays_of_as_many_bytes_and_other_shapes_are_an_error_that_says_what_to_do(tmp_path: Path) -> None:
+    samples = [{"npy": npy(np.zeros(shape))} for shape in ((2, 3), (3, 2))]
+    with pytest.raises(
+        SampleError, match=r"'npy'.*\[3, 2\], but another sample has .*\[2, 3\]: .*Optional\('npy'\)"
+    ):
+        first(tar_dataset(tmp_path, samples))
+    batch = first(tar_dataset(tmp_path, samples, decode={"npy": Optional("npy")}))
+    assert [value.shape for value in batch["npy"]] == [(2, 3), (3, 2)]
+
+
+def test_what_a_function_returns_is_listed_and_arrays_are_tensors(tmp_path: Path) -> None:
+    """Also those that cannot be written to."""
     dataset = tar_dataset(tmp_path, [{"x": b"ab"}] * 2, decode={"x": lambda b: np.frombuffer(b, np.uint8)})
-    assert first(dataset)["x"].tolist() == [[97, 98]] * 2
+    assert [value.tolist() for value in first(dataset)["x"]] == [[97, 98]] * 2
 
 
 @pytest.mark.parametrize(("name", "text", "value"), [("float", b" 2.5\n", 2.5), ("x.flt", b"-1e3", -1000.0)])
@@ -276,8 +287,8 @@ def test_images_without_a_size_keep_their_own(tmp_path: Path) -> None:
     batch = first(dataset)
     assert [tuple(t.shape) for t in batch["jpg"]] == [(3, 40, 60), (3, 30, 20), (3, 40, 60)]
     assert all(torch.equal(batch["jpg"][i], pixels_of(i, Image())) for i in (0, 2))
-    with DataLoader(dataset, 1, shuffle=False) as loader:
-        assert next(iter(loader))["jpg"].shape == (1, 3, 40, 60)
+    with DataLoader(dataset, 1, shuffle=False) as loader:  # a list, though all of a batch have one size
+        assert [tuple(t.shape) for t in next(iter(loader))["jpg"]] == [(3, 40, 60)]
 
 
 def test_random_crops_depend_on_seed_epoch_and_sample_alone(tmp_path: Path) -> None:

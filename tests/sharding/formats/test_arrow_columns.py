@@ -7,8 +7,8 @@ import pyarrow as pa
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from sharding.blocks import Spans
-from sharding.errors import CorruptShardError, SampleError, ShardError
+from sharding.blocks import NULL_INSIDE, Masked, Spans
+from sharding.errors import CorruptShardError, ShardError
 from sharding.formats.arrow.columns import columns_of
 from sharding.formats.arrow.schema import specs_of
 from tests.formats_kit import arrow_block, rows_of
@@ -106,8 +106,8 @@ def test_chunks_with_dictionaries_of_their_own_are_joined(arrays):
 @settings(max_examples=20)
 @given(data=st.data())
 def test_chunks_are_joined_whatever_the_type(kind, data):
-    types, nulls = (VARIABLE, True) if kind in VARIABLE else (NUMBERS, False)
-    arrays = data.draw(st.lists(sliced_arrays({kind: types[kind]}, nulls), max_size=3))
+    types = VARIABLE if kind in VARIABLE else NUMBERS
+    arrays = data.draw(st.lists(sliced_arrays({kind: types[kind]}, nulls=True), max_size=3))
     chunked = pa.chunked_array(arrays, kind)
     assert python_values(converted(chunked)) == with_bytes(chunked.to_pylist())
 
@@ -116,7 +116,10 @@ def test_chunks_are_joined_whatever_the_type(kind, data):
 def test_missing_floats_become_nan(values, kind):
     array = pa.array([None if v is None else np.float16(v) for v in values], kind).slice(1)
     wanted = [math.nan if v is None else v for v in array.to_pylist()]
-    np.testing.assert_array_equal(converted(array).astype(float), np.array(wanted, float))
+    column = converted(array)
+    assert isinstance(column, Masked) == (None in array.to_pylist())
+    floats = column.values if isinstance(column, Masked) else column
+    np.testing.assert_array_equal(floats.astype(float), np.array(wanted, float))
 
 
 def test_numbers_are_views_of_the_arrow_buffer():
@@ -191,24 +194,41 @@ def test_a_dictionary_of_only_nulls_is_missing_text():
 
 
 @pytest.mark.parametrize(
-    ("array", "row"),
+    ("array", "lacks"),
     [
-        (pa.array([1, 2, None, None]), 2),
-        (pa.array([True, None]), 1),
-        (pa.array([0, None], pa.timestamp("s")), 1),
-        (pa.array([[1, 2], [3, None]], pa.list_(pa.int32(), 2)), 1),
-        (pa.array([[1, 2], None], pa.list_(pa.int32(), 2)), 1),
-        (pa.array([[1, 2], [], [3, None]]), 2),
-        (pa.array([b"ab", None], pa.binary(2)), 1),
-        (pa.array([9, 9, 1, None]).slice(2), 1),
+        (pa.array([1, 2, None, None]), [0, 0, -1, -1]),
+        (pa.nulls(2, pa.int64()), [-1, -1]),
+        (pa.array([True, None]), [0, -1]),
+        (pa.array([0, None], pa.timestamp("s")), [0, -1]),
+        (pa.array([[1, 2], [3, None], None], pa.list_(pa.int32(), 2)), [0, NULL_INSIDE, -1]),
+        (pa.array([[1.0, 2.0], [3.0, None], None], pa.list_(pa.float32(), 2)), [0, 0, -1]),
+        (pa.array([[], None], pa.list_(pa.int32(), 0)), [0, -1]),
+        (pa.array([b"ab", None], pa.binary(2)), [0, -1]),
+        (pa.array([9, 9, 1, None]).slice(2), [0, -1]),
+        (pa.array([1, None, 1]).dictionary_encode(), [0, -1, 0]),
+        (pa.RunEndEncodedArray.from_arrays([2, 3], pa.array([7, None])), [0, 0, -1]),
     ],
     ids=str,
 )
-def test_a_null_without_a_value_names_column_and_first_row(array, row):
-    with pytest.raises(SampleError, match=r"column 'x'.*null") as caught:
-        converted(array)
-    assert (caught.value.shard, caught.value.offset, caught.value.stage) == ("s.arrow", 128, "decode")
-    assert caught.value.key == str(100 + row)
+def test_nulls_of_fixed_width_are_masked(array, lacks):
+    column = converted(array)
+    assert isinstance(column, Masked)
+    assert column.lacks.tolist() == lacks
+    spec = specs_of(pa.schema([("x", array.type)]), "s")["x"]
+    assert (column.values.dtype, column.values.shape) == (np.dtype(spec.dtype), (len(array), *spec.shape))
+    plain = [None if lack else value for value, lack in zip(column.values.tolist(), lacks, strict=True)]
+    there = [value for value, lack in zip(array.to_pylist(), lacks, strict=True) if not lack]
+    if column.values.dtype.kind not in "f" and array.type not in (pa.timestamp("s"), pa.binary(2)):
+        assert [value for value in plain if value is not None] == there
+
+
+@pytest.mark.parametrize("kind", [pa.list_, pa.large_list, pa.list_view])
+def test_a_null_inside_a_list_of_integers_spoils_that_list_alone(kind):
+    lists = [[1, 2], [], [3, None], None, [4]]
+    assert converted(pa.array(lists, kind(pa.int64()))).lengths.tolist() == [2, 0, NULL_INSIDE, -1, 1]
+    assert converted(pa.array(lists, kind(pa.float64()))).lengths.tolist() == [2, 0, 2, -1, 1]
+    sliced = pa.array([[None], *lists], kind(pa.int64())).slice(1, 2)
+    assert converted(sliced).lengths.tolist() == [2, 0]
 
 
 @pytest.mark.parametrize(

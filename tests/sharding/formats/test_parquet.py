@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from sharding.blocks import Spans
-from sharding.errors import CorruptShardError, SampleError, ShardError
+from sharding.errors import CorruptShardError, ShardError
 from sharding.formats.arrow.parquet import ParquetFormat
 from tests.formats_kit import blocks_of, decoded_blocks, rows_of, scan_of, shard_of
 
@@ -290,11 +290,24 @@ def test_an_unknown_column_lists_those_there():
         FORMAT.decode(block, data, ["z"])
 
 
-def test_a_null_integer_names_its_row_in_the_shard():
-    content = parquet(pa.table({"i": [1, 2, 3, None]}), row_group_size=2)
-    with pytest.raises(SampleError, match="column 'i'") as caught:
-        decoded_blocks(FORMAT, content, URL)
-    assert caught.value.key == "3"
+def test_nulls_that_statistics_count_are_in_the_scan():
+    table = pa.table(
+        {
+            "i": pa.array([1, 2, 3, None, None], pa.int16()),
+            "f": [0.5, None, 0.5, 0.5, 0.5],
+            "s": pa.array([{"t": "x"}, None, {"t": None}, {"t": "y"}, {"t": "z"}]),
+            "l": [[1], [None], [1], None, [1]],
+            "full": [1, 2, 3, 4, 5],
+        }
+    )
+    content = parquet(table, row_group_size=2)
+    scan = scan_of(FORMAT, content, URL)
+    assert scan.missing == {"i": "1 of 2 rows of row group 1", "s.t": "1 of 2 rows of row group 0"}
+    blocks = blocks_of(scan, shard_of(content, URL))
+    assert [FORMAT.num_missing(block, "i") for block in blocks] == [0, 1, 1]
+    assert [FORMAT.num_missing(blocks[1], name) for name in ("f", "s.t", "l", "full")] == [None, 1, None, 0]
+    bare = parquet(table, row_group_size=2, write_statistics=False)
+    assert scan_of(FORMAT, bare, URL).missing == {}
 
 
 def test_a_decimal_column_can_be_left_out():

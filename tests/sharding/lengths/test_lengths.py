@@ -7,7 +7,6 @@ import pytest
 
 from dataflow import ShardedDataset
 from sharding.catalog.storage import open_shard
-from sharding.errors import SampleError
 from sharding.lengths.column_lengths import column_lengths, resolve_lengths
 from tests.datasets_kit import MAKERS, write_tar
 
@@ -73,13 +72,20 @@ def test_only_the_column_is_read_from_parquet(tmp_path):
     assert 0 < sum(read) < 100_000 < catalog.blocks.length.sum()
 
 
-def test_a_sample_without_the_column_is_named(tmp_path):
+def test_a_sample_without_the_column_has_a_length_of_minus_one(tmp_path):
     write_tar(tmp_path / "a.tar", [("0.txt", b"abc"), ("0.cls", b"1"), ("1.cls", b"2")])
-    # One sample a block: the number is that in the shard.
-    kept = str(tmp_path / "c.catalog")
-    catalog = ShardedDataset(str(tmp_path / "a.tar"), catalog=kept, block_bytes=1, columns=["cls"]).catalog
-    with pytest.raises(SampleError, match=r"a\.tar.*sample '1'.*lacks the column.*'txt'"):
-        column_lengths(catalog, "txt")
+    assert column_lengths(ShardedDataset(str(tmp_path / "a.tar")).catalog, "txt").tolist() == [3, -1]
+    table = pa.table({"l": [[1], None, [1, 2], [None]], "n": pa.array([1, None, 2, 3], pa.uint8())})
+    pq.write_table(table, tmp_path / "a.parquet")
+    catalog = ShardedDataset(str(tmp_path / "a.parquet")).catalog
+    assert column_lengths(catalog, "l").tolist() == [1, -1, 2, -1]
+    assert column_lengths(catalog, "n").tolist() == [1, -1, 2, 3]
+
+
+def test_a_length_below_zero_names_its_sample(tmp_path):
+    pq.write_table(pa.table({"n": [1, None, -1]}), tmp_path / "a.parquet")
+    with pytest.raises(ValueError, match="got -1 for sample 2"):
+        column_lengths(ShardedDataset(str(tmp_path / "a.parquet")).catalog, "n")
 
 
 def test_lengths_may_be_an_array_or_a_function(tmp_path):

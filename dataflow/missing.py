@@ -1,0 +1,65 @@
+"""What a dataset is known to lack before anything is read: members of tar, nulls that statistics count."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from dataflow.batch.output import Output
+from sharding.blocks import Format
+from sharding.catalog.table import Catalog
+from sharding.errors import SampleError
+from sharding.order.selection import Selection
+
+
+def raise_missing(catalog: Catalog, codec: Format, selection: Selection, outputs: Iterable[Output]) -> None:
+    """Raise `SampleError` for the first column that a selected sample is known to lack and may not."""
+    for output in outputs:
+        for column in output.required if output.lacking else ():
+            if column not in catalog.missing:
+                continue
+            missing: Missing | None
+            if selection.is_whole:
+                missing = _first_of_all(catalog, codec, column)
+            else:
+                missing = _first_selected(catalog, codec, selection, column)
+            if missing is not None:
+                shard, key, what = missing
+                reason = f"column {output.name!r}: {what}; {output.cure}"
+                raise SampleError(shard, reason, key=key, stage="plan")
+
+
+Missing = tuple[str, str | None, str]
+"""Shard, the sample's key or number where one is known, what it lacks in words."""
+
+
+def _first_of_all(catalog: Catalog, codec: Format, column: str) -> Missing:
+    """What indexing found."""
+    number, which = catalog.missing[column]
+    shard = catalog.shard(number).url
+    if not codec.has_keys:
+        return shard, None, f"{which} are null"
+    if not which:
+        return shard, None, f"no sample has a member {column!r}, which samples of other shards have"
+    return shard, which, f"the sample has no member '{which}.{column}', which other samples have"
+
+
+def _first_selected(catalog: Catalog, codec: Format, selection: Selection, column: str) -> Missing | None:
+    """What the indexes of the blocks in question tell for certain."""
+    for number in np.flatnonzero(selection.num_samples).tolist():
+        block = catalog.block(number)
+        num_missing = codec.num_missing(block, column)
+        if not num_missing:
+            continue
+        sizes = codec.value_bytes(block, column)
+        if sizes is not None:
+            rows = selection.rows(number)
+            lacking = rows[sizes[rows] < 0]
+            if len(lacking):
+                key = str(block.first_in_shard + int(lacking[0]))
+                return block.shard.url, key, f"the sample has no member {column!r}, which other samples have"
+        elif selection.num_samples[number] == block.num_samples:
+            rows_text = f"{num_missing:,} of {block.num_samples:,} rows from row {block.first_in_shard:,} on"
+            return block.shard.url, None, f"{rows_text} are null"
+    return None
