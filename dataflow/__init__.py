@@ -13,7 +13,7 @@ if TYPE_CHECKING:
         BuilderActorError as BuilderActorError,
         RayClusterError as RayClusterError,
     )
-    from dataflow.batch.optional import Optional
+    from dataflow.batch.optional import Optional as Optional
     from dataflow.batch.packed import PackedRows as PackedRows
     from dataflow.batch.ragged import Pad
     from dataflow.dataset import ShardedDataset
@@ -50,7 +50,6 @@ __all__ = [
     "GradSchedule",
     "Image",
     "Mixture",
-    "Optional",
     "Packed",
     "Pad",
     "Ragged",
@@ -70,6 +69,7 @@ _MODULES = {
     "LoaderStats": "dataflow.stats",
     "MemoryLimitError": "prefetch.errors",
     "MissingImageSupportError": "dataflow.decode.image",
+    "Optional": "dataflow.batch.optional",  # not `typing.Optional`, which a star import would hide
     "PackedRows": "dataflow.batch.packed",
     "RankLostError": "dataflow.grad.lost",
     "RayClusterError": "dataflow.actors.cluster",
@@ -89,7 +89,6 @@ _MODULES = {
     "GradSchedule": "dataflow.grad.schedule",
     "Image": "dataflow.decode.image",
     "Mixture": "dataflow.mixture",
-    "Optional": "dataflow.batch.optional",
     "Packed": "sharding.lengths.batching",
     "Pad": "dataflow.batch.ragged",
     "Ragged": "dataflow.ragged",

@@ -72,7 +72,8 @@ class ShardedDataset(Sharded, Dataset[S]):
             each sample has of them: `{"images": ["0.jpg", "1.jpg"]}`, or `"*.jpg"` for all that match. None:
             all, without "__key__" and "__url__".
         decode: "auto", None for raw bytes, or a mapping of column to `Image(...)`, `Pad(...)`, a function
-            of bytes, or "int", "float", "text", "json", "npy", "image", "bytes", "pickle", "torch".
+            of bytes, or "int", "float", "text", "json", "npy", "image", "bytes", "pickle", "torch", or
+            `Optional(...)` of one of these, where samples may lack the column.
         transform: called with each sample (a dict); if it takes `rng=`, it gets a `numpy.random.Generator`
             that is a function of (seed, epoch, sample).
         batch_transform: called with each batch.

@@ -108,7 +108,7 @@ class ArrayOutput(FixedOutput):
 
     def stage(self, num_rows: int, arena: Arena) -> StagedArray:
         """The window's array, [num_rows, *shape]."""
-        return StagedArray(self._array(num_rows, arena), self.parse, self.default_array)
+        return StagedArray(self._array(num_rows, arena), parse=self.parse, fill=self.default_array)
 
     def _array(self, num_rows: int, arena: Arena) -> NDArray[Any]:
         nbytes = num_rows * self.row_bytes

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, ClassVar
 
 import numpy as np
@@ -35,6 +35,7 @@ class StagedArray:
 
     values: Array
     """[rows, *shape]."""
+    _: KW_ONLY
     parse: Callable[[Spans], tuple[Array, BadRows]] | None = None
     """How byte strings become numbers; None: they are stored as numbers."""
     fill: Array | None = None
