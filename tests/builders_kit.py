@@ -1,6 +1,6 @@
 """Lets tests of loaders over shards run over other builders than those that a loader would choose.
 
-`pytest --builders process` builds all batches in processes, also those that are copies alone.
+`pytest --builders process` builds all batches in processes, also those that are copies alone; `ray`: actors.
 """
 
 from __future__ import annotations
@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 
+from dataflow import Topology
 from dataflow.stream import builders, loader, session
 from dataflow.stream.builders import BuilderPlan
 from dataflow.stream.plan import StreamPlan
 from dataflow.stream.settings import StreamSettings
 
-_NUMBER = {"main": 0, "thread": 2, "process": 2}
+_NUMBER = {"main": 0, "thread": 2, "process": 2, "ray": 2}
 
 
 def in_full(*values: Any) -> list[Any]:
@@ -24,12 +25,14 @@ def in_full(*values: Any) -> list[Any]:
 
 def build_in(workers: str) -> None:
     """Choose these builders wherever arguments name none, for the rest of this process."""
-    choose = builders.plan_builders
+    choose, reads = builders.plan_builders, workers == "ray"
 
-    def plan(stream: StreamPlan, settings: StreamSettings, *, local_ranks: int) -> BuilderPlan:
+    def plan(stream: StreamPlan, settings: StreamSettings, place: Topology) -> BuilderPlan:
         if settings.workers is not None or settings.num_workers is not None:
-            return choose(stream, settings, local_ranks=local_ranks)
-        return BuilderPlan(workers=workers, num_workers=_NUMBER[workers], reason="a test asked for it")
+            return choose(stream, settings, place)
+        return BuilderPlan(
+            workers=workers, num_workers=_NUMBER[workers], reason="a test asked for it", reads=reads
+        )
 
     for module in (loader, session):
         module.plan_builders = plan

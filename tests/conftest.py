@@ -31,7 +31,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--full", action="store_true", help="tests, too, that have a representative among others"
     )
-    parser.addoption("--builders", default="", choices=["", "main", "thread", "process"])
+    parser.addoption("--builders", default="", choices=["", "main", "thread", "process", "ray"])
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -39,6 +39,10 @@ def pytest_configure(config: pytest.Config) -> None:
     if not hasattr(config, "workerinput"):
         for package in ("sharding", "prefetch", "dataflow"):
             compileall.compile_dir(Path(__file__).parent.parent / package, quiet=2)
+        if config.getoption("--builders") == "ray":
+            from ray_kit import start_cluster
+
+            start_cluster()
     if builders := config.getoption("--builders"):
         build_in(builders)
 
@@ -49,16 +53,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         left_out = [item for item in items if item.get_closest_marker("full")]
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in set(left_out)]
-    if config.getoption("--builders") == "process":
+    if config.getoption("--builders") in ("process", "ray"):
         skip = pytest.mark.skip(reason="looks at, or changes, objects of this process")
         for item in items:
             if item.get_closest_marker("here"):
                 item.add_marker(skip)
 
 
-def pytest_collection_finish() -> None:
-    """All test modules have been imported."""
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """All test modules have been imported; in a process that runs tests."""
     sys.dont_write_bytecode = _KEEPS_NO_BYTECODE
+    if session.config.getoption("--builders") == "ray" and session.items:
+        from ray_kit import reuse_actors
+
+        reuse_actors()
 
 
 @pytest.fixture(scope="session")

@@ -41,6 +41,8 @@ class ActorResponse(NamedTuple):
     """A `BuilderResult`."""
     nbytes: int
     layout: Layout
+    traffic: tuple[int, int] = (0, 0)
+    """Bytes that the actor has read and decoded since it last said so."""
 
 
 class ActorPlace(NamedTuple):
@@ -156,6 +158,8 @@ class BuilderActor:
         self._loop.messages.put((kind, number, content))
         del content, memory  # the loop has them until the chunk is built
         response, packed = responses.get()
+        if self._reader is not None:
+            response = response._replace(traffic=self._reader.traffic.take())
         return response, packed
 
     def outlive(self) -> None:

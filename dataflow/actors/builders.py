@@ -9,8 +9,13 @@ leaves Ray's store at once.
 Whatever happens to an actor, each build comes to its end. Plan, windows and decisions about bad samples stay
 here, so an actor that dies, alone or with its machine, costs time only: its chunks are built again by others,
 from the first batch that was not handed over, with the same answers, and another actor is asked for. Actors
-that the cluster has no room for yet are used once they are there. Each rank has actors of its own, which
-know of no others and end with it: trainers share a cluster as Ray shares out its CPUs.
+that the cluster has no room for yet are used once they are there.
+
+Each rank has actors of its own, which know of no others and end with it. Ranks share the cluster's CPUs, and
+exchange nothing for it: each first asks for its part, and for the rest of what it was told to use once that
+has begun, when the others have asked for theirs. If a rank still has no actor after a while, since others
+were there before it or nodes have died, it has one that reserves no CPU, until another begins: it is slow,
+but it waits for nobody.
 """
 
 from __future__ import annotations
@@ -29,7 +34,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dataflow.actors.actor import ActorPlace, ActorResponse, BuilderActor, packed_bytes
-from dataflow.actors.cluster import BuilderActorError, RayClusterError, Versions, connected_ray
+from dataflow.actors.cluster import (
+    BuilderActorError,
+    ClusterNodes,
+    RayClusterError,
+    Versions,
+    connected_ray,
+)
 from dataflow.actors.reading import ReadPlan, only_read, read_plan
 from dataflow.batch.delivered import Delivered
 from dataflow.batch.output import staged_outputs
@@ -37,6 +48,7 @@ from dataflow.processes.builder_main import BuilderJob, BuilderMessage, BuilderR
 from dataflow.processes.hand_out import ASSIGNED, RemoteBuild, RemoteBuilders, chunk_of
 from dataflow.processes.payload import pack, unpack
 from dataflow.processes.shipped import ShippedChunk, ship
+from dataflow.staging.source import Traffic
 from prefetch.engine.builders import Build
 from prefetch.errors import EngineClosedError
 from prefetch.memory.arena import Arena, rounded_bytes
@@ -53,6 +65,13 @@ _MOST_FAILED_STARTS = 3
 """Actors, one after another, that may die before they said where they are."""
 _CLOSE_S = 10.0
 """To wait for actors that were ended."""
+_PATIENCE_S = 15.0
+"""With no actor. To start one where there is a CPU takes some 3 s, with modules on a network share more."""
+
+
+def cluster_nodes() -> ClusterNodes:
+    """Where actors would run. Raises as `RayBuilders` does."""
+    return ClusterNodes.of(connected_ray())
 
 
 @dataclass(eq=False, kw_only=True)
@@ -63,6 +82,8 @@ class _Actor:
     name: str
     end: futures.Future[Any]
     """Fails when it dies."""
+    reserves: bool = True
+    """Whether Ray waits for a free CPU before it begins."""
     windows: frozenset[tuple[int, int]] = frozenset()
     """Those of the newest chunk that it was sent, by source and first block."""
     is_ready: bool = False
@@ -82,12 +103,14 @@ class RayBuilders(RemoteBuilders[_ActorBuild]):
 
     Args:
         job: what all chunks have in common.
-        num_builders: actors to ask for.
+        num_builders: actors to use.
+        num_ranks: that share the cluster.
         guards: keep mapped files at their length while their values are copied.
         decide: whether a bad sample is left out.
         arena: where values lie until Ray has them, and then batches.
         on_return: bytes of a slot -> what is called when its last view dies.
         datasets: whose shards actors read by themselves; none: values are shipped.
+        traffic: where what actors read is counted.
         initializer: runs first in the thread that hands out.
 
     Raises `RayClusterError`, `ImportError` without Ray, `ValueError` for functions that cannot be sent.
@@ -102,6 +125,8 @@ class RayBuilders(RemoteBuilders[_ActorBuild]):
         decide: Callable[[SampleError], bool],
         arena: Arena,
         on_return: Callable[[int], Task],
+        traffic: Traffic,
+        num_ranks: int = 1,
         datasets: Sequence[ShardedDataset] = (),
         initializer: Task | None = None,
     ) -> None:
@@ -110,6 +135,7 @@ class RayBuilders(RemoteBuilders[_ActorBuild]):
         self._arena, self._on_return, self._ships = arena, on_return, not datasets
         # A chunk comes whole: a part of it would be a call more, which costs this process 3 ms.
         job = replace(job, hand_over_s=math.inf)
+        self._traffic, self._num_ranks = traffic, num_ranks
         try:
             packed = pack((job, [*map(only_read, datasets)]), by_value=True)  # our main module is not theirs
         except Exception as error:
@@ -119,17 +145,24 @@ class RayBuilders(RemoteBuilders[_ActorBuild]):
             ) from error
         self._ray = connected_ray()
         self._job, self._layout = packed_bytes(packed), packed.layout
-        self._remote = self._ray.remote(BuilderActor).options(
-            num_cpus=1, max_restarts=0, max_task_retries=0, max_concurrency=ASSIGNED + 2
-        )
+        self._remote = self._ray.remote(BuilderActor)
         self._actors: list[_Actor] = []
         """Under the lock."""
         self._num_started = self._num_failed_starts = 0
         self._events: queue.SimpleQueue[Task] = queue.SimpleQueue()
         """What has come, for the thread that hands out. Ray's thread and the engine put it there."""
-        for _ in range(num_builders):
-            self._start_actor()
+        self._num_wanted = min(num_builders, ClusterNodes.of(self._ray).actors_of(num_ranks))
+        """Actors that are asked for by now."""
+        self._is_patient = True
+        """Whether an actor that reserves no CPU is yet to be asked for, if no other begins."""
+        self._ask_for_actors()
         self._start(self._run, initializer)
+
+    @property
+    def num_begun(self) -> int:
+        """Actors that are there now."""
+        with self._lock:
+            return sum(actor.is_ready for actor in self._actors)
 
     # ---- for the engine -----------------------------------------------------------------------------------
 
@@ -141,7 +174,7 @@ class RayBuilders(RemoteBuilders[_ActorBuild]):
         with self._lock:
             if not any(actor.is_ready for actor in self._actors):
                 return [
-                    f"by none of the {self.num_builders} Ray actors asked for so far: each needs a free CPU "
+                    f"by none of the {len(self._actors)} Ray actors asked for so far: each needs a free CPU "
                     "of the cluster and some seconds to start; `ray status` shows what there is"
                 ]
             builds = [one for one in self._assigned.values() if one.is_active]
@@ -160,12 +193,38 @@ class RayBuilders(RemoteBuilders[_ActorBuild]):
 
     # ---- actors -------------------------------------------------------------------------------------------
 
-    def _start_actor(self) -> None:
+    def _ask_for_actors(self) -> None:
+        """Ask for those that are wanted and were not asked for."""
+        num_asked = sum(actor.reserves for actor in self._actors)
+        if num_asked < self._num_wanted:
+            nodes = ClusterNodes.of(self._ray)
+            for _ in range(self._num_wanted - num_asked):
+                self._start_actor(num_cpus=nodes.cpus_of_actor(self._num_ranks), **nodes.near())
+
+    def _ask_without_cpu(self) -> None:
+        """No actor has begun for a while: have one, for the time being, that waits for no CPU."""
+        self._is_patient = False
+        node = ClusterNodes.of(self._ray).any_with_cpus()
+        _log.warning(
+            "the Ray cluster has had no free CPU for an actor of this rank for %g s: %s; `ray status` shows "
+            "what there is",
+            _PATIENCE_S,
+            "no node has any" if node is None else "one begins that reserves none, until another has one",
+        )
+        if node is not None:
+            strategies = self._ray.util.scheduling_strategies
+            strategy = strategies.NodeAffinitySchedulingStrategy(node, soft=False)
+            self._start_actor(num_cpus=0, scheduling_strategy=strategy)
+
+    def _start_actor(self, **placement: Any) -> None:
         """Ask for one more; it is used once it has said where it is."""
-        handle = self._remote.remote()
+        handle = self._remote.options(
+            max_restarts=0, max_task_retries=0, max_concurrency=ASSIGNED + 2, **placement
+        ).remote()
         name = f"Ray actor {self._num_started}"
         self._num_started += 1
-        actor = _Actor(handle=handle, name=name, end=handle.outlive.remote().future())
+        reserves = placement["num_cpus"] > 0
+        actor = _Actor(handle=handle, name=name, end=handle.outlive.remote().future(), reserves=reserves)
         with self._lock:
             self._actors.append(actor)
         # Before it is there for the others, what its end calls is set: it may be dead already.
@@ -189,7 +248,14 @@ class RayBuilders(RemoteBuilders[_ActorBuild]):
         failure = opened.result()
         if failure is not None:
             raise failure.restored()
-        self._num_failed_starts, actor.is_ready = 0, True
+        self._num_failed_starts, actor.is_ready, self._is_patient = 0, True, True
+        if not actor.reserves:
+            return
+        for other in [other for other in self._actors if not other.reserves]:
+            self._remove(other, None)
+        if all(actor.is_ready for actor in self._actors):
+            self._num_wanted = self.num_builders
+            self._ask_for_actors()
 
     def _is_answered(self, actor: _Actor, result: futures.Future[Any]) -> bool:
         """Whether a call has returned; False: the actor died, of which its end tells."""
@@ -207,11 +273,6 @@ class RayBuilders(RemoteBuilders[_ActorBuild]):
         """Have what an actor had built by others, and ask for another one."""
         if actor.is_lost or self._is_stopped or self._failure is not None:
             return
-        actor.is_lost = True
-        self._kill(actor)  # where only the way to it is lost: nobody would use it any more
-        with self._lock:
-            self._actors.remove(actor)
-            builds = [one for one in self._assigned.values() if one.builder is actor]
         if not actor.is_ready:
             self._num_failed_starts += 1
             if self._num_failed_starts >= _MOST_FAILED_STARTS:
@@ -220,9 +281,19 @@ class RayBuilders(RemoteBuilders[_ActorBuild]):
                     f"nodes?): {error}"
                 ) from error
         _log.warning("%s has died: %s; its chunks are built by others", actor.name, _first_line(error))
+        self._remove(actor, (actor.name, error) if self._is_own_death(error) else None)
+        self._is_patient = True
+        self._ask_for_actors()
+
+    def _remove(self, actor: _Actor, death: tuple[str, BaseException | None] | None) -> None:
+        """Have what an actor had built by others; `death`: if what it had may be why it died."""
+        actor.is_lost = True
+        self._kill(actor)  # where only the way to it is lost: nobody would use it any more
+        with self._lock:
+            self._actors.remove(actor)
+            builds = [one for one in self._assigned.values() if one.builder is actor]
         for one in builds:
-            self._lose(one, (actor.name, error) if self._is_own_death(error) else None)
-        self._start_actor()
+            self._lose(one, death)
 
     def _death_error(self, one: _ActorBuild) -> BuilderActorError:
         plan = chunk_of(one.build).plan
@@ -256,10 +327,18 @@ class RayBuilders(RemoteBuilders[_ActorBuild]):
         while not self._is_stopped:
             try:
                 self._hand_out()
-                self._events.get()()  # no name keeps it: it holds memory of Ray's store
+                self._next_event()()  # no name keeps it: it holds memory of Ray's store
             except Exception as error:  # versions, or no actor can live: that ends all
                 self._fail(error)
         self._kill_all()  # here, too: after a time-out nobody waits for us
+
+    def _next_event(self) -> Task:
+        """What to deal with next: what has come, or that no actor has begun."""
+        waits = self._is_patient and self._failure is None and not any(one.is_ready for one in self._actors)
+        try:
+            return self._events.get(timeout=_PATIENCE_S if waits else None)
+        except queue.Empty:
+            return self._ask_without_cpu
 
     def _new(self, build: Build[Delivered]) -> _ActorBuild:
         return _ActorBuild(build=build)
@@ -305,6 +384,7 @@ class RayBuilders(RemoteBuilders[_ActorBuild]):
         if not self._is_there(one, actor, response):
             return
         head = response.result()
+        self._traffic.add(*head.traffic)
         more_bytes = rounded_bytes(head.nbytes) - one.charged_bytes
         # Built anew, it has its credits already, and maybe a few bytes too many of them.
         if head.kind == BuilderResult.BATCHES and more_bytes > 0:

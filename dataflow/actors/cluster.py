@@ -1,4 +1,4 @@
-"""The Ray cluster that builders run on: the extra, the connection, and which actors are refused.
+"""The Ray cluster that builders run on: the extra, the connection, its nodes, and which actors are refused.
 
 A cluster is never started here: a local one would build on the very cores that were to be relieved. The
 connection belongs to the process, as `ray.init` makes it; it stays when a loader is closed, for the next one.
@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import os
 import platform
+import secrets
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -85,3 +87,60 @@ def connected_ray() -> Any:
     except RuntimeError as error:  # Ray compares its own version and Python's
         raise RayClusterError(f"the Ray cluster at {address!r} cannot be used: {error}") from error
     return ray
+
+
+_PLACES = ("ray.io/availability-zone", "ray.io/availability-region")
+"""Labels that Ray gives the nodes of a cloud, the nearer first."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterNodes:
+    """The nodes of a cluster that live now: what there is for actors."""
+
+    nodes: Sequence[Mapping[str, Any]]
+    """As `ray.nodes()` describes them."""
+    own: str
+    """Id of the node that the training process is on."""
+
+    @classmethod
+    def of(cls, ray: Any) -> ClusterNodes:
+        """Those of the cluster that we are connected to."""
+        nodes = [node for node in ray.nodes() if node["Alive"]]
+        return cls(nodes=nodes, own=ray.get_runtime_context().get_node_id())
+
+    @property
+    def num_cpus(self) -> int:
+        """Of all nodes, whoever uses them."""
+        return sum(int(node["Resources"].get("CPU", 0)) for node in self.nodes)
+
+    def actors_of(self, num_ranks: int) -> int:
+        """How many actors one rank of so many can have, if all are to have as many; at least one."""
+        return max(1, self.num_cpus // max(1, num_ranks))
+
+    def cpus_of_actor(self, num_ranks: int) -> float:
+        """The CPUs that an actor reserves: one, or less if there are fewer than ranks.
+
+        Then as many share a CPU as are needed, on whichever node that is.
+        """
+        if not self.num_cpus:
+            return 1.0  # of a node that is yet to come
+        sharing = max(1, -(-num_ranks // self.num_cpus))
+        return int(10_000 / sharing) / 10_000  # Ray rounds to so many digits: up would be too much
+
+    def near(self) -> dict[str, Any]:
+        """Options of an actor that is to be near the training process, where there is room for it.
+
+        Nodes of a cloud say in which zone they are. Nearer still is the node of the training process, whose
+        cores are to be relieved: it is treated as any other of its zone.
+        """
+        own = next((node for node in self.nodes if node["NodeID"] == self.own), None)
+        labels = {} if own is None else own.get("Labels", {})
+        choices = [{"label_selector": {name: labels[name]}} for name in _PLACES if labels.get(name)]
+        if not choices:
+            return {}
+        return {**choices[0], "fallback_strategy": [*choices[1:], {"label_selector": {}}]}
+
+    def any_with_cpus(self) -> str | None:
+        """Id of a node that has CPUs, whoever uses them; None: no node has any."""
+        ids = [node["NodeID"] for node in self.nodes if node["Resources"].get("CPU", 0) >= 1]
+        return secrets.choice(ids) if ids else None  # the generator of the training code is left alone

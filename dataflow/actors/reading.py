@@ -26,7 +26,7 @@ from dataflow.batch.columns import ChunkRows, WindowPart
 from dataflow.staging.mapped import MappedWindow, can_map_windows
 from dataflow.staging.planned import PlannedWindow
 from dataflow.staging.reading import ReadWindow, SparseWindow
-from dataflow.staging.source import Source
+from dataflow.staging.source import Source, Traffic
 from dataflow.staging.window import StagedWindow
 from prefetch.engine.pool import PriorityPool
 from prefetch.memory.arena import Arena
@@ -137,7 +137,11 @@ class BlockReader:
     """
 
     def __init__(self, datasets: Sequence[ShardedDataset], arena: Arena, keep_bytes: int) -> None:
-        self._sources = [replace(data.source(), number=number) for number, data in enumerate(datasets)]
+        self.traffic = Traffic()
+        self._sources = [
+            replace(data.source(), number=number, traffic=self.traffic)
+            for number, data in enumerate(datasets)
+        ]
         self._is_mapped = [can_map_windows(source) for source in self._sources]
         self._arena, self._keep_bytes = arena, keep_bytes
         self._threads = PriorityPool(_READERS, "dataflow-read")

@@ -96,7 +96,8 @@ class MappedWindow(StagedWindow):
         blocks = self.samples.blocks[own]
         ranges = [(block.shard, block.offset, block.length) for block in blocks]
         self._shards[own] = self.source.mappings.hold(ranges, brings_pages=self._whole)
-        self.source.traffic.add(sum([b.length for b in blocks]), sum([b.nbytes for b in blocks]))
+        if self._whole:
+            self.source.traffic.add(sum([b.length for b in blocks]), sum([b.nbytes for b in blocks]))
         with self._lock:
             self._tasks_left -= 1
             is_last = self._tasks_left == 0
@@ -115,6 +116,10 @@ class MappedWindow(StagedWindow):
         for output in self.source.outputs:
             if not output.stays_in_place:
                 self._parse(output, rows, samples)
+        if not self._whole:
+            lengths = [self._places.column(name, samples)[1][rows] for name in self.source.columns]
+            nbytes = sum(int(np.maximum(own, 0).sum()) for own in lengths)
+            self.source.traffic.add(nbytes, nbytes)
 
     def _parse(self, output: StagedOutput, rows: NDArray[np.int64], samples: NDArray[np.int64]) -> None:
         """Parse the numbers of the rows; those of whole blocks only once, where they can be remembered."""

@@ -37,6 +37,13 @@ class Traffic:
             self.read_bytes += read_bytes
             self.decoded_bytes += decoded_bytes
 
+    def take(self) -> tuple[int, int]:
+        """Bytes read and decoded since the last call, for another account."""
+        with self._lock:
+            taken = self.read_bytes, self.decoded_bytes
+            self.read_bytes = self.decoded_bytes = 0
+        return taken
+
 
 @dataclass(frozen=True)
 class SourceCache:

@@ -14,6 +14,7 @@ from dataflow.dataset import ShardedDataset
 from dataflow.limits import allowed_cores
 from dataflow.mixture import Mixture
 from dataflow.processes.choice import ChoiceMemory, WorkerChoice
+from dataflow.staging.source import Traffic
 from dataflow.stream.plan import StreamPlan
 from dataflow.stream.settings import StreamSettings
 from dataflow.torch_threads import one_torch_thread
@@ -21,8 +22,10 @@ from prefetch.core.executor import executor
 from prefetch.engine.builders import Builders, ThreadBuilders
 from prefetch.engine.ledger import Ledger
 from prefetch.memory.copies import Copies
+from sharding.topology.topology import Topology
 
 if TYPE_CHECKING:
+    from dataflow.actors.builders import RayBuilders
     from dataflow.processes.auto import AutoBuilders
     from dataflow.processes.builder_main import BuilderJob
     from dataflow.processes.builders import ProcessBuilders
@@ -45,6 +48,8 @@ class BuilderPlan:
     """Whether batches are copies, which compiled code makes."""
     reads: bool = False
     """Whether builders read blocks by themselves."""
+    num_ranks: int = 1
+    """That share the cluster which actors are on."""
 
     @property
     def num_processes(self) -> int:
@@ -57,8 +62,9 @@ class BuilderPlan:
         return self.workers != "ray"
 
 
-def plan_builders(plan: StreamPlan, settings: StreamSettings, *, local_ranks: int) -> BuilderPlan:
-    """Who builds the batches of a plan on this rank, of so many on this machine."""
+def plan_builders(plan: StreamPlan, settings: StreamSettings, place: Topology) -> BuilderPlan:
+    """Who builds the batches of a plan on this rank."""
+    local_ranks = place.local_world_size
     dataset, workers, number = plan.dataset, settings.workers, settings.num_workers
     # Without a queue builders make batches that are copies alone, too, in chunks of their size.
     has_queue = executor().open_queue is not None
@@ -73,9 +79,7 @@ def plan_builders(plan: StreamPlan, settings: StreamSettings, *, local_ranks: in
         copying = (settings.builders is None and number) or max(1, cores - 1)
         return BuilderPlan(workers="thread", num_workers=copying, reason=text, copies_only=True)
     if settings.builders == "ray":
-        assert number is not None
-        reads = not settings.ship_blocks
-        return BuilderPlan(workers="ray", num_workers=number, reason='builders="ray"', reads=reads)
+        return _plan_actors(settings, place.world_size)
     if workers is None and number is not None:
         workers = "process"
     if workers == "process":
@@ -96,6 +100,21 @@ def plan_builders(plan: StreamPlan, settings: StreamSettings, *, local_ranks: in
         num_threads=number or threads,
         num_cores=cores,
     )
+
+
+def _plan_actors(settings: StreamSettings, num_ranks: int) -> BuilderPlan:
+    """So many actors as were asked for, or as this rank's part of the cluster has CPUs."""
+    number, reason = settings.num_workers, 'builders="ray"'
+    if number is None:
+        from dataflow.actors.builders import cluster_nodes
+
+        nodes = cluster_nodes()
+        number = nodes.actors_of(num_ranks)
+        reason += f", {nodes.num_cpus} CPUs of its cluster" + (
+            f" for {num_ranks} ranks" if num_ranks > 1 else ""
+        )
+    reads = not settings.ship_blocks
+    return BuilderPlan(workers="ray", num_workers=number, reason=reason, reads=reads, num_ranks=num_ranks)
 
 
 def _are_copies(dataset: ShardedDataset | Mixture) -> bool:
@@ -124,6 +143,7 @@ class BuilderOpening:
         plan: who.
         context: what they build with.
         ledger: of the session.
+        traffic: of the session.
         memory: what the loader's sessions have decided.
         limit_bytes: of the session.
         is_pinned: whether slots are page-locked.
@@ -137,15 +157,17 @@ class BuilderOpening:
         context: BuildContext,
         *,
         ledger: Ledger,
+        traffic: Traffic,
         memory: ChoiceMemory,
         limit_bytes: int,
         is_pinned: bool,
         datasets: Sequence[ShardedDataset],
         max_restarts: int,
     ) -> None:
-        self._datasets = datasets
+        self._datasets, self._traffic = datasets, traffic
         self.plan, self._context, self._ledger, self._memory = plan, context, ledger, memory
         self._opened: AutoBuilders | None = None
+        self._opened_actors: RayBuilders | None = None
         self._limit_bytes, self._is_pinned, self._max_restarts = limit_bytes, is_pinned, max_restarts
 
     def builders(self, copies: Copies | None) -> Builders[Delivered]:
@@ -157,7 +179,8 @@ class BuilderOpening:
         if plan.workers in ("process", "auto"):
             return self._processes(None)
         if plan.workers == "ray":
-            return self._actors()
+            self._opened_actors = self._actors()
+            return self._opened_actors
         num_threads = min(1, plan.num_workers) if copies else plan.num_workers
         return ThreadBuilders(num_threads, copies=copies, initializer=one_torch_thread)
 
@@ -166,6 +189,8 @@ class BuilderOpening:
         """Who builds now, and why."""
         if self._opened is not None:
             return self._opened.choice
+        if self._opened_actors is not None:
+            return WorkerChoice("ray", f"{self.plan.reason}: {self._opened_actors.num_begun} are there")
         if self.plan.workers == "auto" and self._memory.choice is not None:
             return self._memory.choice
         return WorkerChoice(self.plan.workers, self.plan.reason)
@@ -199,7 +224,7 @@ class BuilderOpening:
         self._ledger.settle_first(builders.file.settle)
         return builders
 
-    def _actors(self) -> Builders[Delivered]:
+    def _actors(self) -> RayBuilders:
         from dataflow.actors.builders import RayBuilders
 
         context = self._context
@@ -210,6 +235,8 @@ class BuilderOpening:
             decide=context.postprocessing.on_bad,
             arena=context.arena,
             on_return=context.on_return,
+            traffic=self._traffic,
+            num_ranks=self.plan.num_ranks,
             datasets=self._datasets if self.plan.reads else (),
             initializer=one_torch_thread,
         )

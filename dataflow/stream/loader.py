@@ -111,8 +111,7 @@ class StreamLoader:
     @property
     def builder_plan(self) -> BuilderPlan:
         """Who builds its batches."""
-        ranks = self._topology.local_world_size
-        return plan_builders(self._plan, self.settings, local_ranks=ranks)
+        return plan_builders(self._plan, self.settings, self._topology)
 
     @property
     def read_pause(self) -> ReadPause | None:

@@ -53,6 +53,7 @@ from sharding.topology.topology import Topology
 from sharding.urls import is_local, naming_part
 
 _NO_GATE = Decision(0, "local shards are read without a limit")
+_ACTORS_READ = Decision(0, "actors of the cluster read, 16 ranges at a time each")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +81,7 @@ class Session:
         dataset, limit, settings = plan.dataset, options.memory_limit, options.settings
         device = settings.torch_device
         ranks = max(1, options.topology.local_world_size)
-        builder_plan = plan_builders(plan, settings, local_ranks=ranks)
+        builder_plan = plan_builders(plan, settings, options.topology)
         ahead = choose_read_ahead(
             limit,
             batch_bytes=_batch_bytes(plan),
@@ -106,14 +107,16 @@ class Session:
         self.skipped = options.skipped
         self._pause = options.pause
         self._now = options.pause.running_s if options.pause else time.perf_counter
-        self.gate = _open_gate(
-            dataset,
-            options.topology,
-            limit,
-            start_bytes=ahead.in_flight_bytes.value,
-            refusals=self._refusals,
-            now=self._now,
-        )
+        self.gate = None
+        if not builder_plan.reads:
+            self.gate = _open_gate(
+                dataset,
+                options.topology,
+                limit,
+                start_bytes=ahead.in_flight_bytes.value,
+                refusals=self._refusals,
+                now=self._now,
+            )
         self.guards = FileGuards()
         self.caches = OpenCaches(
             dataset.sources, plan, options.topology, self.arena, in_memory=options.caches_in_memory
@@ -184,6 +187,7 @@ class Session:
             builder_plan,
             context,
             ledger=ledger,
+            traffic=self.traffic,
             memory=options.choices,
             limit_bytes=limit,
             is_pinned=is_pinned,
@@ -260,12 +264,12 @@ class Session:
 
     def stats(self) -> SessionStats:
         """A snapshot; cheap, any thread."""
-        choice = self._opening.choice
+        choice, reads = self._opening.choice, self._opening.plan.reads
         return SessionStats(
             engine=self.engine.stats(),
             read_bytes=self.traffic.read_bytes,
             decoded_bytes=self.traffic.decoded_bytes,
-            in_flight=self.gate.decision if self.gate else _NO_GATE,
+            in_flight=self.gate.decision if self.gate else _ACTORS_READ if reads else _NO_GATE,
             faults=sum((source.reader.stats() for source in self.sources), NO_FAULTS),
             cache=self.caches.stats(),
             workers=choice.value,

@@ -60,7 +60,8 @@ class StreamSettings:
     """Builder processes that are replaced when they die, each with a warning, and their batches built again.
     One more that dies, or a second one on the same batches, is an error; 0: the first one is."""
     builders: Literal["ray"] | None = None
-    """"ray": builders are actors of a Ray cluster, `num_workers` of them."""
+    """"ray": builders are actors of a Ray cluster, `num_workers` of them; where that is None, as many as this
+    rank's part of the cluster has CPUs."""
     ship_blocks: bool = False
     """Whether the training process reads for such actors, and sends them values; else they read."""
     batching: Batching | None = None
@@ -107,9 +108,10 @@ class StreamSettings:
             raise ValueError(
                 'ship_blocks=True is for builders="ray": other builders are given what was read here'
             )
-        if self.builders == "ray" and (not self.num_workers or self.workers is not None):
+        if self.builders == "ray" and (self.num_workers == 0 or self.workers is not None):
             raise ValueError(
-                'builders="ray" takes num_workers= above 0, the number of its actors, and no workers='
+                'builders="ray" takes num_workers=, None or above 0, for the number of its actors, and no '
+                "workers="
             )
         if self.max_worker_restarts < 0:
             raise ValueError(f"max_worker_restarts must be >= 0, got {self.max_worker_restarts}")

@@ -18,12 +18,15 @@ import numpy as np
 import psutil
 import pytest
 import torch
+import torch.distributed as dist
 from builders_kit import in_full
 from datasets_kit import Made, Make, make_parquet, make_tar
 from http_kit import slowstore
+from ranks_kit import fast_ranks
 from stream_kit import session_of
 
 from dataflow import DataLoader, Mixture, SampleError, ShardedDataset, ShardWriter, Shuffle
+from dataflow.actors import builders
 from dataflow.actors.builders import RayBuilders
 from dataflow.actors.cluster import BuilderActorError, RayClusterError, Versions
 from prefetch.errors import StallError
@@ -40,16 +43,23 @@ STORE_BYTES = 80 << 20
 SECRET = "a-key-that-nobody-may-see"
 ROOT = Path(__file__).parents[2]
 PATHS = [str(ROOT), str(ROOT / "tests"), str(Path(__file__).parent)]
+ZONE = "ray.io/availability-zone"
+NEAR = {ZONE: "near"}
+
+
+def connect(address: str) -> None:
+    """Connect this process to a cluster whose actors can import this module."""
+    variables = {"PYTHONPATH": os.pathsep.join(PATHS)}
+    ray.init(address=address, log_to_driver=False, runtime_env={"env_vars": variables})
 
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
-    """A node without CPUs, as a training node that has none to spare, and one with two."""
-    head = {"num_cpus": 0, "include_dashboard": False, "object_store_memory": STORE_BYTES}
+    """A node without CPUs, as a training node that has none to spare, and one with two, in another zone."""
+    head = {"num_cpus": 0, "include_dashboard": False, "object_store_memory": STORE_BYTES, "labels": NEAR}
     made = cluster_utils.Cluster(initialize_head=True, head_node_args=head)
-    made.add_node(num_cpus=2, object_store_memory=STORE_BYTES)
-    variables = {"PYTHONPATH": os.pathsep.join(PATHS)}
-    ray.init(address=made.address, log_to_driver=False, runtime_env={"env_vars": variables})
+    made.add_node(num_cpus=2, object_store_memory=STORE_BYTES, labels={**NEAR, ZONE: "far"})
+    connect(made.address)
     yield made
     ray.shutdown()
     made.shutdown()
@@ -73,7 +83,9 @@ def with_transform(dataset: ShardedDataset, transform: Any) -> ShardedDataset:
     return view
 
 
-def in_actors(dataset: Any, batch_size: int, shuffle: Any = None, *, count: int = 1, **options: Any) -> Any:
+def in_actors(
+    dataset: Any, batch_size: int, shuffle: Any = None, *, count: int | None = 1, **options: Any
+) -> Any:
     options.setdefault("timeout", TIMEOUT_S)
     return DataLoader(dataset, batch_size, shuffle, num_workers=count, builders="ray", **options)
 
@@ -129,6 +141,7 @@ def test_batches_of_shards_that_actors_read_are_those_that_threads_build(
         whole = [batch["n"].tolist() for _ in range(2) for batch in loader]
     with in_actors(dataset, 3, Shuffle("window"), seed=5) as loader:
         assert [batch["n"].tolist() for _ in range(2) for batch in loader] == whole
+        assert loader.stats().read_bytes
 
 
 @pytest.mark.parametrize("name", ["tar", *in_full("parquet")])
@@ -323,7 +336,7 @@ def test_a_wait_for_actors_that_the_cluster_has_no_room_for_says_so(cluster: Any
 @pytest.mark.parametrize(
     "options",
     [
-        {"builders": "ray"},
+        {"builders": "ray", "num_workers": 0},
         {"builders": "ray", "num_workers": 1, "workers": "thread"},
         {"builders": "dask", "num_workers": 1},
         {"ship_blocks": True},
@@ -332,6 +345,76 @@ def test_a_wait_for_actors_that_the_cluster_has_no_room_for_says_so(cluster: Any
 def test_arguments_that_contradict_are_refused(tmp_path: Path, options: Any) -> None:
     with pytest.raises(ValueError, match="builders"):
         DataLoader(make_tar(tmp_path).open(), 2, **options)
+
+
+# ---- where, and beside whom -------------------------------------------------------------------------------
+
+
+@pytest.mark.full
+def test_actors_are_near_the_trainer_where_there_is_room(cluster: Any, large: ShardedDataset) -> None:
+    dataset = with_transform(large, drawn)
+    node = cluster.add_node(num_cpus=1, object_store_memory=STORE_BYTES, labels=NEAR)
+    number = int(node.node_id[:8], 16)
+    for count in (1, 2):
+        with in_actors(dataset, 8, True, count=count) as loader:
+            nodes: set[int] = set()
+            for _ in range(1000):
+                nodes = {number for batch in loader for number in batch["node"].tolist()}
+                if len(nodes) == count:
+                    break
+        assert number in nodes
+        assert len(nodes) == count
+    cluster.remove_node(node, allow_graceful=True)
+
+
+def batches_of_rank(address: str, urls: Any, count: int | None) -> tuple[list[int], int]:
+    """In a rank: its samples, which have come as threads build them, and how many actors it had."""
+    connect(address)
+    dataset = ShardedDataset(urls, decode={"cls": "int"}, columns=["cls"], transform=drawn)
+    with in_actors(dataset, 8, True, count=count) as loader:
+        batches = draws(loader)
+        assert batches == by_threads(dataset, 8, True)
+        return [cls for batch, _ in batches for cls in batch], loader.num_workers
+
+
+@pytest.mark.parametrize(("world_size", "count"), [(2, None), *in_full((2, 4), (3, None), (3, 2))])
+def test_ranks_share_a_cluster_that_has_fewer_cpus_than_they_would_like(
+    cluster: Any, large: ShardedDataset, world_size: int, count: int | None
+) -> None:
+    arguments = cluster.address, large.catalog.urls, count
+    ranks = fast_ranks(batches_of_rank, world_size, args=arguments, timeout_s=100)
+    samples = [sample for own, _ in ranks for sample in own]
+    assert set(samples) == set(range(2000))
+    assert len(samples) - 2000 < world_size  # the last step is filled up
+    assert {number for _, number in ranks} == {count or 1}
+
+
+def late_rank(address: str, urls: Any) -> None:
+    """In a rank: the first has all CPUs before the second begins, and keeps them until that one has ended."""
+    connect(address)
+    builders._PATIENCE_S = 1.0
+    dataset = ShardedDataset(urls, decode={"cls": "int"}, columns=["cls"], transform=drawn)
+    if dist.get_rank():
+        dist.barrier()
+    with in_actors(dataset, 8, True, count=4) as loader:
+        epochs = [draws(loader)]
+        actors = builders_of(loader)
+        if dist.get_rank():
+            assert [actor.reserves for actor in actors._actors if actor.is_ready] == [False]
+        else:
+            while actors.num_begun < 2 and len(epochs) < 1000:
+                epochs.append(draws(loader))
+            dist.barrier()
+        dist.barrier()
+    with DataLoader(dataset, 8, True) as loader:
+        assert epochs == [draws(loader) for _ in epochs]
+
+
+@pytest.mark.full
+def test_a_rank_that_comes_when_all_cpus_are_taken_goes_on_all_the_same(
+    cluster: Any, large: ShardedDataset
+) -> None:
+    fast_ranks(late_rank, 2, args=(cluster.address, large.catalog.urls), timeout_s=100)
 
 
 # ---- deaths -----------------------------------------------------------------------------------------------

@@ -6,9 +6,12 @@ What only a cluster can show is in tests/ecosystem/test_ecosystem_ray.py.
 from __future__ import annotations
 
 import random
+import tarfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,8 +26,9 @@ from threads_kit import threads_left
 from dataflow import DataLoader, Mixture, Packed, SampleError, Shuffle, Topology
 from dataflow.actors import builders as module
 from dataflow.actors.actor import BuilderActor
-from dataflow.actors.cluster import BuilderActorError, RayClusterError
+from dataflow.actors.cluster import BuilderActorError, ClusterNodes, RayClusterError
 from dataflow.actors.reading import BlockReader, ReadPlan, ReadPlanPart
+from prefetch.errors import StallError
 from prefetch.memory.arena import Arena
 from sharding.errors import ShardReadError
 
@@ -56,8 +60,9 @@ class Result:
 class LocalActor:
     """An actor whose calls run in threads of this process, until it is killed."""
 
-    def __init__(self, made: Any, hears: Callable[[int, int], None]) -> None:
-        self.made, self._hears = made, hears
+    def __init__(self, made: Any, hears: Callable[[int, int], None], options: dict[str, Any]) -> None:
+        self.made, self._hears, self.options_given = made, hears, options
+        self.is_placed = threading.Event()
         self.calls: list[Result] = []
         self._openings: list[threading.Thread] = []
         self.error: Exception | None = None
@@ -83,6 +88,9 @@ class LocalActor:
         return results
 
     def _run(self, name: str, results: list[Result], arguments: Any) -> None:
+        self.is_placed.wait()
+        if self.error is not None:
+            return
         if name == "handle":
             self._hears(*arguments[:2])
         try:
@@ -104,6 +112,7 @@ class LocalActor:
             if not result.future().done():
                 result.future().set_exception(error)
         self.calls.clear()
+        self.is_placed.set()
         if self.made._loop is not None:
             self.made._loop.messages.put(None)
         self.made._ended.set()
@@ -120,24 +129,49 @@ class LocalActor:
 
 
 class LocalRay:
-    """What `RayBuilders` uses of Ray."""
+    """What `RayBuilders` uses of Ray: a cluster of one node."""
 
     exceptions = SimpleNamespace(ActorDiedError=ActorDiedError, RayTaskError=RayTaskError)
+    util = SimpleNamespace(
+        scheduling_strategies=SimpleNamespace(NodeAffinitySchedulingStrategy=lambda node, soft: node)
+    )
 
     def __init__(self) -> None:
         self.actors: list[LocalActor] = []
         self.hears: Callable[[LocalActor, int, int], None] = lambda actor, kind, number: None
+        self.num_cpus = 8
+        self._lock = threading.Lock()
+
+    def nodes(self) -> list[dict[str, Any]]:
+        return [{"NodeID": "one", "Alive": True, "Resources": {"CPU": float(self.num_cpus)}, "Labels": {}}]
+
+    def get_runtime_context(self) -> Any:
+        return SimpleNamespace(get_node_id=lambda: "one")
 
     def remote(self, made: type) -> Any:
-        def start() -> LocalActor:
-            actor = LocalActor(made(), lambda *message: self.hears(actor, *message))
+        def start(options: dict[str, Any]) -> LocalActor:
+            actor = LocalActor(made(), lambda *message: self.hears(actor, *message), options)
             self.actors.append(actor)
+            self._place()
             return actor
 
-        return SimpleNamespace(options=lambda **_: SimpleNamespace(remote=start))
+        return SimpleNamespace(options=lambda **options: SimpleNamespace(remote=partial(start, options)))
+
+    def _place(self) -> None:
+        """Let actors begin that there are CPUs for."""
+        with self._lock:
+            alive = [actor for actor in self.actors if actor.error is None]
+            free = self.num_cpus - sum(
+                actor.options_given["num_cpus"] for actor in alive if actor.is_placed.is_set()
+            )
+            for actor in alive:
+                if not actor.is_placed.is_set() and actor.options_given["num_cpus"] <= free:
+                    free -= actor.options_given["num_cpus"]
+                    actor.is_placed.set()
 
     def kill(self, actor: LocalActor) -> None:
         actor.die(ActorDiedError("killed"))
+        self._place()
 
 
 @pytest.fixture
@@ -155,7 +189,9 @@ def local_ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalRay]:
     torch.set_rng_state(states[2])
 
 
-def in_actors(dataset: Any, batch_size: int, shuffle: Any = None, *, count: int = 2, **options: Any) -> Any:
+def in_actors(
+    dataset: Any, batch_size: int, shuffle: Any = None, *, count: int | None = 2, **options: Any
+) -> Any:
     options.setdefault("timeout", TIMEOUT_S)
     return DataLoader(dataset, batch_size, shuffle, num_workers=count, builders="ray", **options)
 
@@ -274,9 +310,135 @@ def test_blocks_are_decoded_once_as_long_as_they_are_kept(made: Make, keep_bytes
         rows = reader.begin(ReadPlan(plan=plan, parts=[part])).rows()
         numbers.append([window.samples.number(row) for window, row in rows.find_all(np.arange(2))])
     assert numbers == [[dataset.catalog.block(number).first_sample for number in (0, 1)]] * 2
-    read = sum(source.traffic.read_bytes for source in reader._sources)
-    assert read == times * int(dataset.catalog.blocks.length[:2].sum())
+    assert reader.traffic.read_bytes == times * int(dataset.catalog.blocks.length[:2].sum())
     reader._threads.close()
+
+
+@pytest.mark.parametrize("name", ["parquet", "tar"])
+def test_what_actors_read_is_in_the_stats(local_ray: LocalRay, made: Make, name: str) -> None:
+    dataset = made(name).open(transform=told)
+    figures = []
+    for open_loader in (DataLoader, partial(in_actors, count=1)):
+        with open_loader(dataset, 3, True) as loader:
+            list(loader)
+            figures.append((loader.stats().read_bytes, loader.stats().decoded_bytes))
+    if name == "parquet":
+        assert figures[1] == figures[0]
+    else:  # of mapped files what is used of a block counts, not all of it
+        sizes = [len(value) for file in made(name).shards for value in values_in(file)]
+        assert figures[1] == (sum(sizes), sum(sizes))
+        assert figures[1] < figures[0]
+
+
+def values_in(path: Path) -> list[bytes]:
+    with tarfile.open(path) as tar:
+        return [tar.extractfile(member).read() for member in tar]  # type: ignore[union-attr]
+
+
+# ---- several ranks ----------------------------------------------------------------------------------------
+
+
+def nodes_of(*cpus: int, labels: Sequence[dict[str, str]] = ()) -> ClusterNodes:
+    """Of a cluster; the training process is on the first."""
+    nodes = [
+        {"NodeID": f"{number}", "Resources": {"CPU": float(count)} if count else {}, "Labels": of}
+        for number, (count, of) in enumerate(zip(cpus, labels or [{}] * len(cpus), strict=True))
+    ]
+    return ClusterNodes(nodes=nodes, own="0")
+
+
+@pytest.mark.parametrize(
+    ("nodes", "num_ranks", "actors", "cpus"),
+    [
+        (nodes_of(0, 4, 4), 1, 8, 1.0),
+        (nodes_of(0, 4, 4), 3, 2, 1.0),
+        (nodes_of(1, 1), 2, 1, 1.0),
+        (nodes_of(1, 1), 3, 1, 0.5),
+        (nodes_of(1, 1), 12, 1, 0.1666),
+        (nodes_of(0), 4, 1, 1.0),
+    ],
+)
+def test_ranks_share_out_the_cpus_of_a_cluster(
+    nodes: ClusterNodes, num_ranks: int, actors: int, cpus: float
+) -> None:
+    assert (nodes.actors_of(num_ranks), nodes.cpus_of_actor(num_ranks)) == (actors, cpus)
+
+
+def test_actors_are_wanted_in_the_zone_of_the_trainer_then_in_its_region_then_anywhere() -> None:
+    zone, region = {"ray.io/availability-zone": "b"}, {"ray.io/availability-region": "north"}
+    assert nodes_of(0, 4, labels=[{**region, **zone}, {}]).near() == {
+        "label_selector": zone,
+        "fallback_strategy": [{"label_selector": region}, {"label_selector": {}}],
+    }
+    assert nodes_of(0, 4, labels=[{}, zone]).near() == {}
+
+
+def test_without_a_number_a_rank_has_its_part_of_the_cluster(local_ray: LocalRay, made: Make) -> None:
+    dataset = made("parquet").open(transform=told)
+    place = Topology(rank=1, world_size=3)
+    with DataLoader(dataset, 4, topology=place) as loader:
+        whole = values(loader)
+    with in_actors(dataset, 4, count=None, topology=place) as loader:
+        assert values(loader) == whole
+        assert loader.num_workers == len(local_ray.actors) == 8 // 3
+        assert (
+            loader.stats().workers_reason == 'builders="ray", 8 CPUs of its cluster for 3 ranks: 2 are there'
+        )
+
+
+def test_a_rank_asks_for_more_than_its_part_when_that_is_there(local_ray: LocalRay, made: Make) -> None:
+    dataset = made("parquet").open(transform=told)
+    asked_at_opening: list[int] = []
+    opened = BuilderActor.open
+
+    def open_and_count(*arguments: Any) -> Any:
+        asked_at_opening.append(len(local_ray.actors))
+        return opened(*arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(BuilderActor, "open", open_and_count)
+        local_ray.num_cpus = 4
+        with in_actors(dataset, 4, count=3, topology=Topology(rank=0, world_size=2)) as loader:
+            for _ in range(1000):
+                list(loader)
+                if len(local_ray.actors) == 3:
+                    break
+    assert asked_at_opening[:2] == [2, 2]
+    assert len(local_ray.actors) == 3
+
+
+def test_a_rank_that_gets_no_cpu_builds_all_the_same_until_it_has_one(
+    local_ray: LocalRay, made: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    dataset = made("parquet").open(transform=told)
+    local_ray.num_cpus = 2
+    with in_actors(dataset, 4, True) as first, in_actors(dataset, 4, True) as loader:
+        loop = iter(first)
+        next(loop)
+        monkeypatch.setattr(module, "_PATIENCE_S", 0.01)
+        epochs = [values(loader)]
+        assert "no free CPU for an actor of this rank" in caplog.text
+        (unreserved,) = [actor for actor in local_ray.actors if not actor.options_given["num_cpus"]]
+        assert unreserved.options_given["scheduling_strategy"] == "one"
+        first.close()
+        while unreserved.error is None and len(epochs) < 1000:
+            epochs.append(values(loader))
+        assert unreserved.error
+    with DataLoader(dataset, 4, True) as loader:
+        assert epochs == [values(loader) for _ in epochs]
+
+
+def test_without_any_cpu_a_loop_ends_with_what_is_missing(
+    local_ray: LocalRay, made: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(module, "_PATIENCE_S", 0.01)
+    local_ray.num_cpus = 0
+    with (
+        in_actors(made("parquet").open(transform=told), 4, timeout=0.3) as loader,
+        pytest.raises(StallError, match="none of the 1 Ray actors"),
+    ):
+        list(loader)
+    assert caplog.text.count("no node has any") == 1
 
 
 # ---- deaths -----------------------------------------------------------------------------------------------
@@ -337,14 +499,12 @@ def test_actors_that_all_die_at_their_start_end_the_loop(
     start = local_ray.remote
 
     def dead(made: type) -> Any:
-        options = start(made).options()
-
-        def begin() -> LocalActor:
-            actor: LocalActor = options.remote()
+        def begin(options: dict[str, Any]) -> LocalActor:
+            actor: LocalActor = start(made).options(**options).remote()
             actor.die(ActorDiedError("No module named 'dataflow'"))
             return actor
 
-        return SimpleNamespace(options=lambda **_: SimpleNamespace(remote=begin))
+        return SimpleNamespace(options=lambda **options: SimpleNamespace(remote=partial(begin, options)))
 
     monkeypatch.setattr(local_ray, "remote", dead)
     with (
