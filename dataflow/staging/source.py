@@ -67,6 +67,8 @@ class Source:
     """Whether every column was asked for, so that one of a type we cannot deliver is an error."""
     number: int = 0
     """Which of a mixture's sources it is."""
+    partners: Sequence[PartnerSource] = ()
+    """Datasets that are joined to it."""
     _locates: dict[str, bool] = field(default_factory=dict, compare=False)
 
     @cached_property
@@ -113,3 +115,12 @@ class Source:
             locates = self.format.locate(block, self.columns) is not None
             self._locates[block.shard.url] = locates
         return locates
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartnerSource:
+    """A dataset joined to another, whose samples bring its columns along."""
+
+    source: Source
+    numbers: NDArray[np.integer] = field(compare=False)
+    """[samples of the other] number of the sample of this one that belongs to each."""

@@ -31,7 +31,7 @@ from dataflow.stream.loop_sessions import LoopSessions
 from dataflow.stream.loops import EpochLoop, LoopQueue
 from dataflow.stream.plan import StreamPlan
 from dataflow.stream.read_ahead import megabatch_bytes
-from dataflow.stream.session import Session, SessionOptions, is_all_local
+from dataflow.stream.session import Session, SessionOptions, datasets_read, is_all_local
 from dataflow.stream.settings import StreamSettings
 from dataflow.topology_exchange import detect_topology
 from prefetch.control.depth import Decision
@@ -434,7 +434,7 @@ class StreamLoader:
             read_amplification=self._plan.read_amplification,
             lengths=self._length_stats,
             mapped_bytes=sum(session.mapped_bytes() for session in sessions),
-            unfinished_shards=sum(len(one.catalog.unfinished) for one in self.dataset.sources),
+            unfinished_shards=sum(len(one.catalog.unfinished) for one in datasets_read(self.dataset)),
         )
 
     def close(self) -> None:

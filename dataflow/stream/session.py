@@ -216,16 +216,21 @@ class Session:
             most_slots=ahead.jobs_ready.value,
         )
 
+    @property
+    def _sources_read(self) -> list[Source]:
+        """Its sources, and those joined to them."""
+        return [one for source in self.sources for one in (source, *(p.source for p in source.partners))]
+
     def _end_reads(self) -> None:
-        for source in self.sources:
+        for source in self._sources_read:
             source.reader.close()
         self.caches.end()
 
     def _what_reads_wait_for(self) -> str:
-        return "; ".join(text for source in self.sources if (text := source.reader.waiting()))
+        return "; ".join(text for source in self._sources_read if (text := source.reader.waiting()))
 
     def _refusals(self) -> int:
-        return sum(source.reader.stats().throttled for source in self.sources)
+        return sum(source.reader.stats().throttled for source in self._sources_read)
 
     def next_batches(self) -> Batches[Delivered]:
         """The batches of the next chunk."""
@@ -265,7 +270,7 @@ class Session:
             read_bytes=self.traffic.read_bytes,
             decoded_bytes=self.traffic.decoded_bytes,
             in_flight=self.gate.decision if self.gate else _NO_GATE,
-            faults=sum((source.reader.stats() for source in self.sources), NO_FAULTS),
+            faults=sum((source.reader.stats() for source in self._sources_read), NO_FAULTS),
             cache=self.caches.stats(),
             workers=choice.value,
             workers_reason=choice.reason,
@@ -274,7 +279,7 @@ class Session:
 
     def mapped_bytes(self) -> int:
         """Bytes of local shards whose pages are in this process."""
-        return sum(source.mappings.mapped_bytes for source in self.sources)
+        return sum(source.mappings.mapped_bytes for source in self._sources_read)
 
     def resize(self, memory_limit: int) -> bool:
         """Have another limit from now on; False, and nothing is changed, if more is held than that."""
@@ -306,7 +311,12 @@ class Session:
 
 def is_all_local(dataset: ShardedDataset | Mixture) -> bool:
     """Whether no shard is behind a network."""
-    return all(is_local(url) for source in dataset.sources for url in source.catalog.urls[:1])
+    return all(is_local(one.catalog.urls[0]) for one in datasets_read(dataset))
+
+
+def datasets_read(dataset: ShardedDataset | Mixture) -> list[ShardedDataset]:
+    """All that it delivers columns of: sources, and what is joined to them."""
+    return [one for source in dataset.sources for one in source.datasets_read]
 
 
 def _open_gate(
@@ -327,7 +337,7 @@ def _open_gate(
         most = limit * ranks // share
         return Inflight(start_bytes=min(start_bytes // share, most), max_bytes=most)
 
-    url = next(url for source in dataset.sources for url in source.catalog.urls if not is_local(url))
+    url = next(url for one in datasets_read(dataset) for url in one.catalog.urls if not is_local(url))
     name = broker_name("/".join(naming_part(url).split("/")[:3])) if ranks > 1 else None
     if name is None:
         return ReadGate(control(share=ranks), refusals=refusals, now=now)
@@ -365,10 +375,13 @@ def _open_sources(
 ) -> list[Source]:
     """What the stream reads, numbered, with one account of bytes and one gate."""
     opened = [source.source(keep_bytes, guards, pause) for source in dataset.sources]
-    return [
-        replace(source, number=number, traffic=traffic, gate=gate, cache=caches.of(number))
-        for number, source in enumerate(opened)
-    ]
+
+    def shared(source: Source, number: int, place: int) -> Source:
+        partners = [replace(p, source=shared(p.source, number, at)) for at, p in enumerate(source.partners, 1)]
+        cache = caches.of(number, place)
+        return replace(source, number=number, traffic=traffic, gate=gate, cache=cache, partners=partners)
+
+    return [shared(source, number, 0) for number, source in enumerate(opened)]
 
 
 def _batch_bytes(plan: StreamPlan) -> int:
@@ -376,10 +389,15 @@ def _batch_bytes(plan: StreamPlan) -> int:
     dataset = plan.dataset
     fixed = sum(output.row_bytes for output in dataset.outputs)
     ragged = not all(isinstance(output, FixedOutput) for output in dataset.outputs)
-    catalogs = [source.catalog for source in dataset.sources]
-    mean = max(int(c.blocks.nbytes.sum()) // max(1, c.num_samples) for c in catalogs) if ragged else 0
+    mean = max(map(_mean_bytes, dataset.sources)) if ragged else 0
     laid = 0
     batching = plan.planner.batching if plan.planner else None
     if isinstance(batching, Packed):  # 8 bytes an element, and as many for segment ids and positions
         laid = plan.batch_size * batching.length * 8 * (len(batching.columns) + 1)
     return max(1, plan.samples_per_batch * (fixed + mean) + laid)
+
+
+def _mean_bytes(source: ShardedDataset) -> int:
+    """Bytes of a sample, with what is joined to it."""
+    catalogs = [one.catalog for one in source.datasets_read]
+    return sum(int(c.blocks.nbytes.sum()) // max(1, c.num_samples) for c in catalogs)
