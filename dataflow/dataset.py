@@ -14,6 +14,7 @@ import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -42,6 +43,7 @@ from prefetch.store.reader import StoreReader
 from prefetch.store.retrier import Hosts, Retrier
 from prefetch.store.retries import RetryPolicy
 from sharding.blocks import DEFAULT_BLOCK_BYTES, Format
+from sharding.cached_property import cached_property
 from sharding.catalog.table import BlockTable, Catalog
 from sharding.errors import CorruptShardError, SampleError
 from sharding.order.keyed import mix_key
@@ -192,7 +194,7 @@ class ShardedDataset(Sharded, Dataset[S]):
         for join in self.joins_used:
             other = join.other.source(keep_mapped_bytes, guards, pause)
             own = [output for output in self.outputs if output.name in join.names]
-            partners.append(PartnerSource(source=replace(other, outputs=own), numbers=join.partners.numbers))
+            partners.append(PartnerSource(source=replace(other, outputs=own), table=join.partners))
         joined = frozenset[str]().union(*(join.names for join in self.joins))
         return Source(
             catalog=self.catalog,
@@ -209,6 +211,13 @@ class ShardedDataset(Sharded, Dataset[S]):
     def joins_used(self) -> Sequence[Join]:
         """What brings along a column that is delivered."""
         return [join for join in self.joins if any(output.name in join.names for output in self.outputs)]
+
+    @cached_property
+    def reads_values(self) -> bool:
+        """Whether single values can be read, and not whole blocks only."""
+        source = self.source()
+        with closing(source.reader):
+            return source.locates(self.catalog.block(int(np.flatnonzero(self.selection.num_samples)[0])))
 
     @property
     def datasets_read(self) -> tuple[ShardedDataset[Any], ...]:
@@ -228,8 +237,15 @@ class ShardedDataset(Sharded, Dataset[S]):
 
     @property
     def kept_blocks(self) -> BlockTable:
-        """The blocks, and how many samples of each are in the view."""
-        return replace(self.catalog.blocks, num_samples=self.selection.num_samples)
+        """The blocks, how many samples of each are in the view, and bytes, with those of their partners."""
+        table, kept = self.catalog.blocks, self.selection.num_samples
+        beside = np.zeros(len(kept), np.int64)
+        for join in self.joins_used:
+            other = join.other.catalog.blocks
+            each = np.maximum(other.length, other.nbytes).sum() / max(1, other.num_samples.sum())
+            beside += (kept * each).astype(np.int64)
+        length, nbytes = table.length + beside, table.nbytes + beside
+        return replace(table, num_samples=kept, length=length, nbytes=nbytes)
 
     def num_samples(self, epoch: int) -> int:
         """Samples of an epoch: of any, the same."""
@@ -342,14 +358,15 @@ class ShardedDataset(Sharded, Dataset[S]):
             raise ValueError(f"on must be the name of a column, or one of each dataset, got {on!r}")
         _check_joinable(other)
         outputs = _beside(self.outputs, other.outputs, names, suffix)
-        sides = [JoinSide(one.source(), one.selection, name) for one, name in zip((self, other), names, strict=True)]
+        sides = [
+            JoinSide(one.source(), one.selection, name)
+            for one, name in zip((self, other), names, strict=True)
+        ]
         found = match(*sides, amplification=amplification)
         brought = other._view(other.selection)
         brought.outputs, brought._all_columns = outputs, False
         view = self._view(found.selection)
-        join = Join(
-            other=brought, partners=found.partners, amplification=amplification, report=found.report
-        )
+        join = Join(other=brought, partners=found.partners, amplification=amplification, report=found.report)
         view.joins, view.outputs = (*self.joins, join), (*self.outputs, *outputs)
         return view
 
@@ -425,11 +442,11 @@ class ShardedDataset(Sharded, Dataset[S]):
             return window, first
         sample, partners = int(self.catalog.blocks.first_sample[block]) + row, []
         for join in self.joins_used:
-            number, table = join.partners.numbers[[sample]], join.other.catalog.blocks
+            number, table = join.partners.of(np.array([sample])), join.other.catalog.blocks
             of_other = int(blocks_of(table, number)[0])
             in_block = int(number[0] - table.first_sample[of_other])
             other, at = join.other._window(arena, of_other, in_block)
-            partners.append(PartnerRows(other, np.array([first]), np.array([at])))
+            partners.append(PartnerRows.of_window(other, np.array([first]), np.array([at])))
         joined = JoinedWindow(window, partners)
         joined.put_together()
         return joined, first
@@ -507,8 +524,8 @@ def _check_joinable(other: object) -> None:
         raise TypeError(f"a ShardedDataset is joined to another one, got {type(other).__name__}")
     if other.transform is not None or other.batch_transform is not None:
         raise ValueError(
-            "the dataset that is joined has a transform= or batch_transform=, which would not be called: give "
-            "it to the one it is joined to, whose transform gets the joined sample"
+            "the dataset that is joined has a transform= or batch_transform=, which would not be called: "
+            "give it to the one it is joined to, whose transform gets the joined sample"
         )
     if other.joins:
         raise ValueError("the dataset that is joined is itself joined: write a.join(b).join(c)")
@@ -520,7 +537,9 @@ def _beside(
     """The columns that another dataset brings along, under the names that they are delivered by."""
     names = {output.name for output in own}
     if on[0] == on[1]:  # the key itself is the same value twice
-        is_key = [output.name in names and output.name == on[0] and output.sources == (on[0],) for output in others]
+        is_key = [
+            output.name in names and output.name == on[0] and output.sources == (on[0],) for output in others
+        ]
         others = [output for output, same in zip(others, is_key, strict=True) if not same]
     clashing = [output.name for output in others if output.name in names]
     if clashing and suffix is None:
@@ -529,7 +548,8 @@ def _beside(
             f"suffix='_other', or choose and rename columns by columns="
         )
     renamed = tuple(
-        replace(output, name=f"{output.name}{suffix}") if output.name in names else output for output in others
+        replace(output, name=f"{output.name}{suffix}") if output.name in names else output
+        for output in others
     )
     every = [*names, *(output.name for output in renamed)]
     if twice := [name for name in every if every.count(name) > 1]:

@@ -7,7 +7,6 @@ is a table of sample numbers (`sharding.plan.partners`) and what has no partner,
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -28,7 +27,15 @@ from prefetch.memory.arena import Arena
 from sharding.catalog.table import Catalog
 from sharding.formats.arrow.columns import TabularFormat, flattened
 from sharding.order.selection import Selection
-from sharding.plan.partners import NO_PARTNER, PartnerTable, blocks_of, comparable, duplicates, matches
+from sharding.plan.partners import (
+    NO_PARTNER,
+    PartnerTable,
+    allowance,
+    blocks_of,
+    comparable,
+    duplicates,
+    matches,
+)
 
 _KEY_THREADS = 16
 _ARENA_BYTES = 64 << 20
@@ -164,17 +171,18 @@ def match(own: JoinSide, other: JoinSide, *, amplification: float) -> KeyMatch:
     own_numbers, other_numbers = own.numbers(), other.numbers()
     if keys.type != others.type:
         raise ValueError(
-            f"keys of unlike types never match: {own.on!r} holds {_kind(keys)}, {other.on!r} {_kind(others)}; "
-            "write one of them as the other's type, or name other columns by on=(..., ...)"
+            f"keys of unlike types never match: {own.on!r} holds {_kind(keys)}, {other.on!r} "
+            f"{_kind(others)}; write one of them as the other's type, or name other columns by on=(..., ...)"
         )
     _refuse_duplicates(other, others, other_numbers)
     index = matches(keys, others)
     has_partner = index != NO_PARTNER
     if not has_partner.any():
         raise ValueError(
-            f"no key in {own.on!r} is one in {other.on!r}: the first are {_key(keys, 0)} and {_key(others, 0)}"
+            f"no key in {own.on!r} is one in {other.on!r}; the first are "
+            f"{_key(keys, 0)} and {_key(others, 0)}"
         )
-    partners = PartnerTable.of(
+    partners = PartnerTable.between(
         own_numbers[has_partner], other_numbers[index[has_partner]], own.catalog.blocks, other.catalog.blocks
     )
     is_unused = np.ones(len(others), np.bool_)
@@ -196,9 +204,7 @@ def match(own: JoinSide, other: JoinSide, *, amplification: float) -> KeyMatch:
             f"{', '.join(report.first_without_partner)}{' ...' if report.without_partner > _NAMED else ''}",
             stacklevel=4,
         )
-    return KeyMatch(
-        selection=own.selection.at(np.flatnonzero(has_partner)), partners=partners, report=report
-    )
+    return KeyMatch(selection=own.selection.at(np.flatnonzero(has_partner)), partners=partners, report=report)
 
 
 def _refuse_duplicates(side: JoinSide, keys: pa.Array, numbers: NDArray[np.int64]) -> None:
@@ -215,16 +221,12 @@ def _refuse_duplicates(side: JoinSide, keys: pa.Array, numbers: NDArray[np.int64
 def _refusal(report: JoinReport, other: JoinSide, partners: PartnerTable) -> str:
     once = int(other.catalog.blocks.length[np.unique(partners.other_blocks)].sum())
     return (
-        f"{other.catalog.shard(0).url} and its like are ordered unlike this dataset: beside its blocks, one after "
-        f"the other, {report.amplification * once:,.0f} bytes of theirs would be read, {report.amplification:.3g} "
-        f"times the {once:,} that they have; write them in the order of this dataset, or allow the reads: "
+        f"{other.catalog.shard(0).url} and its like are ordered unlike this dataset: beside its blocks, one "
+        f"after the other, {report.amplification * once:,.0f} bytes of theirs would be read, "
+        f"{report.amplification:.3g} times the {once:,} that they have; write them in the order of this "
+        f"dataset, or allow the reads: "
         f"join(..., amplification={allowance(report.amplification)})"
     )
-
-
-def allowance(amplification: float) -> str:
-    """The least `amplification=`, in tenths, that allows so much."""
-    return f"{math.ceil(amplification * 10) / 10:g}"
 
 
 def _named(

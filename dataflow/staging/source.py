@@ -19,6 +19,7 @@ from prefetch.store.reader import Awaited, StoreReader
 from sharding.blocks import Block, Format, Shard
 from sharding.cached_property import cached_property
 from sharding.catalog.table import Catalog
+from sharding.plan.partners import PartnerTable
 
 _SOURCE_SHIFT = 44  # 2**44 samples a source
 
@@ -122,5 +123,7 @@ class PartnerSource:
     """A dataset joined to another, whose samples bring its columns along."""
 
     source: Source
-    numbers: NDArray[np.integer] = field(compare=False)
-    """[samples of the other] number of the sample of this one that belongs to each."""
+    table: PartnerTable = field(compare=False)
+    """Which of its samples belongs to each of the other's."""
+    keeps: bool = False
+    """Whether its blocks stay in memory once they were read, where only whole ones can be decoded."""

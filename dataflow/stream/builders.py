@@ -75,6 +75,10 @@ def plan_builders(plan: StreamPlan, settings: StreamSettings, *, local_ranks: in
     if settings.builders == "ray":
         assert number is not None
         reads = not settings.ship_blocks
+        if reads and any(source.joins_used for source in dataset.sources):
+            raise ValueError(
+                'actors do not read joined datasets: pass ship_blocks=True beside builders="ray"'
+            )
         return BuilderPlan(workers="ray", num_workers=number, reason='builders="ray"', reads=reads)
     if workers is None and number is not None:
         workers = "process"

@@ -100,9 +100,7 @@ def _cache_of(dataset: ShardedDataset) -> Cache | None:
     return dataset.cache if remote else None
 
 
-def _use_of(
-    dataset: ShardedDataset, number: int, plan: StreamPlan, place: Topology, at: int
-) -> SourceUse:
+def _use_of(dataset: ShardedDataset, number: int, plan: StreamPlan, place: Topology, at: int) -> SourceUse:
     """When blocks of a dataset, or of the `at`-th that is joined to it, are needed."""
     mixed = plan.dataset.sources != (dataset,)
     seed = source_seed(plan.seed, number) if mixed else plan.seed

@@ -26,6 +26,7 @@ from dataflow.processes.choice import ChoiceMemory
 from dataflow.stats import LoaderStats
 from dataflow.stream.builders import BuilderPlan, plan_builders, warm_up
 from dataflow.stream.deliveries import Deliveries, LastGood, Skipped, SkippedAhead
+from dataflow.stream.joined_reads import check_reads
 from dataflow.stream.length_aware import check_batching, make_planner
 from dataflow.stream.loop_sessions import LoopSessions
 from dataflow.stream.loops import EpochLoop, LoopQueue
@@ -98,6 +99,7 @@ class StreamLoader:
         self._plan = self._stream_plan()
         self.epoch_plan(0, 0)  # raises if the settings make no plan
         self._check_batch_fits()
+        check_reads(self._plan, self.memory_limit)
         warm_up(self.builder_plan)
 
     def __getstate__(self) -> dict[str, Any]:

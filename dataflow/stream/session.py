@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -27,6 +27,7 @@ from dataflow.stats import SessionStats
 from dataflow.stream.builders import BuilderOpening, BuilderPlan, plan_builders
 from dataflow.stream.cache import OpenCaches, memory_for_caches
 from dataflow.stream.deliveries import SkippedAhead
+from dataflow.stream.joined_reads import kept_bytes
 from dataflow.stream.plan import StreamPlan
 from dataflow.stream.read_ahead import ReadAhead, choose_read_ahead
 from dataflow.stream.settings import StreamSettings
@@ -94,8 +95,11 @@ class Session:
             in_consumer=builder_plan.num_workers == 0,
             machine_bytes=machine_memory() // ranks,
         )
-        self._cached_bytes = memory_for_caches(dataset.sources, limit) if options.caches_in_memory else 0
-        self.ledger = Ledger(limit - self._cached_bytes)
+        kept = kept_bytes(plan, limit)
+        self._kept_bytes = sum(kept.values())
+        if options.caches_in_memory:
+            self._kept_bytes += memory_for_caches(dataset.sources, limit)
+        self.ledger = Ledger(limit - self._kept_bytes)
         on_cuda = device.type == "cuda"
         pinned = on_cuda or (settings.pin_memory and torch.cuda.is_available())
         register = register_pinned if pinned else None
@@ -119,7 +123,14 @@ class Session:
             dataset.sources, plan, options.topology, self.arena, in_memory=options.caches_in_memory
         )
         self.sources = _open_sources(
-            dataset, ahead.mapped_bytes.value, self.traffic, self.gate, self.guards, self.caches, self._pause
+            dataset,
+            ahead.mapped_bytes.value,
+            self.traffic,
+            self.gate,
+            self.guards,
+            self.caches,
+            self._pause,
+            kept,
         )
         self._next: tuple[int, int] | None = (epoch, start)
         """Epoch and position of the next batch, where that is the first of what was asked for."""
@@ -283,7 +294,7 @@ class Session:
 
     def resize(self, memory_limit: int) -> bool:
         """Have another limit from now on; False, and nothing is changed, if more is held than that."""
-        if not self.ledger.resize(memory_limit - self._cached_bytes):
+        if not self.ledger.resize(memory_limit - self._kept_bytes):
             return False
         self.arena.resize(memory_limit)
         return True
@@ -372,12 +383,16 @@ def _open_sources(
     guards: FileGuards,
     caches: OpenCaches,
     pause: ReadPause | None,
+    kept: Container[tuple[int, int]],
 ) -> list[Source]:
     """What the stream reads, numbered, with one account of bytes and one gate."""
     opened = [source.source(keep_bytes, guards, pause) for source in dataset.sources]
 
     def shared(source: Source, number: int, place: int) -> Source:
-        partners = [replace(p, source=shared(p.source, number, at)) for at, p in enumerate(source.partners, 1)]
+        partners = [
+            replace(p, source=shared(p.source, number, at + 1), keeps=(number, at) in kept)
+            for at, p in enumerate(source.partners)
+        ]
         cache = caches.of(number, place)
         return replace(source, number=number, traffic=traffic, gate=gate, cache=cache, partners=partners)
 

@@ -1,14 +1,16 @@
-"""Which sample of another dataset belongs to each of a dataset's, and what it costs to read them beside.
+"""Which sample of another dataset belongs to each of a dataset's, and what it costs to read them beside it.
 
-Keys are matched once, as Arrow arrays, and kept as a table of sample numbers. Whoever reads a block of the one
-dataset reads the blocks of the other that hold its partners; where both are ordered alike these are few, and
-consecutive blocks share them. `reads_in_file_order` and `reads_in_windows` count the bytes from the block
+Keys are matched once, as Arrow arrays, and kept as a table of sample numbers. Whoever reads a block of the
+one dataset reads the blocks of the other that hold its partners; where both are ordered alike these are few,
+and consecutive blocks share them. `reads_in_file_order` and `reads_in_windows` count the bytes from the block
 tables, before anything is read.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -37,7 +39,9 @@ def comparable(keys: pa.Array | pa.ChunkedArray) -> pa.Array:
         except pa.ArrowInvalid:
             raise ValueError("integers beyond 2**63 are no keys") from None
     is_text = pa.types.is_string(kind) or pa.types.is_large_string(kind) or kind == pa.string_view()
-    is_bytes = pa.types.is_binary(kind) or pa.types.is_large_binary(kind) or pa.types.is_fixed_size_binary(kind)
+    is_bytes = (
+        pa.types.is_binary(kind) or pa.types.is_large_binary(kind) or pa.types.is_fixed_size_binary(kind)
+    )
     if not is_text and not is_bytes and kind != pa.binary_view():
         raise ValueError(f"keys must be text, bytes or integers, and are {kind}")
     return _joined(keys.cast(pa.large_string() if is_text else pa.large_binary()).cast(pa.large_binary()))
@@ -57,24 +61,19 @@ def matches(keys: pa.Array, others: pa.Array) -> Ints:
 
 
 def duplicates(keys: pa.Array) -> tuple[int, Ints]:
-    """How many keys come more than once, and where the first of these is, int64 [times]."""
-    codes = pc.dictionary_encode(keys).indices.fill_null(NO_PARTNER)
-    codes = np.asarray(codes)
-    codes = codes[codes != NO_PARTNER]
-    times = np.bincount(codes)
-    repeated = np.flatnonzero(times > 1)
-    if not len(repeated):
-        return 0, np.zeros(0, np.int64)
-    encoded = np.asarray(pc.dictionary_encode(keys).indices.fill_null(NO_PARTNER))
-    return len(repeated), np.flatnonzero(encoded == repeated[0])
+    """How many keys come more than once, nulls aside, and where the first of these is, int64 [times]."""
+    codes = np.asarray(pc.dictionary_encode(keys).indices.fill_null(NO_PARTNER))
+    repeated = np.flatnonzero(np.bincount(codes[codes != NO_PARTNER]) > 1)
+    return len(repeated), np.flatnonzero(codes == repeated[0]) if len(repeated) else np.zeros(0, np.int64)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class PartnerTable:
     """Which sample of another dataset is the partner of each sample of a dataset. Read-only."""
 
-    numbers: NDArray[np.integer]
-    """[samples of the dataset's shards] number of the partner in the other's; `NO_PARTNER`: it has none."""
+    numbers: NDArray[Any]
+    """[samples of the dataset's shards] number of the partner in the other's, int32 or int64; `NO_PARTNER`:
+    it has none."""
     own_blocks: Ints
     """[pairs] blocks of the dataset, ascending ..."""
     other_blocks: Ints
@@ -85,7 +84,7 @@ class PartnerTable:
     """Bytes of the other's blocks that are read in file order over those of all blocks that hold partners."""
 
     @classmethod
-    def of(cls, own: Ints, partners: Ints, table: BlockTable, other: BlockTable) -> PartnerTable:
+    def between(cls, own: Ints, partners: Ints, table: BlockTable, other: BlockTable) -> PartnerTable:
         """Of samples with a partner: their numbers, ascending, and those of their partners, [n] each."""
         total, most = int(table.num_samples.sum()), int(other.num_samples.sum())
         numbers = np.full(total, NO_PARTNER, np.int32 if most < 1 << 31 else np.int64)
@@ -102,9 +101,12 @@ class PartnerTable:
             amplification=read / max(1, once),
         )
 
+    def of(self, samples: Ints) -> Ints:
+        """The numbers of the partners of some samples, int64 [n]."""
+        return self.numbers[samples].astype(np.int64)
 
     def in_windows(self, order: Order, lanes: LaneRange) -> tuple[Ints, Ints]:
-        """Windows of an order of the dataset, as some lanes read it, and the other's blocks that each needs."""
+        """Windows of an order of the dataset, read by some lanes, and the other's blocks that each needs."""
         window = windows_of_blocks(order, self.num_blocks, lanes)[self.own_blocks]
         is_read = window != NOT_READ
         return _pairs(window[is_read], self.other_blocks[is_read])
@@ -153,5 +155,10 @@ def reads_in_windows(order: Order, partners: PartnerTable, nbytes: Ints) -> floa
         partners: of the dataset that is ordered.
         nbytes: [blocks] of the other.
     """
-    window, other = partners.in_windows(order, LaneRange(0, order.num_lanes, shared=False))
+    other = partners.in_windows(order, LaneRange(0, order.num_lanes, shared=False))[1]
     return int(nbytes[other].sum()) / max(1, int(nbytes[np.unique(other)].sum()))
+
+
+def allowance(amplification: float) -> str:
+    """The least `amplification=`, in tenths, that allows so much."""
+    return f"{math.ceil(amplification * 10) / 10:g}"
