@@ -65,6 +65,6 @@ def _refusal(plan: StreamPlan, join: Join, times: float) -> str:
         f"and its like, {times:.3g} times the {once:,} that they have: a window of "
         f"{plan.shuffle.window_blocks} blocks needs samples from everywhere, and of theirs only whole blocks "
         f"of {int(table.num_samples[blocks].mean()):,} samples can be read. Write them in smaller blocks "
-        f"(row groups), raise memory_limit to {_KEPT_IN_LIMIT * _bytes_in_memory(join):,} so that they stay in "
-        f"memory, leave shuffle= out, or allow the reads: join(..., amplification={allowance(times)})"
+        f"(row groups), raise memory_limit to {_KEPT_IN_LIMIT * _bytes_in_memory(join):,} so that they stay "
+        f"in memory, leave shuffle= out, or allow the reads: join(..., amplification={allowance(times)})"
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import numpy as np
 import pyarrow as pa
@@ -89,7 +89,7 @@ def test_reads_are_those_of_sets_of_blocks(own: list[int], other: list[int], dat
     )
     pairs = [(block_of(own, s), block_of(other, p)) for s, p in zip(samples, partners, strict=True)]
     assert [*zip(found.own_blocks.tolist(), found.other_blocks.tolist(), strict=True)] == sorted({*pairs})
-    carried = sum(a[0] != b[0] and a[1] == b[1] for a, b in zip(pairs, pairs[1:], strict=False))
+    carried = sum(a[0] != b[0] and a[1] == b[1] for a, b in pairwise(pairs))
     once = len({b for _, b in pairs})
     assert found.amplification == pytest.approx((len({*pairs}) - carried) / max(1, once) if once else 0)
 
