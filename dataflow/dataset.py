@@ -14,7 +14,8 @@ import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from contextlib import closing
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -25,12 +26,14 @@ from dataflow.batch.columns import ChunkColumns, ChunkRows, Randomness, WindowPa
 from dataflow.batch.output import Output, staged_outputs
 from dataflow.batch.resolve import resolve_outputs
 from dataflow.batch.samples import samples_of, transform_reason
+from dataflow.joins import JoinReport, JoinSide, match
 from dataflow.limits import Cache
 from dataflow.missing import raise_missing
 from dataflow.opening import Opening
 from dataflow.shard_order import Sharded
+from dataflow.staging.joined import JoinedWindow, PartnerRows
 from dataflow.staging.reading import ReadWindow, SparseWindow
-from dataflow.staging.source import Source
+from dataflow.staging.source import PartnerSource, Source
 from dataflow.staging.window import StagedWindow
 from dataflow.views import matching, picked
 from prefetch.control.pause import ReadPause
@@ -41,6 +44,7 @@ from prefetch.store.reader import StoreReader
 from prefetch.store.retrier import Hosts, Retrier
 from prefetch.store.retries import RetryPolicy
 from sharding.blocks import DEFAULT_BLOCK_BYTES, Format
+from sharding.cached_property import cached_property
 from sharding.catalog.table import BlockTable, Catalog
 from sharding.errors import SampleError
 from sharding.formats.arrow.columns import TabularFormat
@@ -48,6 +52,7 @@ from sharding.formats.arrow.features import features_of
 from sharding.order.keyed import mix_key
 from sharding.order.selection import SelectedOrder, Selection
 from sharding.order.shuffle import Shuffle
+from sharding.plan.partners import PartnerTable, blocks_of
 from sharding.plan.split import By, split_selection
 
 _log = logging.getLogger("dataflow")
@@ -58,6 +63,23 @@ OnError = str | Callable[[SampleError], bool]
 
 S = TypeVar("S", default=dict[str, Any])
 """A sample: what `transform` returns, or else a dict of columns."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Join:
+    """Another dataset, whose columns come beside a dataset's own."""
+
+    other: ShardedDataset[Any]
+    """With the columns that it brings along, as they are delivered."""
+    partners: PartnerTable
+    amplification: float
+    """How often its blocks may be read in an epoch."""
+    report: JoinReport
+
+    @property
+    def names(self) -> frozenset[str]:
+        """The columns that it brings along."""
+        return frozenset(output.name for output in self.other.outputs)
 
 
 class ShardedDataset(Sharded, Dataset[S]):
@@ -149,6 +171,8 @@ class ShardedDataset(Sharded, Dataset[S]):
         self._all_columns = columns is None
         self.selection = Selection.whole(self.catalog.blocks.num_samples)
         """The samples this dataset consists of: all of the catalog's, or fewer in a view."""
+        self.joins: tuple[Join, ...] = ()
+        """What was joined to it, in this order."""
         self._num_splits = 0
         self.seed = 0
         self.epoch = 0
@@ -181,15 +205,39 @@ class ShardedDataset(Sharded, Dataset[S]):
         pause: ReadPause | None = None,
     ) -> Source:
         """What the loader reads with; a new reader each, so nothing is shared between loaders."""
+        partners = []
+        for join in self.joins_used:
+            other = join.other.source(keep_mapped_bytes, guards, pause)
+            own = staged_outputs([output for output in self.outputs if output.name in join.names])
+            partners.append(PartnerSource(source=replace(other, outputs=own), table=join.partners))
+        joined = frozenset[str]().union(*(join.names for join in self.joins))
         return Source(
             catalog=self.catalog,
             format=self._codec,
             reader=self.new_reader(pause),
-            outputs=staged_outputs(self.outputs),
+            outputs=staged_outputs([output for output in self.outputs if output.name not in joined]),
             mappings=Mappings(keep_mapped_bytes, guards),
             pause=pause,
             all_columns=self._all_columns,
+            partners=partners,
         )
+
+    @property
+    def joins_used(self) -> Sequence[Join]:
+        """What brings along a column that is delivered."""
+        return [join for join in self.joins if any(output.name in join.names for output in self.outputs)]
+
+    @cached_property
+    def reads_values(self) -> bool:
+        """Whether single values can be read, and not whole blocks only."""
+        source = self.source()
+        with closing(source.reader):
+            return source.locates(self.catalog.block(int(np.flatnonzero(self.selection.num_samples)[0])))
+
+    @property
+    def datasets_read(self) -> tuple[ShardedDataset[Any], ...]:
+        """Itself, and what is joined to it."""
+        return (self, *(join.other for join in self.joins_used))
 
     def new_reader(
         self, pause: ReadPause | None = None, say: Callable[[str], None] | None = None
@@ -204,8 +252,15 @@ class ShardedDataset(Sharded, Dataset[S]):
 
     @property
     def kept_blocks(self) -> BlockTable:
-        """The blocks, and how many samples of each are in the view."""
-        return replace(self.catalog.blocks, num_samples=self.selection.num_samples)
+        """The blocks, how many samples of each are in the view, and bytes, with those of their partners."""
+        table, kept = self.catalog.blocks, self.selection.num_samples
+        beside = np.zeros(len(kept), np.int64)
+        for join in self.joins_used:
+            other = join.other.catalog.blocks
+            each = np.maximum(other.length, other.nbytes).sum() / max(1, other.num_samples.sum())
+            beside += (kept * each).astype(np.int64)
+        length, nbytes = table.length + beside, table.nbytes + beside
+        return replace(table, num_samples=kept, length=length, nbytes=nbytes)
 
     def num_samples(self, epoch: int) -> int:
         """Samples of an epoch: of any, the same."""
@@ -227,17 +282,21 @@ class ShardedDataset(Sharded, Dataset[S]):
 
     def fingerprint(self) -> str:
         """What identifies shards and selection in a state: another one means other samples."""
-        whole = self.selection.is_whole
-        return self.catalog.fingerprint() + ("" if whole else f"-{self.selection.digest}")
+        own = "" if self.selection.is_whole else f"-{self.selection.digest}"
+        joined = "".join(f"+{join.other.fingerprint()}" for join in self.joins)
+        return f"{self.catalog.fingerprint()}{own}{joined}"
 
     def check_missing(self) -> None:
         """Raise `SampleError` where a sample is known to lack a column that is not `Optional`.
 
         A `DataLoader` asks when it is made: a dataset may be opened, and such samples filtered out. Costs
-        nothing where indexing found that none is missing; of a view, its blocks' indexes are looked at.
+        nothing where indexing found that none is missing; of a view, its blocks' indexes are looked at. What
+        is joined is not: which of its samples are used, no index tells.
         """
         if self.on_error == "raise":
-            raise_missing(self.catalog, self._codec, self.selection, self.outputs)
+            joined = {name for join in self.joins for name in join.names}
+            own = [output for output in self.outputs if output.name not in joined]
+            raise_missing(self.catalog, self._codec, self.selection, own)
 
     # ---- views --------------------------------------------------------------------------------------
 
@@ -293,6 +352,52 @@ class ShardedDataset(Sharded, Dataset[S]):
         for a condition that does not fit the columns.
         """
         return self._view(matching(self.source(), self.selection, expression))
+
+    def join(
+        self,
+        other: ShardedDataset[Any],
+        *,
+        on: str | tuple[str, str] = "__key__",
+        suffix: str | None = None,
+        amplification: float = 2.0,
+    ) -> ShardedDataset[S]:
+        """Its samples, each with the columns of the sample of `other` that has the same key.
+
+        `captions = ShardedDataset("captions.parquet"); images.join(captions, on=("__key__", "id"))`
+
+        A view in the order of this dataset, as long as its samples that have a partner: the others are left
+        out, with a warning that counts and names some, as `joins[-1].report` does. Reads the key columns of
+        both, once, and nothing else; what is streamed later is the blocks of `other` that hold partners of a
+        window's samples. Join to the dataset with more bytes a sample: its blocks are what a window counts.
+
+        Args:
+            other: each of its keys comes once. Its transforms must be None: that of this dataset gets the
+                joined sample. Its `on_error` does not count.
+            on: the key column, or that of this dataset and that of `other`: "__key__" of a tar, or a stored
+                column of text, bytes or integers, delivered or not. Missing keys match nothing.
+            suffix: what is added to names that both deliver. A common key column is delivered once.
+            amplification: how often each byte of `other` may be read in an epoch, on average; beyond that
+                the join is refused, or the loader whose shuffle it does not go with.
+
+        Raises `ValueError` for names that both deliver, keys that repeat in `other`, keys of unlike types, no
+        key in common, and an order of `other` that takes more reads than `amplification` allows.
+        """
+        names = (on, on) if isinstance(on, str) else tuple(on)
+        if len(names) != 2:
+            raise ValueError(f"on must be the name of a column, or one of each dataset, got {on!r}")
+        _check_joinable(other)
+        outputs = _beside(self.outputs, other.outputs, names, suffix)
+        sides = [
+            JoinSide(one.source(), one.selection, name)
+            for one, name in zip((self, other), names, strict=True)
+        ]
+        found = match(*sides, amplification=amplification)
+        brought = other._view(other.selection)
+        brought.outputs, brought._all_columns = outputs, False
+        view = self._view(found.selection)
+        join = Join(other=brought, partners=found.partners, amplification=amplification, report=found.report)
+        view.joins, view.outputs = (*self.joins, join), (*self.outputs, *outputs)
+        return view
 
     def _view(self, selection: Selection) -> ShardedDataset[S]:
         view = object.__new__(type(self))
@@ -361,6 +466,22 @@ class ShardedDataset(Sharded, Dataset[S]):
 
     def _window(self, arena: Arena, block: int, row: int) -> tuple[StagedWindow, int]:
         """A staged window that holds one row of a block, and the row in it."""
+        window, first = self._own_window(arena, block, row)
+        if not self.joins_used:
+            return window, first
+        sample, partners = int(self.catalog.blocks.first_sample[block]) + row, []
+        for join in self.joins_used:
+            number, table = join.partners.of(np.array([sample])), join.other.catalog.blocks
+            of_other = int(blocks_of(table, number)[0])
+            in_block = int(number[0] - table.first_sample[of_other])
+            other, at = join.other._window(arena, of_other, in_block)
+            partners.append(PartnerRows.of_window(other, np.array([first]), np.array([at])))
+        joined = JoinedWindow(window, partners)
+        joined.put_together()
+        return joined, first
+
+    def _own_window(self, arena: Arena, block: int, row: int) -> tuple[StagedWindow, int]:
+        """As `_window`, of its own columns."""
         source = self._source()
         if source.format.locate(self.catalog.block(block), source.columns) is not None:
             blocks, rows = [self.catalog.block(block)], np.zeros(1, np.int64)
@@ -409,8 +530,49 @@ class ShardedDataset(Sharded, Dataset[S]):
         of = "" if self.selection.is_whole else f"of {self.catalog.num_samples:,} "
         return (
             f"ShardedDataset({len(self):,} samples {of}in {self.catalog.num_shards:,} shards, "
-            f"{self.catalog.format}, columns {', '.join(o.name for o in self.outputs)})"
+            f"{self.catalog.format}, columns {', '.join(o.name for o in self.outputs)}"
+            f"{''.join(f', joined to {join.other!r}' for join in self.joins)})"
         )
+
+
+def _check_joinable(other: object) -> None:
+    if not isinstance(other, ShardedDataset):
+        raise TypeError(f"a ShardedDataset is joined to another one, got {type(other).__name__}")
+    if other.transform is not None or other.batch_transform is not None:
+        raise ValueError(
+            "the dataset that is joined has a transform= or batch_transform=, which would not be called: "
+            "give it to the one it is joined to, whose transform gets the joined sample"
+        )
+    if other.joins:
+        raise ValueError("the dataset that is joined is itself joined: write a.join(b).join(c)")
+
+
+def _beside(
+    own: Sequence[Output], others: Sequence[Output], on: tuple[str, ...], suffix: str | None
+) -> tuple[Output, ...]:
+    """The columns that another dataset brings along, under the names that they are delivered by."""
+    names = {output.name for output in own}
+    if on[0] == on[1]:  # the key itself is the same value twice
+        is_key = [
+            output.name in names and output.name == on[0] and output.sources == (on[0],) for output in others
+        ]
+        others = [output for output, same in zip(others, is_key, strict=True) if not same]
+    clashing = [output.name for output in others if output.name in names]
+    if clashing and suffix is None:
+        raise ValueError(
+            f"both datasets deliver {', '.join(map(repr, clashing))}: pass suffix=, such as "
+            f"suffix='_other', or choose and rename columns by columns="
+        )
+    renamed = tuple(
+        replace(output, name=f"{output.name}{suffix}") if output.name in names else output
+        for output in others
+    )
+    every = [*names, *(output.name for output in renamed)]
+    if twice := [name for name in every if every.count(name) > 1]:
+        raise ValueError(f"with suffix={suffix!r}, {twice[0]!r} is delivered twice; choose another suffix")
+    if not renamed:
+        raise ValueError("the dataset that is joined brings no column along but the key")
+    return renamed
 
 
 def _not_negative(n: int) -> int:

@@ -6,11 +6,13 @@ out. One on the members of tar's samples is decided by the catalog.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 from numpy.typing import NDArray
 
 from dataflow.staging.source import Source
@@ -57,6 +59,17 @@ def _ascending(indices: NDArray[np.int64], total: int) -> NDArray[np.int64]:
     return indices
 
 
+def read_table(source: Source, number: int, columns: Sequence[str]) -> pa.Table:
+    """Some columns of a block of a tabular source; only their bytes are read."""
+    codec, block = source.format, source.catalog.block(number)
+    assert isinstance(codec, TabularFormat)
+    data = np.empty(block.length, np.uint8)  # pages that hold none of the columns stay untouched
+    for offset, length in codec.select(block, columns):
+        at = offset - block.offset
+        source.reader.read_into(block.shard, offset, data[at : at + length])
+    return codec.table(block, data.data, columns)
+
+
 def matching(source: Source, selection: Selection, expression: Any) -> Selection:
     """The samples for which a pyarrow expression is true."""
     codec, catalog = source.format, source.catalog
@@ -72,13 +85,8 @@ def matching(source: Source, selection: Selection, expression: Any) -> Selection
         return Predicate(expression, codec.schema(footer))
 
     def matches(number: int) -> NDArray[np.bool_]:
-        block = catalog.block(number)
-        condition = predicate(bytes(block.footer))
-        data = np.empty(block.length, np.uint8)  # pages that hold none of the columns stay untouched
-        for offset, length in codec.select(block, condition.columns):
-            at = offset - block.offset
-            source.reader.read_into(block.shard, offset, data[at : at + length])
-        return condition.holds(codec.table(block, data.data, condition.columns))
+        condition = predicate(bytes(catalog.block(number).footer))
+        return condition.holds(read_table(source, number, condition.columns))
 
     predicate(bytes(catalog.block(0).footer))  # a condition that does not fit is an error before any read
     left = selection.of_blocks(blocks_that_may_match(catalog, expression))

@@ -19,6 +19,7 @@ from prefetch.store.reader import Awaited, StoreReader
 from sharding.blocks import Block, Format, Shard
 from sharding.cached_property import cached_property
 from sharding.catalog.table import Catalog
+from sharding.plan.partners import PartnerTable
 
 _SOURCE_SHIFT = 44  # 2**44 samples a source
 
@@ -74,6 +75,8 @@ class Source:
     """Whether every column was asked for, so that one of a type we cannot deliver is an error."""
     number: int = 0
     """Which of a mixture's sources it is."""
+    partners: Sequence[PartnerSource] = ()
+    """Datasets that are joined to it."""
     _locates: dict[str, bool] = field(default_factory=dict, compare=False)
 
     @cached_property
@@ -120,3 +123,14 @@ class Source:
             locates = self.format.locate(block, self.columns) is not None
             self._locates[block.shard.url] = locates
         return locates
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartnerSource:
+    """A dataset joined to another, whose samples bring its columns along."""
+
+    source: Source
+    table: PartnerTable = field(compare=False)
+    """Which of its samples belongs to each of the other's."""
+    keeps: bool = False
+    """Whether its blocks stay in memory once they were read, where only whole ones can be decoded."""

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dataflow.staging.columns import ALIGN
+from dataflow.staging.joined import PartnerStager, joined
 from dataflow.staging.mapped import MappedWindow, can_map_windows
 from dataflow.staging.planned import PlannedWindow
 from dataflow.staging.reading import ReadWindow, SparseWindow
@@ -113,6 +114,10 @@ class Stager:
         self._sources, self._arena, self._limit_bytes, self._reads = sources, arena, limit_bytes, reads
         self._num_readers, self._full_window_bytes = num_readers, limit_bytes // 8
         self._mapped = [can_map_windows(source) for source in sources]
+        self._partners = [
+            [PartnerStager(partner, arena, num_readers=num_readers) for partner in source.partners]
+            for source in sources
+        ]
 
     def units(self, order: Order) -> BlockWindows:
         """The windows to stage of an epoch's order."""
@@ -156,10 +161,17 @@ class Stager:
         """A window of which only the rows at some indices are needed; None for all."""
         if isinstance(units, MixtureWindows):
             at, epoch, own = units.source_of(number)
-            window = self._staged(self._sources[at], units.order_of(at, epoch), own, indices)
+            window = self._joined(self._sources[at], units.order_of(at, epoch), own, indices)
             window.source_epoch = epoch
             return window
-        return self._staged(self._sources[0], units, number, indices)
+        return self._joined(self._sources[0], units, number, indices)
+
+    def _joined(
+        self, source: Source, units: BlockWindows, number: int, indices: NDArray[np.int64] | None
+    ) -> StagedWindow:
+        """A window of a source, with what is joined to it."""
+        window, partners = self._staged(source, units, number, indices), self._partners[source.number]
+        return joined(window, source, partners) if partners else window
 
     def _staged(
         self, source: Source, units: BlockWindows, number: int, indices: NDArray[np.int64] | None

@@ -79,6 +79,10 @@ def plan_builders(plan: StreamPlan, settings: StreamSettings, place: Topology) -
         copying = (settings.builders is None and number) or max(1, cores - 1)
         return BuilderPlan(workers="thread", num_workers=copying, reason=text, copies_only=True)
     if settings.builders == "ray":
+        if not settings.ship_blocks and any(source.joins_used for source in dataset.sources):
+            raise ValueError(
+                'actors do not read joined datasets: pass ship_blocks=True beside builders="ray"'
+            )
         return _plan_actors(settings, place.world_size)
     if workers is None and number is not None:
         workers = "process"

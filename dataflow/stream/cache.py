@@ -37,17 +37,19 @@ class OpenCaches:
         *,
         in_memory: bool = True,
     ) -> None:
-        self._of_source: dict[int, SourceCache] = {}
+        self._of_source: dict[tuple[int, int], SourceCache] = {}
         self._open: list[BlockCache] = []
         self._memory: list[MemoryTier] = []
-        uses = {
-            number: _use_of(dataset, number, plan, place)
+        read = {
+            (number, at): one
             for number, dataset in enumerate(datasets)
-            if _cache_of(dataset) is not None
+            for at, one in enumerate(dataset.datasets_read)
+            if _cache_of(one) is not None
         }
-        for cache in dict.fromkeys(datasets[number].cache for number in uses):
+        uses = {(number, at): _use_of(datasets[number], number, plan, place, at) for number, at in read}
+        for cache in dict.fromkeys(one.cache for one in read.values()):
             assert cache is not None
-            numbers = [number for number in uses if datasets[number].cache == cache]
+            numbers = [number for number in uses if read[number].cache == cache]
             future = NextUse([uses[number] for number in numbers])
             memory = None
             if cache.memory_bytes and in_memory:
@@ -59,9 +61,9 @@ class OpenCaches:
                 (number, SourceCache(uses[number].begins, blocks.read_into)) for number in numbers
             )
 
-    def of(self, source: int) -> SourceCache | None:
-        """The cache of one source; None: it has none."""
-        return self._of_source.get(source)
+    def of(self, source: int, place: int = 0) -> SourceCache | None:
+        """The cache of one source, or of what is joined to it (from 1 on); None: it has none."""
+        return self._of_source.get((source, place))
 
     def stats(self) -> CacheStats:
         """Of all of them together."""
@@ -82,7 +84,8 @@ class OpenCaches:
 
 def memory_for_caches(datasets: Sequence[ShardedDataset], memory_limit: int) -> int:
     """Bytes of `memory_limit` that caches take. `ValueError` if that is more than half of it."""
-    nbytes = sum(cache.memory_bytes for cache in {_cache_of(dataset) for dataset in datasets} if cache)
+    caches = {_cache_of(one) for dataset in datasets for one in dataset.datasets_read}
+    nbytes = sum(cache.memory_bytes for cache in caches if cache)
     if nbytes > memory_limit // 2:
         raise ValueError(
             f"the caches keep {nbytes:,} bytes in memory, more than half of memory_limit={memory_limit:,}: "
@@ -97,13 +100,15 @@ def _cache_of(dataset: ShardedDataset) -> Cache | None:
     return dataset.cache if remote else None
 
 
-def _use_of(dataset: ShardedDataset, number: int, plan: StreamPlan, place: Topology) -> SourceUse:
+def _use_of(dataset: ShardedDataset, number: int, plan: StreamPlan, place: Topology, at: int) -> SourceUse:
+    """When blocks of a dataset, or of the `at`-th that is joined to it, are needed."""
     mixed = plan.dataset.sources != (dataset,)
     seed = source_seed(plan.seed, number) if mixed else plan.seed
     share = float(getattr(plan.dataset, "shares", [1])[number if mixed else 0])
     shuffle = plan.shuffle.resolved()
     return SourceUse(
-        catalog=dataset.catalog,
+        catalog=dataset.datasets_read[at].catalog,
+        partners=dataset.joins_used[at - 1].partners if at else None,
         order_of=partial(_order, dataset, shuffle, seed),
         samples=len(dataset) / share if share else np.inf,
         lanes=_lanes(plan, shuffle.num_lanes, place),

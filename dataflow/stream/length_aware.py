@@ -113,20 +113,25 @@ def make_planner(batching: Batching, dataset: ShardedDataset, window_bytes: int)
     """
     output = _output(batching.column, dataset)
     stored = output.sources[0] if output is not None else batching.column  # `columns=` may rename
-    reader = dataset.new_reader()
+    named = batching.lengths is not None
+    join = next((join for join in dataset.joins_used if batching.column in join.names and not named), None)
+    of = dataset if join is None else join.other
+    reader = of.new_reader()
     with closing(reader), ThreadPoolExecutor(_THREADS, thread_name_prefix="dataflow-lengths") as pool:
         lengths = resolve_lengths(
             batching.lengths,
-            dataset.catalog,
+            of.catalog,
             stored,
-            storage_options=dataset.storage_options,
+            storage_options=of.storage_options,
             map=pool.map,
             open_shard=partial(shard_file, reader.read_into),
         )
     blocks = dataset.catalog.blocks
-    if not dataset.selection.is_whole:  # `lengths` are of all samples; a plan wants those of the view
+    if join is not None or not dataset.selection.is_whole:
+        # `lengths` are of all samples; a plan wants those of the view.
         at, row = dataset.selection.locate(np.arange(len(dataset)))
-        lengths = lengths[blocks.first_sample[at] + row]
+        samples = blocks.first_sample[at] + row
+        lengths = lengths[samples if join is None else join.partners.of(samples)]
     lengths = _with_missing(lengths, output, stored, dataset)
     if len(lengths) and output is not None:
         _check_others(batching, dataset, lengths)

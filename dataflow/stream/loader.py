@@ -26,12 +26,13 @@ from dataflow.processes.choice import ChoiceMemory
 from dataflow.stats import LoaderStats
 from dataflow.stream.builders import BuilderPlan, plan_builders, warm_up
 from dataflow.stream.deliveries import Deliveries, LastGood, Skipped, SkippedAhead
+from dataflow.stream.joined_reads import check_reads
 from dataflow.stream.length_aware import check_batching, make_planner
 from dataflow.stream.loop_sessions import LoopSessions
 from dataflow.stream.loops import EpochLoop, LoopQueue
 from dataflow.stream.plan import StreamPlan
 from dataflow.stream.read_ahead import megabatch_bytes
-from dataflow.stream.session import Session, SessionOptions, is_all_local
+from dataflow.stream.session import Session, SessionOptions, datasets_read, is_all_local
 from dataflow.stream.settings import StreamSettings
 from dataflow.topology_exchange import detect_topology
 from prefetch.control.depth import Decision
@@ -100,6 +101,7 @@ class StreamLoader:
         self._plan = self._stream_plan()
         self.epoch_plan(0, 0)  # raises if the settings make no plan
         self._check_batch_fits()
+        check_reads(self._plan, self.memory_limit)
         warm_up(self.builder_plan)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -435,7 +437,7 @@ class StreamLoader:
             read_amplification=self._plan.read_amplification,
             lengths=self._length_stats,
             mapped_bytes=sum(session.mapped_bytes() for session in sessions),
-            unfinished_shards=sum(len(one.catalog.unfinished) for one in self.dataset.sources),
+            unfinished_shards=sum(len(one.catalog.unfinished) for one in datasets_read(self.dataset)),
         )
 
     def close(self) -> None:

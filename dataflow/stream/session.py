@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -27,6 +27,7 @@ from dataflow.stats import SessionStats
 from dataflow.stream.builders import BuilderOpening, BuilderPlan, plan_builders
 from dataflow.stream.cache import OpenCaches, memory_for_caches
 from dataflow.stream.deliveries import SkippedAhead
+from dataflow.stream.joined_reads import kept_bytes
 from dataflow.stream.plan import StreamPlan
 from dataflow.stream.read_ahead import HAND_OVER_S, ReadAhead, choose_read_ahead
 from dataflow.stream.settings import StreamSettings
@@ -95,8 +96,11 @@ class Session:
             in_consumer=builder_plan.num_workers == 0,
             machine_bytes=machine_memory() // ranks,
         )
-        self._cached_bytes = memory_for_caches(dataset.sources, limit) if options.caches_in_memory else 0
-        self.ledger = Ledger(limit - self._cached_bytes)
+        kept = kept_bytes(plan, limit)
+        self._kept_bytes = sum(kept.values())
+        if options.caches_in_memory:
+            self._kept_bytes += memory_for_caches(dataset.sources, limit)
+        self.ledger = Ledger(limit - self._kept_bytes)
         on_cuda = device.type == "cuda"
         pinned = on_cuda or (settings.pin_memory and torch.cuda.is_available())
         register = register_pinned if pinned else None
@@ -122,7 +126,14 @@ class Session:
             dataset.sources, plan, options.topology, self.arena, in_memory=options.caches_in_memory
         )
         self.sources = _open_sources(
-            dataset, ahead.mapped_bytes.value, self.traffic, self.gate, self.guards, self.caches, self._pause
+            dataset,
+            ahead.mapped_bytes.value,
+            self.traffic,
+            self.gate,
+            self.guards,
+            self.caches,
+            self._pause,
+            kept,
         )
         self._next: tuple[int, int] | None = (epoch, start)
         """Epoch and position of the next batch, where that is the first of what was asked for."""
@@ -221,16 +232,21 @@ class Session:
             most_slots=ahead.jobs_ready.value,
         )
 
+    @property
+    def _sources_read(self) -> list[Source]:
+        """Its sources, and those joined to them."""
+        return [one for source in self.sources for one in (source, *(p.source for p in source.partners))]
+
     def _end_reads(self) -> None:
-        for source in self.sources:
+        for source in self._sources_read:
             source.reader.close()
         self.caches.end()
 
     def _what_reads_wait_for(self) -> str:
-        return "; ".join(text for source in self.sources if (text := source.reader.waiting()))
+        return "; ".join(text for source in self._sources_read if (text := source.reader.waiting()))
 
     def _refusals(self) -> int:
-        return sum(source.reader.stats().throttled for source in self.sources)
+        return sum(source.reader.stats().throttled for source in self._sources_read)
 
     def next_batches(self) -> Batches[Delivered]:
         """The batches of the next chunk."""
@@ -270,7 +286,7 @@ class Session:
             read_bytes=self.traffic.read_bytes,
             decoded_bytes=self.traffic.decoded_bytes,
             in_flight=self.gate.decision if self.gate else _ACTORS_READ if reads else _NO_GATE,
-            faults=sum((source.reader.stats() for source in self.sources), NO_FAULTS),
+            faults=sum((source.reader.stats() for source in self._sources_read), NO_FAULTS),
             cache=self.caches.stats(),
             workers=choice.value,
             workers_reason=choice.reason,
@@ -279,11 +295,11 @@ class Session:
 
     def mapped_bytes(self) -> int:
         """Bytes of local shards whose pages are in this process."""
-        return sum(source.mappings.mapped_bytes for source in self.sources)
+        return sum(source.mappings.mapped_bytes for source in self._sources_read)
 
     def resize(self, memory_limit: int) -> bool:
         """Have another limit from now on; False, and nothing is changed, if more is held than that."""
-        if not self.ledger.resize(memory_limit - self._cached_bytes):
+        if not self.ledger.resize(memory_limit - self._kept_bytes):
             return False
         self.arena.resize(memory_limit)
         return True
@@ -311,7 +327,12 @@ class Session:
 
 def is_all_local(dataset: ShardedDataset | Mixture) -> bool:
     """Whether no shard is behind a network."""
-    return all(is_local(url) for source in dataset.sources for url in source.catalog.urls[:1])
+    return all(is_local(one.catalog.urls[0]) for one in datasets_read(dataset))
+
+
+def datasets_read(dataset: ShardedDataset | Mixture) -> list[ShardedDataset]:
+    """All that it delivers columns of: sources, and what is joined to them."""
+    return [one for source in dataset.sources for one in source.datasets_read]
 
 
 def _open_gate(
@@ -332,7 +353,7 @@ def _open_gate(
         most = limit * ranks // share
         return Inflight(start_bytes=min(start_bytes // share, most), max_bytes=most)
 
-    url = next(url for source in dataset.sources for url in source.catalog.urls if not is_local(url))
+    url = next(url for one in datasets_read(dataset) for url in one.catalog.urls if not is_local(url))
     name = broker_name("/".join(naming_part(url).split("/")[:3])) if ranks > 1 else None
     if name is None:
         return ReadGate(control(share=ranks), refusals=refusals, now=now)
@@ -367,13 +388,20 @@ def _open_sources(
     guards: FileGuards,
     caches: OpenCaches,
     pause: ReadPause | None,
+    kept: Container[tuple[int, int]],
 ) -> list[Source]:
     """What the stream reads, numbered, with one account of bytes and one gate."""
     opened = [source.source(keep_bytes, guards, pause) for source in dataset.sources]
-    return [
-        replace(source, number=number, traffic=traffic, gate=gate, cache=caches.of(number))
-        for number, source in enumerate(opened)
-    ]
+
+    def shared(source: Source, number: int, place: int) -> Source:
+        partners = [
+            replace(p, source=shared(p.source, number, at + 1), keeps=(number, at) in kept)
+            for at, p in enumerate(source.partners)
+        ]
+        cache = caches.of(number, place)
+        return replace(source, number=number, traffic=traffic, gate=gate, cache=cache, partners=partners)
+
+    return [shared(source, number, 0) for number, source in enumerate(opened)]
 
 
 def _batch_bytes(plan: StreamPlan) -> int:
@@ -381,10 +409,15 @@ def _batch_bytes(plan: StreamPlan) -> int:
     dataset = plan.dataset
     fixed = sum(output.row_bytes for output in dataset.outputs)
     ragged = not all(isinstance(output, FixedOutput) for output in dataset.outputs)
-    catalogs = [source.catalog for source in dataset.sources]
-    mean = max(int(c.blocks.nbytes.sum()) // max(1, c.num_samples) for c in catalogs) if ragged else 0
+    mean = max(map(_mean_bytes, dataset.sources)) if ragged else 0
     laid = 0
     batching = plan.planner.batching if plan.planner else None
     if isinstance(batching, Packed):  # 8 bytes an element, and as many for segment ids and positions
         laid = plan.batch_size * batching.length * 8 * (len(batching.columns) + 1)
     return max(1, plan.samples_per_batch * (fixed + mean) + laid)
+
+
+def _mean_bytes(source: ShardedDataset) -> int:
+    """Bytes of a sample, with what is joined to it."""
+    catalogs = [one.catalog for one in source.datasets_read]
+    return sum(int(c.blocks.nbytes.sum()) // max(1, c.num_samples) for c in catalogs)

@@ -1,0 +1,245 @@
+"""Joining two datasets by a key: which sample of the one brings along which of the other.
+
+Only the key columns are read, once and in parallel: the ranges of the column where a format is tabular, the
+keys alone where values can be read by themselves. Everything else is known from the catalogs. What comes out
+is a table of sample numbers (`sharding.plan.partners`) and what has no partner, counted and named.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, suppress
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from dataflow.staging.columns import StagedOutput, StagedSpans
+from dataflow.staging.mapped import MappedWindow, can_map_windows
+from dataflow.staging.reading import ReadWindow, SparseWindow
+from dataflow.staging.source import Source
+from dataflow.staging.window import NotLocatableError, StagedWindow
+from dataflow.views import read_table
+from prefetch.memory.arena import Arena
+from sharding.catalog.table import Catalog
+from sharding.formats.arrow.columns import TabularFormat, flattened
+from sharding.order.selection import Selection
+from sharding.plan.partners import (
+    NO_PARTNER,
+    PartnerTable,
+    allowance,
+    blocks_of,
+    comparable,
+    duplicates,
+    matches,
+)
+
+_KEY_THREADS = 16
+_ARENA_BYTES = 64 << 20
+_NAMED = 5
+"""Samples that are named of those without a partner."""
+_NO_ROWS = np.zeros(0, np.int64)
+
+
+@dataclass(frozen=True, kw_only=True)
+class JoinReport:
+    """What a join found."""
+
+    on: tuple[str, str]
+    """The key column of the dataset, and of the other."""
+    num_samples: int
+    """Samples of the dataset that have a partner: those of the joined one."""
+    without_partner: int
+    """Samples of the dataset that have none, and are left out."""
+    first_without_partner: tuple[str, ...]
+    """The first of them, as "key in shard"."""
+    unused: int
+    """Samples of the other that are nobody's partner."""
+    first_unused: tuple[str, ...]
+    """The first of them."""
+    amplification: float
+    """Bytes of the other's blocks that are read in file order, over the bytes of those that are needed. 1:
+    it is ordered alike."""
+
+
+@dataclass(frozen=True, eq=False)
+class JoinSide:
+    """One of the two datasets: what it is read with, its samples, its key column."""
+
+    source: Source
+    selection: Selection
+    on: str
+
+    @property
+    def catalog(self) -> Catalog:
+        """Of its shards."""
+        return self.source.catalog
+
+    def numbers(self) -> NDArray[np.int64]:
+        """The number of each of its samples in its shards, int64 [n] ascending."""
+        blocks, rows = self.selection.locate(np.arange(len(self.selection)))
+        return self.catalog.blocks.first_sample[blocks] + rows
+
+    def shard_of(self, number: int) -> str:
+        """The shard that holds a sample."""
+        block = int(blocks_of(self.catalog.blocks, np.array([number]))[0])
+        return self.catalog.shard(int(self.catalog.blocks.shard[block])).url
+
+    def keys(self) -> pa.Array:
+        """The key of each of its samples. `ValueError` for a column that is none, or holds no keys."""
+        self._check()
+        blocks = np.flatnonzero(self.selection.num_samples).tolist()
+        of_block = self._column if isinstance(self.source.format, TabularFormat) else self._values
+        with ThreadPoolExecutor(_KEY_THREADS, thread_name_prefix="dataflow-join") as pool:
+            parts = list(pool.map(of_block, blocks))
+        if len({part.type for part in parts}) > 1:
+            raise ValueError(f"the keys in {self.on!r} are integers in some shards and text in others")
+        return pa.concat_arrays(parts)
+
+    def _check(self) -> None:
+        names, codec = self.catalog.schema, self.source.format
+        spec = names.get(self.on)
+        if spec is None and not (codec.has_keys and self.on == "__key__"):
+            raise ValueError(
+                f"no column {self.on!r} in {self.catalog.shard(0).url} and its like, which have "
+                f'{", ".join(names)}; name the keys of both by on=("...", "...")'
+            )
+        if spec and not isinstance(codec, TabularFormat) and spec.kind not in ("bytes", "text"):
+            raise ValueError(f"keys must be text, bytes or integers of a table; {self.on!r} is {spec.kind}")
+
+    def _column(self, number: int) -> pa.Array:
+        """The keys of a block that is a table."""
+        table = flattened(read_table(self.source, number, [self.on]))
+        column = table.column(self.on).take(pa.array(self.selection.rows(number)))
+        try:
+            return comparable(column)
+        except ValueError as error:
+            raise ValueError(f"column {self.on!r}: {error}") from None
+
+    def _values(self, number: int) -> pa.Array:
+        """The keys of a block whose values are bytes."""
+        rows = self.selection.rows(number)
+        window, rows = self._window(number, rows)
+        for read in window.reads():
+            read()
+        spans = window.staged[self.on]
+        assert isinstance(spans, StagedSpans)
+        buffer, starts = window.buffer_of(spans, rows, self.on)
+        lengths = np.maximum(spans.lengths[rows], 0)
+        offsets = np.concatenate(([0], np.cumsum(lengths)))
+        text = buffer[np.repeat(starts - offsets[:-1], lengths) + np.arange(offsets[-1])]
+        buffers = [None, pa.py_buffer(offsets), pa.py_buffer(text)]
+        keys = pa.LargeBinaryArray.from_buffers(pa.large_binary(), len(rows), buffers)
+        is_missing = spans.lengths[rows] < 0
+        window.close()
+        return pa.compute.if_else(pa.array(~is_missing), keys, None) if is_missing.any() else keys
+
+    def _window(self, number: int, rows: NDArray[np.int64]) -> tuple[StagedWindow, NDArray[np.int64]]:
+        """A window that holds some rows of a block, reading as little else as it can, and the rows in it."""
+        output = StagedOutput(name=self.on, sources=(self.on,))
+        source = replace(self.source, outputs=(output,), all_columns=False, _locates={})
+        arena, blocks = Arena(limit_bytes=_ARENA_BYTES), [self.catalog.block(number)]
+        with suppress(NotLocatableError):
+            if can_map_windows(source):
+                numbers = np.array([number])
+                return MappedWindow(source, arena, numbers, _NO_ROWS, needed=rows, whole=False), rows
+            return SparseWindow(source, arena, blocks, _NO_ROWS, rows_in_block=[rows]), np.arange(len(rows))
+        return ReadWindow(source, arena, blocks, _NO_ROWS), rows
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class KeyMatch:
+    """What two datasets have in common."""
+
+    selection: Selection
+    """The samples of the first that have a partner."""
+    partners: PartnerTable
+    report: JoinReport
+
+
+def match(own: JoinSide, other: JoinSide, *, amplification: float) -> KeyMatch:
+    """Find the partner of each sample of the first in the second. Reads both key columns; closes the readers.
+
+    Warns of samples without a partner. Raises `ValueError` for keys that repeat in the second, keys of unlike
+    types, datasets that have none in common, and reads beyond `amplification`.
+    """
+    with closing(own.source.reader), closing(other.source.reader):
+        keys, others = own.keys(), other.keys()
+    own_numbers, other_numbers = own.numbers(), other.numbers()
+    if keys.type != others.type:
+        raise ValueError(
+            f"keys of unlike types never match: {own.on!r} holds {_kind(keys)}, {other.on!r} "
+            f"{_kind(others)}; write one of them as the other's type, or name other columns by on=(..., ...)"
+        )
+    _refuse_duplicates(other, others, other_numbers)
+    index = matches(keys, others)
+    has_partner = index != NO_PARTNER
+    if not has_partner.any():
+        raise ValueError(
+            f"no key in {own.on!r} is one in {other.on!r}; the first are "
+            f"{_key(keys, 0)} and {_key(others, 0)}"
+        )
+    partners = PartnerTable.between(
+        own_numbers[has_partner], other_numbers[index[has_partner]], own.catalog.blocks, other.catalog.blocks
+    )
+    is_unused = np.ones(len(others), np.bool_)
+    is_unused[index[has_partner]] = False
+    report = JoinReport(
+        on=(own.on, other.on),
+        num_samples=int(has_partner.sum()),
+        without_partner=int((~has_partner).sum()),
+        first_without_partner=_named(own, keys, own_numbers, ~has_partner),
+        unused=int(is_unused.sum()),
+        first_unused=_named(other, others, other_numbers, is_unused),
+        amplification=partners.amplification,
+    )
+    if partners.amplification > amplification:
+        raise ValueError(_refusal(report, other, partners))
+    if report.without_partner:
+        warnings.warn(
+            f"{report.without_partner:,} of {len(keys):,} samples have no partner and are left out: "
+            f"{', '.join(report.first_without_partner)}{' ...' if report.without_partner > _NAMED else ''}",
+            stacklevel=4,
+        )
+    return KeyMatch(selection=own.selection.at(np.flatnonzero(has_partner)), partners=partners, report=report)
+
+
+def _refuse_duplicates(side: JoinSide, keys: pa.Array, numbers: NDArray[np.int64]) -> None:
+    count, where = duplicates(keys)
+    if count:
+        shards = " and ".join(dict.fromkeys(side.shard_of(int(numbers[at])) for at in where[:2]))
+        raise ValueError(
+            f"{count:,} keys in {side.on!r} come more than once, so nothing says which sample is meant: "
+            f"{_key(keys, int(where[0]))} comes {len(where)} times, in {shards}; make keys unique, or leave "
+            "the repetitions out by subset() or filter()"
+        )
+
+
+def _refusal(report: JoinReport, other: JoinSide, partners: PartnerTable) -> str:
+    once = int(other.catalog.blocks.length[np.unique(partners.other_blocks)].sum())
+    return (
+        f"{other.catalog.shard(0).url} and its like are ordered unlike this dataset: beside its blocks, one "
+        f"after the other, {report.amplification * once:,.0f} bytes of theirs would be read, "
+        f"{report.amplification:.3g} times the {once:,} that they have; write them in the order of this "
+        f"dataset, or allow the reads: "
+        f"join(..., amplification={allowance(report.amplification)})"
+    )
+
+
+def _named(
+    side: JoinSide, keys: pa.Array, numbers: NDArray[np.int64], which: NDArray[np.bool_]
+) -> tuple[str, ...]:
+    first: Sequence[int] = np.flatnonzero(which)[:_NAMED].tolist()
+    return tuple(f"{_key(keys, at)} in {side.shard_of(int(numbers[at]))}" for at in first)
+
+
+def _key(keys: pa.Array, at: int) -> str:
+    value = keys[at].as_py()
+    return repr(value.decode(errors="backslashreplace") if isinstance(value, bytes) else value)
+
+
+def _kind(keys: pa.Array) -> str:
+    return "integers" if pa.types.is_integer(keys.type) else "text"
