@@ -61,7 +61,11 @@ class ShardedDataset(Sharded, Dataset[S]):
     """Samples of sharded files, wherever they lie.
 
     Args:
-        source: path, URL, directory, glob, brace pattern, list of those, or a saved catalog (`*.catalog`).
+        source: path, URL, directory, glob, brace pattern, list of those, or a saved catalog (`*.catalog`);
+            `hf://datasets/org/name`: a dataset on the Hugging Face Hub.
+        config, split: which files of a dataset on the Hub, or of a folder with the Hub's layout. None: the
+            default config, and the only split.
+        revision: branch, tag or commit of a dataset on the Hub; None: "main". Opening it fixes the commit.
         format: "auto" by file ending, or "tar", "parquet", "arrow", "arrow-stream", "jsonl", "tokens",
             "megatron".
         columns: columns to deliver; a mapping renames them, and a list as its value stacks numeric
@@ -94,6 +98,9 @@ class ShardedDataset(Sharded, Dataset[S]):
         self,
         source: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
         *,
+        config: str | None = None,
+        split: str | None = None,
+        revision: str | None = None,
         format: str | Format = "auto",  # noqa: A002
         columns: Sequence[str] | Mapping[str, str | Sequence[str]] | None = None,
         decode: object = "auto",
@@ -131,6 +138,9 @@ class ShardedDataset(Sharded, Dataset[S]):
             progress=progress,
             storage_options=self.storage_options,
             allow_unfinished=allow_unfinished,
+            config=config,
+            split=split,
+            revision=revision,
         )
         with Retrier(self.retry, self._hosts) as retrier:
             self.catalog = opening.find(source, retrier)
