@@ -16,7 +16,7 @@ import hashlib
 import os
 import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
@@ -25,11 +25,10 @@ from typing import Any
 from prefetch.cache.claims import Claims
 from prefetch.store.retrier import Retrier
 from sharding.catalog.storage import open_url, store_errors
-from sharding.errors import DataflowError
+from sharding.formats import has_suffix
 from sharding.hub.layout import CARD_FILES, split_files
 from sharding.hub.names import HubName, is_hub, parse_name
 from sharding.hub.snapshot import HubAccess, Snapshot, card_configs, fetch_snapshot, hub_folder
-from sharding.formats import has_suffix
 from sharding.urls import is_glob, is_http, is_local, local_path
 from sharding.write.file import private_folder
 
@@ -102,7 +101,13 @@ def _has_layout(text: str) -> bool:
 
 
 def _files_of_folder(
-    url: str, options: Mapping[str, Any], retrier: Retrier, *, config: str | None, split: str | None, format: str  # noqa: A002
+    url: str,
+    options: Mapping[str, Any],
+    retrier: Retrier,
+    *,
+    config: str | None,
+    split: str | None,
+    format: str,  # noqa: A002
 ) -> list[str]:
     if is_http(url) or is_glob(url):
         raise ValueError(f"config= and split= are for a folder or a repository of the Hub, got {url!r}")
@@ -111,7 +116,11 @@ def _files_of_folder(
     def look() -> tuple[list[str], dict[str, str]]:
         with store_errors(url):
             files = [file.removeprefix(root).strip("/") for file in fs.find(root)]
-            cards = {name: fs.cat_file(f"{root.rstrip('/')}/{name}").decode() for name in CARD_FILES if name in files}
+            cards = {
+                name: fs.cat_file(f"{root.rstrip('/')}/{name}").decode()
+                for name in CARD_FILES
+                if name in files
+            }
         return files, cards
 
     files, cards = retrier(look, url)
@@ -119,7 +128,7 @@ def _files_of_folder(
     return [f"{local_path(url) if is_local(url) else url.rstrip('/')}/{file}" for file in found]
 
 
-# ---- listings -------------------------------------------------------------------------------------------------
+# ---- listings -------------------------------------------------------------------------------------------
 
 
 def _pinned(url: str, access: HubAccess, retrier: Retrier, revision: str | None) -> str:

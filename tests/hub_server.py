@@ -1,9 +1,9 @@
 """A Hub of our own: repositories over HTTP, and a content network with signed addresses that expire.
 
 `HubServer` answers what `huggingface_hub`, `datasets` and we ask of the Hub: `/api/datasets/NAME`, its
-`/revision/REV`, `/tree/REV` and `/paths-info/REV`, and `/datasets/NAME/resolve/REV/PATH`, which gives small files itself
-(those in `plain`) and redirects to the content network (another port) for all others. All requests are
-counted; `fault` is asked before each answer.
+`/revision/REV`, `/tree/REV` and `/paths-info/REV`, and `/datasets/NAME/resolve/REV/PATH`, which gives small
+files itself (those in `plain`) and redirects to the content network (another port) for all others. All
+requests are counted; `fault` is asked before each answer.
 """
 
 from __future__ import annotations
@@ -61,7 +61,9 @@ class Repo:
 
     def commit(self, files: Mapping[str, bytes], branch: str = "main") -> str:
         """Add a commit with exactly these files."""
-        text = json.dumps([len(self.commits), sorted((p, hashlib.sha1(b).hexdigest()) for p, b in files.items())])
+        text = json.dumps(
+            [len(self.commits), sorted((p, hashlib.sha1(b).hexdigest()) for p, b in files.items())]
+        )
         name = hashlib.sha1(text.encode()).hexdigest()
         self.commits[name], self.branches[branch] = dict(files), name
         return name
@@ -244,7 +246,9 @@ class _HubHandler(_Handler):
             self._api(name, repo, rest, parse_qs(url.query), sent)
         elif rest[:1] == ["resolve"]:
             if repo.gated and not token:
-                self.say(401, X_Error_Code="GatedRepo", X_Error_Message="Access to this dataset is restricted")
+                self.say(
+                    401, X_Error_Code="GatedRepo", X_Error_Message="Access to this dataset is restricted"
+                )
                 return
             self._resolve(name, repo, rest[1], "/".join(rest[2:]))
         else:
@@ -253,7 +257,9 @@ class _HubHandler(_Handler):
     def _json(self, value: Any, **fields: str) -> None:
         self.say(200, json.dumps(value).encode(), Content_Type="application/json", **fields)
 
-    def _api(self, name: str, repo: Repo, rest: list[str], query: Mapping[str, list[str]], sent: bytes) -> None:
+    def _api(
+        self, name: str, repo: Repo, rest: list[str], query: Mapping[str, list[str]], sent: bytes
+    ) -> None:
         what, revision, *deeper = [*rest, "revision", "main"][: max(2, len(rest))]
         commit = repo.find(revision)
         if commit is None:
@@ -263,10 +269,22 @@ class _HubHandler(_Handler):
         if what == "revision":
             blobs = "blobs" in query
             siblings = [
-                hub.entry(path, body, sibling=True) if blobs else {"rfilename": path} for path, body in files.items()
+                hub.entry(path, body, sibling=True) if blobs else {"rfilename": path}
+                for path, body in files.items()
             ]
-            self._json({"id": name, "sha": commit, "private": repo.private, "gated": repo.gated, "siblings": siblings,
-                        "lastModified": "2026-01-01T00:00:00.000Z", "tags": [], "downloads": 0, "likes": 0})
+            self._json(
+                {
+                    "id": name,
+                    "sha": commit,
+                    "private": repo.private,
+                    "gated": repo.gated,
+                    "siblings": siblings,
+                    "lastModified": "2026-01-01T00:00:00.000Z",
+                    "tags": [],
+                    "downloads": 0,
+                    "likes": 0,
+                }
+            )
         elif what == "tree":
             folder = "/".join(deeper)
             below = f"{folder}/" if folder else ""
@@ -280,7 +298,9 @@ class _HubHandler(_Handler):
                 child, *more = path.removeprefix(below).split("/")
                 for depth in range(len(more) if recursive else min(1, len(more))):
                     place = below + "/".join([child, *more][: depth + 1])
-                    entries.setdefault(place, {"type": "directory", "path": place, "size": 0, "oid": "0" * 40})
+                    entries.setdefault(
+                        place, {"type": "directory", "path": place, "size": 0, "oid": "0" * 40}
+                    )
                 if recursive or not more:
                     entries[path] = hub.entry(path, body, sibling=False)
             start = int(query.get("cursor", ["0"])[0])
@@ -342,7 +362,3 @@ class _ContentHandler(_Handler):
         org, name, commit, path = unquote(url.path).strip("/").split("/", 3)
         body = hub.repos[f"{org}/{name}"].commits[commit][path]
         self.say_range(body, fault is not None, ETag='"of the content network"')
-
-
-def main() -> None:
-    """Nothing to run: `benchmarks/hub.py` has a faster one."""

@@ -84,18 +84,23 @@ class _Addresses:
 
     def forget(self, path: str, address: _Address) -> None:
         """Ask for another one next time, unless somebody has already."""
-        known = self._known.get(path)
-        if known is not None and known.done() and not known.cancelled() and not known.exception():
-            if known.result() is address:
-                del self._known[path]
+        if self._is_known(path, address):
+            del self._known[path]
 
     def moved(self, path: str, address: _Address, head: Head) -> None:
         """From now on the file is where this answer says."""
-        known = self._known.get(path)
-        if known is not None and known.done() and known.result() is address:
+        if self._is_known(path, address):
             new: asyncio.Future[_Address] = asyncio.get_running_loop().create_future()
-            new.set_result(self._address(urljoin(address.url, head.fields["location"]), head, address.content))
+            new.set_result(
+                self._address(urljoin(address.url, head.fields["location"]), head, address.content)
+            )
             self._known[path] = new  # type: ignore[assignment]
+
+    def _is_known(self, path: str, address: _Address) -> bool:
+        known = self._known.get(path)
+        if known is None or not known.done() or known.cancelled() or known.exception():
+            return False
+        return known.result() is address
 
     async def _ask(self, url: str) -> _Address:
         try:
@@ -240,15 +245,15 @@ def _content(head: Head) -> str:
 def _raise(head: Head, url: str) -> None:
     """What the Hub's refusal means, in words."""
     code, text = head.fields.get("x-error-code", ""), head.fields.get("x-error-message", head.reason)
-    if head.status == 404 and code != "EntryNotFound" or code == "RepoNotFound":
+    if (head.status == 404 and code != "EntryNotFound") or code == "RepoNotFound":
         raise PermissionError(
-            f"the Hub says HTTP {head.status} {code or text}: the repository or its commit is gone, or private and "
-            "the token was not accepted; set HF_TOKEN or run 'hf auth login'"
+            f"the Hub says HTTP {head.status} {code or text}: repository or commit are gone, or private, "
+            "and the token was not accepted: set HF_TOKEN or run 'hf auth login'"
         )
     if head.status in (401, 403):
         raise PermissionError(
-            f"the Hub says HTTP {head.status} {code or text}: {text}; the token is missing, has expired or may "
-            "not read this repository: set HF_TOKEN or run 'hf auth login'"
+            f"the Hub says HTTP {head.status} {code}: {text}; the token is missing, has expired or may not "
+            "read this repository: set HF_TOKEN or run 'hf auth login'"
         )
     raise_for_status(head.status, text, head.fields, urlsplit(url).path)
     raise StatusError(head.status, text)
@@ -272,7 +277,7 @@ def _seconds_left(url: str, head: Head) -> float:
     return min(ends, default=float("inf")) - now
 
 
-# ---- pauses that a host asked for -----------------------------------------------------------------------------
+# ---- pauses that a host asked for -----------------------------------------------------------------------
 
 
 def _pause_file(origin: Origin) -> str:

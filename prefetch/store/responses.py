@@ -92,7 +92,10 @@ def check_range(status: int, fields: Fields, start: int, check: Check) -> None:
 
 
 def _retry_after_s(fields: Fields) -> float:
-    """Seconds of a `Retry-After`, or of a `RateLimit` that is used up; a date counts from the server's own clock. 0: none that can be read."""
+    """Seconds of a `Retry-After`, or of a `RateLimit` that is used up; 0: none that can be read.
+
+    A date counts from the server's own clock.
+    """
     text = fields.get("retry-after", "")
     try:
         return max(0.0, float(text))

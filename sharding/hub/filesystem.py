@@ -40,9 +40,7 @@ class HubFileSystem(AsyncFileSystem):
 
     protocol = "hf"
 
-    def __init__(
-        self, token: str | bool | None = None, endpoint: str | None = None, **options: Any
-    ) -> None:
+    def __init__(self, token: str | bool | None = None, endpoint: str | None = None, **options: Any) -> None:
         super().__init__(**options)
         self.access = HubAccess.given({"token": token, "endpoint": endpoint})
         self._listing = asyncio.Lock()  # held while a repository is listed: others wait for the same
@@ -61,7 +59,11 @@ class HubFileSystem(AsyncFileSystem):
 
     async def _snapshot(self, name: HubName) -> Snapshot:
         def look() -> Snapshot | None:
-            return Snapshot.kept(self.access.endpoint, name.repo, name.revision or "") if name.is_pinned else None
+            return (
+                Snapshot.kept(self.access.endpoint, name.repo, name.revision or "")
+                if name.is_pinned
+                else None
+            )
 
         async with self._listing:
             known = await asyncio.to_thread(look)

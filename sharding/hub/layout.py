@@ -53,9 +53,10 @@ _NO_DATA = {
     "dataset_dict.json",
 }
 _METADATA = {f"metadata.{ending}" for ending in ("csv", "jsonl", "parquet")}
-_OTHER_DATA = set(
-    ".csv .tsv .txt .json .xml .h5 .hdf5 .lance .vortex .zip .pdf .nii .glb .ply .stl .npz .pkl .safetensors".split()
-)
+_OTHER_DATA = {
+    *(".csv", ".tsv", ".txt", ".json", ".xml", ".h5", ".hdf5", ".lance", ".vortex", ".zip", ".npz"),
+    *(".pdf", ".nii", ".glb", ".ply", ".stl", ".pkl", ".safetensors"),
+}
 """Endings of data that we do not read, besides pictures, sound and video."""
 
 
@@ -79,7 +80,9 @@ def configs_of(cards: Iterable[Any]) -> list[dict[str, Any]]:
     if not isinstance(found, list) or any(
         not isinstance(one, Mapping) or "config_name" not in one for one in found
     ):
-        raise ValueError(f"configs in the README's YAML must be a list of configs with config_name, got {found!r}")
+        raise ValueError(
+            f"configs in the README's YAML must be a list of configs with config_name, got {found!r}"
+        )
     return [dict(one) for one in found]
 
 
@@ -155,7 +158,9 @@ def _patterns(config: Config, paths: Sequence[str], where: str) -> dict[str, lis
     if given is None:
         found = _default_patterns(paths, config.data_dir)
         if not found:
-            raise DataflowError(f"{where} holds no data files" + (f" in {config.data_dir}" * bool(config.data_dir)))
+            raise DataflowError(
+                f"{where} holds no data files" + (f" in {config.data_dir}" * bool(config.data_dir))
+            )
         return found
     if isinstance(given, str):
         return {"train": [given]}
@@ -166,7 +171,10 @@ def _patterns(config: Config, paths: Sequence[str], where: str) -> dict[str, lis
     splits: dict[str, list[str]] = {}
     for one in given:
         if not isinstance(one, Mapping) or set(one) != {"split", "path"} or str(one["split"]) in splits:
-            raise ValueError(f"data_files of config {config.name!r} of {where} must name each split once, with path; got {one!r}")
+            raise ValueError(
+                f"data_files of config {config.name!r} of {where} must name each split once, with path; "
+                f"got {one!r}"
+            )
         splits[str(one["split"])] = _listed(one["path"])
     return splits
 
@@ -183,7 +191,9 @@ def _default_patterns(paths: Sequence[str], data_dir: str) -> dict[str, list[str
             match = _SHARD_NAME.fullmatch(_below(path, data_dir))
             name = match[1] if match else ""
             if not _SPLIT_NAME.fullmatch(name):
-                raise ValueError(f"the name of a split must be letters, digits, '_' and '.', got {name!r} by {path!r}")
+                raise ValueError(
+                    f"the name of a split must be letters, digits, '_' and '.', got {name!r} by {path!r}"
+                )
             names.add(name)
         ordered = [name for name in _KEYWORDS if name in names] + sorted(names - _KEYWORDS.keys())
         return {name: [_SHARDED.format(split=name)] for name in ordered}
@@ -207,7 +217,9 @@ def _matching_all(patterns: Iterable[str], paths: Sequence[str], data_dir: str, 
     for pattern in patterns:
         matches = _matching(pattern, paths, data_dir)
         if not matches and not has_magic(pattern):
-            raise DataflowError(f"{where} has no file {posixpath.join(data_dir, pattern)!r}, which its README names")
+            raise DataflowError(
+                f"{where} has no file {posixpath.join(data_dir, pattern)!r}, which its README names"
+            )
         files |= dict.fromkeys(matches)
     return list(files)
 

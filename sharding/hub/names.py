@@ -47,9 +47,7 @@ def parse_name(url: str) -> HubName:
     if match is None:
         raise ValueError(f"a dataset on the Hub is 'hf://datasets/org/name', got {url!r}")
     revision = match["revision"]
-    return HubName(
-        match["repo"], unquote(revision) if revision else None, (match["path"] or "").strip("/")
-    )
+    return HubName(match["repo"], unquote(revision) if revision else None, (match["path"] or "").strip("/"))
 
 
 def is_pinned(url: str) -> bool:

@@ -19,10 +19,11 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Self
+from urllib.parse import quote
 
 from sharding.errors import ShardReadError
 from sharding.hub.layout import CARD_FILES, configs_of, yaml_head
-from sharding.hub.names import HubName
+from sharding.hub.names import DEFAULT_REVISION, HubName
 from sharding.write.file import PRIVATE_FILE, private_folder, user_folder
 
 _VERSION = 1
@@ -61,8 +62,14 @@ class HubAccess:
 
     def headers(self) -> dict[str, str]:
         """What a request to the Hub says of who asks; to be sent to the Hub only."""
-        headers = _huggingface_hub().utils.build_hf_headers(token=self.token, library_name="dataflow-loader")
-        return dict(headers)
+        token = self.token
+        if token is None or token is True:
+            # Not by `build_hf_headers`, which asks the Hub for a list of agents once a day.
+            hub = _huggingface_hub()
+            implicit = token or not hub.constants.HF_HUB_DISABLE_IMPLICIT_TOKEN
+            token = hub.get_token() if implicit else None
+        headers = {"user-agent": "dataflow-loader"}
+        return {**headers, "authorization": f"Bearer {token}"} if token else headers
 
     def __repr__(self) -> str:
         return f"HubAccess({self.endpoint!r})"
@@ -90,7 +97,9 @@ class Snapshot:
         fields = json.loads(text)
         if fields.pop("version") != _VERSION:
             raise ValueError("of another release")
-        fields["files"] = {path: (int(size), str(version)) for path, (size, version) in fields["files"].items()}
+        fields["files"] = {
+            path: (int(size), str(version)) for path, (size, version) in fields["files"].items()
+        }
         return cls(**fields)
 
     @classmethod
@@ -138,31 +147,47 @@ def fetch_snapshot(access: HubAccess, name: HubName) -> Snapshot:
         ImportError: huggingface_hub is not installed.
         ShardReadError: no such repository or revision, not allowed, or the Hub does not answer.
     """
-    hub = _huggingface_hub()
-    api = hub.HfApi(endpoint=access.endpoint, token=access.token, library_name="dataflow-loader")
+    revision = quote(name.revision or DEFAULT_REVISION, safe="")
     with _hub_errors(name, access):
-        info = api.dataset_info(name.repo, revision=name.revision, files_metadata=True, timeout=_SILENCE_S)
-        commit, siblings = str(info.sha), info.siblings or []
-        files = {one.rfilename: (one.size, _version(one)) for one in siblings}
-        if len(siblings) >= _MOST_FILES or any(size is None for size, _ in files.values()):
-            tree = api.list_repo_tree(name.repo, recursive=True, revision=commit, repo_type="dataset")
-            files = {one.path: (one.size, _version(one)) for one in tree if hasattr(one, "blob_id")}
+        info = _get(
+            access, f"{access.endpoint}/api/datasets/{name.repo}/revision/{revision}?blobs=true"
+        ).json()
+        commit, siblings = str(info["sha"]), info.get("siblings") or []
+        if (kept := Snapshot.kept(access.endpoint, name.repo, commit)) is not None:
+            return kept
+        if len(siblings) >= _MOST_FILES or any(one.get("size") is None for one in siblings):
+            siblings = list(_tree(access, name.repo, commit))
+        files = {one.get("rfilename") or one["path"]: (int(one["size"]), _version(one)) for one in siblings}
         pinned = HubName(name.repo, commit, "")
         cards = {path: read_file(access, pinned, path).decode() for path in CARD_FILES if path in files}
     return Snapshot(access.endpoint, name.repo, commit, files, card_configs(cards))
 
 
+def _tree(access: HubAccess, repo: str, commit: str) -> Iterator[dict[str, Any]]:
+    """All files, page by page."""
+    url = f"{access.endpoint}/api/datasets/{repo}/tree/{commit}?recursive=true"
+    while url:
+        answer = _get(access, url)
+        yield from (one for one in answer.json() if one["type"] == "file")
+        url = answer.links.get("next", {}).get("url", "")
+
+
 def read_file(access: HubAccess, name: HubName, path: str) -> bytes:
     """A small file, whole; raises what huggingface_hub raises."""
-    hub = _huggingface_hub()
-    url = hub.hf_hub_url(
-        name.repo, path, repo_type="dataset", revision=name.revision, endpoint=access.endpoint
+    revision = quote(name.revision or DEFAULT_REVISION, safe="")
+    return bytes(
+        _get(access, f"{access.endpoint}/datasets/{name.repo}/resolve/{revision}/{quote(path)}").content
     )
+
+
+def _get(access: HubAccess, url: str) -> Any:
+    """The answer, by huggingface_hub's client, which leaves the token out where it is sent to other hosts."""
+    hub = _huggingface_hub()
     answer = hub.utils.get_session().get(
         url, headers=access.headers(), timeout=_SILENCE_S, follow_redirects=True
     )
     hub.utils.hf_raise_for_status(answer)
-    return bytes(answer.content)
+    return answer
 
 
 def card_configs(cards: Mapping[str, str]) -> list[dict[str, Any]]:
@@ -185,9 +210,10 @@ def card_configs(cards: Mapping[str, str]) -> list[dict[str, Any]]:
         raise ValueError(f"the README's YAML cannot be read: {error}") from error
 
 
-def _version(file: Any) -> str:
-    lfs = getattr(file, "lfs", None)
-    return str(lfs.sha256 if lfs else file.blob_id)
+def _version(file: Mapping[str, Any]) -> str:
+    """Of an answer of `revision` or of `tree`, which call the same things by other names."""
+    lfs = file.get("lfs") or {}
+    return str(lfs.get("sha256") or lfs.get("oid") or file.get("blobId") or file.get("oid") or "")
 
 
 @contextmanager
@@ -204,17 +230,27 @@ def _hub_errors(name: HubName, access: HubAccess) -> Iterator[None]:
     try:
         yield
     except errors.GatedRepoError as error:
-        raise ShardReadError(name.url, f"permission denied: it is gated; ask for access at {page} ({login})") from _answer(error)
+        raise ShardReadError(
+            name.url, f"permission denied: it is gated; ask for access at {page} ({login})"
+        ) from _answer(error)
     except errors.RevisionNotFoundError as error:
-        raise ShardReadError(name.url, f"there is no revision {name.revision!r} in {name.repo}") from _answer(error)
+        raise ShardReadError(name.url, f"there is no revision {name.revision!r} in {name.repo}") from _answer(
+            error
+        )
     except errors.RepositoryNotFoundError as error:
         reason = f"no such dataset repository at {access.endpoint}, or it is private ({login})"
         raise ShardReadError(name.url, reason) from _answer(error)
     except errors.OfflineModeIsEnabled as error:
-        raise ShardReadError(name.url, f"not asked, as HF_HUB_OFFLINE is set, and no listing is kept: {error}") from None
+        raise ShardReadError(
+            name.url, f"not asked, as HF_HUB_OFFLINE is set, and no listing is kept: {error}"
+        ) from None
     except errors.HfHubHTTPError as error:
         answer = _answer(error)
-        reason = f"permission denied ({answer}; {login})" if answer.status in (401, 403) else f"cannot be listed: {answer}"
+        reason = (
+            f"permission denied ({answer}; {login})"
+            if answer.status in (401, 403)
+            else f"cannot be listed: {answer}"
+        )
         raise ShardReadError(name.url, reason) from answer
 
 
@@ -236,6 +272,7 @@ def retry_after_s(headers: Mapping[str, str]) -> float:
 def _huggingface_hub() -> Any:
     try:
         import huggingface_hub
+        import huggingface_hub.constants
         import huggingface_hub.errors
         import huggingface_hub.utils
     except ImportError as error:
