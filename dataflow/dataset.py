@@ -42,6 +42,7 @@ from prefetch.store.retries import RetryPolicy
 from sharding.blocks import DEFAULT_BLOCK_BYTES, Format
 from sharding.catalog.table import BlockTable, Catalog
 from sharding.errors import CorruptShardError, SampleError
+from sharding.hub.names import is_pinned, parse_name
 from sharding.order.keyed import mix_key
 from sharding.order.selection import SelectedOrder, Selection
 from sharding.order.shuffle import Shuffle
@@ -221,9 +222,15 @@ class ShardedDataset(Sharded, Dataset[S]):
             return False
 
     def fingerprint(self) -> str:
-        """What identifies shards and selection in a state: another one means other samples."""
-        whole = self.selection.is_whole
-        return self.catalog.fingerprint() + ("" if whole else f"-{self.selection.digest}")
+        """What identifies shards and selection in a state: another one means other samples.
+
+        The commit of a dataset on the Hub follows behind "@", for messages: it says nothing of the samples.
+        """
+        mark = self.catalog.fingerprint()
+        if not self.selection.is_whole:
+            mark += f"-{self.selection.digest}"
+        first = self.catalog.shard(0).url
+        return f"{mark}@{parse_name(first).revision}" if is_pinned(first) else mark
 
     # ---- views --------------------------------------------------------------------------------------
 

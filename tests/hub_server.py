@@ -23,7 +23,6 @@ from email.utils import formatdate
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
-KEY = b"of the content network"
 TOKEN = "hf_" + "t" * 34
 
 
@@ -79,6 +78,8 @@ class HubServer:
         self.lock = threading.Lock()  # guards `requests` and `counts`
         self.repos: dict[str, Repo] = {}
         self.tokens = {TOKEN}
+        self.key = b"of the content network"
+        """What signs addresses; those that another one signed are refused."""
         self.requests: list[Request] = []
         self.counts: Counter[tuple[str, str]] = Counter()
         self.fault: Callable[[Request], Answer | None] = lambda request: None
@@ -124,7 +125,7 @@ class HubServer:
     def address(self, repo: str, commit: str, path: str) -> str:
         expires = int(time.time() + self.signed_for_s + 0.999)
         place = f"/{repo}/{commit}/{path}"
-        signed = hmac.new(KEY, f"{place}{expires}".encode(), "sha256").hexdigest()
+        signed = hmac.new(self.key, f"{place}{expires}".encode(), "sha256").hexdigest()
         return f"http://127.0.0.1:{self.cdn.server_port}{place}?Expires={expires}&Signature={signed}&Key-Pair-Id=K"
 
     def note(self, kind: str, path: str, headers: Mapping[str, str]) -> Answer | None:
@@ -355,7 +356,9 @@ class _ContentHandler(_Handler):
             self.say_fault(fault)
             return
         query = {name: values[0] for name, values in parse_qs(url.query).items()}
-        signed = hmac.new(KEY, f"{unquote(url.path)}{query.get('Expires')}".encode(), "sha256").hexdigest()
+        signed = hmac.new(
+            hub.key, f"{unquote(url.path)}{query.get('Expires')}".encode(), "sha256"
+        ).hexdigest()
         if query.get("Signature") != signed or float(query["Expires"]) < time.time():
             self.say(403)
             return

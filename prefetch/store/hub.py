@@ -46,7 +46,7 @@ _SPREAD_S = 1.0
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class _Address:
     """Where the bytes of a file are."""
 

@@ -54,11 +54,11 @@ def open_url(url: str, storage_options: Mapping[str, Any] | None = None) -> tupl
             "ShardedDataset(..., cache=Cache(folder))"
         )
     if is_hub(url):
-        from sharding.hub.filesystem import HubFileSystem, is_reached_directly
+        from sharding.hub.filesystem import hub_filesystem
 
-        if is_reached_directly(storage_options or {}):
-            fs = HubFileSystem(**(storage_options or {}))
-            return fs, fs._strip_protocol(url)
+        hub = hub_filesystem(storage_options or {})
+        if hub is not None:
+            return hub, hub._strip_protocol(url)
     try:
         fs, path = url_to_fs(url, **_patient(url, storage_options or {}))
     except ImportError as error:

@@ -6,7 +6,6 @@ it reads itself are small whole files (a saved catalog). Beside the event loop, 
 
 from __future__ import annotations
 
-import asyncio
 import posixpath
 from collections.abc import Mapping
 from typing import Any
@@ -19,15 +18,19 @@ from sharding.hub.names import DEFAULT_REVISION, HubName, parse_name
 from sharding.hub.snapshot import HubAccess, Snapshot, fetch_snapshot, read_file
 
 
-def is_reached_directly(options: Mapping[str, Any]) -> bool:
-    """Whether `HubFileSystem` can be used: with no other options, and no proxy in between.
+def hub_filesystem(options: Mapping[str, Any]) -> HubFileSystem | None:
+    """The filesystem with these `storage_options`.
 
-    Else huggingface_hub's own filesystem, which knows both, reads the same URLs.
+    None: there are others than `token` and `endpoint`, or a proxy in between. huggingface_hub's own
+    filesystem knows both, and reads the same URLs.
     """
     if set(options) - {"token", "endpoint"}:
-        return False
-    endpoint = urlsplit(HubAccess.given(options).endpoint)
-    return not ({endpoint.scheme, "all"} & getproxies().keys()) or bool(proxy_bypass(endpoint.hostname or ""))
+        return None
+    access = HubAccess.given(options)
+    endpoint = urlsplit(access.endpoint)
+    if {endpoint.scheme, "all"} & getproxies().keys() and not proxy_bypass(endpoint.hostname or ""):
+        return None
+    return HubFileSystem(token=access.token, endpoint=access.endpoint)
 
 
 class HubFileSystem(AsyncFileSystem):
@@ -43,7 +46,6 @@ class HubFileSystem(AsyncFileSystem):
     def __init__(self, token: str | bool | None = None, endpoint: str | None = None, **options: Any) -> None:
         super().__init__(**options)
         self.access = HubAccess.given({"token": token, "endpoint": endpoint})
-        self._listing = asyncio.Lock()  # held while a repository is listed: others wait for the same
 
     @classmethod
     def _strip_protocol(cls, path: Any) -> Any:
@@ -58,19 +60,17 @@ class HubFileSystem(AsyncFileSystem):
         return f"{self.access.endpoint}/datasets/{name.repo}/resolve/{revision}/{quote(name.path)}"
 
     async def _snapshot(self, name: HubName) -> Snapshot:
-        def look() -> Snapshot | None:
-            return (
-                Snapshot.kept(self.access.endpoint, name.repo, name.revision or "")
-                if name.is_pinned
-                else None
-            )
+        def look() -> Snapshot:
+            if name.is_pinned and (
+                kept := Snapshot.kept(self.access.endpoint, name.repo, str(name.revision))
+            ):
+                return kept
+            snapshot = fetch_snapshot(self.access, name)
+            snapshot.keep()
+            return snapshot
 
-        async with self._listing:
-            known = await asyncio.to_thread(look)
-            if known is None:
-                known = await asyncio.to_thread(fetch_snapshot, self.access, name)
-                await asyncio.to_thread(known.keep)
-        return known
+        snapshot: Snapshot = await self.loop.run_in_executor(None, look)
+        return snapshot
 
     async def _info(self, path: str, **_: Any) -> dict[str, Any]:
         path = self._strip_protocol(path)
@@ -106,5 +106,5 @@ class HubFileSystem(AsyncFileSystem):
 
     async def _cat_file(self, path: str, start: int | None = None, end: int | None = None, **_: Any) -> bytes:
         name = parse_name(f"hf://{self._strip_protocol(path)}")
-        whole = await asyncio.to_thread(read_file, self.access, name, name.path)
+        whole = await self.loop.run_in_executor(None, read_file, self.access, name, name.path)
         return whole[start:end]

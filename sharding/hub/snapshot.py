@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -24,6 +25,7 @@ from urllib.parse import quote
 from sharding.errors import ShardReadError
 from sharding.hub.layout import CARD_FILES, configs_of, yaml_head
 from sharding.hub.names import DEFAULT_REVISION, HubName
+from sharding.redaction import hide_secrets
 from sharding.write.file import PRIVATE_FILE, private_folder, user_folder
 
 _VERSION = 1
@@ -32,6 +34,9 @@ _MOST_FILES = 50_000
 _SILENCE_S = 30.0
 """The Hub takes seconds to list ten thousand files."""
 _NO_HUB = "datasets in the Hugging Face Hub's layout need another package: pip install 'dataflow-loader[hub]'"
+
+
+_RATE_LIMIT = re.compile(r"r\s*=\s*0\s*;\s*t\s*=\s*(\d+)")
 
 
 class HubStatusError(Exception):
@@ -75,7 +80,7 @@ class HubAccess:
         return f"HubAccess({self.endpoint!r})"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Snapshot:
     """What a repository holds at one commit. A value."""
 
@@ -160,7 +165,9 @@ def fetch_snapshot(access: HubAccess, name: HubName) -> Snapshot:
         files = {one.get("rfilename") or one["path"]: (int(one["size"]), _version(one)) for one in siblings}
         pinned = HubName(name.repo, commit, "")
         cards = {path: read_file(access, pinned, path).decode() for path in CARD_FILES if path in files}
-    return Snapshot(access.endpoint, name.repo, commit, files, card_configs(cards))
+    return Snapshot(
+        endpoint=access.endpoint, repo=name.repo, commit=commit, files=files, configs=card_configs(cards)
+    )
 
 
 def _tree(access: HubAccess, repo: str, commit: str) -> Iterator[dict[str, Any]]:
@@ -183,9 +190,7 @@ def read_file(access: HubAccess, name: HubName, path: str) -> bytes:
 def _get(access: HubAccess, url: str) -> Any:
     """The answer, by huggingface_hub's client, which leaves the token out where it is sent to other hosts."""
     hub = _huggingface_hub()
-    answer = hub.utils.get_session().get(
-        url, headers=access.headers(), timeout=_SILENCE_S, follow_redirects=True
-    )
+    answer = hub.utils.get_session().get(url, headers=access.headers(), timeout=_SILENCE_S)
     hub.utils.hf_raise_for_status(answer)
     return answer
 
@@ -252,21 +257,26 @@ def _hub_errors(name: HubName, access: HubAccess) -> Iterator[None]:
             else f"cannot be listed: {answer}"
         )
         raise ShardReadError(name.url, reason) from answer
+    except (OSError, errors.HTTPError) as error:
+        hide_secrets(error)
+        raise ShardReadError(name.url, f"cannot be listed at {access.endpoint}: {type(error).__name__}: {error}") from error
 
 
 def _answer(error: Any) -> HubStatusError:
     """What the Hub said, without the request, which has the token."""
     response = error.response
-    text = response.headers.get("x-error-message") or response.reason_phrase
-    return HubStatusError(response.status_code, text, retry_after_s(response.headers))
+    # Before huggingface_hub 1.0, answers are those of requests, not of httpx.
+    reason = getattr(response, "reason_phrase", None) or getattr(response, "reason", "")
+    text = response.headers.get("x-error-message") or reason
+    return HubStatusError(response.status_code, text, _retry_after_s(response.headers))
 
 
-def retry_after_s(headers: Mapping[str, str]) -> float:
+def _retry_after_s(headers: Mapping[str, str]) -> float:
     """Seconds after which the Hub wants to be asked again; 0: it does not say."""
     with suppress(ValueError):
         return max(0.0, float(headers.get("retry-after", "")))
-    limit = _huggingface_hub().utils.parse_ratelimit_headers(headers)
-    return float(limit.reset_in_seconds) if limit and not limit.remaining else 0.0
+    used_up = _RATE_LIMIT.search(headers.get("ratelimit", ""))
+    return float(used_up[1]) if used_up else 0.0
 
 
 def _huggingface_hub() -> Any:
