@@ -41,6 +41,8 @@ from sharding.redaction import identity_of
 from sharding.urls import is_local
 
 _INDEX_THREADS = 16
+_REMOTE_INDEX_THREADS = 48
+"""As many as read at a time in training: they wait most of the time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -225,7 +227,9 @@ def index(
     bar = Progress(*look, TimeRemainingColumn(), console=console, disable=hidden, transient=True)
     with (
         nullcontext() if hidden else bar,  # at its end, it prints an empty line even if it is disabled
-        retrier.pool(_INDEX_THREADS, "dataflow-index") as pool,
+        retrier.pool(
+            _INDEX_THREADS if all(map(is_local, urls)) else _REMOTE_INDEX_THREADS, "dataflow-index"
+        ) as pool,
         closing(StoreReader(storage_options, policy=retrier.policy, hosts=retrier.hosts)) as reader,
     ):
         retrier.watch(reader.waiting)

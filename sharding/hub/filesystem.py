@@ -33,7 +33,7 @@ def hub_filesystem(options: Mapping[str, Any]) -> HubFileSystem | None:
     return HubFileSystem(token=access.token, endpoint=access.endpoint)
 
 
-class HubFileSystem(AsyncFileSystem):
+class HubFileSystem(AsyncFileSystem):  # type: ignore[misc]
     """Files of `hf://datasets/...`.
 
     Args:
@@ -106,5 +106,5 @@ class HubFileSystem(AsyncFileSystem):
 
     async def _cat_file(self, path: str, start: int | None = None, end: int | None = None, **_: Any) -> bytes:
         name = parse_name(f"hf://{self._strip_protocol(path)}")
-        whole = await self.loop.run_in_executor(None, read_file, self.access, name, name.path)
+        whole: bytes = await self.loop.run_in_executor(None, read_file, self.access, name, name.path)
         return whole[start:end]

@@ -259,7 +259,9 @@ def _hub_errors(name: HubName, access: HubAccess) -> Iterator[None]:
         raise ShardReadError(name.url, reason) from answer
     except (OSError, errors.HTTPError) as error:
         hide_secrets(error)
-        raise ShardReadError(name.url, f"cannot be listed at {access.endpoint}: {type(error).__name__}: {error}") from error
+        raise ShardReadError(
+            name.url, f"cannot be listed at {access.endpoint}: {type(error).__name__}: {error}"
+        ) from error
 
 
 def _answer(error: Any) -> HubStatusError:
@@ -268,7 +270,7 @@ def _answer(error: Any) -> HubStatusError:
     # Before huggingface_hub 1.0, answers are those of requests, not of httpx.
     reason = getattr(response, "reason_phrase", None) or getattr(response, "reason", "")
     text = response.headers.get("x-error-message") or reason
-    return HubStatusError(response.status_code, text, _retry_after_s(response.headers))
+    return HubStatusError(response.status_code, str(text), _retry_after_s(response.headers))
 
 
 def _retry_after_s(headers: Mapping[str, str]) -> float:
