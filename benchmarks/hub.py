@@ -12,8 +12,8 @@ Hub and of its content network (another port; signed addresses). All contestants
   one launcher's environment and one cache folder, each opens the dataset and reads one batch. Of `datasets`,
   whose ranks do not share a listing, fewer are run, and the count is per rank.
 - first: 10,000 files of 10 rows; from the constructor to the first batch: with nothing known, and again.
-- rows: 200 files of 1,000 rows of 1 KB (Parquet, row groups of 1,000): an epoch in file order. Peers run
-  with as many workers as did best of the ones tried. Rows are counted, and each comes once.
+- rows: 200 files of 125 documents of 8 KB (Parquet, one row group): an epoch in file order, in batches of
+  32. Peers run with several numbers of workers; the best counts. Each row must come once.
 - faults: the same with 5 % of requests failing (429, 500, 503, cut bodies).
 """
 
@@ -39,10 +39,10 @@ from benchmarks.slow_server import in_own_process
 
 LATENCY_S = 0.05
 FAULTY = 0.05
-BATCH = 256
+BATCH = 32
 NAME = "org/name"
-ROW_BYTES = 1000
-WORKERS = (4, 8)
+FILES, ROWS, ROW_BYTES = 200, 125, 8000
+WORKERS = {"datasets": (4, 8), "litdata": (4,)}
 
 
 # ---- the Hub, in a process of its own ---------------------------------------------------------------------
@@ -173,7 +173,10 @@ def _litdata(workers: int) -> Iterator[tuple[Any, int]]:
     url = f"hf://datasets/{NAME}/data"
     dataset = litdata.StreamingDataset(url, item_loader=ParquetLoader(), shuffle=False)
     yield None, 0
-    loader = litdata.StreamingDataLoader(dataset, batch_size=BATCH, num_workers=workers, collate_fn=_columns)
+    context = {"multiprocessing_context": "spawn"} if workers else {}  # Polars forbids fork
+    loader = litdata.StreamingDataLoader(
+        dataset, batch_size=BATCH, num_workers=workers, collate_fn=_columns, **context
+    )
     for batch in loader:
         yield batch["n"], sum(map(len, batch["text"]))
 
@@ -284,8 +287,8 @@ def _rows(hub: _Hub, repeats: int, who_to_run: dict[str, tuple[int, ...]]) -> di
 
 
 def rows(repeats: int) -> dict[str, Any]:
-    with serving(200, 1000, ROW_BYTES) as hub:
-        found = _rows(hub, repeats, {"dataflow": (0,), "datasets": WORKERS, "litdata": WORKERS})
+    with serving(FILES, ROWS, ROW_BYTES) as hub:
+        found = _rows(hub, repeats, {"dataflow": (0,), **WORKERS})
     peers = {key: one["rows_per_s"] for key, one in found.items() if not key.startswith("dataflow")}
     best = max(peers, key=lambda key: peers[key])
     ratio = found["dataflow, 0 workers"]["rows_per_s"] / peers[best]
@@ -294,9 +297,9 @@ def rows(repeats: int) -> dict[str, Any]:
 
 
 def faults(repeats: int) -> dict[str, Any]:
-    with serving(200, 1000, ROW_BYTES) as hub:
+    with serving(FILES, ROWS, ROW_BYTES) as hub:
         hub.ask("faults")
-        return _rows(hub, repeats, {"dataflow": (0,), "datasets": WORKERS[:1]})
+        return _rows(hub, repeats, {"dataflow": (0,), "datasets": WORKERS["datasets"]})
 
 
 PARTS = {"start": start, "first": first, "rows": rows, "faults": faults}

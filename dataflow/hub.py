@@ -57,11 +57,11 @@ def resolve_source(
         DataflowError: the split has no files.
         ShardReadError: the repository or folder cannot be listed.
     """
-    single = isinstance(source, (str, os.PathLike))
-    items = [source] if single else source
+    items = [source] if isinstance(source, (str, os.PathLike)) else source
     if not isinstance(items, (list, tuple)) or not all(isinstance(one, (str, os.PathLike)) for one in items):
         return source
     texts = [os.fspath(one) for one in items]
+    single = len(texts) == 1
     if revision is not None and not all(map(is_hub, texts)):
         raise ValueError(f"revision= is for datasets on the Hub (hf://datasets/...), got {revision!r}")
     if (config is not None or split is not None) and len(texts) != 1:

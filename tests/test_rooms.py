@@ -43,7 +43,7 @@ MAY_USE: dict[str, set[str]] = {
         "sharding.hub",
         "sharding.write",
     },
-    "prefetch.cache": {"prefetch.store", "prefetch.memory", "sharding.write"},
+    "prefetch.cache": {"prefetch.store", "prefetch.memory", "sharding.hub", "sharding.write"},
     "prefetch.workers": {"prefetch.engine", "prefetch.memory"},
     # dataflow: what a training loop sees
     "dataflow.decode": {"prefetch.core", "sharding.formats"},

@@ -63,7 +63,7 @@ class _Address:
 
 
 class _Addresses:
-    """Of the files of one filesystem. Only its event loop uses it."""
+    """Of the files of one Hub, as asked with one token. Only one event loop uses it."""
 
     def __init__(self, access: HubAccess) -> None:
         self._access = access
@@ -151,8 +151,8 @@ class _Addresses:
         )
 
 
-_of_filesystems: WeakKeyDictionary[Any, _Addresses] = WeakKeyDictionary()
-"""Which a child of a fork has its own of."""
+_of_loops: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[HubAccess, _Addresses]] = WeakKeyDictionary()
+"""All readers of a process share addresses; a child of a fork has another loop, and asks for its own."""
 
 
 def _look_at(asking: asyncio.Task[_Address]) -> None:
@@ -171,9 +171,10 @@ async def hub_body(fs: Any, path: str, start: int, place: Destination, check: Ch
     Raises:
         StatusError, FileNotFoundError, OSError: as `prefetch.store.retries` sorts them; what `check` raises.
     """
-    addresses = _of_filesystems.get(fs)
+    of_loop = _of_loops.setdefault(asyncio.get_running_loop(), {})
+    addresses = of_loop.get(fs.access)
     if addresses is None:
-        addresses = _of_filesystems[fs] = _Addresses(fs.access)
+        addresses = of_loop[fs.access] = _Addresses(fs.access)
     is_new = False
     for _ in range(_MOST_REDIRECTS):
         address = await addresses.find(path, fs.file_address(path))

@@ -6,9 +6,11 @@ import io
 import json
 import random
 import tarfile
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import pyarrow as pa
@@ -18,6 +20,7 @@ import pytest
 from hub_server import TOKEN, Answer, HubServer, Repo, Request
 
 from dataflow import Cache, DataLoader, RetryPolicy, ShardChangedError, ShardedDataset, ShardReadError
+from prefetch.store import hub as store_hub
 from sharding.errors import DataflowError
 from sharding.hub import snapshot
 
@@ -204,6 +207,29 @@ def test_ranks_of_several_machines_share_the_listing_by_the_store(
     assert kinds(hub)["api"] == 1
 
 
+def test_the_first_batch_comes_two_round_trips_after_the_listing(
+    hub: HubServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ShardedDataset(NAME)
+    monkeypatch.setattr(store_hub, "_of_loops", WeakKeyDictionary())  # no addresses are known
+    hub.forget()
+    trips = {"resolve": threading.Barrier(4), "content": threading.Barrier(4)}
+
+    def hold(request: Request) -> Answer | None:
+        """Answer when all of the same round trip have come."""
+        if request.kind in trips:
+            try:
+                trips[request.kind].wait(20)
+            except threading.BrokenBarrierError:
+                return Answer(500)
+        return None
+
+    hub.fault = hold
+    with DataLoader(ShardedDataset(NAME), batch_size=7, shuffle=True, timeout=15) as loader:
+        assert len(next(iter(loader))["n"]) == 7
+    assert kinds(hub) == {"api": 1, "resolve": 4, "content": 4}
+
+
 def test_a_long_list_is_asked_page_by_page(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(snapshot, "_MOST_FILES", 3)
     hub.page = 3
@@ -228,11 +254,13 @@ def test_an_address_that_is_refused_when_new_is_an_error(hub: HubServer) -> None
         numbers(dataset)
 
 
-def test_the_cache_keeps_blocks_of_a_commit(hub: HubServer, tmp_path: Path) -> None:
+def test_the_cache_keeps_blocks_over_commits_that_leave_their_files(hub: HubServer, tmp_path: Path) -> None:
     big = {f"data/train-{i:05d}-of-00002.parquet": parquet(10_000 * i, 10_000) for i in range(2)}
     hub.repos["org/name"].commit(big)
-    dataset = ShardedDataset(NAME, cache=Cache(str(tmp_path / "blocks"), limit="100 MB"))
-    first = numbers(dataset, shuffle=True)
+    cache = Cache(str(tmp_path / "blocks"), limit="100 MB")
+    first = numbers(ShardedDataset(NAME, cache=cache), shuffle=True)
+    hub.repos["org/name"].commit({**big, "README.md": b"better words"})
+    dataset = ShardedDataset(NAME, cache=cache)
     hub.forget()
     assert sorted(numbers(dataset, shuffle=True)) == sorted(first)
     assert kinds(hub)["content"] == 0
