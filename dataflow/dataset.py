@@ -49,6 +49,7 @@ from sharding.catalog.table import BlockTable, Catalog
 from sharding.errors import SampleError
 from sharding.formats.arrow.columns import TabularFormat
 from sharding.formats.arrow.features import features_of
+from sharding.hub.names import is_pinned, parse_name
 from sharding.order.keyed import mix_key
 from sharding.order.selection import SelectedOrder, Selection
 from sharding.order.shuffle import Shuffle
@@ -86,7 +87,11 @@ class ShardedDataset(Sharded, Dataset[S]):
     """Samples of sharded files, wherever they lie.
 
     Args:
-        source: path, URL, directory, glob, brace pattern, list of those, or a saved catalog (`*.catalog`).
+        source: path, URL, directory, glob, brace pattern, list of those, or a saved catalog (`*.catalog`);
+            `hf://datasets/org/name`: a dataset on the Hugging Face Hub.
+        config, split: which files of a dataset on the Hub, or of a folder with the Hub's layout. None: the
+            default config, and the only split.
+        revision: branch, tag or commit of a dataset on the Hub; None: "main". Opening it fixes the commit.
         format: "auto" by file ending, or "tar", "parquet", "arrow", "arrow-stream", "jsonl", "tokens",
             "megatron".
         columns: columns to deliver; a mapping renames them, and a list as its value stacks numeric
@@ -122,6 +127,9 @@ class ShardedDataset(Sharded, Dataset[S]):
         self,
         source: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
         *,
+        config: str | None = None,
+        split: str | None = None,
+        revision: str | None = None,
         format: str | Format = "auto",  # noqa: A002
         columns: Sequence[str] | Mapping[str, str | Sequence[str]] | None = None,
         decode: object = "auto",
@@ -159,6 +167,9 @@ class ShardedDataset(Sharded, Dataset[S]):
             progress=progress,
             storage_options=self.storage_options,
             allow_unfinished=allow_unfinished,
+            config=config,
+            split=split,
+            revision=revision,
         )
         with Retrier(self.retry, self._hosts) as retrier:
             self.catalog = opening.find(source, retrier)
@@ -281,10 +292,16 @@ class ShardedDataset(Sharded, Dataset[S]):
             return False
 
     def fingerprint(self) -> str:
-        """What identifies shards and selection in a state: another one means other samples."""
-        own = "" if self.selection.is_whole else f"-{self.selection.digest}"
-        joined = "".join(f"+{join.other.fingerprint()}" for join in self.joins)
-        return f"{self.catalog.fingerprint()}{own}{joined}"
+        """What identifies shards and selection in a state: another one means other samples.
+
+        The commit of a dataset on the Hub follows behind "@", for messages: it says nothing of the samples.
+        """
+        mark = self.catalog.fingerprint()
+        if not self.selection.is_whole:
+            mark += f"-{self.selection.digest}"
+        mark += "".join(f"+{join.other.fingerprint().partition('@')[0]}" for join in self.joins)
+        first = self.catalog.shard(0).url
+        return f"{mark}@{parse_name(first).revision}" if is_pinned(first) else mark
 
     def check_missing(self) -> None:
         """Raise `SampleError` where a sample is known to lack a column that is not `Optional`.

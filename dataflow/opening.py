@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from dataflow.hub import resolve_source
 from prefetch.store.filesystems import shard_file
 from prefetch.store.reader import StoreReader
 from prefetch.store.retrier import Retrier
@@ -35,10 +36,13 @@ from sharding.catalog.storage import exists
 from sharding.catalog.table import Catalog
 from sharding.errors import ShardChangedError, ShardReadError
 from sharding.formats import resolve_format
+from sharding.hub.names import is_pinned
 from sharding.redaction import identity_of
 from sharding.urls import is_local
 
 _INDEX_THREADS = 16
+_REMOTE_INDEX_THREADS = 48
+"""As many as read at a time in training: they wait most of the time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +57,9 @@ class Opening:
     progress: bool | None
     storage_options: Mapping[str, Any]
     allow_unfinished: bool
+    config: str | None
+    split: str | None
+    revision: str | None
 
     def find(self, source: Any, retrier: Retrier) -> Catalog:
         """The catalog of a source; indexes what has no true one, and warns of unfinished shards."""
@@ -63,6 +70,15 @@ class Opening:
 
     def _find(self, source: Any, retrier: Retrier) -> Catalog:
         options = self.storage_options
+        source = resolve_source(
+            source,
+            options,
+            retrier,
+            config=self.config,
+            split=self.split,
+            revision=self.revision,
+            format=self.format if isinstance(self.format, str) else self.format.name,
+        )
         if isinstance(self.catalog, Catalog):
             return self._signed(self.catalog, source, retrier)
         if self.catalog is None and is_catalog(source):
@@ -122,6 +138,8 @@ class Opening:
 
     def _checked(self, catalog: Catalog, retrier: Retrier, rebuild: Callable[[], Catalog] | None) -> Catalog:
         """The catalog if its shards are as indexed; says so if not, and indexes again where it may."""
+        if all(map(is_pinned, catalog.urls)):  # what a commit holds never changes
+            return self._with_all_columns(catalog, rebuild)
         local = all(map(is_local, catalog.urls))
         shards = range(catalog.num_shards) if local or rebuild else _some(catalog.num_shards)
         if local:
@@ -179,6 +197,7 @@ def save_catalog(catalog: Catalog, url: str, options: Mapping[str, Any], retrier
 
 def shards_of(source: Any, options: Mapping[str, Any], retrier: Retrier) -> list[str]:
     """The URLs that a source stands for; of what a store must list, too."""
+    source = resolve_source(source, options, retrier)
     first = source[0] if isinstance(source, (list, tuple)) and source else source
     return retrier(lambda: expand(source, options), str(first), may_ask_nobody=True)
 
@@ -208,7 +227,9 @@ def index(
     bar = Progress(*look, TimeRemainingColumn(), console=console, disable=hidden, transient=True)
     with (
         nullcontext() if hidden else bar,  # at its end, it prints an empty line even if it is disabled
-        retrier.pool(_INDEX_THREADS, "dataflow-index") as pool,
+        retrier.pool(
+            _INDEX_THREADS if all(map(is_local, urls)) else _REMOTE_INDEX_THREADS, "dataflow-index"
+        ) as pool,
         closing(StoreReader(storage_options, policy=retrier.policy, hosts=retrier.hosts)) as reader,
     ):
         retrier.watch(reader.waiting)

@@ -381,8 +381,15 @@ class StreamLoader:
         loaded, skipped = PlanState.from_json(fields), state.get("skipped_samples")
         if type(skipped) is not int or skipped < 0:
             raise ValueError(f"skipped_samples must be an integer >= 0, got {skipped!r}")
-        if loaded.fingerprint != self.dataset.fingerprint():
+        mark, _, commit = loaded.fingerprint.partition("@")
+        mark_here, _, commit_here = self.dataset.fingerprint().partition("@")
+        if mark != mark_here:
             here = self.dataset.num_samples(0)
+            if commit and commit_here and commit != commit_here:
+                raise ValueError(
+                    f"the state was taken at commit {commit} of the repository, whose samples are others "
+                    f"than here {commit_here}; open that one: ShardedDataset(..., revision={commit!r})"
+                )
             raise ValueError(
                 "the state was taken over other shards (their names, sizes or blocks differ), another view "
                 "or other shares of a mixture, where its position means other samples "

@@ -11,7 +11,7 @@ import os
 import re
 import struct
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Self
 
@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from prefetch.store.local import read_fully
 from sharding.blocks import Shard
+from sharding.hub.names import is_pinned, parse_name
 
 _TRAILER = struct.Struct("<8s16sQQI")  # magic, tag, offset, length, CRC-32 of the bytes
 _SEAL = struct.Struct("<I")  # CRC-32 of the trailer
@@ -60,7 +61,9 @@ class Entry:
 @lru_cache(maxsize=4096)
 def tag_of(shard: Shard) -> str:
     """32 hex digits for URL, version and size."""
-    text = f"{shard.url}\0{shard.version}\0{shard.size}"
+    # On the Hub a version is a hash of the content: the next commit may have the same.
+    url = replace(parse_name(shard.url), revision=None).url if is_pinned(shard.url) else shard.url
+    text = f"{url}\0{shard.version}\0{shard.size}"
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 

@@ -20,6 +20,7 @@ from fsspec.asyn import AsyncFileSystem
 
 from prefetch.store.connections import Destination
 from prefetch.store.direct import NotDirectError, direct_http, direct_s3
+from prefetch.store.hub import hub_body
 from prefetch.store.responses import Check, check_range, raise_for_status
 
 Fill = Callable[[Any, str, int, Destination, Check], Awaitable[None]]
@@ -42,6 +43,8 @@ def client_of(fs: Any) -> Client | None:
         return None
     if hasattr(fs, "encode_url") and hasattr(fs, "set_session"):
         return http_body, True
+    if hasattr(fs, "file_address"):
+        return hub_body, True
     if hasattr(fs, "get_s3") and hasattr(fs, "_get_s3_method_kwargs"):
         return s3_body, True
     return whole_body, False

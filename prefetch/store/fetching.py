@@ -26,7 +26,7 @@ from sharding.errors import DataflowError, ShardChangedError
 
 _PARTS_AT_ONCE = 4
 _LEAST_LOOK_S = 0.01
-_WHOLE_PART_PATIENCE = 6
+WHOLE_PART_PATIENCE = 6
 """How many times the stall time-out a part may take that comes in one piece: 4 MiB in 12 s."""
 
 
@@ -91,7 +91,7 @@ class RangeFetcher:
         """
         fill, streams = client
         if not streams:
-            stall_s *= _WHOLE_PART_PATIENCE
+            stall_s *= WHOLE_PART_PATIENCE
             if not self.is_checked(read.shard):
                 async with asyncio.timeout(stall_s):
                     self.check(read.shard, await fs._info(path))

@@ -6,8 +6,8 @@ are stored are not read but mapped (`prefetch.memory.mapping`).
 Remote ranges are copied into the destination as they arrive (`prefetch.store.fetching`). What fails is tried
 again as `prefetch.store.retries` decides, from the byte that was reached; a range of several parts has them
 in flight together. The reading thread waits outside the event loop and ends waits of any kind when the reader
-is closed; it returns only when nothing writes into its memory any more. Filesystems that are not asynchronous
-can be neither interrupted nor timed in the middle of a `cat_file`. Thread-safe.
+is closed; it returns only when nothing writes into its memory any more. Calls of filesystems that are not
+asynchronous are given up and abandoned (`prefetch.store.blocking`). Thread-safe.
 """
 
 from __future__ import annotations
@@ -22,13 +22,15 @@ from itertools import count
 from typing import Any
 
 import numpy as np
+from fsspec.implementations.cached import CachingFileSystem
 from numpy.typing import NDArray
 
 from prefetch.control.pause import ReadPause
 from prefetch.errors import next_notice_s
 from prefetch.memory.mapping import touch_pages
+from prefetch.store.blocking import BlockingCall
 from prefetch.store.clients import client_of
-from prefetch.store.fetching import LoopCall, RangeFetcher, closed_error
+from prefetch.store.fetching import WHOLE_PART_PATIENCE, LoopCall, RangeFetcher, closed_error
 from prefetch.store.filesystems import Filesystems
 from prefetch.store.local import read_local, truncated
 from prefetch.store.ranges import MOST_BYTES, Awaited as Awaited, RangePart, RangeRead
@@ -106,7 +108,7 @@ class StoreReader:
         self._closed = threading.Event()
         self._wait = wait or self._closed.wait
         self._lock = threading.Lock()  # guards everything below
-        self._running: dict[LoopCall, RangeRead] = {}
+        self._running: dict[LoopCall | BlockingCall, RangeRead] = {}
         self._failing: dict[int, RangeRead] = {}
         self._counts = NO_FAULTS
         self._fetcher = RangeFetcher(
@@ -292,15 +294,37 @@ class StoreReader:
                     del self._running[call]
             return
         if not self._fetcher.is_checked(read.shard):
-            self._fetcher.check(read.shard, fs.info(path))
+            self._fetcher.check(read.shard, self._block(read, fs, stall_s, lambda: fs.info(path)))
         for part in read.parts:
             if part.left:
-                start = read.offset + part.at
-                with self._filesystems.turn(fs, read.shard.url):
-                    piece = fs.cat_file(path, start=start, end=start + part.left)[: part.left]
+                ask = partial(self._piece, fs, path, read.shard.url, read.offset + part.at, part.left)
+                piece = self._block(read, fs, stall_s, ask)[: part.left]
                 read.out.data[part.at : part.at + len(piece)] = piece
                 part.at, part.heard_s = part.at + len(piece), self._now()
                 part.check_whole()
+
+    def _piece(self, fs: Any, path: str, url: str, start: int, nbytes: int) -> bytes:
+        with self._filesystems.turn(fs, url):
+            piece: bytes = fs.cat_file(path, start=start, end=start + nbytes)
+        return piece
+
+    def _block(self, read: RangeRead, fs: Any, stall_s: float, ask: Callable[[], Any]) -> Any:
+        """What a client's call returns; it is abandoned if it takes too long, or at the end of the reader."""
+        call = BlockingCall(ask)
+        with self._lock:
+            self._running[call] = read
+        if self._closed.is_set():  # before `close` could know of this call
+            call.cancel()
+        # A copy of a whole file takes as long as it takes.
+        patient_s = None if isinstance(fs, CachingFileSystem) else WHOLE_PART_PATIENCE * stall_s
+        try:
+            return call.run(patient_s)
+        except TimeoutError:
+            type(fs).clear_instance_cache()  # the one that hangs may not be used by two threads
+            raise
+        finally:
+            with self._lock:
+                del self._running[call]
 
 
 def _reads(count: int) -> str:

@@ -21,6 +21,8 @@ Fields = Mapping[str, str]
 
 _CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+|\*)")
 _STATUS = re.compile(r"HTTP/1\.([01]) (\d{3})(?: (.*))?")
+_RATE_LIMIT = re.compile(r"r\s*=\s*0\s*;\s*t\s*=\s*(\d+)")
+"""Nothing remains until so many seconds have passed (draft-ietf-httpapi-ratelimit-headers)."""
 _NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 
 
@@ -90,7 +92,10 @@ def check_range(status: int, fields: Fields, start: int, check: Check) -> None:
 
 
 def _retry_after_s(fields: Fields) -> float:
-    """Seconds of a `Retry-After`; a date counts from the server's own clock. 0: none that can be read."""
+    """Seconds of a `Retry-After`, or of a `RateLimit` that is used up; 0: none that can be read.
+
+    A date counts from the server's own clock.
+    """
     text = fields.get("retry-after", "")
     try:
         return max(0.0, float(text))
@@ -100,7 +105,8 @@ def _retry_after_s(fields: Fields) -> float:
         wait = parsedate_to_datetime(text) - parsedate_to_datetime(fields.get("date", ""))
         return max(0.0, wait.total_seconds())
     except (TypeError, ValueError):
-        return 0.0
+        used_up = _RATE_LIMIT.search(fields.get("ratelimit", ""))
+        return float(used_up[1]) if used_up else 0.0
 
 
 def parse_head(text: bytes) -> Head:

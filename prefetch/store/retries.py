@@ -63,6 +63,8 @@ _LAST_START = 0.9
 _LONGEST_PAUSE_S = 1.0
 _PAUSE_SHARE = 1 / 8
 """A pause in an outage is at most such a part of what it took so far, or a second."""
+_LONGEST_ASKED_S = 600.0
+"""No longer `Retry-After` is added to the deadline. The Hub counts requests in five minutes."""
 _WRONG_ANSWERS = 6
 """So many in a row are no accident."""
 # By name, because the clients are optional packages. What is not listed here and is none of Python's own
@@ -280,8 +282,13 @@ class RetryPolicy:
         return RetryDecision(delay_s, f"{failure.kind}, failure {failures} in a row")
 
     def patience_s(self, failure: Failure, *, answered: bool) -> float:
-        """Seconds without a byte until a read that fails like this is given up."""
-        return self.connect_s if failure.unreachable and not answered else self.deadline_s
+        """Seconds without a byte until a read that fails like this is given up.
+
+        A store that names a time to come back at is no outage, so that time comes on top.
+        """
+        if failure.unreachable and not answered:
+            return self.connect_s
+        return self.deadline_s + min(failure.retry_after_s / _LAST_START, _LONGEST_ASKED_S)
 
     def stall_timeout_s(self, stalls: int, idle_s: float, long_s: float | None = None) -> float:
         """Seconds without a byte after which the next request is given up; never beyond the deadline.

@@ -30,7 +30,7 @@ from sharding.catalog.storage import open_url, store_errors
 from sharding.errors import CorruptShardError
 from sharding.redaction import identity_of
 from sharding.urls import is_http, is_local, local_path
-from sharding.write.file import PRIVATE_FILE, private_folder
+from sharding.write.file import PRIVATE_FILE, private_folder, user_folder
 
 VERSION = 3
 _MAGIC = b"dataflow-catalog"
@@ -208,8 +208,7 @@ def _write(sink: Any, table: pa.Table) -> None:
 
 def kept_folder() -> str:
     """Where this user's catalogs are kept: `$XDG_CACHE_HOME/dataflow/catalogs`, or below `~/.cache`."""
-    root = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    return os.path.join(root, "dataflow", "catalogs")
+    return user_folder("catalogs")
 
 
 def _write_local(path: str, table: pa.Table) -> None:

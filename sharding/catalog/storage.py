@@ -19,15 +19,16 @@ from fsspec.core import url_to_fs
 
 from sharding.blocks import Shard
 from sharding.errors import DataflowError, ShardReadError
+from sharding.hub.names import is_hub
 from sharding.redaction import hide_secrets, identity_of
 from sharding.urls import is_http, is_local, local_path, protocol_of
 
 Info = Mapping[str, Any]
 """What `fs.info` returns, or `local_info`: "size", "type", and the store's own keys."""
 
-_ETAG_KEYS = ("ETag", "etag", "e_tag")
+_ETAG_KEYS = ("ETag", "etag", "e_tag", "blob_id", "xet_hash")
 _MTIME_KEYS = ("mtime", "LastModified", "Last-Modified", "last_modified", "updated", "created")
-_EXTRAS = {"s3": "s3", "s3a": "s3", "http": "http", "https": "http"}
+_EXTRAS = {"s3": "s3", "s3a": "s3", "http": "http", "https": "http", "hf": "hub"}
 _NO_INFO = ("filecache", "blockcache", "cached")
 """Chains that look for a file in a listing of its folder, which HTTP does not give."""
 _SILENCE_S = 12.0
@@ -52,6 +53,12 @@ def open_url(url: str, storage_options: Mapping[str, Any] | None = None) -> tupl
             f"{identity_of(url)}: fsspec's {outer}:: finds no files behind HTTP; use simplecache:: or "
             "ShardedDataset(..., cache=Cache(folder))"
         )
+    if is_hub(url):
+        from sharding.hub.filesystem import hub_filesystem
+
+        hub = hub_filesystem(storage_options or {})
+        if hub is not None:
+            return hub, hub._strip_protocol(url)
     try:
         fs, path = url_to_fs(url, **_patient(url, storage_options or {}))
     except ImportError as error:
@@ -170,6 +177,9 @@ def version_of(info: Info) -> str:
     """Say "etag:..." where the store has one, else "mtime:<ns since 1970, or the store's text>", else ""."""
     if "mtime_ns" in info:
         return f"mtime:{info['mtime_ns']}"
+    lfs = info.get("lfs")  # of huggingface_hub's own filesystem
+    if lfs:
+        return f"etag:{lfs['sha256']}"
     for kind, keys in (("etag", _ETAG_KEYS), ("mtime", _MTIME_KEYS)):
         for key in keys:
             if info.get(key) not in (None, ""):

@@ -33,6 +33,7 @@ from sharding.catalog.file import (
 from sharding.catalog.schema import schema_from_json, schema_to_json
 from sharding.formats import ENTRIES, resolve_format
 from sharding.formats.arrow.columns import TabularFormat
+from sharding.hub.names import is_pinned
 from sharding.redaction import identity_of
 from sharding.urls import file_name
 
@@ -237,7 +238,8 @@ class Catalog:
     def fingerprint(self) -> str:
         """16 hex digits over the format, file names, sizes and block geometry; for resume states.
 
-        A copy of the shards elsewhere has the same fingerprint: folders, hosts and versions do not count.
+        A copy of the shards elsewhere has the same fingerprint: folders, hosts and versions do not count, but
+        for versions that are hashes of the content (on the Hub).
         """
         return self._fingerprint
 
@@ -249,6 +251,8 @@ class Catalog:
         digest.update(json.dumps([self.format, dict(self.options), names], sort_keys=True).encode())
         for array in (sizes, self.first_block, table.offset, table.length, table.num_samples):
             digest.update(array.astype("<i8", copy=False).tobytes())
+        if all(map(is_pinned, self.urls)):
+            digest.update(json.dumps(self.rows.column("version").to_pylist()).encode())
         return digest.hexdigest()
 
     @cached_property

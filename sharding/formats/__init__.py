@@ -130,6 +130,11 @@ def suffix_of(url: str) -> str:
     return ".tar" if ending == "tgz" else "." + ending
 
 
+def format_of_suffix(url: str) -> str | None:
+    """The format that a file's ending, compression aside, stands for; None: no known one."""
+    return _FORMAT_OF_SUFFIX.get(suffix_of(url))
+
+
 def has_suffix(url: str, suffixes: Collection[str] | None = None) -> bool:
     """Whether a file's ending, compression aside, is one of `suffixes` (None: of any known format)."""
     return suffix_of(url) in (_FORMAT_OF_SUFFIX if suffixes is None else suffixes)
@@ -145,7 +150,7 @@ def sibling(url: str, suffix: str) -> str:
 def _format_of_all(urls: Sequence[str], exists: Callable[[str], bool] | None) -> str:
     first_url: dict[str, str] = {}
     for url in urls:
-        name = _FORMAT_OF_SUFFIX.get(suffix_of(url))
+        name = format_of_suffix(url)
         if name is None:
             rule = f"cannot tell the format of {identity_of(url)!r} by its ending"
             endings = ", ".join(_FORMAT_OF_SUFFIX)

@@ -106,6 +106,12 @@ class NewFile:
             raise FileExistsError(f"{identity_of(self.url)} exists; to replace it, give overwrite=True")
 
 
+def user_folder(name: str) -> str:
+    """Where this user's files of a kind are kept: `$XDG_CACHE_HOME/dataflow/NAME`, or below `~/.cache`."""
+    root = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return os.path.join(root, "dataflow", name)
+
+
 def private_folder(path: str) -> None:
     """Make a folder and those above it that are missing, for this user alone. What is there stays."""
     if not os.path.isdir(path):

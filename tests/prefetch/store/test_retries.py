@@ -140,7 +140,7 @@ def test_the_same_seed_and_read_wait_the_same() -> None:
     [
         (Failure("final"), 0.0, "another attempt would fail"),
         (CUT, 54.0, "no byte came within the deadline of 60 s"),
-        (Failure("throttled", 50.0), 11.0, "deadline"),
+        (Failure("throttled", 50.0), 60.0, "deadline"),
     ],
 )
 def test_when_to_give_up(failure: Failure, idle_s: float, reason: str) -> None:

@@ -1,0 +1,234 @@
+"""From `hf://datasets/org/name` and `split=` to shards, at one commit, with few requests for a whole job.
+
+Whoever opens a dataset first lists its repository: one request, whatever the number of files. The others of
+the job find the listing: on this machine in the cache folder, behind a claim that dies with its process; on
+other machines in `torch.distributed`'s store, if that is initialised. Nothing here is a collective: a rank
+that opens a dataset alone waits for nobody, and who waits for a listing that another one has begun to fetch
+fetches it itself after `_PATIENCE_S`.
+
+A branch means one commit for a job, though it may move meanwhile: processes of one launcher agree by a note
+beside the listings, for an hour. Without a launcher, each process asks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+from prefetch.cache.claims import Claims
+from prefetch.store.retrier import Retrier
+from sharding.catalog.storage import open_url, store_errors
+from sharding.formats import has_suffix
+from sharding.hub.layout import CARD_FILES, split_files
+from sharding.hub.names import HubName, is_hub, parse_name
+from sharding.hub.snapshot import HubAccess, Snapshot, card_configs, fetch_snapshot, hub_folder
+from sharding.urls import is_glob, is_http, is_local, local_path
+from sharding.write.file import private_folder
+
+_PATIENCE_S = 60.0
+"""For a listing that another process fetches."""
+_AGREED_S = 3600.0
+"""So long after the first process of a job, one that starts takes the same commit."""
+
+
+def resolve_source(
+    source: Any,
+    options: Mapping[str, Any],
+    retrier: Retrier,
+    *,
+    config: str | None = None,
+    split: str | None = None,
+    revision: str | None = None,
+    format: str = "auto",  # noqa: A002
+) -> Any:
+    """The source with dataset repositories at their commits, or the files of its split.
+
+    Any other source comes back as it is.
+
+    Raises:
+        ValueError: `config`, `split` or `revision` where they mean nothing, unknown ones, or none of several.
+        DataflowError: the split has no files.
+        ShardReadError: the repository or folder cannot be listed.
+    """
+    items = [source] if isinstance(source, (str, os.PathLike)) else source
+    if not isinstance(items, (list, tuple)) or not all(isinstance(one, (str, os.PathLike)) for one in items):
+        return source
+    texts = [os.fspath(one) for one in items]
+    single = len(texts) == 1
+    if revision is not None and not all(map(is_hub, texts)):
+        raise ValueError(f"revision= is for datasets on the Hub (hf://datasets/...), got {revision!r}")
+    if (config is not None or split is not None) and len(texts) != 1:
+        raise ValueError("config= and split= are for one repository or folder, not for a list of sources")
+    if not any(map(is_hub, texts)):
+        if single and (config is not None or split is not None or _has_layout(texts[0])):
+            return _files_of_folder(texts[0], options, retrier, config=config, split=split, format=format)
+        return source
+    access = HubAccess.given(options)
+    pinned = [_pinned(one, access, retrier, revision) if is_hub(one) else one for one in texts]
+    if not single:
+        return pinned
+    name = parse_name(pinned[0])
+    if config is None and split is None and (is_glob(pinned[0]) or has_suffix(pinned[0]) or "{" in name.path):
+        return pinned[0]
+    snapshot = Snapshot.kept(access.endpoint, name.repo, str(name.revision))
+    assert snapshot is not None
+    if name.path in snapshot.files:
+        return pinned[0]
+    below = f"{name.path}/" if name.path else ""
+    files = split_files(
+        [file.removeprefix(below) for file in snapshot.files if file.startswith(below)],
+        snapshot.configs if not below else [],
+        where=replace(name, revision=None).url,
+        config=config,
+        split=split,
+        format=format,
+    )
+    return [replace(name, path=below + file).url for file in files]
+
+
+def _has_layout(text: str) -> bool:
+    """Whether a source is a local folder that holds no shards itself: they may lie as on the Hub."""
+    if not is_local(text) or not os.path.isdir(path := local_path(text)):
+        return False
+    return not any(has_suffix(name) and not name.startswith((".", "_")) for name in os.listdir(path))
+
+
+def _files_of_folder(
+    url: str,
+    options: Mapping[str, Any],
+    retrier: Retrier,
+    *,
+    config: str | None,
+    split: str | None,
+    format: str,  # noqa: A002
+) -> list[str]:
+    if is_http(url) or is_glob(url):
+        raise ValueError(f"config= and split= are for a folder or a repository of the Hub, got {url!r}")
+    fs, root = open_url(local_path(url) if is_local(url) else url, options)
+
+    def look() -> tuple[list[str], dict[str, str]]:
+        with store_errors(url):
+            files = [file.removeprefix(root).strip("/") for file in fs.find(root)]
+            cards = {
+                name: fs.cat_file(f"{root.rstrip('/')}/{name}").decode()
+                for name in CARD_FILES
+                if name in files
+            }
+        return files, cards
+
+    files, cards = retrier(look, url)
+    found = split_files(files, card_configs(cards), where=url, config=config, split=split, format=format)
+    return [f"{local_path(url) if is_local(url) else url.rstrip('/')}/{file}" for file in found]
+
+
+# ---- listings -------------------------------------------------------------------------------------------
+
+
+def _pinned(url: str, access: HubAccess, retrier: Retrier, revision: str | None) -> str:
+    """The URL at its commit, whose listing is kept from now on."""
+    name = parse_name(url)
+    if revision is not None and name.revision not in (None, revision):
+        raise ValueError(f"revision={revision!r} contradicts the one in {url!r}")
+    name = replace(name, revision=revision or name.revision)
+    if not name.is_pinned or Snapshot.kept(access.endpoint, name.repo, str(name.revision)) is None:
+        name = replace(name, revision=_listing(name, access, retrier).commit)
+    return name.url
+
+
+def _listing(name: HubName, access: HubAccess, retrier: Retrier) -> Snapshot:
+    repo = replace(name, path="")
+    key = hashlib.blake2b(f"{access.endpoint}\0{repo.url}".encode(), digest_size=16).hexdigest()
+    with _claimed(key):
+        note = _note_of_job(key)
+        commit = str(name.revision) if name.is_pinned else _agreed(note)
+        kept = Snapshot.kept(access.endpoint, name.repo, commit) if commit else None
+        if kept is None:
+            ask = lambda: retrier(lambda: fetch_snapshot(access, repo), repo.url)  # noqa: E731
+            kept = _shared(key, ask)
+            kept.keep()
+            _agree(note, kept.commit)
+    return kept
+
+
+@contextmanager
+def _claimed(key: str) -> Iterator[None]:
+    """One process of this machine at a time, as far as the cache folder allows."""
+    folder = os.path.join(hub_folder(), "claims")
+    try:
+        private_folder(folder)
+        claims = Claims(folder)
+    except OSError:
+        yield
+        return
+    try:
+        claim = None
+        with suppress(OSError):
+            claim = claims.take(key, patience_s=_PATIENCE_S)
+        try:
+            yield
+        finally:
+            if claim is not None:
+                claim.release()
+    finally:
+        claims.close()
+
+
+def _note_of_job(key: str) -> str | None:
+    """The file where processes of this job on this machine agree on a commit; None: the job has no name."""
+    env = os.environ
+    job = [env.get(one) for one in ("MASTER_ADDR", "MASTER_PORT")]
+    if None in job:
+        job = [env.get(one) for one in ("SLURM_JOB_ID", "SLURM_STEP_ID")]
+    if None in job:
+        return None
+    # A port is used again by the next job: its processes have another parent.
+    text = "\0".join([key, *map(str, job), env.get("TORCHELASTIC_RUN_ID", ""), str(os.getppid())])
+    return os.path.join(hub_folder(), f"{hashlib.blake2b(text.encode(), digest_size=16).hexdigest()}.commit")
+
+
+def _agreed(note: str | None) -> str | None:
+    if note is None:
+        return None
+    with suppress(OSError):
+        if time.time() - os.stat(note).st_mtime < _AGREED_S:
+            with open(note) as file:
+                return file.read()
+    return None
+
+
+def _agree(note: str | None, commit: str) -> None:
+    if note is not None:
+        with suppress(OSError):
+            unfinished = f"{note}.{os.getpid()}"
+            with open(unfinished, "w") as file:
+                file.write(commit)
+            os.replace(unfinished, note)
+
+
+def _shared(key: str, ask: Callable[[], Snapshot]) -> Snapshot:
+    """What another rank has asked for, or else what the Hub says, for other ranks to find."""
+    import torch.distributed as dist
+
+    if not (dist.is_available() and dist.is_initialized()):
+        return ask()
+    store: Any = dist.distributed_c10d._get_default_store()
+    key = f"dataflow/hub/{key}"
+    if store.add(f"{key}/asked", 1) == 1:
+        answer = b""
+        try:
+            found = ask()
+            answer = zlib.compress(found.to_bytes(), 1)
+        finally:
+            store.set(key, answer)  # also where it failed, for whoever waits
+        return found
+    with suppress(RuntimeError, ValueError, zlib.error):  # torch's DistError is a RuntimeError
+        store.wait([key], timedelta(seconds=_PATIENCE_S))
+        return Snapshot.from_bytes(zlib.decompress(store.get(key)))
+    return ask()

@@ -1,0 +1,283 @@
+"""Which files are a split of a dataset in the Hub's layout, as `datasets` (5.2) finds them.
+
+A README may say it (`configs` in its YAML head); else the names of files and folders do: shards called
+`data/train-00000-of-00010.parquet`, then folders called like a split, then files, then all are "train". The
+patterns are matched by fsspec's own translation of globs, the one that `datasets` uses; that both give the
+same files is tested side by side (tests/ecosystem). Pure: paths in, paths out, relative to the repository.
+
+Differences, on purpose: a file that two patterns match is taken once; of files of several formats those of
+the most frequent one are taken, and an error says so if that is one we do not read.
+"""
+
+from __future__ import annotations
+
+import mimetypes
+import posixpath
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from glob import has_magic
+from pathlib import PurePosixPath
+from typing import Any
+
+from fsspec.utils import glob_translate
+
+from sharding.errors import DataflowError
+from sharding.formats import ENTRIES, format_of_suffix, suffix_of
+
+CARD_FILES = ("README.md", ".huggingface.yaml")
+"""Files whose YAML tells configs; the later one wins."""
+_SHARDED = "data/{split}-[0-9][0-9][0-9][0-9][0-9]-of-[0-9][0-9][0-9][0-9][0-9]*.*"
+_SHARD_NAME = re.compile(r"data/(.+?)-[0-9]{5}-of-[0-9]{5}.*\..*")
+_SPLIT_NAME = re.compile(r"\w+(\.\w+)*")
+_KEYWORDS = {
+    "train": ("train", "training"),
+    "validation": ("validation", "valid", "dev", "val"),
+    "test": ("test", "testing", "eval", "evaluation"),
+}
+_SEPARATORS = "-._ 0-9"
+_IN_FOLDER_NAME = (
+    "**/{keyword}/**",
+    "**/{keyword}[{sep}]*/**",
+    "**/*[{sep}]{keyword}/**",
+    "**/*[{sep}]{keyword}[{sep}]*/**",
+)
+_IN_FILE_NAME = ("**/{keyword}[{sep}]*", "**/*[{sep}]{keyword}[{sep}]*")
+_NO_DATA = {
+    "README.md",
+    "config.json",
+    "dataset_info.json",
+    "dataset_infos.json",
+    "dummy_data.zip",
+    "dataset_dict.json",
+}
+_METADATA = {f"metadata.{ending}" for ending in ("csv", "jsonl", "parquet")}
+_OTHER_DATA = {
+    *(".csv", ".tsv", ".txt", ".json", ".xml", ".h5", ".hdf5", ".lance", ".vortex", ".zip", ".npz"),
+    *(".pdf", ".nii", ".glb", ".ply", ".stl", ".pkl", ".safetensors"),
+}
+"""Endings of data that we do not read, besides pictures, sound and video."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """One configuration of a dataset."""
+
+    name: str
+    data_dir: str = ""
+    data_files: str | Sequence[Any] | Mapping[str, Any] | None = None
+    """As in YAML: pattern, patterns, or patterns of each split; None: the default patterns."""
+    is_default: bool = False
+
+
+def configs_of(cards: Iterable[Any]) -> list[dict[str, Any]]:
+    """The `configs` that the YAML of README.md and .huggingface.yaml give, parsed; the last one counts."""
+    found: list[dict[str, Any]] = []
+    for card in cards:
+        if isinstance(card, Mapping) and card.get("configs"):
+            found = card["configs"]
+    if not isinstance(found, list) or any(
+        not isinstance(one, Mapping) or "config_name" not in one for one in found
+    ):
+        raise ValueError(
+            f"configs in the README's YAML must be a list of configs with config_name, got {found!r}"
+        )
+    return [dict(one) for one in found]
+
+
+def yaml_head(readme: str) -> str:
+    """The YAML between the first two lines of "---" of a README; "": it has none."""
+    lines = readme.splitlines()
+    if lines and lines[0] == "---" and "---" in lines[1:]:
+        return "\n".join(lines[1 : lines[1:].index("---") + 1])
+    return ""
+
+
+def split_files(
+    paths: Iterable[str],
+    configs: Sequence[Mapping[str, Any]],
+    *,
+    where: str,
+    config: str | None = None,
+    split: str | None = None,
+    format: str = "auto",  # noqa: A002
+) -> list[str]:
+    """The files of a split, in reading order.
+
+    Args:
+        paths: all files, relative to the repository or folder.
+        configs: of the README, as `configs_of` gives them; empty: there are none.
+        where: what it is, for messages.
+        config: name of the configuration; None: the default one.
+        split: name of the split; None: the only one.
+        format: name of the format, if the endings do not tell.
+
+    Raises:
+        ValueError: no such config or split, or several and none is named; a README that contradicts itself.
+        DataflowError: the split has no files, or files of a format that is not read.
+    """
+    paths = sorted(paths)
+    chosen = _config(configs, config, where)
+    splits = _patterns(chosen, paths, where)
+    if split is None and len(splits) > 1:
+        raise ValueError(f"split must be one of {', '.join(splits)}: {where} has several; got None")
+    name = next(iter(splits), "train") if split is None else split
+    if name not in splits:
+        cure = "; for a part of one, use .subset, .take or .split" if "[" in name else ""
+        raise ValueError(f"split must be one of {', '.join(splits)} in {where}, got {name!r}{cure}")
+    files = _matching_all(splits[name], paths, chosen.data_dir, where)
+    label = f"split {name!r} of {where}" + (f", config {chosen.name!r}" if configs else "")
+    return _of_one_format(files, format, label)
+
+
+def _config(configs: Sequence[Mapping[str, Any]], name: str | None, where: str) -> Config:
+    known: dict[str, Config] = {}
+    for one in configs:
+        data_files = one.get("data_files")
+        if not isinstance(data_files, (str, list, dict, type(None))):
+            raise ValueError(f"data_files of config {one['config_name']!r} of {where} is {data_files!r}")
+        known[str(one["config_name"])] = Config(
+            str(one["config_name"]), str(one.get("data_dir") or ""), data_files, bool(one.get("default"))
+        )
+    known = known or {"default": Config("default")}
+    if name is not None:
+        if name not in known:
+            raise ValueError(f"config must be one of {', '.join(known)} in {where}, got {name!r}")
+        return known[name]
+    default = [one for one in known.values() if len(known) == 1 or one.name == "default" or one.is_default]
+    if len(default) != 1:
+        several = f"has {len(default)} default configs" if default else "has no default config"
+        raise ValueError(f"config must be one of {', '.join(known)}, as {where} {several}; got None")
+    return default[0]
+
+
+def _patterns(config: Config, paths: Sequence[str], where: str) -> dict[str, list[str]]:
+    """Patterns of each split."""
+    given = config.data_files
+    if given is None:
+        found = _default_patterns(paths, config.data_dir)
+        if not found:
+            raise DataflowError(
+                f"{where} holds no data files" + (f" in {config.data_dir}" * bool(config.data_dir))
+            )
+        return found
+    if isinstance(given, str):
+        return {"train": [given]}
+    if isinstance(given, Mapping):
+        return {str(split): _listed(patterns) for split, patterns in given.items()}
+    if not any(isinstance(one, Mapping) for one in given):
+        return {"train": [str(one) for one in given]}
+    splits: dict[str, list[str]] = {}
+    for one in given:
+        if not isinstance(one, Mapping) or set(one) != {"split", "path"} or str(one["split"]) in splits:
+            raise ValueError(
+                f"data_files of config {config.name!r} of {where} must name each split once, with path; "
+                f"got {one!r}"
+            )
+        splits[str(one["split"])] = _listed(one["path"])
+    return splits
+
+
+def _listed(patterns: Any) -> list[str]:
+    return [str(one) for one in patterns] if isinstance(patterns, (list, tuple)) else [str(patterns)]
+
+
+def _default_patterns(paths: Sequence[str], data_dir: str) -> dict[str, list[str]]:
+    shards = _matching(_SHARDED.replace("{split}", "*"), paths, data_dir)
+    if shards:
+        names = set()
+        for path in shards:
+            match = _SHARD_NAME.fullmatch(_below(path, data_dir))
+            name = match[1] if match else ""
+            if not _SPLIT_NAME.fullmatch(name):
+                raise ValueError(
+                    f"the name of a split must be letters, digits, '_' and '.', got {name!r} by {path!r}"
+                )
+            names.add(name)
+        ordered = [name for name in _KEYWORDS if name in names] + sorted(names - _KEYWORDS.keys())
+        return {name: [_SHARDED.format(split=name)] for name in ordered}
+    for shapes in (_IN_FOLDER_NAME, _IN_FILE_NAME):
+        splits = {
+            split: [shape.format(keyword=word, sep=_SEPARATORS) for word in words for shape in shapes]
+            for split, words in _KEYWORDS.items()
+        }
+        found = {
+            split: patterns
+            for split, patterns in splits.items()
+            if any(_matching(pattern, paths, data_dir) for pattern in patterns)
+        }
+        if found:
+            return found
+    return {"train": ["**"]} if _matching("**", paths, data_dir) else {}
+
+
+def _matching_all(patterns: Iterable[str], paths: Sequence[str], data_dir: str, where: str) -> list[str]:
+    files: dict[str, None] = {}
+    for pattern in patterns:
+        matches = _matching(pattern, paths, data_dir)
+        if not matches and not has_magic(pattern):
+            raise DataflowError(
+                f"{where} has no file {posixpath.join(data_dir, pattern)!r}, which its README names"
+            )
+        files |= dict.fromkeys(matches)
+    return list(files)
+
+
+def _matching(pattern: str, paths: Sequence[str], data_dir: str) -> list[str]:
+    """Files that a glob matches; hidden ones, and those in folders called `__x`, only if it names them so."""
+    if "://" in pattern or pattern.startswith("/"):
+        raise ValueError(f"patterns of data files must be relative to the repository, got {pattern!r}")
+    pattern = posixpath.normpath(posixpath.join(data_dir, pattern))
+    ignored = _NO_DATA - {posixpath.basename(pattern)}
+    matches = re.compile(glob_translate(pattern)).match if has_magic(pattern) else pattern.__eq__
+    hidden, special = _hidden(pattern), _special(pattern)
+    return [
+        path
+        for path in paths
+        if matches(path)
+        and posixpath.basename(path) not in ignored
+        and _special(path) == special
+        and _hidden(path) == hidden
+    ]
+
+
+def _hidden(path: str) -> int:
+    return sum(part.startswith(".") and set(part) != {"."} for part in path.split("/"))
+
+
+def _special(path: str) -> int:
+    return sum(part.startswith("__") for part in PurePosixPath(path).parent.parts)
+
+
+def _below(path: str, folder: str) -> str:
+    return posixpath.relpath(path, folder) if folder else path
+
+
+def _of_one_format(files: Sequence[str], format: str, label: str) -> list[str]:  # noqa: A002
+    kinds = {path: _kind(path) for path in files}
+    counts = Counter(
+        kind
+        for path, kind in kinds.items()
+        if kind and (posixpath.basename(path) not in _METADATA or len(files) == 1)
+    ) or Counter(kind for kind in kinds.values() if kind)
+    if not counts:
+        raise DataflowError(f"{label} has no data files among its {len(files)} files")
+    names = list(ENTRIES)
+    kind = max(counts, key=lambda one: (counts[one], one == "parquet", one in names, one))
+    if kind not in names and format == "auto":
+        raise DataflowError(
+            f"{label} consists of {counts[kind]:,} files that end in {kind!r}, which are not read "
+            f"(read are: {', '.join(names)}); give format= if they are one of these"
+        )
+    return [path for path, one in kinds.items() if one == kind]
+
+
+def _kind(path: str) -> str | None:
+    """The format of a file, or its ending if that is data of another kind; None: it is no data."""
+    known = format_of_suffix(path)
+    if known is not None:
+        return known
+    ending = suffix_of(path)
+    kind = mimetypes.types_map.get(ending, "").partition("/")[0]
+    return ending if ending in _OTHER_DATA or kind in ("image", "audio", "video") else None

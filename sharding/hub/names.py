@@ -1,0 +1,55 @@
+"""What `hf://datasets/org/name@revision/path` says."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from urllib.parse import quote, unquote
+
+_DATASET = re.compile(
+    r"hf://datasets/(?P<repo>[^/@]+(?:/[^/@]+)?)(?:@(?P<revision>refs/(?:convert|pr)/[^/]+|[^/]+))?(?:/(?P<path>.*))?"
+)
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+DEFAULT_REVISION = "main"
+
+
+@dataclass(frozen=True)
+class HubName:
+    """A dataset repository, or a file or folder in it."""
+
+    repo: str
+    """"org/name"; old ones have no organisation."""
+    revision: str | None
+    """Branch, tag or commit; None: not said."""
+    path: str
+    """Within the repository; "": the repository itself. May be a pattern."""
+
+    @property
+    def is_pinned(self) -> bool:
+        """Whether it names a commit, which never changes."""
+        return self.revision is not None and _COMMIT.fullmatch(self.revision) is not None
+
+    @property
+    def url(self) -> str:
+        """Its URL, for fsspec."""
+        at = "" if self.revision is None else f"@{quote(self.revision, safe='')}"
+        return f"hf://datasets/{self.repo}{at}" + (f"/{self.path}" if self.path else "")
+
+
+def is_hub(url: str) -> bool:
+    """Whether a URL is of a dataset repository on the Hub."""
+    return url.startswith("hf://datasets/")
+
+
+def parse_name(url: str) -> HubName:
+    """The parts of a URL. `ValueError` if it names no repository."""
+    match = _DATASET.fullmatch(url)
+    if match is None:
+        raise ValueError(f"a dataset on the Hub is 'hf://datasets/org/name', got {url!r}")
+    revision = match["revision"]
+    return HubName(match["repo"], unquote(revision) if revision else None, (match["path"] or "").strip("/"))
+
+
+def is_pinned(url: str) -> bool:
+    """Whether a URL names a file at a commit: what is there never changes."""
+    return is_hub(url) and parse_name(url).is_pinned
