@@ -381,9 +381,9 @@ class StreamLoader:
         loaded, skipped = PlanState.from_json(fields), state.get("skipped_samples")
         if type(skipped) is not int or skipped < 0:
             raise ValueError(f"skipped_samples must be an integer >= 0, got {skipped!r}")
-        mark, _, commit = loaded.fingerprint.partition("@")
-        mark_here, _, commit_here = self.dataset.fingerprint().partition("@")
-        if mark != mark_here:
+        content, _, commit = loaded.fingerprint.partition("@")
+        content_here, _, commit_here = self.dataset.fingerprint().partition("@")
+        if content != content_here:
             here = self.dataset.num_samples(0)
             if commit and commit_here and commit != commit_here:
                 raise ValueError(
