@@ -57,7 +57,8 @@ class ListOutput(Output):
         if not self.is_joined:
             return (self,)
         return tuple(
-            StagedOutput(name=f"{self.name}[{source}]", sources=(source,)) for source in self.sources
+            StagedOutput(name=f"{self.name}[{source}]", sources=(source,), column=self.name)
+            for source in self.sources
         )
 
     @property

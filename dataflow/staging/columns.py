@@ -173,6 +173,8 @@ class StagedOutput:
     name: str
     sources: tuple[str, ...] = field(compare=False)
     """Dataset columns it is made of: one, or several that are stacked on a last dimension."""
+    column: str = ""
+    """The column of batches that it is a part of; "": it has the name of it."""
     dtype: str = "uint8"
     """numpy dtype of one element as delivered."""
     source_dtype: str = "uint8"

@@ -111,7 +111,9 @@ class JoinedWindow(StagedWindow):
     def __init__(self, own: StagedWindow, partners: Sequence[PartnerRows]) -> None:
         super().__init__(own.source, own.arena, own.samples, own.rows)
         self._own, self._partners = own, partners
-        self._partner_of = {output.name: rows for rows in partners for output in rows.outputs}
+        self._partner_of = {
+            name: rows for rows in partners for output in rows.outputs for name in (output.name, output.column)
+        }
         self._lock = threading.Lock()  # guards _tasks_left
         self._tasks_left = 0
         num_rows = self.samples.num_rows
@@ -168,37 +170,47 @@ class JoinedWindow(StagedWindow):
         return all(window.may_load for window in self._windows)
 
     def buffer_of(
-        self, spans: StagedSpans, rows: NDArray[np.int64], column: str
+        self,
+        spans: StagedSpans,
+        rows: NDArray[np.int64],
+        column: str,
+        owners: NDArray[np.int64] | None = None,
     ) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
         """See `StagedWindow`."""
-        window, have, own_rows = self._located(spans, rows, column)
-        return window.buffer_of(have, own_rows, column)
+        window, have, own_rows, owners = self._located(spans, rows, column, owners)
+        return window.buffer_of(have, own_rows, column, owners)
 
     @contextmanager
     def values_of(
-        self, spans: StagedSpans, rows: NDArray[np.int64], column: str
+        self,
+        spans: StagedSpans,
+        rows: NDArray[np.int64],
+        column: str,
+        owners: NDArray[np.int64] | None = None,
     ) -> Iterator[tuple[NDArray[np.uint8], NDArray[np.int64]]]:
         """See `StagedWindow`."""
-        window, have, own_rows = self._located(spans, rows, column)
-        with window.values_of(have, own_rows, column) as values:
+        window, have, own_rows, owners = self._located(spans, rows, column, owners)
+        with window.values_of(have, own_rows, column, owners) as values:
             yield values
 
     def _located(
-        self, spans: StagedSpans, rows: NDArray[np.int64], column: str
-    ) -> tuple[StagedWindow, StagedSpans, NDArray[np.int64]]:
+        self, spans: StagedSpans, rows: NDArray[np.int64], column: str, owners: NDArray[np.int64] | None
+    ) -> tuple[StagedWindow, StagedSpans, NDArray[np.int64], NDArray[np.int64] | None]:
         """Who tells how the values of some rows may be touched, and what to ask for.
 
         Mapped ones, which are all in one window, by that; what was read is memory like any other.
         """
         partner = self._partner_of.get(column)
         if partner is None:
-            return self._own, spans, rows
+            return self._own, spans, rows, owners
         part = partner.parts[0]
         if not part.window.mapped:
-            return part.window, spans, rows
+            return part.window, spans, rows, owners
+        if owners is not None:  # `spans` are not by row
+            return part.window, spans, rows, part.row[np.searchsorted(part.used, owners)]
         have = part.window.staged[column]
         assert isinstance(have, StagedSpans)
-        return part.window, have, part.row[np.searchsorted(part.used, rows)]
+        return part.window, have, part.row[np.searchsorted(part.used, rows)], None
 
     # ---- telling where a row came from ----------------------------------------------------------------
 
