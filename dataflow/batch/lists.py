@@ -26,7 +26,7 @@ from sharding.errors import SampleError
 _FIRST = np.zeros(1, np.int64)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class PartItems:
     """The items of the rows of a part, one after the other, [items] each."""
 
@@ -104,7 +104,8 @@ class ListOutput(Output):
             row = np.repeat(have, counts)
             number = np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)
         chunk_rows = np.arange(len(offsets) - 1)[part.chunk_rows]
-        return PartItems(part, row, number, places, offsets[chunk_rows[row]] + number)
+        target = offsets[chunk_rows[row]] + number
+        return PartItems(part=part, row=row, number=number, places=places, target=target)
 
     def stored_items(self, columns: ChunkColumns) -> list[list[StoredValue]]:
         """The stored bytes of every row's items, one list a row; none where its list is missing."""

@@ -144,7 +144,8 @@ def test_nbytes_bounds_the_decoded_columns():
     scan = scan_of(FORMAT, content, URL)
     for nbytes, block in zip(scan.nbytes, decoded_blocks(FORMAT, content, URL), strict=True):
         parts = [(c.buffer, c.starts, c.lengths) if isinstance(c, Spans) else (c,) for c in block.values()]
-        assert sum(array.nbytes for part in parts for array in part) <= nbytes
+        arrays = {array.ctypes.data: array.nbytes for part in parts for array in part}  # some share memory
+        assert sum(arrays.values()) <= nbytes
 
 
 def test_row_groups_without_rows_are_no_blocks():
