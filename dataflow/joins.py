@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from dataflow.staging.columns import StagedOutput, StagedSpans
@@ -135,7 +136,7 @@ class JoinSide:
         keys = pa.LargeBinaryArray.from_buffers(pa.large_binary(), len(rows), buffers)
         is_missing = spans.lengths[rows] < 0
         window.close()
-        return pa.compute.if_else(pa.array(~is_missing), keys, None) if is_missing.any() else keys
+        return pc.if_else(pa.array(~is_missing), keys, None) if is_missing.any() else keys
 
     def _window(self, number: int, rows: NDArray[np.int64]) -> tuple[StagedWindow, NDArray[np.int64]]:
         """A window that holds some rows of a block, reading as little else as it can, and the rows in it."""
@@ -202,7 +203,7 @@ def match(own: JoinSide, other: JoinSide, *, amplification: float) -> KeyMatch:
         warnings.warn(
             f"{report.without_partner:,} of {len(keys):,} samples have no partner and are left out: "
             f"{', '.join(report.first_without_partner)}{' ...' if report.without_partner > _NAMED else ''}",
-            stacklevel=4,
+            stacklevel=3,
         )
     return KeyMatch(selection=own.selection.at(np.flatnonzero(has_partner)), partners=partners, report=report)
 
