@@ -16,7 +16,10 @@ if TYPE_CHECKING:
     from dataflow.batch.packed import PackedRows as PackedRows
     from dataflow.batch.ragged import Pad
     from dataflow.dataset import ShardedDataset
+    from dataflow.decode.audio import Audio
     from dataflow.decode.image import Image, MissingImageSupportError as MissingImageSupportError
+    from dataflow.decode.media import MissingMediaSupportError as MissingMediaSupportError
+    from dataflow.decode.video import Video
     from dataflow.grad.agreement import DisagreementError as DisagreementError
     from dataflow.grad.lost import RankLostError as RankLostError
     from dataflow.grad.schedule import GradSchedule
@@ -42,6 +45,7 @@ if TYPE_CHECKING:
     from sharding.write.writer import ShardWriter
 
 __all__ = [
+    "Audio",
     "Bucketed",
     "Cache",
     "DataLoader",
@@ -57,6 +61,7 @@ __all__ = [
     "Shuffle",
     "TokenBudget",
     "Topology",
+    "Video",
 ]
 
 # Imported when first used: the fork server of worker processes needs none of them, nor what they import.
@@ -68,6 +73,7 @@ _MODULES = {
     "LoaderStats": "dataflow.stats",
     "MemoryLimitError": "prefetch.errors",
     "MissingImageSupportError": "dataflow.decode.image",
+    "MissingMediaSupportError": "dataflow.decode.media",
     "PackedRows": "dataflow.batch.packed",
     "RankLostError": "dataflow.grad.lost",
     "RayClusterError": "dataflow.actors.cluster",
@@ -80,6 +86,7 @@ _MODULES = {
     "StepInfo": "dataflow.timing.phases",
     "WorkerStats": "dataflow.stats",
     # `__all__`:
+    "Audio": "dataflow.decode.audio",
     "Bucketed": "sharding.lengths.batching",
     "Cache": "dataflow.limits",
     "DataLoader": "dataflow.loader",
@@ -95,6 +102,7 @@ _MODULES = {
     "Shuffle": "sharding.order.shuffle",
     "TokenBudget": "sharding.lengths.batching",
     "Topology": "sharding.topology.topology",
+    "Video": "dataflow.decode.video",
 }
 
 

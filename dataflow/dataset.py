@@ -66,8 +66,8 @@ class ShardedDataset(Sharded, Dataset[S]):
             "megatron".
         columns: columns to deliver; a mapping renames them, and a list as its value stacks numeric
             columns: `{"features": ["f0", "f1"], "label": "y"}`. None: all, without "__key__" and "__url__".
-        decode: "auto", None for raw bytes, or a mapping of column to `Image(...)`, `Pad(...)`, a function
-            of bytes, or "int", "float", "text", "json", "npy", "image", "bytes", "pickle", "torch".
+        decode: "auto", None for raw bytes, or a mapping of column to `Image(...)`, `Audio(...)`, `Video(...)`,
+            `Pad(...)`, a function of bytes, or "int", "float", "text", "json", "npy", "image", "bytes", "pickle", "torch".
         transform: called with each sample (a dict); if it takes `rng=`, it gets a `numpy.random.Generator`
             that is a function of (seed, epoch, sample).
         batch_transform: called with each batch.

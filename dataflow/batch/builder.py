@@ -237,7 +237,7 @@ class BatchBuilder:
             kept = np.delete(kept, list(dropped))
             if not len(kept):
                 return {}, 0
-            batch = drop_rows(batch, kept)
+            batch = drop_rows(batch, kept, self.context.outputs)
         if self.plan.pieces is not None and steps.collate is None:
             assert steps.batching is not None
             pieces = self.plan.pieces.one(number - self.plan.first_batch)

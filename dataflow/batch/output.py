@@ -90,6 +90,8 @@ class Output(StagedOutput, ABC):
     """Whether values are decoded when a batch is built, not copied as they were staged."""
     releases_gil: ClassVar[bool] = False
     """Whether decoding runs without the lock of the interpreter, but for moments."""
+    is_list: ClassVar[bool] = False
+    """Whether a batch's value is a list, however alike its elements are."""
     one_shape_cure: ClassVar[str] = ""
     """What in `decode=` gives all its values one shape, and what it does; "" where nothing does."""
 

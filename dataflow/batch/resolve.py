@@ -13,11 +13,15 @@ import numpy as np
 
 from dataflow.batch.fixed import ArrayOutput, RowsOutput
 from dataflow.batch.images import FreeImageOutput, ImageOutput
+from dataflow.batch.media import ClipOutput, FreeClipOutput
 from dataflow.batch.objects import ObjectOutput
 from dataflow.batch.output import Output
 from dataflow.batch.ragged import Pad, PaddedOutput, RaggedOutput
+from dataflow.decode.audio import Audio
 from dataflow.decode.image import Image
+from dataflow.decode.media import MediaRule, decoders
 from dataflow.decode.values import CONVERTERS, parse_floats, parse_ints
+from dataflow.decode.video import Video
 from sharding.blocks import ColumnSpec, Format, spec_text
 
 IMAGE_SUFFIXES = ("jpg", "jpeg", "png", "webp", "bmp", "ppm", "pgm", "tif", "tiff")
@@ -102,6 +106,9 @@ def _resolve(
         rule = _auto_rule(source, spec, codec)
     if isinstance(rule, Image):
         return _image(name, source, rule)
+    if isinstance(rule, Audio | Video):
+        decoders()  # raises where they are missing: now, not at the first batch
+        return _clip(name, source, rule)
     if isinstance(rule, Pad):
         return PaddedOutput(name=name, sources=sources, dtype=spec.dtype, source_dtype=spec.dtype, pad=rule)
     if rule is None or rule in ("bytes", "raw", "list"):
@@ -118,7 +125,7 @@ def _resolve(
     if converter is None:
         rules = ", ".join(sorted((*CONVERTERS, "auto", "bytes", "float", "image", "int")))
         raise ValueError(
-            f"decode for column {name!r} must be None, Image(...), Pad(...), a function of bytes or one "
+            f"decode for column {name!r} must be None, Image(...), Audio(...), Video(...), Pad(...), a function of bytes or one "
             f"of {rules}; got {rule!r}"
         )
     return ObjectOutput(name=name, sources=sources, convert=converter)
@@ -194,6 +201,12 @@ def _raw(name: str, source: str, spec: ColumnSpec) -> Output:
             name=name, sources=(source,), dtype=spec.dtype, source_dtype=spec.dtype, shape=(low,)
         )
     return RaggedOutput(name=name, sources=(source,), dtype=spec.dtype, source_dtype=spec.dtype)
+
+
+def _clip(name: str, source: str, rule: MediaRule) -> Output:
+    if rule.shape is None:
+        return FreeClipOutput(name=name, sources=(source,), dtype=rule.dtype, rule=rule)
+    return ClipOutput(name=name, sources=(source,), dtype=rule.dtype, shape=rule.shape, rule=rule)
 
 
 def _image(name: str, source: str, image: Image) -> Output:

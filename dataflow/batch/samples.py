@@ -17,8 +17,11 @@ from dataflow.batch.output import Output
 from dataflow.ragged import Ragged
 
 
-def drop_rows(batch: Mapping[str, Any], keep: NDArray[np.int64]) -> dict[str, Any]:
+def drop_rows(
+    batch: Mapping[str, Any], keep: NDArray[np.int64], outputs: Sequence[Output] = ()
+) -> dict[str, Any]:
     """The batch with only the rows `keep`."""
+    lists = {output.name for output in outputs if output.is_list}
     index = torch.from_numpy(keep)
     rest: dict[str, Any] = {}
     for name, value in batch.items():
@@ -29,6 +32,8 @@ def drop_rows(batch: Mapping[str, Any], keep: NDArray[np.int64]) -> dict[str, An
             rest[name] = Ragged(torch.cat(rows) if rows else value.values[:0], offsets)
         elif isinstance(value, Tensor):
             rest[name] = value[index]
+        elif name in lists:
+            rest[name] = [value[i] for i in keep.tolist()]
         else:
             rest[name] = collate_objects([value[i] for i in keep.tolist()])
     return rest

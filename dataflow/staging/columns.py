@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
+from dataflow.decode.media import MediaRule
 from dataflow.decode.values import BadRows
 from prefetch.core.executor import executor
 from prefetch.memory.arena import Arena
@@ -91,6 +92,11 @@ class StagedOutput:
 
     stays_in_place: ClassVar[bool] = True
     """Whether a window keeps addresses of values, not values."""
+
+    @property
+    def parts_rule(self) -> MediaRule | None:
+        """Which parts of its values are read, where not all of them need be; None: values come whole."""
+        return None
 
     name: str
     sources: tuple[str, ...] = field(compare=False)
