@@ -66,8 +66,9 @@ class ShardedDataset(Sharded, Dataset[S]):
             "megatron".
         columns: columns to deliver; a mapping renames them, and a list as its value stacks numeric
             columns: `{"features": ["f0", "f1"], "label": "y"}`. None: all, without "__key__" and "__url__".
-        decode: "auto", None for raw bytes, or a mapping of column to `Image(...)`, `Audio(...)`, `Video(...)`,
-            `Pad(...)`, a function of bytes, or "int", "float", "text", "json", "npy", "image", "bytes", "pickle", "torch".
+        decode: "auto", None for raw bytes, or a mapping of column to `Image(...)`, `Video(...)`,
+            `Audio(...)`, `Pad(...)`, a function of bytes, or "int", "float", "text", "json", "npy", "image",
+            "bytes", "pickle", "torch".
         transform: called with each sample (a dict); if it takes `rng=`, it gets a `numpy.random.Generator`
             that is a function of (seed, epoch, sample).
         batch_transform: called with each batch.
@@ -339,6 +340,7 @@ class ShardedDataset(Sharded, Dataset[S]):
         if source.format.locate(self.catalog.block(block), source.columns) is not None:
             blocks, rows = [self.catalog.block(block)], np.zeros(1, np.int64)
             sparse = SparseWindow(source, arena, blocks, rows, rows_in_block=[np.array([row])])
+            sparse.seed, sparse.epoch = self.seed, self.epoch
             _stage(sparse)
             return sparse, 0
         with self._lock:

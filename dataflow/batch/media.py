@@ -136,9 +136,5 @@ def _reason(error: Exception) -> str:
     text = (str(error) or type(error).__name__).splitlines()[0]
     if isinstance(error, ValueError):
         return f"cannot decode it: {text}"
-    cure = (
-        "; is its codec built into the FFmpeg that is installed? (ffmpeg -codecs)"
-        if "decoder" in text.lower()
-        else ""
-    )
-    return f"cannot decode it: {type(error).__name__}: {text}{cure}"
+    cure = "; has the FFmpeg that is installed its codec? (ffmpeg -codecs)" if "codec" in text.lower() else ""
+    return f"cannot decode it: {text}{cure}"

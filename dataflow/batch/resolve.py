@@ -125,8 +125,8 @@ def _resolve(
     if converter is None:
         rules = ", ".join(sorted((*CONVERTERS, "auto", "bytes", "float", "image", "int")))
         raise ValueError(
-            f"decode for column {name!r} must be None, Image(...), Audio(...), Video(...), Pad(...), a function of bytes or one "
-            f"of {rules}; got {rule!r}"
+            f"decode for column {name!r} must be None, Image(...), Video(...), Audio(...), Pad(...), a "
+            f"function of bytes or one of {rules}; got {rule!r}"
         )
     return ObjectOutput(name=name, sources=sources, convert=converter)
 

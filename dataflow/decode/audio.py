@@ -38,7 +38,7 @@ class Audio:
     clip: ClipStart = "random"
     """Where the clip lies in its file."""
     pad: Literal["error", "zeros", "loop"] = "error"
-    """What a file does that is shorter than the clip: it is an error, is silent at its end, or begins again."""
+    """What a file does that is shorter than the clip: an error, silence at its end, or it begins again."""
 
     def __post_init__(self) -> None:
         for field in ("rate", "seconds", "channels"):

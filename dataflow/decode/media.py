@@ -120,7 +120,7 @@ def decoders() -> ModuleType:
         # torchcodec lists all it tried to load, for every version of FFmpeg, in hundreds of lines.
         what = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise MissingMediaSupportError(
-            f"decoding sound and video needs torchcodec and FFmpeg's shared libraries, version 4 to 8 ({what}): "
+            f"decoding sound and video needs torchcodec and FFmpeg's shared libraries ({what}): "
             "pip install 'dataflow-loader[media]', and install ffmpeg by the system's packages"
         ) from error
     return torchcodec.decoders

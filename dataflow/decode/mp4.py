@@ -100,7 +100,8 @@ def cut(
         for i in range(first, end):
             begin = int(starts[i]) - low
             out[places[i] : places[i] + sizes[i]] = data[begin : begin + int(sizes[i])]
-    return out, *(numbers[np.searchsorted(chosen, wanted)] for numbers in (ranks, shown_at))
+    at = np.searchsorted(chosen, wanted)
+    return out, ranks[at], shown_at[at]
 
 
 # ---- reading ----------------------------------------------------------------------------------------------
@@ -288,7 +289,7 @@ def _offsets(boxes: dict[bytes, bytes], sizes: NDArray[np.int64]) -> NDArray[np.
 
 
 def _edit(body: bytes, ticks: int, movie_ticks: int) -> tuple[int, int, int] | None:
-    """Which part of the track is shown: its first tick, ticks to wait before, ticks (0: all). None: several."""
+    """Which part of the track is shown: its first tick, ticks before it, ticks (0: all). None: several."""
     if not body:
         return 0, 0, 0
     edits = _table(body, ">u8,>i8,>i4" if body[:1] == b"\1" else ">u4,>i4,>i4")
@@ -314,7 +315,8 @@ def _needed(index: FrameIndex, wanted: NDArray[np.int64]) -> NDArray[np.int64]:
     depth = np.zeros(len(index.sizes) + 1, np.int64)
     np.add.at(depth, index.keys[at], 1)
     np.add.at(depth, np.minimum(wanted + 1 + index.trailing, len(index.sizes)), -1)
-    return np.flatnonzero(np.cumsum(depth)[:-1] > 0)
+    needed: NDArray[np.int64] = np.flatnonzero(np.cumsum(depth)[:-1] > 0)
+    return needed
 
 
 def _pieces(starts: NDArray[np.int64], sizes: NDArray[np.int64]) -> Iterator[tuple[int, int]]:

@@ -38,7 +38,7 @@ _AT_ONCE = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Video:
-    """Decode a clip of each video to a tensor [frames, 3, height, width], uint8 unless `image` says otherwise.
+    """Decode a clip of each video to [frames, 3, height, width], uint8 unless `image` says otherwise.
 
     Raises:
         ValueError: a setting is out of range, or settings contradict each other.
@@ -47,13 +47,13 @@ class Video:
     frames: int | None = None
     """Frames of a clip. None: all, so that clips differ in length and a batch is a list."""
     fps: float | None = None
-    """Frames a second of the clip, whatever the video's are: frame i is what is seen i / fps seconds after the
-    clip's begin. None: frames as they follow each other in the video."""
+    """Frames a second of the clip, whatever the video's are: frame i is what is seen i / fps seconds after
+    the clip's begin. None: frames as they follow each other in the video."""
     size: int | tuple[int, int] | None = None
     """Height and width of the result, as `Image(size=...)`. None: each video's own, and a batch is a list."""
     image: Image | None = None
-    """What becomes of each frame, in place of `size`: `Image(size=112, crop="random_resized", flip=0.5)`. All
-    frames of a clip have the same part and the same mirroring."""
+    """What becomes of each frame, in place of `size`: `Image(size=112, crop="random_resized", flip=0.5)`.
+    All frames of a clip have the same part and the same mirroring."""
     clip: ClipPlace = "random"
     """Where the clip lies in its video."""
     pad: Literal["error", "last", "loop"] = "error"
@@ -177,8 +177,8 @@ class Video:
         if self.pad == "error":
             each = "" if self.fps is None else f" at {self.fps:g} a second"
             raise ValueError(
-                f"the video has {have}, too short for a clip of {self.frames} frames{each}; Video(pad='last') or "
-                "'loop' fills it, on_error='skip' leaves it out"
+                f"the video has {have}, too short for a clip of {self.frames} frames{each}; "
+                "Video(pad='last') or 'loop' fills it, on_error='skip' leaves it out"
             )
 
     # ---- pixels ---------------------------------------------------------------------------------------
@@ -210,6 +210,7 @@ class Video:
                 if out is None:
                     out = np.empty((len(places), *image.shape), image.dtype)
                 resize = resize_part(image, (height, width), draws)
+            assert out is not None
             for i, frame in enumerate(pixels, first):
                 resize(frame, out[i])
         assert out is not None

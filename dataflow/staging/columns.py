@@ -59,6 +59,8 @@ class StagedSpans:
     """[rows] bytes; -1 where the sample lacks the column."""
     keep: list[Any] = field(default_factory=list)
     """What keeps the memory alive."""
+    is_cut: NDArray[np.bool_] | None = None
+    """[rows] those of whose values only parts are read: `put_cut` stages them, and `put` leaves them out."""
 
     @cached_property
     def uniform_bytes(self) -> int:
@@ -78,12 +80,18 @@ class StagedSpans:
         self.keep.append(column)
         if isinstance(column, Spans):
             item = column.buffer.itemsize
-            self.addresses[rows] = column.buffer.ctypes.data + column.starts * item
-            self.lengths[rows] = np.where(column.lengths < 0, -1, column.lengths * item)
+            which: NDArray[np.bool_] | slice = slice(None) if self.is_cut is None else ~self.is_cut[rows]
+            self.addresses[rows][which] = (column.buffer.ctypes.data + column.starts * item)[which]
+            self.lengths[rows][which] = np.where(column.lengths < 0, -1, column.lengths * item)[which]
         else:  # rows of a (possibly overlapping) array, each contiguous
             row_bytes = int(np.prod(column.shape[1:], dtype=np.int64)) * column.itemsize
             self.addresses[rows] = column.ctypes.data + np.arange(len(column)) * column.strides[0]
             self.lengths[rows] = row_bytes
+
+    def put_cut(self, row: int, value: NDArray[np.uint8]) -> None:
+        """Stage what was cut of a value. Several threads may stage different rows."""
+        self.keep.append(value)
+        self.addresses[row], self.lengths[row] = value.ctypes.data, len(value)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -96,6 +96,19 @@ class Source:
             self.cache.read_into(shard, offset, out, fetch, checksum=checksum)
 
     @cached_property
+    def parts(self) -> list[StagedOutput]:
+        """The outputs of whose long values only parts are read, where the format tells where values lie.
+
+        None where a cache keeps blocks: it keeps them whole.
+        """
+        return [] if self.cache else [output for output in self.outputs if output.parts_rule is not None]
+
+    @cached_property
+    def whole_columns(self) -> set[str]:
+        """Columns whose values are read whole by some output."""
+        return {name for output in self.outputs if output not in self.parts for name in output.sources}
+
+    @cached_property
     def columns(self) -> list[str]:
         """Dataset columns that the outputs need, "__url__" aside."""
         names = [s for output in self.outputs for s in output.sources if s != "__url__"]

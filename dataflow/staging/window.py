@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
+from dataflow.decode.crop import DRAWS, Draws
 from dataflow.staging.columns import StagedArray, StagedSpans
 from dataflow.staging.source import Source
 from prefetch.addresses import memory_at
@@ -25,6 +26,7 @@ from prefetch.store.reader import Awaited
 from sharding.blocks import Block, Columns, Spans
 from sharding.cached_property import cached_property
 from sharding.errors import DataflowError, SampleError, ShardReadError
+from sharding.order.keyed import uniform
 
 
 class NotLocatableError(DataflowError):
@@ -97,7 +99,8 @@ class StagedWindow(ABC):
 
     def __init__(self, source: Source, arena: Arena, samples: WindowSamples, rows: NDArray[np.int64]) -> None:
         self.source, self.arena, self.samples, self.rows = source, arena, samples, rows
-        self.epoch = 0
+        self.seed = self.epoch = 0
+        """What is read of a value that need not be read whole is a function of both, and of the sample."""
         self.source_epoch: int | None = None
         """Epoch of its own that a mixture's source is in; None: the loader's."""
         self.chunk_list: list[Any] = []
@@ -185,6 +188,11 @@ class StagedWindow(ABC):
     ) -> Iterator[tuple[NDArray[np.uint8], NDArray[np.int64]]]:
         """As `buffer_of`, of memory that may be read inside only."""
         yield self.buffer_of(spans, rows, column)
+
+    def draws(self, rows: NDArray[np.int64]) -> Draws:
+        """[n, DRAWS] random numbers of the samples in n rows, each a function of (seed, epoch, sample)."""
+        epoch = self.epoch if self.source_epoch is None else self.source_epoch
+        return uniform(self.seed, epoch, self.samples.numbers(rows), DRAWS)
 
     # ---- telling where a row came from ----------------------------------------------------------------
 
