@@ -25,6 +25,7 @@ from dataflow.batch.columns import ChunkColumns, ChunkRows, Randomness, WindowPa
 from dataflow.batch.output import Output
 from dataflow.batch.resolve import resolve_outputs
 from dataflow.batch.samples import samples_of, transform_reason
+from dataflow.lerobot import open_lerobot
 from dataflow.limits import Cache
 from dataflow.opening import Opening
 from dataflow.shard_order import Sharded
@@ -63,7 +64,7 @@ class ShardedDataset(Sharded, Dataset[S]):
     Args:
         source: path, URL, directory, glob, brace pattern, list of those, or a saved catalog (`*.catalog`).
         format: "auto" by file ending, or "tar", "parquet", "arrow", "arrow-stream", "jsonl", "tokens",
-            "megatron".
+            "megatron"; or "lerobot" for the folder of a LeRobot dataset (v3).
         columns: columns to deliver; a mapping renames them, and a list as its value stacks numeric
             columns: `{"features": ["f0", "f1"], "label": "y"}`. None: all, without "__key__" and "__url__".
         decode: "auto", None for raw bytes, or a mapping of column to `Image(...)`, `Video(...)`,
@@ -122,6 +123,9 @@ class ShardedDataset(Sharded, Dataset[S]):
         if retry is not None and not isinstance(retry, RetryPolicy):
             raise ValueError(f"retry must be a dataflow.RetryPolicy, got {retry!r}")
         self.storage_options = dict(storage_options or {})
+        robot = open_lerobot(source, self.storage_options) if format == "lerobot" else None
+        if robot is not None:
+            source, format = robot.data, "parquet"  # noqa: A001
         self.retry, self._hosts = retry or RetryPolicy(), Hosts()
         opening = Opening(
             format=format,
@@ -139,7 +143,7 @@ class ShardedDataset(Sharded, Dataset[S]):
         self.on_error, self.error_budget = on_error, error_budget
         self._codec = self.catalog.codec() if isinstance(format, str) else format
         self.outputs: tuple[Output, ...] = resolve_outputs(
-            self.catalog.schema, columns, decode, codec=self._codec
+            self.catalog.schema, columns, decode, codec=self._codec, cameras=robot.cameras if robot else {}
         )
         if on_error == "raise":
             _refuse_missing(self.catalog, self.outputs)
@@ -344,17 +348,17 @@ class ShardedDataset(Sharded, Dataset[S]):
             _stage(sparse)
             return sparse, 0
         with self._lock:
-            kept = self._windows.get(block)
-            if kept is not None:
+            window = self._windows.get(block)
+            if window is not None:
                 self._windows.move_to_end(block)
-                return kept, row
-        window = ReadWindow(source, arena, [self.catalog.block(block)], np.zeros(0, np.int64))
-        _stage(window)
-        with self._lock:
-            self._windows[block] = window
-            while len(self._windows) > _KEPT_BLOCKS:
-                self._windows.popitem(last=False)
-        return window, row
+        if window is None:
+            window = ReadWindow(source, arena, [self.catalog.block(block)], np.zeros(0, np.int64))
+            _stage(window)
+            with self._lock:
+                self._windows[block] = window
+                while len(self._windows) > _KEPT_BLOCKS:
+                    self._windows.popitem(last=False)
+        return window.with_clips(source, np.array([row])), row
 
     def _source(self) -> Source:
         if getattr(self._local, "pid", None) != os.getpid():

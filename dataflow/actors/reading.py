@@ -142,6 +142,8 @@ class BlockReader:
     ) -> None:
         self._seed = seed
         self._sources = [replace(data.source(), number=number) for number, data in enumerate(datasets)]
+        if any(source.clips for source in self._sources):
+            raise RayClusterError("builders on other machines do not read the videos of a LeRobot dataset")
         self._is_mapped = [can_map_windows(source) for source in self._sources]
         self._arena, self._keep_bytes = arena, keep_bytes
         self._threads = PriorityPool(_READERS, "dataflow-read")

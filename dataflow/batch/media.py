@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar
 
@@ -16,7 +17,12 @@ from dataflow.batch.columns import ChunkColumns, ChunkRows, WindowPart
 from dataflow.batch.fixed import FixedOutput
 from dataflow.batch.output import BuiltColumn, Output, split_list, split_rows
 from dataflow.decode.crop import Draws
+from dataflow.decode.episodes import EpisodeVideos
 from dataflow.decode.media import MediaRule, MissingMediaSupportError
+from dataflow.decode.video import Video
+from dataflow.staging.columns import StagedMoments
+from prefetch.memory.arena import Arena
+from sharding.blocks import Column
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +62,8 @@ class ClipOutput(FixedOutput):
 
     def _decode(self, columns: ChunkColumns, part: WindowPart, row: int, out: NDArray[Any]) -> None:
         """Decode a clip into its row of the slot, or note why it cannot be."""
+        if self.shape != self.rule.shape:
+            out = out[None]
         spans = part.spans(self.name)
         length = int(spans.lengths[part.rows[0]])
         if length < 0:
@@ -66,6 +74,40 @@ class ClipOutput(FixedOutput):
             data = buffer[start : start + length]
             if decoded(columns, self.name, row, self.rule, data, draws, out) is None:
                 out[...] = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class EpisodeClipOutput(ClipOutput):
+    """Clips of a robot's camera, cut out of files of many episodes; of a single frame [batch, 3, h, w]."""
+
+    rule: Video
+    episodes: EpisodeVideos = field(compare=False)
+
+    @property
+    def videos(self) -> tuple[Video, EpisodeVideos]:
+        """The rule, and the files."""
+        return self.rule, self.episodes
+
+    @property
+    def parts_rule(self) -> None:
+        """None: nothing is stored."""
+        return
+
+    def takes(self, column: Column) -> bool:
+        """Whether a column is one of numbers, a row each."""
+        return isinstance(column, np.ndarray) and column.size == len(column)
+
+    def staged_bytes(self, num_rows: int) -> int:
+        """Of addresses, lengths and moments."""
+        return 32 * num_rows
+
+    def stage(self, num_rows: int, arena: Arena) -> StagedMoments:
+        """Where moments and clips go."""
+        return StagedMoments(
+            np.zeros(num_rows, np.int64),
+            np.full(num_rows, -1, np.int64),
+            moments=(np.full(num_rows, -1, np.int64), np.zeros(num_rows)),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,7 +163,7 @@ def decoded(
     draws: Draws | None,
     out: NDArray[Any] | None,
 ) -> NDArray[Any] | None:
-    """The clip of a row; None where there is none, which is noted. Raises where no clip could ever be decoded."""
+    """The clip of a row; None where there is none, which is noted. Raises where torchcodec is missing."""
     try:
         return rule.decode(data, draws, out)
     except MissingMediaSupportError:
@@ -132,9 +174,13 @@ def decoded(
 
 
 def _reason(error: Exception) -> str:
-    """One line: torchcodec adds where in its own source it was, and the stack."""
-    text = (str(error) or type(error).__name__).splitlines()[0]
-    if isinstance(error, ValueError):
-        return f"cannot decode it: {text}"
-    cure = "; has the FFmpeg that is installed its codec? (ffmpeg -codecs)" if "codec" in text.lower() else ""
-    return f"cannot decode it: {text}{cure}"
+    """One line, without the place in torchcodec's own source."""
+    text = (str(error) or type(error).__name__).splitlines()[0].rstrip()
+    if "stream is unknown" in text:
+        text = (
+            "it has no stream of this kind that the FFmpeg installed can decode (`ffmpeg -codecs` lists them)"
+        )
+    return f"cannot decode it: {_IN_SOURCE.sub('', text)}"
+
+
+_IN_SOURCE = re.compile(r"^\w+, \S+\.cpp:\d+, ")

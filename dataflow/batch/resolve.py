@@ -7,17 +7,20 @@ are `dataflow.decode.values.CONVERTERS`.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import PurePosixPath
+from types import MappingProxyType
 
 import numpy as np
 
 from dataflow.batch.fixed import ArrayOutput, RowsOutput
 from dataflow.batch.images import FreeImageOutput, ImageOutput
-from dataflow.batch.media import ClipOutput, FreeClipOutput
+from dataflow.batch.media import ClipOutput, EpisodeClipOutput, FreeClipOutput
 from dataflow.batch.objects import ObjectOutput
 from dataflow.batch.output import Output
 from dataflow.batch.ragged import Pad, PaddedOutput, RaggedOutput
 from dataflow.decode.audio import Audio
+from dataflow.decode.episodes import MOMENT_COLUMNS, Camera
 from dataflow.decode.image import Image
 from dataflow.decode.media import MediaRule, decoders
 from dataflow.decode.values import CONVERTERS, parse_floats, parse_ints
@@ -39,12 +42,17 @@ def resolve_outputs(
     decode: object,
     *,
     codec: Format,
+    cameras: Mapping[str, Camera] = MappingProxyType({}),
 ) -> tuple[Output, ...]:
     """Decide each output column from the dataset's schema and the user's `columns=` and `decode=`.
+
+    `cameras`: columns whose frames lie in files of their own, at the times that the schema's columns tell.
 
     Raises `ValueError` for a column that does not exist, a decoder that does not fit, and content
     that is never decoded unless asked for (pickles).
     """
+    own = schema
+    schema = {**schema, **dict.fromkeys(cameras, ColumnSpec("bytes"))}
     chosen = _chosen(schema, columns)
     rules = decode if isinstance(decode, Mapping) else {}
     unknown = sorted(set(rules) - set(chosen) - set(schema))
@@ -55,6 +63,9 @@ def resolve_outputs(
         rule = rules.get(name, "auto") if decode is not None else None
         if decode not in (None, "auto") and not isinstance(decode, Mapping):
             rule = decode
+        if len(sources) == 1 and sources[0] in cameras:
+            outputs.append(_camera(name, cameras[sources[0]], rule, own))
+            continue
         outputs.append(_resolve(name, sources, [schema_of(schema, s) for s in sources], rule, codec))
     return tuple(outputs)
 
@@ -207,6 +218,37 @@ def _clip(name: str, source: str, rule: MediaRule) -> Output:
     if rule.shape is None:
         return FreeClipOutput(name=name, sources=(source,), dtype=rule.dtype, rule=rule)
     return ClipOutput(name=name, sources=(source,), dtype=rule.dtype, shape=rule.shape, rule=rule)
+
+
+def _camera(name: str, camera: Camera, rule: object, schema: Mapping[str, ColumnSpec]) -> Output:
+    """The frame at a row's time, or a clip about it."""
+    if rule in (None, "auto", "image"):
+        rule = Image()
+    if isinstance(rule, Image):
+        video, is_clip = Video(frames=1, clip="start", image=rule), False
+    elif isinstance(rule, Video) and rule.frames is not None and rule.clip != "random":
+        video, is_clip = rule, True
+    else:
+        raise ValueError(
+            f"decode for camera {name!r} must be Image(...), or Video(frames=..., clip='start', 'middle' or "
+            f"'end'), which says where the clip lies about the row's time; got {rule!r}"
+        )
+    if video.frame.size is None:
+        video = replace(video, size=None, image=replace(video.frame, size=camera.height_width))
+    lacking = [source for source in MOMENT_COLUMNS if source not in schema]
+    if lacking:
+        raise ValueError(f"the shards have no column {lacking[0]!r}, which tells where frames lie")
+    decoders()
+    shape = video.shape
+    assert shape is not None
+    return EpisodeClipOutput(
+        name=name,
+        sources=MOMENT_COLUMNS,
+        dtype=video.dtype,
+        shape=shape if is_clip else shape[1:],
+        rule=video,
+        episodes=camera.videos,
+    )
 
 
 def _image(name: str, source: str, image: Image) -> Output:

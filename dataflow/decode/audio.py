@@ -16,7 +16,7 @@ from dataflow.decode.crop import Draws
 from dataflow.decode.media import Bytes, as_tensor, begins_at, decoders
 from dataflow.decode.mp4 import ReadBytes
 
-ClipStart = Literal["random", "middle", "start"]
+ClipStart = Literal["random", "middle", "start", "end"]
 
 
 @dataclass(frozen=True, kw_only=True)

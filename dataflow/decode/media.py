@@ -99,12 +99,12 @@ def frames_of(data: Bytes) -> tuple[Bytes, NDArray[np.int64], NDArray[np.int64]]
 
 
 def begins_at(room: float, place: str, draws: Draws | None) -> float:
-    """Where in [0, room] a clip begins: "start", "middle" or "random"."""
+    """Where in [0, room] a clip begins: "start", "middle", "end" or "random"."""
     if place == "random":
         if draws is None:
             raise ValueError("random clips need draws")
         return float(draws[0, DRAW_CLIP]) * room
-    return 0.0 if place == "start" else room / 2
+    return {"start": 0.0, "middle": room / 2, "end": room}[place]
 
 
 def as_tensor(data: Bytes) -> Tensor:

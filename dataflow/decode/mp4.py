@@ -86,17 +86,15 @@ def cut(
     its time, in ticks of `CLIP_TICKS` a second. Raises `ValueError` where the file ends before them.
     """
     wanted = index.shown[frames]
-    chosen = _needed(index, wanted)
-    starts, sizes = index.offsets[chosen], index.sizes[chosen]
-    if int((starts + sizes).max()) > length or int(starts.min()) < 0:
-        raise ValueError(f"its frames lie beyond its end: it has {length:,} bytes and is truncated")
+    chosen = needed_frames(index, wanted)
+    starts, sizes = _places(index, chosen, length)
     head, ranks, shown_at = _clip_head(index, chosen)
     out = np.empty(len(head) + int(sizes.sum()), np.uint8)
     out[: len(head)] = np.frombuffer(head, np.uint8)
     places = len(head) + np.cumsum(sizes) - sizes
     for first, end in _pieces(starts, sizes):
-        low = int(starts[first:end].min())
-        data = read(low, int((starts + sizes)[first:end].max()) - low)
+        low = int(starts[first])
+        data = read(low, int(starts[end - 1] + sizes[end - 1]) - low)
         for i in range(first, end):
             begin = int(starts[i]) - low
             out[places[i] : places[i] + sizes[i]] = data[begin : begin + int(sizes[i])]
@@ -285,7 +283,8 @@ def _offsets(boxes: dict[bytes, bytes], sizes: NDArray[np.int64]) -> NDArray[np.
         raise ValueError(f"chunks of {int(counts.sum()):,} frames, and {len(sizes):,} frames")
     before = np.cumsum(sizes) - sizes
     first_frames = np.cumsum(counts) - counts
-    return before + np.repeat(chunks - before[np.minimum(first_frames, len(sizes) - 1)], counts)
+    shifts: NDArray[np.int64] = np.repeat(chunks - before[np.minimum(first_frames, len(sizes) - 1)], counts)
+    return before + shifts
 
 
 def _edit(body: bytes, ticks: int, movie_ticks: int) -> tuple[int, int, int] | None:
@@ -306,7 +305,7 @@ def _edit(body: bytes, ticks: int, movie_ticks: int) -> tuple[int, int, int] | N
 # ---- cutting ----------------------------------------------------------------------------------------------
 
 
-def _needed(index: FrameIndex, wanted: NDArray[np.int64]) -> NDArray[np.int64]:
+def needed_frames(index: FrameIndex, wanted: NDArray[np.int64]) -> NDArray[np.int64]:
     """The frames that must be decoded for some, ascending: each one's, from a key frame before it on."""
     at = np.searchsorted(index.keys, wanted, side="right") - 1
     # Shown before the key frame that it follows, a frame may need the group before.
@@ -317,6 +316,24 @@ def _needed(index: FrameIndex, wanted: NDArray[np.int64]) -> NDArray[np.int64]:
     np.add.at(depth, np.minimum(wanted + 1 + index.trailing, len(index.sizes)), -1)
     needed: NDArray[np.int64] = np.flatnonzero(np.cumsum(depth)[:-1] > 0)
     return needed
+
+
+def pieces_of(index: FrameIndex, frames: NDArray[np.int64], length: int) -> list[tuple[int, int]]:
+    """First byte and end of what is read of a file for some frames; those that it lacks are left out."""
+    frames = frames[(index.offsets + index.sizes)[frames] <= length]
+    starts, sizes = _places(index, frames[np.argsort(index.offsets[frames], kind="stable")], length)
+    cuts = _pieces(starts, sizes) if len(frames) else ()
+    return [(int(starts[first]), int(starts[end - 1] + sizes[end - 1])) for first, end in cuts]
+
+
+def _places(
+    index: FrameIndex, frames: NDArray[np.int64], length: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """First byte and bytes of frames. Raises `ValueError` where the file ends before them."""
+    starts, sizes = index.offsets[frames], index.sizes[frames]
+    if len(frames) and (int((starts + sizes).max()) > length or int(starts.min()) < 0):
+        raise ValueError(f"its frames lie beyond its end: it has {length:,} bytes and is truncated")
+    return starts, sizes
 
 
 def _pieces(starts: NDArray[np.int64], sizes: NDArray[np.int64]) -> Iterator[tuple[int, int]]:

@@ -29,7 +29,7 @@ from dataflow.decode.media import (
 )
 from dataflow.decode.mp4 import CLIP_TICKS, FrameIndex, ReadBytes, cut, read_index
 
-ClipPlace = Literal["random", "middle", "start"]
+ClipPlace = Literal["random", "middle", "start", "end"]
 _TICK_S = 5e-4
 """How near to a frame's time counts as it, where ticks are not known: half of Matroska's."""
 _AT_ONCE = 8
@@ -55,7 +55,8 @@ class Video:
     """What becomes of each frame, in place of `size`: `Image(size=112, crop="random_resized", flip=0.5)`.
     All frames of a clip have the same part and the same mirroring."""
     clip: ClipPlace = "random"
-    """Where the clip lies in its video."""
+    """Where the clip lies in its video; of a LeRobot dataset, where it lies about the time of its row:
+    "start" is from there on, "end" until there, and "random" is none."""
     pad: Literal["error", "last", "loop"] = "error"
     """What a video does that is shorter than the clip: it is an error, shows its last frame on and on, or
     begins again."""
@@ -143,6 +144,22 @@ class Video:
         seconds = self._seconds(begin, end, draws) + _TICK_S
         seconds = np.clip(seconds, begin, np.nextafter(end, begin))
         return self._decoded(decoder.get_frames_played_at, seconds, None, draws, out)
+
+    def moments(self, at_s: float, count: int, fps: float) -> NDArray[np.float64]:
+        """Frames of a clip about a time in an episode of `count` frames, as float64 [frames] from its first.
+
+        Raises `ValueError` where they reach beyond the episode and `pad` does not say what to do then.
+        """
+        frames = self.frames or 1
+        before = {"start": 0, "middle": (frames - 1) // 2, "end": frames - 1}[self.clip]
+        wanted = round(at_s * fps) + (np.arange(frames) - before) * (fps / (self.fps or fps))
+        if self.pad == "error" and (wanted[0] < -0.5 or wanted[-1] > count - 0.5):
+            raise ValueError(
+                f"the clip reaches beyond its episode of {count / fps:.3f} s: from {wanted[0] / fps:.3f} s "
+                f"to {wanted[-1] / fps:.3f} s; Video(pad='last') repeats the frames at its ends"
+            )
+        moments: NDArray[np.float64] = np.floor(np.clip(wanted, 0, count - 1) + 1e-3)
+        return moments
 
     # ---- which frames ---------------------------------------------------------------------------------
 

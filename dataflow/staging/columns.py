@@ -9,8 +9,10 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
+from dataflow.decode.episodes import EpisodeVideos
 from dataflow.decode.media import MediaRule
 from dataflow.decode.values import BadRows
+from dataflow.decode.video import Video
 from prefetch.core.executor import executor
 from prefetch.memory.arena import Arena
 from sharding.blocks import Column, Spans
@@ -94,12 +96,31 @@ class StagedSpans:
         self.addresses[row], self.lengths[row] = value.ctypes.data, len(value)
 
 
+@dataclass
+class StagedMoments(StagedSpans):
+    """A column of clips of other files, which are cut for rows that are asked for, once moments are known."""
+
+    moments: tuple[NDArray[np.int64], NDArray[np.float64]] = field(kw_only=True)
+    """[rows] episode, and seconds in it."""
+
+    def put(self, first: int, columns: Sequence[Column]) -> None:
+        """Stage the moments of one block's rows."""
+        for own, column in zip(self.moments, columns, strict=True):
+            values = np.asarray(column)
+            own[first : first + len(values)] = values.reshape(len(values))
+
+
 @dataclass(frozen=True, kw_only=True)
 class StagedOutput:
     """An output column as staging sees it. Equal to another of the same types, whatever its sources."""
 
     stays_in_place: ClassVar[bool] = True
     """Whether a window keeps addresses of values, not values."""
+
+    @property
+    def videos(self) -> tuple[Video, EpisodeVideos] | None:
+        """Which files its values are cut out of, by episode and time, its sources. None: they are stored."""
+        return None
 
     @property
     def parts_rule(self) -> MediaRule | None:

@@ -49,7 +49,11 @@ class ReadWindow(StagedWindow):
         self._in_region = bool(blocks) and all(map(source.locates, blocks))
         self._keeps_blocks = self._in_region or any(output.stays_in_place for output in source.outputs)
         columns = sum(output.staged_bytes(self.samples.num_rows) for output in source.outputs)
-        self.nbytes = columns + self._block_bytes(num_readers)
+        self._clip_rows = np.unique(rows[rows >= 0]) if source.clips else np.zeros(0, np.int64)
+        # How much a clip needs, only its file tells: credits are for what it needs on average.
+        cut_from = [output.videos for output in source.clips if output.videos]
+        each = sum(videos.clip_bytes(rule.frames or 1) for rule, videos in cut_from)
+        self.nbytes = columns + self._block_bytes(num_readers) + each * len(self._clip_rows)
 
     def _block_bytes(self, num_readers: int) -> int:
         """Bytes of stored and decoded blocks that are held at one time, at most."""
@@ -130,6 +134,10 @@ class ReadWindow(StagedWindow):
         self._stage(ordinal, columns)
         if not self._keeps_blocks:
             self._data[ordinal] = None
+        if self.source.clips:
+            rows = self.samples.rows_of(ordinal)
+            own = slice(*np.searchsorted(self._clip_rows, [rows.start, rows.stop]))
+            self.cut_clips(self._clip_rows[own])
 
     def _release(self) -> None:
         self._data = [None] * len(self._data)

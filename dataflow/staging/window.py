@@ -8,6 +8,7 @@ maps files (`dataflow.staging.mapped`).
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -18,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dataflow.decode.crop import DRAWS, Draws
-from dataflow.staging.columns import StagedArray, StagedSpans
+from dataflow.staging.columns import StagedArray, StagedMoments, StagedSpans
 from dataflow.staging.source import Source
 from prefetch.addresses import memory_at
 from prefetch.memory.arena import Arena
@@ -193,6 +194,33 @@ class StagedWindow(ABC):
         """[n, DRAWS] random numbers of the samples in n rows, each a function of (seed, epoch, sample)."""
         epoch = self.epoch if self.source_epoch is None else self.source_epoch
         return uniform(self.seed, epoch, self.samples.numbers(rows), DRAWS)
+
+    def cut_clips(self, rows: NDArray[np.int64]) -> None:
+        """Cut what some rows need of other files. Reads; several threads may do it for different rows."""
+        for output in self.source.clips if len(rows) else ():
+            staged = self.staged[output.name]
+            assert isinstance(staged, StagedMoments)
+            episodes, seconds = staged.moments
+            values = self.source.cut(output, episodes[rows], seconds[rows], self._awaited)
+            for row, value in zip(rows.tolist(), values, strict=True):
+                staged.put_cut(row, value)
+
+    def with_clips(self, source: Source, rows: NDArray[np.int64]) -> StagedWindow:
+        """The window, and of some rows also what they need of other files, which it does not keep.
+
+        `source`: the caller's own, with its reader.
+        """
+        if not source.clips:
+            return self
+        other = copy.copy(self)
+        other.source, other.staged = source, dict(self.staged)
+        for output in self.source.clips:
+            staged = self.staged[output.name]
+            assert isinstance(staged, StagedMoments)
+            own = StagedMoments(staged.addresses.copy(), staged.lengths.copy(), moments=staged.moments)
+            other.staged[output.name] = own
+        other.cut_clips(rows)
+        return other
 
     # ---- telling where a row came from ----------------------------------------------------------------
 
