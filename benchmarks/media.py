@@ -118,7 +118,10 @@ def run(contestant: str, folder: str, count: int, epochs: int) -> dict[str, floa
         loader.close()
     if remote:
         fetched = server_stats(folder)["bytes"]
-    return {"frames_per_s": round(frames / seconds, 1), "kb_per_clip": round(fetched * FRAMES / frames / 1e3, 1)}
+    return {
+        "frames_per_s": round(frames / seconds, 1),
+        "kb_per_clip": round(fetched * FRAMES / frames / 1e3, 1),
+    }
 
 
 def main(arguments: list[str] | None = None) -> None:
