@@ -17,7 +17,10 @@ if TYPE_CHECKING:
     from dataflow.batch.packed import PackedRows as PackedRows
     from dataflow.batch.ragged import Pad
     from dataflow.dataset import ShardedDataset
+    from dataflow.decode.audio import Audio
     from dataflow.decode.image import Image, MissingImageSupportError as MissingImageSupportError
+    from dataflow.decode.media import MissingMediaSupportError as MissingMediaSupportError
+    from dataflow.decode.video import Video
     from dataflow.grad.agreement import DisagreementError as DisagreementError
     from dataflow.grad.lost import RankLostError as RankLostError
     from dataflow.grad.schedule import GradSchedule
@@ -43,6 +46,7 @@ if TYPE_CHECKING:
     from sharding.write.writer import ShardWriter
 
 __all__ = [
+    "Audio",
     "Bucketed",
     "Cache",
     "DataLoader",
@@ -58,6 +62,7 @@ __all__ = [
     "Shuffle",
     "TokenBudget",
     "Topology",
+    "Video",
 ]
 
 # Imported when first used: the fork server of worker processes needs none of them, nor what they import.
@@ -69,6 +74,7 @@ _MODULES = {
     "LoaderStats": "dataflow.stats",
     "MemoryLimitError": "prefetch.errors",
     "MissingImageSupportError": "dataflow.decode.image",
+    "MissingMediaSupportError": "dataflow.decode.media",
     "Optional": "dataflow.batch.optional",  # not `typing.Optional`, which a star import would hide
     "PackedRows": "dataflow.batch.packed",
     "RankLostError": "dataflow.grad.lost",
@@ -82,6 +88,7 @@ _MODULES = {
     "StepInfo": "dataflow.timing.phases",
     "WorkerStats": "dataflow.stats",
     # `__all__`:
+    "Audio": "dataflow.decode.audio",
     "Bucketed": "sharding.lengths.batching",
     "Cache": "dataflow.limits",
     "DataLoader": "dataflow.loader",
@@ -97,6 +104,7 @@ _MODULES = {
     "Shuffle": "sharding.order.shuffle",
     "TokenBudget": "sharding.lengths.batching",
     "Topology": "sharding.topology.topology",
+    "Video": "dataflow.decode.video",
 }
 
 

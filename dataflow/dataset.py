@@ -27,6 +27,7 @@ from dataflow.batch.output import Output, staged_outputs
 from dataflow.batch.resolve import resolve_outputs
 from dataflow.batch.samples import samples_of, transform_reason
 from dataflow.joins import JoinReport, JoinSide, match
+from dataflow.lerobot import open_lerobot
 from dataflow.limits import Cache
 from dataflow.missing import raise_missing
 from dataflow.opening import Opening
@@ -93,14 +94,14 @@ class ShardedDataset(Sharded, Dataset[S]):
             default config, and the only split.
         revision: branch, tag or commit of a dataset on the Hub; None: "main". Opening it fixes the commit.
         format: "auto" by file ending, or "tar", "parquet", "arrow", "arrow-stream", "jsonl", "tokens",
-            "megatron".
+            "megatron"; or "lerobot" for the folder of a LeRobot dataset (v3).
         columns: columns to deliver; a mapping renames them, and a list as its value stacks numeric
             columns: `{"features": ["f0", "f1"], "label": "y"}`; one of columns of bytes makes lists of what
             each sample has of them: `{"images": ["0.jpg", "1.jpg"]}`, or `"*.jpg"` for all that match. None:
             all, without "__key__" and "__url__".
-        decode: "auto", None for raw bytes, or a mapping of column to `Image(...)`, `Pad(...)`, a function
-            of bytes, or "int", "float", "text", "json", "npy", "image", "bytes", "pickle", "torch", or
-            `Optional(...)` of one of these, where samples may lack the column.
+        decode: "auto", None for raw bytes, or a mapping of column to `Image(...)`, `Video(...)`,
+            `Audio(...)`, `Pad(...)`, a function of bytes, or "int", "float", "text", "json", "npy", "image",
+            "bytes", "pickle", "torch", or `Optional(...)` of one of these, where samples may lack the column.
         transform: called with each sample (a dict); if it takes `rng=`, it gets a `numpy.random.Generator`
             that is a function of (seed, epoch, sample).
         batch_transform: called with each batch.
@@ -157,6 +158,9 @@ class ShardedDataset(Sharded, Dataset[S]):
         if retry is not None and not isinstance(retry, RetryPolicy):
             raise ValueError(f"retry must be a dataflow.RetryPolicy, got {retry!r}")
         self.storage_options = dict(storage_options or {})
+        robot = open_lerobot(source, self.storage_options) if format == "lerobot" else None
+        if robot is not None:
+            source, format = robot.data, "parquet"  # noqa: A001
         self.retry, self._hosts = retry or RetryPolicy(), Hosts()
         opening = Opening(
             format=format,
@@ -177,7 +181,7 @@ class ShardedDataset(Sharded, Dataset[S]):
         self.on_error, self.error_budget = on_error, error_budget
         self._codec = self.catalog.codec() if isinstance(format, str) else format
         self.outputs: tuple[Output, ...] = resolve_outputs(
-            self.catalog.schema, columns, decode, codec=self._codec
+            self.catalog.schema, columns, decode, codec=self._codec, cameras=robot.cameras if robot else {}
         )
         self._all_columns = columns is None
         self.selection = Selection.whole(self.catalog.blocks.num_samples)
@@ -220,7 +224,9 @@ class ShardedDataset(Sharded, Dataset[S]):
         for join in self.joins_used:
             other = join.other.source(keep_mapped_bytes, guards, pause)
             own = staged_outputs([output for output in self.outputs if output.name in join.names])
-            partners.append(PartnerSource(source=replace(other, outputs=own), table=join.partners))
+            partners.append(
+                PartnerSource(source=replace(other, outputs=own, reads_whole=True), table=join.partners)
+            )
         joined = frozenset[str]().union(*(join.names for join in self.joins))
         return Source(
             catalog=self.catalog,
@@ -231,6 +237,7 @@ class ShardedDataset(Sharded, Dataset[S]):
             pause=pause,
             all_columns=self._all_columns,
             partners=partners,
+            reads_whole=bool(partners),
         )
 
     @property
@@ -402,7 +409,7 @@ class ShardedDataset(Sharded, Dataset[S]):
         names = (on, on) if isinstance(on, str) else tuple(on)
         if len(names) != 2:
             raise ValueError(f"on must be the name of a column, or one of each dataset, got {on!r}")
-        _check_joinable(other)
+        _check_joinable(self, other)
         outputs = _beside(self.outputs, other.outputs, names, suffix)
         sides = [
             JoinSide(one.source(), one.selection, name)
@@ -503,20 +510,21 @@ class ShardedDataset(Sharded, Dataset[S]):
         if source.format.locate(self.catalog.block(block), source.columns) is not None:
             blocks, rows = [self.catalog.block(block)], np.zeros(1, np.int64)
             sparse = SparseWindow(source, arena, blocks, rows, rows_in_block=[np.array([row])])
+            sparse.seed, sparse.epoch = self.seed, self.epoch
             _stage(sparse)
             return sparse, 0
         with self._lock:
-            kept = self._windows.get(block)
-            if kept is not None:
+            window = self._windows.get(block)
+            if window is not None:
                 self._windows.move_to_end(block)
-                return kept, row
-        window = ReadWindow(source, arena, [self.catalog.block(block)], np.zeros(0, np.int64))
-        _stage(window)
-        with self._lock:
-            self._windows[block] = window
-            while len(self._windows) > _KEPT_BLOCKS:
-                self._windows.popitem(last=False)
-        return window, row
+        if window is None:
+            window = ReadWindow(source, arena, [self.catalog.block(block)], np.zeros(0, np.int64))
+            _stage(window)
+            with self._lock:
+                self._windows[block] = window
+                while len(self._windows) > _KEPT_BLOCKS:
+                    self._windows.popitem(last=False)
+        return window.with_clips(source, np.array([row])), row
 
     def _source(self) -> Source:
         if getattr(self._local, "pid", None) != os.getpid():
@@ -552,13 +560,17 @@ class ShardedDataset(Sharded, Dataset[S]):
         )
 
 
-def _check_joinable(other: object) -> None:
+def _check_joinable(own: ShardedDataset[Any], other: object) -> None:
     if not isinstance(other, ShardedDataset):
         raise TypeError(f"a ShardedDataset is joined to another one, got {type(other).__name__}")
     if other.transform is not None or other.batch_transform is not None:
         raise ValueError(
             "the dataset that is joined has a transform= or batch_transform=, which would not be called: "
             "give it to the one it is joined to, whose transform gets the joined sample"
+        )
+    if any(output.videos is not None for output in (*own.outputs, *other.outputs)):
+        raise ValueError(
+            "cameras of a LeRobot dataset are not joined to anything yet: leave them out by select() or columns="
         )
     if other.joins:
         raise ValueError("the dataset that is joined is itself joined: write a.join(b).join(c)")

@@ -135,7 +135,7 @@ class BuilderActor:
         try:
             job, datasets = unpack(packed.copy(), *layout)  # Ray's memory is read-only
             if datasets:
-                self._reader = BlockReader(datasets, arena, job.limit_bytes // _KEPT_SHARE)
+                self._reader = BlockReader(datasets, arena, job.limit_bytes // _KEPT_SHARE, seed=job.seed)
                 self._reader.check(name)
         except Exception as error:
             return CrossedError.of(error, name)

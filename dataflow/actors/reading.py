@@ -134,14 +134,19 @@ class BlockReader:
         datasets: the sources, in the order of a mixture.
         arena: where values lie.
         keep_bytes: of decoded blocks that are kept for chunks to come.
+        seed: of the random numbers that say which parts of values are read.
     """
 
-    def __init__(self, datasets: Sequence[ShardedDataset], arena: Arena, keep_bytes: int) -> None:
-        self.traffic = Traffic()
+    def __init__(
+        self, datasets: Sequence[ShardedDataset], arena: Arena, keep_bytes: int, *, seed: int = 0
+    ) -> None:
+        self._seed, self.traffic = seed, Traffic()
         self._sources = [
             replace(data.source(), number=number, traffic=self.traffic)
             for number, data in enumerate(datasets)
         ]
+        if any(source.clips for source in self._sources):
+            raise RayClusterError("builders on other machines do not read the videos of a LeRobot dataset")
         self._is_mapped = [can_map_windows(source) for source in self._sources]
         self._arena, self._keep_bytes = arena, keep_bytes
         self._threads = PriorityPool(_READERS, "dataflow-read")
@@ -170,13 +175,13 @@ class BlockReader:
             source = self._sources[part.source]
             blocks = [source.catalog.block(number) for number in part.blocks.tolist()]
             if self._is_mapped[part.source]:
-                self._read_values(reading, part, self._mapped(source, part))
+                self._read_values(reading, chunk.plan.epoch, part, self._mapped(source, part))
             elif all(map(source.locates, blocks)):
                 rows_in_block = [
                     np.unique(part.rows[part.ordinals == ordinal]) for ordinal in range(len(blocks))
                 ]
                 window = SparseWindow(source, self._arena, blocks, part.rows, rows_in_block=rows_in_block)
-                self._read_values(reading, part, (window, _compact(part, rows_in_block)))
+                self._read_values(reading, chunk.plan.epoch, part, (window, _compact(part, rows_in_block)))
             else:
                 self._read_blocks(reading, part)
         return reading
@@ -194,9 +199,14 @@ class BlockReader:
         return MappedWindow(source, self._arena, part.blocks, rows, needed=np.unique(rows), whole=False), rows
 
     def _read_values(
-        self, reading: ChunkReads, part: ReadPlanPart, windowed: tuple[StagedWindow, NDArray[np.int64]]
+        self,
+        reading: ChunkReads,
+        epoch: int,
+        part: ReadPlanPart,
+        windowed: tuple[StagedWindow, NDArray[np.int64]],
     ) -> None:
         window, rows = windowed
+        window.seed, window.epoch = self._seed, epoch
         window.source_epoch = part.epoch
         reading.own.append(window)
         reading.reads.extend(map(self._begun, window.reads()))

@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import PurePosixPath
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -20,12 +21,17 @@ from dataflow.batch.fixed import ArrayOutput, RowsOutput
 from dataflow.batch.image_lists import FreeImageListOutput, ImageListOutput
 from dataflow.batch.images import FreeImageOutput, ImageOutput
 from dataflow.batch.lists import ObjectListOutput, bytes_tensor
+from dataflow.batch.media import ClipOutput, EpisodeClipOutput, FreeClipOutput
 from dataflow.batch.objects import ObjectOutput
 from dataflow.batch.optional import Optional, mask_of
 from dataflow.batch.output import Output
 from dataflow.batch.ragged import Pad, PaddedOutput, RaggedOutput
+from dataflow.decode.audio import Audio
+from dataflow.decode.episodes import MOMENT_COLUMNS, Camera
 from dataflow.decode.image import Image
+from dataflow.decode.media import MediaRule, decoders
 from dataflow.decode.values import CONVERTERS, parse_floats, parse_ints
+from dataflow.decode.video import Video
 from sharding.blocks import ColumnSpec, Format, spec_text
 
 IMAGE_SUFFIXES = ("jpg", "jpeg", "png", "webp", "bmp", "ppm", "pgm", "tif", "tiff")
@@ -38,7 +44,8 @@ FEATURE_RULES: Mapping[str, Callable[[Mapping[str, Any]], object]] = {
     "Json": lambda _: "json",
 }
 """What `decode="auto"` does with a column of this feature of Hugging Face `datasets`, given its description;
-of lists, with each item. Columns of other features (audio, video) are delivered as stored."""
+of lists, with each item. Columns of other features are delivered as stored, sound and video among them: their
+types must not depend on whether torchcodec is installed."""
 UNSAFE_SUFFIXES = ("pyd", "pkl", "pickle", "pth", "pt")
 KEY_COLUMNS = ("__key__", "__url__")
 
@@ -49,12 +56,17 @@ def resolve_outputs(
     decode: object,
     *,
     codec: Format,
+    cameras: Mapping[str, Camera] = MappingProxyType({}),
 ) -> tuple[Output, ...]:
     """Decide each output column from the dataset's schema and the user's `columns=` and `decode=`.
+
+    `cameras`: columns whose frames lie in files of their own, at the times that the schema's columns tell.
 
     Raises `ValueError` for a column that does not exist, a decoder that does not fit, and content
     that is never decoded unless asked for (pickles).
     """
+    own = schema
+    schema = {**schema, **dict.fromkeys(cameras, ColumnSpec("bytes"))}
     chosen = _chosen(schema, columns)
     rules = decode if isinstance(decode, Mapping) else {}
     unknown = sorted(set(rules) - set(chosen) - set(schema))
@@ -71,6 +83,9 @@ def resolve_outputs(
         rule = rules.get(name, "auto") if decode is not None else None
         if decode not in (None, "auto") and not isinstance(decode, Mapping):
             rule = decode
+        if len(sources) == 1 and sources[0] in cameras:
+            outputs.append(_camera(name, cameras[sources[0]], rule, own))
+            continue
         specs = [schema_of(schema, source) for source in sources]
 
         def resolved(rule: object, specs: list[ColumnSpec], of: Any = (name, sources, is_list)) -> Output:
@@ -168,6 +183,9 @@ def _resolve(name: str, source: str, spec: ColumnSpec, rule: object, codec: Form
         return _list_of(name, sources, rule, items=max(1, spec.items))
     if isinstance(rule, Image):
         return _image(name, source, rule)
+    if isinstance(rule, Audio | Video):
+        decoders()  # raises where they are missing: now, not at the first batch
+        return _clip(name, source, rule)
     if isinstance(rule, Pad):
         return PaddedOutput(name=name, sources=sources, dtype=spec.dtype, source_dtype=spec.dtype, pad=rule)
     if rule is None or rule in ("bytes", "raw", "list"):
@@ -181,7 +199,10 @@ def _resolve(name: str, source: str, spec: ColumnSpec, rule: object, codec: Form
     if rule == "image":
         return _image(name, source, Image())
     convert = _converter(
-        name, rule, "None, Image(...), Pad(...), Optional(...), a function of bytes", "float", "int"
+        name,
+        rule,
+        "None, Image(...), Video(...), Audio(...), Pad(...), Optional(...), a function of bytes",
+        *("float", "int"),
     )
     is_stacked = rule == "npy" and spec.size_range is not None and len({*spec.size_range}) == 1
     return ObjectOutput(name=name, sources=sources, convert=convert, is_stacked=is_stacked)
@@ -288,6 +309,43 @@ def _raw(name: str, source: str, spec: ColumnSpec) -> Output:
             name=name, sources=(source,), dtype=spec.dtype, source_dtype=spec.dtype, shape=(low,)
         )
     return RaggedOutput(name=name, sources=(source,), dtype=spec.dtype, source_dtype=spec.dtype)
+
+
+def _clip(name: str, source: str, rule: MediaRule) -> Output:
+    if rule.shape is None:
+        return FreeClipOutput(name=name, sources=(source,), dtype=rule.dtype, rule=rule)
+    return ClipOutput(name=name, sources=(source,), dtype=rule.dtype, shape=rule.shape, rule=rule)
+
+
+def _camera(name: str, camera: Camera, rule: object, schema: Mapping[str, ColumnSpec]) -> Output:
+    """The frame at a row's time, or a clip about it."""
+    if rule in (None, "auto", "image"):
+        rule = Image()
+    if isinstance(rule, Image):
+        video, is_clip = Video(frames=1, clip="start", image=rule), False
+    elif isinstance(rule, Video) and rule.frames is not None and rule.clip != "random":
+        video, is_clip = rule, True
+    else:
+        raise ValueError(
+            f"decode for camera {name!r} must be Image(...), or Video(frames=..., clip='start', 'middle' or "
+            f"'end'), which says where the clip lies about the row's time; got {rule!r}"
+        )
+    if video.frame.size is None:
+        video = replace(video, size=None, image=replace(video.frame, size=camera.height_width))
+    lacking = [source for source in MOMENT_COLUMNS if source not in schema]
+    if lacking:
+        raise ValueError(f"the shards have no column {lacking[0]!r}, which tells where frames lie")
+    decoders()
+    shape = video.shape
+    assert shape is not None
+    return EpisodeClipOutput(
+        name=name,
+        sources=MOMENT_COLUMNS,
+        dtype=video.dtype,
+        shape=shape if is_clip else shape[1:],
+        rule=video,
+        episodes=camera.videos,
+    )
 
 
 def _image(name: str, source: str, image: Image) -> Output:

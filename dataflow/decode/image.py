@@ -271,6 +271,20 @@ def decode_images(
     return sorted(failed.items())
 
 
+def resize_part(
+    spec: Image, size: tuple[int, int], draws: Draws | None
+) -> Callable[[NDArray[np.uint8], NDArray[Any]], None]:
+    """What makes a result of pixels, uint8 [height, width, channels] of this size: the same part of each.
+
+    The second argument is what it writes: C-contiguous, `spec.shape`. `draws`: [1, DRAWS], of all of them.
+    """
+    (box,) = spec.boxes(np.array([size], np.int64), draws).tolist()
+    within = (0.0, 0.0, *size) if spec.crop == "center" else box
+    crop = _crop_box(box, within, 1, flip=bool(spec.flips(1, draws)[0]))
+    resize = executor().resizer(spec.form())
+    return lambda pixels, out: resize(pixels, crop, out)
+
+
 def _crop_box(box: Sequence[float], within: Sequence[float], shrink: int, *, flip: bool) -> CropBox:
     """A box of an image that was decoded at a part of its size; filters look at what is `within`."""
     top, left, height, width = (value / shrink for value in box)

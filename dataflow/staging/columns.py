@@ -9,7 +9,10 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
+from dataflow.decode.episodes import EpisodeVideos
+from dataflow.decode.media import MediaRule
 from dataflow.decode.values import LACKING, BadRows
+from dataflow.decode.video import Video
 from prefetch.core.executor import executor
 from prefetch.memory.arena import Arena
 from sharding.blocks import MISSING, NULL_INSIDE, PATH_ONLY, Column, Masked, Spans
@@ -133,6 +136,8 @@ class StagedSpans:
     """[rows] bytes; what `Spans` has where there is no value."""
     keep: list[Any] = field(default_factory=list)
     """What keeps the memory alive."""
+    is_cut: NDArray[np.bool_] | None = None
+    """[rows] those of whose values only parts are read: `put_cut` stages them, and `put` leaves them out."""
 
     @cached_property
     def uniform_bytes(self) -> int:
@@ -152,13 +157,34 @@ class StagedSpans:
         self.keep.append(column)
         if isinstance(column, Spans):
             item = column.buffer.itemsize
-            self.addresses[rows] = column.buffer.ctypes.data + column.starts * item
-            self.lengths[rows] = np.where(column.lengths < 0, column.lengths, column.lengths * item)
+            which: NDArray[np.bool_] | slice = slice(None) if self.is_cut is None else ~self.is_cut[rows]
+            self.addresses[rows][which] = (column.buffer.ctypes.data + column.starts * item)[which]
+            lengths = np.where(column.lengths < 0, column.lengths, column.lengths * item)
+            self.lengths[rows][which] = lengths[which]
         else:  # rows of a (possibly overlapping) array, each contiguous
             assert isinstance(column, np.ndarray)
             row_bytes = int(np.prod(column.shape[1:], dtype=np.int64)) * column.itemsize
             self.addresses[rows] = column.ctypes.data + np.arange(len(column)) * column.strides[0]
             self.lengths[rows] = row_bytes
+
+    def put_cut(self, row: int, value: NDArray[np.uint8]) -> None:
+        """Stage what was cut of a value. Several threads may stage different rows."""
+        self.keep.append(value)
+        self.addresses[row], self.lengths[row] = value.ctypes.data, len(value)
+
+
+@dataclass
+class StagedMoments(StagedSpans):
+    """A column of clips of other files, which are cut for rows that are asked for, once moments are known."""
+
+    moments: tuple[NDArray[np.int64], NDArray[np.float64]] = field(kw_only=True)
+    """[rows] episode, and seconds in it."""
+
+    def put(self, first: int, columns: Sequence[Column]) -> None:
+        """Stage the moments of one block's rows."""
+        for own, column in zip(self.moments, columns, strict=True):
+            values = np.asarray(column)
+            own[first : first + len(values)] = values.reshape(len(values))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,6 +195,16 @@ class StagedOutput:
     """Whether a window keeps addresses of values, not values."""
     takes_bytes: ClassVar[bool] = True
     """Whether what is staged depends on the bytes of values, not on where they are alone."""
+
+    @property
+    def videos(self) -> tuple[Video, EpisodeVideos] | None:
+        """Which files its values are cut out of, by episode and time, its sources. None: they are stored."""
+        return None
+
+    @property
+    def parts_rule(self) -> MediaRule | None:
+        """Which parts of its values are read, where not all of them need be; None: values come whole."""
+        return None
 
     name: str
     sources: tuple[str, ...] = field(compare=False)

@@ -112,7 +112,10 @@ class JoinedWindow(StagedWindow):
         super().__init__(own.source, own.arena, own.samples, own.rows)
         self._own, self._partners = own, partners
         self._partner_of = {
-            name: rows for rows in partners for output in rows.outputs for name in (output.name, output.column)
+            name: rows
+            for rows in partners
+            for output in rows.outputs
+            for name in (output.name, output.column)
         }
         self._lock = threading.Lock()  # guards _tasks_left
         self._tasks_left = 0

@@ -35,9 +35,10 @@ from sharding.errors import DataflowError
 def can_map_windows(source: Source) -> bool:
     """Whether this dataset's windows may be mapped: local files whose values lie in the stored bytes.
 
-    Blocks with checksums are read, because all their bytes must be seen before any is used.
+    Blocks with checksums are read, because all their bytes must be seen before any is used; and so are values
+    of which parts will do.
     """
-    if source.catalog.checksums is not None:
+    if source.catalog.checksums is not None or source.parts:
         return False
     first = int(np.flatnonzero(source.catalog.blocks.num_samples)[0])
     return can_map(source.catalog.shard(0).url) and source.locates(source.catalog.block(first))

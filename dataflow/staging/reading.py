@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dataflow.staging.columns import ALIGN
+from dataflow.staging.columns import ALIGN, StagedOutput, StagedSpans
 from dataflow.staging.source import Source
 from dataflow.staging.window import NotLocatableError, StagedWindow, WindowSamples
 from prefetch.addresses import memory_at
@@ -49,7 +49,11 @@ class ReadWindow(StagedWindow):
         self._in_region = bool(blocks) and all(map(source.locates, blocks))
         self._keeps_blocks = self._in_region or any(output.stays_in_place for output in source.outputs)
         columns = sum(output.staged_bytes(self.samples.num_rows) for output in source.outputs)
-        self.nbytes = columns + self._block_bytes(num_readers)
+        self._clip_rows = np.unique(rows[rows >= 0]) if source.clips else np.zeros(0, np.int64)
+        # How much a clip needs, only its file tells: credits are for what it needs on average.
+        cut_from = [output.videos for output in source.clips if output.videos]
+        each = sum(videos.clip_bytes(rule.frames or 1) for rule, videos in cut_from)
+        self.nbytes = columns + self._block_bytes(num_readers) + each * len(self._clip_rows)
 
     def _block_bytes(self, num_readers: int) -> int:
         """Bytes of stored and decoded blocks that are held at one time, at most."""
@@ -130,6 +134,10 @@ class ReadWindow(StagedWindow):
         self._stage(ordinal, columns)
         if not self._keeps_blocks:
             self._data[ordinal] = None
+        if self.source.clips:
+            rows = self.samples.rows_of(ordinal)
+            own = slice(*np.searchsorted(self._clip_rows, [rows.start, rows.stop]))
+            self.cut_clips(self._clip_rows[own])
 
     def _release(self) -> None:
         self._data = [None] * len(self._data)
@@ -137,6 +145,10 @@ class ReadWindow(StagedWindow):
 
     def _stored(self, ordinal: int) -> memoryview | None:
         return self._data[ordinal]
+
+
+_LEAST_CUT_BYTES = 256 << 10
+"""Shorter values are read whole, with their neighbours, though parts would do."""
 
 
 class SparseWindow(StagedWindow):
@@ -162,10 +174,31 @@ class SparseWindow(StagedWindow):
         super().__init__(source, arena, WindowSamples(source.first_number, blocks, rows_in_block), rows)
         self._region: NDArray[np.uint8] | None = None
         self._spans = [self._locate(block, own) for block, own in zip(blocks, rows_in_block, strict=True)]
-        self._ranges = [self._joined(spans) for spans in self._spans]
+        self._parts = [
+            (output, ordinal, row)
+            for output in source.parts
+            for ordinal, spans in enumerate(self._spans)
+            for row in np.flatnonzero(self._is_long(spans[output.sources[0]])).tolist()
+        ]
+        self._ranges = [self._joined(self._read_whole(spans)) for spans in self._spans]
         self._sizes = np.array([_aligned(lengths).sum() for _, lengths, _ in self._ranges], np.int64)
         columns = sum(output.staged_bytes(self.samples.num_rows) for output in source.outputs)
-        self.nbytes = rounded_bytes(int(self._sizes.sum())) + columns
+        # What is cut of a value is no longer than it; how much it is, only the value tells.
+        parts = (self._spans[at][output.sources[0]].lengths[row] for output, at, row in self._parts)
+        self.nbytes = rounded_bytes(int(self._sizes.sum())) + columns + sum(map(int, parts))
+
+    @staticmethod
+    def _is_long(spans: Spans) -> NDArray[np.bool_]:
+        """Which values are cut where parts will do: a few requests cost more than a short value."""
+        return spans.lengths > _LEAST_CUT_BYTES
+
+    def _read_whole(self, spans: dict[str, Spans]) -> dict[str, Spans]:
+        """The values that are read whole; others are empty."""
+        cut = {output.sources[0] for output in self.source.parts} - self.source.whole_columns
+        return {
+            name: Spans(s.buffer, s.starts, np.where(self._is_long(s), 0, s.lengths)) if name in cut else s
+            for name, s in spans.items()
+        }
 
     def _locate(self, block: Block, rows: NDArray[np.int64]) -> dict[str, Spans]:
         """Where the values of rows of a block lie in its stored bytes."""
@@ -187,12 +220,19 @@ class SparseWindow(StagedWindow):
         return coalesce(starts, np.maximum(lengths, 0), most_bytes=most_bytes)
 
     def reads(self) -> Sequence[Callable[[], None]]:
-        """One task a block."""
+        """One task a block, and one for each value of which parts are read."""
         for output in self.source.outputs:
             self.staged[output.name] = output.stage(self.samples.num_rows, self.arena)
+        for output in self.source.parts:
+            staged = self.staged[output.name]
+            assert isinstance(staged, StagedSpans)
+            staged.is_cut = np.concatenate(
+                [self._is_long(spans[output.sources[0]]) for spans in self._spans] or [np.zeros(0, np.bool_)]
+            )
         self._region = self.arena.lease(int(self._sizes.sum()) or 1)
         starts = (np.cumsum(self._sizes) - self._sizes).tolist()
-        return [partial(self._read, ordinal, start) for ordinal, start in enumerate(starts)]
+        blocks = [partial(self._read, ordinal, start) for ordinal, start in enumerate(starts)]
+        return [*blocks, *(partial(self._cut, *part) for part in self._parts)]
 
     def _read(self, ordinal: int, start: int) -> None:
         """Read the ranges of a block one after the other into the region, from `start` on, and stage them."""
@@ -205,7 +245,7 @@ class SparseWindow(StagedWindow):
             self.source.read_into(block.shard, block.offset + first, view, awaited=self._awaited)
         columns: Columns = {}
         value_bytes = at = 0
-        for name, spans in self._spans[ordinal].items():
+        for name, spans in self._read_whole(self._spans[ordinal]).items():
             ranges = range_of[at : at + len(spans)]
             at += len(spans)
             moved = spans.starts + (targets - firsts)[ranges] if len(firsts) else spans.starts
@@ -213,6 +253,27 @@ class SparseWindow(StagedWindow):
             value_bytes += int(np.maximum(spans.lengths, 0).sum())
         self.source.traffic.add(int(lengths.sum()), value_bytes)
         self._stage(ordinal, columns)
+
+    def _cut(self, output: StagedOutput, ordinal: int, row: int) -> None:
+        """Read what is needed of a value, and stage it."""
+        block, rule, spans = self.samples.blocks[ordinal], output.parts_rule, self._spans[ordinal]
+        assert rule is not None
+        window_row = int(self.samples.first_row[ordinal]) + row
+        own = spans[output.sources[0]]
+        first, length, read_bytes = block.offset + int(own.starts[row]), int(own.lengths[row]), 0
+
+        def read(offset: int, nbytes: int) -> NDArray[np.uint8]:
+            nonlocal read_bytes
+            out = np.empty(nbytes, np.uint8)
+            self.source.read_into(block.shard, first + offset, out, awaited=self._awaited)
+            read_bytes += nbytes
+            return out
+
+        value = rule.cut(read, length, self.draws(np.array([window_row])) if rule.random else None)
+        self.source.traffic.add(read_bytes, len(value))
+        staged = self.staged[output.name]
+        assert isinstance(staged, StagedSpans)
+        staged.put_cut(window_row, value)
 
     def _release(self) -> None:
         self._region = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -10,6 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from dataflow.decode.mp4 import FrameIndex, ReadBytes, read_index
 from dataflow.staging.columns import StagedOutput
 from dataflow.staging.places import ValuePlaces
 from prefetch.control.gate import ReadGate
@@ -46,6 +48,34 @@ class Traffic:
         return taken
 
 
+class FrameIndexes:
+    """The frames of videos that rows refer to, within so many bytes. Thread-safe."""
+
+    def __init__(self, keep_bytes: int = 256 << 20) -> None:
+        self._lock = threading.Lock()  # guards the rest
+        self._keep_bytes, self._held_bytes = keep_bytes, 0
+        self._indexes: OrderedDict[str, FrameIndex | None] = OrderedDict()
+        self._making: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)
+
+    def of(self, shard: Shard, read: ReadBytes) -> FrameIndex | None:
+        """As `read_index`; several threads that ask for the same read it once."""
+        with self._lock:
+            making = self._making[shard.url]
+        with making:
+            with self._lock:
+                if shard.url in self._indexes:
+                    self._indexes.move_to_end(shard.url)
+                    return self._indexes[shard.url]
+            index = read_index(read, shard.size)
+            with self._lock:
+                self._indexes[shard.url] = index
+                self._held_bytes += index.nbytes if index else 0
+                while self._held_bytes > self._keep_bytes and len(self._indexes) > 1:
+                    dropped = self._indexes.popitem(last=False)[1]
+                    self._held_bytes -= dropped.nbytes if dropped else 0
+            return index
+
+
 @dataclass(frozen=True)
 class SourceCache:
     """A cache as one source sees it. Thread-safe."""
@@ -77,6 +107,8 @@ class Source:
     """Which of a mixture's sources it is."""
     partners: Sequence[PartnerSource] = ()
     """Datasets that are joined to it."""
+    reads_whole: bool = False
+    """Whether values are read whole though parts would do: what is drawn of joined samples is not known yet."""
     _locates: dict[str, bool] = field(default_factory=dict, compare=False)
 
     @cached_property
@@ -104,6 +136,56 @@ class Source:
             fetch()
         else:
             self.cache.read_into(shard, offset, out, fetch, checksum=checksum)
+
+    @cached_property
+    def clips(self) -> list[StagedOutput]:
+        """The outputs whose values are cut out of other files."""
+        return [output for output in self.outputs if output.videos is not None]
+
+    @cached_property
+    def indexes(self) -> FrameIndexes:
+        """The frames of other files."""
+        return FrameIndexes()
+
+    def cut(
+        self,
+        output: StagedOutput,
+        episodes: NDArray[np.int64],
+        seconds: NDArray[np.float64],
+        awaited: Awaited | None,
+    ) -> list[NDArray[np.uint8]]:
+        """What an output of `clips` needs for n moments, [n] episodes and seconds in them."""
+        assert output.videos is not None
+        rule, videos = output.videos
+
+        def reading(shard: Shard) -> ReadBytes:
+            def read(offset: int, nbytes: int) -> NDArray[np.uint8]:
+                out = np.empty(nbytes, np.uint8)
+                self.read_into(shard, offset, out, awaited=awaited)
+                self.traffic.add(nbytes, 0)
+                return out
+
+            return read
+
+        def index_of(shard: Shard) -> FrameIndex | None:
+            return self.indexes.of(shard, reading(shard))
+
+        return videos.cut(rule, episodes, seconds, index_of, reading)
+
+    @cached_property
+    def parts(self) -> list[StagedOutput]:
+        """The outputs of whose long values only parts are read, where the format tells where values lie.
+
+        None where a cache keeps blocks: it keeps them whole.
+        """
+        if self.cache or self.reads_whole:
+            return []
+        return [output for output in self.outputs if output.parts_rule is not None]
+
+    @cached_property
+    def whole_columns(self) -> set[str]:
+        """Columns whose values are read whole by some output."""
+        return {name for output in self.outputs if output not in self.parts for name in output.sources}
 
     @cached_property
     def columns(self) -> list[str]:

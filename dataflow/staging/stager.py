@@ -100,6 +100,7 @@ class Stager:
         num_readers: threads that will read a window's blocks.
         limit_bytes: the memory limit; a window of a full shuffle may take an eighth of it.
         reads: whether windows are read; else they are only planned.
+        seed: of the random numbers that say which parts of values are read.
     """
 
     def __init__(
@@ -110,8 +111,10 @@ class Stager:
         num_readers: int,
         limit_bytes: int,
         reads: bool = True,
+        seed: int = 0,
     ) -> None:
         self._sources, self._arena, self._limit_bytes, self._reads = sources, arena, limit_bytes, reads
+        self._seed = seed
         self._num_readers, self._full_window_bytes = num_readers, limit_bytes // 8
         self._mapped = [can_map_windows(source) for source in sources]
         self._partners = [
@@ -163,8 +166,10 @@ class Stager:
             at, epoch, own = units.source_of(number)
             window = self._joined(self._sources[at], units.order_of(at, epoch), own, indices)
             window.source_epoch = epoch
-            return window
-        return self._joined(self._sources[0], units, number, indices)
+        else:
+            window = self._joined(self._sources[0], units, number, indices)
+        window.seed = self._seed
+        return window
 
     def _joined(
         self, source: Source, units: BlockWindows, number: int, indices: NDArray[np.int64] | None
@@ -178,7 +183,8 @@ class Stager:
     ) -> StagedWindow:
         if source.cache is not None and isinstance(units, Order):
             source.cache.begins(units.epoch, number)
-        if indices is None and isinstance(units, SelectedOrder) and units.selection.is_whole:
+        by_value = self._reads and not self._mapped[source.number] and bool(source.parts)
+        if not by_value and indices is None and isinstance(units, SelectedOrder) and units.selection.is_whole:
             nbytes = 8 * units.window_length(number)
             # Recycled memory: first touches cost more than the mixing.
             rows = self._arena.lease(nbytes)[:nbytes].view(np.int64)
@@ -190,7 +196,7 @@ class Stager:
         if indices is None:
             indices = np.arange(len(row))
         whole = not isinstance(units, FullWindows)
-        if self._reads and not whole and not self._mapped[source.number]:
+        if by_value or (self._reads and not whole and not self._mapped[source.number]):
             window = self._stage_sparse(source, blocks, ordinal, row, indices, units.window_length(number))
             if window is not None:
                 return window

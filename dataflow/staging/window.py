@@ -8,6 +8,7 @@ maps files (`dataflow.staging.mapped`).
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -17,7 +18,8 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from dataflow.staging.columns import StagedArray, StagedSpans
+from dataflow.decode.crop import DRAWS, Draws
+from dataflow.staging.columns import StagedArray, StagedMoments, StagedSpans
 from dataflow.staging.source import Source
 from prefetch.addresses import memory_at
 from prefetch.memory.arena import Arena
@@ -25,6 +27,7 @@ from prefetch.store.reader import Awaited
 from sharding.blocks import Block, Columns, Spans
 from sharding.cached_property import cached_property
 from sharding.errors import DataflowError, SampleError, ShardReadError
+from sharding.order.keyed import uniform
 
 
 class NotLocatableError(DataflowError):
@@ -97,7 +100,8 @@ class StagedWindow(ABC):
 
     def __init__(self, source: Source, arena: Arena, samples: WindowSamples, rows: NDArray[np.int64]) -> None:
         self.source, self.arena, self.samples, self.rows = source, arena, samples, rows
-        self.epoch = 0
+        self.seed = self.epoch = 0
+        """What is read of a value that need not be read whole is a function of both, and of the sample."""
         self.source_epoch: int | None = None
         """Epoch of its own that a mixture's source is in; None: the loader's."""
         self.chunk_list: list[Any] = []
@@ -196,6 +200,38 @@ class StagedWindow(ABC):
     ) -> Iterator[tuple[NDArray[np.uint8], NDArray[np.int64]]]:
         """As `buffer_of`, of memory that may be read inside only."""
         yield self.buffer_of(spans, rows, column, owners)
+
+    def draws(self, rows: NDArray[np.int64]) -> Draws:
+        """[n, DRAWS] random numbers of the samples in n rows, each a function of (seed, epoch, sample)."""
+        epoch = self.epoch if self.source_epoch is None else self.source_epoch
+        return uniform(self.seed, epoch, self.samples.numbers(rows), DRAWS)
+
+    def cut_clips(self, rows: NDArray[np.int64]) -> None:
+        """Cut what some rows need of other files. Reads; several threads may do it for different rows."""
+        for output in self.source.clips if len(rows) else ():
+            staged = self.staged[output.name]
+            assert isinstance(staged, StagedMoments)
+            episodes, seconds = staged.moments
+            values = self.source.cut(output, episodes[rows], seconds[rows], self._awaited)
+            for row, value in zip(rows.tolist(), values, strict=True):
+                staged.put_cut(row, value)
+
+    def with_clips(self, source: Source, rows: NDArray[np.int64]) -> StagedWindow:
+        """The window, and of some rows also what they need of other files, which it does not keep.
+
+        `source`: the caller's own, with its reader.
+        """
+        if not source.clips:
+            return self
+        other = copy.copy(self)
+        other.source, other.staged = source, dict(self.staged)
+        for output in self.source.clips:
+            staged = self.staged[output.name]
+            assert isinstance(staged, StagedMoments)
+            own = StagedMoments(staged.addresses.copy(), staged.lengths.copy(), moments=staged.moments)
+            other.staged[output.name] = own
+        other.cut_clips(rows)
+        return other
 
     # ---- telling where a row came from ----------------------------------------------------------------
 

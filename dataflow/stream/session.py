@@ -165,6 +165,7 @@ class Session:
             num_readers=ahead.num_readers.value,
             limit_bytes=limit,
             reads=not builder_plan.reads,
+            seed=plan.seed,
         )
         engine_options = EngineOptions(
             num_readers=ahead.num_readers.value,

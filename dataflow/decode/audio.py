@@ -1,0 +1,147 @@
+"""Clips of encoded sound: what `decode={"flac": Audio(rate=16000, seconds=2)}` does.
+
+torchcodec decodes from the first sample of the file on, as FFmpeg cannot jump to an exact sample of most
+formats, and resamples what is wanted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dataflow.decode.crop import Draws
+from dataflow.decode.media import Bytes, as_tensor, begins_at, decoders
+from dataflow.decode.mp4 import ReadBytes
+
+ClipStart = Literal["random", "middle", "start", "end"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Audio:
+    """Decode sound to a tensor [channels, samples], float32 in [-1, 1].
+
+    Raises:
+        ValueError: a setting is out of range.
+    """
+
+    rate: int | None = None
+    """Samples a second; sound of another rate is resampled. None: each file's own, and a batch is a list."""
+    seconds: float | None = None
+    """Length of a clip. None: all of each file, and a batch is a list."""
+    mono: bool = True
+    """Whether all channels are mixed into one. False: each file's own, and a batch is a list."""
+    channels: int | None = None
+    """With `mono=False`: every file is mixed into so many channels."""
+    clip: ClipStart = "random"
+    """Where the clip lies in its file."""
+    pad: Literal["error", "zeros", "loop"] = "error"
+    """What a file does that is shorter than the clip: an error, silence at its end, or it begins again."""
+
+    def __post_init__(self) -> None:
+        for field in ("rate", "seconds", "channels"):
+            value = getattr(self, field)
+            if value is not None and not 0 < value < float("inf"):
+                raise ValueError(f"Audio {field} must be greater than 0, got {value}")
+        if self.rate is not None and self.seconds is not None and self._num_samples(self.rate) < 1:
+            raise ValueError(f"Audio seconds={self.seconds} at rate={self.rate} has no sample")
+        if self.mono and self.channels not in (None, 1):
+            raise ValueError(f"Audio channels={self.channels} needs mono=False")
+        for field, kinds in (("clip", ClipStart), ("pad", Literal["error", "zeros", "loop"])):
+            if getattr(self, field) not in get_args(kinds):
+                choices = ", ".join(map(repr, get_args(kinds)))
+                raise ValueError(f"Audio {field} must be one of {choices}, got {getattr(self, field)!r}")
+
+    @property
+    def dtype(self) -> str:
+        """Of results: "float32"."""
+        return "float32"
+
+    @property
+    def num_channels(self) -> int | None:
+        """Channels of results; None: each file's own."""
+        return 1 if self.mono else self.channels
+
+    @property
+    def shape(self) -> tuple[int, ...] | None:
+        """[channels, samples] of each result; None where files differ."""
+        if self.rate is None or self.seconds is None or self.num_channels is None:
+            return None
+        return (self.num_channels, self._num_samples(self.rate))
+
+    @property
+    def random(self) -> bool:
+        """Whether decoding needs draws."""
+        return self.seconds is not None and self.clip == "random"
+
+    @property
+    def reads_parts(self) -> bool:
+        """False: files of sound are read whole."""
+        return False
+
+    def cut(self, read: ReadBytes, length: int, draws: Draws | None) -> Bytes:
+        """All of the file. See `MediaRule.cut`."""
+        return read(0, length)
+
+    def decode(self, data: Bytes, draws: Draws | None, out: NDArray[Any] | None = None) -> NDArray[Any]:
+        """The clip, [channels, samples]. See `MediaRule.decode`.
+
+        Raises `ValueError` for sound that is shorter than the clip.
+        """
+        if not len(data):
+            raise ValueError("the sound is empty")
+        decoder = decoders().AudioDecoder(
+            as_tensor(data), sample_rate=self.rate, num_channels=self.num_channels
+        )
+        samples = self._clip(decoder, draws)
+        if out is None:
+            return samples
+        np.copyto(out, samples)
+        return out
+
+    def _num_samples(self, rate: int) -> int:
+        assert self.seconds is not None
+        return round(self.seconds * rate)
+
+    def _clip(self, decoder: Any, draws: Draws | None) -> NDArray[np.float32]:
+        if self.seconds is None:
+            return _array(decoder.get_all_samples())
+        stored_rate = decoder.metadata.sample_rate
+        count = self._num_samples(self.rate or stored_rate)
+        begin_s = decoder.metadata.begin_stream_seconds_from_header or 0.0
+        length_s = decoder.metadata.duration_seconds_from_header
+        if length_s is not None:
+            # At a sample of the file; what its header says of its length may be rounded.
+            room = max(0, int(length_s * stored_rate + 0.5) - round(self.seconds * stored_rate))
+            first_s = begin_s + int(begins_at(room + (self.clip == "random"), self.clip, draws)) / stored_rate
+            samples = _array(
+                decoder.get_samples_played_in_range(
+                    first_s, first_s + (count + 1) / (self.rate or stored_rate)
+                )
+            )
+            if samples.shape[1] >= count:
+                return samples[:, :count]
+        whole = _array(decoder.get_all_samples())
+        have = whole.shape[1]
+        if have < count:
+            return self._padded(whole, count, (self.rate or stored_rate))
+        first = int(begins_at(have - count + (self.clip == "random"), self.clip, draws))
+        return whole[:, first : first + count]
+
+    def _padded(self, samples: NDArray[np.float32], count: int, rate: int) -> NDArray[np.float32]:
+        have = samples.shape[1]
+        if self.pad == "error" or not have:
+            raise ValueError(
+                f"the sound has {have / rate:.3f} s, too short for a clip of {self.seconds:g} s; "
+                "Audio(pad='zeros') or 'loop' fills it, on_error='skip' leaves it out"
+            )
+        if self.pad == "loop":
+            return samples[:, np.arange(count) % have]
+        return np.pad(samples, ((0, 0), (0, count - have)))
+
+
+def _array(samples: Any) -> NDArray[np.float32]:
+    array: NDArray[np.float32] = samples.data.numpy()
+    return array

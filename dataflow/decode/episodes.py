@@ -1,0 +1,115 @@
+"""Where the frames of a robot's camera lie: LeRobot keeps many episodes in one video, one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dataflow.decode.media import Bytes, with_reason
+from dataflow.decode.mp4 import FrameIndex, ReadBytes, needed_frames, pieces_of
+from dataflow.decode.video import Video
+from sharding.blocks import Shard
+
+_SPARE_FRAMES = 32
+"""Frames beside those of a clip that are reckoned to be read for it: of the group that it begins in."""
+
+
+MOMENT_COLUMNS = ("episode_index", "timestamp")
+"""Columns of a row that say which frame is its: the episode, and seconds in it."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class EpisodeVideos:
+    """The videos of one camera, and which part of which is each episode's."""
+
+    shards: tuple[Shard, ...]
+    file: NDArray[np.int64]
+    """[episodes] which of `shards`."""
+    begin_s: NDArray[np.float64]
+    """[episodes] seconds in the video."""
+    num_frames: NDArray[np.int64]
+    """[episodes]"""
+    fps: float
+
+    def clip_bytes(self, frames: int) -> int:
+        """About how many bytes the frames of a clip take, as they are stored."""
+        total = sum(shard.size for shard in self.shards)
+        return total * (frames + _SPARE_FRAMES) // max(1, int(self.num_frames.sum()))
+
+    def cut(
+        self,
+        rule: Video,
+        episodes: NDArray[np.int64],
+        seconds: NDArray[np.float64],
+        index_of: Callable[[Shard], FrameIndex | None],
+        read_of: Callable[[Shard], ReadBytes],
+    ) -> list[Bytes]:
+        """What the clips at n moments need, [n] episodes and seconds in them: values as of `MediaRule.cut`.
+
+        What several of them need of a video is read once. Raises what reading raises.
+        """
+        values = [with_reason(f"no episode {episode}") for episode in episodes.tolist()]
+        known = (episodes >= 0) & (episodes < len(self.file))
+        files = np.where(known, self.file[np.where(known, episodes, 0)], -1)
+        for file in np.unique(files[known]).tolist():
+            rows = np.flatnonzero(files == file)
+            shard = self.shards[file]
+            index, why = None, "no MP4 whose frames can be listed"
+            try:
+                index = index_of(shard)
+            except ValueError as error:
+                why = str(error)
+            if index is None:
+                for row in rows.tolist():
+                    values[row] = with_reason(f"{shard.url}: {why}")
+                continue
+            self._cut_of(rule, index, shard, read_of(shard), rows, episodes, seconds, values)
+        return values
+
+    def _cut_of(
+        self,
+        rule: Video,
+        index: FrameIndex,
+        shard: Shard,
+        read: ReadBytes,
+        rows: NDArray[np.int64],
+        episodes: NDArray[np.int64],
+        seconds: NDArray[np.float64],
+        values: list[Bytes],
+    ) -> None:
+        """The values of the rows that are of one video."""
+        frames: dict[int, NDArray[np.int64]] = {}
+        for row in rows.tolist():
+            try:
+                at = rule.moments(float(seconds[row]), int(self.num_frames[episodes[row]]), self.fps)
+            except ValueError as error:
+                values[row] = with_reason(str(error))
+                continue
+            # The middle of a frame: times that were added up in float32 are off by a little.
+            frames[row] = index.at(self.begin_s[episodes[row]] + (at + 0.5) / self.fps)
+        if not frames:
+            return
+        needed = needed_frames(index, index.shown[np.unique(np.concatenate([*frames.values()]))])
+        held = [(low, read(low, high - low)) for low, high in pieces_of(index, needed, shard.size)]
+        lows = np.array([low for low, _ in held])
+
+        def read_held(offset: int, nbytes: int) -> Bytes:
+            low, data = held[int(np.searchsorted(lows, offset, side="right")) - 1]
+            return data[offset - low : offset - low + nbytes]
+
+        for row, own in frames.items():
+            try:
+                values[row] = rule.cut_by(index, own, read_held, shard.size)
+            except ValueError as error:
+                values[row] = with_reason(f"{shard.url}: {error}")
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Camera:
+    """A column of a robot's dataset that is not stored in its rows."""
+
+    height_width: tuple[int, int]
+    videos: EpisodeVideos

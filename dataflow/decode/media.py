@@ -1,0 +1,126 @@
+"""What rules for sound and video have in common: torchcodec, where a clip begins, what it needs of a file.
+
+A rule first *cuts* what it needs out of the stored value, then *decodes* that. Cutting reads parts of the
+value and decodes nothing, so whoever fetches a value from afar fetches these parts only, and what was cut is
+a value like any other: bytes. What cannot be cut is those bytes as they are stored. A value that contradicts
+itself becomes a note of what is wrong, which decoding raises: the sample is bad, not the shard.
+"""
+
+from __future__ import annotations
+
+import struct
+from types import ModuleType
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from dataflow.decode.crop import Draws
+from dataflow.decode.mp4 import ReadBytes
+from sharding.errors import DataflowError
+
+Bytes = NDArray[np.uint8]
+DRAW_CLIP = 23
+"""Which of a sample's random numbers says where its clip begins: the one that images leave."""
+_MARK = b"\0dataflow\0clip\0"
+"""Begins what was cut. No file of sound or video begins so."""
+
+
+class MissingMediaSupportError(DataflowError, ImportError):
+    """torchcodec, or the FFmpeg libraries that it needs, cannot be loaded."""
+
+
+class MediaRule(Protocol):
+    """What is wanted of files of sound or video: `Video` or `Audio`."""
+
+    @property
+    def dtype(self) -> str:
+        """Of results."""
+        ...
+
+    @property
+    def shape(self) -> tuple[int, ...] | None:
+        """Of each result, where all have the same."""
+        ...
+
+    @property
+    def random(self) -> bool:
+        """Whether it needs draws."""
+        ...
+
+    @property
+    def reads_parts(self) -> bool:
+        """Whether `cut` may read less than all of a value."""
+        ...
+
+    def cut(self, read: ReadBytes, length: int, draws: Draws | None) -> Bytes:
+        """What is needed of a value of so many bytes. Raises what `read` raises, and nothing else."""
+        ...
+
+    def decode(self, data: Bytes, draws: Draws | None, out: NDArray[Any] | None = None) -> NDArray[Any]:
+        """Decode a value, or what was cut of it, into `out` or a new array. Thread-safe; releases the GIL.
+
+        Raises `ValueError` or what the decoder raises for bytes that make no clip.
+        """
+        ...
+
+
+def read_from(data: Bytes) -> ReadBytes:
+    """Reads a value that is in memory."""
+    return lambda offset, nbytes: data[offset : offset + nbytes]
+
+
+def with_frames(clip: Bytes, numbers: NDArray[np.int64], ticks: NDArray[np.int64]) -> Bytes:
+    """A clip that was cut, and which of its frames are meant."""
+    head = _MARK + struct.pack("<q", len(numbers)) + numbers.astype("<i8").tobytes()
+    return np.concatenate([np.frombuffer(head + ticks.astype("<i8").tobytes(), np.uint8), clip])
+
+
+def with_reason(reason: str) -> Bytes:
+    """What stands for a value of which nothing can be cut."""
+    return np.frombuffer(_MARK + struct.pack("<q", -1) + reason.encode(), np.uint8)
+
+
+def frames_of(data: Bytes) -> tuple[Bytes, NDArray[np.int64], NDArray[np.int64]] | None:
+    """A clip that was cut, its frames' numbers and ticks; None: these are stored bytes.
+
+    Raises `ValueError` with the reason where nothing could be cut.
+    """
+    at = len(_MARK) + 8
+    if len(data) < at or data[: len(_MARK)].tobytes() != _MARK:
+        return None
+    count = struct.unpack("<q", data[len(_MARK) : at].tobytes())[0]
+    if count < 0:
+        raise ValueError(data[at:].tobytes().decode(errors="replace"))
+    numbers, ticks = np.frombuffer(data[at : at + 16 * count].tobytes(), "<i8").reshape(2, count)
+    return data[at + 16 * count :], numbers, ticks
+
+
+def begins_at(room: float, place: str, draws: Draws | None) -> float:
+    """Where in [0, room] a clip begins: "start", "middle", "end" or "random"."""
+    if place == "random":
+        if draws is None:
+            raise ValueError("random clips need draws")
+        return float(draws[0, DRAW_CLIP]) * room
+    return {"start": 0.0, "middle": room / 2, "end": room}[place]
+
+
+def as_tensor(data: Bytes) -> Tensor:
+    """Encoded bytes as decoders take them; a copy where they may not be written to, of which torch warns."""
+    return torch.from_numpy(np.require(data, requirements=["C", "W"]))
+
+
+def decoders() -> ModuleType:
+    """`torchcodec.decoders`. Raises `MissingMediaSupportError` where it cannot be loaded."""
+    try:
+        import torchcodec.decoders
+    except (ImportError, RuntimeError, OSError) as error:
+        # torchcodec lists all it tried to load, for every version of FFmpeg, in hundreds of lines.
+        what = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise MissingMediaSupportError(
+            f"decoding sound and video needs torchcodec and FFmpeg's shared libraries ({what}): "
+            "pip install 'dataflow-loader[media]', and install ffmpeg by the system's packages"
+        ) from error
+    return torchcodec.decoders

@@ -1,0 +1,234 @@
+"""Clips of encoded videos: what `decode={"mp4": Video(frames=16, fps=8, size=224)}` does.
+
+A frame is chosen by its time stamp: at time t that one is seen whose time is the last not after t. MP4 files
+are cut (`dataflow.decode.mp4`): what a decoder gets are the groups of frames around the clip. Other files are
+decoded whole, from the start of the group on where torchcodec can jump. One thread each; FFmpeg runs without
+the interpreter lock. A few frames are decoded at a time, so that a clip takes no memory beside its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Literal, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dataflow.decode.crop import Draws
+from dataflow.decode.image import Image, resize_part
+from dataflow.decode.media import (
+    Bytes,
+    as_tensor,
+    begins_at,
+    decoders,
+    frames_of,
+    read_from,
+    with_frames,
+    with_reason,
+)
+from dataflow.decode.mp4 import CLIP_TICKS, FrameIndex, ReadBytes, cut, read_index
+
+ClipPlace = Literal["random", "middle", "start", "end"]
+_TICK_S = 5e-4
+"""How near to a frame's time counts as it, where ticks are not known: half of Matroska's."""
+_AT_ONCE = 8
+"""Frames decoded by one call."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Video:
+    """Decode a clip of each video to [frames, 3, height, width], uint8 unless `image` says otherwise.
+
+    Raises:
+        ValueError: a setting is out of range, or settings contradict each other.
+    """
+
+    frames: int | None = None
+    """Frames of a clip. None: all, so that clips differ in length and a batch is a list."""
+    fps: float | None = None
+    """Frames a second of the clip, whatever the video's are: frame i is what is seen i / fps seconds after
+    the clip's begin. None: frames as they follow each other in the video."""
+    size: int | tuple[int, int] | None = None
+    """Height and width of the result, as `Image(size=...)`. None: each video's own, and a batch is a list."""
+    image: Image | None = None
+    """What becomes of each frame, in place of `size`: `Image(size=112, crop="random_resized", flip=0.5)`.
+    All frames of a clip have the same part and the same mirroring."""
+    clip: ClipPlace = "random"
+    """Where the clip lies in its video; of a LeRobot dataset, where it lies about the time of its row:
+    "start" is from there on, "end" until there, and "random" is none."""
+    pad: Literal["error", "last", "loop"] = "error"
+    """What a video does that is shorter than the clip: it is an error, shows its last frame on and on, or
+    begins again."""
+
+    def __post_init__(self) -> None:
+        if self.frames is not None and self.frames < 1:
+            raise ValueError(f"Video frames must be at least 1, got {self.frames}")
+        if self.fps is not None and not 0 < self.fps < float("inf"):
+            raise ValueError(f"Video fps must be greater than 0, got {self.fps}")
+        for field, kinds in (("clip", ClipPlace), ("pad", Literal["error", "last", "loop"])):
+            if getattr(self, field) not in get_args(kinds):
+                choices = ", ".join(map(repr, get_args(kinds)))
+                raise ValueError(f"Video {field} must be one of {choices}, got {getattr(self, field)!r}")
+        if self.image is not None and self.size is not None:
+            raise ValueError("Video size is image's: give Video(image=Image(size=...)) alone")
+        if self.image is not None and self.image.mode != "RGB":
+            raise ValueError(f"Video frames are RGB; got Image(mode={self.image.mode!r})")
+        Image(size=self.size)  # raises for a size that is none
+
+    @property
+    def frame(self) -> Image:
+        """What becomes of each frame."""
+        return self.image or Image(size=self.size)
+
+    @property
+    def dtype(self) -> str:
+        """Of results: "uint8", or "float32" where `image` normalises."""
+        return self.frame.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...] | None:
+        """Of each result; None where videos differ."""
+        if self.frames is None or self.frame.size is None:
+            return None
+        return (self.frames, *self.frame.shape)
+
+    @property
+    def random(self) -> bool:
+        """Whether decoding needs draws."""
+        return self.frame.random or (self.frames is not None and self.clip == "random")
+
+    @property
+    def reads_parts(self) -> bool:
+        """Whether a clip may need less than the whole file: not if all frames are wanted."""
+        return self.frames is not None
+
+    def cut(self, read: ReadBytes, length: int, draws: Draws | None) -> Bytes:
+        """What a clip needs of a video; all of what is not MP4, or not cut by us. See `MediaRule.cut`."""
+        try:
+            index = read_index(read, length)
+            if index is not None:
+                return self.cut_by(index, self._frames_of(index, draws), read, length)
+        except ValueError as error:
+            return with_reason(str(error))
+        return read(0, length)
+
+    def cut_by(self, index: FrameIndex, frames: NDArray[np.int64], read: ReadBytes, length: int) -> Bytes:
+        """Some of the frames shown of an MP4. Raises `ValueError` where it lacks them."""
+        clip, numbers, ticks = cut(index, np.unique(frames), read, length)
+        at = np.unique(frames, return_inverse=True)[1]
+        return with_frames(clip, numbers[at], ticks[at])
+
+    def decode(self, data: Bytes, draws: Draws | None, out: NDArray[Any] | None = None) -> NDArray[Any]:
+        """The clip, [frames, 3, height, width]. See `MediaRule.decode`.
+
+        Raises `ValueError` for a video that is shorter than the clip, or that is damaged.
+        """
+        if not len(data):
+            raise ValueError("the video is empty")
+        chosen = frames_of(data)
+        if chosen is None and self.reads_parts:
+            data = self.cut(read_from(data), len(data), draws)
+            chosen = frames_of(data)
+        video = data if chosen is None else chosen[0]
+        decoder = decoders().VideoDecoder(
+            as_tensor(video), dimension_order="NHWC", num_ffmpeg_threads=1, device="cpu"
+        )
+        if chosen is not None:
+            numbers, ticks = chosen[1:]
+            return self._decoded(decoder.get_frames_at, numbers, ticks / CLIP_TICKS, draws, out)
+        if self.fps is None:
+            numbers = self._numbers(len(decoder), draws)
+            return self._decoded(decoder.get_frames_at, numbers, None, draws, out)
+        begin, end = decoder.metadata.begin_stream_seconds, decoder.metadata.end_stream_seconds
+        seconds = self._seconds(begin, end, draws) + _TICK_S
+        seconds = np.clip(seconds, begin, np.nextafter(end, begin))
+        return self._decoded(decoder.get_frames_played_at, seconds, None, draws, out)
+
+    def moments(self, at_s: float, count: int, fps: float) -> NDArray[np.float64]:
+        """Frames of a clip about a time in an episode of `count` frames, as float64 [frames] from its first.
+
+        Raises `ValueError` where they reach beyond the episode and `pad` does not say what to do then.
+        """
+        frames = self.frames or 1
+        before = {"start": 0, "middle": (frames - 1) // 2, "end": frames - 1}[self.clip]
+        wanted = round(at_s * fps) + (np.arange(frames) - before) * (fps / (self.fps or fps))
+        if self.pad == "error" and (wanted[0] < -0.5 or wanted[-1] > count - 0.5):
+            raise ValueError(
+                f"the clip reaches beyond its episode of {count / fps:.3f} s: from {wanted[0] / fps:.3f} s "
+                f"to {wanted[-1] / fps:.3f} s; Video(pad='last') repeats the frames at its ends"
+            )
+        moments: NDArray[np.float64] = np.floor(np.clip(wanted, 0, count - 1) + 1e-3)
+        return moments
+
+    # ---- which frames ---------------------------------------------------------------------------------
+
+    def _frames_of(self, index: FrameIndex, draws: Draws | None) -> NDArray[np.int64]:
+        if self.fps is None:
+            return self._numbers(len(index.shown), draws)
+        begin = int(index.times[index.shown[0]])
+        return index.at(self._seconds(begin / index.ticks_per_s, index.end / index.ticks_per_s, draws))
+
+    def _numbers(self, count: int, draws: Draws | None) -> NDArray[np.int64]:
+        """Numbers of the clip's frames in a video of `count`."""
+        frames = count if self.frames is None else self.frames
+        if frames > count:
+            self._check_short(f"{count} frames")
+        room = max(0, count - frames)
+        first = int(begins_at(room + (self.clip == "random"), self.clip, draws))
+        numbers = np.arange(first, first + frames)
+        return numbers % count if self.pad == "loop" else np.minimum(numbers, count - 1)
+
+    def _seconds(self, begin: float, end: float, draws: Draws | None) -> NDArray[np.float64]:
+        """When the clip's frames are seen in a video that is shown from `begin` to `end`."""
+        assert self.fps is not None
+        length = end - begin
+        frames = max(1, int(np.ceil(length * self.fps - 1e-6))) if self.frames is None else self.frames
+        if (frames - 1) / self.fps >= length:
+            self._check_short(f"{length:.3f} s")
+        first = begins_at(max(0.0, length - frames / self.fps), self.clip, draws)
+        seconds = first + np.arange(frames) / self.fps
+        return begin + (seconds % length if self.pad == "loop" else seconds)
+
+    def _check_short(self, have: str) -> None:
+        if self.pad == "error":
+            each = "" if self.fps is None else f" at {self.fps:g} a second"
+            raise ValueError(
+                f"the video has {have}, too short for a clip of {self.frames} frames{each}; "
+                "Video(pad='last') or 'loop' fills it, on_error='skip' leaves it out"
+            )
+
+    # ---- pixels ---------------------------------------------------------------------------------------
+
+    def _decoded(
+        self,
+        get: Callable[[list[Any]], Any],
+        places: NDArray[Any],
+        expected_s: NDArray[np.float64] | None,
+        draws: Draws | None,
+        out: NDArray[Any] | None,
+    ) -> NDArray[Any]:
+        """Decode and resize the frames at some places, a few at a time."""
+        resize: Callable[[NDArray[np.uint8], NDArray[Any]], None] | None = None
+        for first in range(0, len(places), _AT_ONCE):
+            batch = get(places[first : first + _AT_ONCE].tolist())
+            pixels = batch.data.numpy()
+            if expected_s is not None:
+                have_s = batch.pts_seconds.numpy()
+                if (np.abs(have_s - expected_s[first : first + _AT_ONCE]) > 1e-3).any():
+                    raise ValueError("a frame of the clip cannot be decoded: the video is damaged")
+            if resize is None:
+                height, width = pixels.shape[1:3]
+                image = self.frame
+                if image.size is None:
+                    image = replace(image, size=(height, width))
+                if height * width > image.max_pixels:
+                    raise ValueError(f"{height} x {width} pixels are more than max_pixels={image.max_pixels}")
+                if out is None:
+                    out = np.empty((len(places), *image.shape), image.dtype)
+                resize = resize_part(image, (height, width), draws)
+            assert out is not None
+            for i, frame in enumerate(pixels, first):
+                resize(frame, out[i])
+        assert out is not None
+        return out

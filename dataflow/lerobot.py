@@ -1,0 +1,137 @@
+"""LeRobot's datasets, version 3, as they lie: Parquet rows, and videos that hold the frames of many episodes.
+
+`meta/info.json` says where files are and which columns are videos; the tables in `meta/episodes` say which
+part of which file is whose. The rows are a dataset of Parquet shards; a camera is one more column, whose
+values are cut out of videos at the times of the rows (`dataflow.decode.episodes`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from dataflow.decode.episodes import Camera, EpisodeVideos
+from sharding.blocks import Shard
+from sharding.catalog.expand import expand
+from sharding.catalog.storage import open_url, shard_info, shard_of
+from sharding.errors import CorruptShardError, ShardReadError
+from sharding.urls import is_local, local_path
+
+_ASKED_AT_ONCE = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class RobotDataset:
+    """What `meta/` says."""
+
+    data: list[str]
+    """The Parquet shards, in the order of their episodes."""
+    cameras: Mapping[str, Camera]
+
+
+def open_lerobot(source: Any, options: Mapping[str, Any]) -> RobotDataset:
+    """Read `meta/` of a folder. Raises `ValueError` for what is no folder of version 3."""
+    if not isinstance(source, (str, os.PathLike)):
+        raise ValueError(f"format='lerobot' takes one folder, got {source!r}")
+    root = os.fspath(source).rstrip("/")
+    url = f"{root}/meta/info.json"
+    try:
+        info = json.loads(_read(url, options))
+        version, fps = str(info["codebase_version"]), float(info["fps"])
+        features, data_path = info["features"], str(info["data_path"])
+        video_path = str(info.get("video_path") or "")
+        keys = [key for key, feature in features.items() if feature["dtype"] == "video"]
+        sizes = {key: tuple(int(n) for n in features[key]["shape"]) for key in keys}
+    except (ValueError, KeyError, TypeError) as error:
+        raise CorruptShardError(url, f"not LeRobot's: {type(error).__name__}: {error}") from error
+    if not version.startswith("v3"):
+        raise ValueError(
+            f"{url} is of version {version}; version 3 is read: convert it by "
+            "lerobot.datasets.v30.convert_dataset_v21_to_v30"
+        )
+    episodes = _episodes(root, keys, options)
+    data = _paths(root, data_path, episodes, "data")
+    cameras = {}
+    for key in keys:
+        names = _paths(root, video_path, episodes, f"videos/{key}", video_key=key)
+        found = {name: number for number, name in enumerate(dict.fromkeys(names))}
+        cameras[key] = Camera(
+            height_width=_height_width(sizes[key], features[key].get("names")),
+            videos=EpisodeVideos(
+                shards=_shards(list(found), options),
+                file=np.array([found[name] for name in names], np.int64),
+                begin_s=_numbers(episodes, f"videos/{key}/from_timestamp").astype(np.float64),
+                num_frames=_numbers(episodes, "length").astype(np.int64),
+                fps=fps,
+            ),
+        )
+    return RobotDataset(data=list(dict.fromkeys(data)), cameras=cameras)
+
+
+def _height_width(shape: Sequence[int], names: Any) -> tuple[int, int]:
+    """Of frames, whose channels come first or last."""
+    first = isinstance(names, list) and names[:1] in (["channels"], ["channel"], ["c"])
+    return (shape[1], shape[2]) if first else (shape[0], shape[1])
+
+
+def _read(url: str, options: Mapping[str, Any]) -> bytes:
+    try:
+        if is_local(url):
+            with open(local_path(url), "rb") as file:
+                return file.read()
+        fs, path = open_url(url, options)
+        return bytes(fs.cat_file(path))
+    except FileNotFoundError as error:
+        raise ShardReadError(url, "no such file: is this the folder of a LeRobot dataset?") from error
+    except OSError as error:
+        raise ShardReadError(url, str(error)) from error
+
+
+def _episodes(root: str, keys: Sequence[str], options: Mapping[str, Any]) -> pa.Table:
+    """What is needed of the tables in `meta/episodes`, a row an episode, by its number."""
+    columns = ["episode_index", "length", "data/chunk_index", "data/file_index"]
+    for key in keys:
+        columns += [f"videos/{key}/{name}" for name in ("chunk_index", "file_index", "from_timestamp")]
+    urls = expand(f"{root}/meta/episodes/*/*.parquet", options)
+    tables = []
+    for url in urls:
+        try:
+            tables.append(pq.read_table(pa.BufferReader(_read(url, options)), columns=columns))
+        except (pa.ArrowException, KeyError) as error:
+            raise CorruptShardError(url, f"not LeRobot's table of episodes: {error}") from error
+    table = pa.concat_tables(tables).sort_by("episode_index")
+    if table.column("episode_index").to_pylist() != list(range(len(table))):
+        raise CorruptShardError(f"{root}/meta/episodes", "episodes are not numbered from 0 on without gaps")
+    return table
+
+
+def _numbers(table: pa.Table, name: str) -> Any:
+    return table.column(name).to_numpy()
+
+
+def _paths(root: str, pattern: str, episodes: pa.Table, of: str, **more: str) -> list[str]:
+    """Of each episode, the file that has it."""
+    chunks, files = (_numbers(episodes, f"{of}/{name}").tolist() for name in ("chunk_index", "file_index"))
+    return [
+        f"{root}/{pattern.format(chunk_index=chunk, file_index=file, **more)}"
+        for chunk, file in zip(chunks, files, strict=True)
+    ]
+
+
+def _shards(urls: Sequence[str], options: Mapping[str, Any]) -> tuple[Shard, ...]:
+    """The videos, as they are now."""
+
+    def shard(url: str) -> Shard:
+        fs, path = (None, "") if is_local(url) else open_url(url, options)
+        return shard_of(url, shard_info(url, fs, path))
+
+    with ThreadPoolExecutor(_ASKED_AT_ONCE) as pool:
+        return tuple(pool.map(shard, urls))

@@ -1,0 +1,180 @@
+"""Columns of sound and video in batches: types, draws, damage, and what is read of remote shards."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from datasets_kit import write_tar
+from http_kit import RangeServer, serving
+from media_kit import first_sample, numbers_of, sound, video
+
+from dataflow import Audio, DataLoader, SampleError, ShardedDataset, Video
+
+CLIP = Video(frames=4, fps=15, size=64)
+
+
+@pytest.fixture
+def tar(tmp_path: Path) -> Path:
+    members = []
+    for i in range(8):
+        members += [
+            (f"{i}.mp4", video(60, first=100 * i)),
+            (f"{i}.flac", sound(16000, "flac")),
+            (f"{i}.cls", b"%d" % i),
+        ]
+    write_tar(tmp_path / "clips.tar", members)
+    return tmp_path / "clips.tar"
+
+
+def clips(source: Any, **settings: Any) -> list[tuple[int, list[int], int]]:
+    """Of every sample delivered: its label, its frames, its first sample of sound."""
+    more = {"on_error": settings.pop("on_error")} if "on_error" in settings else {}
+    dataset = ShardedDataset(source, decode={"mp4": CLIP, "flac": Audio(rate=16000, seconds=0.25)}, **more)
+    found = []
+    with DataLoader(dataset, shuffle=True, seed=3, **settings) as loader:
+        for batch in loader:
+            rows = zip(batch["cls"].tolist(), batch["mp4"], batch["flac"], strict=True)
+            found += [(label, numbers_of(clip), first_sample(heard)) for label, clip, heard in rows]
+    return found
+
+
+def test_clips_of_one_size_are_one_tensor_a_batch(tar: Path) -> None:
+    dataset = ShardedDataset(tar, decode={"mp4": CLIP, "flac": Audio(rate=16000, seconds=0.25)})
+    (batch,) = DataLoader(dataset, batch_size=8)
+    assert (batch["mp4"].dtype, batch["mp4"].shape) == (torch.uint8, (8, 4, 3, 64, 64))
+    assert (batch["flac"].dtype, batch["flac"].shape) == (torch.float32, (8, 1, 4000))
+
+
+def test_clips_of_their_own_sizes_are_a_list_however_alike_they_are(tar: Path) -> None:
+    dataset = ShardedDataset(tar, decode={"mp4": Video(frames=4), "flac": Audio()}, columns=["mp4", "flac"])
+    (batch,) = DataLoader(dataset, batch_size=8)
+    assert [type(batch["mp4"]), type(batch["flac"])] == [list, list]
+    assert {clip.shape for clip in batch["mp4"]} == {(4, 3, 64, 64)}
+
+
+def test_without_a_rule_they_stay_bytes(tar: Path) -> None:
+    (batch,) = DataLoader(ShardedDataset(tar, columns=["mp4", "flac"]), batch_size=8)
+    assert batch["mp4"].row(0).numpy().tobytes() == video(60)
+
+
+def test_clips_depend_on_seed_epoch_and_sample_alone(tar: Path) -> None:
+    by_label = {label: rest for label, *rest in clips(tar, batch_size=2)}
+    assert by_label == {label: rest for label, *rest in clips(tar, batch_size=8)}
+    assert len({frames[0] % 100 for frames, _ in by_label.values()}) > 1
+    dataset = ShardedDataset(tar, decode={"mp4": CLIP})
+    with DataLoader(dataset, batch_size=8) as loader:
+        first, second = ([numbers_of(clip) for clip in batch["mp4"]] for _ in range(2) for batch in loader)
+    assert first != second
+
+
+def test_builder_processes_give_the_same_clips(tar: Path) -> None:
+    assert clips(tar, batch_size=4, num_workers=1) == clips(tar, batch_size=4)
+
+
+def test_single_samples_are_decoded_by_the_same_rule(tar: Path) -> None:
+    sample = ShardedDataset(tar, decode={"mp4": Video(frames=4, clip="start", size=32)})[3]
+    assert numbers_of(sample["mp4"]) == [300, 301, 302, 303]
+
+
+def test_parquet_columns_of_bytes_are_decoded(tmp_path: Path) -> None:
+    table = pa.table({"clip": [video(60, first=100 * i) for i in range(4)], "n": range(4)})
+    pq.write_table(table, tmp_path / "clips.parquet")
+    dataset = ShardedDataset(
+        tmp_path / "clips.parquet", decode={"clip": Video(frames=2, clip="start", size=64)}
+    )
+    (batch,) = DataLoader(dataset, batch_size=4)
+    assert [numbers_of(clip) for clip in batch["clip"]] == [[100 * i, 100 * i + 1] for i in range(4)]
+
+
+def test_long_videos_give_the_same_clips_when_only_parts_are_read(
+    tar: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = clips(tar, batch_size=4)
+    monkeypatch.setattr("dataflow.staging.reading._LEAST_CUT_BYTES", 0)
+    assert clips(tar, batch_size=4) == whole
+
+
+def test_of_long_videos_in_a_remote_tar_only_the_bytes_of_the_clips_are_fetched(tmp_path: Path) -> None:
+    long = video(600, noise=60, b="5M")
+    assert len(long) > 1 << 20
+    write_tar(
+        tmp_path / "long.tar",
+        [(f"{i}.{name}", data) for i in range(4) for name, data in (("mp4", long), ("cls", b"1"))],
+    )
+    with serving(RangeServer(tmp_path)) as server:
+        dataset = ShardedDataset(f"{server.url}/long.tar", decode={"mp4": CLIP})
+        server.asked.clear()
+        with DataLoader(dataset, batch_size=2, shuffle=True, seed=1) as loader:
+            got = [numbers_of(clip) for batch in loader for clip in batch["mp4"]]
+        fetched = sum(asked.nbytes for asked in server.asked)
+    assert all(clip == [*range(clip[0], clip[0] + 8, 2)] for clip in got)
+    assert fetched < 4 * len(long) // 4
+
+
+# ---- damage --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def damaged(tmp_path: Path) -> Path:
+    good = video(60)
+    videos = [good, good[: len(good) // 2], b"", video(2), b"not a video" * 99, good]
+    write_tar(tmp_path / "damaged.tar", [(f"{i}.mp4", data) for i, data in enumerate(videos)])
+    return tmp_path / "damaged.tar"
+
+
+@pytest.mark.parametrize("cut_bytes", [1 << 30, -1], ids=["whole", "parts"])
+def test_damaged_short_and_empty_videos_are_left_out(
+    damaged: Path, cut_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dataflow.staging.reading._LEAST_CUT_BYTES", cut_bytes)
+    dataset = ShardedDataset(damaged, columns=["__key__", "mp4"], decode={"mp4": CLIP}, on_error="skip")
+    with DataLoader(dataset, batch_size=6) as loader:
+        (batch,) = loader
+        skipped = len(loader.stats().skipped)
+    assert batch["__key__"] == ["0", "5"]
+    assert batch["mp4"].shape == (2, 4, 3, 64, 64)
+    assert skipped == 4
+
+
+def test_lists_stay_lists_when_samples_are_left_out(damaged: Path) -> None:
+    dataset = ShardedDataset(damaged, decode={"mp4": Video(frames=4)}, on_error="skip")
+    (batch,) = DataLoader(dataset, batch_size=6)
+    assert (type(batch["mp4"]), len(batch["mp4"])) == (list, 2)
+
+
+def test_the_error_names_shard_key_and_column(damaged: Path) -> None:
+    dataset = ShardedDataset(damaged, decode={"mp4": CLIP})
+    with pytest.raises(SampleError, match=r"damaged\.tar.*sample '1'.*column 'mp4'.*truncated"):
+        list(DataLoader(dataset, batch_size=6))
+    with pytest.raises(SampleError, match=r"sample '3'.*too short for a clip of 4 frames at 15 a second"):
+        dataset[3]
+
+
+def test_a_codec_that_is_not_built_in_is_named_in_one_line(tmp_path: Path) -> None:
+    unknown = video(12).replace(b"mp4v", b"zzzz").replace(b"esds", b"free")
+    write_tar(tmp_path / "unknown.tar", [("0.mp4", unknown)])
+    with pytest.raises(SampleError, match=r"sample '0'.*cannot decode it.*ffmpeg -codecs") as caught:
+        ShardedDataset(tmp_path / "unknown.tar", decode={"mp4": CLIP})[0]
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_missing_torchcodec_is_an_error_at_opening(tar: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+
+    monkeypatch.setitem(sys.modules, "torchcodec.decoders", None)
+    monkeypatch.delattr("torchcodec.decoders", raising=False)
+    with pytest.raises(ImportError, match=r"pip install 'dataflow-loader\[media\]'"):
+        ShardedDataset(tar, decode={"mp4": CLIP})
+
+
+def test_draws_of_sound_are_those_of_its_sample(tar: Path) -> None:
+    dataset = ShardedDataset(tar, decode={"flac": Audio(rate=16000, seconds=0.25)}, columns=["flac"])
+    firsts = {first_sample(sample["flac"]) for sample in (dataset[i] for i in range(8))}
+    assert len(firsts) > 4
+    assert np.all([0 <= first <= 12000 for first in firsts])
