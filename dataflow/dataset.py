@@ -570,7 +570,7 @@ def _check_joinable(own: ShardedDataset[Any], other: object) -> None:
         )
     if any(output.videos is not None for output in (*own.outputs, *other.outputs)):
         raise ValueError(
-            "cameras of a LeRobot dataset are not joined to anything yet: leave them out by select() or columns="
+            "cameras of a LeRobot dataset are not joined to anything yet: leave them out by columns="
         )
     if other.joins:
         raise ValueError("the dataset that is joined is itself joined: write a.join(b).join(c)")

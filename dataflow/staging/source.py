@@ -108,7 +108,7 @@ class Source:
     partners: Sequence[PartnerSource] = ()
     """Datasets that are joined to it."""
     reads_whole: bool = False
-    """Whether values are read whole though parts would do: what is drawn of joined samples is not known yet."""
+    """Whether values are read whole where parts would do: what joined samples draw is not known then."""
     _locates: dict[str, bool] = field(default_factory=dict, compare=False)
 
     @cached_property
