@@ -151,11 +151,13 @@ def call_command(function: Callable[..., Any], *arguments: Any) -> list[str]:
     ]
 
 
-def in_own_process(function: Callable[..., dict[str, Any]], *arguments: Any) -> dict[str, Any]:
+def in_own_process(
+    function: Callable[..., dict[str, Any]], *arguments: Any, limit_s: float = LIMIT_S
+) -> dict[str, Any]:
     """What a module's function gives in a fresh process. Arguments and result must be JSON."""
     command = call_command(function, *arguments)
     done = subprocess.run(
-        command, cwd=REPOSITORY, check=True, stdout=subprocess.PIPE, text=True, timeout=LIMIT_S
+        command, cwd=REPOSITORY, check=True, stdout=subprocess.PIPE, text=True, timeout=limit_s
     )
     found: dict[str, Any] = json.loads(done.stdout)
     return found

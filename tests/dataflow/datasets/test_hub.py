@@ -343,10 +343,10 @@ def test_a_branch_that_moves_during_the_run_changes_nothing(hub: HubServer) -> N
 
 def test_a_state_of_another_commit_is_refused_by_name(hub: HubServer) -> None:
     repo = hub.repos["org/name"]
-    old = repo.branches["main"]
+    old = repo.commit(shards(lambda first: jsonl(first + 1000), "jsonl"))
     with DataLoader(ShardedDataset(NAME), batch_size=7) as loader:
         state = json.loads(json.dumps(loader.state_dict()))
-    new = repo.commit(shards(lambda first: parquet(first + 1000), "parquet"))  # same names and sizes
+    new = repo.commit(shards(lambda first: jsonl(first + 2000), "jsonl"))  # same names, sizes and blocks
     with (
         DataLoader(ShardedDataset(NAME), batch_size=7) as loader,
         pytest.raises(ValueError, match=f"commit {old} .* than here {new};.*revision='{old}'"),

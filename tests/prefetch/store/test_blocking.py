@@ -74,7 +74,7 @@ def test_a_read_that_hangs_is_given_up_and_asked_again(hanging: type[HangingFile
 
 def test_closing_ends_a_read_that_hangs(hanging: type[HangingFileSystem]) -> None:
     hanging.hangs = 1
-    reader = StoreReader()
+    reader = StoreReader(policy=RetryPolicy(stall_s=100))
     errors: list[BaseException] = []
 
     def wait() -> None:
