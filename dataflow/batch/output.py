@@ -14,7 +14,7 @@ import itertools
 import pickle
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, ClassVar, Self
 
@@ -113,6 +113,8 @@ class Output(StagedOutput, ABC):
 
     default: Default | None = None
     """What stands for a missing value; None: a sample without one is a bad sample."""
+    is_member: bool = field(default=False, compare=False)
+    """Whether its columns are members of samples; else "a.b" is a field b of a struct."""
 
     @property
     def row_bytes(self) -> int:
@@ -159,7 +161,8 @@ class Output(StagedOutput, ABC):
     @property
     def cure(self) -> str:
         """What to do about samples that lack it."""
-        is_there = " & ".join(f"field({source!r}).is_valid()" for source in self.sources)
+        paths = ([source] if self.is_member else source.split(".") for source in self.sources)
+        is_there = " & ".join(f"field({', '.join(map(repr, path))}).is_valid()" for path in paths)
         return (
             f"decode={{{self.name!r}: {self.missing_cure}}} puts something in its place, "
             f"dataset.filter({is_there}) leaves such samples out"

@@ -103,7 +103,7 @@ def resolve_outputs(
         outputs.append(output)
         if rule.mask:
             outputs.append(mask_of(output, [*chosen]))
-    return tuple(outputs)
+    return tuple(replace(output, is_member=codec.columns_are_extensions) for output in outputs)
 
 
 def schema_of(schema: Mapping[str, ColumnSpec], name: str) -> ColumnSpec:

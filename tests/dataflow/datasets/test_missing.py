@@ -246,6 +246,16 @@ def test_nulls_that_statistics_count_are_an_error_of_the_loader_that_says_what_t
     assert len(DataLoader(opened(with_nulls(), tmp_path, columns=["f", "n"]), 8)) == 8  # NaN
 
 
+def test_the_cure_of_a_field_of_a_struct_is_one_that_works(tmp_path: Path) -> None:
+    table = pa.table({"s": [{"i": 1}, {"i": None}, None]}, pa.schema([("s", pa.struct([("i", pa.int64())]))]))
+    dataset = opened(table, tmp_path)
+    with pytest.raises(SampleError, match=r"dataset\.filter\(field\('s', 'i'\)\.is_valid\(\)\)"):
+        DataLoader(dataset)
+    assert rows(dataset.filter(field("s", "i").is_valid())) == [{"s.i": 1}]
+    declared = opened(table, tmp_path, decode={"s.i": Optional(default=0, mask=True)})
+    assert [row["s.i_mask"] for row in rows(declared)] == [True, False, False]
+
+
 def test_parts_of_a_dataset_are_asked_for_nulls_of_their_own(tmp_path: Path) -> None:
     table = pa.table({"i": pa.array([*range(20), None, *range(20)], pa.int64())})
     dataset = opened(table, tmp_path)  # groups of 7 rows, the null in the third

@@ -349,7 +349,7 @@ def test_conditions_that_mean_nothing_are_refused(dataset: ShardedDataset, condi
 
 def test_formats_without_columns_cannot_be_filtered(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no columns to filter by"):
-        MAKERS["tokens"](tmp_path).open().filter(pc.field("tokens") > 3)
+        MAKERS["tokens.bin"](tmp_path).open().filter(pc.field("tokens") > 3)
 
 
 def test_a_condition_on_values_of_tar_says_what_can_be_asked(tmp_path: Path) -> None:
