@@ -11,8 +11,9 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from datasets_kit import write_tar
-from http_kit import RangeServer, serving
+from http_kit import RangeServer, serving, slowstore
 from media_kit import first_sample, numbers_of, sound, video
+from programs_kit import run_script
 
 from dataflow import Audio, DataLoader, SampleError, ShardedDataset, Video
 
@@ -100,21 +101,48 @@ def test_long_videos_give_the_same_clips_when_only_parts_are_read(
     assert clips(tar, batch_size=4) == whole
 
 
-def test_of_long_videos_in_a_remote_tar_only_the_bytes_of_the_clips_are_fetched(tmp_path: Path) -> None:
+@pytest.fixture
+def long_tar(tmp_path: Path) -> Path:
+    """Four videos of more than a MiB; and labels, which are read whole."""
     long = video(600, noise=60, b="5M")
     assert len(long) > 1 << 20
-    write_tar(
-        tmp_path / "long.tar",
-        [(f"{i}.{name}", data) for i in range(4) for name, data in (("mp4", long), ("cls", b"1"))],
-    )
-    with serving(RangeServer(tmp_path)) as server:
+    members = [(f"{i}.{name}", data) for i in range(4) for name, data in (("mp4", long), ("cls", b"%d" % i))]
+    write_tar(tmp_path / "long.tar", members)
+    return tmp_path / "long.tar"
+
+
+def test_of_long_videos_in_a_remote_tar_only_the_bytes_of_the_clips_are_fetched(long_tar: Path) -> None:
+    with serving(RangeServer(long_tar.parent)) as server:
         dataset = ShardedDataset(f"{server.url}/long.tar", decode={"mp4": CLIP})
         server.asked.clear()
         with DataLoader(dataset, batch_size=2, shuffle=True, seed=1) as loader:
             got = [numbers_of(clip) for batch in loader for clip in batch["mp4"]]
         fetched = sum(asked.nbytes for asked in server.asked)
     assert all(clip == [*range(clip[0], clip[0] + 8, 2)] for clip in got)
-    assert fetched < 4 * len(long) // 4
+    assert fetched < long_tar.stat().st_size // 4
+
+
+def test_no_clip_is_lost_where_one_in_twenty_requests_fails(long_tar: Path) -> None:
+    with slowstore(long_tar.parent, "--error-rate", "0.05", "--reset-rate", "0.05", "--seed", "4") as url:
+        dataset = ShardedDataset(f"{url}/long.tar", decode={"mp4": CLIP})
+        with DataLoader(dataset, batch_size=2, shuffle=True, seed=1) as loader:
+            found = {
+                label: numbers_of(clip)
+                for _ in range(5)
+                for batch in loader
+                for label, clip in zip(batch["cls"].tolist(), batch["mp4"], strict=True)
+            }
+    assert sorted(found) == [0, 1, 2, 3]
+    assert all(clip == [*range(clip[0], clip[0] + 8, 2)] for clip in found.values())
+
+
+def test_the_first_program_of_the_guide_runs(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[3] / "docs" / "guide" / "media.md").read_text("utf-8")
+    program = page.partition("```python\n")[2].partition("```")[0]
+    code, out, err = run_script(
+        program, how="forked", folder=tmp_path, cwd=tmp_path, variables={"XDG_CACHE_HOME": str(tmp_path)}
+    )
+    assert code == 0, out + err
 
 
 # ---- damage --------------------------------------------------------------------------------------------
