@@ -116,7 +116,7 @@ class DataLoader(WorkerLoader, Generic[D_co, B]):
             run to run, so it should draw from `get_worker_info().rng`. "auto" stays with processes where
             values might differ. See docs/guide/workers.md.
         builders: "ray" has `num_workers` actors of a Ray cluster build batches of shards, on other machines'
-            cores, of shards that they read (docs/guide/workers.md).
+            cores, of shards that they read; None: this rank's part of its CPUs (docs/guide/workers.md).
         ship_blocks: with `builders="ray"`, have this process read, and send the stored values to the actors.
         snapshot_every_n_steps: datasets with a `state_dict` tell it every so many batches; between them a
             resumed loader fetches again what was delivered. As in torchdata's `StatefulDataLoader`.

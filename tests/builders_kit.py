@@ -15,6 +15,8 @@ from dataflow.stream.builders import BuilderPlan
 from dataflow.stream.plan import StreamPlan
 from dataflow.stream.settings import StreamSettings
 
+reads_here = False
+"""Whether this process reads, and ships values to actors: the marker of the test that runs says so."""
 _NUMBER = {"main": 0, "thread": 2, "process": 2, "ray": 2}
 
 
@@ -25,11 +27,12 @@ def in_full(*values: Any) -> list[Any]:
 
 def build_in(workers: str) -> None:
     """Choose these builders wherever arguments name none, for the rest of this process."""
-    choose, reads = builders.plan_builders, workers == "ray"
+    choose = builders.plan_builders
 
     def plan(stream: StreamPlan, settings: StreamSettings, place: Topology) -> BuilderPlan:
         if settings.workers is not None or settings.num_workers is not None:
             return choose(stream, settings, place)
+        reads = workers == "ray" and not reads_here
         return BuilderPlan(
             workers=workers, num_workers=_NUMBER[workers], reason="a test asked for it", reads=reads
         )

@@ -6,8 +6,8 @@ import signal
 import sys
 from pathlib import Path
 
+import builders_kit
 import pytest
-from builders_kit import build_in
 from datasets_kit import MAKERS, Make
 from hypothesis import HealthCheck, settings
 
@@ -44,7 +44,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
             start_cluster()
     if builders := config.getoption("--builders"):
-        build_in(builders)
+        builders_kit.build_in(builders)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -58,6 +58,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if item.get_closest_marker("here"):
                 item.add_marker(skip)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Where actors build, they read, too, but for what is about how this process reads."""
+    builders_kit.reads_here = item.get_closest_marker("reads_here") is not None
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 import ray
 
 from dataflow.actors import builders
-from dataflow.actors.actor import BuilderActor
+from dataflow.actors.actor import ActorResponse, BuilderActor
 
 _END_S = 10.0
 """A process in which a loader's actor does not end within that is not used again."""
@@ -32,39 +32,47 @@ class Host:
     """A process that is the actor of one loader at a time."""
 
     def __init__(self) -> None:
-        self._actor = BuilderActor()
+        self._actor, self._number = BuilderActor(), 0
+        import faulthandler
+        import signal
 
-    def call(self, name: str, *arguments: Any) -> Any:
-        """What a method of the actor returns."""
+        faulthandler.register(signal.SIGUSR1, file=open(f"/tmp/host-{os.getpid()}", "w"), all_threads=True)
+
+    def call(self, number: int, name: str, *arguments: Any) -> Any:
+        """What a method of the actor returns; `number`: of the loader, as calls may come late."""
+        if number != self._number:
+            raise RuntimeError("the loader was closed")
         return getattr(self._actor, name)(*arguments)
 
     def end(self) -> bool:
         """End what a process would take with it, and be another actor; False: something still runs."""
-        actor = self._actor
+        actor, self._actor, self._number = self._actor, BuilderActor(), self._number + 1
         actor._ended.set()
         has_ended = True
         if actor._loop is not None and actor._pool is not None:
             actor._loop.messages.put(None)  # type: ignore[arg-type]
             has_ended = actor._pool.close(_END_S)
             for number in [*actor._loop.responses]:  # calls that nobody waits for
-                actor._loop.responses.pop(number).put((None, None))
+                actor._loop.responses.pop(number).put((ActorResponse(-1, 0, (0, 0, 0)), None))
         if actor._reader is not None:
             has_ended = actor._reader._threads.close(_END_S) and has_ended
-        self._actor = BuilderActor()
         return has_ended
 
 
 class _Actor:
     """What `RayBuilders` takes for the handle of an actor."""
 
-    def __init__(self, host: Any) -> None:
-        self.host = host
+    def __init__(self, host: Any, number: int) -> None:
+        self.host, self.number = host, number
 
     def __getattr__(self, name: str) -> Any:
-        call = self.host.call
+        def call(method: Any) -> Any:
+            return partial(method.remote, self.number, name)
+
+        method = self.host.call
         return SimpleNamespace(
-            remote=partial(call.remote, name),
-            options=lambda **options: SimpleNamespace(remote=partial(call.options(**options).remote, name)),
+            remote=call(method),
+            options=lambda **options: SimpleNamespace(remote=call(method.options(**options))),
         )
 
 
@@ -94,8 +102,8 @@ class ReusedActors:
             _connect(address=os.environ["RAY_ADDRESS"])
         self._new_host = ray.remote(Host).options(num_cpus=0, max_concurrency=_CALLS).remote
         self._lock = threading.Lock()  # guards the hosts
-        self._hosts: list[Any] = []
-        """Those that serve no loader."""
+        self._hosts: list[tuple[Any, int]] = []
+        """Those that serve no loader, and how many they have served."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(ray, name)
@@ -106,18 +114,18 @@ class ReusedActors:
 
     def _start(self) -> _Actor:
         with self._lock:
-            return _Actor(self._hosts.pop() if self._hosts else self._new_host())
+            return _Actor(*(self._hosts.pop() if self._hosts else (self._new_host(), 0)))
 
     def kill(self, actor: _Actor) -> None:
         """As `ray.kill`: the second call does nothing."""
         host, actor.host = actor.host, None
         if host is not None:
-            host.end.remote().future().add_done_callback(partial(self._take_back, host))
+            host.end.remote().future().add_done_callback(partial(self._take_back, host, actor.number + 1))
 
-    def _take_back(self, host: Any, has_ended: futures.Future[bool]) -> None:
+    def _take_back(self, host: Any, number: int, has_ended: futures.Future[bool]) -> None:
         if has_ended.exception() is None and has_ended.result():
             with self._lock:
-                self._hosts.append(host)
+                self._hosts.append((host, number))
 
 
 def reuse_actors() -> None:

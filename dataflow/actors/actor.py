@@ -22,7 +22,7 @@ import torch
 from numpy.typing import NDArray
 
 from dataflow.actors.cluster import Versions
-from dataflow.actors.reading import BlockReader, ChunkReads, ReadPlan
+from dataflow.actors.reading import BlockReader, ChunkReads, ReadCounts, ReadPlan
 from dataflow.batch.columns import ChunkRows
 from dataflow.processes.builder_main import BuilderJob, BuilderLoop, BuilderMessage, CrossedError
 from dataflow.processes.payload import PackedObject, pack, unpack
@@ -41,8 +41,7 @@ class ActorResponse(NamedTuple):
     """A `BuilderResult`."""
     nbytes: int
     layout: Layout
-    traffic: tuple[int, int] = (0, 0)
-    """Bytes that the actor has read and decoded since it last said so."""
+    counts: ReadCounts = ReadCounts()
 
 
 class ActorPlace(NamedTuple):
@@ -159,7 +158,7 @@ class BuilderActor:
         del content, memory  # the loop has them until the chunk is built
         response, packed = responses.get()
         if self._reader is not None:
-            response = response._replace(traffic=self._reader.traffic.take())
+            response = response._replace(counts=self._reader.take_counts())
         return response, packed
 
     def outlive(self) -> None:

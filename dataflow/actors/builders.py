@@ -375,37 +375,43 @@ class RayBuilders(RemoteBuilders[_ActorBuild]):
         actor: _Actor = one.builder
         method = actor.handle.handle.options(num_returns=2)
         response, packed = method.remote(kind, one.build.number, content, memory)
-        self._when_there(response.future(), partial(self._charge, one, actor, packed))
+        # By its number: what Ray still refers to when we are closed must not keep the chunk's memory.
+        self._when_there(response.future(), partial(self._charge, one.build.number, actor, packed))
 
     def _charge(
-        self, one: _ActorBuild, actor: _Actor, packed: Any, response: futures.Future[ActorResponse]
+        self, number: int, actor: _Actor, packed: Any, response: futures.Future[ActorResponse]
     ) -> None:
         """An actor has said how much it has to hand over: take credits, and ask for it."""
-        if not self._is_there(one, actor, response):
+        one = self._build_of(number, actor, response)
+        if one is None:
             return
         head = response.result()
-        self._traffic.add(*head.traffic)
+        self._traffic.add(*head.counts)
         more_bytes = rounded_bytes(head.nbytes) - one.charged_bytes
         # Built anew, it has its credits already, and maybe a few bytes too many of them.
         if head.kind == BuilderResult.BATCHES and more_bytes > 0:
             one.charged_bytes += more_bytes
             one.build.add(Piece(slot_bytes=more_bytes))
-        self._when_there(packed.future(), partial(self._take, one, actor, head))
+        self._when_there(packed.future(), partial(self._take, number, actor, head))
 
-    def _is_there(self, one: _ActorBuild, actor: _Actor, result: futures.Future[Any]) -> bool:
-        """Whether a result has come of an actor that still has the chunk."""
+    def _build_of(self, number: int, actor: _Actor, result: futures.Future[Any]) -> _ActorBuild | None:
+        """The build of a chunk that a result has come of; None: none has, or the actor has it no more."""
+        with self._lock:
+            one = self._assigned.get(number)
+        if one is not None and one.builder is not actor:
+            one = None
         error = result.exception()
-        if isinstance(error, self._ray.exceptions.RayTaskError):  # a fault of ours: it would come each time
+        if not isinstance(error, self._ray.exceptions.RayTaskError):
+            if error is not None:
+                self._lose_actor(actor, error)
+        elif one is not None:  # a fault of ours: it would come each time
             self._end(one, error)
-        elif error is not None:
-            self._lose_actor(actor, error)
-        return error is None and one.builder is actor and one.build.number in self._assigned
+        return one if error is None else None
 
-    def _take(
-        self, one: _ActorBuild, actor: _Actor, head: ActorResponse, packed: futures.Future[Any]
-    ) -> None:
+    def _take(self, number: int, actor: _Actor, head: ActorResponse, packed: futures.Future[Any]) -> None:
         """What an actor hands over: copied, since Ray's memory is read-only and has to go back."""
-        if not self._is_there(one, actor, packed):
+        one = self._build_of(number, actor, packed)
+        if one is None:
             return
         is_charged = head.kind == BuilderResult.BATCHES
         give_back = self._on_return(one.charged_bytes) if is_charged else None

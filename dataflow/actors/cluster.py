@@ -9,12 +9,24 @@ from __future__ import annotations
 import os
 import platform
 import secrets
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from sharding.errors import DataflowError
+
+_is_forked = False
+"""Whether this process has a copy of another one's connection, whose threads it lacks."""
+
+
+def _note_fork() -> None:
+    global _is_forked
+    _is_forked = "ray" in sys.modules and sys.modules["ray"].is_initialized()
+
+
+os.register_at_fork(after_in_child=_note_fork)
 
 
 class RayClusterError(DataflowError):
@@ -72,6 +84,11 @@ def connected_ray() -> Any:
     except ImportError as error:
         raise ImportError("builders=\"ray\" needs `pip install 'dataflow-loader[ray]'`") from error
     if ray.is_initialized():
+        if _is_forked:
+            raise RayClusterError(
+                "this process was forked from one that was connected to a Ray cluster, and cannot use that "
+                'connection: start it with "spawn" or "forkserver"'
+            )
         return ray
     address = os.environ.get("RAY_ADDRESS", "auto")
     try:
@@ -90,7 +107,7 @@ def connected_ray() -> Any:
 
 
 _PLACES = ("ray.io/availability-zone", "ray.io/availability-region")
-"""Labels that Ray gives the nodes of a cloud, the nearer first."""
+"""Labels of nodes, the nearer first: Ray takes them from a Kubernetes pod, or from `ray start --labels`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,8 +147,8 @@ class ClusterNodes:
     def near(self) -> dict[str, Any]:
         """Options of an actor that is to be near the training process, where there is room for it.
 
-        Nodes of a cloud say in which zone they are. Nearer still is the node of the training process, whose
-        cores are to be relieved: it is treated as any other of its zone.
+        Where nodes say in which zone they are: in its own, or its region. Nearer still is its own node, whose
+        cores are to be relieved: that is treated as any other of the zone. Ray itself avoids nodes with GPUs.
         """
         own = next((node for node in self.nodes if node["NodeID"] == self.own), None)
         labels = {} if own is None else own.get("Labels", {})

@@ -2,8 +2,8 @@
 
 What crosses is which rows of which blocks a chunk has. Where values lie in the stored bytes (tar, tokens), an
 actor reads those of the chunk's rows and no others, so that however chunks are dealt out, each value is read
-once. Other blocks (Parquet, compressed shards) are read and decoded whole; an actor keeps the last ones, and
-the trainer gives it chunks of the windows that it has had, where it can.
+once. Other blocks (Parquet, compressed shards, all that have checksums) are read and decoded whole; an actor
+keeps the last ones, and the trainer gives it chunks of the windows that it has had, where it can.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,6 +30,7 @@ from dataflow.staging.source import Source, Traffic
 from dataflow.staging.window import StagedWindow
 from prefetch.engine.pool import PriorityPool
 from prefetch.memory.arena import Arena
+from prefetch.store.reader import NO_FAULTS, ReadStats
 from prefetch.work import Task
 from sharding.errors import ShardReadError
 from sharding.urls import is_local
@@ -56,6 +57,8 @@ class ReadPlanPart:
     """[n] rows in their blocks."""
     chunk_rows: NDArray[np.int64]
     """[n] the rows of the chunk that they fill, ascending."""
+    whole: bool
+    """Whether blocks that have checksums are to be held to them."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -64,6 +67,14 @@ class ReadPlan:
 
     plan: ChunkPlan
     parts: Sequence[ReadPlanPart]
+
+
+class ReadCounts(NamedTuple):
+    """What an actor has read since it last said so."""
+
+    read_bytes: int = 0
+    decoded_bytes: int = 0
+    faults: ReadStats = NO_FAULTS
 
 
 def only_read(dataset: ShardedDataset) -> ShardedDataset:
@@ -93,6 +104,7 @@ def _read_plan_part(part: WindowPart, chunk_rows: NDArray[np.int64]) -> ReadPlan
         ordinals=own,
         rows=part.rows - first_row[ordinals],
         chunk_rows=chunk_rows,
+        whole=window.whole,
     )
 
 
@@ -150,9 +162,18 @@ class BlockReader:
         self._is_mapped = [can_map_windows(source) for source in self._sources]
         self._arena, self._keep_bytes = arena, keep_bytes
         self._threads = PriorityPool(_READERS, "dataflow-read")
-        self._lock = threading.Lock()  # guards the blocks
+        self._lock = threading.Lock()  # guards the blocks and the faults
+        self._faults = NO_FAULTS
+        """Those that were told."""
         self._kept: OrderedDict[tuple[int, int | None, int], _CachedBlock] = OrderedDict()
         self._kept_bytes = 0
+
+    def take_counts(self) -> ReadCounts:
+        """What was read since the last call, and what went wrong with it."""
+        with self._lock:
+            before = self._faults
+            self._faults = sum((source.reader.stats() for source in self._sources), NO_FAULTS)
+            return ReadCounts(*self.traffic.take(), self._faults - before)
 
     def check(self, name: str) -> None:
         """Raise if the first shards are not those that were indexed, or cannot be reached; `name`: of us."""
@@ -174,16 +195,17 @@ class BlockReader:
         for part in chunk.parts:
             source = self._sources[part.source]
             blocks = [source.catalog.block(number) for number in part.blocks.tolist()]
-            if self._is_mapped[part.source]:
+            # A shard may be compressed among others that are not.
+            if not all(map(source.locates, blocks)) or (part.whole and source.catalog.checksums is not None):
+                self._read_blocks(reading, part)
+            elif self._is_mapped[part.source]:
                 self._read_values(reading, chunk.plan.epoch, part, self._mapped(source, part))
-            elif all(map(source.locates, blocks)):
+            else:
                 rows_in_block = [
                     np.unique(part.rows[part.ordinals == ordinal]) for ordinal in range(len(blocks))
                 ]
                 window = SparseWindow(source, self._arena, blocks, part.rows, rows_in_block=rows_in_block)
                 self._read_values(reading, chunk.plan.epoch, part, (window, _compact(part, rows_in_block)))
-            else:
-                self._read_blocks(reading, part)
         return reading
 
     def _begun(self, read: Task) -> Future[None]:

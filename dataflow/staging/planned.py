@@ -21,11 +21,19 @@ class PlannedWindow(StagedWindow):
     """
 
     def __init__(
-        self, source: Source, arena: Arena, blocks: Sequence[Block], rows: NDArray[np.int64]
+        self,
+        source: Source,
+        arena: Arena,
+        blocks: Sequence[Block],
+        rows: NDArray[np.int64],
+        *,
+        whole: bool,
     ) -> None:
         super().__init__(source, arena, WindowSamples(source.first_number, blocks), rows)
         self.numbers = np.array([block.number for block in blocks], np.int64)
         """[b] of the blocks, in read order."""
+        self.whole = whole
+        """Whether its blocks are read whole, so that they can be held to their checksums."""
         self.nbytes = rows.nbytes
 
     def reads(self) -> Sequence[Callable[[], None]]:

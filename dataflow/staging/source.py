@@ -17,7 +17,7 @@ from dataflow.staging.places import ValuePlaces
 from prefetch.control.gate import ReadGate
 from prefetch.control.pause import ReadPause
 from prefetch.memory.mapping import Mappings
-from prefetch.store.reader import Awaited, StoreReader
+from prefetch.store.reader import NO_FAULTS, Awaited, ReadStats, StoreReader
 from sharding.blocks import Block, Format, Shard
 from sharding.cached_property import cached_property
 from sharding.catalog.table import Catalog
@@ -30,15 +30,18 @@ class Traffic:
     """Bytes moved so far. Thread-safe."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()  # guards both counts
+        self._lock = threading.Lock()  # guards the counts
         self.read_bytes = 0
         self.decoded_bytes = 0
+        self.faults = NO_FAULTS
+        """Of readers elsewhere; those here count theirs."""
 
-    def add(self, read_bytes: int, decoded_bytes: int) -> None:
-        """Count one block."""
+    def add(self, read_bytes: int, decoded_bytes: int, faults: ReadStats = NO_FAULTS) -> None:
+        """Count one block, or what was read elsewhere."""
         with self._lock:
             self.read_bytes += read_bytes
             self.decoded_bytes += decoded_bytes
+            self.faults += faults
 
     def take(self) -> tuple[int, int]:
         """Bytes read and decoded since the last call, for another account."""

@@ -219,7 +219,7 @@ class Stager:
     ) -> StagedWindow:
         """A window of whole blocks, of which only the rows `needed` are used; None for all."""
         if not self._reads:
-            return PlannedWindow(source, self._arena, _blocks(source, blocks), rows)
+            return PlannedWindow(source, self._arena, _blocks(source, blocks), rows, whole=whole)
         if self._mapped[source.number]:
             with suppress(NotLocatableError):
                 return MappedWindow(

@@ -47,7 +47,6 @@ from prefetch.memory.arena import Arena, HeapKeeper
 from prefetch.memory.copies import Copies
 from prefetch.memory.device import CudaStreams, DeviceCopier, register_pinned
 from prefetch.memory.guards import FileGuards
-from prefetch.store.reader import NO_FAULTS
 from prefetch.work import Batches
 from sharding.lengths.batching import Packed
 from sharding.topology.topology import Topology
@@ -287,7 +286,7 @@ class Session:
             read_bytes=self.traffic.read_bytes,
             decoded_bytes=self.traffic.decoded_bytes,
             in_flight=self.gate.decision if self.gate else _ACTORS_READ if reads else _NO_GATE,
-            faults=sum((source.reader.stats() for source in self._sources_read), NO_FAULTS),
+            faults=sum((source.reader.stats() for source in self._sources_read), self.traffic.faults),
             cache=self.caches.stats(),
             workers=choice.value,
             workers_reason=choice.reason,

@@ -67,6 +67,9 @@ class ReadStats:
     def __add__(self, other: ReadStats) -> ReadStats:
         return ReadStats(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})
 
+    def __sub__(self, other: ReadStats) -> ReadStats:
+        return ReadStats(**{f.name: getattr(self, f.name) - getattr(other, f.name) for f in fields(self)})
+
 
 NO_FAULTS = ReadStats()
 

@@ -23,7 +23,7 @@ from datasets_kit import MAKERS, Make
 from stream_kit import session_of
 from threads_kit import threads_left
 
-from dataflow import DataLoader, Mixture, Packed, SampleError, Shuffle, Topology
+from dataflow import DataLoader, Mixture, Packed, SampleError, ShardedDataset, Shuffle, Topology
 from dataflow.actors import builders as module
 from dataflow.actors.actor import BuilderActor
 from dataflow.actors.cluster import BuilderActorError, ClusterNodes, RayClusterError
@@ -237,6 +237,27 @@ def test_values_that_are_shipped_are_those_of_threads(local_ray: LocalRay, made:
         assert [values(loader) for _ in range(2)] == whole
 
 
+def test_compressed_shards_may_be_among_others(local_ray: LocalRay, made: Make) -> None:
+    shards = [*made("tar").shards[:1], *made("tar.gz").shards[1:]]
+    dataset = ShardedDataset(shards, decode={"cls": "int"}, columns=["cls", "bin"], transform=told)
+    with DataLoader(dataset, 3, Shuffle("window", 3)) as loader:
+        whole = values(loader)
+    with in_actors(dataset, 3, Shuffle("window", 3)) as loader:
+        assert values(loader) == whole
+
+
+def test_blocks_are_held_to_their_checksums_but_for_single_samples(local_ray: LocalRay, made: Make) -> None:
+    catalog = made("tar").open().catalog
+    wrong = catalog.with_checksums(np.zeros(catalog.num_blocks, np.uint32))
+    dataset = made("tar").open(catalog=wrong, transform=told)
+    with in_actors(dataset, 3, True) as loader:
+        with pytest.raises(ShardReadError, match=r"\.tar, byte \d+: .* have checksum"):
+            list(loader)
+        assert loader.stats().faults.checksum_failures
+    with in_actors(dataset, 3, Shuffle("full")) as loader:
+        assert len(values(loader)) == len(loader)
+
+
 @pytest.mark.parametrize("rank", [2, *in_full(0)])
 @pytest.mark.parametrize("name", ["tar", "parquet"])
 def test_ranks_whose_last_batches_are_filled_up_get_theirs(
@@ -302,7 +323,13 @@ def test_blocks_are_decoded_once_as_long_as_they_are_kept(made: Make, keep_bytes
     reader = BlockReader([dataset], Arena(limit_bytes=1 << 20), keep_bytes)
     blocks, zeros = np.arange(2), np.zeros(2, np.int64)
     part = ReadPlanPart(
-        source=0, epoch=None, blocks=blocks, ordinals=np.arange(2), rows=zeros, chunk_rows=np.arange(2)
+        source=0,
+        epoch=None,
+        blocks=blocks,
+        ordinals=np.arange(2),
+        rows=zeros,
+        chunk_rows=np.arange(2),
+        whole=True,
     )
     plan: Any = SimpleNamespace(sizes=np.array([2]), cut=None)
     numbers = []

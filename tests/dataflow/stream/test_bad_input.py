@@ -288,6 +288,7 @@ def forbidding() -> Iterator[type[Forbidding]]:
     Forbidding.store.clear()
 
 
+@pytest.mark.reads_here
 def test_permission_denied_is_said(tmp_path: Path, forbidding: type[Forbidding]) -> None:
     write_tar(tmp_path / "a.tar", [(f"{i}.cls", b"1") for i in range(9)])
     forbidding().pipe_file("/a.tar", (tmp_path / "a.tar").read_bytes())
@@ -529,6 +530,7 @@ def test_a_batch_larger_than_the_limit_is_refused_at_once(tmp_path: Path) -> Non
         DataLoader(dataset, 10_000, memory_limit=300_000)
 
 
+@pytest.mark.reads_here
 def test_a_window_larger_than_the_limit_says_what_would_fit(ints: Made) -> None:
     with (
         DataLoader(ints.open(), 4, Shuffle("window", 100), memory_limit=20_000) as loader,
@@ -584,6 +586,7 @@ def test_a_small_limit_is_never_passed_and_changes_nothing(
     assert 0 < max(watched) <= limit
 
 
+@pytest.mark.here
 @pytest.mark.parametrize("maker", [make_tar, make_parquet, make_tokens_bin], ids=["tar", "parquet", "tokens"])
 def test_the_limit_that_the_errors_ask_for_is_enough_and_is_kept(
     tmp_path: Path, watched: list[int], maker: Any

@@ -17,6 +17,8 @@ from ranks_kit import fast_ranks
 
 from dataflow import Cache, DataLoader, Mixture, ShardedDataset, Shuffle, Topology
 
+pytestmark = pytest.mark.reads_here
+
 pytest.importorskip("aiohttp")
 
 HERE = Path(__file__).parents[2]

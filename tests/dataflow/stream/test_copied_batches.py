@@ -56,6 +56,7 @@ def test_batches_before_a_bad_sample_are_delivered_and_its_error_comes_in_its_pl
     assert batches == [[n for n in range(at, at + 4) if n != 25] for at in range(0, 40, 4)]
 
 
+@pytest.mark.reads_here
 @pytest.mark.skipif(
     executor().open_queue is None, reason="batches are made by chunks without the compiled core"
 )

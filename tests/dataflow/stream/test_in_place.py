@@ -67,6 +67,7 @@ def is_guarded(path: Path) -> bool:
     return held
 
 
+@pytest.mark.reads_here
 @pytest.mark.parametrize(("columns", "stay"), [(["x", "y"], False), (["x", "z"], True)])
 def test_row_groups_are_the_same_decoded_in_place_and_read(
     table: Path, monkeypatch: pytest.MonkeyPatch, columns: list[str], *, stay: bool

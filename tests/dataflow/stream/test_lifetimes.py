@@ -317,7 +317,9 @@ def fails_and_closes(loop: Iterator[Any], loader: DataLoader) -> None:
     loader.close()
 
 
-def test_a_new_loader_works_in_a_forked_child(ints: Made) -> None:
+def test_a_new_loader_works_in_a_forked_child(ints: Made, pytestconfig: pytest.Config) -> None:
+    if pytestconfig.getoption("--builders") == "ray":
+        pytest.skip("Ray's connection is not for forked children, and refused there")
     dataset = ints.open()
 
     def work() -> None:
@@ -405,6 +407,7 @@ def in_memory(made: Made, fs: Any, catalog: Path, **options: Any) -> ShardedData
     return made.open(source=f"memory://data/{pattern}", catalog=str(catalog), **options)
 
 
+@pytest.mark.reads_here
 @pytest.mark.parametrize("name", MAKERS)
 @pytest.mark.parametrize("shuffle", [Shuffle("window", 2), Shuffle("full")], ids=str)
 def test_any_fsspec_store_gives_the_same_epoch(
@@ -415,6 +418,7 @@ def test_any_fsspec_store_gives_the_same_epoch(
         assert delivered(loader) == by_plan(loader, made.samples, 0)
 
 
+@pytest.mark.reads_here
 def test_a_chain_of_filesystems_is_followed(tmp_path: Path, memory: Any) -> None:
     made = make_ints_tar(tmp_path)
     for path in made.shards:

@@ -409,6 +409,7 @@ def test_large_samples_are_planned_in_smaller_windows_which_a_state_keeps(made: 
         loader.load_state_dict(edited(state, batching=small.mark))
 
 
+@pytest.mark.reads_here
 def test_a_planning_window_that_memory_cannot_hold_is_an_error_that_says_so(tmp_path: Path) -> None:
     lengths = np.full(64, 1 << 15, np.int32)
     write_megatron(tmp_path / "shard-0.bin", [[0] * n for n in lengths.tolist()])

@@ -254,6 +254,7 @@ def test_a_waiting_loop_whose_session_another_thread_closes_goes_on(tmp_path: Pa
         assert got == oracle[0]
 
 
+@pytest.mark.reads_here
 def test_what_two_loops_cannot_share_says_so(tmp_path: Path) -> None:
     made = make_parquet(tmp_path, 400)
     with DataLoader(made.open(), 64, Shuffle("window", 4), memory_limit=200_000) as loader:

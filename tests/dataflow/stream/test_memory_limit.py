@@ -163,6 +163,7 @@ def test_an_epoch_that_cannot_be_planned_for_lack_of_memory_is_an_error_of_ours(
         len(loader)
 
 
+@pytest.mark.reads_here
 def test_mapped_shard_pages_are_shown_apart(tmp_path: Path) -> None:
     url = shards(tmp_path, [{"bin": bytes(1000)} for _ in range(1000)])
     loader = DataLoader(ShardedDataset(url), batch_size=10)

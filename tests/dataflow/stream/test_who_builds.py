@@ -42,6 +42,7 @@ def content(batch: dict[str, Any]) -> tuple[list[int], list[float]]:
 # ---- numbers and names ------------------------------------------------------------------------------------
 
 
+@pytest.mark.here
 @pytest.mark.parametrize(
     ("options", "workers", "number"),
     [
@@ -63,6 +64,7 @@ def test_over_other_datasets_no_number_means_none() -> None:
     assert DataLoader([1, 2, 3]).num_workers == 0
 
 
+@pytest.mark.here
 def test_cores_are_shared_out_among_the_ranks_of_a_machine(
     tar: Made, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -83,6 +85,7 @@ def test_a_trial_knows_the_cores_whatever_the_number_of_workers(
         assert (plan.num_threads, plan.num_workers, plan.num_cores) == (threads, number, 2)
 
 
+@pytest.mark.here
 def test_without_functions_of_the_user_threads_build_and_nothing_is_tried(tmp_path: Path) -> None:
     with DataLoader(make_tar(tmp_path).open(columns=["cls"]), 4, shuffle=True) as loader:
         list(loader)
