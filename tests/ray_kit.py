@@ -33,10 +33,6 @@ class Host:
 
     def __init__(self) -> None:
         self._actor, self._number = BuilderActor(), 0
-        import faulthandler
-        import signal
-
-        faulthandler.register(signal.SIGUSR1, file=open(f"/tmp/host-{os.getpid()}", "w"), all_threads=True)
 
     def call(self, number: int, name: str, *arguments: Any) -> Any:
         """What a method of the actor returns; `number`: of the loader, as calls may come late."""
