@@ -13,9 +13,7 @@ if TYPE_CHECKING:
         BuilderActorError as BuilderActorError,
         RayClusterError as RayClusterError,
     )
-    from dataflow.batch.optional import Optional as Optional
     from dataflow.batch.packed import PackedRows as PackedRows
-    from dataflow.batch.ragged import Pad
     from dataflow.dataset import ShardedDataset
     from dataflow.decode.audio import Audio
     from dataflow.decode.image import Image, MissingImageSupportError as MissingImageSupportError
@@ -27,6 +25,8 @@ if TYPE_CHECKING:
     from dataflow.limits import Cache
     from dataflow.loader import DataLoader
     from dataflow.mixture import Mixture
+    from dataflow.outputs.optional import Optional as Optional
+    from dataflow.outputs.ragged import Pad
     from dataflow.ragged import Ragged
     from dataflow.stats import LoaderStats as LoaderStats, WorkerStats as WorkerStats
     from dataflow.timing.phases import StepInfo as StepInfo
@@ -75,7 +75,7 @@ _MODULES = {
     "MemoryLimitError": "prefetch.errors",
     "MissingImageSupportError": "dataflow.decode.image",
     "MissingMediaSupportError": "dataflow.decode.media",
-    "Optional": "dataflow.batch.optional",  # not `typing.Optional`, which a star import would hide
+    "Optional": "dataflow.outputs.optional",  # not `typing.Optional`, which a star import would hide
     "PackedRows": "dataflow.batch.packed",
     "RankLostError": "dataflow.grad.lost",
     "RayClusterError": "dataflow.actors.cluster",
@@ -97,7 +97,7 @@ _MODULES = {
     "Image": "dataflow.decode.image",
     "Mixture": "dataflow.mixture",
     "Packed": "sharding.lengths.batching",
-    "Pad": "dataflow.batch.ragged",
+    "Pad": "dataflow.outputs.ragged",
     "Ragged": "dataflow.ragged",
     "ShardWriter": "sharding.write.writer",
     "ShardedDataset": "dataflow.dataset",

@@ -22,21 +22,21 @@ import numpy as np
 from torch.utils.data import Dataset
 from typing_extensions import TypeVar
 
-from dataflow.batch.columns import ChunkColumns, ChunkRows, Randomness, WindowPart
-from dataflow.batch.output import Output, staged_outputs
-from dataflow.batch.resolve import resolve_outputs
 from dataflow.batch.samples import samples_of, transform_reason
-from dataflow.joins import JoinReport, JoinSide, match
-from dataflow.lerobot import open_lerobot
 from dataflow.limits import Cache
-from dataflow.missing import raise_missing
-from dataflow.opening import Opening
+from dataflow.outputs.columns import ChunkColumns, ChunkRows, Randomness, WindowPart
+from dataflow.outputs.output import Output, staged_outputs
+from dataflow.outputs.resolve import resolve_outputs
 from dataflow.shard_order import Sharded
+from dataflow.sources.joins import JoinReport, JoinSide, match
+from dataflow.sources.lerobot import open_lerobot
+from dataflow.sources.missing import raise_missing
+from dataflow.sources.opening import Opening
+from dataflow.sources.views import matching, picked
 from dataflow.staging.joined import JoinedWindow, PartnerRows
 from dataflow.staging.reading import ReadWindow, SparseWindow
 from dataflow.staging.source import PartnerSource, Source
 from dataflow.staging.window import StagedWindow
-from dataflow.views import matching, picked
 from prefetch.control.pause import ReadPause
 from prefetch.memory.arena import Arena
 from prefetch.memory.guards import FileGuards

@@ -14,8 +14,8 @@ from typing import Union
 
 import numpy as np
 
-from dataflow.batch.output import Output
 from dataflow.dataset import ShardedDataset
+from dataflow.outputs.output import Output
 from dataflow.shard_order import Sharded
 from sharding.mixture.interleaving import MixtureSpec, Stop
 from sharding.mixture.shares import ENDLESS, Weight, exact_numbers, integer_shares, temperature_weights

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from dataflow.actors.cluster import Versions
 from dataflow.actors.reading import BlockReader, ChunkReads, ReadCounts, ReadPlan
-from dataflow.batch.columns import ChunkRows
+from dataflow.outputs.columns import ChunkRows
 from dataflow.processes.builder_main import BuilderJob, BuilderLoop, BuilderMessage, CrossedError
 from dataflow.processes.payload import PackedObject, pack, unpack
 from dataflow.processes.shipped import shipped_rows

@@ -43,7 +43,7 @@ from dataflow.actors.cluster import (
 )
 from dataflow.actors.reading import ReadPlan, only_read, read_plan
 from dataflow.batch.delivered import Delivered
-from dataflow.batch.output import staged_outputs
+from dataflow.outputs.output import staged_outputs
 from dataflow.processes.builder_main import BuilderJob, BuilderMessage, BuilderResult, CrossedError
 from dataflow.processes.hand_out import ASSIGNED, RemoteBuild, RemoteBuilders, chunk_of
 from dataflow.processes.payload import pack, unpack

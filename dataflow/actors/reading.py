@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from dataflow.actors.cluster import RayClusterError
 from dataflow.batch.builder import ChunkPlan
-from dataflow.batch.columns import ChunkRows, WindowPart
+from dataflow.outputs.columns import ChunkRows, WindowPart
 from dataflow.staging.mapped import MappedWindow, can_map_windows
 from dataflow.staging.planned import PlannedWindow
 from dataflow.staging.reading import ReadWindow, SparseWindow

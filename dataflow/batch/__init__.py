@@ -1,6 +1,6 @@
-"""From columns to tensors: the batches of a chunk are gathered, decoded, transformed and split.
+"""From columns to batches: the columns of a chunk are built, split, transformed and put together.
 
 In: staged windows, the rows of some batches. Out: batches in slots of the arena. Read `chunk` first, then
-`output` (what a column becomes) and one of its kinds: `fixed`, `ragged`, `images`, `objects`; `resolve` makes
-them of `columns=` and `decode=`; `packed` lays pieces into rows.
+`builder`; `dataflow.outputs` has what becomes of a column; `packed` lays pieces into rows, `samples` takes
+batches apart for functions of the user's.
 """

@@ -21,12 +21,13 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import default_collate
 
-from dataflow.batch.columns import ChunkColumns, ChunkRows, Cut, Randomness, raise_if_closing
 from dataflow.batch.delivered import Delivered
-from dataflow.batch.held_bytes import held_bytes
-from dataflow.batch.output import BuiltColumn, Output, make_copies
 from dataflow.batch.packed import batch_columns
-from dataflow.batch.samples import Misfit, described, drop_rows, misfit_of, samples_of, transform_reason
+from dataflow.batch.samples import Misfit, drop_rows, misfit_of, samples_of, transform_reason
+from dataflow.outputs.columns import ChunkColumns, ChunkRows, Cut, Randomness, raise_if_closing
+from dataflow.outputs.held_bytes import held_bytes
+from dataflow.outputs.objects import described
+from dataflow.outputs.output import BuiltColumn, Output, make_copies
 from dataflow.staging.window import StagedWindow
 from prefetch.errors import EngineClosedError
 from prefetch.memory.arena import Arena, HeapKeeper

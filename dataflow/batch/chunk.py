@@ -1,7 +1,7 @@
 """A chunk: consecutive batches built together from staged windows, and finished one by one.
 
 A chunk is a few consecutive batches of one rank, so that the Python cost is paid per chunk. Its outputs
-(`dataflow.batch.output`) say where the values of its columns lie. Batches that are copies alone are made a
+(`dataflow.outputs.output`) say where the values of its columns lie. Batches that are copies alone are made a
 few at a time, while the consumer takes them (`prefetch.memory.copies`). All others are built by a
 `BatchBuilder`, here or in another process.
 """
@@ -16,10 +16,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dataflow.batch.builder import NO_ROWS, BatchBuilder, BuildContext, ChunkPlan
-from dataflow.batch.columns import ChunkRows, WindowPart
 from dataflow.batch.delivered import Delivered, LazyBatches, job_ends, largest_job
-from dataflow.batch.output import Output, staged_outputs
 from dataflow.batch.packed import batch_bytes
+from dataflow.outputs.columns import ChunkRows, WindowPart
+from dataflow.outputs.output import Output, staged_outputs
 from dataflow.staging.columns import StagedOutput
 from dataflow.staging.window import StagedWindow
 from prefetch.core.plan import JobPlan

@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import default_collate
 
-from dataflow.batch.output import Output
+from dataflow.outputs.objects import described
+from dataflow.outputs.output import Output
 from dataflow.ragged import Ragged
 
 
@@ -138,21 +139,6 @@ def _fits(values: Sequence[Any]) -> bool:
     except Exception:
         return False
     return True
-
-
-def described(value: Any) -> str:
-    """What a value is, for messages: type and shape, columns of a dict, no content."""
-    if isinstance(value, Tensor):
-        return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
-    if isinstance(value, np.ndarray):
-        return f"an array {value.dtype} {list(value.shape)}"
-    if isinstance(value, Mapping):
-        names = [repr(name) for name in list(value)[:_NAMED]]
-        return f"a dict of {', '.join(names)}{', ...' * (len(value) > _NAMED)}" if names else "an empty dict"
-    if isinstance(value, list | tuple):
-        within = f", the first {described(value[0])}" if value and isinstance(value[0], Mapping) else ""
-        return f"a {type(value).__name__} of {len(value)}{within}"
-    return "None" if value is None else type(value).__name__
 
 
 def transform_reason(error: Exception, columns: Sequence[str]) -> str:

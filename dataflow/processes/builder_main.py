@@ -24,9 +24,9 @@ from numpy.typing import NDArray
 from torch.utils.data._utils import collate
 
 from dataflow.batch.builder import BatchBuilder, BuildContext, Postprocessing
-from dataflow.batch.columns import ChunkRows
 from dataflow.batch.delivered import Delivered
-from dataflow.batch.output import Output
+from dataflow.outputs.columns import ChunkRows
+from dataflow.outputs.output import Output
 from dataflow.processes.batch_writer import BatchWriter
 from dataflow.processes.generators import seed_by_key
 from dataflow.processes.payload import pack, read_packed

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dataflow.batch.delivered import Delivered
-from dataflow.batch.output import staged_outputs
+from dataflow.outputs.output import staged_outputs
 from dataflow.processes.builder_main import BuilderJob, BuilderMessage, BuilderResponse, BuilderResult, run
 from dataflow.processes.hand_out import MOST_DEATHS, RemoteBuild, RemoteBuilders, chunk_of
 from dataflow.processes.payload import MESSAGE_HEAD, PackedObject, pack, unpack, write_packed

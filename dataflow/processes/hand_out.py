@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar, cast
 
 from dataflow.batch.builder import ChunkPlan
-from dataflow.batch.columns import ChunkRows
 from dataflow.batch.delivered import Delivered
+from dataflow.outputs.columns import ChunkRows
 from dataflow.processes.builder_main import BuilderMessage, BuilderResult, BuiltBatches, CrossedError
 from dataflow.staging.window import StagedWindow
 from prefetch.engine.builders import Build, Builders

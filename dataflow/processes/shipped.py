@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dataflow.batch.builder import ChunkPlan
-from dataflow.batch.columns import ChunkRows, WindowPart
+from dataflow.outputs.columns import ChunkRows, WindowPart
 from dataflow.staging.columns import StagedArray, StagedOutput, StagedSpans
 from dataflow.staging.window import StagedWindow, WindowSamples
 from prefetch.core.executor import executor

@@ -9,11 +9,11 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from dataflow.batch.output import Output
-from dataflow.batch.ragged import PaddedOutput, RaggedOutput
 from dataflow.dataset import ShardedDataset
 from dataflow.decode.values import LACKING
 from dataflow.mixture import Mixture
+from dataflow.outputs.output import Output
+from dataflow.outputs.ragged import PaddedOutput, RaggedOutput
 from dataflow.stream.settings import StreamSettings
 from prefetch.store.filesystems import shard_file
 from sharding.errors import SampleError

@@ -16,10 +16,10 @@ import torch
 
 from dataflow.batch.builder import BuildContext, Postprocessing
 from dataflow.batch.delivered import Delivered
-from dataflow.batch.fixed import FixedOutput
 from dataflow.dataset import ShardedDataset
 from dataflow.limits import machine_memory
 from dataflow.mixture import Mixture
+from dataflow.outputs.fixed import FixedOutput
 from dataflow.processes.choice import ChoiceMemory
 from dataflow.staging.source import Source, Traffic
 from dataflow.staging.stager import Stager

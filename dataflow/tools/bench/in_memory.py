@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dataflow.batch.resolve import resolve_outputs
 from dataflow.dataset import ShardedDataset
+from dataflow.outputs.resolve import resolve_outputs
 from dataflow.staging.source import Source
 from prefetch.control.pause import ReadPause
 from prefetch.memory.guards import FileGuards

@@ -112,8 +112,8 @@ class BenchDataset(DatasetArguments):
         dataset = self.open_with()
         if self.image_size is None:
             return dataset
-        from dataflow.batch.resolve import IMAGE_SUFFIXES
         from dataflow.decode.image import Image
+        from dataflow.outputs.resolve import IMAGE_SUFFIXES
 
         images = [name for name in dataset.schema if name.lower().rpartition(".")[2] in IMAGE_SUFFIXES]
         if not images:

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from dataflow.opening import load_catalog, shards_of
+from dataflow.sources.opening import load_catalog, shards_of
 from dataflow.tools.bench.direct import DirectProcesses, DirectReader
 from dataflow.tools.bench.evidence import Evidence, Label, device_bytes, evict, label_of, resident_share
 from dataflow.tools.bench.reads import (

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dataflow.opening import index, is_there, load_catalog, save_catalog, shards_of
+from dataflow.sources.opening import index, is_there, load_catalog, save_catalog, shards_of
 from dataflow.tools.terminal.report import Part, Sentence, Table, bytes_text, show
 from prefetch.store.reader import StoreReader
 from prefetch.store.retrier import Retrier

@@ -43,7 +43,7 @@ _TAIL_BYTES = 64 << 10
 _GAP_BYTES = 64 << 10
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class _ParsedFooter:
     """A parsed footer and what is asked of it at every block."""
 
@@ -218,7 +218,7 @@ def _parse(footer: bytes) -> _ParsedFooter:
         for name, spec in specs.items()
         if name in texts or (spec.kind == "fixed" and np.dtype(spec.dtype).kind != "f")
     }
-    return _ParsedFooter(metadata, schema, names, texts, counted)
+    return _ParsedFooter(metadata=metadata, schema=schema, names=names, texts=texts, counted=counted)
 
 
 def _indexed(block: Block) -> tuple[_ParsedFooter, int]:

@@ -14,9 +14,9 @@ import torch
 from datasets_kit import Make
 
 from dataflow import DataLoader, Pad
-from dataflow.batch.columns import ChunkColumns, ChunkRows, Randomness, WindowPart
-from dataflow.batch.output import BuiltColumn, Output
-from dataflow.batch.ragged import PaddedOutput, RaggedOutput
+from dataflow.outputs.columns import ChunkColumns, ChunkRows, Randomness, WindowPart
+from dataflow.outputs.output import BuiltColumn, Output
+from dataflow.outputs.ragged import PaddedOutput, RaggedOutput
 from dataflow.staging.columns import StagedSpans
 from prefetch.addresses import memory_at
 from prefetch.memory.arena import Arena

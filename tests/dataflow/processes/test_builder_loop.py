@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from dataflow.batch.builder import ChunkPlan, Postprocessing
-from dataflow.batch.columns import ChunkRows
-from dataflow.batch.fixed import ArrayOutput
+from dataflow.outputs.columns import ChunkRows
+from dataflow.outputs.fixed import ArrayOutput
 from dataflow.processes.builder_main import (
     BuilderJob,
     BuilderLoop,

@@ -21,7 +21,7 @@ from builders_kit import in_full
 from pyarrow import parquet
 
 from dataflow import DataLoader, Image, MemoryLimitError, ShardedDataset, ShardWriter, Shuffle
-from dataflow.batch.held_bytes import Ranges, held_bytes
+from dataflow.outputs.held_bytes import Ranges, held_bytes
 from dataflow.ragged import Ragged
 from sharding.order.selection import SelectedOrder
 
@@ -118,13 +118,15 @@ def test_images_of_free_size_are_charged_while_they_live(tmp_path: Path) -> None
     loader.close()
 
 
-def test_images_of_one_size_are_one_tensor_and_bad_ones_are_named(tmp_path: Path) -> None:
+def test_images_are_a_list_even_of_one_size_and_bad_ones_are_named(tmp_path: Path) -> None:
     coded = pictures(True)
     coded[3] = coded[3][:50]
     url = shards(tmp_path, [{"jpg": one} for one in coded])
     dataset = ShardedDataset(url, decode={"jpg": Image()}, on_error="skip")
     batches = list(loader := DataLoader(dataset, batch_size=2))
-    assert [tuple(batch["jpg"].shape) for batch in batches[::2]] == [(2, 3, 600, 800)] * 2
+    assert [[tuple(image.shape) for image in batch["jpg"]] for batch in batches[::2]] == [
+        [(3, 600, 800)] * 2
+    ] * 2
     assert loader.stats().skipped_samples == 1
     assert "000003" in loader.stats().skipped[0]
 

@@ -269,7 +269,7 @@ def test_a_full_shuffle_parses_the_numbers_of_its_own_samples_only(
         parsed.append(len(column))
         return parse_ints(column)
 
-    monkeypatch.setattr("dataflow.batch.resolve.parse_ints", counting)
+    monkeypatch.setattr("dataflow.outputs.resolve.parse_ints", counting)
     for start in (0, 6):
         with ShardWriter(f"{tmp_path}/{start}.tar") as writer:
             for i in range(start, start + 6):

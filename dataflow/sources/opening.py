@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from dataflow.hub import resolve_source
+from dataflow.sources.hub import resolve_source
 from prefetch.store.filesystems import shard_file
 from prefetch.store.reader import StoreReader
 from prefetch.store.retrier import Retrier

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
@@ -11,9 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dataflow.batch.columns import ChunkColumns, ChunkRows, StoredValue
-from dataflow.batch.output import BuiltColumn, Default, Output, split_list
-from dataflow.batch.samples import described
+from dataflow.outputs.columns import ChunkColumns, ChunkRows, StoredValue
+from dataflow.outputs.output import BuiltColumn, Default, Output, split_list
+
+_NAMED = 20
+"""Columns that a message names."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,3 +86,18 @@ def as_tensor(value: Any) -> Any:
         return torch.from_numpy(native)
     except TypeError:
         return value
+
+
+def described(value: Any) -> str:
+    """What a value is, for messages: type and shape, columns of a dict, no content."""
+    if isinstance(value, Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
+    if isinstance(value, np.ndarray):
+        return f"an array {value.dtype} {list(value.shape)}"
+    if isinstance(value, Mapping):
+        names = [repr(name) for name in list(value)[:_NAMED]]
+        return f"a dict of {', '.join(names)}{', ...' * (len(value) > _NAMED)}" if names else "an empty dict"
+    if isinstance(value, list | tuple):
+        within = f", the first {described(value[0])}" if value and isinstance(value[0], Mapping) else ""
+        return f"a {type(value).__name__} of {len(value)}{within}"
+    return "None" if value is None else type(value).__name__

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dataflow.batch.held_bytes import Ranges
 from dataflow.decode.crop import DRAWS, Draws
 from dataflow.decode.values import LACKING
+from dataflow.outputs.held_bytes import Ranges
 from dataflow.staging.columns import REASONS, StagedArray, StagedSpans
 from dataflow.staging.window import StagedWindow
 from prefetch.core.executor import executor

@@ -14,10 +14,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dataflow.batch.columns import ChunkColumns, ChunkRows, StoredValue, WindowPart
-from dataflow.batch.fixed import FixedOutput
-from dataflow.batch.output import BuiltColumn, Default, Output, split_list, split_rows
 from dataflow.decode.image import Image, decode_image, decode_images, of_own_size
+from dataflow.outputs.columns import ChunkColumns, ChunkRows, StoredValue, WindowPart
+from dataflow.outputs.fixed import FixedOutput
+from dataflow.outputs.output import BuiltColumn, Default, Output, split_list, split_rows
 from prefetch.memory.arena import rounded_bytes
 
 _LEAST_PART, _MOST_PART = 8, 32

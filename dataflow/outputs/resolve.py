@@ -17,21 +17,21 @@ from typing import Any
 
 import numpy as np
 
-from dataflow.batch.fixed import ArrayOutput, RowsOutput
-from dataflow.batch.image_lists import FreeImageListOutput, ImageListOutput
-from dataflow.batch.images import FreeImageOutput, ImageOutput
-from dataflow.batch.lists import ObjectListOutput, bytes_tensor
-from dataflow.batch.media import ClipOutput, EpisodeClipOutput, FreeClipOutput
-from dataflow.batch.objects import ObjectOutput
-from dataflow.batch.optional import Optional, mask_of
-from dataflow.batch.output import Output
-from dataflow.batch.ragged import Pad, PaddedOutput, RaggedOutput
 from dataflow.decode.audio import Audio
 from dataflow.decode.episodes import MOMENT_COLUMNS, Camera
 from dataflow.decode.image import Image
 from dataflow.decode.media import MediaRule, decoders
 from dataflow.decode.values import CONVERTERS, parse_floats, parse_ints
 from dataflow.decode.video import Video
+from dataflow.outputs.fixed import ArrayOutput, RowsOutput
+from dataflow.outputs.image_lists import FreeImageListOutput, ImageListOutput
+from dataflow.outputs.images import FreeImageOutput, ImageOutput
+from dataflow.outputs.lists import ObjectListOutput, bytes_tensor
+from dataflow.outputs.media import ClipOutput, EpisodeClipOutput, FreeClipOutput
+from dataflow.outputs.objects import ObjectOutput
+from dataflow.outputs.optional import Optional, mask_of
+from dataflow.outputs.output import Output
+from dataflow.outputs.ragged import Pad, PaddedOutput, RaggedOutput
 from sharding.blocks import ColumnSpec, Format, spec_text
 
 IMAGE_SUFFIXES = ("jpg", "jpeg", "png", "webp", "bmp", "ppm", "pgm", "tif", "tiff")

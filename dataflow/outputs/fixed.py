@@ -11,9 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dataflow.batch.columns import ChunkColumns, ChunkRows
-from dataflow.batch.output import BuiltColumn, Default, Output, split_rows
 from dataflow.decode.values import LACKING, BadRows
+from dataflow.outputs.columns import ChunkColumns, ChunkRows
+from dataflow.outputs.output import BuiltColumn, Default, Output, split_rows
 from dataflow.staging.columns import StagedArray, StagedPresence
 from prefetch.core.plan import PlanColumn
 from prefetch.memory.arena import Arena, rounded_bytes

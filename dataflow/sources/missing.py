@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from dataflow.batch.output import Output
+from dataflow.outputs.output import Output
 from sharding.blocks import Format
 from sharding.catalog.table import Catalog
 from sharding.errors import SampleError

@@ -6,8 +6,8 @@ from collections.abc import Collection
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
-from dataflow.batch.fixed import MaskOutput
-from dataflow.batch.output import Output
+from dataflow.outputs.fixed import MaskOutput
+from dataflow.outputs.output import Output
 
 MASK_SUFFIX = "_mask"
 

@@ -13,13 +13,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dataflow.batch.columns import ChunkColumns, ChunkRows, WindowPart
-from dataflow.batch.fixed import FixedOutput
-from dataflow.batch.output import BuiltColumn, Default, Output, split_list, split_rows
 from dataflow.decode.crop import Draws
 from dataflow.decode.episodes import EpisodeVideos
 from dataflow.decode.media import MediaRule, MissingMediaSupportError
 from dataflow.decode.video import Video
+from dataflow.outputs.columns import ChunkColumns, ChunkRows, WindowPart
+from dataflow.outputs.fixed import FixedOutput
+from dataflow.outputs.output import BuiltColumn, Default, Output, split_list, split_rows
 from dataflow.staging.columns import StagedMoments
 from prefetch.memory.arena import Arena
 from sharding.blocks import Column

@@ -4,8 +4,8 @@ A column arrives per block, as an array or as spans (`sharding.blocks`). It is *
 of the window, or left where it was read, of which only addresses are kept. For each chunk the output then
 *builds* the column: it says what has to be copied from where into which slot, as a part of the chunk's plan
 (`prefetch.core.plan`), what has to be decoded, and how the slot is split into batches. A new kind of value is
-one more class in a file of its own, and a line in `dataflow.batch.resolve`. Outputs are values, shared by all
-windows and threads.
+one more class in a file of its own, and a line in `dataflow.outputs.resolve`. Outputs are values, shared by
+all windows and threads.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dataflow.batch.columns import ChunkColumns, ChunkRows
 from dataflow.decode.values import LACKING
+from dataflow.outputs.columns import ChunkColumns, ChunkRows
 from dataflow.staging.columns import StagedOutput
 from prefetch.core.plan import PlanColumn
 

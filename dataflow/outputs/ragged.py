@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from dataflow.batch.columns import ChunkColumns, ChunkRows
-from dataflow.batch.fixed import stored_array
-from dataflow.batch.output import BuiltColumn, Default, Output
+from dataflow.outputs.columns import ChunkColumns, ChunkRows
+from dataflow.outputs.fixed import stored_array
+from dataflow.outputs.output import BuiltColumn, Default, Output
 from dataflow.ragged import Ragged
 from prefetch.core.plan import PlanColumn
 from prefetch.memory.arena import rounded_bytes

@@ -13,11 +13,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dataflow.batch.columns import ChunkColumns, ChunkRows, StoredValue
-from dataflow.batch.images import decode_into, image_bytes, part_size
-from dataflow.batch.lists import ListOutput, PartItems, of_item
-from dataflow.batch.output import BuiltColumn
 from dataflow.decode.image import Image, decode_images, of_own_size
+from dataflow.outputs.columns import ChunkColumns, ChunkRows, StoredValue
+from dataflow.outputs.images import decode_into, image_bytes, part_size
+from dataflow.outputs.lists import ListOutput, PartItems, of_item
+from dataflow.outputs.output import BuiltColumn
 from dataflow.ragged import Ragged
 from prefetch.memory.arena import rounded_bytes
 

@@ -18,12 +18,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
+from dataflow.sources.views import read_table
 from dataflow.staging.columns import StagedOutput, StagedSpans
 from dataflow.staging.mapped import MappedWindow, can_map_windows
 from dataflow.staging.reading import ReadWindow, SparseWindow
 from dataflow.staging.source import Source
 from dataflow.staging.window import NotLocatableError, StagedWindow
-from dataflow.views import read_table
 from prefetch.memory.arena import Arena
 from sharding.catalog.table import Catalog
 from sharding.formats.arrow.columns import TabularFormat, flattened

@@ -16,8 +16,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dataflow.batch.columns import ChunkColumns, ChunkRows, StoredValue, WindowPart
-from dataflow.batch.output import BuiltColumn, Default, Output, split_list
+from dataflow.outputs.columns import ChunkColumns, ChunkRows, StoredValue, WindowPart
+from dataflow.outputs.output import BuiltColumn, Default, Output, split_list
 from dataflow.staging.columns import REASONS, StagedOutput, StagedSpans
 from sharding.blocks import MISSING, Column
 from sharding.byte_lists import ByteLists, list_counts, list_items
