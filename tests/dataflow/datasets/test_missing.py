@@ -87,6 +87,7 @@ NUMBERS = {
 }
 
 
+@pytest.mark.full
 @given(st.data())
 def test_defaults_and_masks_are_those_of_pyarrow(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
@@ -503,6 +504,7 @@ def test_an_absent_member_that_nobody_declared_is_an_error_of_the_loader(tmp_pat
     assert [row["n.cls"] for row in rows(skipping)] == [i for i in range(40) if i % 3]
 
 
+@pytest.mark.full
 @given(data=st.data())
 def test_a_filter_of_members_is_a_loop_over_the_archive(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject

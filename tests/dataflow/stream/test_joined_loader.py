@@ -153,6 +153,7 @@ def test_each_sample_brings_its_partner_in_the_order_of_the_dataset(
             assert sorted(keys_of(rows)) == GAPS
 
 
+@pytest.mark.full
 @settings(max_examples=25)
 @given(data=st.data())
 def test_any_keys_in_any_order_and_any_blocks(data: st.DataObject, tmp_path_factory: Any) -> None:

@@ -136,6 +136,7 @@ def test_no_clip_is_lost_where_one_in_twenty_requests_fails(long_tar: Path) -> N
     assert all(clip == [*range(clip[0], clip[0] + 8, 2)] for clip in found.values())
 
 
+@pytest.mark.full
 def test_the_first_program_of_the_guide_runs(tmp_path: Path) -> None:
     page = (Path(__file__).parents[3] / "docs" / "guide" / "media.md").read_text("utf-8")
     program = page.partition("```python\n")[2].partition("```")[0]
