@@ -170,6 +170,15 @@ def test_transforms_see_what_stands_for_it(tmp_path: Path) -> None:
     assert torch.cat(in_batches(dataset)).tolist() == want
 
 
+@pytest.mark.parametrize("options", BUILDERS, ids=str)
+def test_a_default_longer_than_all_lists_has_room(tmp_path: Path, options: dict[str, Any]) -> None:
+    """Also in batches that are copies alone, into slots that are leased for several of them."""
+    default = list(range(3000))
+    dataset = opened(with_nulls(), tmp_path, columns=["n", "l"], decode={"l": Optional(default=default)})
+    want = [default if row is None else row for row in with_nulls()["l"].to_pylist()]
+    assert [row["l"] for row in rows(dataset, **options)] == want
+
+
 def test_floats_without_a_default_are_nan(tmp_path: Path) -> None:
     dataset = opened(with_nulls(), tmp_path, columns=["f"], decode={"f": Optional(mask=True)})
     batch = in_batches(dataset, 100)[0]
