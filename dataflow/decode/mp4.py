@@ -74,7 +74,10 @@ def read_index(read: ReadBytes, length: int) -> FrameIndex | None:
     Raises `ValueError` for a file that ends too early or contradicts itself.
     """
     moov = _find_moov(_ahead(read, length), length)
-    return None if moov is None else _index_of(moov, length)
+    try:
+        return None if moov is None else _index_of(moov, length)
+    except (struct.error, IndexError) as error:
+        raise ValueError(f"a box of its list of frames (moov) is too short: {error}") from error
 
 
 def cut(

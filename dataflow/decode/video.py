@@ -183,6 +183,8 @@ class Video:
         """When the clip's frames are seen in a video that is shown from `begin` to `end`."""
         assert self.fps is not None
         length = end - begin
+        if not 0 < length < float("inf"):
+            raise ValueError(f"the video is shown from {begin:g} s to {end:g} s")
         frames = max(1, int(np.ceil(length * self.fps - 1e-6))) if self.frames is None else self.frames
         if (frames - 1) / self.fps >= length:
             self._check_short(f"{length:.3f} s")
