@@ -6,19 +6,24 @@ import os
 import random
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import nullcontext
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from datasets_kit import Made, make_parquet, make_tar
 from stream_kit import session_of, stream_of
 
 from dataflow import DataLoader, Mixture, SampleError, ShardedDataset, Topology
+from dataflow.batch.delivered import Delivered
 from dataflow.processes import auto
 from dataflow.processes.auto import AutoBuilders
 from dataflow.stream import builders
+from prefetch.work import Piece
 
 _EPOCHS_AHEAD = 16
 CORES = len(os.sched_getaffinity(0))
@@ -303,6 +308,48 @@ def test_an_error_in_the_tried_chunk_is_told_and_the_trial_is_made_later(tar: Ma
         with pytest.raises(SampleError, match="once"):
             list(chain.from_iterable(loader for _ in range(20)))
         assert sum(len(batch["cls"]) for batch in loader) == len(loader.dataset)
+
+
+class DueChunk:
+    """Its first batch is due; then it has one more, or fails."""
+
+    num_batches = 2
+
+    def __init__(self, *, fails: bool) -> None:
+        self._fails = fails
+
+    def begin(self) -> list[Any]:
+        return []
+
+    def finish(self) -> Iterator[Piece[Delivered]]:
+        yield Piece([Delivered(0, 0, {"x": torch.zeros(2)}, 2)], is_due=True)
+        if self._fails:
+            raise ValueError("second")
+        yield Piece([Delivered(0, 1, {"x": torch.zeros(2)}, 2)])
+
+
+class TrialOwner:
+    """Notes what was measured."""
+
+    functions = None
+
+    def __init__(self) -> None:
+        self.results: list[Any] = []
+        self.go_on = self.results.append
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_trial_goes_beyond_batches_that_are_due_which_come_before_what_fails(*, fails: bool) -> None:
+    """Or one slow batch would stand for what is charged together."""
+    chunk: Any
+    owner: Any
+    chunk, owner = DueChunk(fails=fails), TrialOwner()
+    pieces = auto._TriedChunk(chunk, owner, counts=False).finish()
+    numbers = [batch.number for batch in next(pieces).batches]
+    assert len(owner.results) == (not fails)
+    with pytest.raises(ValueError, match="second") if fails else nullcontext():
+        numbers += [batch.number for piece in pieces for batch in piece.batches]
+    assert numbers == ([0] if fails else [0, 1])
 
 
 def test_a_loader_that_is_closed_in_its_trial_leaves_nothing(tar: Made, at_once: None) -> None:
