@@ -124,6 +124,7 @@ MAY_USE: dict[str, set[str]] = {
         "dataflow.staging",
         "prefetch.engine",
         "prefetch.memory",
+        "prefetch.store",
         *DATASETS,
         "prefetch.store",
     },

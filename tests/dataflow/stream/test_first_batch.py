@@ -23,6 +23,7 @@ from tests.datasets_kit import MAKERS, rows_of
 from tests.http_kit import WAIT_S, Asked, RangeServer, serving
 
 pytest.importorskip("aiohttp")
+pytestmark = pytest.mark.reads_here
 
 TOKENS = {"format": "tokens", "dtype": "uint16", "length": 4, "block_bytes": 64}
 
