@@ -126,7 +126,6 @@ MAY_USE: dict[str, set[str]] = {
         "prefetch.memory",
         "prefetch.store",
         *DATASETS,
-        "prefetch.store",
     },
     "dataflow.workers": {"dataflow.processes", "prefetch.memory", "prefetch.workers", *LEAVES},
     "dataflow.timing": {"sharding.topology", *LEAVES},
