@@ -370,10 +370,11 @@ def batches_of_rank(address: str, urls: Any, count: int | None) -> tuple[list[in
         return [cls for batch, _ in batches for cls in batch], loader.num_workers
 
 
-@pytest.mark.parametrize(("world_size", "count"), [(2, None), *in_full((2, 4), (3, None), (3, 2))])
+@pytest.mark.parametrize("ranks_and_actors", [(2, None), *in_full((2, 4), (3, None), (3, 2))])
 def test_ranks_share_a_cluster_that_has_fewer_cpus_than_they_would_like(
-    cluster: Any, large: ShardedDataset, world_size: int, count: int | None
+    cluster: Any, large: ShardedDataset, ranks_and_actors: tuple[int, int | None]
 ) -> None:
+    world_size, count = ranks_and_actors
     arguments = cluster.address, large.catalog.urls, count
     ranks = fast_ranks(batches_of_rank, world_size, args=arguments, timeout_s=100)
     samples = [sample for own, _ in ranks for sample in own]
@@ -386,10 +387,12 @@ def late_rank(address: str, urls: Any) -> None:
     """In a rank: the first has all CPUs before the second begins, and keeps them until that one has ended."""
     connect(address)
     dataset = ShardedDataset(urls, decode={"cls": "int"}, columns=["cls"], transform=drawn)
-    if dist.get_rank():
-        builders._PATIENCE_S = 1.0
-        dist.barrier()
-    with in_actors(dataset, 8, True, count=4) as loader:
+    with in_actors(
+        dataset, 8, True, count=4
+    ) as loader:  # made together: ranks tell each other where they are
+        if dist.get_rank():
+            builders._PATIENCE_S = 1.0
+            dist.barrier()
         epochs = [draws(loader)]
         actors = builders_of(loader)
         if dist.get_rank():
