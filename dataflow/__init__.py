@@ -15,10 +15,10 @@ if TYPE_CHECKING:
     )
     from dataflow.batch.packed import PackedRows as PackedRows
     from dataflow.dataset import ShardedDataset
-    from dataflow.decode.audio import Audio
+    from dataflow.decode.audio import Audio as Audio
     from dataflow.decode.image import Image, MissingImageSupportError as MissingImageSupportError
     from dataflow.decode.media import MissingMediaSupportError as MissingMediaSupportError
-    from dataflow.decode.video import Video
+    from dataflow.decode.video import Video as Video
     from dataflow.grad.agreement import DisagreementError as DisagreementError
     from dataflow.grad.lost import RankLostError as RankLostError
     from dataflow.grad.schedule import GradSchedule
@@ -46,7 +46,6 @@ if TYPE_CHECKING:
     from sharding.write.writer import ShardWriter
 
 __all__ = [
-    "Audio",
     "Bucketed",
     "Cache",
     "DataLoader",
@@ -62,12 +61,12 @@ __all__ = [
     "Shuffle",
     "TokenBudget",
     "Topology",
-    "Video",
 ]
 
 # Imported when first used: the fork server of worker processes needs none of them, nor what they import.
 _MODULES = {
     # Beside `__all__`: what one catches, what calls return, and what few give.
+    "Audio": "dataflow.decode.audio",
     "BuilderActorError": "dataflow.actors.cluster",
     "CorruptShardError": "sharding.errors",
     "DisagreementError": "dataflow.grad.agreement",
@@ -86,9 +85,9 @@ _MODULES = {
     "ShardReadError": "sharding.errors",
     "StallError": "prefetch.errors",
     "StepInfo": "dataflow.timing.phases",
+    "Video": "dataflow.decode.video",
     "WorkerStats": "dataflow.stats",
     # `__all__`:
-    "Audio": "dataflow.decode.audio",
     "Bucketed": "sharding.lengths.batching",
     "Cache": "dataflow.limits",
     "DataLoader": "dataflow.loader",
@@ -104,7 +103,6 @@ _MODULES = {
     "Shuffle": "sharding.order.shuffle",
     "TokenBudget": "sharding.lengths.batching",
     "Topology": "sharding.topology.topology",
-    "Video": "dataflow.decode.video",
 }
 
 

@@ -7,6 +7,7 @@ lie (tar, tokens), and whole blocks, a few of which are kept, where it does not 
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 import logging
 import operator
@@ -28,7 +29,7 @@ from dataflow.outputs.columns import ChunkColumns, ChunkRows, Randomness, Window
 from dataflow.outputs.output import Output, staged_outputs
 from dataflow.outputs.resolve import resolve_outputs
 from dataflow.shard_order import Sharded
-from dataflow.sources.joins import JoinReport, JoinSide, match
+from dataflow.sources.joins import JoinReport, JoinSide, columns_beside, match
 from dataflow.sources.lerobot import open_lerobot
 from dataflow.sources.missing import raise_missing
 from dataflow.sources.opening import Opening
@@ -188,6 +189,8 @@ class ShardedDataset(Sharded, Dataset[S]):
         """The samples this dataset consists of: all of the catalog's, or fewer in a view."""
         self.joins: tuple[Join, ...] = ()
         """What was joined to it, in this order."""
+        self._is_joined = False
+        """Whether its samples are read beside those of another dataset, by whose numbers they draw."""
         self._num_splits = 0
         self.seed = 0
         self.epoch = 0
@@ -223,22 +226,25 @@ class ShardedDataset(Sharded, Dataset[S]):
         partners = []
         for join in self.joins_used:
             other = join.other.source(keep_mapped_bytes, guards, pause)
-            own = staged_outputs([output for output in self.outputs if output.name in join.names])
-            partners.append(
-                PartnerSource(source=replace(other, outputs=own, reads_whole=True), table=join.partners)
-            )
-        joined = frozenset[str]().union(*(join.names for join in self.joins))
+            used = staged_outputs([output for output in self.outputs if output.name in join.names])
+            partners.append(PartnerSource(source=replace(other, outputs=used), table=join.partners))
         return Source(
             catalog=self.catalog,
             format=self._codec,
             reader=self.new_reader(pause),
-            outputs=staged_outputs([output for output in self.outputs if output.name not in joined]),
+            outputs=staged_outputs(self._own_outputs),
             mappings=Mappings(keep_mapped_bytes, guards),
             pause=pause,
             all_columns=self._all_columns,
             partners=partners,
-            reads_whole=bool(partners),
+            reads_whole=self._is_joined or bool(partners),
         )
+
+    @property
+    def _own_outputs(self) -> list[Output]:
+        """Those of its own columns."""
+        joined = {name for join in self.joins for name in join.names}
+        return [output for output in self.outputs if output.name not in joined]
 
     @property
     def joins_used(self) -> Sequence[Join]:
@@ -299,16 +305,20 @@ class ShardedDataset(Sharded, Dataset[S]):
             return False
 
     def fingerprint(self) -> str:
-        """What identifies shards and selection in a state: another one means other samples.
-
-        The commit of a dataset on the Hub follows behind "@", for messages: it says nothing of the samples.
-        """
+        """What identifies shards and selection in a state: another one means other samples."""
         mark = self.catalog.fingerprint()
         if not self.selection.is_whole:
             mark += f"-{self.selection.digest}"
-        mark += "".join(f"+{join.other.fingerprint().partition('@')[0]}" for join in self.joins)
+        if self.joins:  # hashed: a state has room for so many characters, whatever was joined
+            joined = " ".join(join.other.fingerprint() for join in self.joins)
+            mark += f"+{hashlib.blake2b(joined.encode(), digest_size=8).hexdigest()}"
+        return mark
+
+    @property
+    def commit(self) -> str:
+        """Of a dataset on the Hub, the commit that was opened; "": it is elsewhere."""
         first = self.catalog.shard(0).url
-        return f"{mark}@{parse_name(first).revision}" if is_pinned(first) else mark
+        return str(parse_name(first).revision) if is_pinned(first) else ""
 
     def check_missing(self) -> None:
         """Raise `SampleError` where a sample is known to lack a column that is not `Optional`.
@@ -318,9 +328,7 @@ class ShardedDataset(Sharded, Dataset[S]):
         is joined is not: which of its samples are used, no index tells.
         """
         if self.on_error == "raise":
-            joined = {name for join in self.joins for name in join.names}
-            own = [output for output in self.outputs if output.name not in joined]
-            raise_missing(self.catalog, self._codec, self.selection, own)
+            raise_missing(self.catalog, self._codec, self.selection, self._own_outputs)
 
     # ---- views --------------------------------------------------------------------------------------
 
@@ -410,14 +418,14 @@ class ShardedDataset(Sharded, Dataset[S]):
         if len(names) != 2:
             raise ValueError(f"on must be the name of a column, or one of each dataset, got {on!r}")
         _check_joinable(self, other)
-        outputs = _beside(self.outputs, other.outputs, names, suffix)
+        outputs = columns_beside(self.outputs, other.outputs, names, suffix)
         sides = [
             JoinSide(one.source(), one.selection, name)
             for one, name in zip((self, other), names, strict=True)
         ]
         found = match(*sides, amplification=amplification)
         brought = other._view(other.selection)
-        brought.outputs, brought._all_columns = outputs, False
+        brought.outputs, brought._all_columns, brought._is_joined = outputs, False, True
         view = self._view(found.selection)
         join = Join(other=brought, partners=found.partners, amplification=amplification, report=found.report)
         view.joins, view.outputs = (*self.joins, join), (*self.outputs, *outputs)
@@ -574,34 +582,6 @@ def _check_joinable(own: ShardedDataset[Any], other: object) -> None:
         )
     if other.joins:
         raise ValueError("the dataset that is joined is itself joined: write a.join(b).join(c)")
-
-
-def _beside(
-    own: Sequence[Output], others: Sequence[Output], on: tuple[str, ...], suffix: str | None
-) -> tuple[Output, ...]:
-    """The columns that another dataset brings along, under the names that they are delivered by."""
-    names = {output.name for output in own}
-    if on[0] == on[1]:  # the key itself is the same value twice
-        is_key = [
-            output.name in names and output.name == on[0] and output.sources == (on[0],) for output in others
-        ]
-        others = [output for output, same in zip(others, is_key, strict=True) if not same]
-    clashing = [output.name for output in others if output.name in names]
-    if clashing and suffix is None:
-        raise ValueError(
-            f"both datasets deliver {', '.join(map(repr, clashing))}: pass suffix=, such as "
-            f"suffix='_other', or choose and rename columns by columns="
-        )
-    renamed = tuple(
-        replace(output, name=f"{output.name}{suffix}") if output.name in names else output
-        for output in others
-    )
-    every = [*names, *(output.name for output in renamed)]
-    if twice := [name for name in every if every.count(name) > 1]:
-        raise ValueError(f"with suffix={suffix!r}, {twice[0]!r} is delivered twice; choose another suffix")
-    if not renamed:
-        raise ValueError("the dataset that is joined brings no column along but the key")
-    return renamed
 
 
 def _not_negative(n: int) -> int:

@@ -133,7 +133,7 @@ class Mixture(Sharded):
 
     def fingerprint(self) -> str:
         """16 hex digits over sources, shares and rules: what identifies the mixture in a state."""
-        marks = [source.fingerprint().partition("@")[0] for source in self.sources]
+        marks = [source.fingerprint() for source in self.sources]
         return hashlib.blake2b(repr((marks, self.spec.digest)).encode(), digest_size=8).hexdigest()
 
     def num_samples(self, epoch: int) -> int:

@@ -27,6 +27,11 @@ class Sharded:
     would cost it 0.3 s and 40 MB.
     """
 
+    @property
+    def commit(self) -> str:
+        """Which commit of a repository its samples are of; "": of none, or of several."""
+        return ""
+
 
 class ShardOrder(DistributedSampler[int]):
     """`.sampler` of a `DataLoader` over shards.

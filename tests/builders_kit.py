@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -23,6 +24,11 @@ _NUMBER = {"main": 0, "thread": 2, "process": 2, "ray": 2}
 def in_full(*values: Any) -> list[Any]:
     """Values of a parameter that have a representative among others: tried with `--full`."""
     return [pytest.param(value, marks=pytest.mark.full) for value in values]
+
+
+def others_in_full(values: Iterable[Any], *representatives: Any) -> list[Any]:
+    """All values of a parameter: the others of them are tried with `--full`."""
+    return [one for value in values for one in ([value] if value in representatives else in_full(value))]
 
 
 def build_in(workers: str) -> None:

@@ -7,13 +7,17 @@ import sys
 from pathlib import Path
 
 import pytest
+from builders_kit import in_full
 
 _FOLDER = Path(__file__).parent / "fuzz"
 
 
 @pytest.mark.parametrize(
     "script",
-    ["damage.py --mutants 56 --seed 15", "ctrl_c.py --rounds 12 --seed 15", "kills.py --rounds 12 --seed 15"],
+    [
+        "damage.py --mutants 56 --seed 15",
+        *in_full("ctrl_c.py --rounds 12 --seed 15", "kills.py --rounds 12 --seed 15"),
+    ],
 )
 def test_a_short_run_finds_no_defect(script: str) -> None:
     name, *options = script.split()

@@ -7,16 +7,14 @@ formats, and resamples what is wanted.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dataflow.decode.crop import Draws
-from dataflow.decode.media import Bytes, as_tensor, begins_at, decoders
+from dataflow.decode.media import Bytes, ClipPlace, as_tensor, begins_at, check_choices, decoders
 from dataflow.decode.mp4 import ReadBytes
-
-ClipStart = Literal["random", "middle", "start", "end"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +33,7 @@ class Audio:
     """Whether all channels are mixed into one. False: each file's own, and a batch is a list."""
     channels: int | None = None
     """With `mono=False`: every file is mixed into so many channels."""
-    clip: ClipStart = "random"
+    clip: ClipPlace = "random"
     """Where the clip lies in its file."""
     pad: Literal["error", "zeros", "loop"] = "error"
     """What a file does that is shorter than the clip: an error, silence at its end, or it begins again."""
@@ -49,10 +47,7 @@ class Audio:
             raise ValueError(f"Audio seconds={self.seconds} at rate={self.rate} has no sample")
         if self.mono and self.channels not in (None, 1):
             raise ValueError(f"Audio channels={self.channels} needs mono=False")
-        for field, kinds in (("clip", ClipStart), ("pad", Literal["error", "zeros", "loop"])):
-            if getattr(self, field) not in get_args(kinds):
-                choices = ", ".join(map(repr, get_args(kinds)))
-                raise ValueError(f"Audio {field} must be one of {choices}, got {getattr(self, field)!r}")
+        check_choices(self, clip=ClipPlace, pad=Literal["error", "zeros", "loop"])
 
     @property
     def dtype(self) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import struct
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol, get_args
 
 import numpy as np
 import torch
@@ -22,6 +22,8 @@ from dataflow.decode.mp4 import ReadBytes
 from sharding.errors import DataflowError
 
 Bytes = NDArray[np.uint8]
+ClipPlace = Literal["random", "middle", "start", "end"]
+"""Where a clip lies in its file."""
 DRAW_CLIP = 23
 """Which of a sample's random numbers says where its clip begins: the one that images leave."""
 _MARK = b"\0dataflow\0clip\0"
@@ -30,6 +32,14 @@ _MARK = b"\0dataflow\0clip\0"
 
 class MissingMediaSupportError(DataflowError, ImportError):
     """torchcodec, or the FFmpeg libraries that it needs, cannot be loaded."""
+
+
+def check_choices(rule: object, **choices: Any) -> None:
+    """Raise `ValueError` where a field of a rule is none of the literals of its type."""
+    for name, kind in choices.items():
+        if getattr(rule, name) not in get_args(kind):
+            listed, title = ", ".join(map(repr, get_args(kind))), type(rule).__name__
+            raise ValueError(f"{title} {name} must be one of {listed}, got {getattr(rule, name)!r}")
 
 
 class MediaRule(Protocol):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,8 +19,10 @@ from dataflow.decode.crop import Draws
 from dataflow.decode.image import Image, resize_part
 from dataflow.decode.media import (
     Bytes,
+    ClipPlace,
     as_tensor,
     begins_at,
+    check_choices,
     decoders,
     frames_of,
     read_from,
@@ -29,7 +31,6 @@ from dataflow.decode.media import (
 )
 from dataflow.decode.mp4 import CLIP_TICKS, FrameIndex, ReadBytes, cut, read_index
 
-ClipPlace = Literal["random", "middle", "start", "end"]
 _TICK_S = 5e-4
 """How near to a frame's time counts as it, where ticks are not known: half of Matroska's."""
 _AT_ONCE = 8
@@ -66,10 +67,7 @@ class Video:
             raise ValueError(f"Video frames must be at least 1, got {self.frames}")
         if self.fps is not None and not 0 < self.fps < float("inf"):
             raise ValueError(f"Video fps must be greater than 0, got {self.fps}")
-        for field, kinds in (("clip", ClipPlace), ("pad", Literal["error", "last", "loop"])):
-            if getattr(self, field) not in get_args(kinds):
-                choices = ", ".join(map(repr, get_args(kinds)))
-                raise ValueError(f"Video {field} must be one of {choices}, got {getattr(self, field)!r}")
+        check_choices(self, clip=ClipPlace, pad=Literal["error", "last", "loop"])
         if self.image is not None and self.size is not None:
             raise ValueError("Video size is image's: give Video(image=Image(size=...)) alone")
         if self.image is not None and self.image.mode != "RGB":

@@ -68,10 +68,10 @@ class ImageListOutput(ListOutput):
         draws = None
         if self.image.random:
             draws = columns.randomness.draws(window, owners, items.number[few])
-        follow = int(target[-1]) - int(target[0]) + 1 == len(
-            target
-        )  # else images of other windows lie between
-        own = out[target[0] : target[-1] + 1] if follow else np.empty_like(out[target])
+        own = out[target[0] : target[-1] + 1]
+        follow = len(own) == len(target)
+        if not follow:  # images of other windows lie between
+            own = np.empty_like(out[target])
         at, lengths = np.arange(few.start, few.stop), items.places.lengths[few]
         with window.values_of(items.places, at, self.name, owners) as (buffer, starts):
             failures = decode_images(self.image, buffer, starts, lengths, own, draws, name=str)

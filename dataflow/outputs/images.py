@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, Self
 
@@ -17,7 +17,7 @@ from torch import Tensor
 from dataflow.decode.image import Image, decode_image, decode_images, of_own_size
 from dataflow.outputs.columns import ChunkColumns, ChunkRows, StoredValue, WindowPart
 from dataflow.outputs.fixed import FixedOutput
-from dataflow.outputs.output import BuiltColumn, Default, Output, split_list, split_rows
+from dataflow.outputs.output import BuiltColumn, Output, split_list, split_rows
 from prefetch.memory.arena import rounded_bytes
 
 _LEAST_PART, _MOST_PART = 8, 32
@@ -93,12 +93,7 @@ class FreeImageOutput(Output):
 
     def optional(self, default: Any, *, has_mask: bool) -> Self:
         """See `Output`. A missing image is None."""
-        if default is not None:
-            raise ValueError(
-                f"column {self.name!r} holds images of their own sizes, and a missing one is None: leave "
-                "default= out, or give them one size by Image(size=...)"
-            )
-        return replace(self, default=Default(None))
+        return self._without_default(default, "None in a list of images; Image(size=...) has room for one")
 
     def description(self) -> str:
         """Kind, dtype and settings."""

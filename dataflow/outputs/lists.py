@@ -7,7 +7,7 @@ lack some: its list then has the others. The items of a chunk are numbered throu
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, Self
 
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dataflow.outputs.columns import ChunkColumns, ChunkRows, StoredValue, WindowPart
-from dataflow.outputs.output import BuiltColumn, Default, Output, split_list
+from dataflow.outputs.output import BuiltColumn, Output, split_list
 from dataflow.staging.columns import REASONS, StagedOutput, StagedSpans
 from sharding.blocks import MISSING, Column
 from sharding.byte_lists import ByteLists, list_counts, list_items
@@ -68,9 +68,7 @@ class ListOutput(Output):
 
     def optional(self, default: Any, *, has_mask: bool) -> Self:
         """See `Output`. A missing list is an empty one."""
-        if default is not None:
-            raise ValueError(f"a missing list of column {self.name!r} is an empty one: leave default= out")
-        return replace(self, default=Default(None))
+        return self._without_default(default, "an empty list")
 
     def takes(self, column: Column) -> bool:
         """Whether a decoded column is of lists: the bytes of others would be taken for numbers of bytes."""

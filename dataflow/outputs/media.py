@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar, Self
 
@@ -19,30 +19,20 @@ from dataflow.decode.media import MediaRule, MissingMediaSupportError
 from dataflow.decode.video import Video
 from dataflow.outputs.columns import ChunkColumns, ChunkRows, WindowPart
 from dataflow.outputs.fixed import FixedOutput
-from dataflow.outputs.output import BuiltColumn, Default, Output, split_list, split_rows
+from dataflow.outputs.output import BuiltColumn, Output, split_list, split_rows
 from dataflow.staging.columns import StagedMoments
 from prefetch.memory.arena import Arena
 from sharding.blocks import Column
 
 
 @dataclass(frozen=True, kw_only=True)
-class ClipOutput(FixedOutput):
-    """Clips of one shape: a tensor [batch, *rule.shape]."""
+class MediaOutput(Output):
+    """What all columns of sound and video have in common."""
 
-    kind: ClassVar[str] = "clip"
     is_decoded: ClassVar[bool] = True
     releases_gil: ClassVar[bool] = True
 
     rule: MediaRule
-
-    @property
-    def _unknown(self) -> float:
-        return 0
-
-    @property
-    def list_length(self) -> int | None:
-        """None: clips are no lists."""
-        return None
 
     @property
     def parts_rule(self) -> MediaRule | None:
@@ -50,8 +40,19 @@ class ClipOutput(FixedOutput):
         return self.rule if self.rule.reads_parts else None
 
     def description(self) -> str:
-        """Kind, dtype, shape and rule."""
+        """Kind, dtype and rule; the shape, where all have the same."""
         return f"{super().description()} {self.rule}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClipOutput(MediaOutput, FixedOutput):
+    """Clips of one shape: a tensor [batch, *rule.shape]."""
+
+    kind: ClassVar[str] = "clip"
+
+    @property
+    def _unknown(self) -> float:
+        return 0
 
     def build(self, columns: ChunkColumns) -> BuiltColumn:
         """Clips decoded one by one, each a task of its own: it takes longer than to hand it out."""
@@ -117,31 +118,14 @@ class EpisodeClipOutput(ClipOutput):
 
 
 @dataclass(frozen=True, kw_only=True)
-class FreeClipOutput(Output):
+class FreeClipOutput(MediaOutput):
     """Clips of which each has its own shape: a list of tensors a batch, whatever their shapes are."""
 
     kind: ClassVar[str] = "clips"
-    is_decoded: ClassVar[bool] = True
-    releases_gil: ClassVar[bool] = True
-
-    rule: MediaRule
 
     def optional(self, default: Any, *, has_mask: bool) -> Self:
         """See `Output`. A missing clip is None."""
-        if default is not None:
-            raise ValueError(
-                f"column {self.name!r} holds clips of their own sizes, and a missing one is None"
-            )
-        return replace(self, default=Default(None))
-
-    @property
-    def parts_rule(self) -> MediaRule | None:
-        """The rule, where it may cut values."""
-        return self.rule if self.rule.reads_parts else None
-
-    def description(self) -> str:
-        """Kind, dtype and rule."""
-        return f"{super().description()} {self.rule}"
+        return self._without_default(default, "None in a list of clips")
 
     def batch_bytes(self, rows: ChunkRows) -> int:
         """0: clips live outside the arena."""

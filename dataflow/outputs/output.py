@@ -148,6 +148,12 @@ class Output(StagedOutput, ABC):
         """
         raise ValueError(f"column {self.name!r} is of kind {self.kind!r}, of which no value may be missing")
 
+    def _without_default(self, default: Any, missing: str) -> Self:
+        """`optional` of an output that has one value alone for what is missing; `missing`: that, in words."""
+        if default is not None:
+            raise ValueError(f"column {self.name!r}: a missing value is {missing}: leave default= out")
+        return replace(self, default=Default(None))
+
     @property
     def default_array(self) -> NDArray[Any] | None:
         """Of tensors, what stands for a missing value."""

@@ -11,6 +11,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import PurePosixPath
 from types import MappingProxyType
 from typing import Any
@@ -87,18 +88,12 @@ def resolve_outputs(
             outputs.append(_camera(name, cameras[sources[0]], rule, own))
             continue
         specs = [schema_of(schema, source) for source in sources]
-
-        def resolved(rule: object, specs: list[ColumnSpec], of: Any = (name, sources, is_list)) -> Output:
-            name, sources, is_list = of
-            if is_list:
-                return _several(name, sources, specs, rule, codec)
-            return _resolve(name, sources[0], specs[0], rule, codec)
-
+        resolve = partial(_several, name, sources) if is_list else partial(_single, name, sources[0])
         if not isinstance(rule, Optional):
-            outputs.append(resolved(rule, specs))
+            outputs.append(resolve(specs, rule, codec))
             continue
         # What some lack no longer keeps the others from being of one length.
-        output = resolved(rule.rule, [replace(spec, optional=False) for spec in specs])
+        output = resolve([replace(spec, optional=False) for spec in specs], rule.rule, codec)
         output = output.optional(rule.default, has_mask=rule.mask)
         outputs.append(output)
         if rule.mask:
@@ -173,8 +168,9 @@ def _several(
     return _list_of(name, sources, rule)
 
 
-def _resolve(name: str, source: str, spec: ColumnSpec, rule: object, codec: Format) -> Output:
-    sources = (source,)
+def _single(name: str, source: str, specs: list[ColumnSpec], rule: object, codec: Format) -> Output:
+    """What becomes of one column."""
+    sources, spec = (source,), specs[0]
     if spec.kind == "fixed":
         return _fixed(name, source, spec, rule, codec)
     if rule == "auto":
@@ -198,17 +194,13 @@ def _resolve(name: str, source: str, spec: ColumnSpec, rule: object, codec: Form
         return ArrayOutput(name=name, sources=sources, dtype=dtype, source_dtype=dtype, parse=parse)
     if rule == "image":
         return _image(name, source, Image())
-    convert = _converter(
-        name,
-        rule,
-        "None, Image(...), Video(...), Audio(...), Pad(...), Optional(...), a function of bytes",
-        *("float", "int"),
-    )
+    others = "None, Image(...), Video(...), Audio(...), Pad(...), Optional(...), a function of bytes"
+    convert = _converter(name, rule, others, ("float", "int"))
     is_stacked = rule == "npy" and spec.size_range is not None and len({*spec.size_range}) == 1
     return ObjectOutput(name=name, sources=sources, convert=convert, is_stacked=is_stacked)
 
 
-def _converter(name: str, rule: object, others: str, *names: str) -> Callable[[bytes], Any]:
+def _converter(name: str, rule: object, others: str, names: Sequence[str] = ()) -> Callable[[bytes], Any]:
     """The function that a rule names. `ValueError`, which lists what else there is, where it names none."""
     converter = CONVERTERS.get(str(rule))
     if converter is None:

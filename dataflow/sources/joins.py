@@ -18,6 +18,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
+from dataflow.outputs.fixed import MaskOutput
+from dataflow.outputs.optional import MASK_SUFFIX
+from dataflow.outputs.output import Output
 from dataflow.sources.views import read_table
 from dataflow.staging.columns import StagedOutput, StagedSpans
 from dataflow.staging.mapped import MappedWindow, can_map_windows
@@ -244,3 +247,35 @@ def _key(keys: pa.Array, at: int) -> str:
 
 def _kind(keys: pa.Array) -> str:
     return "integers" if pa.types.is_integer(keys.type) else "text"
+
+
+def columns_beside(
+    own: Sequence[Output], others: Sequence[Output], on: tuple[str, ...], suffix: str | None
+) -> tuple[Output, ...]:
+    """The columns that another dataset brings along, under the names that they are delivered by.
+
+    A mask is called after its column. Raises `ValueError` for names that both deliver.
+    """
+    names = {output.name for output in own}
+    if on[0] == on[1]:  # the key itself is the same value twice
+        is_key = [
+            output.name in names and output.name == on[0] and output.sources == (on[0],) for output in others
+        ]
+        others = [output for output, same in zip(others, is_key, strict=True) if not same]
+    clashing = [output.name for output in others if output.name in names]
+    if clashing and suffix is None:
+        raise ValueError(
+            f"both datasets deliver {', '.join(map(repr, clashing))}: pass suffix=, such as "
+            f"suffix='_other', or choose and rename columns by columns="
+        )
+    new_names = {name: f"{name}{suffix}" for name in clashing}
+    for mask in (output.name for output in others if isinstance(output, MaskOutput)):
+        if (column := mask.removesuffix(MASK_SUFFIX)) in clashing:
+            new_names[mask] = f"{new_names[column]}{MASK_SUFFIX}"
+    renamed = tuple(replace(output, name=new_names.get(output.name, output.name)) for output in others)
+    every = [*names, *(output.name for output in renamed)]
+    if twice := [name for name in every if every.count(name) > 1]:
+        raise ValueError(f"with suffix={suffix!r}, {twice[0]!r} is delivered twice; choose another suffix")
+    if not renamed:
+        raise ValueError("the dataset that is joined brings no column along but the key")
+    return renamed

@@ -196,16 +196,6 @@ class StagedOutput:
     takes_bytes: ClassVar[bool] = True
     """Whether what is staged depends on the bytes of values, not on where they are alone."""
 
-    @property
-    def videos(self) -> tuple[Video, EpisodeVideos] | None:
-        """Which files its values are cut out of, by episode and time, its sources. None: they are stored."""
-        return None
-
-    @property
-    def parts_rule(self) -> MediaRule | None:
-        """Which parts of its values are read, where not all of them need be; None: values come whole."""
-        return None
-
     name: str
     sources: tuple[str, ...] = field(compare=False)
     """Dataset columns it is made of: one, or several that are stacked on a last dimension."""
@@ -217,6 +207,16 @@ class StagedOutput:
     """numpy dtype of one element as stored."""
     shape: tuple[int, ...] = ()
     """Shape of one row, where all have the same."""
+
+    @property
+    def videos(self) -> tuple[Video, EpisodeVideos] | None:
+        """Which files its values are cut out of, by episode and time, its sources. None: they are stored."""
+        return None
+
+    @property
+    def parts_rule(self) -> MediaRule | None:
+        """Which parts of its values are read, where not all of them need be; None: values come whole."""
+        return None
 
     def takes(self, column: Column) -> bool:
         """Whether a decoded column of a block is of the type that the schema promised."""

@@ -95,8 +95,7 @@ class PartnerRows:
             values = part.window.staged[output.name]
             assert isinstance(values, StagedArray)
             numbers.values[part.used] = values.values[part.row]
-            for at in np.flatnonzero(np.isin(part.row, list(values.bad))).tolist() if values.bad else ():
-                numbers.bad[int(part.used[at])] = values.bad[int(part.row[at])]
+            numbers.bad.update((int(part.used[at]), reason) for at, reason in values.bad_among(part.row))
         return numbers
 
 
@@ -111,12 +110,9 @@ class JoinedWindow(StagedWindow):
     def __init__(self, own: StagedWindow, partners: Sequence[PartnerRows]) -> None:
         super().__init__(own.source, own.arena, own.samples, own.rows)
         self._own, self._partners = own, partners
-        self._partner_of = {
-            name: rows
-            for rows in partners
-            for output in rows.outputs
-            for name in (output.name, output.column)
-        }
+        outputs = [(output, rows) for rows in partners for output in rows.outputs]
+        self._partner_of = {output.name: rows for output, rows in outputs}
+        self._partner_of |= {output.column: rows for output, rows in outputs if output.column}
         self._lock = threading.Lock()  # guards _tasks_left
         self._tasks_left = 0
         num_rows = self.samples.num_rows

@@ -364,7 +364,7 @@ class StreamLoader:
             position=self._loops.position,
             num_samples=self.dataset.num_samples(self._loops.epoch),
             shuffle=self.shuffle,
-            fingerprint=self.dataset.fingerprint(),
+            fingerprint=_mark_of(self.dataset),
             batching=self._planner.mark if self._planner else None,
         )
         return {**state.to_json(), "skipped_samples": self._skipped.count}
@@ -382,9 +382,8 @@ class StreamLoader:
         if type(skipped) is not int or skipped < 0:
             raise ValueError(f"skipped_samples must be an integer >= 0, got {skipped!r}")
         content, _, commit = loaded.fingerprint.partition("@")
-        content_here, _, commit_here = self.dataset.fingerprint().partition("@")
-        if content != content_here:
-            here = self.dataset.num_samples(0)
+        if content != self.dataset.fingerprint():
+            here, commit_here = self.dataset.num_samples(0), self.dataset.commit
             if commit and commit_here and commit != commit_here:
                 raise ValueError(
                     f"the state was taken at commit {commit} of the repository, whose samples are others "
@@ -462,6 +461,11 @@ class StreamLoader:
         if finalizer is not None:
             finalizer.detach()
             self._finalizer = None
+
+
+def _mark_of(dataset: ShardedDataset | Mixture) -> str:
+    """What a state says of its dataset; the commit, behind "@", is for messages: it decides nothing."""
+    return f"{dataset.fingerprint()}@{dataset.commit}" if dataset.commit else dataset.fingerprint()
 
 
 def _is_distributed() -> bool:

@@ -29,7 +29,7 @@ _CHUNKS_IN_LIMIT = 32
 """A chunk is no more than this part of the memory limit."""
 MAX_CHUNK_BATCHES = 128
 HAND_OVER_S = 0.02
-"""What is finished of a chunk is handed over once building took so long: that costs a hundredth of it."""
+"""What is finished of a chunk is handed over once building took so long, which is long for a hand-over."""
 _PROCESS_CHUNK_SAMPLES = 128
 """What a process builds at a time, at least: the way there and back costs as much as a few samples."""
 _CHARGE_BYTES = 1 << 20

@@ -28,7 +28,7 @@ from weakref import WeakKeyDictionary
 
 from prefetch.store.connections import Connections, Destination, Origin
 from prefetch.store.responses import Check, Head, Info, check_range, raise_for_status
-from prefetch.store.retries import StatusError
+from sharding.http_status import StatusError
 from sharding.hub.snapshot import HubAccess, hub_folder
 from sharding.write.file import private_folder
 

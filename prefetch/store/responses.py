@@ -8,11 +8,11 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from email.utils import parsedate_to_datetime
 from functools import lru_cache
 from typing import Any
 
-from prefetch.store.retries import StatusError, WrongRangeError
+from prefetch.store.retries import WrongRangeError
+from sharding.http_status import StatusError, retry_after_s
 
 Info = Mapping[str, Any]
 Check = Callable[[Info], None]
@@ -21,8 +21,6 @@ Fields = Mapping[str, str]
 
 _CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+|\*)")
 _STATUS = re.compile(r"HTTP/1\.([01]) (\d{3})(?: (.*))?")
-_RATE_LIMIT = re.compile(r"r\s*=\s*0\s*;\s*t\s*=\s*(\d+)")
-"""Nothing remains until so many seconds have passed (draft-ietf-httpapi-ratelimit-headers)."""
 _NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 
 
@@ -63,7 +61,7 @@ def raise_for_status(status: int, reason: str, fields: Fields, path: str) -> Non
     if status in (404, 410):
         raise FileNotFoundError(path)
     if status >= 300:
-        raise StatusError(status, reason, _retry_after_s(fields))
+        raise StatusError(status, reason, retry_after_s(fields))
 
 
 def check_range(status: int, fields: Fields, start: int, check: Check) -> None:
@@ -89,24 +87,6 @@ def check_range(status: int, fields: Fields, start: int, check: Check) -> None:
     else:
         info["size"] = None if match[3] == "*" else int(match[3])
     check(info)
-
-
-def _retry_after_s(fields: Fields) -> float:
-    """Seconds of a `Retry-After`, or of a `RateLimit` that is used up; 0: none that can be read.
-
-    A date counts from the server's own clock.
-    """
-    text = fields.get("retry-after", "")
-    try:
-        return max(0.0, float(text))
-    except ValueError:
-        pass
-    try:
-        wait = parsedate_to_datetime(text) - parsedate_to_datetime(fields.get("date", ""))
-        return max(0.0, wait.total_seconds())
-    except (TypeError, ValueError):
-        used_up = _RATE_LIMIT.search(fields.get("ratelimit", ""))
-        return float(used_up[1]) if used_up else 0.0
 
 
 def parse_head(text: bytes) -> Head:

@@ -98,17 +98,6 @@ class WrongRangeError(ConnectionError):
     """The server gave another range than was asked for, or did not say which."""
 
 
-class StatusError(Exception):
-    """An HTTP status that is no success."""
-
-    def __init__(self, status: int, text: str = "", retry_after_s: float = 0.0) -> None:
-        super().__init__(status, text, retry_after_s)
-        self.status, self.text, self.retry_after_s = status, text, retry_after_s
-
-    def __str__(self) -> str:
-        return f"HTTP {self.status} {self.text}".rstrip()
-
-
 @dataclass(frozen=True)
 class Failure:
     """Why an attempt failed."""

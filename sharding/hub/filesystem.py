@@ -38,7 +38,7 @@ class HubFileSystem(AsyncFileSystem):  # type: ignore[misc]
 
     Args:
         token: a token of the Hub; None: the user's own; False: none.
-        endpoint: where the Hub is; None: `HF_ENDPOINT`, or huggingface.co.
+        endpoint: where the Hub is; None: `HF_ENDPOINT`, or the public one.
     """
 
     protocol = "hf"

@@ -14,7 +14,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -23,6 +22,7 @@ from typing import Any, Self
 from urllib.parse import quote
 
 from sharding.errors import ShardReadError
+from sharding.http_status import StatusError, retry_after_s
 from sharding.hub.layout import CARD_FILES, configs_of, yaml_head
 from sharding.hub.names import DEFAULT_REVISION, HubName
 from sharding.redaction import hide_secrets
@@ -34,20 +34,6 @@ _MOST_FILES = 50_000
 _SILENCE_S = 30.0
 """The Hub takes seconds to list ten thousand files."""
 _NO_HUB = "datasets in the Hugging Face Hub's layout need another package: pip install 'dataflow-loader[hub]'"
-
-
-_RATE_LIMIT = re.compile(r"r\s*=\s*0\s*;\s*t\s*=\s*(\d+)")
-
-
-class HubStatusError(Exception):
-    """An answer of the Hub that is no success; whoever asks may ask again."""
-
-    def __init__(self, status: int, text: str, retry_after_s: float = 0.0) -> None:
-        super().__init__(status, text, retry_after_s)
-        self.status, self.text, self.retry_after_s = status, text, retry_after_s
-
-    def __str__(self) -> str:
-        return f"HTTP {self.status} {self.text}".rstrip()
 
 
 @dataclass(frozen=True)
@@ -264,21 +250,13 @@ def _hub_errors(name: HubName, access: HubAccess) -> Iterator[None]:
         ) from error
 
 
-def _answer(error: Any) -> HubStatusError:
+def _answer(error: Any) -> StatusError:
     """What the Hub said, without the request, which has the token."""
     response = error.response
     # Before huggingface_hub 1.0, answers are those of requests, not of httpx.
     reason = getattr(response, "reason_phrase", None) or getattr(response, "reason", "")
     text = response.headers.get("x-error-message") or reason
-    return HubStatusError(response.status_code, str(text), _retry_after_s(response.headers))
-
-
-def _retry_after_s(headers: Mapping[str, str]) -> float:
-    """Seconds after which the Hub wants to be asked again; 0: it does not say."""
-    with suppress(ValueError):
-        return max(0.0, float(headers.get("retry-after", "")))
-    used_up = _RATE_LIMIT.search(headers.get("ratelimit", ""))
-    return float(used_up[1]) if used_up else 0.0
+    return StatusError(response.status_code, str(text), retry_after_s(response.headers))
 
 
 def _huggingface_hub() -> Any:

@@ -24,6 +24,7 @@ from datasets_kit import Made, Make, make_parquet, make_tar
 from http_kit import slowstore
 from ranks_kit import fast_ranks
 from stream_kit import session_of
+from threads_kit import our_threads, threads_left
 
 from dataflow import DataLoader, Mixture, SampleError, ShardedDataset, ShardWriter, Shuffle
 from dataflow.actors import builders
@@ -94,14 +95,6 @@ def builders_of(loader: DataLoader[Any, Any]) -> RayBuilders:
     builders = session_of(loader).engine._builders
     assert isinstance(builders, RayBuilders)
     return builders
-
-
-def hand_outs() -> list[threading.Thread]:
-    """Threads of ours that run still, once those that were told to have ended."""
-    threads = [thread for thread in threading.enumerate() if thread.name.startswith("dataflow")]
-    for thread in threads:
-        thread.join(TIMEOUT_S)
-    return [thread for thread in threads if thread.is_alive()]
 
 
 def drawn(sample: dict[str, Any], *, rng: np.random.Generator) -> dict[str, Any]:
@@ -324,13 +317,13 @@ def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch, tmp_pat
 
 @pytest.mark.full
 def test_a_wait_for_actors_that_the_cluster_has_no_room_for_says_so(cluster: Any, tmp_path: Path) -> None:
-    dataset = make_tar(tmp_path).open(transform=drawn)
+    dataset, before = make_tar(tmp_path).open(transform=drawn), our_threads()
     with in_actors(dataset, 3, count=2) as loader:
         assert draws(loader)
         with in_actors(dataset, 3, count=1, timeout=4) as other, pytest.raises(StallError) as caught:
             next(iter(other))
     assert "none of the 1 Ray actors" in str(caught.value)
-    assert not hand_outs()
+    assert threads_left(but=before) == []
 
 
 @pytest.mark.parametrize(
@@ -555,7 +548,7 @@ def test_batches_that_are_kept_stay_and_credits_come_back(cluster: Any, made: Ma
 
 
 def test_closing_leaves_no_actor_and_no_thread(cluster: Any, made: Make) -> None:
-    dataset = made("tar").open(transform=drawn)
+    dataset, before = made("tar").open(transform=drawn), our_threads()
     with in_actors(dataset, 3, count=2) as loader:
         loop = iter(loader)
         pids = {int(pid) for pid in next(loop)["by"]}
@@ -563,4 +556,4 @@ def test_closing_leaves_no_actor_and_no_thread(cluster: Any, made: Make) -> None
         processes = [psutil.Process(pid) for pid in pids]
     psutil.wait_procs(processes, TIMEOUT_S)
     assert not any(process.is_running() for process in processes)
-    assert not hand_outs()
+    assert threads_left(but=before) == []

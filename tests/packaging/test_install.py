@@ -135,6 +135,7 @@ def test_pip_installs_a_library_that_loads(tree: Path, tmp_path: Path) -> None:
     assert (tmp_path / "site" / "prefetch" / "core" / "core.h").exists()  # to compile it again, there
 
 
+@pytest.mark.full
 @needs_compiler
 @needs_setuptools
 def test_a_wheel_with_a_library_is_for_every_python_of_one_platform(tree: Path) -> None:
@@ -177,6 +178,7 @@ def test_nothing_is_compiled_where_pure_python_is_asked_for(tree: Path) -> None:
     assert "DATAFLOW_PURE is set" in printed
 
 
+@pytest.mark.full
 @needs_compiler
 @needs_setuptools
 def test_zig_compiles_where_it_is_the_only_compiler_and_not_for_this_very_processor(

@@ -218,7 +218,7 @@ def test_a_null_inside_a_list_of_integers_is_bad_whatever_is_declared(tmp_path: 
         ({"l": Optional(default=3)}, "holds lists"),
         ({"l": Optional(default=[0.5])}, "is no value int64"),
         ({"s": Optional("int")}, "no place for None"),
-        ({"s": Optional("image", default=0)}, "a missing one is None"),
+        ({"s": Optional("image", default=0)}, "a missing value is None"),
         ({"s": Optional("strange")}, "one of auto, bytes"),
     ],
     ids=str,

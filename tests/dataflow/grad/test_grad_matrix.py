@@ -7,6 +7,7 @@ from functools import cache
 
 import pytest
 import torch
+from builders_kit import in_full
 from grad_kit import Case, Result, as_large_batches, in_windows, run_cases
 from pairs_kit import meeting_in_pairs, not_met
 
@@ -75,7 +76,7 @@ def assert_equal(found: Result, expected: Result) -> None:
     assert worst(found.averaged, expected.averaged) < 1e-12
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("world", [1, *in_full(2), 3, *in_full(4)])
 def test_windows_equal_large_batches(world: int) -> None:
     results = results_of(world) if world > 1 else [run_cases(cases_of(1))]
     for name, case in cases_of(world).items():

@@ -20,7 +20,18 @@ from datasets_kit import Row, delivered, plain, rank, rows_of, write_tar
 from http_kit import RangeServer, serving
 from hypothesis import given, settings, strategies as st
 
-from dataflow import Cache, DataLoader, Image, Mixture, Packed, SampleError, ShardedDataset, Shuffle
+from dataflow import (
+    Cache,
+    DataLoader,
+    Image,
+    Mixture,
+    Optional,
+    Packed,
+    SampleError,
+    ShardedDataset,
+    Shuffle,
+    Video,
+)
 
 KEYS = [f"{i:05d}" for i in range(47)]
 GAPS = [key for i, key in enumerate(KEYS) if i % 5 != 2]
@@ -325,6 +336,58 @@ def test_lengths_may_be_those_of_a_joined_column(tmp_path: Path) -> None:
     assert sorted(tokens) == sorted(t for _, row in lists for t in row["tokens"])
 
 
+def test_a_state_has_room_for_many_joins(tmp_path: Path) -> None:
+    own, other = tables(tmp_path, {"id": range(8), "x": range(8)}, {"id": range(8), "y": range(8)})
+    for number in range(5):
+        own = own.join(other, on="id", suffix=f"_{number}")
+    with DataLoader(own, 2) as loader:
+        next(iter(loader))
+        state = loader.state_dict()
+    with DataLoader(own, 2) as loader:
+        loader.load_state_dict(json.loads(json.dumps(state)))
+        assert [batch["y_4"].tolist() for batch in loader] == [[2, 3], [4, 5], [6, 7]]
+
+
+def test_lists_of_the_other_come_with_their_images(tmp_path: Path) -> None:
+    cv2 = pytest.importorskip("cv2")
+    rng = np.random.default_rng(0)
+    lists = {key: rng.integers(0, 255, (int(key) % 3, 8, 8, 3), np.uint8) for key in GAPS}
+    encoded = [[cv2.imencode(".png", image)[1].tobytes() for image in images] for images in lists.values()]
+    other = pa.table({"id": GAPS, "pages": pa.array(encoded, pa.list_(pa.binary()))})
+    pq.write_table(other, tmp_path / "other.parquet", row_group_size=4)
+    own = opened(write(tmp_path, "own", [(key, own_row(key)) for key in KEYS], "tar", 3))
+    pages = ShardedDataset(
+        str(tmp_path / "other.parquet"), decode={"pages": Image(size=8, layout="HWC")}, columns=["pages"]
+    )
+    joined = own.join(pages, on=("__key__", "id"))
+    for workers in (0, 2):
+        with DataLoader(joined, 4, Shuffle("window", window_blocks=3), num_workers=workers) as loader:
+            for batch in loader:
+                for n, images in zip(batch["n"], batch["pages"].rows(), strict=True):
+                    assert np.array_equal(images, lists[f"{n:05d}"][..., ::-1])
+
+
+def test_clips_of_long_videos_of_the_other_are_those_of_random_access(tmp_path: Path) -> None:
+    media = pytest.importorskip("media_kit", exc_type=pytest.skip.Exception)
+    videos = [(key, media.video(100, first=1000 * i, noise=60, b="8M")) for i, key in enumerate(KEYS[:6])]
+    assert min(len(value) for _, value in videos) > 256 << 10, "or they would be read whole anyway"
+    write_tar(tmp_path / "other-0.tar", [(f"{key}.mp4", value) for key, value in reversed(videos)])
+    own = opened(write(tmp_path, "own", [(key, own_row(key)) for key in KEYS[:6]], "parquet", 3))
+    clips = ShardedDataset(str(tmp_path / "other-0.tar"), decode={"mp4": Video(frames=4, size=64)})
+    joined = own.select(["n"]).join(clips, on=("id", "__key__"), amplification=WIDE)
+    expected = {i: media.numbers_of(joined[i]["mp4"]) for i in range(6)}
+    assert all(numbers[0] // 1000 == i for i, numbers in expected.items())
+    assert len({numbers[0] % 1000 for numbers in expected.values()}) > 1, "drawn, not all alike"
+    for workers in (0, 2):
+        with DataLoader(joined, 2, True, num_workers=workers) as loader:
+            found = {
+                n: media.numbers_of(clip)
+                for batch in loader
+                for n, clip in zip(batch["n"].tolist(), batch["mp4"], strict=True)
+            }
+        assert found == expected
+
+
 def test_actors_that_read_by_themselves_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="ship_blocks=True"):
         DataLoader(pair(tmp_path).joined(), 4, num_workers=1, builders="ray")
@@ -351,6 +414,21 @@ def test_names_that_both_deliver_take_a_suffix(tmp_path: Path) -> None:
     ]
     with pytest.raises(ValueError, match="delivered twice"):
         own.join(other, on="id", suffix="")
+
+
+def test_a_mask_is_called_after_its_column(tmp_path: Path) -> None:
+    own, _ = tables(tmp_path, {"id": [1, 2], "x": [1, 2]}, {"id": [2, 1], "x": [None, 10]})
+    other = ShardedDataset(
+        str(tmp_path / "other.parquet"), decode={"x": Optional("int", default=-1, mask=True)}, columns=["x"]
+    )
+    joined = own.join(other, on="id", suffix="_b")
+    (batch,) = DataLoader(joined, 2)
+    assert {name: values.tolist() for name, values in batch.items()} == {
+        "id": [1, 2],
+        "x": [1, 2],
+        "x_b": [10, -1],
+        "x_b_mask": [True, False],
+    }
 
 
 def test_keys_that_repeat_in_the_other_are_named(tmp_path: Path) -> None:
@@ -509,3 +587,22 @@ def test_a_bad_value_of_the_other_leaves_the_sample_out(tmp_path: Path) -> None:
         rows = [row for batch in delivered(loader) for row in batch]
         assert keys_of(rows) == KEYS[:10] + KEYS[11:]
         assert loader.stats().skipped_samples == 1
+
+
+@pytest.mark.parametrize("workers", [None, 0, 2])
+def test_a_missing_number_of_the_other_is_an_error_or_leaves_the_sample_out(
+    tmp_path: Path, workers: int | None
+) -> None:
+    gaps = [10, None, 12, 13, 14, None]
+    tables(tmp_path, {"id": range(6)}, {"id": range(6), "y": pa.array(gaps)})
+    for on_error in ("raise", "skip"):
+        own = ShardedDataset(str(tmp_path / "own.parquet"), on_error=on_error)
+        joined = own.join(ShardedDataset(str(tmp_path / "other.parquet"), columns=["y"]), on="id")
+        with pytest.raises(SampleError, match="column 'y': the sample lacks"):
+            joined[1]
+        with DataLoader(joined, 3, num_workers=workers) as loader:
+            if on_error == "raise":
+                with pytest.raises(SampleError, match="column 'y': the sample lacks"):
+                    delivered(loader)
+            else:
+                assert [n for batch in loader for n in batch["y"].tolist()] == [10, 12, 13, 14]

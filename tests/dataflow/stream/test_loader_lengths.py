@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from builders_kit import in_full, others_in_full
 from chunks_kit import HandDrivenEpoch
 from datasets_kit import Made, Make, edited, make_megatron, rank, write_megatron
 from pairs_kit import meeting_in_pairs
@@ -133,7 +134,7 @@ def tokens_of(batching: Batching, batches: list[list[Any]]) -> Counter[int]:
 # ---- exactness --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", others_in_full(FORMATS, "parquet", "tar", "tokens.bin"))
 @pytest.mark.parametrize("kind", BATCHINGS)
 def test_batches_hold_what_the_plan_says_element_by_element(made: Make, name: str, kind: str) -> None:
     data, batching = made(name), BATCHINGS[kind](FORMATS[name])
@@ -300,7 +301,7 @@ def through_json(state: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("kind", BATCHINGS)
-@pytest.mark.parametrize("shuffle", [*SHUFFLES[:2], Shuffle("full")], ids=str)
+@pytest.mark.parametrize("shuffle", [*in_full(SHUFFLES[0]), SHUFFLES[1], *in_full(Shuffle("full"))], ids=str)
 def test_resumes_at_every_batch(made: Make, kind: str, shuffle: Shuffle) -> None:
     data, batching = made("parquet"), BATCHINGS[kind]("lst")
     with loader_of(data, batching, shuffle=shuffle) as loader:

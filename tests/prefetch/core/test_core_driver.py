@@ -12,6 +12,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from builders_kit import in_full
 
 from prefetch.core.compile import FLAGS, FOLDER, SOURCES, compilers_on_path
 
@@ -72,7 +73,7 @@ def driver(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return folder / "driver", num_plans
 
 
-@pytest.mark.parametrize("mode", ["honest", "short", "broken"])
+@pytest.mark.parametrize("mode", ["honest", *in_full("short"), "broken"])
 def test_plans_are_run_as_by_plain_loops(driver: tuple[Path, int], mode: str) -> None:
     program, num_plans = driver
     done = run([str(program), "1", str(num_plans), mode], program.parent)

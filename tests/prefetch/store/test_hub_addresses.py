@@ -13,7 +13,7 @@ import pytest
 from prefetch.store import hub
 from prefetch.store.connections import Destination
 from prefetch.store.responses import Head
-from prefetch.store.retries import StatusError
+from sharding.http_status import StatusError
 from sharding.hub.snapshot import HubAccess
 
 DATE = {"date": "Wed, 25 Nov 2026 12:00:00 GMT"}

@@ -23,13 +23,13 @@ from prefetch.store.retries import (
     ReadTimes,
     RetryDecision,
     RetryPolicy,
-    StatusError,
     WrongRangeError,
     failure_of,
     hedge_due_s,
     is_crawling,
 )
 from sharding.errors import ShardReadError
+from sharding.http_status import StatusError
 
 
 class ClientPayloadError(Exception):

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from builders_kit import others_in_full
 from servers_kit import SERVERS, Store
 
 from dataflow import DataLoader, ShardedDataset
@@ -52,7 +53,7 @@ def local(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module", params=list(SERVERS))
+@pytest.fixture(scope="module", params=others_in_full(SERVERS, "nginx", "azurite"))
 def store(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
     with SERVERS[request.param](tmp_path_factory.mktemp(request.param)) as store:
         for shard in range(NUM_SHARDS):

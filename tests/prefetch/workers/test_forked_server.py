@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from builders_kit import others_in_full
 from programs_kit import ANOTHER_THREAD, run_script
 
 from prefetch.workers.fork_server import interrupts_held
@@ -89,7 +90,7 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize("other", OTHERS)
+@pytest.mark.parametrize("other", others_in_full(OTHERS, "threads of a library"))
 def test_a_process_that_is_not_by_itself_gets_a_server_of_its_own(tmp_path: Path, other: str) -> None:
     text, reason = OTHERS[other]
     text = f"""{text}

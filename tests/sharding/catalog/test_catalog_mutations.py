@@ -30,6 +30,7 @@ def mutations(*arguments: str) -> list[list[str]]:
     return [line[1:] for line in lines if line[0] == "ended"]
 
 
+@pytest.mark.full
 def test_a_mutated_catalog_is_an_error_or_gives_the_same_samples():
     """One with right checksums may describe other samples, of the same shards, or be refused otherwise."""
     seen = mutations("15", "30")

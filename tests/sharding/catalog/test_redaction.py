@@ -17,6 +17,7 @@ import aiohttp
 import numpy as np
 import pytest
 import yarl
+from builders_kit import others_in_full
 from click.testing import CliRunner
 from http_kit import RangeServer, serving
 
@@ -25,7 +26,6 @@ from dataflow.timing import VARIABLE
 from dataflow.tools.cli import main
 from prefetch.cache.entry import tag_of
 from prefetch.store.retrier import Retrier, notice_of
-from prefetch.store.retries import StatusError
 from sharding.blocks import Shard
 from sharding.catalog.build import default_catalog_path
 from sharding.catalog.expand import expand
@@ -33,6 +33,7 @@ from sharding.catalog.storage import failure_text, open_url
 from sharding.catalog.table import Catalog
 from sharding.errors import DataflowError, ShardError, ShardReadError
 from sharding.formats import resolve_format
+from sharding.http_status import StatusError
 from sharding.redaction import has_unquoted_password, hide_secrets, identity_of, without_secrets
 
 SIGNED = (
@@ -335,13 +336,17 @@ def test_shards_beside_a_catalog_are_opened_with_its_password(folder: Path, tmp_
 
 @pytest.mark.parametrize(
     "command",
-    [
+    others_in_full(
+        (
+            "index",
+            "inspect --json found.json",
+            "bench storage --json found.json --seconds 0.05 --in-flight 1",
+            'bench loader --json found.json --seconds 0.05 --compute-ms 1 --storage-option headers={"X":"cafe55"}',  # noqa: E501
+            "bench compare --json found.json --seconds 0.05 --workers 0",
+        ),
         "index",
         "inspect --json found.json",
-        "bench storage --json found.json --seconds 0.05 --in-flight 1",
-        'bench loader --json found.json --seconds 0.05 --compute-ms 1 --storage-option headers={"X":"cafe55"}',  # noqa: E501
-        "bench compare --json found.json --seconds 0.05 --workers 0",
-    ],
+    ),
 )
 def test_commands_neither_print_nor_write_secrets(
     server: SigningServer, kept: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str

@@ -343,6 +343,7 @@ SHORT_LISTS = st.lists(SPELLINGS, max_size=8)
 LONG_LISTS = st.lists(SPELLINGS, min_size=1, max_size=3).map(lambda values: values * 300)
 
 
+@pytest.mark.full
 @settings(max_examples=150, deadline=None)
 @given(st.lists(st.lists(SHORT_LISTS | LONG_LISTS, max_size=3), min_size=1, max_size=5), st.integers(1, 500))
 @example([[["1e15"] * 300]], 1)

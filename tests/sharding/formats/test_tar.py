@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import webdataset
 import zstandard
+from builders_kit import in_full, others_in_full
 from formats_kit import blocks_of, rows_of, scan_of, shard_of
 from hypothesis import assume, example, given, settings, strategies as st
 from webdataset.tariterators import group_by_keys, tar_file_expander
@@ -459,8 +460,8 @@ def two_members(fmt: int) -> tuple[bytes, int]:
     return content, last.offset_data + -(-last.size // 512) * 512
 
 
-@pytest.mark.parametrize("url", COMPRESS)
-@pytest.mark.parametrize("fmt", [tarfile.USTAR_FORMAT, tarfile.PAX_FORMAT], ids=["ustar", "pax"])
+@pytest.mark.parametrize("url", others_in_full(COMPRESS, "a.tar", "a.tar.gz"))
+@pytest.mark.parametrize("fmt", [*in_full(tarfile.USTAR_FORMAT), tarfile.PAX_FORMAT])
 def test_every_cut_before_the_end_marker_raises_and_none_behind_it(fmt: int, url: str) -> None:
     content, end = two_members(fmt)
     step = 1 if url == "a.tar" else 13
