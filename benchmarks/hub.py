@@ -131,7 +131,7 @@ def serving(files: int, rows: int, row_bytes: int) -> Iterator[_Hub]:
 def new_caches() -> Iterator[None]:
     """Nothing known to anybody."""
     with tempfile.TemporaryDirectory() as folder:
-        names = ("XDG_CACHE_HOME", "HF_HOME", "TMPDIR", "LITDATA_CACHE_DIR")
+        names = ("XDG_CACHE_HOME", "HF_HOME", "TMPDIR", "LITDATA_CACHE_DIR", "LITDATA_HF_CACHE_DIR")
         before = {name: os.environ.get(name) for name in names}
         os.environ.update(dict.fromkeys(names, folder))
         os.environ["HOME_OF_CACHES"] = folder
