@@ -105,7 +105,9 @@ def _array_of(name: str, value: Any) -> NDArray[Any]:
         )
     array = np.asarray(value)
     if array.ndim != 1 or (len(array) and array.dtype.kind not in "biuf"):
-        raise TypeError(f"column {name!r} holds {described(value)}: {_LEAVE_OUT} to have it batched by length")
+        raise TypeError(
+            f"column {name!r} holds {described(value)}: {_LEAVE_OUT} to have it batched by length"
+        )
     return array
 
 
@@ -166,7 +168,10 @@ class FoundSamples:
         return whole.take(np.argsort(positions))
 
     def batch(
-        self, batching: Batching, pieces: BatchPieces, allocate: Callable[[int], NDArray[np.uint8]] | None = None
+        self,
+        batching: Batching,
+        pieces: BatchPieces,
+        allocate: Callable[[int], NDArray[np.uint8]] | None = None,
     ) -> dict[str, Any]:
         """One batch of a plan, as `batch_columns` forms it."""
         own = pieces.pieces

@@ -92,6 +92,11 @@ class FoundPlaces:
         return len(self.bounds) - 1
 
     @property
+    def begin(self) -> int:
+        """The first unit that is known."""
+        return self._first_unit[0]
+
+    @property
     def num_known(self) -> int:
         """Units of the megabatches that were found, and before."""
         return self._first_unit[-1]
@@ -119,11 +124,7 @@ class FoundPlaces:
         """The last known megabatch that begins with the unit or before it, and its first unit."""
         with self._lock:
             firsts = self._first_unit
-        number = int(np.searchsorted(firsts, unit, side="right")) - 1
-        if number < 0:
-            raise ValueError(
-                f"the lengths of unit {unit} were not found: the loader began at unit {firsts[0]}"
-            )
+        number = max(0, int(np.searchsorted(firsts, unit, side="right")) - 1)
         return self._start + number, firsts[number]
 
     def cut(self, megabatch: int, lengths: NDArray[np.integer]) -> Units:
@@ -234,7 +235,9 @@ class FoundPlan(RankPlan):
         raise NotImplementedError
 
 
-def items_of(dealt: BatchPlan, first_batch: int, last_batch: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def items_of(
+    dealt: BatchPlan, first_batch: int, last_batch: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """As `BatchPlan.items`, but the last batch is filled up with its own first units."""
     items, sizes = dealt.items(first_batch, last_batch)
     repeats = dealt.repeats(first_batch, last_batch)
@@ -368,35 +371,37 @@ class FoundPlanner:
         self._open_batching, self.key, self.lengths, self._place = batching, key, lengths, place
         self.batching = batching.with_window(window)
         self._lock = threading.Lock()  # guards what follows
-        self._places: dict[object, FoundPlaces] = {}
+        self._places: list[tuple[object, FoundPlaces]] = []
 
-    def places(self, order: Order) -> FoundPlaces:
-        """What is known of an order of the dataset's samples; kept for the last epochs."""
+    def places(self, order: Order, unit: int) -> FoundPlaces:
+        """What is known of an order of the dataset's samples, from a unit on; kept for the last epochs.
+
+        An epoch that was gone on with from a state is known from there on only.
+        """
         name = order.seed, order.epoch, order.shuffle
         with self._lock:
-            places = self._places.get(name)
-            if places is None:
-                places = self._new_places(order)
-                for old in [*self._places][: 1 - _KEPT_EPOCHS]:
-                    del self._places[old]
-                self._places[name] = places
+            kept = [places for other, places in self._places if other == name and places.begin <= unit]
+            if kept:
+                return max(kept, key=lambda places: places.at(unit)[1])
+            places = self._new_places(order, unit)
+            self._places = [(name, places), *self._places[: _KEPT_EPOCHS - 1]]
             return places
 
-    def _new_places(self, order: Order) -> FoundPlaces:
+    def _new_places(self, order: Order, unit: int) -> FoundPlaces:
         key_of = units_key(order.seed, order.epoch, order.shuffle.kind != "none")
+        places = FoundPlaces(self.batching, order.num_samples, key_of)
         if self.lengths is not None:
-            places, lengths = FoundPlaces(self.batching, order.num_samples, key_of), self.of_epoch(order)
+            lengths = self.of_epoch(order)
             for megabatch in range(places.num_megabatches):
                 places.add(megabatch, lengths[slice(*places.bounds[megabatch : megabatch + 2])])
             return places
-        epoch, first_sample, unit = self._place or (order.epoch, 0, 0)
-        if epoch != order.epoch:
-            first_sample = unit = 0
-        places = FoundPlaces(self.batching, order.num_samples, key_of)
+        epoch, first_sample, units_before = self._place or (order.epoch, 0, 0)
+        if epoch != order.epoch or unit < units_before:
+            return places
         megabatch = int(np.searchsorted(places.bounds, first_sample))
-        if places.bounds[megabatch] != first_sample:
+        if megabatch > places.num_megabatches or places.bounds[megabatch] != first_sample:
             raise ValueError(f"no megabatch of the epoch begins with sample {first_sample}")
-        return FoundPlaces(self.batching, order.num_samples, key_of, megabatch, unit)
+        return FoundPlaces(self.batching, order.num_samples, key_of, megabatch, units_before)
 
     def of_epoch(self, order: Order) -> NDArray[np.integer]:
         """The lengths at the positions of an epoch, where all are known."""
@@ -405,7 +410,7 @@ class FoundPlanner:
 
     def plan(self, order: Order, **dealing: Unpack[Dealing]) -> FoundPlan:
         """One rank's batches of an epoch."""
-        return FoundPlan(order, self.places(order), **dealing)
+        return FoundPlan(order, self.places(order, dealing.get("start", 0)), **dealing)
 
     @property
     def samples_per_unit(self) -> int:
@@ -419,7 +424,7 @@ class FoundPlanner:
 
     def state(self, order: Order, position: int) -> dict[str, object]:
         """As `UnitPlanner.state`: the mark, and the megabatch to find again."""
-        places = self.places(order)
+        places = self.places(order, position)
         megabatch, unit = places.at(position)
         return self.mark | {"first_sample": int(places.bounds[megabatch]), "units_before": unit}
 

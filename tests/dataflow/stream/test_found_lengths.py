@@ -199,7 +199,7 @@ def test_a_resumed_loader_makes_no_sample_before_its_megabatch(folder: Path) -> 
     with loader_of(folder, BATCHINGS["packed"]()) as loader:
         num = len(list(loader))
         loader.set_epoch(0)
-        for _ in islice(loader, num - 1):
+        for _ in islice(loader, num - 4):
             pass
         state = loader.state_dict()
     tokens = CountedTokens()
@@ -217,7 +217,10 @@ def test_a_resumed_loader_makes_no_sample_before_its_megabatch(folder: Path) -> 
 def test_a_state_of_other_batching_is_refused(folder: Path) -> None:
     with loader_of(folder, Packed(16, window=40)) as loader:
         state = loader.state_dict()
-    with loader_of(folder, Packed(17, window=40)) as loader, pytest.raises(ValueError, match="other batching"):
+    with (
+        loader_of(folder, Packed(17, window=40)) as loader,
+        pytest.raises(ValueError, match="other batching"),
+    ):
         loader.load_state_dict(state)
 
 
@@ -242,7 +245,12 @@ def of_rank(folder: Path, kind: str, options: dict[str, Any], cuts: list[int], l
 
 
 def of_world(
-    folder: Path, world_size: int, kind: str, cuts: list[int] = [], load: Any = None, **options: Any  # noqa: B006
+    folder: Path,
+    world_size: int,
+    kind: str,
+    cuts: list[int] = [],
+    load: Any = None,
+    **options: Any,  # noqa: B006
 ) -> tuple[list[list[Any]], dict[int, Any], Counter[tuple[int, int]]]:
     """The units of each global batch, the states (the same on all ranks), and how often samples were made."""
     ranks = fast_ranks(of_rank, world_size, args=(folder, kind, options, cuts, load), timeout_s=90)
@@ -261,3 +269,190 @@ def test_every_number_of_ranks_delivers_the_same_global_batches_and_makes_a_samp
         assert batches == whole_batches(units_of(loader), GLOBAL_ROWS)
     assert {i for i, _ in made} == {*range(NUM_DOCUMENTS)}
     assert set(made.values()) == {1}
+
+
+def expected_on(units: list[Any], world_size: int, size: int, tail: str) -> list[list[Any]]:
+    """Global batches under a tail rule; the last one is filled up with its own first units."""
+    batches = whole_batches(units, size)
+    left = len(batches[-1])
+    if left == size:
+        return batches
+    fill = {"drop": 0, "uneven": 0, "pad": size - left, "even": -left % world_size}[tail]
+    own = batches.pop()
+    return batches if tail == "drop" else [*batches, [*own, *(own[k % left] for k in range(fill))]]
+
+
+@pytest.mark.parametrize("tail", ["drop", "pad", "even", "uneven"])
+@pytest.mark.parametrize("kind", ["packed", "buckets"])
+def test_all_tails_leave_out_or_fill_up_the_last_batch(folder: Path, tail: str, kind: str) -> None:
+    batches, _, _ = of_world(folder, 3, kind, tail=tail, shuffle=Shuffle("window", 4, canonical_nodes=3))
+    with loader_of(folder, BATCHINGS[kind](), shuffle=Shuffle("window", 4, canonical_nodes=3)) as loader:
+        units = units_of(loader)
+    if kind == "buckets" and tail == "drop":
+        assert len(units[-1]) < 5
+        units.pop()
+    assert batches == expected_on(units, 3, GLOBAL_ROWS if kind == "packed" else 3, tail)
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 2), (1, 4)])
+def test_a_state_goes_on_with_another_number_of_ranks(folder: Path, before: int, after: int) -> None:
+    whole, states, _ = of_world(folder, before, "packed", [1, 3, 7], tail="uneven")
+    for cut, state in states.items():
+        rest, _, made = of_world(folder, after, "packed", load=state, tail="uneven")
+        assert rest == whole[cut:]
+        assert set(made.values()) == {1}
+
+
+def fails_on_one_rank(folder: Path) -> str:
+    def tokens(sample: Mapping[str, Any]) -> dict[str, Any]:
+        if dist.get_rank() == 1 and sample["n"] > 100:
+            raise ArithmeticError("no tokens today")
+        return tokens_of(sample)
+
+    with loader_of(folder, BATCHINGS["packed"](), tokens) as loader, pytest.raises(DataflowError) as caught:
+        list(loader)
+    return str(caught.value)
+
+
+def test_all_ranks_end_when_one_cannot_make_a_sample(folder: Path) -> None:
+    other, own = fast_ranks(fails_on_one_rank, 2, args=(folder,), timeout_s=60)
+    assert "ArithmeticError: no tokens today" in own
+    assert other.startswith("rank 1 could not make its samples: SampleError")
+
+
+def leaves_early(folder: Path) -> list[Any]:
+    """Loops that are left after some batches, then a whole one."""
+    with loader_of(folder, BATCHINGS["packed"](), tail="uneven") as loader:
+        for num in (1, 4, 9):
+            list(islice(loader, num))
+        epoch = loader.epoch + 1
+        return [epoch, delivered(loader)]
+
+
+def test_loops_may_be_left_early_on_all_ranks(folder: Path) -> None:
+    ranks = fast_ranks(leaves_early, 2, args=(folder,), timeout_s=60)
+    with loader_of(folder, BATCHINGS["packed"]()) as loader:
+        units = units_of(loader, ranks[0][0])
+    batches = [[*a, *b] for a, b in zip(ranks[0][1], ranks[1][1], strict=True)]
+    assert batches == whole_batches(units, 6)
+
+
+def is_alone(folder: Path) -> str:
+    with loader_of(folder, BATCHINGS["packed"](), timeout=2) as loader:
+        if dist.get_rank() == 1:
+            return ""
+        with pytest.raises(DataflowError, match="all of them must make the loader") as caught:
+            next(iter(loader))
+        return str(caught.value)
+
+
+def test_a_rank_that_asks_alone_is_told_in_time(folder: Path) -> None:
+    assert fast_ranks(is_alone, 2, args=(folder,), timeout_s=60)[0]
+
+
+def test_ranks_without_a_process_group_are_told_to_have_one(folder: Path) -> None:
+    with (
+        loader_of(folder, BATCHINGS["packed"](), topology=rank(0, 2)) as loader,
+        pytest.raises(DataflowError, match="torch.distributed is not initialised"),
+    ):
+        next(iter(loader))
+
+
+# ---- lengths that are known, of samples that are made ------------------------------------------------
+
+
+def known(folder: Path) -> np.ndarray:
+    return np.array([length_of(i) for shard in range(3) for i in range(shard, NUM_DOCUMENTS, 3)])
+
+
+@pytest.mark.parametrize("kind", BATCHINGS)
+@pytest.mark.parametrize("tail", ["pad", "even", "uneven"])
+def test_with_known_lengths_each_rank_makes_what_it_delivers(folder: Path, kind: str, tail: str) -> None:
+    batching = type(BATCHINGS[kind]())(**{**vars(BATCHINGS[kind]()), "lengths": known(folder)})
+    rows = {"batch_size": 4} if kind in ("packed", "truncated") else {}
+    of_ranks, made = [], Counter[tuple[int, int]]()
+    for r in range(3):
+        tokens = CountedTokens()
+        with loader_of(folder, batching, tokens, topology=rank(r, 3), tail=tail, **rows) as loader:
+            of_ranks.append(delivered(loader))
+            assert loader.stats().lengths.units == len(units_of(loader))
+        made += tokens.made
+    steps = max(map(len, of_ranks))
+    batches = [list(chain(*(own[b] for own in of_ranks if b < len(own)))) for b in range(steps)]
+    assert batches == expected_on(units_of(loader), 3, 12 if rows else 3, tail)
+    if kind != "packed" and tail == "uneven":  # where no document is cut, or filled up
+        assert set(made.values()) == {1}
+
+
+def test_a_length_that_lies_is_an_error_that_names_the_sample(folder: Path) -> None:
+    lengths = known(folder)
+    lengths[30] += 1  # the 31st of the first shard
+    with (
+        loader_of(folder, Packed(16, window=40, lengths=lengths)) as loader,
+        pytest.raises(SampleError, match=f"has {length_of(90)} elements, but .* said to be") as caught,
+    ):
+        list(loader)
+    assert caught.value.shard.endswith("shard0.jsonl")
+    assert caught.value.key == "30"
+
+
+# ---- what cannot be batched --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("transform", "text"),
+    [
+        (lambda sample: sample, "column 'tokens', but the samples have n, text"),
+        (lambda sample: sample["text"], "samples must be dicts"),
+        (lambda sample: {"tokens": sample["text"]}, "holds text"),
+        (lambda sample: {"tokens": [[1], [2]]}, "return lists of numbers"),
+        (lambda sample: {"tokens": 1}, "return lists of numbers"),
+    ],
+)
+def test_samples_without_a_list_of_numbers_are_refused(folder: Path, transform: Any, text: str) -> None:
+    with loader_of(folder, Packed(16), transform) as loader, pytest.raises(TypeError, match=text):
+        next(iter(loader))
+
+
+def test_a_sample_that_cannot_be_made_is_left_out_and_counted_once(folder: Path) -> None:
+    def tokens(sample: Mapping[str, Any]) -> dict[str, Any]:
+        ids = tokens_of(sample)["tokens"]
+        return {"tokens": ids[:: 0 if sample["n"] == 17 else 1], "mask": ids[sample["n"] == 31 :]}
+
+    batching = Packed(16, columns=["tokens", "mask"], window=40)
+    with loader_of(folder, batching, tokens, on_error="skip") as loader:
+        whole, states = [], []
+        for batch in loader:
+            whole += chain(*pieces_of(batch["tokens"]))
+            states.append(loader.state_dict())
+        assert loader.stats().skipped_samples == 2
+        assert loader.stats().batches == len(states)
+    left_out = {17, 31}
+    assert sum(map(len, whole)) == sum(length_of(i) for i in range(NUM_DOCUMENTS) if i not in left_out)
+    assert not {piece[0] // 100 for piece in whole} & left_out
+    for state in states[::7]:
+        with loader_of(folder, batching, tokens, on_error="skip") as loader:
+            loader.load_state_dict(state)
+            with pytest.raises(TypeError):
+                len(loader)
+            assert [batch for batch in loader]
+            assert loader.stats().skipped_samples == 2
+
+
+def test_the_number_of_batches_is_a_type_error(folder: Path) -> None:
+    with loader_of(folder, BATCHINGS["packed"]()) as loader:
+        with pytest.raises(TypeError, match="found while they are made"):
+            len(loader)
+        assert loader.batches_left is None
+
+
+def test_a_batch_transform_gets_the_finished_batch_and_repeats_are_marked(folder: Path) -> None:
+    def marked(batch: Any) -> Any:
+        return batch["tokens"].tokens.shape, batch.pop("__repeat__")
+
+    options = {"tail": "pad", "mark_repeats": True, "topology": rank(0, 1)}
+    with loader_of(folder, BATCHINGS["packed"](), batch_transform=lambda b: b, **options) as loader:
+        flags = [batch["__repeat__"] for batch in loader]
+    num = len(units_of(loader))
+    assert num % 3
+    assert torch.cat(flags).tolist() == [False] * num + [True] * (-num % 3)
