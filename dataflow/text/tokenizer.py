@@ -21,7 +21,7 @@ from sharding.cached_property import cached_property
 from sharding.errors import DataflowError
 
 Overlong = Literal["truncate", "error"]
-DTYPES = {"int32": np.dtype(np.int32), "int64": np.dtype(np.int64)}
+DTYPES: dict[str, np.dtype[Any]] = {"int32": np.dtype(np.int32), "int64": np.dtype(np.int64)}
 """Of token ids, as delivered."""
 
 
