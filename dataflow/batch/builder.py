@@ -40,6 +40,8 @@ from sharding.plan.plan import RankPlan
 
 REPEAT = "__repeat__"
 """The column of `mark_repeats`: bool [samples], or [rows] of packed ones."""
+KEPT = "__kept__"
+"""The column of `marks_kept`: int64 [samples], which rows of the batch's plan they are."""
 
 BatchFn = Callable[[Any], Any]
 
@@ -59,6 +61,8 @@ class Postprocessing:
     """How batches depend on lengths."""
     mark_repeats: bool = False
     """Whether batches get a column that tells what the tail rule delivers a second time."""
+    marks_kept: bool = False
+    """Whether they get one that tells which of their samples were not left out."""
 
     @property
     def functions(self) -> tuple[Any, ...]:
@@ -293,6 +297,8 @@ class BatchBuilder:
             result = _called(steps.batch_transform, result, place)
         if steps.mark_repeats:
             _checked_dict(result, steps)[REPEAT] = torch.from_numpy(self._repeats(number, kept))
+        if steps.marks_kept:
+            _checked_dict(result, steps)[KEPT] = torch.from_numpy(kept)
         return result, len(kept)
 
     def _repeats(self, number: int, kept: NDArray[np.int64]) -> NDArray[np.bool_]:

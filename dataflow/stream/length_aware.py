@@ -10,8 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dataflow.dataset import ShardedDataset
-from dataflow.decode.values import LACKING
+from dataflow.decode.values import CONVERTERS, LACKING
 from dataflow.mixture import Mixture
+from dataflow.outputs.objects import ObjectOutput
 from dataflow.outputs.output import Output
 from dataflow.outputs.ragged import PaddedOutput, RaggedOutput
 from dataflow.stream.settings import StreamSettings
@@ -19,6 +20,7 @@ from prefetch.store.filesystems import shard_file
 from sharding.errors import SampleError
 from sharding.lengths.batching import Batching, Bucketed, Packed, TokenBudget
 from sharding.lengths.column_lengths import resolve_lengths
+from sharding.lengths.found_plan import FoundPlanner
 from sharding.lengths.unit_plan import UnitPlanner
 from sharding.lengths.units import DEFAULT_MEGABATCH_SAMPLES
 
@@ -37,20 +39,29 @@ def check_batching(settings: StreamSettings, dataset: ShardedDataset | Mixture) 
         raise ValueError(f"batching must be Packed(...), TokenBudget(...) or Bucketed(...), got {batching!r}")
     if not batching.rows_are_units and batch_size != 1:
         raise ValueError(f"{name} decides how many samples a batch has: leave batch_size={batch_size} out")
-    if isinstance(batching, Packed) and (dataset.transform or collate_fn):
-        raise ValueError("Packed lays samples into rows as they are stored: use batch_transform instead")
-    if dataset.transform and not collate_fn:
-        raise ValueError(
-            f"a transform may change lengths: pass a collate_fn that pads what {name} brings together"
-        )
+    if isinstance(batching, Packed) and collate_fn:
+        raise ValueError("Packed lays samples into rows by itself: use batch_transform instead")
     if collate_fn and getattr(batching, "overlong", "error") != "error":
         raise ValueError('overlong="truncate" needs batches that are padded here: leave collate_fn out')
     if collate_fn and len(batching.columns) > 1:
         raise ValueError("columns= are padded here: leave it or collate_fn out")
-    if collate_fn is None:
+    if collate_fn is None and not are_found(settings, dataset):
         for column in batching.columns:
             _check_column(column, dataset)
         _check_others(batching, dataset)
+
+
+def are_found(settings: StreamSettings, dataset: ShardedDataset | Mixture) -> bool:
+    """Whether what is batched, and so how long it is, is made by a function of the user's.
+
+    Where a `collate_fn` forms the batches, the stored lengths count.
+    """
+    batching = settings.batching
+    if batching is None or settings.collate_fn is not None or isinstance(dataset, Mixture):
+        return False
+    output = _output(batching.column, dataset)
+    is_made = isinstance(output, ObjectOutput) and output.convert is not CONVERTERS["text"]
+    return is_made or dataset.transform is not None
 
 
 def _check_others(
@@ -103,14 +114,30 @@ def _output(name: str, dataset: ShardedDataset) -> Output | None:
     return next((output for output in dataset.outputs if output.name == name), None)
 
 
-def make_planner(batching: Batching, dataset: ShardedDataset, window_bytes: int) -> UnitPlanner:
-    """Find the lengths, and plan with them. Reads shards where the catalog does not know.
+def make_planner(
+    settings: StreamSettings, dataset: ShardedDataset, window_bytes: int
+) -> UnitPlanner | FoundPlanner:
+    """Plan with the lengths of samples, which are looked up, or will be found while samples are made.
 
-    Where `batching.window` is None, a megabatch holds about `window_bytes` of blocks.
+    Reads shards where the catalog does not know. Where `batching.window` is None, a megabatch holds about
+    `window_bytes` of blocks.
 
     Raises as `sharding.lengths.column_lengths.resolve_lengths` does, and `SampleError` where a sample has no
     length.
     """
+    batching = settings.batching
+    assert batching is not None
+    blocks = dataset.catalog.blocks
+    held = max(1, int(np.maximum(blocks.length, blocks.nbytes).sum()))
+    window = max(1, min(DEFAULT_MEGABATCH_SAMPLES, window_bytes * len(dataset) // held))
+    if not are_found(settings, dataset):
+        return UnitPlanner(_lengths(batching, dataset), batching, window)
+    lengths = None if batching.lengths is None else _lengths(batching, dataset)
+    return FoundPlanner(batching, window, lengths=lengths)
+
+
+def _lengths(batching: Batching, dataset: ShardedDataset) -> NDArray[np.integer]:
+    """Of the dataset's samples, as the batching says."""
     output = _output(batching.column, dataset)
     stored = output.sources[0] if output is not None else batching.column  # `columns=` may rename
     named = batching.lengths is not None
@@ -126,18 +153,15 @@ def make_planner(batching: Batching, dataset: ShardedDataset, window_bytes: int)
             map=pool.map,
             open_shard=partial(shard_file, reader.read_into),
         )
-    blocks = dataset.catalog.blocks
     if join is not None or not dataset.selection.is_whole:
         # `lengths` are of all samples; a plan wants those of the view.
         at, row = dataset.selection.locate(np.arange(len(dataset)))
-        samples = blocks.first_sample[at] + row
+        samples = dataset.catalog.blocks.first_sample[at] + row
         lengths = lengths[samples if join is None else join.partners.of(samples)]
     lengths = _with_missing(lengths, output, stored, dataset)
-    if len(lengths) and output is not None:
+    if len(lengths) and output is not None and dataset.transform is None:
         _check_others(batching, dataset, lengths)
-    held = max(1, int(np.maximum(blocks.length, blocks.nbytes).sum()))
-    window = max(1, min(DEFAULT_MEGABATCH_SAMPLES, window_bytes * len(lengths) // held))
-    return UnitPlanner(lengths, batching, window)
+    return lengths
 
 
 def _with_missing(

@@ -16,7 +16,9 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch.distributed as dist
+from numpy.typing import NDArray
 
 from dataflow.batch.builder import REPEAT
 from dataflow.dataset import ShardedDataset
@@ -26,6 +28,8 @@ from dataflow.processes.choice import ChoiceMemory
 from dataflow.stats import LoaderStats
 from dataflow.stream.builders import BuilderPlan, plan_builders, warm_up
 from dataflow.stream.deliveries import Deliveries, LastGood, Skipped, SkippedAhead
+from dataflow.stream.exchange import FoundExchange
+from dataflow.stream.found import FoundSession
 from dataflow.stream.joined_reads import check_reads
 from dataflow.stream.length_aware import check_batching, make_planner
 from dataflow.stream.loop_sessions import LoopSessions
@@ -39,8 +43,10 @@ from prefetch.control.depth import Decision
 from prefetch.control.pause import ReadPause
 from prefetch.errors import EngineClosedError, MemoryLimitError, StallError
 from prefetch.memory.lifetimes import Finalizer
+from sharding.errors import DataflowError
+from sharding.lengths.found_plan import UNKNOWN, FoundPlan, FoundPlanner
 from sharding.lengths.unit_plan import UnitPlan
-from sharding.lengths.units import LengthStats
+from sharding.order.order import Order
 from sharding.order.shuffle import Shuffle
 from sharding.plan.batch_plan import Tail
 from sharding.plan.placement import seat_of
@@ -81,11 +87,11 @@ class StreamLoader:
         check_batching(settings, dataset)
         for source in dataset.sources:
             source.check_missing()
-        self._length_stats: LengthStats | None = None
+        self._exchange: FoundExchange | None = None
+        self._length_plan: UnitPlan | FoundPlan | None = None
+        """Of the epoch begun last."""
         self._planner = (
-            make_planner(
-                settings.batching, dataset, megabatch_bytes(settings.memory_limit, self.memory_limit).value
-            )
+            make_planner(settings, dataset, megabatch_bytes(settings.memory_limit, self.memory_limit).value)
             if settings.batching and isinstance(dataset, ShardedDataset)
             else None
         )
@@ -99,6 +105,7 @@ class StreamLoader:
         self._choices = ChoiceMemory()
         self._last_good = LastGood()
         self._plan = self._stream_plan()
+        self._open_exchange()
         self.epoch_plan(0, 0)  # raises if the settings make no plan
         self._check_batch_fits()
         check_reads(self._plan, self.memory_limit)
@@ -144,8 +151,20 @@ class StreamLoader:
             self._alone, self._unplaced = False, None
             self._take_place(detect_topology())
             self._plan = self._stream_plan()
+            self._open_exchange()
         if self._unplaced is not None:
             raise self._unplaced
+
+    def _open_exchange(self) -> None:
+        """Meet the other ranks where lengths are found together: a collective."""
+        ranks = self._topology.world_size
+        if isinstance(self._planner, FoundPlanner) and ranks > 1 and _is_distributed():
+            if dist.get_world_size() != ranks:
+                raise ValueError(
+                    f"topology= tells of {ranks} ranks, but torch.distributed of {dist.get_world_size()}: "
+                    "lengths that are found on the way are exchanged among all of them"
+                )
+            self._exchange = FoundExchange(self._plan.rank, self.settings.timeout_s)
 
     @property
     def topology(self) -> Topology:
@@ -190,8 +209,8 @@ class StreamLoader:
                 f"{error or 'it gave no reason'}; take fewer at a time (dataset.subset), or another shuffle= "
                 "or batching="
             ) from error
-        if isinstance(plan, UnitPlan):
-            self._length_stats = plan.stats
+        if isinstance(plan, UnitPlan | FoundPlan):
+            self._length_plan = plan
         return plan
 
     def _check_batch_fits(self) -> None:
@@ -213,7 +232,13 @@ class StreamLoader:
         """
         len(self.dataset)
         self._settle()
-        return self.epoch_plan(self._loops.epoch, 0).num_batches
+        num_batches = self.epoch_plan(self._loops.epoch, 0).num_batches
+        if num_batches == UNKNOWN:
+            raise TypeError(
+                "the lengths of samples are found while they are made: how many batches there are shows when "
+                "all were made once"
+            )
+        return num_batches
 
     def __iter__(self) -> Iterator[Any]:
         self._settle()
@@ -222,15 +247,15 @@ class StreamLoader:
     def _batches(self, loop: EpochLoop) -> Generator[Any, None, None]:
         # What is to be delivered is looked up at the first `next`: training loops set the epoch after `iter`.
         plan, began, counts = self._loops.begin(loop, self.epoch_plan), time.perf_counter(), self._deliveries
-        taken, total, batches = 0, plan.num_batches, None
+        taken, batches = 0, None
         frame, session, on_device = LoopFrame(), None, None
         in_step = self._may_be_empty and self._topology.data_world_size > 1
         try:
-            while taken < total and not loop.closed:
+            while taken < plan.num_batches and not loop.closed:
                 if session is None or loop.session is not session:
                     session = self._serve(loop, frame, plan.order.epoch, restarted=session is not None)
                     assert loop.plan is not None
-                    taken, total, batches = loop.taken, loop.plan.num_batches, None
+                    plan, taken, batches = loop.plan, loop.taken, None
                     on_device = session.copier.to_device if session.copier else None
                 try:
                     if batches is None:
@@ -245,6 +270,8 @@ class StreamLoader:
                     continue  # it held more than its share when another loop began
                 if delivered is None:
                     batches = None
+                    if taken == plan.num_batches:  # which shows only now
+                        self._deliver_last(loop, session)
                     continue
                 counts.first_batch_s = counts.first_batch_s or time.perf_counter() - began
                 batch = delivered.batch if on_device is None else on_device(delivered.batch)
@@ -252,7 +279,7 @@ class StreamLoader:
                     session.skipped.delivered(delivered.skipped)
                 counts.add(delivered)
                 loop.taken = taken = taken + 1
-                if taken == total:
+                if taken == plan.num_batches:
                     self._deliver_last(loop, session)
                 if delivered.num_samples:
                     yield batch
@@ -311,7 +338,8 @@ class StreamLoader:
         self._settle()
         if self._may_be_empty and self._topology.data_world_size == 1:
             return None
-        return self.epoch_plan(*self._loops.next_place()).num_batches
+        num_batches = self.epoch_plan(*self._loops.next_place()).num_batches
+        return None if num_batches == UNKNOWN else num_batches
 
     @property
     def _may_be_empty(self) -> bool:
@@ -365,7 +393,7 @@ class StreamLoader:
             num_samples=self.dataset.num_samples(self._loops.epoch),
             shuffle=self.shuffle,
             fingerprint=self.dataset.fingerprint(),
-            batching=self._planner.mark if self._planner else None,
+            batching=self._plan.mark(self._loops.epoch, self._loops.position),
         )
         return {**state.to_json(), "skipped_samples": self._skipped.count}
 
@@ -396,8 +424,9 @@ class StreamLoader:
                 "or other shares or transforms of a mixture, where its position means other samples "
                 f"({loaded.num_samples:,} samples, here {here:,})"
             )
-        planner = self._planner and self._planner.resumed(loaded.batching or {})
-        mark = planner and planner.mark
+        planner = self._planner and self._planner.resumed(loaded.batching or {}, loaded.epoch)
+        plan = replace(self._plan, seed=loaded.seed, shuffle=loaded.shuffle, planner=planner)
+        mark = plan.mark(loaded.epoch, loaded.position)
         if loaded.batching != mark:
             raise ValueError(
                 "the state was taken with other batching or lengths, where its position means other rows or "
@@ -406,7 +435,6 @@ class StreamLoader:
         if (there := self.dataset.num_samples(loaded.epoch)) != loaded.num_samples:
             raise ValueError(f"the state is of {loaded.num_samples:,} samples, its epoch has {there:,} here")
         if planner:  # only a plan knows how many units there are: refuse before anything changes
-            plan = replace(self._plan, seed=loaded.seed, shuffle=loaded.shuffle, planner=planner)
             plan.epoch(loaded.epoch, loaded.position)
         self.close()
         self.seed, self.shuffle, self._planner = loaded.seed, loaded.shuffle, planner
@@ -438,7 +466,19 @@ class StreamLoader:
             choices=self._choices,
             caches_in_memory=memory_limit == self.memory_limit,
         )
+        if isinstance(self._planner, FoundPlanner):
+            if self._exchange is None and self._topology.world_size > 1 and self._planner.lengths is None:
+                raise DataflowError(
+                    f"the {self._topology.world_size} ranks find the lengths of samples together, but "
+                    "torch.distributed is not initialised: do that before the loader is made, or give lengths="
+                )
+            return FoundSession(
+                self._plan, options, epoch, start, exchange=self._exchange, record=self._record
+            )
         return Session(self._plan, options, epoch, start)
+
+    def _record(self, order: Order, first: int, lengths: NDArray[np.int64]) -> None:
+        """The lengths of samples were found."""
 
     def stats(self) -> LoaderStats:
         """A snapshot; cheap, any thread."""
@@ -453,7 +493,7 @@ class StreamLoader:
             skipped=tuple(self._skipped.errors),
             empty_batches=delivered.empty_batches,
             read_amplification=self._plan.read_amplification,
-            lengths=self._length_stats,
+            lengths=self._length_plan.stats if self._length_plan else None,
             mapped_bytes=sum(session.mapped_bytes() for session in sessions),
             unfinished_shards=sum(len(one.catalog.unfinished) for one in datasets_read(self.dataset)),
         )

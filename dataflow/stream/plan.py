@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from dataflow.dataset import ShardedDataset
 from dataflow.mixture import Mixture
 from sharding.cached_property import cached_property
-from sharding.lengths.unit_plan import UnitPlan, UnitPlanner
+from sharding.lengths.found_plan import FoundPlanner
+from sharding.lengths.unit_plan import UnitPlanner
 from sharding.mixture.windows import MixturePlan, MixtureWindows
 from sharding.order.order import Order
 from sharding.order.shuffle import Shuffle
@@ -30,8 +33,10 @@ class StreamPlan:
     rank: int
     world_size: int
     tail: Tail
-    planner: UnitPlanner | None = None
+    planner: UnitPlanner | FoundPlanner | None = None
     """Of length-aware batches; `batch_size` then counts its units."""
+    finds_lengths: ClassVar[bool] = False
+    """Whether it says which samples are made, and not which batches they are in."""
     _orders: dict[int, Order] = field(default_factory=dict, init=False, repr=False, compare=False)
     """Of the epochs that were asked for last."""
 
@@ -63,6 +68,13 @@ class StreamPlan:
             self._orders[epoch] = windows
         return windows
 
+    def mark(self, epoch: int, position: int) -> Mapping[str, object] | None:
+        """What a state at a position of an epoch keeps of batches by length; None: there are none."""
+        windows = self._windows_of(epoch)
+        if self.planner is None or isinstance(windows, MixtureWindows):
+            return None
+        return self.planner.state(windows, position)
+
     def epoch(self, epoch: int, start: int = 0) -> RankPlan:
         """The plan of one epoch, from position `start` on."""
         windows = self._windows_of(epoch)
@@ -76,5 +88,5 @@ class StreamPlan:
         if isinstance(windows, MixtureWindows):
             return MixturePlan(windows, **dealing)
         if self.planner is not None:
-            return UnitPlan(windows, self.planner.sequence(windows), **dealing)
+            return self.planner.plan(windows, **dealing)
         return EpochPlan(windows, **dealing)

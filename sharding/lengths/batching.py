@@ -77,9 +77,13 @@ class BatchedColumns:
         """All megabatches but the last have a multiple of this many samples."""
         return 1
 
+    def with_window(self, window: int) -> Self:
+        """The value with this `window`, if it has none."""
+        return replace(self, window=self.window or window)
+
     def resolved(self, lengths: NDArray[np.integer], window: int = DEFAULT_MEGABATCH_SAMPLES) -> Self:
         """The value with nothing left open: `window`, and what follows from all lengths."""
-        return replace(self, window=self.window or window)
+        return self.with_window(window)
 
     def cut(
         self, lengths: NDArray[np.integer], key: int | None, carried: Pieces = NO_PIECES, last: bool = True

@@ -58,6 +58,11 @@ def epoch_lengths(order: Order, lengths: NDArray[np.integer]) -> NDArray[np.inte
     return out
 
 
+def units_key(seed: int, epoch: int, shuffled: bool) -> Callable[[int], int | None]:
+    """Megabatch -> what decides the order of its units; None: their first samples do."""
+    return lambda megabatch: mix_key(seed, epoch, _UNITS, megabatch) if shuffled else None
+
+
 @dataclass(frozen=True, eq=False)
 class UnitSequence:
     """All units of one epoch, megabatch by megabatch. Shared by the plans of any ranks; thread-safe."""
@@ -121,7 +126,7 @@ class UnitSequence:
 
     def _plan(self, megabatch: int, carried: Pieces) -> Units:
         first, end = self.bounds[megabatch : megabatch + 2].tolist()
-        key = mix_key(self.seed, self.epoch, _UNITS, megabatch) if self.shuffled else None
+        key = units_key(self.seed, self.epoch, self.shuffled)(megabatch)
         return self.batching.cut(self.lengths[first:end], key, carried, end == len(self.lengths))
 
     def take(self, units: NDArray[np.int64]) -> tuple[Pieces, NDArray[np.int64]]:
@@ -129,16 +134,26 @@ class UnitSequence:
 
         Positions count from the epoch's first. Units that follow one another in a megabatch are cheapest.
         """
-        parts, counts = [], np.empty(len(units), np.int64)
-        megabatches = np.searchsorted(self.first_unit, units, side="right") - 1
-        cuts = [0, *(np.flatnonzero(np.diff(megabatches)) + 1).tolist(), len(units)]
-        for begin, end in pairwise(cuts) if len(units) else ():
-            megabatch = int(megabatches[begin])
-            plan, own = self.units(megabatch), units[begin:end] - self.first_unit[megabatch]
-            counts[begin:end] = np.diff(plan.first)[own]
-            rows = ranges(plan.first[own], counts[begin:end])
-            parts.append(plan.pieces.take(rows).shifted(int(self.bounds[megabatch])))
-        return joined(parts), counts
+        return pieces_of_units(units, self.first_unit, self.units, self.bounds)
+
+
+def pieces_of_units(
+    units: NDArray[np.int64],
+    first_unit: NDArray[np.int64],
+    units_of: Callable[[int], Units],
+    bounds: NDArray[np.int64],
+) -> tuple[Pieces, NDArray[np.int64]]:
+    """See `UnitSequence.take`, of megabatches with these first units and positions."""
+    parts, counts = [], np.empty(len(units), np.int64)
+    megabatches = np.searchsorted(first_unit, units, side="right") - 1
+    cuts = [0, *(np.flatnonzero(np.diff(megabatches)) + 1).tolist(), len(units)]
+    for begin, end in pairwise(cuts) if len(units) else ():
+        megabatch = int(megabatches[begin])
+        plan, own = units_of(megabatch), units[begin:end] - first_unit[megabatch]
+        counts[begin:end] = np.diff(plan.first)[own]
+        rows = ranges(plan.first[own], counts[begin:end])
+        parts.append(plan.pieces.take(rows).shifted(int(bounds[megabatch])))
+    return joined(parts), counts
 
 
 @dataclass(frozen=True, eq=False)
@@ -153,6 +168,13 @@ class BatchPieces:
     """[batches]: units of each batch."""
     pieces_of_row: NDArray[np.int64]
     """[sum of rows]: pieces of each unit."""
+
+    @classmethod
+    def of(cls, pieces: Pieces, rows: NDArray[np.int64], pieces_of_row: NDArray[np.int64]) -> BatchPieces:
+        """Batches of so many rows each, of so many pieces each."""
+        ends = np.concatenate(([0], np.cumsum(pieces_of_row)))
+        bounds = ends[np.concatenate(([0], np.cumsum(rows)))]
+        return cls(pieces, np.diff(bounds), rows, pieces_of_row)
 
     def one(self, batch: int) -> BatchPieces:
         """A batch alone, counted from 0."""
@@ -205,9 +227,7 @@ class UnitPlan(RankPlan):
         """What this rank's batches [first_batch, last_batch) consist of. Raises `IndexError` beyond them."""
         units, rows = self.batch_plan.items(first_batch, last_batch)
         pieces, pieces_of_row = self.sequence.take(units)
-        ends = np.concatenate(([0], np.cumsum(pieces_of_row)))
-        bounds = ends[np.concatenate(([0], np.cumsum(rows)))]
-        return BatchPieces(pieces, np.diff(bounds), rows, pieces_of_row)
+        return BatchPieces.of(pieces, rows, pieces_of_row)
 
     def positions(self, first_batch: int, last_batch: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """See `RankPlan.positions`; one entry a piece, and the number of pieces of each batch."""
@@ -293,7 +313,15 @@ class UnitPlanner:
         most = self.batching.max_samples or len(self.lengths)
         return max(1, min(int(self.batching.max_tokens / mean), most))
 
-    def resumed(self, mark: Mapping[str, object]) -> UnitPlanner:
+    def plan(self, order: Order, **dealing: Unpack[Dealing]) -> UnitPlan:
+        """One rank's batches of an epoch."""
+        return UnitPlan(order, self.sequence(order), **dealing)
+
+    def state(self, order: Order, position: int) -> dict[str, object]:
+        """What a state of an epoch keeps beside the units that are done: the mark."""
+        return self.mark
+
+    def resumed(self, mark: Mapping[str, object], epoch: int) -> UnitPlanner:
         """The planner of a state with this mark: its megabatch is taken where the user gave none."""
         window = mark.get("window")
         if self._open_batching.window is not None or type(window) is not int or window < 1:

@@ -1,0 +1,202 @@
+"""Samples that were made before it is known which batches they are in: gathered, kept, laid into batches.
+
+Builders make the samples of a megabatch and gather some at a time (`GatherSamples`, in the place of a
+`collate_fn`). They are kept by position (`FoundSamples`), sent to the rank that delivers them, and taken by the
+piece when a batch is made: lists as one array and its offsets, everything else as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from dataflow.batch.builder import KEPT
+from dataflow.batch.packed import batch_columns
+from dataflow.outputs.held_bytes import Ranges, held_bytes
+from dataflow.outputs.objects import described
+from dataflow.ragged import Ragged
+from sharding.lengths.batching import Batching
+from sharding.lengths.unit_plan import BatchPieces
+from sharding.order.windows import ranges
+
+_LEAVE_OUT = "return lists of numbers, 1-D arrays or tensors"
+
+
+class Lists(NamedTuple):
+    """n lists of numbers, as `Ragged`, in numpy: no list of another batch goes along when they are pickled."""
+
+    values: NDArray[Any]
+    offsets: NDArray[np.int64]
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """int64 [n]."""
+        return np.diff(self.offsets)
+
+    def take(
+        self,
+        rows: NDArray[np.int64],
+        begin: NDArray[np.int64] | None = None,
+        length: NDArray[np.int64] | None = None,
+    ) -> Lists:
+        """Of each of some rows, `length[i]` elements from `begin[i]` on; else all."""
+        start = self.offsets[rows] if begin is None else self.offsets[rows] + begin
+        sizes = self.lengths[rows] if length is None else length
+        return Lists(self.values[ranges(start, sizes)], np.concatenate(([0], np.cumsum(sizes))))
+
+    @classmethod
+    def of(cls, arrays: Sequence[NDArray[Any]]) -> Lists:
+        """The lists one after the other. An empty one has no type of its own."""
+        sizes = [len(array) for array in arrays]
+        filled = [array for array in arrays if len(array)] or [np.empty(0, np.int64)]
+        return cls(np.concatenate(filled), np.cumsum([0, *sizes], dtype=np.int64))
+
+    @classmethod
+    def joined(cls, parts: Sequence[Lists]) -> Lists:
+        """Lists of several, one after the other."""
+        filled = [part.values for part in parts if len(part.values)] or [parts[0].values]
+        sizes = np.concatenate([part.lengths for part in parts])
+        return cls(np.concatenate(filled), np.concatenate(([0], np.cumsum(sizes))))
+
+
+@dataclass(frozen=True)
+class GatherSamples:
+    """Puts samples together, whatever their lengths. Goes to builder processes.
+
+    Args:
+        lists: columns that must hold lists of numbers.
+    """
+
+    lists: tuple[str, ...]
+
+    def __call__(self, samples: Sequence[Any]) -> dict[str, Any]:
+        """Column -> `Ragged`, or a list of what the samples have. `TypeError` for samples that lack one."""
+        first = samples[0]
+        if not isinstance(first, Mapping):
+            raise TypeError(f"samples must be dicts to be batched by length, got {described(first)}")
+        if missing := [name for name in self.lists if name not in first]:
+            raise TypeError(
+                f"batching by column {missing[0]!r}, but the samples have {', '.join(map(str, first))}: "
+                "pass column="
+            )
+        batch: dict[str, Any] = {}
+        for name in first:
+            values = [sample[name] for sample in samples]
+            if name in self.lists:
+                lists = Lists.of([_array_of(name, value) for value in values])
+                batch[name] = Ragged(*map(torch.from_numpy, lists))
+            else:
+                batch[name] = values
+        return batch
+
+
+def _array_of(name: str, value: Any) -> NDArray[Any]:
+    if isinstance(value, bytes):
+        return np.frombuffer(value, np.uint8)
+    if isinstance(value, str):
+        raise TypeError(
+            f"column {name!r} holds text, whose length in tokens only a tokenizer tells: use one in transform="
+        )
+    array = np.asarray(value)
+    if array.ndim != 1 or (len(array) and array.dtype.kind not in "biuf"):
+        raise TypeError(f"column {name!r} holds {described(value)}: {_LEAVE_OUT} to have it batched by length")
+    return array
+
+
+@dataclass(frozen=True, eq=False)
+class FoundSamples:
+    """Samples that were made, by position. A value; only its own memory goes along when it is pickled."""
+
+    positions: NDArray[np.int64]
+    """[n] ascending."""
+    columns: Mapping[str, Lists | list[Any]]
+    """Of n samples each."""
+
+    def __len__(self) -> int:
+        return len(self.positions)
+
+    @classmethod
+    def of_batch(cls, batch: Mapping[str, Any], positions: NDArray[np.int64]) -> FoundSamples:
+        """Those that `GatherSamples` put together, of the positions of all that it might have got."""
+        columns = {
+            name: Lists(value.values.numpy(), value.offsets.numpy()) if isinstance(value, Ragged) else value
+            for name, value in batch.items()
+            if name != KEPT
+        }
+        return cls(positions[batch[KEPT].numpy()], columns)
+
+    @property
+    def nbytes(self) -> int:
+        """About what they hold."""
+        own = [column for column in self.columns.values() if isinstance(column, Lists)]
+        others = [column for column in self.columns.values() if not isinstance(column, Lists)]
+        return sum(a.nbytes for lists in own for a in lists) + held_bytes(others, Ranges())
+
+    def take(self, rows: NDArray[np.int64]) -> FoundSamples:
+        """Some of them, ascending."""
+        return FoundSamples(self.positions[rows], {name: _taken(c, rows) for name, c in self.columns.items()})
+
+    def among(self, positions: NDArray[np.int64]) -> FoundSamples:
+        """Those of some positions, ascending, which may lack some of these."""
+        return self.take(np.flatnonzero(np.isin(self.positions, positions, assume_unique=True)))
+
+    @classmethod
+    def joined(cls, parts: Sequence[FoundSamples]) -> FoundSamples:
+        """All of them by position. `ValueError` where they have not the same columns."""
+        parts = [part for part in parts if len(part)] or [*parts[:1]]
+        if len(parts) <= 1:
+            return parts[0] if parts else NO_SAMPLES
+        for part in parts[1:]:
+            if part.columns.keys() != parts[0].columns.keys():
+                raise ValueError(
+                    f"samples have the columns {', '.join(parts[0].columns)}, and others "
+                    f"{', '.join(part.columns)}: return the same columns for every sample"
+                )
+        positions = np.concatenate([part.positions for part in parts])
+        columns = {name: _joined([part.columns[name] for part in parts]) for name in parts[0].columns}
+        whole = cls(positions, columns)
+        if (np.diff(positions) > 0).all():
+            return whole
+        return whole.take(np.argsort(positions))
+
+    def batch(
+        self, batching: Batching, pieces: BatchPieces, allocate: Callable[[int], NDArray[np.uint8]] | None = None
+    ) -> dict[str, Any]:
+        """One batch of a plan, as `batch_columns` forms it."""
+        own = pieces.pieces
+        rows = np.searchsorted(self.positions, own.position)
+        columns: dict[str, Any] = {}
+        for name, column in self.columns.items():
+            if isinstance(column, Lists):
+                cut = name in batching.columns
+                lists = column.take(rows, own.begin, own.length) if cut else column.take(rows)
+                columns[name] = Ragged(*map(torch.from_numpy, lists))
+            else:
+                columns[name] = _of_pieces(_taken(column, rows))
+        return batch_columns(batching, pieces, columns, *([] if allocate is None else [allocate]))
+
+
+NO_SAMPLES = FoundSamples(np.empty(0, np.int64), {})
+
+
+def _taken(column: Lists | list[Any], rows: NDArray[np.int64]) -> Any:
+    return column.take(rows) if isinstance(column, Lists) else [column[row] for row in rows.tolist()]
+
+
+def _joined(columns: Sequence[Any]) -> Any:
+    if isinstance(columns[0], Lists):
+        return Lists.joined(columns)
+    return [value for column in columns for value in column]
+
+
+def _of_pieces(values: list[Any]) -> Tensor | list[Any]:
+    """Numbers as a tensor; all else as it is."""
+    if values and all(type(value) in (int, float, bool) for value in values):
+        return torch.tensor(values)
+    return values
