@@ -284,8 +284,11 @@ class FoundSession(Session):
     def _error(self, position: int, reason: str) -> SampleError:
         """An error that names the sample at a position."""
         sample = self._order.samples(np.array([position]))
-        dataset = self._plan.dataset.sources[0]
-        block, row = dataset.selection.locate(sample)
+        sources = self._plan.dataset.sources
+        ends = np.cumsum([len(source) for source in sources])  # samples of a mixture are counted through
+        number = int(np.searchsorted(ends, sample[0], side="right"))
+        dataset = sources[number]
+        block, row = dataset.selection.locate(sample - (ends[number] - len(dataset)))
         first = dataset.catalog.block(int(block[0]))
         key = str(first.first_in_shard + int(row[0]))
         return SampleError(first.shard.url, reason, first.offset, key, "transform")

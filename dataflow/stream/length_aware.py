@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from fractions import Fraction
 from functools import partial
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,13 +21,15 @@ from dataflow.outputs.ragged import PaddedOutput, RaggedOutput
 from dataflow.stream.settings import StreamSettings
 from prefetch.store.filesystems import shard_file
 from sharding.errors import SampleError
-from sharding.lengths.batching import Batching, Bucketed, Packed, TokenBudget
+from sharding.lengths.batching import Batching, Bucketed, Lengths, Packed, TokenBudget
 from sharding.lengths.column_lengths import resolve_lengths
 from sharding.lengths.found_plan import FoundPlanner
 from sharding.lengths.unit_plan import UnitPlanner
 from sharding.lengths.units import DEFAULT_MEGABATCH_SAMPLES
 
 _THREADS = 16
+_TYPICAL = 1 << 16
+"""Lengths that stand for those of a mixture."""
 
 
 def check_batching(settings: StreamSettings, dataset: ShardedDataset | Mixture) -> None:
@@ -32,13 +37,16 @@ def check_batching(settings: StreamSettings, dataset: ShardedDataset | Mixture) 
     batching, batch_size, collate_fn = settings.batching, settings.batch_size, settings.collate_fn
     if batching is None:
         return
-    if isinstance(dataset, Mixture):
-        raise ValueError("batching= does not take a Mixture yet: lengths are known of one dataset at a time")
     name = type(batching).__name__
     if not isinstance(batching, Packed | TokenBudget | Bucketed):
         raise ValueError(f"batching must be Packed(...), TokenBudget(...) or Bucketed(...), got {batching!r}")
     if not batching.rows_are_units and batch_size != 1:
         raise ValueError(f"{name} decides how many samples a batch has: leave batch_size={batch_size} out")
+    if isinstance(dataset, Mixture) and dataset.spec.stop == "never":
+        raise ValueError(
+            f'{name} counts the rows or batches of an epoch, and one with stop="never" has no end; with '
+            'stop="first" or "all" each epoch goes on where the sources stopped in the one before'
+        )
     if isinstance(batching, Packed) and collate_fn:
         raise ValueError("Packed lays samples into rows by itself: use batch_transform instead")
     if collate_fn and getattr(batching, "overlong", "error") != "error":
@@ -57,15 +65,15 @@ def are_found(settings: StreamSettings, dataset: ShardedDataset | Mixture) -> bo
     Where a `collate_fn` forms the batches, the stored lengths count.
     """
     batching = settings.batching
-    if batching is None or settings.collate_fn is not None or isinstance(dataset, Mixture):
+    if batching is None or settings.collate_fn is not None:
         return False
     output = _output(batching.column, dataset)
     is_made = isinstance(output, ObjectOutput) and output.convert is not CONVERTERS["text"]
-    return is_made or dataset.transform is not None
+    return is_made or any(source.transform is not None for source in dataset.sources)
 
 
 def _check_others(
-    batching: Batching, dataset: ShardedDataset, lengths: NDArray[np.integer] | None = None
+    batching: Batching, dataset: ShardedDataset | Mixture, lengths: NDArray[np.integer] | None = None
 ) -> None:
     """Refuse lists that would come whole with every piece of their sample, unless the user says so.
 
@@ -96,7 +104,7 @@ def _check_others(
         )
 
 
-def _check_column(name: str, dataset: ShardedDataset) -> None:
+def _check_column(name: str, dataset: ShardedDataset | Mixture) -> None:
     output = _output(name, dataset)
     if output is None:
         listed = ", ".join(output.name for output in dataset.outputs)
@@ -110,12 +118,12 @@ def _check_column(name: str, dataset: ShardedDataset) -> None:
         )
 
 
-def _output(name: str, dataset: ShardedDataset) -> Output | None:
+def _output(name: str, dataset: ShardedDataset | Mixture) -> Output | None:
     return next((output for output in dataset.outputs if output.name == name), None)
 
 
 def make_planner(
-    settings: StreamSettings, dataset: ShardedDataset, window_bytes: int
+    settings: StreamSettings, dataset: ShardedDataset | Mixture, window_bytes: int
 ) -> UnitPlanner | FoundPlanner:
     """Plan with the lengths of samples, which are looked up, or will be found while samples are made.
 
@@ -125,28 +133,68 @@ def make_planner(
     Raises as `sharding.lengths.column_lengths.resolve_lengths` does, and `SampleError` where a sample has no
     length.
     """
-    batching = settings.batching
+    batching, found = settings.batching, are_found(settings, dataset)
     assert batching is not None
-    blocks = dataset.catalog.blocks
-    held = max(1, int(np.maximum(blocks.length, blocks.nbytes).sum()))
-    window = max(1, min(DEFAULT_MEGABATCH_SAMPLES, window_bytes * len(dataset) // held))
-    if not are_found(settings, dataset):
-        return UnitPlanner(_lengths(batching, dataset), batching, window)
-    lengths = None if batching.lengths is None else _lengths(batching, dataset)
-    return FoundPlanner(batching, window, lengths=lengths)
+    window = _window(dataset, window_bytes)
+    if found and batching.lengths is None:
+        return FoundPlanner(batching, window)
+    asked = zip(dataset.sources, _lengths_asked(batching.lengths, dataset), strict=True)
+    parts = [_source_lengths(batching, source, lengths) for source, lengths in asked]
+    lengths = np.concatenate(parts)
+    if found:
+        return FoundPlanner(batching, window, lengths=lengths)
+    typical = _typical(parts, dataset.shares) if isinstance(dataset, Mixture) else None
+    return UnitPlanner(lengths, batching, window, typical)
 
 
-def _lengths(batching: Batching, dataset: ShardedDataset) -> NDArray[np.integer]:
-    """Of the dataset's samples, as the batching says."""
+def _window(dataset: ShardedDataset | Mixture, window_bytes: int) -> int:
+    """Samples whose blocks hold about so many bytes."""
+    shares = dataset.shares if isinstance(dataset, Mixture) else (Fraction(1),)
+    held = [int(np.maximum(s.catalog.blocks.length, s.catalog.blocks.nbytes).sum()) for s in dataset.sources]
+    sizes = [max(1, len(source)) for source in dataset.sources]
+    each = sum(share * max(1, n) / size for share, n, size in zip(shares, held, sizes, strict=True))
+    return max(1, min(DEFAULT_MEGABATCH_SAMPLES, int(window_bytes / each)))
+
+
+def _lengths_asked(lengths: Any, dataset: ShardedDataset | Mixture) -> Sequence[Lengths | None]:
+    """Where the lengths of each source come from."""
+    if not isinstance(dataset, Mixture):
+        return [lengths]
+    sources = dataset.sources
+    if lengths is None or isinstance(lengths, str) or callable(lengths):
+        return [lengths] * len(sources)
+    if isinstance(lengths, Mapping):
+        if lengths.keys() == set(sources):
+            return [lengths[source] for source in sources]
+    elif isinstance(lengths, Sequence) and len(lengths) == len(sources):
+        return lengths
+    raise ValueError(
+        f"lengths= of a mixture of {len(sources)} datasets must be a column, a function of a catalog, a list "
+        "with one of these or an array for each dataset, in order, or a mapping from all its datasets"
+    )
+
+
+def _typical(parts: Sequence[NDArray[np.integer]], shares: Sequence[Fraction]) -> NDArray[np.integer]:
+    """Lengths as a mixture delivers them: of each source quantiles, as many as its share says."""
+    counts = [max(1, int(share * _TYPICAL)) for share in shares]
+    return np.concatenate(
+        [np.sort(part)[np.arange(n) * len(part) // n] for part, n in zip(parts, counts, strict=True)]
+    )
+
+
+def _source_lengths(
+    batching: Batching, dataset: ShardedDataset, asked: Lengths | None
+) -> NDArray[np.integer]:
+    """The lengths of the samples of one dataset, those of a view alone."""
     output = _output(batching.column, dataset)
     stored = output.sources[0] if output is not None else batching.column  # `columns=` may rename
-    named = batching.lengths is not None
+    named = asked is not None
     join = next((join for join in dataset.joins_used if batching.column in join.names and not named), None)
     of = dataset if join is None else join.other
     reader = of.new_reader()
     with closing(reader), ThreadPoolExecutor(_THREADS, thread_name_prefix="dataflow-lengths") as pool:
         lengths = resolve_lengths(
-            batching.lengths,
+            asked,
             of.catalog,
             stored,
             storage_options=of.storage_options,

@@ -92,7 +92,7 @@ class StreamLoader:
         """Of the epoch begun last."""
         self._planner = (
             make_planner(settings, dataset, megabatch_bytes(settings.memory_limit, self.memory_limit).value)
-            if settings.batching and isinstance(dataset, ShardedDataset)
+            if settings.batching
             else None
         )
         self.shuffle, self.window_reason = self._resolve_shuffle()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import ClassVar, cast
 
 from dataflow.dataset import ShardedDataset
 from dataflow.mixture import Mixture
@@ -70,10 +70,9 @@ class StreamPlan:
 
     def mark(self, epoch: int, position: int) -> Mapping[str, object] | None:
         """What a state at a position of an epoch keeps of batches by length; None: there are none."""
-        windows = self._windows_of(epoch)
-        if self.planner is None or isinstance(windows, MixtureWindows):
+        if self.planner is None:
             return None
-        return self.planner.state(windows, position)
+        return self.planner.state(cast(Order, self._windows_of(epoch)), position)
 
     def epoch(self, epoch: int, start: int = 0) -> RankPlan:
         """The plan of one epoch, from position `start` on."""
@@ -85,8 +84,9 @@ class StreamPlan:
             "tail": self.tail,
             "start": start,
         }
+        if self.planner is not None:
+            # A mixture's windows are asked what an `Order` is asked.
+            return self.planner.plan(cast(Order, windows), **dealing)
         if isinstance(windows, MixtureWindows):
             return MixturePlan(windows, **dealing)
-        if self.planner is not None:
-            return self.planner.plan(windows, **dealing)
         return EpochPlan(windows, **dealing)
