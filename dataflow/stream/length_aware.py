@@ -26,6 +26,9 @@ from sharding.lengths.unit_plan import UnitPlanner
 from sharding.lengths.units import DEFAULT_MEGABATCH_SAMPLES
 
 _THREADS = 16
+_FOUND_BYTES, _LEAST_FOUND = 4 << 20, 256
+"""What a megabatch is to have where its samples must be made to be measured: whoever goes on in it makes them
+again, and a tokenizer makes tokens of some MB a second. A million tokens pack to 0.999."""
 
 
 def check_batching(settings: StreamSettings, dataset: ShardedDataset | Mixture) -> None:
@@ -116,23 +119,22 @@ def _output(name: str, dataset: ShardedDataset) -> Output | None:
 
 
 def make_planner(
-    settings: StreamSettings, dataset: ShardedDataset, window_bytes: int
+    batching: Batching, dataset: ShardedDataset, window_bytes: int, *, found: bool = False
 ) -> UnitPlanner | FoundPlanner:
-    """Plan with the lengths of samples, which are looked up, or will be found while samples are made.
+    """Plan with the lengths of samples, which are looked up, or `found` while samples are made.
 
     Reads shards where the catalog does not know. Where `batching.window` is None, a megabatch holds about
-    `window_bytes` of blocks.
+    `window_bytes` of blocks, or 4 MiB where lengths are found.
 
     Raises as `sharding.lengths.column_lengths.resolve_lengths` does, and `SampleError` where a sample has no
     length.
     """
-    batching = settings.batching
-    assert batching is not None
     blocks = dataset.catalog.blocks
     held = max(1, int(np.maximum(blocks.length, blocks.nbytes).sum()))
     window = max(1, min(DEFAULT_MEGABATCH_SAMPLES, window_bytes * len(dataset) // held))
-    if not are_found(settings, dataset):
+    if not found:
         return UnitPlanner(_lengths(batching, dataset), batching, window)
+    window = min(window, max(_LEAST_FOUND, _FOUND_BYTES * len(dataset) // held))
     lengths = None if batching.lengths is None else _lengths(batching, dataset)
     return FoundPlanner(batching, window, key=_lengths_key(batching, dataset), lengths=lengths)
 

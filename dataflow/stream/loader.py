@@ -31,7 +31,7 @@ from dataflow.stream.deliveries import Deliveries, LastGood, Skipped, SkippedAhe
 from dataflow.stream.exchange import FoundExchange
 from dataflow.stream.found import FoundSession
 from dataflow.stream.joined_reads import check_reads
-from dataflow.stream.length_aware import check_batching, kept_lengths, make_planner
+from dataflow.stream.length_aware import are_found, check_batching, kept_lengths, make_planner
 from dataflow.stream.loop_sessions import LoopSessions
 from dataflow.stream.loops import EpochLoop, LoopQueue
 from dataflow.stream.plan import StreamPlan
@@ -92,7 +92,12 @@ class StreamLoader:
         self._length_plan: UnitPlan | FoundPlan | None = None
         """Of the epoch begun last."""
         self._planner = (
-            make_planner(settings, dataset, megabatch_bytes(settings.memory_limit, self.memory_limit).value)
+            make_planner(
+                settings.batching,
+                dataset,
+                megabatch_bytes(settings.memory_limit, self.memory_limit).value,
+                found=are_found(settings, dataset),
+            )
             if settings.batching and isinstance(dataset, ShardedDataset)
             else None
         )

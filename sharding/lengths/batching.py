@@ -40,7 +40,8 @@ class BatchedColumns:
     when the transform changes. A transform with a `fingerprint` needs none."""
     window: int | None = None
     """Samples of a megabatch: consecutive ones of the epoch's order that are planned together, and whose
-    blocks are held in memory. None: 16,384, less where samples are large for the memory limit."""
+    blocks are held in memory. None: 16,384, less where samples are large for the memory limit, or where
+    lengths are found, which is done again for all of them where a run goes on inside a megabatch."""
 
     def _resolve(self, column: str) -> None:
         """Let `column` lead `columns`, and check the names. Idempotent."""
