@@ -15,8 +15,9 @@ import torch
 import torch.distributed as dist
 from datasets_kit import rank
 from ranks_kit import fast_ranks
+from torch.nn.parallel import DistributedDataParallel
 
-from dataflow import Bucketed, DataLoader, Packed, ShardedDataset, Shuffle, TokenBudget
+from dataflow import Bucketed, DataLoader, GradSchedule, Packed, ShardedDataset, Shuffle, TokenBudget
 from dataflow.batch.packed import PackedRows
 from sharding.errors import DataflowError, SampleError
 from sharding.lengths.batching import Batching
@@ -359,6 +360,44 @@ def test_ranks_without_a_process_group_are_told_to_have_one(folder: Path) -> Non
         pytest.raises(DataflowError, match="distributed is not initialised"),
     ):
         next(iter(loader))
+
+
+def trained(folder: Path, tail: str, state: Any = None) -> Any:
+    """On one rank: the tokens of windows of two microbatches, and the schedule's state after the fourth."""
+    torch.manual_seed(0)
+    model: Any = DistributedDataParallel(torch.nn.Linear(1, 1))
+    optimizer = torch.optim.SGD(model.parameters(), 1e-6)
+    seen: list[Any] = []
+    windows, kept_state = [], None
+    with loader_of(folder, BATCHINGS["packed"](), tail=tail) as loader:
+        sched = GradSchedule(loader, model, optimizer, accumulate=2, timeout_s=30)
+        if state is not None:
+            sched.load_state_dict(state)
+        with sched:
+            for batch in sched:
+                tokens = batch["tokens"].tokens[:, :1].float()
+                sched.backward(model(tokens).sum() * 1e-6)
+                seen.append(pieces_of(batch["tokens"]))
+                if sched.step():
+                    windows.append(seen)
+                    seen = []
+                    if len(windows) == 4:
+                        kept_state = sched.state_dict()
+    return windows, kept_state
+
+
+@pytest.mark.parametrize("tail", ["drop", "pad", "even", "uneven"])
+def test_a_grad_schedule_steps_and_goes_on_over_all_tails(folder: Path, tail: str) -> None:
+    whole = fast_ranks(trained, 2, args=(folder, tail), timeout_s=90)
+    with loader_of(folder, BATCHINGS["packed"]()) as loader:
+        expected = expected_on(units_of(loader), 2, 6, tail)
+    batches = [[batch for window in windows for batch in window] for windows, _ in whole]
+    got = [[*a, *(b or [])] for a, b in zip_longest(*batches)]
+    assert got[: len(expected) - 1] == expected[:-1]
+    assert got[-1][: len(expected[-1])] == expected[-1]
+    assert whole[0][1] == whole[1][1]
+    rest = fast_ranks(trained, 2, args=(folder, tail, whole[0][1]), timeout_s=90)
+    assert [own[0] for own in rest] == [own[0][4:] for own in whole]
 
 
 # ---- lengths that are known, of samples that are made ------------------------------------------------
