@@ -24,12 +24,16 @@ from sharding.errors import SampleError
 from sharding.lengths.batching import Batching, Bucketed, Lengths, Packed, TokenBudget
 from sharding.lengths.column_lengths import resolve_lengths
 from sharding.lengths.found_plan import FoundPlanner
+from sharding.lengths.kept import KeptLengths, LengthsFile
 from sharding.lengths.unit_plan import UnitPlanner
 from sharding.lengths.units import DEFAULT_MEGABATCH_SAMPLES
 
 _THREADS = 16
 _TYPICAL = 1 << 16
 """Lengths that stand for those of a mixture."""
+_FOUND_BYTES, _LEAST_FOUND = 4 << 20, 256
+"""What a megabatch is to have where its samples must be made to be measured: whoever goes on in it makes them
+again, and a tokenizer makes tokens of some MB a second. A million tokens pack to 0.999."""
 
 
 def check_batching(settings: StreamSettings, dataset: ShardedDataset | Mixture) -> None:
@@ -128,32 +132,58 @@ def make_planner(
     """Plan with the lengths of samples, which are looked up, or will be found while samples are made.
 
     Reads shards where the catalog does not know. Where `batching.window` is None, a megabatch holds about
-    `window_bytes` of blocks.
+    `window_bytes` of blocks, or 4 MiB where lengths are found.
 
     Raises as `sharding.lengths.column_lengths.resolve_lengths` does, and `SampleError` where a sample has no
     length.
     """
     batching, found = settings.batching, are_found(settings, dataset)
     assert batching is not None
-    window = _window(dataset, window_bytes)
-    if found and batching.lengths is None:
-        return FoundPlanner(batching, window)
-    asked = zip(dataset.sources, _lengths_asked(batching.lengths, dataset), strict=True)
-    parts = [_source_lengths(batching, source, lengths) for source, lengths in asked]
-    lengths = np.concatenate(parts)
-    if found:
-        return FoundPlanner(batching, window, lengths=lengths)
-    typical = _typical(parts, dataset.shares) if isinstance(dataset, Mixture) else None
-    return UnitPlanner(lengths, batching, window, typical)
+    parts = []
+    if batching.lengths is not None or not found:
+        asked = zip(dataset.sources, _lengths_asked(batching.lengths, dataset), strict=True)
+        parts = [_source_lengths(batching, source, lengths) for source, lengths in asked]
+    each = _bytes_of_sample(dataset)
+    window = max(1, min(DEFAULT_MEGABATCH_SAMPLES, int(window_bytes / each)))
+    if not found:
+        typical = _typical(parts, dataset.shares) if isinstance(dataset, Mixture) else None
+        return UnitPlanner(np.concatenate(parts), batching, window, typical)
+    window = min(window, max(_LEAST_FOUND, int(_FOUND_BYTES / each)))
+    key = _lengths_key(batching, dataset)
+    return FoundPlanner(batching, window, key=key, lengths=np.concatenate(parts) if parts else None)
 
 
-def _window(dataset: ShardedDataset | Mixture, window_bytes: int) -> int:
-    """Samples whose blocks hold about so many bytes."""
+def _lengths_key(batching: Batching, dataset: ShardedDataset | Mixture) -> str:
+    """What names the lengths that transforms make; "" where nothing does."""
+    if batching.lengths_key:
+        return batching.lengths_key
+    keys = [str(getattr(source.transform, "fingerprint", "") or "") for source in dataset.sources]
+    return " ".join(keys) if all(keys) else ""
+
+
+def kept_lengths(settings: StreamSettings, dataset: ShardedDataset | Mixture) -> KeptLengths | None:
+    """The lengths that were found before; None where they have no name, or differ from epoch to epoch."""
+    batching = settings.batching
+    if batching is None or not are_found(settings, dataset) or batching.lengths is not None:
+        return None
+    if not _lengths_key(batching, dataset) or any(source.transform_wants_rng for source in dataset.sources):
+        return None
+    return KeptLengths([_lengths_file(batching, source) for source in dataset.sources])
+
+
+def _lengths_file(batching: Batching, dataset: ShardedDataset) -> LengthsFile:
+    outputs = [f"{one.name} {one.sources} {one.description()}" for one in dataset.outputs]
+    marks = [dataset.fingerprint(), batching.column, *outputs, _lengths_key(batching, dataset)]
+    return LengthsFile(len(dataset), marks)
+
+
+def _bytes_of_sample(dataset: ShardedDataset | Mixture) -> float:
+    """About what a delivered sample has in its blocks."""
     shares = dataset.shares if isinstance(dataset, Mixture) else (Fraction(1),)
     held = [int(np.maximum(s.catalog.blocks.length, s.catalog.blocks.nbytes).sum()) for s in dataset.sources]
     sizes = [max(1, len(source)) for source in dataset.sources]
-    each = sum(share * max(1, n) / size for share, n, size in zip(shares, held, sizes, strict=True))
-    return max(1, min(DEFAULT_MEGABATCH_SAMPLES, int(window_bytes / each)))
+    parts = zip(shares, held, sizes, strict=True)
+    return max(1.0, float(sum(share * nbytes / size for share, nbytes, size in parts)))
 
 
 def _lengths_asked(lengths: Any, dataset: ShardedDataset | Mixture) -> Sequence[Lengths | None]:

@@ -1,11 +1,11 @@
-"""Batches by length of samples that a transform makes, against the plain loop: each one made, then planned."""
+"""Batches by length of samples that a transform makes, against the plain loop: make all, then plan."""
 
 from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from itertools import chain, islice
+from collections.abc import Callable, Collection, Mapping
+from itertools import chain, islice, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +15,16 @@ import torch
 import torch.distributed as dist
 from datasets_kit import rank
 from ranks_kit import fast_ranks
+from torch.nn.parallel import DistributedDataParallel
 
-from dataflow import Bucketed, DataLoader, Packed, ShardedDataset, Shuffle, TokenBudget
+from dataflow import Bucketed, DataLoader, GradSchedule, Packed, ShardedDataset, Shuffle, TokenBudget
 from dataflow.batch.packed import PackedRows
 from sharding.errors import DataflowError, SampleError
 from sharding.lengths.batching import Batching
-from sharding.lengths.found_plan import FoundPlaces, finder_counts, finders
+from sharding.lengths.found_plan import FoundPlaces
 from sharding.lengths.unit_plan import units_key
 from sharding.order.order import Order
+from sharding.write.file import user_folder
 
 NUM_DOCUMENTS = 211
 BATCHINGS: dict[str, Callable[[], Batching]] = {
@@ -46,12 +48,14 @@ def write(folder: Path, num: int = NUM_DOCUMENTS) -> Path:
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Three shards, and a cache folder of the test's own."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return write(tmp_path / "data")
 
 
 class CountedTokens:
-    """A transform that notes what it made, and a random number that tells the epoch, which may be the next."""
+    """A transform that notes what it made, with a random number that tells epochs apart."""
 
     def __init__(self) -> None:
         self.made: Counter[tuple[int, int]] = Counter()
@@ -229,7 +233,7 @@ def test_a_state_of_other_batching_is_refused(folder: Path) -> None:
 GLOBAL_ROWS = 12
 
 
-def of_rank(folder: Path, kind: str, options: dict[str, Any], cuts: list[int], load: Any) -> Any:
+def of_rank(folder: Path, kind: str, options: dict[str, Any], cuts: Collection[int], load: Any) -> Any:
     """On one rank: the units of each batch, states after some batches, and what was made."""
     world_size = dist.get_world_size()
     rows = {"batch_size": GLOBAL_ROWS // world_size} if BATCHINGS[kind]().rows_are_units else {}
@@ -248,9 +252,9 @@ def of_world(
     folder: Path,
     world_size: int,
     kind: str,
-    cuts: list[int] = [],
+    cuts: Collection[int] = (),
     load: Any = None,
-    **options: Any,  # noqa: B006
+    **options: Any,
 ) -> tuple[list[list[Any]], dict[int, Any], Counter[tuple[int, int]]]:
     """The units of each global batch, the states (the same on all ranks), and how often samples were made."""
     ranks = fast_ranks(of_rank, world_size, args=(folder, kind, options, cuts, load), timeout_s=90)
@@ -353,9 +357,47 @@ def test_a_rank_that_asks_alone_is_told_in_time(folder: Path) -> None:
 def test_ranks_without_a_process_group_are_told_to_have_one(folder: Path) -> None:
     with (
         loader_of(folder, BATCHINGS["packed"](), topology=rank(0, 2)) as loader,
-        pytest.raises(DataflowError, match="torch.distributed is not initialised"),
+        pytest.raises(DataflowError, match="distributed is not initialised"),
     ):
         next(iter(loader))
+
+
+def trained(folder: Path, tail: str, state: Any = None) -> Any:
+    """On one rank: the tokens of windows of two microbatches, and the schedule's state after the fourth."""
+    torch.manual_seed(0)
+    model: Any = DistributedDataParallel(torch.nn.Linear(1, 1))
+    optimizer = torch.optim.SGD(model.parameters(), 1e-6)
+    seen: list[Any] = []
+    windows, kept_state = [], None
+    with loader_of(folder, BATCHINGS["packed"](), tail=tail) as loader:
+        sched = GradSchedule(loader, model, optimizer, accumulate=2, timeout_s=30)
+        if state is not None:
+            sched.load_state_dict(state)
+        with sched:
+            for batch in sched:
+                tokens = batch["tokens"].tokens[:, :1].float()
+                sched.backward(model(tokens).sum() * 1e-6)
+                seen.append(pieces_of(batch["tokens"]))
+                if sched.step():
+                    windows.append(seen)
+                    seen = []
+                    if len(windows) == 4:
+                        kept_state = sched.state_dict()
+    return windows, kept_state
+
+
+@pytest.mark.parametrize("tail", ["drop", "pad", "even", "uneven"])
+def test_a_grad_schedule_steps_and_goes_on_over_all_tails(folder: Path, tail: str) -> None:
+    whole = fast_ranks(trained, 2, args=(folder, tail), timeout_s=90)
+    with loader_of(folder, BATCHINGS["packed"]()) as loader:
+        expected = expected_on(units_of(loader), 2, 6, tail)
+    batches = [[batch for window in windows for batch in window] for windows, _ in whole]
+    got = [[*a, *(b or [])] for a, b in zip_longest(*batches)]
+    assert got[: len(expected) - 1] == expected[:-1]
+    assert got[-1][: len(expected[-1])] == expected[-1]
+    assert whole[0][1] == whole[1][1]
+    rest = fast_ranks(trained, 2, args=(folder, tail, whole[0][1]), timeout_s=90)
+    assert [own[0] for own in rest] == [own[0][4:] for own in whole]
 
 
 # ---- lengths that are known, of samples that are made ------------------------------------------------
@@ -435,7 +477,7 @@ def test_a_sample_that_cannot_be_made_is_left_out_and_counted_once(folder: Path)
             loader.load_state_dict(state)
             with pytest.raises(TypeError):
                 len(loader)
-            assert [batch for batch in loader]
+            assert list(loader)
             assert loader.stats().skipped_samples == 2
 
 
@@ -456,3 +498,135 @@ def test_a_batch_transform_gets_the_finished_batch_and_repeats_are_marked(folder
     num = len(units_of(loader))
     assert num % 3
     assert torch.cat(flags).tolist() == [False] * num + [True] * (-num % 3)
+
+
+# ---- lengths that are kept ---------------------------------------------------------------------------
+
+
+def kept(kind: str, key: str = "letters") -> Batching:
+    return type(BATCHINGS[kind]())(**{**vars(BATCHINGS[kind]()), "lengths_key": key})
+
+
+@pytest.mark.parametrize("kind", BATCHINGS)
+def test_once_all_lengths_were_found_later_loaders_know_them(folder: Path, kind: str) -> None:
+    with loader_of(folder, kept(kind)) as loader:
+        whole, states = [], []
+        for batch in loader:
+            whole.append(pieces_of(batch["tokens"]))
+            states.append(loader.state_dict())
+        assert len(loader) == loader.batches_left == len(list(loader))
+    with loader_of(folder, kept(kind)) as loader:
+        assert len(loader) == len(whole)
+        assert delivered(loader) == whole
+        for cut in (2, len(whole) // 2, len(whole) - 1):
+            loader.load_state_dict(states[cut - 1])
+            assert loader.batches_left == len(whole) - cut
+            assert delivered(loader) == whole[cut:]
+        list(islice(loader, 3))
+        state = loader.state_dict()
+    with loader_of(folder, kept(kind), lambda sample: tokens_of(sample), on_error="skip") as loader:
+        loader.load_state_dict(state)
+        assert delivered(loader) == whole_batches(units_of(loader, state["epoch"]), loader.batch_size)[3:]
+
+
+def test_kept_lengths_serve_ranks_without_a_process_group(folder: Path) -> None:
+    with loader_of(folder, kept("packed")) as loader:
+        list(loader)
+    of_ranks = []
+    for r in range(2):
+        with loader_of(folder, kept("packed"), topology=rank(r, 2), tail="drop") as loader:
+            of_ranks.append(delivered(loader))
+    batches = [[*a, *b] for a, b in zip(*of_ranks, strict=True)]
+    assert batches == expected_on(units_of(loader), 2, 6, "drop")
+
+
+def with_kept(folder: Path) -> Any:
+    with loader_of(folder, kept("packed"), tail="uneven") as loader:
+        first = delivered(loader)
+        return first, len(loader), delivered(loader), loader.stats().lengths.units
+
+
+def test_ranks_that_found_all_lengths_go_on_together(folder: Path) -> None:
+    ranks = fast_ranks(
+        with_kept, 2, args=(folder,), timeout_s=60, env={"XDG_CACHE_HOME": str(folder / "../cache")}
+    )
+    again = fast_ranks(
+        with_kept, 2, args=(folder,), timeout_s=60, env={"XDG_CACHE_HOME": str(folder / "../cache")}
+    )
+    assert ranks == again
+    with loader_of(folder, BATCHINGS["packed"]()) as loader:
+        for epoch, batches in enumerate(zip(*((own[0], own[2]) for own in ranks), strict=True)):
+            joined = [[*a, *(b or [])] for a, b in zip_longest(*batches)]
+            assert joined == whole_batches(units_of(loader, epoch), 6)
+    assert [own[1] for own in ranks] == [len(own[2]) for own in ranks]
+
+
+def test_runs_that_were_ended_early_complete_the_lengths_together(folder: Path) -> None:
+    with loader_of(folder, kept("packed")) as loader:
+        list(islice(loader, 30))
+        state = loader.state_dict()
+    with loader_of(folder, kept("packed")) as loader:
+        with pytest.raises(TypeError):
+            len(loader)
+        loader.load_state_dict(state)
+        rest = len(list(loader))
+        assert len(loader)
+    with loader_of(folder, kept("packed")) as loader:
+        assert len(loader) == 30 + rest
+
+
+def test_lengths_are_kept_by_key_and_not_without_one_or_where_they_are_random(folder: Path) -> None:
+    with loader_of(folder, kept("packed")) as loader:
+        list(loader)
+    for batching, transform in (
+        (BATCHINGS["packed"](), tokens_of),
+        (kept("packed", "other letters"), tokens_of),
+        (kept("packed"), CountedTokens()),
+    ):
+        with loader_of(folder, batching, transform) as loader, pytest.raises(TypeError):
+            len(loader)
+
+
+def test_a_transform_with_a_fingerprint_needs_no_key(folder: Path) -> None:
+    class Letters:
+        fingerprint = "letters"
+
+        def __call__(self, sample: Mapping[str, Any]) -> dict[str, Any]:
+            return tokens_of(sample)
+
+    with loader_of(folder, BATCHINGS["packed"](), Letters()) as loader:
+        num, state = len(list(loader)), loader.state_dict()
+    with loader_of(folder, BATCHINGS["packed"](), Letters()) as loader:
+        assert len(loader) == num
+    Letters.fingerprint = "others"
+    with (
+        loader_of(folder, BATCHINGS["packed"](), Letters()) as loader,
+        pytest.raises(ValueError, match="other"),
+    ):
+        loader.load_state_dict(state)
+
+
+def test_kept_lengths_of_another_transform_are_an_error_that_says_so(folder: Path) -> None:
+    with loader_of(folder, kept("packed")) as loader:
+        list(loader)
+    transform = lambda sample: {"tokens": [*tokens_of(sample)["tokens"], 1]}  # noqa: E731
+    with (
+        loader_of(folder, kept("packed"), transform) as loader,
+        pytest.raises(SampleError, match="change lengths_key="),
+    ):
+        list(loader)
+
+
+@pytest.mark.parametrize("damage", [b"", b"no array", "cut", "negative"])
+def test_a_damaged_file_costs_only_finding_again(folder: Path, damage: Any) -> None:
+    with loader_of(folder, kept("packed")) as loader:
+        num = len(list(loader))
+    (path,) = Path(user_folder("lengths")).glob("*.npy")
+    data = {"cut": path.read_bytes()[:-3], "negative": path.read_bytes()[:-4] + b"\xf0\xff\xff\xff"}
+    path.write_bytes(data.get(damage, damage))
+    with loader_of(folder, kept("packed")) as loader:
+        with pytest.raises(TypeError):
+            len(loader)
+        assert len(list(loader)) == num
+    with loader_of(folder, kept("packed")) as loader:
+        assert len(loader) == num
