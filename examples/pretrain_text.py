@@ -2,8 +2,8 @@
 
 torchrun --standalone --nproc-per-node 2 examples/pretrain_text.py --text *.txt
 
-A run that was stopped goes on from its last checkpoint, with any number of processes: each step takes the same
-rows, so its loss is the same to rounding.
+A run that was stopped goes on from its last checkpoint, with any number of processes: each step takes the
+same rows, so its loss is the same to rounding.
 """
 
 from argparse import ArgumentParser
