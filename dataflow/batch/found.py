@@ -1,8 +1,8 @@
 """Samples that were made before it is known which batches they are in: gathered, kept, laid into batches.
 
 Builders make the samples of a megabatch and gather some at a time (`GatherSamples`, in the place of a
-`collate_fn`). They are kept by position (`FoundSamples`), sent to the rank that delivers them, and taken by the
-piece when a batch is made: lists as one array and its offsets, everything else as it is.
+`collate_fn`). They are kept by position (`FoundSamples`), sent to the rank that delivers them, and taken by
+the piece when a batch is made: lists as one array and its offsets, everything else as it is.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _LEAVE_OUT = "return lists of numbers, 1-D arrays or tensors"
 
 
 class Lists(NamedTuple):
-    """n lists of numbers, as `Ragged`, in numpy: no list of another batch goes along when they are pickled."""
+    """n lists of numbers, as `Ragged`, in numpy: no other batch's memory goes along when they are pickled."""
 
     values: NDArray[Any]
     offsets: NDArray[np.int64]
@@ -101,11 +101,13 @@ def _array_of(name: str, value: Any) -> NDArray[Any]:
         return np.frombuffer(value, np.uint8)
     if isinstance(value, str):
         raise TypeError(
-            f"column {name!r} holds text, whose length in tokens only a tokenizer tells: use one in transform="
+            f"column {name!r} holds text, whose length in tokens a tokenizer tells: use one in transform="
         )
     array = np.asarray(value)
     if array.ndim != 1 or (len(array) and array.dtype.kind not in "biuf"):
-        raise TypeError(f"column {name!r} holds {described(value)}: {_LEAVE_OUT} to have it batched by length")
+        raise TypeError(
+            f"column {name!r} holds {described(value)}: {_LEAVE_OUT} to have it batched by length"
+        )
     return array
 
 
@@ -166,7 +168,10 @@ class FoundSamples:
         return whole.take(np.argsort(positions))
 
     def batch(
-        self, batching: Batching, pieces: BatchPieces, allocate: Callable[[int], NDArray[np.uint8]] | None = None
+        self,
+        batching: Batching,
+        pieces: BatchPieces,
+        allocate: Callable[[int], NDArray[np.uint8]] | None = None,
     ) -> dict[str, Any]:
         """One batch of a plan, as `batch_columns` forms it."""
         own = pieces.pieces

@@ -85,7 +85,7 @@ class FoundExchange:
             sent = torch.frombuffer(bytearray(b"".join(parcels) or b"\0"), dtype=torch.uint8)[: sum(sizes)]
             dist.all_to_all_single(received, sent, come, sizes, group=self._group)
         parts = [part.numpy() for part in received.split(come)]
-        return [own, *(pickle.loads(part.data) for part in parts if len(part))]  # noqa: S301  # our own ranks
+        return [own, *(pickle.loads(part.data) for part in parts if len(part))]
 
     def _gathered(self, own: Any) -> list[Any]:
         every = [own] * dist.get_world_size()
@@ -99,6 +99,6 @@ def _named_failures() -> Iterator[None]:
         yield
     except RuntimeError as error:
         raise DataflowError(
-            "the ranks could not exchange the lengths of their samples: all of them must make the loader, and "
-            "take equally many batches of it"
+            "the ranks could not exchange the lengths of their samples: all of them must make the loader, "
+            "and take equally many batches of it"
         ) from error

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -81,21 +82,24 @@ class FindingPlan(StreamPlan):
         plan = self.outer.epoch(epoch, start)
         assert isinstance(plan, FoundPlan)
         order, bounds = plan.order, plan.places.bounds
+        own: Callable[[int], NDArray[np.int64]]
         if self.num_finders:
             counts = finder_counts(bounds, self.finder, self.num_finders)
 
-            def own(megabatch: int) -> NDArray[np.int64]:
-                first, end = bounds[megabatch : megabatch + 2].tolist()
-                of_finder = finders(first, end, order.num_lanes, self.num_finders)
-                return first + np.flatnonzero(of_finder == self.finder)
-
+            own = partial(self._found_here, plan)
         else:
             own = self._delivered_here(plan)
-            counts = np.zeros(len(bounds) - 1, np.int64)
-            for megabatch in range(plan.megabatch, len(counts)):
-                counts[megabatch] = len(own(megabatch))
-        counts[: plan.megabatch] = 0
+            later = range(plan.megabatch, plan.places.num_megabatches)
+            counts = np.zeros(plan.places.num_megabatches, np.int64)
+            counts[plan.megabatch :] = [len(own(megabatch)) for megabatch in later]
+        counts[: plan.megabatch] = 0  # those before are done
         return SharePlan(order, bounds, counts, own, batch_size=self.batch_size)
+
+    def _found_here(self, plan: FoundPlan, megabatch: int) -> NDArray[np.int64]:
+        """Positions of the samples of a megabatch that this rank is to find."""
+        first, end = plan.places.bounds[megabatch : megabatch + 2].tolist()
+        of_finder = finders(first, end, plan.order.num_lanes, self.num_finders)
+        return np.add(first, np.flatnonzero(of_finder == self.finder))
 
     def _delivered_here(self, plan: FoundPlan) -> Callable[[int], NDArray[np.int64]]:
         """Megabatch -> the positions of which this rank delivers pieces, where all lengths are known."""
@@ -113,7 +117,7 @@ class FindingPlan(StreamPlan):
             mine = np.zeros(len(units), bool)
             mine[np.concatenate((numbers, filled_up))] = True
             rows = np.repeat(mine, np.diff(units.first))
-            return first + np.unique(units.pieces.position[rows])
+            return np.add(first, np.unique(units.pieces.position[rows]))
 
         return own
 

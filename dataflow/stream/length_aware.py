@@ -21,6 +21,7 @@ from sharding.errors import SampleError
 from sharding.lengths.batching import Batching, Bucketed, Packed, TokenBudget
 from sharding.lengths.column_lengths import resolve_lengths
 from sharding.lengths.found_plan import FoundPlanner
+from sharding.lengths.kept import KeptLengths
 from sharding.lengths.unit_plan import UnitPlanner
 from sharding.lengths.units import DEFAULT_MEGABATCH_SAMPLES
 
@@ -133,7 +134,26 @@ def make_planner(
     if not are_found(settings, dataset):
         return UnitPlanner(_lengths(batching, dataset), batching, window)
     lengths = None if batching.lengths is None else _lengths(batching, dataset)
-    return FoundPlanner(batching, window, lengths=lengths)
+    return FoundPlanner(batching, window, key=_lengths_key(batching, dataset), lengths=lengths)
+
+
+def _lengths_key(batching: Batching, dataset: ShardedDataset) -> str:
+    """What names the lengths that a transform makes; "" where nothing does."""
+    return batching.lengths_key or str(getattr(dataset.transform, "fingerprint", "") or "")
+
+
+def kept_lengths(settings: StreamSettings, dataset: ShardedDataset | Mixture) -> KeptLengths | None:
+    """The lengths that were found before; None where they have no name, or differ from epoch to epoch."""
+    batching = settings.batching
+    if batching is None or not are_found(settings, dataset) or batching.lengths is not None:
+        return None
+    assert isinstance(dataset, ShardedDataset)
+    key = _lengths_key(batching, dataset)
+    if not key or dataset.transform_wants_rng:
+        return None
+    samples = dataset.fingerprint().partition("@")[0]
+    outputs = [f"{one.name} {one.sources} {one.description()}" for one in dataset.outputs]
+    return KeptLengths(len(dataset), [samples, batching.column, *outputs, key])
 
 
 def _lengths(batching: Batching, dataset: ShardedDataset) -> NDArray[np.integer]:

@@ -31,7 +31,7 @@ from dataflow.stream.deliveries import Deliveries, LastGood, Skipped, SkippedAhe
 from dataflow.stream.exchange import FoundExchange
 from dataflow.stream.found import FoundSession
 from dataflow.stream.joined_reads import check_reads
-from dataflow.stream.length_aware import check_batching, make_planner
+from dataflow.stream.length_aware import check_batching, kept_lengths, make_planner
 from dataflow.stream.loop_sessions import LoopSessions
 from dataflow.stream.loops import EpochLoop, LoopQueue
 from dataflow.stream.plan import StreamPlan
@@ -88,6 +88,7 @@ class StreamLoader:
         for source in dataset.sources:
             source.check_missing()
         self._exchange: FoundExchange | None = None
+        self._kept_lengths = kept_lengths(settings, dataset)
         self._length_plan: UnitPlan | FoundPlan | None = None
         """Of the epoch begun last."""
         self._planner = (
@@ -157,14 +158,30 @@ class StreamLoader:
 
     def _open_exchange(self) -> None:
         """Meet the other ranks where lengths are found together: a collective."""
-        ranks = self._topology.world_size
-        if isinstance(self._planner, FoundPlanner) and ranks > 1 and _is_distributed():
+        ranks, kept = self._topology.world_size, self._kept_lengths
+        if not isinstance(self._planner, FoundPlanner) or self._planner.lengths is not None:
+            return
+        if ranks > 1 and _is_distributed():
             if dist.get_world_size() != ranks:
                 raise ValueError(
                     f"topology= tells of {ranks} ranks, but torch.distributed of {dist.get_world_size()}: "
                     "lengths that are found on the way are exchanged among all of them"
                 )
             self._exchange = FoundExchange(self._plan.rank, self.settings.timeout_s)
+            if not self._exchange.agreed(kept.digest if kept else "") and kept:
+                kept.forget()  # as on the ranks of a machine that has not seen these samples
+        self._use_kept_lengths()
+
+    def _use_kept_lengths(self) -> None:
+        """Plan with the lengths that were found, once all are."""
+        kept, planner = self._kept_lengths, self._planner
+        if kept and kept.is_complete and isinstance(planner, FoundPlanner) and planner.lengths is None:
+            self._planner = planner.knowing(kept.lengths)
+            self._plan = self._stream_plan()
+
+    def _save_lengths(self) -> None:
+        if self._kept_lengths and self._topology.local_rank == 0:
+            self._kept_lengths.save()
 
     @property
     def topology(self) -> Topology:
@@ -309,6 +326,7 @@ class StreamLoader:
     def _deliver_last(self, loop: EpochLoop, session: Session) -> None:
         """Note that the last batch of a loop is handed out: its session serves the next one, or ends."""
         assert loop.plan is not None
+        self._save_lengths()
         if self._loops.is_last_begun(loop):
             session.epoch_done(loop.plan.order.epoch)
             self.sessions.keep(loop)
@@ -470,7 +488,7 @@ class StreamLoader:
             if self._exchange is None and self._topology.world_size > 1 and self._planner.lengths is None:
                 raise DataflowError(
                     f"the {self._topology.world_size} ranks find the lengths of samples together, but "
-                    "torch.distributed is not initialised: do that before the loader is made, or give lengths="
+                    "torch.distributed is not initialised: do that before the first batch, or give lengths="
                 )
             return FoundSession(
                 self._plan, options, epoch, start, exchange=self._exchange, record=self._record
@@ -478,7 +496,11 @@ class StreamLoader:
         return Session(self._plan, options, epoch, start)
 
     def _record(self, order: Order, first: int, lengths: NDArray[np.int64]) -> None:
-        """The lengths of samples were found."""
+        """Keep the lengths of samples that were found, from a position of an order on."""
+        if self._kept_lengths:
+            samples = order.samples(np.arange(first, first + len(lengths)))
+            self._kept_lengths.note(samples, lengths)
+            self._use_kept_lengths()
 
     def stats(self) -> LoaderStats:
         """A snapshot; cheap, any thread."""
@@ -504,6 +526,7 @@ class StreamLoader:
         Batches handed out stay valid. Another thread that waits for a batch gets a `RuntimeError`.
         """
         finalizer = self._finalizer
+        self._save_lengths()
         try:
             self.sessions.close()
         except BaseException:  # Ctrl-C: nobody wants to wait

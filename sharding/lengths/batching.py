@@ -35,6 +35,9 @@ class BatchedColumns:
     """What fills up; for each column by name, 0 for those not named."""
     lengths: Lengths | None = field(default=None, compare=False, repr=False)
     """Where lengths come from; None: `column`."""
+    lengths_key: str = field(default="", compare=False)
+    """Names the lengths of samples that a transform makes, so that they are kept for later runs: change it
+    when the transform changes. A transform with a `fingerprint` needs none."""
     window: int | None = None
     """Samples of a megabatch: consecutive ones of the epoch's order that are planned together, and whose
     blocks are held in memory. None: 16,384, less where samples are large for the memory limit."""
@@ -55,6 +58,10 @@ class BatchedColumns:
         padded = self.pad if isinstance(self.pad, Mapping) else {}
         if strange := [name for name in padded if name not in columns]:
             raise ValueError(f"pad names {strange[0]!r}, which is not in columns={list(columns)}")
+        if not isinstance(self.lengths_key, str) or len(self.lengths_key) > 128:
+            raise ValueError(f"lengths_key must be at most 128 characters, got {self.lengths_key!r}")
+        if self.lengths_key and self.lengths is not None:
+            raise ValueError("lengths= says how long samples are: leave lengths_key out")
         if self.window is not None:
             _check_at_least(self, 1, "window")
 
@@ -100,7 +107,13 @@ class BatchedColumns:
 
     def to_json(self) -> dict[str, object]:
         """What decides about the units, as JSON types, without `lengths`."""
-        left_out = ("lengths", "columns", "whole", "pad")  # a state may be gone on with other columns
+        left_out = (
+            "lengths",
+            "lengths_key",
+            "columns",
+            "whole",
+            "pad",
+        )  # a state may be gone on with other columns
         values = {one.name: getattr(self, one.name) for one in fields(self) if one.name not in left_out}
         return {"kind": self.kind} | {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}
 

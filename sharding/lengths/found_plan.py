@@ -13,7 +13,6 @@ first units, as the epoch's first ones are long gone.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Unpack
@@ -53,8 +52,9 @@ def finders(first: int, end: int, num_lanes: int, num_finders: int) -> NDArray[n
 
 def finder_counts(bounds: NDArray[np.int64], finder: int, num_finders: int) -> NDArray[np.int64]:
     """How many samples of each megabatch `finders` gives to one of them, int64 [megabatches]."""
-    sizes = np.diff(bounds)
-    return -(-sizes * (finder + 1) // num_finders) - (-(-sizes * finder // num_finders))
+    sizes: NDArray[np.int64] = np.diff(bounds)
+    before, after = (-(-sizes * number // num_finders) for number in (finder, finder + 1))
+    return np.subtract(after, before)
 
 
 class FoundPlaces:
@@ -72,6 +72,7 @@ class FoundPlaces:
         batching: Batching,
         num_samples: int,
         key_of: Callable[[int], int | None],
+        *,
         megabatch: int = 0,
         unit: int = 0,
     ) -> None:
@@ -79,12 +80,11 @@ class FoundPlaces:
         self.batching, self._key_of = batching, key_of
         self.bounds = megabatch_bounds(num_samples, size, batching.sizes_multiple)
         """First position of every megabatch, and the number of samples, int64 [megabatches + 1]."""
-        self._lock = threading.Lock()  # guards what follows
         self._start = megabatch
-        self._first_unit = [unit]
-        """Of each megabatch from the start on, and of the one that is to be found next."""
-        self._stats: list[LengthStats] = []
-        self._num_short = 0
+        # Replaced, never changed: two threads may find the same megabatch at the same time, no more.
+        self._known: tuple[tuple[int, ...], tuple[LengthStats, ...], int] = (unit,), (), 0
+        """First unit of each megabatch from the start on, and of the one that is to be found next; sums; 1 if
+        the last unit of all is a batch that is short of samples."""
 
     @property
     def num_megabatches(self) -> int:
@@ -92,38 +92,38 @@ class FoundPlaces:
         return len(self.bounds) - 1
 
     @property
+    def begin(self) -> int:
+        """The first unit that is known."""
+        return self._known[0][0]
+
+    @property
     def num_known(self) -> int:
         """Units of the megabatches that were found, and before."""
-        return self._first_unit[-1]
+        return self._known[0][-1]
 
     @property
     def is_complete(self) -> bool:
         """Whether all megabatches were found."""
-        return self._start + len(self._first_unit) > self.num_megabatches
+        return self._start + len(self._known[0]) > self.num_megabatches
 
     @property
     def num_short(self) -> int:
         """1 if the last unit is a batch that is short of samples; known at the end."""
-        return self._num_short
+        return self._known[2]
 
     @property
     def stats(self) -> LengthStats:
         """Of the megabatches that were found."""
-        return LengthStats.total(self._stats)
+        return LengthStats.total(self._known[1])
 
     def first_unit(self, megabatch: int) -> int:
         """Units before a megabatch that is known."""
-        return self._first_unit[megabatch - self._start]
+        return self._known[0][megabatch - self._start]
 
     def at(self, unit: int) -> tuple[int, int]:
         """The last known megabatch that begins with the unit or before it, and its first unit."""
-        with self._lock:
-            firsts = self._first_unit
-        number = int(np.searchsorted(firsts, unit, side="right")) - 1
-        if number < 0:
-            raise ValueError(
-                f"the lengths of unit {unit} were not found: the loader began at unit {firsts[0]}"
-            )
+        firsts = self._known[0]
+        number = max(0, int(np.searchsorted(firsts, unit, side="right")) - 1)
         return self._start + number, firsts[number]
 
     def cut(self, megabatch: int, lengths: NDArray[np.integer]) -> Units:
@@ -138,19 +138,15 @@ class FoundPlaces:
     def add(self, megabatch: int, lengths: NDArray[np.integer]) -> Units:
         """Note what was found of a megabatch; its units. `ValueError` if it was other lengths before."""
         units = self.cut(megabatch, lengths)
-        with self._lock:
-            number = megabatch - self._start
-            if number + 1 == len(self._first_unit):
-                # Replaced, never changed: others look at it without the lock.
-                self._first_unit = [*self._first_unit, self._first_unit[-1] + len(units)]
-                self._stats = [*self._stats, units.stats]
-                if self.is_complete:
-                    self._num_short = int(np.sum(lengths != LEFT_OUT) % self.batching.sizes_multiple > 0)
-            elif self._first_unit[number + 1] - self._first_unit[number] != len(units):
-                raise ValueError(
-                    f"the samples from position {int(self.bounds[megabatch])} on have other lengths than "
-                    "the same samples had before: what makes them must make the same each time"
-                )
+        (firsts, stats, _), number = self._known, megabatch - self._start
+        if number + 1 == len(firsts):
+            short = int(np.count_nonzero(lengths != LEFT_OUT) % self.batching.sizes_multiple > 0)
+            self._known = (*firsts, firsts[-1] + len(units)), (*stats, units.stats), short
+        elif firsts[number + 1] - firsts[number] != len(units):
+            raise ValueError(
+                f"the samples from position {int(self.bounds[megabatch])} on have other lengths than "
+                "the same samples had before: what makes them must make the same each time"
+            )
         return units
 
 
@@ -234,7 +230,9 @@ class FoundPlan(RankPlan):
         raise NotImplementedError
 
 
-def items_of(dealt: BatchPlan, first_batch: int, last_batch: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def items_of(
+    dealt: BatchPlan, first_batch: int, last_batch: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """As `BatchPlan.items`, but the last batch is filled up with its own first units."""
     items, sizes = dealt.items(first_batch, last_batch)
     repeats = dealt.repeats(first_batch, last_batch)
@@ -367,36 +365,39 @@ class FoundPlanner:
     ) -> None:
         self._open_batching, self.key, self.lengths, self._place = batching, key, lengths, place
         self.batching = batching.with_window(window)
-        self._lock = threading.Lock()  # guards what follows
-        self._places: dict[object, FoundPlaces] = {}
+        self._places: dict[tuple[object, int], FoundPlaces] = {}
+        """By order, and first known unit. Threads that ask for the same must get the same: it grows."""
 
-    def places(self, order: Order) -> FoundPlaces:
-        """What is known of an order of the dataset's samples; kept for the last epochs."""
+    def places(self, order: Order, unit: int) -> FoundPlaces:
+        """What is known of an order of the dataset's samples, from a unit on; kept for the last epochs.
+
+        An epoch that was gone on with from a state is known from there on only.
+        """
         name = order.seed, order.epoch, order.shuffle
-        with self._lock:
-            places = self._places.get(name)
-            if places is None:
-                places = self._new_places(order)
-                for old in [*self._places][: 1 - _KEPT_EPOCHS]:
-                    del self._places[old]
-                self._places[name] = places
-            return places
+        items = [*self._places.items()]
+        kept = [places for (other, begin), places in items if other == name and begin <= unit]
+        if kept:
+            return max(kept, key=lambda places: places.at(unit)[1])
+        places = self._new_places(order, unit)
+        for key, _ in items[: 1 - _KEPT_EPOCHS]:
+            self._places.pop(key, None)
+        return self._places.setdefault((name, places.begin), places)
 
-    def _new_places(self, order: Order) -> FoundPlaces:
+    def _new_places(self, order: Order, unit: int) -> FoundPlaces:
         key_of = units_key(order.seed, order.epoch, order.shuffle.kind != "none")
+        places = FoundPlaces(self.batching, order.num_samples, key_of)
         if self.lengths is not None:
-            places, lengths = FoundPlaces(self.batching, order.num_samples, key_of), self.of_epoch(order)
+            lengths = self.of_epoch(order)
             for megabatch in range(places.num_megabatches):
                 places.add(megabatch, lengths[slice(*places.bounds[megabatch : megabatch + 2])])
             return places
-        epoch, first_sample, unit = self._place or (order.epoch, 0, 0)
-        if epoch != order.epoch:
-            first_sample = unit = 0
-        places = FoundPlaces(self.batching, order.num_samples, key_of)
+        epoch, first_sample, units_before = self._place or (order.epoch, 0, 0)
+        if epoch != order.epoch or unit < units_before:
+            return places
         megabatch = int(np.searchsorted(places.bounds, first_sample))
-        if places.bounds[megabatch] != first_sample:
+        if megabatch > places.num_megabatches or places.bounds[megabatch] != first_sample:
             raise ValueError(f"no megabatch of the epoch begins with sample {first_sample}")
-        return FoundPlaces(self.batching, order.num_samples, key_of, megabatch, unit)
+        return FoundPlaces(self.batching, order.num_samples, key_of, megabatch=megabatch, unit=units_before)
 
     def of_epoch(self, order: Order) -> NDArray[np.integer]:
         """The lengths at the positions of an epoch, where all are known."""
@@ -405,7 +406,7 @@ class FoundPlanner:
 
     def plan(self, order: Order, **dealing: Unpack[Dealing]) -> FoundPlan:
         """One rank's batches of an epoch."""
-        return FoundPlan(order, self.places(order), **dealing)
+        return FoundPlan(order, self.places(order, dealing.get("start", 0)), **dealing)
 
     @property
     def samples_per_unit(self) -> int:
@@ -419,9 +420,15 @@ class FoundPlanner:
 
     def state(self, order: Order, position: int) -> dict[str, object]:
         """As `UnitPlanner.state`: the mark, and the megabatch to find again."""
-        places = self.places(order)
+        places = self.places(order, position)
         megabatch, unit = places.at(position)
         return self.mark | {"first_sample": int(places.bounds[megabatch]), "units_before": unit}
+
+    def knowing(self, lengths: NDArray[np.integer]) -> FoundPlanner:
+        """The planner that knows all lengths."""
+        window = self.batching.window
+        assert window is not None
+        return FoundPlanner(self._open_batching, window, key=self.key, lengths=lengths, place=self._place)
 
     def resumed(self, mark: Mapping[str, object], epoch: int) -> FoundPlanner:
         """The planner that goes on where a state of an epoch with this mark stands."""

@@ -1,11 +1,11 @@
-"""Batches by length of samples that a transform makes, against the plain loop: each one made, then planned."""
+"""Batches by length of samples that a transform makes, against the plain loop: make all, then plan."""
 
 from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from itertools import chain, islice
+from collections.abc import Callable, Collection, Mapping
+from itertools import chain, islice, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +20,10 @@ from dataflow import Bucketed, DataLoader, Packed, ShardedDataset, Shuffle, Toke
 from dataflow.batch.packed import PackedRows
 from sharding.errors import DataflowError, SampleError
 from sharding.lengths.batching import Batching
-from sharding.lengths.found_plan import FoundPlaces, finder_counts, finders
+from sharding.lengths.found_plan import FoundPlaces
 from sharding.lengths.unit_plan import units_key
 from sharding.order.order import Order
+from sharding.write.file import user_folder
 
 NUM_DOCUMENTS = 211
 BATCHINGS: dict[str, Callable[[], Batching]] = {
@@ -46,12 +47,14 @@ def write(folder: Path, num: int = NUM_DOCUMENTS) -> Path:
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Three shards, and a cache folder of the test's own."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return write(tmp_path / "data")
 
 
 class CountedTokens:
-    """A transform that notes what it made, and a random number that tells the epoch, which may be the next."""
+    """A transform that notes what it made, with a random number that tells epochs apart."""
 
     def __init__(self) -> None:
         self.made: Counter[tuple[int, int]] = Counter()
@@ -199,7 +202,7 @@ def test_a_resumed_loader_makes_no_sample_before_its_megabatch(folder: Path) -> 
     with loader_of(folder, BATCHINGS["packed"]()) as loader:
         num = len(list(loader))
         loader.set_epoch(0)
-        for _ in islice(loader, num - 1):
+        for _ in islice(loader, num - 4):
             pass
         state = loader.state_dict()
     tokens = CountedTokens()
@@ -217,7 +220,10 @@ def test_a_resumed_loader_makes_no_sample_before_its_megabatch(folder: Path) -> 
 def test_a_state_of_other_batching_is_refused(folder: Path) -> None:
     with loader_of(folder, Packed(16, window=40)) as loader:
         state = loader.state_dict()
-    with loader_of(folder, Packed(17, window=40)) as loader, pytest.raises(ValueError, match="other batching"):
+    with (
+        loader_of(folder, Packed(17, window=40)) as loader,
+        pytest.raises(ValueError, match="other batching"),
+    ):
         loader.load_state_dict(state)
 
 
@@ -226,7 +232,7 @@ def test_a_state_of_other_batching_is_refused(folder: Path) -> None:
 GLOBAL_ROWS = 12
 
 
-def of_rank(folder: Path, kind: str, options: dict[str, Any], cuts: list[int], load: Any) -> Any:
+def of_rank(folder: Path, kind: str, options: dict[str, Any], cuts: Collection[int], load: Any) -> Any:
     """On one rank: the units of each batch, states after some batches, and what was made."""
     world_size = dist.get_world_size()
     rows = {"batch_size": GLOBAL_ROWS // world_size} if BATCHINGS[kind]().rows_are_units else {}
@@ -242,7 +248,12 @@ def of_rank(folder: Path, kind: str, options: dict[str, Any], cuts: list[int], l
 
 
 def of_world(
-    folder: Path, world_size: int, kind: str, cuts: list[int] = [], load: Any = None, **options: Any  # noqa: B006
+    folder: Path,
+    world_size: int,
+    kind: str,
+    cuts: Collection[int] = (),
+    load: Any = None,
+    **options: Any,
 ) -> tuple[list[list[Any]], dict[int, Any], Counter[tuple[int, int]]]:
     """The units of each global batch, the states (the same on all ranks), and how often samples were made."""
     ranks = fast_ranks(of_rank, world_size, args=(folder, kind, options, cuts, load), timeout_s=90)
@@ -261,3 +272,322 @@ def test_every_number_of_ranks_delivers_the_same_global_batches_and_makes_a_samp
         assert batches == whole_batches(units_of(loader), GLOBAL_ROWS)
     assert {i for i, _ in made} == {*range(NUM_DOCUMENTS)}
     assert set(made.values()) == {1}
+
+
+def expected_on(units: list[Any], world_size: int, size: int, tail: str) -> list[list[Any]]:
+    """Global batches under a tail rule; the last one is filled up with its own first units."""
+    batches = whole_batches(units, size)
+    left = len(batches[-1])
+    if left == size:
+        return batches
+    fill = {"drop": 0, "uneven": 0, "pad": size - left, "even": -left % world_size}[tail]
+    own = batches.pop()
+    return batches if tail == "drop" else [*batches, [*own, *(own[k % left] for k in range(fill))]]
+
+
+@pytest.mark.parametrize("tail", ["drop", "pad", "even", "uneven"])
+@pytest.mark.parametrize("kind", ["packed", "buckets"])
+def test_all_tails_leave_out_or_fill_up_the_last_batch(folder: Path, tail: str, kind: str) -> None:
+    batches, _, _ = of_world(folder, 3, kind, tail=tail, shuffle=Shuffle("window", 4, canonical_nodes=3))
+    with loader_of(folder, BATCHINGS[kind](), shuffle=Shuffle("window", 4, canonical_nodes=3)) as loader:
+        units = units_of(loader)
+    if kind == "buckets" and tail == "drop":
+        assert len(units[-1]) < 5
+        units.pop()
+    assert batches == expected_on(units, 3, GLOBAL_ROWS if kind == "packed" else 3, tail)
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 2), (1, 4)])
+def test_a_state_goes_on_with_another_number_of_ranks(folder: Path, before: int, after: int) -> None:
+    whole, states, _ = of_world(folder, before, "packed", [1, 3, 7], tail="uneven")
+    for cut, state in states.items():
+        rest, _, made = of_world(folder, after, "packed", load=state, tail="uneven")
+        assert rest == whole[cut:]
+        assert set(made.values()) == {1}
+
+
+def fails_on_one_rank(folder: Path) -> str:
+    def tokens(sample: Mapping[str, Any]) -> dict[str, Any]:
+        if dist.get_rank() == 1 and sample["n"] > 100:
+            raise ArithmeticError("no tokens today")
+        return tokens_of(sample)
+
+    with loader_of(folder, BATCHINGS["packed"](), tokens) as loader, pytest.raises(DataflowError) as caught:
+        list(loader)
+    return str(caught.value)
+
+
+def test_all_ranks_end_when_one_cannot_make_a_sample(folder: Path) -> None:
+    other, own = fast_ranks(fails_on_one_rank, 2, args=(folder,), timeout_s=60)
+    assert "ArithmeticError: no tokens today" in own
+    assert other.startswith("rank 1 could not make its samples: SampleError")
+
+
+def leaves_early(folder: Path) -> list[Any]:
+    """Loops that are left after some batches, then a whole one."""
+    with loader_of(folder, BATCHINGS["packed"](), tail="uneven") as loader:
+        for num in (1, 4, 9):
+            list(islice(loader, num))
+        epoch = loader.epoch + 1
+        return [epoch, delivered(loader)]
+
+
+def test_loops_may_be_left_early_on_all_ranks(folder: Path) -> None:
+    ranks = fast_ranks(leaves_early, 2, args=(folder,), timeout_s=60)
+    with loader_of(folder, BATCHINGS["packed"]()) as loader:
+        units = units_of(loader, ranks[0][0])
+    batches = [[*a, *b] for a, b in zip(ranks[0][1], ranks[1][1], strict=True)]
+    assert batches == whole_batches(units, 6)
+
+
+def is_alone(folder: Path) -> str:
+    with loader_of(folder, BATCHINGS["packed"](), timeout=2) as loader:
+        if dist.get_rank() == 1:
+            return ""
+        with pytest.raises(DataflowError, match="all of them must make the loader") as caught:
+            next(iter(loader))
+        return str(caught.value)
+
+
+def test_a_rank_that_asks_alone_is_told_in_time(folder: Path) -> None:
+    assert fast_ranks(is_alone, 2, args=(folder,), timeout_s=60)[0]
+
+
+def test_ranks_without_a_process_group_are_told_to_have_one(folder: Path) -> None:
+    with (
+        loader_of(folder, BATCHINGS["packed"](), topology=rank(0, 2)) as loader,
+        pytest.raises(DataflowError, match="distributed is not initialised"),
+    ):
+        next(iter(loader))
+
+
+# ---- lengths that are known, of samples that are made ------------------------------------------------
+
+
+def known(folder: Path) -> np.ndarray:
+    return np.array([length_of(i) for shard in range(3) for i in range(shard, NUM_DOCUMENTS, 3)])
+
+
+@pytest.mark.parametrize("kind", BATCHINGS)
+@pytest.mark.parametrize("tail", ["pad", "even", "uneven"])
+def test_with_known_lengths_each_rank_makes_what_it_delivers(folder: Path, kind: str, tail: str) -> None:
+    batching = type(BATCHINGS[kind]())(**{**vars(BATCHINGS[kind]()), "lengths": known(folder)})
+    rows = {"batch_size": 4} if kind in ("packed", "truncated") else {}
+    of_ranks, made = [], Counter[tuple[int, int]]()
+    for r in range(3):
+        tokens = CountedTokens()
+        with loader_of(folder, batching, tokens, topology=rank(r, 3), tail=tail, **rows) as loader:
+            of_ranks.append(delivered(loader))
+            assert loader.stats().lengths.units == len(units_of(loader))
+        made += tokens.made
+    steps = max(map(len, of_ranks))
+    batches = [list(chain(*(own[b] for own in of_ranks if b < len(own)))) for b in range(steps)]
+    assert batches == expected_on(units_of(loader), 3, 12 if rows else 3, tail)
+    if kind != "packed" and tail == "uneven":  # where no document is cut, or filled up
+        assert set(made.values()) == {1}
+
+
+def test_a_length_that_lies_is_an_error_that_names_the_sample(folder: Path) -> None:
+    lengths = known(folder)
+    lengths[30] += 1  # the 31st of the first shard
+    with (
+        loader_of(folder, Packed(16, window=40, lengths=lengths)) as loader,
+        pytest.raises(SampleError, match=f"has {length_of(90)} elements, but .* said to be") as caught,
+    ):
+        list(loader)
+    assert caught.value.shard.endswith("shard0.jsonl")
+    assert caught.value.key == "30"
+
+
+# ---- what cannot be batched --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("transform", "text"),
+    [
+        (lambda sample: sample, "column 'tokens', but the samples have n, text"),
+        (lambda sample: sample["text"], "samples must be dicts"),
+        (lambda sample: {"tokens": sample["text"]}, "holds text"),
+        (lambda sample: {"tokens": [[1], [2]]}, "return lists of numbers"),
+        (lambda sample: {"tokens": 1}, "return lists of numbers"),
+    ],
+)
+def test_samples_without_a_list_of_numbers_are_refused(folder: Path, transform: Any, text: str) -> None:
+    with loader_of(folder, Packed(16), transform) as loader, pytest.raises(TypeError, match=text):
+        next(iter(loader))
+
+
+def test_a_sample_that_cannot_be_made_is_left_out_and_counted_once(folder: Path) -> None:
+    def tokens(sample: Mapping[str, Any]) -> dict[str, Any]:
+        ids = tokens_of(sample)["tokens"]
+        return {"tokens": ids[:: 0 if sample["n"] == 17 else 1], "mask": ids[sample["n"] == 31 :]}
+
+    batching = Packed(16, columns=["tokens", "mask"], window=40)
+    with loader_of(folder, batching, tokens, on_error="skip") as loader:
+        whole, states = [], []
+        for batch in loader:
+            whole += chain(*pieces_of(batch["tokens"]))
+            states.append(loader.state_dict())
+        assert loader.stats().skipped_samples == 2
+        assert loader.stats().batches == len(states)
+    left_out = {17, 31}
+    assert sum(map(len, whole)) == sum(length_of(i) for i in range(NUM_DOCUMENTS) if i not in left_out)
+    assert not {piece[0] // 100 for piece in whole} & left_out
+    for state in states[::7]:
+        with loader_of(folder, batching, tokens, on_error="skip") as loader:
+            loader.load_state_dict(state)
+            with pytest.raises(TypeError):
+                len(loader)
+            assert list(loader)
+            assert loader.stats().skipped_samples == 2
+
+
+def test_the_number_of_batches_is_a_type_error(folder: Path) -> None:
+    with loader_of(folder, BATCHINGS["packed"]()) as loader:
+        with pytest.raises(TypeError, match="found while they are made"):
+            len(loader)
+        assert loader.batches_left is None
+
+
+def test_a_batch_transform_gets_the_finished_batch_and_repeats_are_marked(folder: Path) -> None:
+    def marked(batch: Any) -> Any:
+        return batch["tokens"].tokens.shape, batch.pop("__repeat__")
+
+    options = {"tail": "pad", "mark_repeats": True, "topology": rank(0, 1)}
+    with loader_of(folder, BATCHINGS["packed"](), batch_transform=lambda b: b, **options) as loader:
+        flags = [batch["__repeat__"] for batch in loader]
+    num = len(units_of(loader))
+    assert num % 3
+    assert torch.cat(flags).tolist() == [False] * num + [True] * (-num % 3)
+
+
+# ---- lengths that are kept ---------------------------------------------------------------------------
+
+
+def kept(kind: str, key: str = "letters") -> Batching:
+    return type(BATCHINGS[kind]())(**{**vars(BATCHINGS[kind]()), "lengths_key": key})
+
+
+@pytest.mark.parametrize("kind", BATCHINGS)
+def test_once_all_lengths_were_found_later_loaders_know_them(folder: Path, kind: str) -> None:
+    with loader_of(folder, kept(kind)) as loader:
+        whole, states = [], []
+        for batch in loader:
+            whole.append(pieces_of(batch["tokens"]))
+            states.append(loader.state_dict())
+        assert len(loader) == loader.batches_left == len(list(loader))
+    with loader_of(folder, kept(kind)) as loader:
+        assert len(loader) == len(whole)
+        assert delivered(loader) == whole
+        for cut in (2, len(whole) // 2, len(whole) - 1):
+            loader.load_state_dict(states[cut - 1])
+            assert loader.batches_left == len(whole) - cut
+            assert delivered(loader) == whole[cut:]
+        list(islice(loader, 3))
+        state = loader.state_dict()
+    with loader_of(folder, kept(kind), lambda sample: tokens_of(sample), on_error="skip") as loader:
+        loader.load_state_dict(state)
+        assert delivered(loader) == whole_batches(units_of(loader, state["epoch"]), loader.batch_size)[3:]
+
+
+def test_kept_lengths_serve_ranks_without_a_process_group(folder: Path) -> None:
+    with loader_of(folder, kept("packed")) as loader:
+        list(loader)
+    of_ranks = []
+    for r in range(2):
+        with loader_of(folder, kept("packed"), topology=rank(r, 2), tail="drop") as loader:
+            of_ranks.append(delivered(loader))
+    batches = [[*a, *b] for a, b in zip(*of_ranks, strict=True)]
+    assert batches == expected_on(units_of(loader), 2, 6, "drop")
+
+
+def with_kept(folder: Path) -> Any:
+    with loader_of(folder, kept("packed"), tail="uneven") as loader:
+        first = delivered(loader)
+        return first, len(loader), delivered(loader), loader.stats().lengths.units
+
+
+def test_ranks_that_found_all_lengths_go_on_together(folder: Path) -> None:
+    ranks = fast_ranks(
+        with_kept, 2, args=(folder,), timeout_s=60, env={"XDG_CACHE_HOME": str(folder / "../cache")}
+    )
+    again = fast_ranks(
+        with_kept, 2, args=(folder,), timeout_s=60, env={"XDG_CACHE_HOME": str(folder / "../cache")}
+    )
+    assert ranks == again
+    with loader_of(folder, BATCHINGS["packed"]()) as loader:
+        for epoch, batches in enumerate(zip(*((own[0], own[2]) for own in ranks), strict=True)):
+            joined = [[*a, *(b or [])] for a, b in zip_longest(*batches)]
+            assert joined == whole_batches(units_of(loader, epoch), 6)
+    assert [own[1] for own in ranks] == [len(own[2]) for own in ranks]
+
+
+def test_runs_that_were_ended_early_complete_the_lengths_together(folder: Path) -> None:
+    with loader_of(folder, kept("packed")) as loader:
+        list(islice(loader, 30))
+        state = loader.state_dict()
+    with loader_of(folder, kept("packed")) as loader:
+        with pytest.raises(TypeError):
+            len(loader)
+        loader.load_state_dict(state)
+        rest = len(list(loader))
+        assert len(loader)
+    with loader_of(folder, kept("packed")) as loader:
+        assert len(loader) == 30 + rest
+
+
+def test_lengths_are_kept_by_key_and_not_without_one_or_where_they_are_random(folder: Path) -> None:
+    with loader_of(folder, kept("packed")) as loader:
+        list(loader)
+    for batching, transform in (
+        (BATCHINGS["packed"](), tokens_of),
+        (kept("packed", "other letters"), tokens_of),
+        (kept("packed"), CountedTokens()),
+    ):
+        with loader_of(folder, batching, transform) as loader, pytest.raises(TypeError):
+            len(loader)
+
+
+def test_a_transform_with_a_fingerprint_needs_no_key(folder: Path) -> None:
+    class Letters:
+        fingerprint = "letters"
+
+        def __call__(self, sample: Mapping[str, Any]) -> dict[str, Any]:
+            return tokens_of(sample)
+
+    with loader_of(folder, BATCHINGS["packed"](), Letters()) as loader:
+        num, state = len(list(loader)), loader.state_dict()
+    with loader_of(folder, BATCHINGS["packed"](), Letters()) as loader:
+        assert len(loader) == num
+    Letters.fingerprint = "others"
+    with (
+        loader_of(folder, BATCHINGS["packed"](), Letters()) as loader,
+        pytest.raises(ValueError, match="other"),
+    ):
+        loader.load_state_dict(state)
+
+
+def test_kept_lengths_of_another_transform_are_an_error_that_says_so(folder: Path) -> None:
+    with loader_of(folder, kept("packed")) as loader:
+        list(loader)
+    transform = lambda sample: {"tokens": [*tokens_of(sample)["tokens"], 1]}  # noqa: E731
+    with (
+        loader_of(folder, kept("packed"), transform) as loader,
+        pytest.raises(SampleError, match="change lengths_key="),
+    ):
+        list(loader)
+
+
+@pytest.mark.parametrize("damage", [b"", b"no array", "cut", "negative"])
+def test_a_damaged_file_costs_only_finding_again(folder: Path, damage: Any) -> None:
+    with loader_of(folder, kept("packed")) as loader:
+        num = len(list(loader))
+    (path,) = Path(user_folder("lengths")).glob("*.npy")
+    data = {"cut": path.read_bytes()[:-3], "negative": path.read_bytes()[:-4] + b"\xf0\xff\xff\xff"}
+    path.write_bytes(data.get(damage, damage))
+    with loader_of(folder, kept("packed")) as loader:
+        with pytest.raises(TypeError):
+            len(loader)
+        assert len(list(loader)) == num
+    with loader_of(folder, kept("packed")) as loader:
+        assert len(loader) == num
