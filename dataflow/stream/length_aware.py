@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -158,7 +159,9 @@ def _lengths_key(batching: Batching, dataset: ShardedDataset | Mixture) -> str:
     if batching.lengths_key:
         return batching.lengths_key
     keys = [str(getattr(source.transform, "fingerprint", "") or "") for source in dataset.sources]
-    return " ".join(keys) if all(keys) else ""
+    if not all(keys):
+        return ""
+    return keys[0] if len(keys) == 1 else hashlib.blake2b(" ".join(keys).encode(), digest_size=8).hexdigest()
 
 
 def kept_lengths(settings: StreamSettings, dataset: ShardedDataset | Mixture) -> KeptLengths | None:
