@@ -150,6 +150,7 @@ class Mixture(Sharded):
 
         return MixtureWindows(
             self.spec.epoch(epoch),
+            seed=seed,
             epoch=epoch,
             shuffle=shuffle,
             sizes=[len(source) for source in self.sources],

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from fractions import Fraction
 from functools import partial
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,12 +20,14 @@ from dataflow.outputs.ragged import PaddedOutput, RaggedOutput
 from dataflow.stream.settings import StreamSettings
 from prefetch.store.filesystems import shard_file
 from sharding.errors import SampleError
-from sharding.lengths.batching import Batching, Bucketed, Packed, TokenBudget
+from sharding.lengths.batching import Batching, Bucketed, Lengths, Packed, TokenBudget
 from sharding.lengths.column_lengths import resolve_lengths
 from sharding.lengths.unit_plan import UnitPlanner
 from sharding.lengths.units import DEFAULT_MEGABATCH_SAMPLES
 
 _THREADS = 16
+_TYPICAL = 1 << 16
+"""Lengths that stand for those of a mixture."""
 
 
 def check_batching(settings: StreamSettings, dataset: ShardedDataset | Mixture) -> None:
@@ -30,16 +35,20 @@ def check_batching(settings: StreamSettings, dataset: ShardedDataset | Mixture) 
     batching, batch_size, collate_fn = settings.batching, settings.batch_size, settings.collate_fn
     if batching is None:
         return
-    if isinstance(dataset, Mixture):
-        raise ValueError("batching= does not take a Mixture yet: lengths are known of one dataset at a time")
     name = type(batching).__name__
     if not isinstance(batching, Packed | TokenBudget | Bucketed):
         raise ValueError(f"batching must be Packed(...), TokenBudget(...) or Bucketed(...), got {batching!r}")
     if not batching.rows_are_units and batch_size != 1:
         raise ValueError(f"{name} decides how many samples a batch has: leave batch_size={batch_size} out")
-    if isinstance(batching, Packed) and (dataset.transform or collate_fn):
+    if isinstance(dataset, Mixture) and dataset.spec.stop == "never":
+        raise ValueError(
+            f'{name} counts the rows or batches of an epoch, and one with stop="never" has no end; with '
+            'stop="first" or "all" each epoch goes on where the sources stopped in the one before'
+        )
+    transforms = any(source.transform for source in dataset.sources)
+    if isinstance(batching, Packed) and (transforms or collate_fn):
         raise ValueError("Packed lays samples into rows as they are stored: use batch_transform instead")
-    if dataset.transform and not collate_fn:
+    if transforms and not collate_fn:
         raise ValueError(
             f"a transform may change lengths: pass a collate_fn that pads what {name} brings together"
         )
@@ -54,7 +63,7 @@ def check_batching(settings: StreamSettings, dataset: ShardedDataset | Mixture) 
 
 
 def _check_others(
-    batching: Batching, dataset: ShardedDataset, lengths: NDArray[np.integer] | None = None
+    batching: Batching, dataset: ShardedDataset | Mixture, lengths: NDArray[np.integer] | None = None
 ) -> None:
     """Refuse lists that would come whole with every piece of their sample, unless the user says so.
 
@@ -85,7 +94,7 @@ def _check_others(
         )
 
 
-def _check_column(name: str, dataset: ShardedDataset) -> None:
+def _check_column(name: str, dataset: ShardedDataset | Mixture) -> None:
     output = _output(name, dataset)
     if output is None:
         listed = ", ".join(output.name for output in dataset.outputs)
@@ -99,11 +108,11 @@ def _check_column(name: str, dataset: ShardedDataset) -> None:
         )
 
 
-def _output(name: str, dataset: ShardedDataset) -> Output | None:
+def _output(name: str, dataset: ShardedDataset | Mixture) -> Output | None:
     return next((output for output in dataset.outputs if output.name == name), None)
 
 
-def make_planner(batching: Batching, dataset: ShardedDataset, window_bytes: int) -> UnitPlanner:
+def make_planner(batching: Batching, dataset: ShardedDataset | Mixture, window_bytes: int) -> UnitPlanner:
     """Find the lengths, and plan with them. Reads shards where the catalog does not know.
 
     Where `batching.window` is None, a megabatch holds about `window_bytes` of blocks.
@@ -111,15 +120,60 @@ def make_planner(batching: Batching, dataset: ShardedDataset, window_bytes: int)
     Raises as `sharding.lengths.column_lengths.resolve_lengths` does, and `SampleError` where a sample has no
     length.
     """
+    sources, asked = dataset.sources, _lengths_asked(batching.lengths, dataset)
+    parts = [
+        _source_lengths(batching, source, lengths) for source, lengths in zip(sources, asked, strict=True)
+    ]
+    shares = dataset.shares if isinstance(dataset, Mixture) else (Fraction(1),)
+    held = [np.maximum(s.catalog.blocks.length, s.catalog.blocks.nbytes).sum() for s in sources]
+    each = [
+        share * max(1, int(n)) / max(1, len(s)) for share, n, s in zip(shares, held, sources, strict=True)
+    ]
+    window = max(1, min(DEFAULT_MEGABATCH_SAMPLES, int(window_bytes / sum(each))))
+    if len(parts) == 1:
+        return UnitPlanner(parts[0], batching, window)
+    return UnitPlanner(np.concatenate(parts), batching, window, _typical(parts, shares))
+
+
+def _lengths_asked(lengths: Any, dataset: ShardedDataset | Mixture) -> Sequence[Lengths | None]:
+    """Where the lengths of each source come from."""
+    if not isinstance(dataset, Mixture):
+        return [lengths]
+    sources = dataset.sources
+    if lengths is None or isinstance(lengths, str) or callable(lengths):
+        return [lengths] * len(sources)
+    if isinstance(lengths, Mapping):
+        if lengths.keys() == set(sources):
+            return [lengths[source] for source in sources]
+    elif isinstance(lengths, Sequence) and len(lengths) == len(sources):
+        return lengths
+    raise ValueError(
+        f"lengths= of a mixture of {len(sources)} datasets must be a column, a function of a catalog, a list "
+        "with one of these or an array for each dataset, in order, or a mapping from all its datasets"
+    )
+
+
+def _typical(parts: Sequence[NDArray[np.integer]], shares: Sequence[Fraction]) -> NDArray[np.integer]:
+    """Lengths as a mixture delivers them: of each source quantiles, as many as its share says."""
+    counts = [max(1, int(share * _TYPICAL)) for share in shares]
+    return np.concatenate(
+        [np.sort(part)[np.arange(n) * len(part) // n] for part, n in zip(parts, counts, strict=True)]
+    )
+
+
+def _source_lengths(
+    batching: Batching, dataset: ShardedDataset, asked: Lengths | None
+) -> NDArray[np.integer]:
+    """The lengths of the samples of one dataset, those of a view alone."""
     output = _output(batching.column, dataset)
     stored = output.sources[0] if output is not None else batching.column  # `columns=` may rename
-    named = batching.lengths is not None
+    named = asked is not None
     join = next((join for join in dataset.joins_used if batching.column in join.names and not named), None)
     of = dataset if join is None else join.other
     reader = of.new_reader()
     with closing(reader), ThreadPoolExecutor(_THREADS, thread_name_prefix="dataflow-lengths") as pool:
         lengths = resolve_lengths(
-            batching.lengths,
+            asked,
             of.catalog,
             stored,
             storage_options=of.storage_options,
@@ -135,9 +189,7 @@ def make_planner(batching: Batching, dataset: ShardedDataset, window_bytes: int)
     lengths = _with_missing(lengths, output, stored, dataset)
     if len(lengths) and output is not None:
         _check_others(batching, dataset, lengths)
-    held = max(1, int(np.maximum(blocks.length, blocks.nbytes).sum()))
-    window = max(1, min(DEFAULT_MEGABATCH_SAMPLES, window_bytes * len(lengths) // held))
-    return UnitPlanner(lengths, batching, window)
+    return lengths
 
 
 def _with_missing(

@@ -86,7 +86,7 @@ class StreamLoader:
             make_planner(
                 settings.batching, dataset, megabatch_bytes(settings.memory_limit, self.memory_limit).value
             )
-            if settings.batching and isinstance(dataset, ShardedDataset)
+            if settings.batching
             else None
         )
         self.shuffle, self.window_reason = self._resolve_shuffle()

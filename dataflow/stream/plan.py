@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import cast
 
 from dataflow.dataset import ShardedDataset
 from dataflow.mixture import Mixture
@@ -73,8 +74,9 @@ class StreamPlan:
             "tail": self.tail,
             "start": start,
         }
+        if self.planner is not None:
+            order = cast(Order, windows)  # a mixture's are asked what an `Order` is asked
+            return UnitPlan(order, self.planner.sequence(order), **dealing)
         if isinstance(windows, MixtureWindows):
             return MixturePlan(windows, **dealing)
-        if self.planner is not None:
-            return UnitPlan(windows, self.planner.sequence(windows), **dealing)
         return EpochPlan(windows, **dealing)

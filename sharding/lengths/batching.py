@@ -18,7 +18,8 @@ from sharding.lengths.units import DEFAULT_MEGABATCH_SAMPLES, NO_PIECES, Pieces,
 
 Lengths = str | ArrayLike | Callable[[Any], ArrayLike]
 """Where lengths come from: a column (its values if they are integers, else their lengths), an array with
-one entry a sample in file order, or a function of the catalog that gives one."""
+one entry a sample in file order, or a function of the catalog that gives one. Of a mixture, a column or a
+function holds for all sources; else one of these a source, as a list or by dataset."""
 
 
 @dataclass(frozen=True, kw_only=True)
