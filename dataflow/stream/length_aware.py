@@ -33,6 +33,12 @@ _TYPICAL = 1 << 16
 def check_batching(settings: StreamSettings, dataset: ShardedDataset | Mixture) -> None:
     """Raise `ValueError` for what of the settings and the dataset does not go with `batching=`."""
     batching, batch_size, collate_fn = settings.batching, settings.batch_size, settings.collate_fn
+    by_tokens = isinstance(dataset, Mixture) and dataset.spec.counts == "tokens"
+    if batching is None and by_tokens:
+        raise ValueError(
+            'shares="tokens" counts elements of the column that batching= names: pass batching=, or '
+            'give the mixture shares="samples"'
+        )
     if batching is None:
         return
     name = type(batching).__name__
@@ -124,7 +130,9 @@ def make_planner(batching: Batching, dataset: ShardedDataset | Mixture, window_b
     parts = [
         _source_lengths(batching, source, lengths) for source, lengths in zip(sources, asked, strict=True)
     ]
-    shares = dataset.shares if isinstance(dataset, Mixture) else (Fraction(1),)
+    shares: Sequence[Fraction] = [Fraction(1)]
+    if isinstance(dataset, Mixture):
+        shares = dataset.sample_shares([*map(batching.delivered, parts)])
     held = [np.maximum(s.catalog.blocks.length, s.catalog.blocks.nbytes).sum() for s in sources]
     each = [
         share * max(1, int(n)) / max(1, len(s)) for share, n, s in zip(shares, held, sources, strict=True)

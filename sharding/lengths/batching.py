@@ -82,6 +82,10 @@ class BatchedColumns:
         """The value with nothing left open: `window`, and what follows from all lengths."""
         return replace(self, window=self.window or window)
 
+    def delivered(self, lengths: NDArray[np.integer]) -> NDArray[np.integer]:
+        """How many elements of samples of these lengths are delivered."""
+        return lengths
+
     def cut(
         self, lengths: NDArray[np.integer], key: int | None, carried: Pieces = NO_PIECES, last: bool = True
     ) -> Units:
@@ -125,6 +129,10 @@ class Packed(BatchedColumns):
     rows_are_units = True
     cuts = True
 
+    def delivered(self, lengths: NDArray[np.integer]) -> NDArray[np.integer]:
+        """See `BatchedColumns`."""
+        return np.minimum(lengths, self.length) if self.overlong == "truncate" else lengths
+
     def cut(
         self, lengths: NDArray[np.integer], key: int | None, carried: Pieces = NO_PIECES, last: bool = True
     ) -> Units:
@@ -164,6 +172,11 @@ class TokenBudget(BatchedColumns):
     def cuts(self) -> bool:
         """See `BatchedColumns`."""
         return self.overlong == "truncate"
+
+    def delivered(self, lengths: NDArray[np.integer]) -> NDArray[np.integer]:
+        """See `BatchedColumns`."""
+        longest: NDArray[np.integer] = np.minimum(lengths, self.max_tokens // self.multiple * self.multiple)
+        return longest
 
     def cut(
         self, lengths: NDArray[np.integer], key: int | None, carried: Pieces = NO_PIECES, last: bool = True
