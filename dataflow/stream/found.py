@@ -99,7 +99,8 @@ class FindingPlan(StreamPlan):
         """Positions of the samples of a megabatch that this rank is to find."""
         first, end = plan.places.bounds[megabatch : megabatch + 2].tolist()
         of_finder = finders(first, end, plan.order.num_lanes, self.num_finders)
-        return np.add(first, np.flatnonzero(of_finder == self.finder))
+        positions: NDArray[np.int64] = first + np.flatnonzero(of_finder == self.finder)
+        return positions
 
     def _delivered_here(self, plan: FoundPlan) -> Callable[[int], NDArray[np.int64]]:
         """Megabatch -> the positions of which this rank delivers pieces, where all lengths are known."""
@@ -117,7 +118,8 @@ class FindingPlan(StreamPlan):
             mine = np.zeros(len(units), bool)
             mine[np.concatenate((numbers, filled_up))] = True
             rows = np.repeat(mine, np.diff(units.first))
-            return np.add(first, np.unique(units.pieces.position[rows]))
+            positions: NDArray[np.int64] = first + np.unique(units.pieces.position[rows])
+            return positions
 
         return own
 

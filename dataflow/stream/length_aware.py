@@ -40,6 +40,11 @@ again, and a tokenizer makes tokens of some MB a second. A million tokens pack t
 def check_batching(settings: StreamSettings, dataset: ShardedDataset | Mixture) -> None:
     """Raise `ValueError` for what of the settings and the dataset does not go with `batching=`."""
     batching, batch_size, collate_fn = settings.batching, settings.batch_size, settings.collate_fn
+    if batching is None and is_by_tokens(dataset):
+        raise ValueError(
+            'shares="tokens" counts elements of the column that batching= names: pass batching=, or '
+            'give the mixture shares="samples"'
+        )
     if batching is None:
         return
     name = type(batching).__name__
@@ -62,6 +67,11 @@ def check_batching(settings: StreamSettings, dataset: ShardedDataset | Mixture) 
         for column in batching.columns:
             _check_column(column, dataset)
         _check_others(batching, dataset)
+
+
+def is_by_tokens(dataset: ShardedDataset | Mixture) -> bool:
+    """Whether it is a mixture whose shares count tokens."""
+    return isinstance(dataset, Mixture) and dataset.spec.counts == "tokens"
 
 
 def are_found(settings: StreamSettings, dataset: ShardedDataset | Mixture) -> bool:
@@ -144,10 +154,13 @@ def make_planner(
     if batching.lengths is not None or not found:
         asked = zip(dataset.sources, _lengths_asked(batching.lengths, dataset), strict=True)
         parts = [_source_lengths(batching, source, lengths) for source, lengths in asked]
-    each = _bytes_of_sample(dataset)
+    shares: Sequence[Fraction] = [Fraction(1)]
+    if isinstance(dataset, Mixture):
+        shares = dataset.sample_shares([*map(batching.delivered, parts)]) if parts else dataset.shares
+    each = _bytes_of_sample(dataset, shares)
     window = max(1, min(DEFAULT_MEGABATCH_SAMPLES, int(window_bytes / each)))
     if not found:
-        typical = _typical(parts, dataset.shares) if isinstance(dataset, Mixture) else None
+        typical = _typical(parts, shares) if isinstance(dataset, Mixture) else None
         return UnitPlanner(np.concatenate(parts), batching, window, typical)
     window = min(window, max(_LEAST_FOUND, int(_FOUND_BYTES / each)))
     key = _lengths_key(batching, dataset)
@@ -180,9 +193,8 @@ def _lengths_file(batching: Batching, dataset: ShardedDataset) -> LengthsFile:
     return LengthsFile(len(dataset), marks)
 
 
-def _bytes_of_sample(dataset: ShardedDataset | Mixture) -> float:
+def _bytes_of_sample(dataset: ShardedDataset | Mixture, shares: Sequence[Fraction]) -> float:
     """About what a delivered sample has in its blocks."""
-    shares = dataset.shares if isinstance(dataset, Mixture) else (Fraction(1),)
     held = [int(np.maximum(s.catalog.blocks.length, s.catalog.blocks.nbytes).sum()) for s in dataset.sources]
     sizes = [max(1, len(source)) for source in dataset.sources]
     parts = zip(shares, held, sizes, strict=True)

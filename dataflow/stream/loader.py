@@ -10,6 +10,7 @@ newest loop handed out, never of those that were prefetched.
 from __future__ import annotations
 
 import copy
+import logging
 import time
 from collections.abc import Generator, Iterator, Mapping
 from dataclasses import replace
@@ -31,7 +32,7 @@ from dataflow.stream.deliveries import Deliveries, LastGood, Skipped, SkippedAhe
 from dataflow.stream.exchange import FoundExchange
 from dataflow.stream.found import FoundSession
 from dataflow.stream.joined_reads import check_reads
-from dataflow.stream.length_aware import check_batching, kept_lengths, make_planner
+from dataflow.stream.length_aware import check_batching, is_by_tokens, kept_lengths, make_planner
 from dataflow.stream.loop_sessions import LoopSessions
 from dataflow.stream.loops import EpochLoop, LoopQueue
 from dataflow.stream.plan import StreamPlan
@@ -53,6 +54,8 @@ from sharding.plan.placement import seat_of
 from sharding.plan.plan import EpochPlan, PlanState, RankPlan
 from sharding.plan.window_size import deciding_table, resolve_windows
 from sharding.topology.topology import Topology
+
+_log = logging.getLogger("dataflow")
 
 
 class LoopFrame:
@@ -91,6 +94,7 @@ class StreamLoader:
         self._kept_lengths = kept_lengths(settings, dataset)
         self._length_plan: UnitPlan | FoundPlan | None = None
         """Of the epoch begun last."""
+        self._mixture_starts: dict[int, tuple[int, ...]] = {}
         self._planner = (
             make_planner(settings, dataset, megabatch_bytes(settings.memory_limit, self.memory_limit).value)
             if settings.batching
@@ -171,6 +175,38 @@ class StreamLoader:
             if not self._exchange.agreed(kept.digest if kept else "") and kept:
                 kept.forget()  # as on the ranks of a machine that has not seen these samples
         self._use_kept_lengths()
+        if self._planner.lengths is None and is_by_tokens(self.dataset):
+            self._planner = self._planner.knowing(self._lengths_of_sources())
+            self._plan = self._stream_plan()
+
+    def _lengths_of_sources(self) -> NDArray[np.int32]:
+        """Make all samples once to find their lengths: shares of tokens begin with those of every source.
+
+        On all ranks, each its part. Raises `ValueError` where nothing would tell the lengths from others.
+        """
+        if self._kept_lengths is None:
+            raise ValueError(
+                'shares="tokens" needs the lengths of all samples before the first one is delivered; what '
+                "transform= makes is measured once and kept, under its fingerprint or lengths_key= of "
+                "batching=, and not where it takes rng="
+            )
+        _log.info("samples are made once to find their lengths, which shares of tokens need")
+        settings, found = replace(self.settings, shuffle=None, topology=self._topology), []
+        for source in self.dataset.sources:
+            loader = StreamLoader(source, settings)
+            try:
+                for _ in loader:
+                    pass
+                kept = loader._kept_lengths
+                if kept is None or not kept.is_complete:
+                    raise ValueError(
+                        f"samples of {source!r} were left out, so they have no length: by tokens, a mixture "
+                        "takes sources whose samples can all be made"
+                    )
+                found.append(kept.lengths)
+            finally:
+                loader.close()
+        return np.concatenate(found)
 
     def _use_kept_lengths(self) -> None:
         """Plan with the lengths that were found, once all are."""
@@ -214,6 +250,7 @@ class StreamLoader:
             world_size=place.data_world_size,
             tail=self.tail,
             planner=self._planner,
+            mixture_starts=self._mixture_starts,
         )
 
     def epoch_plan(self, epoch: int, start: int) -> RankPlan:
@@ -221,8 +258,9 @@ class StreamLoader:
         try:
             plan = self._plan.epoch(epoch, start)
         except MemoryError as error:
+            samples = sum(map(len, self.dataset.sources))
             raise MemoryLimitError(
-                f"the system has no memory to plan an epoch of {self.dataset.num_samples(epoch):,} samples: "
+                f"the system has no memory to plan an epoch of {samples:,} samples: "
                 f"{error or 'it gave no reason'}; take fewer at a time (dataset.subset), or another shuffle= "
                 "or batching="
             ) from error
@@ -247,7 +285,8 @@ class StreamLoader:
 
         `TypeError` for a mixture that never ends.
         """
-        len(self.dataset)
+        if self._planner is None:
+            len(self.dataset)
         self._settle()
         num_batches = self.epoch_plan(self._loops.epoch, 0).num_batches
         if num_batches == UNKNOWN:
@@ -404,14 +443,16 @@ class StreamLoader:
         It resumes under any number of ranks, threads or nodes. Taken inside a loop after the last batch of
         an epoch, it resumes to nothing more of that epoch; taken after the loop, to the next epoch.
         """
+        tokens = self._plan.token_epochs
         state = PlanState(
             seed=self.seed,
             epoch=self._loops.epoch,
             position=self._loops.position,
-            num_samples=self.dataset.num_samples(self._loops.epoch),
+            num_samples=self._plan.num_samples(self._loops.epoch),
             shuffle=self.shuffle,
             fingerprint=_mark_of(self.dataset),
             batching=self._plan.mark(self._loops.epoch, self._loops.position),
+            sources=list(tokens.first(self._loops.epoch)) if tokens else None,
         )
         return {**state.to_json(), "skipped_samples": self._skipped.count}
 
@@ -431,7 +472,7 @@ class StreamLoader:
         content_here = self.dataset.fingerprint()
         if content != content_here:
             self._check_transform(content, content_here)
-            here, commit_here = self.dataset.num_samples(0), self.dataset.commit
+            here, commit_here = self._plan.num_samples(0), self.dataset.commit
             if commit and commit_here and commit != commit_here:
                 raise ValueError(
                     f"the state was taken at commit {commit} of the repository, whose samples are others "
@@ -443,19 +484,23 @@ class StreamLoader:
                 f"({loaded.num_samples:,} samples, here {here:,})"
             )
         planner = self._planner and self._planner.resumed(loaded.batching or {}, loaded.epoch)
-        plan = replace(self._plan, seed=loaded.seed, shuffle=loaded.shuffle, planner=planner)
+        starts = self._starts_of(loaded)
+        plan = replace(
+            self._plan, seed=loaded.seed, shuffle=loaded.shuffle, planner=planner, mixture_starts=starts
+        )
         mark = plan.mark(loaded.epoch, loaded.position)
         if loaded.batching != mark:
             raise ValueError(
                 "the state was taken with other batching or lengths, where its position means other rows or "
                 f"batches: it has {loaded.batching}, this loader {mark}"
             )
-        if (there := self.dataset.num_samples(loaded.epoch)) != loaded.num_samples:
+        if (there := plan.num_samples(loaded.epoch)) != loaded.num_samples:
             raise ValueError(f"the state is of {loaded.num_samples:,} samples, its epoch has {there:,} here")
         if planner:  # only a plan knows how many units there are: refuse before anything changes
             plan.epoch(loaded.epoch, loaded.position)
         self.close()
         self.seed, self.shuffle, self._planner = loaded.seed, loaded.shuffle, planner
+        self._mixture_starts = starts
         self.window_reason = "as in the loaded state"
         self._skipped.count = skipped
         self._plan = self._stream_plan()
@@ -470,6 +515,15 @@ class StreamLoader:
                 f"fingerprint was {there or 'none'} and is {own or 'none'}, of "
                 f"{self.dataset.sources[0].transform!r}"
             )
+
+    def _starts_of(self, loaded: PlanState) -> dict[int, tuple[int, ...]]:
+        """What a state of a mixture by tokens tells of where its epoch begins."""
+        if self._plan.token_epochs is None:
+            return {}
+        sources = loaded.sources
+        if sources is None or len(sources) != len(self.dataset.sources):
+            raise ValueError(f"sources must be {len(self.dataset.sources)} integers, got {sources!r}")
+        return {loaded.epoch: tuple(sources)}
 
     # ---- engine -------------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch.distributed as dist
 from chunks_kit import HandDrivenEpoch
-from datasets_kit import rank
+from datasets_kit import edited, rank
 from pairs_kit import meeting_in_pairs
 from ranks_kit import fast_ranks
 from test_loader_lengths import Unit, delivered, laid_out, rows_of_batch, through_json, tokens_of
@@ -74,6 +74,10 @@ RULES: dict[str, Callable[..., Mixture]] = {
     "repeats": lambda a, b, c: Mixture([a, b, c], repeats=[1, 2, 2.5]),
     "schedule": lambda a, b, c: Mixture([a, b, c], schedule={0: [1, 0, 1], 20: [1, 2, 1]}, run_length=3),
     "nested": lambda a, b, c: Mixture({Mixture({a: 2, c: 1}): 1, b: 1}, stop="all"),
+    "tokens": lambda a, b, c: Mixture({a: 0.2, b: 0.5, c: 0.3}, shares="tokens"),
+    "all tokens": lambda a, b, c: Mixture(
+        {Mixture({a: 1, b: 2}, shares="tokens"): 2, c: 1}, stop="all", shares="tokens"
+    ),
     "views": lambda a, b, c: Mixture({a.skip(4): 2, b.subset(slice(None, None, 2)): 1, c.take(5): 1}),
 }
 BATCHINGS: dict[str, Batching] = {
@@ -103,14 +107,48 @@ def loader_of(mixture: Mixture, batching: Batching, r: int = 0, of: int = 1, **o
 
 def documents_in_order(loader: DataLoader, epoch: int) -> list[Document]:
     """The document of each position of an epoch: whose turn, which of that source's order."""
-    mixture, found = loader.dataset, []
+    return [document for _, document in turns_in_order(loader, epoch)]
+
+
+def turns_in_order(loader: DataLoader, epoch: int) -> list[tuple[int, Document]]:
+    """The same with the source of each."""
+    mixture = loader.dataset
     assert isinstance(mixture, Mixture)
+
+    def document(source: int, index: int) -> Document:
+        dataset, seed = mixture.sources[source], source_seed(loader.seed, source)
+        turn, position = divmod(index, len(dataset))
+        return epoch_of(dataset, loader.shuffle, seed, turn)[position]
+
+    if mixture.spec.counts == "tokens":
+        return turns_by_tokens(loader, document, epoch)
     interleaving = mixture.spec.epoch(epoch)
-    for source, index in zip(*interleaving.locate(np.arange(interleaving.num_samples)), strict=True):
-        dataset, seed = mixture.sources[source], source_seed(loader.seed, int(source))
-        turn, position = divmod(int(index), len(dataset))
-        found.append(epoch_of(dataset, loader.shuffle, seed, turn)[position])
-    return found
+    turns = zip(*interleaving.locate(np.arange(interleaving.num_samples)), strict=True)
+    return [(int(source), document(int(source), int(index))) for source, index in turns]
+
+
+def turns_by_tokens(
+    loader: DataLoader, document: Callable[[int, int], Document], epoch: int
+) -> list[tuple[int, Document]]:
+    """Turn by turn: of the sources that are not ahead, the one whose next document is due first."""
+    mixture, batching = loader.dataset, loader.batching
+    assert isinstance(mixture, Mixture)
+    assert batching is not None
+    most = batching.length if getattr(batching, "overlong", "") == "truncate" else 1 << 30
+    weights, nth = mixture.shares, [0] * len(mixture.sources)
+    for _ in range(epoch + 1):
+        turns, tokens, first = list[tuple[int, Document]](), [0] * len(nth), list(nth)
+        while True:
+            sizes = [min(most, len(document(s, nth[s]))) for s in range(len(nth))]
+            begun = [s for s, t in enumerate(tokens) if t <= weights[s] * sum(tokens)]
+            source = min(begun, key=lambda s: ((tokens[s] + sizes[s]) / weights[s], s))
+            turns.append((source, document(source, nth[source])))
+            tokens[source] += sizes[source]
+            nth[source] += 1
+            seen = [n - f >= len(own) for n, f, own in zip(nth, first, mixture.sources, strict=True)]
+            if any(seen) if mixture.spec.stop == "first" else all(seen):
+                break
+    return turns
 
 
 @lru_cache(64)
@@ -176,6 +214,55 @@ def test_every_source_comes_as_often_as_its_share_says(abc: list[ShardedDataset]
         assert all(found[token] == times for token in chain(*documents(name)))
 
 
+@pytest.mark.parametrize("rule", ["tokens", "all tokens"])
+def test_every_prefix_is_within_the_longest_document_of_each_share_of_tokens(
+    abc: list[ShardedDataset], rule: str
+) -> None:
+    mixture = RULES[rule](*abc)
+    with loader_of(mixture, BATCHINGS["packed"]) as loader:
+        turns = turns_in_order(loader, 0)
+        got = tokens_of(Packed(24), delivered(loader))
+    tokens = np.array([[len(one) * (source == s) for s in range(3)] for source, one in turns]).cumsum(axis=0)
+    shares = np.array([*map(float, mixture.shares)])
+    longest = max(max(LENGTHS[name]) for name in "abc")
+    assert np.abs(tokens - tokens.sum(axis=1, keepdims=True) * shares).max() <= longest
+    by_source = Counter(dict.fromkeys(range(3), 0))
+    for token, times in got.items():
+        by_source[token // 10_000 - 1] += times
+    assert [by_source[number] for number in range(3)] == tokens[-1].tolist()
+
+
+def test_states_by_tokens_tell_where_their_epoch_began(abc: list[ShardedDataset]) -> None:
+    mixture = RULES["tokens"](*abc)
+    with loader_of(mixture, Packed(24)) as loader:
+        delivered(loader)
+        state = through_json(loader.state_dict())
+        given_before = Counter(source for source, _ in turns_in_order(loader, 0))
+        assert state["sources"] == [given_before[number] for number in range(3)]
+        for sources in ([1, 2], None, [-1, 0, 0], "abc"):
+            with pytest.raises(ValueError, match="sources must be"):
+                loader.load_state_dict(edited(state, sources=sources))
+    with loader_of(Mixture({abc[0]: 1, abc[1]: 1}), Packed(24)) as other:
+        assert "sources" not in other.state_dict()
+
+
+def test_shares_of_tokens_need_batches_by_length_and_weights(abc: list[ShardedDataset]) -> None:
+    with pytest.raises(ValueError, match=r'shares="tokens" counts elements .* pass batching='):
+        DataLoader(RULES["tokens"](*abc), 4)
+    with pytest.raises(TypeError, match="with the lengths of its samples only"):
+        len(RULES["tokens"](*abc))
+    weighted = {abc[0]: 1, abc[1]: 1}
+    for wrong in (
+        lambda: Mixture(abc, shares="tokens"),
+        lambda: Mixture(abc, temperature=2, shares="tokens"),
+        lambda: Mixture(weighted, shares="words"),  # type: ignore[arg-type]
+        lambda: Mixture(weighted, shares="tokens", run_length=2),
+        lambda: Mixture({Mixture(weighted): 1, abc[2]: 1}, shares="tokens"),
+    ):
+        with pytest.raises(ValueError, match=r"shares|temperature"):
+            wrong()
+
+
 def test_what_an_epoch_leaves_of_a_source_comes_first_in_the_next(abc: list[ShardedDataset]) -> None:
     """Three epochs of it together hold the first source's documents as often as its share says."""
     mixture = Mixture({abc[0]: 1, abc[1]: 1})
@@ -215,7 +302,7 @@ def test_credits_bound_what_a_chunk_takes(abc: list[ShardedDataset], kind: str) 
 
 @pytest.mark.parametrize(
     ("kind", "rule", "tail"),
-    meeting_in_pairs(BATCHINGS, ["first", "all", "schedule"], ["drop", "pad", "even", "uneven"]),
+    meeting_in_pairs(BATCHINGS, ["tokens", "all", "schedule"], ["drop", "pad", "even", "uneven"]),
 )
 def test_all_worlds_deliver_one_sequence_of_units(
     abc: list[ShardedDataset], kind: str, rule: str, tail: str
