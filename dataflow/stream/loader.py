@@ -111,7 +111,8 @@ class StreamLoader:
         self._choices = ChoiceMemory()
         self._last_good = LastGood()
         self._plan = self._stream_plan()
-        self._open_exchange()
+        if self._topology.world_size == 1 or _is_distributed():  # else that may come before the first batch
+            self._meet()
         self.epoch_plan(0, 0)  # raises if the settings make no plan
         self._check_batch_fits()
         check_reads(self._plan, self.memory_limit)
@@ -157,16 +158,16 @@ class StreamLoader:
             self._alone, self._unplaced = False, None
             self._take_place(detect_topology())
             self._plan = self._stream_plan()
-            self._open_exchange()
         if self._unplaced is not None:
             raise self._unplaced
+        self._meet()
 
-    def _open_exchange(self) -> None:
-        """Meet the other ranks where lengths are found together: a collective."""
-        ranks, kept = self._topology.world_size, self._kept_lengths
-        if not isinstance(self._planner, FoundPlanner) or self._planner.lengths is not None:
+    def _meet(self) -> None:
+        """Meet the other ranks, where lengths are found together: a collective, once."""
+        ranks, kept, planner = self._topology.world_size, self._kept_lengths, self._planner
+        if not isinstance(planner, FoundPlanner) or planner.is_told:
             return
-        if ranks > 1 and _is_distributed():
+        if self._exchange is None and ranks > 1 and _is_distributed():
             if dist.get_world_size() != ranks:
                 raise ValueError(
                     f"topology= tells of {ranks} ranks, but torch.distributed of {dist.get_world_size()}: "
@@ -175,6 +176,8 @@ class StreamLoader:
             self._exchange = FoundExchange(self._plan.rank, self.settings.timeout_s)
             if not self._exchange.agreed(kept.digest if kept else "") and kept:
                 kept.forget()  # as on the ranks of a machine that has not seen these samples
+                self._planner = planner.knowing(None)
+                self._plan = self._stream_plan()
         self._use_kept_lengths()
 
     def _use_kept_lengths(self) -> None:
@@ -366,8 +369,8 @@ class StreamLoader:
 
     @property
     def _may_be_empty(self) -> bool:
-        """Whether `on_error` may leave nothing of a batch."""
-        return self.dataset.on_error != "raise"
+        """Whether `on_error` may leave nothing of a batch, planned with samples that it leaves out."""
+        return self.dataset.on_error != "raise" and not isinstance(self._planner, FoundPlanner)
 
     @property
     def remainder(self) -> int:

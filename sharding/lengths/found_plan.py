@@ -409,6 +409,11 @@ class FoundPlanner:
         return FoundPlan(order, self.places(order, dealing.get("start", 0)), **dealing)
 
     @property
+    def is_told(self) -> bool:
+        """Whether the user says how long samples are."""
+        return self._open_batching.lengths is not None
+
+    @property
     def samples_per_unit(self) -> int:
         """As `UnitPlanner.samples_per_unit`; of rows and budgets, nobody knows."""
         return self.batching.batch_size if isinstance(self.batching, Bucketed) else 1
@@ -424,8 +429,8 @@ class FoundPlanner:
         megabatch, unit = places.at(position)
         return self.mark | {"first_sample": int(places.bounds[megabatch]), "units_before": unit}
 
-    def knowing(self, lengths: NDArray[np.integer]) -> FoundPlanner:
-        """The planner that knows all lengths."""
+    def knowing(self, lengths: NDArray[np.integer] | None) -> FoundPlanner:
+        """The planner that knows all lengths, or none."""
         window = self.batching.window
         assert window is not None
         return FoundPlanner(self._open_batching, window, key=self.key, lengths=lengths, place=self._place)

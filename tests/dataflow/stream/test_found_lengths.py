@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from itertools import chain, islice, zip_longest
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -400,6 +401,28 @@ def test_a_grad_schedule_steps_and_goes_on_over_all_tails(folder: Path, tail: st
     assert [own[0] for own in rest] == [own[0][4:] for own in whole]
 
 
+class Letters:
+    """A tokenizer whose tokens are letters."""
+
+    def encode(self, text: str) -> Any:
+        return SimpleNamespace(ids=[*text.encode()])
+
+
+def test_the_program_of_the_guide_runs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "text").mkdir()
+    (folder / "text" / "0.jsonl").write_text('{"text": "one", "source": 3}\n{"text": "three", "source": 5}\n')
+    page = (Path(__file__).parents[3] / "docs" / "guide" / "batching.md").read_text("utf-8")
+    section = page.partition("## Lengths that are found on the way")[2]
+    program = section.partition("```python\n")[2].partition("```")[0]
+    monkeypatch.chdir(folder)
+    names = {"DataLoader": DataLoader, "ShardedDataset": ShardedDataset, "Packed": Packed}
+    exec(program, names | {"tokenizer": Letters()}, made := dict[str, Any]())
+    with made["loader"] as loader:
+        (batch,) = loader
+    assert sorted(batch["source"].tolist()) == [3, 5]
+    assert int((batch["tokens"].segment_ids > 0).sum()) == 8
+
+
 # ---- lengths that are known, of samples that are made ------------------------------------------------
 
 
@@ -588,19 +611,19 @@ def test_lengths_are_kept_by_key_and_not_without_one_or_where_they_are_random(fo
 
 
 def test_a_transform_with_a_fingerprint_needs_no_key(folder: Path) -> None:
-    class Letters:
+    class Marked:
         fingerprint = "letters"
 
         def __call__(self, sample: Mapping[str, Any]) -> dict[str, Any]:
             return tokens_of(sample)
 
-    with loader_of(folder, BATCHINGS["packed"](), Letters()) as loader:
+    with loader_of(folder, BATCHINGS["packed"](), Marked()) as loader:
         num, state = len(list(loader)), loader.state_dict()
-    with loader_of(folder, BATCHINGS["packed"](), Letters()) as loader:
+    with loader_of(folder, BATCHINGS["packed"](), Marked()) as loader:
         assert len(loader) == num
-    Letters.fingerprint = "others"
+    Marked.fingerprint = "others"
     with (
-        loader_of(folder, BATCHINGS["packed"](), Letters()) as loader,
+        loader_of(folder, BATCHINGS["packed"](), Marked()) as loader,
         pytest.raises(ValueError, match="other"),
     ):
         loader.load_state_dict(state)
