@@ -91,6 +91,7 @@ class StreamLoader:
         self._kept_lengths = kept_lengths(settings, dataset)
         self._length_plan: UnitPlan | FoundPlan | None = None
         """Of the epoch begun last."""
+        self._mixture_starts: dict[int, tuple[int, ...]] = {}
         self._planner = (
             make_planner(
                 settings.batching,
@@ -98,7 +99,7 @@ class StreamLoader:
                 megabatch_bytes(settings.memory_limit, self.memory_limit).value,
                 found=are_found(settings, dataset),
             )
-            if settings.batching and isinstance(dataset, ShardedDataset)
+            if settings.batching
             else None
         )
         self.shuffle, self.window_reason = self._resolve_shuffle()
@@ -222,6 +223,7 @@ class StreamLoader:
             world_size=place.data_world_size,
             tail=self.tail,
             planner=self._planner,
+            mixture_starts=self._mixture_starts,
         )
 
     def epoch_plan(self, epoch: int, start: int) -> RankPlan:
@@ -229,8 +231,9 @@ class StreamLoader:
         try:
             plan = self._plan.epoch(epoch, start)
         except MemoryError as error:
+            samples = sum(map(len, self.dataset.sources))
             raise MemoryLimitError(
-                f"the system has no memory to plan an epoch of {self.dataset.num_samples(epoch):,} samples: "
+                f"the system has no memory to plan an epoch of {samples:,} samples: "
                 f"{error or 'it gave no reason'}; take fewer at a time (dataset.subset), or another shuffle= "
                 "or batching="
             ) from error
@@ -255,7 +258,8 @@ class StreamLoader:
 
         `TypeError` for a mixture that never ends.
         """
-        len(self.dataset)
+        if self._planner is None:
+            len(self.dataset)
         self._settle()
         num_batches = self.epoch_plan(self._loops.epoch, 0).num_batches
         if num_batches == UNKNOWN:
@@ -412,14 +416,16 @@ class StreamLoader:
         It resumes under any number of ranks, threads or nodes. Taken inside a loop after the last batch of
         an epoch, it resumes to nothing more of that epoch; taken after the loop, to the next epoch.
         """
+        tokens = self._plan.token_epochs
         state = PlanState(
             seed=self.seed,
             epoch=self._loops.epoch,
             position=self._loops.position,
-            num_samples=self.dataset.num_samples(self._loops.epoch),
+            num_samples=self._plan.num_samples(self._loops.epoch),
             shuffle=self.shuffle,
             fingerprint=self.dataset.fingerprint(),
             batching=self._plan.mark(self._loops.epoch, self._loops.position),
+            sources=list(tokens.first(self._loops.epoch)) if tokens else None,
         )
         return {**state.to_json(), "skipped_samples": self._skipped.count}
 
@@ -438,7 +444,7 @@ class StreamLoader:
         content, _, commit = loaded.fingerprint.partition("@")
         content_here, _, commit_here = self.dataset.fingerprint().partition("@")
         if content != content_here:
-            here = self.dataset.num_samples(0)
+            here = self._plan.num_samples(0)
             if commit and commit_here and commit != commit_here:
                 raise ValueError(
                     f"the state was taken at commit {commit} of the repository, whose samples are others "
@@ -450,23 +456,36 @@ class StreamLoader:
                 f"({loaded.num_samples:,} samples, here {here:,})"
             )
         planner = self._planner and self._planner.resumed(loaded.batching or {}, loaded.epoch)
-        plan = replace(self._plan, seed=loaded.seed, shuffle=loaded.shuffle, planner=planner)
+        starts = self._starts_of(loaded)
+        plan = replace(
+            self._plan, seed=loaded.seed, shuffle=loaded.shuffle, planner=planner, mixture_starts=starts
+        )
         mark = plan.mark(loaded.epoch, loaded.position)
         if loaded.batching != mark:
             raise ValueError(
                 "the state was taken with other batching or lengths, where its position means other rows or "
                 f"batches: it has {loaded.batching}, this loader {mark}"
             )
-        if (there := self.dataset.num_samples(loaded.epoch)) != loaded.num_samples:
+        if (there := plan.num_samples(loaded.epoch)) != loaded.num_samples:
             raise ValueError(f"the state is of {loaded.num_samples:,} samples, its epoch has {there:,} here")
         if planner:  # only a plan knows how many units there are: refuse before anything changes
             plan.epoch(loaded.epoch, loaded.position)
         self.close()
         self.seed, self.shuffle, self._planner = loaded.seed, loaded.shuffle, planner
+        self._mixture_starts = starts
         self.window_reason = "as in the loaded state"
         self._skipped.count = skipped
         self._plan = self._stream_plan()
         self._loops.resume(loaded.epoch, loaded.position)
+
+    def _starts_of(self, loaded: PlanState) -> dict[int, tuple[int, ...]]:
+        """What a state of a mixture by tokens tells of where its epoch begins."""
+        if self._plan.token_epochs is None:
+            return {}
+        sources = loaded.sources
+        if sources is None or len(sources) != len(self.dataset.sources):
+            raise ValueError(f"sources must be {len(self.dataset.sources)} integers, got {sources!r}")
+        return {loaded.epoch: tuple(sources)}
 
     # ---- engine -------------------------------------------------------------------------------------
 

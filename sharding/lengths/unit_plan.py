@@ -273,16 +273,23 @@ class UnitPlanner:
     """Finds the units of any epoch of one dataset. Thread-safe.
 
     Args:
-        lengths: [num_samples] in file order, as `column_lengths.resolve_lengths` gives them.
+        lengths: [num_samples] in file order, as `column_lengths.resolve_lengths` gives them; of a mixture,
+            those of its sources one after the other.
         batching: as the user gives it.
         window: samples of a megabatch where that leaves it open.
+        typical: lengths as they are delivered, where samples do not come equally often; None: `lengths`.
     """
 
     def __init__(
-        self, lengths: NDArray[np.integer], batching: Batching, window: int = DEFAULT_MEGABATCH_SAMPLES
+        self,
+        lengths: NDArray[np.integer],
+        batching: Batching,
+        window: int = DEFAULT_MEGABATCH_SAMPLES,
+        typical: NDArray[np.integer] | None = None,
     ) -> None:
         self.lengths, self._open_batching = lengths, batching
-        self.batching = batching.resolved(lengths, window)
+        self._typical = lengths if typical is None else typical
+        self.batching = batching.resolved(self._typical, window)
         # Replaced, never changed: two threads may find the same units at the same time, no more.
         self._sequences: tuple[tuple[object, UnitSequence], ...] = ()
 
@@ -305,7 +312,7 @@ class UnitPlanner:
     @property
     def samples_per_unit(self) -> int:
         """About how many samples a unit has, for sizing; nothing is planned for it."""
-        mean = max(1.0, float(self.lengths.mean())) if len(self.lengths) else 1.0
+        mean = max(1.0, float(self._typical.mean())) if len(self._typical) else 1.0
         if isinstance(self.batching, Bucketed):
             return self.batching.batch_size
         if isinstance(self.batching, Packed):
@@ -327,7 +334,7 @@ class UnitPlanner:
         if self._open_batching.window is not None or type(window) is not int or window < 1:
             return self
         same = window == self.batching.window
-        return self if same else UnitPlanner(self.lengths, self._open_batching, window)
+        return self if same else UnitPlanner(self.lengths, self._open_batching, window, self._typical)
 
     @cached_property
     def mark(self) -> dict[str, object]:
