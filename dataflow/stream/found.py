@@ -99,8 +99,8 @@ class FindingPlan(StreamPlan):
         """Positions of the samples of a megabatch that this rank is to find."""
         first, end = plan.places.bounds[megabatch : megabatch + 2].tolist()
         of_finder = finders(first, end, plan.order.num_lanes, self.num_finders)
-        positions: NDArray[np.int64] = first + np.flatnonzero(of_finder == self.finder)
-        return positions
+        own: NDArray[np.int64] = np.flatnonzero(of_finder == self.finder) + first
+        return own
 
     def _delivered_here(self, plan: FoundPlan) -> Callable[[int], NDArray[np.int64]]:
         """Megabatch -> the positions of which this rank delivers pieces, where all lengths are known."""
@@ -118,7 +118,7 @@ class FindingPlan(StreamPlan):
             mine = np.zeros(len(units), bool)
             mine[np.concatenate((numbers, filled_up))] = True
             rows = np.repeat(mine, np.diff(units.first))
-            positions: NDArray[np.int64] = first + np.unique(units.pieces.position[rows])
+            positions: NDArray[np.int64] = np.unique(units.pieces.position[rows]) + first
             return positions
 
         return own
@@ -289,12 +289,11 @@ class FoundSession(Session):
 
     def _error(self, position: int, reason: str) -> SampleError:
         """An error that names the sample at a position."""
-        sample = self._order.samples(np.array([position]))
-        sources = self._plan.dataset.sources
-        ends = np.cumsum([len(source) for source in sources])  # samples of a mixture are counted through
-        number = int(np.searchsorted(ends, sample[0], side="right"))
+        sample, sources = int(self._order.samples(np.array([position]))[0]), self._plan.dataset.sources
+        ends = np.cumsum([len(source) for source in sources])
+        number = int(np.searchsorted(ends, sample, side="right"))
         dataset = sources[number]
-        block, row = dataset.selection.locate(sample - (ends[number] - len(dataset)))
+        block, row = dataset.selection.locate(np.array([sample - int(ends[number]) + len(dataset)]))
         first = dataset.catalog.block(int(block[0]))
         key = str(first.first_in_shard + int(row[0]))
         return SampleError(first.shard.url, reason, first.offset, key, "transform")

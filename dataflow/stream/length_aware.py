@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -25,16 +24,16 @@ from sharding.errors import SampleError
 from sharding.lengths.batching import Batching, Bucketed, Lengths, Packed, TokenBudget
 from sharding.lengths.column_lengths import resolve_lengths
 from sharding.lengths.found_plan import FoundPlanner
-from sharding.lengths.kept import KeptLengths, LengthsFile
+from sharding.lengths.kept import KeptLengths
 from sharding.lengths.unit_plan import UnitPlanner
 from sharding.lengths.units import DEFAULT_MEGABATCH_SAMPLES
 
 _THREADS = 16
-_TYPICAL = 1 << 16
-"""Lengths that stand for those of a mixture."""
 _FOUND_BYTES, _LEAST_FOUND = 4 << 20, 256
 """What a megabatch is to have where its samples must be made to be measured: whoever goes on in it makes them
 again, and a tokenizer makes tokens of some MB a second. A million tokens pack to 0.999."""
+_TYPICAL = 1 << 16
+"""Lengths that stand for those of a mixture."""
 
 
 def check_batching(settings: StreamSettings, dataset: ShardedDataset | Mixture) -> None:
@@ -52,13 +51,13 @@ def check_batching(settings: StreamSettings, dataset: ShardedDataset | Mixture) 
         raise ValueError(f"batching must be Packed(...), TokenBudget(...) or Bucketed(...), got {batching!r}")
     if not batching.rows_are_units and batch_size != 1:
         raise ValueError(f"{name} decides how many samples a batch has: leave batch_size={batch_size} out")
+    if isinstance(batching, Packed) and collate_fn:
+        raise ValueError("Packed lays samples into rows by itself: use batch_transform instead")
     if isinstance(dataset, Mixture) and dataset.spec.stop == "never":
         raise ValueError(
             f'{name} counts the rows or batches of an epoch, and one with stop="never" has no end; with '
             'stop="first" or "all" each epoch goes on where the sources stopped in the one before'
         )
-    if isinstance(batching, Packed) and collate_fn:
-        raise ValueError("Packed lays samples into rows by itself: use batch_transform instead")
     if collate_fn and getattr(batching, "overlong", "error") != "error":
         raise ValueError('overlong="truncate" needs batches that are padded here: leave collate_fn out')
     if collate_fn and len(batching.columns) > 1:
@@ -84,7 +83,7 @@ def are_found(settings: StreamSettings, dataset: ShardedDataset | Mixture) -> bo
         return False
     output = _output(batching.column, dataset)
     is_made = isinstance(output, ObjectOutput) and output.convert is not CONVERTERS["text"]
-    return is_made or any(source.transform is not None for source in dataset.sources)
+    return is_made or any(source.transform for source in dataset.sources)
 
 
 def _check_others(
@@ -138,9 +137,9 @@ def _output(name: str, dataset: ShardedDataset | Mixture) -> Output | None:
 
 
 def make_planner(
-    settings: StreamSettings, dataset: ShardedDataset | Mixture, window_bytes: int
+    batching: Batching, dataset: ShardedDataset | Mixture, window_bytes: int, *, found: bool = False
 ) -> UnitPlanner | FoundPlanner:
-    """Plan with the lengths of samples, which are looked up, or will be found while samples are made.
+    """Plan with the lengths of samples, which are looked up, or `found` while samples are made.
 
     Reads shards where the catalog does not know. Where `batching.window` is None, a megabatch holds about
     `window_bytes` of blocks, or 4 MiB where lengths are found.
@@ -148,57 +147,52 @@ def make_planner(
     Raises as `sharding.lengths.column_lengths.resolve_lengths` does, and `SampleError` where a sample has no
     length.
     """
-    batching, found = settings.batching, are_found(settings, dataset)
-    assert batching is not None
-    parts = []
+    sources = dataset.sources
+    parts = None
     if batching.lengths is not None or not found:
-        asked = zip(dataset.sources, _lengths_asked(batching.lengths, dataset), strict=True)
-        parts = [_source_lengths(batching, source, lengths) for source, lengths in asked]
+        asked = _lengths_asked(batching.lengths, dataset)
+        parts = [_source_lengths(batching, one, own) for one, own in zip(sources, asked, strict=True)]
     shares: Sequence[Fraction] = [Fraction(1)]
     if isinstance(dataset, Mixture):
-        shares = dataset.sample_shares([*map(batching.delivered, parts)]) if parts else dataset.shares
-    each = _bytes_of_sample(dataset, shares)
+        shares = dataset.shares
+        if parts is not None:
+            shares = dataset.sample_shares([*map(batching.delivered, parts)])
+    held = [np.maximum(s.catalog.blocks.length, s.catalog.blocks.nbytes).sum() for s in sources]
+    each = sum(
+        share * max(1, int(n)) / max(1, len(s)) for share, n, s in zip(shares, held, sources, strict=True)
+    )
     window = max(1, min(DEFAULT_MEGABATCH_SAMPLES, int(window_bytes / each)))
-    if not found:
-        typical = _typical(parts, shares) if isinstance(dataset, Mixture) else None
-        return UnitPlanner(np.concatenate(parts), batching, window, typical)
-    window = min(window, max(_LEAST_FOUND, int(_FOUND_BYTES / each)))
-    key = _lengths_key(batching, dataset)
-    return FoundPlanner(batching, window, key=key, lengths=np.concatenate(parts) if parts else None)
+    if found:
+        window = min(window, max(_LEAST_FOUND, int(_FOUND_BYTES / each)))
+        lengths = None if parts is None else np.concatenate(parts)
+        return FoundPlanner(batching, window, key=_lengths_key(batching, dataset), lengths=lengths)
+    assert parts is not None
+    if len(parts) == 1:
+        return UnitPlanner(parts[0], batching, window)
+    return UnitPlanner(np.concatenate(parts), batching, window, _typical(parts, shares))
 
 
 def _lengths_key(batching: Batching, dataset: ShardedDataset | Mixture) -> str:
     """What names the lengths that transforms make; "" where nothing does."""
-    if batching.lengths_key:
-        return batching.lengths_key
-    keys = [str(getattr(source.transform, "fingerprint", "") or "") for source in dataset.sources]
-    if not all(keys):
-        return ""
-    return keys[0] if len(keys) == 1 else hashlib.blake2b(" ".join(keys).encode(), digest_size=8).hexdigest()
+    made = [source for source in dataset.sources if source.transform is not None]
+    marks = [str(getattr(source.transform, "fingerprint", "") or "") for source in made]
+    return batching.lengths_key or ("/".join(dict.fromkeys(marks)) if all(marks) else "")
 
 
 def kept_lengths(settings: StreamSettings, dataset: ShardedDataset | Mixture) -> KeptLengths | None:
     """The lengths that were found before; None where they have no name, or differ from epoch to epoch."""
-    batching = settings.batching
+    batching, sources = settings.batching, dataset.sources
     if batching is None or not are_found(settings, dataset) or batching.lengths is not None:
         return None
-    if not _lengths_key(batching, dataset) or any(source.transform_wants_rng for source in dataset.sources):
+    if not _lengths_key(batching, dataset) or any(source.transform_wants_rng for source in sources):
         return None
-    return KeptLengths([_lengths_file(batching, source) for source in dataset.sources])
+    return KeptLengths([(len(source), _marks(batching, source)) for source in sources])
 
 
-def _lengths_file(batching: Batching, dataset: ShardedDataset) -> LengthsFile:
-    outputs = [f"{one.name} {one.sources} {one.description()}" for one in dataset.outputs]
-    marks = [dataset.fingerprint(), batching.column, *outputs, _lengths_key(batching, dataset)]
-    return LengthsFile(len(dataset), marks)
-
-
-def _bytes_of_sample(dataset: ShardedDataset | Mixture, shares: Sequence[Fraction]) -> float:
-    """About what a delivered sample has in its blocks."""
-    held = [int(np.maximum(s.catalog.blocks.length, s.catalog.blocks.nbytes).sum()) for s in dataset.sources]
-    sizes = [max(1, len(source)) for source in dataset.sources]
-    parts = zip(shares, held, sizes, strict=True)
-    return max(1.0, float(sum(share * nbytes / size for share, nbytes, size in parts)))
+def _marks(batching: Batching, source: ShardedDataset) -> list[str]:
+    """What decides about the lengths of a source's samples."""
+    outputs = [f"{one.name} {one.sources} {one.description()}" for one in source.outputs]
+    return [source.fingerprint(), batching.column, *outputs, _lengths_key(batching, source)]
 
 
 def _lengths_asked(lengths: Any, dataset: ShardedDataset | Mixture) -> Sequence[Lengths | None]:

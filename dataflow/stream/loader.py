@@ -32,7 +32,13 @@ from dataflow.stream.deliveries import Deliveries, LastGood, Skipped, SkippedAhe
 from dataflow.stream.exchange import FoundExchange
 from dataflow.stream.found import FoundSession
 from dataflow.stream.joined_reads import check_reads
-from dataflow.stream.length_aware import check_batching, is_by_tokens, kept_lengths, make_planner
+from dataflow.stream.length_aware import (
+    are_found,
+    check_batching,
+    is_by_tokens,
+    kept_lengths,
+    make_planner,
+)
 from dataflow.stream.loop_sessions import LoopSessions
 from dataflow.stream.loops import EpochLoop, LoopQueue
 from dataflow.stream.plan import StreamPlan
@@ -96,7 +102,12 @@ class StreamLoader:
         """Of the epoch begun last."""
         self._mixture_starts: dict[int, tuple[int, ...]] = {}
         self._planner = (
-            make_planner(settings, dataset, megabatch_bytes(settings.memory_limit, self.memory_limit).value)
+            make_planner(
+                settings.batching,
+                dataset,
+                megabatch_bytes(settings.memory_limit, self.memory_limit).value,
+                found=are_found(settings, dataset),
+            )
             if settings.batching
             else None
         )
@@ -110,7 +121,8 @@ class StreamLoader:
         self._choices = ChoiceMemory()
         self._last_good = LastGood()
         self._plan = self._stream_plan()
-        self._open_exchange()
+        if self._topology.world_size == 1 or _is_distributed():  # else that may come before the first batch
+            self._meet()
         self.epoch_plan(0, 0)  # raises if the settings make no plan
         self._check_batch_fits()
         check_reads(self._plan, self.memory_limit)
@@ -156,16 +168,16 @@ class StreamLoader:
             self._alone, self._unplaced = False, None
             self._take_place(detect_topology())
             self._plan = self._stream_plan()
-            self._open_exchange()
         if self._unplaced is not None:
             raise self._unplaced
+        self._meet()
 
-    def _open_exchange(self) -> None:
-        """Meet the other ranks where lengths are found together: a collective."""
-        ranks, kept = self._topology.world_size, self._kept_lengths
-        if not isinstance(self._planner, FoundPlanner) or self._planner.lengths is not None:
+    def _meet(self) -> None:
+        """Meet the other ranks, where lengths are found together: a collective, once."""
+        ranks, kept, planner = self._topology.world_size, self._kept_lengths, self._planner
+        if not isinstance(planner, FoundPlanner) or planner.is_told:
             return
-        if ranks > 1 and _is_distributed():
+        if self._exchange is None and ranks > 1 and _is_distributed():
             if dist.get_world_size() != ranks:
                 raise ValueError(
                     f"topology= tells of {ranks} ranks, but torch.distributed of {dist.get_world_size()}: "
@@ -174,6 +186,8 @@ class StreamLoader:
             self._exchange = FoundExchange(self._plan.rank, self.settings.timeout_s)
             if not self._exchange.agreed(kept.digest if kept else "") and kept:
                 kept.forget()  # as on the ranks of a machine that has not seen these samples
+                self._planner = planner.knowing(None)
+                self._plan = self._stream_plan()
         self._use_kept_lengths()
         if self._planner.lengths is None and is_by_tokens(self.dataset):
             self._planner = self._planner.knowing(self._lengths_of_sources())
@@ -400,8 +414,8 @@ class StreamLoader:
 
     @property
     def _may_be_empty(self) -> bool:
-        """Whether `on_error` may leave nothing of a batch."""
-        return self.dataset.on_error != "raise"
+        """Whether `on_error` may leave nothing of a batch, planned with samples that it leaves out."""
+        return self.dataset.on_error != "raise" and not isinstance(self._planner, FoundPlanner)
 
     @property
     def remainder(self) -> int:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import lru_cache
-from typing import Unpack
+from typing import Any, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
@@ -312,7 +312,7 @@ class SharePlan(RankPlan):
         *,
         batch_size: int,
     ) -> None:
-        self._bounds, self._own = bounds, lru_cache(_KEPT_SHARES)(own)
+        self._bounds, self._own = bounds, own
         self.first_item = np.concatenate(([0], np.cumsum(counts))).astype(np.int64)
         """Samples of this rank before each megabatch, and all, int64 [megabatches + 1]."""
         num_items = int(self.first_item[-1])
@@ -335,10 +335,16 @@ class SharePlan(RankPlan):
         begin, end = windows.window_span(window)
         m0, m1 = np.searchsorted(self._bounds, [begin, end - 1], side="right") - 1
         numbers = range(int(m0), min(int(m1) + 1, len(self._bounds) - 1))
-        parts = [np.empty(0, np.int64), *(self._own(m) for m in numbers if self._count(m))]
-        positions = np.concatenate(parts)
-        at, indices = windows.locate(positions[(positions >= begin) & (positions < end)])
-        return np.sort(indices[at == window])
+        parts = [np.empty(0, np.int64)]
+        for megabatch in (m for m in numbers if self._count(m)):
+            at, indices = self._located(megabatch, windows)
+            parts.append(indices[at == window])
+        return np.sort(np.concatenate(parts))
+
+    @cached_property
+    def _located(self) -> Callable[[int, Any], tuple[NDArray[np.int64], NDArray[np.int64]]]:
+        """Window and index of this rank's samples of a megabatch; kept, as windows lie side by side."""
+        return lru_cache(_KEPT_SHARES)(lambda megabatch, windows: windows.locate(self._own(megabatch)))
 
     def _count(self, megabatch: int) -> int:
         return int(self.first_item[megabatch + 1] - self.first_item[megabatch])
@@ -409,6 +415,11 @@ class FoundPlanner:
         return FoundPlan(order, self.places(order, dealing.get("start", 0)), **dealing)
 
     @property
+    def is_told(self) -> bool:
+        """Whether the user says how long samples are."""
+        return self._open_batching.lengths is not None
+
+    @property
     def samples_per_unit(self) -> int:
         """As `UnitPlanner.samples_per_unit`; of rows and budgets, nobody knows."""
         return self.batching.batch_size if isinstance(self.batching, Bucketed) else 1
@@ -424,8 +435,8 @@ class FoundPlanner:
         megabatch, unit = places.at(position)
         return self.mark | {"first_sample": int(places.bounds[megabatch]), "units_before": unit}
 
-    def knowing(self, lengths: NDArray[np.integer]) -> FoundPlanner:
-        """The planner that knows all lengths."""
+    def knowing(self, lengths: NDArray[np.integer] | None) -> FoundPlanner:
+        """The planner that knows all lengths, or none."""
         window = self.batching.window
         assert window is not None
         return FoundPlanner(self._open_batching, window, key=self.key, lengths=lengths, place=self._place)

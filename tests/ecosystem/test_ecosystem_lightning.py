@@ -21,7 +21,7 @@ from stream_kit import session_of
 from torch.utils.data import DataLoader as TorchDataLoader, DistributedSampler, RandomSampler
 from worker_kit import Does
 
-from dataflow import DataLoader
+from dataflow import DataLoader, Packed
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -144,6 +144,30 @@ def test_a_loader_over_shards_resumes_exactly_from_any_checkpoint(tmp_path: Path
     assert (
         steps_of(DataLoader(dataset, 4, shuffle=True, seed=3), max_epochs=3, resume=path) == expected[step:]
     )
+
+
+def letters_of(sample: dict[str, Any]) -> dict[str, Any]:
+    """A sample with tokens, between none and six."""
+    number = int(sample["x.cls"])
+    return {"x.cls": number, "tokens": [number] * (number % 7)}
+
+
+@pytest.mark.parametrize("step", [3, "last", "next"])
+def test_a_loader_that_finds_lengths_on_the_way_has_no_length_and_resumes_exactly(
+    tmp_path: Path, step: Any
+) -> None:
+    dataset, path = make_shards(tmp_path), tmp_path / "at.ckpt"
+    dataset.transform = letters_of
+
+    def loader() -> DataLoader:
+        return DataLoader(dataset, 2, shuffle=True, seed=3, batching=Packed(8, window=12))
+
+    with loader() as plain:
+        epochs = [[(epoch, numbers_of(batch)) for batch in plain] for epoch in range(3)]
+    expected = list(chain(*epochs))
+    at = {"last": len(epochs[0]), "next": len(epochs[0]) + 1}.get(step, step)
+    assert steps_of(loader(), max_epochs=3, callbacks=[SaveAt(at, path)]) == expected
+    assert steps_of(loader(), max_epochs=3, resume=path) == expected[at:]
 
 
 def test_the_next_epoch_of_shards_is_read_while_the_last_batch_trains(tmp_path: Path) -> None:

@@ -449,7 +449,7 @@ def test_the_program_of_the_page_on_batching_runs(tmp_path: Path, monkeypatch: p
     (tmp_path / "corpus").mkdir()
     write_parquet(tmp_path / "corpus", documents())
     page = (Path(__file__).parents[3] / "docs" / "guide" / "batching.md").read_text("utf-8")
-    [program] = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    program, *_ = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
 
     def model(tokens: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         assert tokens.shape == positions.shape == (len(mask), mask.shape[-1])
