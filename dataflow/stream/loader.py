@@ -186,12 +186,16 @@ class StreamLoader:
             self._exchange = FoundExchange(self._plan.rank, self.settings.timeout_s)
             if not self._exchange.agreed(kept.digest if kept else "") and kept:
                 kept.forget()  # as on the ranks of a machine that has not seen these samples
-                self._planner = planner.knowing(None)
-                self._plan = self._stream_plan()
-        self._use_kept_lengths()
-        if self._planner.lengths is None and is_by_tokens(self.dataset):
-            self._planner = self._planner.knowing(self._lengths_of_sources())
-            self._plan = self._stream_plan()
+                planner = self._plan_by(planner.knowing(None))
+        if kept and kept.is_complete and planner.lengths is None:
+            self._plan_by(planner.knowing(kept.lengths))
+        elif planner.lengths is None and is_by_tokens(self.dataset):
+            self._plan_by(planner.knowing(self._lengths_of_sources()))
+
+    def _plan_by(self, planner: FoundPlanner) -> FoundPlanner:
+        self._planner = planner
+        self._plan = self._stream_plan()
+        return planner
 
     def _lengths_of_sources(self) -> NDArray[np.int32]:
         """Make all samples once to find their lengths: shares of tokens begin with those of every source.
@@ -221,13 +225,6 @@ class StreamLoader:
             finally:
                 loader.close()
         return np.concatenate(found)
-
-    def _use_kept_lengths(self) -> None:
-        """Plan with the lengths that were found, once all are."""
-        kept, planner = self._kept_lengths, self._planner
-        if kept and kept.is_complete and isinstance(planner, FoundPlanner) and planner.lengths is None:
-            self._planner = planner.knowing(kept.lengths)
-            self._plan = self._stream_plan()
 
     def _save_lengths(self) -> None:
         if self._kept_lengths and self._topology.local_rank == 0:
@@ -565,10 +562,11 @@ class StreamLoader:
 
     def _record(self, order: Order, first: int, lengths: NDArray[np.int64]) -> None:
         """Keep the lengths of samples that were found, from a position of an order on."""
-        if self._kept_lengths:
-            samples = order.samples(np.arange(first, first + len(lengths)))
-            self._kept_lengths.note(samples, lengths)
-            self._use_kept_lengths()
+        kept, planner = self._kept_lengths, self._planner
+        if kept:
+            kept.note(order.samples(np.arange(first, first + len(lengths))), lengths)
+            if kept.is_complete and isinstance(planner, FoundPlanner) and planner.lengths is None:
+                self._plan_by(planner.knowing(kept.lengths))
 
     def stats(self) -> LoaderStats:
         """A snapshot; cheap, any thread."""
