@@ -167,6 +167,11 @@ class FoundSamples:
         """Some of them, ascending."""
         return FoundSamples(self.positions[rows], {name: _taken(c, rows) for name, c in self.columns.items()})
 
+    def has(self, positions: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Which of these positions it has the samples of, bool [n]."""
+        at = np.minimum(np.searchsorted(self.positions, positions), max(0, len(self) - 1))
+        return self.positions[at] == positions if len(self) else np.zeros(len(positions), bool)
+
     def among(self, positions: NDArray[np.int64]) -> FoundSamples:
         """Those of some positions, ascending, which may lack some of these."""
         return self.take(np.flatnonzero(np.isin(self.positions, positions, assume_unique=True)))

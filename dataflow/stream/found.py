@@ -188,7 +188,9 @@ class FoundSession(Session):
         self._dealt = NO_SAMPLES
         """Of batches to be delivered here."""
         self._left_out: list[tuple[int, SampleError]] = []
-        """Megabatch and error of samples that were left out, until the megabatch is done."""
+        """Megabatch and error of samples that were left out, until they are counted."""
+        self._lacks: set[int] = set()
+        """Positions of samples that batches lack, which were counted."""
 
     # ---- what the loader asks for -------------------------------------------------------------------
 
@@ -202,6 +204,15 @@ class FoundSession(Session):
         if number:  # the first one waits for nothing more
             self._find_some(dealt.num_full - 1 - number)
         pieces = self._units.batches(dealt, number, number + 1)
+        self._number, self._next = number + 1, None
+        has = self._dealt.has(pieces.pieces.position)
+        if not has.all():  # planned with lengths that were known, and left out since
+            lacking, pieces = pieces.pieces.position[~has], pieces.keep(np.flatnonzero(has))
+            errors = self._lacking(np.unique(lacking).tolist())
+        else:
+            errors = self._passed()
+        if not len(pieces.pieces):
+            return [Delivered(self._order.epoch, number, {}, 0, errors)]
         batch: Any = self._dealt.batch(self._batching, pieces)
         if self._settings.mark_repeats:
             repeats = dealt.repeats(number, number + 1)
@@ -209,9 +220,7 @@ class FoundSession(Session):
             batch[REPEAT] = torch.from_numpy(flags)
         if (transform := self._plan.dataset.batch_transform) is not None:
             batch = self._transformed(transform, batch, number)
-        self._number = number + 1
-        self._next = None
-        return [Delivered(self._order.epoch, number, batch, len(pieces.pieces), self._passed())]
+        return [Delivered(self._order.epoch, number, batch, len(pieces.pieces), errors)]
 
     def epoch_done(self, epoch: int) -> None:
         """All batches of the epoch were taken."""
@@ -231,8 +240,18 @@ class FoundSession(Session):
             error.add_note(f"in batch_transform= of batch {number} of epoch {self._order.epoch}")
             raise
 
+    def _lacking(self, positions: list[int]) -> tuple[SampleError, ...]:
+        """The errors of samples that a batch lacks, each once, though it may lack several pieces of it."""
+        fresh = [position for position in positions if position not in self._lacks]
+        self._lacks.update(fresh)
+        errors = tuple(error for _, error in self._left_out[: len(fresh)])
+        self._left_out = self._left_out[len(fresh) :]
+        return errors
+
     def _passed(self) -> tuple[SampleError, ...]:
         """What was left out of the megabatches that are done: a state that lies in one finds it again."""
+        if self._lengths is not None:
+            return ()  # the batches that lack it tell
         done = self._outer.places.at(self._outer.position_after(self._number))[0]
         errors = tuple(error for megabatch, error in self._left_out if megabatch < done)
         self._left_out = self._left_out[len(errors) :]
@@ -305,9 +324,9 @@ class FoundSession(Session):
         own, failure = NO_SAMPLES, None
         try:
             self._make(int(self._share.first_item[megabatch + 1]))
-            made = FoundSamples.joined(self._made)
-            num_own = int(np.searchsorted(made.positions, end))
-            own, rest = made.take(np.arange(num_own)), made.take(np.arange(num_own, len(made)))
+            samples = FoundSamples.joined(self._made)
+            num_own = int(np.searchsorted(samples.positions, end))
+            own, rest = samples.take(np.arange(num_own)), samples.take(np.arange(num_own, len(samples)))
             self._made = [rest] if len(rest) else []
             lengths = np.full(end - first, LEFT_OUT)
             lengths[own.positions - first] = _lengths(own, self._batching.column)
@@ -358,12 +377,12 @@ class FoundSession(Session):
         whole = outer.dealt(units.num_units, is_all=units.is_all)
         num_dealt = whole.num_global_batches
         seats = [outer.batch_plan.rank] if self._exchange is None else self._exchange.seats
-        wanted = {seat: self._positions(seat, self._num_dealt, num_dealt) for seat in {*seats}}
-        parts = [self._undealt.among(wanted[seat]) for seat in seats]
+        positions = {seat: self._positions(seat, self._num_dealt, num_dealt) for seat in {*seats}}
+        parts = [self._undealt.among(positions[seat]) for seat in seats]
         if self._exchange is not None:
             parts = self._exchange.samples(parts)
-        kept = self._dealt.among(self._positions(outer.batch_plan.rank, self._number, self._num_dealt))
-        self._dealt = FoundSamples.joined([kept, *parts])
+        rest = self._dealt.among(self._positions(outer.batch_plan.rank, self._number, self._num_dealt))
+        self._dealt = FoundSamples.joined([rest, *parts])
         first = outer.start + num_dealt * outer.global_batch_size
         pending = np.arange(min(first, units.num_units), 0 if units.is_all else units.num_units)
         self._undealt = self._undealt.among(np.unique(units.take(pending)[0].position))

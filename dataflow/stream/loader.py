@@ -411,8 +411,9 @@ class StreamLoader:
 
     @property
     def _may_be_empty(self) -> bool:
-        """Whether `on_error` may leave nothing of a batch, planned with samples that it leaves out."""
-        return self.dataset.on_error != "raise" and not isinstance(self._planner, FoundPlanner)
+        """Whether `on_error` may leave nothing of a batch that was planned with more."""
+        leaves_out_first = isinstance(self._planner, FoundPlanner) and self._planner.lengths is None
+        return self.dataset.on_error != "raise" and not leaves_out_first
 
     @property
     def remainder(self) -> int:

@@ -235,6 +235,29 @@ def test_a_state_of_other_batching_is_refused(folder: Path) -> None:
         loader.load_state_dict(state)
 
 
+def test_loops_at_a_time_share_little_memory(folder: Path) -> None:
+    with loader_of(
+        folder, BATCHINGS["packed"](), memory_limit=400_000, num_workers=1, workers="thread"
+    ) as loader:
+        one, other = iter(loader), iter(loader)
+        got: list[list[Any]] = [[], []]
+        for a, b in zip_longest(one, other):
+            got[0] += [] if a is None else [pieces_of(a["tokens"])]
+            got[1] += [] if b is None else [pieces_of(b["tokens"])]
+        assert got == [whole_batches(units_of(loader, epoch), 3) for epoch in range(2)]
+
+
+def test_samples_that_are_kept_hold_credits_until_they_are_delivered(folder: Path) -> None:
+    def large(sample: Mapping[str, Any]) -> dict[str, Any]:
+        return {"tokens": np.full(length_of(sample["n"]) * 1000, sample["n"])}
+
+    with loader_of(folder, Packed(8000, window=40), large) as loader:
+        in_use = [loader.stats().memory.in_use_bytes for _ in loader]
+        total = sum(length_of(i) * 8000 for i in range(NUM_DOCUMENTS))
+        assert 0 < in_use[-1] < max(in_use) / 2
+        assert max(in_use) < total
+
+
 # ---- ranks that tell each other the lengths ----------------------------------------------------------
 
 GLOBAL_ROWS = 12
@@ -508,6 +531,28 @@ def test_a_sample_that_cannot_be_made_is_left_out_and_counted_once(folder: Path)
                 len(loader)
             assert list(loader)
             assert loader.stats().skipped_samples == 2
+
+
+def test_a_sample_of_known_length_that_cannot_be_made_is_missing_in_its_rows(folder: Path) -> None:
+    def tokens(sample: Mapping[str, Any]) -> dict[str, Any]:
+        assert sample["n"] not in (17, 31)
+        return tokens_of(sample)
+
+    batching = Packed(5, window=40, lengths=known(folder))  # each is in several rows
+    with loader_of(folder, batching) as loader:
+        units = units_of(loader)
+    rows = [[piece for piece in unit if piece[0] // 100 not in (17, 31)] for unit in units]
+    with loader_of(folder, batching, tokens, on_error="skip") as loader:
+        whole, states = [], []
+        for batch in loader:
+            whole.append(pieces_of(batch["tokens"]))
+            states.append(loader.state_dict())
+        assert loader.stats().skipped_samples == 2
+    expected = [batch for batch in whole_batches(rows, 3) if any(batch)]
+    assert whole == expected
+    with loader_of(folder, batching, tokens, on_error="skip") as loader:
+        loader.load_state_dict(states[10])
+        assert delivered(loader) == whole[11:]
 
 
 def test_the_number_of_batches_is_a_type_error(folder: Path) -> None:
