@@ -135,13 +135,15 @@ class PackedRows(NamedTuple):
             every[:, -1], every[:, :, -1] = False, False
         if causal:
             some, every = some.tril(), every.tril(-1)
-        tables = []
-        for blocks in (some & ~every, every):
-            tables.append(blocks.sum(-1, dtype=torch.int32)[:, None])
-            tables.append(blocks.int().argsort(dim=-1, descending=True, stable=True).int()[:, None])
-        mask_mod = self.mask_mod(causal=causal)
+        partial = some & ~every
         return BlockMask.from_kv_blocks(
-            *tables, BLOCK_SIZE=block_size, mask_mod=mask_mod, seq_lengths=(length, length)
+            partial.sum(-1, dtype=torch.int32)[:, None],
+            partial.int().argsort(dim=-1, descending=True, stable=True).int()[:, None],
+            every.sum(-1, dtype=torch.int32)[:, None],
+            every.int().argsort(dim=-1, descending=True, stable=True).int()[:, None],
+            BLOCK_SIZE=block_size,
+            mask_mod=self.mask_mod(causal=causal),
+            seq_lengths=(length, length),
         )
 
     def document_ids(self) -> Tensor:
