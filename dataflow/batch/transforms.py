@@ -20,13 +20,15 @@ class BatchTransform(Protocol):
     is transformed by itself: so the error names the one that is bad, and `on_error` decides about it alone.
     A transform that takes `rng=` is called sample by sample, whatever it has.
 
-    Two attributes are looked up, and may be left out:
+    Three attributes are looked up, and may be left out:
 
     - `lists`, names of columns: 1-D tensors whose length differs from sample to sample. Without a
       `collate_fn`, batches have each of them as a `Ragged`.
     - `fingerprint`, up to 32 printable ASCII characters without "@", "+" and "~": what the results depend on
       besides the samples, such as the hash of a tokenizer's file. A loader's state has it, and a loader with
       another one refuses the state.
+    - `releases_gil`: True where nearly all of its work is done without the interpreter lock, so that threads
+      build batches, without a trial of processes.
     """
 
     def __call__(self, sample: Sample, /) -> Any:
@@ -50,6 +52,11 @@ def lists_of(transform: object) -> tuple[str, ...]:
 def fingerprint_of(transform: object) -> str:
     """What a state knows of the transform; "": nothing."""
     return str(getattr(transform, "fingerprint", ""))
+
+
+def releases_gil(transform: object) -> bool:
+    """Whether it says that threads may do its work side by side."""
+    return bool(getattr(transform, "releases_gil", False))
 
 
 def transformed_together(

@@ -41,6 +41,8 @@ class Tokenize:
     Raises `OSError`, `ValueError`, and `MissingTextSupportError` without the extra `text`.
     """
 
+    releases_gil = True
+
     def __init__(
         self,
         tokenizer: str | os.PathLike[str],

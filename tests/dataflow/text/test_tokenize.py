@@ -11,7 +11,7 @@ import pytest
 import torch
 from text_kit import SPECIAL, TEXTS, ids_of, tokenizer, write_jsonl, write_tokenizer
 
-from dataflow import DataLoader, SampleError, ShardedDataset, Tokenize
+from dataflow import DataLoader, Packed, SampleError, ShardedDataset, Tokenize
 from dataflow.text.tokenizer import MissingTextSupportError
 
 __all__ = ["tokenizer"]
@@ -172,3 +172,14 @@ def test_without_the_library_the_error_names_the_extra(
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(MissingTextSupportError, match=r"pip install 'dataflow-loader\[text\]'"):
         Tokenize(tokenizer)
+
+
+def test_threads_build_what_the_tokenizer_makes_without_a_trial_of_processes(
+    tokenizer: Path, texts: Path
+) -> None:
+    for batching in None, Packed(64, "input_ids"):
+        dataset = ShardedDataset(texts, transform=Tokenize(tokenizer))
+        with DataLoader(dataset, 2, batching=batching) as loader:
+            list(loader)
+            assert loader.stats().workers == "thread"
+            assert "release the interpreter lock" in loader.stats().workers_reason
