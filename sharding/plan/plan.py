@@ -30,6 +30,10 @@ class Windows(Protocol):
         """First position of the window, and the one after its last."""
         ...
 
+    def window_positions(self, window: int) -> NDArray[np.int64]:
+        """The position of each index of the window; -1: not in this epoch."""
+        ...
+
     def locate(self, positions: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Window and index of each position."""
         ...

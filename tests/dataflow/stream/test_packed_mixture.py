@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import lru_cache
@@ -10,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import PIL.Image
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 import torch.distributed as dist
 from chunks_kit import HandDrivenEpoch
 from datasets_kit import edited, rank
@@ -20,7 +23,7 @@ from pairs_kit import meeting_in_pairs
 from ranks_kit import fast_ranks
 from test_loader_lengths import Unit, delivered, laid_out, rows_of_batch, through_json, tokens_of
 
-from dataflow import Bucketed, DataLoader, Mixture, Packed, ShardedDataset, Shuffle, TokenBudget
+from dataflow import Bucketed, DataLoader, Image, Mixture, Packed, ShardedDataset, Shuffle, TokenBudget
 from dataflow.stream.length_aware import make_planner
 from sharding.errors import SampleError
 from sharding.lengths.batching import Batching
@@ -419,6 +422,40 @@ def test_a_sample_that_is_not_as_long_as_planned_is_named_by_its_source(abc: lis
         pytest.raises(SampleError, match=r"b/shard-0.parquet.*4 elements, but lengths= says 5"),
     ):
         list(loader)
+
+
+def png(number: int) -> bytes:
+    """A picture whose pixels tell a document."""
+    file = io.BytesIO()
+    PIL.Image.new("RGB", (4, 4), (number // 256, number % 256, 7)).save(file, "PNG")
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("rule", ["all", "all tokens"])
+def test_masks_and_whole_images_ride_along(urls: list[str], tmp_path: Path, rule: str) -> None:
+    """The mask is cut as the tokens are; an image comes once with every piece of its document."""
+    for name, url in zip("abc", urls, strict=True):
+        for file in sorted(Path(url).parent.glob("*.parquet")):
+            table = pq.read_table(file)
+            keys = [tokens[0] if tokens else 0 for tokens in table["tokens"].to_pylist()]
+            table = table.append_column("image", pa.array([png(key // 20) for key in keys]))
+            (tmp_path / name).mkdir(exist_ok=True)
+            pq.write_table(table, tmp_path / name / file.name, row_group_size=3)
+    names, decode = ["tokens", "mask", "image"], {"image": Image(size=4)}
+    sources = [ShardedDataset(str(tmp_path / n / "*.parquet"), columns=names, decode=decode) for n in "abc"]
+    batching = Packed(8, columns=["tokens", "mask"], window=16, pad={"mask": 9})
+    num_pieces = 0
+    with loader_of(RULES[rule](*sources), batching) as loader:
+        for batch in loader:
+            rows = batch["tokens"]
+            inside = rows.segment_ids > 0
+            assert torch.equal(batch["mask"][inside], rows.tokens[inside] % 2)
+            assert (batch["mask"][~inside] == 9).all()
+            first = rows.tokens[rows.pieces.row, rows.pieces.start] // 20
+            pixels = batch["image"][:, :, 0, 0].int()
+            assert (pixels[:, 0] * 256 + pixels[:, 1]).tolist() == first.tolist()
+            num_pieces += len(first)
+        assert num_pieces == sum(len(unit) for unit in units_of(loader, 0))
 
 
 def test_an_endless_mixture_is_refused_with_the_way_out(abc: list[ShardedDataset]) -> None:
