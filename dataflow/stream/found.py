@@ -26,6 +26,7 @@ from dataflow.stream.exchange import FoundExchange
 from dataflow.stream.plan import StreamPlan
 from dataflow.stream.session import Session, SessionOptions
 from prefetch.engine.ledger import State
+from prefetch.errors import EngineClosedError
 from prefetch.memory.device import CudaStreams, DeviceCopier
 from prefetch.work import Batches
 from sharding.errors import SampleError
@@ -181,6 +182,8 @@ class FoundSession(Session):
         """Batches of all ranks whose samples were sent to where they are delivered."""
         self._num_made = 0
         """Samples of this rank's share that were made."""
+        self._failure: Exception | None = None
+        """Why this rank cannot make its share."""
         self._made: list[FoundSamples] = []
         """Of megabatches that are not whole yet."""
         self._undealt = NO_SAMPLES
@@ -254,7 +257,7 @@ class FoundSession(Session):
             return ()  # the batches that lack it tell
         done = self._outer.places.at(self._outer.position_after(self._number))[0]
         errors = tuple(error for megabatch, error in self._left_out if megabatch < done)
-        self._left_out = self._left_out[len(errors) :]
+        self._left_out = [one for one in self._left_out if one[0] >= done]
         return errors
 
     # ---- finding ------------------------------------------------------------------------------------
@@ -270,9 +273,17 @@ class FoundSession(Session):
 
     def _find_some(self, num_batches: int) -> None:
         """Take a part of the next megabatch's samples: evenly over the batches until it must be whole."""
-        if not self._units.is_all:
-            missing = int(self._share.first_item[self._units.next_megabatch + 1]) - self._num_made
+        if self._units.is_all or self._failure is not None:
+            return
+        missing = int(self._share.first_item[self._units.next_megabatch + 1]) - self._num_made
+        try:
             self._make(self._num_made + -(-missing // max(1, num_batches)))
+        except EngineClosedError:
+            raise
+        except Exception as error:
+            if self._exchange is None:
+                raise
+            self._failure = error  # told where the others wait for the lengths
 
     def _make(self, num_samples: int) -> None:
         """Have so many samples of this rank's share made."""
@@ -284,11 +295,18 @@ class FoundSession(Session):
         assert delivered.epoch == self._order.epoch
         positions = self._share.positions(delivered.number, delivered.number + 1)[0]
         self._num_made += len(positions)
-        self._left_out += [(self._units.next_megabatch, error) for error in delivered.skipped]
-        if delivered.num_samples:
-            samples = self._alike(FoundSamples.of_batch(delivered.batch, positions))
+        samples = FoundSamples.of_batch(delivered.batch, positions) if delivered.num_samples else NO_SAMPLES
+        lacking = np.setdiff1d(positions, samples.positions, assume_unique=True)
+        for position, error in zip(lacking.tolist(), delivered.skipped, strict=True):
+            self._leave_out(position, error)
+        if len(samples):
+            samples = self._alike(samples)
             self._made.append(samples)
             self._hold(samples.nbytes)
+
+    def _leave_out(self, position: int, error: SampleError) -> None:
+        megabatch = int(np.searchsorted(self._outer.places.bounds, position, side="right")) - 1
+        self._left_out.append((megabatch, error))
 
     def _alike(self, samples: FoundSamples) -> FoundSamples:
         """Those whose columns are as long as the first one; the others are left out, if that is allowed."""
@@ -299,10 +317,11 @@ class FoundSession(Session):
             own = _lengths(samples, name)
             for row in np.flatnonzero((own != lengths) & ~bad).tolist():
                 reason = f"column {name!r} has {own[row]} elements, and {lead!r} {lengths[row]}"
-                error = self._error(int(samples.positions[row]), f"{reason}: they must be alike")
+                position = int(samples.positions[row])
+                error = self._error(position, f"{reason}: they must be alike")
                 if not self.skipped.decide(error):
                     raise error
-                self._left_out.append((self._units.next_megabatch, error))
+                self._leave_out(position, error)
                 bad[row] = True
         return samples.take(np.flatnonzero(~bad)) if bad.any() else samples
 
@@ -321,8 +340,10 @@ class FoundSession(Session):
         """Have the next megabatch whole, plan it, and deal out what is complete."""
         megabatch = self._units.next_megabatch
         first, end = self._outer.places.bounds[megabatch : megabatch + 2].tolist()
-        own, failure = NO_SAMPLES, None
+        own = NO_SAMPLES
         try:
+            if self._failure is not None:
+                raise self._failure
             self._make(int(self._share.first_item[megabatch + 1]))
             samples = FoundSamples.joined(self._made)
             num_own = int(np.searchsorted(samples.positions, end))
@@ -330,12 +351,14 @@ class FoundSession(Session):
             self._made = [rest] if len(rest) else []
             lengths = np.full(end - first, LEFT_OUT)
             lengths[own.positions - first] = _lengths(own, self._batching.column)
+        except EngineClosedError:
+            raise
         except Exception as error:
             if self._exchange is None:
                 raise
-            failure = error
+            self._failure = error
         if self._exchange is not None:
-            lengths = self._exchanged(self._exchange, failure or lengths, first, end)
+            lengths = self._exchanged(self._exchange, self._failure or lengths, first, end)
         if self._lengths is not None:
             lengths = self._checked(lengths, first, end)
         else:

@@ -294,7 +294,7 @@ class StreamLoader:
 
         One rank alone delivers fewer where `on_error` leaves nothing of some.
 
-        `TypeError` for a mixture that never ends.
+        `TypeError` for a mixture that never ends, and while lengths are still to be found.
         """
         if self._planner is None:
             len(self.dataset)
@@ -303,7 +303,7 @@ class StreamLoader:
         if num_batches == UNKNOWN:
             raise TypeError(
                 "the lengths of samples are found while they are made: how many batches there are shows when "
-                "all were made once"
+                "all were made once, and kept under a lengths_key="
             )
         return num_batches
 

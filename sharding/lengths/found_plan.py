@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import lru_cache
-from typing import Any, Unpack
+from typing import Unpack
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,6 +31,7 @@ from sharding.lengths.units import (
     megabatch_bounds,
 )
 from sharding.order.order import Order
+from sharding.order.windows import windows_touched
 from sharding.plan.batch_plan import BatchPlan, Dealing
 from sharding.plan.plan import RankPlan, Windows
 
@@ -39,7 +40,9 @@ LEFT_OUT = -1
 UNKNOWN = 1 << 62
 """Batches of an epoch of which nobody knows yet how many it has."""
 _KEPT_EPOCHS = 3
-_KEPT_SHARES = 64
+_KEPT_OWN = 4
+_KEPT_SHARES = 1024
+"""16 KiB each; the window of a small source of a mixture spans a hundred megabatches."""
 
 
 def finders(first: int, end: int, num_lanes: int, num_finders: int) -> NDArray[np.int64]:
@@ -312,7 +315,7 @@ class SharePlan(RankPlan):
         *,
         batch_size: int,
     ) -> None:
-        self._bounds, self._own = bounds, own
+        self._bounds, self._own = bounds, lru_cache(_KEPT_OWN)(own)
         self.first_item = np.concatenate(([0], np.cumsum(counts))).astype(np.int64)
         """Samples of this rank before each megabatch, and all, int64 [megabatches + 1]."""
         num_items = int(self.first_item[-1])
@@ -331,20 +334,26 @@ class SharePlan(RankPlan):
 
     def own_indices(self, window: int, windows: Windows | None = None) -> NDArray[np.int64] | None:
         """See `RankPlan.own_indices`."""
-        windows = windows or self.order
-        begin, end = windows.window_span(window)
-        m0, m1 = np.searchsorted(self._bounds, [begin, end - 1], side="right") - 1
-        numbers = range(int(m0), min(int(m1) + 1, len(self._bounds) - 1))
-        parts = [np.empty(0, np.int64)]
-        for megabatch in (m for m in numbers if self._count(m)):
-            at, indices = self._located(megabatch, windows)
-            parts.append(indices[at == window])
-        return np.sort(np.concatenate(parts))
+        positions = (windows or self.order).window_positions(window)
+        indices = np.flatnonzero(positions >= 0)  # of a mixture's window, some may come in another epoch
+        positions, bounds = positions[indices], self._bounds
+        mask = np.zeros(len(positions), bool)
+        for megabatch, at in windows_touched(np.searchsorted(bounds, positions, side="right") - 1):
+            mask[at] = self._are_own(megabatch)[positions[at] - bounds[megabatch]]
+        return indices[mask]
 
     @cached_property
-    def _located(self) -> Callable[[int, Any], tuple[NDArray[np.int64], NDArray[np.int64]]]:
-        """Window and index of this rank's samples of a megabatch; kept, as windows lie side by side."""
-        return lru_cache(_KEPT_SHARES)(lambda megabatch, windows: windows.locate(self._own(megabatch)))
+    def _are_own(self) -> Callable[[int], NDArray[np.bool_]]:
+        """Which positions of a megabatch are of this rank; kept, as windows lie side by side."""
+
+        def are_own(megabatch: int) -> NDArray[np.bool_]:
+            first, end = self._bounds[megabatch : megabatch + 2].tolist()
+            mask = np.zeros(end - first, bool)
+            if self._count(megabatch):
+                mask[self._own(megabatch) - first] = True
+            return mask
+
+        return lru_cache(_KEPT_SHARES)(are_own)
 
     def _count(self, megabatch: int) -> int:
         return int(self.first_item[megabatch + 1] - self.first_item[megabatch])

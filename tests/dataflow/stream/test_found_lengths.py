@@ -22,7 +22,7 @@ from dataflow import Bucketed, DataLoader, GradSchedule, Mixture, Packed, Sharde
 from dataflow.batch.packed import PackedRows
 from sharding.errors import DataflowError, SampleError
 from sharding.lengths.batching import Batching
-from sharding.lengths.found_plan import FoundPlaces
+from sharding.lengths.found_plan import FoundPlaces, finders
 from sharding.lengths.unit_plan import units_key
 from sharding.order.order import Order
 from sharding.write.file import user_folder
@@ -337,9 +337,9 @@ def test_a_state_goes_on_with_another_number_of_ranks(folder: Path, before: int,
         assert set(made.values()) == {1}
 
 
-def fails_on_one_rank(folder: Path) -> str:
+def fails_on_one_rank(folder: Path, number: int) -> str:
     def tokens(sample: Mapping[str, Any]) -> dict[str, Any]:
-        if dist.get_rank() == 1 and sample["n"] > 100:
+        if dist.get_rank() == 1 and sample["n"] == number:
             raise ArithmeticError("no tokens today")
         return tokens_of(sample)
 
@@ -348,8 +348,17 @@ def fails_on_one_rank(folder: Path) -> str:
     return str(caught.value)
 
 
-def test_all_ranks_end_when_one_cannot_make_a_sample(folder: Path) -> None:
-    other, own = fast_ranks(fails_on_one_rank, 2, args=(folder,), timeout_s=60)
+@pytest.mark.parametrize("place", [0, 100, 150, 205])
+def test_all_ranks_end_when_one_cannot_make_a_sample(folder: Path, place: int) -> None:
+    """Whether that shows while the first megabatch is made, or a later one beside batches."""
+    with loader_of(folder, BATCHINGS["packed"]()) as loader:
+        order = Order(loader.dataset.catalog.blocks.num_samples, loader.shuffle, seed=5, epoch=0)
+    places = FoundPlaces(Packed(16, window=40), NUM_DOCUMENTS, lambda megabatch: None)
+    first = int(places.bounds[places.bounds <= place][-1])
+    of_one = first + np.flatnonzero(finders(first, min(first + 40, NUM_DOCUMENTS), order.num_lanes, 2) == 1)
+    in_files = [i for shard in range(3) for i in range(shard, NUM_DOCUMENTS, 3)]
+    number = in_files[int(order.samples(of_one[:1])[0])]
+    other, own = fast_ranks(fails_on_one_rank, 2, args=(folder, number), timeout_s=60)
     assert "ArithmeticError: no tokens today" in own
     assert other.startswith("rank 1 could not make its samples: SampleError")
 

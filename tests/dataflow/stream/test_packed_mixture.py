@@ -463,14 +463,6 @@ def test_an_endless_mixture_is_refused_with_the_way_out(abc: list[ShardedDataset
         loader_of(Mixture({abc[0]: 1, abc[1]: 1}, stop="never"), Packed(24))
 
 
-@pytest.mark.parametrize("kind", ["packed", "budget"])
-def test_transforms_of_any_source_are_refused_as_those_of_one(urls: list[str], kind: str) -> None:
-    a = opened(urls)[0]
-    mixture = Mixture([a, ShardedDataset(urls[1], columns=["tokens"], transform=dict)])
-    with pytest.raises(ValueError, match=r"use batch_transform|pass a collate_fn"):
-        loader_of(mixture, BATCHINGS[kind])
-
-
 def test_buckets_and_windows_are_chosen_for_what_the_shares_deliver(abc: list[ShardedDataset]) -> None:
     few, many = (Mixture({abc[0]: weight, abc[2]: 1}) for weight in (1, 1000))
     bounds = [
