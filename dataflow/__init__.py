@@ -29,6 +29,10 @@ if TYPE_CHECKING:
     from dataflow.outputs.ragged import Pad
     from dataflow.ragged import Ragged
     from dataflow.stats import LoaderStats as LoaderStats, WorkerStats as WorkerStats
+    from dataflow.text.chat import ChatTemplate as ChatTemplate
+    from dataflow.text.pairs import PreferencePairs as PreferencePairs, split_pairs as split_pairs
+    from dataflow.text.tokenize import Tokenize as Tokenize
+    from dataflow.text.tokenizer import MissingTextSupportError as MissingTextSupportError
     from dataflow.timing.phases import StepInfo as StepInfo
     from prefetch.errors import MemoryLimitError as MemoryLimitError, StallError as StallError
     from prefetch.store.retries import RetryPolicy as RetryPolicy
@@ -68,14 +72,17 @@ _MODULES = {
     # Beside `__all__`: what one catches, what calls return, and what few give.
     "Audio": "dataflow.decode.audio",
     "BuilderActorError": "dataflow.actors.cluster",
+    "ChatTemplate": "dataflow.text.chat",
     "CorruptShardError": "sharding.errors",
     "DisagreementError": "dataflow.grad.agreement",
     "LoaderStats": "dataflow.stats",
     "MemoryLimitError": "prefetch.errors",
     "MissingImageSupportError": "dataflow.decode.image",
     "MissingMediaSupportError": "dataflow.decode.media",
+    "MissingTextSupportError": "dataflow.text.tokenizer",
     "Optional": "dataflow.outputs.optional",  # not `typing.Optional`, which a star import would hide
     "PackedRows": "dataflow.batch.packed",
+    "PreferencePairs": "dataflow.text.pairs",
     "RankLostError": "dataflow.grad.lost",
     "RayClusterError": "dataflow.actors.cluster",
     "RetryPolicy": "prefetch.store.retries",
@@ -85,8 +92,10 @@ _MODULES = {
     "ShardReadError": "sharding.errors",
     "StallError": "prefetch.errors",
     "StepInfo": "dataflow.timing.phases",
+    "Tokenize": "dataflow.text.tokenize",
     "Video": "dataflow.decode.video",
     "WorkerStats": "dataflow.stats",
+    "split_pairs": "dataflow.text.pairs",
     # `__all__`:
     "Bucketed": "sharding.lengths.batching",
     "Cache": "dataflow.limits",

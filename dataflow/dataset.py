@@ -24,6 +24,7 @@ from torch.utils.data import Dataset
 from typing_extensions import TypeVar
 
 from dataflow.batch.samples import samples_of, transform_reason
+from dataflow.batch.transforms import fingerprint_of, transformed_together
 from dataflow.limits import Cache
 from dataflow.outputs.columns import ChunkColumns, ChunkRows, Randomness, WindowPart
 from dataflow.outputs.output import Output, staged_outputs
@@ -104,7 +105,8 @@ class ShardedDataset(Sharded, Dataset[S]):
             `Audio(...)`, `Pad(...)`, a function of bytes, or "int", "float", "text", "json", "npy", "image",
             "bytes", "pickle", "torch", or `Optional(...)` of one of these, where samples may lack the column.
         transform: called with each sample (a dict); if it takes `rng=`, it gets a `numpy.random.Generator`
-            that is a function of (seed, epoch, sample).
+            that is a function of (seed, epoch, sample). One with a `batch` form, such as `Tokenize(...)`,
+            is called with many samples: see `dataflow.batch.transforms.BatchTransform`.
         batch_transform: called with each batch.
         storage_options: keyword arguments for the fsspec filesystem.
         retry: a `RetryPolicy`: when a store that fails is asked again, and when it is given up. None: 120 s
@@ -305,13 +307,18 @@ class ShardedDataset(Sharded, Dataset[S]):
             return False
 
     def fingerprint(self) -> str:
-        """What identifies shards and selection in a state: another one means other samples."""
+        """What identifies shards and selection in a state: another one means other samples.
+
+        The fingerprint of a transform that has one follows behind "~".
+        """
         mark = self.catalog.fingerprint()
         if not self.selection.is_whole:
             mark += f"-{self.selection.digest}"
         if self.joins:  # hashed: a state has room for so many characters, whatever was joined
             joined = " ".join(join.other.fingerprint() for join in self.joins)
             mark += f"+{hashlib.blake2b(joined.encode(), digest_size=8).hexdigest()}"
+        if transform := fingerprint_of(self.transform):
+            mark += f"~{transform}"
         return mark
 
     @property
@@ -466,7 +473,14 @@ class ShardedDataset(Sharded, Dataset[S]):
         if self.transform is None:
             return values  # type: ignore[return-value]
         origins = columns.rows.find_all(np.arange(len(values)))
-        return [self._transformed(value, *origin) for value, origin in zip(values, origins, strict=True)]
+        transforms = [(self.transform, self.transform_wants_rng)] * len(values)
+        together, failure = transformed_together(values, transforms)
+        if failure is None and len(together) == len(values):
+            return [together[at] for at in range(len(values))]
+        made = [self._transformed(value, *origin) for value, origin in zip(values, origins, strict=True)]
+        if failure is not None:
+            raise failure
+        return made
 
     def _transformed(self, sample: dict[str, Any], window: StagedWindow, row: int) -> Any:
         """What `transform` makes of the sample in a row of a window."""

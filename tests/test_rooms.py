@@ -27,7 +27,7 @@ MAY_USE: dict[str, set[str]] = {
     "sharding.order": set(),
     "sharding.plan": {"sharding.order", "sharding.catalog", "sharding.topology"},
     "sharding.mixture": {"sharding.order", "sharding.plan"},
-    "sharding.lengths": {"sharding.order", "sharding.plan", "sharding.catalog"},
+    "sharding.lengths": {"sharding.order", "sharding.plan", "sharding.catalog", "sharding.write"},
     "sharding.topology": set(),
     "sharding.write": {"sharding.formats", "sharding.formats.tar"},
     # prefetch: bytes in motion
@@ -128,6 +128,7 @@ MAY_USE: dict[str, set[str]] = {
         *DATASETS,
     },
     "dataflow.workers": {"dataflow.processes", "prefetch.memory", "prefetch.workers", *LEAVES},
+    "dataflow.text": {"dataflow.batch"},
     "dataflow.timing": {"sharding.topology", *LEAVES},
     "dataflow.grad.strategies": {"prefetch.workers", "sharding.topology"},
     "dataflow.grad.adapt": {"dataflow.grad.strategies", "dataflow.timing", "prefetch.control", *LEAVES},

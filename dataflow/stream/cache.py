@@ -104,7 +104,7 @@ def _use_of(dataset: ShardedDataset, number: int, plan: StreamPlan, place: Topol
     """When blocks of a dataset, or of the `at`-th that is joined to it, are needed."""
     mixed = plan.dataset.sources != (dataset,)
     seed = source_seed(plan.seed, number) if mixed else plan.seed
-    share = float(getattr(plan.dataset, "shares", [1])[number if mixed else 0])
+    share = float(plan.sample_shares[number if mixed else 0])
     shuffle = plan.shuffle.resolved()
     return SourceUse(
         catalog=dataset.datasets_read[at].catalog,
@@ -123,7 +123,7 @@ def _order(dataset: ShardedDataset, shuffle: Any, seed: int, epoch: int) -> Orde
 def _lanes(plan: StreamPlan, num_lanes: int, place: Topology) -> LaneRange:
     """The lanes of this machine's ranks; nodes are taken to have equally many."""
     world = place.data_world_size
-    if plan.planner is not None:  # units, not samples, are dealt to ranks
+    if plan.planner is not None or plan.finds_lengths:  # units or megabatches are dealt to ranks
         return LaneRange(0, num_lanes, shared=place.local_world_size > 1)
     each = max(1, world // place.num_nodes)
     first = seat_of(place) // each * each

@@ -10,13 +10,16 @@ newest loop handed out, never of those that were prefetched.
 from __future__ import annotations
 
 import copy
+import logging
 import time
 from collections.abc import Generator, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch.distributed as dist
+from numpy.typing import NDArray
 
 from dataflow.batch.builder import REPEAT
 from dataflow.dataset import ShardedDataset
@@ -26,8 +29,16 @@ from dataflow.processes.choice import ChoiceMemory
 from dataflow.stats import LoaderStats
 from dataflow.stream.builders import BuilderPlan, plan_builders, warm_up
 from dataflow.stream.deliveries import Deliveries, LastGood, Skipped, SkippedAhead
+from dataflow.stream.exchange import FoundExchange
+from dataflow.stream.found import FoundSession
 from dataflow.stream.joined_reads import check_reads
-from dataflow.stream.length_aware import check_batching, make_planner
+from dataflow.stream.length_aware import (
+    are_found,
+    check_batching,
+    is_by_tokens,
+    kept_lengths,
+    make_planner,
+)
 from dataflow.stream.loop_sessions import LoopSessions
 from dataflow.stream.loops import EpochLoop, LoopQueue
 from dataflow.stream.plan import StreamPlan
@@ -39,14 +50,18 @@ from prefetch.control.depth import Decision
 from prefetch.control.pause import ReadPause
 from prefetch.errors import EngineClosedError, MemoryLimitError, StallError
 from prefetch.memory.lifetimes import Finalizer
+from sharding.errors import DataflowError
+from sharding.lengths.found_plan import UNKNOWN, FoundPlan, FoundPlanner
 from sharding.lengths.unit_plan import UnitPlan
-from sharding.lengths.units import LengthStats
+from sharding.order.order import Order
 from sharding.order.shuffle import Shuffle
 from sharding.plan.batch_plan import Tail
 from sharding.plan.placement import seat_of
 from sharding.plan.plan import EpochPlan, PlanState, RankPlan
 from sharding.plan.window_size import deciding_table, resolve_windows
 from sharding.topology.topology import Topology
+
+_log = logging.getLogger("dataflow")
 
 
 class LoopFrame:
@@ -81,12 +96,19 @@ class StreamLoader:
         check_batching(settings, dataset)
         for source in dataset.sources:
             source.check_missing()
-        self._length_stats: LengthStats | None = None
+        self._exchange: FoundExchange | None = None
+        self._kept_lengths = kept_lengths(settings, dataset)
+        self._length_plan: UnitPlan | FoundPlan | None = None
+        """Of the epoch begun last."""
+        self._mixture_starts: dict[int, tuple[int, ...]] = {}
         self._planner = (
             make_planner(
-                settings.batching, dataset, megabatch_bytes(settings.memory_limit, self.memory_limit).value
+                settings.batching,
+                dataset,
+                megabatch_bytes(settings.memory_limit, self.memory_limit).value,
+                found=are_found(settings, dataset),
             )
-            if settings.batching and isinstance(dataset, ShardedDataset)
+            if settings.batching
             else None
         )
         self.shuffle, self.window_reason = self._resolve_shuffle()
@@ -99,6 +121,8 @@ class StreamLoader:
         self._choices = ChoiceMemory()
         self._last_good = LastGood()
         self._plan = self._stream_plan()
+        if self._topology.world_size == 1 or _is_distributed():  # else that may come before the first batch
+            self._meet()
         self.epoch_plan(0, 0)  # raises if the settings make no plan
         self._check_batch_fits()
         check_reads(self._plan, self.memory_limit)
@@ -146,6 +170,65 @@ class StreamLoader:
             self._plan = self._stream_plan()
         if self._unplaced is not None:
             raise self._unplaced
+        self._meet()
+
+    def _meet(self) -> None:
+        """Meet the other ranks, where lengths are found together: a collective, once."""
+        ranks, kept, planner = self._topology.world_size, self._kept_lengths, self._planner
+        if not isinstance(planner, FoundPlanner) or planner.is_told:
+            return
+        if self._exchange is None and ranks > 1 and _is_distributed():
+            if dist.get_world_size() != ranks:
+                raise ValueError(
+                    f"topology= tells of {ranks} ranks, but torch.distributed of {dist.get_world_size()}: "
+                    "lengths that are found on the way are exchanged among all of them"
+                )
+            self._exchange = FoundExchange(self._plan.rank, self.settings.timeout_s)
+            if not self._exchange.agreed(kept.digest if kept else "") and kept:
+                kept.forget()  # as on the ranks of a machine that has not seen these samples
+                planner = self._plan_by(planner.knowing(None))
+        if kept and kept.is_complete and planner.lengths is None:
+            self._plan_by(planner.knowing(kept.lengths))
+        elif planner.lengths is None and is_by_tokens(self.dataset):
+            self._plan_by(planner.knowing(self._lengths_of_sources()))
+
+    def _plan_by(self, planner: FoundPlanner) -> FoundPlanner:
+        self._planner = planner
+        self._plan = self._stream_plan()
+        return planner
+
+    def _lengths_of_sources(self) -> NDArray[np.int32]:
+        """Make all samples once to find their lengths: shares of tokens begin with those of every source.
+
+        On all ranks, each its part. Raises `ValueError` where nothing would tell the lengths from others.
+        """
+        if self._kept_lengths is None:
+            raise ValueError(
+                'shares="tokens" needs the lengths of all samples before the first one is delivered; what '
+                "transform= makes is measured once and kept, under its fingerprint or lengths_key= of "
+                "batching=, and not where it takes rng="
+            )
+        _log.info("samples are made once to find their lengths, which shares of tokens need")
+        settings, found = replace(self.settings, shuffle=None, topology=self._topology), []
+        for source in self.dataset.sources:
+            loader = StreamLoader(source, settings)
+            try:
+                for _ in loader:
+                    pass
+                kept = loader._kept_lengths
+                if kept is None or not kept.is_complete:
+                    raise ValueError(
+                        f"samples of {source!r} were left out, so they have no length: by tokens, a mixture "
+                        "takes sources whose samples can all be made"
+                    )
+                found.append(kept.lengths)
+            finally:
+                loader.close()
+        return np.concatenate(found)
+
+    def _save_lengths(self) -> None:
+        if self._kept_lengths and self._topology.local_rank == 0:
+            self._kept_lengths.save()
 
     @property
     def topology(self) -> Topology:
@@ -178,6 +261,7 @@ class StreamLoader:
             world_size=place.data_world_size,
             tail=self.tail,
             planner=self._planner,
+            mixture_starts=self._mixture_starts,
         )
 
     def epoch_plan(self, epoch: int, start: int) -> RankPlan:
@@ -185,13 +269,14 @@ class StreamLoader:
         try:
             plan = self._plan.epoch(epoch, start)
         except MemoryError as error:
+            samples = sum(map(len, self.dataset.sources))
             raise MemoryLimitError(
-                f"the system has no memory to plan an epoch of {self.dataset.num_samples(epoch):,} samples: "
+                f"the system has no memory to plan an epoch of {samples:,} samples: "
                 f"{error or 'it gave no reason'}; take fewer at a time (dataset.subset), or another shuffle= "
                 "or batching="
             ) from error
-        if isinstance(plan, UnitPlan):
-            self._length_stats = plan.stats
+        if isinstance(plan, UnitPlan | FoundPlan):
+            self._length_plan = plan
         return plan
 
     def _check_batch_fits(self) -> None:
@@ -209,11 +294,18 @@ class StreamLoader:
 
         One rank alone delivers fewer where `on_error` leaves nothing of some.
 
-        `TypeError` for a mixture that never ends.
+        `TypeError` for a mixture that never ends, and while lengths are still to be found.
         """
-        len(self.dataset)
+        if self._planner is None:
+            len(self.dataset)
         self._settle()
-        return self.epoch_plan(self._loops.epoch, 0).num_batches
+        num_batches = self.epoch_plan(self._loops.epoch, 0).num_batches
+        if num_batches == UNKNOWN:
+            raise TypeError(
+                "the lengths of samples are found while they are made: how many batches there are shows when "
+                "all were made once, and kept under a lengths_key="
+            )
+        return num_batches
 
     def __iter__(self) -> Iterator[Any]:
         self._settle()
@@ -222,15 +314,15 @@ class StreamLoader:
     def _batches(self, loop: EpochLoop) -> Generator[Any, None, None]:
         # What is to be delivered is looked up at the first `next`: training loops set the epoch after `iter`.
         plan, began, counts = self._loops.begin(loop, self.epoch_plan), time.perf_counter(), self._deliveries
-        taken, total, batches = 0, plan.num_batches, None
+        taken, batches = 0, None
         frame, session, on_device = LoopFrame(), None, None
         in_step = self._may_be_empty and self._topology.data_world_size > 1
         try:
-            while taken < total and not loop.closed:
+            while taken < plan.num_batches and not loop.closed:
                 if session is None or loop.session is not session:
                     session = self._serve(loop, frame, plan.order.epoch, restarted=session is not None)
                     assert loop.plan is not None
-                    taken, total, batches = loop.taken, loop.plan.num_batches, None
+                    plan, taken, batches = loop.plan, loop.taken, None
                     on_device = session.copier.to_device if session.copier else None
                 try:
                     if batches is None:
@@ -245,6 +337,8 @@ class StreamLoader:
                     continue  # it held more than its share when another loop began
                 if delivered is None:
                     batches = None
+                    if taken == plan.num_batches:  # which shows only now
+                        self._deliver_last(loop, session)
                     continue
                 counts.first_batch_s = counts.first_batch_s or time.perf_counter() - began
                 batch = delivered.batch if on_device is None else on_device(delivered.batch)
@@ -252,7 +346,7 @@ class StreamLoader:
                     session.skipped.delivered(delivered.skipped)
                 counts.add(delivered)
                 loop.taken = taken = taken + 1
-                if taken == total:
+                if taken == plan.num_batches:
                     self._deliver_last(loop, session)
                 if delivered.num_samples:
                     yield batch
@@ -282,6 +376,7 @@ class StreamLoader:
     def _deliver_last(self, loop: EpochLoop, session: Session) -> None:
         """Note that the last batch of a loop is handed out: its session serves the next one, or ends."""
         assert loop.plan is not None
+        self._save_lengths()
         if self._loops.is_last_begun(loop):
             session.epoch_done(loop.plan.order.epoch)
             self.sessions.keep(loop)
@@ -311,12 +406,14 @@ class StreamLoader:
         self._settle()
         if self._may_be_empty and self._topology.data_world_size == 1:
             return None
-        return self.epoch_plan(*self._loops.next_place()).num_batches
+        num_batches = self.epoch_plan(*self._loops.next_place()).num_batches
+        return None if num_batches == UNKNOWN else num_batches
 
     @property
     def _may_be_empty(self) -> bool:
-        """Whether `on_error` may leave nothing of a batch."""
-        return self.dataset.on_error != "raise"
+        """Whether `on_error` may leave nothing of a batch that was planned with more."""
+        leaves_out_first = isinstance(self._planner, FoundPlanner) and self._planner.lengths is None
+        return self.dataset.on_error != "raise" and not leaves_out_first
 
     @property
     def remainder(self) -> int:
@@ -358,14 +455,16 @@ class StreamLoader:
         It resumes under any number of ranks, threads or nodes. Taken inside a loop after the last batch of
         an epoch, it resumes to nothing more of that epoch; taken after the loop, to the next epoch.
         """
+        tokens = self._plan.token_epochs
         state = PlanState(
             seed=self.seed,
             epoch=self._loops.epoch,
             position=self._loops.position,
-            num_samples=self.dataset.num_samples(self._loops.epoch),
+            num_samples=self._plan.num_samples(self._loops.epoch),
             shuffle=self.shuffle,
             fingerprint=_mark_of(self.dataset),
-            batching=self._planner.mark if self._planner else None,
+            batching=self._plan.mark(self._loops.epoch, self._loops.position),
+            sources=list(tokens.first(self._loops.epoch)) if tokens else None,
         )
         return {**state.to_json(), "skipped_samples": self._skipped.count}
 
@@ -382,8 +481,10 @@ class StreamLoader:
         if type(skipped) is not int or skipped < 0:
             raise ValueError(f"skipped_samples must be an integer >= 0, got {skipped!r}")
         content, _, commit = loaded.fingerprint.partition("@")
-        if content != self.dataset.fingerprint():
-            here, commit_here = self.dataset.num_samples(0), self.dataset.commit
+        content_here = self.dataset.fingerprint()
+        if content != content_here:
+            self._check_transform(content, content_here)
+            here, commit_here = self._plan.num_samples(0), self.dataset.commit
             if commit and commit_here and commit != commit_here:
                 raise ValueError(
                     f"the state was taken at commit {commit} of the repository, whose samples are others "
@@ -391,27 +492,50 @@ class StreamLoader:
                 )
             raise ValueError(
                 "the state was taken over other shards (their names, sizes or blocks differ), another view "
-                "or other shares of a mixture, where its position means other samples "
+                "or other shares or transforms of a mixture, where its position means other samples "
                 f"({loaded.num_samples:,} samples, here {here:,})"
             )
-        planner = self._planner and self._planner.resumed(loaded.batching or {})
-        mark = planner and planner.mark
+        planner = self._planner and self._planner.resumed(loaded.batching or {}, loaded.epoch)
+        starts = self._starts_of(loaded)
+        plan = replace(
+            self._plan, seed=loaded.seed, shuffle=loaded.shuffle, planner=planner, mixture_starts=starts
+        )
+        mark = plan.mark(loaded.epoch, loaded.position)
         if loaded.batching != mark:
             raise ValueError(
                 "the state was taken with other batching or lengths, where its position means other rows or "
                 f"batches: it has {loaded.batching}, this loader {mark}"
             )
-        if (there := self.dataset.num_samples(loaded.epoch)) != loaded.num_samples:
+        if (there := plan.num_samples(loaded.epoch)) != loaded.num_samples:
             raise ValueError(f"the state is of {loaded.num_samples:,} samples, its epoch has {there:,} here")
         if planner:  # only a plan knows how many units there are: refuse before anything changes
-            plan = replace(self._plan, seed=loaded.seed, shuffle=loaded.shuffle, planner=planner)
             plan.epoch(loaded.epoch, loaded.position)
         self.close()
         self.seed, self.shuffle, self._planner = loaded.seed, loaded.shuffle, planner
+        self._mixture_starts = starts
         self.window_reason = "as in the loaded state"
         self._skipped.count = skipped
         self._plan = self._stream_plan()
         self._loops.resume(loaded.epoch, loaded.position)
+
+    def _check_transform(self, content: str, here: str) -> None:
+        """Raise `ValueError` where a state is of the same samples, but of another transform of them."""
+        (samples, _, there), (samples_here, _, own) = content.partition("~"), here.partition("~")
+        if samples == samples_here:
+            raise ValueError(
+                "the state was taken with another transform=, or its tokenizer's file has changed: the "
+                f"fingerprint was {there or 'none'} and is {own or 'none'}, of "
+                f"{self.dataset.sources[0].transform!r}"
+            )
+
+    def _starts_of(self, loaded: PlanState) -> dict[int, tuple[int, ...]]:
+        """What a state of a mixture by tokens tells of where its epoch begins."""
+        if self._plan.token_epochs is None:
+            return {}
+        sources = loaded.sources
+        if sources is None or len(sources) != len(self.dataset.sources):
+            raise ValueError(f"sources must be {len(self.dataset.sources)} integers, got {sources!r}")
+        return {loaded.epoch: tuple(sources)}
 
     # ---- engine -------------------------------------------------------------------------------------
 
@@ -426,7 +550,24 @@ class StreamLoader:
             choices=self._choices,
             caches_in_memory=memory_limit == self.memory_limit,
         )
+        if isinstance(self._planner, FoundPlanner):
+            if self._exchange is None and self._topology.world_size > 1 and self._planner.lengths is None:
+                raise DataflowError(
+                    f"the {self._topology.world_size} ranks find the lengths of samples together, but "
+                    "torch.distributed is not initialised: do that before the first batch, or give lengths="
+                )
+            return FoundSession(
+                self._plan, options, epoch, start, exchange=self._exchange, record=self._record
+            )
         return Session(self._plan, options, epoch, start)
+
+    def _record(self, order: Order, first: int, lengths: NDArray[np.int64]) -> None:
+        """Keep the lengths of samples that were found, from a position of an order on."""
+        kept, planner = self._kept_lengths, self._planner
+        if kept:
+            kept.note(order.samples(np.arange(first, first + len(lengths))), lengths)
+            if kept.is_complete and isinstance(planner, FoundPlanner) and planner.lengths is None:
+                self._plan_by(planner.knowing(kept.lengths))
 
     def stats(self) -> LoaderStats:
         """A snapshot; cheap, any thread."""
@@ -441,7 +582,7 @@ class StreamLoader:
             skipped=tuple(self._skipped.errors),
             empty_batches=delivered.empty_batches,
             read_amplification=self._plan.read_amplification,
-            lengths=self._length_stats,
+            lengths=self._length_plan.stats if self._length_plan else None,
             mapped_bytes=sum(session.mapped_bytes() for session in sessions),
             unfinished_shards=sum(len(one.catalog.unfinished) for one in datasets_read(self.dataset)),
         )
@@ -452,6 +593,7 @@ class StreamLoader:
         Batches handed out stay valid. Another thread that waits for a batch gets a `RuntimeError`.
         """
         finalizer = self._finalizer
+        self._save_lengths()
         try:
             self.sessions.close()
         except BaseException:  # Ctrl-C: nobody wants to wait

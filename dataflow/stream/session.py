@@ -373,10 +373,11 @@ def _postprocessing(plan: StreamPlan, options: SessionOptions) -> Postprocessing
     return Postprocessing(
         transforms=[(source.transform, source.transform_wants_rng) for source in dataset.sources],
         collate=settings.collate_fn,
-        batch_transform=dataset.batch_transform,
+        batch_transform=None if plan.finds_lengths else dataset.batch_transform,
         on_bad=options.skipped.decide,
         batching=plan.planner.batching if plan.planner else None,
         mark_repeats=settings.mark_repeats,
+        marks_kept=plan.finds_lengths,
     )
 
 

@@ -51,9 +51,11 @@ class Stream:
 
     def windows(self, epoch: int, start: int = 0) -> Iterator[StagedWindow]:
         """From a position of an epoch on, for ever. A whole epoch must hold a batch for this rank."""
-        while True:
-            yield from self._epoch(self._plan.epoch(epoch, start))
-            epoch, start = epoch + 1, 0
+        num_empty = 0
+        while num_empty < 2:  # a rank may have nothing to make
+            plan = self._plan.epoch(epoch, start)
+            yield from self._epoch(plan)
+            epoch, start, num_empty = epoch + 1, 0, 0 if plan.num_batches else num_empty + 1
 
     def _epoch(self, plan: RankPlan) -> Iterator[StagedWindow]:
         units = self._stager.units(plan.order)

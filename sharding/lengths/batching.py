@@ -18,7 +18,8 @@ from sharding.lengths.units import DEFAULT_MEGABATCH_SAMPLES, NO_PIECES, Pieces,
 
 Lengths = str | ArrayLike | Callable[[Any], ArrayLike]
 """Where lengths come from: a column (its values if they are integers, else their lengths), an array with
-one entry a sample in file order, or a function of the catalog that gives one."""
+one entry a sample in file order, or a function of the catalog that gives one. Of a mixture, a column or a
+function holds for all sources; else one of these a source, as a list or by dataset."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,9 +36,13 @@ class BatchedColumns:
     """What fills up; for each column by name, 0 for those not named."""
     lengths: Lengths | None = field(default=None, compare=False, repr=False)
     """Where lengths come from; None: `column`."""
+    lengths_key: str = field(default="", compare=False)
+    """Names the lengths of samples that a transform makes, so that they are kept for later runs: change it
+    when the transform changes. A transform with a `fingerprint` needs none."""
     window: int | None = None
     """Samples of a megabatch: consecutive ones of the epoch's order that are planned together, and whose
-    blocks are held in memory. None: 16,384, less where samples are large for the memory limit."""
+    blocks are held in memory. None: 16,384, less where samples are large for the memory limit, or where
+    lengths are found, which is done again for all of them where a run goes on inside a megabatch."""
 
     def _resolve(self, column: str) -> None:
         """Let `column` lead `columns`, and check the names. Idempotent."""
@@ -55,6 +60,10 @@ class BatchedColumns:
         padded = self.pad if isinstance(self.pad, Mapping) else {}
         if strange := [name for name in padded if name not in columns]:
             raise ValueError(f"pad names {strange[0]!r}, which is not in columns={list(columns)}")
+        if not isinstance(self.lengths_key, str) or len(self.lengths_key) > 128:
+            raise ValueError(f"lengths_key must be at most 128 characters, got {self.lengths_key!r}")
+        if self.lengths_key and self.lengths is not None:
+            raise ValueError("lengths= says how long samples are: leave lengths_key out")
         if self.window is not None:
             _check_at_least(self, 1, "window")
 
@@ -77,9 +86,17 @@ class BatchedColumns:
         """All megabatches but the last have a multiple of this many samples."""
         return 1
 
+    def with_window(self, window: int) -> Self:
+        """The value with this `window`, if it has none."""
+        return replace(self, window=self.window or window)
+
     def resolved(self, lengths: NDArray[np.integer], window: int = DEFAULT_MEGABATCH_SAMPLES) -> Self:
         """The value with nothing left open: `window`, and what follows from all lengths."""
-        return replace(self, window=self.window or window)
+        return self.with_window(window)
+
+    def delivered(self, lengths: NDArray[np.integer]) -> NDArray[np.integer]:
+        """How many elements of samples of these lengths are delivered."""
+        return lengths
 
     def cut(
         self, lengths: NDArray[np.integer], key: int | None, carried: Pieces = NO_PIECES, last: bool = True
@@ -96,7 +113,13 @@ class BatchedColumns:
 
     def to_json(self) -> dict[str, object]:
         """What decides about the units, as JSON types, without `lengths`."""
-        left_out = ("lengths", "columns", "whole", "pad")  # a state may be gone on with other columns
+        left_out = (
+            "lengths",
+            "lengths_key",
+            "columns",
+            "whole",
+            "pad",
+        )  # a state may be gone on with other columns
         values = {one.name: getattr(self, one.name) for one in fields(self) if one.name not in left_out}
         return {"kind": self.kind} | {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}
 
@@ -123,6 +146,10 @@ class Packed(BatchedColumns):
     kind = "packed"
     rows_are_units = True
     cuts = True
+
+    def delivered(self, lengths: NDArray[np.integer]) -> NDArray[np.integer]:
+        """See `BatchedColumns`."""
+        return np.minimum(lengths, self.length) if self.overlong == "truncate" else lengths
 
     def cut(
         self, lengths: NDArray[np.integer], key: int | None, carried: Pieces = NO_PIECES, last: bool = True
@@ -163,6 +190,11 @@ class TokenBudget(BatchedColumns):
     def cuts(self) -> bool:
         """See `BatchedColumns`."""
         return self.overlong == "truncate"
+
+    def delivered(self, lengths: NDArray[np.integer]) -> NDArray[np.integer]:
+        """See `BatchedColumns`."""
+        longest: NDArray[np.integer] = np.minimum(lengths, self.max_tokens // self.multiple * self.multiple)
+        return longest
 
     def cut(
         self, lengths: NDArray[np.integer], key: int | None, carried: Pieces = NO_PIECES, last: bool = True

@@ -489,8 +489,6 @@ def test_a_batch_transform_gets_the_finished_batch(made: Make) -> None:
         ({"batching": Packed(8), "batch_size": 0}, {}, "batch_size must be >= 1"),
         ({"batching": Packed(8, "words")}, {}, "the batches have tokens; pass column="),
         ({"batching": Packed(8), "collate_fn": list}, {}, "use batch_transform"),
-        ({"batching": Packed(8)}, {"transform": list}, "use batch_transform"),
-        ({"batching": Bucketed(4)}, {"transform": list}, "pass a collate_fn"),
         ({"batching": TokenBudget(24, overlong="truncate"), "collate_fn": list}, {}, "leave collate_fn out"),
         ({"batching": Packed(8)}, {"decode": {"tokens": Pad()}}, "leave that out"),
         ({"batching": Packed(8)}, {"decode": {"tokens": "text"}}, "must hold lists of numbers or bytes"),

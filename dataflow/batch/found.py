@@ -1,0 +1,236 @@
+"""Samples that were made before it is known which batches they are in: gathered, kept, laid into batches.
+
+Builders make the samples of a megabatch and gather some at a time (`GatherSamples`, in the place of a
+`collate_fn`). They are kept by position (`FoundSamples`), sent to the rank that delivers them, and taken by
+the piece when a batch is made: lists as one array and its offsets, everything else as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from dataflow.batch.builder import KEPT
+from dataflow.batch.packed import batch_columns
+from dataflow.outputs.held_bytes import Ranges, held_bytes
+from dataflow.outputs.objects import described
+from dataflow.ragged import Ragged
+from sharding.lengths.batching import Batching
+from sharding.lengths.unit_plan import BatchPieces
+from sharding.order.windows import ranges
+
+_LEAVE_OUT = "return lists of numbers, 1-D arrays or tensors"
+
+
+@dataclass(frozen=True, eq=False)
+class Lists:
+    """n lists of numbers, anywhere in one array, which others may use as well."""
+
+    values: NDArray[Any]
+    starts: NDArray[np.int64]
+    """[n]: first element of each."""
+    lengths: NDArray[np.int64]
+    """[n]: elements of each."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        whole = self.gathered()  # nobody else's elements go along
+        return Lists, (whole.values, whole.starts, whole.lengths)
+
+    def take(self, rows: NDArray[np.int64]) -> Lists:
+        """Some of them; a copy of their elements only where they are few of the array's."""
+        return Lists(self.values, self.starts[rows], self.lengths[rows]).compact()
+
+    def ragged(
+        self,
+        rows: NDArray[np.int64],
+        begin: NDArray[np.int64] | None = None,
+        length: NDArray[np.int64] | None = None,
+    ) -> Ragged:
+        """Of each of some rows, `length[i]` elements from `begin[i]` on; else all. A copy."""
+        starts = self.starts[rows] if begin is None else self.starts[rows] + begin
+        whole = Lists(self.values, starts, self.lengths[rows] if length is None else length).gathered()
+        offsets = np.append(whole.starts, len(whole.values))
+        return Ragged(torch.from_numpy(whole.values), torch.from_numpy(offsets))
+
+    def gathered(self) -> Lists:
+        """The same, one after the other in an array of their own."""
+        ends = np.cumsum(self.lengths)
+        return Lists(self.values[ranges(self.starts, self.lengths)], ends - self.lengths, self.lengths)
+
+    def compact(self) -> Lists:
+        """The same in an array that is at most twice as long as they are."""
+        return self if 2 * int(self.lengths.sum()) >= len(self.values) else self.gathered()
+
+    @classmethod
+    def of(cls, rows: Ragged) -> Lists:
+        """Those of a batch; not copied."""
+        return cls(rows.values.numpy(), rows.offsets.numpy()[:-1], rows.lengths.numpy())
+
+    @classmethod
+    def joined(cls, parts: Sequence[Lists]) -> Lists:
+        """Lists of several, one after the other."""
+        filled = [part.values for part in parts if len(part.values)] or [parts[0].values]
+        ends = np.cumsum([len(part.values) for part in parts])
+        starts = [part.starts + end - len(part.values) for part, end in zip(parts, ends, strict=True)]
+        lengths = np.concatenate([part.lengths for part in parts])
+        return cls(np.concatenate(filled), np.concatenate(starts), lengths)
+
+
+@dataclass(frozen=True)
+class GatherSamples:
+    """Puts samples together, whatever their lengths. Goes to builder processes.
+
+    Args:
+        lists: columns that must hold lists of numbers.
+    """
+
+    lists: tuple[str, ...]
+    releases_gil: ClassVar[bool] = True
+    """It takes too little time to decide who builds."""
+
+    def __call__(self, samples: Sequence[Any]) -> dict[str, Any]:
+        """Column -> `Ragged`, or a list of what the samples have. `TypeError` for samples that lack one."""
+        first = samples[0]
+        if not isinstance(first, Mapping):
+            raise TypeError(f"samples must be dicts to be batched by length, got {described(first)}")
+        if missing := [name for name in self.lists if name not in first]:
+            raise TypeError(
+                f"batching by column {missing[0]!r}, but the samples have {', '.join(map(str, first))}: "
+                "pass column="
+            )
+        batch: dict[str, Any] = {}
+        for name in first:
+            values = [sample[name] for sample in samples]
+            if name in self.lists:
+                batch[name] = _ragged([_array_of(name, value) for value in values])
+            else:
+                batch[name] = values
+        return batch
+
+
+def _ragged(arrays: Sequence[NDArray[Any]]) -> Ragged:
+    """The arrays one after the other. An empty one has no type of its own."""
+    filled = [array for array in arrays if len(array)] or [np.empty(0, np.int64)]
+    offsets = np.cumsum([0, *map(len, arrays)], dtype=np.int64)
+    return Ragged(torch.from_numpy(np.concatenate(filled)), torch.from_numpy(offsets))
+
+
+def _array_of(name: str, value: Any) -> NDArray[Any]:
+    if isinstance(value, bytes):
+        return np.frombuffer(value, np.uint8)
+    if isinstance(value, str):
+        raise TypeError(
+            f"column {name!r} holds text, whose length in tokens a tokenizer tells: use one in transform="
+        )
+    array = np.asarray(value)
+    if array.ndim != 1 or (len(array) and array.dtype.kind not in "biuf"):
+        raise TypeError(
+            f"column {name!r} holds {described(value)}: {_LEAVE_OUT} to have it batched by length"
+        )
+    return array
+
+
+@dataclass(frozen=True, eq=False)
+class FoundSamples:
+    """Samples that were made, by position."""
+
+    positions: NDArray[np.int64]
+    """[n] ascending."""
+    columns: Mapping[str, Lists | list[Any]]
+    """Of n samples each."""
+
+    def __len__(self) -> int:
+        return len(self.positions)
+
+    @classmethod
+    def of_batch(cls, batch: Mapping[str, Any], positions: NDArray[np.int64]) -> FoundSamples:
+        """Those that `GatherSamples` put together, of the positions of all that it might have got."""
+        columns = {
+            name: Lists.of(value) if isinstance(value, Ragged) else value
+            for name, value in batch.items()
+            if name != KEPT
+        }
+        return cls(positions[batch[KEPT].numpy()], columns)
+
+    @property
+    def nbytes(self) -> int:
+        """About what they hold."""
+        own = [column for column in self.columns.values() if isinstance(column, Lists)]
+        others = [column for column in self.columns.values() if not isinstance(column, Lists)]
+        return sum(lists.values.nbytes for lists in own) + held_bytes(others, Ranges())
+
+    def take(self, rows: NDArray[np.int64]) -> FoundSamples:
+        """Some of them, ascending."""
+        return FoundSamples(self.positions[rows], {name: _taken(c, rows) for name, c in self.columns.items()})
+
+    def has(self, positions: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Which of these positions it has the samples of, bool [n]."""
+        at = np.minimum(np.searchsorted(self.positions, positions), max(0, len(self) - 1))
+        return self.positions[at] == positions if len(self) else np.zeros(len(positions), bool)
+
+    def among(self, positions: NDArray[np.int64]) -> FoundSamples:
+        """Those of some positions, ascending, which may lack some of these."""
+        return self.take(np.flatnonzero(np.isin(self.positions, positions, assume_unique=True)))
+
+    @classmethod
+    def joined(cls, parts: Sequence[FoundSamples]) -> FoundSamples:
+        """All of them by position. `ValueError` where they have not the same columns."""
+        parts = [part for part in parts if len(part)] or [*parts[:1]]
+        if len(parts) <= 1:
+            return parts[0] if parts else NO_SAMPLES
+        for part in parts[1:]:
+            if part.columns.keys() != parts[0].columns.keys():
+                raise ValueError(
+                    f"samples have the columns {', '.join(parts[0].columns)}, and others "
+                    f"{', '.join(part.columns)}: return the same columns for every sample"
+                )
+        positions = np.concatenate([part.positions for part in parts])
+        columns = {name: _joined([part.columns[name] for part in parts]) for name in parts[0].columns}
+        whole = cls(positions, columns)
+        if (np.diff(positions) > 0).all():
+            return whole
+        return whole.take(np.argsort(positions))
+
+    def batch(
+        self,
+        batching: Batching,
+        pieces: BatchPieces,
+        allocate: Callable[[int], NDArray[np.uint8]] | None = None,
+    ) -> dict[str, Any]:
+        """One batch of a plan, as `batch_columns` forms it."""
+        own = pieces.pieces
+        rows = np.searchsorted(self.positions, own.position)
+        columns: dict[str, Any] = {}
+        for name, column in self.columns.items():
+            if isinstance(column, Lists):
+                cut = (own.begin, own.length) if name in batching.columns else ()
+                columns[name] = column.ragged(rows, *cut)
+            else:
+                columns[name] = _of_pieces(_taken(column, rows))
+        return batch_columns(batching, pieces, columns, *([] if allocate is None else [allocate]))
+
+
+NO_SAMPLES = FoundSamples(np.empty(0, np.int64), {})
+
+
+def _taken(column: Lists | list[Any], rows: NDArray[np.int64]) -> Any:
+    return column.take(rows) if isinstance(column, Lists) else [column[row] for row in rows.tolist()]
+
+
+def _joined(columns: Sequence[Any]) -> Any:
+    if isinstance(columns[0], Lists):
+        return Lists.joined(columns)
+    return [value for column in columns for value in column]
+
+
+def _of_pieces(values: list[Any]) -> Tensor | list[Any]:
+    """Numbers as a tensor; all else as it is."""
+    if values and all(type(value) in (int, float, bool) for value in values):
+        return torch.tensor(values)
+    return values

@@ -1,0 +1,104 @@
+"""What ranks tell each other of samples that they have made: how long these are, then the samples themselves.
+
+All ranks of the job take part, in a gloo group of their own: what is exchanged lies in host memory, and the
+job's own group is the training code's. Each exchange is made by the thread that asks for batches, before a
+batch whose number is the same on all ranks: so ranks that stop at the same batch have exchanged the same.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+
+from dataflow.batch.found import FoundSamples
+from sharding.errors import DataflowError
+
+
+class FoundExchange:
+    """The exchange between the ranks of one loader. Making it is a collective, as every method is.
+
+    Args:
+        seat: this rank's in the plan; those of a replica group share one, and get the same samples.
+        timeout_s: how long it waits for other ranks.
+
+    Raises `DataflowError`, here and later, where ranks do not come in time.
+    """
+
+    def __init__(self, seat: int, timeout_s: float) -> None:
+        self._rank = dist.get_rank()
+        with _named_failures():
+            self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+            seats = self._gathered(seat)
+        # Finders are numbered by seat, so that they read what they will mostly be asked for by lanes.
+        self._ranks = sorted(range(len(seats)), key=lambda rank: (seats[rank], rank))
+        self.seats = [seats[rank] for rank in self._ranks]
+        """Of each finder."""
+        self.finder = self._ranks.index(self._rank)
+        """Which one this rank is."""
+
+    @property
+    def num_finders(self) -> int:
+        """All ranks of the job."""
+        return len(self._ranks)
+
+    def agreed(self, text: str) -> bool:
+        """Whether all ranks say the same."""
+        with _named_failures():
+            return len({*self._gathered(text)}) == 1
+
+    def lengths(self, own: NDArray[np.int64] | Exception) -> list[NDArray[np.int64]]:
+        """The lengths that each finder has found; an error ends the loop on all ranks.
+
+        Raises the own error, or `DataflowError` for that of another rank.
+        """
+        message = f"{type(own).__name__}: {own}" if isinstance(own, Exception) else own
+        with _named_failures():
+            gathered = self._gathered(message)
+        if isinstance(own, Exception):
+            raise own
+        for rank, other in enumerate(gathered):
+            if isinstance(other, str):
+                raise DataflowError(f"rank {rank} could not make its samples: {other}")
+        return [gathered[rank] for rank in self._ranks]
+
+    def samples(self, for_finders: Sequence[FoundSamples]) -> list[FoundSamples]:
+        """Give each finder what is for it; what all have for this one."""
+        own = for_finders[self.finder]
+        parcels = [b""] * self.num_finders
+        for rank, samples in zip(self._ranks, for_finders, strict=True):
+            if rank != self._rank and len(samples):
+                parcels[rank] = pickle.dumps(samples, protocol=5)
+        sizes = [len(parcel) for parcel in parcels]
+        with _named_failures():
+            incoming = torch.empty(self.num_finders, dtype=torch.int64)
+            dist.all_to_all_single(incoming, torch.tensor(sizes), group=self._group)
+            sizes_in = [int(size) for size in incoming]
+            received = torch.empty(sum(sizes_in), dtype=torch.uint8)
+            sent = torch.frombuffer(bytearray(b"".join(parcels) or b"\0"), dtype=torch.uint8)[: sum(sizes)]
+            dist.all_to_all_single(received, sent, sizes_in, sizes, group=self._group)
+        parts = [part.numpy() for part in received.split(sizes_in)]
+        return [own, *(pickle.loads(part.data) for part in parts if len(part))]
+
+    def _gathered(self, own: Any) -> list[Any]:
+        every = [own] * dist.get_world_size()
+        dist.all_gather_object(every, own, self._group)
+        return every
+
+
+@contextmanager
+def _named_failures() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise DataflowError(
+            "the ranks could not exchange the lengths of their samples: all of them must make the loader, "
+            "and take equally many batches of it"
+        ) from error

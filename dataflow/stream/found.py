@@ -1,0 +1,437 @@
+"""Batches by length of samples whose lengths show when they are made.
+
+The engine of such a session makes samples, by whoever builds: each rank its share of every megabatch
+(`FindingPlan`). The consumer takes them evenly while it delivers the megabatch before. When a megabatch is
+whole, ranks tell each other the lengths, which decide its batches on all of them, and send the samples of
+batches that are complete to the ranks that deliver these: a sample is made once in the whole job. Where all
+lengths are known beforehand, each rank makes what it delivers, nothing is exchanged, and what it makes must
+be as long as was said.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from dataflow.batch.builder import REPEAT
+from dataflow.batch.delivered import Delivered
+from dataflow.batch.found import NO_SAMPLES, FoundSamples, GatherSamples, Lists
+from dataflow.stream.exchange import FoundExchange
+from dataflow.stream.plan import StreamPlan
+from dataflow.stream.session import Session, SessionOptions
+from prefetch.engine.ledger import State
+from prefetch.errors import EngineClosedError
+from prefetch.memory.device import CudaStreams, DeviceCopier
+from prefetch.work import Batches
+from sharding.errors import SampleError
+from sharding.lengths.found_plan import (
+    LEFT_OUT,
+    FoundPlan,
+    FoundPlanner,
+    FoundUnits,
+    SharePlan,
+    finder_counts,
+    finders,
+    items_of,
+)
+from sharding.order.order import Order
+
+_GATHERED_SAMPLES = 128
+"""Made and gathered at a time."""
+
+Record = Callable[[Order, int, NDArray[np.int64]], None]
+"""Notes the lengths of the samples from a position of an order on."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FindingPlan(StreamPlan):
+    """Which samples this rank makes. Its positions are those of the plan of batches, in units."""
+
+    outer: StreamPlan
+    """Of the batches."""
+    finder: int
+    num_finders: int
+    """0: all lengths are known, and each rank makes what it delivers."""
+
+    finds_lengths = True
+
+    @classmethod
+    def of(cls, outer: StreamPlan, exchange: FoundExchange | None) -> FindingPlan:
+        """The plan that serves the batches of another."""
+        assert isinstance(outer.planner, FoundPlanner)
+        return cls(
+            dataset=outer.dataset,
+            shuffle=outer.shuffle,
+            seed=outer.seed,
+            batch_size=min(_GATHERED_SAMPLES, outer.planner.batching.window or 1),
+            rank=outer.rank,
+            world_size=outer.world_size,
+            tail=outer.tail,
+            outer=outer,
+            finder=exchange.finder if exchange else 0,
+            num_finders=0 if outer.planner.lengths is not None else exchange.num_finders if exchange else 1,
+        )
+
+    def epoch(self, epoch: int, start: int = 0) -> SharePlan:
+        """The plan of one epoch, from the megabatch of unit `start` on."""
+        plan = self.outer.epoch(epoch, start)
+        assert isinstance(plan, FoundPlan)
+        order, bounds = plan.order, plan.places.bounds
+        own: Callable[[int], NDArray[np.int64]]
+        if self.num_finders:
+            counts = finder_counts(bounds, self.finder, self.num_finders)
+
+            own = partial(self._found_here, plan)
+        else:
+            own = self._delivered_here(plan)
+            later = range(plan.megabatch, plan.places.num_megabatches)
+            counts = np.zeros(plan.places.num_megabatches, np.int64)
+            counts[plan.megabatch :] = [len(own(megabatch)) for megabatch in later]
+        counts[: plan.megabatch] = 0  # those before are done
+        return SharePlan(order, bounds, counts, own, batch_size=self.batch_size)
+
+    def _found_here(self, plan: FoundPlan, megabatch: int) -> NDArray[np.int64]:
+        """Positions of the samples of a megabatch that this rank is to find."""
+        first, end = plan.places.bounds[megabatch : megabatch + 2].tolist()
+        of_finder = finders(first, end, plan.order.num_lanes, self.num_finders)
+        own: NDArray[np.int64] = np.flatnonzero(of_finder == self.finder) + first
+        return own
+
+    def _delivered_here(self, plan: FoundPlan) -> Callable[[int], NDArray[np.int64]]:
+        """Megabatch -> the positions of which this rank delivers pieces, where all lengths are known."""
+        assert isinstance(self.outer.planner, FoundPlanner)
+        places, lengths, dealt = plan.places, self.outer.planner.of_epoch(plan.order), plan.batch_plan
+        last = items_of(dealt, max(0, dealt.num_batches - 1), dealt.num_batches)[0]
+
+        def own(megabatch: int) -> NDArray[np.int64]:
+            first, end = places.bounds[megabatch : megabatch + 2].tolist()
+            units = places.cut(megabatch, lengths[first:end])
+            begin = places.first_unit(megabatch)
+            items = dealt.own_items(begin, begin + len(units))
+            numbers = np.arange(len(units)) if items is None else items - begin
+            filled_up = last[(last >= begin) & (last < begin + len(units))] - begin
+            mine = np.zeros(len(units), bool)
+            mine[np.concatenate((numbers, filled_up))] = True
+            rows = np.repeat(mine, np.diff(units.first))
+            positions: NDArray[np.int64] = np.unique(units.pieces.position[rows]) + first
+            return positions
+
+        return own
+
+
+class FoundSession(Session):
+    """A session whose engine makes samples, and that makes batches of them. For one consumer thread.
+
+    Args:
+        plan: of the batches.
+        options: as for any session.
+        epoch, start: of the first batch; `start` counts units.
+        exchange: with the other ranks; None: there are none, or all lengths are known.
+        record: is told what was found.
+    """
+
+    def __init__(
+        self,
+        plan: StreamPlan,
+        options: SessionOptions,
+        epoch: int,
+        start: int,
+        *,
+        exchange: FoundExchange | None,
+        record: Record,
+    ) -> None:
+        assert isinstance(plan.planner, FoundPlanner)
+        self._plan, self._planner, self._settings = plan, plan.planner, options.settings
+        self._batching = plan.planner.batching
+        self._exchange = None if plan.planner.lengths is not None else exchange
+        self._record = record
+        self._finding = FindingPlan.of(plan, exchange)
+        gather = GatherSamples((*self._batching.columns, *self._batching.whole))
+        settings = replace(
+            options.settings,
+            collate_fn=gather,
+            batching=None,
+            batch_size=self._finding.batch_size,
+            mark_repeats=False,
+            device=None,
+        )
+        super().__init__(self._finding, replace(options, settings=settings), epoch, start)
+        device = options.settings.torch_device
+        self.copier = DeviceCopier(CudaStreams(device)) if device.type == "cuda" else None
+        self._held_bytes = 0
+        self._begin(epoch, start)
+
+    def _begin(self, epoch: int, start: int) -> None:
+        outer = self._plan.epoch(epoch, start)
+        assert isinstance(outer, FoundPlan)
+        self._outer, self._order = outer, outer.order
+        self._share = self._finding.epoch(epoch, start)
+        self._units = FoundUnits(outer.places, outer.megabatch, outer.first_unit)
+        self._lengths = None
+        if self._planner.lengths is not None:
+            self._lengths = self._planner.of_epoch(outer.order).astype(np.int64)
+        self._number = 0
+        """Batch of the epoch's plan that comes next."""
+        self._num_dealt = 0
+        """Batches of all ranks whose samples were sent to where they are delivered."""
+        self._num_made = 0
+        """Samples of this rank's share that were made."""
+        self._failure: Exception | None = None
+        """Why this rank cannot make its share."""
+        self._made: list[FoundSamples] = []
+        """Of megabatches that are not whole yet."""
+        self._undealt = NO_SAMPLES
+        """Made here, and of batches that are not complete yet."""
+        self._dealt = NO_SAMPLES
+        """Of batches to be delivered here."""
+        self._left_out: list[tuple[int, SampleError]] = []
+        """Megabatch and error of samples that were left out, until they are counted."""
+        self._lacks: set[int] = set()
+        """Positions of samples that batches lack, which were counted."""
+
+    # ---- what the loader asks for -------------------------------------------------------------------
+
+    def next_batches(self) -> Batches[Delivered]:
+        """The next batch; none at the end of the epoch."""
+        number = self._number
+        self._find_until((number + 2) * self._outer.global_batch_size)
+        dealt = self._outer.dealt(self._units.num_units, is_all=self._units.is_all)
+        if number >= dealt.num_batches:
+            return ()
+        if number:  # the first one waits for nothing more
+            self._find_some(dealt.num_full - 1 - number)
+        pieces = self._units.batches(dealt, number, number + 1)
+        self._number, self._next = number + 1, None
+        has = self._dealt.has(pieces.pieces.position)
+        if not has.all():  # planned with lengths that were known, and left out since
+            lacking, pieces = pieces.pieces.position[~has], pieces.keep(np.flatnonzero(has))
+            errors = self._lacking(np.unique(lacking).tolist())
+        else:
+            errors = self._passed()
+        if not len(pieces.pieces):
+            return [Delivered(self._order.epoch, number, {}, 0, errors)]
+        batch: Any = self._dealt.batch(self._batching, pieces)
+        if self._settings.mark_repeats:
+            repeats = dealt.repeats(number, number + 1)
+            flags = repeats if self._batching.rows_are_units else np.full(len(pieces.pieces), repeats[0])
+            batch[REPEAT] = torch.from_numpy(flags)
+        if (transform := self._plan.dataset.batch_transform) is not None:
+            batch = self._transformed(transform, batch, number)
+        return [Delivered(self._order.epoch, number, batch, len(pieces.pieces), errors)]
+
+    def epoch_done(self, epoch: int) -> None:
+        """All batches of the epoch were taken."""
+        super().epoch_done(epoch)
+        self._begin(epoch + 1, 0)
+
+    def resize(self, memory_limit: int) -> bool:
+        """See `Session.resize`; one of several ranks goes on with what it has, as the others do."""
+        return super().resize(memory_limit) or self._exchange is not None
+
+    def _transformed(self, transform: Callable[[Any], Any], batch: Any, number: int) -> Any:
+        try:
+            return transform(batch)
+        except StopIteration as error:  # it would seem to be the loader's end
+            raise RuntimeError("batch_transform raised StopIteration") from error
+        except Exception as error:
+            error.add_note(f"in batch_transform= of batch {number} of epoch {self._order.epoch}")
+            raise
+
+    def _lacking(self, positions: list[int]) -> tuple[SampleError, ...]:
+        """The errors of samples that a batch lacks, each once, though it may lack several pieces of it."""
+        fresh = [position for position in positions if position not in self._lacks]
+        self._lacks.update(fresh)
+        errors = tuple(error for _, error in self._left_out[: len(fresh)])
+        self._left_out = self._left_out[len(fresh) :]
+        return errors
+
+    def _passed(self) -> tuple[SampleError, ...]:
+        """What was left out of the megabatches that are done: a state that lies in one finds it again."""
+        if self._lengths is not None:
+            return ()  # the batches that lack it tell
+        done = self._outer.places.at(self._outer.position_after(self._number))[0]
+        errors = tuple(error for megabatch, error in self._left_out if megabatch < done)
+        self._left_out = [one for one in self._left_out if one[0] >= done]
+        return errors
+
+    # ---- finding ------------------------------------------------------------------------------------
+
+    def _find_until(self, num_units: int) -> None:
+        """Find megabatches until there are so many units from the start on, or no more.
+
+        Ranks must do that before batches of the same number: they meet in it. So it depends on what this
+        session has found alone, not on what else is known of the epoch.
+        """
+        while not self._units.is_all and self._units.num_units - self._outer.start < num_units:
+            self._find_megabatch()
+
+    def _find_some(self, num_batches: int) -> None:
+        """Take a part of the next megabatch's samples: evenly over the batches until it must be whole."""
+        if self._units.is_all or self._failure is not None:
+            return
+        missing = int(self._share.first_item[self._units.next_megabatch + 1]) - self._num_made
+        try:
+            self._make(self._num_made + -(-missing // max(1, num_batches)))
+        except EngineClosedError:
+            raise
+        except Exception as error:
+            if self._exchange is None:
+                raise
+            self._failure = error  # told where the others wait for the lengths
+
+    def _make(self, num_samples: int) -> None:
+        """Have so many samples of this rank's share made."""
+        while self._num_made < num_samples:
+            for delivered in super().next_batches():
+                self._add(delivered)
+
+    def _add(self, delivered: Delivered) -> None:
+        assert delivered.epoch == self._order.epoch
+        positions = self._share.positions(delivered.number, delivered.number + 1)[0]
+        self._num_made += len(positions)
+        samples = FoundSamples.of_batch(delivered.batch, positions) if delivered.num_samples else NO_SAMPLES
+        lacking = np.setdiff1d(positions, samples.positions, assume_unique=True)
+        for position, error in zip(lacking.tolist(), delivered.skipped, strict=True):
+            self._leave_out(position, error)
+        if len(samples):
+            samples = self._alike(samples)
+            self._made.append(samples)
+            self._hold(samples.nbytes)
+
+    def _leave_out(self, position: int, error: SampleError) -> None:
+        megabatch = int(np.searchsorted(self._outer.places.bounds, position, side="right")) - 1
+        self._left_out.append((megabatch, error))
+
+    def _alike(self, samples: FoundSamples) -> FoundSamples:
+        """Those whose columns are as long as the first one; the others are left out, if that is allowed."""
+        lead, *others = self._batching.columns
+        lengths = _lengths(samples, lead)
+        bad = np.zeros(len(samples), bool)
+        for name in others:
+            own = _lengths(samples, name)
+            for row in np.flatnonzero((own != lengths) & ~bad).tolist():
+                reason = f"column {name!r} has {own[row]} elements, and {lead!r} {lengths[row]}"
+                position = int(samples.positions[row])
+                error = self._error(position, f"{reason}: they must be alike")
+                if not self.skipped.decide(error):
+                    raise error
+                self._leave_out(position, error)
+                bad[row] = True
+        return samples.take(np.flatnonzero(~bad)) if bad.any() else samples
+
+    def _error(self, position: int, reason: str) -> SampleError:
+        """An error that names the sample at a position."""
+        sample, sources = int(self._order.samples(np.array([position]))[0]), self._plan.dataset.sources
+        ends = np.cumsum([len(source) for source in sources])
+        number = int(np.searchsorted(ends, sample, side="right"))
+        dataset = sources[number]
+        block, row = dataset.selection.locate(np.array([sample - int(ends[number]) + len(dataset)]))
+        first = dataset.catalog.block(int(block[0]))
+        key = str(first.first_in_shard + int(row[0]))
+        return SampleError(first.shard.url, reason, first.offset, key, "transform")
+
+    def _find_megabatch(self) -> None:
+        """Have the next megabatch whole, plan it, and deal out what is complete."""
+        megabatch = self._units.next_megabatch
+        first, end = self._outer.places.bounds[megabatch : megabatch + 2].tolist()
+        own = NO_SAMPLES
+        try:
+            if self._failure is not None:
+                raise self._failure
+            self._make(int(self._share.first_item[megabatch + 1]))
+            samples = FoundSamples.joined(self._made)
+            num_own = int(np.searchsorted(samples.positions, end))
+            own, rest = samples.take(np.arange(num_own)), samples.take(np.arange(num_own, len(samples)))
+            self._made = [rest] if len(rest) else []
+            lengths = np.full(end - first, LEFT_OUT)
+            lengths[own.positions - first] = _lengths(own, self._batching.column)
+        except EngineClosedError:
+            raise
+        except Exception as error:
+            if self._exchange is None:
+                raise
+            self._failure = error
+        if self._exchange is not None:
+            lengths = self._exchanged(self._exchange, self._failure or lengths, first, end)
+        if self._lengths is not None:
+            lengths = self._checked(lengths, first, end)
+        else:
+            self._record(self._order, first, lengths)
+        self._units.forget(self._outer.start + self._number * self._outer.global_batch_size)
+        self._units.add(lengths)
+        self._undealt = FoundSamples.joined([self._undealt, own])
+        self._deal()
+
+    def _exchanged(
+        self, exchange: FoundExchange, own: NDArray[np.int64] | Exception, first: int, end: int
+    ) -> NDArray[np.int64]:
+        """The lengths of a megabatch, of which each rank has found some."""
+        of_finder = finders(first, end, self._order.num_lanes, exchange.num_finders)
+        mine = own if isinstance(own, Exception) else own[of_finder == exchange.finder]
+        lengths = np.empty(end - first, np.int64)
+        for finder, found in enumerate(exchange.lengths(mine)):
+            lengths[of_finder == finder] = found
+        return lengths
+
+    def _checked(self, made: NDArray[np.int64], first: int, end: int) -> NDArray[np.int64]:
+        """The lengths that were known, with which what was made must agree."""
+        assert self._lengths is not None
+        lengths = self._lengths[first:end]
+        wrong = np.flatnonzero((made != LEFT_OUT) & (made != lengths))
+        if len(wrong):
+            at = int(wrong[0])
+            raise self._error(
+                first + at,
+                f"column {self._batching.column!r} has {made[at]} elements, but its length was said to be "
+                f"{lengths[at]}: mend lengths=, or change lengths_key= where lengths of another transform "
+                "were kept",
+            )
+        return lengths
+
+    def _deal(self) -> None:
+        """Send the samples of batches that are complete to where they are delivered."""
+        units, outer = self._units, self._outer
+        whole = outer.dealt(units.num_units, is_all=units.is_all)
+        num_dealt = whole.num_global_batches
+        seats = [outer.batch_plan.rank] if self._exchange is None else self._exchange.seats
+        positions = {seat: self._positions(seat, self._num_dealt, num_dealt) for seat in {*seats}}
+        parts = [self._undealt.among(positions[seat]) for seat in seats]
+        if self._exchange is not None:
+            parts = self._exchange.samples(parts)
+        rest = self._dealt.among(self._positions(outer.batch_plan.rank, self._number, self._num_dealt))
+        self._dealt = FoundSamples.joined([rest, *parts])
+        first = outer.start + num_dealt * outer.global_batch_size
+        pending = np.arange(min(first, units.num_units), 0 if units.is_all else units.num_units)
+        self._undealt = self._undealt.among(np.unique(units.take(pending)[0].position))
+        self._num_dealt = num_dealt
+        made = sum(samples.nbytes for samples in self._made)
+        self._hold(self._dealt.nbytes + self._undealt.nbytes + made - self._held_bytes)
+
+    def _positions(self, seat: int, first: int, last: int) -> NDArray[np.int64]:
+        """Positions of the samples of a rank's batches [first, last), ascending."""
+        units = self._units
+        dealt = self._outer.dealt(units.num_units, is_all=units.is_all, rank=seat)
+        first, last = min(first, dealt.num_batches), min(last, dealt.num_batches)
+        return np.unique(units.batches(dealt, first, last).pieces.position)
+
+    def _hold(self, nbytes: int) -> None:
+        """Account for samples that are kept: builders make no more while that is too much."""
+        self._held_bytes += nbytes
+        if nbytes > 0:
+            self.ledger.charge(State.IN_USE, nbytes)
+        else:
+            self.ledger.give_back(-nbytes)
+
+
+def _lengths(samples: FoundSamples, column: str) -> NDArray[np.int64]:
+    if not len(samples):
+        return np.empty(0, np.int64)
+    lists = samples.columns[column]
+    assert isinstance(lists, Lists)
+    return lists.lengths

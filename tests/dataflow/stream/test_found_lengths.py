@@ -1,0 +1,799 @@
+"""Batches by length of samples that a transform makes, against the plain loop: make all, then plan."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping
+from itertools import chain, islice, zip_longest
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from datasets_kit import rank
+from ranks_kit import fast_ranks
+from torch.nn.parallel import DistributedDataParallel
+
+from dataflow import Bucketed, DataLoader, GradSchedule, Mixture, Packed, ShardedDataset, Shuffle, TokenBudget
+from dataflow.batch.packed import PackedRows
+from sharding.errors import DataflowError, SampleError
+from sharding.lengths.batching import Batching
+from sharding.lengths.found_plan import FoundPlaces, finders
+from sharding.lengths.unit_plan import units_key
+from sharding.order.order import Order
+from sharding.write.file import user_folder
+
+NUM_DOCUMENTS = 211
+BATCHINGS: dict[str, Callable[[], Batching]] = {
+    "packed": lambda: Packed(16, window=40),
+    "truncated": lambda: Packed(5, overlong="truncate", window=64),
+    "budget": lambda: TokenBudget(48, window=40, multiple=2),
+    "buckets": lambda: Bucketed(5, boundaries=3, window=40),
+}
+
+
+def length_of(i: int) -> int:
+    return (i * 7919) % 23
+
+
+def write(folder: Path, num: int = NUM_DOCUMENTS) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    for shard in range(3):
+        rows = [{"n": i, "text": "x" * length_of(i)} for i in range(shard, num, 3)]
+        (folder / f"shard{shard}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Three shards, and a cache folder of the test's own."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return write(tmp_path / "data")
+
+
+class CountedTokens:
+    """A transform that notes what it made, with a random number that tells epochs apart."""
+
+    def __init__(self) -> None:
+        self.made: Counter[tuple[int, int]] = Counter()
+
+    def __call__(self, sample: Mapping[str, Any], rng: np.random.Generator) -> dict[str, Any]:
+        self.made[sample["n"], int(rng.integers(1 << 60))] += 1
+        return tokens_of(sample)
+
+
+def tokens_of(sample: Mapping[str, Any]) -> dict[str, Any]:
+    assert len(sample["text"]) == length_of(sample["n"])
+    return {"tokens": document(sample["n"]), "n": sample["n"]}
+
+
+def document(i: int) -> list[int]:
+    """The tokens of text i: i * 100, i * 100 + 1, ..., one for each letter."""
+    return [i * 100 + k for k in range(length_of(i))]
+
+
+def loader_of(folder: Path, batching: Batching, transform: Any = tokens_of, **options: Any) -> DataLoader:
+    rows = {"batch_size": 3} if isinstance(batching, Packed) else {}
+    options = {"shuffle": Shuffle("window", 2), "seed": 5, "num_workers": 0, **rows, **options}
+    dataset = {name: options.pop(name) for name in ("on_error", "batch_transform") if name in options}
+    opened = ShardedDataset(str(folder), transform=transform, block_bytes=400, **dataset)
+    return DataLoader(opened, batching=batching, **options)
+
+
+# ---- the oracle ---------------------------------------------------------------------------------------
+
+
+def units_of(loader: DataLoader, epoch: int = 0) -> list[list[list[int]]]:
+    """Of every unit the pieces' tokens: every document is made, and each megabatch planned alone."""
+    dataset = loader.dataset
+    order = Order(dataset.catalog.blocks.num_samples, loader.shuffle, seed=loader.seed, epoch=epoch)
+    in_files = [i for shard in range(3) for i in range(shard, len(dataset), 3)]
+    documents = [document(in_files[sample]) for sample in order.samples(np.arange(len(dataset)))]
+    return planned(loader, documents, epoch)
+
+
+def planned(loader: DataLoader, documents: list[list[int]], epoch: int) -> list[list[list[int]]]:
+    """The units of documents in an epoch's order: each megabatch alone."""
+    batching = loader.batching
+    assert batching is not None
+    key_of = units_key(loader.seed, epoch, shuffled=loader.shuffle.kind != "none")
+    places = FoundPlaces(batching.with_window(1), len(documents), key_of)
+    out = []
+    for megabatch in range(places.num_megabatches):
+        first, end = places.bounds[megabatch : megabatch + 2].tolist()
+        units = places.cut(megabatch, np.array([len(d) for d in documents[first:end]]))
+        columns = zip(units.pieces.position, units.pieces.begin, units.pieces.length, strict=True)
+        pieces = [documents[first + p][b : b + n] for p, b, n in columns]
+        out += [pieces[a:b] for a, b in zip(units.first[:-1], units.first[1:], strict=True)]
+    return out
+
+
+def pieces_of(value: Any) -> list[list[list[int]]]:
+    """Of every unit of a batch the pieces' tokens."""
+    if isinstance(value, PackedRows):
+        columns = zip(value.pieces.row, value.pieces.start, value.pieces.length, strict=True)
+        rows: list[list[list[int]]] = [[] for _ in value.tokens]
+        for row, start, length in columns:
+            rows[int(row)].append(value.tokens[row, start : start + length].tolist())
+        return rows
+    return [[row[:length].tolist() for row, length in zip(value.tokens, value.lengths, strict=True)]]
+
+
+def delivered(loader: DataLoader) -> list[list[list[list[int]]]]:
+    """Units of each batch of an epoch."""
+    return [pieces_of(batch["tokens"]) for batch in loader]
+
+
+def whole_batches(units: list[Any], size: int) -> list[list[Any]]:
+    return [units[i : i + size] for i in range(0, len(units), size)]
+
+
+# ---- one rank -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", BATCHINGS)
+@pytest.mark.parametrize(
+    "shuffle", [Shuffle("window", 2), Shuffle("window", 4, canonical_nodes=3), Shuffle("full"), None], ids=str
+)
+def test_batches_hold_what_the_plain_loop_packs(folder: Path, kind: str, shuffle: Shuffle | None) -> None:
+    with loader_of(folder, BATCHINGS[kind](), shuffle=shuffle) as loader:
+        for epoch in range(2):
+            assert delivered(loader) == whole_batches(units_of(loader, epoch), loader.batch_size)
+
+
+@pytest.mark.parametrize("workers", [{"num_workers": 2, "workers": "thread"}, {"num_workers": 1}], ids=str)
+def test_builders_make_what_the_consumer_would(folder: Path, workers: dict[str, Any]) -> None:
+    with loader_of(folder, BATCHINGS["packed"](), **workers) as loader:
+        assert delivered(loader) == whole_batches(units_of(loader), 3)
+
+
+def test_a_sample_is_made_once_an_epoch(folder: Path) -> None:
+    tokens = CountedTokens()
+    with loader_of(folder, BATCHINGS["packed"](), tokens) as loader:
+        assert len(list(loader)) > 8
+    assert {i for i, _ in tokens.made} == {*range(NUM_DOCUMENTS)}
+    assert set(tokens.made.values()) == {1}
+
+
+def test_other_columns_come_once_a_piece(folder: Path) -> None:
+    with loader_of(folder, BATCHINGS["packed"]()) as loader:
+        for batch in loader:
+            firsts = [piece[0] // 100 for unit in pieces_of(batch["tokens"]) for piece in unit]
+            assert batch["n"].tolist() == firsts
+
+
+def test_columns_cut_alike_lie_place_by_place(folder: Path) -> None:
+    def tokens(sample: Mapping[str, Any]) -> dict[str, Any]:
+        ids = tokens_of(sample)["tokens"]
+        return {"tokens": ids, "mask": torch.tensor([t % 2 for t in ids]), "whole": np.array(ids)}
+
+    batching = Packed(7, columns=["tokens", "mask"], whole=["whole"], window=40)
+    with loader_of(folder, batching, tokens) as loader:
+        for batch in loader:
+            rows = batch["tokens"]
+            inside = rows.segment_ids > 0
+            assert torch.equal(batch["mask"][inside], rows.tokens[inside] % 2)
+            assert not batch["mask"][~inside].any()
+            numbers = [piece[0] // 100 for unit in pieces_of(rows) for piece in unit]
+            assert batch["whole"].lengths.tolist() == [length_of(i) for i in numbers]
+
+
+# ---- states -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", BATCHINGS)
+def test_a_state_resumes_after_any_batch(folder: Path, kind: str) -> None:
+    with loader_of(folder, BATCHINGS[kind]()) as loader:
+        whole, states = [], [loader.state_dict()]
+        for batch in loader:
+            whole.append(pieces_of(batch["tokens"]))
+            states.append(loader.state_dict())
+        states.append(loader.state_dict())
+    assert len(whole) > 8
+    assert all(len(json.dumps(state)) < 1000 for state in states)
+    for cut in {0, 1, 2, 5, len(whole) // 2, *range(len(whole) - 2, len(whole) + 1)}:
+        state = states[cut]
+        with loader_of(folder, BATCHINGS[kind](), seed=1) as loader:
+            loader.load_state_dict(json.loads(json.dumps(state)))
+            assert delivered(loader) == whole[cut:]
+            assert delivered(loader) == whole_batches(units_of(loader, 1), loader.batch_size)
+    with loader_of(folder, BATCHINGS[kind]()) as loader:
+        loader.load_state_dict(states[-1])
+        assert delivered(loader) == whole_batches(units_of(loader, 1), loader.batch_size)
+
+
+def test_a_resumed_loader_makes_no_sample_before_its_megabatch(folder: Path) -> None:
+    with loader_of(folder, BATCHINGS["packed"]()) as loader:
+        num = len(list(loader))
+        loader.set_epoch(0)
+        for _ in islice(loader, num - 4):
+            pass
+        state = loader.state_dict()
+    tokens = CountedTokens()
+    with loader_of(folder, BATCHINGS["packed"](), tokens) as loader:
+        loader.load_state_dict(state)
+        assert next(iter(loader))["tokens"].tokens.shape == (3, 16)
+    first = state["batching"]["first_sample"]
+    assert first > 100
+    order = Order(loader.dataset.catalog.blocks.num_samples, loader.shuffle, seed=5, epoch=0)
+    in_files = [i for shard in range(3) for i in range(shard, NUM_DOCUMENTS, 3)]
+    before = {in_files[sample] for sample in order.samples(np.arange(first))}
+    assert not before & {i for i, _ in tokens.made}
+
+
+def test_a_state_of_other_batching_is_refused(folder: Path) -> None:
+    with loader_of(folder, Packed(16, window=40)) as loader:
+        state = loader.state_dict()
+    with (
+        loader_of(folder, Packed(17, window=40)) as loader,
+        pytest.raises(ValueError, match="other batching"),
+    ):
+        loader.load_state_dict(state)
+
+
+def test_loops_at_a_time_share_little_memory(folder: Path) -> None:
+    with loader_of(
+        folder, BATCHINGS["packed"](), memory_limit=400_000, num_workers=1, workers="thread"
+    ) as loader:
+        one, other = iter(loader), iter(loader)
+        got: list[list[Any]] = [[], []]
+        for a, b in zip_longest(one, other):
+            got[0] += [] if a is None else [pieces_of(a["tokens"])]
+            got[1] += [] if b is None else [pieces_of(b["tokens"])]
+        assert got == [whole_batches(units_of(loader, epoch), 3) for epoch in range(2)]
+
+
+def test_samples_that_are_kept_hold_credits_until_they_are_delivered(folder: Path) -> None:
+    def large(sample: Mapping[str, Any]) -> dict[str, Any]:
+        return {"tokens": np.full(length_of(sample["n"]) * 1000, sample["n"])}
+
+    with loader_of(folder, Packed(8000, window=40), large) as loader:
+        in_use = [loader.stats().memory.in_use_bytes for _ in loader]
+        total = sum(length_of(i) * 8000 for i in range(NUM_DOCUMENTS))
+        assert 0 < in_use[-1] < max(in_use) / 2
+        assert max(in_use) < total
+
+
+# ---- ranks that tell each other the lengths ----------------------------------------------------------
+
+GLOBAL_ROWS = 12
+
+
+def of_rank(folder: Path, kind: str, options: dict[str, Any], cuts: Collection[int], load: Any) -> Any:
+    """On one rank: the units of each batch, states after some batches, and what was made."""
+    world_size = dist.get_world_size()
+    rows = {"batch_size": GLOBAL_ROWS // world_size} if BATCHINGS[kind]().rows_are_units else {}
+    tokens, units, states = CountedTokens(), [], {}
+    with loader_of(folder, BATCHINGS[kind](), tokens, **rows, **options) as loader:
+        if load is not None:
+            loader.load_state_dict(load)
+        for number, batch in enumerate(loader, 1):
+            units.append(pieces_of(batch["tokens"]))
+            if number in cuts:
+                states[number] = loader.state_dict()
+    return units, states, tokens.made
+
+
+def of_world(
+    folder: Path,
+    world_size: int,
+    kind: str,
+    cuts: Collection[int] = (),
+    load: Any = None,
+    **options: Any,
+) -> tuple[list[list[Any]], dict[int, Any], Counter[tuple[int, int]]]:
+    """The units of each global batch, the states (the same on all ranks), and how often samples were made."""
+    ranks = fast_ranks(of_rank, world_size, args=(folder, kind, options, cuts, load), timeout_s=90)
+    steps = max(len(units) for units, _, _ in ranks)
+    batches = [list(chain(*(units[b] for units, _, _ in ranks if b < len(units)))) for b in range(steps)]
+    assert all(states == ranks[0][1] for _, states, _ in ranks)
+    return batches, ranks[0][1], sum((made for _, _, made in ranks), Counter())
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_every_number_of_ranks_delivers_the_same_global_batches_and_makes_a_sample_once(
+    folder: Path, world_size: int
+) -> None:
+    batches, _, made = of_world(folder, world_size, "packed", tail="uneven")
+    with loader_of(folder, BATCHINGS["packed"]()) as loader:
+        assert batches == whole_batches(units_of(loader), GLOBAL_ROWS)
+    assert {i for i, _ in made} == {*range(NUM_DOCUMENTS)}
+    assert set(made.values()) == {1}
+
+
+def expected_on(units: list[Any], world_size: int, size: int, tail: str) -> list[list[Any]]:
+    """Global batches under a tail rule; the last one is filled up with its own first units."""
+    batches = whole_batches(units, size)
+    left = len(batches[-1])
+    if left == size:
+        return batches
+    fill = {"drop": 0, "uneven": 0, "pad": size - left, "even": -left % world_size}[tail]
+    own = batches.pop()
+    return batches if tail == "drop" else [*batches, [*own, *(own[k % left] for k in range(fill))]]
+
+
+@pytest.mark.parametrize("tail", ["drop", "pad", "even", "uneven"])
+@pytest.mark.parametrize("kind", ["packed", "buckets"])
+def test_all_tails_leave_out_or_fill_up_the_last_batch(folder: Path, tail: str, kind: str) -> None:
+    batches, _, _ = of_world(folder, 3, kind, tail=tail, shuffle=Shuffle("window", 4, canonical_nodes=3))
+    with loader_of(folder, BATCHINGS[kind](), shuffle=Shuffle("window", 4, canonical_nodes=3)) as loader:
+        units = units_of(loader)
+    if kind == "buckets" and tail == "drop":
+        assert len(units[-1]) < 5
+        units.pop()
+    assert batches == expected_on(units, 3, GLOBAL_ROWS if kind == "packed" else 3, tail)
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 2), (1, 4)])
+def test_a_state_goes_on_with_another_number_of_ranks(folder: Path, before: int, after: int) -> None:
+    whole, states, _ = of_world(folder, before, "packed", [1, 3, 7], tail="uneven")
+    for cut, state in states.items():
+        rest, _, made = of_world(folder, after, "packed", load=state, tail="uneven")
+        assert rest == whole[cut:]
+        assert set(made.values()) == {1}
+
+
+def fails_on_one_rank(folder: Path, number: int) -> str:
+    def tokens(sample: Mapping[str, Any]) -> dict[str, Any]:
+        if dist.get_rank() == 1 and sample["n"] == number:
+            raise ArithmeticError("no tokens today")
+        return tokens_of(sample)
+
+    with loader_of(folder, BATCHINGS["packed"](), tokens) as loader, pytest.raises(DataflowError) as caught:
+        list(loader)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("place", [0, 100, 150, 205])
+def test_all_ranks_end_when_one_cannot_make_a_sample(folder: Path, place: int) -> None:
+    """Whether that shows while the first megabatch is made, or a later one beside batches."""
+    with loader_of(folder, BATCHINGS["packed"]()) as loader:
+        order = Order(loader.dataset.catalog.blocks.num_samples, loader.shuffle, seed=5, epoch=0)
+    places = FoundPlaces(Packed(16, window=40), NUM_DOCUMENTS, lambda megabatch: None)
+    first = int(places.bounds[places.bounds <= place][-1])
+    of_one = first + np.flatnonzero(finders(first, min(first + 40, NUM_DOCUMENTS), order.num_lanes, 2) == 1)
+    in_files = [i for shard in range(3) for i in range(shard, NUM_DOCUMENTS, 3)]
+    number = in_files[int(order.samples(of_one[:1])[0])]
+    other, own = fast_ranks(fails_on_one_rank, 2, args=(folder, number), timeout_s=60)
+    assert "ArithmeticError: no tokens today" in own
+    assert other.startswith("rank 1 could not make its samples: SampleError")
+
+
+def leaves_early(folder: Path) -> list[Any]:
+    """Loops that are left after some batches, then a whole one."""
+    with loader_of(folder, BATCHINGS["packed"](), tail="uneven") as loader:
+        for num in (1, 4, 9):
+            list(islice(loader, num))
+        epoch = loader.epoch + 1
+        return [epoch, delivered(loader)]
+
+
+def test_loops_may_be_left_early_on_all_ranks(folder: Path) -> None:
+    ranks = fast_ranks(leaves_early, 2, args=(folder,), timeout_s=60)
+    with loader_of(folder, BATCHINGS["packed"]()) as loader:
+        units = units_of(loader, ranks[0][0])
+    batches = [[*a, *b] for a, b in zip(ranks[0][1], ranks[1][1], strict=True)]
+    assert batches == whole_batches(units, 6)
+
+
+def is_alone(folder: Path) -> str:
+    with loader_of(folder, BATCHINGS["packed"](), timeout=2) as loader:
+        if dist.get_rank() == 1:
+            return ""
+        with pytest.raises(DataflowError, match="all of them must make the loader") as caught:
+            next(iter(loader))
+        return str(caught.value)
+
+
+def test_a_rank_that_asks_alone_is_told_in_time(folder: Path) -> None:
+    assert fast_ranks(is_alone, 2, args=(folder,), timeout_s=60)[0]
+
+
+def test_ranks_without_a_process_group_are_told_to_have_one(folder: Path) -> None:
+    with (
+        loader_of(folder, BATCHINGS["packed"](), topology=rank(0, 2)) as loader,
+        pytest.raises(DataflowError, match="distributed is not initialised"),
+    ):
+        next(iter(loader))
+
+
+def trained(folder: Path, tail: str, state: Any = None) -> Any:
+    """On one rank: the tokens of windows of two microbatches, and the schedule's state after the fourth."""
+    torch.manual_seed(0)
+    model: Any = DistributedDataParallel(torch.nn.Linear(1, 1))
+    optimizer = torch.optim.SGD(model.parameters(), 1e-6)
+    seen: list[Any] = []
+    windows, kept_state = [], None
+    with loader_of(folder, BATCHINGS["packed"](), tail=tail) as loader:
+        sched = GradSchedule(loader, model, optimizer, accumulate=2, timeout_s=30)
+        if state is not None:
+            sched.load_state_dict(state)
+        with sched:
+            for batch in sched:
+                tokens = batch["tokens"].tokens[:, :1].float()
+                sched.backward(model(tokens).sum() * 1e-6)
+                seen.append(pieces_of(batch["tokens"]))
+                if sched.step():
+                    windows.append(seen)
+                    seen = []
+                    if len(windows) == 4:
+                        kept_state = sched.state_dict()
+    return windows, kept_state
+
+
+@pytest.mark.parametrize("tail", ["drop", "pad", "even", "uneven"])
+def test_a_grad_schedule_steps_and_goes_on_over_all_tails(folder: Path, tail: str) -> None:
+    whole = fast_ranks(trained, 2, args=(folder, tail), timeout_s=90)
+    with loader_of(folder, BATCHINGS["packed"]()) as loader:
+        expected = expected_on(units_of(loader), 2, 6, tail)
+    batches = [[batch for window in windows for batch in window] for windows, _ in whole]
+    got = [[*a, *(b or [])] for a, b in zip_longest(*batches)]
+    assert got[: len(expected) - 1] == expected[:-1]
+    assert got[-1][: len(expected[-1])] == expected[-1]
+    assert whole[0][1] == whole[1][1]
+    rest = fast_ranks(trained, 2, args=(folder, tail, whole[0][1]), timeout_s=90)
+    assert [own[0] for own in rest] == [own[0][4:] for own in whole]
+
+
+class Letters:
+    """A tokenizer whose tokens are letters."""
+
+    def encode(self, text: str) -> Any:
+        return SimpleNamespace(ids=[*text.encode()])
+
+
+def test_the_program_of_the_guide_runs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "text").mkdir()
+    (folder / "text" / "0.jsonl").write_text('{"text": "one", "source": 3}\n{"text": "three", "source": 5}\n')
+    page = (Path(__file__).parents[3] / "docs" / "guide" / "batching.md").read_text("utf-8")
+    section = page.partition("## Lengths that are found on the way")[2]
+    program = section.partition("```python\n")[2].partition("```")[0]
+    monkeypatch.chdir(folder)
+    names = {"DataLoader": DataLoader, "ShardedDataset": ShardedDataset, "Packed": Packed}
+    exec(program, names | {"tokenizer": Letters()}, made := dict[str, Any]())
+    with made["loader"] as loader:
+        (batch,) = loader
+    assert sorted(batch["source"].tolist()) == [3, 5]
+    assert int((batch["tokens"].segment_ids > 0).sum()) == 8
+
+
+# ---- lengths that are known, of samples that are made ------------------------------------------------
+
+
+def known(folder: Path) -> np.ndarray:
+    return np.array([length_of(i) for shard in range(3) for i in range(shard, NUM_DOCUMENTS, 3)])
+
+
+@pytest.mark.parametrize("kind", BATCHINGS)
+@pytest.mark.parametrize("tail", ["pad", "even", "uneven"])
+def test_with_known_lengths_each_rank_makes_what_it_delivers(folder: Path, kind: str, tail: str) -> None:
+    batching = type(BATCHINGS[kind]())(**{**vars(BATCHINGS[kind]()), "lengths": known(folder)})
+    rows = {"batch_size": 4} if kind in ("packed", "truncated") else {}
+    of_ranks, made = [], Counter[tuple[int, int]]()
+    for r in range(3):
+        tokens = CountedTokens()
+        with loader_of(folder, batching, tokens, topology=rank(r, 3), tail=tail, **rows) as loader:
+            of_ranks.append(delivered(loader))
+            assert loader.stats().lengths.units == len(units_of(loader))
+        made += tokens.made
+    steps = max(map(len, of_ranks))
+    batches = [list(chain(*(own[b] for own in of_ranks if b < len(own)))) for b in range(steps)]
+    assert batches == expected_on(units_of(loader), 3, 12 if rows else 3, tail)
+    if kind != "packed" and tail == "uneven":  # where no document is cut, or filled up
+        assert set(made.values()) == {1}
+
+
+def test_a_length_that_lies_is_an_error_that_names_the_sample(folder: Path) -> None:
+    lengths = known(folder)
+    lengths[30] += 1  # the 31st of the first shard
+    with (
+        loader_of(folder, Packed(16, window=40, lengths=lengths)) as loader,
+        pytest.raises(SampleError, match=f"has {length_of(90)} elements, but .* said to be") as caught,
+    ):
+        list(loader)
+    assert caught.value.shard.endswith("shard0.jsonl")
+    assert caught.value.key == "30"
+
+
+# ---- what cannot be batched --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("transform", "text"),
+    [
+        (lambda sample: sample, "column 'tokens', but the samples have n, text"),
+        (lambda sample: sample["text"], "samples must be dicts"),
+        (lambda sample: {"tokens": sample["text"]}, "holds text"),
+        (lambda sample: {"tokens": [[1], [2]]}, "return lists of numbers"),
+        (lambda sample: {"tokens": 1}, "return lists of numbers"),
+    ],
+)
+def test_samples_without_a_list_of_numbers_are_refused(folder: Path, transform: Any, text: str) -> None:
+    with loader_of(folder, Packed(16), transform) as loader, pytest.raises(TypeError, match=text):
+        next(iter(loader))
+
+
+def test_a_sample_that_cannot_be_made_is_left_out_and_counted_once(folder: Path) -> None:
+    def tokens(sample: Mapping[str, Any]) -> dict[str, Any]:
+        ids = tokens_of(sample)["tokens"]
+        return {"tokens": ids[:: 0 if sample["n"] == 17 else 1], "mask": ids[sample["n"] == 31 :]}
+
+    batching = Packed(16, columns=["tokens", "mask"], window=40)
+    with loader_of(folder, batching, tokens, on_error="skip") as loader:
+        whole, states = [], []
+        for batch in loader:
+            whole += chain(*pieces_of(batch["tokens"]))
+            states.append(loader.state_dict())
+        assert loader.stats().skipped_samples == 2
+        assert loader.stats().batches == len(states)
+    left_out = {17, 31}
+    assert sum(map(len, whole)) == sum(length_of(i) for i in range(NUM_DOCUMENTS) if i not in left_out)
+    assert not {piece[0] // 100 for piece in whole} & left_out
+    for state in states[::7]:
+        with loader_of(folder, batching, tokens, on_error="skip") as loader:
+            loader.load_state_dict(state)
+            with pytest.raises(TypeError):
+                len(loader)
+            assert list(loader)
+            assert loader.stats().skipped_samples == 2
+
+
+def test_a_sample_of_known_length_that_cannot_be_made_is_missing_in_its_rows(folder: Path) -> None:
+    def tokens(sample: Mapping[str, Any]) -> dict[str, Any]:
+        assert sample["n"] not in (17, 31)
+        return tokens_of(sample)
+
+    batching = Packed(5, window=40, lengths=known(folder))  # each is in several rows
+    with loader_of(folder, batching) as loader:
+        units = units_of(loader)
+    rows = [[piece for piece in unit if piece[0] // 100 not in (17, 31)] for unit in units]
+    with loader_of(folder, batching, tokens, on_error="skip") as loader:
+        whole, states = [], []
+        for batch in loader:
+            whole.append(pieces_of(batch["tokens"]))
+            states.append(loader.state_dict())
+        assert loader.stats().skipped_samples == 2
+    expected = [batch for batch in whole_batches(rows, 3) if any(batch)]
+    assert whole == expected
+    with loader_of(folder, batching, tokens, on_error="skip") as loader:
+        loader.load_state_dict(states[10])
+        assert delivered(loader) == whole[11:]
+
+
+def test_the_number_of_batches_is_a_type_error(folder: Path) -> None:
+    with loader_of(folder, BATCHINGS["packed"]()) as loader:
+        with pytest.raises(TypeError, match="found while they are made"):
+            len(loader)
+        assert loader.batches_left is None
+
+
+def test_a_batch_transform_gets_the_finished_batch_and_repeats_are_marked(folder: Path) -> None:
+    def marked(batch: Any) -> Any:
+        return batch["tokens"].tokens.shape, batch.pop("__repeat__")
+
+    options = {"tail": "pad", "mark_repeats": True, "topology": rank(0, 1)}
+    with loader_of(folder, BATCHINGS["packed"](), batch_transform=lambda b: b, **options) as loader:
+        flags = [batch["__repeat__"] for batch in loader]
+    num = len(units_of(loader))
+    assert num % 3
+    assert torch.cat(flags).tolist() == [False] * num + [True] * (-num % 3)
+
+
+# ---- lengths that are kept ---------------------------------------------------------------------------
+
+
+def kept(kind: str, key: str = "letters") -> Batching:
+    return type(BATCHINGS[kind]())(**{**vars(BATCHINGS[kind]()), "lengths_key": key})
+
+
+@pytest.mark.parametrize("kind", BATCHINGS)
+def test_once_all_lengths_were_found_later_loaders_know_them(folder: Path, kind: str) -> None:
+    with loader_of(folder, kept(kind)) as loader:
+        whole, states = [], []
+        for batch in loader:
+            whole.append(pieces_of(batch["tokens"]))
+            states.append(loader.state_dict())
+        assert len(loader) == loader.batches_left == len(list(loader))
+    with loader_of(folder, kept(kind)) as loader:
+        assert len(loader) == len(whole)
+        assert delivered(loader) == whole
+        for cut in (2, len(whole) // 2, len(whole) - 1):
+            loader.load_state_dict(states[cut - 1])
+            assert loader.batches_left == len(whole) - cut
+            assert delivered(loader) == whole[cut:]
+        list(islice(loader, 3))
+        state = loader.state_dict()
+    with loader_of(folder, kept(kind), lambda sample: tokens_of(sample), on_error="skip") as loader:
+        loader.load_state_dict(state)
+        assert delivered(loader) == whole_batches(units_of(loader, state["epoch"]), loader.batch_size)[3:]
+
+
+def test_kept_lengths_serve_ranks_without_a_process_group(folder: Path) -> None:
+    with loader_of(folder, kept("packed")) as loader:
+        list(loader)
+    of_ranks = []
+    for r in range(2):
+        with loader_of(folder, kept("packed"), topology=rank(r, 2), tail="drop") as loader:
+            of_ranks.append(delivered(loader))
+    batches = [[*a, *b] for a, b in zip(*of_ranks, strict=True)]
+    assert batches == expected_on(units_of(loader), 2, 6, "drop")
+
+
+def with_kept(folder: Path) -> Any:
+    with loader_of(folder, kept("packed"), tail="uneven") as loader:
+        first = delivered(loader)
+        return first, len(loader), delivered(loader), loader.stats().lengths.units
+
+
+def test_ranks_that_found_all_lengths_go_on_together(folder: Path) -> None:
+    ranks = fast_ranks(
+        with_kept, 2, args=(folder,), timeout_s=60, env={"XDG_CACHE_HOME": str(folder / "../cache")}
+    )
+    again = fast_ranks(
+        with_kept, 2, args=(folder,), timeout_s=60, env={"XDG_CACHE_HOME": str(folder / "../cache")}
+    )
+    assert ranks == again
+    with loader_of(folder, BATCHINGS["packed"]()) as loader:
+        for epoch, batches in enumerate(zip(*((own[0], own[2]) for own in ranks), strict=True)):
+            joined = [[*a, *(b or [])] for a, b in zip_longest(*batches)]
+            assert joined == whole_batches(units_of(loader, epoch), 6)
+    assert [own[1] for own in ranks] == [len(own[2]) for own in ranks]
+
+
+def test_runs_that_were_ended_early_complete_the_lengths_together(folder: Path) -> None:
+    with loader_of(folder, kept("packed")) as loader:
+        list(islice(loader, 30))
+        state = loader.state_dict()
+    with loader_of(folder, kept("packed")) as loader:
+        with pytest.raises(TypeError):
+            len(loader)
+        loader.load_state_dict(state)
+        rest = len(list(loader))
+        assert len(loader)
+    with loader_of(folder, kept("packed")) as loader:
+        assert len(loader) == 30 + rest
+
+
+def test_lengths_are_kept_by_key_and_not_without_one_or_where_they_are_random(folder: Path) -> None:
+    with loader_of(folder, kept("packed")) as loader:
+        list(loader)
+    for batching, transform in (
+        (BATCHINGS["packed"](), tokens_of),
+        (kept("packed", "other letters"), tokens_of),
+        (kept("packed"), CountedTokens()),
+    ):
+        with loader_of(folder, batching, transform) as loader, pytest.raises(TypeError):
+            len(loader)
+
+
+def test_a_transform_with_a_fingerprint_needs_no_key(folder: Path) -> None:
+    class Marked:
+        fingerprint = "letters"
+
+        def __call__(self, sample: Mapping[str, Any]) -> dict[str, Any]:
+            return tokens_of(sample)
+
+    with loader_of(folder, BATCHINGS["packed"](), Marked()) as loader:
+        num, state = len(list(loader)), loader.state_dict()
+    with loader_of(folder, BATCHINGS["packed"](), Marked()) as loader:
+        assert len(loader) == num
+    Marked.fingerprint = "others"
+    with (
+        loader_of(folder, BATCHINGS["packed"](), Marked()) as loader,
+        pytest.raises(ValueError, match="other"),
+    ):
+        loader.load_state_dict(state)
+
+
+def test_kept_lengths_of_another_transform_are_an_error_that_says_so(folder: Path) -> None:
+    with loader_of(folder, kept("packed")) as loader:
+        list(loader)
+    transform = lambda sample: {"tokens": [*tokens_of(sample)["tokens"], 1]}  # noqa: E731
+    with (
+        loader_of(folder, kept("packed"), transform) as loader,
+        pytest.raises(SampleError, match="change lengths_key="),
+    ):
+        list(loader)
+
+
+@pytest.mark.parametrize("damage", [b"", b"no array", "cut", "negative"])
+def test_a_damaged_file_costs_only_finding_again(folder: Path, damage: Any) -> None:
+    with loader_of(folder, kept("packed")) as loader:
+        num = len(list(loader))
+    (path,) = Path(user_folder("lengths")).glob("*.npy")
+    data = {"cut": path.read_bytes()[:-3], "negative": path.read_bytes()[:-4] + b"\xf0\xff\xff\xff"}
+    path.write_bytes(data.get(damage, damage))
+    with loader_of(folder, kept("packed")) as loader:
+        with pytest.raises(TypeError):
+            len(loader)
+        assert len(list(loader)) == num
+    with loader_of(folder, kept("packed")) as loader:
+        assert len(loader) == num
+
+
+# ---- mixtures ----------------------------------------------------------------------------------------
+
+
+def other_tokens(sample: Mapping[str, Any]) -> dict[str, Any]:
+    """Tokens of another source, below zero."""
+    return {"tokens": [-1 - t for t in tokens_of(sample)["tokens"]], "n": sample["n"]}
+
+
+def mixture_of(folder: Path, shares: str = "samples") -> Mixture:
+    one = ShardedDataset(str(folder), transform=tokens_of, block_bytes=400)
+    other = ShardedDataset(str(folder), transform=other_tokens, block_bytes=400).take(150)
+    return Mixture({one: 0.7, other: 0.3}, shares=shares)
+
+
+def mixed(folder: Path, batching: Batching, shares: str = "samples", **options: Any) -> DataLoader:
+    options = {"shuffle": Shuffle("window", 2), "seed": 5, "num_workers": 0, "batch_size": 3, **options}
+    return DataLoader(mixture_of(folder, shares), batching=batching, **options)
+
+
+def mixed_rows(loader: DataLoader, epoch: int) -> list[list[list[int]]]:
+    """What the plain loop packs of an epoch."""
+    order = loader.dataset.windows(epoch, loader.shuffle, seed=loader.seed)
+    in_files = [i for shard in range(3) for i in range(shard, NUM_DOCUMENTS, 3)]
+    numbers = order.samples(np.arange(order.num_samples)).tolist()
+    documents = [
+        document(in_files[n])
+        if n < NUM_DOCUMENTS
+        else [-1 - t for t in document(in_files[n - NUM_DOCUMENTS])]
+        for n in numbers
+    ]
+    return planned(loader, documents, epoch)
+
+
+def mixed_on_rank(folder: Path) -> Any:
+    with mixed(folder, Packed(16, window=40), tail="uneven") as loader:
+        return [delivered(loader) for _ in range(2)]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_mixture_of_what_transforms_make_is_packed_as_by_the_plain_loop(
+    folder: Path, world_size: int
+) -> None:
+    ranks = fast_ranks(mixed_on_rank, world_size, args=(folder,), timeout_s=90)
+    with mixed(folder, Packed(16, window=40)) as loader:
+        for epoch in range(2):
+            batches = zip_longest(*(own[epoch] for own in ranks), fillvalue=[])
+            got = [list(chain(*parts)) for parts in batches]
+            assert got == whole_batches(mixed_rows(loader, epoch), 3 * world_size)
+
+
+def test_a_mixture_goes_on_from_a_state(folder: Path) -> None:
+    with mixed(folder, Packed(16, window=40)) as loader:
+        list(islice(loader, 20))
+        state = json.loads(json.dumps(loader.state_dict()))
+    with mixed(folder, Packed(16, window=40)) as loader:
+        loader.load_state_dict(state)
+        assert delivered(loader) == whole_batches(mixed_rows(loader, 0), 3)[20:]
+
+
+def test_shares_by_tokens_use_lengths_that_a_run_has_kept(folder: Path) -> None:
+    batching = Packed(16, window=40, lengths_key="letters")
+    with mixed(folder, batching) as loader:
+        for _ in range(3):  # an epoch may leave samples of the larger source to the next
+            list(loader)
+        assert len(loader)
+    with mixed(folder, batching, "tokens") as loader:
+        rows = list(chain(*delivered(loader)))
+        assert len(loader) == -(-len(rows) // 3)
+    of_one = sum(len(piece) for row in rows for piece in row if piece[0] >= 0)
+    every = sum(len(piece) for row in rows for piece in row)
+    assert abs(of_one - 0.7 * every) <= 23
+
+
+def test_an_error_names_the_source_of_a_mixture(folder: Path) -> None:
+    lengths = [known(folder), known(folder)]
+    lengths[1][3] += 1
+    with (
+        mixed(folder, Packed(16, window=40, lengths=lengths)) as loader,
+        pytest.raises(SampleError, match="said to be") as caught,
+    ):
+        list(loader)
+    assert caught.value.key == "3"
