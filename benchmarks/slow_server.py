@@ -159,5 +159,5 @@ def in_own_process(
     done = subprocess.run(
         command, cwd=REPOSITORY, check=True, stdout=subprocess.PIPE, text=True, timeout=limit_s
     )
-    found: dict[str, Any] = json.loads(done.stdout)
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])  # peers print as well
     return found
