@@ -10,15 +10,20 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
+from functools import lru_cache
 from typing import Union
 
 import numpy as np
+from numpy.typing import NDArray
 
 from dataflow.dataset import ShardedDataset
 from dataflow.outputs.output import Output
 from dataflow.shard_order import Sharded
-from sharding.mixture.interleaving import MixtureSpec, Stop
+from prefetch.core.executor import executor
+from sharding.lengths.unit_plan import epoch_lengths
+from sharding.mixture.interleaving import Counts, Interleaving, MixtureSpec, Stop
 from sharding.mixture.shares import ENDLESS, Weight, exact_numbers, integer_shares, temperature_weights
+from sharding.mixture.token_turns import TokenEpochs, take_turns
 from sharding.mixture.windows import MixtureWindows, source_seed
 from sharding.order.selection import SelectedOrder
 from sharding.order.shuffle import Shuffle
@@ -35,6 +40,7 @@ class Mixture(Sharded):
         Mixture([web, code], repeats=[1, 2.5])                  web once, code two and a half times an epoch
         Mixture([web, code], temperature=3)                     shares in proportion to size ** (1 / 3)
         Mixture([web, code], schedule={0: [1, 0], 10_000_000: [0.5, 0.5]})   shares from these samples on
+        Mixture({web: 0.7, code: 0.3}, shares="tokens")         shares of the tokens, with `batching=`
 
     Every prefix of the sequence holds of each source its share, to less than one sample; shares whose common
     denominator exceeds 65,536 are rounded to it (`shares` says to what). Each source is shuffled by itself
@@ -52,6 +58,8 @@ class Mixture(Sharded):
         run_length: consecutive samples of one source. 1 mixes inside batches; the global batch size (batch
             size times ranks) makes every batch one of a single source. It belongs to the order: keep it when
             the number of ranks changes.
+        shares: what weights are shares of: "samples", or "tokens": elements of the column of `batching=`.
+            Every prefix then holds of each source its share, to within the longest sample.
 
     Raises `ValueError` for weights that do not fit, members without samples, members that deliver unlike
     columns. A value; thread-safe.
@@ -66,6 +74,7 @@ class Mixture(Sharded):
         schedule: Mapping[int, Weights] | None = None,
         stop: Stop = "first",
         run_length: int = 1,
+        shares: Counts = "samples",
     ) -> None:
         weights = members if isinstance(members, Mapping) else None
         self.members = tuple(members)
@@ -80,12 +89,18 @@ class Mixture(Sharded):
         if weights is not None:
             schedule = {0: weights}
         elif temperature is not None:
+            if shares == "tokens":
+                raise ValueError(
+                    'temperature= weighs by numbers of samples: give weights with shares="tokens"'
+                )
             schedule = {
                 0: temperature_weights([sum(map(len, _sources(m))) for m in self.members], temperature)
             }
         if schedule is not None:
-            steps = {step: self._of_sources(rule) for step, rule in schedule.items()}
-            self.spec = MixtureSpec.weighted(sizes, steps, stop=stop, run_length=run_length)
+            steps = {step: self._of_sources(rule, shares) for step, rule in schedule.items()}
+            self.spec = MixtureSpec.weighted(sizes, steps, stop=stop, run_length=run_length, counts=shares)
+        elif shares != "samples":
+            raise ValueError(f"shares={shares!r} needs weights, for each member or by a schedule")
         elif stop != "first":
             raise ValueError(f"without weights an epoch has a fixed length: leave out stop={stop!r}")
         elif any(isinstance(member, Mixture) for member in self.members):
@@ -108,11 +123,11 @@ class Mixture(Sharded):
             raise ValueError(f"a mixture of {len(self.members)} members got {len(weights)} weights")
         return weights
 
-    def _of_sources(self, weights: Weights) -> list[Fraction]:
+    def _of_sources(self, weights: Weights, counts: Counts) -> list[Fraction]:
         """One weight a source: a nested mixture's weight goes to its sources in its own shares."""
         exact = exact_numbers(self._in_order(weights))
         pairs = zip(self.members, exact, strict=True)
-        return [weight * part for member, weight in pairs for part in _parts(member)]
+        return [weight * part for member, weight in pairs for part in _parts(member, counts)]
 
     # ---- what it is ---------------------------------------------------------------------------------
 
@@ -124,8 +139,20 @@ class Mixture(Sharded):
         turns = integer_shares(self.spec.steps[0][1])
         return tuple(Fraction(n, sum(turns)) for n in turns)
 
+    def sample_shares(self, lengths: Sequence[NDArray[np.integer]]) -> tuple[Fraction, ...]:
+        """The share of the samples that each source has, given what is delivered of each, by source."""
+        if self.spec.counts == "samples":
+            return self.shares
+        pairs = zip(self.shares, lengths, strict=True)
+        parts = [share * len(part) / max(1, int(part.sum(dtype=np.int64))) for share, part in pairs]
+        return tuple(part / sum(parts) for part in parts)
+
     def __len__(self) -> int:
-        """Samples of the first epoch. `TypeError` for one that never ends."""
+        """Samples of the first epoch. `TypeError` for one that never ends, or whose shares count tokens."""
+        if self.spec.counts == "tokens":
+            raise TypeError(
+                'a mixture with shares="tokens" has a length with the lengths of its samples only'
+            )
         length = self.num_samples(0)
         if length == ENDLESS:
             raise TypeError('a mixture with stop="never" has no length')
@@ -137,19 +164,55 @@ class Mixture(Sharded):
         return hashlib.blake2b(repr((marks, self.spec.digest)).encode(), digest_size=8).hexdigest()
 
     def num_samples(self, epoch: int) -> int:
-        """Samples of an epoch; under a schedule they differ. 2**62 for one that never ends."""
+        """Samples of an epoch; under a schedule they differ. 2**62 for one that never ends.
+
+        `ValueError` where shares count tokens: `token_epochs` knows.
+        """
         return self.spec.epoch(epoch).num_samples
 
-    def windows(self, epoch: int, shuffle: Shuffle, *, seed: int) -> MixtureWindows:
-        """The order of one epoch. Every source has windows of its own of `shuffle.window_blocks` blocks."""
+    def token_epochs(
+        self,
+        lengths: NDArray[np.integer],
+        shuffle: Shuffle,
+        *,
+        seed: int,
+        starts: Mapping[int, Sequence[int]] | None = None,
+    ) -> TokenEpochs:
+        """The epochs by tokens under an order.
+
+        Args:
+            lengths: what is delivered of the samples of all sources, one source after the other.
+            shuffle: of all sources.
+            seed: of the mixture.
+            starts: see `TokenEpochs`.
+        """
+        parts = np.split(lengths, np.cumsum(self.spec.sizes)[:-1])
+
+        def in_order(source: int, epoch: int) -> NDArray[np.integer]:
+            return epoch_lengths(self._order(source, epoch, shuffle.resolved(), seed), parts[source])
+
+        kept = lru_cache(2 * len(self.sources))(in_order)
+        return TokenEpochs(self.spec, kept, starts=starts, take=executor().token_turns or take_turns)
+
+    def _order(self, source: int, epoch: int, shuffle: Shuffle, seed: int) -> SelectedOrder:
+        own = source_seed(seed, source)
+        return SelectedOrder(self.sources[source].selection, shuffle, seed=own, epoch=epoch)
+
+    def windows(
+        self, epoch: int, shuffle: Shuffle, *, seed: int, interleaving: Interleaving | None = None
+    ) -> MixtureWindows:
+        """The order of one epoch. Every source has windows of its own of `shuffle.window_blocks` blocks.
+
+        `interleaving`: the epoch's, where shares count tokens.
+        """
         shuffle = shuffle.resolved()
 
         def order(source: int, source_epoch: int) -> SelectedOrder:
-            own = source_seed(seed, source)
-            return SelectedOrder(self.sources[source].selection, shuffle, seed=own, epoch=source_epoch)
+            return self._order(source, source_epoch, shuffle, seed)
 
         return MixtureWindows(
-            self.spec.epoch(epoch),
+            interleaving or self.spec.epoch(epoch),
+            seed=seed,
             epoch=epoch,
             shuffle=shuffle,
             sizes=[len(source) for source in self.sources],
@@ -162,7 +225,8 @@ class Mixture(Sharded):
             f"{float(share):.3g} of {len(source):,} samples"
             for share, source in zip(self.shares, self.sources, strict=True)
         )
-        return f"Mixture({parts}; stop={self.spec.stop or 'repeats'})"
+        counts = ', shares="tokens"' if self.spec.counts == "tokens" else ""
+        return f"Mixture({parts}; stop={self.spec.stop or 'repeats'}{counts})"
 
 
 def _check_members(members: Sequence[object]) -> None:
@@ -177,13 +241,15 @@ def _sources(member: Member) -> tuple[ShardedDataset, ...]:
     return member.sources if isinstance(member, Mixture) else (member,)
 
 
-def _parts(member: Member) -> Sequence[Fraction]:
+def _parts(member: Member, counts: Counts) -> Sequence[Fraction]:
     """What a member's weight is multiplied with for each of its sources."""
     if not isinstance(member, Mixture):
         return [Fraction(1)]
     spec = member.spec
     if len(spec.steps) > 1 or spec.stop in ("all", "never") or spec.run_length > 1:
         raise ValueError("a nested mixture gives shares only: set schedule, stop and run_length on the outer")
+    if spec.counts != counts:
+        raise ValueError(f"a nested mixture has shares of what the outer one has: give it shares={counts!r}")
     return spec.steps[0][1]
 
 

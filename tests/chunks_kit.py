@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dataflow import DataLoader, ShardedDataset
+from dataflow import DataLoader, Mixture, ShardedDataset
 from dataflow.batch.builder import BuildContext, Postprocessing
 from dataflow.batch.chunk import BatchChunk
 from dataflow.staging.stager import BlockWindows, Stager
@@ -46,7 +46,7 @@ class HandDrivenEpoch:
     """The first epoch of one rank alone. To be used in a `with` block.
 
     Args:
-        loader: over one dataset, with `batching=`; says what is delivered, and in which order.
+        loader: over datasets, with `batching=`; says what is delivered, and in which order.
         batches_per_chunk: at most.
         window_limit_bytes: a memory limit, as windows of a full shuffle are sized by it.
     """
@@ -55,7 +55,7 @@ class HandDrivenEpoch:
         self, loader: DataLoader, *, batches_per_chunk: int = 8, window_limit_bytes: int = _MEMORY
     ) -> None:
         dataset, batching = loader.dataset, loader.batching
-        assert isinstance(dataset, ShardedDataset)
+        assert isinstance(dataset, ShardedDataset | Mixture)
         assert batching is not None
         plan = StreamPlan(
             dataset=dataset,
@@ -68,14 +68,13 @@ class HandDrivenEpoch:
             planner=make_planner(batching, dataset, _MEMORY),
         )
         self._guards, self._arena = FileGuards(), Arena(limit_bytes=_MEMORY)
-        self._source = dataset.source(0, self._guards)
-        self._stager = _NotedStager(
-            [self._source], self._arena, num_readers=1, limit_bytes=window_limit_bytes
-        )
+        opened = [source.source(0, self._guards) for source in dataset.sources]
+        self._sources = [replace(source, number=number) for number, source in enumerate(opened)]
+        self._stager = _NotedStager(self._sources, self._arena, num_readers=1, limit_bytes=window_limit_bytes)
         self.staged_windows = self._stager.numbers = []
         """Their numbers, in the order in which they were staged."""
         postprocessing = Postprocessing(
-            transforms=[(None, False)],
+            transforms=[(None, False)] * len(opened),
             collate=None,
             batch_transform=None,
             on_bad=lambda error: False,
@@ -117,7 +116,8 @@ class HandDrivenEpoch:
         return self
 
     def __exit__(self, *_: Any) -> None:
-        self._source.reader.close()
+        for source in self._sources:
+            source.reader.close()
         self._guards.close()
         self._arena.close()
 

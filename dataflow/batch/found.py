@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -28,41 +28,58 @@ from sharding.order.windows import ranges
 _LEAVE_OUT = "return lists of numbers, 1-D arrays or tensors"
 
 
-class Lists(NamedTuple):
-    """n lists of numbers, as `Ragged`, in numpy: no other batch's memory goes along when they are pickled."""
+@dataclass(frozen=True, eq=False)
+class Lists:
+    """n lists of numbers, anywhere in one array, which others may use as well."""
 
     values: NDArray[Any]
-    offsets: NDArray[np.int64]
+    starts: NDArray[np.int64]
+    """[n]: first element of each."""
+    lengths: NDArray[np.int64]
+    """[n]: elements of each."""
 
-    @property
-    def lengths(self) -> NDArray[np.int64]:
-        """int64 [n]."""
-        return np.diff(self.offsets)
+    def __reduce__(self) -> tuple[Any, ...]:
+        whole = self.gathered()  # nobody else's elements go along
+        return Lists, (whole.values, whole.starts, whole.lengths)
 
-    def take(
+    def take(self, rows: NDArray[np.int64]) -> Lists:
+        """Some of them; a copy of their elements only where they are few of the array's."""
+        return Lists(self.values, self.starts[rows], self.lengths[rows]).compact()
+
+    def ragged(
         self,
         rows: NDArray[np.int64],
         begin: NDArray[np.int64] | None = None,
         length: NDArray[np.int64] | None = None,
-    ) -> Lists:
-        """Of each of some rows, `length[i]` elements from `begin[i]` on; else all."""
-        start = self.offsets[rows] if begin is None else self.offsets[rows] + begin
-        sizes = self.lengths[rows] if length is None else length
-        return Lists(self.values[ranges(start, sizes)], np.concatenate(([0], np.cumsum(sizes))))
+    ) -> Ragged:
+        """Of each of some rows, `length[i]` elements from `begin[i]` on; else all. A copy."""
+        starts = self.starts[rows] if begin is None else self.starts[rows] + begin
+        whole = Lists(self.values, starts, self.lengths[rows] if length is None else length).gathered()
+        offsets = np.append(whole.starts, len(whole.values))
+        return Ragged(torch.from_numpy(whole.values), torch.from_numpy(offsets))
+
+    def gathered(self) -> Lists:
+        """The same, one after the other in an array of their own."""
+        ends = np.cumsum(self.lengths)
+        return Lists(self.values[ranges(self.starts, self.lengths)], ends - self.lengths, self.lengths)
+
+    def compact(self) -> Lists:
+        """The same in an array that is at most twice as long as they are."""
+        return self if 2 * int(self.lengths.sum()) >= len(self.values) else self.gathered()
 
     @classmethod
-    def of(cls, arrays: Sequence[NDArray[Any]]) -> Lists:
-        """The lists one after the other. An empty one has no type of its own."""
-        sizes = [len(array) for array in arrays]
-        filled = [array for array in arrays if len(array)] or [np.empty(0, np.int64)]
-        return cls(np.concatenate(filled), np.cumsum([0, *sizes], dtype=np.int64))
+    def of(cls, rows: Ragged) -> Lists:
+        """Those of a batch; not copied."""
+        return cls(rows.values.numpy(), rows.offsets.numpy()[:-1], rows.lengths.numpy())
 
     @classmethod
     def joined(cls, parts: Sequence[Lists]) -> Lists:
         """Lists of several, one after the other."""
         filled = [part.values for part in parts if len(part.values)] or [parts[0].values]
-        sizes = np.concatenate([part.lengths for part in parts])
-        return cls(np.concatenate(filled), np.concatenate(([0], np.cumsum(sizes))))
+        ends = np.cumsum([len(part.values) for part in parts])
+        starts = [part.starts + end - len(part.values) for part, end in zip(parts, ends, strict=True)]
+        lengths = np.concatenate([part.lengths for part in parts])
+        return cls(np.concatenate(filled), np.concatenate(starts), lengths)
 
 
 @dataclass(frozen=True)
@@ -91,11 +108,17 @@ class GatherSamples:
         for name in first:
             values = [sample[name] for sample in samples]
             if name in self.lists:
-                lists = Lists.of([_array_of(name, value) for value in values])
-                batch[name] = Ragged(*map(torch.from_numpy, lists))
+                batch[name] = _ragged([_array_of(name, value) for value in values])
             else:
                 batch[name] = values
         return batch
+
+
+def _ragged(arrays: Sequence[NDArray[Any]]) -> Ragged:
+    """The arrays one after the other. An empty one has no type of its own."""
+    filled = [array for array in arrays if len(array)] or [np.empty(0, np.int64)]
+    offsets = np.cumsum([0, *map(len, arrays)], dtype=np.int64)
+    return Ragged(torch.from_numpy(np.concatenate(filled)), torch.from_numpy(offsets))
 
 
 def _array_of(name: str, value: Any) -> NDArray[Any]:
@@ -115,7 +138,7 @@ def _array_of(name: str, value: Any) -> NDArray[Any]:
 
 @dataclass(frozen=True, eq=False)
 class FoundSamples:
-    """Samples that were made, by position. A value; only its own memory goes along when it is pickled."""
+    """Samples that were made, by position."""
 
     positions: NDArray[np.int64]
     """[n] ascending."""
@@ -129,7 +152,7 @@ class FoundSamples:
     def of_batch(cls, batch: Mapping[str, Any], positions: NDArray[np.int64]) -> FoundSamples:
         """Those that `GatherSamples` put together, of the positions of all that it might have got."""
         columns = {
-            name: Lists(value.values.numpy(), value.offsets.numpy()) if isinstance(value, Ragged) else value
+            name: Lists.of(value) if isinstance(value, Ragged) else value
             for name, value in batch.items()
             if name != KEPT
         }
@@ -140,11 +163,16 @@ class FoundSamples:
         """About what they hold."""
         own = [column for column in self.columns.values() if isinstance(column, Lists)]
         others = [column for column in self.columns.values() if not isinstance(column, Lists)]
-        return sum(a.nbytes for lists in own for a in lists) + held_bytes(others, Ranges())
+        return sum(lists.values.nbytes for lists in own) + held_bytes(others, Ranges())
 
     def take(self, rows: NDArray[np.int64]) -> FoundSamples:
         """Some of them, ascending."""
         return FoundSamples(self.positions[rows], {name: _taken(c, rows) for name, c in self.columns.items()})
+
+    def has(self, positions: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Which of these positions it has the samples of, bool [n]."""
+        at = np.minimum(np.searchsorted(self.positions, positions), max(0, len(self) - 1))
+        return self.positions[at] == positions if len(self) else np.zeros(len(positions), bool)
 
     def among(self, positions: NDArray[np.int64]) -> FoundSamples:
         """Those of some positions, ascending, which may lack some of these."""
@@ -181,9 +209,8 @@ class FoundSamples:
         columns: dict[str, Any] = {}
         for name, column in self.columns.items():
             if isinstance(column, Lists):
-                cut = name in batching.columns
-                lists = column.take(rows, own.begin, own.length) if cut else column.take(rows)
-                columns[name] = Ragged(*map(torch.from_numpy, lists))
+                cut = (own.begin, own.length) if name in batching.columns else ()
+                columns[name] = column.ragged(rows, *cut)
             else:
                 columns[name] = _of_pieces(_taken(column, rows))
         return batch_columns(batching, pieces, columns, *([] if allocate is None else [allocate]))

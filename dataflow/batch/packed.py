@@ -9,7 +9,7 @@ repeating numbers, and the values are laid in through one mask.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,6 +21,10 @@ from sharding.lengths.batching import Batching, Packed
 from sharding.lengths.unit_plan import BatchPieces
 from sharding.lengths.units import Pieces
 
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
+
+MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 Allocate = Callable[[int], NDArray[np.uint8]]
 """Bytes -> memory that is aligned to 16 bytes, of any content."""
 
@@ -100,6 +104,56 @@ class PackedRows(NamedTuple):
         """
         mask = self.segment_ids[:, None, :, None] == self.segment_ids[:, None, None, :]
         return mask.tril_() if causal else mask
+
+    def mask_mod(self, *, causal: bool = True) -> MaskMod:
+        """The same as a function of (batch, head, query, key), for PyTorch's flex attention."""
+        ids = self.segment_ids
+
+        def same_segment(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            return ids[row, query] == ids[row, key]
+
+        def not_later(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            return (query >= key) & (ids[row, query] == ids[row, key])
+
+        return not_later if causal else same_segment
+
+    def block_mask(self, *, causal: bool = True, block_size: int = 128) -> BlockMask:
+        """The same as flex attention's `BlockMask`, for queries, keys and values [rows, heads, length, dim].
+
+        It equals what `create_block_mask(rows.mask_mod(), ...)` finds by asking for every pair of places. As
+        segments follow one another in a row, those at the ends of two blocks tell: [rows, blocks, blocks].
+        """
+        from torch.nn.attention.flex_attention import BlockMask
+
+        length = self.segment_ids.shape[1]
+        ids = self.segment_ids.masked_fill(self.segment_ids == 0, length + 1)  # padding comes last
+        ends = torch.arange(block_size - 1, length + block_size - 1, block_size, device=ids.device)
+        first, last = ids[:, ::block_size], ids[:, ends.clamp(max=length - 1)]
+        some = (first[:, :, None] <= last[:, None, :]) & (first[:, None, :] <= last[:, :, None])
+        every = (first[:, :, None] == last[:, None, :]) & (first[:, None, :] == last[:, :, None])
+        if length % block_size:  # flex attention takes the rest of the last block for masked
+            every[:, -1], every[:, :, -1] = False, False
+        if causal:
+            some, every = some.tril(), every.tril(-1)
+        partial = some & ~every
+        return BlockMask.from_kv_blocks(
+            partial.sum(-1, dtype=torch.int32)[:, None],
+            partial.int().argsort(dim=-1, descending=True, stable=True).int()[:, None],
+            every.sum(-1, dtype=torch.int32)[:, None],
+            every.int().argsort(dim=-1, descending=True, stable=True).int()[:, None],
+            BLOCK_SIZE=block_size,
+            mask_mod=self.mask_mod(causal=causal),
+            seq_lengths=(length, length),
+        )
+
+    def document_ids(self) -> Tensor:
+        """Which segment each place is of, counted through the batch: int32 [rows, length].
+
+        Where `cu_seqlens` counts them, so padding has numbers, too; for masks over all rows laid end to end.
+        """
+        lengths = self.cu_seqlens.diff()
+        numbers = torch.arange(len(lengths), dtype=torch.int32, device=lengths.device)
+        return numbers.repeat_interleave(lengths).reshape(self.segment_ids.shape)
 
     def varlen_arguments(self) -> dict[str, Any]:
         """Keyword arguments of `flash_attn_varlen_func`, for queries, keys and values [rows x length, ...].

@@ -73,6 +73,10 @@ class FullWindows:
         first = window * self._size
         return first, min(first + self._size, self._order.num_samples)
 
+    def window_positions(self, window: int) -> NDArray[np.int64]:
+        """The position of each index of a window."""
+        return np.arange(*self.window_span(window))
+
     def window_length(self, window: int) -> int:
         """Samples in a window."""
         first, end = self.window_span(window)

@@ -104,7 +104,7 @@ def _use_of(dataset: ShardedDataset, number: int, plan: StreamPlan, place: Topol
     """When blocks of a dataset, or of the `at`-th that is joined to it, are needed."""
     mixed = plan.dataset.sources != (dataset,)
     seed = source_seed(plan.seed, number) if mixed else plan.seed
-    share = float(getattr(plan.dataset, "shares", [1])[number if mixed else 0])
+    share = float(plan.sample_shares[number if mixed else 0])
     shuffle = plan.shuffle.resolved()
     return SourceUse(
         catalog=dataset.datasets_read[at].catalog,

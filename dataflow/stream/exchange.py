@@ -80,11 +80,11 @@ class FoundExchange:
         with _named_failures():
             incoming = torch.empty(self.num_finders, dtype=torch.int64)
             dist.all_to_all_single(incoming, torch.tensor(sizes), group=self._group)
-            come = [int(size) for size in incoming]
-            received = torch.empty(sum(come), dtype=torch.uint8)
+            sizes_in = [int(size) for size in incoming]
+            received = torch.empty(sum(sizes_in), dtype=torch.uint8)
             sent = torch.frombuffer(bytearray(b"".join(parcels) or b"\0"), dtype=torch.uint8)[: sum(sizes)]
-            dist.all_to_all_single(received, sent, come, sizes, group=self._group)
-        parts = [part.numpy() for part in received.split(come)]
+            dist.all_to_all_single(received, sent, sizes_in, sizes, group=self._group)
+        parts = [part.numpy() for part in received.split(sizes_in)]
         return [own, *(pickle.loads(part.data) for part in parts if len(part))]
 
     def _gathered(self, own: Any) -> list[Any]:

@@ -26,6 +26,7 @@ from dataflow.stream.exchange import FoundExchange
 from dataflow.stream.plan import StreamPlan
 from dataflow.stream.session import Session, SessionOptions
 from prefetch.engine.ledger import State
+from prefetch.errors import EngineClosedError
 from prefetch.memory.device import CudaStreams, DeviceCopier
 from prefetch.work import Batches
 from sharding.errors import SampleError
@@ -99,7 +100,8 @@ class FindingPlan(StreamPlan):
         """Positions of the samples of a megabatch that this rank is to find."""
         first, end = plan.places.bounds[megabatch : megabatch + 2].tolist()
         of_finder = finders(first, end, plan.order.num_lanes, self.num_finders)
-        return np.add(first, np.flatnonzero(of_finder == self.finder))
+        own: NDArray[np.int64] = np.flatnonzero(of_finder == self.finder) + first
+        return own
 
     def _delivered_here(self, plan: FoundPlan) -> Callable[[int], NDArray[np.int64]]:
         """Megabatch -> the positions of which this rank delivers pieces, where all lengths are known."""
@@ -117,7 +119,8 @@ class FindingPlan(StreamPlan):
             mine = np.zeros(len(units), bool)
             mine[np.concatenate((numbers, filled_up))] = True
             rows = np.repeat(mine, np.diff(units.first))
-            return np.add(first, np.unique(units.pieces.position[rows]))
+            positions: NDArray[np.int64] = np.unique(units.pieces.position[rows]) + first
+            return positions
 
         return own
 
@@ -179,6 +182,8 @@ class FoundSession(Session):
         """Batches of all ranks whose samples were sent to where they are delivered."""
         self._num_made = 0
         """Samples of this rank's share that were made."""
+        self._failure: Exception | None = None
+        """Why this rank cannot make its share."""
         self._made: list[FoundSamples] = []
         """Of megabatches that are not whole yet."""
         self._undealt = NO_SAMPLES
@@ -186,7 +191,9 @@ class FoundSession(Session):
         self._dealt = NO_SAMPLES
         """Of batches to be delivered here."""
         self._left_out: list[tuple[int, SampleError]] = []
-        """Megabatch and error of samples that were left out, until the megabatch is done."""
+        """Megabatch and error of samples that were left out, until they are counted."""
+        self._lacks: set[int] = set()
+        """Positions of samples that batches lack, which were counted."""
 
     # ---- what the loader asks for -------------------------------------------------------------------
 
@@ -200,6 +207,15 @@ class FoundSession(Session):
         if number:  # the first one waits for nothing more
             self._find_some(dealt.num_full - 1 - number)
         pieces = self._units.batches(dealt, number, number + 1)
+        self._number, self._next = number + 1, None
+        has = self._dealt.has(pieces.pieces.position)
+        if not has.all():  # planned with lengths that were known, and left out since
+            lacking, pieces = pieces.pieces.position[~has], pieces.keep(np.flatnonzero(has))
+            errors = self._lacking(np.unique(lacking).tolist())
+        else:
+            errors = self._passed()
+        if not len(pieces.pieces):
+            return [Delivered(self._order.epoch, number, {}, 0, errors)]
         batch: Any = self._dealt.batch(self._batching, pieces)
         if self._settings.mark_repeats:
             repeats = dealt.repeats(number, number + 1)
@@ -207,9 +223,7 @@ class FoundSession(Session):
             batch[REPEAT] = torch.from_numpy(flags)
         if (transform := self._plan.dataset.batch_transform) is not None:
             batch = self._transformed(transform, batch, number)
-        self._number = number + 1
-        self._next = None
-        return [Delivered(self._order.epoch, number, batch, len(pieces.pieces), self._passed())]
+        return [Delivered(self._order.epoch, number, batch, len(pieces.pieces), errors)]
 
     def epoch_done(self, epoch: int) -> None:
         """All batches of the epoch were taken."""
@@ -229,11 +243,21 @@ class FoundSession(Session):
             error.add_note(f"in batch_transform= of batch {number} of epoch {self._order.epoch}")
             raise
 
+    def _lacking(self, positions: list[int]) -> tuple[SampleError, ...]:
+        """The errors of samples that a batch lacks, each once, though it may lack several pieces of it."""
+        fresh = [position for position in positions if position not in self._lacks]
+        self._lacks.update(fresh)
+        errors = tuple(error for _, error in self._left_out[: len(fresh)])
+        self._left_out = self._left_out[len(fresh) :]
+        return errors
+
     def _passed(self) -> tuple[SampleError, ...]:
         """What was left out of the megabatches that are done: a state that lies in one finds it again."""
+        if self._lengths is not None:
+            return ()  # the batches that lack it tell
         done = self._outer.places.at(self._outer.position_after(self._number))[0]
         errors = tuple(error for megabatch, error in self._left_out if megabatch < done)
-        self._left_out = self._left_out[len(errors) :]
+        self._left_out = [one for one in self._left_out if one[0] >= done]
         return errors
 
     # ---- finding ------------------------------------------------------------------------------------
@@ -249,9 +273,17 @@ class FoundSession(Session):
 
     def _find_some(self, num_batches: int) -> None:
         """Take a part of the next megabatch's samples: evenly over the batches until it must be whole."""
-        if not self._units.is_all:
-            missing = int(self._share.first_item[self._units.next_megabatch + 1]) - self._num_made
+        if self._units.is_all or self._failure is not None:
+            return
+        missing = int(self._share.first_item[self._units.next_megabatch + 1]) - self._num_made
+        try:
             self._make(self._num_made + -(-missing // max(1, num_batches)))
+        except EngineClosedError:
+            raise
+        except Exception as error:
+            if self._exchange is None:
+                raise
+            self._failure = error  # told where the others wait for the lengths
 
     def _make(self, num_samples: int) -> None:
         """Have so many samples of this rank's share made."""
@@ -263,11 +295,18 @@ class FoundSession(Session):
         assert delivered.epoch == self._order.epoch
         positions = self._share.positions(delivered.number, delivered.number + 1)[0]
         self._num_made += len(positions)
-        self._left_out += [(self._units.next_megabatch, error) for error in delivered.skipped]
-        if delivered.num_samples:
-            samples = self._alike(FoundSamples.of_batch(delivered.batch, positions))
+        samples = FoundSamples.of_batch(delivered.batch, positions) if delivered.num_samples else NO_SAMPLES
+        lacking = np.setdiff1d(positions, samples.positions, assume_unique=True)
+        for position, error in zip(lacking.tolist(), delivered.skipped, strict=True):
+            self._leave_out(position, error)
+        if len(samples):
+            samples = self._alike(samples)
             self._made.append(samples)
             self._hold(samples.nbytes)
+
+    def _leave_out(self, position: int, error: SampleError) -> None:
+        megabatch = int(np.searchsorted(self._outer.places.bounds, position, side="right")) - 1
+        self._left_out.append((megabatch, error))
 
     def _alike(self, samples: FoundSamples) -> FoundSamples:
         """Those whose columns are as long as the first one; the others are left out, if that is allowed."""
@@ -278,18 +317,21 @@ class FoundSession(Session):
             own = _lengths(samples, name)
             for row in np.flatnonzero((own != lengths) & ~bad).tolist():
                 reason = f"column {name!r} has {own[row]} elements, and {lead!r} {lengths[row]}"
-                error = self._error(int(samples.positions[row]), f"{reason}: they must be alike")
+                position = int(samples.positions[row])
+                error = self._error(position, f"{reason}: they must be alike")
                 if not self.skipped.decide(error):
                     raise error
-                self._left_out.append((self._units.next_megabatch, error))
+                self._leave_out(position, error)
                 bad[row] = True
         return samples.take(np.flatnonzero(~bad)) if bad.any() else samples
 
     def _error(self, position: int, reason: str) -> SampleError:
         """An error that names the sample at a position."""
-        sample = self._order.samples(np.array([position]))
-        dataset = self._plan.dataset.sources[0]
-        block, row = dataset.selection.locate(sample)
+        sample, sources = int(self._order.samples(np.array([position]))[0]), self._plan.dataset.sources
+        ends = np.cumsum([len(source) for source in sources])
+        number = int(np.searchsorted(ends, sample, side="right"))
+        dataset = sources[number]
+        block, row = dataset.selection.locate(np.array([sample - int(ends[number]) + len(dataset)]))
         first = dataset.catalog.block(int(block[0]))
         key = str(first.first_in_shard + int(row[0]))
         return SampleError(first.shard.url, reason, first.offset, key, "transform")
@@ -298,21 +340,25 @@ class FoundSession(Session):
         """Have the next megabatch whole, plan it, and deal out what is complete."""
         megabatch = self._units.next_megabatch
         first, end = self._outer.places.bounds[megabatch : megabatch + 2].tolist()
-        own, failure = NO_SAMPLES, None
+        own = NO_SAMPLES
         try:
+            if self._failure is not None:
+                raise self._failure
             self._make(int(self._share.first_item[megabatch + 1]))
-            made = FoundSamples.joined(self._made)
-            num_own = int(np.searchsorted(made.positions, end))
-            own, rest = made.take(np.arange(num_own)), made.take(np.arange(num_own, len(made)))
+            samples = FoundSamples.joined(self._made)
+            num_own = int(np.searchsorted(samples.positions, end))
+            own, rest = samples.take(np.arange(num_own)), samples.take(np.arange(num_own, len(samples)))
             self._made = [rest] if len(rest) else []
             lengths = np.full(end - first, LEFT_OUT)
             lengths[own.positions - first] = _lengths(own, self._batching.column)
+        except EngineClosedError:
+            raise
         except Exception as error:
             if self._exchange is None:
                 raise
-            failure = error
+            self._failure = error
         if self._exchange is not None:
-            lengths = self._exchanged(self._exchange, failure or lengths, first, end)
+            lengths = self._exchanged(self._exchange, self._failure or lengths, first, end)
         if self._lengths is not None:
             lengths = self._checked(lengths, first, end)
         else:
@@ -354,12 +400,12 @@ class FoundSession(Session):
         whole = outer.dealt(units.num_units, is_all=units.is_all)
         num_dealt = whole.num_global_batches
         seats = [outer.batch_plan.rank] if self._exchange is None else self._exchange.seats
-        wanted = {seat: self._positions(seat, self._num_dealt, num_dealt) for seat in {*seats}}
-        parts = [self._undealt.among(wanted[seat]) for seat in seats]
+        positions = {seat: self._positions(seat, self._num_dealt, num_dealt) for seat in {*seats}}
+        parts = [self._undealt.among(positions[seat]) for seat in seats]
         if self._exchange is not None:
             parts = self._exchange.samples(parts)
-        kept = self._dealt.among(self._positions(outer.batch_plan.rank, self._number, self._num_dealt))
-        self._dealt = FoundSamples.joined([kept, *parts])
+        rest = self._dealt.among(self._positions(outer.batch_plan.rank, self._number, self._num_dealt))
+        self._dealt = FoundSamples.joined([rest, *parts])
         first = outer.start + num_dealt * outer.global_batch_size
         pending = np.arange(min(first, units.num_units), 0 if units.is_all else units.num_units)
         self._undealt = self._undealt.among(np.unique(units.take(pending)[0].position))

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from fractions import Fraction
 from functools import partial
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +21,7 @@ from dataflow.outputs.ragged import PaddedOutput, RaggedOutput
 from dataflow.stream.settings import StreamSettings
 from prefetch.store.filesystems import shard_file
 from sharding.errors import SampleError
-from sharding.lengths.batching import Batching, Bucketed, Packed, TokenBudget
+from sharding.lengths.batching import Batching, Bucketed, Lengths, Packed, TokenBudget
 from sharding.lengths.column_lengths import resolve_lengths
 from sharding.lengths.found_plan import FoundPlanner
 from sharding.lengths.kept import KeptLengths
@@ -26,15 +29,24 @@ from sharding.lengths.unit_plan import UnitPlanner
 from sharding.lengths.units import DEFAULT_MEGABATCH_SAMPLES
 
 _THREADS = 16
+_FOUND_BYTES, _LEAST_FOUND = 4 << 20, 256
+"""What a megabatch is to have where its samples must be made to be measured: whoever goes on in it makes them
+again, and a tokenizer makes tokens of some MB a second. A million tokens pack to 0.999."""
+_TYPICAL = 1 << 16
+"""Lengths that stand for those of a mixture."""
 
 
 def check_batching(settings: StreamSettings, dataset: ShardedDataset | Mixture) -> None:
     """Raise `ValueError` for what of the settings and the dataset does not go with `batching=`."""
     batching, batch_size, collate_fn = settings.batching, settings.batch_size, settings.collate_fn
+    by_tokens = isinstance(dataset, Mixture) and dataset.spec.counts == "tokens"
+    if batching is None and by_tokens:
+        raise ValueError(
+            'shares="tokens" counts elements of the column that batching= names: pass batching=, or '
+            'give the mixture shares="samples"'
+        )
     if batching is None:
         return
-    if isinstance(dataset, Mixture):
-        raise ValueError("batching= does not take a Mixture yet: lengths are known of one dataset at a time")
     name = type(batching).__name__
     if not isinstance(batching, Packed | TokenBudget | Bucketed):
         raise ValueError(f"batching must be Packed(...), TokenBudget(...) or Bucketed(...), got {batching!r}")
@@ -42,6 +54,11 @@ def check_batching(settings: StreamSettings, dataset: ShardedDataset | Mixture) 
         raise ValueError(f"{name} decides how many samples a batch has: leave batch_size={batch_size} out")
     if isinstance(batching, Packed) and collate_fn:
         raise ValueError("Packed lays samples into rows by itself: use batch_transform instead")
+    if isinstance(dataset, Mixture) and dataset.spec.stop == "never":
+        raise ValueError(
+            f'{name} counts the rows or batches of an epoch, and one with stop="never" has no end; with '
+            'stop="first" or "all" each epoch goes on where the sources stopped in the one before'
+        )
     if collate_fn and getattr(batching, "overlong", "error") != "error":
         raise ValueError('overlong="truncate" needs batches that are padded here: leave collate_fn out')
     if collate_fn and len(batching.columns) > 1:
@@ -58,15 +75,15 @@ def are_found(settings: StreamSettings, dataset: ShardedDataset | Mixture) -> bo
     Where a `collate_fn` forms the batches, the stored lengths count.
     """
     batching = settings.batching
-    if batching is None or settings.collate_fn is not None or isinstance(dataset, Mixture):
+    if batching is None or settings.collate_fn is not None:
         return False
     output = _output(batching.column, dataset)
     is_made = isinstance(output, ObjectOutput) and output.convert is not CONVERTERS["text"]
-    return is_made or dataset.transform is not None
+    return is_made or any(source.transform for source in dataset.sources)
 
 
 def _check_others(
-    batching: Batching, dataset: ShardedDataset, lengths: NDArray[np.integer] | None = None
+    batching: Batching, dataset: ShardedDataset | Mixture, lengths: NDArray[np.integer] | None = None
 ) -> None:
     """Refuse lists that would come whole with every piece of their sample, unless the user says so.
 
@@ -97,7 +114,7 @@ def _check_others(
         )
 
 
-def _check_column(name: str, dataset: ShardedDataset) -> None:
+def _check_column(name: str, dataset: ShardedDataset | Mixture) -> None:
     output = _output(name, dataset)
     if output is None:
         listed = ", ".join(output.name for output in dataset.outputs)
@@ -111,62 +128,109 @@ def _check_column(name: str, dataset: ShardedDataset) -> None:
         )
 
 
-def _output(name: str, dataset: ShardedDataset) -> Output | None:
+def _output(name: str, dataset: ShardedDataset | Mixture) -> Output | None:
     return next((output for output in dataset.outputs if output.name == name), None)
 
 
 def make_planner(
-    settings: StreamSettings, dataset: ShardedDataset, window_bytes: int
+    batching: Batching, dataset: ShardedDataset | Mixture, window_bytes: int, *, found: bool = False
 ) -> UnitPlanner | FoundPlanner:
-    """Plan with the lengths of samples, which are looked up, or will be found while samples are made.
+    """Plan with the lengths of samples, which are looked up, or `found` while samples are made.
 
     Reads shards where the catalog does not know. Where `batching.window` is None, a megabatch holds about
-    `window_bytes` of blocks.
+    `window_bytes` of blocks, or 4 MiB where lengths are found.
 
     Raises as `sharding.lengths.column_lengths.resolve_lengths` does, and `SampleError` where a sample has no
     length.
     """
-    batching = settings.batching
-    assert batching is not None
-    blocks = dataset.catalog.blocks
-    held = max(1, int(np.maximum(blocks.length, blocks.nbytes).sum()))
-    window = max(1, min(DEFAULT_MEGABATCH_SAMPLES, window_bytes * len(dataset) // held))
-    if not are_found(settings, dataset):
-        return UnitPlanner(_lengths(batching, dataset), batching, window)
-    lengths = None if batching.lengths is None else _lengths(batching, dataset)
-    return FoundPlanner(batching, window, key=_lengths_key(batching, dataset), lengths=lengths)
+    sources = dataset.sources
+    parts = None
+    if batching.lengths is not None or not found:
+        asked = _lengths_asked(batching.lengths, dataset)
+        parts = [_source_lengths(batching, one, own) for one, own in zip(sources, asked, strict=True)]
+    shares: Sequence[Fraction] = [Fraction(1)]
+    if isinstance(dataset, Mixture):
+        shares = dataset.shares
+        if parts is not None:
+            shares = dataset.sample_shares([*map(batching.delivered, parts)])
+    held = [np.maximum(s.catalog.blocks.length, s.catalog.blocks.nbytes).sum() for s in sources]
+    each = sum(
+        share * max(1, int(n)) / max(1, len(s)) for share, n, s in zip(shares, held, sources, strict=True)
+    )
+    window = max(1, min(DEFAULT_MEGABATCH_SAMPLES, int(window_bytes / each)))
+    if found:
+        window = min(window, max(_LEAST_FOUND, int(_FOUND_BYTES / each)))
+        lengths = None if parts is None else np.concatenate(parts)
+        return FoundPlanner(batching, window, key=_lengths_key(batching, dataset), lengths=lengths)
+    assert parts is not None
+    if len(parts) == 1:
+        return UnitPlanner(parts[0], batching, window)
+    return UnitPlanner(np.concatenate(parts), batching, window, _typical(parts, shares))
 
 
-def _lengths_key(batching: Batching, dataset: ShardedDataset) -> str:
-    """What names the lengths that a transform makes; "" where nothing does."""
-    return batching.lengths_key or str(getattr(dataset.transform, "fingerprint", "") or "")
+def _lengths_key(batching: Batching, dataset: ShardedDataset | Mixture) -> str:
+    """What names the lengths that transforms make; "" where nothing does."""
+    made = [source for source in dataset.sources if source.transform is not None]
+    marks = [str(getattr(source.transform, "fingerprint", "") or "") for source in made]
+    return batching.lengths_key or ("/".join(dict.fromkeys(marks)) if all(marks) else "")
 
 
 def kept_lengths(settings: StreamSettings, dataset: ShardedDataset | Mixture) -> KeptLengths | None:
     """The lengths that were found before; None where they have no name, or differ from epoch to epoch."""
-    batching = settings.batching
+    batching, sources = settings.batching, dataset.sources
     if batching is None or not are_found(settings, dataset) or batching.lengths is not None:
         return None
-    assert isinstance(dataset, ShardedDataset)
-    key = _lengths_key(batching, dataset)
-    if not key or dataset.transform_wants_rng:
+    if not _lengths_key(batching, dataset) or any(source.transform_wants_rng for source in sources):
         return None
-    samples = dataset.fingerprint().partition("@")[0]
-    outputs = [f"{one.name} {one.sources} {one.description()}" for one in dataset.outputs]
-    return KeptLengths(len(dataset), [samples, batching.column, *outputs, key])
+    return KeptLengths([(len(source), _marks(batching, source)) for source in sources])
 
 
-def _lengths(batching: Batching, dataset: ShardedDataset) -> NDArray[np.integer]:
-    """Of the dataset's samples, as the batching says."""
+def _marks(batching: Batching, source: ShardedDataset) -> list[str]:
+    """What decides about the lengths of a source's samples."""
+    samples = source.fingerprint().partition("@")[0]
+    outputs = [f"{one.name} {one.sources} {one.description()}" for one in source.outputs]
+    return [samples, batching.column, *outputs, _lengths_key(batching, source)]
+
+
+def _lengths_asked(lengths: Any, dataset: ShardedDataset | Mixture) -> Sequence[Lengths | None]:
+    """Where the lengths of each source come from."""
+    if not isinstance(dataset, Mixture):
+        return [lengths]
+    sources = dataset.sources
+    if lengths is None or isinstance(lengths, str) or callable(lengths):
+        return [lengths] * len(sources)
+    if isinstance(lengths, Mapping):
+        if lengths.keys() == set(sources):
+            return [lengths[source] for source in sources]
+    elif isinstance(lengths, Sequence) and len(lengths) == len(sources):
+        return lengths
+    raise ValueError(
+        f"lengths= of a mixture of {len(sources)} datasets must be a column, a function of a catalog, a list "
+        "with one of these or an array for each dataset, in order, or a mapping from all its datasets"
+    )
+
+
+def _typical(parts: Sequence[NDArray[np.integer]], shares: Sequence[Fraction]) -> NDArray[np.integer]:
+    """Lengths as a mixture delivers them: of each source quantiles, as many as its share says."""
+    counts = [max(1, int(share * _TYPICAL)) for share in shares]
+    return np.concatenate(
+        [np.sort(part)[np.arange(n) * len(part) // n] for part, n in zip(parts, counts, strict=True)]
+    )
+
+
+def _source_lengths(
+    batching: Batching, dataset: ShardedDataset, asked: Lengths | None
+) -> NDArray[np.integer]:
+    """The lengths of the samples of one dataset, those of a view alone."""
     output = _output(batching.column, dataset)
     stored = output.sources[0] if output is not None else batching.column  # `columns=` may rename
-    named = batching.lengths is not None
+    named = asked is not None
     join = next((join for join in dataset.joins_used if batching.column in join.names and not named), None)
     of = dataset if join is None else join.other
     reader = of.new_reader()
     with closing(reader), ThreadPoolExecutor(_THREADS, thread_name_prefix="dataflow-lengths") as pool:
         lengths = resolve_lengths(
-            batching.lengths,
+            asked,
             of.catalog,
             stored,
             storage_options=of.storage_options,

@@ -31,7 +31,7 @@ from dataflow.stream.deliveries import Deliveries, LastGood, Skipped, SkippedAhe
 from dataflow.stream.exchange import FoundExchange
 from dataflow.stream.found import FoundSession
 from dataflow.stream.joined_reads import check_reads
-from dataflow.stream.length_aware import check_batching, kept_lengths, make_planner
+from dataflow.stream.length_aware import are_found, check_batching, kept_lengths, make_planner
 from dataflow.stream.loop_sessions import LoopSessions
 from dataflow.stream.loops import EpochLoop, LoopQueue
 from dataflow.stream.plan import StreamPlan
@@ -91,9 +91,15 @@ class StreamLoader:
         self._kept_lengths = kept_lengths(settings, dataset)
         self._length_plan: UnitPlan | FoundPlan | None = None
         """Of the epoch begun last."""
+        self._mixture_starts: dict[int, tuple[int, ...]] = {}
         self._planner = (
-            make_planner(settings, dataset, megabatch_bytes(settings.memory_limit, self.memory_limit).value)
-            if settings.batching and isinstance(dataset, ShardedDataset)
+            make_planner(
+                settings.batching,
+                dataset,
+                megabatch_bytes(settings.memory_limit, self.memory_limit).value,
+                found=are_found(settings, dataset),
+            )
+            if settings.batching
             else None
         )
         self.shuffle, self.window_reason = self._resolve_shuffle()
@@ -106,7 +112,8 @@ class StreamLoader:
         self._choices = ChoiceMemory()
         self._last_good = LastGood()
         self._plan = self._stream_plan()
-        self._open_exchange()
+        if self._topology.world_size == 1 or _is_distributed():  # else that may come before the first batch
+            self._meet()
         self.epoch_plan(0, 0)  # raises if the settings make no plan
         self._check_batch_fits()
         check_reads(self._plan, self.memory_limit)
@@ -152,16 +159,16 @@ class StreamLoader:
             self._alone, self._unplaced = False, None
             self._take_place(detect_topology())
             self._plan = self._stream_plan()
-            self._open_exchange()
         if self._unplaced is not None:
             raise self._unplaced
+        self._meet()
 
-    def _open_exchange(self) -> None:
-        """Meet the other ranks where lengths are found together: a collective."""
-        ranks, kept = self._topology.world_size, self._kept_lengths
-        if not isinstance(self._planner, FoundPlanner) or self._planner.lengths is not None:
+    def _meet(self) -> None:
+        """Meet the other ranks, where lengths are found together: a collective, once."""
+        ranks, kept, planner = self._topology.world_size, self._kept_lengths, self._planner
+        if not isinstance(planner, FoundPlanner) or planner.is_told:
             return
-        if ranks > 1 and _is_distributed():
+        if self._exchange is None and ranks > 1 and _is_distributed():
             if dist.get_world_size() != ranks:
                 raise ValueError(
                     f"topology= tells of {ranks} ranks, but torch.distributed of {dist.get_world_size()}: "
@@ -170,6 +177,8 @@ class StreamLoader:
             self._exchange = FoundExchange(self._plan.rank, self.settings.timeout_s)
             if not self._exchange.agreed(kept.digest if kept else "") and kept:
                 kept.forget()  # as on the ranks of a machine that has not seen these samples
+                self._planner = planner.knowing(None)
+                self._plan = self._stream_plan()
         self._use_kept_lengths()
 
     def _use_kept_lengths(self) -> None:
@@ -214,6 +223,7 @@ class StreamLoader:
             world_size=place.data_world_size,
             tail=self.tail,
             planner=self._planner,
+            mixture_starts=self._mixture_starts,
         )
 
     def epoch_plan(self, epoch: int, start: int) -> RankPlan:
@@ -221,8 +231,9 @@ class StreamLoader:
         try:
             plan = self._plan.epoch(epoch, start)
         except MemoryError as error:
+            samples = sum(map(len, self.dataset.sources))
             raise MemoryLimitError(
-                f"the system has no memory to plan an epoch of {self.dataset.num_samples(epoch):,} samples: "
+                f"the system has no memory to plan an epoch of {samples:,} samples: "
                 f"{error or 'it gave no reason'}; take fewer at a time (dataset.subset), or another shuffle= "
                 "or batching="
             ) from error
@@ -245,15 +256,16 @@ class StreamLoader:
 
         One rank alone delivers fewer where `on_error` leaves nothing of some.
 
-        `TypeError` for a mixture that never ends.
+        `TypeError` for a mixture that never ends, and while lengths are still to be found.
         """
-        len(self.dataset)
+        if self._planner is None:
+            len(self.dataset)
         self._settle()
         num_batches = self.epoch_plan(self._loops.epoch, 0).num_batches
         if num_batches == UNKNOWN:
             raise TypeError(
                 "the lengths of samples are found while they are made: how many batches there are shows when "
-                "all were made once"
+                "all were made once, and kept under a lengths_key="
             )
         return num_batches
 
@@ -361,8 +373,9 @@ class StreamLoader:
 
     @property
     def _may_be_empty(self) -> bool:
-        """Whether `on_error` may leave nothing of a batch."""
-        return self.dataset.on_error != "raise"
+        """Whether `on_error` may leave nothing of a batch that was planned with more."""
+        leaves_out_first = isinstance(self._planner, FoundPlanner) and self._planner.lengths is None
+        return self.dataset.on_error != "raise" and not leaves_out_first
 
     @property
     def remainder(self) -> int:
@@ -404,14 +417,16 @@ class StreamLoader:
         It resumes under any number of ranks, threads or nodes. Taken inside a loop after the last batch of
         an epoch, it resumes to nothing more of that epoch; taken after the loop, to the next epoch.
         """
+        tokens = self._plan.token_epochs
         state = PlanState(
             seed=self.seed,
             epoch=self._loops.epoch,
             position=self._loops.position,
-            num_samples=self.dataset.num_samples(self._loops.epoch),
+            num_samples=self._plan.num_samples(self._loops.epoch),
             shuffle=self.shuffle,
             fingerprint=self.dataset.fingerprint(),
             batching=self._plan.mark(self._loops.epoch, self._loops.position),
+            sources=list(tokens.first(self._loops.epoch)) if tokens else None,
         )
         return {**state.to_json(), "skipped_samples": self._skipped.count}
 
@@ -431,7 +446,7 @@ class StreamLoader:
         content_here, _, commit_here = self.dataset.fingerprint().partition("@")
         if content != content_here:
             self._check_transform(content, content_here)
-            here = self.dataset.num_samples(0)
+            here = self._plan.num_samples(0)
             if commit and commit_here and commit != commit_here:
                 raise ValueError(
                     f"the state was taken at commit {commit} of the repository, whose samples are others "
@@ -443,19 +458,23 @@ class StreamLoader:
                 f"({loaded.num_samples:,} samples, here {here:,})"
             )
         planner = self._planner and self._planner.resumed(loaded.batching or {}, loaded.epoch)
-        plan = replace(self._plan, seed=loaded.seed, shuffle=loaded.shuffle, planner=planner)
+        starts = self._starts_of(loaded)
+        plan = replace(
+            self._plan, seed=loaded.seed, shuffle=loaded.shuffle, planner=planner, mixture_starts=starts
+        )
         mark = plan.mark(loaded.epoch, loaded.position)
         if loaded.batching != mark:
             raise ValueError(
                 "the state was taken with other batching or lengths, where its position means other rows or "
                 f"batches: it has {loaded.batching}, this loader {mark}"
             )
-        if (there := self.dataset.num_samples(loaded.epoch)) != loaded.num_samples:
+        if (there := plan.num_samples(loaded.epoch)) != loaded.num_samples:
             raise ValueError(f"the state is of {loaded.num_samples:,} samples, its epoch has {there:,} here")
         if planner:  # only a plan knows how many units there are: refuse before anything changes
             plan.epoch(loaded.epoch, loaded.position)
         self.close()
         self.seed, self.shuffle, self._planner = loaded.seed, loaded.shuffle, planner
+        self._mixture_starts = starts
         self.window_reason = "as in the loaded state"
         self._skipped.count = skipped
         self._plan = self._stream_plan()
@@ -470,6 +489,15 @@ class StreamLoader:
                 f"fingerprint was {there or 'none'} and is {own or 'none'}, of "
                 f"{self.dataset.sources[0].transform!r}"
             )
+
+    def _starts_of(self, loaded: PlanState) -> dict[int, tuple[int, ...]]:
+        """What a state of a mixture by tokens tells of where its epoch begins."""
+        if self._plan.token_epochs is None:
+            return {}
+        sources = loaded.sources
+        if sources is None or len(sources) != len(self.dataset.sources):
+            raise ValueError(f"sources must be {len(self.dataset.sources)} integers, got {sources!r}")
+        return {loaded.epoch: tuple(sources)}
 
     # ---- engine -------------------------------------------------------------------------------------
 

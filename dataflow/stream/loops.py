@@ -16,7 +16,6 @@ from dataflow.dataset import ShardedDataset
 from dataflow.mixture import Mixture
 from dataflow.stream.session import Session
 from prefetch.memory.lifetimes import Finalizer
-from sharding.mixture.shares import ENDLESS
 from sharding.plan.plan import RankPlan
 
 
@@ -177,4 +176,4 @@ class LoopQueue:
         return self._in_epoch and self._newest is not None and self._newest.is_whole
 
     def _is_endless(self, epoch: int) -> bool:
-        return self._dataset.num_samples(epoch) >= ENDLESS
+        return isinstance(self._dataset, Mixture) and self._dataset.spec.stop == "never"

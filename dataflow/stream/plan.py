@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
+from fractions import Fraction
+from typing import ClassVar, cast
+
+import numpy as np
 
 from dataflow.dataset import ShardedDataset
 from dataflow.mixture import Mixture
 from sharding.cached_property import cached_property
 from sharding.lengths.found_plan import FoundPlanner
 from sharding.lengths.unit_plan import UnitPlanner
+from sharding.mixture.token_turns import TokenEpochs
 from sharding.mixture.windows import MixturePlan, MixtureWindows
 from sharding.order.order import Order
 from sharding.order.shuffle import Shuffle
@@ -37,6 +41,8 @@ class StreamPlan:
     """Of length-aware batches; `batch_size` then counts its units."""
     finds_lengths: ClassVar[bool] = False
     """Whether it says which samples are made, and not which batches they are in."""
+    mixture_starts: Mapping[int, Sequence[int]] = field(default_factory=dict)
+    """{epoch: samples that each source of a mixture by tokens gave before it}, as far as a state tells."""
     _orders: dict[int, Order] = field(default_factory=dict, init=False, repr=False, compare=False)
     """Of the epochs that were asked for last."""
 
@@ -56,11 +62,45 @@ class StreamPlan:
         nbytes = self.dataset.catalog.blocks.length
         return read_amplification(order, self.batch_size, self.world_size, cost=nbytes)
 
+    @cached_property
+    def token_epochs(self) -> TokenEpochs | None:
+        """The epochs of a mixture whose shares count tokens."""
+        dataset, planner = self.dataset, self.planner
+        if planner is None or not isinstance(dataset, Mixture) or dataset.spec.counts != "tokens":
+            return None
+        if planner.lengths is None:
+            raise ValueError(
+                'shares="tokens" needs the lengths of what transforms make before it is made: pass lengths=, '
+                'or let a run with shares="samples" and lengths_key= find them'
+            )
+        lengths = planner.batching.delivered(planner.lengths)
+        return dataset.token_epochs(lengths, self.shuffle, seed=self.seed, starts=self.mixture_starts)
+
+    @cached_property
+    def sample_shares(self) -> Sequence[Fraction]:
+        """The share of the samples that each source has."""
+        if not isinstance(self.dataset, Mixture):
+            return [Fraction(1)]
+        if self.planner is None or self.planner.lengths is None:
+            return self.dataset.shares
+        lengths = self.planner.batching.delivered(self.planner.lengths)
+        return self.dataset.sample_shares(np.split(lengths, np.cumsum(self.dataset.spec.sizes)[:-1]))
+
+    def num_samples(self, epoch: int) -> int:
+        """Samples of an epoch, over all ranks. 2**62 for one that never ends."""
+        if self.token_epochs is not None:
+            return self.token_epochs.epoch(epoch).num_samples
+        return self.dataset.num_samples(epoch)
+
     def _windows_of(self, epoch: int) -> Order | MixtureWindows:
         """The order of an epoch. Both the loop and what reads ahead ask for it, one after the other."""
         kept = self._orders.get(epoch)
         if kept is not None:
             return kept
+        windows: Order | MixtureWindows
+        if self.token_epochs is not None and isinstance(self.dataset, Mixture):
+            turns = self.token_epochs.epoch(epoch)
+            return self.dataset.windows(epoch, self.shuffle, seed=self.seed, interleaving=turns)
         windows = self.dataset.windows(epoch, self.shuffle, seed=self.seed)
         if isinstance(windows, Order):  # which never changes: any thread may use it
             for old in [*self._orders][: 1 - _ORDERS_KEPT]:
@@ -70,10 +110,9 @@ class StreamPlan:
 
     def mark(self, epoch: int, position: int) -> Mapping[str, object] | None:
         """What a state at a position of an epoch keeps of batches by length; None: there are none."""
-        windows = self._windows_of(epoch)
-        if self.planner is None or isinstance(windows, MixtureWindows):
+        if self.planner is None:
             return None
-        return self.planner.state(windows, position)
+        return self.planner.state(cast(Order, self._windows_of(epoch)), position)
 
     def epoch(self, epoch: int, start: int = 0) -> RankPlan:
         """The plan of one epoch, from position `start` on."""
@@ -85,8 +124,9 @@ class StreamPlan:
             "tail": self.tail,
             "start": start,
         }
+        if self.planner is not None:
+            order = cast(Order, windows)  # a mixture's are asked what an `Order` is asked
+            return self.planner.plan(order, **dealing)
         if isinstance(windows, MixtureWindows):
             return MixturePlan(windows, **dealing)
-        if self.planner is not None:
-            return self.planner.plan(windows, **dealing)
         return EpochPlan(windows, **dealing)

@@ -65,8 +65,8 @@ class StreamSettings:
     ship_blocks: bool = False
     """Whether the training process reads for such actors, and sends them values; else they read."""
     batching: Batching | None = None
-    """`Packed(...)`, `TokenBudget(...)` or `Bucketed(...)`: batches by the lengths of samples. `transform`
-    and `collate_fn` then go together, and not with `Packed`. See docs/guide/batching.md."""
+    """`Packed(...)`, `TokenBudget(...)` or `Bucketed(...)`: batches by the lengths of samples, which are
+    found on the way where a `transform` makes them. See docs/guide/batching.md."""
     pin_memory: bool = False
     """Build batches in page-locked memory, where there is CUDA."""
     mark_repeats: bool = False

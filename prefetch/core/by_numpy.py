@@ -73,6 +73,7 @@ class NumpyExecutor:
 
     name = "numpy"
     keyed_orders = None
+    token_turns = None
     """See `Executor`: numpy's own is as good."""
     open_queue = None
     """See `Executor`: threads of Python would wait for each other."""

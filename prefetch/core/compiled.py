@@ -15,7 +15,7 @@ from prefetch.core.images import CropBox, ImageForm, Resizer
 from prefetch.core.plan import BuildPlan
 from prefetch.core.queue import CopyQueue, address_of, column_table
 
-VERSION = 4
+VERSION = 5
 """Of the contract in core.h."""
 _WIDTHS = (1, 2, 4, 8)
 
@@ -27,6 +27,7 @@ _FUNCTIONS = {
     "core_resize": "pp:i",
     "core_bring": "pip:i",
     "core_keyed_orders": "ppip:i",
+    "core_token_turns": "pppppipi:i",
     "core_queue_bytes": ":i",
     "core_open": "pii:i",
     "core_submit": "pp:",
@@ -83,6 +84,19 @@ class CompiledExecutor:
             address_of(sizes), address_of(numbers), len(numbers), address_of(out)
         ):
             raise MemoryError(f"no memory to order {len(out):,} samples")
+
+    def token_turns(
+        self,
+        shares: NDArray[np.int64],
+        owed: NDArray[np.int64],
+        lengths: NDArray[np.int64],
+        upcoming: NDArray[np.int64],
+        end: NDArray[np.int64],
+        out: NDArray[np.uint16],
+    ) -> int:
+        """See `Executor`."""
+        tables = map(address_of, (shares, owed, lengths, upcoming, end))
+        return int(self._library.core_token_turns(*tables, len(shares), address_of(out), len(out)))
 
     def interleave(self, columns: Sequence[NDArray[Any]], out: NDArray[Any]) -> None:
         """See `Executor`."""

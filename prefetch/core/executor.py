@@ -31,6 +31,10 @@ class OpenQueue(Protocol):
         ...
 
 
+_Ints = NDArray[np.int64]
+TokenTurnsCall = Callable[[_Ints, _Ints, _Ints, _Ints, _Ints, NDArray[np.uint16]], int]
+
+
 class Executor(Protocol):
     """Runs plans, in the caller's thread. Thread-safe."""
 
@@ -39,6 +43,11 @@ class Executor(Protocol):
     @property
     def keyed_orders(self) -> Callable[[NDArray[np.int64], Sequence[int], NDArray[np.int64]], None] | None:
         """What `sharding.order.keyed.keyed_orders` does, without the interpreter lock; None: nothing does."""
+        ...
+
+    @property
+    def token_turns(self) -> TokenTurnsCall | None:
+        """What `sharding.mixture.token_turns.take_turns` does, without the lock; None: nothing does."""
         ...
 
     def run(self, plan: BuildPlan) -> NDArray[np.uint8]:

@@ -1,4 +1,5 @@
-/* Keyed orders: the permutations that mix samples; see core.h and `sharding.order.keyed`. */
+/* Keyed orders, the permutations that mix samples, and turns of mixtures by tokens; see core.h,
+   `sharding.order.keyed` and `sharding.mixture.token_turns`. */
 #include "core.h"
 #include "variants.h"
 #include <stdlib.h>
@@ -55,4 +56,25 @@ int64_t core_keyed_orders(const int64_t *sizes, const uint64_t *keys, int64_t co
     }
     free(hashed);
     return failed;
+}
+
+int64_t core_token_turns(const int64_t *shares, int64_t *owed, const int64_t *lengths, int64_t *upcoming,
+                         const int64_t *end, int64_t sources, uint16_t *out, int64_t most) {
+    int64_t total = 0;
+    for (int64_t s = 0; s < sources; s++) total += shares[s];
+    for (int64_t taken = 0; taken < most; taken++) {
+        int64_t best = -1, soonest = 0;
+        for (int64_t s = 0; s < sources; s++) {
+            if (!shares[s]) continue;
+            if (upcoming[s] >= end[s]) return taken;
+            if (owed[s] < 0) continue; /* it is ahead: the ideal mixture has not begun its next sample */
+            int64_t left = total * lengths[upcoming[s]] - owed[s];
+            if (best < 0 || (__int128)left * shares[best] < (__int128)soonest * shares[s]) best = s, soonest = left;
+        }
+        int64_t length = lengths[upcoming[best]++];
+        for (int64_t s = 0; s < sources; s++) owed[s] += shares[s] * length;
+        owed[best] -= total * length;
+        out[taken] = (uint16_t)best;
+    }
+    return most;
 }

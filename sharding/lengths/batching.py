@@ -18,7 +18,8 @@ from sharding.lengths.units import DEFAULT_MEGABATCH_SAMPLES, NO_PIECES, Pieces,
 
 Lengths = str | ArrayLike | Callable[[Any], ArrayLike]
 """Where lengths come from: a column (its values if they are integers, else their lengths), an array with
-one entry a sample in file order, or a function of the catalog that gives one."""
+one entry a sample in file order, or a function of the catalog that gives one. Of a mixture, a column or a
+function holds for all sources; else one of these a source, as a list or by dataset."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +41,8 @@ class BatchedColumns:
     when the transform changes. A transform with a `fingerprint` needs none."""
     window: int | None = None
     """Samples of a megabatch: consecutive ones of the epoch's order that are planned together, and whose
-    blocks are held in memory. None: 16,384, less where samples are large for the memory limit."""
+    blocks are held in memory. None: 16,384, less where samples are large for the memory limit, or where
+    lengths are found, which is done again for all of them where a run goes on inside a megabatch."""
 
     def _resolve(self, column: str) -> None:
         """Let `column` lead `columns`, and check the names. Idempotent."""
@@ -92,6 +94,10 @@ class BatchedColumns:
         """The value with nothing left open: `window`, and what follows from all lengths."""
         return self.with_window(window)
 
+    def delivered(self, lengths: NDArray[np.integer]) -> NDArray[np.integer]:
+        """How many elements of samples of these lengths are delivered."""
+        return lengths
+
     def cut(
         self, lengths: NDArray[np.integer], key: int | None, carried: Pieces = NO_PIECES, last: bool = True
     ) -> Units:
@@ -141,6 +147,10 @@ class Packed(BatchedColumns):
     rows_are_units = True
     cuts = True
 
+    def delivered(self, lengths: NDArray[np.integer]) -> NDArray[np.integer]:
+        """See `BatchedColumns`."""
+        return np.minimum(lengths, self.length) if self.overlong == "truncate" else lengths
+
     def cut(
         self, lengths: NDArray[np.integer], key: int | None, carried: Pieces = NO_PIECES, last: bool = True
     ) -> Units:
@@ -180,6 +190,11 @@ class TokenBudget(BatchedColumns):
     def cuts(self) -> bool:
         """See `BatchedColumns`."""
         return self.overlong == "truncate"
+
+    def delivered(self, lengths: NDArray[np.integer]) -> NDArray[np.integer]:
+        """See `BatchedColumns`."""
+        longest: NDArray[np.integer] = np.minimum(lengths, self.max_tokens // self.multiple * self.multiple)
+        return longest
 
     def cut(
         self, lengths: NDArray[np.integer], key: int | None, carried: Pieces = NO_PIECES, last: bool = True

@@ -31,6 +31,7 @@ from sharding.lengths.units import (
     megabatch_bounds,
 )
 from sharding.order.order import Order
+from sharding.order.windows import windows_touched
 from sharding.plan.batch_plan import BatchPlan, Dealing
 from sharding.plan.plan import RankPlan, Windows
 
@@ -39,7 +40,9 @@ LEFT_OUT = -1
 UNKNOWN = 1 << 62
 """Batches of an epoch of which nobody knows yet how many it has."""
 _KEPT_EPOCHS = 3
-_KEPT_SHARES = 64
+_KEPT_OWN = 4
+_KEPT_SHARES = 1024
+"""16 KiB each; the window of a small source of a mixture spans a hundred megabatches."""
 
 
 def finders(first: int, end: int, num_lanes: int, num_finders: int) -> NDArray[np.int64]:
@@ -312,7 +315,7 @@ class SharePlan(RankPlan):
         *,
         batch_size: int,
     ) -> None:
-        self._bounds, self._own = bounds, lru_cache(_KEPT_SHARES)(own)
+        self._bounds, self._own = bounds, lru_cache(_KEPT_OWN)(own)
         self.first_item = np.concatenate(([0], np.cumsum(counts))).astype(np.int64)
         """Samples of this rank before each megabatch, and all, int64 [megabatches + 1]."""
         num_items = int(self.first_item[-1])
@@ -331,14 +334,26 @@ class SharePlan(RankPlan):
 
     def own_indices(self, window: int, windows: Windows | None = None) -> NDArray[np.int64] | None:
         """See `RankPlan.own_indices`."""
-        windows = windows or self.order
-        begin, end = windows.window_span(window)
-        m0, m1 = np.searchsorted(self._bounds, [begin, end - 1], side="right") - 1
-        numbers = range(int(m0), min(int(m1) + 1, len(self._bounds) - 1))
-        parts = [np.empty(0, np.int64), *(self._own(m) for m in numbers if self._count(m))]
-        positions = np.concatenate(parts)
-        at, indices = windows.locate(positions[(positions >= begin) & (positions < end)])
-        return np.sort(indices[at == window])
+        positions = (windows or self.order).window_positions(window)
+        indices = np.flatnonzero(positions >= 0)  # of a mixture's window, some may come in another epoch
+        positions, bounds = positions[indices], self._bounds
+        mask = np.zeros(len(positions), bool)
+        for megabatch, at in windows_touched(np.searchsorted(bounds, positions, side="right") - 1):
+            mask[at] = self._are_own(megabatch)[positions[at] - bounds[megabatch]]
+        return indices[mask]
+
+    @cached_property
+    def _are_own(self) -> Callable[[int], NDArray[np.bool_]]:
+        """Which positions of a megabatch are of this rank; kept, as windows lie side by side."""
+
+        def are_own(megabatch: int) -> NDArray[np.bool_]:
+            first, end = self._bounds[megabatch : megabatch + 2].tolist()
+            mask = np.zeros(end - first, bool)
+            if self._count(megabatch):
+                mask[self._own(megabatch) - first] = True
+            return mask
+
+        return lru_cache(_KEPT_SHARES)(are_own)
 
     def _count(self, megabatch: int) -> int:
         return int(self.first_item[megabatch + 1] - self.first_item[megabatch])
@@ -409,6 +424,11 @@ class FoundPlanner:
         return FoundPlan(order, self.places(order, dealing.get("start", 0)), **dealing)
 
     @property
+    def is_told(self) -> bool:
+        """Whether the user says how long samples are."""
+        return self._open_batching.lengths is not None
+
+    @property
     def samples_per_unit(self) -> int:
         """As `UnitPlanner.samples_per_unit`; of rows and budgets, nobody knows."""
         return self.batching.batch_size if isinstance(self.batching, Bucketed) else 1
@@ -424,8 +444,8 @@ class FoundPlanner:
         megabatch, unit = places.at(position)
         return self.mark | {"first_sample": int(places.bounds[megabatch]), "units_before": unit}
 
-    def knowing(self, lengths: NDArray[np.integer]) -> FoundPlanner:
-        """The planner that knows all lengths."""
+    def knowing(self, lengths: NDArray[np.integer] | None) -> FoundPlanner:
+        """The planner that knows all lengths, or none."""
         window = self.batching.window
         assert window is not None
         return FoundPlanner(self._open_batching, window, key=self.key, lengths=lengths, place=self._place)

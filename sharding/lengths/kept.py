@@ -1,8 +1,8 @@
 """Lengths that were found, kept in a file: who has them all need not find them again.
 
-The file lies in the user's cache folder, under a name made of what decides about the lengths, and holds one
-number a sample. It is written beside its place and renamed, and what several runs have found of the same
-samples comes together in it. One that cannot be read or written costs only that lengths are found again.
+The file of a dataset lies in the user's cache folder, under a name made of what decides about lengths, and
+has one number a sample. It is written beside its place and renamed, and what several runs have found of the
+same samples comes together in it. One that cannot be read or written costs only that they are found again.
 """
 
 from __future__ import annotations
@@ -25,19 +25,17 @@ _MOST = np.iinfo(np.int32).max
 
 
 class KeptLengths:
-    """The lengths of a dataset's samples, as far as they are known. For one thread.
+    """The lengths of samples, as far as they are known. For one thread.
 
     Args:
-        num_samples: of the dataset.
-        marks: what decides about the lengths: what identifies the samples, and how they are made.
+        sources: of each dataset that samples come from, how many it has, and what decides about lengths:
+            what identifies them, and how they are made. Each has a file of its own.
     """
 
-    def __init__(self, num_samples: int, marks: Sequence[str]) -> None:
-        name = hashlib.blake2b(json.dumps([_VERSION, *marks]).encode(), digest_size=16).hexdigest()
-        self.path = os.path.join(user_folder("lengths"), f"{name}.npy")
-        self._num_samples = num_samples
+    def __init__(self, sources: Sequence[tuple[int, Sequence[str]]]) -> None:
+        self._files = [(path_of(marks), num_samples) for num_samples, marks in sources]
         self.lengths = self._read()
-        """int32 [num_samples] in file order; `LEFT_OUT` where none is known."""
+        """int32 [num_samples] in file order, source after source; `LEFT_OUT` where none is known."""
         self._num_missing = int(np.count_nonzero(self.lengths == LEFT_OUT))
         self._is_saved = True
 
@@ -62,30 +60,39 @@ class KeptLengths:
 
     def forget(self) -> None:
         """Know none: other ranks know others."""
-        self.lengths = np.full(self._num_samples, LEFT_OUT, np.int32)
-        self._num_missing, self._is_saved = self._num_samples, True
+        self.lengths = np.full(len(self.lengths), LEFT_OUT, np.int32)
+        self._num_missing, self._is_saved = len(self.lengths), True
 
     def save(self) -> None:
         """Write what is known, with what others have written since, if there is something new."""
         if self._is_saved:
             return
         self._is_saved = True
-        written = self._read()
-        whole, data = np.where(self.lengths == LEFT_OUT, written, self.lengths), io.BytesIO()
-        np.save(data, whole, allow_pickle=False)
+        whole = np.where(self.lengths == LEFT_OUT, self._read(), self.lengths)
+        ends = np.cumsum([num_samples for _, num_samples in self._files])
         with suppress(OSError):
-            private_folder(os.path.dirname(self.path))
-            file = NewFile(self.path, overwrite=True)
-            file.write(data.getbuffer())
-            file.commit()
+            private_folder(user_folder("lengths"))
+            for (path, _), own in zip(self._files, np.split(whole, ends[:-1]), strict=True):
+                data = io.BytesIO()
+                np.save(data, own, allow_pickle=False)
+                file = NewFile(path, overwrite=True)
+                file.write(data.getbuffer())
+                file.commit()
 
     def _read(self) -> NDArray[np.int32]:
-        with suppress(OSError, ValueError, EOFError):
-            lengths = np.load(self.path, allow_pickle=False)
-            if (
-                lengths.shape == (self._num_samples,)
-                and lengths.dtype == np.int32
-                and (lengths >= LEFT_OUT).all()
-            ):
-                return np.array(lengths)
-        return np.full(self._num_samples, LEFT_OUT, np.int32)
+        return np.concatenate([_read(path, num_samples) for path, num_samples in self._files])
+
+
+def path_of(marks: Sequence[str]) -> str:
+    """The file of lengths that these decide about."""
+    name = hashlib.blake2b(json.dumps([_VERSION, *marks]).encode(), digest_size=16).hexdigest()
+    return os.path.join(user_folder("lengths"), f"{name}.npy")
+
+
+def _read(path: str, num_samples: int) -> NDArray[np.int32]:
+    """What a file holds; nothing is known where it cannot be read, or is damaged."""
+    with suppress(OSError, ValueError, EOFError):
+        lengths = np.load(path, allow_pickle=False)
+        if lengths.shape == (num_samples,) and lengths.dtype == np.int32 and (lengths >= LEFT_OUT).all():
+            return np.array(lengths)
+    return np.full(num_samples, LEFT_OUT, np.int32)

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass
 from functools import lru_cache
 from itertools import pairwise
-from typing import Any, Unpack
+from typing import Unpack
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,7 +36,7 @@ from sharding.lengths.units import (
 )
 from sharding.order.keyed import mix_key
 from sharding.order.order import Order
-from sharding.order.windows import ranges
+from sharding.order.windows import ranges, windows_touched
 from sharding.plan.batch_plan import BatchPlan, Dealing
 from sharding.plan.plan import RankPlan, Windows
 
@@ -45,7 +45,8 @@ _UNITS = 0x756E6974
 _KEPT_EPOCHS = 2
 """The loader and its stream, which is an epoch ahead at times, ask for the same ones."""
 _KEPT_MEGABATCHES = 4
-_KEPT_LOCATED = 64
+_KEPT_COUNTS = 1024
+"""16 KiB each, if no sample is cut into more than 255 pieces."""
 _CHUNK = 1 << 20
 
 
@@ -244,23 +245,31 @@ class UnitPlan(RankPlan):
 
         So a window is done with when as many pieces were delivered.
         """
-        windows = windows or self.order
-        begin, end = windows.window_span(window)
-        bounds = self.sequence.bounds
-        first, last = (np.searchsorted(bounds, [begin, end - 1], side="right") - 1).tolist()
-        last = min(last + 1, len(bounds) - 2)  # pieces may be carried to the megabatch that follows
-        parts = [np.empty(0, np.int64)]
-        for megabatch in range(first, last + 1):
-            numbers, indices = self._located(megabatch, windows)
-            parts.append(indices[numbers == window])
-        return np.sort(np.concatenate(parts))
+        positions = (windows or self.order).window_positions(window)
+        indices = np.flatnonzero(positions >= 0)  # of a mixture's window, some may come in another epoch
+        positions = positions[indices]
+        bounds, counts = self.sequence.bounds, np.zeros(len(positions), np.int64)
+        for megabatch, at in windows_touched(np.searchsorted(bounds, positions, side="right") - 1):
+            counts[at] = self._own_counts(megabatch)[positions[at] - bounds[megabatch]]
+        return np.repeat(indices, counts)
 
     @cached_property
-    def _located(self) -> Callable[[int, Any], tuple[NDArray[np.int64], NDArray[np.int64]]]:
-        """Window and index of this rank's pieces of a megabatch; kept, as windows lie side by side."""
-        return lru_cache(_KEPT_LOCATED)(
-            lambda megabatch, windows: windows.locate(self._own_pieces(megabatch).position)
-        )
+    def _own_counts(self) -> Callable[[int], NDArray[np.unsignedinteger]]:
+        """How many pieces of each position of a megabatch are this rank's.
+
+        Kept of many megabatches: windows lie side by side, and that of a small source spans a hundred.
+        """
+        return lru_cache(_KEPT_COUNTS)(self._count_own)
+
+    def _count_own(self, megabatch: int) -> NDArray[np.unsignedinteger]:
+        first, end = self.sequence.bounds[megabatch : megabatch + 2].tolist()
+        parts = [self._own_pieces(megabatch).position]
+        if end < len(self.sequence.lengths):  # pieces may be carried to the megabatch that follows
+            parts.append(self._own_pieces(megabatch + 1).position)
+        positions = np.concatenate(parts)
+        positions = positions[(positions >= first) & (positions < end)]
+        counts = np.bincount(positions - first, minlength=end - first)
+        return counts.astype(np.min_scalar_type(counts.max(initial=0)))
 
     def _own_pieces(self, megabatch: int) -> Pieces:
         """Pieces of a megabatch that this rank's batches take; padding left out."""
@@ -273,16 +282,23 @@ class UnitPlanner:
     """Finds the units of any epoch of one dataset. Thread-safe.
 
     Args:
-        lengths: [num_samples] in file order, as `column_lengths.resolve_lengths` gives them.
+        lengths: [num_samples] in file order, as `column_lengths.resolve_lengths` gives them; of a mixture,
+            those of its sources one after the other.
         batching: as the user gives it.
         window: samples of a megabatch where that leaves it open.
+        typical: lengths as they are delivered, where samples do not come equally often; None: `lengths`.
     """
 
     def __init__(
-        self, lengths: NDArray[np.integer], batching: Batching, window: int = DEFAULT_MEGABATCH_SAMPLES
+        self,
+        lengths: NDArray[np.integer],
+        batching: Batching,
+        window: int = DEFAULT_MEGABATCH_SAMPLES,
+        typical: NDArray[np.integer] | None = None,
     ) -> None:
         self.lengths, self._open_batching = lengths, batching
-        self.batching = batching.resolved(lengths, window)
+        self._typical = lengths if typical is None else typical
+        self.batching = batching.resolved(self._typical, window)
         # Replaced, never changed: two threads may find the same units at the same time, no more.
         self._sequences: tuple[tuple[object, UnitSequence], ...] = ()
 
@@ -305,7 +321,7 @@ class UnitPlanner:
     @property
     def samples_per_unit(self) -> int:
         """About how many samples a unit has, for sizing; nothing is planned for it."""
-        mean = max(1.0, float(self.lengths.mean())) if len(self.lengths) else 1.0
+        mean = max(1.0, float(self._typical.mean())) if len(self._typical) else 1.0
         if isinstance(self.batching, Bucketed):
             return self.batching.batch_size
         if isinstance(self.batching, Packed):
@@ -327,7 +343,7 @@ class UnitPlanner:
         if self._open_batching.window is not None or type(window) is not int or window < 1:
             return self
         same = window == self.batching.window
-        return self if same else UnitPlanner(self.lengths, self._open_batching, window)
+        return self if same else UnitPlanner(self.lengths, self._open_batching, window, self._typical)
 
     @cached_property
     def mark(self) -> dict[str, object]:

@@ -35,6 +35,7 @@ from sharding.mixture.shares import (
 )
 
 Stop = Literal["first", "all", "never"]
+Counts = Literal["samples", "tokens"]
 
 _NEVER = -1
 _CHUNK = 1 << 15  # indices looked up at a time: their temporaries stay in the L2 cache, a third of the time
@@ -154,6 +155,8 @@ class MixtureSpec:
     """Samples of each source in an epoch, where `stop` is None; multiples of `run_length`."""
     run_length: int = 1
     """Consecutive samples of one source. The global batch size makes every batch one of a single source."""
+    counts: Counts = "samples"
+    """What weights are shares of. Epochs by "tokens" follow from lengths: `token_turns.TokenEpochs`."""
 
     def __post_init__(self) -> None:
         if not self.sizes or min(self.sizes) < 1:
@@ -162,6 +165,12 @@ class MixtureSpec:
             raise ValueError(f"stop must be one of {', '.join(get_args(Stop))}, got {self.stop!r}")
         if self.run_length < 1:
             raise ValueError(f"run_length must be >= 1, got {self.run_length}")
+        if self.counts not in get_args(Counts):
+            raise ValueError(f"shares must be one of {', '.join(get_args(Counts))}, got {self.counts!r}")
+        if self.counts == "tokens" and (self.run_length > 1 or self.stop in (None, "never")):
+            raise ValueError(
+                'shares="tokens" needs weights or a schedule, stop="first" or "all", and no run_length'
+            )
 
     @classmethod
     def weighted(
@@ -171,6 +180,7 @@ class MixtureSpec:
         *,
         stop: Stop = "first",
         run_length: int = 1,
+        counts: Counts = "samples",
     ) -> MixtureSpec:
         """A mixture by weights, or by a schedule: {samples since the training began: weights from there on}.
 
@@ -183,7 +193,7 @@ class MixtureSpec:
             if len(of_sources) != len(sizes):
                 raise ValueError(f"there are {len(sizes)} sources, but weights {list(of_sources)}")
         steps = tuple((step, exact_weights(schedule[step])) for step in sorted(schedule))
-        return cls(tuple(sizes), steps, stop=stop, run_length=run_length)
+        return cls(tuple(sizes), steps, stop=stop, run_length=run_length, counts=counts)
 
     @classmethod
     def repeated(cls, sizes: Sequence[int], repeats: Sequence[Weight], *, run_length: int = 1) -> MixtureSpec:
@@ -205,6 +215,8 @@ class MixtureSpec:
 
     def epoch(self, epoch: int) -> Interleaving:
         """One epoch. O(epochs before the last step of the schedule), and a table for each phase."""
+        if self.counts == "tokens":
+            raise ValueError("epochs by tokens follow from lengths")
         if epoch < 0 or (epoch and self.stop == "never"):
             raise ValueError(f"there is no epoch {epoch} of a mixture with stop={self.stop!r}")
         at, first = 0, np.zeros(len(self.sizes), np.int64)
@@ -221,6 +233,8 @@ class MixtureSpec:
         """16 hex digits over everything that decides which sample comes when."""
         weights = [(step, [str(w) for w in weights]) for step, weights in self.steps]
         facts = (self.sizes, weights, self.stop, self.quota, self.run_length, MAX_PERIOD)
+        if self.counts != "samples":
+            facts = (*facts, self.counts)  # type: ignore[assignment]
         return hashlib.blake2b(repr(facts).encode(), digest_size=8).hexdigest()
 
     @cached_property
@@ -241,13 +255,19 @@ class MixtureSpec:
         endless = Interleaving(phases, ENDLESS, self.run_length, np.zeros_like(first))
         return Interleaving(phases, self._length(endless), self.run_length, first)
 
-    def _phases(self, at: int) -> list[MixturePhase]:
-        """The phases of an epoch that begins at this sample of the training; none is empty."""
+    def steps_from(self, at: int) -> list[tuple[int, tuple[int, ...]]]:
+        """(first turn, turns of each source in a period) of an epoch that begins at this sample of all.
+
+        No step is empty.
+        """
         current = max(i for i, (step, _) in enumerate(self.steps) if step <= at)
         starts = [0] + [-(-(step - at) // self.run_length) for step, _ in self.steps[current + 1 :]]
-        patterns = [fair_pattern(integer_shares(weights)) for _, weights in self.steps[current:]]
         after = [*starts[1:], ENDLESS]
-        return [MixturePhase(s, p) for s, p, end in zip(starts, patterns, after, strict=True) if s < end]
+        steps = zip(starts, self.steps[current:], after, strict=True)
+        return [(start, integer_shares(weights)) for start, (_, weights), end in steps if start < end]
+
+    def _phases(self, at: int) -> list[MixturePhase]:
+        return [MixturePhase(start, fair_pattern(shares)) for start, shares in self.steps_from(at)]
 
     def _length(self, endless: Interleaving) -> int:
         if self.stop == "never":

@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -221,8 +222,21 @@ class QuotaPattern:
         return counts
 
 
-Turns = Pattern | QuotaPattern
-"""A sequence of turns, counted from 0: one that repeats for ever, or one that ends."""
+class Turns(Protocol):
+    """A sequence of turns, counted from 0: one that repeats for ever, or one that ends."""
+
+    @property
+    def totals(self) -> NDArray[np.int64]:
+        """Turns that each source ever has, int64 [sources]."""
+
+    def locate(self, turns: NDArray[np.int64]) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+        """Whose turns these are, int32 [n], and how many turns that source had before, int64 [n]."""
+
+    def turns(self, source: int, index: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The inverse of `locate`: when a source has its turns, int64 [n]."""
+
+    def counts(self, turn: int) -> NDArray[np.int64]:
+        """Turns of each source before this one, int64 [sources]."""
 
 
 @lru_cache(maxsize=8)

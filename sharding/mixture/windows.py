@@ -47,6 +47,7 @@ class MixtureWindows:
 
     Args:
         interleaving: the epoch.
+        seed: of the mixture; `source_seed` says what that makes of its sources.
         epoch: its number.
         shuffle: of all sources, with nothing left open.
         sizes: samples of each source.
@@ -60,6 +61,7 @@ class MixtureWindows:
         self,
         interleaving: Interleaving,
         *,
+        seed: int,
         epoch: int,
         shuffle: Shuffle,
         sizes: Sequence[int],
@@ -69,8 +71,10 @@ class MixtureWindows:
         if shuffle.kind == "full" or shuffle.window_blocks is None:
             raise ValueError('a mixture needs windows: use another shuffle than "full"')
         self.interleaving, self.num_samples = interleaving, interleaving.num_samples
-        self.epoch, self.shuffle, self.num_lanes = epoch, shuffle, shuffle.num_lanes
+        self.seed, self.epoch = seed, epoch
+        self.shuffle, self.num_lanes = shuffle, shuffle.num_lanes
         self._sizes = np.array(sizes, np.int64)
+        self._first_sample = np.cumsum(self._sizes) - self._sizes
         self._stride = max(most_windows(n, shuffle.window_blocks, self.num_lanes) for n in num_blocks)
         self.order_of = lru_cache(_KEPT_ORDERS * len(self._sizes))(orders)
         """(source, source epoch) -> its order."""
@@ -94,6 +98,15 @@ class MixtureWindows:
             window[at], index[at] = self.order_of(number, turn).locate(position[at])
             window[at] += key * self._stride
         return window, index
+
+    def samples(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The number of each position's sample, int64 [n], with those of all sources counted through."""
+        source, epoch, position = self._find(positions)
+        out = self._first_sample[source]
+        for key, at in windows_touched(epoch * len(self._sizes) + source):
+            turn, number = divmod(key, len(self._sizes))
+            out[at] += self.order_of(number, turn).samples(position[at])
+        return out
 
     def _find(
         self, positions: NDArray[np.int64]

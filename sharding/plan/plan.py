@@ -7,7 +7,7 @@ rank.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Protocol, Unpack, cast
 
@@ -18,6 +18,7 @@ from sharding.order.order import Order
 from sharding.order.shuffle import Shuffle
 from sharding.plan.batch_plan import BatchPlan, Dealing
 
+_OPTIONAL = {"batching", "sources"}
 STATE_VERSION = 2
 """Version 2 knows lanes; the order of version 1 had none."""
 
@@ -27,6 +28,10 @@ class Windows(Protocol):
 
     def window_span(self, window: int) -> tuple[int, int]:
         """First position of the window, and the one after its last."""
+        ...
+
+    def window_positions(self, window: int) -> NDArray[np.int64]:
+        """The position of each index of the window; -1: not in this epoch."""
         ...
 
     def locate(self, positions: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -145,11 +150,15 @@ class PlanState:
     version: int = STATE_VERSION
     batching: Mapping[str, object] | None = None
     """What decides the units of a length-aware plan (`UnitPlanner.mark`); None: positions count samples."""
+    sources: Sequence[int] | None = None
+    """Samples that each source of a mixture by tokens gave before the epoch; None: weights say."""
 
     def __post_init__(self) -> None:
         _check_version(self.version)
         if self.batching is not None and not isinstance(self.batching, Mapping):
             raise ValueError(f"batching must be an object or missing, got {self.batching!r}")
+        if self.sources is not None and not _are_counts(self.sources):
+            raise ValueError(f"sources must be integers >= 0 or missing, got {self.sources!r}")
         for name in ("seed", "epoch", "position", "num_samples"):
             if type(getattr(self, name)) is not int:
                 raise ValueError(f"{name} must be an integer, got {getattr(self, name)!r}")
@@ -168,9 +177,9 @@ class PlanState:
             raise ValueError(f"fingerprint must be at most 128 printable ASCII characters, got {mark!r}")
 
     def to_json(self) -> dict[str, object]:
-        """The state as JSON types; `batching` only where there is one."""
+        """The state as JSON types; `batching` and `sources` only where there are any."""
         fields = asdict(self) | {"shuffle": self.shuffle.to_json()}
-        return fields if self.batching is not None else {k: v for k, v in fields.items() if k != "batching"}
+        return {k: v for k, v in fields.items() if v is not None or k not in _OPTIONAL}
 
     @classmethod
     def from_json(cls, value: object) -> PlanState:
@@ -179,12 +188,16 @@ class PlanState:
             raise ValueError(f"a state must be an object, got {type(value).__name__}")
         _check_version(value.get("version"))  # first, since another version may have other fields
         names = {field.name for field in fields(cls)}
-        if missing := sorted(names - {"batching"} - set(value)):
+        if missing := sorted(names - _OPTIONAL - set(value)):
             raise ValueError(f"the state lacks {', '.join(missing)}")
         if unknown := sorted(set(value) - names, key=str):
             raise ValueError(f"the state has unknown fields: {', '.join(map(str, unknown))}")
         state = cast(Mapping[str, object], value)
         return cls(**{**state, "shuffle": Shuffle.from_json(state["shuffle"])})  # type: ignore[arg-type]
+
+
+def _are_counts(values: object) -> bool:
+    return isinstance(values, Sequence) and all(type(v) is int and 0 <= v < 1 << 62 for v in values)
 
 
 def _check_version(version: object) -> None:

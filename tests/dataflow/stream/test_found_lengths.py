@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from itertools import chain, islice, zip_longest
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,12 +16,13 @@ import torch
 import torch.distributed as dist
 from datasets_kit import rank
 from ranks_kit import fast_ranks
+from torch.nn.parallel import DistributedDataParallel
 
-from dataflow import Bucketed, DataLoader, Packed, ShardedDataset, Shuffle, TokenBudget
+from dataflow import Bucketed, DataLoader, GradSchedule, Mixture, Packed, ShardedDataset, Shuffle, TokenBudget
 from dataflow.batch.packed import PackedRows
 from sharding.errors import DataflowError, SampleError
 from sharding.lengths.batching import Batching
-from sharding.lengths.found_plan import FoundPlaces
+from sharding.lengths.found_plan import FoundPlaces, finders
 from sharding.lengths.unit_plan import units_key
 from sharding.order.order import Order
 from sharding.write.file import user_folder
@@ -87,13 +89,19 @@ def loader_of(folder: Path, batching: Batching, transform: Any = tokens_of, **op
 
 def units_of(loader: DataLoader, epoch: int = 0) -> list[list[list[int]]]:
     """Of every unit the pieces' tokens: every document is made, and each megabatch planned alone."""
-    dataset, batching = loader.dataset, loader.batching
-    assert batching is not None
+    dataset = loader.dataset
     order = Order(dataset.catalog.blocks.num_samples, loader.shuffle, seed=loader.seed, epoch=epoch)
     in_files = [i for shard in range(3) for i in range(shard, len(dataset), 3)]
     documents = [document(in_files[sample]) for sample in order.samples(np.arange(len(dataset)))]
+    return planned(loader, documents, epoch)
+
+
+def planned(loader: DataLoader, documents: list[list[int]], epoch: int) -> list[list[list[int]]]:
+    """The units of documents in an epoch's order: each megabatch alone."""
+    batching = loader.batching
+    assert batching is not None
     key_of = units_key(loader.seed, epoch, shuffled=loader.shuffle.kind != "none")
-    places = FoundPlaces(batching.with_window(1), len(dataset), key_of)
+    places = FoundPlaces(batching.with_window(1), len(documents), key_of)
     out = []
     for megabatch in range(places.num_megabatches):
         first, end = places.bounds[megabatch : megabatch + 2].tolist()
@@ -227,6 +235,29 @@ def test_a_state_of_other_batching_is_refused(folder: Path) -> None:
         loader.load_state_dict(state)
 
 
+def test_loops_at_a_time_share_little_memory(folder: Path) -> None:
+    with loader_of(
+        folder, BATCHINGS["packed"](), memory_limit=400_000, num_workers=1, workers="thread"
+    ) as loader:
+        one, other = iter(loader), iter(loader)
+        got: list[list[Any]] = [[], []]
+        for a, b in zip_longest(one, other):
+            got[0] += [] if a is None else [pieces_of(a["tokens"])]
+            got[1] += [] if b is None else [pieces_of(b["tokens"])]
+        assert got == [whole_batches(units_of(loader, epoch), 3) for epoch in range(2)]
+
+
+def test_samples_that_are_kept_hold_credits_until_they_are_delivered(folder: Path) -> None:
+    def large(sample: Mapping[str, Any]) -> dict[str, Any]:
+        return {"tokens": np.full(length_of(sample["n"]) * 1000, sample["n"])}
+
+    with loader_of(folder, Packed(8000, window=40), large) as loader:
+        in_use = [loader.stats().memory.in_use_bytes for _ in loader]
+        total = sum(length_of(i) * 8000 for i in range(NUM_DOCUMENTS))
+        assert 0 < in_use[-1] < max(in_use) / 2
+        assert max(in_use) < total
+
+
 # ---- ranks that tell each other the lengths ----------------------------------------------------------
 
 GLOBAL_ROWS = 12
@@ -306,9 +337,9 @@ def test_a_state_goes_on_with_another_number_of_ranks(folder: Path, before: int,
         assert set(made.values()) == {1}
 
 
-def fails_on_one_rank(folder: Path) -> str:
+def fails_on_one_rank(folder: Path, number: int) -> str:
     def tokens(sample: Mapping[str, Any]) -> dict[str, Any]:
-        if dist.get_rank() == 1 and sample["n"] > 100:
+        if dist.get_rank() == 1 and sample["n"] == number:
             raise ArithmeticError("no tokens today")
         return tokens_of(sample)
 
@@ -317,8 +348,17 @@ def fails_on_one_rank(folder: Path) -> str:
     return str(caught.value)
 
 
-def test_all_ranks_end_when_one_cannot_make_a_sample(folder: Path) -> None:
-    other, own = fast_ranks(fails_on_one_rank, 2, args=(folder,), timeout_s=60)
+@pytest.mark.parametrize("place", [0, 100, 150, 205])
+def test_all_ranks_end_when_one_cannot_make_a_sample(folder: Path, place: int) -> None:
+    """Whether that shows while the first megabatch is made, or a later one beside batches."""
+    with loader_of(folder, BATCHINGS["packed"]()) as loader:
+        order = Order(loader.dataset.catalog.blocks.num_samples, loader.shuffle, seed=5, epoch=0)
+    places = FoundPlaces(Packed(16, window=40), NUM_DOCUMENTS, lambda megabatch: None)
+    first = int(places.bounds[places.bounds <= place][-1])
+    of_one = first + np.flatnonzero(finders(first, min(first + 40, NUM_DOCUMENTS), order.num_lanes, 2) == 1)
+    in_files = [i for shard in range(3) for i in range(shard, NUM_DOCUMENTS, 3)]
+    number = in_files[int(order.samples(of_one[:1])[0])]
+    other, own = fast_ranks(fails_on_one_rank, 2, args=(folder, number), timeout_s=60)
     assert "ArithmeticError: no tokens today" in own
     assert other.startswith("rank 1 could not make its samples: SampleError")
 
@@ -359,6 +399,66 @@ def test_ranks_without_a_process_group_are_told_to_have_one(folder: Path) -> Non
         pytest.raises(DataflowError, match="distributed is not initialised"),
     ):
         next(iter(loader))
+
+
+def trained(folder: Path, tail: str, state: Any = None) -> Any:
+    """On one rank: the tokens of windows of two microbatches, and the schedule's state after the fourth."""
+    torch.manual_seed(0)
+    model: Any = DistributedDataParallel(torch.nn.Linear(1, 1))
+    optimizer = torch.optim.SGD(model.parameters(), 1e-6)
+    seen: list[Any] = []
+    windows, kept_state = [], None
+    with loader_of(folder, BATCHINGS["packed"](), tail=tail) as loader:
+        sched = GradSchedule(loader, model, optimizer, accumulate=2, timeout_s=30)
+        if state is not None:
+            sched.load_state_dict(state)
+        with sched:
+            for batch in sched:
+                tokens = batch["tokens"].tokens[:, :1].float()
+                sched.backward(model(tokens).sum() * 1e-6)
+                seen.append(pieces_of(batch["tokens"]))
+                if sched.step():
+                    windows.append(seen)
+                    seen = []
+                    if len(windows) == 4:
+                        kept_state = sched.state_dict()
+    return windows, kept_state
+
+
+@pytest.mark.parametrize("tail", ["drop", "pad", "even", "uneven"])
+def test_a_grad_schedule_steps_and_goes_on_over_all_tails(folder: Path, tail: str) -> None:
+    whole = fast_ranks(trained, 2, args=(folder, tail), timeout_s=90)
+    with loader_of(folder, BATCHINGS["packed"]()) as loader:
+        expected = expected_on(units_of(loader), 2, 6, tail)
+    batches = [[batch for window in windows for batch in window] for windows, _ in whole]
+    got = [[*a, *(b or [])] for a, b in zip_longest(*batches)]
+    assert got[: len(expected) - 1] == expected[:-1]
+    assert got[-1][: len(expected[-1])] == expected[-1]
+    assert whole[0][1] == whole[1][1]
+    rest = fast_ranks(trained, 2, args=(folder, tail, whole[0][1]), timeout_s=90)
+    assert [own[0] for own in rest] == [own[0][4:] for own in whole]
+
+
+class Letters:
+    """A tokenizer whose tokens are letters."""
+
+    def encode(self, text: str) -> Any:
+        return SimpleNamespace(ids=[*text.encode()])
+
+
+def test_the_program_of_the_guide_runs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "text").mkdir()
+    (folder / "text" / "0.jsonl").write_text('{"text": "one", "source": 3}\n{"text": "three", "source": 5}\n')
+    page = (Path(__file__).parents[3] / "docs" / "guide" / "batching.md").read_text("utf-8")
+    section = page.partition("## Lengths that are found on the way")[2]
+    program = section.partition("```python\n")[2].partition("```")[0]
+    monkeypatch.chdir(folder)
+    names = {"DataLoader": DataLoader, "ShardedDataset": ShardedDataset, "Packed": Packed}
+    exec(program, names | {"tokenizer": Letters()}, made := dict[str, Any]())
+    with made["loader"] as loader:
+        (batch,) = loader
+    assert sorted(batch["source"].tolist()) == [3, 5]
+    assert int((batch["tokens"].segment_ids > 0).sum()) == 8
 
 
 # ---- lengths that are known, of samples that are made ------------------------------------------------
@@ -440,6 +540,28 @@ def test_a_sample_that_cannot_be_made_is_left_out_and_counted_once(folder: Path)
                 len(loader)
             assert list(loader)
             assert loader.stats().skipped_samples == 2
+
+
+def test_a_sample_of_known_length_that_cannot_be_made_is_missing_in_its_rows(folder: Path) -> None:
+    def tokens(sample: Mapping[str, Any]) -> dict[str, Any]:
+        assert sample["n"] not in (17, 31)
+        return tokens_of(sample)
+
+    batching = Packed(5, window=40, lengths=known(folder))  # each is in several rows
+    with loader_of(folder, batching) as loader:
+        units = units_of(loader)
+    rows = [[piece for piece in unit if piece[0] // 100 not in (17, 31)] for unit in units]
+    with loader_of(folder, batching, tokens, on_error="skip") as loader:
+        whole, states = [], []
+        for batch in loader:
+            whole.append(pieces_of(batch["tokens"]))
+            states.append(loader.state_dict())
+        assert loader.stats().skipped_samples == 2
+    expected = [batch for batch in whole_batches(rows, 3) if any(batch)]
+    assert whole == expected
+    with loader_of(folder, batching, tokens, on_error="skip") as loader:
+        loader.load_state_dict(states[10])
+        assert delivered(loader) == whole[11:]
 
 
 def test_the_number_of_batches_is_a_type_error(folder: Path) -> None:
@@ -549,19 +671,19 @@ def test_lengths_are_kept_by_key_and_not_without_one_or_where_they_are_random(fo
 
 
 def test_a_transform_with_a_fingerprint_needs_no_key(folder: Path) -> None:
-    class Letters:
+    class Marked:
         fingerprint = "letters"
 
         def __call__(self, sample: Mapping[str, Any]) -> dict[str, Any]:
             return tokens_of(sample)
 
-    with loader_of(folder, BATCHINGS["packed"](), Letters()) as loader:
+    with loader_of(folder, BATCHINGS["packed"](), Marked()) as loader:
         num, state = len(list(loader)), loader.state_dict()
-    with loader_of(folder, BATCHINGS["packed"](), Letters()) as loader:
+    with loader_of(folder, BATCHINGS["packed"](), Marked()) as loader:
         assert len(loader) == num
-    Letters.fingerprint = "others"
+    Marked.fingerprint = "others"
     with (
-        loader_of(folder, BATCHINGS["packed"](), Letters()) as loader,
+        loader_of(folder, BATCHINGS["packed"](), Marked()) as loader,
         pytest.raises(ValueError, match="other"),
     ):
         loader.load_state_dict(state)
@@ -591,3 +713,89 @@ def test_a_damaged_file_costs_only_finding_again(folder: Path, damage: Any) -> N
         assert len(list(loader)) == num
     with loader_of(folder, kept("packed")) as loader:
         assert len(loader) == num
+
+
+# ---- mixtures ----------------------------------------------------------------------------------------
+
+
+def other_tokens(sample: Mapping[str, Any]) -> dict[str, Any]:
+    """Tokens of another source, below zero."""
+    return {"tokens": [-1 - t for t in tokens_of(sample)["tokens"]], "n": sample["n"]}
+
+
+def mixture_of(folder: Path, shares: str = "samples") -> Mixture:
+    one = ShardedDataset(str(folder), transform=tokens_of, block_bytes=400)
+    other = ShardedDataset(str(folder), transform=other_tokens, block_bytes=400).take(150)
+    return Mixture({one: 0.7, other: 0.3}, shares=shares)
+
+
+def mixed(folder: Path, batching: Batching, shares: str = "samples", **options: Any) -> DataLoader:
+    options = {"shuffle": Shuffle("window", 2), "seed": 5, "num_workers": 0, "batch_size": 3, **options}
+    return DataLoader(mixture_of(folder, shares), batching=batching, **options)
+
+
+def mixed_rows(loader: DataLoader, epoch: int) -> list[list[list[int]]]:
+    """What the plain loop packs of an epoch."""
+    order = loader.dataset.windows(epoch, loader.shuffle, seed=loader.seed)
+    in_files = [i for shard in range(3) for i in range(shard, NUM_DOCUMENTS, 3)]
+    numbers = order.samples(np.arange(order.num_samples)).tolist()
+    documents = [
+        document(in_files[n])
+        if n < NUM_DOCUMENTS
+        else [-1 - t for t in document(in_files[n - NUM_DOCUMENTS])]
+        for n in numbers
+    ]
+    return planned(loader, documents, epoch)
+
+
+def mixed_on_rank(folder: Path) -> Any:
+    with mixed(folder, Packed(16, window=40), tail="uneven") as loader:
+        return [delivered(loader) for _ in range(2)]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_mixture_of_what_transforms_make_is_packed_as_by_the_plain_loop(
+    folder: Path, world_size: int
+) -> None:
+    ranks = fast_ranks(mixed_on_rank, world_size, args=(folder,), timeout_s=90)
+    with mixed(folder, Packed(16, window=40)) as loader:
+        for epoch in range(2):
+            batches = zip_longest(*(own[epoch] for own in ranks), fillvalue=[])
+            got = [list(chain(*parts)) for parts in batches]
+            assert got == whole_batches(mixed_rows(loader, epoch), 3 * world_size)
+
+
+def test_a_mixture_goes_on_from_a_state(folder: Path) -> None:
+    with mixed(folder, Packed(16, window=40)) as loader:
+        list(islice(loader, 20))
+        state = json.loads(json.dumps(loader.state_dict()))
+    with mixed(folder, Packed(16, window=40)) as loader:
+        loader.load_state_dict(state)
+        assert delivered(loader) == whole_batches(mixed_rows(loader, 0), 3)[20:]
+
+
+def test_shares_by_tokens_need_lengths_that_a_run_may_have_kept(folder: Path) -> None:
+    batching = Packed(16, window=40, lengths_key="letters")
+    with pytest.raises(ValueError, match="let a run with"):
+        mixed(folder, batching, "tokens")
+    with mixed(folder, batching) as loader:
+        for _ in range(3):  # an epoch may leave samples of the larger source to the next
+            list(loader)
+        assert len(loader)
+    with mixed(folder, batching, "tokens") as loader:
+        rows = list(chain(*delivered(loader)))
+        assert len(loader) == -(-len(rows) // 3)
+    of_one = sum(len(piece) for row in rows for piece in row if piece[0] >= 0)
+    every = sum(len(piece) for row in rows for piece in row)
+    assert abs(of_one - 0.7 * every) <= 23
+
+
+def test_an_error_names_the_source_of_a_mixture(folder: Path) -> None:
+    lengths = [known(folder), known(folder)]
+    lengths[1][3] += 1
+    with (
+        mixed(folder, Packed(16, window=40, lengths=lengths)) as loader,
+        pytest.raises(SampleError, match="said to be") as caught,
+    ):
+        list(loader)
+    assert caught.value.key == "3"

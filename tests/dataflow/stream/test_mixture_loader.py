@@ -23,7 +23,7 @@ from pairs_kit import meeting_in_pairs
 from ranks_kit import fast_ranks
 from stream_kit import stream_of
 
-from dataflow import DataLoader, Image, Mixture, ShardedDataset, Shuffle, TokenBudget
+from dataflow import DataLoader, Image, Mixture, ShardedDataset, Shuffle
 from sharding.errors import SampleError
 from sharding.mixture.windows import MixturePlan, source_seed
 from sharding.order.selection import SelectedOrder
@@ -452,8 +452,3 @@ def test_processes_deliver_one_list_and_one_of_them_can_go_on(tmp_path: Path) ->
         loader.load_state_dict(ranks[0][1])
         joint = [[*one, *other] for one, other in zip(ranks[0][0], ranks[1][0], strict=True)]
         assert joint + delivered(loader) == whole
-
-
-def test_length_aware_batches_of_a_mixture_are_refused(abc: list[ShardedDataset]) -> None:
-    with pytest.raises(ValueError, match="does not take a Mixture"):
-        DataLoader(Mixture(abc), batching=TokenBudget(12, column="n"))

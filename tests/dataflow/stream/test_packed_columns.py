@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ import pytest
 import torch
 from chunks_kit import HandDrivenEpoch
 from datasets_kit import rank, write_tar
+from torch.nn.attention.flex_attention import create_block_mask, create_mask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
 from dataflow import Bucketed, DataLoader, Packed, Pad, Ragged, ShardedDataset, TokenBudget
@@ -360,6 +363,48 @@ def test_attention_over_packed_rows_is_that_of_each_document_alone(tmp_path: Pat
     assert pads
 
 
+@pytest.mark.parametrize(("block_size", "length"), [(16, 64), (16, 56), (8, 100)])
+@pytest.mark.parametrize("causal", [True, False])
+def test_the_block_mask_is_what_asking_for_every_pair_of_places_finds(
+    tmp_path: Path, block_size: int, length: int, causal: bool
+) -> None:
+    batching = Packed(length, columns=["input_ids"], whole=["weight", "loss_mask"])
+    for batch in packed_batches(tmp_path, batching):
+        rows = batch["input_ids"]
+        mask = rows.block_mask(causal=causal, block_size=block_size)
+        shape = (len(rows.tokens), None, length, length)
+        mask_mod = rows.mask_mod(causal=causal)
+        found = create_block_mask(mask_mod, *shape, device="cpu", BLOCK_SIZE=block_size)
+        assert torch.equal(mask.to_dense(), found.to_dense())
+        assert torch.equal(mask.kv_num_blocks, found.kv_num_blocks)
+        assert torch.equal(mask.full_kv_num_blocks, found.full_kv_num_blocks)
+        places = create_mask(mask_mod, *shape, device="cpu")
+        assert torch.equal(places, rows.attention_mask(causal=causal))
+
+
+def test_flex_attention_over_packed_rows_is_that_of_sdpa(tmp_path: Path) -> None:
+    table = torch.randn(3000, 2, 16)
+    batching = Packed(64, columns=["input_ids"], whole=["weight", "loss_mask"])
+    for batch in packed_batches(tmp_path, batching):
+        rows = batch["input_ids"]
+        heads = table[rows.tokens].transpose(1, 2)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that it runs uncompiled
+            flex = flex_attention(heads, heads, heads, block_mask=rows.block_mask(block_size=16))
+        expected = scaled_dot_product_attention(heads, heads, heads, attn_mask=rows.attention_mask())
+        assert torch.allclose(flex, expected, atol=1e-5)  # type: ignore[arg-type]
+
+
+def test_documents_are_counted_through_the_batch(tmp_path: Path) -> None:
+    for batch in packed_batches(tmp_path):
+        rows = batch["input_ids"]
+        ids = rows.document_ids()
+        assert (ids.dtype, ids.shape) == (torch.int32, rows.tokens.shape)
+        bounds = rows.cu_seqlens.tolist()
+        by_loop = [number for number, (a, b) in enumerate(pairwise(bounds)) for _ in range(a, b)]
+        assert ids.reshape(-1).tolist() == by_loop
+
+
 def test_the_arguments_of_attention_over_varying_lengths(tmp_path: Path) -> None:
     for batch in packed_batches(tmp_path):
         rows = batch["input_ids"]
@@ -449,7 +494,7 @@ def test_the_program_of_the_page_on_batching_runs(tmp_path: Path, monkeypatch: p
     (tmp_path / "corpus").mkdir()
     write_parquet(tmp_path / "corpus", documents())
     page = (Path(__file__).parents[3] / "docs" / "guide" / "batching.md").read_text("utf-8")
-    [program] = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    program, *_ = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
 
     def model(tokens: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         assert tokens.shape == positions.shape == (len(mask), mask.shape[-1])

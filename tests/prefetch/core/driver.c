@@ -523,7 +523,7 @@ static void try_resize(void) {
     num_resized += results;
 }
 
-/* ---- orders, and pages of mapped files ------------------------------------------------------------------------ */
+/* ---- orders, turns, and pages of mapped files ----------------------------------------------------------------- */
 
 static void try_orders(void) {
     int64_t count = below(5), sizes[4], total = 0;
@@ -550,6 +550,29 @@ static void try_orders(void) {
     }
     num_ordered += total;
     free(out), free(seen);
+}
+
+/* Every prefix is within the longest sample of every share. */
+static void try_turns(void) {
+    int64_t sources = 1 + below(8), each = 1 + below(40), longest = 1 + below(50), total = 0, tokens = 0;
+    int64_t shares[8], owed[8] = {0}, upcoming[8], end[8], of_source[8] = {0};
+    int64_t *lengths = allocated(sources * each * 8), most = 1 + below(sources * each + 9);
+    for (int64_t s = 0; s < sources; s++) {
+        total += shares[s] = s ? below(9) : 1 + below(9);
+        end[s] = (upcoming[s] = s * each) + each;
+    }
+    for (int64_t i = 0; i < sources * each; i++) lengths[i] = below(longest + 1);
+    uint16_t *out = allocated(most * 2);
+    int64_t taken = core_token_turns(shares, owed, lengths, upcoming, end, sources, out, most), ended = 0;
+    for (int64_t s = 0; s < sources; s++) ended |= shares[s] && upcoming[s] == end[s], upcoming[s] = s * each;
+    CHECK(taken == most || (ended && taken < most), "%ld of %ld turns", (long)taken, (long)most);
+    for (int64_t turn = 0; turn < taken; turn++) {
+        int64_t source = out[turn], length = lengths[upcoming[source]++];
+        of_source[source] += length, tokens += length;
+        for (int64_t s = 0; s < sources; s++)
+            CHECK(labs(shares[s] * tokens - of_source[s] * total) <= total * longest, "source %ld", (long)s);
+    }
+    free(lengths), free(out);
 }
 
 static void try_bring(void) {
@@ -591,6 +614,7 @@ int main(int argc, char **argv) {
         try_queue();
         try_resize();
         try_orders();
+        try_turns();
         try_bring();
     }
     printf("{\"rows\": %ld, \"lost\": %ld, \"widened\": %ld, \"short\": %ld, \"resized\": %ld, \"ordered\": %ld}\n", num_rows,

@@ -286,6 +286,7 @@ def windows_of(
 
     return MixtureWindows(
         spec.epoch(epoch),
+        seed=seed,
         epoch=epoch,
         shuffle=shuffle,
         sizes=[sum(counts) for counts in blocks],
@@ -329,6 +330,20 @@ def test_in_each_source_epoch_each_sample_comes_exactly_once(spec: MixtureSpec, 
         for source_epoch in range(total[number] // SIZES[number]):
             for block, rows in enumerate(counts):
                 assert all(seen[source_epoch, ((number, block), row)] for row in range(rows))
+
+
+@pytest.mark.parametrize("spec", MIXES)
+@pytest.mark.parametrize("shuffle", SHUFFLES, ids=str)
+def test_samples_count_those_of_the_sources_before(spec: MixtureSpec, shuffle: Shuffle) -> None:
+    first_row = [np.cumsum(counts) - counts for counts in BLOCKS]
+    for epoch in range(2):
+        windows = windows_of(spec, epoch, shuffle=shuffle)
+        positions = np.arange(windows.num_samples)[::-1]
+        numbers = [
+            sum(SIZES[:source]) + int(first_row[source][block]) + row
+            for (source, block), row in samples_at(windows, positions)
+        ]
+        assert windows.samples(positions).tolist() == numbers
 
 
 @pytest.mark.parametrize("spec", MIXES)

@@ -1,0 +1,217 @@
+"""Turns by tokens: who comes when, so that every prefix holds of each source its share of the elements.
+
+Samples differ in length, so the sequence of turns has no period: it follows from the lengths of the samples
+in the order in which their sources give them. The rule is worst-case fair queueing (WF2Q, Bennett & Zhang
+1996): beside the mixture runs an ideal one that serves all sources at the same time, each by its share of
+every element. Of the sources whose next sample the ideal one has begun, the one whose sample it would end
+first is taken. With t elements of a source among T, and the longest sample L,
+
+    |t - share * T| <= L        for every source, every prefix and any number of sources:
+
+who may come is not ahead, and at worst the longest sample stands in the way of one that is due. (Taking the
+source that lags most exceeds L for many sources, as do the orders by virtual time that a sort would give.)
+Whole numbers alone are compared, so all machines agree. An epoch is tabulated when it is asked for: 2 bytes a
+position, and a sum for each source every 65,536 positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sharding.mixture.interleaving import Interleaving, MixturePhase, MixtureSpec
+from sharding.mixture.shares import ENDLESS
+from sharding.order.windows import windows_touched
+
+Ints = NDArray[np.int64]
+SourceLengths = Callable[[int, int], NDArray[np.integer]]
+"""(source, epoch of its own) -> lengths of its samples in the order of that epoch."""
+TakeTurns = Callable[[Ints, Ints, Ints, Ints, Ints, NDArray[np.uint16]], int]
+"""See `take_turns`."""
+
+_CHUNK = 1 << 16
+_KNOWN = 1 << 22
+"""Lengths to come of all sources together, at most: 32 MiB."""
+_KEPT_TABLES = 32
+_KEPT_EPOCHS = 2
+
+
+def take_turns(
+    shares: Ints, owed: Ints, lengths: Ints, upcoming: Ints, end: Ints, out: NDArray[np.uint16]
+) -> int:
+    """Take turns until `out` is full, or the known lengths of a source with a share have come to their end.
+
+    Args:
+        shares: [sources] whole numbers >= 0, one of them positive.
+        owed: [sources] what each source is behind, in elements times the sum of shares; changed.
+        lengths: [n] of samples of all sources.
+        upcoming: [sources] where the length of each source's next sample lies in `lengths`; changed.
+        end: [sources] where its known lengths end.
+        out: [turns] gets the sources.
+
+    Returns how many turns were taken. O(sources) a turn, in Python: the compiled core does the same.
+    """
+    total, used = int(shares.sum()), np.flatnonzero(shares).tolist()
+    share, behind = shares.tolist(), owed.tolist()
+    queues = [lengths[at:stop][::-1].tolist() for at, stop in zip(upcoming, end, strict=True)]
+    turns = list[int]()
+    while len(turns) < len(out) and all(queues[source] for source in used):
+        best, soonest = -1, 0
+        for source in used:
+            if behind[source] < 0:
+                continue
+            left = total * queues[source][-1] - behind[source]
+            if best < 0 or left * share[best] < soonest * share[source]:
+                best, soonest = source, left
+        length = queues[best].pop()
+        for source in used:
+            behind[source] += share[source] * length
+        behind[best] -= total * length
+        turns.append(best)
+    out[: len(turns)], owed[:] = turns, behind
+    upcoming[:] = end - [*map(len, queues)]
+    return len(turns)
+
+
+class TokenTurns:
+    """Turns that were tabulated, as `sharding.mixture.shares.Turns`. Thread-safe.
+
+    Args:
+        source: uint16 [turns], whose turn each is.
+        num_sources: of the mixture.
+    """
+
+    def __init__(self, source: NDArray[np.uint16], num_sources: int) -> None:
+        self._source = source
+        counts = [
+            np.bincount(source[at : at + _CHUNK], minlength=num_sources)
+            for at in range(0, len(source), _CHUNK)
+        ]
+        self._before = np.concatenate((np.zeros((1, num_sources), np.int64), np.cumsum(counts, axis=0)))
+        """[chunks + 1, sources] turns of each source before each chunk."""
+        self.totals: Ints = self._before[-1]
+        """[sources] all turns of each."""
+        self._table = lru_cache(_KEPT_TABLES)(self._tabulate)
+
+    def _tabulate(self, chunk: int) -> tuple[Ints, Ints, Ints]:
+        """As `Pattern`: `nth`, `place` and `first` of the turns of a chunk."""
+        source = self._source[chunk * _CHUNK : (chunk + 1) * _CHUNK]
+        place = np.argsort(source, kind="stable")
+        first = np.concatenate(([0], np.cumsum(self._before[chunk + 1] - self._before[chunk])))
+        nth = np.empty(len(source), np.int64)
+        nth[place] = np.arange(len(source)) - first[source[place]]
+        return nth, place, first
+
+    def locate(self, turns: Ints) -> tuple[NDArray[np.int32], Ints]:
+        """Whose turns these are, int32 [n], and how many turns that source had before, int64 [n]."""
+        source, chunk = self._source[turns].astype(np.int32), turns // _CHUNK
+        index = self._before[chunk, source]
+        for number, at in windows_touched(chunk):
+            index[at] += self._table(number)[0][turns[at] - number * _CHUNK]
+        return source, index
+
+    def turns(self, source: int, index: Ints) -> Ints:
+        """The inverse of `locate`: when a source has its turns, int64 [n]; indices are below its total."""
+        chunk = np.searchsorted(self._before[:, source], index, side="right") - 1
+        out = np.empty(len(index), np.int64)
+        for number, at in windows_touched(chunk):
+            _, place, first = self._table(number)
+            out[at] = place[first[source] + index[at] - self._before[number, source]] + number * _CHUNK
+        return out
+
+    def counts(self, turn: int) -> Ints:
+        """Turns of each source before this one, int64 [sources]."""
+        chunk = turn // _CHUNK
+        within = self._source[chunk * _CHUNK : turn]
+        counts: Ints = self._before[chunk] + np.bincount(within, minlength=len(self.totals))
+        return counts
+
+
+class TokenEpochs:
+    """The epochs of a mixture whose shares count tokens. Thread-safe.
+
+    Args:
+        spec: with `counts` "tokens".
+        lengths: what is delivered of each sample.
+        starts: {epoch: samples that each source gave before it}, of epochs that need not be counted to.
+        take: `take_turns`, or what does the same.
+
+    Raises `ValueError` where a source with a share has no tokens.
+    """
+
+    def __init__(
+        self,
+        spec: MixtureSpec,
+        lengths: SourceLengths,
+        *,
+        starts: Mapping[int, Sequence[int]] | None = None,
+        take: TakeTurns = take_turns,
+    ) -> None:
+        self.spec, self._lengths, self._take = spec, lengths, take
+        self._starts = {0: (0,) * len(spec.sizes)} | {e: tuple(first) for e, first in (starts or {}).items()}
+        self.epoch = lru_cache(_KEPT_EPOCHS)(self._epoch)
+        """epoch -> its `Interleaving`."""
+
+    def first(self, epoch: int) -> tuple[int, ...]:
+        """Samples that each source gave before an epoch. All epochs since a known start are tabulated."""
+        known = max(number for number in self._starts if number <= epoch)
+        for number in range(known, epoch):
+            made = self.epoch(number)
+            self._starts[number + 1] = tuple((made.first + made.counts(made.num_samples)).tolist())
+        return self._starts[epoch]
+
+    def _epoch(self, epoch: int) -> Interleaving:
+        if epoch < 0:
+            raise ValueError(f"there is no epoch {epoch}")
+        first = np.array(self.first(epoch), np.int64)
+        steps = self.spec.steps_from(int(first.sum()))
+        given, turns, phases = np.zeros_like(first), 0, list[MixturePhase]()
+        counting = np.array(steps[-1][1]) > 0
+        for (start, shares), end in zip(steps, [*(s for s, _ in steps[1:]), ENDLESS], strict=True):
+            if self._is_over(given, counting):
+                break
+            pattern = self._turns(np.array(shares, np.int64), first, given, counting, end - start)
+            phases.append(MixturePhase(start, pattern))
+            given = given + pattern.totals
+            turns += int(pattern.totals.sum())
+        return Interleaving(phases, turns, 1, first)
+
+    def _is_over(self, given: Ints, counting: NDArray[np.bool_]) -> bool:
+        """Whether an epoch ends once each source gave so much; `counting`: those with a share to the end."""
+        seen = given >= np.array(self.spec.sizes)
+        return bool(seen.any() if self.spec.stop == "first" else seen[counting].all())
+
+    def _turns(
+        self, shares: Ints, first: Ints, given: Ints, counting: NDArray[np.bool_], most: int
+    ) -> TokenTurns:
+        """At most so many turns, from where each source gave so much of this epoch."""
+        num, given = len(shares), given.copy()
+        width = min(_CHUNK, -(-_KNOWN // num))
+        known = np.zeros((num, width), np.int64)
+        """Lengths to come of each source."""
+        upcoming = np.arange(num) * width
+        end, owed, parts, taken = upcoming.copy(), np.zeros(num, np.int64), [], 0
+        while taken < most and not self._is_over(given, counting):
+            for source in np.flatnonzero((upcoming == end) & (shares > 0)).tolist():
+                lengths = self._next_lengths(source, int(first[source]), int(given[source]))[:width]
+                known[source, : len(lengths)] = lengths
+                upcoming[source] = source * width
+                end[source] = source * width + len(lengths)
+            out = np.empty(min(_CHUNK, most - taken), np.uint16)
+            out = out[: self._take(shares, owed, known.reshape(-1), upcoming, end, out)]
+            parts.append(out)
+            given += np.bincount(out, minlength=num)
+            taken += len(out)
+        return TokenTurns(np.concatenate(parts), num)
+
+    def _next_lengths(self, source: int, first: int, given: int) -> NDArray[np.integer]:
+        """The lengths to come of a source's own epoch, no more than to where it was seen once in this one."""
+        size = self.spec.sizes[source]
+        turn, position = divmod(first + given, size)
+        lengths = self._lengths(source, turn)
+        if not lengths.any():
+            raise ValueError(f"source {source} of the mixture has no tokens, so it has no share of them")
+        return lengths[position:] if given >= size else lengths[position : position + size - given]
