@@ -43,6 +43,7 @@ PACKAGES = (
     "tokenizers",
     "torch",
     "torchdata",
+    "torchtitan",
     "webdataset",
 )
 

@@ -29,6 +29,10 @@ if TYPE_CHECKING:
     from dataflow.outputs.ragged import Pad
     from dataflow.ragged import Ragged
     from dataflow.stats import LoaderStats as LoaderStats, WorkerStats as WorkerStats
+    from dataflow.text.chat import ChatTemplate as ChatTemplate
+    from dataflow.text.pairs import PreferencePairs as PreferencePairs, split_pairs as split_pairs
+    from dataflow.text.tokenize import Tokenize
+    from dataflow.text.tokenizer import MissingTextSupportError as MissingTextSupportError
     from dataflow.timing.phases import StepInfo as StepInfo
     from prefetch.errors import MemoryLimitError as MemoryLimitError, StallError as StallError
     from prefetch.store.retries import RetryPolicy as RetryPolicy
@@ -61,6 +65,7 @@ __all__ = [
     "ShardedDataset",
     "Shuffle",
     "TokenBudget",
+    "Tokenize",
     "Topology",
     "Video",
 ]
@@ -69,14 +74,17 @@ __all__ = [
 _MODULES = {
     # Beside `__all__`: what one catches, what calls return, and what few give.
     "BuilderActorError": "dataflow.actors.cluster",
+    "ChatTemplate": "dataflow.text.chat",
     "CorruptShardError": "sharding.errors",
     "DisagreementError": "dataflow.grad.agreement",
     "LoaderStats": "dataflow.stats",
     "MemoryLimitError": "prefetch.errors",
     "MissingImageSupportError": "dataflow.decode.image",
     "MissingMediaSupportError": "dataflow.decode.media",
+    "MissingTextSupportError": "dataflow.text.tokenizer",
     "Optional": "dataflow.outputs.optional",  # not `typing.Optional`, which a star import would hide
     "PackedRows": "dataflow.batch.packed",
+    "PreferencePairs": "dataflow.text.pairs",
     "RankLostError": "dataflow.grad.lost",
     "RayClusterError": "dataflow.actors.cluster",
     "RetryPolicy": "prefetch.store.retries",
@@ -87,6 +95,7 @@ _MODULES = {
     "StallError": "prefetch.errors",
     "StepInfo": "dataflow.timing.phases",
     "WorkerStats": "dataflow.stats",
+    "split_pairs": "dataflow.text.pairs",
     # `__all__`:
     "Audio": "dataflow.decode.audio",
     "Bucketed": "sharding.lengths.batching",
@@ -103,6 +112,7 @@ _MODULES = {
     "ShardedDataset": "dataflow.dataset",
     "Shuffle": "sharding.order.shuffle",
     "TokenBudget": "sharding.lengths.batching",
+    "Tokenize": "dataflow.text.tokenize",
     "Topology": "sharding.topology.topology",
     "Video": "dataflow.decode.video",
 }

@@ -23,6 +23,7 @@ from torch.utils.data import Dataset
 from typing_extensions import TypeVar
 
 from dataflow.batch.samples import samples_of, transform_reason
+from dataflow.batch.transforms import fingerprint_of, transformed_together
 from dataflow.limits import Cache
 from dataflow.outputs.columns import ChunkColumns, ChunkRows, Randomness, WindowPart
 from dataflow.outputs.output import Output, staged_outputs
@@ -103,7 +104,8 @@ class ShardedDataset(Sharded, Dataset[S]):
             `Audio(...)`, `Pad(...)`, a function of bytes, or "int", "float", "text", "json", "npy", "image",
             "bytes", "pickle", "torch", or `Optional(...)` of one of these, where samples may lack the column.
         transform: called with each sample (a dict); if it takes `rng=`, it gets a `numpy.random.Generator`
-            that is a function of (seed, epoch, sample).
+            that is a function of (seed, epoch, sample). One with a `batch` form, such as `Tokenize(...)`,
+            is called with many samples: see `dataflow.batch.transforms.BatchTransform`.
         batch_transform: called with each batch.
         storage_options: keyword arguments for the fsspec filesystem.
         retry: a `RetryPolicy`: when a store that fails is asked again, and when it is given up. None: 120 s
@@ -301,12 +303,15 @@ class ShardedDataset(Sharded, Dataset[S]):
     def fingerprint(self) -> str:
         """What identifies shards and selection in a state: another one means other samples.
 
-        The commit of a dataset on the Hub follows behind "@", for messages: it says nothing of the samples.
+        The fingerprint of a transform that has one follows behind "~", the commit of a dataset on the Hub
+        behind "@"; that one is for messages: it says nothing of the samples.
         """
         mark = self.catalog.fingerprint()
         if not self.selection.is_whole:
             mark += f"-{self.selection.digest}"
         mark += "".join(f"+{join.other.fingerprint().partition('@')[0]}" for join in self.joins)
+        if transform := fingerprint_of(self.transform):
+            mark += f"~{transform}"
         first = self.catalog.shard(0).url
         return f"{mark}@{parse_name(first).revision}" if is_pinned(first) else mark
 
@@ -458,7 +463,14 @@ class ShardedDataset(Sharded, Dataset[S]):
         if self.transform is None:
             return values  # type: ignore[return-value]
         origins = columns.rows.find_all(np.arange(len(values)))
-        return [self._transformed(value, *origin) for value, origin in zip(values, origins, strict=True)]
+        transforms = [(self.transform, self.transform_wants_rng)] * len(values)
+        together, failure = transformed_together(values, transforms)
+        if failure is None and len(together) == len(values):
+            return [together[at] for at in range(len(values))]
+        made = [self._transformed(value, *origin) for value, origin in zip(values, origins, strict=True)]
+        if failure is not None:
+            raise failure
+        return made
 
     def _transformed(self, sample: dict[str, Any], window: StagedWindow, row: int) -> Any:
         """What `transform` makes of the sample in a row of a window."""

@@ -39,6 +39,12 @@ class Ragged(NamedTuple):
         return torch.diff(self.offsets)
 
     @classmethod
+    def of_rows(cls, rows: Sequence[Tensor]) -> Ragged:
+        """Rows of one dtype, put one after the other; a copy. At least one."""
+        ends = accumulate(map(len, rows), initial=0)
+        return cls(torch.cat([*rows]), torch.tensor([*ends]))
+
+    @classmethod
     def joined(cls, batches: Sequence[Ragged]) -> Ragged:
         """The rows of several, one after the other; a copy."""
         starts = accumulate((len(each.values) for each in batches), initial=0)

@@ -6,18 +6,29 @@ from torch.nn.functional import scaled_dot_product_attention
 
 
 class GPT(nn.Module):
-    """Predicts the next byte: int64 [batch, length] -> logits [batch, length, 256]."""
+    """Predicts the next token: int64 [batch, length] -> logits [batch, length, vocabulary]."""
 
-    def __init__(self, length: int, width: int = 96, num_layers: int = 2, num_heads: int = 4) -> None:
+    def __init__(
+        self, length: int, vocabulary: int = 256, width: int = 96, num_layers: int = 2, num_heads: int = 4
+    ) -> None:
         super().__init__()
-        self.token = nn.Embedding(256, width)
+        self.token = nn.Embedding(vocabulary, width)
         self.position = nn.Parameter(torch.zeros(length, width))
-        self.blocks = nn.Sequential(*(Block(width, num_heads) for _ in range(num_layers)))
-        self.head = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 256))
+        self.blocks = nn.ModuleList(Block(width, num_heads) for _ in range(num_layers))
+        self.head = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, vocabulary))
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Logits of the byte after each position."""
-        return self.head(self.blocks(self.token(tokens) + self.position))
+    def forward(self, tokens: Tensor, positions: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
+        """Logits of the token after each place.
+
+        `positions` [batch, length]: of each token in its document. `mask` bool [batch, 1, length, length]:
+        what each place may see, itself among it. None of either: a row is one document.
+        """
+        x = self.token(tokens) + (
+            self.position[: tokens.shape[1]] if positions is None else self.position[positions]
+        )
+        for block in self.blocks:
+            x = block(x, mask)
+        return self.head(x)
 
 
 class Block(nn.Module):
@@ -34,10 +45,10 @@ class Block(nn.Module):
         wide = nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
         self.mlp = nn.Sequential(nn.LayerNorm(width), *wide)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """[batch, length, width] -> the same."""
         heads = self.qkv(self.norm(x)).unflatten(2, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
-        mixed = scaled_dot_product_attention(*heads, is_causal=True)
+        mixed = scaled_dot_product_attention(*heads, attn_mask=mask, is_causal=mask is None)
         x = x + self.out(mixed.transpose(1, 2).flatten(2))
         return x + self.mlp(x)
 

@@ -1,11 +1,14 @@
-"""The data of the examples: a file of tokens, and a WebDataset tar of JPEGs.
+"""The data of the examples: tokens, texts, chats and a tokenizer; a WebDataset tar of JPEGs.
 
 Each function writes a file unless it is there, on one rank while the others wait, and returns its path.
 """
 
+import ast
+import json
 import sysconfig
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch.distributed as dist
@@ -24,6 +27,76 @@ def token_file(folder: Path, texts: Sequence[Path]) -> Path:
         path.write_bytes(b"".join(file.read_bytes() + bytes([END]) for file in files))
 
     return written_once(folder / "tokens.bin", write)
+
+
+def text_file(folder: Path, texts: Sequence[Path]) -> Path:
+    """`folder/text.jsonl`: {"text": ...} a line, of each paragraph of text files or the standard library."""
+
+    def write(path: Path) -> None:
+        files = texts or sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))[:40]
+        paragraphs = (text for file in files for text in file.read_text("utf-8").split("\n\n") if text)
+        write_lines(path, ({"text": text} for text in paragraphs))
+
+    return written_once(folder / "text.jsonl", write)
+
+
+def sum_chats(folder: Path) -> Path:
+    """`folder/sums.jsonl`: chats about sums of two numbers."""
+
+    def write(path: Path) -> None:
+        rng = np.random.default_rng(0)
+        pairs = rng.integers(0, 100, (2000, 2)).tolist()
+        write_lines(path, (chat(f"What is {a} + {b}?", f"It is {a + b}.") for a, b in pairs))
+
+    return written_once(folder / "sums.jsonl", write)
+
+
+def code_chats(folder: Path) -> Path:
+    """`folder/code.jsonl`: chats about functions of the standard library, and the first line on each."""
+
+    def write(path: Path) -> None:
+        files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))[:60]
+        trees = (ast.parse(file.read_text("utf-8")) for file in files)
+        functions = (node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.FunctionDef))
+        texts = ((node.name, ast.get_docstring(node)) for node in functions)
+        chats = (chat(f"What does {name} do?", text.splitlines()[0]) for name, text in texts if text)
+        write_lines(path, chats)
+
+    return written_once(folder / "code.jsonl", write)
+
+
+def chat(question: str, answer: str) -> dict[str, Any]:
+    """A line of a file of chats."""
+    return {
+        "messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}],
+    }
+
+
+def write_lines(path: Path, rows: Iterable[dict[str, Any]]) -> None:
+    """JSON Lines."""
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+
+
+def tokenizer_file(folder: Path, sources: Sequence[Path], vocabulary: int = 512) -> Path:
+    """`folder/tokenizer.json`: a byte-level BPE, trained on what lies in files of text or chats."""
+
+    def write(path: Path) -> None:
+        from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+        tokenizer = Tokenizer(models.BPE())
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.decoder = decoders.ByteLevel()
+        trainer = trainers.BpeTrainer(
+            vocab_size=vocabulary,
+            special_tokens=["<|end|>", "<|user|>", "<|assistant|>"],
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        )
+        lines = (line for source in sources for line in source.read_text("utf-8").splitlines())
+        tokenizer.train_from_iterator((line for line, _ in zip(lines, range(4000), strict=False)), trainer)
+        tokenizer.save(str(path))
+
+    return written_once(folder / "tokenizer.json", write)
 
 
 def image_tar(folder: Path, jpegs: Path | None) -> Path:

@@ -19,6 +19,7 @@ EXAMPLES = ROOT / "examples"
 PAGE = (ROOT / "docs" / "guide" / "gradient-accumulation.md").read_text("utf-8")
 PAIRS = [("gpt_text", "gpt_text_plain"), ("image_classifier", "image_classifier_plain")]
 SCRIPTS = [script for pair in PAIRS for script in pair]
+ON_TEXT = ["pretrain_text", "instruct_chats"]
 SMALL = {
     # About five windows an epoch, so the end of one and the beginning of the next are among the steps.
     "gpt_text": ["--text", "README.md", "CHANGELOG.md", "--batch-size", "8", "--accumulate", "4"],
@@ -120,6 +121,21 @@ def test_an_example_learns_and_resumes_from_its_checkpoint_to_the_same_losses(
     assert losses(printed) == {step: whole[step] for step in (8, 9)}
     assert len(re.findall(r"left:", printed)) == 2
     assert "gloo" not in printed
+
+
+@pytest.mark.parametrize("script", ON_TEXT)
+def test_an_example_on_text_resumes_on_another_number_of_ranks_to_the_same_losses(
+    script: str, tmp_path: Path
+) -> None:
+    pytest.importorskip("tokenizers")
+    program = [str(EXAMPLES / f"{script}.py"), "--out", str(tmp_path), "--steps", "9", "--save-every", "7"]
+    whole = losses(launched(FORKED_RANKS, *program, folder=tmp_path))
+    assert list(whole) == list(range(1, 10))
+    assert whole[9] < 0.9 * whole[1]
+    for ranks in 3, 1:  # as if stopped after the checkpoint
+        launcher = FORKED_RANKS.replace("nproc_per_node=2", f"nproc_per_node={ranks}")
+        resumed = losses(launched(launcher, *program, folder=tmp_path))
+        assert resumed == {step: pytest.approx(whole[step], rel=1e-4) for step in (8, 9)}
 
 
 def code_lines(path: Path) -> int:

@@ -180,6 +180,7 @@ def test_every_command_exists() -> None:
 def test_arguments_written_as_code_are_arguments_of_something_public(page: Path) -> None:
     takers = [getattr(dataflow, name) for name in dataflow.__all__ if name != "DataflowError"]
     takers += [dataflow.Optional, dataflow.ShardedDataset.join]
+    takers += [dataflow.ChatTemplate, dataflow.PreferencePairs, dataflow.split_pairs]
     known = {name for taker in [*takers, run_ranks] for name in inspect.signature(taker).parameters}
     assert set(re.findall(r"`(\w+)=[^`]*`", page.read_text("utf-8"))) <= known
 

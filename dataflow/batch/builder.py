@@ -19,11 +19,11 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch.utils.data import default_collate
 
 from dataflow.batch.delivered import Delivered
 from dataflow.batch.packed import batch_columns
-from dataflow.batch.samples import Misfit, drop_rows, misfit_of, samples_of, transform_reason
+from dataflow.batch.samples import Misfit, collated, drop_rows, misfit_of, samples_of, transform_reason
+from dataflow.batch.transforms import lists_of, transformed_together
 from dataflow.outputs.columns import ChunkColumns, ChunkRows, Cut, Randomness, raise_if_closing
 from dataflow.outputs.held_bytes import held_bytes
 from dataflow.outputs.objects import described
@@ -68,6 +68,11 @@ class Postprocessing:
     def functions(self) -> tuple[Any, ...]:
         """The user's."""
         return (*(transform for transform, _ in self.transforms), self.collate, self.batch_transform)
+
+    @property
+    def lists(self) -> frozenset[str]:
+        """Columns of transformed samples whose length differs from sample to sample."""
+        return frozenset(name for transform, _ in self.transforms for name in lists_of(transform))
 
     @property
     def takes_samples(self) -> bool:
@@ -309,19 +314,27 @@ class BatchBuilder:
         self, batch: dict[str, Any], kept: NDArray[np.int64], first: int, skipped: list[SampleError]
     ) -> tuple[list[Any], NDArray[np.int64]]:
         """The samples that the transforms made, and which rows of the batch these are."""
-        samples, transformed = [], []
-        outputs = self.context.outputs
+        samples, transformed, num_skipped = [], [], len(skipped)
+        outputs, transforms = self.context.outputs, self.context.postprocessing.transforms
         origins = self.rows.find_all(first + kept)
-        rows = zip(samples_of(batch, outputs, len(kept)), kept, origins, strict=True)
-        for sample, index, (window, row) in rows:
+        given = samples_of(batch, outputs, len(kept))
+        of_samples = [transforms[window.source.number] for window, _ in origins]
+        together, failure = transformed_together(given, of_samples)
+        for at, (sample, index, (window, row)) in enumerate(zip(given, kept, origins, strict=True)):
             raise_if_closing(self.context.closing)
             try:
-                samples.append(self._apply(sample, window, row, first + int(index)))
+                if at in together:
+                    samples.append(together[at])
+                else:
+                    samples.append(self._apply(sample, window, row, first + int(index)))
                 transformed.append(index)
             except Exception as error:
                 reason = transform_reason(error, [output.name for output in outputs])
                 bad = window.sample_error(row, reason, None, "transform")
                 self._leave_out(bad, error, skipped)
+        if failure is not None and len(skipped) == num_skipped:
+            failure.add_note("in the batch form of transform=, though it takes each of the samples alone")
+            raise failure
         return samples, np.array(transformed, np.int64)
 
     def _collate(
@@ -330,9 +343,9 @@ class BatchBuilder:
         """The batch of samples, and which rows are in it: all but those that no batch can hold."""
         while samples:
             try:
-                return default_collate(samples), kept
+                return collated(samples, self.context.postprocessing.lists), kept
             except Exception as error:
-                misfit = misfit_of(samples, self.context.outputs)
+                misfit = misfit_of(samples, self.context.outputs, self.context.postprocessing.lists)
                 if misfit is None:
                     raise
                 bad = self._misfit_error(misfit, first + kept)

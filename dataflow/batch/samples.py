@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,6 +49,27 @@ def samples_of(batch: Mapping[str, Any], outputs: Sequence[Output], size: int) -
     return [dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True)]
 
 
+def collated(samples: Sequence[Any], lists: Set[str] = frozenset()) -> Any:
+    """The samples as a batch, by torch's rules; `lists`, whose lengths differ, become `Ragged`."""
+    rest, columns = _without_lists(samples, lists)
+    if not columns:
+        return default_collate(list(samples))
+    return {**default_collate(rest), **{name: Ragged.of_rows(rows) for name, rows in columns.items()}}
+
+
+def _without_lists(samples: Sequence[Any], lists: Set[str]) -> tuple[list[Any], dict[str, list[Tensor]]]:
+    """The samples without the lists that all of them have, and those."""
+    if not lists or not all(isinstance(sample, Mapping) for sample in samples):
+        return list(samples), {}
+    columns = {name: [sample.get(name) for sample in samples] for name in sorted(lists)}
+    columns = {name: rows for name, rows in columns.items() if all(map(_is_list, rows))}
+    return [{k: v for k, v in sample.items() if k not in columns} for sample in samples], columns
+
+
+def _is_list(value: object) -> bool:
+    return isinstance(value, Tensor) and value.dim() == 1
+
+
 # ---- why samples cannot be put together -------------------------------------------------------------------
 
 _NAMED = 20
@@ -78,8 +99,11 @@ class Misfit:
     """What that one has."""
 
 
-def misfit_of(samples: Sequence[Any], outputs: Sequence[Output]) -> Misfit | None:
+def misfit_of(
+    samples: Sequence[Any], outputs: Sequence[Output], lists: Set[str] = frozenset()
+) -> Misfit | None:
     """Find who is at odds with the first sample, with torch's own function as the oracle; None: nobody."""
+    samples, _ = _without_lists(samples, lists)
     cures = {
         output.name: f"decode={{{output.name!r}: {output.one_shape_cure}, or {_ONE_SHAPE}"
         for output in outputs

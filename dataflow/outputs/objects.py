@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dataflow.decode.values import CONVERTERS
 from dataflow.outputs.columns import ChunkColumns, ChunkRows, StoredValue
 from dataflow.outputs.output import BuiltColumn, Default, Output, split_list
 
@@ -75,6 +76,11 @@ class ObjectOutput(Output):
                 cure = f"values of one size are stacked; decode={{{self.name!r}: Optional('npy')}} lists them"
                 raise columns.rows.sample_error(stored[1], f"{what}: {cure}", self.name)
         return torch.stack([torch.zeros_like(first) if value is None else value for value in objects])
+
+
+def is_text(output: Output) -> bool:
+    """Whether a column is delivered as `str`."""
+    return isinstance(output, ObjectOutput) and output.convert is CONVERTERS["text"]
 
 
 def as_tensor(value: Any) -> Any:

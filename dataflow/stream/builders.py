@@ -10,9 +10,11 @@ import torch
 
 from dataflow.batch.builder import BuildContext
 from dataflow.batch.delivered import Delivered
+from dataflow.batch.transforms import releases_gil
 from dataflow.dataset import ShardedDataset
 from dataflow.limits import allowed_cores
 from dataflow.mixture import Mixture
+from dataflow.outputs.objects import is_text
 from dataflow.processes.choice import ChoiceMemory, WorkerChoice
 from dataflow.staging.source import Traffic
 from dataflow.stream.plan import StreamPlan
@@ -95,7 +97,7 @@ def plan_builders(plan: StreamPlan, settings: StreamSettings, place: Topology) -
         text = f'workers="thread", {f"num_workers={number}" if number else each}'
         return BuilderPlan(workers="thread", num_workers=number or threads, reason=text)
     if not _may_hold_lock(dataset, settings):
-        text = f"no function of yours runs, and decoders release the interpreter lock; {each}"
+        text = f"decoders and transforms, if there are any, release the interpreter lock; {each}"
         return BuilderPlan(workers="thread", num_workers=number or threads, reason=text)
     return BuilderPlan(
         workers="auto",
@@ -129,7 +131,11 @@ def _are_copies(dataset: ShardedDataset | Mixture) -> bool:
 
 def _may_hold_lock(dataset: ShardedDataset | Mixture, settings: StreamSettings) -> bool:
     functions = [settings.collate_fn, dataset.batch_transform, *(one.transform for one in dataset.sources)]
-    return any(functions) or any(out.is_decoded and not out.releases_gil for out in dataset.outputs)
+    if any(one and not releases_gil(one) for one in functions):
+        return True
+    # To decode text takes a microsecond a value: less than to hand it over from a process.
+    decoded = [output for output in dataset.outputs if output.is_decoded and not is_text(output)]
+    return not all(output.releases_gil for output in decoded)
 
 
 def warm_up(plan: BuilderPlan) -> None:

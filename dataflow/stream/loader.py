@@ -449,6 +449,7 @@ class StreamLoader:
         content, _, commit = loaded.fingerprint.partition("@")
         content_here, _, commit_here = self.dataset.fingerprint().partition("@")
         if content != content_here:
+            self._check_transform(content, content_here)
             here = self._plan.num_samples(0)
             if commit and commit_here and commit != commit_here:
                 raise ValueError(
@@ -457,7 +458,7 @@ class StreamLoader:
                 )
             raise ValueError(
                 "the state was taken over other shards (their names, sizes or blocks differ), another view "
-                "or other shares of a mixture, where its position means other samples "
+                "or other shares or transforms of a mixture, where its position means other samples "
                 f"({loaded.num_samples:,} samples, here {here:,})"
             )
         planner = self._planner and self._planner.resumed(loaded.batching or {}, loaded.epoch)
@@ -482,6 +483,16 @@ class StreamLoader:
         self._skipped.count = skipped
         self._plan = self._stream_plan()
         self._loops.resume(loaded.epoch, loaded.position)
+
+    def _check_transform(self, content: str, here: str) -> None:
+        """Raise `ValueError` where a state is of the same samples, but of another transform of them."""
+        (samples, _, there), (samples_here, _, own) = content.partition("~"), here.partition("~")
+        if samples == samples_here:
+            raise ValueError(
+                "the state was taken with another transform=, or its tokenizer's file has changed: the "
+                f"fingerprint was {there or 'none'} and is {own or 'none'}, of "
+                f"{self.dataset.sources[0].transform!r}"
+            )
 
     def _starts_of(self, loaded: PlanState) -> dict[int, tuple[int, ...]]:
         """What a state of a mixture by tokens tells of where its epoch begins."""

@@ -1,0 +1,91 @@
+"""What a transform may be, beyond a function of one sample: `BatchTransform`, and who asks for its parts.
+
+A transform is any callable that takes a sample. What works on many samples at once much faster than one by
+one, as tokenizers do, has a `batch` form besides. Nobody needs to inherit anything: the parts are looked up
+by name, here and nowhere else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+Sample = dict[str, Any]
+
+
+class BatchTransform(Protocol):
+    """A transform of many samples. `dataflow.Tokenize` is one, so is any object with these two methods.
+
+    Builders call `batch` with the samples of a batch, threads at the same time. Where it raises, each sample
+    is transformed by itself: so the error names the one that is bad, and `on_error` decides about it alone.
+    A transform that takes `rng=` is called sample by sample, whatever it has.
+
+    Three attributes are looked up, and may be left out:
+
+    - `lists`, names of columns: 1-D tensors whose length differs from sample to sample. Without a
+      `collate_fn`, batches have each of them as a `Ragged`.
+    - `fingerprint`, up to 32 printable ASCII characters without "@", "+" and "~": what the results depend on
+      besides the samples, such as the hash of a tokenizer's file. A loader's state has it, and a loader with
+      another one refuses the state.
+    - `releases_gil`: True where nearly all of its work is done without the interpreter lock, so that threads
+      build batches, without a trial of processes.
+    """
+
+    def __call__(self, sample: Sample, /) -> Any:
+        """One sample, transformed. The argument stays as it is."""
+
+    def batch(self, samples: list[Sample], /) -> Sequence[Any]:
+        """`[self(sample) for sample in samples]`. The samples stay as they are."""
+
+
+def batch_form(transform: object) -> Callable[[list[Sample]], Sequence[Any]] | None:
+    """The batch form of a transform; None where it has none."""
+    batch = getattr(transform, "batch", None)
+    return batch if callable(batch) else None
+
+
+def lists_of(transform: object) -> tuple[str, ...]:
+    """The columns of its samples that are lists of unlike lengths."""
+    return tuple(getattr(transform, "lists", ()))
+
+
+def fingerprint_of(transform: object) -> str:
+    """What a state knows of the transform; "": nothing."""
+    return str(getattr(transform, "fingerprint", ""))
+
+
+def releases_gil(transform: object) -> bool:
+    """Whether it says that threads may do its work side by side."""
+    return bool(getattr(transform, "releases_gil", False))
+
+
+def transformed_together(
+    samples: Sequence[Sample], transforms: Sequence[tuple[object, bool]]
+) -> tuple[dict[int, Any], Exception | None]:
+    """What batch forms make of the samples.
+
+    Args:
+        samples: [n].
+        transforms: [n], of each sample: its transform, or None, and whether that takes `rng=`.
+
+    Returns:
+        By place, what became of the samples whose transform has a batch form that did not fail; and the first
+        failure. What is not there is to be transformed one by one.
+    """
+    together: dict[int, tuple[Callable[[list[Sample]], Sequence[Any]], list[int]]] = {}
+    for at, (transform, wants_rng) in enumerate(transforms):
+        if id(transform) in together:
+            together[id(transform)][1].append(at)
+        elif not wants_rng and (form := batch_form(transform)) is not None:
+            together[id(transform)] = form, [at]
+    made: dict[int, Any] = {}
+    failure: Exception | None = None
+    for form, places in together.values():
+        try:
+            results = form([samples[at] for at in places])
+            if len(results) != len(places):
+                raise TypeError(f"the batch form returned {len(results)} samples for {len(places)}")
+            made.update(zip(places, results, strict=True))
+        except Exception as error:
+            failure = failure or error
+    return made, failure

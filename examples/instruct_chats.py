@@ -1,0 +1,93 @@
+"""Tune a small GPT on chats of two sources, 70 to 30: the loss counts what the assistant says.
+
+torchrun --standalone --nproc-per-node 2 examples/instruct_chats.py
+
+A run that was stopped goes on from its last checkpoint, also with another number of processes, as in
+pretrain_text.py.
+"""
+
+from argparse import ArgumentParser
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from models import GPT
+from sample_data import code_chats, sum_chats, tokenizer_file
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+
+from dataflow import ChatTemplate, DataLoader, Mixture, ShardedDataset
+
+LENGTH = 128  # most tokens of a chat
+VOCABULARY = 512
+TEMPLATE = """{% for message in messages %}<|{{ message.role }}|>
+{% if message.role == "assistant" %}{% generation %}{{ message.content }}<|end|>{% endgeneration %}
+{% else %}{{ message.content }}<|end|>
+{% endif %}{% endfor %}"""
+
+
+def main() -> None:
+    """One of the processes."""
+    parser = ArgumentParser(description="Tune a small GPT on chats of two sources.")
+    parser.add_argument("--out", type=Path, default="out/chats", help="folder for data and checkpoint")
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--save-every", type=int, default=50, help="steps between checkpoints")
+    parser.add_argument("--chats", type=int, default=24, help="chats of a step, over all processes")
+    args = parser.parse_args()
+
+    dist.init_process_group("gloo")
+    torch.manual_seed(1)
+    model = DistributedDataParallel(GPT(LENGTH, VOCABULARY))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+
+    sources = sum_chats(args.out), code_chats(args.out)
+    tokenizer = tokenizer_file(args.out, sources, VOCABULARY)
+    stage = ChatTemplate(tokenizer, template=TEMPLATE, max_length=LENGTH)
+    sums, code = (ShardedDataset(source, transform=stage) for source in sources)
+    mixture = Mixture({sums: 0.7, code: 0.3}, stop="all")
+    each = args.chats // dist.get_world_size()
+    with DataLoader(mixture, each, shuffle=True, seed=1, drop_last=True) as loader:
+        step, checkpoint = 0, args.out / "checkpoint.pt"
+        if checkpoint.exists():
+            saved = torch.load(checkpoint, weights_only=True)
+            model.module.load_state_dict(saved["model"])
+            optimizer.load_state_dict(saved["optimizer"])
+            loader.load_state_dict(saved["loader"])
+            step = saved["step"]
+        while step < args.steps:  # one loop over the loader is one epoch
+            for batch in loader:
+                loss = train_step(model, optimizer, batch)
+                step += 1
+                if dist.get_rank() == 0:
+                    print(f"step {step} loss {loss:.6f}", flush=True)
+                    if step % args.save_every == 0:
+                        state = {"model": model.module.state_dict(), "optimizer": optimizer.state_dict()}
+                        state |= {"loader": loader.state_dict(), "step": step}
+                        torch.save(state, checkpoint.with_suffix(".new"))
+                        checkpoint.with_suffix(".new").replace(checkpoint)
+                if step == args.steps:
+                    break
+    dist.destroy_process_group()
+
+
+def train_step(
+    model: DistributedDataParallel, optimizer: torch.optim.Optimizer, batch: dict[str, Any]
+) -> float:
+    """One step on this process's chats; the mean loss of all that the assistant says, over all processes."""
+    tokens = batch["input_ids"].padded().long()  # [chats, longest]
+    is_said = batch["loss_mask"].padded().bool()
+    logits = model(tokens[:, :-1])  # places see what came before, so padding behind does no harm
+    targets = tokens[:, 1:].masked_fill(~is_said[:, 1:], -100)
+    loss = cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+    totals = torch.stack([loss.detach(), (targets >= 0).sum()])
+    dist.all_reduce(totals)
+    optimizer.zero_grad()
+    # DDP takes the mean over processes; what is wanted is the sum over tokens, divided by their number.
+    (loss * dist.get_world_size() / totals[1]).backward()
+    optimizer.step()
+    return float(totals[0] / totals[1])
+
+
+if __name__ == "__main__":
+    main()
