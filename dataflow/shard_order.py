@@ -65,6 +65,8 @@ class ShardOrder(DistributedSampler[int]):
         Frameworks count from 0 in a new process, or call again for the epoch that the state is in.
         """
         stream = self._stream
+        if stream.is_taken_ahead(epoch + self._ahead):
+            return
         if not stream.resumed:
             stream.set_epoch(epoch + self._ahead)
         elif epoch == stream.epoch + 1 and stream.nothing_left:

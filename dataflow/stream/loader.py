@@ -439,6 +439,10 @@ class StreamLoader:
         """Whether no batches are left of the epoch that the next loop runs."""
         return self.epoch_plan(self._loops.epoch, self._loops.start).num_batches == 0
 
+    def is_taken_ahead(self, epoch: int) -> bool:
+        """See `LoopQueue.is_taken_ahead`."""
+        return self._loops.is_taken_ahead(epoch)
+
     def set_epoch(self, epoch: int) -> None:
         """The next loop runs this epoch, from its beginning. Costs nothing if it is the next one anyway.
 

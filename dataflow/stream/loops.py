@@ -16,6 +16,7 @@ from dataflow.dataset import ShardedDataset
 from dataflow.mixture import Mixture
 from dataflow.stream.session import Session
 from prefetch.memory.lifetimes import Finalizer
+from sharding.lengths.found_plan import UNKNOWN
 from sharding.plan.plan import RankPlan
 
 
@@ -31,6 +32,8 @@ class EpochLoop:
         """From where its session began on; None: no batch was asked for."""
         self.taken = 0
         """Batches of the plan that were handed out."""
+        self.num_ahead = 0
+        """Batches handed out that a framework keeps for later (`LoopQueue.is_taken_ahead`)."""
         self.session: Session | None = None
         self.finalizer: Finalizer | None = None
         self.closed = False
@@ -40,7 +43,7 @@ class EpochLoop:
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy stands where this loop stands, and is not served."""
-        return {"number": self.number, "plan": self.plan, "taken": self.taken}
+        return {"number": self.number, "plan": self.plan, "taken": self.taken, "num_ahead": self.num_ahead}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(0)  # type: ignore[misc]
@@ -72,6 +75,8 @@ class LoopQueue:
         self.num_begun = 0
         self._in_epoch = False
         self._num_loops = 0
+        self._num_ahead = self._next_ahead = 0
+        """Batches that a framework was seen to take ahead, and those of the next loop."""
         self._since = 0
         """From which loop on they move the place of the loader."""
         self._last_begun = -1
@@ -109,6 +114,9 @@ class LoopQueue:
             self._since = loop.number
             self._begin_epoch(*loop.place)
             self._newest, self._in_epoch = loop, True
+        if loop.plan.num_batches == UNKNOWN:
+            loop.num_ahead = self._next_ahead
+        self._next_ahead = 0
         self._last_begun = max(self._last_begun, loop.number)
         self.num_begun += 1
         return loop.plan
@@ -126,6 +134,19 @@ class LoopQueue:
         """Move on to the next epoch, if it is the newest loop that has ended."""
         if self._newest is loop and not loop.closed:
             self._begin_epoch(epoch + 1, 0)
+
+    def is_taken_ahead(self, epoch: int) -> bool:
+        """Whether a framework that begins an epoch now has taken its first batch before.
+
+        Lightning does so with loaders that have no length, and stays a batch ahead, also in epochs that it
+        begins later: the place of the loader is that of the batches which it goes on to use.
+        """
+        newest = self._newest
+        if newest is None or self.epoch != epoch or newest.taken != 1 or not newest.is_live:
+            self._next_ahead = self._num_ahead
+            return False
+        self._num_ahead = newest.num_ahead = 1
+        return True
 
     def is_last_begun(self, loop: EpochLoop) -> bool:
         """Whether no later loop has begun."""
@@ -145,7 +166,7 @@ class LoopQueue:
         newest = self._newest
         if newest is None or newest.plan is None:
             return self.start
-        return newest.plan.position_after(newest.taken)
+        return newest.plan.position_after(max(0, newest.taken - newest.num_ahead))
 
     def set_epoch(self, epoch: int) -> bool:
         """Let the next loop run this epoch, from its beginning; whether that moves the place."""

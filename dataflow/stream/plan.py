@@ -46,6 +46,10 @@ class StreamPlan:
     _orders: dict[int, Order] = field(default_factory=dict, init=False, repr=False, compare=False)
     """Of the epochs that were asked for last."""
 
+    def __getstate__(self) -> dict[str, object]:
+        """A copy finds its epochs by tokens by itself: tables and the compiled core are not for others."""
+        return {name: value for name, value in self.__dict__.items() if name != "token_epochs"}
+
     @property
     def samples_per_batch(self) -> int:
         """Samples of a batch; about how many, of length-aware ones."""

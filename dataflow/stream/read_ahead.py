@@ -32,6 +32,8 @@ HAND_OVER_S = 0.02
 """What is finished of a chunk is handed over once building took so long, which is long for a hand-over."""
 _PROCESS_CHUNK_SAMPLES = 128
 """What a process builds at a time, at least: the way there and back costs as much as a few samples."""
+_FOUND_CHUNK_SAMPLES = 256
+"""What a thread makes at a time where lengths are found: all share a megabatch that is waited for."""
 _CHARGE_BYTES = 1 << 20
 _CHARGES_IN_LIMIT = 256
 """What the user's functions made is charged in such parts of the memory limit, or batch by batch."""
@@ -90,6 +92,7 @@ def choose_read_ahead(
     batch_samples: int = 1,
     in_consumer: bool = False,
     machine_bytes: int = 0,
+    num_finders: int = 0,
 ) -> ReadAhead:
     """The numbers of a session that may hold `memory_limit` bytes.
 
@@ -104,6 +107,7 @@ def choose_read_ahead(
         batch_samples: of one batch.
         in_consumer: whether each batch is built when it is asked for.
         machine_bytes: this rank's share of the machine's memory.
+        num_finders: builders that make samples whose lengths are to be found.
         depth: the user's; None: four batches over local shards, else what waits and lead times ask for.
     """
     chunk = _chunk_batches(batch_bytes, memory_limit)
@@ -115,6 +119,9 @@ def choose_read_ahead(
     elif num_processes:
         batches = max(1, min(chunk.value, -(-_PROCESS_CHUNK_SAMPLES // batch_samples)))
         chunk = Decision(batches, f"{_PROCESS_CHUNK_SAMPLES} samples a process, or {chunk.reason}")
+    elif num_finders:
+        batches = max(1, min(chunk.value, _FOUND_CHUNK_SAMPLES // batch_samples))
+        chunk = Decision(batches, f"{_FOUND_CHUNK_SAMPLES} samples a builder, or {chunk.reason}")
     job = _job_batches(batch_bytes, chunk.value, memory_limit)
     ready = _jobs_ready(job.value * batch_bytes, memory_limit)
     # What a chunk is credited for.
@@ -134,7 +141,8 @@ def choose_read_ahead(
         job_bytes=Decision(job.value * batch_bytes, job.reason),
         jobs_ready=ready,
         depth=_at_least(
-            depth or _default_depth(is_local, memory_limit), max(3, 2 * num_processes + 1) * chunk.value
+            depth or _default_depth(is_local, memory_limit),
+            max(3, 2 * max(num_processes, num_finders) + 1) * chunk.value,
         ),
         output_bytes=Decision(output_bytes, "three chunks, in at most a quarter of the limit; at least one"),
         mapped_bytes=Decision(

@@ -94,6 +94,7 @@ class Session:
             batch_samples=plan.samples_per_batch,
             in_consumer=builder_plan.num_workers == 0,
             machine_bytes=machine_memory() // ranks,
+            num_finders=max(builder_plan.num_threads, builder_plan.num_workers) if plan.finds_lengths else 0,
         )
         kept = kept_bytes(plan, limit)
         self._kept_bytes = sum(kept.values())

@@ -21,7 +21,7 @@ from stream_kit import session_of
 from torch.utils.data import DataLoader as TorchDataLoader, DistributedSampler, RandomSampler
 from worker_kit import Does
 
-from dataflow import DataLoader, Packed
+from dataflow import Bucketed, DataLoader
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -153,40 +153,29 @@ def letters_of(sample: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.fixture
-def packed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., DataLoader]:
-    """Loaders of rows whose lengths are found on the way; their cache folder is the test's own."""
+def by_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], DataLoader]:
+    """Loaders whose lengths are found on the way; their cache folder is the test's own."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     dataset = make_shards(tmp_path)
     dataset.transform = letters_of
-    return lambda key="": DataLoader(
-        dataset, 2, shuffle=True, seed=3, batching=Packed(8, window=12, lengths_key=key)
+    return lambda key: DataLoader(
+        dataset, shuffle=True, seed=3, batching=Bucketed(4, window=12, lengths_key=key)
     )
 
 
-def packed_steps(loader: DataLoader) -> list[list[Any]]:
-    """What three epochs should be."""
-    with loader:
-        return [[(epoch, numbers_of(batch)) for batch in loader] for epoch in range(3)]
-
-
-def test_without_a_length_fit_sees_all_and_a_checkpoint_goes_on_behind_what_lightning_fetched(
-    tmp_path: Path, packed: Callable[..., DataLoader]
+@pytest.mark.parametrize("step", [3, 9, 10, 11, 20])
+@pytest.mark.parametrize(("key", "is_known"), [("", False), ("letters", False), ("letters", True)])
+def test_a_loader_that_finds_lengths_resumes_exactly_with_a_length_and_without(
+    tmp_path: Path, by_length: Callable[[str], DataLoader], key: str, is_known: bool, step: int
 ) -> None:
-    """Lightning takes a batch ahead of a loader that has no length, and its checkpoint does not say so."""
-    path, expected = tmp_path / "at.ckpt", list(chain(*packed_steps(packed())))
-    assert steps_of(packed(), max_epochs=3, callbacks=[SaveAt(3, path)]) == expected
-    assert steps_of(packed(), max_epochs=3, resume=path) == expected[4:]
-
-
-@pytest.mark.parametrize("step", [3, "last", "next"])
-def test_once_lengths_were_found_checkpoints_resume_exactly(
-    tmp_path: Path, packed: Callable[..., DataLoader], step: Any
-) -> None:
-    path, epochs = tmp_path / "at.ckpt", packed_steps(packed("letters"))
+    """Of one that has no length Lightning takes a batch ahead, which no state may count as used."""
+    path = tmp_path / "at.ckpt"
+    with by_length(key if is_known else "") as loader:
+        epochs = [[(epoch, numbers_of(batch)) for batch in loader] for epoch in range(3)]
     expected = list(chain(*epochs))
-    at = {"last": len(epochs[0]), "next": len(epochs[0]) + 1}.get(step, step)
-    assert steps_of(packed("letters"), max_epochs=3, callbacks=[SaveAt(at, path)]) == expected
-    assert steps_of(packed("letters"), max_epochs=3, resume=path) == expected[at:]
+    assert [*map(len, epochs)] == [10] * 3
+    assert steps_of(by_length(key), max_epochs=3, callbacks=[SaveAt(step, path)]) == expected
+    assert steps_of(by_length(key), max_epochs=3, resume=path) == expected[step:]
 
 
 def test_the_next_epoch_of_shards_is_read_while_the_last_batch_trains(tmp_path: Path) -> None:

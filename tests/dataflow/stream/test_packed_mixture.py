@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import io
+import pickle
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import lru_cache
@@ -21,6 +23,7 @@ from chunks_kit import HandDrivenEpoch
 from datasets_kit import edited, rank
 from pairs_kit import meeting_in_pairs
 from ranks_kit import fast_ranks
+from stream_kit import stream_of
 from test_loader_lengths import Unit, delivered, laid_out, rows_of_batch, through_json, tokens_of
 
 from dataflow import Bucketed, DataLoader, Image, Mixture, Packed, ShardedDataset, Shuffle, TokenBudget
@@ -233,6 +236,25 @@ def test_every_prefix_is_within_the_longest_document_of_each_share_of_tokens(
     for token, times in got.items():
         by_source[token // 10_000 - 1] += times
     assert [by_source[number] for number in range(3)] == tokens[-1].tolist()
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda loader: pickle.loads(pickle.dumps(loader))])
+def test_a_copy_of_a_loader_by_tokens_delivers_the_same(
+    abc: list[ShardedDataset], copied: Callable[[DataLoader], DataLoader]
+) -> None:
+    with loader_of(RULES["tokens"](*abc), Packed(24)) as loader, copied(loader) as other:
+        assert delivered(other) == delivered(loader)
+
+
+def test_shares_of_the_samples_follow_from_those_of_the_tokens(abc: list[ShardedDataset]) -> None:
+    with loader_of(RULES["tokens"](*abc), Packed(24)) as loader:
+        shares = stream_of(loader)._plan.sample_shares
+    weights = [
+        share * len(lengths) / sum(lengths)
+        for share, lengths in zip((2, 5, 3), LENGTHS.values(), strict=True)
+    ]
+    assert sum(shares) == 1
+    assert [float(share) for share in shares] == pytest.approx([weight / sum(weights) for weight in weights])
 
 
 def test_states_by_tokens_tell_where_their_epoch_began(abc: list[ShardedDataset]) -> None:

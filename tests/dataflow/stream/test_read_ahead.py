@@ -55,3 +55,9 @@ def test_every_number_has_a_reason() -> None:
 def test_megabatches_depend_on_the_limit_that_was_given_never_on_the_machine() -> None:
     assert megabatch_bytes(None, 5 * MIB).value == 128 * MIB
     assert megabatch_bytes("80MiB", 80 * MIB).value == 10 * MIB
+
+
+def test_builders_share_a_megabatch_whose_lengths_they_find() -> None:
+    ahead = choose_read_ahead(1 << 30, batch_bytes=50_000, is_local=True, batch_samples=128, num_finders=8)
+    assert ahead.batches_per_chunk.value == 2
+    assert ahead.depth(NOTHING_YET).value >= 2 * 8 * 2
