@@ -1,4 +1,4 @@
-"""Tune a small GPT on chats of two sources, 70 to 30: the loss counts what the assistant says.
+"""Tune a small GPT on chats of two sources, 70 to 30 by tokens: the loss counts what the assistant says.
 
 torchrun --standalone --nproc-per-node 2 examples/instruct_chats.py
 
@@ -10,6 +10,7 @@ from argparse import ArgumentParser
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from models import GPT
@@ -17,9 +18,9 @@ from sample_data import code_chats, sum_chats, tokenizer_file
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
-from dataflow import ChatTemplate, DataLoader, Mixture, ShardedDataset
+from dataflow import ChatTemplate, DataLoader, Mixture, Packed, ShardedDataset, Topology
 
-LENGTH = 128  # most tokens of a chat
+LENGTH = 128  # tokens of a row, and most of a chat
 VOCABULARY = 512
 TEMPLATE = """{% for message in messages %}<|{{ message.role }}|>
 {% if message.role == "assistant" %}{% generation %}{{ message.content }}<|end|>{% endgeneration %}
@@ -33,7 +34,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default="out/chats", help="folder for data and checkpoint")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--save-every", type=int, default=50, help="steps between checkpoints")
-    parser.add_argument("--chats", type=int, default=24, help="chats of a step, over all processes")
+    parser.add_argument("--rows", type=int, default=12, help="rows of a step, over all processes")
     args = parser.parse_args()
 
     dist.init_process_group("gloo")
@@ -45,9 +46,12 @@ def main() -> None:
     tokenizer = tokenizer_file(args.out, sources, VOCABULARY)
     stage = ChatTemplate(tokenizer, template=TEMPLATE, max_length=LENGTH)
     sums, code = (ShardedDataset(source, transform=stage) for source in sources)
-    mixture = Mixture({sums: 0.7, code: 0.3}, stop="all")
-    each = args.chats // dist.get_world_size()
-    with DataLoader(mixture, each, shuffle=True, seed=1, drop_last=True) as loader:
+    mixture = Mixture({sums: 0.7, code: 0.3}, shares="tokens", stop="all")
+    # Shares of the tokens follow from all lengths: the chats are few enough to be tokenized once for that.
+    lengths = [lengths_of(source) for source in mixture.sources]
+    batching = Packed(LENGTH, columns=["input_ids", "loss_mask"], overlong="error", lengths=lengths)
+    each = args.rows // dist.get_world_size()
+    with DataLoader(mixture, each, shuffle=True, seed=1, drop_last=True, batching=batching) as loader:
         step, checkpoint = 0, args.out / "checkpoint.pt"
         if checkpoint.exists():
             saved = torch.load(checkpoint, weights_only=True)
@@ -71,14 +75,19 @@ def main() -> None:
     dist.destroy_process_group()
 
 
+def lengths_of(dataset: ShardedDataset) -> np.ndarray:
+    """Tokens of every chat, in the order of the file."""
+    with DataLoader(dataset, 256, topology=Topology()) as loader:  # each process looks at all of them
+        return np.concatenate([batch["input_ids"].lengths for batch in loader])
+
+
 def train_step(
     model: DistributedDataParallel, optimizer: torch.optim.Optimizer, batch: dict[str, Any]
 ) -> float:
-    """One step on this process's chats; the mean loss of all that the assistant says, over all processes."""
-    tokens = batch["input_ids"].padded().long()  # [chats, longest]
-    is_said = batch["loss_mask"].padded().bool()
-    logits = model(tokens[:, :-1])  # places see what came before, so padding behind does no harm
-    targets = tokens[:, 1:].masked_fill(~is_said[:, 1:], -100)
+    """One step on this process's rows; the mean loss of all that the assistant says, over all processes."""
+    rows = batch["input_ids"]
+    logits = model(rows.tokens, rows.positions, rows.attention_mask())  # chats do not see each other
+    targets = rows.targets(mask=batch["loss_mask"])  # -100 but where the assistant speaks
     loss = cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
     totals = torch.stack([loss.detach(), (targets >= 0).sum()])
     dist.all_reduce(totals)
