@@ -10,7 +10,6 @@ from argparse import ArgumentParser
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from models import GPT
@@ -18,7 +17,7 @@ from sample_data import code_chats, sum_chats, tokenizer_file
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
-from dataflow import ChatTemplate, DataLoader, Mixture, Packed, ShardedDataset, Topology
+from dataflow import ChatTemplate, DataLoader, Mixture, Packed, ShardedDataset
 
 LENGTH = 128  # tokens of a row, and most of a chat
 VOCABULARY = 512
@@ -47,9 +46,7 @@ def main() -> None:
     stage = ChatTemplate(tokenizer, template=TEMPLATE, max_length=LENGTH)
     sums, code = (ShardedDataset(source, transform=stage) for source in sources)
     mixture = Mixture({sums: 0.7, code: 0.3}, shares="tokens", stop="all")
-    # Shares of the tokens follow from all lengths: the chats are few enough to be tokenized once for that.
-    lengths = [lengths_of(source) for source in mixture.sources]
-    batching = Packed(LENGTH, columns=["input_ids", "loss_mask"], overlong="error", lengths=lengths)
+    batching = Packed(LENGTH, columns=["input_ids", "loss_mask"], overlong="error")
     each = args.rows // dist.get_world_size()
     with DataLoader(mixture, each, shuffle=True, seed=1, drop_last=True, batching=batching) as loader:
         step, checkpoint = 0, args.out / "checkpoint.pt"
@@ -73,12 +70,6 @@ def main() -> None:
                 if step == args.steps:
                     break
     dist.destroy_process_group()
-
-
-def lengths_of(dataset: ShardedDataset) -> np.ndarray:
-    """Tokens of every chat, in the order of the file."""
-    with DataLoader(dataset, 256, topology=Topology()) as loader:  # each process looks at all of them
-        return np.concatenate([batch["input_ids"].lengths for batch in loader])
 
 
 def train_step(
