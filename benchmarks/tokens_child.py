@@ -285,6 +285,8 @@ def measure(tell: Tell, job: TokensJob) -> None:
         rows, tokens = rows + own_rows, tokens + own_tokens
         if state is None and tokens >= RESUMED_AT * job.data.tokens:
             state = feed.state()
+    if not rows:
+        raise RuntimeError("nothing was left to deliver")
     took_s, cpu_s = time.perf_counter() - began, tree_cpu_s(os.getpid()) - cpu_s
     job.state_file.write_bytes(pickle.dumps(state))
     tell(
