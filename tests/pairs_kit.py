@@ -6,6 +6,8 @@ import itertools
 from collections.abc import Collection
 from typing import Any
 
+import pytest
+
 
 def meeting_in_pairs(*axes: Collection[Any]) -> list[tuple[Any, ...]]:
     """Combinations in which every two values of different axes meet; not every three.
@@ -18,6 +20,16 @@ def meeting_in_pairs(*axes: Collection[Any]) -> list[tuple[Any, ...]]:
     return [
         tuple(value for _, value in one) for one in places if sum(place for place, _ in one) % shortest == 0
     ]
+
+
+def in_pairs(*axes: Collection[Any]) -> list[Any]:
+    """Every combination as a parameter; those that `meeting_in_pairs` leaves out are tried with `--full`."""
+    shortest = min(map(len, axes))
+    found = []
+    for one in itertools.product(*(enumerate(axis) for axis in axes)):
+        left_out = sum(place for place, _ in one) % shortest
+        found.append(pytest.param(*(value for _, value in one), marks=[pytest.mark.full] if left_out else []))
+    return found
 
 
 def not_met(combinations: Collection[tuple[Any, ...]], *axes: Collection[Any]) -> list[tuple[Any, Any]]:

@@ -30,6 +30,7 @@ from datasets_kit import (
 )
 from http_kit import RangeServer, serving
 from hypothesis import given, strategies as st
+from pairs_kit import in_pairs
 
 from dataflow import DataLoader, ShardedDataset, TokenBudget
 from sharding.order.selection import SelectedOrder, Selection
@@ -384,8 +385,10 @@ def text_of(rows: list[Any]) -> list[str]:
     return sorted(map(sort_key, rows))
 
 
-@pytest.mark.parametrize("name", ["tar", "tar.gz", "parquet", "arrow", "jsonl", "tokens.bin", "megatron"])
-@pytest.mark.parametrize("view", VIEWS)
+@pytest.mark.parametrize(
+    ("name", "view"),
+    in_pairs(["tar", "tar.gz", "parquet", "arrow", "jsonl", "tokens.bin", "megatron"], VIEWS),
+)
 def test_the_loader_delivers_each_sample_of_a_view_once(
     by_format: Callable[[str], Made], name: str, view: str
 ) -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from datasets_kit import MAKERS, Made, Make, delivered, make_ints_tar, make_parquet, rank, write_tar
+from pairs_kit import in_pairs
 from ranks_kit import fast_ranks
 
 from dataflow import Bucketed, DataLoader, Mixture, Packed, ShardedDataset, Shuffle, TokenBudget, Topology
@@ -38,8 +39,7 @@ def of_all_ranks(dataset: Any, batch_size: int, places: list[Topology], **option
 # ---- the order ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", MAKERS)
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize(("name", "world_size"), in_pairs(MAKERS, [1, 2, 3]))
 def test_gathered_samples_are_in_the_files_order_for_any_number_of_ranks(
     made: Make, name: str, world_size: int
 ) -> None:

@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from datasets_kit import rank
+from pairs_kit import in_pairs
 from ranks_kit import fast_ranks
 from torch.nn.parallel import DistributedDataParallel
 
@@ -135,9 +136,12 @@ def whole_batches(units: list[Any], size: int) -> list[list[Any]]:
 # ---- one rank -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", BATCHINGS)
 @pytest.mark.parametrize(
-    "shuffle", [Shuffle("window", 2), Shuffle("window", 4, canonical_nodes=3), Shuffle("full"), None], ids=str
+    ("kind", "shuffle"),
+    in_pairs(
+        BATCHINGS, [Shuffle("window", 2), Shuffle("window", 4, canonical_nodes=3), Shuffle("full"), None]
+    ),
+    ids=str,
 )
 def test_batches_hold_what_the_plain_loop_packs(folder: Path, kind: str, shuffle: Shuffle | None) -> None:
     with loader_of(folder, BATCHINGS[kind](), shuffle=shuffle) as loader:
@@ -316,8 +320,7 @@ def expected_on(units: list[Any], world_size: int, size: int, tail: str) -> list
     return batches if tail == "drop" else [*batches, [*own, *(own[k % left] for k in range(fill))]]
 
 
-@pytest.mark.parametrize("tail", ["drop", "pad", "even", "uneven"])
-@pytest.mark.parametrize("kind", ["packed", "buckets"])
+@pytest.mark.parametrize(("tail", "kind"), in_pairs(["drop", "pad", "even", "uneven"], ["packed", "buckets"]))
 def test_all_tails_leave_out_or_fill_up_the_last_batch(folder: Path, tail: str, kind: str) -> None:
     batches, _, _ = of_world(folder, 3, kind, tail=tail, shuffle=Shuffle("window", 4, canonical_nodes=3))
     with loader_of(folder, BATCHINGS[kind](), shuffle=Shuffle("window", 4, canonical_nodes=3)) as loader:
@@ -468,8 +471,7 @@ def known(folder: Path) -> np.ndarray:
     return np.array([length_of(i) for shard in range(3) for i in range(shard, NUM_DOCUMENTS, 3)])
 
 
-@pytest.mark.parametrize("kind", BATCHINGS)
-@pytest.mark.parametrize("tail", ["pad", "even", "uneven"])
+@pytest.mark.parametrize(("kind", "tail"), in_pairs(BATCHINGS, ["pad", "even", "uneven"]))
 def test_with_known_lengths_each_rank_makes_what_it_delivers(folder: Path, kind: str, tail: str) -> None:
     batching = type(BATCHINGS[kind]())(**{**vars(BATCHINGS[kind]()), "lengths": known(folder)})
     rows = {"batch_size": 4} if kind in ("packed", "truncated") else {}

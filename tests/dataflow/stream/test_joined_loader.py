@@ -19,6 +19,7 @@ import torch
 from datasets_kit import Row, delivered, plain, rank, rows_of, write_tar
 from http_kit import RangeServer, serving
 from hypothesis import given, settings, strategies as st
+from pairs_kit import in_pairs
 
 from dataflow import (
     Cache,
@@ -145,8 +146,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*have no partner:UserWarning")
 # ---- what is delivered -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("shuffle", SHUFFLES, ids=["files", "window", "blocks", "full"])
-@pytest.mark.parametrize("other", FORMATS)
+@pytest.mark.parametrize(("other", "shuffle"), in_pairs(FORMATS, SHUFFLES), ids=str)
 def test_each_sample_brings_its_partner_in_the_order_of_the_dataset(
     tmp_path: Path, other: str, shuffle: Shuffle | None
 ) -> None:

@@ -31,6 +31,7 @@ from datasets_kit import (
 )
 from forked_kit import exit_code_in_child
 from http_kit import slowstore
+from pairs_kit import in_pairs
 from programs_kit import run_script
 from stream_kit import session_of, stream_of
 from threads_kit import our_threads, threads_left
@@ -408,8 +409,9 @@ def in_memory(made: Made, fs: Any, catalog: Path, **options: Any) -> ShardedData
 
 
 @pytest.mark.reads_here
-@pytest.mark.parametrize("name", MAKERS)
-@pytest.mark.parametrize("shuffle", [Shuffle("window", 2), Shuffle("full")], ids=str)
+@pytest.mark.parametrize(
+    ("name", "shuffle"), in_pairs(MAKERS, [Shuffle("window", 2), Shuffle("full")]), ids=str
+)
 def test_any_fsspec_store_gives_the_same_epoch(
     tmp_path: Path, memory: Any, name: str, shuffle: Shuffle
 ) -> None:

@@ -27,7 +27,7 @@ from datasets_kit import (
     write_tar,
 )
 from hypothesis import HealthCheck, given, settings, strategies as st
-from pairs_kit import meeting_in_pairs
+from pairs_kit import in_pairs, meeting_in_pairs
 from stream_kit import session_of, stream_of
 
 from dataflow import DataLoader, Shuffle, Topology
@@ -76,8 +76,7 @@ def counted(rows: Any) -> Counter[str]:
 # ---- every format, value by value ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", MAKERS)
-@pytest.mark.parametrize("shuffle", SHUFFLES, ids=str)
+@pytest.mark.parametrize(("name", "shuffle"), in_pairs(MAKERS, SHUFFLES), ids=str)
 def test_an_epoch_holds_every_sample_once_in_the_order_of_the_plan(
     made: Make, name: str, shuffle: Shuffle
 ) -> None:
@@ -155,8 +154,10 @@ def test_any_split_is_that_of_the_plan(
         assert delivered(loader) == by_plan(loader, ints.samples, 1)
 
 
-@pytest.mark.parametrize("batch_size", [20, NUM_SAMPLES - 1, NUM_SAMPLES, NUM_SAMPLES + 1, 200])
-@pytest.mark.parametrize("tail", ["drop", "pad", "even", "uneven"])
+@pytest.mark.parametrize(
+    ("batch_size", "tail"),
+    in_pairs([20, NUM_SAMPLES - 1, NUM_SAMPLES, NUM_SAMPLES + 1, 200], ["drop", "pad", "even", "uneven"]),
+)
 def test_batches_may_span_windows_and_the_whole_dataset(ints: Made, batch_size: int, tail: str) -> None:
     with DataLoader(ints.open(), batch_size, Shuffle("window", 1), tail=tail) as loader:
         for epoch in range(3):
@@ -164,8 +165,11 @@ def test_batches_may_span_windows_and_the_whole_dataset(ints: Made, batch_size: 
 
 
 @pytest.mark.parametrize("num_samples", [1, 2])
-@pytest.mark.parametrize("tail", ["drop", "pad", "even", "uneven"])
-@pytest.mark.parametrize("shuffle", [Shuffle("window", 2), Shuffle("full"), Shuffle("none")], ids=str)
+@pytest.mark.parametrize(
+    ("tail", "shuffle"),
+    in_pairs(["drop", "pad", "even", "uneven"], [Shuffle("window", 2), Shuffle("full"), Shuffle("none")]),
+    ids=str,
+)
 def test_fewer_samples_than_ranks(tmp_path: Path, num_samples: int, tail: str, shuffle: Shuffle) -> None:
     data = make_ints_tar_of(tmp_path, num_samples)
     for world_size in (1, 3, 5):

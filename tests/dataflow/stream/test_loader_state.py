@@ -25,6 +25,7 @@ from datasets_kit import (
     sort_key,
 )
 from hypothesis import HealthCheck, given, settings, strategies as st
+from pairs_kit import in_pairs
 
 from dataflow import DataLoader, Shuffle
 
@@ -62,8 +63,7 @@ def through_json(state: dict[str, Any]) -> dict[str, Any]:
 # ---- one rank -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("tail", ["drop", "pad", "even", "uneven"])
+@pytest.mark.parametrize(("name", "tail"), in_pairs(FORMATS, ["drop", "pad", "even", "uneven"]))
 def test_resumes_at_every_position(made: Make, name: str, tail: str) -> None:
     dataset = made(name).open()
     assert_resumes_everywhere(lambda: DataLoader(dataset, 6, Shuffle("window", 2), tail=tail, seed=5))

@@ -99,7 +99,10 @@ SHUFFLES = [
     Shuffle("blocks", 2),
     Shuffle("none"),
 ]
-CASES = meeting_in_pairs(BATCHINGS, RULES, SHUFFLES)
+CASES = [  # every rule with some batching and order; every two of these with `--full`
+    case if number % 3 == 0 else pytest.param(*case, marks=pytest.mark.full)
+    for number, case in enumerate(meeting_in_pairs(BATCHINGS, RULES, SHUFFLES))
+]
 
 
 def loader_of(mixture: Mixture, batching: Batching, r: int = 0, of: int = 1, **options: Any) -> DataLoader:

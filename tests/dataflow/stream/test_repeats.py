@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from datasets_kit import NUM_SAMPLES, Made, Make, make_ints_tar, rank
+from pairs_kit import in_pairs
 from ranks_kit import fast_ranks
 from stream_kit import stream_of
 from torch import nn
@@ -57,9 +58,7 @@ def of_all(world_size: int, *given: Any, **options: Any) -> list[tuple[int, bool
 # ---- samples --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("shuffle", SHUFFLES, ids=str)
-@pytest.mark.parametrize("tail", TAILS)
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize(("world_size", "tail", "shuffle"), in_pairs([1, 2, 3], TAILS, SHUFFLES), ids=str)
 def test_what_is_not_marked_is_the_epoch(ints: Made, world_size: int, tail: str, shuffle: Any) -> None:
     found = of_all(world_size, ints.open(), 4, shuffle=shuffle, tail=tail)
     once = Counter(number for number, repeat in found if not repeat)

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from pairs_kit import in_pairs
 from programs_kit import run_script
 from threads_kit import compute_until_interrupted, threads_left
 from torch.utils.data import (
@@ -146,8 +147,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("num_workers", [1, 2, 5])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("case", "num_workers"), in_pairs(CASES, [1, 2, 5]))
 def test_batches_are_those_of_the_plain_loop(case: str, num_workers: int) -> None:
     options = CASES[case]
     made = [{name: o() if o is seeded else o for name, o in options.items()} for _ in range(2)]

@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 from numpy.typing import NDArray
+from pairs_kit import in_pairs
 
 from dataflow import DataLoader, ShardedDataset
 from prefetch.core import by_numpy
@@ -234,8 +235,10 @@ def test_a_row_tells_the_first_column_that_is_lost(
     assert a_careful_executor.run(BuildPlan(num_rows=3, columns=made_columns)).tolist() == [2, 1, 0]
 
 
-@pytest.mark.parametrize("dtype", ["uint8", "float16", "float32", "int64", "complex128", "bool"])
-@pytest.mark.parametrize("shape", [(0,), (1,), (1000,), (70, 3)])
+@pytest.mark.parametrize(
+    ("dtype", "shape"),
+    in_pairs(["uint8", "float16", "float32", "int64", "complex128", "bool"], [(0,), (1,), (1000,), (70, 3)]),
+)
 def test_columns_become_the_last_dimension(
     any_executor: Executor, dtype: str, shape: tuple[int, ...]
 ) -> None:
