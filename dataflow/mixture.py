@@ -7,6 +7,7 @@ inside another is spread out into its sources, each with the product of its weig
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
@@ -14,6 +15,7 @@ from functools import lru_cache
 from typing import Union
 
 import numpy as np
+import torch.distributed as dist
 from numpy.typing import NDArray
 
 from dataflow.dataset import ShardedDataset
@@ -22,7 +24,14 @@ from dataflow.shard_order import Sharded
 from prefetch.core.executor import executor
 from sharding.lengths.unit_plan import epoch_lengths
 from sharding.mixture.interleaving import Counts, Interleaving, MixtureSpec, Stop
-from sharding.mixture.shares import ENDLESS, Weight, exact_numbers, integer_shares, temperature_weights
+from sharding.mixture.shares import (
+    ENDLESS,
+    Weight,
+    exact_numbers,
+    exact_weights,
+    integer_shares,
+    temperature_weights,
+)
 from sharding.mixture.token_turns import TokenEpochs, take_turns
 from sharding.mixture.windows import MixtureWindows, source_seed
 from sharding.order.selection import SelectedOrder
@@ -109,6 +118,8 @@ class Mixture(Sharded):
             times = [1] * len(sizes) if repeats is None else self._in_order(repeats)
             self.spec = MixtureSpec.repeated(sizes, times, run_length=run_length)
         self.outputs = _common_outputs(self.sources)
+        self.weights_set: tuple[int, tuple[Fraction, ...]] | None = None
+        """How often `set_weights` was called, and the weights of the sources since; None: never."""
         first = self.sources[0]  # in what follows, all sources are alike
         self.on_error, self.error_budget = first.on_error, first.error_budget
         self.batch_transform = first.batch_transform
@@ -128,6 +139,42 @@ class Mixture(Sharded):
         exact = exact_numbers(self._in_order(weights))
         pairs = zip(self.members, exact, strict=True)
         return [weight * part for member, weight in pairs for part in _parts(member, counts)]
+
+    # ---- weights that change ------------------------------------------------------------------------
+
+    def set_weights(self, weights: Weights) -> None:
+        """Change the shares from the next batch of every loader over this mixture on, also of one that runs.
+
+        A collective where torch.distributed is initialised: all ranks call it with the same weights, after
+        the same number of batches. What was read ahead is dropped and read anew. Weights stay until the next
+        call; a schedule ends here. A state has the weights, and how far each source is.
+
+        Args:
+            weights: one for each member, as for the constructor: 0 retires a member, for now or for good.
+
+        Raises `ValueError` for weights that do not fit, that differ between ranks, or of a mixture whose
+        shares count tokens or that has none.
+        """
+        parts, failure = tuple[Fraction, ...](), None
+        try:
+            if self.spec.stop is None or self.spec.counts != "samples":
+                raise ValueError(
+                    "set_weights needs a mixture by weights, a schedule or a temperature, with shares of "
+                    "samples"
+                )
+            parts = exact_weights(self._of_sources(weights, self.spec.counts))
+        except ValueError as error:
+            failure = error  # told once the others know: they wait for this rank
+        _check_ranks_agree(str(failure) if failure else " ".join(map(str, parts)))
+        if failure is not None:
+            raise failure
+        self.weights_set = (self.weights_set[0] + 1 if self.weights_set else 1, parts)
+
+    def with_spec(self, spec: MixtureSpec) -> Mixture:
+        """The same sources in another order of turns."""
+        other = copy.copy(self)
+        other.spec = spec
+        return other
 
     # ---- what it is ---------------------------------------------------------------------------------
 
@@ -227,6 +274,19 @@ class Mixture(Sharded):
         )
         counts = ', shares="tokens"' if self.spec.counts == "tokens" else ""
         return f"Mixture({parts}; stop={self.spec.stop or 'repeats'}{counts})"
+
+
+def _check_ranks_agree(text: str) -> None:
+    """Raise `ValueError` on all ranks where they do not say the same. A collective of its own."""
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        return
+    group = dist.new_group(backend="gloo")
+    said = [""] * dist.get_world_size()
+    dist.all_gather_object(said, text, group=group)
+    dist.destroy_process_group(group)
+    if len({*said}) > 1:
+        listed = "; ".join(f"rank {rank}: {weights}" for rank, weights in enumerate(said))
+        raise ValueError(f"the ranks set unlike weights: {listed}")
 
 
 def _check_members(members: Sequence[object]) -> None:

@@ -101,6 +101,9 @@ class StreamLoader:
         self._length_plan: UnitPlan | FoundPlan | None = None
         """Of the epoch begun last."""
         self._mixture_starts: dict[int, tuple[int, ...]] = {}
+        self._mixed: Mixture | None = None
+        """The mixture as it goes on since `set_weights`, or as a state says."""
+        self._num_weights_taken = 0
         self._planner = (
             make_planner(
                 settings.batching,
@@ -252,7 +255,7 @@ class StreamLoader:
     def _stream_plan(self) -> StreamPlan:
         place = self._topology
         return StreamPlan(
-            dataset=self.dataset,
+            dataset=self.dataset if self._mixed is None else self._mixed,
             shuffle=self.shuffle,
             seed=self.seed,
             batch_size=self.settings.batch_size,
@@ -313,12 +316,21 @@ class StreamLoader:
 
     def _batches(self, loop: EpochLoop) -> Generator[Any, None, None]:
         # What is to be delivered is looked up at the first `next`: training loops set the epoch after `iter`.
-        plan, began, counts = self._loops.begin(loop, self.epoch_plan), time.perf_counter(), self._deliveries
-        taken, batches = 0, None
+        plan, began, counts = (
+            self._loops.begin(loop, self._newest_plan),
+            time.perf_counter(),
+            self._deliveries,
+        )
+        taken, batches, mixed = 0, None, self._mixed
         frame, session, on_device = LoopFrame(), None, None
         in_step = self._may_be_empty and self._topology.data_world_size > 1
         try:
             while taken < plan.num_batches and not loop.closed:
+                if self._loops.is_last_begun(loop):
+                    self._take_weights(plan.order.epoch, plan.position_after(taken))
+                    if mixed is not self._mixed:  # what was read ahead is in other shares
+                        mixed = self._mixed
+                        self.sessions.drop(loop)
                 if session is None or loop.session is not session:
                     session = self._serve(loop, frame, plan.order.epoch, restarted=session is not None)
                     assert loop.plan is not None
@@ -357,6 +369,31 @@ class StreamLoader:
             self._fail(loop, error)
             raise
         self._loops.end(loop, plan.order.epoch)
+
+    def _newest_plan(self, epoch: int, start: int) -> RankPlan:
+        """The plan of a loop that begins."""
+        if self._take_weights(epoch, start):
+            self.sessions.drop_idle(-1, 0)  # wherever it stands
+        return self.epoch_plan(epoch, start)
+
+    def _take_weights(self, epoch: int, position: int) -> bool:
+        """Go on with the weights that were set for the mixture, if that is new; whether it was."""
+        dataset = self.dataset
+        if not isinstance(dataset, Mixture) or dataset.weights_set is None:
+            return False
+        number, weights = dataset.weights_set
+        if number == self._num_weights_taken or position == self._plan.num_samples(epoch):
+            return False
+        if self._planner is not None:
+            raise ValueError(
+                "set_weights changes batches of a number of samples: rows and batches by length (batching=) "
+                "are planned for many positions at a time; give the mixture a schedule="
+            )
+        before = dataset if self._mixed is None else self._mixed
+        self._mixed = before.with_spec(before.spec.going_on(epoch, position, weights))
+        self._num_weights_taken = number
+        self._plan = self._stream_plan()
+        return True
 
     def _serve(self, loop: EpochLoop, frame: LoopFrame, epoch: int, *, restarted: bool) -> Session:
         """Have a session for a loop; `restarted` from where the loop is, as its former one was closed."""
@@ -459,6 +496,7 @@ class StreamLoader:
         It resumes under any number of ranks, threads or nodes. Taken inside a loop after the last batch of
         an epoch, it resumes to nothing more of that epoch; taken after the loop, to the next epoch.
         """
+        self._take_weights(self._loops.epoch, self._loops.position)
         tokens = self._plan.token_epochs
         state = PlanState(
             seed=self.seed,
@@ -469,6 +507,7 @@ class StreamLoader:
             fingerprint=_mark_of(self.dataset),
             batching=self._plan.mark(self._loops.epoch, self._loops.position),
             sources=list(tokens.first(self._loops.epoch)) if tokens else None,
+            weights=None if self._mixed is None else self._mixed.spec.base_to_json(),
         )
         return {**state.to_json(), "skipped_samples": self._skipped.count}
 
@@ -500,9 +539,14 @@ class StreamLoader:
                 f"({loaded.num_samples:,} samples, here {here:,})"
             )
         planner = self._planner and self._planner.resumed(loaded.batching or {}, loaded.epoch)
-        starts = self._starts_of(loaded)
+        starts, mixed = self._starts_of(loaded), self._mixed_of(loaded)
         plan = replace(
-            self._plan, seed=loaded.seed, shuffle=loaded.shuffle, planner=planner, mixture_starts=starts
+            self._plan,
+            dataset=self.dataset if mixed is None else mixed,
+            seed=loaded.seed,
+            shuffle=loaded.shuffle,
+            planner=planner,
+            mixture_starts=starts,
         )
         mark = plan.mark(loaded.epoch, loaded.position)
         if loaded.batching != mark:
@@ -516,7 +560,9 @@ class StreamLoader:
             plan.epoch(loaded.epoch, loaded.position)
         self.close()
         self.seed, self.shuffle, self._planner = loaded.seed, loaded.shuffle, planner
-        self._mixture_starts = starts
+        self._mixture_starts, self._mixed = starts, mixed
+        if isinstance(self.dataset, Mixture) and self.dataset.weights_set is not None:
+            self._num_weights_taken = self.dataset.weights_set[0]  # the state's weights hold
         self.window_reason = "as in the loaded state"
         self._skipped.count = skipped
         self._plan = self._stream_plan()
@@ -540,6 +586,14 @@ class StreamLoader:
         if sources is None or len(sources) != len(self.dataset.sources):
             raise ValueError(f"sources must be {len(self.dataset.sources)} integers, got {sources!r}")
         return {loaded.epoch: tuple(sources)}
+
+    def _mixed_of(self, loaded: PlanState) -> Mixture | None:
+        """The mixture as a state says that it goes on; None: as it was made."""
+        if loaded.weights is None:
+            return None
+        if not isinstance(self.dataset, Mixture):
+            raise ValueError("the state has the weights of a mixture, and this is none")
+        return self.dataset.with_spec(self.dataset.spec.with_base(loaded.weights))
 
     # ---- engine -------------------------------------------------------------------------------------
 

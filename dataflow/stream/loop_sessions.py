@@ -119,6 +119,14 @@ class LoopSessions:
         self._finish_closing()
         self._forget(loop)
 
+    def drop(self, loop: EpochLoop) -> None:
+        """End the session of a loop that goes on with another plan."""
+        with self._lock:
+            session, loop.session = loop.session, None
+            if session is not None:
+                self._closing.append(session)
+        self._finish_closing()
+
     def drop_idle(self, epoch: int, start: int) -> None:
         """Close the session that waits for the next loop, unless that is where it stands."""
         with self._lock:

@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, asdict, dataclass, fields, replace
 from fractions import Fraction
 from itertools import pairwise
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -59,16 +59,27 @@ class Interleaving:
         num_samples: positions of the epoch.
         run_length: samples of a turn.
         first: [sources] samples that each source gave before this epoch.
+        given: [sources] samples that each gave in it before the first phase, where that begins later: what
+            lies before is not known.
     """
 
     def __init__(
-        self, phases: Sequence[MixturePhase], num_samples: int, run_length: int, first: NDArray[np.int64]
+        self,
+        phases: Sequence[MixturePhase],
+        num_samples: int,
+        run_length: int,
+        first: NDArray[np.int64],
+        given: NDArray[np.int64] | None = None,
     ) -> None:
         self.phases, self.num_samples, self.run_length = tuple(phases), num_samples, run_length
         self.first = np.array(first, np.int64)
         self.num_sources = len(self.first)
         self._starts = np.array([phase.start for phase in phases], np.int64)
+        self.begin = int(self._starts[0]) * run_length
+        """The first position that is known."""
         self._before = np.zeros((len(phases) + 1, self.num_sources), np.int64)
+        if given is not None:
+            self._before[0] = given // run_length
         """[phases + 1, sources] turns of each source before each phase; at the end, all it ever has."""
         for i, (phase, after) in enumerate(pairwise(phases)):
             self._before[i + 1] = self._before[i] + phase.pattern.counts(after.start - phase.start)
@@ -78,7 +89,8 @@ class Interleaving:
         """The source of each position, int32 [n], and the sample's index in it, int64 [n].
 
         Indices count through all epochs: index // size is the source's own epoch. Positions come in any
-        order; few at a time are fastest, whose temporaries stay in the L2 cache. Raises `IndexError` for a
+        order; few at a time are fastest, whose temporaries stay in the L2 cache. A position before `begin`
+        stands for the one as far behind it: a last batch is filled up with those. Raises `IndexError` for a
         position that is not in [0, num_samples).
         """
         positions = np.asarray(positions, np.int64)
@@ -86,6 +98,9 @@ class Interleaving:
             raise IndexError(f"positions must be in [0, {self.num_samples})")
         if not len(positions):
             return np.empty(0, np.int32), np.empty(0, np.int64)
+        if int(positions.min()) < self.begin:
+            behind = self.begin + positions % (self.num_samples - self.begin)
+            positions = np.where(positions < self.begin, behind, positions)
         turns = positions // self.run_length if self.run_length > 1 else positions
         first, last = np.searchsorted(self._starts, (turns.min(), turns.max()), side="right") - 1
         if first == last:
@@ -119,8 +134,9 @@ class Interleaving:
         nth = index // self.run_length
         phase = np.searchsorted(self._before[1:, source], nth, side="right")
         out = np.full(len(index), _NEVER, np.int64)
-        for number in np.unique(phase[(index >= 0) & (phase < len(self.phases))]).tolist():
-            here = (phase == number) & (index >= 0)
+        is_known = nth >= self._before[0, source]
+        for number in np.unique(phase[is_known & (phase < len(self.phases))]).tolist():
+            here = (phase == number) & is_known
             turns = self.phases[number].pattern.turns(source, nth[here] - self._before[number, source])
             out[here] = (turns + self._starts[number]) * self.run_length
             out[here] += index[here] - nth[here] * self.run_length
@@ -128,7 +144,7 @@ class Interleaving:
         return out
 
     def counts(self, position: int) -> NDArray[np.int64]:
-        """Samples of each source in the epoch's positions before this one, int64 [sources]."""
+        """Samples of each source in the epoch before a position from `begin` on, int64 [sources]."""
         turn, rest = divmod(position, self.run_length)
         phase = int(np.searchsorted(self._starts, turn, side="right")) - 1
         pattern, within = self.phases[phase].pattern, turn - int(self._starts[phase])
@@ -136,6 +152,19 @@ class Interleaving:
         if rest:
             counts[pattern.locate(np.array([within]))[0]] += rest
         return counts
+
+
+@dataclass(frozen=True)
+class MixtureBase:
+    """A place of the training from which on a mixture is known."""
+
+    epoch: int
+    position: int
+    """In the epoch, at the begin of a turn."""
+    first: tuple[int, ...]
+    """Samples that each source gave before the epoch."""
+    given: tuple[int, ...]
+    """Samples that each source gave in the epoch before the position."""
 
 
 @dataclass(frozen=True)
@@ -157,6 +186,8 @@ class MixtureSpec:
     """Consecutive samples of one source. The global batch size makes every batch one of a single source."""
     counts: Counts = "samples"
     """What weights are shares of. Epochs by "tokens" follow from lengths: `token_turns.TokenEpochs`."""
+    base: MixtureBase | None = None
+    """Where the only step begins, instead of at the begin of the training; what lies before is not known."""
 
     def __post_init__(self) -> None:
         if not self.sizes or min(self.sizes) < 1:
@@ -219,6 +250,8 @@ class MixtureSpec:
             raise ValueError("epochs by tokens follow from lengths")
         if epoch < 0 or (epoch and self.stop == "never"):
             raise ValueError(f"there is no epoch {epoch} of a mixture with stop={self.stop!r}")
+        if self.base is not None:
+            return self._epoch_since(self.base, epoch)
         at, first = 0, np.zeros(len(self.sizes), np.int64)
         last_step = self.steps[-1][0]
         for number in range(epoch):
@@ -227,6 +260,77 @@ class MixtureSpec:
                 return self._interleaving(at + (epoch - number) * length, first + (epoch - number) * counts)
             at, first = at + length, first + counts
         return self._interleaving(at, first)
+
+    def going_on(self, epoch: int, position: int, weights: Sequence[Weight]) -> MixtureSpec:
+        """The mixture with other weights from a position of an epoch on, which must begin a turn.
+
+        Raises `ValueError` where that cannot be, or weights do not fit.
+        """
+        if self.stop is None or self.counts != "samples":
+            raise ValueError(
+                "weights change in a mixture by weights, a schedule or a temperature that counts samples"
+            )
+        if position % self.run_length:
+            raise ValueError(
+                f"weights change between two turns of run_length={self.run_length} samples, and position "
+                f"{position} is not: let it be the global batch size"
+            )
+        if len(weights) != len(self.sizes):
+            raise ValueError(f"there are {len(self.sizes)} sources, but weights {list(weights)}")
+        current = self.epoch(epoch)
+        given = current.counts(position) if position else np.zeros(len(self.sizes), np.int64)
+        base = MixtureBase(epoch, position, tuple(current.first.tolist()), tuple(given.tolist()))
+        return self.since(base, weights)
+
+    def base_to_json(self) -> dict[str, object]:
+        """What `with_base` takes, as JSON types."""
+        assert self.base is not None
+        return {**asdict(self.base), "shares": [str(weight) for weight in self.steps[0][1]]}
+
+    def with_base(self, value: Mapping[str, Any]) -> MixtureSpec:
+        """The mixture as it goes on from a place, as a state says. Raises `ValueError` for what is none."""
+        expected = {field.name for field in fields(MixtureBase)} | {"shares"}
+        if set(value) != expected:
+            raise ValueError(
+                f"weights must have {', '.join(sorted(expected))}, got {', '.join(map(str, value))}"
+            )
+        for name in ("first", "given", "shares"):
+            numbers, kind = value[name], str if name == "shares" else int
+            if not isinstance(numbers, Sequence) or [*map(type, numbers)] != [kind] * len(self.sizes):
+                raise ValueError(
+                    f"weights: {name} must be {len(self.sizes)} of {kind.__name__}, got {numbers!r}"
+                )
+        first, given = tuple(value["first"]), tuple(value["given"])
+        base = MixtureBase(value["epoch"], value["position"], first, given)
+        numbers = (base.epoch, base.position, *base.first, *base.given)
+        if any(type(number) is not int or not 0 <= number < ENDLESS for number in numbers):
+            raise ValueError(f"weights: epoch and positions must be integers >= 0, got {base}")
+        if sum(base.given) != base.position or any(given % self.run_length for given in base.given):
+            raise ValueError(f"weights: what sources gave does not make up position {base.position}")
+        try:
+            weights = [Fraction(share) for share in value["shares"]]
+        except (ValueError, ZeroDivisionError) as error:
+            raise ValueError(f"weights: shares must be fractions, got {value['shares']!r}") from error
+        return self.since(base, weights)
+
+    def since(self, base: MixtureBase, weights: Sequence[Weight]) -> MixtureSpec:
+        """The mixture from a place on. Raises `ValueError` for weights that do not fit."""
+        return replace(self, steps=((0, exact_weights(weights)),), base=base)
+
+    def _epoch_since(self, base: MixtureBase, epoch: int) -> Interleaving:
+        if epoch < base.epoch:
+            raise ValueError(f"epoch {epoch} of the mixture is over: what it held is not known any more")
+        pattern = fair_pattern(integer_shares(self.steps[0][1]))
+        phases = [MixturePhase(base.position // self.run_length, pattern)]
+        given, zeros = np.array(base.given, np.int64), np.zeros(len(self.sizes), np.int64)
+        endless = Interleaving(phases, ENDLESS, self.run_length, zeros, given)
+        length, first = max(base.position, self._length(endless)), np.array(base.first, np.int64)
+        current = Interleaving(phases, length, self.run_length, first, given)
+        if epoch == base.epoch:
+            return current
+        each = self._steady[1]
+        first = first + current.counts(length) + (epoch - base.epoch - 1) * each
+        return self._interleaving(0, first)
 
     @property
     def digest(self) -> str:
@@ -274,4 +378,4 @@ class MixtureSpec:
             return ENDLESS
         lasts = [endless.positions(i, np.array([size - 1])) for i, size in enumerate(self.sizes)]
         ends = [int(last[0]) + 1 for last in lasts if last[0] != _NEVER]
-        return min(ends) if self.stop == "first" else max(ends)
+        return min(ends, default=0) if self.stop == "first" else max(ends, default=0)

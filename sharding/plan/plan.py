@@ -18,7 +18,7 @@ from sharding.order.order import Order
 from sharding.order.shuffle import Shuffle
 from sharding.plan.batch_plan import BatchPlan, Dealing
 
-_OPTIONAL = {"batching", "sources"}
+_OPTIONAL = {"batching", "sources", "weights"}
 STATE_VERSION = 2
 """Version 2 knows lanes; the order of version 1 had none."""
 
@@ -152,6 +152,8 @@ class PlanState:
     """What decides the units of a length-aware plan (`UnitPlanner.mark`); None: positions count samples."""
     sources: Sequence[int] | None = None
     """Samples that each source of a mixture by tokens gave before the epoch; None: weights say."""
+    weights: Mapping[str, object] | None = None
+    """Weights that were set while a mixture ran, and since when (`MixtureSpec.base`); None: its own."""
 
     def __post_init__(self) -> None:
         _check_version(self.version)
@@ -159,6 +161,8 @@ class PlanState:
             raise ValueError(f"batching must be an object or missing, got {self.batching!r}")
         if self.sources is not None and not _are_counts(self.sources):
             raise ValueError(f"sources must be integers >= 0 or missing, got {self.sources!r}")
+        if self.weights is not None and not isinstance(self.weights, Mapping):
+            raise ValueError(f"weights must be an object or missing, got {self.weights!r}")
         for name in ("seed", "epoch", "position", "num_samples"):
             if type(getattr(self, name)) is not int:
                 raise ValueError(f"{name} must be an integer, got {getattr(self, name)!r}")
@@ -177,7 +181,7 @@ class PlanState:
             raise ValueError(f"fingerprint must be at most 128 printable ASCII characters, got {mark!r}")
 
     def to_json(self) -> dict[str, object]:
-        """The state as JSON types; `batching` and `sources` only where there are any."""
+        """The state as JSON types; `batching`, `sources` and `weights` only where there are any."""
         fields = asdict(self) | {"shuffle": self.shuffle.to_json()}
         return {k: v for k, v in fields.items() if v is not None or k not in _OPTIONAL}
 

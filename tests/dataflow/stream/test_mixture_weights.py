@@ -1,0 +1,276 @@
+"""Weights that are set while a mixture runs: from which batch on, on all ranks, in states."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from fractions import Fraction
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch.distributed as dist
+from datasets_kit import edited, make_ints_tar, make_jsonl, make_parquet, rank
+from ranks_kit import fast_ranks
+
+from dataflow import DataLoader, Mixture, Packed, ShardedDataset, Shuffle
+
+SIZES = (60, 40, 30)
+BATCH = 6
+
+
+@pytest.fixture
+def sources(tmp_path: Path) -> list[ShardedDataset]:
+    return opened(tmp_path)
+
+
+def opened(folder: Path) -> list[ShardedDataset]:
+    """Three datasets that deliver a number, which tells the source by its thousands."""
+    found = []
+    makers = ((make_parquet, "label"), (make_jsonl, "label"), (make_ints_tar, "cls"))
+    for number, ((make, column), size) in enumerate(zip(makers, SIZES, strict=True)):
+        own = folder / str(number)
+        own.mkdir(exist_ok=True)
+        made = make(own, num_samples=size)
+        found.append(made.open(columns={"n": column}, transform=Thousands(number)))
+    return found
+
+
+class Thousands:
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __call__(self, sample: dict[str, Any]) -> dict[str, Any]:
+        return {"n": int(sample["n"]) + 1000 * (1 + self.number)}
+
+
+def loader_of(mixture: Any, **options: Any) -> DataLoader:
+    options = {"num_workers": 0, "shuffle": Shuffle("window", 2), "seed": 3, **options}
+    return DataLoader(mixture, options.pop("batch_size", BATCH), **options)
+
+
+def shares_of(numbers: list[int]) -> list[float]:
+    counted = Counter(n // 1000 - 1 for n in numbers)
+    return [counted[source] / len(numbers) for source in range(len(SIZES))]
+
+
+def run(loader: DataLoader, changes: dict[int, Any], epochs: int = 1) -> list[list[int]]:
+    """All batches of some epochs; weights are set after so many batches."""
+    got: list[list[int]] = []
+    for _ in range(epochs):
+        for batch in loader:
+            got.append(batch["n"].tolist())
+            if len(got) in changes:
+                loader.dataset.set_weights(changes[len(got)])
+    return got
+
+
+def mixture_of(sources: list[ShardedDataset], **options: Any) -> Mixture:
+    return Mixture(dict(zip(sources, (0.5, 0.3, 0.2), strict=True)), **options)
+
+
+# ---- one rank -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_the_next_batch_has_the_new_shares_and_no_source_begins_anew(
+    sources: list[ShardedDataset], workers: int
+) -> None:
+    with loader_of(mixture_of(sources, stop="never"), num_workers=workers) as loader:
+        loop = iter(loader)
+        before = [n for batch in islice(loop, 5) for n in batch["n"].tolist()]
+        loader.dataset.set_weights([0.1, 0, 0.9])
+        after = [n for batch in islice(loop, 4) for n in batch["n"].tolist()]
+    assert shares_of(before) == pytest.approx([0.5, 0.3, 0.2], abs=1 / 30)
+    assert shares_of(after) == pytest.approx([0.1, 0, 0.9], abs=1 / 24)
+    assert len({*before, *after}) == len(before) + len(after), "no sample comes again while some are left"
+
+
+def test_what_came_before_and_comes_without_a_change_is_the_same(sources: list[ShardedDataset]) -> None:
+    with loader_of(mixture_of(sources)) as loader:
+        plain = run(loader, {}, 2)
+    with loader_of(mixture_of(sources)) as loader:
+        changed = run(loader, {4: [1, 1, 1]}, 2)
+    assert changed[:4] == plain[:4]
+    assert changed[4] != plain[4]
+
+
+def test_epochs_end_by_their_rule_and_later_ones_have_the_weights(sources: list[ShardedDataset]) -> None:
+    with loader_of(mixture_of(sources, stop="all")) as loader:
+        seen: list[list[int]] = []
+        for epoch in range(3):
+            own = []
+            for number, batch in enumerate(loader):
+                own += batch["n"].tolist()
+                if (epoch, number) == (0, 3):
+                    loader.dataset.set_weights([1, 1, 2])
+            seen.append(own)
+    for own in seen:
+        assert {n // 1000 for n in own} == {1, 2, 3}
+    assert len({*seen[0]}) == sum(SIZES), "all of every source"
+    assert shares_of(seen[2]) == pytest.approx([1 / 4, 1 / 4, 1 / 2], abs=1 / len(seen[2]))
+
+
+def test_weights_set_before_a_loop_hold_from_its_first_batch(sources: list[ShardedDataset]) -> None:
+    mixture = mixture_of(sources)
+    with loader_of(mixture) as loader:
+        mixture.set_weights([0, 1, 0])
+        assert {n // 1000 for batch in loader for n in batch["n"].tolist()} == {2}
+        mixture.set_weights({sources[0]: 1})
+        assert {n // 1000 for batch in loader for n in batch["n"].tolist()} == {1}
+
+
+def test_a_schedule_ends_where_weights_are_set(sources: list[ShardedDataset]) -> None:
+    mixture = Mixture(sources, schedule={0: [1, 1, 0], 18: [0, 0, 1]}, stop="never")
+    with loader_of(mixture) as loader:
+        loop = iter(loader)
+        next(loop)
+        mixture.set_weights([1, 0, 0])
+        assert {n // 1000 for batch in islice(loop, 8) for n in batch["n"].tolist()} == {1}
+
+
+def test_turns_of_several_samples_change_where_one_begins(sources: list[ShardedDataset]) -> None:
+    mixture = Mixture(dict.fromkeys(sources, 1), run_length=BATCH, stop="all")
+    with loader_of(mixture) as loader:
+        batches = run(loader, {3: [0, 1, 1]})
+    assert all(len({n // 1000 for n in batch}) == 1 for batch in batches)
+    assert {batch[0] // 1000 for batch in batches[3:]} == {2, 3}
+    with (
+        loader_of(Mixture(dict.fromkeys(sources, 1), run_length=4)) as loader,
+        pytest.raises(ValueError, match="between two turns of run_length=4"),
+    ):
+        run(loader, {1: [0, 1, 1]})
+
+
+# ---- states ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stop", ["first", "all"])
+def test_a_state_resumes_after_any_batch_with_the_weights_of_then(
+    sources: list[ShardedDataset], stop: Any
+) -> None:
+    changes = {3: [1, 1, 1], 5: [0.2, 0.7, 0.1], 9: [1, 0, 3]}
+    with loader_of(mixture_of(sources, stop=stop)) as loader:
+        whole: list[list[int]] = []
+        states = [loader.state_dict()]
+        for _ in range(2):
+            for batch in loader:
+                whole.append(batch["n"].tolist())
+                if len(whole) in changes:
+                    loader.dataset.set_weights(changes[len(whole)])
+                states.append(loader.state_dict())
+    for cut in (*range(12), len(whole) - 1):
+        state = json.loads(json.dumps(states[cut]))
+        with loader_of(mixture_of(sources, stop=stop)) as loader:
+            loader.load_state_dict(state)
+            later = {at - cut: weights for at, weights in changes.items() if at > cut}
+            got = run(loader, later, 1 if state["epoch"] else 2)
+        assert [batch for batch in got if batch] == whole[cut:]
+
+
+def test_a_state_of_sixteen_sources_is_small(sources: list[ShardedDataset]) -> None:
+    many = [sources[0].take(60 - i) for i in range(16)]
+    mixture = Mixture(dict.fromkeys(many, 1), stop="never")
+    with loader_of(mixture) as loader:
+        loop = iter(loader)
+        for _ in range(30):
+            next(loop)
+        mixture.set_weights([i + 1 for i in range(16)])
+        assert len(json.dumps(loader.state_dict())) < 1000
+
+
+def test_damaged_weights_of_a_state_are_refused_by_name(sources: list[ShardedDataset]) -> None:
+    with loader_of(mixture_of(sources)) as loader:
+        run_on = iter(loader)
+        next(run_on)
+        loader.dataset.set_weights([1, 1, 1])
+        state = loader.state_dict()
+        good = state["weights"]
+        assert [Fraction(share) for share in good["shares"]] == [Fraction(1, 3)] * 3
+        for wrong in (
+            {**good, "shares": ["1/3", "1/3"]},
+            {**good, "shares": ["1/3", "a", "1/3"]},
+            {**good, "shares": ["-1", "1", "1"]},
+            {**good, "shares": ["0", "0", "0"]},
+            {**good, "given": [1, 1, 1]},
+            {**good, "first": [0, 0, True]},
+            {**good, "position": -6},
+            {"shares": good["shares"]},
+            [1],
+        ):
+            with pytest.raises(ValueError, match="weight"):
+                loader.load_state_dict(edited(state, weights=wrong))
+    with loader_of(sources[0]) as other, pytest.raises(ValueError, match="other shards"):
+        other.load_state_dict(state)
+
+
+# ---- ranks ----------------------------------------------------------------------------------------------
+
+
+def on_rank(sources: list[ShardedDataset], changes: dict[int, Any]) -> list[list[int]]:
+    mixture = mixture_of(sources, stop="all")
+    with loader_of(mixture, batch_size=12 // dist.get_world_size(), tail="drop") as loader:
+        return run(loader, changes)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_global_batches_are_the_same_for_any_number_of_ranks(
+    sources: list[ShardedDataset], world_size: int
+) -> None:
+    changes = {2: [1, 1, 1], 5: [0, 0.5, 0.5]}
+    ranks = fast_ranks(on_rank, world_size, args=(sources, changes), timeout_s=60)
+    with loader_of(mixture_of(sources, stop="all"), batch_size=12, tail="drop") as loader:
+        alone = run(loader, changes)
+    assert [sorted(chain(*parts)) for parts in zip(*ranks, strict=True)] == [*map(sorted, alone)]
+
+
+def sets_unlike(sources: list[ShardedDataset]) -> list[str]:
+    mixture, said = mixture_of(sources), []
+    for weights in ([[1, 1, 1], [1, 1, 2]], [[1, 1, 1], [1, 1, -1]]):
+        with pytest.raises(ValueError, match="weights") as caught:
+            mixture.set_weights(weights[dist.get_rank()])
+        said.append(str(caught.value))
+    return said
+
+
+def test_ranks_that_set_unlike_weights_are_all_told(sources: list[ShardedDataset]) -> None:
+    for said in fast_ranks(sets_unlike, 2, args=(sources,), timeout_s=60):
+        assert "rank 0: 1/3 1/3 1/3; rank 1: 1/4 1/4 1/2" in said[0]
+        assert "rank 1: weights must be finite numbers >= 0" in said[1]
+
+
+# ---- what is refused --------------------------------------------------------------------------------------
+
+
+def test_what_are_no_weights_is_refused(sources: list[ShardedDataset]) -> None:
+    mixture = mixture_of(sources)
+    for weights in ([1, 1], [0, 0, 0], [1, -1, 1], [np.nan, 1, 1], {object(): 1}):
+        with pytest.raises(ValueError, match="weight"):
+            mixture.set_weights(weights)
+    assert mixture.weights_set is None
+    with pytest.raises(ValueError, match="set_weights needs a mixture by weights"):
+        Mixture(sources, repeats=[1, 1, 1]).set_weights([1, 1, 1])
+
+
+def test_batches_by_length_say_that_they_keep_their_weights(sources: list[ShardedDataset]) -> None:
+    mixture = Mixture({sources[0]: 1, sources[1]: 1})
+    batching = Packed(8, "n", lengths=[np.full(60, 2), np.full(40, 2)], window=20)
+    mixture.set_weights([1, 2])
+    with (
+        loader_of(mixture, batching=batching, batch_size=1) as loader,
+        pytest.raises(ValueError, match="give the mixture a schedule="),
+    ):
+        next(iter(loader))
+
+
+def test_the_rank_s_place_in_a_batch_follows_the_new_shares(sources: list[ShardedDataset]) -> None:
+    mixture = mixture_of(sources, stop="all")
+    of_ranks = []
+    for r in range(2):
+        mixture.weights_set = None
+        with loader_of(mixture, topology=rank(r, 2), tail="pad") as loader:
+            of_ranks.append(run(loader, {2: [0, 1, 1]}))
+    assert len(of_ranks[0]) == len(of_ranks[1])
+    assert all(n >= 2000 for own in of_ranks for batch in own[2:] for n in batch)
