@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -13,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dataflow.dataset import ShardedDataset
-from dataflow.decode.values import CONVERTERS, LACKING
+from dataflow.decode.values import LACKING
 from dataflow.mixture import Mixture
 from dataflow.outputs.objects import ObjectOutput
 from dataflow.outputs.output import Output
@@ -82,7 +83,8 @@ def are_found(settings: StreamSettings, dataset: ShardedDataset | Mixture) -> bo
     if batching is None or settings.collate_fn is not None:
         return False
     output = _output(batching.column, dataset)
-    is_made = isinstance(output, ObjectOutput) and output.convert is not CONVERTERS["text"]
+    # Of text and of objects in JSON the schema says that they are no lists of numbers.
+    is_made = isinstance(output, ObjectOutput) and output.convert not in (bytes.decode, json.loads)
     return is_made or any(source.transform for source in dataset.sources)
 
 

@@ -135,7 +135,8 @@ class StreamLoader:
         # A copy stands where this loader stands, goes on by itself and reads with threads of its own.
         changing = ("_skipped", "_deliveries", "_loops", "sessions")
         own = {name: copy.copy(self.__dict__[name]) for name in changing}
-        return {**self.__dict__, **own, "_finalizer": None, "_pause": None, "_last_good": LastGood()}
+        none = dict.fromkeys(("_finalizer", "_pause", "_length_plan"))
+        return {**self.__dict__, **own, **none, "_last_good": LastGood()}
 
     @property
     def builder_plan(self) -> BuilderPlan:
