@@ -432,3 +432,29 @@ def test_another_source_leaves_the_orders_of_the_others_alone() -> None:
 def test_a_full_shuffle_is_refused_since_it_has_no_windows() -> None:
     with pytest.raises(ValueError, match="needs windows"):
         windows_of(MIXES[0], 0, shuffle=Shuffle("full"))
+
+
+@pytest.mark.parametrize("stop", ["first", "all"])
+def test_sources_go_on_sample_by_sample_through_weights_that_are_set(stop):
+    spec = MixtureSpec.weighted([50, 30, 20], [5, 3, 2], stop=stop)
+    changed = spec.going_on(1, 20, [1, 1, 8])
+    again = changed.going_on(2, 7, [3, 3, 1])
+    parts = [
+        (spec, 0, 0, None),
+        (spec, 1, 0, 20),
+        (changed, 1, 20, None),
+        (changed, 2, 0, 7),
+        (again, 2, 7, None),
+        (again, 3, 0, None),
+        (again, 4, 0, None),
+    ]
+    located = []
+    for of, number, begin, end in parts:
+        epoch = of.epoch(number)
+        located.append(epoch.locate(np.arange(begin, epoch.num_samples if end is None else end)))
+    source, index = (np.concatenate(each) for each in zip(*located, strict=True))
+    for number in range(3):
+        own = index[source == number]
+        assert np.array_equal(own, np.arange(len(own)))
+    with pytest.raises(ValueError, match="epoch 1 of the mixture is over"):
+        again.epoch(1)
