@@ -32,6 +32,12 @@ def in_pairs(*axes: Collection[Any]) -> list[Any]:
     return found
 
 
+def one_in(number: int, combinations: Collection[tuple[Any, ...]]) -> list[Any]:
+    """Every combination as a parameter; all but one in so many are tried with `--full`."""
+    marks = pytest.mark.full
+    return [pytest.param(*one, marks=[marks] if at % number else []) for at, one in enumerate(combinations)]
+
+
 def not_met(combinations: Collection[tuple[Any, ...]], *axes: Collection[Any]) -> list[tuple[Any, Any]]:
     """Pairs of values of different axes that no combination has."""
     return [

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from chunks_kit import HandDrivenEpoch
 from datasets_kit import edited, rank
-from pairs_kit import meeting_in_pairs
+from pairs_kit import meeting_in_pairs, one_in
 from ranks_kit import fast_ranks
 from stream_kit import stream_of
 from test_loader_lengths import Unit, delivered, laid_out, rows_of_batch, through_json, tokens_of
@@ -99,10 +99,7 @@ SHUFFLES = [
     Shuffle("blocks", 2),
     Shuffle("none"),
 ]
-CASES = [  # every rule with some batching and order; every two of these with `--full`
-    case if number % 3 == 0 else pytest.param(*case, marks=pytest.mark.full)
-    for number, case in enumerate(meeting_in_pairs(BATCHINGS, RULES, SHUFFLES))
-]
+CASES = one_in(3, meeting_in_pairs(BATCHINGS, RULES, SHUFFLES))
 
 
 def loader_of(mixture: Mixture, batching: Batching, r: int = 0, of: int = 1, **options: Any) -> DataLoader:
@@ -330,7 +327,7 @@ def test_credits_bound_what_a_chunk_takes(abc: list[ShardedDataset], kind: str) 
 
 @pytest.mark.parametrize(
     ("kind", "rule", "tail"),
-    meeting_in_pairs(BATCHINGS, ["tokens", "all", "schedule"], ["drop", "pad", "even", "uneven"]),
+    one_in(3, meeting_in_pairs(BATCHINGS, ["tokens", "all", "schedule"], ["drop", "pad", "even", "uneven"])),
 )
 def test_all_worlds_deliver_one_sequence_of_units(
     abc: list[ShardedDataset], kind: str, rule: str, tail: str
