@@ -69,6 +69,7 @@ class Interleaving:
         num_samples: int,
         run_length: int,
         first: NDArray[np.int64],
+        *,
         given: NDArray[np.int64] | None = None,
     ) -> None:
         self.phases, self.num_samples, self.run_length = tuple(phases), num_samples, run_length
@@ -323,9 +324,9 @@ class MixtureSpec:
         pattern = fair_pattern(integer_shares(self.steps[0][1]))
         phases = [MixturePhase(base.position // self.run_length, pattern)]
         given, zeros = np.array(base.given, np.int64), np.zeros(len(self.sizes), np.int64)
-        endless = Interleaving(phases, ENDLESS, self.run_length, zeros, given)
+        endless = Interleaving(phases, ENDLESS, self.run_length, zeros, given=given)
         length, first = max(base.position, self._length(endless)), np.array(base.first, np.int64)
-        current = Interleaving(phases, length, self.run_length, first, given)
+        current = Interleaving(phases, length, self.run_length, first, given=given)
         if epoch == base.epoch:
             return current
         each = self._steady[1]
