@@ -3,10 +3,10 @@
     python -m benchmarks.executors --json benchmarks/results/executors.json
 
 One thread copies values that lie anywhere in 64 MiB of memory into one slot of 8 MiB, as chunks of W4, W2,
-W1-raw and W3 do, turns 20 columns into rows, as staging of W3 does, and mixes the samples of windows of eight
-lanes. Rows a second of processor time, the ways in turns, medians. torch has no gather for values of
-different lengths and none that widens: there it is `index_select` over values of one length, and numpy widens
-tiles that stay in the cache.
+W1-raw and W3 do, turns 20 columns into rows, as staging of W3 does, mixes the samples of windows of eight
+lanes, and takes turns of mixtures by tokens. Rows a second of processor time, the ways in turns, medians.
+torch has no gather for values of different lengths and none that widens: there it is `index_select` over
+values of one length, and numpy widens tiles that stay in the cache.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from prefetch.core.by_numpy import NumpyExecutor
 from prefetch.core.compiled import CompiledExecutor
 from prefetch.core.executor import Executor
 from prefetch.core.plan import BuildPlan, PlanColumn
+from sharding.mixture.token_turns import take_turns
 from sharding.order.keyed import keyed_orders
 
 CASES = {
@@ -38,7 +39,9 @@ CASES = {
 """Bytes of a stored value, of what values begin at multiples of, and the dtype of what is widened."""
 WINDOWS = {"W1-raw window": 80, "W4 window": 1_560, "W3 window": 96_000}
 """Samples of each lane."""
+TURNS = {f"turns by tokens, {number} sources": number for number in (2, 5, 16)}
 _LANES = 8
+_TURNS = 1 << 16
 SLOT_BYTES = 8 << 20
 _TILE_BYTES = 1 << 20
 
@@ -77,6 +80,19 @@ def mixing(executor: Executor, samples: int) -> Callable[[], object]:
     return lambda: mix(sizes, range(_LANES), out)
 
 
+def turning(executor: Executor, num_sources: int) -> Callable[[], object]:
+    """Turns of sources whose samples have 1 to 4,000 elements, in shares 1, 2, 3 ..."""
+    take = executor.token_turns or take_turns
+    lengths = np.random.default_rng(0).integers(1, 4000, num_sources * _TURNS)
+    shares, out = np.arange(1, num_sources + 1), np.zeros(_TURNS, np.uint16)
+
+    def run() -> int:
+        first = np.arange(num_sources) * _TURNS
+        return take(shares, np.zeros(num_sources, np.int64), lengths, first, first + _TURNS, out)
+
+    return run
+
+
 def ways(executors: Sequence[Executor]) -> dict[str, tuple[int, dict[str, Callable[[], object]]]]:
     """Each case's rows, and what makes its copies."""
     rng = np.random.default_rng(0)
@@ -97,6 +113,8 @@ def ways(executors: Sequence[Executor]) -> dict[str, tuple[int, dict[str, Callab
     found["W3 columns"] = rows, {e.name: interleaving(e, rows) for e in executors}
     for name, samples in WINDOWS.items():
         found[name] = _LANES * samples, {e.name: mixing(e, samples) for e in executors}
+    for name, number in TURNS.items():
+        found[name] = _TURNS, {e.name: turning(e, number) for e in executors}
     return found
 
 

@@ -2,7 +2,7 @@
 
     python -m benchmarks.hub                                        about four minutes
     python -m benchmarks.hub --json benchmarks/results/hub.json     also saves the figures
-    python -m benchmarks.hub --part start|first|rows|faults         one of the parts
+    python -m benchmarks.hub --part start|first|rows|small-rows|faults         one of the parts
 
 The Hub is tests/hub_server.py on this machine, in a process of its own, with 50 ms before each answer of the
 Hub and of its content network (another port; signed addresses). All contestants are asked through
@@ -14,6 +14,7 @@ Hub and of its content network (another port; signed addresses). All contestants
 - first: 10,000 files of 10 rows; from the constructor to the first batch: with nothing known, and again.
 - rows: 200 files of 125 documents of 8 KB (Parquet, one row group): an epoch in file order, in batches of
   32. Peers run with several numbers of workers; the best counts. Each row must come once.
+- small-rows: the same bytes in documents of 1 KB.
 - faults: the same with 5 % of requests failing (429, 500, 503, cut bodies), beside none failing; `datasets`
   is given 100 s, as it waits for a minute after some.
 """
@@ -134,7 +135,6 @@ def new_caches() -> Iterator[None]:
         names = ("XDG_CACHE_HOME", "HF_HOME", "TMPDIR", "LITDATA_CACHE_DIR", "LITDATA_HF_CACHE_DIR")
         before = {name: os.environ.get(name) for name in names}
         os.environ.update(dict.fromkeys(names, folder))
-        os.environ["HOME_OF_CACHES"] = folder
         try:
             yield
         finally:
@@ -308,7 +308,15 @@ def _rows(
 
 
 def rows(repeats: int) -> dict[str, Any]:
-    with serving(FILES, ROWS, ROW_BYTES) as hub:
+    return _rows_beside_peers(repeats, ROWS, ROW_BYTES)
+
+
+def small_rows(repeats: int) -> dict[str, Any]:
+    return _rows_beside_peers(repeats, 8 * ROWS, ROW_BYTES // 8)
+
+
+def _rows_beside_peers(repeats: int, num_rows: int, row_bytes: int) -> dict[str, Any]:
+    with serving(FILES, num_rows, row_bytes) as hub:
         found = _rows(hub, repeats, {"dataflow": (0,), **WORKERS})
     peers = {key: one["rows_per_s"] for key, one in found.items() if not key.startswith("dataflow")}
     best = max(peers, key=lambda key: peers[key])
@@ -326,7 +334,7 @@ def faults(repeats: int) -> dict[str, Any]:
         return found | {"peers": _rows(hub, 1, {"datasets": (8,)}, limit_s=100.0)}
 
 
-PARTS = {"start": start, "first": first, "rows": rows, "faults": faults}
+PARTS = {"start": start, "first": first, "rows": rows, "small-rows": small_rows, "faults": faults}
 
 
 def main(arguments: list[str] | None = None) -> None:

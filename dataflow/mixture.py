@@ -28,7 +28,6 @@ from sharding.mixture.shares import (
     ENDLESS,
     Weight,
     exact_numbers,
-    exact_weights,
     integer_shares,
     temperature_weights,
 )
@@ -157,12 +156,7 @@ class Mixture(Sharded):
         """
         parts, failure = tuple[Fraction, ...](), None
         try:
-            if self.spec.stop is None or self.spec.counts != "samples":
-                raise ValueError(
-                    "set_weights needs a mixture by weights, a schedule or a temperature, with shares of "
-                    "samples"
-                )
-            parts = exact_weights(self._of_sources(weights, self.spec.counts))
+            parts = self.spec.checked_weights(self._of_sources(weights, self.spec.counts))
         except ValueError as error:
             failure = error  # told once the others know: they wait for this rank
         _check_ranks_agree(str(failure) if failure else " ".join(map(str, parts)))

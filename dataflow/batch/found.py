@@ -7,7 +7,7 @@ the piece when a batch is made: lists as one array and its offsets, everything e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -201,7 +201,6 @@ class FoundSamples:
         self,
         batching: Batching,
         pieces: BatchPieces,
-        allocate: Callable[[int], NDArray[np.uint8]] | None = None,
     ) -> dict[str, Any]:
         """One batch of a plan, as `batch_columns` forms it."""
         own = pieces.pieces
@@ -213,7 +212,7 @@ class FoundSamples:
                 columns[name] = column.ragged(rows, *cut)
             else:
                 columns[name] = _of_pieces(_taken(column, rows))
-        return batch_columns(batching, pieces, columns, *([] if allocate is None else [allocate]))
+        return batch_columns(batching, pieces, columns)
 
 
 NO_SAMPLES = FoundSamples(np.empty(0, np.int64), {})

@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 Sample = dict[str, Any]
+_MOST = 32
+"""Characters of a fingerprint."""
 
 
 class BatchTransform(Protocol):
@@ -50,8 +52,14 @@ def lists_of(transform: object) -> tuple[str, ...]:
 
 
 def fingerprint_of(transform: object) -> str:
-    """What a state knows of the transform; "": nothing."""
-    return str(getattr(transform, "fingerprint", ""))
+    """What a state knows of the transform; "": nothing. `ValueError` for what a state has no room for."""
+    mark = str(getattr(transform, "fingerprint", "") or "")
+    if len(mark) > _MOST or not (mark.isascii() and mark.isprintable()) or {*"@+~"} & {*mark}:
+        raise ValueError(
+            f"the fingerprint of a transform is at most {_MOST} printable ASCII characters, without @, + and "
+            f"~, got {mark!r}: take a hash of it"
+        )
+    return mark
 
 
 def releases_gil(transform: object) -> bool:
@@ -72,15 +80,14 @@ def transformed_together(
         By place, what became of the samples whose transform has a batch form that did not fail; and the first
         failure. What is not there is to be transformed one by one.
     """
-    together: dict[int, tuple[Callable[[list[Sample]], Sequence[Any]], list[int]]] = {}
-    for at, (transform, wants_rng) in enumerate(transforms):
-        if id(transform) in together:
-            together[id(transform)][1].append(at)
-        elif not wants_rng and (form := batch_form(transform)) is not None:
-            together[id(transform)] = form, [at]
     made: dict[int, Any] = {}
     failure: Exception | None = None
-    for form, places in together.values():
+    own = [id(transform) for transform, _ in transforms]
+    for number, (transform, wants_rng) in dict(zip(own, transforms, strict=True)).items():
+        form = batch_form(transform)
+        if form is None or wants_rng:
+            continue
+        places = [at for at, other in enumerate(own) if other == number]
         try:
             results = form([samples[at] for at in places])
             if len(results) != len(places):

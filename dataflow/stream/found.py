@@ -86,7 +86,6 @@ class FindingPlan(StreamPlan):
         own: Callable[[int], NDArray[np.int64]]
         if self.num_finders:
             counts = finder_counts(bounds, self.finder, self.num_finders)
-
             own = partial(self._found_here, plan)
         else:
             own = self._delivered_here(plan)

@@ -8,11 +8,13 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from fractions import Fraction
 from functools import partial
+from hashlib import blake2b
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from dataflow.batch.transforms import fingerprint_of
 from dataflow.dataset import ShardedDataset
 from dataflow.decode.values import LACKING
 from dataflow.mixture import Mixture
@@ -32,7 +34,7 @@ from sharding.lengths.units import DEFAULT_MEGABATCH_SAMPLES
 _THREADS = 16
 _FOUND_BYTES, _LEAST_FOUND = 4 << 20, 256
 """What a megabatch is to have where its samples must be made to be measured: whoever goes on in it makes them
-again, and a tokenizer makes tokens of some MB a second. A million tokens pack to 0.999."""
+again, and a tokenizer makes tokens of some MB a second. A million tokens pack to 0.998."""
 _TYPICAL = 1 << 16
 """Lengths that stand for those of a mixture."""
 
@@ -176,9 +178,12 @@ def make_planner(
 
 def _lengths_key(batching: Batching, dataset: ShardedDataset | Mixture) -> str:
     """What names the lengths that transforms make; "" where nothing does."""
-    made = [source for source in dataset.sources if source.transform is not None]
-    marks = [str(getattr(source.transform, "fingerprint", "") or "") for source in made]
-    return batching.lengths_key or ("/".join(dict.fromkeys(marks)) if all(marks) else "")
+    made = [source.transform for source in dataset.sources if source.transform is not None]
+    marks = [*dict.fromkeys(map(fingerprint_of, made))]
+    if batching.lengths_key or not (marks and all(marks)):
+        return batching.lengths_key
+    # A state of many sources has no room for all.
+    return marks[0] if len(marks) == 1 else blake2b("/".join(marks).encode(), digest_size=8).hexdigest()
 
 
 def kept_lengths(settings: StreamSettings, dataset: ShardedDataset | Mixture) -> KeptLengths | None:

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from dataflow.batch.builder import REPEAT
+from dataflow.batch.transforms import fingerprint_of
 from dataflow.dataset import ShardedDataset
 from dataflow.limits import memory_limit_bytes
 from dataflow.mixture import Mixture
@@ -96,6 +97,7 @@ class StreamLoader:
         check_batching(settings, dataset)
         for source in dataset.sources:
             source.check_missing()
+            fingerprint_of(source.transform)  # raises now, not where a state is taken
         self._exchange: FoundExchange | None = None
         self._kept_lengths = kept_lengths(settings, dataset)
         self._length_plan: UnitPlan | FoundPlan | None = None
@@ -373,28 +375,28 @@ class StreamLoader:
 
     def _newest_plan(self, epoch: int, start: int) -> RankPlan:
         """The plan of a loop that begins."""
-        if self._take_weights(epoch, start):
-            self.sessions.drop_idle(-1, 0)  # wherever it stands
+        self._take_weights(epoch, start)
         return self.epoch_plan(epoch, start)
 
-    def _take_weights(self, epoch: int, position: int) -> bool:
-        """Go on with the weights that were set for the mixture, if that is new; whether it was."""
+    def _take_weights(self, epoch: int, position: int) -> None:
+        """From a place on, go on with the weights that were set for the mixture since the last call."""
         dataset = self.dataset
         if not isinstance(dataset, Mixture) or dataset.weights_set is None:
-            return False
+            return
         number, weights = dataset.weights_set
-        if number == self._num_weights_taken or position == self._plan.num_samples(epoch):
-            return False
+        if number == self._num_weights_taken:
+            return
         if self._planner is not None:
             raise ValueError(
                 "set_weights changes batches of a number of samples: rows and batches by length (batching=) "
                 "are planned for many positions at a time; give the mixture a schedule="
             )
         before = dataset if self._mixed is None else self._mixed
-        self._mixed = before.with_spec(before.spec.going_on(epoch, position, weights))
+        is_over = self._plan.epoch(epoch, position).num_global_batches == 0
+        self._mixed = before.with_spec(before.spec.going_on(epoch, position, weights, is_over=is_over))
         self._num_weights_taken = number
         self._plan = self._stream_plan()
-        return True
+        self.sessions.drop_idle(-1, 0)  # wherever it stands: it reads the next epoch in other shares
 
     def _serve(self, loop: EpochLoop, frame: LoopFrame, epoch: int, *, restarted: bool) -> Session:
         """Have a session for a loop; `restarted` from where the loop is, as its former one was closed."""

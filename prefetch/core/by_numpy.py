@@ -73,8 +73,9 @@ class NumpyExecutor:
 
     name = "numpy"
     keyed_orders = None
-    token_turns = None
     """See `Executor`: numpy's own is as good."""
+    token_turns = None
+    """See `Executor`: each turn depends on the one before, so it is a loop in Python."""
     open_queue = None
     """See `Executor`: threads of Python would wait for each other."""
 

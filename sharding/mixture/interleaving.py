@@ -123,7 +123,7 @@ class Interleaving:
         return source, index
 
     def positions(self, source: int, index: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The inverse of `locate`, int64 [n]: where a source's samples come; -1: not in this epoch."""
+        """The inverse of `locate`, int64 [n]: where a source's samples come; -1: not from `begin` on."""
         index = np.asarray(index, np.int64)
         out = np.empty(len(index), np.int64)
         for at in range(0, len(index), _CHUNK):
@@ -155,17 +155,19 @@ class Interleaving:
         return counts
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class MixtureBase:
     """A place of the training from which on a mixture is known."""
 
     epoch: int
     position: int
-    """In the epoch, at the begin of a turn."""
+    """In the epoch, at the begin of a turn, or at the end of an epoch that is over."""
     first: tuple[int, ...]
     """Samples that each source gave before the epoch."""
     given: tuple[int, ...]
     """Samples that each source gave in the epoch before the position."""
+    is_over: bool = False
+    """Whether nothing more is delivered of the epoch, whatever its rule would say of the new weights."""
 
 
 @dataclass(frozen=True)
@@ -262,25 +264,30 @@ class MixtureSpec:
             at, first = at + length, first + counts
         return self._interleaving(at, first)
 
-    def going_on(self, epoch: int, position: int, weights: Sequence[Weight]) -> MixtureSpec:
+    def going_on(
+        self, epoch: int, position: int, weights: Sequence[Weight], *, is_over: bool = False
+    ) -> MixtureSpec:
         """The mixture with other weights from a position of an epoch on, which must begin a turn.
 
-        Raises `ValueError` where that cannot be, or weights do not fit.
+        `is_over`: nothing more is delivered of the epoch, so they hold from the next one on. Raises
+        `ValueError` for any other position, and for weights that do not fit.
         """
-        if self.stop is None or self.counts != "samples":
-            raise ValueError(
-                "weights change in a mixture by weights, a schedule or a temperature that counts samples"
-            )
-        if position % self.run_length:
+        current = self.epoch(epoch)
+        if is_over:
+            position = current.num_samples
+        elif position % self.run_length:
             raise ValueError(
                 f"weights change between two turns of run_length={self.run_length} samples, and position "
                 f"{position} is not: let it be the global batch size"
             )
-        if len(weights) != len(self.sizes):
-            raise ValueError(f"there are {len(self.sizes)} sources, but weights {list(weights)}")
-        current = self.epoch(epoch)
         given = current.counts(position) if position else np.zeros(len(self.sizes), np.int64)
-        base = MixtureBase(epoch, position, tuple(current.first.tolist()), tuple(given.tolist()))
+        base = MixtureBase(
+            epoch=epoch,
+            position=position,
+            first=tuple(current.first.tolist()),
+            given=tuple(given.tolist()),
+            is_over=is_over,
+        )
         return self.since(base, weights)
 
     def base_to_json(self) -> dict[str, object]:
@@ -301,12 +308,15 @@ class MixtureSpec:
                 raise ValueError(
                     f"weights: {name} must be {len(self.sizes)} of {kind.__name__}, got {numbers!r}"
                 )
-        first, given = tuple(value["first"]), tuple(value["given"])
-        base = MixtureBase(value["epoch"], value["position"], first, given)
+        fields_of = {name: value[name] for name in ("epoch", "position", "is_over")}
+        base = MixtureBase(**fields_of, first=tuple(value["first"]), given=tuple(value["given"]))
         numbers = (base.epoch, base.position, *base.first, *base.given)
         if any(type(number) is not int or not 0 <= number < ENDLESS for number in numbers):
             raise ValueError(f"weights: epoch and positions must be integers >= 0, got {base}")
-        if sum(base.given) != base.position or any(given % self.run_length for given in base.given):
+        if type(base.is_over) is not bool:
+            raise ValueError(f"weights: is_over must be true or false, got {base.is_over!r}")
+        begins_turns = base.is_over or not any(number % self.run_length for number in base.given)
+        if sum(base.given) != base.position or not begins_turns:
             raise ValueError(f"weights: what sources gave does not make up position {base.position}")
         try:
             weights = [Fraction(share) for share in value["shares"]]
@@ -315,8 +325,21 @@ class MixtureSpec:
         return self.since(base, weights)
 
     def since(self, base: MixtureBase, weights: Sequence[Weight]) -> MixtureSpec:
-        """The mixture from a place on. Raises `ValueError` for weights that do not fit."""
-        return replace(self, steps=((0, exact_weights(weights)),), base=base)
+        """The mixture from a place on. Raises as `checked_weights` does."""
+        return replace(self, steps=((0, self.checked_weights(weights)),), base=base)
+
+    def checked_weights(self, weights: Sequence[Weight]) -> tuple[Fraction, ...]:
+        """Weights that may be set, of sum 1.
+
+        Raises `ValueError` for some that do not fit, and where the mixture's weights cannot change.
+        """
+        if self.stop is None or self.counts != "samples":
+            raise ValueError(
+                "set_weights needs a mixture by weights, a schedule or a temperature, with shares of samples"
+            )
+        if len(weights) != len(self.sizes):
+            raise ValueError(f"there are {len(self.sizes)} sources, but weights {list(weights)}")
+        return exact_weights(weights)
 
     def _epoch_since(self, base: MixtureBase, epoch: int) -> Interleaving:
         if epoch < base.epoch:
@@ -325,13 +348,13 @@ class MixtureSpec:
         phases = [MixturePhase(base.position // self.run_length, pattern)]
         given, zeros = np.array(base.given, np.int64), np.zeros(len(self.sizes), np.int64)
         endless = Interleaving(phases, ENDLESS, self.run_length, zeros, given=given)
-        length, first = max(base.position, self._length(endless)), np.array(base.first, np.int64)
+        length = base.position if base.is_over else max(base.position, self._length(endless))
+        first = np.array(base.first, np.int64)
         current = Interleaving(phases, length, self.run_length, first, given=given)
         if epoch == base.epoch:
             return current
-        each = self._steady[1]
-        first = first + current.counts(length) + (epoch - base.epoch - 1) * each
-        return self._interleaving(0, first)
+        first = first + (given if base.is_over else current.counts(length))
+        return self._interleaving(0, first + (epoch - base.epoch - 1) * self._steady[1])
 
     @property
     def digest(self) -> str:

@@ -199,6 +199,9 @@ def test_a_state_knows_the_fingerprint_of_a_transform(made: Make) -> None:
     with loader(Marked("first")) as same:
         same.load_state_dict(state)
         assert numbers([next(iter(same))], "label")[0] == 10
+    for mark in ("m" * 33, "a@b", "a~b", "a+b", "é"):
+        with pytest.raises(ValueError, match="the fingerprint of a transform is at most 32"):
+            loader(Marked(mark))
     for other in (Marked("second"), Squares()):
         with (
             loader(other) as different,

@@ -122,6 +122,17 @@ def test_weights_set_before_a_loop_hold_from_its_first_batch(sources: list[Shard
         assert {n // 1000 for batch in loader for n in batch["n"].tolist()} == {1}
 
 
+def test_what_was_read_ahead_of_the_next_epoch_is_dropped_whoever_looks_first(
+    sources: list[ShardedDataset],
+) -> None:
+    mixture = mixture_of(sources)
+    with loader_of(mixture) as loader:
+        run(loader, {})
+        mixture.set_weights([1, 0, 0])
+        loader.state_dict()
+        assert {n // 1000 for batch in run(loader, {}) for n in batch} == {1}
+
+
 def test_a_schedule_ends_where_weights_are_set(sources: list[ShardedDataset]) -> None:
     mixture = Mixture(sources, schedule={0: [1, 1, 0], 18: [0, 0, 1]}, stop="never")
     with loader_of(mixture) as loader:
@@ -170,6 +181,25 @@ def test_a_state_resumes_after_any_batch_with_the_weights_of_then(
         assert [batch for batch in got if batch] == whole[cut:]
 
 
+@pytest.mark.parametrize("tail", ["drop", "pad", "uneven"])
+@pytest.mark.parametrize("stop", ["first", "all"])
+def test_weights_set_at_the_last_batch_of_an_epoch_are_in_its_state(
+    sources: list[ShardedDataset], stop: Any, tail: str
+) -> None:
+    with loader_of(mixture_of(sources, stop=stop), batch_size=7, tail=tail) as loader:
+        last = len(loader)
+        for number, _ in enumerate(loader, 1):
+            if number == last:
+                loader.dataset.set_weights([1, 0, 3])
+                state = loader.state_dict()
+        following = run(loader, {}, 2)
+    assert {n // 1000 for batch in following for n in batch} == {1, 3}
+    with loader_of(mixture_of(sources, stop=stop), batch_size=7, tail=tail) as loader:
+        loader.load_state_dict(json.loads(json.dumps(state)))
+        assert run(loader, {}) == []
+        assert run(loader, {}, 2) == following
+
+
 def test_a_state_of_sixteen_sources_is_small(sources: list[ShardedDataset]) -> None:
     many = [sources[0].take(60 - i) for i in range(16)]
     mixture = Mixture(dict.fromkeys(many, 1), stop="never")
@@ -197,6 +227,7 @@ def test_damaged_weights_of_a_state_are_refused_by_name(sources: list[ShardedDat
             {**good, "given": [1, 1, 1]},
             {**good, "first": [0, 0, True]},
             {**good, "position": -6},
+            {**good, "is_over": 1},
             {"shares": good["shares"]},
             [1],
         ):

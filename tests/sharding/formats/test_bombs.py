@@ -84,8 +84,9 @@ def test_a_line_that_was_replaced_by_a_deep_one_is_named_when_it_is_read(tmp_pat
     assert (caught.value.offset, caught.value.stage) == (9, "decode")
 
 
-def test_many_lines_that_end_as_windows_ends_them_are_looked_at_one_by_one():
-    lines = b'{"a": [[1], [2]]}\r\n' * 20_000
+@pytest.mark.parametrize("count", [20_000, *in_full(100_000)])
+def test_many_lines_that_end_as_windows_ends_them_are_looked_at_one_by_one(count):
+    lines = b'{"a": [[1], [2]]}\r\n' * count
     assert too_deep(lines) is None
     assert too_deep(lines + NESTED["lists"](5000).encode() + b"\r\n" + lines) == len(lines)
 
