@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from fractions import Fraction
@@ -12,6 +14,7 @@ from hashlib import blake2b
 from typing import Any
 
 import numpy as np
+import torch.distributed as dist
 from numpy.typing import NDArray
 
 from dataflow.batch.transforms import fingerprint_of
@@ -21,6 +24,7 @@ from dataflow.mixture import Mixture
 from dataflow.outputs.objects import ObjectOutput
 from dataflow.outputs.output import Output
 from dataflow.outputs.ragged import PaddedOutput, RaggedOutput
+from dataflow.stream.exchange import FoundExchange
 from dataflow.stream.settings import StreamSettings
 from prefetch.store.filesystems import shard_file
 from sharding.errors import SampleError
@@ -30,6 +34,10 @@ from sharding.lengths.found_plan import FoundPlanner
 from sharding.lengths.kept import KeptLengths
 from sharding.lengths.unit_plan import UnitPlanner
 from sharding.lengths.units import DEFAULT_MEGABATCH_SAMPLES
+from sharding.order.order import Order
+from sharding.topology.topology import Topology
+
+_log = logging.getLogger("dataflow")
 
 _THREADS = 16
 _FOUND_BYTES, _LEAST_FOUND = 4 << 20, 256
@@ -194,6 +202,86 @@ def kept_lengths(settings: StreamSettings, dataset: ShardedDataset | Mixture) ->
     if not _lengths_key(batching, dataset) or any(source.transform_wants_rng for source in sources):
         return None
     return KeptLengths([(len(source), _marks(batching, source)) for source in sources])
+
+
+class SampleLengths:
+    """What a loader knows of the lengths of samples that are made, and the ranks that find them with it.
+
+    Args:
+        settings: of the loader.
+        dataset: its own.
+    """
+
+    def __init__(self, settings: StreamSettings, dataset: ShardedDataset | Mixture) -> None:
+        self._timeout_s, self._dataset = settings.timeout_s, dataset
+        self._kept = kept_lengths(settings, dataset)
+        self.exchange: FoundExchange | None = None
+        """With the other ranks; None: not met yet, or there are none."""
+
+    @property
+    def are_known(self) -> bool:
+        """Whether those of all samples are kept."""
+        return self._kept is not None and self._kept.is_complete
+
+    def met(self, planner: FoundPlanner, topology: Topology, seat: int) -> FoundPlanner:
+        """Meet the other ranks, once; the planner that knows what all of them know. A collective."""
+        ranks, kept = topology.world_size, self._kept
+        if self.exchange is None and ranks > 1 and dist.is_available() and dist.is_initialized():
+            if dist.get_world_size() != ranks:
+                raise ValueError(
+                    f"topology= tells of {ranks} ranks, but torch.distributed of {dist.get_world_size()}: "
+                    "lengths that are found on the way are exchanged among all of them"
+                )
+            self.exchange = FoundExchange(seat, self._timeout_s)
+            if not self.exchange.agreed(kept.digest if kept else "") and kept:
+                kept.forget()  # as on the ranks of a machine that has not seen these samples
+                planner = planner.knowing(None)
+        return self._told(planner)
+
+    def noted(
+        self, planner: FoundPlanner, order: Order, first: int, lengths: NDArray[np.int64]
+    ) -> FoundPlanner:
+        """Keep the lengths of samples from a position of an order on; the planner that knows them, too."""
+        if self._kept is not None:
+            self._kept.note(order.samples(np.arange(first, first + len(lengths))), lengths)
+        return self._told(planner)
+
+    def _told(self, planner: FoundPlanner) -> FoundPlanner:
+        if self._kept is None or not self._kept.is_complete or planner.lengths is not None:
+            return planner
+        return planner.knowing(self._kept.lengths)
+
+    def measured(self, measure: Callable[[ShardedDataset], SampleLengths]) -> NDArray[np.int32]:
+        """The lengths of all samples, before the first batch: shares of tokens begin with them.
+
+        `measure` makes all samples of a source. Raises `ValueError` where nothing would tell the lengths from
+        others, and where some samples have none.
+        """
+        if self._kept is None:
+            raise ValueError(
+                'shares="tokens" needs the lengths of all samples before the first one is delivered; what '
+                "transform= makes is measured once and kept, under its fingerprint or lengths_key= of "
+                "batching=, and not where it takes rng="
+            )
+        _log.info("samples are made once to find their lengths, which shares of tokens need")
+        found = []
+        for source in self._dataset.sources:
+            alone = copy.copy(source)
+            alone.batch_transform = None  # it would run for nothing
+            lengths = measure(alone)
+            if not lengths.are_known:
+                raise ValueError(
+                    f"samples of {source!r} were left out, so they have no length: by tokens, a mixture "
+                    "takes sources whose samples can all be made"
+                )
+            assert lengths._kept is not None
+            found.append(lengths._kept.lengths)
+        return np.concatenate(found)
+
+    def save(self, topology: Topology) -> None:
+        """Write what is new, on one rank of each machine."""
+        if self._kept is not None and topology.local_rank == 0:
+            self._kept.save()
 
 
 def _marks(batching: Batching, source: ShardedDataset) -> list[str]:

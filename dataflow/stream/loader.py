@@ -10,7 +10,6 @@ newest loop handed out, never of those that were prefetched.
 from __future__ import annotations
 
 import copy
-import logging
 import time
 from collections.abc import Generator, Iterator, Mapping
 from dataclasses import replace
@@ -30,14 +29,13 @@ from dataflow.processes.choice import ChoiceMemory
 from dataflow.stats import LoaderStats
 from dataflow.stream.builders import BuilderPlan, plan_builders, warm_up
 from dataflow.stream.deliveries import Deliveries, LastGood, Skipped, SkippedAhead
-from dataflow.stream.exchange import FoundExchange
 from dataflow.stream.found import FoundSession
 from dataflow.stream.joined_reads import check_reads
 from dataflow.stream.length_aware import (
+    SampleLengths,
     are_found,
     check_batching,
     is_by_tokens,
-    kept_lengths,
     make_planner,
 )
 from dataflow.stream.loop_sessions import LoopSessions
@@ -61,8 +59,6 @@ from sharding.plan.placement import seat_of
 from sharding.plan.plan import EpochPlan, PlanState, RankPlan
 from sharding.plan.window_size import deciding_table, resolve_windows
 from sharding.topology.topology import Topology
-
-_log = logging.getLogger("dataflow")
 
 
 class LoopFrame:
@@ -98,8 +94,7 @@ class StreamLoader:
         for source in dataset.sources:
             source.check_missing()
             fingerprint_of(source.transform)  # raises now, not where a state is taken
-        self._exchange: FoundExchange | None = None
-        self._kept_lengths = kept_lengths(settings, dataset)
+        self._lengths = SampleLengths(settings, dataset)
         self._length_plan: UnitPlan | FoundPlan | None = None
         """Of the epoch begun last."""
         self._mixture_starts: dict[int, tuple[int, ...]] = {}
@@ -180,61 +175,30 @@ class StreamLoader:
 
     def _meet(self) -> None:
         """Meet the other ranks, where lengths are found together: a collective, once."""
-        ranks, kept, planner = self._topology.world_size, self._kept_lengths, self._planner
+        planner = self._planner
         if not isinstance(planner, FoundPlanner) or planner.is_told:
             return
-        if self._exchange is None and ranks > 1 and _is_distributed():
-            if dist.get_world_size() != ranks:
-                raise ValueError(
-                    f"topology= tells of {ranks} ranks, but torch.distributed of {dist.get_world_size()}: "
-                    "lengths that are found on the way are exchanged among all of them"
-                )
-            self._exchange = FoundExchange(self._plan.rank, self.settings.timeout_s)
-            if not self._exchange.agreed(kept.digest if kept else "") and kept:
-                kept.forget()  # as on the ranks of a machine that has not seen these samples
-                planner = self._plan_by(planner.knowing(None))
-        if kept and kept.is_complete and planner.lengths is None:
-            self._plan_by(planner.knowing(kept.lengths))
-        elif planner.lengths is None and is_by_tokens(self.dataset):
-            self._plan_by(planner.knowing(self._lengths_of_sources()))
+        met = self._lengths.met(planner, self._topology, self._plan.rank)
+        if met.lengths is None and is_by_tokens(self.dataset):
+            met = met.knowing(self._lengths.measured(self._measure))
+        self._plan_by(met)
 
-    def _plan_by(self, planner: FoundPlanner) -> FoundPlanner:
-        self._planner = planner
-        self._plan = self._stream_plan()
-        return planner
+    def _plan_by(self, planner: FoundPlanner) -> None:
+        if planner is not self._planner:
+            self._planner = planner
+            self._plan = self._stream_plan()
 
-    def _lengths_of_sources(self) -> NDArray[np.int32]:
-        """Make all samples once to find their lengths: shares of tokens begin with those of every source.
-
-        On all ranks, each its part. Raises `ValueError` where nothing would tell the lengths from others.
-        """
-        if self._kept_lengths is None:
-            raise ValueError(
-                'shares="tokens" needs the lengths of all samples before the first one is delivered; what '
-                "transform= makes is measured once and kept, under its fingerprint or lengths_key= of "
-                "batching=, and not where it takes rng="
-            )
-        _log.info("samples are made once to find their lengths, which shares of tokens need")
-        settings, found = replace(self.settings, shuffle=None, topology=self._topology), []
-        for source in self.dataset.sources:
-            loader = StreamLoader(source, settings)
-            try:
+    def _measure(self, source: ShardedDataset) -> SampleLengths:
+        """Make all samples of a source whose lengths are not known yet, on all ranks, each its part."""
+        settings = replace(self.settings, shuffle=None, device=None, topology=self._topology)
+        loader = StreamLoader(source, settings)
+        try:
+            if not loader._lengths.are_known:
                 for _ in loader:
                     pass
-                kept = loader._kept_lengths
-                if kept is None or not kept.is_complete:
-                    raise ValueError(
-                        f"samples of {source!r} were left out, so they have no length: by tokens, a mixture "
-                        "takes sources whose samples can all be made"
-                    )
-                found.append(kept.lengths)
-            finally:
-                loader.close()
-        return np.concatenate(found)
-
-    def _save_lengths(self) -> None:
-        if self._kept_lengths and self._topology.local_rank == 0:
-            self._kept_lengths.save()
+        finally:
+            loader.close()
+        return loader._lengths
 
     @property
     def topology(self) -> Topology:
@@ -416,7 +380,7 @@ class StreamLoader:
     def _deliver_last(self, loop: EpochLoop, session: Session) -> None:
         """Note that the last batch of a loop is handed out: its session serves the next one, or ends."""
         assert loop.plan is not None
-        self._save_lengths()
+        self._lengths.save(self._topology)
         if self._loops.is_last_begun(loop):
             session.epoch_done(loop.plan.order.epoch)
             self.sessions.keep(loop)
@@ -612,23 +576,19 @@ class StreamLoader:
             caches_in_memory=memory_limit == self.memory_limit,
         )
         if isinstance(self._planner, FoundPlanner):
-            if self._exchange is None and self._topology.world_size > 1 and self._planner.lengths is None:
+            exchange = self._lengths.exchange
+            if exchange is None and self._topology.world_size > 1 and self._planner.lengths is None:
                 raise DataflowError(
                     f"the {self._topology.world_size} ranks find the lengths of samples together, but "
                     "torch.distributed is not initialised: do that before the first batch, or give lengths="
                 )
-            return FoundSession(
-                self._plan, options, epoch, start, exchange=self._exchange, record=self._record
-            )
+            return FoundSession(self._plan, options, epoch, start, exchange=exchange, record=self._record)
         return Session(self._plan, options, epoch, start)
 
     def _record(self, order: Order, first: int, lengths: NDArray[np.int64]) -> None:
         """Keep the lengths of samples that were found, from a position of an order on."""
-        kept, planner = self._kept_lengths, self._planner
-        if kept:
-            kept.note(order.samples(np.arange(first, first + len(lengths))), lengths)
-            if kept.is_complete and isinstance(planner, FoundPlanner) and planner.lengths is None:
-                self._plan_by(planner.knowing(kept.lengths))
+        if isinstance(self._planner, FoundPlanner):
+            self._plan_by(self._lengths.noted(self._planner, order, first, lengths))
 
     def stats(self) -> LoaderStats:
         """A snapshot; cheap, any thread."""
@@ -654,7 +614,7 @@ class StreamLoader:
         Batches handed out stay valid. Another thread that waits for a batch gets a `RuntimeError`.
         """
         finalizer = self._finalizer
-        self._save_lengths()
+        self._lengths.save(self._topology)
         try:
             self.sessions.close()
         except BaseException:  # Ctrl-C: nobody wants to wait

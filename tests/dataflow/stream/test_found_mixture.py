@@ -53,7 +53,7 @@ def opened(folder: Path, transform: Any = None, **options: Any) -> Mixture:
     return Mixture({a: 0.7, b: 0.3}, **options)
 
 
-def loader_of(mixture: Mixture, batch_size: int = 4, **options: Any) -> DataLoader:
+def loader_of(mixture: Any, batch_size: int = 4, **options: Any) -> DataLoader:
     options = {"num_workers": 0, "batching": Packed(ROW, window=50), **options}
     return DataLoader(mixture, batch_size, True, seed=3, **options)
 
@@ -130,6 +130,28 @@ def test_samples_are_made_for_their_lengths_once_and_not_in_the_next_run(mixed: 
     with loader_of(opened(mixed, Counts(), shares="tokens")) as loader:
         assert len(made) == sum(NUMBERS.values())
         assert len(loader) > 3
+
+
+def test_a_source_whose_lengths_are_kept_is_not_made_again_and_no_batch_is_transformed(mixed: Path) -> None:
+    made: list[str] = []
+
+    class Counts(MakesTokens):
+        def __call__(self, sample: Mapping[str, Any]) -> dict[str, Any]:
+            made.append(sample["name"])
+            return super().__call__(sample)
+
+    def never(batch: Any) -> Any:
+        raise AssertionError("a batch that nobody asked for")
+
+    with loader_of(opened(mixed, Counts()).sources[0]) as loader:
+        rows_of(loader)
+    made.clear()
+    mixture = opened(mixed, Counts(), shares="tokens")
+    for source in mixture.sources:
+        source.batch_transform = never
+    mixture.batch_transform = never
+    with loader_of(mixture):
+        assert Counter(made) == {"b": NUMBERS["b"]}
 
 
 def test_without_a_name_for_lengths_shares_of_tokens_say_what_they_lack(mixed: Path) -> None:
