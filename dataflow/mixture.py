@@ -200,8 +200,11 @@ class Mixture(Sharded):
         return length
 
     def fingerprint(self) -> str:
-        """16 hex digits over sources, shares and rules: what identifies the mixture in a state."""
-        marks = [source.fingerprint() for source in self.sources]
+        """16 hex digits over sources, shares and rules: what identifies the mixture in a state.
+
+        Sources behind the last one with a share do not count: they may be added while a training goes on.
+        """
+        marks = [source.fingerprint() for source in self.sources[: self.spec.num_used]]
         return hashlib.blake2b(repr((marks, self.spec.digest)).encode(), digest_size=8).hexdigest()
 
     def num_samples(self, epoch: int) -> int:

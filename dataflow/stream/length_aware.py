@@ -181,12 +181,20 @@ def make_planner(
     assert parts is not None
     if len(parts) == 1:
         return UnitPlanner(parts[0], batching, window)
-    return UnitPlanner(np.concatenate(parts), batching, window, _typical(parts, shares))
+    num_marked = sum(map(len, _used(dataset)))
+    return UnitPlanner(
+        np.concatenate(parts), batching, window, _typical(parts, shares), num_marked=num_marked
+    )
+
+
+def _used(dataset: ShardedDataset | Mixture) -> Sequence[ShardedDataset]:
+    """The sources that identify it: see `Mixture.fingerprint`."""
+    return dataset.sources[: dataset.spec.num_used] if isinstance(dataset, Mixture) else dataset.sources
 
 
 def _lengths_key(batching: Batching, dataset: ShardedDataset | Mixture) -> str:
     """What names the lengths that transforms make; "" where nothing does."""
-    made = [source.transform for source in dataset.sources if source.transform is not None]
+    made = [source.transform for source in _used(dataset) if source.transform is not None]
     marks = [*dict.fromkeys(map(fingerprint_of, made))]
     if batching.lengths_key or not (marks and all(marks)):
         return batching.lengths_key
@@ -310,7 +318,7 @@ def _lengths_asked(lengths: Any, dataset: ShardedDataset | Mixture) -> Sequence[
 
 def _typical(parts: Sequence[NDArray[np.integer]], shares: Sequence[Fraction]) -> NDArray[np.integer]:
     """Lengths as a mixture delivers them: of each source quantiles, as many as its share says."""
-    counts = [max(1, int(share * _TYPICAL)) for share in shares]
+    counts = [max(share > 0, int(share * _TYPICAL)) for share in shares]
     return np.concatenate(
         [np.sort(part)[np.arange(n) * len(part) // n] for part, n in zip(parts, counts, strict=True)]
     )

@@ -51,7 +51,7 @@ from prefetch.errors import EngineClosedError, MemoryLimitError, StallError
 from prefetch.memory.lifetimes import Finalizer
 from sharding.errors import DataflowError
 from sharding.lengths.found_plan import UNKNOWN, FoundPlan, FoundPlanner
-from sharding.lengths.unit_plan import UnitPlan
+from sharding.lengths.unit_plan import SequencePlace, UnitPlan
 from sharding.order.order import Order
 from sharding.order.shuffle import Shuffle
 from sharding.plan.batch_plan import Tail
@@ -350,14 +350,7 @@ class StreamLoader:
         number, weights = dataset.weights_set
         if number == self._num_weights_taken:
             return
-        if self._planner is not None:
-            raise ValueError(
-                "set_weights changes batches of a number of samples: rows and batches by length (batching=) "
-                "are planned for many positions at a time; give the mixture a schedule="
-            )
-        before = dataset if self._mixed is None else self._mixed
-        is_over = self._plan.epoch(epoch, position).num_global_batches == 0
-        self._mixed = before.with_spec(before.spec.going_on(epoch, position, weights, is_over=is_over))
+        self._mixed, self._planner = self._plan.with_weights(epoch, position, weights)
         self._num_weights_taken = number
         self._plan = self._stream_plan()
         self.sessions.drop_idle(-1, 0)  # wherever it stands: it reads the next epoch in other shares
@@ -474,7 +467,9 @@ class StreamLoader:
             fingerprint=_mark_of(self.dataset),
             batching=self._plan.mark(self._loops.epoch, self._loops.position),
             sources=list(tokens.first(self._loops.epoch)) if tokens else None,
-            weights=None if self._mixed is None else self._mixed.spec.base_to_json(),
+            weights=None
+            if self._mixed is None
+            else self._plan.weights_state(self._loops.epoch, self._loops.position),
         )
         return {**state.to_json(), "skipped_samples": self._skipped.count}
 
@@ -507,6 +502,9 @@ class StreamLoader:
             )
         planner = self._planner and self._planner.resumed(loaded.batching or {}, loaded.epoch)
         starts, mixed = self._starts_of(loaded), self._mixed_of(loaded)
+        if planner and mixed is not None:
+            place = SequencePlace.from_json(loaded.batching or {}, loaded.epoch)
+            planner = planner.changed(place, mixed.spec.changes_at)
         plan = replace(
             self._plan,
             dataset=self.dataset if mixed is None else mixed,

@@ -40,10 +40,13 @@ class EpochLoop:
         """Whether the loader was closed meanwhile."""
         self.batches: Callable[[], Any] = lambda: None
         """The generator that the training code iterates over, if it still has it."""
+        self._copied_from: tuple[int | None, bool] = None, False
+        """`position` and `is_whole` of the loop that this one is a copy of."""
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy stands where this loop stands, and is not served."""
-        return {"number": self.number, "plan": self.plan, "taken": self.taken, "num_ahead": self.num_ahead}
+        numbers = {"number": self.number, "taken": self.taken, "num_ahead": self.num_ahead}
+        return {**numbers, "_copied_from": (self.position, self.is_whole)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(0)  # type: ignore[misc]
@@ -52,7 +55,14 @@ class EpochLoop:
     @property
     def is_whole(self) -> bool:
         """Whether it has all its batches; those that count batches do not ask for the end."""
-        return self.plan is not None and self.taken == self.plan.num_batches
+        return self._copied_from[1] if self.plan is None else self.taken == self.plan.num_batches
+
+    @property
+    def position(self) -> int | None:
+        """Where in the epoch the batches handed out end; None: none was asked for."""
+        if self.plan is None:
+            return self._copied_from[0]
+        return self.plan.position_after(max(0, self.taken - self.num_ahead))
 
     @property
     def is_live(self) -> bool:
@@ -163,10 +173,8 @@ class LoopQueue:
     @property
     def position(self) -> int:
         """Where in the epoch the batches handed out by the newest loop end."""
-        newest = self._newest
-        if newest is None or newest.plan is None:
-            return self.start
-        return newest.plan.position_after(max(0, newest.taken - newest.num_ahead))
+        position = self._newest.position if self._newest else None
+        return self.start if position is None else position
 
     def set_epoch(self, epoch: int) -> bool:
         """Let the next loop run this epoch, from its beginning; whether that moves the place."""

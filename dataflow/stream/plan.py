@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import ClassVar, cast
+from typing import Any, ClassVar, cast
 
 import numpy as np
 
@@ -48,7 +48,8 @@ class StreamPlan:
 
     def __getstate__(self) -> dict[str, object]:
         """A copy finds its epochs by tokens by itself: tables and the compiled core are not for others."""
-        return {name: value for name, value in self.__dict__.items() if name != "token_epochs"}
+        state = {name: value for name, value in self.__dict__.items() if name != "token_epochs"}
+        return {**state, "_orders": {}}  # the one here changes while it is copied
 
     @property
     def samples_per_batch(self) -> int:
@@ -93,7 +94,7 @@ class StreamPlan:
             return self.token_epochs.epoch(epoch).num_samples
         return self.dataset.num_samples(epoch)
 
-    def _windows_of(self, epoch: int) -> Order | MixtureWindows:
+    def windows_of(self, epoch: int) -> Order | MixtureWindows:
         """The order of an epoch. Both the loop and what reads ahead ask for it, one after the other."""
         kept = self._orders.get(epoch)
         if kept is not None:
@@ -113,11 +114,42 @@ class StreamPlan:
         """What a state at a position of an epoch keeps of batches by length; None: there are none."""
         if self.planner is None:
             return None
-        return self.planner.state(cast(Order, self._windows_of(epoch)), position)
+        return self.planner.state(cast(Order, self.windows_of(epoch)), position)
+
+    def with_weights(
+        self, epoch: int, position: int, weights: Sequence[Fraction]
+    ) -> tuple[Mixture, UnitPlanner | FoundPlanner | None]:
+        """The mixture and the planner that have other weights as soon after a position as can be.
+
+        What is planned together keeps its weights; after the last batch of an epoch, the next one has them.
+        """
+        mixture, order, planner = self._mixed(epoch)
+        change, since = position, None
+        if planner is not None:
+            place, change = planner.place(order, position), planner.change_after(order, position)
+            since = place.position
+        if self.epoch(epoch, position).num_global_batches == 0:
+            change = order.num_samples
+        spec = mixture.spec.going_on(order.interleaving, epoch, weights, position=change, since=since)
+        if planner is not None:
+            planner = planner.changed(place, spec.changes_at)
+        return mixture.with_spec(spec), planner
+
+    def weights_state(self, epoch: int, position: int) -> dict[str, object]:
+        """The weights that were set, from where on they matter for what comes after a position."""
+        mixture, order, planner = self._mixed(epoch)
+        since = position if planner is None else planner.place(order, position).position
+        return mixture.spec.known_from(order.interleaving, epoch, since).base_to_json()
+
+    def _mixed(self, epoch: int) -> tuple[Mixture, Any, UnitPlanner | FoundPlanner | None]:
+        """The mixture, an epoch's order, of which planners ask what they ask an `Order`, and the planner."""
+        mixture = self.dataset
+        assert isinstance(mixture, Mixture)
+        return mixture, self.windows_of(epoch), self.planner
 
     def epoch(self, epoch: int, start: int = 0) -> RankPlan:
         """The plan of one epoch, from position `start` on."""
-        windows = self._windows_of(epoch)
+        windows = self.windows_of(epoch)
         dealing: Dealing = {
             "batch_size": self.batch_size,
             "rank": self.rank,

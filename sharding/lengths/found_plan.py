@@ -22,7 +22,14 @@ from numpy.typing import NDArray
 
 from sharding.cached_property import cached_property
 from sharding.lengths.batching import Batching, Bucketed
-from sharding.lengths.unit_plan import BatchPieces, epoch_lengths, pieces_of_units, units_key
+from sharding.lengths.unit_plan import (
+    BEGIN,
+    BatchPieces,
+    SequencePlace,
+    epoch_lengths,
+    pieces_of_units,
+    units_key,
+)
 from sharding.lengths.units import (
     DEFAULT_MEGABATCH_SAMPLES,
     LengthStats,
@@ -367,6 +374,8 @@ class FoundPlanner:
         window: samples of a megabatch where that leaves it open.
         key: what identifies the lengths, in states; "" where nothing does.
         lengths: [num_samples] in file order, where all are known.
+        place: a megabatch to go on with.
+        is_known_since: whether the order of its epoch is known from there on only.
     """
 
     def __init__(
@@ -376,12 +385,18 @@ class FoundPlanner:
         *,
         key: str = "",
         lengths: NDArray[np.integer] | None = None,
-        place: tuple[int, int, int] | None = None,
+        place: SequencePlace = BEGIN,
+        is_known_since: bool = False,
     ) -> None:
-        self._open_batching, self.key, self.lengths, self._place = batching, key, lengths, place
+        self._open_batching, self.key, self.lengths = batching, key, lengths
+        self._place, self._is_known_since = place, is_known_since
         self.batching = batching.with_window(window)
         self._places: dict[tuple[object, int], FoundPlaces] = {}
         """By order, and first known unit. Threads that ask for the same must get the same: it grows."""
+
+    def __getstate__(self) -> dict[str, object]:
+        """A copy knows what was found so far, and goes on by itself."""
+        return {**self.__dict__, "_places": dict(self._places)}
 
     def places(self, order: Order, unit: int) -> FoundPlaces:
         """What is known of an order of the dataset's samples, from a unit on; kept for the last epochs.
@@ -400,24 +415,30 @@ class FoundPlanner:
 
     def _new_places(self, order: Order, unit: int) -> FoundPlaces:
         key_of = units_key(order.seed, order.epoch, order.shuffle.kind != "none")
+        place, begin = self._place, BEGIN
+        if place.epoch == order.epoch and (
+            self._is_known_since or (self.lengths is None and unit >= place.unit)
+        ):
+            begin = place
         places = FoundPlaces(self.batching, order.num_samples, key_of)
+        megabatch = int(np.searchsorted(places.bounds, begin.position))
+        if megabatch > places.num_megabatches or places.bounds[megabatch] != begin.position:
+            raise ValueError(f"no megabatch of the epoch begins with sample {begin.position}")
+        if begin.position:
+            places = FoundPlaces(
+                self.batching, order.num_samples, key_of, megabatch=megabatch, unit=begin.unit
+            )
         if self.lengths is not None:
-            lengths = self.of_epoch(order)
-            for megabatch in range(places.num_megabatches):
-                places.add(megabatch, lengths[slice(*places.bounds[megabatch : megabatch + 2])])
-            return places
-        epoch, first_sample, units_before = self._place or (order.epoch, 0, 0)
-        if epoch != order.epoch or unit < units_before:
-            return places
-        megabatch = int(np.searchsorted(places.bounds, first_sample))
-        if megabatch > places.num_megabatches or places.bounds[megabatch] != first_sample:
-            raise ValueError(f"no megabatch of the epoch begins with sample {first_sample}")
-        return FoundPlaces(self.batching, order.num_samples, key_of, megabatch=megabatch, unit=units_before)
+            lengths = epoch_lengths(order, self.lengths, begin.position)
+            for later in range(megabatch, places.num_megabatches):
+                places.add(later, lengths[slice(*places.bounds[later : later + 2])])
+        return places
 
     def of_epoch(self, order: Order) -> NDArray[np.integer]:
-        """The lengths at the positions of an epoch, where all are known."""
+        """The lengths at the positions of an epoch, where all are known; 0 where the order is not."""
         assert self.lengths is not None
-        return epoch_lengths(order, self.lengths)
+        is_since = self._is_known_since and order.epoch == self._place.epoch
+        return epoch_lengths(order, self.lengths, self._place.position if is_since else 0)
 
     def plan(self, order: Order, **dealing: Unpack[Dealing]) -> FoundPlan:
         """One rank's batches of an epoch."""
@@ -438,25 +459,48 @@ class FoundPlanner:
         """What must agree for a number of units to mean the same ones, as JSON types."""
         return self.batching.to_json() | {"found": self.key}
 
-    def state(self, order: Order, position: int) -> dict[str, object]:
-        """As `UnitPlanner.state`: the mark, and the megabatch to find again."""
+    def place(self, order: Order, position: int) -> SequencePlace:
+        """The megabatch that a unit is in: from there on samples and units must be known."""
         places = self.places(order, position)
         megabatch, unit = places.at(position)
-        return self.mark | {"first_sample": int(places.bounds[megabatch]), "units_before": unit}
+        return SequencePlace(order.epoch, int(places.bounds[megabatch]), unit)
+
+    def change_after(self, order: Order, position: int) -> int:
+        """As `UnitPlanner.change_after`: all megabatches are closed."""
+        places = self.places(order, position)
+        megabatch, unit = places.at(position)
+        if megabatch == places.num_megabatches:
+            return int(places.bounds[-1])
+        return int(places.bounds[megabatch + (position > unit)])
+
+    def state(self, order: Order, position: int) -> dict[str, object]:
+        """What a state keeps beside the units that are done: the mark, and the megabatch to find again."""
+        return self.mark | self.place(order, position).to_json()
 
     def knowing(self, lengths: NDArray[np.integer] | None) -> FoundPlanner:
         """The planner that knows all lengths, or none."""
-        window = self.batching.window
-        assert window is not None
-        return FoundPlanner(self._open_batching, window, key=self.key, lengths=lengths, place=self._place)
+        return self._with(self.batching.window, self._place, lengths, is_since=self._is_known_since)
+
+    def changed(self, begin: SequencePlace, closes_at: int | None) -> FoundPlanner:
+        """The planner of an order that changes, and is known from a place on: all megabatches are closed."""
+        return self._with(self.batching.window, begin, self.lengths, is_since=True)
 
     def resumed(self, mark: Mapping[str, object], epoch: int) -> FoundPlanner:
         """The planner that goes on where a state of an epoch with this mark stands."""
-        numbers = [mark.get(name) for name in ("first_sample", "units_before")]
-        first, unit = (number if type(number) is int and number >= 0 else 0 for number in numbers)
         window = mark.get("window")
         if self._open_batching.window is not None or type(window) is not int or window < 1:
             window = self.batching.window
-        assert isinstance(window, int)
-        place = (epoch, first, unit)
-        return FoundPlanner(self._open_batching, window, key=self.key, lengths=self.lengths, place=place)
+        return self._with(window, SequencePlace.from_json(mark, epoch), self.lengths)
+
+    def _with(
+        self,
+        window: int | None,
+        place: SequencePlace,
+        lengths: NDArray[np.integer] | None,
+        *,
+        is_since: bool = False,
+    ) -> FoundPlanner:
+        assert window is not None
+        return FoundPlanner(
+            self._open_batching, window, key=self.key, lengths=lengths, place=place, is_known_since=is_since
+        )

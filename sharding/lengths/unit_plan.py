@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping
-from dataclasses import KW_ONLY, dataclass
-from functools import lru_cache
+from dataclasses import KW_ONLY, dataclass, replace
+from functools import lru_cache, partial
 from itertools import pairwise
 from typing import Unpack
 
@@ -50,10 +50,14 @@ _KEPT_COUNTS = 1024
 _CHUNK = 1 << 20
 
 
-def epoch_lengths(order: Order, lengths: NDArray[np.integer]) -> NDArray[np.integer]:
-    """The lengths at the positions of an epoch, [num_samples], from those of the samples in file order."""
+def epoch_lengths(order: Order, lengths: NDArray[np.integer], begin: int = 0) -> NDArray[np.integer]:
+    """The lengths at the positions of an epoch, [num_samples], from those of the samples in file order.
+
+    Before `begin`, from which on the order is known, they are 0.
+    """
     out = np.empty(order.num_samples, lengths.dtype)
-    for start in range(0, order.num_samples, _CHUNK):  # bounds the temporaries
+    out[:begin] = 0
+    for start in range(begin, order.num_samples, _CHUNK):  # bounds the temporaries
         positions = np.arange(start, min(start + _CHUNK, order.num_samples))
         out[positions] = lengths[order.samples(positions)]
     return out
@@ -61,7 +65,41 @@ def epoch_lengths(order: Order, lengths: NDArray[np.integer]) -> NDArray[np.inte
 
 def units_key(seed: int, epoch: int, shuffled: bool) -> Callable[[int], int | None]:
     """Megabatch -> what decides the order of its units; None: their first samples do."""
-    return lambda megabatch: mix_key(seed, epoch, _UNITS, megabatch) if shuffled else None
+    return partial(_unit_key, seed, epoch) if shuffled else _no_key
+
+
+def _unit_key(seed: int, epoch: int, megabatch: int) -> int:
+    return mix_key(seed, epoch, _UNITS, megabatch)
+
+
+def _no_key(megabatch: int) -> None:
+    return None
+
+
+@dataclass(frozen=True)
+class SequencePlace:
+    """The begin of a megabatch that takes over nothing from the one before."""
+
+    epoch: int
+    position: int
+    """Its first sample."""
+    unit: int
+    """Units before."""
+
+    @classmethod
+    def from_json(cls, mark: Mapping[str, object], epoch: int) -> SequencePlace:
+        """The place in a state's mark; the begin of the epoch where it has none."""
+        numbers = [mark.get(name) for name in ("first_sample", "units_before")]
+        first, unit = (number if type(number) is int and number >= 0 else 0 for number in numbers)
+        return cls(epoch, first, unit)
+
+    def to_json(self) -> dict[str, object]:
+        """What `from_json` takes."""
+        return {"first_sample": self.position, "units_before": self.unit}
+
+
+BEGIN = SequencePlace(0, 0, 0)
+"""Of a run, or of any epoch."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,6 +115,10 @@ class UnitSequence:
     epoch: int
     shuffled: bool = True
     """False: the units of a megabatch come in the order of their first samples."""
+    begin: SequencePlace = BEGIN
+    """From where on the units are known."""
+    closes_at: int | None = None
+    """A megabatch that begins there takes over nothing from the one before."""
 
     def __post_init__(self) -> None:
         if len(self.lengths) and int(self.lengths.min()) < 0:
@@ -91,8 +133,10 @@ class UnitSequence:
     @cached_property
     def _counted(self) -> tuple[NDArray[np.int64], LengthStats, list[Pieces]]:
         """First units, sums, and what was left to each megabatch."""
-        counts, stats, carried = [0], [], [NO_PIECES]
-        for megabatch in range(len(self.bounds) - 1):
+        first = int(np.searchsorted(self.bounds, self.begin.position))
+        counts, stats, carried = [self.begin.unit], list[LengthStats](), [NO_PIECES] * (first + 1)
+        counts += [0] * first
+        for megabatch in range(first, len(self.bounds) - 1):
             units = self._plan(megabatch, carried[megabatch])
             counts.append(len(units))
             stats.append(units.stats)
@@ -128,13 +172,18 @@ class UnitSequence:
     def _plan(self, megabatch: int, carried: Pieces) -> Units:
         first, end = self.bounds[megabatch : megabatch + 2].tolist()
         key = units_key(self.seed, self.epoch, self.shuffled)(megabatch)
-        return self.batching.cut(self.lengths[first:end], key, carried, end == len(self.lengths))
+        is_last = end in (len(self.lengths), self.closes_at)
+        return self.batching.cut(self.lengths[first:end], key, carried, is_last)
 
     def take(self, units: NDArray[np.int64]) -> tuple[Pieces, NDArray[np.int64]]:
         """The pieces of the units, in the order given, and how many each has, int64 [n].
 
-        Positions count from the epoch's first. Units that follow one another in a megabatch are cheapest.
+        Positions count from the epoch's first. Units that follow one another in a megabatch are cheapest. One
+        before the first that is known stands for one as far behind it: a last batch is filled up with those.
         """
+        if self.begin.unit and len(units) and int(units.min()) < self.begin.unit:
+            behind = self.begin.unit + units % (self.num_units - self.begin.unit)
+            units = np.where(units < self.begin.unit, behind, units)
         return pieces_of_units(units, self.first_unit, self.units, self.bounds)
 
 
@@ -287,6 +336,8 @@ class UnitPlanner:
         batching: as the user gives it.
         window: samples of a megabatch where that leaves it open.
         typical: lengths as they are delivered, where samples do not come equally often; None: `lengths`.
+        begin, closes_at: of the units of the epoch that `begin` names, see `UnitSequence`.
+        num_marked: samples, of which the mark tells; None: all.
     """
 
     def __init__(
@@ -295,12 +346,23 @@ class UnitPlanner:
         batching: Batching,
         window: int = DEFAULT_MEGABATCH_SAMPLES,
         typical: NDArray[np.integer] | None = None,
+        *,
+        begin: SequencePlace = BEGIN,
+        closes_at: int | None = None,
+        num_marked: int | None = None,
     ) -> None:
-        self.lengths, self._open_batching = lengths, batching
+        self.lengths, self._open_batching, self._num_marked = lengths, batching, num_marked
+        self._begin, self._closes_at = begin, closes_at
+        self._is_changed = False
+        """Whether its orders are not those of other planners of the dataset."""
         self._typical = lengths if typical is None else typical
         self.batching = batching.resolved(self._typical, window)
         # Replaced, never changed: two threads may find the same units at the same time, no more.
         self._sequences: tuple[tuple[object, UnitSequence], ...] = ()
+
+    def __getstate__(self) -> dict[str, object]:
+        """A copy finds units by itself."""
+        return {**self.__dict__, "_sequences": ()}
 
     def sequence(self, order: Order) -> UnitSequence:
         """The units of an order of the dataset's samples; those of the last epochs are kept."""
@@ -308,12 +370,16 @@ class UnitPlanner:
         for other, sequence in self._sequences:
             if other == key:
                 return sequence
+        is_begun = order.epoch == self._begin.epoch
+        begin = self._begin if is_begun else BEGIN
         sequence = UnitSequence(
-            epoch_lengths(order, self.lengths),
+            epoch_lengths(order, self.lengths, begin.position),
             self.batching,
             seed=order.seed,
             epoch=order.epoch,
             shuffled=order.shuffle.kind != "none",
+            begin=begin,
+            closes_at=self._closes_at if is_begun else None,
         )
         self._sequences = ((key, sequence), *self._sequences[: _KEPT_EPOCHS - 1])
         return sequence
@@ -333,20 +399,66 @@ class UnitPlanner:
         """One rank's batches of an epoch."""
         return UnitPlan(order, self.sequence(order), **dealing)
 
+    def place(self, order: Order, position: int) -> SequencePlace:
+        """From where on samples and units must be known for what comes from a unit on."""
+        sequence = self.sequence(order)
+        begin, close = sequence.begin, sequence.closes_at
+        if close is not None:
+            unit = int(sequence.first_unit[np.searchsorted(sequence.bounds, close)])
+            if position >= unit:
+                begin = SequencePlace(order.epoch, close, unit)
+        return replace(begin, epoch=order.epoch)
+
+    def change_after(self, order: Order, position: int) -> int:
+        """The first sample, after a unit, from which on the order may change: no unit before has one of them.
+
+        What a megabatch is begun with follows from the one before, which is closed: all of its units are
+        still to come.
+        """
+        sequence = self.sequence(order)
+        bounds, first = sequence.bounds, sequence.first_unit
+        if position >= sequence.num_units:
+            return int(bounds[-1])
+        place, megabatch = self.place(order, position), int(np.searchsorted(first, position, "right")) - 1
+        if position == place.unit:
+            return place.position
+        end = int(bounds[megabatch + 1])
+        if position == int(first[megabatch]) or end == sequence.closes_at:
+            return end
+        return int(bounds[min(megabatch + 2, len(bounds) - 1)])
+
     def state(self, order: Order, position: int) -> dict[str, object]:
-        """What a state of an epoch keeps beside the units that are done: the mark."""
-        return self.mark
+        """As `FoundPlanner.state`: the mark, and from where on units must be known, if not all."""
+        place = self.place(order, position)
+        return self.mark | place.to_json() if place.unit else self.mark
+
+    def changed(self, begin: SequencePlace, closes_at: int | None) -> UnitPlanner:
+        """The planner of an order that changes: known from a place on, and closed at a position."""
+        return self._with(self.batching.window, begin, closes_at)  # a new one: it has seen no order
 
     def resumed(self, mark: Mapping[str, object], epoch: int) -> UnitPlanner:
         """The planner of a state with this mark: its megabatch is taken where the user gave none."""
-        window = mark.get("window")
+        window, begin = mark.get("window"), SequencePlace.from_json(mark, epoch)
         if self._open_batching.window is not None or type(window) is not int or window < 1:
-            return self
-        same = window == self.batching.window
-        return self if same else UnitPlanner(self.lengths, self._open_batching, window, self._typical)
+            window = self.batching.window
+        is_same = (window, begin.unit) == (self.batching.window, 0) and not self._is_changed
+        return self if is_same else self._with(window, begin, None)
+
+    def _with(self, window: int | None, begin: SequencePlace, closes_at: int | None) -> UnitPlanner:
+        planner = UnitPlanner(
+            self.lengths,
+            self._open_batching,
+            window or DEFAULT_MEGABATCH_SAMPLES,
+            self._typical,
+            begin=begin,
+            closes_at=closes_at,
+            num_marked=self._num_marked,
+        )
+        planner._is_changed = True
+        return planner
 
     @cached_property
     def mark(self) -> dict[str, object]:
         """What must agree for a number of units to mean the same ones, as JSON types: a state keeps it."""
-        digest = hashlib.blake2b(self.lengths.astype("<i8").tobytes(), digest_size=8)
+        digest = hashlib.blake2b(self.lengths[: self._num_marked].astype("<i8").tobytes(), digest_size=8)
         return self.batching.to_json() | {"lengths": digest.hexdigest()}

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, asdict, dataclass, fields, replace
 from fractions import Fraction
 from itertools import pairwise
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,6 +33,8 @@ from sharding.mixture.shares import (
     integer_shares,
     quota_pattern,
 )
+
+T = TypeVar("T")
 
 Stop = Literal["first", "all", "never"]
 Counts = Literal["samples", "tokens"]
@@ -144,6 +146,11 @@ class Interleaving:
         out[out >= self.num_samples] = _NEVER
         return out
 
+    def phase_start(self, position: int) -> int:
+        """The first position of the phase that holds a position from `begin` on, or the epoch's end."""
+        turn = position // self.run_length
+        return int(self._starts[np.searchsorted(self._starts, turn, side="right") - 1]) * self.run_length
+
     def counts(self, position: int) -> NDArray[np.int64]:
         """Samples of each source in the epoch before a position from `begin` on, int64 [sources]."""
         turn, rest = divmod(position, self.run_length)
@@ -166,8 +173,13 @@ class MixtureBase:
     """Samples that each source gave before the epoch."""
     given: tuple[int, ...]
     """Samples that each source gave in the epoch before the position."""
-    is_over: bool = False
-    """Whether nothing more is delivered of the epoch, whatever its rule would say of the new weights."""
+    end: int | None = None
+    """Where the epoch ends, whatever its rule would say of new weights; None: by its rule."""
+
+    @property
+    def samples_before(self) -> int:
+        """Of all sources, since the training began."""
+        return sum(self.first) + self.position
 
 
 @dataclass(frozen=True)
@@ -177,7 +189,7 @@ class MixtureSpec:
     sizes: tuple[int, ...]
     """Samples of each source, >= 1."""
     steps: tuple[tuple[int, tuple[Fraction, ...]], ...]
-    """(samples since the training began, weights of sum 1 from there on), ascending from 0."""
+    """(samples since the training began, or since `base`; weights of sum 1 from there on), from 0 on."""
     _: KW_ONLY
     stop: Stop | None = "first"
     """When an epoch ends. "first": as soon as one source was seen once in it. "all": as soon as every source
@@ -190,7 +202,7 @@ class MixtureSpec:
     counts: Counts = "samples"
     """What weights are shares of. Epochs by "tokens" follow from lengths: `token_turns.TokenEpochs`."""
     base: MixtureBase | None = None
-    """Where the only step begins, instead of at the begin of the training; what lies before is not known."""
+    """Where the first step begins, instead of at the begin of the training; what lies before is not known."""
 
     def __post_init__(self) -> None:
         if not self.sizes or min(self.sizes) < 1:
@@ -253,114 +265,191 @@ class MixtureSpec:
             raise ValueError("epochs by tokens follow from lengths")
         if epoch < 0 or (epoch and self.stop == "never"):
             raise ValueError(f"there is no epoch {epoch} of a mixture with stop={self.stop!r}")
+        begun, at, first = 0, 0, np.zeros(len(self.sizes), np.int64)
         if self.base is not None:
-            return self._epoch_since(self.base, epoch)
-        at, first = 0, np.zeros(len(self.sizes), np.int64)
+            current = self._interleaving_since(self.base, epoch)
+            if epoch == self.base.epoch:
+                return current
+            begun, at = self.base.epoch + 1, current.num_samples - self.base.position
+            first = current.first + self._given_by_end(self.base, current)
         last_step = self.steps[-1][0]
-        for number in range(epoch):
+        for number in range(begun, epoch):
             length, counts = self._steady if at >= last_step else self._lengths(at)
             if at >= last_step:
                 return self._interleaving(at + (epoch - number) * length, first + (epoch - number) * counts)
             at, first = at + length, first + counts
         return self._interleaving(at, first)
 
-    def going_on(
-        self, epoch: int, position: int, weights: Sequence[Weight], *, is_over: bool = False
-    ) -> MixtureSpec:
-        """The mixture with other weights from a position of an epoch on, which must begin a turn.
+    def known_from(self, current: Interleaving, epoch: int, position: int) -> MixtureSpec:
+        """The same mixture, known from the phase of a position on: what came before is left out of it.
 
-        `is_over`: nothing more is delivered of the epoch, so they hold from the next one on. Raises
-        `ValueError` for any other position, and for weights that do not fit.
+        `current`: the epoch as it is now, which knows the position.
         """
-        current = self.epoch(epoch)
-        if is_over:
-            position = current.num_samples
-        elif position % self.run_length:
+        base, begin = self.base, current.phase_start(position)
+        if base is not None and base.epoch == epoch and begin <= base.position:
+            return self
+        since = self._based_at(current, epoch, begin)
+        at = since.samples_before - (base.samples_before if base else 0)
+        active = max(i for i, (step, _) in enumerate(self.steps) if step <= at)
+        later = [(step - at, weights) for step, weights in self.steps[active + 1 :]]
+        return replace(self, steps=((0, self.steps[active][1]), *later), base=since)
+
+    def going_on(
+        self,
+        current: Interleaving,
+        epoch: int,
+        weights: Sequence[Weight],
+        *,
+        position: int,
+        since: int | None = None,
+    ) -> MixtureSpec:
+        """The mixture with other weights from a position of an epoch on.
+
+        Args:
+            current: the epoch as it is now.
+            epoch: its number.
+            weights: of the sources.
+            position: begins a turn; at the end of the epoch, they hold from the next one on.
+            since: from where on the mixture must be known, if before that: what is still to be delivered has
+                samples since then.
+
+        Raises `ValueError` for any other position, and for weights that do not fit.
+        """
+        shares, is_over = self.checked_weights(weights), position == current.num_samples
+        if position % self.run_length and not is_over:
             raise ValueError(
                 f"weights change between two turns of run_length={self.run_length} samples, and position "
                 f"{position} is not: let it be the global batch size"
             )
-        given = current.counts(position) if position else np.zeros(len(self.sizes), np.int64)
-        base = MixtureBase(
+        end = position if is_over else None
+        if since is None or since >= position:
+            base = replace(self._based_at(current, epoch, position), end=end)
+            return replace(self, steps=((0, shares),), base=base)
+        before = self.known_from(current, epoch, since)
+        assert before.base is not None
+        after = position - before.base.position
+        steps = [(step, of) for step, of in before.steps if step < after]
+        return replace(self, steps=(*steps, (after, shares)), base=replace(before.base, end=end))
+
+    def _based_at(self, current: Interleaving, epoch: int, position: int) -> MixtureBase:
+        """A position of an epoch, as a base."""
+        base, given = self.base, np.zeros(len(self.sizes), np.int64)
+        if base is not None and (base.epoch, base.position) == (epoch, position):
+            return base  # which may lie inside a turn, at the end of the epoch
+        if position:
+            given = current.counts(position)
+        return MixtureBase(
             epoch=epoch,
             position=position,
             first=tuple(current.first.tolist()),
             given=tuple(given.tolist()),
-            is_over=is_over,
+            end=base.end if base is not None and base.epoch == epoch else None,
         )
-        return self.since(base, weights)
+
+    @property
+    def changes_at(self) -> int | None:
+        """Where in the epoch of `base` its last weights begin; None: from `base` on, or in a later epoch."""
+        base, step = self.base, self.steps[-1][0]
+        if base is None or not step or base.end == base.position + step:
+            return None
+        return base.position + step
 
     def base_to_json(self) -> dict[str, object]:
         """What `with_base` takes, as JSON types."""
         assert self.base is not None
-        return {**asdict(self.base), "shares": [str(weight) for weight in self.steps[0][1]]}
+        steps = [[step, [str(weight) for weight in weights]] for step, weights in self.steps]
+        return {**asdict(self.base), "steps": steps}
 
     def with_base(self, value: Mapping[str, Any]) -> MixtureSpec:
-        """The mixture as it goes on from a place, as a state says. Raises `ValueError` for what is none."""
-        expected = {field.name for field in fields(MixtureBase)} | {"shares"}
+        """The mixture as it goes on from a place, as a state says. Raises `ValueError` for what is none.
+
+        A state of fewer sources holds: the others are new, and have no share until they get one.
+        """
+        expected = {field.name for field in fields(MixtureBase)} | {"steps"}
         if set(value) != expected:
             raise ValueError(
                 f"weights must have {', '.join(sorted(expected))}, got {', '.join(map(str, value))}"
             )
-        for name in ("first", "given", "shares"):
-            numbers, kind = value[name], str if name == "shares" else int
-            if not isinstance(numbers, Sequence) or [*map(type, numbers)] != [kind] * len(self.sizes):
-                raise ValueError(
-                    f"weights: {name} must be {len(self.sizes)} of {kind.__name__}, got {numbers!r}"
-                )
-        fields_of = {name: value[name] for name in ("epoch", "position", "is_over")}
-        base = MixtureBase(**fields_of, first=tuple(value["first"]), given=tuple(value["given"]))
+        known = len(value["first"]) if isinstance(value["first"], Sequence) else 0
+        if known > len(self.sizes):
+            raise ValueError(
+                f"weights: the state is of {known} sources, and the mixture has {len(self.sizes)}: give it "
+                "those that were added, in the same order"
+            )
+        first, given = (self._of_sources(name, value[name], known, 0) for name in ("first", "given"))
+        fields_of = {name: value[name] for name in ("epoch", "position", "end")}
+        base = MixtureBase(**fields_of, first=first, given=given)
         numbers = (base.epoch, base.position, *base.first, *base.given)
         if any(type(number) is not int or not 0 <= number < ENDLESS for number in numbers):
             raise ValueError(f"weights: epoch and positions must be integers >= 0, got {base}")
-        if type(base.is_over) is not bool:
-            raise ValueError(f"weights: is_over must be true or false, got {base.is_over!r}")
-        begins_turns = base.is_over or not any(number % self.run_length for number in base.given)
+        if base.end is not None and (type(base.end) is not int or base.end < base.position):
+            raise ValueError(f"weights: end must be None or a position of the epoch, got {base.end!r}")
+        begins_turns = base.end == base.position or not any(n % self.run_length for n in base.given)
         if sum(base.given) != base.position or not begins_turns:
             raise ValueError(f"weights: what sources gave does not make up position {base.position}")
-        try:
-            weights = [Fraction(share) for share in value["shares"]]
-        except (ValueError, ZeroDivisionError) as error:
-            raise ValueError(f"weights: shares must be fractions, got {value['shares']!r}") from error
-        return self.since(base, weights)
+        steps, value_steps = list[tuple[int, tuple[Fraction, ...]]](), value["steps"]
+        if not isinstance(value_steps, Sequence) or not value_steps:
+            raise ValueError(f"weights: steps must be a list, got {value_steps!r}")
+        for one in value_steps:
+            if not isinstance(one, Sequence) or len(one) != 2 or type(one[0]) is not int:
+                raise ValueError(f"weights: a step has samples and shares, got {one!r}")
+            if one[0] < 0 or (one[0] == 0) != (not steps) or (steps and one[0] <= steps[-1][0]):
+                raise ValueError(f"weights: steps must ascend from 0, got {one[0]}")
+            shares = self._of_sources("shares", one[1], known, "0")
+            try:
+                steps.append((one[0], self.checked_weights([*map(Fraction, shares)])))
+            except (ValueError, ZeroDivisionError) as error:
+                raise ValueError(f"weights: shares must be fractions >= 0, got {one[1]!r}") from error
+        return replace(self, steps=tuple(steps), base=base)
 
-    def since(self, base: MixtureBase, weights: Sequence[Weight]) -> MixtureSpec:
-        """The mixture from a place on. Raises as `checked_weights` does."""
-        return replace(self, steps=((0, self.checked_weights(weights)),), base=base)
+    def _of_sources(self, name: str, value: Any, known: int, fill: T) -> tuple[T, ...]:
+        """A list of a state, with an entry for each of the sources it knows, and for the others."""
+        kind = type(fill)
+        if not isinstance(value, list | tuple) or [*map(type, value)] != [kind] * known:
+            raise ValueError(f"weights: {name} must be {known} of {kind.__name__}, got {value!r}")
+        return (*value, *[fill] * (len(self.sizes) - known))
 
     def checked_weights(self, weights: Sequence[Weight]) -> tuple[Fraction, ...]:
         """Weights that may be set, of sum 1.
 
         Raises `ValueError` for some that do not fit, and where the mixture's weights cannot change.
         """
-        if self.stop is None or self.counts != "samples":
-            raise ValueError(
-                "set_weights needs a mixture by weights, a schedule or a temperature, with shares of samples"
-            )
+        if self.stop is None:
+            raise ValueError("set_weights needs a mixture by weights, a schedule or a temperature")
         if len(weights) != len(self.sizes):
             raise ValueError(f"there are {len(self.sizes)} sources, but weights {list(weights)}")
         return exact_weights(weights)
 
-    def _epoch_since(self, base: MixtureBase, epoch: int) -> Interleaving:
+    def _interleaving_since(self, base: MixtureBase, epoch: int) -> Interleaving:
+        """The epoch of the base, from there on; of any later one, which are asked for, too."""
         if epoch < base.epoch:
             raise ValueError(f"epoch {epoch} of the mixture is over: what it held is not known any more")
-        pattern = fair_pattern(integer_shares(self.steps[0][1]))
-        phases = [MixturePhase(base.position // self.run_length, pattern)]
+        begin = base.position // self.run_length
+        phases = [MixturePhase(begin + phase.start, phase.pattern) for phase in self._phases(0)]
         given, zeros = np.array(base.given, np.int64), np.zeros(len(self.sizes), np.int64)
-        endless = Interleaving(phases, ENDLESS, self.run_length, zeros, given=given)
-        length = base.position if base.is_over else max(base.position, self._length(endless))
-        first = np.array(base.first, np.int64)
-        current = Interleaving(phases, length, self.run_length, first, given=given)
-        if epoch == base.epoch:
-            return current
-        first = first + (given if base.is_over else current.counts(length))
-        return self._interleaving(0, first + (epoch - base.epoch - 1) * self._steady[1])
+        length = base.end
+        if length is None:
+            endless = Interleaving(phases, ENDLESS, self.run_length, zeros, given=given)
+            length = max(self.changes_at or base.position, self._length(endless))
+        return Interleaving(phases, length, self.run_length, np.array(base.first, np.int64), given=given)
+
+    def _given_by_end(self, base: MixtureBase, current: Interleaving) -> NDArray[np.int64]:
+        """Samples of each source in the whole epoch of the base, which may end inside a turn."""
+        if base.end == base.position:
+            return np.array(base.given, np.int64)
+        return current.counts(current.num_samples)
+
+    @property
+    def num_used(self) -> int:
+        """Sources up to the last one that ever has a share: those behind it change nothing."""
+        return 1 + max(i for _, weights in self.steps for i, weight in enumerate(weights) if weight)
 
     @property
     def digest(self) -> str:
         """16 hex digits over everything that decides which sample comes when."""
-        weights = [(step, [str(w) for w in weights]) for step, weights in self.steps]
-        facts = (self.sizes, weights, self.stop, self.quota, self.run_length, MAX_PERIOD)
+        n = self.num_used
+        weights = [(step, [str(w) for w in weights[:n]]) for step, weights in self.steps]
+        facts = (self.sizes[:n], weights, self.stop, self.quota[:n], self.run_length, MAX_PERIOD)
         if self.counts != "samples":
             facts = (*facts, self.counts)  # type: ignore[assignment]
         return hashlib.blake2b(repr(facts).encode(), digest_size=8).hexdigest()

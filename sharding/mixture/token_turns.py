@@ -86,11 +86,9 @@ class TokenTurns:
 
     def __init__(self, source: NDArray[np.uint16], num_sources: int) -> None:
         self._source = source
-        counts = [
-            np.bincount(source[at : at + _CHUNK], minlength=num_sources)
-            for at in range(0, len(source), _CHUNK)
-        ]
-        self._before = np.concatenate((np.zeros((1, num_sources), np.int64), np.cumsum(counts, axis=0)))
+        chunks = [source[at : at + _CHUNK] for at in range(0, len(source), _CHUNK)]
+        counts = [np.zeros(num_sources, np.int64), *(np.bincount(c, minlength=num_sources) for c in chunks)]
+        self._before = np.cumsum(counts, axis=0)
         """[chunks + 1, sources] turns of each source before each chunk."""
         self.totals: Ints = self._before[-1]
         """[sources] all turns of each."""
@@ -151,12 +149,16 @@ class TokenEpochs:
         take: TakeTurns = take_turns,
     ) -> None:
         self.spec, self._lengths, self._take = spec, lengths, take
-        self._starts = {0: (0,) * len(spec.sizes)} | {e: tuple(first) for e, first in (starts or {}).items()}
+        begun = {spec.base.epoch: spec.base.first} if spec.base else {0: (0,) * len(spec.sizes)}
+        self._starts = {**{epoch: tuple(first) for epoch, first in (starts or {}).items()}, **begun}
         self.epoch = lru_cache(_KEPT_EPOCHS)(self._epoch)
         """epoch -> its `Interleaving`."""
 
     def first(self, epoch: int) -> tuple[int, ...]:
         """Samples that each source gave before an epoch. All epochs since a known start are tabulated."""
+        base = self.spec.base
+        if base is not None and epoch < base.epoch:
+            raise ValueError(f"epoch {epoch} of the mixture is over: what it held is not known any more")
         known = max(number for number in self._starts if number <= epoch)
         for number in range(known, epoch):
             made = self.epoch(number)
@@ -166,18 +168,28 @@ class TokenEpochs:
     def _epoch(self, epoch: int) -> Interleaving:
         if epoch < 0:
             raise ValueError(f"there is no epoch {epoch}")
-        first = np.array(self.first(epoch), np.int64)
-        steps = self.spec.steps_from(int(first.sum()))
-        given, turns, phases = np.zeros_like(first), 0, list[MixturePhase]()
+        first, base = np.array(self.first(epoch), np.int64), self.spec.base
+        at, begin, given, end = int(first.sum()), 0, np.zeros_like(first), None
+        goes_on = base is not None and base.epoch == epoch
+        if base is not None:
+            at -= base.samples_before
+            if goes_on:
+                at, begin, given, end = 0, base.position, np.array(base.given, np.int64), base.end
+        steps = self.spec.steps_from(at)
+        before, turns, phases = given, begin, list[MixturePhase]()
         counting = np.array(steps[-1][1]) > 0
-        for (start, shares), end in zip(steps, [*(s for s, _ in steps[1:]), ENDLESS], strict=True):
-            if self._is_over(given, counting):
+        for (start, shares), following in zip(steps, [*(s for s, _ in steps[1:]), ENDLESS], strict=True):
+            # Where weights were set, the epoch lasts at least to there; where it was over, no longer.
+            most = min(following, ENDLESS if end is None else end - begin) - start
+            is_ruled = end is None and (following == ENDLESS or not goes_on)
+            if phases and (most <= 0 or (is_ruled and self._is_over(given, counting))):
                 break
-            pattern = self._turns(np.array(shares, np.int64), first, given, counting, end - start)
-            phases.append(MixturePhase(start, pattern))
+            seen = counting if is_ruled else None
+            pattern = self._turns(np.array(shares, np.int64), first, given, seen, most)
+            phases.append(MixturePhase(begin + start, pattern))
             given = given + pattern.totals
             turns += int(pattern.totals.sum())
-        return Interleaving(phases, turns, 1, first)
+        return Interleaving(phases, turns, 1, first, given=before)
 
     def _is_over(self, given: Ints, counting: NDArray[np.bool_]) -> bool:
         """Whether an epoch ends once each source gave so much; `counting`: those with a share to the end."""
@@ -185,16 +197,17 @@ class TokenEpochs:
         return bool(seen.any() if self.spec.stop == "first" else seen[counting].all())
 
     def _turns(
-        self, shares: Ints, first: Ints, given: Ints, counting: NDArray[np.bool_], most: int
+        self, shares: Ints, first: Ints, given: Ints, counting: NDArray[np.bool_] | None, most: int
     ) -> TokenTurns:
-        """At most so many turns, from where each source gave so much of this epoch."""
+        """At most so many turns, from where each source gave so much; so many without `counting`."""
         num, given = len(shares), given.copy()
         width = min(_CHUNK, -(-_KNOWN // num))
         known = np.zeros((num, width), np.int64)
         """Lengths to come of each source."""
         upcoming = np.arange(num) * width
-        end, owed, parts, taken = upcoming.copy(), np.zeros(num, np.int64), [], 0
-        while taken < most and not self._is_over(given, counting):
+        end, owed, taken = upcoming.copy(), np.zeros(num, np.int64), 0
+        parts = [np.empty(0, np.uint16)]
+        while taken < most and (counting is None or not self._is_over(given, counting)):
             for source in np.flatnonzero((upcoming == end) & (shares > 0)).tolist():
                 lengths = self._next_lengths(source, int(first[source]), int(given[source]))[:width]
                 known[source, : len(lengths)] = lengths

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from datasets_kit import edited, make_ints_tar, make_jsonl, make_parquet, rank
 from ranks_kit import fast_ranks
 
-from dataflow import DataLoader, Mixture, Packed, ShardedDataset, Shuffle
+from dataflow import DataLoader, Mixture, ShardedDataset, Shuffle
 
 SIZES = (60, 40, 30)
 BATCH = 6
@@ -218,17 +218,24 @@ def test_damaged_weights_of_a_state_are_refused_by_name(sources: list[ShardedDat
         loader.dataset.set_weights([1, 1, 1])
         state = loader.state_dict()
         good = state["weights"]
-        assert [Fraction(share) for share in good["shares"]] == [Fraction(1, 3)] * 3
+        ((_, shares),) = good["steps"]
+        assert [Fraction(share) for share in shares] == [Fraction(1, 3)] * 3
         for wrong in (
-            {**good, "shares": ["1/3", "1/3"]},
-            {**good, "shares": ["1/3", "a", "1/3"]},
-            {**good, "shares": ["-1", "1", "1"]},
-            {**good, "shares": ["0", "0", "0"]},
+            {**good, "steps": [[0, ["1/3", "1/3"]]]},
+            {**good, "steps": [[0, ["1/3", "a", "1/3"]]]},
+            {**good, "steps": [[0, ["-1", "1", "1"]]]},
+            {**good, "steps": [[0, ["0", "0", "0"]]]},
+            {**good, "steps": [[0, shares], [0, shares]]},
+            {**good, "steps": [[1, shares]]},
+            {**good, "steps": [0, shares]},
+            {**good, "steps": []},
+            {**good, "steps": "0"},
             {**good, "given": [1, 1, 1]},
             {**good, "first": [0, 0, True]},
             {**good, "position": -6},
-            {**good, "is_over": 1},
-            {"shares": good["shares"]},
+            {**good, "end": True},
+            {**good, "end": good["position"] - 1},
+            {"steps": good["steps"]},
             [1],
         ):
             with pytest.raises(ValueError, match="weight"):
@@ -283,17 +290,6 @@ def test_what_are_no_weights_is_refused(sources: list[ShardedDataset]) -> None:
     assert mixture.weights_set is None
     with pytest.raises(ValueError, match="set_weights needs a mixture by weights"):
         Mixture(sources, repeats=[1, 1, 1]).set_weights([1, 1, 1])
-
-
-def test_batches_by_length_say_that_they_keep_their_weights(sources: list[ShardedDataset]) -> None:
-    mixture = Mixture({sources[0]: 1, sources[1]: 1})
-    batching = Packed(8, "n", lengths=[np.full(60, 2), np.full(40, 2)], window=20)
-    mixture.set_weights([1, 2])
-    with (
-        loader_of(mixture, batching=batching, batch_size=1) as loader,
-        pytest.raises(ValueError, match="give the mixture a schedule="),
-    ):
-        next(iter(loader))
 
 
 def test_the_rank_s_place_in_a_batch_follows_the_new_shares(sources: list[ShardedDataset]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections import Counter
 from collections.abc import Callable
@@ -437,8 +438,8 @@ def test_a_full_shuffle_is_refused_since_it_has_no_windows() -> None:
 @pytest.mark.parametrize("stop", ["first", "all"])
 def test_sources_go_on_sample_by_sample_through_weights_that_are_set(stop):
     spec = MixtureSpec.weighted([50, 30, 20], [5, 3, 2], stop=stop)
-    changed = spec.going_on(1, 20, [1, 1, 8])
-    again = changed.going_on(2, 7, [3, 3, 1])
+    changed = spec.going_on(spec.epoch(1), 1, [1, 1, 8], position=20)
+    again = changed.going_on(changed.epoch(2), 2, [3, 3, 1], position=7)
     parts = [
         (spec, 0, 0, None),
         (spec, 1, 0, 20),
@@ -458,3 +459,33 @@ def test_sources_go_on_sample_by_sample_through_weights_that_are_set(stop):
         assert np.array_equal(own, np.arange(len(own)))
     with pytest.raises(ValueError, match="epoch 1 of the mixture is over"):
         again.epoch(1)
+
+
+@given(
+    sizes=st.lists(st.integers(1, 40), min_size=2, max_size=4),
+    data=st.data(),
+    stop=st.sampled_from(["first", "all"]),
+)
+def test_a_mixture_that_is_known_from_later_on_goes_on_the_same(sizes, data, stop):
+    """Whatever was set, and wherever the rest is asked for: what came before need not be kept."""
+    weights = st.lists(st.integers(0, 4), min_size=len(sizes), max_size=len(sizes)).filter(any)
+    whole = known = MixtureSpec.weighted(sizes, {0: data.draw(weights), 17: data.draw(weights)}, stop=stop)
+    epoch, since = 0, 0
+    for _ in range(data.draw(st.integers(1, 4))):
+        if data.draw(st.booleans()):
+            epoch, since = epoch + 1, 0
+        current, shares = whole.epoch(epoch), data.draw(weights)
+        since = data.draw(st.integers(since, current.num_samples))
+        at = data.draw(st.integers(since, current.num_samples))
+        whole = whole.going_on(current, epoch, shares, position=at, since=since)
+        known = known.going_on(known.epoch(epoch), epoch, shares, position=at, since=since)
+        later = data.draw(st.integers(since, at))
+        known = known.known_from(known.epoch(epoch), epoch, later)
+        known = known.with_base(json.loads(json.dumps(known.base_to_json())))
+        since = at
+        for number in range(epoch, epoch + 3):
+            expected, got = whole.epoch(number), known.epoch(number)
+            assert got.num_samples == expected.num_samples
+            positions = np.arange(later if number == epoch else 0, got.num_samples)
+            for left, right in zip(expected.locate(positions), got.locate(positions), strict=True):
+                assert np.array_equal(left, right)
