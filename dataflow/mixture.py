@@ -144,6 +144,8 @@ class Mixture(Sharded):
     def set_weights(self, weights: Weights) -> None:
         """Change the shares from the next batch of every loader over this mixture on, also of one that runs.
 
+        Batches by length (`batching=`) of one megabatch are planned together and keep their weights: the new
+        ones hold from the next megabatch on, or the one after that.
         A collective where torch.distributed is initialised: all ranks call it with the same weights, after
         the same number of batches. What was read ahead is dropped and read anew. Weights stay until the next
         call; a schedule ends here. A state has the weights, and how far each source is.
@@ -151,8 +153,8 @@ class Mixture(Sharded):
         Args:
             weights: one for each member, as for the constructor: 0 retires a member, for now or for good.
 
-        Raises `ValueError` for weights that do not fit, that differ between ranks, or of a mixture whose
-        shares count tokens or that has none.
+        Raises `ValueError` for weights that do not fit, that differ between ranks, or of a mixture that was
+        made with `repeats` or none.
         """
         parts, failure = tuple[Fraction, ...](), None
         try:

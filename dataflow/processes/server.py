@@ -48,7 +48,7 @@ def _unforkable() -> str:
 def _importable(names: set[str]) -> Modules:
     """Which of these modules a fork server should import; what it has anyway is left out."""
     modules = set()
-    for name in names:
+    for name in filter(None, names):  # of what `exec` has defined it is None
         spec = getattr(sys.modules.get(name), "__spec__", None)
         if name.partition(".")[0] in _IN_SERVER or spec is None or not spec.origin:
             continue

@@ -299,7 +299,7 @@ class FoundSession(Session):
         for position, error in zip(lacking.tolist(), delivered.skipped, strict=True):
             self._leave_out(position, error)
         if len(samples):
-            samples = self._alike(samples)
+            samples = self._fitting(samples)
             self._made.append(samples)
             self._hold(samples.nbytes)
 
@@ -307,22 +307,35 @@ class FoundSession(Session):
         megabatch = int(np.searchsorted(self._outer.places.bounds, position, side="right")) - 1
         self._left_out.append((megabatch, error))
 
-    def _alike(self, samples: FoundSamples) -> FoundSamples:
-        """Those whose columns are as long as the first one; the others are left out, if that is allowed."""
-        lead, *others = self._batching.columns
-        lengths = _lengths(samples, lead)
-        bad = np.zeros(len(samples), bool)
+    def _fitting(self, samples: FoundSamples) -> FoundSamples:
+        """Those that fit the batching; the others are left out, if that is allowed."""
+        reasons = self._misfits(samples)
+        for row, reason in reasons.items():
+            position = int(samples.positions[row])
+            error = self._error(position, reason)
+            if not self.skipped.decide(error):
+                raise error
+            self._leave_out(position, error)
+        return samples.take(np.delete(np.arange(len(samples)), [*reasons])) if reasons else samples
+
+    def _misfits(self, samples: FoundSamples) -> dict[int, str]:
+        """{row: what is wrong with its lengths}, ascending."""
+        (lead, *others), most = self._batching.columns, self._batching.refused_beyond
+        lengths, reasons = _lengths(samples, lead), dict[int, str]()
         for name in others:
             own = _lengths(samples, name)
-            for row in np.flatnonzero((own != lengths) & ~bad).tolist():
-                reason = f"column {name!r} has {own[row]} elements, and {lead!r} {lengths[row]}"
-                position = int(samples.positions[row])
-                error = self._error(position, f"{reason}: they must be alike")
-                if not self.skipped.decide(error):
-                    raise error
-                self._leave_out(position, error)
-                bad[row] = True
-        return samples.take(np.flatnonzero(~bad)) if bad.any() else samples
+            for row in np.flatnonzero(own != lengths).tolist():
+                parts = f"column {name!r} has {own[row]} elements, and {lead!r} {lengths[row]}"
+                reasons.setdefault(row, f"{parts}: they must be alike")
+        if most is not None:
+            for row in np.flatnonzero(lengths > most).tolist():
+                reason = (
+                    f"column {lead!r} has {lengths[row]:,} elements, more than the {most:,} that "
+                    f"{type(self._batching).__name__} takes; cut such samples by overlong=, or leave "
+                    'them out by on_error="skip"'
+                )
+                reasons.setdefault(row, reason)
+        return dict(sorted(reasons.items()))
 
     def _error(self, position: int, reason: str) -> SampleError:
         """An error that names the sample at a position."""

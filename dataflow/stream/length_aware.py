@@ -255,9 +255,12 @@ class SampleLengths:
         return self._told(planner)
 
     def _told(self, planner: FoundPlanner) -> FoundPlanner:
-        if self._kept is None or not self._kept.is_complete or planner.lengths is not None:
+        kept, most = self._kept, planner.batching.refused_beyond
+        if kept is None or not kept.is_complete or planner.lengths is not None:
             return planner
-        return planner.knowing(self._kept.lengths)
+        if most is not None and (kept.lengths > most).any():
+            return planner  # such samples are named, or left out, when they are made
+        return planner.knowing(kept.lengths)
 
     def measured(self, measure: Callable[[ShardedDataset], SampleLengths]) -> NDArray[np.int32]:
         """The lengths of all samples, before the first batch: shares of tokens begin with them.
@@ -286,10 +289,10 @@ class SampleLengths:
             found.append(lengths._kept.lengths)
         return np.concatenate(found)
 
-    def save(self, topology: Topology) -> None:
-        """Write what is new, on one rank of each machine."""
+    def save(self, topology: Topology, *, if_much: bool = False) -> None:
+        """Write what is new, on one rank of each machine; `if_much`: not every few samples."""
         if self._kept is not None and topology.local_rank == 0:
-            self._kept.save()
+            (self._kept.save_much if if_much else self._kept.save)()
 
 
 def _marks(batching: Batching, source: ShardedDataset) -> list[str]:
@@ -349,6 +352,7 @@ def _source_lengths(
         samples = dataset.catalog.blocks.first_sample[at] + row
         lengths = lengths[samples if join is None else join.partners.of(samples)]
     lengths = _with_missing(lengths, output, stored, dataset)
+    _check_fit(lengths, batching, stored, dataset)
     if len(lengths) and output is not None and dataset.transform is None:
         _check_others(batching, dataset, lengths)
     return lengths
@@ -362,10 +366,30 @@ def _with_missing(
         return lengths
     if isinstance(output, RaggedOutput) and output.missing_length is not None:
         return np.where(lengths < 0, output.missing_length, lengths)
-    block, row = dataset.selection.locate(np.flatnonzero(lengths < 0)[:1])
-    first = dataset.catalog.block(int(block[0]))
     cure = output.cure if output is not None else "pass lengths= as an array"
     reason = f"column {stored!r}: {LACKING}, so it has no length; {cure}"
-    raise SampleError(
-        first.shard.url, reason, first.offset, str(first.first_in_shard + int(row[0])), stage="plan"
+    raise _error_of(dataset, np.flatnonzero(lengths < 0)[:1], reason)
+
+
+def _check_fit(
+    lengths: NDArray[np.integer], batching: Batching, stored: str, dataset: ShardedDataset
+) -> None:
+    """Raise `SampleError` for the first sample that fits no row or batch, where that is an error."""
+    most = batching.refused_beyond
+    if most is None or not (lengths > most).any():
+        return
+    at = np.flatnonzero(lengths > most)[:1]
+    reason = (
+        f"column {stored!r} has {lengths[at[0]]:,} elements, more than the {most:,} that "
+        f"{type(batching).__name__} takes, as have {np.count_nonzero(lengths > most):,} samples in all; cut "
+        "them by overlong=, or leave them out (dataset.filter, dataset.subset)"
     )
+    raise _error_of(dataset, at, reason)
+
+
+def _error_of(dataset: ShardedDataset, sample: NDArray[np.int64], reason: str) -> SampleError:
+    """An error that names a sample, [1]."""
+    block, row = dataset.selection.locate(sample)
+    first = dataset.catalog.block(int(block[0]))
+    key = str(first.first_in_shard + int(row[0]))
+    return SampleError(first.shard.url, reason, first.offset, key, stage="plan")

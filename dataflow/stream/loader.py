@@ -587,6 +587,7 @@ class StreamLoader:
         """Keep the lengths of samples that were found, from a position of an order on."""
         if isinstance(self._planner, FoundPlanner):
             self._plan_by(self._lengths.noted(self._planner, order, first, lengths))
+            self._lengths.save(self._topology, if_much=True)
 
     def stats(self) -> LoaderStats:
         """A snapshot; cheap, any thread."""

@@ -86,6 +86,11 @@ class BatchedColumns:
         """All megabatches but the last have a multiple of this many samples."""
         return 1
 
+    @property
+    def refused_beyond(self) -> int | None:
+        """Elements beyond which a sample fits nowhere and is an error; None: it is cut, or any fits."""
+        return None
+
     def with_window(self, window: int) -> Self:
         """The value with this `window`, if it has none."""
         return replace(self, window=self.window or window)
@@ -147,6 +152,11 @@ class Packed(BatchedColumns):
     rows_are_units = True
     cuts = True
 
+    @property
+    def refused_beyond(self) -> int | None:
+        """See `BatchedColumns`."""
+        return self.length if self.overlong == "error" else None
+
     def delivered(self, lengths: NDArray[np.integer]) -> NDArray[np.integer]:
         """See `BatchedColumns`."""
         return np.minimum(lengths, self.length) if self.overlong == "truncate" else lengths
@@ -190,6 +200,11 @@ class TokenBudget(BatchedColumns):
     def cuts(self) -> bool:
         """See `BatchedColumns`."""
         return self.overlong == "truncate"
+
+    @property
+    def refused_beyond(self) -> int | None:
+        """See `BatchedColumns`."""
+        return self.max_tokens // self.multiple * self.multiple if self.overlong == "error" else None
 
     def delivered(self, lengths: NDArray[np.integer]) -> NDArray[np.integer]:
         """See `BatchedColumns`."""

@@ -22,6 +22,8 @@ from sharding.write.file import NewFile, private_folder, user_folder
 
 _VERSION = 1
 _MOST = np.iinfo(np.int32).max
+_PARTS = 16
+"""The file is written as often in an epoch, and at its end."""
 
 
 class KeptLengths:
@@ -37,7 +39,7 @@ class KeptLengths:
         self.lengths = self._read()
         """int32 [num_samples] in file order, source after source; `LEFT_OUT` where none is known."""
         self._num_missing = int(np.count_nonzero(self.lengths == LEFT_OUT))
-        self._is_saved = True
+        self._num_unsaved = 0
 
     @property
     def is_complete(self) -> bool:
@@ -56,18 +58,23 @@ class KeptLengths:
         num_new = int(np.count_nonzero(self.lengths[samples] == LEFT_OUT))
         self.lengths[samples] = lengths[known]
         self._num_missing -= num_new
-        self._is_saved &= not num_new
+        self._num_unsaved += num_new
 
     def forget(self) -> None:
         """Know none: other ranks know others."""
         self.lengths = np.full(len(self.lengths), LEFT_OUT, np.int32)
-        self._num_missing, self._is_saved = len(self.lengths), True
+        self._num_missing, self._num_unsaved = len(self.lengths), 0
+
+    def save_much(self) -> None:
+        """Write what is known, if so much is new that it should not be lost with this process."""
+        if self._num_unsaved * _PARTS >= len(self.lengths):
+            self.save()
 
     def save(self) -> None:
         """Write what is known, with what others have written since, if there is something new."""
-        if self._is_saved:
+        if not self._num_unsaved:
             return
-        self._is_saved = True
+        self._num_unsaved = 0
         whole = np.where(self.lengths == LEFT_OUT, self._read(), self.lengths)
         ends = np.cumsum([num_samples for _, num_samples in self._files])
         with suppress(OSError):

@@ -672,6 +672,43 @@ def test_lengths_are_kept_by_key_and_not_without_one_or_where_they_are_random(fo
             len(loader)
 
 
+def test_lengths_of_a_run_that_is_killed_are_kept_for_the_one_that_goes_on(folder: Path) -> None:
+    killed = loader_of(folder, kept("packed"))
+    loop = iter(killed)
+    for _ in range(15):
+        next(loop)
+    with loader_of(folder, kept("packed")) as loader:  # while the first one has not ended, and never does
+        loader.load_state_dict(killed.state_dict())
+        num_left = len(list(loader))
+        assert num_left > 5
+    with loader_of(folder, kept("packed")) as loader:
+        assert len(loader) == 15 + num_left
+    killed.close()
+
+
+@pytest.mark.parametrize(
+    ("batching", "most"),
+    [(Packed(9, overlong="error", window=40), 9), (TokenBudget(11, multiple=4, window=40), 8)],
+    ids=["packed", "budget"],
+)
+def test_samples_that_fit_nowhere_are_named_or_left_out(folder: Path, batching: Any, most: int) -> None:
+    long = [n for n in range(NUM_DOCUMENTS) if length_of(n) > most]
+    assert long
+    with (
+        loader_of(folder, batching) as loader,
+        pytest.raises(SampleError, match=f"than the {most} that") as at,
+    ):
+        list(loader)
+    assert at.value.stage == "transform"
+    shard = int(at.value.shard.removesuffix(".jsonl")[-1])
+    assert shard + 3 * int(at.value.key or -1) in long
+    with loader_of(folder, batching, on_error="skip") as loader:
+        rows = [unit for batch in delivered(loader) for unit in batch]
+        assert loader.stats().skipped_samples == len(long)
+    came = sorted(piece[0] // 100 for unit in rows for piece in unit if piece)
+    assert came == [n for n in range(NUM_DOCUMENTS) if n not in long and length_of(n)]
+
+
 def test_a_transform_with_a_fingerprint_needs_no_key(folder: Path) -> None:
     class Marked:
         fingerprint = "letters"

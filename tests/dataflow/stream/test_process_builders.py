@@ -19,7 +19,7 @@ import psutil
 import pytest
 import torch
 from builders_kit import in_full
-from datasets_kit import MAKERS, Make, make_parquet, make_tar
+from datasets_kit import MAKERS, Make, make_ints_tar, make_parquet, make_tar
 from forked_kit import exit_code_in_child
 from http_kit import RangeServer, serving
 from numpy.typing import NDArray
@@ -67,6 +67,16 @@ def test_every_format_gives_the_batches_that_threads_build(made: Make, name: str
         whole = [batch["n"].tolist() for _ in range(2) for batch in loader]
     with in_processes(dataset, 3, True, seed=5) as loader:
         assert [batch["n"].tolist() for _ in range(2) for batch in loader] == whole
+
+
+def test_what_exec_has_defined_is_sent(tmp_path: Path) -> None:
+    """Its module is None."""
+    ints = make_ints_tar(tmp_path)
+    exec("def added(sample): return {'cls': sample['cls'] + 1}", {}, made := dict[str, Any]())
+    with in_processes(ints.open(transform=made["added"]), 4) as loader:
+        assert sorted(n for batch in loader for n in batch["cls"].tolist()) == [
+            sample["cls"] + 1 for sample in ints.samples
+        ]
 
 
 @pytest.mark.parametrize("count", [1, 3])

@@ -21,7 +21,7 @@ from dataflow import (
     Tokenize,
     split_pairs,
 )
-from sharding.errors import DataflowError
+from sharding.errors import SampleError
 
 __all__ = ["tokenizer"]
 END = 2
@@ -74,8 +74,8 @@ def test_documents_longer_than_a_row_are_truncated_or_refused(
         found = Counter(tokens for batch in loader for _, tokens in pieces_in(batch))
     assert found == Counter(document[:ROW] for document in documents)
     refusing = Packed(ROW, "input_ids", overlong="error")
-    says = r"a sample of \d+ elements does not fit rows of length=24"
-    with pytest.raises(DataflowError, match=says), DataLoader(dataset, 3, batching=refusing) as loader:
+    says = r"x.jsonl.*column 'input_ids' has \d+ elements, more than the 24 that Packed takes"
+    with pytest.raises(SampleError, match=says), DataLoader(dataset, 3, batching=refusing) as loader:
         list(loader)
     fitting = ShardedDataset(texts, transform=Tokenize(tokenizer, eos=END, max_length=ROW))
     with DataLoader(fitting, 3, batching=refusing) as loader:
