@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch.distributed as dist
@@ -51,7 +51,7 @@ from prefetch.errors import EngineClosedError, MemoryLimitError, StallError
 from prefetch.memory.lifetimes import Finalizer
 from sharding.errors import DataflowError
 from sharding.lengths.found_plan import UNKNOWN, FoundPlan, FoundPlanner
-from sharding.lengths.unit_plan import SequencePlace, UnitPlan
+from sharding.lengths.unit_plan import UnitPlan
 from sharding.order.order import Order
 from sharding.order.shuffle import Shuffle
 from sharding.plan.batch_plan import Tail
@@ -97,7 +97,7 @@ class StreamLoader:
         self._lengths = SampleLengths(settings, dataset)
         self._length_plan: UnitPlan | FoundPlan | None = None
         """Of the epoch begun last."""
-        self._mixture_starts: dict[int, tuple[int, ...]] = {}
+        self._mixture_starts: Mapping[int, Sequence[int]] = {}
         self._mixed: Mixture | None = None
         """The mixture as it goes on since `set_weights`, or as a state says."""
         self._num_weights_taken = 0
@@ -293,11 +293,11 @@ class StreamLoader:
         in_step = self._may_be_empty and self._topology.data_world_size > 1
         try:
             while taken < plan.num_batches and not loop.closed:
-                if self._loops.is_last_begun(loop):
+                is_changed = mixed is not self._mixed or self._are_weights_new
+                if is_changed and self._loops.is_last_begun(loop):
                     self._take_weights(plan.order.epoch, plan.position_after(taken))
-                    if mixed is not self._mixed:  # what was read ahead is in other shares
-                        mixed = self._mixed
-                        self.sessions.drop(loop)
+                    mixed = self._mixed
+                    self.sessions.drop(loop)  # what was read ahead is in other shares
                 if session is None or loop.session is not session:
                     session = self._serve(loop, frame, plan.order.epoch, restarted=session is not None)
                     assert loop.plan is not None
@@ -342,14 +342,21 @@ class StreamLoader:
         self._take_weights(epoch, start)
         return self.epoch_plan(epoch, start)
 
-    def _take_weights(self, epoch: int, position: int) -> None:
-        """From a place on, go on with the weights that were set for the mixture since the last call."""
+    @property
+    def _are_weights_new(self) -> bool:
+        """Whether weights were set for the mixture since they were looked at last."""
         dataset = self.dataset
         if not isinstance(dataset, Mixture) or dataset.weights_set is None:
+            return False
+        return dataset.weights_set[0] != self._num_weights_taken
+
+    def _take_weights(self, epoch: int, position: int) -> None:
+        """From a place on, go on with the weights that were set for the mixture since the last call."""
+        if not self._are_weights_new:
             return
-        number, weights = dataset.weights_set
-        if number == self._num_weights_taken:
-            return
+        assert isinstance(self.dataset, Mixture)
+        assert self.dataset.weights_set is not None
+        number, weights = self.dataset.weights_set
         self._mixed, self._planner = self._plan.with_weights(epoch, position, weights)
         self._num_weights_taken = number
         self._plan = self._stream_plan()
@@ -456,21 +463,9 @@ class StreamLoader:
         It resumes under any number of ranks, threads or nodes. Taken inside a loop after the last batch of
         an epoch, it resumes to nothing more of that epoch; taken after the loop, to the next epoch.
         """
-        self._take_weights(self._loops.epoch, self._loops.position)
-        tokens = self._plan.token_epochs
-        state = PlanState(
-            seed=self.seed,
-            epoch=self._loops.epoch,
-            position=self._loops.position,
-            num_samples=self._plan.num_samples(self._loops.epoch),
-            shuffle=self.shuffle,
-            fingerprint=_mark_of(self.dataset),
-            batching=self._plan.mark(self._loops.epoch, self._loops.position),
-            sources=list(tokens.first(self._loops.epoch)) if tokens else None,
-            weights=None
-            if self._mixed is None
-            else self._plan.weights_state(self._loops.epoch, self._loops.position),
-        )
+        epoch, position = self._loops.epoch, self._loops.position
+        self._take_weights(epoch, position)
+        state = self._plan.state(epoch, position, of=self.dataset)
         return {**state.to_json(), "skipped_samples": self._skipped.count}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -485,80 +480,17 @@ class StreamLoader:
         loaded, skipped = PlanState.from_json(fields), state.get("skipped_samples")
         if type(skipped) is not int or skipped < 0:
             raise ValueError(f"skipped_samples must be an integer >= 0, got {skipped!r}")
-        content, _, commit = loaded.fingerprint.partition("@")
-        content_here = self.dataset.fingerprint()
-        if content != content_here:
-            self._check_transform(content, content_here)
-            here, commit_here = self._plan.num_samples(0), self.dataset.commit
-            if commit and commit_here and commit != commit_here:
-                raise ValueError(
-                    f"the state was taken at commit {commit} of the repository, whose samples are others "
-                    f"than here {commit_here}; open that one: ShardedDataset(..., revision={commit!r})"
-                )
-            raise ValueError(
-                "the state was taken over other shards (their names, sizes or blocks differ), another view "
-                "or other shares or transforms of a mixture, where its position means other samples "
-                f"({loaded.num_samples:,} samples, here {here:,})"
-            )
-        planner = self._planner and self._planner.resumed(loaded.batching or {}, loaded.epoch)
-        starts, mixed = self._starts_of(loaded), self._mixed_of(loaded)
-        if planner and mixed is not None:
-            place = SequencePlace.from_json(loaded.batching or {}, loaded.epoch)
-            planner = planner.changed(place, mixed.spec.changes_at)
-        plan = replace(
-            self._plan,
-            dataset=self.dataset if mixed is None else mixed,
-            seed=loaded.seed,
-            shuffle=loaded.shuffle,
-            planner=planner,
-            mixture_starts=starts,
-        )
-        mark = plan.mark(loaded.epoch, loaded.position)
-        if loaded.batching != mark:
-            raise ValueError(
-                "the state was taken with other batching or lengths, where its position means other rows or "
-                f"batches: it has {loaded.batching}, this loader {mark}"
-            )
-        if (there := plan.num_samples(loaded.epoch)) != loaded.num_samples:
-            raise ValueError(f"the state is of {loaded.num_samples:,} samples, its epoch has {there:,} here")
-        if planner:  # only a plan knows how many units there are: refuse before anything changes
-            plan.epoch(loaded.epoch, loaded.position)
+        plan = self._plan.resumed(loaded, of=self.dataset)
         self.close()
-        self.seed, self.shuffle, self._planner = loaded.seed, loaded.shuffle, planner
-        self._mixture_starts, self._mixed = starts, mixed
+        self.seed, self.shuffle, self._planner = loaded.seed, loaded.shuffle, plan.planner
+        self._mixture_starts = plan.mixture_starts
+        self._mixed = None if plan.dataset is self.dataset else cast(Mixture, plan.dataset)
         if isinstance(self.dataset, Mixture) and self.dataset.weights_set is not None:
             self._num_weights_taken = self.dataset.weights_set[0]  # the state's weights hold
         self.window_reason = "as in the loaded state"
         self._skipped.count = skipped
         self._plan = self._stream_plan()
         self._loops.resume(loaded.epoch, loaded.position)
-
-    def _check_transform(self, content: str, here: str) -> None:
-        """Raise `ValueError` where a state is of the same samples, but of another transform of them."""
-        (samples, _, there), (samples_here, _, own) = content.partition("~"), here.partition("~")
-        if samples == samples_here:
-            raise ValueError(
-                "the state was taken with another transform=, or its tokenizer's file has changed: the "
-                f"fingerprint was {there or 'none'} and is {own or 'none'}, of "
-                f"{self.dataset.sources[0].transform!r}"
-            )
-
-    def _starts_of(self, loaded: PlanState) -> dict[int, tuple[int, ...]]:
-        """What a state of a mixture by tokens tells of where its epoch begins."""
-        if self._plan.token_epochs is None:
-            return {}
-        sources = loaded.sources
-        if sources is None or len(sources) != len(self.dataset.sources):
-            raise ValueError(f"sources must be {len(self.dataset.sources)} integers, got {sources!r}")
-        return {loaded.epoch: tuple(sources)}
-
-    def _mixed_of(self, loaded: PlanState) -> Mixture | None:
-        """The mixture as a state says that it goes on; None: as it was made."""
-        if loaded.weights is None:
-            return None
-        if not isinstance(self.dataset, Mixture):
-            raise ValueError("the state has the weights of a mixture, and this is none")
-        return self.dataset.with_spec(self.dataset.spec.with_base(loaded.weights))
 
     # ---- engine -------------------------------------------------------------------------------------
 
@@ -623,11 +555,6 @@ class StreamLoader:
         if finalizer is not None:
             finalizer.detach()
             self._finalizer = None
-
-
-def _mark_of(dataset: ShardedDataset | Mixture) -> str:
-    """What a state says of its dataset; the commit, behind "@", is for messages: it decides nothing."""
-    return f"{dataset.fingerprint()}@{dataset.commit}" if dataset.commit else dataset.fingerprint()
 
 
 def _is_distributed() -> bool:

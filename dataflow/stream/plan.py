@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Any, ClassVar, cast
 
@@ -13,14 +13,14 @@ from dataflow.dataset import ShardedDataset
 from dataflow.mixture import Mixture
 from sharding.cached_property import cached_property
 from sharding.lengths.found_plan import FoundPlanner
-from sharding.lengths.unit_plan import UnitPlanner
+from sharding.lengths.unit_plan import SequencePlace, UnitPlanner
 from sharding.mixture.token_turns import TokenEpochs
 from sharding.mixture.windows import MixturePlan, MixtureWindows
 from sharding.order.order import Order
 from sharding.order.shuffle import Shuffle
 from sharding.plan.batch_plan import Dealing, Tail
 from sharding.plan.placement import read_amplification
-from sharding.plan.plan import EpochPlan, RankPlan
+from sharding.plan.plan import EpochPlan, PlanState, RankPlan
 
 _ORDERS_KEPT = 2
 
@@ -135,17 +135,86 @@ class StreamPlan:
             planner = planner.changed(place, spec.changes_at)
         return mixture.with_spec(spec), planner
 
-    def weights_state(self, epoch: int, position: int) -> dict[str, object]:
-        """The weights that were set, from where on they matter for what comes after a position."""
-        mixture, order, planner = self._mixed(epoch)
-        since = position if planner is None else planner.place(order, position).position
-        return mixture.spec.known_from(order.interleaving, epoch, since).base_to_json()
-
     def _mixed(self, epoch: int) -> tuple[Mixture, Any, UnitPlanner | FoundPlanner | None]:
         """The mixture, an epoch's order, of which planners ask what they ask an `Order`, and the planner."""
         mixture = self.dataset
         assert isinstance(mixture, Mixture)
         return mixture, self.windows_of(epoch), self.planner
+
+    # ---- states ---------------------------------------------------------------------------------------
+
+    def state(self, epoch: int, position: int, *, of: ShardedDataset | Mixture) -> PlanState:
+        """A place in the plan; `of` is the dataset before weights were set."""
+        tokens, weights = self.token_epochs, None
+        if self.dataset is not of:
+            mixture, order, planner = self._mixed(epoch)
+            since = position if planner is None else planner.place(order, position).position
+            weights = mixture.spec.known_from(order.interleaving, epoch, since).base_to_json()
+        return PlanState(
+            seed=self.seed,
+            epoch=epoch,
+            position=position,
+            num_samples=self.num_samples(epoch),
+            shuffle=self.shuffle,
+            fingerprint=_mark_of(of),
+            batching=self.mark(epoch, position),
+            sources=list(tokens.first(epoch)) if tokens else None,
+            weights=weights,
+        )
+
+    def resumed(self, state: PlanState, *, of: ShardedDataset | Mixture) -> StreamPlan:
+        """The plan that goes on where a state was taken; `of` as for `state`.
+
+        Raises `ValueError` where its position means other samples here.
+        """
+        content, _, commit = state.fingerprint.partition("@")
+        if content != (here := of.fingerprint()):
+            _check_transform(content, here, of)
+            if commit and of.commit and commit != of.commit:
+                raise ValueError(
+                    f"the state was taken at commit {commit} of the repository, whose samples are others "
+                    f"than here {of.commit}; open that one: ShardedDataset(..., revision={commit!r})"
+                )
+            raise ValueError(
+                "the state was taken over other shards (their names, sizes or blocks differ), another view "
+                "or other shares or transforms of a mixture, where its position means other samples "
+                f"({state.num_samples:,} samples, here {self.num_samples(0):,})"
+            )
+        marked = state.batching or {}
+        planner = self.planner and self.planner.resumed(marked, state.epoch)
+        dataset = of if state.weights is None else _mixed_again(of, state.weights)
+        if planner and isinstance(dataset, Mixture) and dataset is not of:
+            place = SequencePlace.from_json(marked, state.epoch)
+            planner = planner.changed(place, dataset.spec.changes_at)
+        plan = replace(
+            self,
+            dataset=dataset,
+            seed=state.seed,
+            shuffle=state.shuffle,
+            planner=planner,
+            mixture_starts=self._starts_of(state),
+        )
+        if state.batching != (mark := plan.mark(state.epoch, state.position)):
+            raise ValueError(
+                "the state was taken with other batching or lengths, where its position means other rows or "
+                f"batches: it has {state.batching}, this loader {mark}"
+            )
+        if (there := plan.num_samples(state.epoch)) != state.num_samples:
+            raise ValueError(f"the state is of {state.num_samples:,} samples, its epoch has {there:,} here")
+        if planner:  # only a plan knows how many units there are: refuse before anything changes
+            plan.epoch(state.epoch, state.position)
+        return plan
+
+    def _starts_of(self, state: PlanState) -> Mapping[int, Sequence[int]]:
+        """What a state of a mixture by tokens tells of where its epoch begins."""
+        if self.token_epochs is None:
+            return {}
+        sources, num = state.sources, len(self.dataset.sources)
+        if sources is None or len(sources) > num:
+            raise ValueError(f"sources must be {num} integers, got {sources!r}")
+        return {state.epoch: (*sources, *[0] * (num - len(sources)))}  # new ones come last
+
+    # ---- epochs ---------------------------------------------------------------------------------------
 
     def epoch(self, epoch: int, start: int = 0) -> RankPlan:
         """The plan of one epoch, from position `start` on."""
@@ -163,3 +232,26 @@ class StreamPlan:
         if isinstance(windows, MixtureWindows):
             return MixturePlan(windows, **dealing)
         return EpochPlan(windows, **dealing)
+
+
+def _mark_of(dataset: ShardedDataset | Mixture) -> str:
+    """What a state says of its dataset; the commit, behind "@", is for messages: it decides nothing."""
+    return f"{dataset.fingerprint()}@{dataset.commit}" if dataset.commit else dataset.fingerprint()
+
+
+def _check_transform(content: str, here: str, dataset: ShardedDataset | Mixture) -> None:
+    """Raise `ValueError` where a state is of the same samples, but of another transform of them."""
+    (samples, _, there), (samples_here, _, own) = content.partition("~"), here.partition("~")
+    if samples == samples_here:
+        raise ValueError(
+            "the state was taken with another transform=, or its tokenizer's file has changed: the "
+            f"fingerprint was {there or 'none'} and is {own or 'none'}, of "
+            f"{dataset.sources[0].transform!r}"
+        )
+
+
+def _mixed_again(dataset: ShardedDataset | Mixture, weights: Mapping[str, object]) -> Mixture:
+    """The mixture as a state says that it goes on."""
+    if not isinstance(dataset, Mixture):
+        raise ValueError("the state has the weights of a mixture, and this is none")
+    return dataset.with_spec(dataset.spec.with_base(weights))

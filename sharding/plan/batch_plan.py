@@ -73,22 +73,24 @@ class BatchPlan:
         if not 0 <= self.start <= self.num_items:
             raise ValueError(f"start must be in [0, {self.num_items}], got {self.start}")
 
-    @property
+    # What follows from the fields alone is asked for with every batch, so it is kept.
+
+    @cached_property
     def global_batch_size(self) -> int:
         """Items of all ranks in a full batch."""
         return self.batch_size * self.world_size
 
-    @property
+    @cached_property
     def num_global_batches(self) -> int:
         """Batches that at least one rank gets: the steps left in the epoch."""
         return self.num_full + (self._num_left > 0 and self.tail != "drop")
 
-    @property
+    @cached_property
     def num_batches(self) -> int:
         """Batches of this rank, none of them empty."""
         return self.num_full + (self._last_share[1] > 0)
 
-    @property
+    @cached_property
     def num_full(self) -> int:
         """Complete global batches."""
         return (self.num_items - self.start) // self.global_batch_size
