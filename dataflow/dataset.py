@@ -48,6 +48,7 @@ from prefetch.store.retrier import Hosts, Retrier
 from prefetch.store.retries import RetryPolicy
 from sharding.blocks import DEFAULT_BLOCK_BYTES, Format
 from sharding.cached_property import cached_property
+from sharding.catalog.build import is_catalog
 from sharding.catalog.table import BlockTable, Catalog
 from sharding.errors import SampleError
 from sharding.formats.arrow.columns import TabularFormat
@@ -58,6 +59,7 @@ from sharding.order.selection import SelectedOrder, Selection
 from sharding.order.shuffle import Shuffle
 from sharding.plan.partners import PartnerTable, blocks_of
 from sharding.plan.split import By, split_selection
+from sharding.urls import is_local, local_path
 
 _log = logging.getLogger("dataflow")
 _KEPT_BLOCKS = 4
@@ -180,6 +182,10 @@ class ShardedDataset(Sharded, Dataset[S]):
         )
         with Retrier(self.retry, self._hosts) as retrier:
             self.catalog = opening.find(source, retrier)
+        named = source if catalog is None and is_catalog(source) else catalog
+        path = str(named) if isinstance(named, (str, os.PathLike)) else ""
+        self.catalog_path = local_path(path) if path and is_local(path) else None
+        """Where its catalog was saved, if the user said where, and on this machine."""
         self.transform, self.batch_transform = transform, batch_transform
         self.on_error, self.error_budget = on_error, error_budget
         self._codec = self.catalog.codec() if isinstance(format, str) else format

@@ -31,7 +31,7 @@ from sharding.errors import SampleError
 from sharding.lengths.batching import Batching, Bucketed, Lengths, Packed, TokenBudget
 from sharding.lengths.column_lengths import resolve_lengths
 from sharding.lengths.found_plan import FoundPlanner
-from sharding.lengths.kept import KeptLengths
+from sharding.lengths.kept import KeptLengths, LengthsFile
 from sharding.lengths.unit_plan import UnitPlanner
 from sharding.lengths.units import DEFAULT_MEGABATCH_SAMPLES
 from sharding.order.order import Order
@@ -209,7 +209,7 @@ def kept_lengths(settings: StreamSettings, dataset: ShardedDataset | Mixture) ->
         return None
     if not _lengths_key(batching, dataset) or any(source.transform_wants_rng for source in sources):
         return None
-    return KeptLengths([(len(source), _marks(batching, source)) for source in sources])
+    return KeptLengths([_lengths_file(batching, source) for source in sources])
 
 
 class SampleLengths:
@@ -295,10 +295,15 @@ class SampleLengths:
             (self._kept.save_much if if_much else self._kept.save)()
 
 
-def _marks(batching: Batching, source: ShardedDataset) -> list[str]:
-    """What decides about the lengths of a source's samples."""
+def _lengths_file(batching: Batching, source: ShardedDataset) -> LengthsFile:
+    """Where the lengths of a source's samples are kept."""
     outputs = [f"{one.name} {one.sources} {one.description()}" for one in source.outputs]
-    return [source.fingerprint(), batching.column, *outputs, _lengths_key(batching, source)]
+    return LengthsFile(
+        num_samples=len(source),
+        catalog=source.catalog.fingerprint(),
+        marks=[source.fingerprint(), batching.column, *outputs, _lengths_key(batching, source)],
+        catalog_path=source.catalog_path,
+    )
 
 
 def _lengths_asked(lengths: Any, dataset: ShardedDataset | Mixture) -> Sequence[Lengths | None]:

@@ -87,8 +87,16 @@ def main() -> None:
     is_flag=True,
     help="Read all data once and keep a CRC-32 of each block, which every later read must have.",
 )
+@click.option(
+    "--lengths",
+    is_flag=True,
+    help="Also put the lengths of samples beside the catalog, as loaders with batching= have found them on "
+    "this machine: whoever opens the catalog need not find them again.",
+)
 @plain_errors
-def index(dataset: DatasetArguments, output: str | None, block_bytes: int | None, checksum: bool) -> None:
+def index(
+    dataset: DatasetArguments, output: str | None, block_bytes: int | None, checksum: bool, lengths: bool
+) -> None:
     """Build or refresh the catalog of a dataset.
 
     SOURCE is a file, a directory, a URL, a glob or a brace pattern (quote those two), several of them, or
@@ -102,10 +110,18 @@ def index(dataset: DatasetArguments, output: str | None, block_bytes: int | None
       dataflow index 'data/*.bin' --dtype uint16 --length 2048 flat token files
       dataflow index 's3://bucket/x-{000..099}.tar' --storage-option anon=true --output x.catalog
       dataflow index x.catalog                                 refresh a catalog
+      dataflow index x.catalog --lengths                       and keep with it how long samples are
     """  # noqa: D301 - click wants the control character
     from dataflow.tools.terminal.indexing import index_source
 
-    index_source(dataset.source, dataset.options, output=output, block_bytes=block_bytes, checksum=checksum)
+    index_source(
+        dataset.source,
+        dataset.options,
+        output=output,
+        block_bytes=block_bytes,
+        checksum=checksum,
+        lengths=lengths,
+    )
 
 
 @main.command("inspect", short_help="Tell how well a plan mixes and what it costs to read.")

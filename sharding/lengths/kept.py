@@ -3,6 +3,7 @@
 The file of a dataset lies in the user's cache folder, under a name made of what decides about lengths, and
 has one number a sample. It is written beside its place and renamed, and what several runs have found of the
 same samples comes together in it. One that cannot be read or written costs only that they are found again.
+`dataflow index` puts files beside a saved catalog, where all who open that catalog read them, too.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import json
 import os
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,16 +28,69 @@ _PARTS = 16
 """The file is written as often in an epoch, and at its end."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class LengthsFile:
+    """The file of one dataset's lengths."""
+
+    num_samples: int
+    catalog: str
+    """What identifies the catalog that the samples are of."""
+    marks: Sequence[str]
+    """What decides about lengths: which samples of the catalog, and how they are made."""
+    catalog_path: str | None = None
+    """Where the catalog was saved; None: in the cache folder."""
+
+    @property
+    def name(self) -> str:
+        """The same for the same lengths."""
+        data = json.dumps([_VERSION, self.catalog, *self.marks]).encode()
+        return f"{self.catalog}-{hashlib.blake2b(data, digest_size=16).hexdigest()}.npy"
+
+    @property
+    def path(self) -> str:
+        """In the user's cache folder."""
+        return os.path.join(user_folder("lengths"), self.name)
+
+    def read(self) -> NDArray[np.int32]:
+        """What is known, int32 [num_samples]."""
+        lengths = _read(self.path, self.num_samples)
+        if self.catalog_path is not None and (lengths == LEFT_OUT).any():
+            beside = os.path.join(folder_beside(self.catalog_path), self.name)
+            lengths = np.where(lengths == LEFT_OUT, _read(beside, self.num_samples), lengths)
+        return lengths
+
+
+def folder_beside(catalog_path: str) -> str:
+    """The folder for lengths beside a saved catalog."""
+    return os.path.splitext(catalog_path)[0] + ".lengths"
+
+
+def copy_beside(catalog: str, catalog_path: str) -> tuple[int, str]:
+    """Put the lengths that were found of a catalog's samples beside it; how many files, and where.
+
+    Raises `OSError` where that cannot be written.
+    """
+    folder, names = folder_beside(catalog_path), list[str]()
+    with suppress(FileNotFoundError):
+        names = [name for name in os.listdir(user_folder("lengths")) if name.startswith(f"{catalog}-")]
+    names = [name for name in names if name.endswith(".npy")]
+    for name in names:
+        with open(os.path.join(user_folder("lengths"), name), "rb") as source:
+            file = NewFile(os.path.join(folder, name), overwrite=True)
+            file.write(source.read())
+            file.commit()
+    return len(names), folder
+
+
 class KeptLengths:
     """The lengths of samples, as far as they are known. For one thread.
 
     Args:
-        sources: of each dataset that samples come from, how many it has, and what decides about lengths:
-            what identifies them, and how they are made. Each has a file of its own.
+        files: of each dataset that samples come from.
     """
 
-    def __init__(self, sources: Sequence[tuple[int, Sequence[str]]]) -> None:
-        self._files = [(path_of(marks), num_samples) for num_samples, marks in sources]
+    def __init__(self, files: Sequence[LengthsFile]) -> None:
+        self._files = files
         self.lengths = self._read()
         """int32 [num_samples] in file order, source after source; `LEFT_OUT` where none is known."""
         self._num_missing = int(np.count_nonzero(self.lengths == LEFT_OUT))
@@ -76,24 +131,18 @@ class KeptLengths:
             return
         self._num_unsaved = 0
         whole = np.where(self.lengths == LEFT_OUT, self._read(), self.lengths)
-        ends = np.cumsum([num_samples for _, num_samples in self._files])
+        ends = np.cumsum([file.num_samples for file in self._files])
         with suppress(OSError):
             private_folder(user_folder("lengths"))
-            for (path, _), own in zip(self._files, np.split(whole, ends[:-1]), strict=True):
+            for of, own in zip(self._files, np.split(whole, ends[:-1]), strict=True):
                 data = io.BytesIO()
                 np.save(data, own, allow_pickle=False)
-                file = NewFile(path, overwrite=True)
+                file = NewFile(of.path, overwrite=True)
                 file.write(data.getbuffer())
                 file.commit()
 
     def _read(self) -> NDArray[np.int32]:
-        return np.concatenate([_read(path, num_samples) for path, num_samples in self._files])
-
-
-def path_of(marks: Sequence[str]) -> str:
-    """The file of lengths that these decide about."""
-    name = hashlib.blake2b(json.dumps([_VERSION, *marks]).encode(), digest_size=16).hexdigest()
-    return os.path.join(user_folder("lengths"), f"{name}.npy")
+        return np.concatenate([file.read() for file in self._files])
 
 
 def _read(path: str, num_samples: int) -> NDArray[np.int32]:

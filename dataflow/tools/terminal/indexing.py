@@ -32,11 +32,16 @@ from sharding.catalog.build import (
 from sharding.catalog.table import Catalog
 from sharding.errors import CorruptShardError
 from sharding.formats import resolve_format
+from sharding.lengths.kept import copy_beside
 from sharding.redaction import identity_of, without_secrets
-from sharding.urls import file_name
+from sharding.urls import file_name, is_local, local_path
 
 _CHECK_THREADS = 16
 _CHECKSUM_THREADS = 8
+_NO_LENGTHS = (
+    "no lengths were found of its samples by this user yet: let a loader with batching= run an epoch, with a "
+    "transform that has a fingerprint, or a lengths_key="
+)
 _NAMED = 10
 """Stale shards that are named one by one."""
 
@@ -59,10 +64,12 @@ def index_source(
     output: str | None,
     block_bytes: int | None,
     checksum: bool = False,
+    lengths: bool = False,
 ) -> Catalog:
     """Bring the catalog of a source up to date and print what it holds; returns it.
 
     `dataset_options`: format, dtype, length, allow_unfinished, storage_options, as for `ShardedDataset`.
+    `lengths`: put those that loaders have found beside it.
     """
     if output is not None and not output.endswith(CATALOG_SUFFIX):
         raise ValueError(f"--output must end in {CATALOG_SUFFIX}, got {output!r}")
@@ -82,6 +89,13 @@ def index_source(
                 catalog = catalog.with_checksums(checksums_of(catalog, target.storage_options))
             save_catalog(catalog, target.path, target.storage_options, retrier)
         show([*_parts(catalog, target.path)])
+        if lengths:
+            if not is_local(target.path):
+                raise ValueError(
+                    f"--lengths puts files beside the catalog, and {target.path} is none of this machine"
+                )
+            num_files, folder = copy_beside(catalog.fingerprint(), local_path(target.path))
+            show([f"{num_files} of lengths, in {folder}" if num_files else _NO_LENGTHS])
         return catalog
 
 

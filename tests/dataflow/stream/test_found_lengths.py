@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from click.testing import CliRunner
 from datasets_kit import rank
 from pairs_kit import in_pairs
 from ranks_kit import fast_ranks
@@ -21,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dataflow import Bucketed, DataLoader, GradSchedule, Mixture, Packed, ShardedDataset, Shuffle, TokenBudget
 from dataflow.batch.packed import PackedRows
+from dataflow.tools.cli import main
 from sharding.errors import DataflowError, SampleError
 from sharding.lengths.batching import Batching
 from sharding.lengths.found_plan import FoundPlaces, finders
@@ -684,6 +686,25 @@ def test_lengths_of_a_run_that_is_killed_are_kept_for_the_one_that_goes_on(folde
     with loader_of(folder, kept("packed")) as loader:
         assert len(loader) == 15 + num_left
     killed.close()
+
+
+def test_lengths_beside_a_catalog_serve_who_has_found_none(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def opened() -> DataLoader:
+        dataset = ShardedDataset(tmp_path / "x.catalog", transform=tokens_of)
+        return DataLoader(dataset, 3, batching=kept("packed"), num_workers=0)
+
+    catalog = ["index", str(tmp_path / "x.catalog"), "--lengths"]
+    shown = CliRunner().invoke(main, ["index", str(folder), "--output", catalog[1]])
+    assert shown.exit_code == 0
+    assert "no lengths were found" in CliRunner().invoke(main, catalog).output
+    with opened() as loader:
+        num = len(list(loader))
+    assert f"in {tmp_path / 'x.lengths'}" in " ".join(CliRunner().invoke(main, catalog).output.split())
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "elsewhere"))
+    with opened() as loader:
+        assert len(loader) == num
 
 
 @pytest.mark.parametrize(
