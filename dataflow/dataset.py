@@ -53,7 +53,7 @@ from sharding.catalog.table import BlockTable, Catalog
 from sharding.errors import SampleError
 from sharding.formats.arrow.columns import TabularFormat
 from sharding.formats.arrow.features import features_of
-from sharding.hub.names import is_pinned, parse_name
+from sharding.hub.names import is_hub, is_pinned, parse_name
 from sharding.order.keyed import mix_key
 from sharding.order.selection import SelectedOrder, Selection
 from sharding.order.shuffle import Shuffle
@@ -270,6 +270,14 @@ class ShardedDataset(Sharded, Dataset[S]):
     def datasets_read(self) -> tuple[ShardedDataset[Any], ...]:
         """Itself, and what is joined to it."""
         return (self, *(join.other for join in self.joins_used))
+
+    def options_elsewhere(self) -> dict[str, Any]:
+        """The storage options for another machine: it asks the Hub that this one asks, with its token."""
+        if not any(map(is_hub, self.catalog.urls[:1])):
+            return self.storage_options
+        from sharding.hub.snapshot import HubAccess
+
+        return self.storage_options | HubAccess.given(self.storage_options).options()
 
     def new_reader(
         self, pause: ReadPause | None = None, say: Callable[[str], None] | None = None

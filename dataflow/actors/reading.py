@@ -82,6 +82,7 @@ def only_read(dataset: ShardedDataset) -> ShardedDataset:
     read = copy.copy(dataset)
     read.transform = read.batch_transform = read.cache = None
     read.on_error = "raise"
+    read.storage_options = dataset.options_elsewhere()
     return read
 
 

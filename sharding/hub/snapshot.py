@@ -53,14 +53,22 @@ class HubAccess:
 
     def headers(self) -> dict[str, str]:
         """What a request to the Hub says of who asks; to be sent to the Hub only."""
+        token, headers = self._known_token(), {"user-agent": "dataflow-loader"}
+        return {**headers, "authorization": f"Bearer {token}"} if token else headers
+
+    def options(self) -> dict[str, str | bool]:
+        """The `storage_options` with which another machine asks the same Hub as this process would."""
+        token = self._known_token()
+        return {"endpoint": self.endpoint} | ({} if token is None else {"token": token})
+
+    def _known_token(self) -> str | bool | None:
         token = self.token
         if token is None or token is True:
             # Not by `build_hf_headers`, which asks the Hub for a list of agents once a day.
             hub = _huggingface_hub()
             implicit = token or not hub.constants.HF_HUB_DISABLE_IMPLICIT_TOKEN
             token = hub.get_token() if implicit else None
-        headers = {"user-agent": "dataflow-loader"}
-        return {**headers, "authorization": f"Bearer {token}"} if token else headers
+        return token
 
     def __repr__(self) -> str:
         return f"HubAccess({self.endpoint!r})"

@@ -20,6 +20,7 @@ import pytest
 from hub_server import TOKEN, Answer, HubServer, Repo, Request
 
 from dataflow import Cache, DataLoader, RetryPolicy, ShardChangedError, ShardedDataset, ShardReadError
+from dataflow.actors.reading import only_read
 from prefetch.store import hub as store_hub
 from sharding.errors import DataflowError
 from sharding.hub import snapshot
@@ -152,6 +153,7 @@ def test_single_samples_are_read(hub: HubServer) -> None:
 # ---- what is asked -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.reads_here
 def test_a_first_opening_asks_once_for_the_listing_and_once_for_each_address(hub: HubServer) -> None:
     numbers(ShardedDataset(NAME))
     assert kinds(hub)["api"] == 1
@@ -207,6 +209,7 @@ def test_ranks_of_several_machines_share_the_listing_by_the_store(
     assert kinds(hub)["api"] == 1
 
 
+@pytest.mark.reads_here
 def test_the_first_batch_comes_two_round_trips_after_the_listing(
     hub: HubServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -237,6 +240,7 @@ def test_a_long_list_is_asked_page_by_page(hub: HubServer, monkeypatch: pytest.M
     assert kinds(hub)["api"] == 3  # the list, and two pages of files and folders
 
 
+@pytest.mark.reads_here
 def test_addresses_that_are_refused_in_mid_epoch_are_asked_anew_once(hub: HubServer) -> None:
     dataset = ShardedDataset(NAME)
     numbers(dataset)
@@ -254,6 +258,7 @@ def test_an_address_that_is_refused_when_new_is_an_error(hub: HubServer) -> None
         numbers(dataset)
 
 
+@pytest.mark.reads_here
 def test_the_cache_keeps_blocks_over_commits_that_leave_their_files(hub: HubServer, tmp_path: Path) -> None:
     big = {f"data/train-{i:05d}-of-00002.parquet": parquet(10_000 * i, 10_000) for i in range(2)}
     hub.repos["org/name"].commit(big)
@@ -289,6 +294,17 @@ def test_the_token_goes_to_the_hub_only_and_shows_nowhere(
 def test_a_token_may_be_given(hub: HubServer) -> None:
     hub.repos["org/name"].private = True
     assert len(ShardedDataset(NAME, storage_options={"token": TOKEN})) == 4 * ROWS
+
+
+def test_actors_ask_the_hub_that_the_training_process_asks_with_its_token(
+    hub: HubServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    dataset = ShardedDataset(NAME, storage_options={"token": None})
+    assert only_read(dataset).storage_options == {"endpoint": hub.url, "token": TOKEN}
+    assert dataset.storage_options == {"token": None}
+    monkeypatch.delenv("HF_TOKEN")
+    assert only_read(dataset).storage_options == {"endpoint": hub.url, "token": None}
 
 
 def test_a_repository_that_is_not_there_is_named(hub: HubServer) -> None:

@@ -15,6 +15,7 @@ from media_kit import FPS, number_of, numbers_of, video
 
 from dataflow import DataLoader, Image, SampleError, ShardedDataset, Video
 
+pytestmark = pytest.mark.reads_here
 CAMERA = "observation.images.top"
 LENGTHS = (20, 30, 10, 25)
 """Frames of the episodes; two in each video. A frame shows its number in the dataset."""

@@ -104,6 +104,7 @@ def test_a_state_resumes_in_file_order_in_another_world(ints: Made, done: int) -
 # ---- what it costs --------------------------------------------------------------------------------------
 
 
+@pytest.mark.reads_here
 @pytest.mark.parametrize(("shuffle", "most"), [(None, 4.0), (True, 1.0)])
 def test_stats_say_how_often_ranks_read_a_byte(tmp_path: Path, shuffle: Any, most: float) -> None:
     """Four ranks with batches of 2, over row groups of 40: each rank needs every one in file order."""

@@ -140,7 +140,7 @@ def own_only(dataset: ShardedDataset) -> ShardedDataset:
     return view
 
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*have no partner:UserWarning")
+pytestmark = [pytest.mark.filterwarnings("ignore:.*have no partner:UserWarning"), pytest.mark.reads_here]
 
 
 # ---- what is delivered -----------------------------------------------------------------------------------

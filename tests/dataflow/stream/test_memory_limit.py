@@ -134,6 +134,7 @@ def test_images_are_a_list_even_of_one_size_and_bad_ones_are_named(tmp_path: Pat
 # ---- plans, and what stats() shows ----------------------------------------------------------------------
 
 
+@pytest.mark.here
 @pytest.mark.parametrize("shuffle", [None, True])
 def test_a_window_of_too_many_samples_is_an_error_before_they_are_listed(
     tmp_path: Path, shuffle: bool | None
