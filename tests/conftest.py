@@ -4,12 +4,14 @@ import compileall
 import functools
 import signal
 import sys
+from collections import Counter
 from pathlib import Path
 
 import builders_kit
 import pytest
 from datasets_kit import MAKERS, Make
 from hypothesis import HealthCheck, settings
+from variants_kit import ONE_IN
 
 # Where Python is told to keep no bytecode, pytest rewrites the assertions of 190 modules in every process of
 # every run anew, which takes 10 s. What tests write and import themselves is still not kept.
@@ -49,6 +51,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Tests that are about this process's own objects say nothing about builders in others."""
+    _mark_variants(items)
     if not config.getoption("--full"):
         left_out = [item for item in items if item.get_closest_marker("full")]
         config.hook.pytest_deselected(items=left_out)
@@ -58,6 +61,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if item.get_closest_marker("here"):
                 item.add_marker(skip)
+
+
+def _mark_variants(items: list[pytest.Item]) -> None:
+    """Mark all but one in so many variants of some tests as `full`."""
+    tests, seen = Path(__file__).parent, Counter[str]()
+    for item in items:
+        name = f"{item.path.relative_to(tests)}::{getattr(item, 'originalname', item.name)}"
+        if name in ONE_IN and not item.get_closest_marker("full"):
+            if seen[name] % ONE_IN[name]:
+                item.add_marker("full")
+            seen[name] += 1
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

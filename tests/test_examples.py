@@ -133,10 +133,9 @@ def test_an_example_on_text_resumes_on_another_number_of_ranks_to_the_same_losse
     whole = losses(launched(FORKED_RANKS, *program, folder=tmp_path))
     assert list(whole) == list(range(1, 10))
     assert whole[9] < 0.9 * whole[1]
-    for ranks in 3, 1:  # as if stopped after the checkpoint
-        launcher = FORKED_RANKS.replace("nproc_per_node=2", f"nproc_per_node={ranks}")
-        resumed = losses(launched(launcher, *program, folder=tmp_path))
-        assert resumed == {step: pytest.approx(whole[step], rel=1e-4) for step in (8, 9)}
+    launcher = FORKED_RANKS.replace("nproc_per_node=2", "nproc_per_node=3")
+    resumed = losses(launched(launcher, *program, folder=tmp_path))  # as if stopped after the checkpoint
+    assert resumed == {step: pytest.approx(whole[step], rel=1e-4) for step in (8, 9)}
 
 
 def code_lines(path: Path) -> int:

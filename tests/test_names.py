@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from test_architecture import MODULES, parsed
+from variants_kit import ONE_IN
 
 MOST_POSITIONAL = 4
 AS_TORCH_HAS_THEM = {"dataflow/loader.py:DataLoader"}
@@ -81,3 +82,9 @@ class FromHere:
 """
     nodes = [node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)]
     assert list(map(num_positional, nodes)) == [2, 1, 0, 1]
+
+
+def test_what_is_tried_in_some_variants_only_is_there() -> None:
+    for name in ONE_IN:
+        file, _, test = name.partition("::")
+        assert f"\ndef {test}(" in (Path(__file__).parent / file).read_text(), name

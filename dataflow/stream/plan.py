@@ -192,7 +192,7 @@ class StreamPlan:
             seed=state.seed,
             shuffle=state.shuffle,
             planner=planner,
-            mixture_starts=self._starts_of(state),
+            mixture_starts=self._starts_of(state, of),
         )
         if state.batching != (mark := plan.mark(state.epoch, state.position)):
             raise ValueError(
@@ -205,12 +205,12 @@ class StreamPlan:
             plan.epoch(state.epoch, state.position)
         return plan
 
-    def _starts_of(self, state: PlanState) -> Mapping[int, Sequence[int]]:
+    def _starts_of(self, state: PlanState, of: ShardedDataset | Mixture) -> Mapping[int, Sequence[int]]:
         """What a state of a mixture by tokens tells of where its epoch begins."""
-        if self.token_epochs is None:
+        if self.token_epochs is None or not isinstance(of, Mixture):
             return {}
-        sources, num = state.sources, len(self.dataset.sources)
-        if sources is None or len(sources) > num:
+        sources, num = state.sources, len(of.sources)
+        if sources is None or not of.spec.num_used <= len(sources) <= num:
             raise ValueError(f"sources must be {num} integers, got {sources!r}")
         return {state.epoch: (*sources, *[0] * (num - len(sources)))}  # new ones come last
 

@@ -147,6 +147,7 @@ def test_a_wheel_with_a_library_is_for_every_python_of_one_platform(tree: Path) 
 
 @needs_compiler
 @needs_setuptools
+@pytest.mark.full
 def test_an_editable_install_puts_the_library_into_the_checkout(tree: Path) -> None:
     built(tree, "build_editable", {})
     assert version_of(tree / CORE) == contract_version()
@@ -256,6 +257,7 @@ def test_only_what_the_header_declares_is_exported_and_nothing_is_warned_of(
 
 
 @needs_compiler
+@pytest.mark.full
 def test_a_library_of_another_contract_is_not_taken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
