@@ -512,6 +512,7 @@ def coarse(folder: Path) -> tuple[ShardedDataset, ShardedDataset]:
 SMALL = Shuffle("window", window_blocks=4, canonical_nodes=1)
 
 
+@pytest.mark.here  # how often blocks are read again depends on who holds them
 def test_a_shuffle_that_reads_blocks_over_and_over_is_refused_with_its_reads(tmp_path: Path) -> None:
     (own, other), limit = coarse(tmp_path), 24 << 20
     with pytest.raises(ValueError, match=r"with this shuffle, an epoch reads .*amplification=\d") as refused:
