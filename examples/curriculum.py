@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from checkpoints import numbered_batches
 from instruct_chats import LENGTH, TEMPLATE, VOCABULARY, train_step
 from models import GPT
 from sample_data import code_chats, sum_chats, tokenizer_file
@@ -47,33 +48,18 @@ def main() -> None:
     mixture = Mixture({part["train"]: 0.5 for part in parts}, shares="tokens", stop="all")
     each = args.rows // dist.get_world_size()
     with DataLoader(mixture, each, shuffle=True, seed=1, drop_last=True, batching=BATCHING) as loader:
-        step, checkpoint = 0, args.out / "checkpoint.pt"
-        if checkpoint.exists():
-            saved = torch.load(checkpoint, weights_only=True)
-            model.module.load_state_dict(saved["model"])
-            optimizer.load_state_dict(saved["optimizer"])
-            loader.load_state_dict(saved["loader"])
-            step = saved["step"]
-        while step < args.steps:  # one loop over the loader is one epoch
-            for batch in loader:
-                loss = train_step(model, optimizer, batch)
-                step += 1
-                if step % args.measure_every == 0:  # all processes have the same model, so they agree
-                    losses = [measured(model.module, batches) for batches in held_out]
-                    # Sixteenths: rounding of the losses must not decide, and states stay small.
-                    shares = [max(1, round(16 * one / sum(losses))) for one in losses]
-                    mixture.set_weights(shares)  # from what is planned next on; a collective
-                    if dist.get_rank() == 0:
-                        print(f"step {step} shares {shares}", flush=True)
+        saving = {"folder": args.out, "steps": args.steps, "save_every": args.save_every}
+        for step, batch in numbered_batches(loader, model, optimizer, **saving):
+            loss = train_step(model, optimizer, batch)
+            if step % args.measure_every == 0:  # all processes have the same model, so they agree
+                losses = [measured(model.module, batches) for batches in held_out]
+                # Sixteenths: rounding of the losses must not decide, and states stay small.
+                shares = [max(1, round(16 * one / sum(losses))) for one in losses]
+                mixture.set_weights(shares)  # from what is planned next on; a collective
                 if dist.get_rank() == 0:
-                    print(f"step {step} loss {loss:.6f}", flush=True)
-                    if step % args.save_every == 0:
-                        state = {"model": model.module.state_dict(), "optimizer": optimizer.state_dict()}
-                        state |= {"loader": loader.state_dict(), "step": step}
-                        torch.save(state, checkpoint.with_suffix(".new"))
-                        checkpoint.with_suffix(".new").replace(checkpoint)
-                if step == args.steps:
-                    break
+                    print(f"step {step} shares {shares}", flush=True)
+            if dist.get_rank() == 0:
+                print(f"step {step} loss {loss:.6f}", flush=True)
     dist.destroy_process_group()
 
 

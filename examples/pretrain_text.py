@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from checkpoints import numbered_batches
 from models import GPT
 from sample_data import text_file, tokenizer_file
 from torch.nn.functional import cross_entropy
@@ -49,26 +50,11 @@ def main() -> None:
         batching=Packed(LENGTH, "input_ids"),  # nobody knows how long documents are until they are tokenized
     )
     with loader:
-        step, checkpoint = 0, args.out / "checkpoint.pt"
-        if checkpoint.exists():
-            saved = torch.load(checkpoint, weights_only=True)
-            model.module.load_state_dict(saved["model"])
-            optimizer.load_state_dict(saved["optimizer"])
-            loader.load_state_dict(saved["loader"])
-            step = saved["step"]
-        while step < args.steps:  # one loop over the loader is one epoch
-            for batch in loader:
-                loss = train_step(model, optimizer, batch["input_ids"])
-                step += 1
-                if dist.get_rank() == 0:
-                    print(f"step {step} loss {loss:.6f}", flush=True)
-                    if step % args.save_every == 0:
-                        state = {"model": model.module.state_dict(), "optimizer": optimizer.state_dict()}
-                        state |= {"loader": loader.state_dict(), "step": step}
-                        torch.save(state, checkpoint.with_suffix(".new"))
-                        checkpoint.with_suffix(".new").replace(checkpoint)
-                if step == args.steps:
-                    break
+        saving = {"folder": args.out, "steps": args.steps, "save_every": args.save_every}
+        for step, batch in numbered_batches(loader, model, optimizer, **saving):
+            loss = train_step(model, optimizer, batch["input_ids"])
+            if dist.get_rank() == 0:
+                print(f"step {step} loss {loss:.6f}", flush=True)
     dist.destroy_process_group()
 
 

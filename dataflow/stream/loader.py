@@ -340,7 +340,10 @@ class StreamLoader:
     def _newest_plan(self, epoch: int, start: int) -> RankPlan:
         """The plan of a loop that begins."""
         self._take_weights(epoch, start)
-        return self.epoch_plan(epoch, start)
+        plan = self.epoch_plan(epoch, start)
+        if plan.num_batches:
+            self._plan.check_known(epoch, start)
+        return plan
 
     @property
     def _are_weights_new(self) -> bool:

@@ -135,6 +135,18 @@ class StreamPlan:
             planner = planner.changed(place, spec.changes_at)
         return mixture.with_spec(spec), planner
 
+    def check_known(self, epoch: int, start: int) -> None:
+        """Raise `ValueError` where weights were set in an epoch that is to begin anew before that place."""
+        if not isinstance(self.dataset, Mixture) or self.dataset.spec.base is None:
+            return
+        _, order, planner = self._mixed(epoch)
+        known = order.interleaving.begin if planner is None else planner.place(order, start).unit
+        if start < known:
+            raise ValueError(
+                f"epoch {epoch} cannot begin anew: weights were set in it, and what came before them is not "
+                "known any more; load a state of before, or make another loader"
+            )
+
     def _mixed(self, epoch: int) -> tuple[Mixture, Any, UnitPlanner | FoundPlanner | None]:
         """The mixture, an epoch's order, of which planners ask what they ask an `Order`, and the planner."""
         mixture = self.dataset

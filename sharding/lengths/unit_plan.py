@@ -430,7 +430,7 @@ class UnitPlanner:
     def state(self, order: Order, position: int) -> dict[str, object]:
         """As `FoundPlanner.state`: the mark, and from where on units must be known, if not all."""
         place = self.place(order, position)
-        return self.mark | place.to_json() if place.unit else self.mark
+        return self.mark | place.to_json() if place.position else self.mark
 
     def changed(self, begin: SequencePlace, closes_at: int | None) -> UnitPlanner:
         """The planner of an order that changes: known from a place on, and closed at a position."""
@@ -441,7 +441,7 @@ class UnitPlanner:
         window, begin = mark.get("window"), SequencePlace.from_json(mark, epoch)
         if self._open_batching.window is not None or type(window) is not int or window < 1:
             window = self.batching.window
-        is_same = (window, begin.unit) == (self.batching.window, 0) and not self._is_changed
+        is_same = (window, begin.position) == (self.batching.window, 0) and not self._is_changed
         return self if is_same else self._with(window, begin, None)
 
     def _with(self, window: int | None, begin: SequencePlace, closes_at: int | None) -> UnitPlanner:

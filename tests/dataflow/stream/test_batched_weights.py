@@ -189,6 +189,25 @@ def test_weights_set_at_the_last_batch_of_an_epoch_are_in_its_state(
         assert run(loader, {}, 2) == following
 
 
+@pytest.mark.parametrize("is_packed", [True, False], ids=["packed", "samples"])
+def test_an_epoch_in_which_weights_were_set_does_not_begin_anew(folder: Path, is_packed: bool) -> None:
+    mixture = mixture_of(folder, "found", stop="all")
+    with loader_of(mixture) if is_packed else DataLoader(mixture, 4, True, collate_fn=list) as loader:
+        loop = iter(loader)
+        for _ in range(8):
+            next(loop)
+        loader.dataset.set_weights([1, 1, 1])
+        state = loader.state_dict()
+        assert [*loop]
+        loader.load_state_dict(state)
+        assert next(iter(loader))
+        loader.set_epoch(0)
+        with pytest.raises(ValueError, match="epoch 0 cannot begin anew: weights were set in it"):
+            next(iter(loader))
+        loader.set_epoch(1)
+        assert next(iter(loader))
+
+
 def on_rank(folder: Path, kind: str) -> list[list[list[int]]]:
     mixture = mixture_of(folder, kind, stop="all")
     with loader_of(mixture, batch_size=6 // dist.get_world_size(), tail="drop") as loader:
