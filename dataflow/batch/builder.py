@@ -115,6 +115,8 @@ class BuildContext:
     """Once building took so long, what is finished is handed over before the chunk is whole."""
     now: Callable[[], float] = time.perf_counter
     """The clock for it, in seconds."""
+    pin: BatchFn | None = None
+    """Moves a batch to page-locked memory, but for what lies in slots; None: it may be anywhere."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -257,6 +259,8 @@ class BatchBuilder:
         """A batch, whose columns are built and whose rows begin at `row`, with all done to it."""
         skipped: list[SampleError] = []
         result, num_samples = self._finish_batch(number, batch, row, size, skipped)
+        if self.context.pin is not None:
+            result = self.context.pin(result)
         return Delivered(self.plan.epoch, number, result, num_samples, tuple(skipped))
 
     def _finish_batch(

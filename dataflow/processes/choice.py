@@ -33,8 +33,9 @@ _CROSSING_S = 3e-5
 _MARGIN = 1.1
 """Threads may be slower by this factor: their batches do not wait for a worker's next batch, and they take
 no memory and no time to start."""
-_LOCK_SHARE = 0.5
-"""Of the time at full speed, threads may hold the interpreter lock so long; the rest is for training code."""
+_LOCK_SHARE = 0.25
+"""Of the time at full speed, threads may hold the interpreter lock so long; the rest is for training code,
+which asks for it anew after each operation of torch."""
 _ALONE_S = 0.005
 _FREE = 0.9
 """Of the time, a thread runs at least so much on a machine that has a core for it."""
@@ -102,7 +103,7 @@ def decide(times: TrialTimes | str, *, num_workers: int, num_cores: int) -> Work
         figures += ". The cores were busy with other things: the lock may be held for less"
     if threads_s > _MARGIN * processes_s:
         return WorkerChoice("process", f"faster: {figures}")
-    if times.locked_s > max(_LOCK_SHARE * threads_s, take_s):
+    if num_cores > 1 and times.locked_s > max(_LOCK_SHARE * threads_s, take_s):
         return WorkerChoice("process", f"threads would keep the lock from the training code: {figures}")
     return WorkerChoice("thread", f"as fast, and nothing has to cross between processes: {figures}")
 

@@ -33,6 +33,10 @@ if TYPE_CHECKING:
     from dataflow.processes.builders import ProcessBuilders
 
 
+_FEW_CORES = 4
+"""So many threads decode beside a training without a trial: they take the lock for a few percent each."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class BuilderPlan:
     """Who builds."""
@@ -96,7 +100,7 @@ def plan_builders(plan: StreamPlan, settings: StreamSettings, place: Topology) -
     if workers == "thread":
         text = f'workers="thread", {f"num_workers={number}" if number else each}'
         return BuilderPlan(workers="thread", num_workers=number or threads, reason=text)
-    if not _may_hold_lock(dataset, settings):
+    if not _may_hold_lock(dataset, settings, cores):
         text = f"decoders and transforms, if there are any, release the interpreter lock; {each}"
         return BuilderPlan(workers="thread", num_workers=number or threads, reason=text)
     return BuilderPlan(
@@ -129,12 +133,14 @@ def _are_copies(dataset: ShardedDataset | Mixture) -> bool:
     return not any(transforms) and all(output.is_copied for output in dataset.outputs)
 
 
-def _may_hold_lock(dataset: ShardedDataset | Mixture, settings: StreamSettings) -> bool:
+def _may_hold_lock(dataset: ShardedDataset | Mixture, settings: StreamSettings, cores: int) -> bool:
     functions = [settings.collate_fn, dataset.batch_transform, *(one.transform for one in dataset.sources)]
     if any(one and not releases_gil(one) for one in functions):
         return True
     # To decode text takes a microsecond a value: less than to hand it over from a process.
     decoded = [output for output in dataset.outputs if output.is_decoded and not is_text(output)]
+    if cores > _FEW_CORES:  # what decoders do between values adds up
+        return bool(decoded)
     return not all(output.releases_gil for output in decoded)
 
 

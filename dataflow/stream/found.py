@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch.utils.data._utils.pin_memory import pin_memory
 
 from dataflow.batch.builder import REPEAT
 from dataflow.batch.delivered import Delivered
@@ -159,10 +160,12 @@ class FoundSession(Session):
             batch_size=self._finding.batch_size,
             mark_repeats=False,
             device=None,
+            pin_memory=False,  # samples are copied into batches
         )
         super().__init__(self._finding, replace(options, settings=settings), epoch, start)
         device = options.settings.torch_device
         self.copier = DeviceCopier(CudaStreams(device)) if device.type == "cuda" else None
+        self.pin = pin_memory if options.settings.is_pinned else None
         self._held_bytes = 0
         self._begin(epoch, start)
 
@@ -222,6 +225,8 @@ class FoundSession(Session):
             batch[REPEAT] = torch.from_numpy(flags)
         if (transform := self._plan.dataset.batch_transform) is not None:
             batch = self._transformed(transform, batch, number)
+        if self.pin is not None:
+            batch = self.pin(batch)
         return [Delivered(self._order.epoch, number, batch, len(pieces.pieces), errors)]
 
     def epoch_done(self, epoch: int) -> None:

@@ -11,8 +11,9 @@ import time
 from collections.abc import Callable, Container
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
-import torch
+from torch.utils.data._utils.pin_memory import pin_memory
 
 from dataflow.batch.builder import BuildContext, Postprocessing
 from dataflow.batch.delivered import Delivered
@@ -102,8 +103,9 @@ class Session:
             self._kept_bytes += memory_for_caches(dataset.sources, limit)
         self.ledger = Ledger(limit - self._kept_bytes)
         on_cuda = device.type == "cuda"
-        pinned = on_cuda or (settings.pin_memory and torch.cuda.is_available())
+        pinned = settings.is_pinned
         register = register_pinned if pinned else None
+        self.pin: Callable[[Any], Any] | None = pin_memory if pinned else None
         self.arena = Arena(limit_bytes=limit, register=register)
         self.ledger.settle_first(self.arena.settle)
         self.copier = DeviceCopier(CudaStreams(device)) if on_cuda else None
@@ -193,6 +195,7 @@ class Session:
             hand_over_s=HAND_OVER_S,
             ships_values=builder_plan.num_processes > 0,
             row_bytes=_batch_bytes(plan) // plan.samples_per_batch if builder_plan.reads else None,
+            pin=self.pin,
         )
         stream = Stream(plan, stager, context, copies=copies, batches_per_chunk=ahead.batches_per_chunk.value)
         self._opening = BuilderOpening(

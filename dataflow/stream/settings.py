@@ -91,6 +91,11 @@ class StreamSettings:
             raise ValueError(f"device is {device}, but torch sees no CUDA device")
         _ = self.depth_policy  # raises for a depth that is none
 
+    @property
+    def is_pinned(self) -> bool:
+        """Whether batches are made in page-locked memory."""
+        return self.torch_device.type == "cuda" or (self.pin_memory and torch.cuda.is_available())
+
     def _check_workers(self) -> None:
         if self.num_workers is not None and self.num_workers < 0:
             raise ValueError(

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -32,6 +33,8 @@ def register_pinned(address: int, nbytes: int) -> Callable[[], object]:
     cudart = torch.cuda.cudart()
     status = int(cudart.cudaHostRegister(address, nbytes, 0))
     if status != 0:
+        with suppress(RuntimeError):  # CUDA keeps the error for the next launch to fail with: let it be this
+            torch.zeros(1, device="cuda")
         raise RuntimeError(
             f"cudaHostRegister of {nbytes:,} bytes failed with error {status}; raise the limit on locked "
             "memory (ulimit -l), or use the loader without device= and copy batches yourself"

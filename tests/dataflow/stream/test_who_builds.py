@@ -18,7 +18,7 @@ import torch
 from datasets_kit import Made, make_parquet, make_tar
 from stream_kit import session_of, stream_of
 
-from dataflow import DataLoader, Mixture, SampleError, ShardedDataset, Topology
+from dataflow import DataLoader, Image, Mixture, SampleError, ShardedDataset, Topology
 from dataflow.batch.delivered import Delivered
 from dataflow.processes import auto
 from dataflow.processes.auto import AutoBuilders
@@ -98,6 +98,17 @@ def test_without_functions_of_the_user_threads_build_and_nothing_is_tried(tmp_pa
     assert loader.workers == stats.workers == "thread"
     assert stats.workers_reason.startswith("batches are copies alone")
     assert stats.num_workers == loader.num_workers
+
+
+@pytest.mark.here
+@pytest.mark.parametrize(("cores", "workers"), [(2, "thread"), (4, "thread"), (5, "auto"), (16, "auto")])
+def test_decoders_that_let_go_of_the_lock_are_tried_where_many_threads_would_decode(
+    tar: Made, monkeypatch: pytest.MonkeyPatch, cores: int, workers: str
+) -> None:
+    monkeypatch.setattr(builders, "allowed_cores", lambda: cores)
+    images = tar.open(columns=["cls", "bin"], decode={"bin": Image(size=8)})
+    assert DataLoader(images, 4).workers == workers
+    assert DataLoader(tar.open(columns=["cls", "txt"]), 4).workers == "thread"
 
 
 # ---- in the consumer --------------------------------------------------------------------------------------

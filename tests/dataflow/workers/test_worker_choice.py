@@ -55,6 +55,8 @@ def seen(work: float, cpu: float, locked: float, pack: float, unpack: float) -> 
         pytest.param(seen(100, 100, 15, 1, 1), 4, 8, "process", id="a lock that is held most of the time"),
         pytest.param(seen(100, 1, 1, 1, 1), 4, 1, "thread", id="waiting for storage"),
         pytest.param(seen(100, 100, 40, 1, 1), 4, 1, "thread", id="one core: processes are no faster"),
+        pytest.param(seen(100, 100, 3, 1, 1), 16, 16, "process", id="a little of the lock, sixteen times"),
+        pytest.param(seen(100, 100, 3, 1, 1), 4, 4, "thread", id="a little of the lock, four times"),
         pytest.param(seen(0.02, 0.02, 0.02, 0.1, 0.1), 4, 8, "thread", id="less work than handing over"),
         pytest.param(seen(10, 10, 2, 1, 40), 8, 8, "thread", id="large batches that take long to unpack"),
         pytest.param(seen(10, 10, 1, 0.1, 0.01), 100, 8, "process", id="more threads than the lock serves"),
