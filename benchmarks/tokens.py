@@ -8,7 +8,8 @@ and deliver one epoch of rows of a fixed length, with what tells documents apart
 - datasets.map: `map(batched=True)` in a process a core, then best-fit decreasing, written by hand, over
   buffers of 4,096 documents;
 - Grain: documents tokenized and packed by its best-fit packer (64 bins) in a process a core;
-- torchtitan: its own dataset, which joins documents and cuts where a row ends, in one process.
+- torchtitan: its own dataset, which joins documents and cuts where a row ends, in one process;
+- tokenizer alone: the limit, in a thread a core, over text in memory; nothing is packed or delivered.
 
 Each run is a process of its own with an empty cache folder, and a second one that goes on where the first was
 after 90 % of the tokens, with what is in the cache by then. Repeats are interleaved, and medians shown.
@@ -35,7 +36,7 @@ from rich.table import Table
 from benchmarks.bars import Verdict
 from benchmarks.harness import REPOSITORY, run_child
 from benchmarks.report import machine, save_figures, versions
-from benchmarks.tokens_child import END, LOADERS, OURS, TextData
+from benchmarks.tokens_child import END, LIMIT, LOADERS, OURS, TextData
 
 LIMIT_S = 600.0
 NUM_SHARDS = 8
@@ -110,7 +111,7 @@ def measured(data: TextData, run: TokensRun, *, length: int, rows: int, window: 
     environment |= {"HF_DATASETS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     figures: dict[str, float] = {}
     try:
-        for resumes in (False, True):
+        for resumes in (False, True) if run.loader != LIMIT else (False,):
             told, _ = run_child(
                 "benchmarks.tokens_child", job | {"resumes": resumes}, environment, limit_s=LIMIT_S
             )
@@ -136,7 +137,7 @@ def medians(runs: Sequence[TokensRun]) -> list[TokensRun]:
 def verdicts(rows: Sequence[TokensRun]) -> list[Verdict]:
     """What the bars say of ours."""
     [own] = [row for row in rows if row.loader == OURS]
-    peers = [row.tokens_per_s for row in rows if row.loader != OURS and not row.reason]
+    peers = [row.tokens_per_s for row in rows if row.loader not in (OURS, LIMIT) and not row.reason]
     if own.reason:
         return []
     ratio = own.tokens_per_s / max(peers) if peers else None

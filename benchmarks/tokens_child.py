@@ -14,6 +14,7 @@ import sys
 import time
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -254,18 +255,46 @@ class Torchtitan(Feed):
         return self._loader.state_dict()
 
 
-OURS = "dataflow"
+class TokenizerAlone(Feed):
+    """The limit: the tokenizer, over text in memory, in a thread a core; nothing is packed or delivered."""
+
+    def __init__(self, job: TokensJob, state: Any) -> None:
+        if state is not None:
+            raise RuntimeError("a limit has no state")
+        self._job, self._texts = job, job.data.texts()
+
+    def batches(self) -> Iterator[Counts]:
+        from tokenizers import Tokenizer
+
+        tokenizer = Tokenizer.from_file(self._job.data.tokenizer)
+
+        def count(at: int) -> Counts:
+            texts = self._texts[at : at + 64]
+            encodings = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+            tokens = sum(map(len, encodings)) + len(texts)
+            return -(-tokens // self._job.length), tokens
+
+        with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+            yield from pool.map(count, range(0, len(self._texts), 64))
+
+    def state(self) -> Any:
+        return None
+
+
+OURS, LIMIT = "dataflow", "tokenizer alone"
 LOADERS: Mapping[str, Callable[[TokensJob, Any], Feed]] = {
     OURS: Ours,
     "datasets.map": DatasetsMap,
     "Grain": Grain,
     "torchtitan": Torchtitan,
+    LIMIT: TokenizerAlone,
 }
 LIBRARIES = {
     OURS: ("dataflow.loader", "dataflow.stream.loader", "dataflow.text.tokenize", "tokenizers"),
     "datasets.map": ("datasets", "tokenizers"),
     "Grain": ("grain", "grain.experimental", "tokenizers"),
     "torchtitan": ("datasets", "torchtitan.hf_datasets.text_datasets", "torchdata.stateful_dataloader"),
+    LIMIT: ("tokenizers",),
 }
 """Imported before the clock starts."""
 
