@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from builders_kit import others_in_full
+from builders_kit import in_full
 from programs_kit import IMPORTED, Script
 
 ROOT = Path(__file__).parent.parent
@@ -102,7 +102,7 @@ def losses(printed: str) -> dict[int, float]:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the names of threads from /proc")
-@pytest.mark.parametrize("script", others_in_full(SCRIPTS, "image_classifier"))
+@pytest.mark.parametrize("script", in_full(*SCRIPTS))
 def test_an_example_learns_and_resumes_from_its_checkpoint_to_the_same_losses(
     script: str, tmp_path: Path
 ) -> None:
@@ -123,7 +123,7 @@ def test_an_example_learns_and_resumes_from_its_checkpoint_to_the_same_losses(
     assert "gloo" not in printed
 
 
-@pytest.mark.parametrize("script", others_in_full(ON_TEXT, "instruct_chats"))
+@pytest.mark.parametrize("script", in_full(*ON_TEXT))
 def test_an_example_on_text_resumes_on_another_number_of_ranks_to_the_same_losses(
     script: str, tmp_path: Path
 ) -> None:

@@ -105,12 +105,12 @@ _BY_FILE = {
         "test_worker_processes_give_the_same_batches": 2,
     },
     "dataflow/workers/test_worker_failures.py": {
-        "test_a_worker_that_dies_is_named_with_the_reason": 2,
+        "test_a_worker_that_dies_is_named_with_the_reason": 4,
     },
     "dataflow/workers/test_worker_lifetimes.py": {
         "test_a_copy_of_a_loader_has_loops_of_its_own": 3,
-        "test_a_program_may_end_at_any_moment": 3,
-        "test_a_program_with_a_fork_server_may_end_at_any_moment": 2,
+        "test_a_program_may_end_at_any_moment": 4,
+        "test_a_program_with_a_fork_server_may_end_at_any_moment": 4,
         "test_many_loops_leave_nothing_behind": 3,
         "test_processes_forked_in_the_middle_of_a_loop_do_it_no_harm": 3,
     },

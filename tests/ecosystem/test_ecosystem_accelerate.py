@@ -200,7 +200,12 @@ def test_prepare_refuses_to_take_a_loader_over_shards_apart(tmp_path: Path) -> N
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(
-    "settings", [{}, {"even_batches": False}, {"split_batches": True}], ids=["even", "uneven", "split"]
+    "settings",
+    [
+        pytest.param({}, id="even"),
+        pytest.param({"even_batches": False}, id="uneven"),
+        pytest.param({"split_batches": True}, id="split", marks=pytest.mark.full),
+    ],
 )
 def test_ranks_get_what_accelerate_deals_out_with_torch(settings: Any) -> None:
     def make(cls: Any, workers: int = 2) -> Any:

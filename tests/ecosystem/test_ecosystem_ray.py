@@ -238,6 +238,7 @@ def test_an_error_names_shard_and_key_as_by_threads(
     assert any("in Ray actor" in note for note in errors[1].__cause__.__notes__)
 
 
+@pytest.mark.full
 def test_samples_that_are_skipped_are_those_of_threads_and_listed(cluster: Any, tmp_path: Path) -> None:
     dataset = make_tar(tmp_path).open(transform=odd, on_error="skip", columns=["cls"])
     seen = []

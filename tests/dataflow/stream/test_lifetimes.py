@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import threading
@@ -39,8 +40,13 @@ from threads_kit import our_threads, threads_left
 from dataflow import DataLoader, ShardedDataset, Shuffle
 
 
-def num_descriptors() -> int:
-    return len(os.listdir("/proc/self/fd"))
+def descriptors() -> dict[str, str]:
+    """What each descriptor of this process leads to."""
+    found = {}
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # the one that lists them
+            found[name] = os.readlink(f"/proc/self/fd/{name}")
+    return found
 
 
 @pytest.fixture
@@ -243,14 +249,15 @@ def test_twenty_epochs_hold_no_more_descriptors_or_memory_than_two(tmp_path: Pat
     with DataLoader(made.open(), 4, Shuffle("window", 2), workers="thread") as loader:
         for _ in range(2):
             list(loader)
-        descriptors, threads = num_descriptors(), our_threads()
+        before, threads = descriptors(), our_threads()
         mapped = session_of(loader).arena.mapped_bytes
         for _ in range(20):
             for _ in loader:
                 pass
             assert session_of(loader).arena.mapped_bytes <= 4 * mapped + (1 << 20)
         assert our_threads() == threads
-        assert num_descriptors() <= descriptors + len(threads)  # files that are being read now
+        after = descriptors()
+        assert len(after) <= len(before) + len(threads), (before, after)  # files that are being read now
 
 
 def test_many_loaders_leave_nothing_behind(ints: Made) -> None:
@@ -258,22 +265,25 @@ def test_many_loaders_leave_nothing_behind(ints: Made) -> None:
     with DataLoader(dataset, 4, shuffle=True) as loader:
         list(loader)
     gc.collect()
-    descriptors = num_descriptors()
+    before = descriptors()
     mapped = len(Path("/proc/self/maps").read_text().splitlines())
     for _ in range(20):
         with DataLoader(dataset, 4, shuffle=True) as loader:
             assert list(islice(loader, 2))
+    assert threads_left() == []  # the one that ended what an abandoned loop had
     gc.collect()
-    assert num_descriptors() <= descriptors  # what other tests left may go meanwhile
+    after = descriptors()
+    new = {at: leads for at, leads in after.items() if before.get(at) != leads}
+    assert len(after) <= len(before), new  # what other tests left may go meanwhile
     assert len(Path("/proc/self/maps").read_text().splitlines()) < mapped + 40
 
 
 def test_random_access_leaves_no_descriptor_open(ints: Made) -> None:
     dataset = ints.open()
     assert dataset[0]
-    descriptors = num_descriptors()
+    before = descriptors()
     assert [dataset[i]["cls"] for i in range(NUM_SAMPLES)] == list(range(NUM_SAMPLES))
-    assert num_descriptors() == descriptors
+    assert descriptors() == before
 
 
 # ---- processes ------------------------------------------------------------------------------------------
@@ -388,7 +398,7 @@ def test_many_remote_loaders_leave_no_connection_open(server: tuple[Path, str]) 
             with DataLoader(dataset, 5, shuffle=True) as loader:
                 assert list(islice(loader, 2))
         gc.collect()
-        return num_descriptors()
+        return len(descriptors())
 
     before = run(3)
     assert run(10) <= before + 20

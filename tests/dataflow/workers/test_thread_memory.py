@@ -81,6 +81,7 @@ def test_nothing_of_an_iterator_that_was_dropped_lives_on(persistent: bool) -> N
     assert threads_left() == []
 
 
+@pytest.mark.full
 def test_memory_does_not_grow_with_the_rounds() -> None:
     environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "131072"}
     done = subprocess.run(

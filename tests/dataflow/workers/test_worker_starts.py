@@ -120,6 +120,7 @@ exec(compile(cells, "<cell>", "exec"), main.__dict__)
     assert run_script(notebook, how="forked", folder=tmp_path) == (0, "fine __main__\n", "")
 
 
+@pytest.mark.full
 def test_standard_input_will_do() -> None:
     done = subprocess.run(
         [sys.executable, "-"],
@@ -160,6 +161,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.full
 def test_start_methods_that_were_asked_for_are_used_with_classes_of_a_guarded_script(tmp_path: Path) -> None:
     assert run_script(GUARDED, how="forked", folder=tmp_path) == (0, "fine\n", "")
 
@@ -487,6 +489,7 @@ print("fine")
 """
 
 
+@pytest.mark.full
 def test_the_size_of_dev_shm_does_not_matter(tmp_path: Path) -> None:
     unshare = shutil.which("unshare")
     if unshare is None:
@@ -556,6 +559,7 @@ print([name for name in os.environ if "DATAFLOW" in name])
     assert (code, out) == (0, "[]\n")
 
 
+@pytest.mark.full
 def test_a_fork_server_that_lacks_a_module_gives_way_to_one_that_has_it_when_its_workers_are_done() -> None:
     """Persistent workers of the old one go on meanwhile."""
     with DataLoader(Does(functools.partial(same)), None, num_workers=1, persistent_workers=True) as old:
