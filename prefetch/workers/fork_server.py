@@ -115,13 +115,14 @@ class Server(forkserver.ForkServer):
                 super().ensure_running()
 
     def _fork(self) -> None:
+        # Before: to look at what is shared with a fork copies its page.
+        specs = {name: getattr(module, "__spec__", None) for name, module in sys.modules.items()}
         forked, server = fork_server(), cast(Any, self)
         if isinstance(forked, str):
             self.not_forked = forked
             return
         server._forkserver_address, server._forkserver_alive_fd = forked.address, forked.alive
-        server._forkserver_pid = forked.pid
-        self._specs = {name: getattr(module, "__spec__", None) for name, module in sys.modules.items()}
+        server._forkserver_pid, self._specs = forked.pid, specs
 
     def provides(self, needs: ServerNeeds) -> bool:
         """Whether workers from here get these modules as they are, and need not import them first.
