@@ -32,7 +32,7 @@ import stat
 import sys
 import threading
 import warnings
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from multiprocessing import connection, forkserver, process, util
 from typing import Final
@@ -159,13 +159,14 @@ def _forked(listener: int, alive: int, folder: str) -> int:
     """Fork a server; `folder` is this process's own, and goes with it."""
     parent = os.getpid()
     util._flush_std_streams()  # type: ignore[attr-defined]  # or the copy would write what is buffered again
+    places = _places()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # Python's own, that counts as we do
         pid = os.fork()
     if pid:
         return pid
     try:
-        _serve(listener, alive)
+        _serve(listener, alive, places)
     except BaseException as error:  # SystemExit: nobody holds the other end of `alive`
         # Killed, perhaps in the middle of asking for a worker: at its end it would have removed this itself.
         if is_over := _has_ended(parent):
@@ -190,19 +191,22 @@ def _has_ended(pid: int) -> bool:
         os.close(descriptor)
 
 
-def _serve(listener: int, alive: int) -> None:
+def _serve(listener: int, alive: int, places: Mapping[int, int]) -> None:
     signal.set_wakeup_fd(-1)
     for number in signal.valid_signals():
         if callable(signal.getsignal(number)):
             signal.signal(number, signal.SIG_DFL)
-    _replace_descriptors({0, 1, 2, listener, alive})
+    _replace_descriptors({0, 1, 2, listener, alive}, places)
     atexit._clear()  # Python 3.13 and later runs what is left at the end of each worker
     gc.freeze()  # what is dead here must not be finalised, and pages that are not looked at stay shared
     forkserver.main(listener, alive, [])
 
 
-def _replace_descriptors(own: Collection[int]) -> None:
-    """Put others in the place of all but our `own`: objects here still know, and may close, their numbers."""
+def _replace_descriptors(own: Collection[int], places: Mapping[int, int]) -> None:
+    """Put others in the place of all but our `own`: objects here still know, and may close, their numbers.
+
+    `places`: of files, before this process was forked.
+    """
     null = os.open(os.devnull, os.O_RDWR)
     for fd in _descriptors():
         if fd in own or fd == null:
@@ -210,7 +214,7 @@ def _replace_descriptors(own: Collection[int]) -> None:
         with contextlib.suppress(OSError):  # it was that of the listing, or may not be opened again
             status = os.fstat(fd)
             if stat.S_ISREG(status.st_mode) and status.st_nlink:
-                copy = _reopen(fd)
+                copy = _reopen(fd, places[fd])
                 os.dup2(copy, fd, inheritable=False)
                 os.close(copy)
             elif not stat.S_ISCHR(status.st_mode) and not stat.S_ISDIR(status.st_mode):
@@ -218,12 +222,22 @@ def _replace_descriptors(own: Collection[int]) -> None:
     os.close(null)
 
 
-def _reopen(fd: int) -> int:
+def _reopen(fd: int, place: int) -> int:
     """The same file with a place of its own, so that reading here moves nobody else's; writers append."""
     mode = fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE
     copy = os.open(f"/proc/self/fd/{fd}", mode | (os.O_APPEND if mode != os.O_RDONLY else 0))
-    os.lseek(copy, os.lseek(fd, 0, os.SEEK_CUR), os.SEEK_SET)
+    os.lseek(copy, place, os.SEEK_SET)
     return copy
+
+
+def _places() -> dict[int, int]:
+    """Where each open file is read or written next: a forked process shares that with its parent."""
+    places = {}
+    for fd in _descriptors():
+        with contextlib.suppress(OSError):  # it was that of the listing
+            if stat.S_ISREG(os.fstat(fd).st_mode):
+                places[fd] = os.lseek(fd, 0, os.SEEK_CUR)
+    return places
 
 
 def _descriptors() -> list[int]:

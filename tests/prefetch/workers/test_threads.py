@@ -137,6 +137,7 @@ def test_threads_whose_owner_is_dropped_without_being_closed_end() -> None:
     for thread in threads:
         thread.join(TIMEOUT_S)
         assert not thread.is_alive()
+    assert threads_left("dataflow-close") == []  # the one that has told them to
     assert sys.getswitchinterval() > SWITCH_INTERVAL_S
 
 
