@@ -131,6 +131,7 @@ def decoders() -> ModuleType:
         what = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise MissingMediaSupportError(
             f"decoding sound and video needs torchcodec and FFmpeg's shared libraries ({what}): "
-            "pip install 'dataflow-loader[media]', and install ffmpeg by the system's packages"
+            "pip install 'dataflow-loader[media]', and install ffmpeg by the system's packages; beside a "
+            "torch without CUDA, have torchcodec 0.13, as later ones on PyPI need CUDA's libraries"
         ) from error
     return torchcodec.decoders
