@@ -57,19 +57,21 @@ class DeliveryMeter:
         self.starved_s = self.first_batch_s = 0.0
         self._began: float | None = None
 
-    def waited(self, since: float) -> None:
-        """The training code has waited for an iterator."""
+    def waited(self, since: float) -> float:
+        """The training code has waited for an iterator: seconds since the first one was asked for."""
+        now = time.perf_counter()
         if self._began is None:
             self._began = since
-        self.starved_s += time.perf_counter() - since
+        self.starved_s += now - since
+        return now - self._began
 
     def delivered(self, since: float, nbytes: int) -> None:
         """The training code has waited for a batch."""
-        self.waited(since)
+        after_s = self.waited(since)
         self.batches += 1
         self.bytes += nbytes
-        if self.batches == 1 and self._began is not None:
-            self.first_batch_s = time.perf_counter() - self._began
+        if self.batches == 1:
+            self.first_batch_s = after_s
 
     @property
     def elapsed_s(self) -> float:

@@ -6,6 +6,7 @@ import os
 import threading
 from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch.utils.data import Dataset
 
 from dataflow import DataLoader, stats
 from dataflow.stats import WorkerStats
+from dataflow.workers.fetching import DeliveryMeter
 
 TIMEOUT_S = 20
 
@@ -55,9 +57,28 @@ def test_what_was_delivered_is_counted_over_all_loops(workers: Any) -> None:
     assert seen.delivered_bytes >= 2 * 12 * 4000
     assert seen.delivered_bytes < 1.2 * 2 * 12 * 4000
     assert seen.workers == (workers or "main")
-    assert 0 < seen.first_batch_s <= seen.starved_s <= seen.elapsed_s
+    assert 0 < seen.first_batch_s < seen.elapsed_s
+    assert 0 < seen.starved_s < seen.elapsed_s
     assert seen.stall_share <= 1
     assert seen.num_workers == (2 if workers else 0)
+
+
+def test_the_first_batch_is_counted_from_the_first_loop_and_starved_time_leaves_the_training_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = SimpleNamespace(perf_counter=lambda: now)
+    monkeypatch.setattr("dataflow.workers.fetching.time", clock)
+    meter = DeliveryMeter()
+    assert meter.elapsed_s == 0
+    now = 102.0
+    meter.waited(101)  # for the iterator
+    now = 108.0
+    meter.delivered(104, 10)
+    now = 111.0
+    meter.delivered(110, 10)
+    now = 120.0
+    assert (meter.batches, meter.bytes) == (2, 20)
+    assert (meter.first_batch_s, meter.starved_s, meter.elapsed_s) == (7, 6, 19)
 
 
 def test_batches_ahead_are_told_while_the_loop_runs() -> None:
