@@ -25,25 +25,18 @@ from dataflow.outputs.output import staged_outputs
 from dataflow.processes.builder_main import BuilderJob, BuilderMessage, BuilderResponse, BuilderResult, run
 from dataflow.processes.hand_out import MOST_DEATHS, RemoteBuild, RemoteBuilders, chunk_of
 from dataflow.processes.payload import MESSAGE_HEAD, PackedObject, pack, unpack, write_packed
-from dataflow.processes.server import server_needs, start_context
+from dataflow.processes.server import BUILDER_MAIN, server_needs, start_context
 from dataflow.processes.shipped import ShippedChunk, ship
 from prefetch.engine.builders import Build
 from prefetch.errors import EngineClosedError
 from prefetch.memory.device import register_pinned
 from prefetch.memory.guards import FileGuards
 from prefetch.work import Task
-from prefetch.workers import fork_server
 from prefetch.workers.pool import WorkerDiedError, WorkerPool
 from prefetch.workers.shared_arena import Region, SharedFile
 from sharding.errors import SampleError
 
 _log = logging.getLogger("dataflow")
-
-
-def warm_up(*, is_needed: bool) -> None:
-    """Start the server that builders come from, without waiting for it; see `fork_server.warm_up`."""
-    if start_context(None) is None:
-        fork_server.warm_up(server_needs(set(), run.__module__), is_needed=is_needed)
 
 
 @dataclass(eq=False, kw_only=True)
@@ -159,7 +152,7 @@ class ProcessBuilders(RemoteBuilders[_ProcessBuild]):
             self.file,
             record_fields=len(BuilderResponse._fields),
             context=context,
-            needs=server_needs(packed.modules, run.__module__),
+            needs=server_needs(packed.modules, BUILDER_MAIN),
             passed=[fd for fd, _ in packed.shared],
             region_limit=self._job.limit_bytes // self.num_builders,
         )

@@ -147,9 +147,9 @@ def _may_hold_lock(dataset: ShardedDataset | Mixture, settings: StreamSettings, 
 def warm_up(plan: BuilderPlan) -> None:
     """Start what builder processes come from, while this process has one thread and can be forked."""
     if plan.num_processes and plan.is_local:
-        from dataflow.processes.builders import warm_up
+        from dataflow.processes.server import warm_up_for_builders
 
-        warm_up(is_needed=plan.workers == "process")
+        warm_up_for_builders(is_needed=plan.workers == "process")
 
 
 class BuilderOpening:

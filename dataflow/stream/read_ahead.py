@@ -59,6 +59,8 @@ class ReadAhead:
     """Threads that read, at most."""
     max_windows: Decision
     """Windows that are open at a time."""
+    first_batch_alone: Decision
+    """1: nothing is read ahead before the first batch is delivered; else 0."""
     batches_per_chunk: Decision
     """Batches built together, once the stream runs."""
     batches_per_job: Decision
@@ -135,6 +137,9 @@ def choose_read_ahead(
         num_readers=readers,
         max_windows=Decision(
             WINDOWS_OPEN * num_sources, "one drained, one staged, one being read of each source"
+        ),
+        first_batch_alone=Decision(
+            int(is_local), "to read local files takes cores, which the first batch needs; from afar, time"
         ),
         batches_per_chunk=chunk,
         batches_per_job=job,

@@ -25,6 +25,9 @@ class EngineOptions:
     depth: DepthPolicy
     max_windows: int = 3
     """Windows admitted at a time (one drained, one staged, one being read)."""
+    first_batch_alone: bool = False
+    """Whether no more is read before the consumer has a batch than builders can use: where reading takes
+    cores, and not time, it would take them from who builds that batch."""
     keep_bytes: int = 0
     """Credit that windows leave free for outputs."""
     timeout_s: float = 600.0

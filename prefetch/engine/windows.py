@@ -59,6 +59,8 @@ class WindowQueue:
         self._source, self._ledger, self._changed = source, ledger, options.monitor
         self._on_change = on_change
         self._max_open, self._keep_bytes = options.max_windows, options.keep_bytes
+        self._first_batch_alone = options.first_batch_alone
+        """Whether the first batch is still to be delivered, and nothing is read ahead until then."""
         self._readers = PriorityPool(options.num_readers, "dataflow-read", initializer=options.initializer)
         self.chunks: deque[Chunk[Any]] = deque()
         """Those of admitted windows, in stream order, from the first that was not handed out to be built."""
@@ -118,6 +120,7 @@ class WindowQueue:
 
     def delivered(self, chunk: Chunk[Any]) -> None:
         """The consumer has batches of this chunk, and so is in its epoch."""
+        self._first_batch_alone = False
         for window in chunk.needs:
             self._epoch = max(self._epoch, window.epoch)
 
@@ -137,7 +140,7 @@ class WindowQueue:
             if window is None:
                 # Planning may take long (an order of millions of samples is drawn), so it is a reader's task
                 # like any other, as urgent as the first chunk after all that are admitted.
-                if not self._is_planning:
+                if not self._is_planning and not (self._first_batch_alone and self.chunks):
                     self._is_planning = True
                     self._readers.submit(self._num_chunks, self._plan)
                 return

@@ -36,6 +36,7 @@ from prefetch.memory.interrupts import Uninterrupted
 from prefetch.workers.forked_server import fork_server, search_path_shared
 
 _PR_SET_PDEATHSIG = 1
+_LEAST_PRIORITY = 19
 
 
 @contextlib.contextmanager
@@ -101,7 +102,7 @@ class Server(forkserver.ForkServer):
     def ensure_running(self, *, may_spawn: bool = True) -> None:
         """Start it if it does not run, without waiting for it; `may_spawn`: as a new process if need be."""
         with Uninterrupted():
-            resource_tracker.ensure_running()  # it lets interrupts through once started
+            _start_tracker()
         with interrupts_held(), search_path_shared():
             if not self._begun and not self.not_forked:
                 self._fork()
@@ -117,7 +118,7 @@ class Server(forkserver.ForkServer):
     def _fork(self) -> None:
         # Before: to look at what is shared with a fork copies its page.
         specs = {name: getattr(module, "__spec__", None) for name, module in sys.modules.items()}
-        forked, server = fork_server(), cast(Any, self)
+        forked, server = fork_server(self.preload), cast(Any, self)
         if isinstance(forked, str):
             self.not_forked = forked
             return
@@ -151,6 +152,19 @@ class Server(forkserver.ForkServer):
                 os.waitpid(pid, 0)
         self.modules, self.not_forked = frozenset(), self.not_forked or "the forked one has ended"
         self._set_preload()
+
+
+def _start_tracker() -> None:
+    """Start Python's resource tracker, which lets interrupts through once it runs.
+
+    It is another interpreter, and starts beside the workers; nobody waits for it, so it takes what is left.
+    """
+    tracker: Any = resource_tracker._resource_tracker
+    before = tracker._pid
+    resource_tracker.ensure_running()
+    if tracker._pid not in (None, before):
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, tracker._pid, _LEAST_PRIORITY)
 
 
 _lock = threading.RLock()  # guards what follows; a finaliser may come back here
@@ -235,7 +249,7 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 class ServerProcess(process.BaseProcess):
-    """A process from a fork server of ours."""
+    """A process from a fork server of ours. `start` asks for it, and does not wait until it is forked."""
 
     _start_method = None  # what it starts in turn is decided there
 
@@ -243,13 +257,40 @@ class ServerProcess(process.BaseProcess):
         super().__init__(target=target, args=(argument,), name=name)
         self._server: Server | None = server
 
+    @property
+    def sentinel(self) -> int:
+        """As of `BaseProcess`, but until `hear_fork` it may tell that the process was forked."""
+        return cast(_Popen, cast(Any, self)._popen).sentinel
+
+    def hear_fork(self) -> bool:
+        """Whether the process is known to be forked. Does not wait."""
+        return cast(_Popen, cast(Any, self)._popen).hear_fork()
+
     @staticmethod
     def _Popen(process_obj: Any) -> _Popen:  # noqa: N802  (the standard library's name)
         return _Popen(process_obj)
 
 
 class _Popen(popen_forkserver.Popen):
-    """The standard library's, but from our server and without importing the main module."""
+    """The standard library's, but from our server, without importing the main module or waiting for the fork.
+
+    What it passes must stay open until `hear_fork`: if the server has ended, another one is asked there.
+    """
+
+    sentinel: int
+    _pid: int | None = None
+    _asked: tuple[Server, io.BytesIO] | None = None
+    """Who is to fork the process, and its description, until it has."""
+
+    def __init__(self, process_obj: Any) -> None:
+        self._hearing = threading.RLock()  # one thread hears of the fork; a finaliser may come back here
+        super().__init__(process_obj)
+
+    @property
+    def pid(self) -> int | None:  # type: ignore[override]
+        """Of the process; waits until it is forked. None: no server could do that."""
+        self.wait_for_fork()
+        return self._pid
 
     def _launch(self, process_obj: Any) -> None:
         preparation = spawn.get_preparation_data(process_obj.name)
@@ -265,15 +306,15 @@ class _Popen(popen_forkserver.Popen):
         finally:
             set_spawning_popen(None)
         try:
-            self._fork(server, buffer)
+            self._ask(server, buffer)
         except (ConnectionError, EOFError, ChildProcessError):
             pass  # a Ctrl-C in what follows is told alone, not with this
         else:
             return
         server.replace()
-        self._fork(server, buffer)
+        self._ask(server, buffer)
 
-    def _fork(self, server: Server, description: io.BytesIO) -> None:
+    def _ask(self, server: Server, description: io.BytesIO) -> None:
         try:
             # Asked and not told what for, a worker would say so with a traceback, and a server that is not
             # asked by who has called end with one.
@@ -283,14 +324,54 @@ class _Popen(popen_forkserver.Popen):
                 self.finalizer = util.Finalize(self, util.close_fds, own_ends)  # type: ignore[attr-defined]
                 with open(writer, "wb", closefd=True) as file:
                     file.write(description.getbuffer())
-            self.pid = forkserver.read_signed(self.sentinel)
+                self._asked = server, description
         except BaseException:
             self.close()
             raise
 
+    def wait_for_fork(self) -> None:
+        """Wait until the process is known to be forked."""
+        with self._hearing:  # what comes next tells of the end of the process
+            while not self.hear_fork():
+                connection.wait([self.sentinel])
+
+    def hear_fork(self) -> bool:
+        """Whether the process is known to be forked. If its server has ended instead, asks another one."""
+        with self._hearing, Uninterrupted():  # what was read and not noted would be missing for ever
+            if self._asked is not None and connection.wait([self.sentinel], 0):
+                server, description = self._asked
+                try:
+                    self._pid = forkserver.read_signed(self.sentinel)
+                except (ConnectionError, EOFError):
+                    self._ask_another(server, description)
+                else:
+                    self._asked = None
+            return self._asked is None
+
+    def _ask_another(self, server: Server, description: io.BytesIO) -> None:
+        self.close()
+        self._asked, self.returncode = None, -signal.SIGKILL  # in case that nobody can be asked
+        server.replace()
+        self._ask(server, description)
+        self.returncode = None
+
+    def wait(self, timeout: float | None = None) -> int | None:
+        return super().wait(timeout) if self._is_forked(timeout) else None
+
+    def _is_forked(self, timeout: float | None) -> bool:
+        """Whether the process is known to be forked after so many seconds at most."""
+        if timeout is None:
+            self.wait_for_fork()
+            return True
+        with self._hearing:
+            if not self.hear_fork():
+                connection.wait([self.sentinel], timeout)
+            return self.hear_fork()
+
     def poll(self, flag: int = os.WNOHANG) -> int | None:
         if self.returncode is None:
-            if not connection.wait([self.sentinel], 0 if flag == os.WNOHANG else None):
+            timeout = 0 if flag == os.WNOHANG else None
+            if not self._is_forked(timeout) or not connection.wait([self.sentinel], timeout):
                 return None
             try:
                 self.returncode = forkserver.read_signed(self.sentinel)

@@ -21,6 +21,7 @@ import atexit
 import contextlib
 import fcntl
 import gc
+import importlib
 import inspect
 import json
 import os
@@ -32,7 +33,7 @@ import stat
 import sys
 import threading
 import warnings
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing import connection, forkserver, process, util
 from typing import Final
@@ -123,8 +124,11 @@ class ForkedServer:
     pid: int
 
 
-def fork_server() -> ForkedServer | str:
-    """Fork one, to be called with interrupts held; or why there is none."""
+def fork_server(preload: Sequence[str] = ()) -> ForkedServer | str:
+    """Fork one, to be called with interrupts held; or why there is none.
+
+    `preload`: modules that it imports, beside what this process does meanwhile.
+    """
     if "authkey_r" in inspect.signature(forkserver.main).parameters:
         return "fork servers of this Python (3.14 or later) ask for a key, which is not supported"
     try:
@@ -139,7 +143,8 @@ def fork_server() -> ForkedServer | str:
             listener.listen()
             reader, alive = os.pipe()
             try:
-                pid = _forked(listener.fileno(), reader, os.path.dirname(address) if is_new else "")
+                folder = os.path.dirname(address) if is_new else ""
+                pid = _forked(listener.fileno(), reader, preload, folder)
             except OSError:
                 os.close(alive)
                 raise
@@ -155,7 +160,7 @@ def fork_server() -> ForkedServer | str:
     return ForkedServer(address, alive, pid)
 
 
-def _forked(listener: int, alive: int, folder: str) -> int:
+def _forked(listener: int, alive: int, preload: Sequence[str], folder: str) -> int:
     """Fork a server; `folder` is this process's own, and goes with it."""
     parent = os.getpid()
     util._flush_std_streams()  # type: ignore[attr-defined]  # or the copy would write what is buffered again
@@ -166,7 +171,7 @@ def _forked(listener: int, alive: int, folder: str) -> int:
     if pid:
         return pid
     try:
-        _serve(listener, alive, places)
+        _serve(listener, alive, preload, places)
     except BaseException as error:  # SystemExit: nobody holds the other end of `alive`
         # Killed, perhaps in the middle of asking for a worker: at its end it would have removed this itself.
         if is_over := _has_ended(parent):
@@ -191,13 +196,16 @@ def _has_ended(pid: int) -> bool:
         os.close(descriptor)
 
 
-def _serve(listener: int, alive: int, places: Mapping[int, int]) -> None:
+def _serve(listener: int, alive: int, preload: Sequence[str], places: Mapping[int, int]) -> None:
     signal.set_wakeup_fd(-1)
     for number in signal.valid_signals():
         if callable(signal.getsignal(number)):
             signal.signal(number, signal.SIG_DFL)
     _replace_descriptors({0, 1, 2, listener, alive}, places)
     atexit._clear()  # Python 3.13 and later runs what is left at the end of each worker
+    for name in preload:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
     gc.freeze()  # what is dead here must not be finalised, and pages that are not looked at stay shared
     forkserver.main(listener, alive, [])
 

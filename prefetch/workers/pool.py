@@ -32,7 +32,7 @@ from collections.abc import Callable, Sequence
 from multiprocessing import connection, process
 from multiprocessing.context import BaseContext
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from prefetch.weak_registry import WeakRegistry
 from prefetch.workers.fork_server import (
@@ -175,6 +175,10 @@ class WorkerPool:
         self.processes: list[process.BaseProcess] = []
         self._tasks: list[connection.Connection] = []
         """Our end of each process's pipe."""
+        self._asked_for: dict[int, connection.Connection] = {}
+        """Workers that may not be forked yet, with the other end of the pipe of each, which they get."""
+        self._sentinels: dict[int, int] = {}
+        """Descriptor -> worker."""
         self._waiting: list[deque[memoryview]] = [deque() for _ in range(num_workers)]
         self._poll = select.poll()
         self._server = begin_to_use(needs) if context is None else None
@@ -201,9 +205,6 @@ class WorkerPool:
             self.close(stop_s=0)
             raise
         self._poll.register(self._responses, select.POLLIN)
-        self._sentinels = {child.sentinel: worker for worker, child in enumerate(self.processes)}
-        for sentinel in self._sentinels:
-            self._poll.register(sentinel, select.POLLIN)
         self._poll.register(self._woken, select.POLLIN)
         self._blocked: dict[int, int] = {}
         """Workers whose pipe is full, by the descriptor of our end of it."""
@@ -241,11 +242,35 @@ class WorkerPool:
         else:
             child = context.Process(target=target, args=(start,), name=name)  # type: ignore[union-attr]
         forks = context is not None and context.get_start_method() == "fork"
-        with reader, interrupts_held() if forks else contextlib.nullcontext():
-            child.start()
+        with contextlib.ExitStack() as opened:
+            opened.enter_context(reader)
+            with interrupts_held() if forks else contextlib.nullcontext():
+                child.start()
+            if self._server is not None:
+                self._asked_for[worker] = reader
+                opened.pop_all()
         self.processes[worker:] = [child, *self.processes[worker + 1 :]]
+        self._listen_to(worker)
         # We end it ourselves. A forked child of ours that exits must neither wait for it nor end it.
         process._children.discard(child)  # type: ignore[attr-defined]
+
+    def _listen_to(self, worker: int) -> None:
+        sentinel = self.processes[worker].sentinel
+        self._sentinels[sentinel] = worker
+        self._poll.register(sentinel, select.POLLIN)
+
+    def _hear_fork(self, worker: int, sentinel: int) -> bool:
+        """Whether a worker tells that it was forked, and not of its end."""
+        if worker not in self._asked_for:
+            return False
+        child = cast(ServerProcess, self.processes[worker])
+        if child.hear_fork():
+            self._asked_for.pop(worker).close()
+        elif child.sentinel != sentinel:  # the server has ended, and another was asked
+            self._poll.unregister(sentinel)
+            del self._sentinels[sentinel]
+            self._listen_to(worker)
+        return True
 
     def replace(self, worker: int, region: int) -> None:
         """Start a process in the place of one that has died, which works in another region of the file.
@@ -265,9 +290,6 @@ class WorkerPool:
                 dead._popen.close()  # type: ignore[attr-defined]
             self._file.header.set(Header.WORKERS + worker, 0)
             self._start(worker, region)
-            sentinel = self.processes[worker].sentinel
-            self._sentinels[sentinel] = worker
-            self._poll.register(sentinel, select.POLLIN)
 
     def _require_open(self) -> None:
         if self._closed:
@@ -343,7 +365,8 @@ class WorkerPool:
                 if self._woken in ready:
                     os.eventfd_read(self._woken)
                     return []
-                dead = [worker for fd, worker in self._sentinels.items() if fd in ready]
+                told = [(worker, fd) for fd, worker in self._sentinels.items() if fd in ready]
+                dead = [worker for worker, fd in told if not self._hear_fork(worker, fd)]
                 if dead:
                     raise WorkerDiedError([(w, self.processes[w].pid or 0, self._exit_code(w)) for w in dead])
                 if not ready and rest_s <= 0:
@@ -439,6 +462,8 @@ class WorkerPool:
             stop_using(self._server)
         for fd in (*self._own_ends, self._responses_writer, self._stacks_writer):
             os.close(fd)
+        for reader in self._asked_for.values():
+            reader.close()
         for child in self.processes:
             if child.exitcode is not None:
                 child._popen.close()  # type: ignore[attr-defined]
@@ -450,8 +475,8 @@ class WorkerPool:
         """
         if not self._closed:
             self._closed = True
-            for tasks in self._tasks:
-                tasks.close()
+            for end in (*self._tasks, *self._asked_for.values()):
+                end.close()
             for fd in self._own_ends:
                 os.close(fd)
 

@@ -706,7 +706,7 @@ def is_struck(number):  # while a process starts, before that line of what asks 
     passed = 0
 
     def enter(frame, event, argument):
-        return step if frame.f_code.co_name in ("_fork", "connect_to_new_process", "sendfds") else None
+        return step if frame.f_code.co_name in ("_ask", "connect_to_new_process", "sendfds") else None
 
     def step(frame, event, argument):
         nonlocal passed
@@ -752,7 +752,7 @@ def test_ctrl_c_while_another_fork_server_is_asked_is_told_without_the_end_of_th
     def fail(*_: object) -> None:
         raise next(errors)
 
-    monkeypatch.setattr(fork_server._Popen, "_fork", fail)
+    monkeypatch.setattr(fork_server._Popen, "_ask", fail)
     server = fork_server.Server(fork_server.ServerNeeds())
     with pytest.raises(KeyboardInterrupt) as caught:
         fork_server.ServerProcess(server, print, None, "a worker").start()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from queue import Queue
 from typing import Any
 
 import pytest
@@ -30,6 +31,33 @@ from tests.engine_kit import (
     running,
     when_the_consumer_waits,
 )
+
+# ---- before the first batch --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("alone", "planned"), [(True, "a"), (False, "abc")])
+def test_what_is_planned_while_the_first_batch_is_built(alone: bool, planned: str) -> None:
+    """Where reading takes cores, whoever builds that batch has them; later windows come behind it."""
+    asked, seen, engines = [], [], Queue[Engine[Batch]]()
+
+    def building() -> None:
+        read = threading.Event()
+        engine = engines.get(timeout=TIMEOUT_S)
+        engine._windows._readers.submit(99, read.set)  # when the reader has nothing else to do
+        assert read.wait(TIMEOUT_S)
+        seen.append("".join(asked))
+
+    def windows() -> Iterator[FakeWindow]:
+        for name, parts in zip("abcd", ([building], [], [], []), strict=True):
+            asked.append(name)
+            yield FakeWindow(FakeChunk(f"{name}0", parts=parts), FakeChunk(f"{name}1"))
+
+    options = {"num_readers": 1, "num_workers": 1, "depth": 1, "max_windows": 2}
+    with running(windows(), first_batch_alone=alone, **options) as engine:
+        engines.put(engine)
+        assert outcomes(engine) == [f"{name}{chunk}.0" for name in "abcd" for chunk in (0, 1)]
+    assert seen == [planned]
+
 
 # ---- order -------------------------------------------------------------------------------------------------
 
