@@ -5,6 +5,10 @@ and the next two chunks are built by one thread alone: one is timed, and one has
 lock beside it (`dataflow.processes.choice`). They are delivered like any other. If processes are better, they
 start while threads build on, and chunks go to them from when all of them are ready. They stay: a transform
 that draws from the global generators is never moved to threads, and nothing oscillates.
+
+Until that is known, or processes are there, few chunks are built at a time: if the work holds the interpreter
+lock, more of them only share its time, so the first batch would wait for the other chunks, and the trial and
+the processes for all that was begun.
 """
 
 from __future__ import annotations
@@ -41,6 +45,8 @@ from prefetch.work import Chunk, Piece, Task
 
 TRIAL_AFTER_S = 0.5
 """Builders have been busy for so long before a trial: what is over sooner needs no processes."""
+_FEW = 2
+"""Chunks that threads are at before it is known who is to build."""
 _LEAST_SHARE = 0.1
 """And for such a share of the time: what is less keeps nobody waiting, wherever it is done."""
 
@@ -49,9 +55,9 @@ OpenProcesses = Callable[[Callable[[BaseException | None], None]], ProcessBuilde
 
 
 class _Stage(Enum):
-    """How far a trial is: not begun, threads end what they are at, it runs, it is over."""
+    """How far it is: before a trial, threads end what they are at, it runs, processes start, it is over."""
 
-    BEFORE, DRAINING, RUNNING, OVER = auto(), auto(), auto(), auto()
+    BEFORE, DRAINING, RUNNING, STARTING, OVER = auto(), auto(), auto(), auto(), auto()
 
 
 class AutoBuilders(Builders[Delivered]):
@@ -82,9 +88,9 @@ class AutoBuilders(Builders[Delivered]):
         self._lock = threading.RLock()  # guards what follows
         self._stage, self._began_s = _Stage.BEFORE, time.perf_counter()
         self._num_running = 0
-        """Builds that threads are at, before the trial is over."""
+        """Builds that threads are at, before it is over."""
         self._waiting: list[Build[Delivered]] = []
-        """Until the trial is over."""
+        """Builds that nobody is at, before it is over."""
         self._pool = PriorityPool(1, "dataflow-trial", initializer=one_torch_thread)
         """For the counter beside a trial, and for the start of processes."""
         self._counter: LockCounter | None = None
@@ -101,17 +107,8 @@ class AutoBuilders(Builders[Delivered]):
     def build(self, build: Build[Delivered]) -> None:
         """See `Builders`."""
         with self._lock:
-            if self._stage is _Stage.OVER:
-                self._builders_of(build).build(build)
-                return
-            if self._stage is _Stage.BEFORE:
-                elapsed_s = time.perf_counter() - self._began_s
-                if self._threads.stats().busy_s < max(TRIAL_AFTER_S, _LEAST_SHARE * elapsed_s):
-                    self._run(build)
-                    return
-                self._stage = _Stage.DRAINING
             self._waiting.append(build)
-            self._try_next()
+            self._build_waiting()
 
     def _builders_of(self, build: Build[Delivered]) -> Builders[Delivered]:
         """Who builds a chunk: what was laid aside stays where it is."""
@@ -131,28 +128,42 @@ class AutoBuilders(Builders[Delivered]):
             self._num_running -= 1
             if self._stage is _Stage.RUNNING:  # its chunk failed, or was laid aside before it was measured
                 self._stage = _Stage.DRAINING
+            self._build_waiting()
+
+    def _build_waiting(self) -> None:
+        """Have built what waits, as far as the stage allows. Under the lock."""
+        if self._stage is _Stage.OVER:
+            waiting, self._waiting = self._waiting, []
+            for build in waiting:
+                self._builders_of(build).build(build)
+            return
+        if self._stage is _Stage.BEFORE:
+            elapsed_s = time.perf_counter() - self._began_s
+            if self._threads.stats().busy_s >= max(TRIAL_AFTER_S, _LEAST_SHARE * elapsed_s):
+                self._stage = _Stage.DRAINING
+        if self._stage is _Stage.DRAINING:
             self._try_next()
+        elif self._stage is not _Stage.RUNNING:
+            while self._waiting and self._num_running < _FEW:
+                self._run(self._taken(self._waiting))
+
+    def _taken(self, builds: Sequence[Build[Delivered]]) -> Build[Delivered]:
+        """The most urgent of some that wait, which waits no more."""
+        build = min(builds, key=lambda build: build.number)
+        self._waiting.remove(build)
+        return build
 
     def _try_next(self) -> None:
         """Begin the trial if threads are at nothing else. Under the lock."""
-        if self._stage is not _Stage.DRAINING or self._num_running or not self._waiting:
+        if self._num_running or not self._waiting:
             return
         new = [build for build in self._waiting if build.progress is None]
         if not new:
-            self._run_waiting()
+            self._run(self._taken(self._waiting))
             return
-        build = min(new, key=lambda build: build.number)
-        self._waiting.remove(build)
+        build = self._taken(new)
         self._stage = _Stage.RUNNING
         self._run(build, _TriedChunk(build.chunk, self, counts=self._times is not None))
-
-    def _run_waiting(self) -> None:
-        waiting, self._waiting = self._waiting, []
-        for build in waiting:
-            if self._stage is _Stage.OVER:
-                self._threads.build(build)
-            else:
-                self._run(build)
 
     # ---- the trial ----------------------------------------------------------------------------------------
 
@@ -183,11 +194,12 @@ class AutoBuilders(Builders[Delivered]):
             self._memory.choice = choice
             self._memory.must_be_processes = choice.value == "process" and choice is result
             self._follow(choice)
-            self._run_waiting()
+            self._build_waiting()
 
     def _follow(self, choice: WorkerChoice) -> None:
         self._stage, self.choice = _Stage.OVER, choice
         if choice.value == "process":
+            self._stage = _Stage.STARTING
             text = f"until {self._num_processes} processes have started: {choice.reason}"
             self.choice = WorkerChoice("thread", text)
             self._pool.submit(0, self._open)
@@ -214,6 +226,8 @@ class AutoBuilders(Builders[Delivered]):
             else:
                 self.num_builders = self._num_processes
             self._are_ready, self.choice = error is None, choice
+            self._stage = _Stage.OVER
+            self._build_waiting()
 
     # ---- as other builders --------------------------------------------------------------------------------
 
