@@ -32,6 +32,9 @@ HAND_OVER_S = 0.02
 """What is finished of a chunk is handed over once building took so long, which is long for a hand-over."""
 _PROCESS_CHUNK_SAMPLES = 128
 """What a process builds at a time, at least: the way there and back costs as much as a few samples."""
+_PROCESS_CHUNKS_IN_LIMIT = 20
+"""Of each process: it has two, finished ones wait in order behind one that takes longer, and what a transform
+makes of them is larger than what is stored."""
 _FOUND_CHUNK_SAMPLES = 256
 """What a thread makes at a time where lengths are found: all share a megabatch that is waited for."""
 _CHARGE_BYTES = 1 << 20
@@ -119,8 +122,10 @@ def choose_read_ahead(
     elif in_consumer:
         chunk = Decision(1, "built when it is asked for")
     elif num_processes:
-        batches = max(1, min(chunk.value, -(-_PROCESS_CHUNK_SAMPLES // batch_samples)))
-        chunk = Decision(batches, f"{_PROCESS_CHUNK_SAMPLES} samples a process, or {chunk.reason}")
+        part = memory_limit // (_PROCESS_CHUNKS_IN_LIMIT * num_processes)
+        most = min(chunk.value, -(-_PROCESS_CHUNK_SAMPLES // batch_samples), part // batch_bytes)
+        text = f"{_PROCESS_CHUNK_SAMPLES} samples a process, or {part:,} bytes, or {chunk.reason}"
+        chunk = Decision(max(1, most), text)
     elif num_finders:
         batches = max(1, min(chunk.value, _FOUND_CHUNK_SAMPLES // batch_samples))
         chunk = Decision(batches, f"{_FOUND_CHUNK_SAMPLES} samples a builder, or {chunk.reason}")

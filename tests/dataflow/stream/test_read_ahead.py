@@ -61,3 +61,21 @@ def test_builders_share_a_megabatch_whose_lengths_they_find() -> None:
     ahead = choose_read_ahead(1 << 30, batch_bytes=50_000, is_local=True, batch_samples=128, num_finders=8)
     assert ahead.batches_per_chunk.value == 2
     assert ahead.depth(NOTHING_YET).value >= 2 * 8 * 2
+
+
+@pytest.mark.parametrize(
+    ("num_processes", "batch_bytes", "batches"),
+    [(2, 100_000, 8), (2, 3 * MIB // 2, 5), (16, 100_000, 8), (16, 3 * MIB // 2, 2), (64, 3 * MIB // 2, 1)],
+)
+def test_chunks_of_all_processes_fit_the_limit(num_processes: int, batch_bytes: int, batches: int) -> None:
+    """Sixteen that built 5 batches of images at a time waited for memory most of the time."""
+    ahead = choose_read_ahead(
+        1 << 30, batch_bytes=batch_bytes, is_local=True, batch_samples=16, num_processes=num_processes
+    )
+    assert ahead.batches_per_chunk.value == batches
+
+
+@pytest.mark.parametrize("is_local", [False, True])
+def test_local_files_are_not_read_ahead_of_the_first_batch(*, is_local: bool) -> None:
+    ahead = choose_read_ahead(1 << 30, batch_bytes=MIB, is_local=is_local)
+    assert ahead.first_batch_alone.value == is_local
