@@ -223,7 +223,11 @@ class Engine(Generic[T]):
             self._queue.resume()
             self._queue.start()
             if self._failure is None:
+                num_chunks = len(self._windows.chunks)
                 self._windows.admit(is_awaited=self._is_asked, is_idle=self._queue.is_idle)
+                # Where nothing is to be read, no end of a read starts them.
+                if len(self._windows.chunks) > num_chunks:
+                    self._queue.start()
             self._hurry()
         except Exception as error:  # a thread that ended here would leave the consumer waiting
             self._failure = self._failure or error

@@ -59,6 +59,13 @@ def test_what_is_planned_while_the_first_batch_is_built(alone: bool, planned: st
     assert seen == [planned]
 
 
+@pytest.mark.parametrize("alone", [True, False])
+def test_the_first_batch_of_windows_that_read_nothing_waits_for_no_other(alone: bool) -> None:
+    """So are those of builders that read by themselves."""
+    with running(one_chunk_windows(3, reads=()), first_batch_alone=alone) as engine:
+        assert outcomes(engine) == ["0.0", "1.0", "2.0"]
+
+
 # ---- order -------------------------------------------------------------------------------------------------
 
 
