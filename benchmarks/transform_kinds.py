@@ -12,6 +12,7 @@ import io
 import json
 import math
 import random
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,10 +53,16 @@ class Kind:
 
 
 def kind(name: str, data: Data) -> Kind:
-    """`pil`, `template`, or milliseconds of Python a sample. Makes what it reads, unless that is there."""
+    """`pil`, `wait`, `template`, or milliseconds of Python a sample. Makes what it reads, if need be.
+
+    `wait` reads what `pil` does and sleeps as long: many workers of a machine with few cores.
+    """
     if name == "pil":
         data.make("W1")
         return Kind(name, data.root / "W1", "jpg", augmented, batch=16, is_random=True)
+    if name == "wait":
+        data.make("W1")
+        return Kind(name, data.root / "W1", "jpg", waited, batch=16)
     if name == "template":
         folder = data.converted("transforms-texts", functools.partial(write_texts, data=data))
         return Kind(
@@ -97,6 +104,14 @@ def augmented(value: Any, draw: Draw) -> torch.Tensor:
     for change in (ImageEnhance.Brightness, ImageEnhance.Contrast, ImageEnhance.Color):
         image = change(image).enhance(1 + JITTER * (2 * draw() - 1))
     return torch.from_numpy(np.array(image))
+
+
+def waited(value: Any, draw: Draw) -> torch.Tensor:
+    """uint8 [224, 224, 3], after 4 ms without a core: the first bytes, and zeros."""
+    time.sleep(0.004)
+    made = torch.zeros(SIZE * SIZE * 3, dtype=torch.uint8)
+    made[:1024] = torch.from_numpy(np.frombuffer(value, np.uint8)[:1024].copy())
+    return made.view(SIZE, SIZE, 3)
 
 
 def templated(value: Any, draw: Draw, *, tokenizer: str) -> torch.Tensor:

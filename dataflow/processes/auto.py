@@ -45,19 +45,19 @@ from prefetch.work import Chunk, Piece, Task
 
 TRIAL_AFTER_S = 0.5
 """Builders have been busy for so long before a trial: what is over sooner needs no processes."""
-_FEW = 2
-"""Chunks that threads are at before it is known who is to build."""
 _LEAST_SHARE = 0.1
 """And for such a share of the time: what is less keeps nobody waiting, wherever it is done."""
+_MOST_BEGUN = 2
+"""Chunks that threads are at, until it is settled who builds."""
 
 OpenProcesses = Callable[[Callable[[BaseException | None], None]], ProcessBuilders]
 """Opens processes; it is given what hears that they are ready for work, or why they are not."""
 
 
 class _Stage(Enum):
-    """How far it is: before a trial, threads end what they are at, it runs, processes start, it is over."""
+    """How far the choice is: no trial yet, threads end what they are at, a trial, processes start, made."""
 
-    BEFORE, DRAINING, RUNNING, STARTING, OVER = auto(), auto(), auto(), auto(), auto()
+    BEFORE, DRAINING, RUNNING, STARTING, SETTLED = auto(), auto(), auto(), auto(), auto()
 
 
 class AutoBuilders(Builders[Delivered]):
@@ -88,9 +88,9 @@ class AutoBuilders(Builders[Delivered]):
         self._lock = threading.RLock()  # guards what follows
         self._stage, self._began_s = _Stage.BEFORE, time.perf_counter()
         self._num_running = 0
-        """Builds that threads are at, before it is over."""
+        """Builds that threads are at, until it is settled who builds."""
         self._waiting: list[Build[Delivered]] = []
-        """Builds that nobody is at, before it is over."""
+        """Builds that nobody is at, until then."""
         self._pool = PriorityPool(1, "dataflow-trial", initializer=one_torch_thread)
         """For the counter beside a trial, and for the start of processes."""
         self._counter: LockCounter | None = None
@@ -132,7 +132,7 @@ class AutoBuilders(Builders[Delivered]):
 
     def _build_waiting(self) -> None:
         """Have built what waits, as far as the stage allows. Under the lock."""
-        if self._stage is _Stage.OVER:
+        if self._stage is _Stage.SETTLED:
             waiting, self._waiting = self._waiting, []
             for build in waiting:
                 self._builders_of(build).build(build)
@@ -143,8 +143,8 @@ class AutoBuilders(Builders[Delivered]):
                 self._stage = _Stage.DRAINING
         if self._stage is _Stage.DRAINING:
             self._try_next()
-        elif self._stage is not _Stage.RUNNING:
-            while self._waiting and self._num_running < _FEW:
+        elif self._stage in (_Stage.BEFORE, _Stage.STARTING):
+            while self._waiting and self._num_running < _MOST_BEGUN:
                 self._run(self._taken(self._waiting))
 
     def _taken(self, builds: Sequence[Build[Delivered]]) -> Build[Delivered]:
@@ -197,12 +197,12 @@ class AutoBuilders(Builders[Delivered]):
             self._build_waiting()
 
     def _follow(self, choice: WorkerChoice) -> None:
-        self._stage, self.choice = _Stage.OVER, choice
         if choice.value == "process":
-            self._stage = _Stage.STARTING
             text = f"until {self._num_processes} processes have started: {choice.reason}"
-            self.choice = WorkerChoice("thread", text)
+            self._stage, self.choice = _Stage.STARTING, WorkerChoice("thread", text)
             self._pool.submit(0, self._open)
+        else:
+            self._stage, self.choice = _Stage.SETTLED, choice
 
     def _open(self) -> None:
         try:
@@ -226,7 +226,7 @@ class AutoBuilders(Builders[Delivered]):
             else:
                 self.num_builders = self._num_processes
             self._are_ready, self.choice = error is None, choice
-            self._stage = _Stage.OVER
+            self._stage = _Stage.SETTLED
             self._build_waiting()
 
     # ---- as other builders --------------------------------------------------------------------------------

@@ -33,8 +33,8 @@ HAND_OVER_S = 0.02
 _PROCESS_CHUNK_SAMPLES = 128
 """What a process builds at a time, at least: the way there and back costs as much as a few samples."""
 _PROCESS_CHUNKS_IN_LIMIT = 20
-"""Of each process: it has two, finished ones wait in order behind one that takes longer, and what a transform
-makes of them is larger than what is stored."""
+"""So many of each process fit the memory limit: it has two, finished ones wait behind one that takes
+longer, and what a transform makes of them may be larger than what is stored."""
 _FOUND_CHUNK_SAMPLES = 256
 """What a thread makes at a time where lengths are found: all share a megabatch that is waited for."""
 _CHARGE_BYTES = 1 << 20
@@ -62,8 +62,6 @@ class ReadAhead:
     """Threads that read, at most."""
     max_windows: Decision
     """Windows that are open at a time."""
-    first_batch_alone: Decision
-    """1: nothing is read ahead before the first batch is delivered; else 0."""
     batches_per_chunk: Decision
     """Batches built together, once the stream runs."""
     batches_per_job: Decision
@@ -142,9 +140,6 @@ def choose_read_ahead(
         num_readers=readers,
         max_windows=Decision(
             WINDOWS_OPEN * num_sources, "one drained, one staged, one being read of each source"
-        ),
-        first_batch_alone=Decision(
-            int(is_local), "to read local files takes cores, which the first batch needs; from afar, time"
         ),
         batches_per_chunk=chunk,
         batches_per_job=job,

@@ -173,7 +173,7 @@ class Session:
             num_readers=ahead.num_readers.value,
             depth=ahead.depth,
             max_windows=ahead.max_windows.value,
-            first_batch_alone=ahead.first_batch_alone.value > 0,
+            first_batch_alone=is_all_local(plan.dataset),
             keep_bytes=ahead.output_bytes.value,
             timeout_s=settings.timeout_s,
             initializer=one_torch_thread,

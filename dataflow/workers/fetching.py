@@ -58,7 +58,7 @@ class DeliveryMeter:
         self._began: float | None = None
 
     def waited(self, since: float) -> float:
-        """The training code has waited for an iterator: seconds since the first one was asked for."""
+        """Count a wait of the training code, for an iterator; seconds since it asked for the first one."""
         now = time.perf_counter()
         if self._began is None:
             self._began = since
@@ -66,7 +66,7 @@ class DeliveryMeter:
         return now - self._began
 
     def delivered(self, since: float, nbytes: int) -> None:
-        """The training code has waited for a batch."""
+        """Count a wait of the training code, and the batch that ended it."""
         after_s = self.waited(since)
         self.batches += 1
         self.bytes += nbytes

@@ -263,8 +263,8 @@ class ServerProcess(process.BaseProcess):
         return cast(_Popen, cast(Any, self)._popen).sentinel
 
     def hear_fork(self) -> bool:
-        """Whether the process is known to be forked. Does not wait."""
-        return cast(_Popen, cast(Any, self)._popen).hear_fork()
+        """Whether the process is known to be forked, without waiting. Replaces a server that has ended."""
+        return cast(_Popen, cast(Any, self)._popen).wait_for_fork(0)
 
     @staticmethod
     def _Popen(process_obj: Any) -> _Popen:  # noqa: N802  (the standard library's name)
@@ -274,7 +274,7 @@ class ServerProcess(process.BaseProcess):
 class _Popen(popen_forkserver.Popen):
     """The standard library's, but from our server, without importing the main module or waiting for the fork.
 
-    What it passes must stay open until `hear_fork`: if the server has ended, another one is asked there.
+    What it passes must stay open until it is known to be forked: another server may have to be asked.
     """
 
     sentinel: int
@@ -329,24 +329,27 @@ class _Popen(popen_forkserver.Popen):
             self.close()
             raise
 
-    def wait_for_fork(self) -> None:
-        """Wait until the process is known to be forked."""
-        with self._hearing:  # what comes next tells of the end of the process
-            while not self.hear_fork():
-                connection.wait([self.sentinel])
+    def wait_for_fork(self, timeout: float | None = None) -> bool:
+        """Whether the process is known to be forked, after so many seconds at most; None: until it is."""
+        with self._hearing:
+            while self._asked is not None:
+                if not connection.wait([self.sentinel], timeout):
+                    return False
+                self._hear()
+            return True
 
-    def hear_fork(self) -> bool:
-        """Whether the process is known to be forked. If its server has ended instead, asks another one."""
-        with self._hearing, Uninterrupted():  # what was read and not noted would be missing for ever
-            if self._asked is not None and connection.wait([self.sentinel], 0):
-                server, description = self._asked
-                try:
-                    self._pid = forkserver.read_signed(self.sentinel)
-                except (ConnectionError, EOFError):
-                    self._ask_another(server, description)
-                else:
-                    self._asked = None
-            return self._asked is None
+    def _hear(self) -> None:
+        """Read what the server says. If it has ended instead of forking, another one is asked."""
+        with Uninterrupted():  # what was read and not noted would be missing for ever
+            if self._asked is None:
+                return  # a finaliser was here, and what comes next tells of the end of the process
+            server, description = self._asked
+            try:
+                self._pid = forkserver.read_signed(self.sentinel)
+            except (ConnectionError, EOFError):
+                self._ask_another(server, description)
+            else:
+                self._asked = None
 
     def _ask_another(self, server: Server, description: io.BytesIO) -> None:
         self.close()
@@ -356,22 +359,12 @@ class _Popen(popen_forkserver.Popen):
         self.returncode = None
 
     def wait(self, timeout: float | None = None) -> int | None:
-        return super().wait(timeout) if self._is_forked(timeout) else None
-
-    def _is_forked(self, timeout: float | None) -> bool:
-        """Whether the process is known to be forked after so many seconds at most."""
-        if timeout is None:
-            self.wait_for_fork()
-            return True
-        with self._hearing:
-            if not self.hear_fork():
-                connection.wait([self.sentinel], timeout)
-            return self.hear_fork()
+        return super().wait(timeout) if self.wait_for_fork(timeout) else None
 
     def poll(self, flag: int = os.WNOHANG) -> int | None:
         if self.returncode is None:
             timeout = 0 if flag == os.WNOHANG else None
-            if not self._is_forked(timeout) or not connection.wait([self.sentinel], timeout):
+            if not self.wait_for_fork(timeout) or not connection.wait([self.sentinel], timeout):
                 return None
             try:
                 self.returncode = forkserver.read_signed(self.sentinel)

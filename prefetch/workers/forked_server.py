@@ -124,7 +124,7 @@ class ForkedServer:
     pid: int
 
 
-def fork_server(preload: Sequence[str] = ()) -> ForkedServer | str:
+def fork_server(preload: Sequence[str]) -> ForkedServer | str:
     """Fork one, to be called with interrupts held; or why there is none.
 
     `preload`: modules that it imports, beside what this process does meanwhile.
@@ -203,7 +203,7 @@ def _serve(listener: int, alive: int, preload: Sequence[str], places: Mapping[in
             signal.signal(number, signal.SIG_DFL)
     _replace_descriptors({0, 1, 2, listener, alive}, places)
     atexit._clear()  # Python 3.13 and later runs what is left at the end of each worker
-    for name in preload:
+    for name in preload:  # not by `main`, which would come behind `freeze`
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
     gc.freeze()  # what is dead here must not be finalised, and pages that are not looked at stay shared

@@ -242,13 +242,11 @@ class WorkerPool:
         else:
             child = context.Process(target=target, args=(start,), name=name)  # type: ignore[union-attr]
         forks = context is not None and context.get_start_method() == "fork"
-        with contextlib.ExitStack() as opened:
-            opened.enter_context(reader)
-            with interrupts_held() if forks else contextlib.nullcontext():
-                child.start()
-            if self._server is not None:
-                self._asked_for[worker] = reader
-                opened.pop_all()
+        closing: contextlib.AbstractContextManager[object] = reader
+        if self._server is not None:
+            self._asked_for[worker], closing = reader, contextlib.nullcontext()
+        with closing, interrupts_held() if forks else contextlib.nullcontext():
+            child.start()
         self.processes[worker:] = [child, *self.processes[worker + 1 :]]
         self._listen_to(worker)
         # We end it ourselves. A forked child of ours that exits must neither wait for it nor end it.

@@ -418,6 +418,15 @@ def in_memory(made: Made, fs: Any, catalog: Path, **options: Any) -> ShardedData
     return made.open(source=f"memory://data/{pattern}", catalog=str(catalog), **options)
 
 
+def test_local_files_alone_are_not_read_ahead_of_the_first_batch(tmp_path: Path, memory: Any) -> None:
+    """To read them takes cores, which that batch needs; from afar it takes time."""
+    made = MAKERS["tar"](tmp_path)
+    for dataset, is_alone in (made.open(), True), (in_memory(made, memory, tmp_path / "c.arrow"), False):
+        with DataLoader(dataset, 4) as loader:
+            next(iter(loader))
+            assert session_of(loader).engine._options.first_batch_alone == is_alone
+
+
 @pytest.mark.reads_here
 @pytest.mark.parametrize(
     ("name", "shuffle"), in_pairs(MAKERS, [Shuffle("window", 2), Shuffle("full")]), ids=str

@@ -73,9 +73,3 @@ def test_chunks_of_all_processes_fit_the_limit(num_processes: int, batch_bytes: 
         1 << 30, batch_bytes=batch_bytes, is_local=True, batch_samples=16, num_processes=num_processes
     )
     assert ahead.batches_per_chunk.value == batches
-
-
-@pytest.mark.parametrize("is_local", [False, True])
-def test_local_files_are_not_read_ahead_of_the_first_batch(*, is_local: bool) -> None:
-    ahead = choose_read_ahead(1 << 30, batch_bytes=MIB, is_local=is_local)
-    assert ahead.first_batch_alone.value == is_local

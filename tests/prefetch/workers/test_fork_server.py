@@ -16,7 +16,7 @@ TIMEOUT_S = 20
 
 @pytest.fixture
 def server() -> Iterator[Server]:
-    """A server that stands still when a process has been asked for, until it is let go on."""
+    """A server of the test's own; one that was stopped must be let go on."""
     server = Server(ServerNeeds())
     server.ensure_running()
     yield server
@@ -25,11 +25,11 @@ def server() -> Iterator[Server]:
     os.waitpid(pid, 0)
 
 
-def asked_for(server: Server, number: int = -1) -> ServerProcess:
+def asked_for(server: Server) -> ServerProcess:
     """A process that its server, stopped, has not forked."""
     assert server.pid is not None
     os.kill(server.pid, signal.SIGSTOP)
-    asked = ServerProcess(server, abs, number, "a worker")
+    asked = ServerProcess(server, abs, -1, "a worker")
     asked.start()
     return asked
 
@@ -69,7 +69,7 @@ def test_a_server_that_ends_before_it_forks_is_replaced_by_another(server: Serve
     asked, first = asked_for(server), server.pid
     assert first is not None
     os.kill(first, signal.SIGKILL)
-    asked.join()
+    asked.join(TIMEOUT_S)
     assert asked.exitcode == 0
     assert asked.pid not in (None, first)
     assert server.pid not in (None, first)
