@@ -275,7 +275,7 @@ class ShardedDataset(Sharded, Dataset[S]):
         """The storage options for another machine: it asks the Hub that this one asks, with its token."""
         if not any(map(is_hub, self.catalog.urls[:1])):
             return self.storage_options
-        from sharding.hub.snapshot import HubAccess
+        from sharding.hub.access import HubAccess
 
         return self.storage_options | HubAccess.given(self.storage_options).options()
 

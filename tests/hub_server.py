@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import http.server
+import io
 import json
 import re
 import threading
@@ -23,7 +24,13 @@ from email.utils import formatdate
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
 TOKEN = "hf_" + "t" * 34
+ROWS = 20
+"""Of each file."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +41,7 @@ class Answer:
     fields: Mapping[str, str] = field(default_factory=dict)
     cut: bool = False
     """The body ends in its middle instead, and the connection with it; the status is the right one."""
+    body: bytes = b""
 
 
 @dataclass(frozen=True)
@@ -198,7 +206,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self.close_connection |= cut
 
     def say_fault(self, fault: Answer) -> None:
-        self.say(fault.status, b"", **dict(fault.fields))
+        self.say(fault.status, fault.body, **dict(fault.fields))
 
     def say_range(self, body: bytes, cut: bool, **fields: str) -> None:
         match = re.fullmatch(r"bytes=(\d*)-(\d*)", self.headers.get("Range", ""))
@@ -365,3 +373,18 @@ class _ContentHandler(_Handler):
         org, name, commit, path = unquote(url.path).strip("/").split("/", 3)
         body = hub.repos[f"{org}/{name}"].commits[commit][path]
         self.say_range(body, fault is not None, ETag='"of the content network"')
+
+
+# ---- files of a repository ---------------------------------------------------------------------------------
+
+
+def parquet(first: int, rows: int = ROWS) -> bytes:
+    out = io.BytesIO()
+    pq.write_table(pa.table({"n": np.arange(first, first + rows)}), out)
+    return out.getvalue()
+
+
+def shards(
+    make: Callable[[int], bytes], ending: str, count: int = 4, split: str = "train"
+) -> dict[str, bytes]:
+    return {f"data/{split}-{i:05d}-of-{count:05d}.{ending}": make(ROWS * i) for i in range(count)}

@@ -26,9 +26,12 @@ from prefetch.cache.claims import Claims
 from prefetch.store.retrier import Retrier
 from sharding.catalog.storage import open_url, store_errors
 from sharding.formats import has_suffix
-from sharding.hub.layout import CARD_FILES, split_files
+from sharding.hub.access import HubAccess
+from sharding.hub.answers import CARD_BYTES, LISTING_S
+from sharding.hub.card import CARD_FILES, card_configs
+from sharding.hub.layout import split_files
 from sharding.hub.names import HubName, is_hub, parse_name
-from sharding.hub.snapshot import HubAccess, Snapshot, card_configs, fetch_snapshot, hub_folder
+from sharding.hub.snapshot import Snapshot, fetch_snapshot, hub_folder
 from sharding.urls import is_glob, is_http, is_local, local_path
 from sharding.write.file import private_folder
 
@@ -117,14 +120,14 @@ def _files_of_folder(
         with store_errors(url):
             files = [file.removeprefix(root).strip("/") for file in fs.find(root)]
             cards = {
-                name: fs.cat_file(f"{root.rstrip('/')}/{name}").decode()
+                name: fs.cat_file(f"{root.rstrip('/')}/{name}", end=CARD_BYTES).decode(errors="replace")
                 for name in CARD_FILES
                 if name in files
             }
         return files, cards
 
     files, cards = retrier(look, url)
-    found = split_files(files, card_configs(cards), where=url, config=config, split=split, format=format)
+    found = split_files(files, card_configs(cards, url), where=url, config=config, split=split, format=format)
     return [f"{local_path(url) if is_local(url) else url.rstrip('/')}/{file}" for file in found]
 
 
@@ -150,8 +153,9 @@ def _listing(name: HubName, access: HubAccess, retrier: Retrier) -> Snapshot:
         commit = str(name.revision) if name.is_pinned else _agreed(note)
         kept = Snapshot.kept(access.endpoint, name.repo, commit) if commit else None
         if kept is None:
-            ask = lambda: retrier(lambda: fetch_snapshot(access, repo), repo.url)  # noqa: E731
-            kept = _shared(key, ask)
+            ends_s = time.monotonic() + LISTING_S
+            is_late = lambda: time.monotonic() > ends_s  # noqa: E731
+            kept = _shared(key, lambda: retrier(lambda: fetch_snapshot(access, repo, is_late), repo.url))
             kept.keep()
             _agree(note, kept.commit)
     return kept

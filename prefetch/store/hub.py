@@ -29,7 +29,8 @@ from weakref import WeakKeyDictionary
 from prefetch.store.connections import Connections, Destination, Origin
 from prefetch.store.responses import Check, Head, Info, check_range, raise_for_status
 from sharding.http_status import StatusError
-from sharding.hub.snapshot import HubAccess, hub_folder
+from sharding.hub.access import HubAccess
+from sharding.hub.snapshot import hub_folder
 from sharding.write.file import private_folder
 
 _MOST_REDIRECTS = 5
@@ -67,7 +68,6 @@ class _Addresses:
 
     def __init__(self, access: HubAccess) -> None:
         self._access = access
-        self._hub = urlsplit(access.endpoint)
         self._known: dict[str, asyncio.Task[_Address]] = {}
 
     async def find(self, path: str, url: str) -> _Address:
@@ -120,19 +120,15 @@ class _Addresses:
             if head.status not in (301, 302, 303, 307, 308) or "location" not in head.fields:
                 _raise(head, url)
             url = urljoin(url, head.fields["location"])
-            if not self._is_hub(url):
+            if not self._access.is_hub(url):
                 return self._address(url, head, content)
         raise StatusError(508, f"the Hub redirected {_MOST_REDIRECTS} times")
-
-    def _is_hub(self, url: str) -> bool:
-        parts = urlsplit(url)
-        return (parts.scheme, parts.netloc) == (self._hub.scheme, self._hub.netloc)
 
     def _address(self, url: str, head: Head | None, content: str) -> _Address:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or parts.hostname is None or "@" in parts.netloc:
             raise StatusError(508, "the Hub redirected to an address that is not of HTTP")
-        is_hub = self._is_hub(url)
+        is_hub = self._access.is_hub(url)
         fields = {"Host": parts.netloc, "Accept": "*/*", "Accept-Encoding": "identity"}
         if is_hub:
             fields |= {name.title(): value for name, value in self._access.headers().items()}

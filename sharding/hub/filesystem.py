@@ -14,8 +14,10 @@ from urllib.request import getproxies, proxy_bypass
 
 from fsspec.asyn import AsyncFileSystem
 
+from sharding.hub.access import HubAccess
+from sharding.hub.answers import LISTING_S, IsLate
 from sharding.hub.names import DEFAULT_REVISION, HubName, parse_name
-from sharding.hub.snapshot import HubAccess, Snapshot, fetch_snapshot, read_file
+from sharding.hub.snapshot import Snapshot, fetch_snapshot, read_file
 
 
 def hub_filesystem(options: Mapping[str, Any]) -> HubFileSystem | None:
@@ -65,7 +67,7 @@ class HubFileSystem(AsyncFileSystem):  # type: ignore[misc]
                 kept := Snapshot.kept(self.access.endpoint, name.repo, str(name.revision))
             ):
                 return kept
-            snapshot = fetch_snapshot(self.access, name)
+            snapshot = fetch_snapshot(self.access, name, self._is_late())
             snapshot.keep()
             return snapshot
 
@@ -105,6 +107,14 @@ class HubFileSystem(AsyncFileSystem):  # type: ignore[misc]
         return list(entries.values()) if detail else list(entries)
 
     async def _cat_file(self, path: str, start: int | None = None, end: int | None = None, **_: Any) -> bytes:
-        name = parse_name(f"hf://{self._strip_protocol(path)}")
-        whole: bytes = await self.loop.run_in_executor(None, read_file, self.access, name, name.path)
+        path = self._strip_protocol(path)
+        name, size = parse_name(f"hf://{path}"), (await self._info(path))["size"]
+        whole: bytes = await self.loop.run_in_executor(
+            None, read_file, self.access, name, name.path, size, self._is_late()
+        )
         return whole[start:end]
+
+    def _is_late(self) -> IsLate:
+        """Says when the time for an answer that is asked for now is over."""
+        ends_s = self.loop.time() + LISTING_S
+        return lambda: bool(self.loop.time() > ends_s)

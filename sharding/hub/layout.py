@@ -2,8 +2,8 @@
 
 A README may say it (`configs` in its YAML head); else the names of files and folders do: shards called
 `data/train-00000-of-00010.parquet`, then folders called like a split, then files, then all are "train". The
-patterns are matched by fsspec's own translation of globs, the one that `datasets` uses; that both give the
-same files is tested side by side (tests/ecosystem). Pure: paths in, paths out, relative to the repository.
+patterns mean what they mean in `datasets` (`globs`); that both give the same files is tested side by side
+(tests/ecosystem). Pure: paths in, paths out, relative to the repository.
 
 Differences, on purpose: a file that two patterns match is taken once; of files of several formats those of
 the most frequent one are taken, and an error says so if that is one we do not read.
@@ -21,13 +21,10 @@ from glob import has_magic
 from pathlib import PurePosixPath
 from typing import Any
 
-from fsspec.utils import glob_translate
-
 from sharding.errors import DataflowError
 from sharding.formats import ENTRIES, format_of_suffix, suffix_of
+from sharding.hub.globs import matcher
 
-CARD_FILES = ("README.md", ".huggingface.yaml")
-"""Files whose YAML tells configs; the later one wins."""
 _SHARDED = "data/{split}-[0-9][0-9][0-9][0-9][0-9]-of-[0-9][0-9][0-9][0-9][0-9]*.*"
 _SHARD_NAME = re.compile(r"data/(.+?)-[0-9]{5}-of-[0-9]{5}.*\..*")
 _SPLIT_NAME = re.compile(r"\w+(\.\w+)*")
@@ -52,6 +49,8 @@ _NO_DATA = {
     "dummy_data.zip",
     "dataset_dict.json",
 }
+_MOST_MATCHES = 50_000_000
+"""Of patterns by paths; a million take a second."""
 _METADATA = {f"metadata.{ending}" for ending in ("csv", "jsonl", "parquet")}
 _OTHER_DATA = {
     *(".csv", ".tsv", ".txt", ".json", ".xml", ".h5", ".hdf5", ".lance", ".vortex", ".zip", ".npz"),
@@ -69,29 +68,6 @@ class Config:
     data_files: str | Sequence[Any] | Mapping[str, Any] | None = None
     """As in YAML: pattern, patterns, or patterns of each split; None: the default patterns."""
     is_default: bool = False
-
-
-def configs_of(cards: Iterable[Any]) -> list[dict[str, Any]]:
-    """The `configs` that the YAML of README.md and .huggingface.yaml give, parsed; the last one counts."""
-    found: list[dict[str, Any]] = []
-    for card in cards:
-        if isinstance(card, Mapping) and card.get("configs"):
-            found = card["configs"]
-    if not isinstance(found, list) or any(
-        not isinstance(one, Mapping) or "config_name" not in one for one in found
-    ):
-        raise ValueError(
-            f"configs in the README's YAML must be a list of configs with config_name, got {found!r}"
-        )
-    return [dict(one) for one in found]
-
-
-def yaml_head(readme: str) -> str:
-    """The YAML between the first two lines of "---" of a README; "": it has none."""
-    lines = readme.splitlines()
-    if lines and lines[0] == "---" and "---" in lines[1:]:
-        return "\n".join(lines[1 : lines[1:].index("---") + 1])
-    return ""
 
 
 def split_files(
@@ -212,7 +188,12 @@ def _default_patterns(paths: Sequence[str], data_dir: str) -> dict[str, list[str
     return {"train": ["**"]} if _matching("**", paths, data_dir) else {}
 
 
-def _matching_all(patterns: Iterable[str], paths: Sequence[str], data_dir: str, where: str) -> list[str]:
+def _matching_all(patterns: Sequence[str], paths: Sequence[str], data_dir: str, where: str) -> list[str]:
+    if len(patterns) * len(paths) > _MOST_MATCHES:
+        raise ValueError(
+            f"{len(patterns):,} patterns for {len(paths):,} files are too many to look at (the README of "
+            f"{where} has them); give the files as the source instead"
+        )
     files: dict[str, None] = {}
     for pattern in patterns:
         matches = _matching(pattern, paths, data_dir)
@@ -230,7 +211,7 @@ def _matching(pattern: str, paths: Sequence[str], data_dir: str) -> list[str]:
         raise ValueError(f"patterns of data files must be relative to the repository, got {pattern!r}")
     pattern = posixpath.normpath(posixpath.join(data_dir, pattern))
     ignored = _NO_DATA - {posixpath.basename(pattern)}
-    matches = re.compile(glob_translate(pattern)).match if has_magic(pattern) else pattern.__eq__
+    matches = matcher(pattern) if has_magic(pattern) else pattern.__eq__
     hidden, special = _hidden(pattern), _special(pattern)
     return [
         path

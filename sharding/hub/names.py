@@ -27,13 +27,18 @@ class HubName:
     @property
     def is_pinned(self) -> bool:
         """Whether it names a commit, which never changes."""
-        return self.revision is not None and _COMMIT.fullmatch(self.revision) is not None
+        return self.revision is not None and is_commit(self.revision)
 
     @property
     def url(self) -> str:
         """Its URL, for fsspec."""
         at = "" if self.revision is None else f"@{quote(self.revision, safe='')}"
         return f"hf://datasets/{self.repo}{at}" + (f"/{self.path}" if self.path else "")
+
+
+def is_commit(revision: str) -> bool:
+    """Whether a revision is a commit: 40 hex digits."""
+    return _COMMIT.fullmatch(revision) is not None
 
 
 def is_hub(url: str) -> bool:

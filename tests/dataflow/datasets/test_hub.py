@@ -7,7 +7,7 @@ import json
 import random
 import tarfile
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -15,28 +15,19 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import pyarrow as pa
 import pyarrow.ipc
-import pyarrow.parquet as pq
 import pytest
-from hub_server import TOKEN, Answer, HubServer, Repo, Request
+from hub_server import ROWS, TOKEN, Answer, HubServer, Request, parquet, shards
 
 from dataflow import Cache, DataLoader, RetryPolicy, ShardChangedError, ShardedDataset, ShardReadError
 from dataflow.actors.reading import only_read
 from prefetch.store import hub as store_hub
 from sharding.errors import DataflowError
-from sharding.hub import snapshot
+from sharding.hub import answers, snapshot
 
 pytest.importorskip("huggingface_hub")
 pytestmark = pytest.mark.timeout(60)
 
 NAME = "hf://datasets/org/name"
-ROWS = 20
-"""Of each file."""
-
-
-def parquet(first: int, rows: int = ROWS) -> bytes:
-    out = io.BytesIO()
-    pq.write_table(pa.table({"n": np.arange(first, first + rows)}), out)
-    return out.getvalue()
 
 
 def arrow(first: int) -> bytes:
@@ -59,29 +50,6 @@ def tar(first: int) -> bytes:
             member.size = len(body)
             archive.addfile(member, io.BytesIO(body))
     return out.getvalue()
-
-
-def shards(
-    make: Callable[[int], bytes], ending: str, count: int = 4, split: str = "train"
-) -> dict[str, bytes]:
-    return {f"data/{split}-{i:05d}-of-{count:05d}.{ending}": make(ROWS * i) for i in range(count)}
-
-
-@pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[HubServer]:
-    """A Hub with one repository of four Parquet files, and a cache folder of its own."""
-    import huggingface_hub.constants
-
-    server = HubServer()
-    server.repos["org/name"] = Repo()
-    server.repos["org/name"].commit({**shards(parquet, "parquet"), "README.md": b"---\nlicense: mit\n---\n"})
-    monkeypatch.setattr(huggingface_hub.constants, "HF_TOKEN_PATH", str(tmp_path / "no-token"))
-    for name in ("HF_TOKEN", "MASTER_ADDR", "MASTER_PORT", "SLURM_JOB_ID"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    with server.serving():
-        monkeypatch.setenv("HF_ENDPOINT", server.url)
-        yield server
 
 
 def as_another_process() -> None:
@@ -234,7 +202,7 @@ def test_the_first_batch_comes_two_round_trips_after_the_listing(
 
 
 def test_a_long_list_is_asked_page_by_page(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(snapshot, "_MOST_FILES", 3)
+    monkeypatch.setattr(answers, "_COMPLETE_BELOW", 3)
     hub.page = 3
     assert sorted(numbers(ShardedDataset(NAME))) == list(range(4 * ROWS))
     assert kinds(hub)["api"] == 3  # the list, and two pages of files and folders

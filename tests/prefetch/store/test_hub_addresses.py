@@ -14,7 +14,7 @@ from prefetch.store import hub
 from prefetch.store.connections import Destination
 from prefetch.store.responses import Head
 from sharding.http_status import StatusError
-from sharding.hub.snapshot import HubAccess
+from sharding.hub.access import HubAccess
 
 DATE = {"date": "Wed, 25 Nov 2026 12:00:00 GMT"}
 NOON = 1795608000
@@ -62,10 +62,10 @@ class Site:
 class Repository:
     """As much of the filesystem as reads need."""
 
-    access = HubAccess("http://hub:80", "hf_secret")
+    access = HubAccess("https://hub:443", "hf_secret")
 
     def file_address(self, path: str) -> str:
-        return f"http://hub:80/datasets/o/n/resolve/main/{path}"
+        return f"https://hub:443/datasets/o/n/resolve/main/{path}"
 
 
 def head(status: int, **fields: str) -> Head:
@@ -90,9 +90,9 @@ def test_a_mirror_may_redirect_several_times_and_the_token_stays_at_home(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def answers(url: str, request: bytes) -> Head:
-        if url.startswith("http://hub:80/datasets"):
+        if url.startswith("https://hub:443/datasets"):
             return head(307, location="/api/resolve-cache/f")
-        if url.startswith("http://hub:80/api"):
+        if url.startswith("https://hub:443/api"):
             return head(302, location="http://mirror:80/f")
         if url.startswith("http://mirror"):
             return head(302, location="http://cdn:80/f?sig=1")
@@ -107,13 +107,13 @@ def test_a_mirror_may_redirect_several_times_and_the_token_stays_at_home(
 @pytest.mark.usefixtures("asked")
 def test_reads_of_one_file_share_the_question_for_its_address(monkeypatch: pytest.MonkeyPatch) -> None:
     def answers(url: str, request: bytes) -> Head:
-        if url.startswith("http://hub"):
+        if url.startswith("https://hub"):
             return head(302, location="http://cdn:80/f?sig=1")
         return head(206, content_range="bytes 0-3/4")
 
     site = Site(answers)
     read(site, monkeypatch, times=5)
-    assert sum(url.startswith("http://hub") for url, _ in site.asked) == 1
+    assert sum(url.startswith("https://hub") for url, _ in site.asked) == 1
 
 
 @pytest.mark.usefixtures("asked")
