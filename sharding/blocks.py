@@ -236,6 +236,10 @@ class Format(ABC):
         sizes = self.value_bytes(block, column)
         return None if sizes is None else int(np.count_nonzero(sizes < 0))
 
+    def num_passed_over(self, footer: bytes) -> int:
+        """Files of the shard with this footer that are part of no sample, such as hidden ones of a tar."""
+        return 0
+
     def select(self, block: Block, columns: Sequence[str]) -> list[tuple[int, int]]:
         """Byte ranges (offset in the file, length) that hold the columns of a block, for `decode` of these.
 

@@ -147,7 +147,11 @@ def build_catalog(
             progress(count, len(urls), num_samples)
     _raise_first(failures, len(urls))
     if num_samples == 0:
-        raise DataflowError(f"the dataset is empty: no samples in {len(urls)} shards such as {urls[0]}")
+        passed_over = sum(codec.num_passed_over(scan.footer) for scan in scans)
+        other = f", and {passed_over} files that are hidden or have no extension" if passed_over else ""
+        raise DataflowError(
+            f"the dataset is empty: no samples in {len(urls)} shards such as {urls[0]}{other}"
+        )
     schemas = (
         (shard.url, scan.schema) for shard, scan in zip(shards, scans, strict=True) if scan.num_samples.any()
     )

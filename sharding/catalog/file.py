@@ -32,7 +32,7 @@ from sharding.redaction import identity_of
 from sharding.urls import is_http, is_local, local_path
 from sharding.write.file import PRIVATE_FILE, private_folder, user_folder
 
-VERSION = 3
+VERSION = 4
 _MAGIC = b"dataflow-catalog"
 _CURE = "index the shards again: dataflow index"
 _COUNTS = ("offset", "length", "nbytes", "num_samples")

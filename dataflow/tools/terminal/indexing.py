@@ -31,7 +31,7 @@ from sharding.catalog.build import (
 )
 from sharding.catalog.table import Catalog
 from sharding.errors import CorruptShardError
-from sharding.formats import resolve_format
+from sharding.formats import FORMATS, resolve_format
 from sharding.lengths.kept import copy_beside
 from sharding.redaction import identity_of, without_secrets
 from sharding.urls import file_name, is_local, local_path
@@ -179,6 +179,9 @@ def checksums_of(catalog: Catalog, storage_options: Mapping[str, Any] | None = N
 def _parts(catalog: Catalog, path: str) -> Iterator[Part]:
     """What a catalog holds, and where it lies."""
     stored = sum(catalog.rows.column("size").to_pylist())
+    codec = catalog.codec() if catalog.format in FORMATS else None
+    footers = catalog.rows.column("footer").to_pylist()
+    passed_over = sum(map(codec.num_passed_over, footers)) if codec else 0
     block, sample = (bytes_text(stored / count) for count in (catalog.num_blocks, catalog.num_samples))
     facts = [
         ("format", catalog.format),
@@ -187,6 +190,7 @@ def _parts(catalog: Catalog, path: str) -> Iterator[Part]:
         ("unfinished", unfinished_text(catalog) if catalog.unfinished else ""),
         ("checksums", "CRC-32 of each block" if catalog.checksums is not None else ""),
         ("samples", f"{catalog.num_samples:,}, {sample} each on average"),
+        ("passed over", f"{passed_over:,} files: hidden, or without an extension" if passed_over else ""),
         *(("column", f"{name}: {_spec_text(spec)}") for name, spec in catalog.schema.items()),
     ]
     yield Table((), [(name, text) for name, text in facts if text])

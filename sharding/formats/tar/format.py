@@ -11,6 +11,10 @@ of the key text (u4), then one record per member and one per sample:
     member  header u4, size u4, sample u4, column u2, flags u2      payload: header + 512
     sample  start u4, length u4                                     of the key, in the block ...
     key text                                                        ... or, if not empty, in this text
+    copies                                                          positions count on into them
+
+A link is the member that it points to: a record with that one's header. Where this lies in another block, its
+payload is copied into the index, and no value of the shard can be located.
 
 Positions and sizes are u8 where `nbytes` is 4 GiB or more. Flags are those of `header`. Columns count
 along the shard's sorted extensions, which are in the footer (JSON).
@@ -30,13 +34,15 @@ from numpy.typing import NDArray
 from sharding.blocks import Block, Columns, ColumnSpec, Format, Shard, ShardScan, Spans
 from sharding.compression import compression_of, decompress, open_decompressed
 from sharding.errors import CorruptShardError
-from sharding.formats.tar.header import BLOCK, MAGIC, NO_MAGIC, ODD_SIZE, SIZE
+from sharding.formats.tar.header import BLOCK, COPIED, MAGIC, NO_MAGIC, ODD_SIZE, SIZE
 from sharding.formats.tar.header_chains import octal_sizes
 from sharding.formats.tar.members import Members, list_members
 from sharding.formats.tar.samples import Samples, group_members
 
 KEY_COLUMN = "__key__"
 _COUNTS = np.dtype([("members", "<u4"), ("key_text", "<u4")])
+_MOST_COPIED_BYTES = 64 << 20
+"""Of payloads in other blocks that a shard's links point to: they go into the catalog."""
 _USTAR = np.frombuffer(b"ustar", np.uint8)
 _NOTHING = np.empty(0, np.uint8)
 
@@ -89,17 +95,22 @@ class TarFormat(Format):
             cuts = _cuts(sample_first, members.end[samples.member[-1:]], block_bytes)
             starts = sample_first[cuts]
             ends = np.append(starts[1:], members.end[samples.member[-1:]])
-        nbytes = ends - starts
         cut_ends = np.append(cuts, len(samples.first))[1:]
-        blocks = zip(cuts.tolist(), cut_ends.tolist(), starts.tolist(), nbytes.tolist(), strict=True)
+        copies = _Copies(file, shard.url)
+        indexes = [
+            _index_of(members, samples, copies, *block)
+            for block in zip(cuts.tolist(), cut_ends.tolist(), starts.tolist(), ends.tolist(), strict=True)
+        ]
         footer = {"columns": samples.columns, "passed_over": samples.num_passed_over}
+        if copies.num_bytes:
+            footer["has_copies"] = True
         return ShardScan(
             offset=starts,
-            length=np.full_like(cuts, file.seek(0, 2)) if compressed else nbytes,
-            nbytes=nbytes,
+            length=np.full_like(cuts, file.seek(0, 2)) if compressed else ends - starts,
+            nbytes=ends - starts + np.array([copied for _, copied in indexes], np.int64),
             num_samples=cut_ends - cuts,
             schema=_schema(members, samples),
-            index=[_index_of(members, samples, *block) for block in blocks],
+            index=[index for index, _ in indexes],
             footer=json.dumps(footer).encode(),
             unfinished=members.unfinished,
             missing=_missing(samples),
@@ -109,22 +120,34 @@ class TarFormat(Format):
         """Raise `ValueError` where the block's index does not fit it, or leads outside it."""
         index = _BlockIndex.of(block)
         _columns_of(bytes(block.footer))
-        if compression_of(block.shard.url) is None and block.length != block.nbytes:
-            raise ValueError(f"{block.length} bytes hold {block.nbytes}")
+        stored = block.nbytes - len(index.copies)
+        if compression_of(block.shard.url) is None and block.length != stored:
+            raise ValueError(f"{block.length} bytes hold {stored}")
         if len(index.key_text) != int(np.frombuffer(block.index, _COUNTS, 1)[0]["key_text"]):
             raise ValueError(f"an index of {len(block.index)} bytes for {block.num_samples} samples")
         if index.members["sample"].max(initial=0) >= block.num_samples:
             raise ValueError(f"a member is of none of {block.num_samples} samples")
-        _check_inside(index.members["header"], index.members["size"], block.nbytes - BLOCK)
+        is_copied = index.members["flags"] & COPIED != 0
+        for rows, end in ((index.members[is_copied], block.nbytes), (index.members[~is_copied], stored)):
+            _check_inside(rows["header"], rows["size"], end - BLOCK)
         _check_inside(index.keys["start"], index.keys["length"], len(index.key_text) or block.nbytes)
+
+    def num_passed_over(self, footer: bytes) -> int:
+        """Files without a key, hidden files, those in `__MACOSX/`, and `__meta__` files."""
+        return int(json.loads(footer)["passed_over"])
 
     def locate(self, block: Block, columns: Sequence[str] | None) -> dict[str, Spans] | None:
         """Where values lie in the shard, relative to `block.offset`; see `Format.locate`.
 
-        None for compressed shards, and for "__key__" where the block's keys are only in its index.
+        None for compressed shards, for those with links from block to block, and for "__key__" where the
+        block's keys are only in its index.
         """
         index = _BlockIndex.of(block)
-        if compression_of(block.shard.url) or (columns and KEY_COLUMN in columns and len(index.key_text)):
+        if (
+            compression_of(block.shard.url)
+            or _has_copies(bytes(block.footer))
+            or (columns and KEY_COLUMN in columns and len(index.key_text))
+        ):
             return None
         return index.columns(columns, _NOTHING, block)
 
@@ -143,12 +166,15 @@ class TarFormat(Format):
         url = block.shard.url
         if compression_of(url):
             data = decompress(data, url, limit_bytes=block.nbytes)
-        if len(data) < block.nbytes:
-            reason = f"{len(data)} bytes where {block.nbytes} were indexed; the shard changed or is truncated"
-            raise CorruptShardError(url, reason, offset=block.offset + len(data), stage="decode")
         index = _BlockIndex.of(block)
+        stored = block.nbytes - len(index.copies)
+        if len(data) < stored:
+            reason = f"{len(data)} bytes where {stored} were indexed; the shard changed or is truncated"
+            raise CorruptShardError(url, reason, offset=block.offset + len(data), stage="decode")
         buffer = np.frombuffer(data, np.uint8)
-        _compare(index.members, buffer, block)
+        _compare(index.members[index.members["flags"] & COPIED == 0], buffer, block)
+        if len(index.copies):
+            buffer = np.concatenate([buffer[:stored], index.copies])
         return {**index.columns(columns, buffer, block)}
 
     def keys(self, block: Block, data: memoryview) -> list[str]:
@@ -165,6 +191,8 @@ class _BlockIndex:
     members: NDArray[np.void]
     keys: NDArray[np.void]
     key_text: NDArray[np.uint8]
+    copies: NDArray[np.uint8]
+    """Payloads that links of the block point to and that lie in other blocks."""
 
     @classmethod
     def of(cls, block: Block) -> _BlockIndex:
@@ -173,7 +201,8 @@ class _BlockIndex:
         members = np.frombuffer(block.index, member, counts["members"], offset=_COUNTS.itemsize)
         at = _COUNTS.itemsize + members.nbytes
         keys = np.frombuffer(block.index, key, block.num_samples, offset=at)
-        return cls(members, keys, np.frombuffer(block.index, np.uint8, offset=at + keys.nbytes))
+        text = np.frombuffer(block.index, np.uint8, offset=at + keys.nbytes)
+        return cls(members, keys, text[: counts["key_text"]], text[counts["key_text"] :])
 
     def columns(
         self, selected: Sequence[str] | None, buffer: NDArray[np.uint8], block: Block
@@ -209,6 +238,11 @@ def _columns_of(footer: bytes) -> dict[str, int]:
     return {name: number for number, name in enumerate(json.loads(footer)["columns"])}
 
 
+@lru_cache(maxsize=1024)
+def _has_copies(footer: bytes) -> bool:
+    return bool(json.loads(footer).get("has_copies"))
+
+
 def _compare(members: NDArray[np.void], buffer: NDArray[np.uint8], block: Block) -> None:
     """Raise where the header of a member is not the one that was indexed."""
     blocks = buffer[: len(buffer) // BLOCK * BLOCK].reshape(-1, BLOCK)
@@ -234,7 +268,7 @@ def _cuts(first: NDArray[np.int64], end: NDArray[np.int64], block_bytes: int) ->
 
 
 def _schema(members: Members, samples: Samples) -> dict[str, ColumnSpec]:
-    size, num_columns = members.size[samples.member], len(samples.columns)
+    size, num_columns = members.size[samples.source], len(samples.columns)
     count = np.bincount(samples.column, minlength=num_columns)
     low, high = np.full(num_columns, np.iinfo(np.int64).max), np.zeros(num_columns, np.int64)
     np.minimum.at(low, samples.column, size)
@@ -259,22 +293,58 @@ def _missing(samples: Samples) -> dict[str, str]:
     return first
 
 
-def _index_of(members: Members, samples: Samples, cut: int, end: int, start: int, nbytes: int) -> bytes:
-    """The index of the block that holds samples `cut` to `end` and begins at byte `start`."""
-    member, key = _NARROW if nbytes < 1 << 32 else _WIDE
+@dataclass
+class _Copies:
+    """Reads the payloads that links point to from other blocks."""
+
+    file: BinaryIO
+    url: str
+    num_bytes: int = 0
+
+    def read(self, members: Members, row: int, key: bytes) -> bytes:
+        """The payload of a member. The key is that of a sample which has a link to it."""
+        size, header = int(members.size[row]), int(members.header[row])
+        self.num_bytes += size
+        if self.num_bytes > _MOST_COPIED_BYTES:
+            reason = f"its links point from block to block to more than {_MOST_COPIED_BYTES >> 20} MiB"
+            cure = "make the archive with `tar --hard-dereference --dereference`"
+            text = key.decode(errors="backslashreplace")
+            raise CorruptShardError(self.url, f"{reason}; {cure}", offset=header, key=text)
+        self.file.seek(header + BLOCK)
+        payload = self.file.read(size)
+        if len(payload) < size:
+            raise CorruptShardError(self.url, "the target of a link is truncated", offset=header)
+        return payload
+
+
+def _index_of(
+    members: Members, samples: Samples, copies: _Copies, cut: int, end: int, start: int, stop: int
+) -> tuple[bytes, int]:
+    """The index of the block of samples `cut` to `end`, in bytes `start` to `stop`; bytes that it copies."""
     rows = slice(*np.searchsorted(samples.sample, [cut, end]))
-    record = np.empty(rows.stop - rows.start, member)
-    record["header"] = members.header[samples.member[rows]] - start
-    record["size"] = members.size[samples.member[rows]]
-    record["sample"] = samples.sample[rows] - cut
-    record["column"] = samples.column[rows]
-    record["flags"] = members.flags[samples.member[rows]]
+    source, flags = samples.source[rows], members.flags[samples.source[rows]]
+    header, size = members.header[source] - start, members.size[source]
+    outside, payloads = np.flatnonzero((header < 0) | (header + BLOCK + size > stop - start)), list[bytes]()
+    if len(outside):
+        apart, first, number = np.unique(source[outside], return_index=True, return_inverse=True)
+        keys_of = samples.sample[rows][outside[first]].tolist()
+        payloads = [
+            copies.read(members, row, samples.key(sample))
+            for row, sample in zip(apart.tolist(), keys_of, strict=True)
+        ]
+        ends = stop - start + np.cumsum([len(payload) for payload in payloads])
+        header[outside], flags[outside] = (ends - members.size[apart])[number] - BLOCK, COPIED
+    num_copied = sum(map(len, payloads))
+    member, key = _NARROW if stop - start + num_copied < 1 << 32 else _WIDE
+    record = np.empty(len(source), member)
+    record["header"], record["size"], record["flags"] = header, size, flags
+    record["sample"], record["column"] = samples.sample[rows] - cut, samples.column[rows]
     keys, text = np.empty(end - cut, key), b""
     length, key_start = samples.key_length[cut:end], samples.key_start[cut:end] - start
     if (samples.key_start[cut:end] < 0).any():
         text = b"".join(map(samples.key, range(cut, end)))
         key_start = np.cumsum(length) - length
     keys["start"], keys["length"] = key_start, length
-    return b"".join(
-        [np.array((len(record), len(text)), _COUNTS).tobytes(), record.tobytes(), keys.tobytes(), text]
-    )
+    counts = np.array((len(record), len(text)), _COUNTS)
+    parts = [counts.tobytes(), record.tobytes(), keys.tobytes(), text, *payloads]
+    return b"".join(parts), num_copied

@@ -18,14 +18,16 @@ from sharding.errors import CorruptShardError
 
 BLOCK = 512
 """Bytes of a header, and the unit payloads are padded to."""
-NO_MAGIC, ODD_SIZE = 1, 2
-"""Flags: a header without ustar magic; a size not written as 11 octal digits in the header itself."""
+NO_MAGIC, ODD_SIZE, COPIED = 1, 2, 4
+"""Flags: a header without ustar magic; a size not written as 11 octal digits in the header itself; a payload
+that lies in a block's index, as the block does not have it."""
 
-NAME, SIZE, CHECKSUM, TYPE, MAGIC, PREFIX = (
+NAME, SIZE, CHECKSUM, TYPE, LINK_NAME, MAGIC, PREFIX = (
     slice(0, 100),
     slice(124, 136),
     slice(148, 156),
     156,
+    slice(157, 257),
     slice(257, 262),
     slice(345, 500),
 )
@@ -33,6 +35,8 @@ REGULAR_TYPES = b"0\0" + b"7"
 EXTENSION_TYPES = b"xgXLK"
 BARE_TYPES = b"123456"
 """Links, devices, folders, pipes: no payload follows, whatever their size field says."""
+LINK_TYPES = b"12"
+"""Hard links and symbolic links."""
 _SPARSE_TYPE = ord("S")
 _OCTAL = re.compile(rb"[0-7]*")
 _PLAIN_SIZE = re.compile(rb"[0-7]{11}[\0 ]")
@@ -40,6 +44,15 @@ _PAX_RECORD = re.compile(rb"(\d+) ([^=]+)=")
 _MAX_EXTENSION_BYTES = 16 << 20
 _MAX_MEMBER_BYTES = 1 << 50
 """More than any store holds, and few enough to add up."""
+
+
+@dataclass(frozen=True)
+class MemberLink:
+    """What a link says: the bytes are those of another file."""
+
+    target: bytes
+    is_symbolic: bool
+    """A symbolic link names a file relative to its own folder, a hard link one of the archive before it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +73,8 @@ class Member:
     name_start: int | None
     """Where `name` stands in the archive in one piece, or None."""
     flags: int
+    link: MemberLink | None
+    """Whose bytes it stands for, where it is a link."""
 
 
 @dataclass
@@ -68,18 +83,23 @@ class Extensions:
 
     name: bytes | None = None
     name_start: int | None = None
+    link: bytes | None = None
     size: int | None = None
 
     def add(self, kind: int, body: bytes, start: int) -> None:
         """Take in the payload of one extension header, which lies at `start`. ValueError: malformed."""
         if kind == ord("L") and self.name is None:
             self.name, self.name_start = body.partition(b"\0")[0], start
+        elif kind == ord("K") and self.link is None:
+            self.link = body.partition(b"\0")[0]
         elif kind in b"xX" and changes_member(kind, body):
             for keyword, value, at in reversed(pax_records(body)):
                 if keyword.startswith(b"GNU.sparse."):
                     raise ValueError("a sparse member; pack the shard without --sparse")
                 if keyword == b"path" and self.name is None:
                     self.name, self.name_start = value.rstrip(b"/"), start + at
+                elif keyword == b"linkpath" and self.link is None:
+                    self.link = value
                 elif keyword == b"size" and self.size is None:
                     self.size = _decimal(value)
 
@@ -230,6 +250,7 @@ class MemberReader:
             name=name,
             name_start=start,
             flags=flags,
+            link=_link(head, extensions) if kind in LINK_TYPES else None,
         )
 
     def passed(self, header: int, name: bytes, size: int) -> None:
@@ -243,6 +264,11 @@ class MemberReader:
             return self.global_name, None
         name, prefix = (head[field].partition(b"\0")[0] for field in (NAME, PREFIX))
         return (prefix + b"/" + name, None) if prefix else (name, header)
+
+
+def _link(head: bytes, extensions: Extensions) -> MemberLink:
+    stated = head[LINK_NAME].partition(b"\0")[0] if extensions.link is None else extensions.link
+    return MemberLink(stated, is_symbolic=head[TYPE] == ord("2"))
 
 
 def padded(size: int) -> int:

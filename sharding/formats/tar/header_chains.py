@@ -17,6 +17,7 @@ from sharding.formats.tar.header import (
     BLOCK,
     CHECKSUM,
     EXTENSION_TYPES,
+    LINK_TYPES,
     MAGIC,
     PREFIX,
     SIZE,
@@ -33,7 +34,11 @@ def one_of(kinds: bytes) -> NDArray[np.bool_]:
     return np.isin(np.arange(256), np.frombuffer(kinds, np.uint8))
 
 
-_IS_BARE, _IS_EXTENSION, _IS_UNUSUAL = one_of(BARE_TYPES), one_of(EXTENSION_TYPES), one_of(b"\0S")
+_IS_BARE, _IS_EXTENSION, _IS_UNUSUAL = (
+    one_of(BARE_TYPES),
+    one_of(EXTENSION_TYPES),
+    one_of(b"\0S" + LINK_TYPES),
+)
 
 
 @dataclass(frozen=True, kw_only=True)

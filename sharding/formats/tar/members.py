@@ -1,4 +1,4 @@
-"""All files of a tar archive, from its headers alone.
+"""All files of a tar archive, and the links to them, from its headers alone.
 
 Where members are small, the archive is read a MiB at a time and thousands of headers are taken at once
 (`header_chains`). Where members are large, payloads are skipped and only headers are read. Whatever is
@@ -14,7 +14,16 @@ from typing import BinaryIO, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from sharding.formats.tar.header import BLOCK, MAGIC, NAME, REGULAR_TYPES, TYPE, Member, MemberReader
+from sharding.formats.tar.header import (
+    BLOCK,
+    MAGIC,
+    NAME,
+    REGULAR_TYPES,
+    TYPE,
+    Member,
+    MemberLink,
+    MemberReader,
+)
 from sharding.formats.tar.header_chains import HeaderChain, chain_of, one_of
 
 BUFFER_BYTES = 1 << 20
@@ -37,7 +46,7 @@ class Location(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Members:
-    """The n regular files of an archive in order; positions count bytes from its start."""
+    """The n regular files and links of an archive in order; positions count bytes from its start."""
 
     first: NDArray[np.int64]
     """First byte of each, extension headers included."""
@@ -45,10 +54,13 @@ class Members:
     end: NDArray[np.int64]
     """Where the next header belongs; never beyond the file."""
     size: NDArray[np.int64]
+    """Bytes behind the header; of links none."""
     flags: NDArray[np.uint16]
     name_field: NDArray[np.uint8]
     """[n, 100], as stored; meaningless for the rows of `located`."""
     located: dict[int, Location]
+    links: dict[int, MemberLink]
+    """By row: what the links among them point to."""
     total_bytes: int
     """Length of the file."""
     unfinished: str
@@ -83,6 +95,10 @@ def list_members(
         if max_members is not None:
             walk.check_size(max_members)
     return walk.members()
+
+
+def _is_kept(member: Member) -> bool:
+    return member.regular or member.link is not None
 
 
 class _ReadBuffer:
@@ -142,6 +158,7 @@ class _ArchiveWalk:
         self._tables: list[NDArray[np.int64]] = []
         self._names: list[NDArray[np.uint8]] = []
         self._located: dict[int, Location] = {}
+        self._links: dict[int, MemberLink] = {}
         self._count = 0
         self._name_bytes = 0
 
@@ -165,7 +182,7 @@ class _ArchiveWalk:
                 self._refuse_data_behind()
             return False
         row = np.array([[member.first, member.header, member.end, member.size, member.flags]])
-        self._append(row, np.zeros((1, NAME.stop), np.uint8), np.array([member.regular]), {0: member})
+        self._append(row, np.zeros((1, NAME.stop), np.uint8), np.array([_is_kept(member)]), {0: member})
         self._move(member.end, 1)
         return True
 
@@ -182,6 +199,7 @@ class _ArchiveWalk:
             flags=table[:, 4].astype(np.uint16),
             name_field=np.concatenate([empty[1], *self._names]),
             located=self._located,
+            links=self._links,
             total_bytes=total,
             unfinished=self._reader.unfinished,
             last_is_cut=len(table) > 0 and bool(table[-1, 1] + BLOCK + table[-1, 3] > total),
@@ -199,7 +217,7 @@ class _ArchiveWalk:
     def _take_chain(self, chain: HeaderChain) -> None:
         flags = np.zeros_like(chain.size)
         table = np.stack([chain.first, chain.header, chain.end, chain.size, flags], axis=1)
-        regular = _IS_REGULAR[chain.heads[:, TYPE]]
+        kept = _IS_REGULAR[chain.heads[:, TYPE]]
         members: dict[int, Member] = {}
         count = len(table)
         # What extension headers or odd fields may change is read again, by the reader that knows all rules.
@@ -208,31 +226,34 @@ class _ArchiveWalk:
             assert member is not None, "a header with a right checksum is no end of an archive"
             members[i] = member
             table[i] = member.first, member.header, member.end, member.size, member.flags
-            regular[i] = member.regular
+            kept[i] = _is_kept(member)
             if member.end != chain.end[i] or self._reader.global_name is not None:
                 count = i + 1  # the chain assumed another end, or names of its own
                 break
         if count - 1 not in members:
             name = chain.heads[count - 1, NAME].tobytes().partition(b"\0")[0]
             self._reader.passed(int(table[count - 1, 1]), name, int(table[count - 1, 3]))
-        self._append(table[:count], chain.heads[:count, NAME], regular[:count], members)
+        self._append(table[:count], chain.heads[:count, NAME], kept[:count], members)
         self._move(int(table[count - 1, 2]), count)
 
     def _append(
         self,
         table: NDArray[np.int64],
         names: NDArray[np.uint8],
-        regular: NDArray[np.bool_],
+        kept: NDArray[np.bool_],
         located: dict[int, Member],
     ) -> None:
-        rows = self._count + np.cumsum(regular) - 1
+        rows = self._count + np.cumsum(kept) - 1
         for i, member in located.items():
-            if member.regular:
+            if kept[i]:
                 self._located[int(rows[i])] = Location(member.name, member.name_start)
                 self._name_bytes += len(member.name)
-        self._tables.append(table[regular])
-        self._names.append(names[regular])
-        self._count += int(np.count_nonzero(regular))
+            if member.link is not None:
+                self._links[int(rows[i])] = member.link
+                self._name_bytes += len(member.link.target)
+        self._tables.append(table[kept])
+        self._names.append(names[kept])
+        self._count += int(np.count_nonzero(kept))
 
     def _move(self, position: int, num_members: int) -> None:
         """Go on, and choose between whole buffers and single headers by the mean size of late."""

@@ -3,8 +3,12 @@
 A name splits at the first dot of its last component into key and extension
 (`^((?:.*/|)[^.]+)[.]([^/]*)$`; extensions are lower-cased). Consecutive members with one key are one
 sample; names without a key and names such as `__meta__` are passed over, and counted. Most names are
-split by comparing bytes in bulk; those where the regular expression has more to say (hidden files, line
-ends, a leading "__", names from extension headers) go through it one by one.
+split by comparing bytes in bulk; those where the regular expression has more to say (line ends, a leading
+"__", names from extension headers) go through it one by one.
+
+Two things differ from webdataset. Files whose name begins with a dot, and those in `__MACOSX/`, are never
+samples: webdataset makes the key `d/` of `d/._0.jpg`, which a Mac puts beside `d/0.jpg`. And a key that comes
+back behind other samples is an error: webdataset makes two halves of it.
 """
 
 from __future__ import annotations
@@ -19,10 +23,13 @@ from numpy.typing import NDArray
 
 from sharding.errors import CorruptShardError
 from sharding.formats.tar.header import NAME
+from sharding.formats.tar.links import link_targets
 from sharding.formats.tar.members import Location, Members
 
 _SPLIT = re.compile(rb"^((?:.*/|)[^.]+)[.]([^/]*)$")
 _META = re.compile(rb"__[^/]*__($|/)")
+_APPLE = b"__MACOSX"
+"""The folder in which a Mac's archives keep what its file system knows beside the files' bytes."""
 _RESERVED = {"__key__", "__url__", "__bad__", "__local_path__"}
 """Names webdataset uses in the sample itself."""
 _MAX_COLUMNS = 1 << 16
@@ -36,6 +43,8 @@ class Samples:
     """All extensions, sorted."""
     member: NDArray[np.int64]
     """[m], rows of the archive's `Members` that belong to samples, ascending."""
+    source: NDArray[np.int64]
+    """[m], rows whose bytes these are: the same, but for links."""
     sample: NDArray[np.int64]
     """[m], the sample each belongs to, ascending."""
     column: NDArray[np.int64]
@@ -49,7 +58,7 @@ class Samples:
     key: Callable[[int], bytes]
     """The key of one sample."""
     num_passed_over: int
-    """Files without a key, and `__meta__` files."""
+    """Files without a key, hidden files, those in `__MACOSX/`, and `__meta__` files."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +91,13 @@ class _Names:
         at = np.flatnonzero(np.isin(rows, np.fromiter(self.special, np.int64, len(self.special)))).tolist()
         return {i: split for i in at if (split := self.special[int(rows[i])]) is not None}
 
+    def name(self, row: int) -> bytes:
+        located = self.members.located.get(row)
+        return located.name if located else self.text[row, : self.length[row]].tobytes()
+
+    def shown(self, row: int) -> str:
+        return repr(self.name(row).decode(errors="backslashreplace"))
+
     def fail(self, row: int, reason: str) -> NoReturn:
         """Raise `CorruptShardError` for a member, with its key and byte."""
         key = self.key(row).decode(errors="backslashreplace")
@@ -92,8 +108,8 @@ def group_members(members: Members, url: str) -> Samples:
     """Which members form which samples; in an unfinished archive, without a last one that is not whole.
 
     Raises:
-        CorruptShardError: an extension occurs twice in one sample, is reserved, or is not UTF-8; names the
-            sample's key and the member's byte.
+        CorruptShardError: an extension occurs twice in one sample, is reserved, or is not UTF-8; a key comes
+            back behind other samples; a link's target is not there. Names the key and the member's byte.
     """
     names = _split_names(members, url)
     rows = np.flatnonzero(names.key_length >= 0)
@@ -109,12 +125,14 @@ def group_members(members: Members, url: str) -> Samples:
     _refuse_duplicates(sample * len(columns) + column, rows, names)
     first = np.flatnonzero(begins)
     first_row = rows[first]
+    _refuse_returning(names, rows, first, column)
     key_start = members.header[first_row].copy()  # the name is the first field of a header
     for i, (_, _, start) in names.specials_among(first_row).items():
         key_start[i] = -1 if start is None else start
     return Samples(
         columns=columns,
         member=rows,
+        source=_sources(names, rows),
         sample=sample,
         column=column,
         first=first,
@@ -126,7 +144,10 @@ def group_members(members: Members, url: str) -> Samples:
 
 
 def split_name(name: bytes) -> tuple[bytes, bytes] | None:
-    """Key and extension of a member's name, or None where webdataset passes it over."""
+    """Key and extension of a member's name, or None where it is of no sample."""
+    folder, _, last = name.rpartition(b"/")
+    if last.startswith(b".") or _APPLE in folder.split(b"/"):
+        return None
     match = _SPLIT.match(name)
     return None if match is None or _META.match(name) else (match[1], match[2])
 
@@ -140,10 +161,12 @@ def _split_names(members: Members, url: str) -> _Names:
     behind = columns > last_slash[rows]
     dot = np.full(len(text), -1, np.int64)
     dot[rows[behind][::-1]] = columns[behind][::-1]  # backwards: the first dot is assigned last
-    # The regular expression does not split these at that dot: hidden files, where it needs a second one; line
-    # ends, which its "." does not match; names like `__meta__`.
-    odd = (dot == last_slash + 1) & (dot >= 0)
-    odd |= (text == ord("\n")).any(axis=1) | (text[:, :2] == ord("_")).all(axis=1)
+    dot[dot == last_slash + 1] = -1  # hidden files
+    # The regular expression does not split these at that dot: line ends, which its "." does not match; names
+    # like `__meta__`.
+    odd = (text == ord("\n")).any(axis=1) | (text[:, :2] == ord("_")).all(axis=1)
+    rows, columns = np.nonzero(text[:, 2:] == ord("M"))
+    odd[rows[(text[rows, columns] == ord("_")) & (text[rows, columns + 1] == ord("_"))]] = True
     special = {row: _special(members, text, row) for row in {*np.flatnonzero(odd).tolist(), *members.located}}
     for row, split in special.items():
         dot[row] = -1 if split is None else len(split[0])
@@ -176,6 +199,78 @@ def _begins_sample(names: _Names, rows: NDArray[np.int64]) -> NDArray[np.bool_]:
         if 0 < i < len(rows):
             begins[i] = names.key(int(rows[i])) != names.key(int(rows[i - 1]))
     return begins
+
+
+def _refuse_returning(
+    names: _Names, rows: NDArray[np.int64], first: NDArray[np.int64], column: NDArray[np.int64]
+) -> None:
+    """Raise where a key comes again behind other samples.
+
+    Keys with one hash are compared, so a million different ones cost a sort of numbers.
+    """
+    hashes = _key_hashes(names, rows[first])
+    order = np.argsort(hashes, kind="stable")
+    again = np.flatnonzero(hashes[order[1:]] == hashes[order[:-1]])
+    seen: dict[bytes, int] = {}
+    for sample in np.unique(order[np.concatenate([again, again + 1])]).tolist():
+        row = int(rows[first[sample]])
+        before = seen.setdefault(names.key(row), sample)
+        if before != sample:
+            end = first[before + 1]
+            _fail_returning(
+                names, row, int(rows[first[before]]), column[first[sample]], column[first[before] : end]
+            )
+
+
+def _fail_returning(
+    names: _Names, row: int, first_row: int, column: np.int64, columns: NDArray[np.int64]
+) -> NoReturn:
+    there = f"its sample begins at byte {names.members.header[first_row]}, and others follow it"
+    cure = "make the archive anew, in the order of names (`tar --sort=name`)"
+    if column in columns:
+        reason = f"the key comes again: the member {names.shown(row)} is in the archive twice; {there}"
+        names.fail(row, f"{reason}; {cure}, with each file once")
+    names.fail(
+        row, f"the members of a sample are not neighbours: {names.shown(row)} comes late; {there}; {cure}"
+    )
+
+
+_HASH_WORDS = -(-NAME.stop // 8)
+_HASH_FACTORS = np.random.default_rng(0).integers(1 << 63, size=_HASH_WORDS).astype(np.uint64) * 2 + 1
+
+
+def _key_hashes(names: _Names, rows: NDArray[np.int64]) -> NDArray[np.uint64]:
+    """A number for the key of each row; equal keys have equal ones."""
+    text = np.zeros((len(rows), 8 * _HASH_WORDS), np.uint8)
+    text[:, : NAME.stop] = names.text[rows]
+    text *= np.arange(text.shape[1]) < names.key_length[rows][:, None]
+    long: dict[int, int] = {}
+    for i, (key, _, _) in names.specials_among(rows).items():
+        text[i] = 0
+        if len(key) > NAME.stop:
+            long[i] = hash(key) % (1 << 64)
+        else:
+            text[i, : len(key)] = np.frombuffer(key, np.uint8)
+    hashes = text.view(np.uint64) @ _HASH_FACTORS
+    hashes[np.array([*long], np.int64)] = np.array([*long.values()], np.uint64)
+    return hashes
+
+
+def _sources(names: _Names, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The rows whose bytes the members in `rows` have: their own, or what their link points to."""
+    source = rows.copy()
+    links = np.flatnonzero(
+        np.isin(rows, np.fromiter(names.members.links, np.int64, len(names.members.links)))
+    )
+    if len(links):
+        targets = link_targets(names.members.links, map(names.name, range(len(names.members))))
+        for i in links.tolist():
+            row = int(rows[i])
+            found = targets[row]
+            if isinstance(found, str):
+                names.fail(row, f"the member {names.shown(row)} is {found}")
+            source[i] = found
+    return source
 
 
 def _end_of_whole_samples(names: _Names, rows: NDArray[np.int64], begins: NDArray[np.bool_]) -> int:

@@ -599,7 +599,7 @@ def test_a_damaged_catalog_says_so(shards, tmp_path, damage):
             pass
     elif damage not in ("version", "outside"):
         path.write_bytes({"empty": b"", "text": b"hello", "truncated": content[: len(content) // 2]}[damage])
-    reason = {"version": "version 99, and this release reads 3", "outside": "outside its shard"}
+    reason = {"version": "version 99, and this release reads 4", "outside": "outside its shard"}
     with pytest.raises(CorruptShardError, match=reason.get(damage, "no.? a catalog, or is damaged")):
         Catalog.load(str(path))
 

@@ -62,8 +62,15 @@ def with_header(content: bytes, at: int, field: slice, text: bytes) -> bytes:
     return content[:at] + bytes(head) + content[at + 512 :]
 
 
+def may_be_of_a_sample(name: str) -> bool:
+    """Not hidden, and not what a Mac keeps beside files: of these webdataset makes samples, and we do not."""
+    folder, _, last = name.rpartition("/")
+    return not last.startswith(".") and "__MACOSX" not in folder.split("/")
+
+
 def by_webdataset(content: bytes) -> list[Sample]:
-    files = tar_file_expander([{"url": "a.tar", "stream": io.BytesIO(content)}])
+    archives = [{"url": "a.tar", "stream": io.BytesIO(content)}]
+    files = tar_file_expander(archives, select_files=may_be_of_a_sample)
     return [{k: v for k, v in sample.items() if k != "__url__"} for sample in group_by_keys(files)]
 
 
@@ -167,27 +174,19 @@ def test_times_in_pax_headers_before_every_member_change_nothing() -> None:
     assert by_us(content) == by_webdataset(content)
 
 
-@pytest.mark.parametrize("kind", [tarfile.DIRTYPE, tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.FIFOTYPE, b"V"])
+@pytest.mark.parametrize("kind", [tarfile.DIRTYPE, tarfile.CHRTYPE, tarfile.FIFOTYPE, b"V"])
 def test_members_that_are_no_files_are_passed_over(kind: bytes) -> None:
     out = io.BytesIO()
     with tarfile.open(fileobj=out, mode="w", format=tarfile.GNU_FORMAT) as tar:
         for i in range(4):
             other = tarfile.TarInfo(f"d{i}.d")
-            other.type, other.linkname = kind, f"{i}.jpg"
+            other.type = kind
             tar.addfile(other)
             member = tarfile.TarInfo(f"{i // 2}.{'ab'[i % 2]}")
             member.size = 5
             tar.addfile(member, io.BytesIO(b"%05d" % i))
     assert by_us(out.getvalue()) == by_webdataset(out.getvalue())
     assert len(by_us(out.getvalue())) == 2
-
-
-def test_a_link_with_a_size_has_no_payload() -> None:
-    content = simple(2)
-    header = tarfile.TarInfo("l.jpg")
-    header.type, header.size, header.linkname = tarfile.LNKTYPE, 5000, "d/0000.jpg"
-    joined = header.tobuf(tarfile.GNU_FORMAT) + content
-    assert by_us(joined) == by_webdataset(joined) == by_us(content)
 
 
 def test_a_payload_that_is_a_tar_archive_is_not_searched() -> None:
@@ -287,6 +286,7 @@ files = st.lists(st.tuples(names, st.integers(0, 2000)), max_size=12)
     st.sampled_from([0, 1e9 + 0.5]),
 )
 @example([("a.__bad__", 3), ("b.x", 3)], tarfile.USTAR_FORMAT, 1, 0)
+@example([("é.x", 3), ("b.x", 3), ("é.y", 3)], tarfile.PAX_FORMAT, 1, 0)
 def test_any_archive_gives_the_samples_of_webdataset(
     members: list[tuple[str, int]], fmt: int, block_bytes: int, mtime: float
 ) -> None:
@@ -299,6 +299,9 @@ def test_any_archive_gives_the_samples_of_webdataset(
         expected = by_webdataset(content)
     if expected is None:
         assert "duplicate" in error_of(content).reason
+        return
+    if len({sample["__key__"] for sample in expected}) < len(expected):
+        assert "tar --sort=name" in error_of(content).reason
         return
     if any(name.endswith("__bad__") for name, _ in members):
         assert "reserved" in error_of(content).reason
