@@ -16,7 +16,9 @@ from torch.utils.data import DistributedSampler
 
 _NOT_READ = (
     "a loader over shards is iterated over (and measured) itself, not through its sampler or in another "
-    "loader; with Accelerate, use dataflow.accelerate.prepare_loader(accelerator, loader)"
+    "loader. With Accelerate, use dataflow.accelerate.prepare_loader(accelerator, loader), and to go on "
+    "inside an epoch accelerator.load_state or load_state_dict. The Trainer of transformers skips batches "
+    "after dataflow.integrations.transformers.resume(trainer)"
 )
 
 
@@ -113,6 +115,20 @@ class ShardOrder(DistributedSampler[int]):
         0: as many as it has. -1: it has samples besides which do not lie at its end, or units that are none.
         """
         return int(self._stream.remainder)
+
+    @property
+    def nothing_left(self) -> bool:
+        """Whether no batches are left of the epoch that the next loop runs, after a state was loaded."""
+        return bool(self._stream.nothing_left)
+
+    def is_after(self, epoch: int, num_batches: int) -> bool:
+        """Whether the next loop goes on after so many batches of an epoch on this rank."""
+        return bool(self._stream.is_after(epoch, num_batches))
+
+    def begin_next(self, epoch: int) -> None:
+        """Let the next loop run the epoch after the present one, which a framework calls `epoch`."""
+        self._stream.set_epoch(self._stream.epoch + 1)
+        self._ahead = self._stream.epoch - epoch
 
     @property
     def num_replicas(self) -> int:  # type: ignore[override]

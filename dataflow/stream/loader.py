@@ -446,6 +446,13 @@ class StreamLoader:
         """Whether no batches are left of the epoch that the next loop runs."""
         return self.epoch_plan(self._loops.epoch, self._loops.start).num_batches == 0
 
+    def is_after(self, epoch: int, num_batches: int) -> bool:
+        """See `ShardOrder.is_after`."""
+        plan = self.epoch_plan(epoch, 0)
+        if epoch != self.epoch or num_batches > plan.num_batches:
+            return False
+        return plan.position_after(num_batches) == self._loops.start
+
     def is_taken_ahead(self, epoch: int) -> bool:
         """See `LoopQueue.is_taken_ahead`."""
         return self._loops.is_taken_ahead(epoch)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import warnings
 from collections.abc import Iterator
 from itertools import chain, islice
@@ -11,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from ecosystem_kit import Numbers, Stream, make_shards, numbers_of
+from forked_kit import exit_code_in_child
 from torch.utils.data import DataLoader as TorchDataLoader
 
 from dataflow import Bucketed, DataLoader, Topology
@@ -193,6 +196,38 @@ def test_prepare_refuses_to_take_a_loader_over_shards_apart(tmp_path: Path) -> N
     prepared = accelerator().prepare(DataLoader(make_shards(tmp_path), 4))
     with pytest.raises(TypeError, match=r"dataflow\.accelerate\.prepare_loader"):
         next(iter(prepared))
+
+
+def test_batches_of_shards_are_not_skipped_by_taking_their_loader_apart(tmp_path: Path) -> None:
+    loader = prepare_loader(accelerator(), DataLoader(make_shards(tmp_path), 4))
+    with pytest.raises(
+        TypeError, match=r"accelerator\.load_state or load_state_dict.*integrations\.transformers"
+    ):
+        next(iter(skip_first_batches(loader, 2)))
+
+
+def test_a_run_over_shards_that_was_killed_resumes_with_the_batch_after_its_last_save(tmp_path: Path) -> None:
+    dataset = make_shards(tmp_path)
+    with DataLoader(dataset, 7, shuffle=True, seed=3) as plain:
+        whole = epochs(plain, 2)
+
+    def make() -> tuple[Accelerator, Any]:
+        here = accelerator()
+        return here, prepare_loader(here, DataLoader(dataset, 7, shuffle=True, seed=3))
+
+    def run() -> None:
+        here, loader = make()
+        for number, _ in enumerate(loader):
+            if number == 2:
+                here.save_state(str(tmp_path / "state"))
+            if number == 4:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    assert exit_code_in_child(run) == -signal.SIGKILL
+    forget()
+    here, loader = make()
+    here.load_state(str(tmp_path / "state"))
+    assert epochs(loader) == [whole[0][3:], whole[1]]
 
 
 # ---- two processes --------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import json
 import logging
 import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 import warnings
@@ -17,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 from ecosystem_kit import Numbers, Stream, Twins, make_shards, numbers_of
+from forked_kit import exit_code_in_child
 from stream_kit import session_of
 from torch.utils.data import DataLoader as TorchDataLoader, DistributedSampler, RandomSampler
 from worker_kit import Does
@@ -144,6 +146,23 @@ def test_a_loader_over_shards_resumes_exactly_from_any_checkpoint(tmp_path: Path
     assert (
         steps_of(DataLoader(dataset, 4, shuffle=True, seed=3), max_epochs=3, resume=path) == expected[step:]
     )
+
+
+def test_a_run_over_shards_that_was_killed_resumes_from_its_last_checkpoint(tmp_path: Path) -> None:
+    dataset, path = make_shards(tmp_path), tmp_path / "at.ckpt"
+
+    class KillAt(pl.Callback):
+        def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+            if len(module.steps) == 15:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    def run() -> None:
+        steps_of(DataLoader(dataset, 4, shuffle=True, seed=3), callbacks=[SaveAt(13, path), KillAt()])
+
+    assert exit_code_in_child(run) == -signal.SIGKILL
+    with DataLoader(dataset, 4, shuffle=True, seed=3) as plain:
+        expected = [(epoch, numbers_of(batch)) for epoch in range(2) for batch in plain]
+    assert steps_of(DataLoader(dataset, 4, shuffle=True, seed=3), resume=path) == expected[13:]
 
 
 def letters_of(sample: dict[str, Any]) -> dict[str, Any]:
