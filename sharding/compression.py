@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
 
 _ENDINGS = {".gz": "gzip", ".tgz": "gzip", ".zst": "zstd"}
+HEAD_BYTES = 4 << 10
+"""What `compression_in` looks at, at most."""
 _INPUT_BYTES = 64 << 10
 _ZSTD_INPUT_BYTES = 1 << 10  # zstandard gives all a piece expands to: at most 32768 times its size, or 32 MiB
 _OUTPUT_BYTES = 1 << 20
@@ -32,6 +34,49 @@ def compression_of(url: str) -> str | None:
     """What the file's name ends in: "gzip", "zstd" or None; a `?query` and `::` chains are understood."""
     name = file_name(url).lower()
     return next((kind for ending, kind in _ENDINGS.items() if name.endswith(ending)), None)
+
+
+def compression_in(head: bytes) -> str | None:
+    """How the file with these first bytes is compressed, whatever it is called; None: not that one can tell.
+
+    "gzip", "zstd", "bzip2" or "xz". The three bytes of gzip may stand in any file of numbers, so what follows
+    them must be a deflated stream, too.
+    """
+    if head.startswith((b"BZh", b"\xfd7zXZ\0")):
+        is_bzip2 = head[4:10] in (b"1AY&SY", b"\x17rE8P\x90")
+        return "xz" if head[0] == 0xFD else "bzip2" if is_bzip2 else None
+    if head.startswith(b"\x28\xb5\x2f\xfd") or (head[1:4] == b"\x2a\x4d\x18" and head[0] & 0xF0 == 0x50):
+        return "zstd"
+    if not head.startswith(b"\x1f\x8b\x08") or len(head) < 10:
+        return None
+    member = zlib.decompressobj(wbits=31)
+    try:
+        return "gzip" if member.decompress(head[:HEAD_BYTES]) or member.eof else None
+    except zlib.error:
+        return None
+
+
+def misnamed(head: bytes, url: str, *, may_be_compressed: bool) -> str | None:
+    """What is wrong with the name of a compressed file that begins so, with the cure; None: nothing is.
+
+    `may_be_compressed`: whether files of its format are read compressed, where their names say so.
+    """
+    kind, stated, name = compression_in(head), compression_of(url), file_name(url)
+    if kind == stated == "gzip":
+        twice = compression_in(zlib.decompressobj(wbits=31).decompress(head, HEAD_BYTES))
+        return f"it is compressed twice: decompress it once (`{kind} -dc < FILE`)" if twice else None
+    if kind is None or kind == stated:
+        return None
+    for ending in _ENDINGS if stated else ():
+        if name.lower().endswith(ending):
+            name = name[: -len(ending)] + (".tar" if ending == ".tgz" else "")
+    ending = next((ending for ending, known in _ENDINGS.items() if known == kind), "")
+    if may_be_compressed and ending:
+        return f"it looks {kind}-compressed: name it {name}{ending}"
+    cure = f"decompress it (`{kind} -dc < FILE`)"
+    if may_be_compressed:
+        cure += ", or compress it by gzip or zstd instead"
+    return f"it looks {kind}-compressed: {cure}"
 
 
 def decompress(data: memoryview, url: str, *, limit_bytes: int | None = None) -> memoryview:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import http.server
 import subprocess
 import sys
@@ -63,8 +64,10 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             self.send_header("Content-Length", "0")
             self.end_headers()
             return
-        content = path.read_bytes()
-        start, end, wanted = 0, len(content), self.headers.get("Range")
+        content, wanted = path.read_bytes(), self.headers.get("Range")
+        if self.server.packs:
+            content, wanted = gzip.compress(content), None
+        start, end = 0, len(content)
         if wanted:
             first, last = wanted.removeprefix("bytes=").split("-")
             start, end = int(first), int(last) + 1 if last else len(content)
@@ -80,6 +83,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         for name, value in (
             ("ETag", f'"{version}"'),
             ("Accept-Ranges", "bytes"),
+            *self.server.more_fields,
             ("Content-Length", str(end - start)),
         ):
             self.send_header(name, value)
@@ -110,6 +114,10 @@ class RangeServer(http.server.ThreadingHTTPServer):
         """Etags, where they are not "1"."""
         self.may_answer: Callable[[Asked], None] = lambda asked: None
         self.content_range: Callable[[Asked, int], str] = _content_range
+        self.more_fields: list[tuple[str, str]] = []
+        """Of the head of each answer."""
+        self.packs = False
+        """Whether files are compressed on their way, whatever range is asked for."""
         self.may_read: Callable[[str, str], bool] = lambda query, authorization: True
         """Whether a request with this query and authorization is answered; 403 if not."""
 

@@ -21,7 +21,7 @@ from fsspec.asyn import AsyncFileSystem
 from prefetch.store.connections import Destination
 from prefetch.store.direct import NotDirectError, direct_http, direct_s3
 from prefetch.store.hub import hub_body
-from prefetch.store.responses import Check, check_range, raise_for_status
+from prefetch.store.responses import Check, check_range, gives_own_bytes, raise_for_status
 
 Fill = Callable[[Any, str, int, Destination, Check], Awaitable[None]]
 """`fill(fs, path, start, place, check)` puts the object's bytes from `start` into a place."""
@@ -67,12 +67,19 @@ async def aiohttp_body(fs: Any, path: str, start: int, place: Destination, check
     # A body compressed on its way has other ranges than the object.
     headers = {"Range": f"bytes={start}-{start + len(place.rest) - 1}", "Accept-Encoding": "identity"}
     options["headers"] = {**options.get("headers", {}), **headers}
-    async with session.get(fs.encode_url(path), **options) as response:
-        fields = {name.lower(): value for name, value in response.headers.items()}
-        raise_for_status(response.status, str(response.reason or ""), fields, path)
-        check_range(response.status, fields, start, check)
-        while len(place.rest) and (piece := await response.content.readany()):
-            place.put(piece)
+    # Unpacked are only whole objects that the server compresses whatever it is asked.
+    for unpacks in (False, True):
+        async with session.get(fs.encode_url(path), **options, auto_decompress=unpacks) as response:
+            fields = {name.lower(): value for name, value in response.headers.items()}
+            raise_for_status(response.status, str(response.reason or ""), fields, path)
+            if not gives_own_bytes(response.status, fields) and start == 0 and response.status == 200:
+                if not unpacks:
+                    continue
+                fields = {name: fields[name] for name in fields.keys() & {"etag", "last-modified"}}
+            check_range(response.status, fields, start, check)
+            while len(place.rest) and (piece := await response.content.readany()):
+                place.put(piece)
+        return
 
 
 async def s3_body(fs: Any, path: str, start: int, place: Destination, check: Check) -> None:

@@ -5,9 +5,9 @@ read past it where all that it would say is known here: HTTP(S) with headers onl
 region and credentials only. There the URL of an object is signed once by botocore (for an hour, used for
 five minutes; not at all for public buckets) and its ranges are plain HTTP requests. Everything else is
 refused by `NotDirectError`, and the client is asked: other options (proxies, cookies, authenticators,
-certificates, versions of objects), redirects, bodies without a length in their head or compressed ones, and
-whatever S3 answers to a signed URL but the range, "not found" or "later": the client's word is final. Where
-an answer was the reason, its store is left to the client from then on.
+certificates, versions of objects), redirects, bodies without a length in their head or compressed on their
+way, and whatever S3 answers to a signed URL but the range, "not found" or "later": the client's word is
+final. Where an answer was the reason, its store is left to the client from then on.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from urllib.request import getproxies, proxy_bypass
 from weakref import WeakKeyDictionary
 
 from prefetch.store.connections import Connections, Destination, Origin
-from prefetch.store.responses import Check, Head, check_range, raise_for_status
+from prefetch.store.responses import Check, Head, check_range, gives_own_bytes, raise_for_status
 
 _SIGNED_FOR_S = 3600
 _SIGNATURE_USED_S = 300.0
@@ -139,7 +139,7 @@ def _get(
             route.not_direct.add(store)
             raise NotDirectError
         raise_for_status(status, head.reason, fields, path)
-        if head.length is None or fields.get("content-encoding", "identity") != "identity":
+        if head.length is None or not gives_own_bytes(status, fields):
             route.not_direct.add(store)
             raise NotDirectError
         check_range(status, fields, start, check)

@@ -12,6 +12,7 @@ from functools import lru_cache
 from typing import Any
 
 from prefetch.store.retries import WrongRangeError
+from sharding.catalog.storage import encoded_text
 from sharding.http_status import StatusError, retry_after_s
 
 Info = Mapping[str, Any]
@@ -33,6 +34,13 @@ class NoRangesError(Exception):
 
     def __str__(self) -> str:
         return "the server gives no byte ranges; put 'simplecache::' before the URL to read whole files"
+
+
+class EncodedBodyError(Exception):
+    """The server compresses objects on their way: ranges of that are none of the object."""
+
+    def __str__(self) -> str:
+        return encoded_text(str(self.args[0]))
 
 
 @dataclass(frozen=True)
@@ -64,14 +72,32 @@ def raise_for_status(status: int, reason: str, fields: Fields, path: str) -> Non
         raise StatusError(status, reason, retry_after_s(fields))
 
 
+def encoding_of(fields: Fields) -> str:
+    """How a body is compressed on its way; "": it is not."""
+    encoding = fields.get("content-encoding", "").strip().lower()
+    return "" if encoding == "identity" else encoding
+
+
+def gives_own_bytes(status: int, fields: Fields) -> bool:
+    """Whether a body is as the object is stored: a range of it, whatever coding it is said to have.
+
+    Servers say so of `.gz` files, and object stores of what was uploaded with `Content-Encoding`.
+    """
+    match = _CONTENT_RANGE.fullmatch(fields.get("content-range", "").strip())
+    return not encoding_of(fields) or (status == 206 and match is not None and match[3] != "*")
+
+
 def check_range(status: int, fields: Fields, start: int, check: Check) -> None:
     """Hold a successful answer to what was asked, and the object to the catalog.
 
     Raises:
+        EncodedBodyError: what comes is compressed on its way.
         NoRangesError: the whole object comes, though its beginning is not wanted.
         WrongRangeError: another range comes, or nobody says which.
         What `check` raises.
     """
+    if not gives_own_bytes(status, fields):
+        raise EncodedBodyError(encoding_of(fields))
     info: dict[str, Any] = {"ETag": fields.get("etag", ""), "Last-Modified": fields.get("last-modified", "")}
     text = fields.get("content-range", "").strip()
     match = _CONTENT_RANGE.fullmatch(text)

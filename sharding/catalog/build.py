@@ -34,12 +34,13 @@ from sharding.catalog.storage import (
     shard_of,
 )
 from sharding.catalog.table import Catalog
+from sharding.compression import HEAD_BYTES, compression_in, misnamed
 from sharding.errors import CorruptShardError, DataflowError, ShardError, ShardReadError
-from sharding.formats import catalog_options, sibling
+from sharding.formats import ENTRIES, FormatEntry, catalog_options, sibling
 from sharding.formats.arrow.columns import TabularFormat
 from sharding.formats.arrow.schema import specs_of
 from sharding.redaction import identity_of
-from sharding.urls import file_name, is_local
+from sharding.urls import file_name, is_http, is_local
 
 CATALOG_SUFFIX = ".catalog"
 """Ending of saved catalogs; a source with this ending is one."""
@@ -198,17 +199,45 @@ def _index_shard(
         raise CorruptShardError(shard.url, "is empty (0 bytes)")
     with ExitStack() as files:
         file = files.enter_context(open_shard(shard, place.fs, place.path))
-        beside: dict[str, BinaryIO] = {}
+        named, beside = {place.url: file}, dict[str, BinaryIO]()
         other_url = sibling(place.url, codec.sibling_suffix) if codec.sibling_suffix else ""
         if other_url and not (codec.may_lack_sibling and not exists(other_url, options)):
             other = _opened([other_url], options)[0]
-            beside["sibling"] = files.enter_context(open_shard(_shard_at(other), other.fs, other.path))
+            opened = files.enter_context(open_shard(_shard_at(other), other.fs, other.path))
+            named[other_url] = beside["sibling"] = opened
+        entry = ENTRIES.get(codec.name)
+        if entry is not None and entry.takes_any_bytes:
+            _refuse_compressed(named, entry)
         try:
-            return shard, codec.scan(file, shard, block_bytes=block_bytes, **beside)
-        except (DataflowError, ImportError):
+            scan = codec.scan(file, shard, block_bytes=block_bytes, **beside)
+        except (ShardReadError, ImportError):
             raise
         except Exception as error:
+            _refuse_compressed(named, entry)
+            if isinstance(error, DataflowError):
+                raise
             raise ShardReadError(shard.url, f"indexing it failed; {failure_text(error)}") from error
+        if not scan.num_samples.any():
+            _refuse_compressed(named, entry)
+        return shard, scan
+
+
+def _refuse_compressed(named: Mapping[str, BinaryIO], entry: FormatEntry | None) -> None:
+    """Raise where a file of a shard, by URL, is compressed and its name does not say so.
+
+    Asked where indexing fails or finds nothing, so that no shard costs a read more.
+    """
+    for url, file in named.items():
+        file.seek(0)
+        head = file.read(HEAD_BYTES)
+        file.seek(0)
+        reason = entry and misnamed(head, url, may_be_compressed=entry.may_be_compressed)
+        if reason:
+            if is_http(url) and "::" not in url and compression_in(head) == "gzip":
+                reason += (
+                    "; or, if it comes with 'Content-Encoding: gzip', put 'simplecache::' before the URL"
+                )
+            raise CorruptShardError(identity_of(url), reason, offset=0, stage="index")
 
 
 def _shard_at(place: _OpenedUrl) -> Shard:

@@ -15,7 +15,9 @@ from contextlib import contextmanager
 from datetime import UTC, datetime
 from typing import Any, BinaryIO, cast
 
+from fsspec.asyn import sync
 from fsspec.core import url_to_fs
+from fsspec.implementations.cached import CachingFileSystem
 
 from sharding.blocks import Shard
 from sharding.errors import DataflowError, ShardReadError
@@ -131,6 +133,8 @@ def shard_info(url: str, fs: Any, path: str) -> Info:
     """
     with store_errors(url):
         info: Info = local_info(os.stat(local_path(url))) if is_local(url) else fs.info(path)
+        if info.get("size") is None or isinstance(fs, CachingFileSystem):
+            info = _info_of_bytes(fs, path, info)
     if info.get("type", "file") == "directory":
         raise ShardReadError(url, "is a directory, not a file; give the directory alone, or a glob")
     if info.get("type", "file") == "other":
@@ -139,6 +143,36 @@ def shard_info(url: str, fs: Any, path: str) -> Info:
         reason = "the server gives no byte ranges; put 'simplecache::' before the URL to read whole files"
         raise ShardReadError(url, reason)
     return info
+
+
+def _info_of_bytes(fs: Any, path: str, info: Info) -> Info:
+    """What is said of a file whose size the store did not say, once its bytes were asked for."""
+    if isinstance(fs, CachingFileSystem):  # a copy of the whole file has every range
+        if info.get("size") is not None:
+            return {**info, "partial": None}
+        with fs.open(path, "rb") as file:
+            return {**info, "size": file.seek(0, os.SEEK_END), "partial": None}
+    # fsspec believes no length beside a `Content-Encoding`; a range tells how long the object is.
+    return cast(Info, sync(fs.loop, _ranged_info, fs, path, info)) if hasattr(fs, "encode_url") else info
+
+
+async def _ranged_info(fs: Any, path: str, info: Info) -> Info:
+    session = await fs.set_session()
+    headers = {**fs.kwargs.get("headers", {}), "Range": "bytes=0-0", "Accept-Encoding": "identity"}
+    async with session.get(fs.encode_url(path), **{**fs.kwargs, "headers": headers}) as answer:
+        total = answer.headers.get("Content-Range", "").rpartition("/")[2]
+        encoding = answer.headers.get("Content-Encoding", "identity")
+    if answer.status == 206 and total.isdigit():
+        return {**info, "size": int(total), "partial": None}
+    if encoding != "identity":
+        raise ShardReadError(path, encoded_text(encoding))
+    return info
+
+
+def encoded_text(encoding: str) -> str:
+    """What is wrong with a server that compresses files on their way, and the cure."""
+    what = f"the server sends it with 'Content-Encoding: {encoding}', and no byte ranges of the file itself"
+    return f"{what}; put 'simplecache::' before the URL to read whole files, unpacked"
 
 
 def local_info(status: os.stat_result) -> Info:

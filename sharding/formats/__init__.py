@@ -29,11 +29,20 @@ class FormatEntry:
     """Arguments of `resolve_format` that it takes."""
     sibling_suffix: str = ""
     """It has a claim only where a file with this last ending lies beside the shard; "": everywhere."""
+    may_be_compressed: bool = False
+    """Whether a file is read compressed, where its name says so."""
+    takes_any_bytes: bool = False
+    """Whether indexing reads so little of a file that any bytes will do."""
 
 
 _ARROW, _WITH_END = "sharding.formats.arrow", ("allow_unfinished",)
 ENTRIES = {
-    "tar": FormatEntry(where="sharding.formats.tar.format:TarFormat", suffixes=(".tar",), options=_WITH_END),
+    "tar": FormatEntry(
+        where="sharding.formats.tar.format:TarFormat",
+        suffixes=(".tar",),
+        options=_WITH_END,
+        may_be_compressed=True,
+    ),
     "parquet": FormatEntry(where=f"{_ARROW}.parquet:ParquetFormat", suffixes=(".parquet", ".pq")),
     "arrow": FormatEntry(
         where=f"{_ARROW}.ipc:ArrowFileFormat", suffixes=(".arrow", ".feather", ".ipc"), options=_WITH_END
@@ -41,9 +50,14 @@ ENTRIES = {
     "arrow-stream": FormatEntry(
         where=f"{_ARROW}.ipc:ArrowStreamFormat", suffixes=(".arrows", ".stream"), options=_WITH_END
     ),
-    "jsonl": FormatEntry(where=f"{_ARROW}.jsonl:JsonlFormat", suffixes=(".jsonl", ".ndjson")),
+    "jsonl": FormatEntry(
+        where=f"{_ARROW}.jsonl:JsonlFormat", suffixes=(".jsonl", ".ndjson"), may_be_compressed=True
+    ),
     "tokens": FormatEntry(
-        where="sharding.formats.tokens:TokensFormat", suffixes=(".npy", ".bin"), options=("dtype", "length")
+        where="sharding.formats.tokens:TokensFormat",
+        suffixes=(".npy", ".bin"),
+        options=("dtype", "length"),
+        takes_any_bytes=True,
     ),
     "megatron": FormatEntry(
         where="sharding.formats.megatron:MegatronFormat",

@@ -26,7 +26,6 @@ _NUMBER = re.compile(r"%0(\d+)d|%d|\{(?::0?(\d+)d?)?\}")
 _BRACES = re.compile(r"\{[^{}]*(?:\.\.|,)[^{}]*\}")
 _TOKENS = ("tokens", "megatron")
 _FORMATS = ("tar", "parquet", "arrow", "arrow-stream", "jsonl", *_TOKENS)
-_COMPRESSED = ("tar", "jsonl")
 
 
 @dataclass(frozen=True)
@@ -247,6 +246,6 @@ def _format_of(pattern: str, name: str | None) -> str:
         )
     if name in _TOKENS and suffix_of(pattern) != ".bin":
         raise ValueError(f"shards of format {name!r} end in .bin, got {pattern!r}")
-    if name not in _COMPRESSED and compression_of(pattern):
+    if not ENTRIES[name].may_be_compressed and compression_of(pattern):
         raise ValueError(f"format {name!r} compresses inside the file, if at all: {pattern!r} names a stream")
     return name

@@ -197,7 +197,7 @@ class MemberReader:
         if len(head) < BLOCK:
             raise _CutShortError(position, f"it ends inside a header {self._behind()}")
         if not checksum_holds(head):
-            self.fail(position, f"not a tar header (bad checksum){_hint(head, position)}")
+            self.fail(position, "not a tar header (bad checksum)")
         return head[TYPE]
 
     def _size(self, head: bytes, position: int) -> int:
@@ -301,11 +301,3 @@ def _decimal(text: bytes) -> int:
     if not text.isdigit():
         raise ValueError(f"a pax size of {text!r}")
     return int(text)
-
-
-def _hint(head: bytes, position: int) -> str:
-    if position == 0 and head[:2] == b"\x1f\x8b":
-        return "; it looks gzip-compressed: name it .tar.gz"
-    if position == 0 and head[:4] == b"\x28\xb5\x2f\xfd":
-        return "; it looks zstd-compressed: name it .tar.zst"
-    return ""
