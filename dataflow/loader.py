@@ -120,6 +120,10 @@ class DataLoader(WorkerLoader, Generic[D_co, B]):
         ship_blocks: with `builders="ray"`, have this process read, and send the stored values to the actors.
         snapshot_every_n_steps: datasets with a `state_dict` tell it every so many batches; between them a
             resumed loader fetches again what was delivered. As in torchdata's `StatefulDataLoader`.
+        prefetch_across_epochs: persistent workers with nothing left to do begin the next epoch before anybody
+            asks for it, over map-style datasets with torch's samplers and over iterable ones. They may then
+            not see what the training code changes between epochs in a place that they look up by name (a
+            file, shared memory, a manager). Over shards reading goes on across epochs anyway.
         memory_limit: bytes, or text such as "2GB", that the loader may hold; None: 1 GiB or an eighth of
             the machine's memory per local rank, whichever is less.
         seed, topology, device, tail, depth, max_worker_restarts, batching, mark_repeats: over shards only;
@@ -150,6 +154,7 @@ class DataLoader(WorkerLoader, Generic[D_co, B]):
         in_order: bool = True,
         workers: Literal["process", "thread", "auto"] | None = None,
         snapshot_every_n_steps: int = 1,
+        prefetch_across_epochs: bool = False,
         memory_limit: int | str | None = None,
         seed: int = 0,
         topology: Topology | None = None,
@@ -177,6 +182,7 @@ class DataLoader(WorkerLoader, Generic[D_co, B]):
                     multiprocessing_context=multiprocessing_context,
                     generator=generator,
                     in_order=None if in_order else False,
+                    prefetch_across_epochs=prefetch_across_epochs or None,
                 )
                 if batch_size is None:
                     raise ValueError("batch_size=None is not for shards: they are read in batches")
@@ -235,6 +241,9 @@ class DataLoader(WorkerLoader, Generic[D_co, B]):
         )
         self.workers = checked_workers(workers, num_workers, multiprocessing_context)
         self.snapshot_every_n_steps = snapshot_every_n_steps
+        if prefetch_across_epochs and not (persistent_workers and in_order):
+            raise ValueError("prefetch_across_epochs=True needs persistent_workers=True and in_order=True")
+        self.prefetch_across_epochs = prefetch_across_epochs
         self.memory_limit = memory_limit_bytes(memory_limit, 1)
         self._drop_in = new_state(self.workers, num_workers)
         super().__init__(

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import time
+import warnings
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -335,6 +336,13 @@ class StreamLoader:
         except BaseException as error:
             self._fail(loop, error)
             raise
+        if loop.nothing_left:
+            warnings.warn(
+                "this loop had no batch: the loaded state was taken in the loop, after the last batch of "
+                f"epoch {plan.order.epoch}. The next loop runs the next epoch. Take states behind the loop, "
+                "or say which epoch comes: loader.set_epoch(...)",
+                stacklevel=2,
+            )
         self._loops.end(loop, plan.order.epoch)
 
     def _newest_plan(self, epoch: int, start: int) -> RankPlan:

@@ -6,9 +6,11 @@ It holds nothing of its own, as the loader must not be part of a cycle: what loo
 
 from __future__ import annotations
 
+import threading
 import time
 import weakref
 from collections.abc import Iterator, Mapping
+from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import DataLoader as TorchDataLoader
@@ -24,14 +26,28 @@ if TYPE_CHECKING:
 
 
 def checked_workers(workers: Any, num_workers: int, context: Any) -> str:
-    """`workers=`, if it goes with the other arguments. Raises `ValueError` saying why not."""
+    """`workers=`, if it goes with the other arguments. Raises `ValueError` saying why not.
+
+    A context whose `Process` is a thread, such as that of MONAI's `ThreadDataLoader`, asks for threads.
+    """
     if workers not in (None, "process", "thread", "auto"):
         raise ValueError(f'workers must be "process", "thread" or "auto", got {workers!r}')
     if workers in ("thread", "auto") and num_workers == 0:
         raise ValueError(f"workers={workers!r} needs num_workers > 0")
+    if num_workers and _starts_threads(context):
+        if workers == "process":
+            raise ValueError(
+                'workers="process" contradicts a multiprocessing_context whose Process is a thread'
+            )
+        return "thread"
     if workers == "thread" and context is not None:
         raise ValueError('multiprocessing_context cannot be used with workers="thread"')
     return workers or "process"
+
+
+def _starts_threads(context: Any) -> bool:
+    kind = getattr(context, "Process", None)
+    return isinstance(kind, type) and issubclass(kind, threading.Thread)
 
 
 def new_state(workers: str, num_workers: int) -> DropInState:
@@ -92,7 +108,14 @@ class DropInEngine:
         return self._state.progress.loaded is not None
 
     def set_epoch(self, epoch: int) -> None:
-        """Tell sampler, batch sampler and dataset, where they want to know."""
+        """The next loop runs this epoch; sampler, batch sampler and dataset are told where they want to know.
+
+        A loaded place is kept where it is in this epoch. Of another epoch, it is left: what remains of that
+        is passed over, and what decides orders stands as if it had been delivered.
+        """
+        if not isinstance(epoch, Integral) or epoch < 0:
+            raise ValueError(f"epoch must be an integer >= 0, got {epoch!r}")
+        self._state.set_epoch(int(epoch), self._loader)
         parts: list[Any] = [self._loader.sampler, self._loader.batch_sampler, self._loader.dataset]
         for part in parts:
             if callable(getattr(part, "set_epoch", None)):
@@ -104,7 +127,7 @@ class DropInEngine:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Let the next loop go on there. `ValueError`, and nothing changes, for what fits no such loader."""
-        self._state.progress = progress_from(state, self._loader)
+        self._state.load(progress_from(state, self._loader), self._loader)
 
     def stats(self) -> WorkerStats:
         """A snapshot; cheap."""

@@ -24,6 +24,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter, _sharding_worker_in
 from dataflow.processes.batch_writer import collate_map_changes
 from dataflow.processes.choice import WorkerChoice
 from dataflow.processes.payload import array_bytes
+from dataflow.workers.samplers import sampler_epoch
 from dataflow.workers.state import EpochProgress, WorkerProgress
 from dataflow.workers.worker import Worker, WorkerJob, WorkerLimits, WorkerState, has_state
 from prefetch.weak_registry import WeakRegistry
@@ -40,6 +41,8 @@ class WorkerLoader(TorchDataLoader[Any]):
     memory_limit: int
     """Bytes."""
     snapshot_every_n_steps: int
+    prefetch_across_epochs: bool
+    """Whether persistent workers may begin the next epoch before anybody asks for it."""
     worker_limits = WorkerLimits()
     _drop_in: DropInState
 
@@ -96,11 +99,45 @@ class DropInState:
         self.iterators: WeakRegistry[Any] = WeakRegistry()
         """Those with workers."""
         self.times_closed = 0
+        self._epoch_at_load: int | None = None
+        """That of the sampler when a state was loaded."""
+
+    def load(self, progress: EpochProgress, loader: WorkerLoader) -> None:
+        """Let the next loop go on where a state says."""
+        self.progress, self._epoch_at_load = progress, sampler_epoch(loader._index_sampler)
+
+    def set_epoch(self, epoch: int, loader: WorkerLoader) -> None:
+        """Let the next loop run this epoch: a loaded place in it is kept, one in another epoch is left."""
+        if epoch != self._loaded_epoch:
+            self._name(epoch, loader)
+
+    def place_for(self, loader: WorkerLoader) -> EpochProgress:
+        """Where a loop that begins now goes on, or what it comes after.
+
+        A sampler whose epoch was set since the state was loaded says the same as `set_epoch` of the loader.
+        """
+        epoch = sampler_epoch(loader._index_sampler)
+        if None not in (epoch, self._loaded_epoch) and epoch not in (self._loaded_epoch, self._epoch_at_load):
+            self._name(epoch, loader)
+        return self.progress
+
+    @property
+    def _loaded_epoch(self) -> int | None:
+        """That of a loaded place inside an epoch: what the sampler counts, else what loops count."""
+        progress = self.progress
+        if progress.loaded is None or progress.complete:
+            return None
+        return int(progress.sampler.marks.get("epoch", progress.epoch))
+
+    def _name(self, epoch: int | None, loader: WorkerLoader) -> None:
+        if self._loaded_epoch is not None:
+            self.progress = self.progress.left(loader)
+        self.progress.named = epoch
 
     def __getstate__(self) -> dict[str, Any]:
         progress = self.progress
         if progress.loaded is None:
-            progress = EpochProgress(chain=progress.chain)
+            progress = EpochProgress(chain=progress.chain, epoch=progress.following - 1)
         fresh = {"meter": DeliveryMeter(), "progress": progress, "latest": None, "iterators": None}
         return {**self.__dict__, **fresh}
 
@@ -111,8 +148,11 @@ class DropInState:
 class FetchIterator(_BaseDataLoaderIter):
     """What iterators with and without workers share: the sampler's place and what a state needs."""
 
+    _begins_sampler_twice = False
+    """As torch's iterator with workers does when it is made: a sampler that draws in `iter` draws twice."""
+
     def __init__(self, loader: WorkerLoader) -> None:
-        before = loader._drop_in.progress
+        before = loader._drop_in.place_for(loader)
         resumed = before if before.loaded is not None else None
         self._resumed = resumed
         """The loaded state that this goes on from, until it has begun."""
@@ -122,10 +162,12 @@ class FetchIterator(_BaseDataLoaderIter):
         self._meter = loader._drop_in.meter
         self._delivered_bytes = 0
         self._base_seed = self._progress.seeded(loader, int(self._base_seed), resumed)
+        if self._begins_sampler_twice:
+            self._sampler_iter = iter(self._index_sampler)
         self._begin_sampler(loader)
 
     def _begin_sampler(self, loader: WorkerLoader) -> None:
-        self._sampler_iter = self._progress.sampler_iterator(loader)
+        self._sampler_iter = self._progress.sampler_iterator(loader, self._sampler_iter)
         self._num_yielded = self._progress.batches
 
     def _resumed_worker(self, worker: int) -> WorkerProgress:

@@ -2,14 +2,16 @@
 
 Beyond torch's look-ahead of `prefetch_factor` batches a worker, a worker that has fewer than that left to do
 while the consumer waits for another one goes on with its own later batches, within a bound of batches and
-bytes. (With none left to do it would stand still until the consumer has woken and sent it something.)
-Persistent workers that have nothing left to do begin the next epoch, as far as `samplers` can predict it.
+bytes, where the sampler is one that may be read early. (With none left to do it would stand still until the
+consumer has woken and sent it something.) With `prefetch_across_epochs=True`, persistent workers that have
+nothing left to do begin the next epoch, as far as `samplers` can predict it.
 """
 
 from __future__ import annotations
 
 import itertools
 import logging
+import math
 import os
 import threading
 import time
@@ -29,7 +31,7 @@ from dataflow.workers.auto import observe
 from dataflow.workers.fetching import FetchIterator, RoundRobin, WorkerLoader
 from dataflow.workers.process_main import ProcessResponse
 from dataflow.workers.processes import ProcessRunners, start_processes
-from dataflow.workers.samplers import predicted_indices
+from dataflow.workers.samplers import num_readable, predicted_indices, sampler_epoch
 from dataflow.workers.threads import BatchThreads, ItemThreads, ThreadResponse, needs_own_datasets
 from dataflow.workers.worker import WorkerJob, WorkerMessage, WorkerResult, has_state
 from prefetch.memory.lifetimes import InPlaceFinalizer
@@ -66,6 +68,8 @@ class NextEpoch:
 class WorkerIterator(FetchIterator):
     """Batches from worker processes or threads. Used by one thread at a time."""
 
+    _begins_sampler_twice = True
+
     def __init__(self, loader: WorkerLoader) -> None:
         super().__init__(loader)
         if loader.prefetch_factor is None or loader.prefetch_factor <= 0:
@@ -88,13 +92,14 @@ class WorkerIterator(FetchIterator):
         self.next_epoch: NextEpoch | None = None
         """Work that was given out for the epoch after this one."""
         self._speculates = (
-            self._persistent_workers
+            loader.prefetch_across_epochs
+            and self._persistent_workers
             and self._in_order
-            and self.runners.isolated  # else the caller may change what workers see between epochs
+            and self.runners.isolated  # else workers share what the caller changes between epochs
             and not has_state(self._dataset)
             and not isinstance(self._dataset, IterDataPipe)
         )
-        self._epochs = [self._sampler_epoch()]
+        self._epochs = [sampler_epoch(self._index_sampler) or 0]
         try:
             self._begin()
         except BaseException as error:
@@ -172,6 +177,7 @@ class WorkerIterator(FetchIterator):
         self._exhausted = self._ended = False
         self._sampler_error: Exception | None = None
         self._ahead = frozenset(self._progress.ahead)
+        self._readable = math.inf if self._iterable else num_readable(self._index_sampler)
         self._next_number = self._progress.batches + self._sent
         self._progress.begin_workers(self._turns.count)
         for number, task in list(self._tasks.items()):
@@ -196,7 +202,7 @@ class WorkerIterator(FetchIterator):
         self._progress = loader._drop_in.progress = self._progress.begun_with_same_workers(loader)
         super()._reset(loader, first_iter)
         self._begin_sampler(loader)
-        self._epochs.append(self._sampler_epoch())
+        self._epochs.append(sampler_epoch(self._index_sampler) or 0)
         self._discard_tasks(self._tasks)
         guess, self.next_epoch = self.next_epoch, None
         if guess is not None:
@@ -219,9 +225,6 @@ class WorkerIterator(FetchIterator):
         for task in tasks.values():
             if task.response is not None:
                 self.runners.discard(task.response)
-
-    def _sampler_epoch(self) -> int:
-        return int(getattr(getattr(self._index_sampler, "sampler", self._index_sampler), "epoch", 0))
 
     # ---- sending -------------------------------------------------------------------------------
 
@@ -298,6 +301,7 @@ class WorkerIterator(FetchIterator):
         ahead_bytes = self._held_bytes + unfinished * self._delivered_bytes
         if (
             not self._in_order
+            or self._next_number >= self._readable
             or len(self._tasks) >= self._limits.ahead * self._max_tasks
             or ahead_bytes >= min(self._memory_limit, self._limits.ahead_bytes)
         ):

@@ -4,17 +4,19 @@ A state does not hold indices. It holds what the sampler drew them from: a seed,
 `DistributedSampler`'s epoch, or the sampler's own state where it has one. Resuming draws the same order again
 and leaves out what was handed out, without touching the dataset.
 
-In the same way the indices of the next epoch are predicted, so that persistent workers have work before
-anybody asks for that epoch: from copies of what decides them. When the epoch is really begun, the sampler is
-asked as always, and the work that was done ahead counts only if the indices are the same; else it is dropped
-and the workers' random generators go back to where they were. So a wrong guess costs time, never a different
-value.
+In the same way the indices of the next epoch are predicted where `prefetch_across_epochs=True` asks for it,
+so that persistent workers have work before anybody asks for that epoch: from copies of what decides them.
+When the epoch is really begun, the sampler is asked as always, and the work that was done ahead counts only
+if the indices are the same; else it is dropped and the workers' random generators go back to where they were.
+So a wrong guess costs time, never a different value.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -44,6 +46,8 @@ _CONSTANT_SAMPLERS = {
     )
 }
 """Those whose length is the same in every epoch."""
+_DRAWN_AT_ONCE = {SequentialSampler, SubsetRandomSampler, WeightedRandomSampler}
+"""Beside `RandomSampler` and `DistributedSampler`, those of torch's that draw all indices when they begin."""
 
 
 class SamplerProgress:
@@ -62,16 +66,24 @@ class SamplerProgress:
         """That state where the batches handed out so far end."""
         self._state_name = "state"
 
-    def iterator(self, sampler: Any, skip: int, chain: torch.Generator | None) -> Iterator[Any]:
+    def iterator(
+        self, sampler: Any, skip: int, chain: torch.Generator | None, begun: Iterator[Any] | None = None
+    ) -> Iterator[Any]:
         """The sampler's indices behind the first `skip`; takes note of what decides them.
 
-        `chain`: what seeds are drawn from in place of torch's global generator, if anything.
+        Args:
+            sampler: what the indices come from.
+            skip: batches to leave out.
+            chain: what seeds are drawn from in place of torch's global generator, if anything.
+            begun: what `iter(sampler)` gave for this epoch; a second `iter` might draw a second time.
         """
         counting = [part for part in parts(sampler) if _counts_epochs(part)]
         if "epoch" in self.marks:
             for part in counting:
                 part.set_epoch(int(self.marks["epoch"]))
-        iterator, skipped = self._iterator(sampler, skip, chain)
+        if self.marks:
+            begun = None  # it began before what decides the order was set back
+        iterator, skipped = self._iterator(sampler, skip, chain, begun)
         if counting:
             self._own["epoch"] = counting[0].epoch
             iterator = _Once(iterator, partial(self._note_epoch, counting[0]))
@@ -81,17 +93,19 @@ class SamplerProgress:
         self._own["epoch"] = part.epoch  # some training loops set it after `iter`, before `next`
         return step()
 
-    def _iterator(self, sampler: Any, skip: int, chain: torch.Generator | None) -> tuple[Iterator[Any], int]:
+    def _iterator(
+        self, sampler: Any, skip: int, chain: torch.Generator | None, begun: Iterator[Any] | None
+    ) -> tuple[Iterator[Any], int]:
         """The iterator, and how many batches are left out already."""
         core, marks = _core(sampler), self.marks
         if "state" in marks or has_state(sampler) or has_state(core):
             self._stateful = sampler if has_state(sampler) else core
             if "state" in marks and has_state(self._stateful):
                 self._stateful.load_state_dict(marks["state"])
-            iterator = iter(sampler)
+            iterator: Any = iter(sampler) if begun is None else begun
             self._state = self._stateful.state_dict()
             return iterator, skip if "state" in marks else 0
-        iterator = iter(sampler)
+        iterator = iter(sampler) if begun is None else begun
         if has_state(iterator):
             self._stateful, self._state_name = iterator, "iterator"
             if "iterator" in marks:
@@ -199,6 +213,29 @@ def predicted_indices(sampler: Any, chain: torch.Generator | None, epoch_step: i
     return None
 
 
+def num_readable(sampler: Any) -> float:
+    """Batches of an epoch that may be asked for early, with nobody seeing a difference.
+
+    A sampler that draws while it is read, or that shares a generator, has to be read when torch would read
+    it: what follows a loop that is left early depends on it. Those of torch's that draw everything when they
+    begin may be read at any time; a `RandomSampler` with a generator of the caller's draws once more at its
+    end.
+
+    Args:
+        sampler: what batches of indices come from.
+
+    Returns: 0 where nothing may be read early, infinity where everything may.
+    """
+    core = _core(sampler)
+    if type(core) is RandomSampler and core.generator is not None and not core.replacement:
+        count = len(core.data_source)
+        items = math.inf if core.num_samples < count else count
+        return items // (1 if core is sampler else sampler.batch_size)
+    if type(core) is RandomSampler:
+        return 0 if core.replacement or core.num_samples > len(core.data_source) else math.inf
+    return math.inf if type(core) in _DRAWN_AT_ONCE or _is_distributed(core) else 0
+
+
 def _core(sampler: Any) -> Any:
     """What torch's own batch sampler takes its indices from; any other sampler itself."""
     return sampler.sampler if type(sampler) is BatchSampler else sampler
@@ -240,6 +277,22 @@ def parts(sampler: Any) -> Iterator[Any]:
 
 def _counts_epochs(sampler: Any) -> bool:
     return callable(getattr(sampler, "set_epoch", None)) and isinstance(getattr(sampler, "epoch", None), int)
+
+
+def sampler_epoch(sampler: Any) -> int | None:
+    """The epoch that a sampler, or one inside it, was set to; None: none counts epochs."""
+    return next((part.epoch for part in parts(sampler) if _counts_epochs(part)), None)
+
+
+@contextlib.contextmanager
+def epochs_kept(sampler: Any) -> Iterator[None]:
+    """A sampler counts the same epoch afterwards, whatever is done with it."""
+    epochs = [(part, part.epoch) for part in parts(sampler) if _counts_epochs(part)]
+    try:
+        yield
+    finally:
+        for part, epoch in epochs:
+            part.set_epoch(epoch)
 
 
 def _generator_of(sampler: Any) -> torch.Generator | None:

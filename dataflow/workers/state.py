@@ -11,7 +11,11 @@ goes on from it. In a state's JSON, workers are called lanes.
 from __future__ import annotations
 
 import base64
+import contextlib
 import copy
+import itertools
+import warnings
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -20,10 +24,17 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader as TorchDataLoader
 
-from dataflow.workers.samplers import SamplerProgress, draw_seed, draws_globally, identity, is_iterable
+from dataflow.workers.samplers import (
+    SamplerProgress,
+    draw_seed,
+    draws_globally,
+    epochs_kept,
+    identity,
+    is_iterable,
+)
 from dataflow.workers.worker import WorkerState
 
-VERSION = 2
+VERSION = 3
 _TAG = "__dataflow__"
 
 
@@ -77,6 +88,10 @@ class WorkerProgress:
 class EpochProgress:
     """What has been delivered of an epoch."""
 
+    epoch: int = -1
+    """Of the loop begun last, as loops and `set_epoch` count; -1: none was."""
+    named: int | None = None
+    """What `set_epoch` says about the next loop."""
     complete: bool = True
     """No epoch is under way: the next loop begins one."""
     persistent: bool = False
@@ -98,21 +113,51 @@ class EpochProgress:
     workers: dict[int, WorkerProgress] = field(default_factory=dict)
     loaded: Mapping[str, Any] | None = None
     """The JSON value that all this comes from, until an iterator goes on from it."""
+    nothing_yet: bool = False
+    """The rest of a loaded epoch was begun, and no batch of it was handed out yet."""
     look: Callable[[], list[WorkerState | None]] | None = None
     """Takes the states of all workers now, or [], where nothing runs ahead of what was delivered."""
 
     # ---- beginning an epoch --------------------------------------------------------------------
+
+    @property
+    def following(self) -> int:
+        """The epoch after this one."""
+        return self.epoch + 1 if self.named is None else self.named
+
+    def left(self, loader: TorchDataLoader[Any]) -> EpochProgress:
+        """What follows this loaded epoch without the rest of it: as if that had been delivered.
+
+        The sampler is run to its end where it has one, as what it draws from decides the next epoch's order;
+        one without a length is left where the state was taken.
+        """
+        rest = replace(self.begun(loader), nothing_yet=False, turn=self.turn)
+        if loader.generator is not None and not (self.persistent and self.turn):
+            draw_seed(loader.generator)  # that of the workers, which comes before the order
+        if not is_iterable(loader):
+            sampler: Any = loader._index_sampler
+            with epochs_kept(sampler), contextlib.suppress(TypeError, NotImplementedError):
+                count = max(0, len(sampler) - self.batches)
+                deque(itertools.islice(rest.sampler_iterator(loader), count + 1), maxlen=0)
+        else:  # an iterable's own state is a place in the epoch that is left
+            rest.workers = {}
+        rest.begin_workers(max(1, rest.num_workers))
+        rest.end()
+        return progress_from(rest.to_json(loader), loader)
 
     def begun(self, loader: TorchDataLoader[Any]) -> EpochProgress:
         """The epoch after this one, or the rest of this one if it was loaded.
 
         Sets the loader's generator back to where that epoch began.
         """
-        progress = EpochProgress(complete=False, chain=self.chain)
+        progress = EpochProgress(complete=False, chain=self.chain, epoch=self.following)
         if self.loaded is not None:
             progress = replace(
                 self,
+                epoch=self.following if self.complete else self.epoch,
+                named=None,
                 complete=False,
+                nothing_yet=not self.complete and self.batches > 0,
                 persistent=False,
                 ahead=set(self.ahead),
                 turn=0,
@@ -146,12 +191,14 @@ class EpochProgress:
         self.num_workers = resumed.workers_for(loader.num_workers) if resumed else loader.num_workers
         return drawn
 
-    def sampler_iterator(self, loader: TorchDataLoader[Any]) -> Iterator[Any]:
-        """The sampler's indices of what was not delivered."""
+    def sampler_iterator(
+        self, loader: TorchDataLoader[Any], begun: Iterator[Any] | None = None
+    ) -> Iterator[Any]:
+        """The sampler's indices of what was not delivered; `begun`: as for `SamplerProgress.iterator`."""
         sampler: Any = loader._index_sampler
         if is_iterable(loader):
             return iter(sampler)
-        iterator = self.sampler.iterator(sampler, self.batches, self.chain)
+        iterator = self.sampler.iterator(sampler, self.batches, self.chain, begun)
         if not self.ahead:
             return iterator
         ahead = frozenset(self.ahead)
@@ -187,6 +234,7 @@ class EpochProgress:
         number: int | None = None,
     ) -> None:
         """One more batch, or an error in its place, was handed out."""
+        self.nothing_yet = False
         if number is None or number == self.batches:
             self.batches += 1
         else:
@@ -206,6 +254,14 @@ class EpochProgress:
 
     def end(self) -> None:
         """The epoch was handed out to its end."""
+        if self.nothing_yet:
+            self.nothing_yet = False
+            warnings.warn(
+                "this loop had no batch: the loaded state was taken in the loop, after the last batch of "
+                f"epoch {self.epoch}. The next loop runs the next epoch. Take states behind the loop, "
+                "or say which epoch comes: loader.set_epoch(...)",
+                stacklevel=5,
+            )
         self.complete = True
         for worker in self.workers.values():
             if worker.at_end is not None:
@@ -217,7 +273,8 @@ class EpochProgress:
     def to_json(self, loader: TorchDataLoader[Any]) -> dict[str, Any]:
         """The state."""
         if self.loaded is not None:
-            return copy.deepcopy(dict(self.loaded))
+            epoch = self.following if self.complete else self.epoch
+            return {**copy.deepcopy(dict(self.loaded)), "epoch": epoch}
         generator, chain = self.generator, None
         if self.complete:
             generator = loader.generator.get_state() if loader.generator is not None else None
@@ -231,6 +288,7 @@ class EpochProgress:
         return {
             "version": VERSION,
             **identity(loader),
+            "epoch": self.following if self.complete else self.epoch,
             "complete": self.complete,
             "persistent": bool(loader.persistent_workers and self.workers),
             "generator": encoded(generator),
@@ -315,6 +373,7 @@ def _checked_progress(state: Mapping[str, Any]) -> EpochProgress:
     if batches and not sampler and not str(state["sampler_kind"]).endswith(("None", "SequentialSampler")):
         raise ValueError("the state is damaged: it lacks what decided the sampler's order")
     return EpochProgress(
+        epoch=_count(state, "epoch") - complete,
         complete=complete,
         persistent=_checked(state, "persistent", bool),
         batches=batches,

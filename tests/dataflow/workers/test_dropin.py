@@ -33,6 +33,9 @@ from dataflow.workers.iterator import WorkerIterator
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
 
 
+ACROSS = {"persistent_workers": True, "prefetch_across_epochs": True}
+
+
 class Squares(Dataset[Any]):
     """Sample i, and who fetched it."""
 
@@ -375,9 +378,11 @@ def test_a_state_of_another_kind_is_refused() -> None:
     [{}, {"shuffle": True}, {"shuffle": True, "generator": torch.Generator()}],
     ids=["in order", "shuffled", "with a generator"],
 )
-def test_persistent_workers_begin_the_next_epoch_before_it_is_asked_for(arguments: Any) -> None:
+def test_where_asked_to_persistent_workers_begin_the_next_epoch_by_themselves(
+    arguments: Any,
+) -> None:
     torch.manual_seed(2)
-    loader = DataLoader(Squares(12), 2, num_workers=2, persistent_workers=True, **arguments)
+    loader = DataLoader(Squares(12), 2, num_workers=2, **ACROSS, **arguments)
     iterator: WorkerIterator = iter(loader)  # of all epochs, as the workers are
     first = indices(epochs(iterator))
     ahead = iterator.next_epoch
@@ -393,7 +398,8 @@ def test_persistent_workers_begin_the_next_epoch_before_it_is_asked_for(argument
 def test_a_wrong_guess_of_the_next_epoch_changes_no_value() -> None:
     def three_epochs(kind: Any) -> list[Any]:
         torch.manual_seed(8)
-        loader = kind(Drawn(), 2, shuffle=True, num_workers=2, persistent_workers=True)
+        across = ACROSS if kind is DataLoader else {"persistent_workers": True}
+        loader = kind(Drawn(), 2, shuffle=True, num_workers=2, **across)
         seen = []
         for _ in range(3):
             seen += epochs(loader)
@@ -406,7 +412,7 @@ def test_a_wrong_guess_of_the_next_epoch_changes_no_value() -> None:
 def test_a_distributed_sampler_s_next_epoch_is_guessed_from_its_steps() -> None:
     data = Squares(16)
     sampler = DistributedSampler(data, 2, 0)
-    loader = DataLoader(data, 2, sampler=sampler, num_workers=2, persistent_workers=True)
+    loader = DataLoader(data, 2, sampler=sampler, num_workers=2, **ACROSS)
     for epoch in range(4):
         sampler.set_epoch(epoch)
         iterator: WorkerIterator = iter(loader)
@@ -530,10 +536,11 @@ class DrawnIterable(IterableDataset[Any]):
 
 
 @pytest.mark.parametrize("workers", [1, 3])
-def test_persistent_workers_of_iterables_begin_the_next_epoch_too(workers: int) -> None:
+def test_where_asked_to_those_of_iterables_begin_the_next_epoch_too(workers: int) -> None:
     def loader(kind: Any) -> Any:
         generator = torch.Generator().manual_seed(1)
-        return kind(DrawnIterable(), 2, num_workers=workers, persistent_workers=True, generator=generator)
+        across = ACROSS if kind is DataLoader else {"persistent_workers": True}
+        return kind(DrawnIterable(), 2, num_workers=workers, generator=generator, **across)
 
     ours = loader(DataLoader)
     iterator: WorkerIterator = iter(ours)

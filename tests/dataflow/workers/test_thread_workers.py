@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from itertools import islice
+from multiprocessing.context import SpawnContext
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +24,14 @@ from torch.utils.data import (
     BatchSampler,
     DataLoader as TorchDataLoader,
     Dataset,
+    DistributedSampler,
     IterableDataset,
     RandomSampler,
+    Sampler,
     SequentialSampler,
     Subset,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
     default_collate,
     get_worker_info,
 )
@@ -329,55 +334,80 @@ def test_while_the_training_code_waits_threads_run_ahead_of_the_usual() -> None:
     assert numbers(threaded(dataset, 4)) == numbers(range_batches(100, 4))
 
 
-class Sampler:
-    """Indices in order; notes how many were asked for."""
+def drawn_while_batch_0_is_away(**options: Any) -> int:
+    """How many batches of one item are asked for until nothing more happens without the first."""
+    it = iter(threaded(range(400), 1, **options))
+    receive, wait = it.runners.receive, it.runners.wait
+    first: list[Any] = []
+    received = drawn = 0
 
-    def __init__(self, count: int) -> None:
-        self.count, self.drawn = count, 0
-
-    def __iter__(self) -> Iterator[int]:
-        for i in range(self.count):
-            self.drawn += 1
-            yield i
-
-
-def drawn_while_item_0_is_away(**options: Any) -> int:
-    """How many items are asked for, one a batch, until nothing more happens without item 0."""
-    dataset, sampler, received = Gated(400, 0), Sampler(400), 0
-    it = iter(threaded(dataset, 1, sampler=sampler, **options))
-    wait, drawn = it.runners.wait, 0
+    def others(responses: list[Any]) -> list[Any]:
+        nonlocal received
+        first.extend(response for response in responses if response.task == 0)
+        rest = [response for response in responses if response.task != 0]
+        received += len(rest)
+        return rest
 
     def wait_or_let_it_come(timeout_s: float | None) -> list[Any]:
-        nonlocal received, drawn
-        if (
-            not drawn and received == sampler.drawn - 1
-        ):  # all but item 0 are here, and nothing more was asked for
-            drawn = sampler.drawn
-            dataset.gates[0].set()
-        answers: list[Any] = wait(timeout_s)
-        received += len(answers)
-        return answers
+        nonlocal drawn
+        while not drawn:
+            asked_for, _ = it.num_ahead
+            if first and received == asked_for - 1:  # all others are here, and nothing more was asked for
+                drawn = asked_for
+                return first
+            if rest := others(wait(timeout_s)):
+                return rest
+        return wait(timeout_s)
 
-    receive = it.runners.receive
-
-    def receive_counted() -> list[Any]:
-        nonlocal received
-        answers: list[Any] = receive()
-        received += len(answers)
-        return answers
-
-    it.runners.wait, it.runners.receive = wait_or_let_it_come, receive_counted
-    assert next(it) == 0
-    assert len(list(it)) == 399
+    it.runners.wait, it.runners.receive = wait_or_let_it_come, lambda: others(receive())
+    next(it)
+    it.close()
     return drawn
 
 
 def test_but_not_without_a_bound() -> None:
-    assert drawn_while_item_0_is_away() == 8 * 2 * 2
+    assert drawn_while_batch_0_is_away() == 8 * 2 * 2
 
 
 def test_nor_beyond_the_memory_limit() -> None:
-    assert drawn_while_item_0_is_away(memory_limit=1) == 2 * 2
+    assert drawn_while_batch_0_is_away(memory_limit=1) == 2 * 2
+
+
+class DrawsAsItGoes(Sampler[int]):
+    """Torch's sampler for all that anybody sees, but for its class."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(400))
+
+    def __len__(self) -> int:
+        return 400
+
+
+def generator() -> torch.Generator:
+    return torch.Generator().manual_seed(6)
+
+
+@pytest.mark.parametrize(
+    ("sampler", "drawn"),
+    [
+        (DrawsAsItGoes(), 4),
+        (BatchSampler(DrawsAsItGoes(), 1, False), 4),
+        (RandomSampler(range(400), replacement=True), 4),
+        (RandomSampler(range(300), num_samples=400), 4),
+        (RandomSampler(range(400), num_samples=20, generator=generator()), 20),
+        (RandomSampler(range(20), generator=generator()), 20),
+        (RandomSampler(range(400)), 32),
+        (RandomSampler(range(400), generator=generator()), 32),
+        (SubsetRandomSampler(range(400), generator=generator()), 32),
+        (WeightedRandomSampler([1.0] * 400, 400), 32),
+        (DistributedSampler(range(400), 1, 0, shuffle=False), 32),
+    ],
+)
+def test_only_samplers_that_have_drawn_everything_are_read_ahead_of_the_usual(
+    sampler: Any, drawn: int
+) -> None:
+    own = {"batch_sampler": sampler} if isinstance(sampler, BatchSampler) else {"sampler": sampler}
+    assert drawn_while_batch_0_is_away(**own) == drawn
 
 
 def test_without_order_batches_come_as_they_finish() -> None:
@@ -944,3 +974,23 @@ def test_without_the_interpreter_lock_code_that_somebody_may_run_is_not_taken_aw
             assert get_worker_info() is None
     install()
     uninstall()  # it is given back where there is a lock: the fixture looks
+
+
+class ThreadContext(SpawnContext):
+    """As MONAI's `ThreadDataLoader(use_thread_workers=True)` has one."""
+
+    Process = threading.Thread  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("workers", [None, "thread", "auto"])
+def test_a_context_whose_process_is_a_thread_has_threads(workers: Any) -> None:
+    loader = DataLoader(Squares(), 4, num_workers=2, multiprocessing_context=ThreadContext(), workers=workers)
+    assert [batch["i"].tolist() for batch in loader] == [
+        batch["i"].tolist() for batch in TorchDataLoader(Squares(), 4)
+    ]
+    assert loader.stats().workers == "thread"
+
+
+def test_but_not_where_processes_are_asked_for() -> None:
+    with pytest.raises(ValueError, match="Process is a thread"):
+        DataLoader(Squares(), num_workers=2, multiprocessing_context=ThreadContext(), workers="process")
