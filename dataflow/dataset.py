@@ -59,6 +59,7 @@ from sharding.order.selection import SelectedOrder, Selection
 from sharding.order.shuffle import Shuffle
 from sharding.plan.partners import PartnerTable, blocks_of
 from sharding.plan.split import By, split_selection
+from sharding.printable import listed, printable
 from sharding.urls import is_local, local_path
 
 _log = logging.getLogger("dataflow")
@@ -390,7 +391,7 @@ class ShardedDataset(Sharded, Dataset[S]):
         outputs = {output.name: output for output in self.outputs}
         unknown = [name for name in columns if name not in outputs]
         if unknown or not columns or isinstance(columns, str):
-            raise ValueError(f"columns must be a list out of {', '.join(outputs)}; got {columns!r}")
+            raise ValueError(f"columns must be a list out of {listed(outputs)}; got {columns!r}")
         view = self._view(self.selection)
         view.outputs, view._all_columns = tuple(outputs[name] for name in columns), False
         return view
@@ -565,7 +566,7 @@ class ShardedDataset(Sharded, Dataset[S]):
     def _source(self) -> Source:
         if getattr(self._local, "pid", None) != os.getpid():
             # Who reads single samples waits right here: nobody else would say for what.
-            reader = self.new_reader(say=lambda line: _log.warning("%s", line))
+            reader = self.new_reader(say=lambda line: _log.warning("%s", printable(line)))
             self._local.pid, self._local.source = os.getpid(), replace(self.source(), reader=reader)
         source: Source = self._local.source
         return source
@@ -591,7 +592,7 @@ class ShardedDataset(Sharded, Dataset[S]):
         of = "" if self.selection.is_whole else f"of {self.catalog.num_samples:,} "
         return (
             f"ShardedDataset({len(self):,} samples {of}in {self.catalog.num_shards:,} shards, "
-            f"{self.catalog.format}, columns {', '.join(o.name for o in self.outputs)}"
+            f"{self.catalog.format}, columns {listed(o.name for o in self.outputs)}"
             f"{''.join(f', joined to {join.other!r}' for join in self.joins)})"
         )
 

@@ -6,17 +6,21 @@ equals the fields, so an error survives pickling into another process.
 
 from __future__ import annotations
 
+from sharding.printable import printable, printable_name
 from sharding.redaction import without_secrets
 
 
 class DataflowError(Exception):
     """Base of every error raised by dataflow, prefetch and sharding.
 
-    Passwords and signatures in URLs are left out of its text.
+    Passwords and signatures in URLs are left out of its text, and control characters are written out.
     """
 
     def __init__(self, *args: object) -> None:
         super().__init__(*(without_secrets(arg) if isinstance(arg, str) else arg for arg in args))
+
+    def __str__(self) -> str:
+        return printable(super().__str__())
 
 
 class ShardError(DataflowError):
@@ -43,12 +47,12 @@ class ShardError(DataflowError):
         self.offset, self.key, self.stage = offset, key, stage
 
     def __str__(self) -> str:
-        place = [self.shard or "dataset"]
+        place = [printable_name(self.shard) or "dataset"]
         if self.offset is not None:
             place.append(f"byte {self.offset}")
         if self.key is not None:
             place.append(f"sample {self.key!r}")
-        return f"{', '.join(place)}: {self.reason} (stage: {self.stage})"
+        return f"{', '.join(place)}: {printable(self.reason)} (stage: {self.stage})"
 
 
 class ShardReadError(ShardError, OSError):

@@ -8,7 +8,9 @@ stores' clients, which stay as causes.
 
 from __future__ import annotations
 
+import logging
 import re
+import traceback
 from collections.abc import Iterator
 from urllib.parse import unquote
 
@@ -33,6 +35,8 @@ _BESIDE = re.compile(
 """What changes with a signature (CloudFront, Azure, nginx). Where there is none, it may name a file."""
 _PAIRS = ({"md5", "expires"}, {"st", "e"})
 """A signature of nginx."""
+_CLIENT_LOGS = ("fsspec", "fsspec.http", "fsspec.asyn", "fsspec.caching", "httpx", "httpx2")
+"""Loggers of clients. (A filter of a logger does not see what loggers below it log.)"""
 _KEY = re.compile(r"(?=.*\d)(?=.*[A-Za-z])[\w-]{16,}")
 """A `key=` that names no object."""
 
@@ -74,6 +78,19 @@ def hide_secrets(error: BaseException) -> None:
             kind = type(one)
             hidden = {"__str__": lambda _, text=text: text, "__module__": kind.__module__}
             one.__class__ = type(kind.__name__, (kind,), hidden)
+
+
+def redact_logs() -> None:
+    """Take secrets out of what stores' clients log from now on: at DEBUG they log each URL that they ask."""
+    for name in _CLIENT_LOGS:
+        logging.getLogger(name).addFilter(_without_secrets_in)  # once, however often it is added
+
+
+def _without_secrets_in(record: logging.LogRecord) -> bool:
+    record.msg, record.args = without_secrets(record.getMessage()), ()
+    if record.exc_info and not record.exc_text:
+        record.exc_text = without_secrets("".join(traceback.format_exception(*record.exc_info)).rstrip())
+    return True
 
 
 def _with_causes(error: BaseException) -> Iterator[BaseException]:

@@ -24,6 +24,7 @@ from dataflow.ragged import Ragged
 from sharding.lengths.batching import Batching
 from sharding.lengths.unit_plan import BatchPieces
 from sharding.order.windows import ranges
+from sharding.printable import listed
 
 _LEAVE_OUT = "return lists of numbers, 1-D arrays or tensors"
 
@@ -101,7 +102,7 @@ class GatherSamples:
             raise TypeError(f"samples must be dicts to be batched by length, got {described(first)}")
         if missing := [name for name in self.lists if name not in first]:
             raise TypeError(
-                f"batching by column {missing[0]!r}, but the samples have {', '.join(map(str, first))}: "
+                f"batching by column {missing[0]!r}, but the samples have {listed(map(str, first))}: "
                 "pass column="
             )
         batch: dict[str, Any] = {}
@@ -187,8 +188,8 @@ class FoundSamples:
         for part in parts[1:]:
             if part.columns.keys() != parts[0].columns.keys():
                 raise ValueError(
-                    f"samples have the columns {', '.join(parts[0].columns)}, and others "
-                    f"{', '.join(part.columns)}: return the same columns for every sample"
+                    f"samples have the columns {listed(parts[0].columns)}, and others "
+                    f"{listed(part.columns)}: return the same columns for every sample"
                 )
         positions = np.concatenate([part.positions for part in parts])
         columns = {name: _joined([part.columns[name] for part in parts]) for name in parts[0].columns}

@@ -34,6 +34,7 @@ from dataflow.outputs.optional import Optional, mask_of
 from dataflow.outputs.output import Output
 from dataflow.outputs.ragged import Pad, PaddedOutput, RaggedOutput
 from sharding.blocks import ColumnSpec, Format, spec_text
+from sharding.printable import listed
 
 IMAGE_SUFFIXES = ("jpg", "jpeg", "png", "webp", "bmp", "ppm", "pgm", "tif", "tiff")
 TEXT_SUFFIXES = ("txt", "text", "transcript")
@@ -107,7 +108,7 @@ def schema_of(schema: Mapping[str, ColumnSpec], name: str) -> ColumnSpec:
 
 
 def _listed(schema: Mapping[str, ColumnSpec]) -> str:
-    return ", ".join(f"{name} ({spec_text(spec)})" for name, spec in schema.items()) or "none"
+    return listed(f"{name} ({spec_text(spec)})" for name, spec in schema.items()) or "none"
 
 
 def _chosen(

@@ -40,6 +40,7 @@ from sharding.plan.partners import (
     duplicates,
     matches,
 )
+from sharding.printable import listed
 
 _KEY_THREADS = 16
 _ARENA_BYTES = 64 << 20
@@ -109,7 +110,7 @@ class JoinSide:
         if spec is None and not (codec.has_keys and self.on == "__key__"):
             raise ValueError(
                 f"no column {self.on!r} in {self.catalog.shard(0).url} and its like, which have "
-                f'{", ".join(names)}; name the keys of both by on=("...", "...")'
+                f'{listed(names)}; name the keys of both by on=("...", "...")'
             )
         if spec and not isinstance(codec, TabularFormat) and spec.kind not in ("bytes", "text"):
             raise ValueError(f"keys must be text, bytes or integers of a table; {self.on!r} is {spec.kind}")
@@ -205,7 +206,7 @@ def match(own: JoinSide, other: JoinSide, *, amplification: float) -> KeyMatch:
     if report.without_partner:
         warnings.warn(
             f"{report.without_partner:,} of {len(keys):,} samples have no partner and are left out: "
-            f"{', '.join(report.first_without_partner)}{' ...' if report.without_partner > _NAMED else ''}",
+            f"{listed(report.first_without_partner)}{' ...' if report.without_partner > _NAMED else ''}",
             stacklevel=3,
         )
     return KeyMatch(selection=own.selection.at(np.flatnonzero(has_partner)), partners=partners, report=report)

@@ -35,6 +35,7 @@ from sharding.lengths.kept import KeptLengths, LengthsFile
 from sharding.lengths.unit_plan import UnitPlanner
 from sharding.lengths.units import DEFAULT_MEGABATCH_SAMPLES
 from sharding.order.order import Order
+from sharding.printable import listed
 from sharding.topology.topology import Topology
 
 _log = logging.getLogger("dataflow")
@@ -108,7 +109,7 @@ def _check_others(
     """
     names = [output.name for output in dataset.outputs]
     if strange := [name for name in batching.whole if name not in names]:
-        raise ValueError(f"whole names {strange[0]!r}, but the batches have {', '.join(names)}")
+        raise ValueError(f"whole names {strange[0]!r}, but the batches have {listed(names)}")
     lead, named = _output(batching.column, dataset), {*batching.columns, *batching.whole}
     assert lead is not None
 
@@ -133,8 +134,8 @@ def _check_others(
 def _check_column(name: str, dataset: ShardedDataset | Mixture) -> None:
     output = _output(name, dataset)
     if output is None:
-        listed = ", ".join(output.name for output in dataset.outputs)
-        raise ValueError(f"batching by column {name!r}, but the batches have {listed}; pass column=")
+        names = listed(output.name for output in dataset.outputs)
+        raise ValueError(f"batching by column {name!r}, but the batches have {names}; pass column=")
     if isinstance(output, PaddedOutput):
         raise ValueError(f"column {name!r} is padded by decode=Pad(...); leave that out, batching= does it")
     if not isinstance(output, RaggedOutput) and output.list_length is None:

@@ -1,10 +1,11 @@
 """Chats as text: a Jinja template in a sandbox, and which parts of the text are the assistant's.
 
-Templates are those of Hugging Face's models, rendered as `transformers` does it (a test compares), with two
-differences: `strftime_now` is not there, because the text of a chat must not depend on the day, and what a
-dataset holds reaches the template as plain JSON values. A template marks what the assistant says by
-`{% generation %}` ... `{% endgeneration %}`. One without these marks is rendered up to each turn of the
-assistant and through it, which tells where the turn lies as long as what follows leaves it as it is.
+Templates are those of Hugging Face's models, rendered as `transformers` does it (a test compares), with three
+differences: a rendering has bounds (`template_bounds`), `strftime_now` is not there, because the text of a
+chat must not depend on the day, and what a dataset holds reaches the template as plain JSON values. A
+template marks what the assistant says by `{% generation %}` ... `{% endgeneration %}`. One without these
+marks is rendered up to each turn of the assistant and through it, which tells where the turn lies as long as
+what follows leaves it as it is.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dataflow.text.tokenizer import MissingTextSupportError
+from dataflow.text.tokenizer import MissingTextSupportError, read_regular
 from sharding.cached_property import cached_property
 
 _MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -70,10 +71,14 @@ class ChatText:
         self, messages: Messages, tools: Any, spans: list[tuple[int, int]], prompt: bool = False
     ) -> str:
         blocks: list[str] = []
+        from dataflow.text.template_bounds import bounded
+
         given = {"messages": messages, "tools": tools, "documents": None, "add_generation_prompt": prompt}
-        # One block at a time, so that a mark knows how much text there is before it.
-        for block in self._template.generate(**given, **self.variables, **{_TRACE: (blocks, spans)}):
-            blocks.append(block)  # noqa: PERF402
+        template = self._template
+        with bounded((messages, tools)):
+            # One block at a time, so that a mark knows how much text there is before it.
+            for block in template.generate(**given, **self.variables, **{_TRACE: (blocks, spans)}):
+                blocks.append(block)  # noqa: PERF402
         return "".join(blocks)
 
     def _turn(self, messages: Messages, tools: Any, turn: int, text: str) -> tuple[int, int]:
@@ -93,10 +98,11 @@ class ChatText:
 
 def compiled(source: str) -> Any:
     """A template, in a sandbox of its own. `ValueError` where it is none, `ImportError` without Jinja."""
-    from jinja2 import TemplateSyntaxError, nodes
+    from jinja2 import nodes
     from jinja2.exceptions import TemplateError
     from jinja2.ext import Extension, loopcontrols
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    from dataflow.text.template_bounds import BoundedEnvironment
 
     class Generation(Extension):
         """Notes where the text inside its marks begins and ends."""
@@ -123,15 +129,13 @@ def compiled(source: str) -> Any:
     def tojson(value: Any, ensure_ascii: bool = False, indent: Any = None, **options: Any) -> str:
         return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
 
-    environment = ImmutableSandboxedEnvironment(
+    environment = BoundedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
     )
     environment.filters["tojson"] = tojson
+    environment.bound_filters()
     environment.globals["raise_exception"] = raise_exception
-    try:
-        return environment.from_string(source)
-    except TemplateSyntaxError as error:
-        raise ValueError(f"the chat template is none, line {error.lineno}: {error.message}") from error
+    return environment.compiled(source)
 
 
 def template_of(
@@ -147,15 +151,15 @@ def template_of(
     Raises `ValueError` where there is no template.
     """
     config_file, own = folder / "tokenizer_config.json", folder / "chat_template.jinja"
-    config = json.loads(config_file.read_text("utf-8")) if config_file.exists() else {}
+    config = json.loads(read_regular(config_file)) if config_file.exists() else {}
     tokens = {name: _token(value) for name, value in config.items() if name.endswith("_token")}
     variables = {name: token for name, token in tokens.items() if token is not None} | dict(variables or {})
     if isinstance(template, os.PathLike):
-        return Path(template).read_text("utf-8"), variables
+        return read_regular(Path(template)).decode(), variables
     if template is not None:
         return template, variables
     if own.exists():
-        return own.read_text("utf-8"), variables
+        return read_regular(own).decode(), variables
     source = config.get("chat_template")
     if isinstance(source, list):  # several, by name
         source = {one["name"]: one["template"] for one in source}.get("default")

@@ -45,7 +45,7 @@ class TokenizerFile:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         given = Path(path).absolute()
         self.path = given / "tokenizer.json" if given.is_dir() else given
-        data = self.path.read_bytes()
+        data = read_regular(self.path)
         self.hash = hash_of(data)
         """blake2b of the file's bytes, 16 hex digits."""
         self.__dict__["tokenizer"] = self._opened(data)
@@ -56,7 +56,7 @@ class TokenizerFile:
 
         Raises `ValueError` where the file has changed since this object was made, here or elsewhere.
         """
-        data = self.path.read_bytes()
+        data = read_regular(self.path)
         if (found := hash_of(data)) != self.hash:
             raise ValueError(
                 f"{self.path} is another tokenizer (hash {found}) than when the transform was made "
@@ -74,7 +74,9 @@ class TokenizerFile:
             raise MissingTextSupportError("tokenizing", error) from error
         try:
             tokenizer = Tokenizer.from_buffer(data)
-        except Exception as error:  # the library raises bare ones
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # the library raises bare ones, and panics, which are no `Exception`
             raise ValueError(f"{self.path} is no tokenizer.json: {error}") from error
         tokenizer.no_padding()
         tokenizer.no_truncation()
@@ -95,6 +97,13 @@ class TokenizerFile:
 
     def __repr__(self) -> str:
         return f"{self.path.name} ({self.hash})"
+
+
+def read_regular(path: Path) -> bytes:
+    """The bytes of a file. Raises `OSError` also for a pipe or a device, which may never end."""
+    if path.exists() and not path.is_file():
+        raise OSError(f"{path} must be a regular file: it is a folder, a pipe or a device")
+    return path.read_bytes()
 
 
 def hash_of(data: bytes) -> str:

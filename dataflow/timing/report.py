@@ -10,10 +10,12 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from dataflow.timing.advice import Advice, advise, gain_text
 from dataflow.timing.diagnosis import PARTS, Part, diagnose, rank_parts, same_steps
 from dataflow.timing.records import LoaderTimes, RankRecord, StepTimes, TraceEvent
+from sharding.printable import printable
 
 NAMES: Mapping[Part, str] = {
     "compute": "forward, backward",
@@ -125,13 +127,13 @@ class Report:
 
     def show(self, console: Console) -> None:
         """Print it."""
-        console.print(self.advice.verdict, markup=False, style="bold", soft_wrap=True)
-        console.print(str(self.advice).partition("\n")[2], markup=False, soft_wrap=True)
+        console.print(printable(self.advice.verdict), markup=False, style="bold", soft_wrap=True)
+        console.print(printable(str(self.advice).partition("\n")[2]), markup=False, soft_wrap=True)
         console.print(self.facts)
         for rows in (self.part_rows, self.rank_rows):
             console.print(_table(rows))
         for line in self.notes:
-            console.print(line, markup=False, soft_wrap=True)
+            console.print(printable(line), markup=False, soft_wrap=True)
 
     @property
     def part_rows(self) -> list[tuple[str, ...]]:
@@ -242,7 +244,7 @@ def _table(rows: Sequence[Sequence[str]]) -> Table:
     for name in rows[0]:
         table.add_column(name, justify="right" if table.columns else "left")
     for row in rows[1:]:
-        table.add_row(*row)
+        table.add_row(*(Text(printable(cell)) for cell in row))
     return table
 
 

@@ -13,6 +13,7 @@ from prefetch.engine.ledger import MemoryHeld
 from prefetch.errors import FIRST_NOTICE_S, StallError, next_notice_s
 from prefetch.memory.interrupts import Monitor
 from prefetch.work import Task
+from sharding.printable import printable
 
 _log = logging.getLogger("dataflow")
 
@@ -149,7 +150,7 @@ class ConsumerWait:
         if now_s >= self._watchdog_s:
             self._watchdog_s = self._deadline_s
             if not reason or _log.isEnabledFor(logging.DEBUG):
-                line = f"dataflow: no batch for {waited_s:.0f} s; {stats()}"
+                line = printable(f"dataflow: no batch for {waited_s:.0f} s; {stats()}")
                 print(line, file=sys.stderr, flush=True)
                 faulthandler.dump_traceback(file=sys.__stderr__ or sys.stderr, all_threads=True)
                 stacks = "; stacks of all threads are on stderr"
@@ -158,7 +159,7 @@ class ConsumerWait:
         if now_s >= self._notice_s:
             self._notice_s = self._began_s + next_notice_s(waited_s, self._first_notice_s)
             self._was_told = True
-            _log.warning("no batch for %.0f s: %s", waited_s, reason or otherwise)
+            _log.warning("no batch for %.0f s: %s", waited_s, printable(reason or otherwise))
 
     def end(self, waited_s: float) -> None:
         """The batch came; a line says so if one said that it did not."""

@@ -21,6 +21,7 @@ from prefetch.errors import FIRST_NOTICE_S, next_notice_s
 from prefetch.memory.interrupts import UnlistedThread
 from prefetch.store.retries import RetryPolicy, failure_of
 from sharding.errors import ShardError, ShardReadError
+from sharding.printable import printable
 from sharding.redaction import identity_of, without_secrets
 from sharding.urls import is_local, naming_part
 
@@ -187,7 +188,7 @@ class Retrier:
                 due_s = next_notice_s(past_s, self._notice_s)
             if past_s >= due_s:
                 state = self._waiting() or running[0].state
-                _log.warning("%s", notice_of(running[0].url, state, past_s, len(running) - 1))
+                _log.warning("%s", printable(notice_of(running[0].url, state, past_s, len(running) - 1)))
                 due_s = next_notice_s(past_s, self._notice_s)
             sleep_s = due_s - past_s
 

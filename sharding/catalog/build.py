@@ -39,6 +39,7 @@ from sharding.errors import CorruptShardError, DataflowError, ShardError, ShardR
 from sharding.formats import ENTRIES, FormatEntry, catalog_options, sibling
 from sharding.formats.arrow.columns import TabularFormat
 from sharding.formats.arrow.schema import specs_of
+from sharding.printable import printable_name
 from sharding.redaction import identity_of
 from sharding.urls import file_name, is_http, is_local
 
@@ -316,7 +317,9 @@ def unfinished_text(catalog: Catalog) -> str:
 
 
 def _first_few(shards: Sequence[tuple[str, str]]) -> str:
-    named = "; ".join(f"{file_name(url)}: {what}" for url, what in shards[:_NAMED_IN_A_WARNING])
+    named = "; ".join(
+        f"{printable_name(file_name(url))}: {what}" for url, what in shards[:_NAMED_IN_A_WARNING]
+    )
     more = len(shards) - _NAMED_IN_A_WARNING
     return f"{named}; and {more} more" if more > 0 else named
 

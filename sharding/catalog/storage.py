@@ -22,7 +22,7 @@ from fsspec.implementations.cached import CachingFileSystem
 from sharding.blocks import Shard
 from sharding.errors import DataflowError, ShardReadError
 from sharding.hub.names import is_hub
-from sharding.redaction import hide_secrets, identity_of
+from sharding.redaction import hide_secrets, identity_of, redact_logs
 from sharding.urls import is_http, is_local, local_path, protocol_of
 
 Info = Mapping[str, Any]
@@ -49,6 +49,7 @@ def open_url(url: str, storage_options: Mapping[str, Any] | None = None) -> tupl
         ValueError: no filesystem knows the protocol, or the chain cannot work.
         ShardReadError: the outer file of a chain (`zip://...::`) cannot be opened.
     """
+    redact_logs()
     outer = url.partition("::")[0]
     if outer in _NO_INFO and is_http(url):
         raise ValueError(

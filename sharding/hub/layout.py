@@ -24,6 +24,7 @@ from typing import Any
 from sharding.errors import DataflowError
 from sharding.formats import ENTRIES, format_of_suffix, suffix_of
 from sharding.hub.globs import matcher
+from sharding.printable import listed
 
 _SHARDED = "data/{split}-[0-9][0-9][0-9][0-9][0-9]-of-[0-9][0-9][0-9][0-9][0-9]*.*"
 _SHARD_NAME = re.compile(r"data/(.+?)-[0-9]{5}-of-[0-9]{5}.*\..*")
@@ -97,11 +98,11 @@ def split_files(
     chosen = _config(configs, config, where)
     splits = _patterns(chosen, paths, where)
     if split is None and len(splits) > 1:
-        raise ValueError(f"split must be one of {', '.join(splits)}: {where} has several; got None")
+        raise ValueError(f"split must be one of {listed(splits)}: {where} has several; got None")
     name = next(iter(splits), "train") if split is None else split
     if name not in splits:
         cure = "; for a part of one, use .subset, .take or .split" if "[" in name else ""
-        raise ValueError(f"split must be one of {', '.join(splits)} in {where}, got {name!r}{cure}")
+        raise ValueError(f"split must be one of {listed(splits)} in {where}, got {name!r}{cure}")
     files = _matching_all(splits[name], paths, chosen.data_dir, where)
     label = f"split {name!r} of {where}" + (f", config {chosen.name!r}" if configs else "")
     return _of_one_format(files, format, label)
@@ -119,12 +120,12 @@ def _config(configs: Sequence[Mapping[str, Any]], name: str | None, where: str) 
     known = known or {"default": Config("default")}
     if name is not None:
         if name not in known:
-            raise ValueError(f"config must be one of {', '.join(known)} in {where}, got {name!r}")
+            raise ValueError(f"config must be one of {listed(known)} in {where}, got {name!r}")
         return known[name]
     default = [one for one in known.values() if len(known) == 1 or one.name == "default" or one.is_default]
     if len(default) != 1:
         several = f"has {len(default)} default configs" if default else "has no default config"
-        raise ValueError(f"config must be one of {', '.join(known)}, as {where} {several}; got None")
+        raise ValueError(f"config must be one of {listed(known)}, as {where} {several}; got None")
     return default[0]
 
 

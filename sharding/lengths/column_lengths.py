@@ -24,6 +24,7 @@ from sharding.catalog.storage import open_shard, open_url, store_errors
 from sharding.catalog.table import Catalog
 from sharding.errors import CorruptShardError
 from sharding.lengths.batching import Lengths
+from sharding.printable import listed
 from sharding.urls import is_local
 
 
@@ -79,7 +80,7 @@ def column_lengths(
     """
     spec = catalog.schema.get(column)
     if spec is None:
-        raise ValueError(f"no column {column!r} to take lengths from; there are {', '.join(catalog.schema)}")
+        raise ValueError(f"no column {column!r} to take lengths from; there are {listed(catalog.schema)}")
     if spec.kind == "fixed" and spec.shape:
         return np.full(catalog.num_samples, spec.shape[0], np.int32)
     if spec.kind == "fixed" and np.dtype(spec.dtype).kind not in "iu":

@@ -16,7 +16,7 @@ from typing import Any
 import fsspec.core
 from fsspec.implementations.local import LocalFileSystem
 
-from sharding.redaction import identity_of
+from sharding.redaction import identity_of, redact_logs
 
 PRIVATE_FILE = 0o600
 """Mode of files that are this user's alone."""
@@ -36,6 +36,7 @@ class NewFile:
         self.num_bytes = 0
         """Bytes written so far."""
         self._overwrite = overwrite
+        redact_logs()
         self._fs, self._path = fsspec.core.url_to_fs(url, **(storage_options or {}))
         protocols = self._fs.protocol
         protocols = {protocols} if isinstance(protocols, str) else {*protocols}

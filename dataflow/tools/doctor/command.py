@@ -14,6 +14,7 @@ import click
 
 from dataflow.timing import DEFAULT_STEPS, ROUND
 from dataflow.tools.terminal.options import OutputPath, json_option, picture_option, plain_errors
+from sharding.printable import printable
 
 if TYPE_CHECKING:
     from dataflow.timing.records import RankRecord
@@ -151,7 +152,7 @@ def _show(folder: Path, json_path: str | None, picture: str | None, trace: str |
     console = Console(stderr=json_path == "-")
     if not any(one.windows for one in saved.records):
         for line in (*saved.notes, _not_reported(saved.records)):
-            console.print(line, markup=False, soft_wrap=True)
+            console.print(printable(line), markup=False, soft_wrap=True)
         return
     report = report_of(saved.records)
     report = replace(report, notes=(*report.notes, *saved.notes))

@@ -19,6 +19,7 @@ from typing import Any
 import click
 
 from sharding.errors import DataflowError
+from sharding.printable import printable
 
 _EXPECTED = (DataflowError, ValueError, OSError, ImportError)
 
@@ -46,7 +47,7 @@ def _error_text(error: BaseException) -> str:
     """Message and notes; not the traceback of a rank, which `run_ranks` tells in a note of many lines."""
     text = str(error) or type(error).__name__
     notes = [note.splitlines() for note in getattr(error, "__notes__", ())]
-    return "\n".join([text, *(f"  {lines[0].rstrip(':')}" for lines in notes if lines)])
+    return printable("\n".join([text, *(f"  {lines[0].rstrip(':')}" for lines in notes if lines)]))
 
 
 # ---- settings -------------------------------------------------------------------------------------------

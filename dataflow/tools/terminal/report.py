@@ -23,6 +23,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table as RichTable
 from rich.text import Text
 
+from sharding.printable import printable, printable_name
+
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #222; max-width: 62em; margin: 2em auto; padding: 0 1em }
 h1 { font-size: 1.5em } p, table { margin: .6em 0 } .dim { color: #555 }
@@ -121,9 +123,9 @@ def show(parts: Sequence[Part], console: Console | None = None) -> None:
     console = console or Console(highlight=False)
     for part in parts:
         if isinstance(part, str):
-            console.print(part, markup=False)
+            console.print(printable(part), markup=False)
         elif isinstance(part, Sentence):
-            text = Text(part.text, part.style)
+            text = Text(printable(part.text), part.style)
             indented = Padding(text, (0, 0, 0, part.indent)) if part.indent else text
             console.print(indented, soft_wrap=part.whole)
         elif isinstance(part, Table):
@@ -142,9 +144,11 @@ def _on_terminal(part: Table) -> RichTable:
         table.add_column(style="bold")
         table.add_column()
     for number, name in enumerate(part.columns):
-        table.add_column(name, justify="left" if number < part.left else "right", no_wrap=dense)
+        table.add_column(
+            Text(printable_name(name)), justify="left" if number < part.left else "right", no_wrap=dense
+        )
     for row in part.rows:
-        table.add_row(*map(Text, row))
+        table.add_row(*(Text(printable_name(cell)) for cell in row))
     return table
 
 

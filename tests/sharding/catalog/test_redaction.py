@@ -265,6 +265,17 @@ def test_a_kept_catalog_serves_renewed_signatures(
     assert_holds_no_secret(kept)
 
 
+def test_what_clients_log_of_the_urls_that_they_ask_has_no_signatures(
+    server: SigningServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    logging.getLogger("fsspec.http").filters.clear()
+    fs, path = open_url(server.urls()[0])
+    assert fs.info(path)["size"] > 0
+    assert "x-00.tar" in caplog.text
+    assert SECRET not in caplog.text
+
+
 def test_a_catalog_of_other_signatures_has_the_same_place() -> None:
     codec = resolve_format("tar", ())
     paths = {default_catalog_path([f"http://h/x.tar?sig={i}&file=1"], codec) for i in range(3)}
