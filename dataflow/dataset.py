@@ -204,6 +204,7 @@ class ShardedDataset(Sharded, Dataset[S]):
         self.seed = 0
         self.epoch = 0
         self._local = threading.local()
+        self._told = set[str]()
         self._lock = threading.Lock()  # guards _windows
         self._windows: OrderedDict[int, StagedWindow] = OrderedDict()
 
@@ -485,6 +486,7 @@ class ShardedDataset(Sharded, Dataset[S]):
         columns, values = self._build(blocks, rows)
         if columns.bad:
             raise columns.bad[min(columns.bad)]
+        columns.warn_once(self._told)
         if self.transform is None:
             return values  # type: ignore[return-value]
         origins = columns.rows.find_all(np.arange(len(values)))

@@ -12,7 +12,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from dataflow.batch.delivered import Delivered
+from dataflow.batch.delivered import Delivered, Remark
 from dataflow.batch.packed import batch_columns
 from dataflow.batch.samples import Misfit, collated, drop_rows, misfit_of, samples_of, transform_reason
 from dataflow.batch.transforms import lists_of, transformed_together
@@ -117,6 +117,8 @@ class BuildContext:
     """The clock for it, in seconds."""
     pin: BatchFn | None = None
     """Moves a batch to page-locked memory, but for what lies in slots; None: it may be anywhere."""
+    told: set[str] = field(default_factory=set)
+    """Kinds of remarks of which was said where the first one is."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -251,7 +253,7 @@ class BatchBuilder:
     def is_planned(self) -> bool:
         """Whether what it takes was known before: nothing of the user's runs, and no object is made."""
         assert self.columns is not None
-        if self.columns.bad or self.context.postprocessing.does_something:
+        if self.columns.bad or self.columns.remarks or self.context.postprocessing.does_something:
             return False
         return all(output.is_view for output in self.context.outputs)
 
@@ -261,7 +263,23 @@ class BatchBuilder:
         result, num_samples = self._finish_batch(number, batch, row, size, skipped)
         if self.context.pin is not None:
             result = self.context.pin(result)
-        return Delivered(self.plan.epoch, number, result, num_samples, tuple(skipped))
+        remarks = self._remarks(row, row + size)
+        return Delivered(self.plan.epoch, number, result, num_samples, tuple(skipped), remarks=remarks)
+
+    def _remarks(self, first: int, end: int) -> tuple[Remark, ...]:
+        """What is odd about rows of the chunk. Where, is said once: to find a key may take a read."""
+        assert self.columns is not None
+        found: dict[str, Remark] = {}
+        for row, column, kind in self.columns.remarks:
+            if not first <= row < end:
+                continue
+            if kind not in found:
+                told = kind in self.context.told
+                self.context.told.add(kind)
+                text = "" if told else str(self.rows.sample_error(row, kind, column))
+                found[kind] = Remark(kind, 0, text)
+            found[kind] = found[kind]._replace(num_values=found[kind].num_values + 1)
+        return tuple(found.values())
 
     def _finish_batch(
         self, number: int, batch: dict[str, Any], row: int, size: int, skipped: list[SampleError]

@@ -12,6 +12,15 @@ from prefetch.core.plan import COLUMN_ALIGN
 from sharding.errors import SampleError
 
 
+class Remark(NamedTuple):
+    """What is odd about values of a batch that are delivered all the same."""
+
+    kind: str
+    num_values: int
+    first: str
+    """Where the first one is: shard, key and column; "" where that was said before."""
+
+
 class Delivered(NamedTuple):
     """One batch with its place in the stream."""
 
@@ -24,6 +33,7 @@ class Delivered(NamedTuple):
     """What was left out of it; where that is all, `num_samples` is 0 and nobody has seen the batch."""
     in_place: bool = False
     """An earlier batch, in place of one of which nothing was left."""
+    remarks: tuple[Remark, ...] = ()
 
 
 class LazyBatches:

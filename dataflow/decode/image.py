@@ -79,8 +79,9 @@ class Image:
     or eighth scale. "exact": the pixels that Pillow and torchvision decode."""
     resize_shorter: int | None = None
     """For "center": length of the shorter side that `size` is cut from; default `max(size) * 256 / 224`."""
-    strict: bool = True
-    """Whether JPEG data that libjpeg can only partly make sense of is an error."""
+    strict: bool | None = None
+    """Whether JPEG data that libjpeg only warns about is an error. None: yes, but for leftover bytes before
+    the end mark and a missing end mark, which are delivered, counted in `stats()`, and warned of once."""
     max_pixels: int = _MAX_PIXELS
     """Images larger than this are errors, not decoded (for formats other than JPEG, PNG and WebP: decoded
     first, up to OpenCV's own limit of 2^30)."""
@@ -229,6 +230,7 @@ def decode_images(
     draws: Draws | None,
     *,
     name: Callable[[int], str],
+    remark: Callable[[int, str], None] = lambda i, text: None,
 ) -> Failures:
     """Decode n images lying in `buffer` into the rows of `out`. Thread-safe; releases the GIL.
 
@@ -240,6 +242,7 @@ def decode_images(
         out: C-contiguous [n, *spec.shape] of `spec.dtype`, overwritten.
         draws: random numbers, see `dataflow.decode.crop.Draws`; None will do where `spec.random` is False.
         name: tells the key of image i, for errors.
+        remark: is told what is odd about image i, which is decoded all the same.
 
     Returns:
         (i, SampleError) for each image that could not be decoded, in order; its row of `out` is zero.
@@ -261,9 +264,11 @@ def decode_images(
     for i, (size, box) in enumerate(zip(sizes.tolist(), boxes, strict=True)):
         try:
             if i not in failed:
-                pixels, shrink = codec.decode_part(images[i], size, box, wanted, how)
+                pixels, shrink, odd = codec.decode_part(images[i], size, box, wanted, how)
                 part = (0.0, 0.0, *size) if looks_beside else box
                 resize(pixels, _crop_box(box, part, shrink, flip=flips[i]), out[i])
+                if odd:
+                    remark(i, odd)
         except Exception as error:
             failed[i] = _failure(error, name(i))
         if i in failed:
@@ -301,6 +306,7 @@ def decode_image(
     draws: Draws | None = None,
     *,
     out: NDArray[Any] | None = None,
+    remark: Callable[[int, str], None] = lambda i, text: None,
 ) -> NDArray[Any]:
     """Decode one image: for map-style access, and for images that keep their own size.
 
@@ -309,6 +315,7 @@ def decode_image(
         data: the encoded bytes.
         draws: [1, DRAWS]; None will do where `spec.random` is False.
         out: C-contiguous, of the shape and dtype that the result has; None: a new array.
+        remark: is told what is odd about image 0, this one, which is decoded all the same.
 
     Returns:
         [c, h, w] or [h, w, c] of `spec.dtype`: `out`, or a new array.
@@ -323,7 +330,9 @@ def decode_image(
     if spec.size is None:
         spec = of_own_size(spec, encoded)
     image = np.empty(spec.shape, spec.dtype) if out is None else out
-    failures = decode_images(spec, encoded, starts, lengths, image[None], draws, name=lambda _: "")
+    failures = decode_images(
+        spec, encoded, starts, lengths, image[None], draws, name=lambda _: "", remark=remark
+    )
     if failures:
         raise failures[0][1]
     return image

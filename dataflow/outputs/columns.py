@@ -7,6 +7,7 @@ What the stream found for its batches (`sharding.plan.batch_rows`) becomes rows 
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -231,6 +232,8 @@ class ChunkColumns:
         self._closing, self._on_return = closing, on_return
         self._lock = threading.Lock()  # guards bad
         self.bad: dict[int, SampleError] = {}
+        self.remarks: list[tuple[int, str, str]] = []
+        """Row, column and what is odd about a value that is delivered all the same."""
         """Row of the chunk -> what is wrong with it."""
         self.leased_bytes = 0
         """Of slots within the chunk's credits."""
@@ -353,6 +356,18 @@ class ChunkColumns:
         with self._lock:
             self.bad.setdefault(row, error)
 
+    def remark(self, row: int, column: str, text: str) -> None:
+        """Note what is odd about a value that is delivered all the same; one of a few texts."""
+        with self._lock:
+            self.remarks.append((row, column, text))
+
+    def warn_once(self, told: set[str]) -> None:
+        """Warn of what is odd, but for kinds that were told, and add those to them."""
+        for row, column, kind in self.remarks:
+            if kind not in told:
+                told.add(kind)
+                warnings.warn(odd_text(str(self.rows.sample_error(row, kind, column))), stacklevel=4)
+
     def note_missing(self, column: str, lacking: str | None) -> None:
         """Note the rows without a value; `lacking`: what is wrong where it is missing, None: nothing."""
         for part in self.rows.parts:
@@ -382,6 +397,12 @@ def raise_if_closing(closing: threading.Event) -> None:
     """Raise `EngineClosedError` if nobody wants what is being built."""
     if closing.is_set():
         raise EngineClosedError("the loader was closed while the batch was built")
+
+
+def odd_text(first: str) -> str:
+    """A warning of an odd value, whose place and kind are given, and of those of its kind that follow."""
+    counted = "such images are delivered, and counted in stats().image_warnings"
+    return f"{first}: {counted}; they may be damaged, which checksums tell; Image(strict=True) refuses them"
 
 
 def _text(reason: str | Exception) -> str:

@@ -73,8 +73,12 @@ class ImageListOutput(ListOutput):
         if not follow:  # images of other windows lie between
             own = np.empty_like(out[target])
         at, lengths = np.arange(few.start, few.stop), items.places.lengths[few]
+
+        def remark(index: int, text: str) -> None:
+            columns.remark(part.chunk_row(int(rows[index])), self.name, text)
+
         with window.values_of(items.places, at, self.name, owners) as (buffer, starts):
-            failures = decode_images(self.image, buffer, starts, lengths, own, draws, name=str)
+            failures = decode_images(self.image, buffer, starts, lengths, own, draws, name=str, remark=remark)
         for index, error in failures:
             named = of_item(error, int(items.number[few][index]))
             columns.note_bad(part.chunk_row(int(rows[index])), self.name, named)
@@ -139,7 +143,7 @@ class FreeImageListOutput(ListOutput):
                     return None
                 out = slot[used : used + math.prod(spec.shape)].reshape(spec.shape)
                 used += out.size
-                return decode_into(out, columns, spec, np.array([number]), data, row)
+                return decode_into(out, columns, self.name, spec, np.array([number]), data, row)
 
             samples.append(self.each(columns, items, decode))
         return samples

@@ -71,8 +71,14 @@ class ImageOutput(FixedOutput):
                 out[spans.lengths[rows] < 0] = self.default.value
             rows, target = rows[have], np.empty_like(out[have])
         draws = columns.randomness.draws(part.window, rows) if self.image.random else None
+
+        def remark(index: int, text: str) -> None:
+            columns.remark(part.chunk_row(int(have[index])), self.name, text)
+
         with part.window.values_of(spans, rows, self.name) as (buffer, starts):
-            failures = decode_images(self.image, buffer, starts, spans.lengths[rows], target, draws, name=str)
+            failures = decode_images(
+                self.image, buffer, starts, spans.lengths[rows], target, draws, name=str, remark=remark
+            )
         for index, error in failures:
             columns.note_bad(part.chunk_row(int(have[index])), self.name, error)
         if target is not out:
@@ -137,7 +143,7 @@ class FreeImageOutput(Output):
                 continue
             out = slot[used : used + math.prod(spec.shape)].reshape(spec.shape)
             used += out.size
-            decode = partial(decode_into, out, columns, spec, np.zeros(1, np.int64))
+            decode = partial(decode_into, out, columns, self.name, spec, np.zeros(1, np.int64))
             images.append(columns.decoded(self.name, value, decode))
         return images
 
@@ -151,6 +157,7 @@ def part_size(num_images: int) -> int:
 def decode_into(
     out: NDArray[Any],
     columns: ChunkColumns,
+    column: str,
     spec: Image,
     item: NDArray[np.int64],
     data: NDArray[np.uint8],
@@ -161,7 +168,11 @@ def decode_into(
     if spec.random:
         window, window_row = columns.rows.find(row)
         draws = columns.randomness.draws(window, np.array([window_row]), item)
-    return torch.from_numpy(decode_image(spec, data, draws, out=out))
+
+    def remark(_: int, text: str) -> None:
+        columns.remark(row, column, text)
+
+    return torch.from_numpy(decode_image(spec, data, draws, out=out, remark=remark))
 
 
 def _fill(

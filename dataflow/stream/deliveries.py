@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import threading
+import warnings
+from collections import Counter
 from collections.abc import Iterable, Iterator, MutableMapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -12,6 +14,7 @@ import torch
 
 from dataflow.batch.builder import REPEAT
 from dataflow.batch.delivered import Delivered
+from dataflow.outputs.columns import odd_text
 from dataflow.torch_threads import run_with_one_torch_thread
 from sharding.errors import DataflowError, SampleError
 
@@ -24,12 +27,19 @@ class Deliveries:
     def __init__(self) -> None:
         self.samples = self.batches = self.empty_batches = 0
         self.first_batch_s = 0.0
+        self.remarks: Counter[str] = Counter()
+        self._told = set[str]()
 
     def add(self, delivered: Delivered) -> None:
         """Count a batch that is handed out, or left out for being empty."""
         self.empty_batches += delivered.in_place or not delivered.num_samples
         self.batches += delivered.num_samples > 0
         self.samples += delivered.num_samples
+        for kind, num_values, first in delivered.remarks:
+            if first and kind not in self._told:
+                self._told.add(kind)
+                warnings.warn(odd_text(first), stacklevel=4)
+            self.remarks[kind] += num_values
 
 
 class LastGood:

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from dataflow.batch.builder import REPEAT
-from dataflow.batch.delivered import Delivered
+from dataflow.batch.delivered import Delivered, Remark
 from dataflow.batch.found import NO_SAMPLES, FoundSamples, GatherSamples, Lists
 from dataflow.stream.exchange import FoundExchange
 from dataflow.stream.plan import StreamPlan
@@ -194,6 +194,7 @@ class FoundSession(Session):
         """Of batches to be delivered here."""
         self._left_out: list[tuple[int, SampleError]] = []
         """Megabatch and error of samples that were left out, until they are counted."""
+        self._remarks: list[Remark] = []
         self._lacks: set[int] = set()
         """Positions of samples that batches lack, which were counted."""
 
@@ -217,7 +218,7 @@ class FoundSession(Session):
         else:
             errors = self._passed()
         if not len(pieces.pieces):
-            return [Delivered(self._order.epoch, number, {}, 0, errors)]
+            return [Delivered(self._order.epoch, number, {}, 0, errors, remarks=self._take_remarks())]
         batch: Any = self._dealt.batch(self._batching, pieces)
         if self._settings.mark_repeats:
             repeats = dealt.repeats(number, number + 1)
@@ -227,7 +228,13 @@ class FoundSession(Session):
             batch = self._transformed(transform, batch, number)
         if self.pin is not None:
             batch = self.pin(batch)
-        return [Delivered(self._order.epoch, number, batch, len(pieces.pieces), errors)]
+        num_pieces, remarks = len(pieces.pieces), self._take_remarks()
+        return [Delivered(self._order.epoch, number, batch, num_pieces, errors, remarks=remarks)]
+
+    def _take_remarks(self) -> tuple[Remark, ...]:
+        """What is odd about samples that were made since the last batch."""
+        remarks, self._remarks = tuple(self._remarks), []
+        return remarks
 
     def epoch_done(self, epoch: int) -> None:
         """All batches of the epoch were taken."""
@@ -301,6 +308,7 @@ class FoundSession(Session):
         self._num_made += len(positions)
         samples = FoundSamples.of_batch(delivered.batch, positions) if delivered.num_samples else NO_SAMPLES
         lacking = np.setdiff1d(positions, samples.positions, assume_unique=True)
+        self._remarks += delivered.remarks
         for position, error in zip(lacking.tolist(), delivered.skipped, strict=True):
             self._leave_out(position, error)
         if len(samples):

@@ -551,6 +551,7 @@ class StreamLoader:
             skipped_samples=self._skipped.count,
             skipped=tuple(self._skipped.errors),
             empty_batches=delivered.empty_batches,
+            image_warnings=dict(delivered.remarks),
             read_amplification=self._plan.read_amplification,
             lengths=self._length_plan.stats if self._length_plan else None,
             mapped_bytes=sum(session.mapped_bytes() for session in sessions),
