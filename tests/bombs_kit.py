@@ -15,7 +15,7 @@ LIMIT_MB = 512
 _ADDRESS_SPACE = 6 << 30
 _TIMEOUT_S = 120.0
 _IMPORTED = (
-    *("pyarrow.json", "pyarrow.parquet", "zstandard"),
+    *("sharding.formats.arrow.jsonl", "pyarrow.parquet", "zstandard"),
     *("sharding.catalog.build", "sharding.formats", "bombs_kit"),
 )
 

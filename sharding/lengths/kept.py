@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from sharding.lengths.found_plan import LEFT_OUT
 from sharding.write.file import NewFile, private_folder, user_folder
 
-_VERSION = 1
+_VERSION = 2
 _MOST = np.iinfo(np.int32).max
 _PARTS = 16
 """The file is written as often in an epoch, and at its end."""

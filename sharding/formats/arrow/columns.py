@@ -29,6 +29,7 @@ from sharding.blocks import MISSING, NULL_INSIDE, PATH_ONLY, Block, Column, Colu
 from sharding.byte_lists import ByteLists, list_heads
 from sharding.errors import ShardError
 from sharding.formats.arrow.features import named_columns
+from sharding.formats.arrow.json_types import JSON_TEXT
 from sharding.formats.arrow.schema import (
     dtype_of,
     is_bytes,
@@ -176,7 +177,7 @@ def _column(name: str, column: pa.ChunkedArray, block: Block) -> Column:
         raise ShardError(block.shard.url, reason, block.offset, stage="decode")
     array = column
     try:
-        if spec.kind == "json":
+        if spec.kind == "json" and column.type != JSON_TEXT:
             return _json_spans(column)
         array = _one_array(column)
         if spec.kind == "fixed":
@@ -186,7 +187,7 @@ def _column(name: str, column: pa.ChunkedArray, block: Block) -> Column:
             return values if lacks is None else Masked(values, lacks)
         if spec.kind == "bytes_list":
             return _byte_list_spans(array)
-        return _list_spans(array) if spec.kind == "list" else _byte_spans(array)
+        return _list_spans(array) if spec.kind == "list" else _byte_spans(array)  # JSON text as well
     except (pa.ArrowInvalid, pa.ArrowIndexError, _FallingOffsetsError) as error:
         raise block.corrupt(f"column {name!r} ({array.type}) is broken: {error}") from error
 

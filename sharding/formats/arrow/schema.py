@@ -20,6 +20,7 @@ import pyarrow as pa
 from sharding.blocks import ColumnSpec
 from sharding.errors import CorruptShardError
 from sharding.formats.arrow.features import is_media, named_columns
+from sharding.formats.arrow.json_types import JSON_TEXT, UNREADABLE
 
 BROKEN = (pa.ArrowException, OSError, UnicodeDecodeError)
 """What pyarrow raises of damage; the last where it fails to word its error, for text that is not UTF-8."""
@@ -99,6 +100,10 @@ def with_items(specs: Mapping[str, ColumnSpec], items: Mapping[str, int]) -> dic
 
 def spec_of(kind: pa.DataType) -> ColumnSpec | None:
     """The spec of one Arrow type, or None where it cannot be delivered."""
+    if kind == JSON_TEXT:
+        return ColumnSpec("json")
+    if kind == UNREADABLE:
+        return None
     kind = stored_type(kind)
     if is_media(kind):
         return ColumnSpec("bytes")

@@ -40,7 +40,7 @@ LINES = st.fixed_dictionaries(
         "f": st.floats(allow_nan=False, allow_infinity=False, width=32),
         "t": TEXTS,
         "b": st.booleans(),
-        "l": st.lists(st.integers(-9, 9), max_size=3),
+        "l": st.lists(st.integers(-9, 9), min_size=1, max_size=3),
     }
 )
 
@@ -158,9 +158,9 @@ def test_objects_become_one_column_a_field(block_bytes):
     assert rows == [{"a.b": 1.0, "a.c.d": None}, {"a.b": 2.0, "a.c.d": b"x"}]
 
 
-def test_lists_that_are_always_empty_are_lists():
+def test_lists_that_are_always_empty_are_text_since_nothing_tells_what_they_hold():
     (block,) = decoded_blocks(FORMAT, jsonl([{"l": []}, {"l": []}]), URL)
-    assert block["l"].lengths.tolist() == [0, 0]
+    assert block["l"].buffer.tobytes() == b"[][]"
 
 
 @pytest.mark.parametrize("columns", [["x"], ["text", "label"], ["ids"], []])
@@ -211,18 +211,41 @@ def test_a_broken_line_is_named_by_its_offset(line, block_bytes):
     assert (caught.value.shard, caught.value.offset, caught.value.stage) == (URL, len(before), "index")
 
 
-def test_a_field_of_two_types_names_the_line():
-    before = jsonl([{"a": 1}, {"a": 2}])
-    with pytest.raises(CorruptShardError, match="from number to string") as caught:
-        scan_of(FORMAT, before + jsonl([{"a": "x"}]), URL)
-    assert caught.value.offset == len(before)
+MIXED = [
+    ([1, 2, "x"], "a number on the line at byte {0}, but text on the line at byte {2};"),
+    ([True, 1], "true or false on the line at byte {0}, but a number on the line at byte {1};"),
+    ([{"b": 1}, [1]], "an object on the line at byte {0}, but a list on the line at byte {1};"),
+    ([[{}], "x"], "a list on the line at byte {0}, but text on the line at byte {1};"),
+    (
+        [-1, 2**63],
+        "an integer beyond 2^63 - 1 on the line at byte {1}, and one below 0 on the line at byte {0}:",
+    ),
+    ([1, 2**64], "an integer on the line at byte {1} that takes more than 64 bits;"),
+    ([[-(2**63) - 1]], "an integer on the line at byte {0} that takes more than 64 bits;"),
+    (
+        [0.5, 2**53 + 1],
+        "an integer beyond 2^53 on the line at byte {1}, and a fraction on the line at byte {0}:",
+    ),
+    ([[1, 0.5], [-(2**53) - 1]], "an integer beyond 2^53 on the line at byte {1}, and a fraction"),
+    (["\ud800"], "text with half of a surrogate pair, which UTF-8 cannot hold, on the line at byte {0};"),
+]
 
 
-def test_blocks_of_two_types_name_the_first_that_differs():
-    before = jsonl([{"a": 1}, {"a": 2}])
-    with pytest.raises(CorruptShardError, match=r"Field a has incompatible types") as caught:
-        scan_of(FORMAT, before + jsonl([{"a": "x"}]), URL, 1)
-    assert caught.value.offset == len(before)
+@pytest.mark.parametrize(("values", "told"), MIXED, ids=str)
+@pytest.mark.parametrize("block_bytes", [1, 1000])
+def test_a_key_of_two_types_is_an_error_for_who_asks_for_it(values, told, block_bytes):
+    lines = [json.dumps({"a": value, "i": i}).encode() + b"\n" for i, value in enumerate(values)]
+    content = b"".join(lines)
+    scan = scan_of(FORMAT, content, URL, block_bytes)
+    assert list(scan.schema) == ["i"]
+    blocks = blocks_of(scan, shard_of(content, URL))
+    read = [(block, memoryview(content)[block.offset : block.offset + block.length]) for block in blocks]
+    assert [i for block, data in read for i in FORMAT.decode(block, data, ["i"])["i"]] == [*range(len(lines))]
+    places = [sum(map(len, lines[:i])) for i in range(len(lines))]
+    for columns in (["a"], ["i", "a"], None):
+        with pytest.raises(CorruptShardError, match="out of columns=") as caught:
+            FORMAT.decode(*read[-1], columns)
+        assert f"column 'a' holds {told.format(*places)}" in caught.value.reason
 
 
 def test_a_truncated_gzip_file_is_noticed():

@@ -1,5 +1,9 @@
 """Lengths of samples against the samples themselves, for every format, and how little is read for them."""
 
+import hashlib
+import json
+from pathlib import Path
+
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -8,6 +12,8 @@ import pytest
 from dataflow import ShardedDataset
 from sharding.catalog.storage import open_shard
 from sharding.lengths.column_lengths import column_lengths, resolve_lengths
+from sharding.lengths.found_plan import LEFT_OUT
+from sharding.lengths.kept import KeptLengths, LengthsFile
 from tests.datasets_kit import MAKERS, write_tar
 
 
@@ -113,3 +119,19 @@ def test_bad_lengths_say_what_is_wrong(lengths, text, tmp_path):
     catalog = MAKERS["parquet"](tmp_path).open().catalog
     with pytest.raises(ValueError, match=text):
         resolve_lengths(lengths, catalog, "lst")
+
+
+def test_lengths_that_an_earlier_release_kept_are_found_anew(tmp_path, monkeypatch):
+    """Those of nested columns of JSON Lines were of another text."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    file = LengthsFile(num_samples=2, catalog="c", marks=["m"])
+    earlier = json.dumps([1, file.catalog, *file.marks]).encode()
+    name = f"c-{hashlib.blake2b(earlier, digest_size=16).hexdigest()}.npy"
+    path = Path(file.path).with_name(name)
+    path.parent.mkdir(parents=True)
+    np.save(path, np.array([3, 4], np.int32))
+    assert (KeptLengths([file]).lengths == LEFT_OUT).all()
+    kept = KeptLengths([file])
+    kept.note(np.arange(2), np.array([5, 6]))
+    kept.save()
+    assert KeptLengths([file]).lengths.tolist() == [5, 6]

@@ -1,0 +1,159 @@
+"""Columns of Python values and of JSON texts as Arrow arrays.
+
+`pyarrow.array` would do for values, but imports pandas where that is installed, which takes 0.3 s of the time
+to the first batch. Lists of integers, which are what tokens are kept as, are read from their text at once: as
+Python integers each takes 100 ns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain, pairwise
+from typing import Any
+
+import msgspec
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+Text = bytes | msgspec.Raw
+"""The JSON text of one value."""
+_OF_INTEGERS = b"[]0123456789-, \t\r"
+_SPACED = bytes.maketrans(b"[],", b"   ")
+_integers = msgspec.json.Decoder(list[list[int | None] | None])
+
+
+def array_of(values: Sequence[Any], kind: pa.DataType) -> pa.Array:
+    """Values of a type as an array; `None` is null.
+
+    Raises:
+        TypeError, ValueError, OverflowError, UnicodeEncodeError: a value is not of the type.
+    """
+    if pa.types.is_null(kind):
+        return pa.nulls(len(values), kind)
+    if pa.types.is_string(kind) or pa.types.is_large_string(kind):
+        return _texts(values).cast(kind)
+    if pa.types.is_list(kind):
+        valid = _valid(values)
+        lists: Sequence[Any] = values if valid is None else [value or () for value in values]
+        lengths = np.fromiter(map(len, lists), np.int64, len(lists))
+        return _lists(kind, lengths, valid, array_of(list(chain.from_iterable(lists)), kind.value_type))
+    return _numbers(values, kind)
+
+
+def _lists(
+    kind: pa.DataType, lengths: NDArray[np.int64], valid: NDArray[np.bool_] | None, elements: pa.Array
+) -> pa.Array:
+    ends = np.cumsum(lengths)
+    if len(elements) >= 1 << 31:
+        raise OverflowError(f"{len(elements)} numbers in lists at a time")
+    buffers = [bits(valid), pa.py_buffer(np.append(0, ends).astype(np.int32))]
+    return pa.Array.from_buffers(kind, len(lengths), buffers, children=[elements])
+
+
+def integer_lists(raws: Sequence[Text], kind: pa.DataType) -> pa.Array:
+    """Lists of integers, given their texts; raises as `array_of`, and where a text is no such list."""
+    texts = RawTexts(raws)
+    found = texts.integers(np.dtype(str(kind.value_type)))
+    if found is not None:
+        numbers, lengths = found
+        elements = pa.Array.from_buffers(kind.value_type, len(numbers), [None, pa.py_buffer(numbers)])
+        return _lists(kind, lengths, None, elements)
+    try:
+        return array_of(texts.values(_integers), kind)
+    except msgspec.MsgspecError as error:
+        raise ValueError(str(error)) from error
+
+
+def _numbers(values: Sequence[Any], kind: pa.DataType) -> pa.Array:
+    dtype = np.dtype("float64" if pa.types.is_floating(kind) else str(kind))
+    valid = None
+    if dtype.kind == "f":
+        numbers = np.array(values, dtype)  # None becomes NaN
+        if any(values[i] is None for i in np.flatnonzero(np.isnan(numbers)).tolist()):
+            valid = _valid(values)
+    else:
+        valid = _valid(values)
+        numbers = np.array(values if valid is None else [0 if v is None else v for v in values], dtype)
+    content = bits(numbers) if dtype.kind == "b" else pa.py_buffer(numbers)
+    return pa.Array.from_buffers(kind, len(values), [bits(valid), content])
+
+
+def _texts(values: Sequence[Any]) -> pa.Array:
+    valid = _valid(values)
+    texts: Sequence[str] = values if valid is None else [value or "" for value in values]
+    joined = "".join(texts)
+    content = joined.encode()
+    pieces = texts if len(content) == len(joined) else [text.encode() for text in texts]
+    offsets = np.zeros(len(values) + 1, np.int64)
+    np.cumsum(np.fromiter(map(len, pieces), np.int64, len(pieces)), out=offsets[1:])
+    buffers = [bits(valid), pa.py_buffer(offsets), pa.py_buffer(content)]
+    return pa.Array.from_buffers(pa.large_string(), len(values), buffers)
+
+
+def _valid(values: Sequence[Any]) -> NDArray[np.bool_] | None:
+    """[n] which are not None; None: all."""
+    if None not in values:
+        return None
+    return np.fromiter((value is not None for value in values), np.bool_, len(values))
+
+
+def bits(flags: NDArray[np.bool_] | None) -> pa.Buffer | None:
+    """Bools as Arrow has them."""
+    return None if flags is None else pa.py_buffer(np.packbits(flags, bitorder="little"))
+
+
+def bools(flags: NDArray[np.bool_]) -> pa.Array:
+    """An array of bools."""
+    return pa.Array.from_buffers(pa.bool_(), len(flags), [None, bits(flags)])
+
+
+class RawTexts:
+    """JSON texts of a column in one piece: of `n` values, of which those that are missing or null are null.
+
+    `buffer` holds them one behind the other, `lengths` [n] in bytes, `missing` [n] says which are null.
+    """
+
+    def __init__(self, raws: Sequence[Text]) -> None:
+        self.buffer = b"".join(raws)
+        self.lengths = np.fromiter(map(len, [memoryview(raw) for raw in raws]), np.int64, len(raws))
+        self.ends = np.cumsum(self.lengths)
+        self.missing = self.lengths == 0
+        suspects = np.flatnonzero(self.lengths == 4)
+        self.missing[suspects] = self.first_bytes(suspects) == ord("n")  # no other value begins so
+
+    def first_bytes(self, rows: NDArray[np.int64]) -> NDArray[np.uint8]:
+        """The first byte of the texts of some rows, none of which is empty."""
+        starts = (self.ends - self.lengths)[rows]
+        return np.frombuffer(self.buffer or b"\0", np.uint8).take(starts)
+
+    def integers(self, dtype: np.dtype[Any]) -> tuple[NDArray[Any], NDArray[np.int64]] | None:
+        """The integers in lists, and how many each has; None: the texts hold something else, or one beyond.
+
+        What lies beyond the type counts as its end: who does not know that none does must look for these.
+        """
+        if self.buffer.translate(None, _OF_INTEGERS) or self.buffer.count(b"[") != len(self.lengths):
+            return None  # nulls, fractions, or lists in lists
+        numbers = np.fromstring(self.buffer.translate(_SPACED), dtype, sep=" ")
+        commas = np.flatnonzero(np.frombuffer(self.buffer or b"\0", np.uint8) == ord(","))
+        behind = np.searchsorted(commas, self.ends)
+        lengths = np.diff(behind, prepend=0) + (self.lengths > 2)
+        # Brackets with nothing but spaces in them are seen by their sum.
+        return (numbers, lengths) if lengths.sum() == len(numbers) else None
+
+    def values(self, decoder: msgspec.json.Decoder[Any]) -> list[Any]:
+        """The texts as Python values, by a decoder of lists of such."""
+        ends = self.ends.tolist()
+        pieces = [self.buffer[a:b] or b"null" for a, b in pairwise([0, *ends])]
+        values: list[Any] = decoder.decode(b"[%s]" % b",".join(pieces))
+        return values
+
+    def array(self) -> pa.Array:
+        """The texts as Arrow strings. `pa.ArrowInvalid` where one is not UTF-8."""
+        valid = ~self.missing if self.missing.any() else None
+        offsets = pa.py_buffer(np.append(0, self.ends))
+        content = [bits(valid), offsets, pa.py_buffer(self.buffer)]
+        texts = pa.Array.from_buffers(pa.large_string(), len(self.lengths), content)
+        if not self.buffer.isascii():
+            texts.validate(full=True)
+        return texts

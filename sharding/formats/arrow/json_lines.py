@@ -1,0 +1,338 @@
+"""Lines of JSON as Arrow columns of a given schema, each line parsed for itself.
+
+msgspec reads a piece of many lines in one call, only the wanted keys, into a row of the types that the schema
+names; a column of the rows then becomes an array in one call. What nests deeper stays the text that it is in
+its line. msgspec is stricter than `json.loads`, which says what a line means: where it refuses a piece (NaN,
+Infinity, numbers beyond a float, half of a surrogate pair), each line of that piece has a second look by the
+json module, at a tenth of the speed.
+
+A piece is small, so that other threads get the interpreter lock in between.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from operator import attrgetter
+from typing import Any
+
+import msgspec
+import numpy as np
+import pyarrow as pa
+
+from sharding.formats.arrow.json_arrays import RawTexts, Text, array_of, bools, integer_lists
+from sharding.formats.arrow.json_types import JSON_TEXT, UNREADABLE
+
+NOT_READ = (msgspec.MsgspecError, ValueError, RecursionError)
+"""What msgspec raises of text that is not JSON as it takes it, or does not fit."""
+PIECE_BYTES = 256 << 10
+MOST_CELLS = 4 << 20
+"""Rows times keys at a time: each takes 8 bytes, also where a line lacks the key."""
+SPACE = b" \t\r\n"
+_LINE_END, _MARK_START = b"\n\xef"
+_MARKS = re.compile(rb"(?m)^(?:\xef\xbb\xbf)+")
+_NAMELESS = re.compile(r'[\\"\x00-\x1f]')
+"""In a key that msgspec cannot look for: how it is escaped is not its only spelling."""
+_items = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_after = json.JSONDecoder().raw_decode
+_GAP = re.compile(r"[ \t\r\n]*")
+
+
+class LineError(Exception):
+    """A line that cannot be read.
+
+    Args:
+        at: where it begins, in bytes of the text.
+        reason: why, in words.
+    """
+
+    def __init__(self, at: int, reason: str) -> None:
+        super().__init__(at, reason)
+        self.at, self.reason = at, reason
+
+
+def pieces(text: bytes | memoryview) -> Iterator[tuple[int, bytes]]:
+    """The text in pieces of whole lines, each with its place; byte order marks before lines become spaces."""
+    view, at = memoryview(text), 0
+    while at < len(view):
+        piece = bytes(view[at : at + PIECE_BYTES])
+        while at + len(piece) < len(view) and not (end := piece.rfind(b"\n") + 1):
+            piece = bytes(view[at : at + 2 * len(piece)])
+        if at + len(piece) < len(view):
+            piece = piece[:end]
+        yield at, _without_marks(piece)
+        at += len(piece)
+
+
+def _without_marks(piece: bytes) -> bytes:
+    if piece.isascii():
+        return piece
+    raw = np.frombuffer(piece, np.uint8)
+    starts = np.flatnonzero(raw[:-1] == _LINE_END) + 1  # a search for all three bytes takes longer
+    if raw[0] != _MARK_START and not (raw[starts] == _MARK_START).any():
+        return piece
+    return _MARKS.sub(lambda marks: b" " * len(marks[0]), piece)
+
+
+def lines_of(piece: bytes) -> list[bytes]:
+    """The lines that are not blank."""
+    return [line for line in piece.split(b"\n") if line.strip(SPACE)]
+
+
+@contextmanager
+def faults_of_line(at: int) -> Iterator[None]:
+    """Turn what `items_of` raises of the line that begins at a byte into `LineError`."""
+    try:
+        yield
+    except RecursionError as error:
+        reason = "this line is nested too deeply to be read; write deep values as a string of JSON"
+        raise LineError(at, reason) from error
+    except _NotAnObjectError as error:
+        raise LineError(at, str(error)) from error
+    except ValueError as error:
+        raise LineError(at, f"this line is not JSON: {error}") from error
+
+
+class _NotAnObjectError(ValueError):
+    pass
+
+
+class _MisfitError(Exception):
+    pass
+
+
+def items_of(text: Text) -> Mapping[str, Text]:
+    """The keys of an object, with the text of their values; of a key that is there twice the last.
+
+    Raises:
+        ValueError: the text is no object.
+        RecursionError: it is nested too deeply.
+    """
+    try:
+        items: Mapping[str, Text] = _items.decode(text)
+    except NOT_READ:
+        return _items_by_json(bytes(text))
+    return items
+
+
+def _items_by_json(encoded: bytes) -> dict[str, Text]:
+    text = encoded.decode()
+    if not isinstance(json.loads(text), dict):
+        raise _NotAnObjectError("this line is not a JSON object")
+    items: dict[str, Text] = {}
+    at = _beyond(text, 0) + 1  # the text is known to be right, so only commas and colons lie in between
+    while text[at := _beyond(text, at)] != "}":
+        if text[at] == ",":
+            at = _beyond(text, at + 1)
+        key, at = _after(text, at)
+        start = _beyond(text, _beyond(text, at) + 1)
+        at = _after(text, start)[1]
+        key.encode()  # raises: half of a surrogate pair is no name
+        items[key] = text[start:at].encode()
+    return items
+
+
+def _beyond(text: str, at: int) -> int:
+    gap = _GAP.match(text, at)
+    assert gap is not None
+    return gap.end()
+
+
+def field_name(number: int) -> str:
+    """The attribute of a row that holds the value of its key of this number."""
+    return f"f{number}"
+
+
+def row_type(keys: Sequence[str], types: Sequence[Any], *, only: bool = False) -> type[msgspec.Struct] | None:
+    """What msgspec makes of a line: the value of each key, `None` or no text where the line lacks it.
+
+    `only`: refuse other keys. None where msgspec cannot look for a key.
+    """
+    if any(map(_NAMELESS.search, keys)):
+        return None
+    names = [field_name(number) for number in range(len(keys))]
+    default = [msgspec.Raw() if kind is msgspec.Raw else None for kind in types]
+    return msgspec.defstruct(
+        "Line",
+        list(zip(names, types, default, strict=True)),
+        rename=dict(zip(names, keys, strict=True)),
+        forbid_unknown_fields=only,
+        gc=False,
+        eq=False,
+    )
+
+
+def values_of(rows: Sequence[Any], number: int) -> list[Any]:
+    """The values of one key, by row."""
+    return list(map(attrgetter(field_name(number)), rows))
+
+
+class LineReader:
+    """Reads lines into the columns of one schema. Thread-safe.
+
+    Args:
+        schema: what to read; keys that lines have besides are passed over, those that they lack are null.
+    """
+
+    def __init__(self, schema: pa.Schema) -> None:
+        self.schema = schema
+        self._row = _Row(list(schema))
+        self._most_rows = max(1, MOST_CELLS // max(1, _num_keys(list(schema))))
+
+    def read(self, text: bytes | memoryview) -> tuple[pa.Table, int]:
+        """The table, and how many lines it has, blank ones aside.
+
+        Raises:
+            LineError: a line is not JSON, or does not fit the schema.
+        """
+        batches, num_rows = [], 0
+        for at, piece in pieces(text):
+            for rows in self._rows(piece, at):
+                num_rows += len(rows)
+                batches.append(self._batch(rows, at))
+        return pa.Table.from_batches(batches, self.schema), num_rows
+
+    def _rows(self, piece: bytes, at: int) -> Iterator[list[Any]]:
+        """The rows of a piece, as many at a time as may be in memory."""
+        decode = self._row.decoder
+        few = piece.count(b"\n") < self._most_rows
+        if decode is not None and few:
+            try:
+                yield decode.decode_lines(piece)
+            except NOT_READ:
+                yield self._row.read_lines(piece, at)
+            return
+        lines = piece.split(b"\n")
+        for first in range(0, len(lines), self._most_rows):
+            some = b"\n".join(lines[first : first + self._most_rows])
+            yield self._row.read_lines(some, at)
+            at += len(some) + 1
+
+    def _batch(self, rows: list[Any], at: int) -> pa.RecordBatch:
+        try:
+            arrays = [self._row.array(rows, number) for number in range(len(self.schema))]
+            return pa.RecordBatch.from_arrays(arrays, schema=self.schema)
+        except (pa.ArrowException, OverflowError, TypeError, ValueError) as error:
+            raise LineError(at, f"these lines do not fit what was indexed: {error}") from error
+
+
+def _num_keys(fields: Sequence[pa.Field]) -> int:
+    return sum(_num_keys(list(one.type)) if pa.types.is_struct(one.type) else 1 for one in fields)
+
+
+class _Row:
+    """How an object becomes a row, and a key of many rows an array."""
+
+    def __init__(self, fields: Sequence[pa.Field]) -> None:
+        self.fields = fields
+        self.inner: list[_Row | None] = [
+            _Row(list(one.type)) if pa.types.is_struct(one.type) else None for one in fields
+        ]
+        types: list[Any] = [
+            inner.type | None if inner else _python_type(one.type)
+            for one, inner in zip(fields, self.inner, strict=True)
+        ]
+        named = row_type([one.name for one in fields], types)
+        self.is_named: bool = named is not None and all(inner.is_named for inner in self.inner if inner)
+        unnamed = [field_name(number) for number in range(len(fields))]
+        kind = named or row_type(unnamed, types)
+        assert kind is not None
+        self.type: Any = kind
+        self.decoder = msgspec.json.Decoder(kind) if self.is_named else None
+
+    def read_lines(self, piece: bytes, at: int) -> list[Any]:
+        """The rows of lines that msgspec refuses together."""
+        rows = []
+        for line in piece.split(b"\n"):
+            if line.strip(SPACE):
+                rows.append(self._read(line, at))
+            at += len(line) + 1
+        return rows
+
+    def _read(self, line: bytes, at: int) -> Any:
+        try:
+            if self.decoder is not None:
+                return self.decoder.decode(line)
+        except NOT_READ:
+            pass  # a second look
+        with faults_of_line(at):
+            items = items_of(line)
+            try:
+                return self._of(items)
+            except _MisfitError as error:
+                raise LineError(at, f"this line does not fit what was indexed: {error}") from error
+
+    def _of(self, items: Mapping[str, Text]) -> Any:
+        values: list[Any] = []
+        for one, inner in zip(self.fields, self.inner, strict=True):
+            text = items.get(one.name)
+            if one.type == JSON_TEXT or _is_integers(one.type):
+                values.append(msgspec.Raw(bytes(text or b"")))
+            elif text is None or bytes(text) == b"null":
+                values.append(None)
+            elif inner:
+                values.append(inner._of(items_of(text)))
+            else:
+                value = json.loads(bytes(text))
+                if not _FITS[_name_of(one.type)](value):
+                    raise _MisfitError(f"column {one.name!r} of type {one.type} is {str(value)[:40]!r}")
+                values.append(value)
+        return self.type(*values)
+
+    def array(self, rows: Sequence[Any], number: int) -> pa.Array:
+        """The values of one key."""
+        one, inner, values = self.fields[number], self.inner[number], values_of(rows, number)
+        if one.type == JSON_TEXT:
+            return pa.ExtensionArray.from_storage(one.type, RawTexts(values).array())
+        if one.type == UNREADABLE:
+            return pa.ExtensionArray.from_storage(one.type, pa.nulls(len(values)))
+        if inner is None:
+            return integer_lists(values, one.type) if _is_integers(one.type) else array_of(values, one.type)
+        lacks = None
+        if None in values:
+            lacks, empty = bools(np.array([value is None for value in values])), inner.type()
+            values = [empty if value is None else value for value in values]
+        arrays = [inner.array(values, below) for below in range(len(inner.fields))]
+        if not arrays:
+            return pa.Array.from_buffers(one.type, len(values), [None])
+        return pa.StructArray.from_arrays(arrays, fields=list(one.type), mask=lacks)
+
+
+def _name_of(kind: pa.DataType) -> str:
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
+        return "list"
+    if pa.types.is_integer(kind):
+        return "integer"
+    return "text" if pa.types.is_string(kind) or pa.types.is_large_string(kind) else str(kind)
+
+
+def _is_integers(kind: pa.DataType) -> bool:
+    """Whether a type is that of lists of integers, which stay text for longer."""
+    return bool(pa.types.is_list(kind) and pa.types.is_integer(kind.value_type))
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+_FITS: dict[str, Callable[[Any], bool]] = {
+    "bool": lambda value: isinstance(value, bool),
+    "integer": lambda value: isinstance(value, int) and not isinstance(value, bool),
+    "double": _is_number,
+    "text": lambda value: isinstance(value, str),
+    "list": lambda value: isinstance(value, list) and not any(isinstance(one, list | dict) for one in value),
+    "null": lambda value: value is None,
+}
+_PYTHON: dict[str, Any] = {"bool": bool, "integer": int, "double": float, "text": str, "null": None}
+
+
+def _python_type(kind: pa.DataType) -> Any:
+    """What msgspec makes of a value of an Arrow type, with `None` for null."""
+    if kind in (JSON_TEXT, UNREADABLE) or _is_integers(kind):
+        return msgspec.Raw
+    if _name_of(kind) == "list":
+        return list[_python_type(kind.value_type)] | None  # type: ignore[misc]
+    python = _PYTHON[_name_of(kind)]
+    return None if python is None else python | None
