@@ -147,8 +147,8 @@ class BuiltBatches(NamedTuple):
     """Whether no others follow."""
     asks: bool
     """Whether the builder waits to be told to go on."""
-    busy_s: float
-    """What it took to build them."""
+    cpu_s: float
+    """Processor time of the process since it last handed over."""
 
 
 class BuilderLoop(ABC):
@@ -166,6 +166,8 @@ class BuilderLoop(ABC):
         """Messages that came before an answer."""
         self._chunk = -1
         """The one that is being built."""
+        self._cpu_s = 0.0
+        """Processor time of this process up to the last batches that were handed over."""
         self._context: BuildContext | CrossedError = CrossedError(RuntimeError("not open"), None, name)
 
     def open(self, read_job: Callable[[], BuilderJob], arena: Arena) -> None:
@@ -174,6 +176,7 @@ class BuilderLoop(ABC):
             self._context = self._opened(read_job(), arena)
         except Exception as error:
             self._context = CrossedError.of(error, self._name)
+        self._cpu_s = time.process_time()
 
     def _opened(self, job: BuilderJob, arena: Arena) -> BuildContext:
         seed_by_key(0)  # imports numpy's generators while the first chunk is not there yet
@@ -273,7 +276,6 @@ class BuilderLoop(ABC):
     def _hand_over(self, build: _Build) -> bool:
         """Make the next batches; whether to make more of them without being told to."""
         assert isinstance(self._context, BuildContext)
-        began_s = self._now()
         piece = _next_piece(build)
         build.num_left -= len(piece.batches)
         build.unasked_bytes += piece.slot_bytes + piece.heap_bytes
@@ -283,13 +285,14 @@ class BuilderLoop(ABC):
                 pass
             self._builds.pop(self._chunk)
             self._release(is_built=True)
+        cpu_s, self._cpu_s = self._cpu_s, time.process_time()
         built = BuiltBatches(
             batches=[*piece.batches],
             heap_bytes=piece.heap_bytes,
             is_due=piece.is_due,
             is_last=not build.num_left,
             asks=asks,
-            busy_s=self._now() - began_s,
+            cpu_s=self._cpu_s - cpu_s,
         )
         self._respond(BuilderResult.BATCHES, built)
         return not asks

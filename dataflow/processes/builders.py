@@ -82,6 +82,8 @@ class ProcessBuilders(RemoteBuilders[_ProcessBuild]):
         """Set with each call, for the thread that has no processes to listen to."""
         self._max_restarts, self.num_restarts = max_restarts, 0
         self._on_start, self._num_starting = on_start, num_builders
+        self._started: set[int] = set()
+        """Processes that have said that they are there."""
         context = start_context(None)
         try:
             packed = pack(job, by_value=context is None, share=True)
@@ -173,9 +175,12 @@ class ProcessBuilders(RemoteBuilders[_ProcessBuild]):
 
     def _fail(self, error: BaseException) -> None:
         super()._fail(error)
-        self._has_started(error)
+        self._all_started(error)
 
-    def _has_started(self, error: BaseException | None) -> None:
+    def _has_started(self, builder: Any) -> bool:
+        return builder in self._started
+
+    def _all_started(self, error: BaseException | None) -> None:
         on_start, self._on_start = self._on_start, None
         if on_start is not None:
             on_start(error)
@@ -227,8 +232,11 @@ class ProcessBuilders(RemoteBuilders[_ProcessBuild]):
         del buffer
         if response.kind == BuilderResult.READY:
             self._num_starting -= 1
+            with self._lock:
+                self._started.add(process)
+                self._note_busy()
             if obj is not None or not self._num_starting:
-                self._has_started(None if obj is None else obj.restored())
+                self._all_started(None if obj is None else obj.restored())
         elif one is not None and one.builder == process:
             self._take_response(one, response.kind, obj, nbytes)
 
@@ -241,6 +249,8 @@ class ProcessBuilders(RemoteBuilders[_ProcessBuild]):
     def _recover(self, pool: WorkerPool, error: WorkerDiedError) -> None:
         """Replace processes that have died, and have their chunks built again."""
         for process, _, _ in error.workers:
+            with self._lock:
+                self._started.discard(process)
             self._lose_all(process, error)
             if self.num_restarts == self._max_restarts:
                 self._fail(error)

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import heapq
 import threading
+import time
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar, cast
 
@@ -110,15 +111,44 @@ class RemoteBuild:
 B = TypeVar("B", bound=RemoteBuild)
 
 
+class BusyTimes:
+    """How long builders have been at work, as their chunks come and go. Guarded by its owner's lock.
+
+    Measured where chunks are sent, not where they are built: what a builder is at counts before it says so.
+    """
+
+    def __init__(self, now: Callable[[], float]) -> None:
+        self._now, self._sum_s = now, 0.0
+        self._since: dict[Any, float] = {}
+
+    def are(self, busy: Set[Any]) -> None:
+        """These are at work from now on, and no others."""
+        if busy != self._since.keys():
+            now_s = self._now()
+            self._sum_s += sum(now_s - self._since.pop(one) for one in self._since.keys() - busy)
+            self._since.update(dict.fromkeys(busy - self._since.keys(), now_s))
+
+    def total_s(self) -> float:
+        """Seconds of all together, up to now."""
+        return self._sum_s + sum(self._now() - since_s for since_s in self._since.values())
+
+
 class RemoteBuilders(Builders[Delivered], Generic[B]):
     """`Builders` outside of this process. An heir knows who they are, and the way there.
 
     Args:
         num_builders: of them.
         decide: whether a bad sample is left out.
+        now: a clock, in seconds.
     """
 
-    def __init__(self, num_builders: int, *, decide: Callable[[SampleError], bool]) -> None:
+    def __init__(
+        self,
+        num_builders: int,
+        *,
+        decide: Callable[[SampleError], bool],
+        now: Callable[[], float] = time.perf_counter,
+    ) -> None:
         self.num_builders, self._decide = num_builders, decide
         self._lock = threading.Lock()  # guards the builds, the failure and the counts
         self._tasks: list[tuple[int, B]] = []
@@ -128,7 +158,8 @@ class RemoteBuilders(Builders[Delivered], Generic[B]):
         self._assigned: dict[int, B] = {}
         """Builds that were begun, by number of the chunk."""
         self._failure: BaseException | None = None
-        self._busy_s, self._num_done = 0.0, 0
+        self._cpu_s, self._num_done = 0.0, 0
+        self._busy = BusyTimes(now)
         self._is_stopped = self._is_closed = False
         self._thread: PriorityPool
 
@@ -159,6 +190,10 @@ class RemoteBuilders(Builders[Delivered], Generic[B]):
     def _send(self, one: B, kind: int, content: Any = None) -> None:
         """Send a message about a chunk to the builder that has it."""
 
+    def _has_started(self, builder: Any) -> bool:
+        """Whether a builder that was sent a chunk can be at it. Under the lock."""
+        return True
+
     @abstractmethod
     def _death_error(self, one: B) -> Exception:
         """The error of a chunk on which too many builders have died."""
@@ -177,7 +212,8 @@ class RemoteBuilders(Builders[Delivered], Generic[B]):
     def stats(self) -> StageStats:
         """See `Builders`."""
         with self._lock:
-            return StageStats(self.num_builders, self._busy_s, self._num_done, len(self._tasks))
+            busy_s = self._busy.total_s()
+            return StageStats(self.num_builders, busy_s, self._num_done, len(self._tasks), self._cpu_s)
 
     @property
     def runs_here(self) -> bool:
@@ -213,7 +249,7 @@ class RemoteBuilders(Builders[Delivered], Generic[B]):
         with self._lock:
             resumed, self._resumed = self._resumed, []
         for one in resumed:
-            one.is_active = True
+            self._set_active(one, True)
             if one.builder is None:
                 self._queue(one)
             else:
@@ -246,6 +282,20 @@ class RemoteBuilders(Builders[Delivered], Generic[B]):
         with self._lock:
             one.build.progress, one.builder = one, builder
             self._assigned[one.build.number] = one
+            self._note_busy()
+
+    def _set_active(self, one: B, is_active: bool) -> None:
+        """Note whether a chunk is built, or laid aside."""
+        with self._lock:
+            one.is_active = is_active
+            self._note_busy()
+
+    def _note_busy(self) -> None:
+        """Count the time of builders that are at work now. Under the lock."""
+        builders = {
+            one.builder for one in self._assigned.values() if one.is_active and one.builder is not None
+        }
+        self._busy.are({builder for builder in builders if self._has_started(builder)})
 
     def _fail(self, error: BaseException) -> None:
         """End all builds, and those to come."""
@@ -254,6 +304,7 @@ class RemoteBuilders(Builders[Delivered], Generic[B]):
             builds = {**dict(self._tasks), **self._assigned}
             for waiting in (self._assigned, self._tasks, self._resumed):
                 waiting.clear()
+            self._note_busy()
         for one in builds.values():
             one.build.end(error)
 
@@ -268,7 +319,7 @@ class RemoteBuilders(Builders[Delivered], Generic[B]):
 
     def _add(self, one: B, built: BuiltBatches, slot_bytes: int) -> None:
         with self._lock:
-            self._busy_s += built.busy_s
+            self._cpu_s += built.cpu_s
         if built.is_last:
             try:
                 chunk_of(one.build).end()
@@ -287,11 +338,13 @@ class RemoteBuilders(Builders[Delivered], Generic[B]):
         elif one.build.may_go_on():
             self._send(one, BuilderMessage.GO_ON)
         else:
-            one.is_active = False
+            self._set_active(one, False)
 
     def _lose(self, one: B, death: Any) -> None:
         """A builder has died that had a chunk; `death`: if the chunk may be why, else None."""
-        one.builder = None
+        with self._lock:
+            one.builder = None
+            self._note_busy()
         one.answers.begin_again()
         if death is not None:
             one.deaths.append(death)
@@ -301,8 +354,9 @@ class RemoteBuilders(Builders[Delivered], Generic[B]):
             self._queue(one)
 
     def _end(self, one: B, error: BaseException | None) -> None:
-        one.builder = None
         with self._lock:
+            one.builder = None
             self._assigned.pop(one.build.number, None)
             self._num_done += 1
+            self._note_busy()
         one.build.end(error)

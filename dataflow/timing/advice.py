@@ -14,6 +14,10 @@ from dataflow.timing.records import LoaderTimes, RankRecord
 
 _BUSY = 0.7
 _MOST = 0.5
+_FULL = 0.8
+"""Of a memory limit: where no more was held at any time, a larger one brings nothing."""
+_LOCKED_CORES = 0.8, 1.2
+"""So many cores kept busy by several busy threads: they take turns, as one interpreter lock lets them."""
 _STORES = {
     "": "a faster or nearer store",
     "local": "a faster disk",
@@ -112,16 +116,57 @@ def _loader_action(loader: LoaderTimes) -> str:
             share = f"they keep {loader.cores_busy:.0%} of {loader.cores:g} cores busy"
             return f"cheaper items, or more cores: the {loader.kind} workers do not keep up, and {share}"
         return f"more workers or cheaper items: the {loader.kind} workers do not keep up"
-    read, build = loader.read_busy, loader.build_busy
-    if read is None or build is None:
+    if loader.kind != "shards":
         return "fetch ahead, by dataflow's DataLoader with num_workers=, or over shards"
-    busy = f"threads that read were busy {read:.0%} of the time, those that decode and gather {build:.0%}"
-    if max(read, build) < _BUSY:
-        return f"a larger memory_limit=, so that more is fetched ahead: {busy}"
-    if build > read:
-        more = "more cores" if cores_are_busy else "more threads (num_workers=)"
-        return f"cheaper decoding or transforms, or {more}: {busy}"
-    return f"{_STORES[loader.store]}: {busy}; `dataflow bench loader` measures each alone"
+    if loader.builders == "main":
+        return "make batches beside the training: DataLoader(num_workers=...) has builders, 0 has none"
+    read, build = loader.read_busy or 0.0, loader.build_busy or 0.0
+    busy = f"threads that read were busy {read:.0%} of the time, {_who_builds(loader)} {build:.0%}"
+    if max(read, build) >= _BUSY:
+        if build > read:
+            return f"{_builders_action(loader, cores_are_busy=cores_are_busy)}: {busy}"
+        return f"{_STORES[loader.store]}: {busy}; `dataflow bench loader` measures each alone"
+    if loader.memory_held is None or loader.memory_held >= _FULL:
+        return f"a larger memory_limit=, so that more is fetched ahead: {busy}{_held(loader)}"
+    return (
+        f"`dataflow bench loader`, which measures each part alone: {busy}{_held(loader)}, so neither "
+        "more of them nor a larger memory_limit= is the cure; short epochs or other programs may be why"
+    )
+
+
+def _who_builds(loader: LoaderTimes) -> str:
+    name = {"process": "processes", "ray": "Ray actors"}.get(loader.builders, "threads")
+    count = f"the {loader.num_builders} {name} that" if loader.num_builders else "those that"
+    return f"{count} decode and gather"
+
+
+def _held(loader: LoaderTimes) -> str:
+    return (
+        "" if loader.memory_held is None else f"; at most {loader.memory_held:.0%} of memory_limit= was held"
+    )
+
+
+def _builders_action(loader: LoaderTimes, *, cores_are_busy: bool) -> str:
+    """What helps where those that build do not keep up."""
+    if cores_are_busy:
+        return "cheaper decoding or transforms, or more cores"
+    cores, (least, most) = loader.build_cores, _LOCKED_CORES
+    if (
+        loader.builders == "thread"
+        and loader.num_builders > 1
+        and cores is not None
+        and least <= cores <= most
+    ):
+        return (
+            f'processes in place of threads (without workers="thread"), or cheaper transforms: the threads '
+            f"keep {cores:.1f} cores busy together, as functions do that hold the interpreter lock"
+        )
+    if cores is None:
+        return "more workers (num_workers=), or cheaper decoding or transforms"
+    return (
+        f"more workers (num_workers=, there are {loader.num_builders}), or cheaper decoding or transforms: "
+        f"they keep {cores:.1f} of {loader.cores:g} cores busy, and wait for the rest of their time"
+    )
 
 
 def _network(diagnosis: Diagnosis, critical: RankRecord, *, waiting_in_it: bool) -> Advice:

@@ -111,7 +111,7 @@ class Loop:
         )
         self._recorder.keep_event("window", f"batch {number}", asked_at, now)
         self._recorder.keep_event("wait", "data", asked_at, came_at)
-        if self._recorder.keep_step(times):
+        if self._recorder.keep_step(times, loader):
             self.save(loader)
 
 

@@ -18,11 +18,15 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import BatchSampler, SequentialSampler
 
 from prefetch.weak_registry import WeakRegistry
+
+if TYPE_CHECKING:
+    from dataflow.stats import LoaderStats
+    from prefetch.engine.stats import StageStats
 
 _MOST_STEPS, _MOST_EVENTS = 2000, 20_000
 """That are kept of a long run."""
@@ -86,7 +90,14 @@ class LoaderTimes:
     read_busy: float | None = None
     """Share of the time that its reading threads were busy. Near 1: reading is the bottleneck."""
     build_busy: float | None = None
-    """Share of the time that its threads that decode and gather batches were busy."""
+    """Share of the time that its threads or processes that decode and gather batches were busy."""
+    builders: str = ""
+    """Who these are: "main" (whoever asks for a batch), "thread", "process" or "ray"."""
+    num_builders: int = 0
+    build_cores: float | None = None
+    """Cores that they kept busy. Far below `build_busy x num_builders`: they wait, as in a sleep."""
+    memory_held: float | None = None
+    """The most of its memory limit that was held, in [0, 1]. Far below 1: a larger one is no use."""
     reason: str = ""
     """What it says about its workers or its depth."""
     store: str = ""
@@ -169,6 +180,8 @@ class Recorder:
         self._offset = time.time() - now()
         self._num_steps, self._save_at = 0, _FIRST_SAVED
         self._loader_times: LoaderTimes | None = None
+        self._first: LoaderStats | None = None
+        """What the loader said after the first step: shares count from there on, without what starts."""
 
     @property
     def saves(self) -> bool:
@@ -179,17 +192,19 @@ class Recorder:
         """Keep what happened between two times of the clock."""
         self._events.append(TraceEvent(lane, name, began + self._offset, ended + self._offset))
 
-    def keep_step(self, times: StepTimes) -> bool:
-        """Keep a step that has ended; True where it is time to save."""
+    def keep_step(self, times: StepTimes, loader: Any) -> bool:
+        """Keep a step over a loader that has ended; True where it is time to save."""
         self._steps.append(times)
         self._num_steps += 1
+        if self._num_steps == 1:
+            self._first = _stream_stats(loader)
         is_time = self._num_steps == self._save_at
         self._save_at *= 1 + is_time
         return is_time
 
     def record(self, loader: Any, *, events: bool = True, **latest: Any) -> RankRecord:
         """What was kept so far, with what the loader says of itself, and fields of now."""
-        self._loader_times = loader_times(loader, self._loader_times)
+        self._loader_times = loader_times(loader, self._loader_times, since=self._first)
         return RankRecord(
             **self._about,
             **latest,
@@ -214,14 +229,30 @@ def save_text(path: Path, text: str) -> None:
         warnings.warn(f"this rank's times could not be saved for dataflow doctor: {error}", stacklevel=3)
 
 
-def loader_times(loader: Any, before: LoaderTimes | None = None) -> LoaderTimes:
+def _stats_of(loader: Any) -> Any:
+    return loader.stats() if callable(getattr(loader, "stats", None)) else None
+
+
+def _stream_stats(loader: Any) -> LoaderStats | None:
+    from dataflow.stats import LoaderStats
+
+    stats = _stats_of(loader)
+    return stats if isinstance(stats, LoaderStats) else None
+
+
+def loader_times(
+    loader: Any, before: LoaderTimes | None = None, *, since: LoaderStats | None = None
+) -> LoaderTimes:
     """What a loader's `stats()` say; little of a loader that is not ours.
 
-    `before`: what they said earlier. Worker processes that have ended cannot be asked any more.
+    Args:
+        loader: of any kind.
+        before: what they said earlier. Worker processes that have ended cannot be asked any more.
+        since: what they were when the first step was over, from where on shares count.
     """
     from dataflow.stats import LoaderStats, WorkerStats
 
-    stats = loader.stats() if callable(getattr(loader, "stats", None)) else None
+    stats = _stats_of(loader)
     cores = _cores_of_rank()
     always: dict[str, Any] = {"cores": cores, "file_order": _in_file_order(loader)}
     if isinstance(stats, WorkerStats):
@@ -231,10 +262,11 @@ def loader_times(loader: Any, before: LoaderTimes | None = None) -> LoaderTimes:
         return LoaderTimes(stats.workers, stats.stall_share, reason=reason, cores_busy=share, **always)
     if not isinstance(stats, LoaderStats):
         return LoaderTimes("other", file_order=always["file_order"])
-    read, build = (
-        stage.busy_s / (stage.threads * stats.elapsed_s) if stage.threads and stats.elapsed_s else None
-        for stage in (stats.read, stats.build)
-    )
+    elapsed_s = stats.elapsed_s - (since.elapsed_s if since else 0.0)
+    read = _stage_share(stats.read, since.read if since else None, elapsed_s)
+    build = _stage_share(stats.build, since.build if since else None, elapsed_s)
+    cpu_s = stats.build.cpu_s - (since.build.cpu_s if since else 0.0)
+    build_cores = cpu_s / elapsed_s if elapsed_s > 0 else None
     batching = getattr(loader, "batching", None)
     cached = stats.cache.hits + stats.cache.misses > 0
     return LoaderTimes(
@@ -245,9 +277,22 @@ def loader_times(loader: Any, before: LoaderTimes | None = None) -> LoaderTimes:
         reason=stats.depth_reason,
         store="cached" if cached else "remote" if stats.in_flight_limit else "local",
         batching=type(batching).__name__ if batching else "",
-        cores_busy=None if build is None else build * stats.build.threads / cores,
+        builders=stats.workers,
+        num_builders=stats.build.threads,
+        build_cores=build_cores,
+        # Actors compute elsewhere.
+        cores_busy=None if build_cores is None or stats.workers == "ray" else build_cores / cores,
+        memory_held=stats.memory.peak_bytes / stats.memory.limit_bytes if stats.memory.limit_bytes else None,
         **always,
     )
+
+
+def _stage_share(stage: StageStats, before: StageStats | None, elapsed_s: float) -> float | None:
+    """Share of the time since then that a stage's threads or processes were at work; None without them."""
+    if not stage.threads or elapsed_s <= 0:
+        return None
+    busy_s = stage.busy_s - (before.busy_s if before else 0.0)
+    return min(1.0, max(0.0, busy_s / (stage.threads * elapsed_s)))
 
 
 def _cores_of_rank() -> float:

@@ -58,7 +58,7 @@ class StepRecorder:
             exposed_s=exposed_s,
             optimizer_s=seconds.step,
         )
-        if self._recorder.keep_step(times):
+        if self._recorder.keep_step(times, self._loader):
             self.save()
 
     def record(self, *, events: bool) -> RankRecord:

@@ -8,7 +8,6 @@ them, each build that was handed out must come to its `end`, or nobody would eve
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -161,7 +160,13 @@ class ThreadBuilders(PriorityPool, Generic[T]):
             return own
         busy_s, num_jobs = self._copies.queue.count()
         threads = own.threads + self._copies.queue.num_threads
-        return replace(own, threads=threads, busy_s=own.busy_s + busy_s, tasks=own.tasks + num_jobs)
+        return replace(
+            own,
+            threads=threads,
+            busy_s=own.busy_s + busy_s,
+            tasks=own.tasks + num_jobs,
+            cpu_s=own.cpu_s + busy_s,  # copies wait for nothing
+        )
 
     def stop(self) -> None:
         """See `Builders`."""
@@ -182,29 +187,31 @@ class ThreadBuilders(PriorityPool, Generic[T]):
         self.submit(build.number, partial(task, build))
 
     def _go_on(self, build: Build[T]) -> None:
-        self._finish(build, time.perf_counter())
+        self.begin()
+        self._finish(build)
 
     def _begin(self, build: Build[T]) -> None:
-        began_s = time.perf_counter()
+        self.begin()
         progress: _Progress[T] = _Progress()
         build.progress = progress
         try:
             parts = build.chunk.begin()
         except BaseException as caught:
             progress.error = caught
-            self._end(build, began_s, caught)
+            self._end(build, caught)
             return
         progress.num_parts_left = len(parts)
         for part in parts[1:]:
             self.submit(build.number, partial(self._run_part, build, progress, part))
         if parts:
-            self.account(began_s)
+            self.account()
             self._run_part(build, progress, parts[0])
         else:
-            self._finish(build, began_s)
+            self._finish(build)
 
     def _run_part(self, build: Build[T], progress: _Progress[T], part: Task) -> None:
-        began_s, error = time.perf_counter(), None
+        error = None
+        self.begin()
         try:
             if build.is_cancelled:
                 raise EngineClosedError("the loader was closed while the batch was built")
@@ -217,16 +224,16 @@ class ThreadBuilders(PriorityPool, Generic[T]):
             progress.num_parts_left -= 1
             is_last = progress.num_parts_left == 0
         if is_last:
-            self._finish(build, began_s)
+            self._finish(build)
         else:
-            self.account(began_s)
+            self.account()
 
-    def _finish(self, build: Build[T], began_s: float) -> None:
+    def _finish(self, build: Build[T]) -> None:
         """Make the batches that are left, unless the engine lays the build aside."""
         progress: _Progress[T] = build.progress
         while progress.error is None:
             if not build.may_go_on():
-                self.account(began_s)
+                self.account()
                 return
             try:
                 if progress.batches is None:
@@ -239,8 +246,8 @@ class ThreadBuilders(PriorityPool, Generic[T]):
                 break
             build.add(piece)
             del piece  # the consumer may have it now
-        self._end(build, began_s, progress.error)
+        self._end(build, progress.error)
 
-    def _end(self, build: Build[T], began_s: float, error: BaseException | None) -> None:
-        self.account(began_s)
+    def _end(self, build: Build[T], error: BaseException | None) -> None:
+        self.account()
         build.end(error)

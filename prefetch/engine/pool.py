@@ -50,8 +50,10 @@ class PriorityPool:
         self._heap: list[tuple[int, int, Task]] = []
         self._count = itertools.count()
         self._closed = False
-        self._accounting = threading.Lock()  # guards both
-        self._busy_s, self._num_tasks = 0.0, 0
+        self._accounting = threading.Lock()  # guards the three
+        self._busy_s, self._cpu_s, self._num_tasks = 0.0, 0.0, 0
+        self._began: dict[int, tuple[float, float]] = {}
+        """Of tasks that run: by thread, the time and the thread's processor time when they began."""
         self._initializer = initializer
         self._threads = [
             UnlistedThread(target=self._run, name=f"{name}-{i}", daemon=True) for i in range(num_threads)
@@ -59,16 +61,25 @@ class PriorityPool:
         for thread in self._threads:
             thread.start()
 
-    def account(self, began_s: float) -> None:
-        """Count a task that began then, by `time.perf_counter`; called before others see its end."""
+    def begin(self) -> None:
+        """A task begins in this thread."""
         with self._accounting:
+            self._began[threading.get_ident()] = time.perf_counter(), time.thread_time()
+
+    def account(self) -> None:
+        """The task that began in this thread ends; called before others see its end."""
+        with self._accounting:
+            began_s, cpu_s = self._began.pop(threading.get_ident())
             self._busy_s += time.perf_counter() - began_s
+            self._cpu_s += time.thread_time() - cpu_s
             self._num_tasks += 1
 
     def stats(self) -> StageStats:
-        """The work so far."""
+        """The work so far, that of running tasks included."""
         with self._accounting:
-            return StageStats(len(self._threads), self._busy_s, self._num_tasks, len(self._heap))
+            now_s = time.perf_counter()
+            busy_s = self._busy_s + sum(now_s - began_s for began_s, _ in self._began.values())
+            return StageStats(len(self._threads), busy_s, self._num_tasks, len(self._heap), self._cpu_s)
 
     def submit(self, deadline: int, task: Task) -> None:
         """Run `task` when no task with a smaller deadline waits. Ignored once closed."""

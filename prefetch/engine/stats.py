@@ -53,15 +53,24 @@ class StageStats:
 
     threads: int
     busy_s: float
-    """Thread-seconds spent in tasks. Near threads x elapsed: this stage is the bottleneck. Near 0: idle."""
+    """Seconds that its threads or processes were at work, those at it now included. Near threads x elapsed:
+    this stage is the bottleneck. Near 0: idle."""
     tasks: int
     """Tasks finished."""
     queued: int
     """Tasks that wait for a thread now. 0: the stage waits for work; large: it is behind."""
+    cpu_s: float = 0.0
+    """Processor seconds of finished tasks. Near `busy_s`: they compute. Near 0: they wait, for a lock, a disk
+    or another machine."""
 
     def with_past(self, past: StageStats) -> StageStats:
         """The stage as it is, its sums together with those of an earlier engine."""
-        return replace(self, busy_s=past.busy_s + self.busy_s, tasks=past.tasks + self.tasks)
+        return replace(
+            self,
+            busy_s=past.busy_s + self.busy_s,
+            tasks=past.tasks + self.tasks,
+            cpu_s=past.cpu_s + self.cpu_s,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

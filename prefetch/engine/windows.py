@@ -8,7 +8,6 @@ the end of an epoch, by what the consumer has shown to want.
 from __future__ import annotations
 
 import errno
-import time
 from collections import deque
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
@@ -265,13 +264,14 @@ class WindowQueue:
             self._on_change()
 
     def _run_read(self, opened: _OpenWindow, read: Task) -> None:
-        began_s, error = time.perf_counter(), None
+        error = None
+        self._readers.begin()
         try:
             if opened.error is None:
                 read()
         except BaseException as caught:
             error = caught
-        self._readers.account(began_s)
+        self._readers.account()
         with self._changed:
             opened.error = opened.error or error
             opened.num_reads_left -= 1

@@ -21,7 +21,7 @@ from dataflow.testing import run_ranks
 from dataflow.tools.bench.evidence import evict
 from dataflow.tools.bench.settings import Emulation, settings_json
 from dataflow.tools.bench.stages import EmulationPhase, RankFigures, Work, run_phase
-from dataflow.tools.bench.verdict import Bottleneck, Rates, bottleneck_of
+from dataflow.tools.bench.verdict import Bottleneck, Epochs, Rates, bottleneck_of
 from dataflow.tools.terminal.report import Page, Part, Table, bytes_text, machine, optional, usable_cores
 from sharding.blocks import Shard
 
@@ -179,7 +179,28 @@ def _rates(phases: Mapping[EmulationPhase, Sequence[RankFigures]]) -> Rates:
         decode=together("memory"),
         loader=together("loader"),
         more_memory=together("more memory") if "more memory" in phases else None,
+        epochs=_epochs(phases["loader"]),
+        cores_used=min(1.0, _cores(phases["loader"]) / usable_cores()),
     )
+
+
+def _epochs(ranks: Sequence[RankFigures]) -> Epochs | None:
+    """How epochs began in a phase, on the rank that has the fewest batches."""
+    known = [one for one in ranks if one.epoch_batches and one.steps and one.stats]
+    if not known:
+        return None
+    one = min(known, key=lambda one: one.epoch_batches or 0)
+    assert one.epoch_batches is not None
+    assert one.steps is not None
+    assert one.stats is not None
+    running_s = max(one.steps["ended_s"] - one.steps["first_s"], 1e-9)
+    share = min(0.99, one.steps["border_s"] / running_s)
+    return Epochs(batches=one.epoch_batches, ahead=one.stats["depth"], border_share=share)
+
+
+def _cores(ranks: Sequence[RankFigures]) -> float:
+    """Cores that a phase kept busy, on all ranks."""
+    return sum(one.cpu_s for one in ranks) / max(_span_s(one, 0.0) for one in ranks)
 
 
 def _mean_utilisation(ranks: Sequence[RankFigures]) -> float | None:
@@ -286,8 +307,7 @@ def sentences(figures: EmulationFigures) -> Iterator[str]:
         f"measured {rates.measured:,.0f} ({rates.measured / bottleneck.predicted:.0%})"
     )
     yield from _evidence(figures)
-    cores = sum(one.cpu_s for one in training) / max(_span_s(one, 0.0) for one in training)
-    yield from cores_text(cores, usable_cores())
+    yield from cores_text(_cores(training), usable_cores())
 
 
 def cores_text(busy: float, cores: int) -> Iterator[str]:
@@ -307,7 +327,8 @@ def _evidence(figures: EmulationFigures) -> Iterator[str]:
         busy_s = sum(one[stage]["busy_s"] for one in stats)
         threads = max(one[stage]["threads"] for one in stats)
         share = busy_s / max(elapsed_s * threads, 1e-9)
-        yield f"{stage} threads: busy {share:.0%} of the time ({threads} a rank)"
+        who = "processes" if stage == "build" and stats[0]["workers"] == "process" else "threads"
+        yield f"{stage} {who}: busy {share:.0%} of the time ({threads} a rank)"
     peak = max(one["memory"]["peak_bytes"] for one in stats)
     yield (
         f"ledger: at most {bytes_text(peak)} of {bytes_text(figures.memory_limit)} held; "

@@ -63,13 +63,15 @@ class RankFigures:
     device_bytes: int | None
     """Of them, fetched from this machine's storage devices; None: not known. 0 over a network."""
     cpu_s: float
-    """Processor time of this process meanwhile."""
+    """Processor time of this process, and of those that built batches, meanwhile."""
     utilisation: float | None
     """AU in [0, 1]; None where nothing is computed."""
     steps: dict[str, Any] | None
     """Of `Steps`; None where no steps are made."""
     stats: dict[str, Any] | None
     """The loader's own, at the end."""
+    epoch_batches: int | None = None
+    """Batches of an epoch; None where the loader makes none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,6 +96,11 @@ class Steps:
     """Measured seconds of computing after the first step: above the given ones by what timers overshoot."""
     synced_s: float
     """Seconds spent waiting for the other ranks after the first step."""
+    borders: int = 0
+    """Epochs that began after the first step."""
+    border_s: float = 0.0
+    """Seconds in `next` for the first batches of these epochs, beyond what others take. Near `running_s`:
+    borders of epochs are what was measured."""
 
     @property
     def counted(self) -> int:
@@ -121,6 +128,7 @@ def run_steps(
     compute: Callable[[float], object],
     sync: Callable[[bool], bool],
     on_first: Callable[[], object] = lambda: None,
+    begins_epoch: Callable[[], bool] = lambda: False,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Steps:
     """Take a batch, compute, agree with the other ranks; until a rank has done so for long enough.
@@ -132,14 +140,15 @@ def run_steps(
         compute: takes so many seconds; not called for 0.
         sync: told whether this rank has enough; whether any has. Waits for all ranks.
         on_first: called when the first step has ended.
+        begins_epoch: whether the batch that came last is the first one of an epoch.
         clock: seconds on a clock that only goes forward.
 
     Raises:
         ValueError: there was no batch.
     """
     began = now = clock()
-    first = first_batch = waited = computed = synced = 0.0
-    steps = 0
+    first = first_batch = waited = computed = synced = waited_at_borders = 0.0
+    steps = borders = 0
     for _ in batches:
         delivered, requested = clock(), now
         if compute_s > 0:
@@ -158,8 +167,12 @@ def run_steps(
             computed + computed_at - delivered,
             synced + now - computed_at,
         )
+        if begins_epoch():
+            borders, waited_at_borders = borders + 1, waited_at_borders + delivered - requested
         if enough:
             break
+    others = steps - 1 - borders
+    usual_s = (waited - waited_at_borders) / others if others > 0 else 0.0
     if not steps:
         raise ValueError("the dataset gives this rank no batch")
     return Steps(
@@ -172,6 +185,8 @@ def run_steps(
         waited_s=waited,
         computed_s=computed,
         synced_s=synced,
+        borders=borders,
+        border_s=max(0.0, waited_at_borders - borders * usual_s),
     )
 
 
@@ -195,12 +210,14 @@ def run_phase(work: Work) -> RankFigures:
     use = _ResourceUse()
     if work.phase == "storage":
         samples, rate, read = _read_blocks(work, use)
-        steps = stats = None
+        steps = stats = epoch_batches = None
     else:
-        samples, steps, stats = _load(work, use)
+        samples, steps, stats, epoch_batches = _load(work, use)
         rate = samples / steps.running_s if steps.running_s > 0 else 0.0
         read = stats.read_bytes
     device, cpu_s = use.end()
+    if stats is not None and stats.workers == "process":
+        cpu_s += stats.build.cpu_s
     return RankFigures(
         rank=_rank(),
         samples=samples,
@@ -211,11 +228,12 @@ def run_phase(work: Work) -> RankFigures:
         utilisation=steps.utilisation if steps else None,
         steps=asdict(steps) if steps else None,
         stats=stats.to_json() if stats else None,
+        epoch_batches=epoch_batches,
     )
 
 
-def _load(work: Work, use: _ResourceUse) -> tuple[int, Steps, LoaderStats]:
-    """Samples after the first step, the steps, and the loader's statistics."""
+def _load(work: Work, use: _ResourceUse) -> tuple[int, Steps, LoaderStats, int]:
+    """Samples after the first step, the steps, the loader's statistics, and the batches of an epoch."""
     dataset: ShardedDataset = work.dataset.open_shards()
     limit = work.memory_limit
     if work.phase in ("memory", "undecoded"):
@@ -231,7 +249,8 @@ def _load(work: Work, use: _ResourceUse) -> tuple[int, Steps, LoaderStats]:
     with DataLoader(
         dataset, batch_size=work.batch_size, shuffle=True, seed=work.seed, memory_limit=limit
     ) as loader:
-        batches = _endless(loader)
+        epochs = _Epochs(loader)
+        batches: Iterator[Any] = iter(epochs)
         if work.phase == "synthetic":
             batches = repeat(next(batches))
         use.begin()
@@ -242,18 +261,30 @@ def _load(work: Work, use: _ResourceUse) -> tuple[int, Steps, LoaderStats]:
             compute=threading.Event().wait,  # nobody sets it: an accelerator that is busy for so long
             sync=_any_has_enough if in_step else bool,
             on_first=lambda: first.append(loader.stats().samples),
+            begins_epoch=lambda: epochs.begins and work.phase != "synthetic",
         )
-        stats = loader.stats()
+        stats, epoch_batches = loader.stats(), len(loader)
     samples = steps.counted * work.batch_size if work.phase == "synthetic" else stats.samples - first[0]
-    return samples, steps, stats
+    return samples, steps, stats, epoch_batches
 
 
-def _endless(loader: DataLoader) -> Iterator[Any]:
-    """Epoch after epoch."""
-    if not len(loader):
-        raise ValueError("the dataset gives this rank no batch; lower --batch-size or --ranks")
-    for _ in count():
-        yield from loader
+class _Epochs:
+    """A loader's batches, epoch after epoch."""
+
+    def __init__(self, loader: DataLoader) -> None:
+        self._loader = loader
+        self.begins = False
+        """Whether the batch that came last is the first one of an epoch."""
+
+    def __iter__(self) -> Iterator[Any]:
+        if not len(self._loader):
+            raise ValueError("the dataset gives this rank no batch; lower --batch-size or --ranks")
+        for _ in count():
+            self.begins = True
+            for batch in self._loader:
+                yield batch
+                del batch  # while the next one is made, nobody has this
+                self.begins = False
 
 
 def _read_blocks(work: Work, use: _ResourceUse) -> tuple[int, float, int]:

@@ -19,11 +19,32 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-Bound = Literal["storage", "decode", "memory", "compute"]
+Bound = Literal["storage", "decode", "memory", "compute", "epochs"]
 
 _WORTH = 1.05
 """A cure that gains less is no cure: runs differ by as much."""
 _COMPETING = 0.8
+_BUSY_CORES = 0.7
+"""Share of the cores. Where fewer are in use, nothing competes for them."""
+_REACHED = 1.25
+"""A part that alone is faster by more is not what loading was held up by, if it was measured at borders."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Epochs:
+    """The epochs of a loader that was measured without computing."""
+
+    batches: int
+    """Of an epoch, on a rank."""
+    ahead: int
+    """That the loader makes ahead."""
+    border_share: float
+    """Share of the time that first batches of epochs took beyond what others take, in [0, 1)."""
+
+    @property
+    def are_measured(self) -> bool:
+        """Whether their borders are: too few batches for the read-ahead, or much time lost there."""
+        return self.batches <= 2 * self.ahead or self.border_share >= 1 - 1 / _WORTH
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +63,10 @@ class Rates:
     """The whole loader without computing."""
     more_memory: float | None = None
     """The same with four times the memory limit; None: not tried."""
+    epochs: Epochs | None = None
+    """How epochs began while the loader was measured; None: not known."""
+    cores_used: float | None = None
+    """Share of the cores that the loader kept busy then, in [0, 1]."""
 
     def __post_init__(self) -> None:
         rates = (self.measured, self.compute, self.storage, self.decode, self.loader, self.more_memory or 1.0)
@@ -86,8 +111,19 @@ def bottleneck_of(rates: Rates) -> Bottleneck:
             "decode": rates.decode,
         }
         bound = min(slowest, key=lambda name: slowest[name])
+    elif _at_borders(bound, rates):
+        assert rates.epochs is not None
+        bound = "epochs"
+        gains[bound] = max(1.0, min(rates.loader / (1 - rates.epochs.border_share), rates.compute) / now)
     predicted = min(rates.compute, rates.storage, rates.decode)
     return Bottleneck(bound, predicted, gains, _reason(bound, rates, gains[bound]))
+
+
+def _at_borders(bound: Bound, rates: Rates) -> bool:
+    """Whether borders of epochs were measured, where the figures name a part that alone is much faster."""
+    alone: dict[Bound, float] = {"storage": rates.storage, "decode": rates.decode}  # memory's was measured
+    measured = rates.epochs is not None and rates.epochs.are_measured
+    return measured and bound in alone and alone[bound] > _REACHED * rates.loader
 
 
 def _one_by_one(alone: float, now: float) -> float:
@@ -101,6 +137,8 @@ def _reason(bound: Bound, rates: Rates, gain: float) -> str:
     elif bound == "memory":
         more = rates.more_memory or rates.loader
         text = f"loading reaches {_rate(rates.loader)}, and with four times the memory limit {_rate(more)}"
+    elif bound == "epochs":
+        return _epochs_reason(rates)
     else:
         what = "reading alone" if bound == "storage" else "decoding and collating from memory"
         rest = rates.decode if bound == "storage" else rates.storage
@@ -111,8 +149,28 @@ def _reason(bound: Bound, rates: Rates, gain: float) -> str:
         return f"{text}; no single cure gains 5 %"
     alone = min(rates.storage, rates.decode)
     if bound in ("storage", "decode") and rates.loader < _COMPETING * alone:
-        text += f"; together they reach only {_rate(rates.loader)}: they compete for the same cores"
+        text += f"; together they reach only {_rate(rates.loader)}"
+        if rates.cores_used is None or rates.cores_used >= _BUSY_CORES:
+            text += ": they compete for the same cores"
+        else:
+            text += f", with {rates.cores_used:.0%} of the cores in use: they wait for each other"
     return text
+
+
+def _epochs_reason(rates: Rates) -> str:
+    epochs = rates.epochs
+    assert epochs is not None
+    text = (
+        f"borders of epochs are what was measured: an epoch has {epochs.batches:,} batches a rank, "
+        f"{epochs.ahead:,} are made ahead, and first batches took {epochs.border_share:.0%} of the time that "
+        f"loading took beyond what others take"
+    )
+    alone = f"reading alone reaches {_rate(rates.storage)}, decoding from memory {_rate(rates.decode)}"
+    return (
+        f"{text}; {alone}, both more than the {_rate(rates.loader)} of loading. Measure with more data, or a "
+        "smaller --batch-size; a training on so little data has no borders over "
+        'Mixture({dataset: 1}, stop="never")'
+    )
 
 
 def _rate(rate: float) -> str:

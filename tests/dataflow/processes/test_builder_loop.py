@@ -24,6 +24,7 @@ from dataflow.processes.builder_main import (
     BuiltBatches,
     never,
 )
+from dataflow.processes.hand_out import BusyTimes
 from dataflow.processes.shipped import ShippedChunk, ShippedColumn, ShippedSource, shipped_rows
 from prefetch.memory.arena import Arena
 from sharding.errors import SampleError
@@ -173,3 +174,20 @@ def test_an_error_comes_behind_the_batches_before_it_however_long_they_take() ->
         kind, error = loop.responses[-1]
         assert kind == BuilderResult.ERROR
         assert "ValueError: odd" in str(error.restored())
+
+
+def test_builders_are_at_work_from_when_a_chunk_is_sent_until_its_last_batches_are_there() -> None:
+    """Also while they say nothing: a transform that takes long is work."""
+    now = 0.0
+    times = BusyTimes(lambda: now)
+    times.are({0})
+    now = 5.0
+    assert times.total_s() == 5.0
+    times.are({0, 1})
+    now = 7.0
+    times.are({1})
+    assert times.total_s() == 9.0
+    now = 8.0
+    times.are(set())
+    now = 100.0
+    assert times.total_s() == 10.0

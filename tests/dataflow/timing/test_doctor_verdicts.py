@@ -115,12 +115,49 @@ def test_a_rank_that_waits_for_its_loader_is_a_matter_of_data() -> None:
         (replace(LOADER, store="cached"), "larger or faster cache"),
         (replace(LOADER, build_busy=0.95), "num_workers="),
         (replace(LOADER, build_busy=0.95, cores_busy=0.97), "cheaper decoding or transforms, or more cores:"),
-        (replace(LOADER, read_busy=0.3), "memory_limit"),
+        (replace(LOADER, read_busy=0.3, memory_held=0.95), "a larger memory_limit="),
+        (LoaderTimes("shards", 0.9, builders="main"), "make batches beside the training"),
     ],
 )
 def test_the_cure_of_a_data_wait_follows_from_what_the_loader_says(loader: LoaderTimes, word: str) -> None:
     windows = [window(data_s=4.0)]
     assert word in advise(diagnose([windows]), [record(0, windows, 1, loader=loader)]).action
+
+
+ASLEEP: dict[str, Any] = {"read_busy": 0.0, "build_busy": 0.98, "num_builders": 2, "memory_held": 0.08}
+"""Builders whose transform sleeps: busy, without a core, far below the memory limit."""
+
+
+@pytest.mark.parametrize("builders", ["process", "thread"])
+@pytest.mark.parametrize(
+    ("figures", "begins", "figure"),
+    [
+        ({"build_cores": 0.1}, "more workers (num_workers=, there are 2)", "0.1 of 2 cores busy"),
+        ({"build_cores": 1.9, "cores_busy": 0.95}, "cheaper decoding or transforms, or more cores", "98%"),
+        ({"build_cores": 0.1, "build_busy": 0.2}, "`dataflow bench loader`", "at most 8% of memory_limit="),
+        ({"build_busy": 0.2, "memory_held": 0.9}, "a larger memory_limit=", "at most 90% of memory_limit="),
+        ({"read_busy": 0.99, "build_busy": 0.2, "store": "local"}, "a faster disk", "read were busy 99%"),
+    ],
+)
+def test_what_is_advised_stands_on_the_figures_beside_it(
+    builders: str, figures: dict[str, Any], begins: str, figure: str
+) -> None:
+    loader = LoaderTimes("shards", 0.9, builders=builders, cores=2.0, **(ASLEEP | figures))
+    windows = [window(data_s=4.0)]
+    action = advise(diagnose([windows]), [record(0, windows, 1, loader=loader)]).action
+    assert action.startswith(begins)
+    assert figure in action
+    assert ("the 2 processes that decode" in action) == (builders == "process")
+
+
+def test_threads_that_share_one_core_are_to_be_processes_and_processes_are_to_be_more() -> None:
+    windows = [window(data_s=4.0)]
+    locked = LoaderTimes("shards", 0.9, builders="thread", cores=4.0, **(ASLEEP | {"build_cores": 1.02}))
+    advice = advise(diagnose([windows]), [record(0, windows, 1, loader=locked)])
+    assert advice.action.startswith('processes in place of threads (without workers="thread")')
+    elsewhere = replace(locked, builders="process")
+    advice = advise(diagnose([windows]), [record(0, windows, 1, loader=elsewhere)])
+    assert advice.action.startswith("more workers")
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from dataflow.tools.bench.reads import (
 )
 from dataflow.tools.bench.stages import run_steps
 from dataflow.tools.bench.storage import client_is_busy
-from dataflow.tools.bench.verdict import Rates, bottleneck_of
+from dataflow.tools.bench.verdict import Epochs, Rates, bottleneck_of
 from sharding.blocks import Shard
 
 # ---- percentiles ----------------------------------------------------------------------------------------
@@ -124,6 +124,28 @@ def test_utilisation_is_a_share_and_time_is_accounted_for(load, compute_s, wait)
     found = steps_on(Clock(), load=load, compute_s=compute_s, wait=wait)
     assert 0 < found.utilisation <= 1 + 1e-9
     assert found.waited_s + found.computed_s + found.synced_s == pytest.approx(found.running_s)
+
+
+def test_waits_for_first_batches_of_epochs_are_told_apart_from_what_others_take():
+    clock, taken = Clock(), [9.0, 1.0, 5.0, 1.0, 1.0, 5.0]
+    came = []
+
+    def batches():
+        for load in taken:
+            clock.passes(load)
+            came.append(load)
+            yield None
+
+    found = run_steps(
+        batches(),
+        compute_s=0,
+        seconds=1e9,
+        compute=clock.passes,
+        sync=bool,
+        begins_epoch=lambda: came[-1] == 5.0,
+        clock=clock,
+    )
+    assert (found.borders, found.border_s, found.waited_s) == (2, 8.0, 13.0)
 
 
 # ---- verdict --------------------------------------------------------------------------------------------
@@ -503,3 +525,37 @@ def test_reads_of_several_processes_are_told_together():
     assert whole.mb_per_s_over_time(5) == pytest.approx([4 / 3, 4 / 3 + 1, 4 / 3 + 2, 2, 1])
     unknown = CaseTimes.together([reads_at([1.0], [2.0]), reads_at([1.0], [2.0], device_bytes=None)])
     assert unknown.device_bytes is None
+
+
+AT_BORDERS = Rates(measured=9, compute=12, storage=25, decode=50, loader=10, cores_used=0.38)
+"""By these, faster storage would gain most; nothing is busy."""
+
+
+@pytest.mark.parametrize(
+    ("epochs", "bound"),
+    [
+        (None, "storage"),
+        (Epochs(batches=19, ahead=40, border_share=0.0), "epochs"),
+        (Epochs(batches=1000, ahead=40, border_share=0.15), "epochs"),
+        (Epochs(batches=1000, ahead=40, border_share=0.01), "storage"),
+    ],
+)
+def test_borders_of_epochs_are_named_where_these_were_measured(epochs, bound):
+    found = bottleneck_of(replace(AT_BORDERS, epochs=epochs))
+    assert found.bound == bound
+    assert found.gain >= 1
+    if bound == "epochs":
+        assert f"an epoch has {epochs.batches:,} batches a rank" in found.reason
+        assert 'Mixture({dataset: 1}, stop="never")' in found.reason
+
+
+def test_a_part_that_is_as_slow_as_loading_is_the_bound_though_epochs_are_short():
+    short = Epochs(batches=19, ahead=40, border_share=0.02)
+    assert bottleneck_of(replace(AT_BORDERS, storage=10.5, epochs=short)).bound == "storage"
+    assert bottleneck_of(replace(AT_BORDERS, compute=10.1, loader=11, epochs=short)).bound == "compute"
+
+
+@pytest.mark.parametrize(("used", "says"), [(0.9, "compete for the same cores"), (0.3, "30% of the cores")])
+def test_parts_compete_for_cores_only_where_these_are_busy(used, says):
+    found = Rates(measured=5, compute=50, storage=20, decode=21, loader=5, cores_used=used)
+    assert says in bottleneck_of(found).reason

@@ -69,6 +69,25 @@ def test_tasks_run_on_as_many_threads_as_asked_for() -> None:
     pool.close()
 
 
+def test_a_task_that_runs_counts_as_work_before_it_ends() -> None:
+    pool, gate = PriorityPool(1, "test-pool"), Gate()
+
+    def work() -> None:
+        pool.begin()
+        gate()
+        pool.account()
+
+    pool.submit(0, work)
+    assert gate.begun.wait(TIMEOUT_S)
+    first = pool.stats()
+    assert pool.stats().busy_s > first.busy_s > 0
+    gate.opened.set()
+    pool.close()
+    last = pool.stats()
+    assert (first.tasks, last.tasks) == (0, 1)
+    assert last.cpu_s < last.busy_s, "it waited at the gate"
+
+
 def test_close_drops_what_waits_and_joins_what_runs() -> None:
     class Dropped:
         def __call__(self) -> None:
