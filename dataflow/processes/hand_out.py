@@ -213,7 +213,7 @@ class RemoteBuilders(Builders[Delivered], Generic[B]):
         """See `Builders`."""
         with self._lock:
             busy_s = self._busy.total_s()
-            return StageStats(self.num_builders, busy_s, self._num_done, len(self._tasks), self._cpu_s)
+            return StageStats(self.num_builders, busy_s, self._num_done, len(self._tasks), cpu_s=self._cpu_s)
 
     @property
     def runs_here(self) -> bool:

@@ -26,7 +26,6 @@ from prefetch.weak_registry import WeakRegistry
 
 if TYPE_CHECKING:
     from dataflow.stats import LoaderStats
-    from prefetch.engine.stats import StageStats
 
 _MOST_STEPS, _MOST_EVENTS = 2000, 20_000
 """That are kept of a long run."""
@@ -263,8 +262,7 @@ def loader_times(
     if not isinstance(stats, LoaderStats):
         return LoaderTimes("other", file_order=always["file_order"])
     elapsed_s = stats.elapsed_s - (since.elapsed_s if since else 0.0)
-    read = _stage_share(stats.read, since.read if since else None, elapsed_s)
-    build = _stage_share(stats.build, since.build if since else None, elapsed_s)
+    read, build = (_stage_share(stage, stats, since) for stage in ("read", "build"))
     cpu_s = stats.build.cpu_s - (since.build.cpu_s if since else 0.0)
     build_cores = cpu_s / elapsed_s if elapsed_s > 0 else None
     batching = getattr(loader, "batching", None)
@@ -287,12 +285,15 @@ def loader_times(
     )
 
 
-def _stage_share(stage: StageStats, before: StageStats | None, elapsed_s: float) -> float | None:
+def _stage_share(stage: str, stats: LoaderStats, since: LoaderStats | None) -> float | None:
     """Share of the time since then that a stage's threads or processes were at work; None without them."""
-    if not stage.threads or elapsed_s <= 0:
+    now, before = getattr(stats, stage), getattr(since, stage, None)
+    elapsed_s = stats.elapsed_s - (since.elapsed_s if since else 0.0)
+    if not now.threads or elapsed_s <= 0:
         return None
-    busy_s = stage.busy_s - (before.busy_s if before else 0.0)
-    return min(1.0, max(0.0, busy_s / (stage.threads * elapsed_s)))
+    busy_s = now.busy_s - (before.busy_s if before else 0.0)
+    share: float = busy_s / (now.threads * elapsed_s)
+    return min(1.0, max(0.0, share))
 
 
 def _cores_of_rank() -> float:

@@ -79,7 +79,7 @@ class PriorityPool:
         with self._accounting:
             now_s = time.perf_counter()
             busy_s = self._busy_s + sum(now_s - began_s for began_s, _ in self._began.values())
-            return StageStats(len(self._threads), busy_s, self._num_tasks, len(self._heap), self._cpu_s)
+            return StageStats(len(self._threads), busy_s, self._num_tasks, len(self._heap), cpu_s=self._cpu_s)
 
     def submit(self, deadline: int, task: Task) -> None:
         """Run `task` when no task with a smaller deadline waits. Ignored once closed."""

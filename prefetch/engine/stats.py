@@ -59,7 +59,7 @@ class StageStats:
     """Tasks finished."""
     queued: int
     """Tasks that wait for a thread now. 0: the stage waits for work; large: it is behind."""
-    cpu_s: float = 0.0
+    cpu_s: float = field(default=0.0, kw_only=True)
     """Processor seconds of finished tasks. Near `busy_s`: they compute. Near 0: they wait, for a lock, a disk
     or another machine."""
 
