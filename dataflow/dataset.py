@@ -42,6 +42,7 @@ from dataflow.staging.window import StagedWindow
 from prefetch.control.pause import ReadPause
 from prefetch.memory.arena import Arena
 from prefetch.memory.guards import FileGuards
+from prefetch.memory.interrupts import as_exception, must_go_on
 from prefetch.memory.mapping import Mappings
 from prefetch.store.reader import StoreReader
 from prefetch.store.retrier import Hosts, Retrier
@@ -496,7 +497,7 @@ class ShardedDataset(Sharded, Dataset[S]):
             return [together[at] for at in range(len(values))]
         made = [self._transformed(value, *origin) for value, origin in zip(values, origins, strict=True)]
         if failure is not None:
-            raise failure
+            raise as_exception(failure)
         return made
 
     def _transformed(self, sample: dict[str, Any], window: StagedWindow, row: int) -> Any:
@@ -507,7 +508,9 @@ class ShardedDataset(Sharded, Dataset[S]):
                 rng = Randomness(self.seed, self.epoch).generator(window, row)
                 return self.transform(sample, rng=rng)
             return self.transform(sample)
-        except Exception as error:
+        except BaseException as error:
+            if must_go_on(error):
+                raise
             reason = transform_reason(error, [output.name for output in self.outputs])
             raise window.sample_error(row, reason, None, stage="transform") from error
 

@@ -22,7 +22,15 @@ from numpy.typing import NDArray
 
 from dataflow.batch.delivered import Delivered, Remark
 from dataflow.batch.packed import batch_columns
-from dataflow.batch.samples import Misfit, collated, drop_rows, misfit_of, samples_of, transform_reason
+from dataflow.batch.samples import (
+    GatherSamples,
+    Misfit,
+    collated,
+    drop_rows,
+    misfit_of,
+    samples_of,
+    transform_reason,
+)
 from dataflow.batch.transforms import lists_of, transformed_together
 from dataflow.outputs.columns import ChunkColumns, ChunkRows, Cut, Randomness, raise_if_closing
 from dataflow.outputs.held_bytes import held_bytes
@@ -32,6 +40,7 @@ from dataflow.staging.window import StagedWindow
 from prefetch.errors import EngineClosedError
 from prefetch.memory.arena import Arena, HeapKeeper
 from prefetch.memory.guards import FileGuards
+from prefetch.memory.interrupts import PROGRAM_ENDS, as_exception, must_go_on
 from prefetch.work import Piece
 from sharding.errors import SampleError
 from sharding.lengths.batching import Batching
@@ -288,9 +297,7 @@ class BatchBuilder:
         assert columns is not None
         dropped = {r - row for r in columns.bad if row <= r < row + size}
         for r in sorted(dropped):
-            if not steps.on_bad(columns.bad[row + r]):
-                raise columns.bad[row + r]
-            skipped.append(columns.bad[row + r])
+            self._leave_out(columns.bad[row + r], columns.bad[row + r].__cause__, skipped)
         kept = np.arange(size)
         if dropped:
             kept = np.delete(kept, list(dropped))
@@ -339,22 +346,32 @@ class BatchBuilder:
         samples, transformed, num_skipped = [], [], len(skipped)
         outputs, transforms = self.context.outputs, self.context.postprocessing.transforms
         origins = self.rows.find_all(first + kept)
+        collate = self.context.postprocessing.collate
+        check = collate.checked if isinstance(collate, GatherSamples) else None
         given = samples_of(batch, outputs, len(kept))
         of_samples = [transforms[window.source.number] for window, _ in origins]
         together, failure = transformed_together(given, of_samples)
         for at, (sample, index, (window, row)) in enumerate(zip(given, kept, origins, strict=True)):
             raise_if_closing(self.context.closing)
+            cause: BaseException | None = None
             try:
-                if at in together:
-                    samples.append(together[at])
-                else:
-                    samples.append(self._apply(sample, window, row, first + int(index)))
+                made = (
+                    together[at] if at in together else self._apply(sample, window, row, first + int(index))
+                )
+                made, reason = (made, "") if check is None else check(made)
+            except BaseException as error:
+                cause, reason = error, transform_reason(error, [output.name for output in outputs])
+            if not reason:
+                samples.append(made)
                 transformed.append(index)
-            except Exception as error:
-                reason = transform_reason(error, [output.name for output in outputs])
-                bad = window.sample_error(row, reason, None, "transform")
-                self._leave_out(bad, error, skipped)
+                continue
+            bad = window.sample_error(row, reason, None, "transform")
+            if cause is not None and must_go_on(cause):
+                cause.add_note(f"in transform=, which had sample {bad.key!r} of {bad.shard}")
+                raise cause
+            self._leave_out(bad, cause, skipped)
         if failure is not None and len(skipped) == num_skipped:
+            failure = as_exception(failure)
             failure.add_note("in the batch form of transform=, though it takes each of the samples alone")
             raise failure
         return samples, np.array(transformed, np.int64)
@@ -371,7 +388,7 @@ class BatchBuilder:
                 if misfit is None:
                     raise
                 bad = self._misfit_error(misfit, first + kept)
-                if misfit.beside is not None:  # which of the two is the bad one, nobody knows
+                if not misfit.is_bad:
                     raise bad from error
                 self._leave_out(bad, error, skipped)
                 del samples[misfit.at]
@@ -388,10 +405,11 @@ class BatchBuilder:
         row, column = int(rows[misfit.at]), misfit.column or None
         return self.rows.sample_error(row, f"{text}; {misfit.cure}", column, "collate")
 
-    def _leave_out(self, bad: SampleError, cause: Exception, skipped: list[SampleError]) -> None:
-        """Leave a sample out, or raise its error, as the user decided."""
+    def _leave_out(self, bad: SampleError, cause: BaseException | None, skipped: list[SampleError]) -> None:
+        """Leave a sample out, or raise its error, as the user decided; not where the program was to end."""
         bad.__cause__ = cause
-        if not self.context.postprocessing.on_bad(bad):
+        raised = cause.__cause__ if isinstance(cause, SampleError) else cause  # of one item of the sample
+        if isinstance(raised, PROGRAM_ENDS) or not self.context.postprocessing.on_bad(bad):
             raise bad from cause
         skipped.append(bad)
 
@@ -420,17 +438,19 @@ NO_ROWS = ChunkRows(0, list)
 def _called(function: BatchFn, argument: Any, place: Callable[[], str]) -> Any:
     """What a user's function of batches returns; what it raises is told the place.
 
-    A `StopIteration` of it would seem to be the loader's end.
+    A `StopIteration` of it would seem to be the loader's end, a `SystemExit` the program's.
     """
     try:
         return function(argument)
-    except StopIteration as error:
-        failure = RuntimeError(f"{getattr(function, '__name__', function)} raised StopIteration")
+    except BaseException as error:
+        if must_go_on(error):
+            raise
+        failure: Exception = as_exception(error)
+        if isinstance(error, StopIteration):
+            failure = RuntimeError(f"{getattr(function, '__name__', function)} raised StopIteration")
+            failure.__cause__ = error
         failure.add_note(place())
-        raise failure from error
-    except Exception as error:
-        error.add_note(place())
-        raise
+        raise failure from failure.__cause__
 
 
 def _checked_dict(batch: Any, steps: Postprocessing) -> MutableMapping[str, Any]:

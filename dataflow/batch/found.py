@@ -1,15 +1,16 @@
 """Samples that were made before it is known which batches they are in: gathered, kept, laid into batches.
 
-Builders make the samples of a megabatch and gather some at a time (`GatherSamples`, in the place of a
-`collate_fn`). They are kept by position (`FoundSamples`), sent to the rank that delivers them, and taken by
-the piece when a batch is made: lists as one array and its offsets, everything else as it is.
+Builders make the samples of a megabatch and gather some at a time (`dataflow.batch.samples.GatherSamples`,
+in the place of a `collate_fn`). They are kept by position (`FoundSamples`), sent to the rank that delivers
+them, and taken by the piece when a batch is made: lists as one array and its offsets, everything else as it
+is.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,14 +20,11 @@ from torch import Tensor
 from dataflow.batch.builder import KEPT
 from dataflow.batch.packed import batch_columns
 from dataflow.outputs.held_bytes import Ranges, held_bytes
-from dataflow.outputs.objects import described
 from dataflow.ragged import Ragged
 from sharding.lengths.batching import Batching
 from sharding.lengths.unit_plan import BatchPieces
 from sharding.order.windows import ranges
 from sharding.printable import listed
-
-_LEAVE_OUT = "return lists of numbers, 1-D arrays or tensors"
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,60 +79,6 @@ class Lists:
         starts = [part.starts + end - len(part.values) for part, end in zip(parts, ends, strict=True)]
         lengths = np.concatenate([part.lengths for part in parts])
         return cls(np.concatenate(filled), np.concatenate(starts), lengths)
-
-
-@dataclass(frozen=True)
-class GatherSamples:
-    """Puts samples together, whatever their lengths. Goes to builder processes.
-
-    Args:
-        lists: columns that must hold lists of numbers.
-    """
-
-    lists: tuple[str, ...]
-    releases_gil: ClassVar[bool] = True
-    """It takes too little time to decide who builds."""
-
-    def __call__(self, samples: Sequence[Any]) -> dict[str, Any]:
-        """Column -> `Ragged`, or a list of what the samples have. `TypeError` for samples that lack one."""
-        first = samples[0]
-        if not isinstance(first, Mapping):
-            raise TypeError(f"samples must be dicts to be batched by length, got {described(first)}")
-        if missing := [name for name in self.lists if name not in first]:
-            raise TypeError(
-                f"batching by column {missing[0]!r}, but the samples have {listed(map(str, first))}: "
-                "pass column="
-            )
-        batch: dict[str, Any] = {}
-        for name in first:
-            values = [sample[name] for sample in samples]
-            if name in self.lists:
-                batch[name] = _ragged([_array_of(name, value) for value in values])
-            else:
-                batch[name] = values
-        return batch
-
-
-def _ragged(arrays: Sequence[NDArray[Any]]) -> Ragged:
-    """The arrays one after the other. An empty one has no type of its own."""
-    filled = [array for array in arrays if len(array)] or [np.empty(0, np.int64)]
-    offsets = np.cumsum([0, *map(len, arrays)], dtype=np.int64)
-    return Ragged(torch.from_numpy(np.concatenate(filled)), torch.from_numpy(offsets))
-
-
-def _array_of(name: str, value: Any) -> NDArray[Any]:
-    if isinstance(value, bytes):
-        return np.frombuffer(value, np.uint8)
-    if isinstance(value, str):
-        raise TypeError(
-            f"column {name!r} holds text, whose length in tokens a tokenizer tells: use one in transform="
-        )
-    array = np.asarray(value)
-    if array.ndim != 1 or (len(array) and array.dtype.kind not in "biuf"):
-        raise TypeError(
-            f"column {name!r} holds {described(value)}: {_LEAVE_OUT} to have it batched by length"
-        )
-    return array
 
 
 @dataclass(frozen=True, eq=False)

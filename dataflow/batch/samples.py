@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -15,6 +15,7 @@ from torch.utils.data import default_collate
 from dataflow.outputs.objects import described
 from dataflow.outputs.output import Output
 from dataflow.ragged import Ragged
+from sharding.printable import listed
 
 
 def drop_rows(batch: Mapping[str, Any], keep: NDArray[np.int64]) -> dict[str, Any]:
@@ -70,6 +71,71 @@ def _is_list(value: object) -> bool:
     return isinstance(value, Tensor) and value.dim() == 1
 
 
+# ---- samples whose lengths decide about batches -----------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class GatherSamples:
+    """Puts samples together, whatever their lengths. Goes to builder processes.
+
+    Args:
+        lists: columns that must hold lists of numbers.
+    """
+
+    lists: tuple[str, ...]
+    releases_gil: ClassVar[bool] = True
+    """It takes too little time to decide who builds."""
+
+    def checked(self, sample: Any) -> tuple[Any, str]:
+        """The sample with its lists as arrays; and what is wrong with it, "": nothing."""
+        if not isinstance(sample, Mapping):
+            cure = "return the sample" if sample is None else "samples must be dicts to be batched by length"
+            return sample, f"transform= returned {described(sample)}; {cure}, {_LEAVE_OUT}"
+        if missing := [name for name in self.lists if name not in sample]:
+            have = listed(map(str, sample)) or "no columns"
+            which = f"batching by column {missing[0]!r}, but the sample has {have}"
+            return sample, f"{which}: pass column=, or return that column, {_LEAVE_OUT}"
+        arrays = dict(sample)
+        for name in self.lists:
+            array = _array_of(sample[name])
+            if array is None:
+                what = "text, whose length in tokens a tokenizer tells: use one in transform="
+                if not isinstance(sample[name], str):
+                    what = f"{described(sample[name])}: return lists of numbers, 1-D arrays or tensors"
+                return sample, f"column {name!r} holds {what}, {_LEAVE_OUT}"
+            arrays[name] = array
+        return arrays, ""
+
+    def __call__(self, samples: Sequence[Any]) -> dict[str, Any]:
+        """Column -> `Ragged`, or a list of what the samples have, of samples as `checked` gives them."""
+        first = samples[0]
+        batch: dict[str, Any] = {}
+        for name in first:
+            values = [sample[name] for sample in samples]
+            batch[name] = _ragged(values) if name in self.lists else values
+        return batch
+
+
+def _ragged(arrays: Sequence[NDArray[Any]]) -> Ragged:
+    """The arrays one after the other. An empty one has no type of its own."""
+    filled = [array for array in arrays if len(array)] or [np.empty(0, np.int64)]
+    offsets = np.cumsum([0, *map(len, arrays)], dtype=np.int64)
+    return Ragged(torch.from_numpy(np.concatenate(filled)), torch.from_numpy(offsets))
+
+
+def _array_of(value: Any) -> NDArray[Any] | None:
+    """A list of numbers as an array; None where it is none."""
+    if isinstance(value, bytes):
+        return np.frombuffer(value, np.uint8)
+    if value is None or isinstance(value, str):
+        return None
+    try:
+        array = np.asarray(value)
+    except ValueError:  # lists of unlike lengths
+        return None
+    return None if array.ndim != 1 or (len(array) and array.dtype.kind not in "biuf") else array
+
+
 # ---- why samples cannot be put together -------------------------------------------------------------------
 
 _NAMED = 20
@@ -97,6 +163,8 @@ class Misfit:
     """The sample that it does not fit; None: it cannot be in any batch."""
     other: str = ""
     """What that one has."""
+    is_bad: bool = True
+    """Whether it is this one that is wrong; False: nobody knows which of the two."""
 
 
 def misfit_of(
@@ -109,7 +177,13 @@ def misfit_of(
         for output in outputs
         if output.one_shape_cure
     }
-    return None if _fits(samples) else _misfit(samples, "", cures)
+    if _fits(samples):
+        return None
+    are_dicts = [isinstance(sample, Mapping) for sample in samples]
+    if None not in samples and any(are_dicts) and not all(are_dicts):
+        at, dict_at = are_dicts.index(False), are_dicts.index(True)
+        return _unlike(at, "", samples[at], samples[dict_at], _ONE_TYPE, beside=dict_at, is_bad=True)
+    return _misfit(samples, "", cures)
 
 
 def _misfit(values: Sequence[Any], column: str, cures: Mapping[str, str]) -> Misfit | None:
@@ -143,8 +217,11 @@ def _inner_misfit(values: Sequence[Any], column: str, cures: Mapping[str, str]) 
         for at, value in enumerate(values):
             if isinstance(value, Mapping) and key not in value:
                 cure = "return the same columns for every sample"
+                other = described(first[key])
+                if not column:
+                    cure += f", {_LEAVE_OUT}"
                 return Misfit(
-                    at=at, column=name, what="missing", cure=cure, beside=0, other=described(first[key])
+                    at=at, column=name, what="missing", cure=cure, beside=0, other=other, is_bad=not column
                 )
         inner = [value[key] for value in values]
         if not _fits(inner):
@@ -152,9 +229,12 @@ def _inner_misfit(values: Sequence[Any], column: str, cures: Mapping[str, str]) 
     return None
 
 
-def _unlike(at: int, column: str, value: Any, first: Any, cure: str) -> Misfit:
-    """What does not fit the first sample's."""
-    return Misfit(at=at, column=column, what=described(value), cure=cure, beside=0, other=described(first))
+def _unlike(
+    at: int, column: str, value: Any, other: Any, cure: str, *, beside: int = 0, is_bad: bool = False
+) -> Misfit:
+    """What does not fit another sample's."""
+    what, than = described(value), described(other)
+    return Misfit(at=at, column=column, what=what, cure=cure, beside=beside, other=than, is_bad=is_bad)
 
 
 def _fits(values: Sequence[Any]) -> bool:
@@ -165,7 +245,7 @@ def _fits(values: Sequence[Any]) -> bool:
     return True
 
 
-def transform_reason(error: Exception, columns: Sequence[str]) -> str:
+def transform_reason(error: BaseException, columns: Sequence[str]) -> str:
     """Why a transform failed; where it may have taken its argument for something else, what that was."""
     reason = f"{type(error).__name__}: {error}"
     missing = not isinstance(error, KeyError) or error.args[:1] not in [(name,) for name in columns]

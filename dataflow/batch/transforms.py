@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+from prefetch.memory.interrupts import must_go_on
+
 Sample = dict[str, Any]
 _MOST = 32
 """Characters of a fingerprint."""
@@ -69,7 +71,7 @@ def releases_gil(transform: object) -> bool:
 
 def transformed_together(
     samples: Sequence[Sample], transforms: Sequence[tuple[object, bool]]
-) -> tuple[dict[int, Any], Exception | None]:
+) -> tuple[dict[int, Any], BaseException | None]:
     """What batch forms make of the samples.
 
     Args:
@@ -81,7 +83,7 @@ def transformed_together(
         failure. What is not there is to be transformed one by one.
     """
     made: dict[int, Any] = {}
-    failure: Exception | None = None
+    failure: BaseException | None = None
     own = [id(transform) for transform, _ in transforms]
     for number, (transform, wants_rng) in dict(zip(own, transforms, strict=True)).items():
         form = batch_form(transform)
@@ -93,6 +95,8 @@ def transformed_together(
             if len(results) != len(places):
                 raise TypeError(f"the batch form returned {len(results)} samples for {len(places)}")
             made.update(zip(places, results, strict=True))
-        except Exception as error:
+        except BaseException as error:
+            if must_go_on(error):
+                raise
             failure = failure or error
     return made, failure

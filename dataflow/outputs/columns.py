@@ -24,6 +24,7 @@ from prefetch.core.executor import executor
 from prefetch.core.plan import BuildPlan, PlanColumn
 from prefetch.errors import EngineClosedError
 from prefetch.memory.arena import Arena, rounded_bytes
+from prefetch.memory.interrupts import must_go_on
 from sharding.blocks import MISSING
 from sharding.cached_property import cached_property
 from sharding.errors import SampleError, ShardReadError
@@ -342,15 +343,17 @@ class ChunkColumns:
         raise_if_closing(self._closing)
         try:
             return decode(*value)
-        except Exception as error:
+        except BaseException as error:
+            if must_go_on(error):
+                raise
             self.note_bad(value[1], column, error)
             return None
 
     # ---- bad samples --------------------------------------------------------------------------------------
 
-    def note_bad(self, row: int, column: str, reason: str | Exception) -> None:
+    def note_bad(self, row: int, column: str, reason: str | BaseException) -> None:
         """Note what is wrong with a row of the chunk; the first that is noted counts."""
-        cause = reason if isinstance(reason, Exception) else None
+        cause = None if isinstance(reason, str) else reason
         error = self.rows.sample_error(row, _text(reason), column)
         error.__cause__ = cause
         with self._lock:
@@ -405,7 +408,7 @@ def odd_text(first: str) -> str:
     return f"{first}: {counted}; they may be damaged, which checksums tell; Image(strict=True) refuses them"
 
 
-def _text(reason: str | Exception) -> str:
+def _text(reason: str | BaseException) -> str:
     if isinstance(reason, SampleError):
         return reason.reason
-    return f"{type(reason).__name__}: {reason}" if isinstance(reason, Exception) else reason
+    return reason if isinstance(reason, str) else f"{type(reason).__name__}: {reason}"

@@ -19,6 +19,7 @@ from torch import Tensor
 from dataflow.outputs.columns import ChunkColumns, ChunkRows, StoredValue, WindowPart
 from dataflow.outputs.output import BuiltColumn, Output, split_list
 from dataflow.staging.columns import REASONS, StagedOutput, StagedSpans
+from prefetch.memory.interrupts import must_go_on
 from sharding.blocks import MISSING, Column
 from sharding.byte_lists import ByteLists, list_counts, list_items
 from sharding.errors import SampleError
@@ -134,7 +135,9 @@ class ListOutput(Output):
         def named(number: int, data: NDArray[np.uint8], row: int) -> Any:
             try:
                 return decode(number, data, row)
-            except Exception as error:
+            except BaseException as error:
+                if must_go_on(error):
+                    raise
                 raise of_item(error, number) from error
 
         return [columns.decoded(self.name, item, partial(named, number)) for number, item in enumerate(items)]
@@ -188,7 +191,7 @@ def bytes_tensor(data: bytes) -> Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
 
 
-def of_item(error: Exception, number: int) -> SampleError:
+def of_item(error: BaseException, number: int) -> SampleError:
     """The error of one item of a sample."""
     reason = error.reason if isinstance(error, SampleError) else f"{type(error).__name__}: {error}"
     named = SampleError("", f"item {number}: {reason}", stage="decode")

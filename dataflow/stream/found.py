@@ -22,7 +22,8 @@ from torch.utils.data._utils.pin_memory import pin_memory
 
 from dataflow.batch.builder import REPEAT
 from dataflow.batch.delivered import Delivered, Remark
-from dataflow.batch.found import NO_SAMPLES, FoundSamples, GatherSamples, Lists
+from dataflow.batch.found import NO_SAMPLES, FoundSamples, Lists
+from dataflow.batch.samples import GatherSamples
 from dataflow.stream.exchange import FoundExchange
 from dataflow.stream.plan import StreamPlan
 from dataflow.stream.session import Session, SessionOptions

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,6 +20,7 @@ from torch._utils import ExceptionWrapper
 from torch.utils.data import _DatasetKind
 from torch.utils.data._utils import worker as torch_worker
 
+from prefetch.memory.interrupts import PROGRAM_ENDS
 from prefetch.workers.pool import STOP_S
 from prefetch.workers.shared_arena import REGION_BYTES
 
@@ -123,8 +125,18 @@ def worker_info(job: WorkerJob, number: int, dataset: Any, rng: Any = None) -> A
 
 
 def wrapped_error(number: int, *, in_thread: bool = False) -> ExceptionWrapper:
-    """The exception that a worker handles, on its way to the training code."""
-    return ExceptionWrapper(where=f"in DataLoader worker {'thread' if in_thread else 'process'} {number}")
+    """The exception that a worker handles, on its way to the training code.
+
+    What a library in another language raises where it panics is no `Exception`, and its class no process
+    knows by name: it comes as a `RuntimeError` that tells it.
+    """
+    where = f"in DataLoader worker {'thread' if in_thread else 'process'} {number}"
+    kind, error, trace = sys.exc_info()
+    if isinstance(error, Exception | KeyboardInterrupt | SystemExit):
+        return ExceptionWrapper(where=where)
+    assert kind is not None
+    assert error is not None
+    return ExceptionWrapper((RuntimeError, RuntimeError(f"{kind.__name__}: {error}"), trace), where)
 
 
 class Worker:
@@ -168,14 +180,15 @@ class Worker:
         try:
             self.open(shared_seed)
             return self.snapshot() if self._job.announce and self._job.state_every else None
-        except self._caught:
+        except BaseException as error:
+            if not self._catches(error):
+                raise
             self.failure = wrapped_error(self._number, in_thread=self._in_thread)
             return None
 
-    @property
-    def _caught(self) -> type[BaseException]:
+    def _catches(self, error: BaseException) -> bool:
         """In a process, `sys.exit()` ends it; a thread that ends would leave the others waiting."""
-        return BaseException if self._in_thread else Exception
+        return self._in_thread or not isinstance(error, (*PROGRAM_ENDS, GeneratorExit))
 
     @property
     def _iterator(self) -> Any:
@@ -215,7 +228,9 @@ class Worker:
                     raise
                 return WorkerResult.END, None, self.snapshot() if self._job.state_every else None
             return WorkerResult.BATCH, data, self._state_in_turn()
-        except self._caught:
+        except BaseException as error:
+            if not self._catches(error):
+                raise
             return WorkerResult.ERROR, wrapped_error(self._number, in_thread=self._in_thread), None
 
     def _state_in_turn(self) -> WorkerState | None:

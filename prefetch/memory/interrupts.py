@@ -49,6 +49,37 @@ class Uninterrupted:
         self._signal = arguments
 
 
+def interrupt_worker(*_: object) -> None:
+    """What a Ctrl-C does in worker processes: it is raised once. A second one would strike while they end."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    raise KeyboardInterrupt
+
+
+PROGRAM_ENDS = KeyboardInterrupt, SystemExit
+"""Where a user's function raises one of these, no policy about bad samples may pass over it."""
+
+
+def must_go_on(error: BaseException) -> bool:
+    """Whether what a user's function has raised is a Ctrl-C, or ends a generator, and no error of its own.
+
+    A Ctrl-C is raised in the main thread only, in our worker processes by `interrupt_worker` alone. Anything
+    else, such as what a library in another language raises where it panics, is an error like any.
+    """
+    if isinstance(error, KeyboardInterrupt):
+        in_main = threading.current_thread() is threading.main_thread()
+        return in_main and signal.getsignal(signal.SIGINT) is not interrupt_worker
+    return isinstance(error, GeneratorExit)
+
+
+def as_exception(error: BaseException) -> Exception:
+    """An error that loops and other processes take for one: itself, or one that it is the cause of."""
+    if isinstance(error, Exception):
+        return error
+    failure = RuntimeError(f"{type(error).__name__}: {error}")
+    failure.__cause__ = error
+    return failure
+
+
 class UnlistedThread(threading.Thread):
     """A thread whose object dies without Python code.
 

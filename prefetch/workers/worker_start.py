@@ -15,6 +15,7 @@ from functools import cache
 from multiprocessing import connection, reduction
 from typing import Any
 
+from prefetch.memory.interrupts import interrupt_worker
 from prefetch.workers.fork_server import end_with_parent, let_interrupt, release_server
 from prefetch.workers.shared_arena import Header
 
@@ -99,10 +100,5 @@ def begin(start: WorkerStart) -> None:
     faulthandler.register(STACKS_SIGNAL, file=start.stacks.fd, all_threads=True, chain=False)
     header = Header(start.memory.fd)
     header.set(header.WORKERS + start.worker, 1)
-    signal.signal(signal.SIGINT, _interrupted if start.interruptible else signal.SIG_IGN)
+    signal.signal(signal.SIGINT, interrupt_worker if start.interruptible else signal.SIG_IGN)
     let_interrupt()
-
-
-def _interrupted(*_: object) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second one would strike while we end
-    raise KeyboardInterrupt

@@ -509,7 +509,7 @@ def test_a_length_that_lies_is_an_error_that_names_the_sample(folder: Path) -> N
 @pytest.mark.parametrize(
     ("transform", "text"),
     [
-        (lambda sample: sample, "column 'tokens', but the samples have n, text"),
+        (lambda sample: sample, "column 'tokens', but the sample has n, text"),
         (lambda sample: sample["text"], "samples must be dicts"),
         (lambda sample: {"tokens": sample["text"]}, "holds text"),
         (lambda sample: {"tokens": [[1], [2]]}, "return lists of numbers"),
@@ -517,8 +517,25 @@ def test_a_length_that_lies_is_an_error_that_names_the_sample(folder: Path) -> N
     ],
 )
 def test_samples_without_a_list_of_numbers_are_refused(folder: Path, transform: Any, text: str) -> None:
-    with loader_of(folder, Packed(16), transform) as loader, pytest.raises(TypeError, match=text):
+    with loader_of(folder, Packed(16), transform) as loader, pytest.raises(SampleError, match=text) as caught:
         next(iter(loader))
+    assert caught.value.stage == "transform"
+
+
+@pytest.mark.parametrize(
+    "batching", [Packed(16), TokenBudget(64), Bucketed(4)], ids=lambda it: type(it).__name__
+)
+@pytest.mark.parametrize(
+    "bad", [None, 7, {}, {"n": 1}, {"tokens": "text"}, {"tokens": None}, {"tokens": [[1], [1, 2]]}], ids=repr
+)
+def test_what_is_no_sample_is_left_out_and_counted(folder: Path, batching: Any, bad: Any) -> None:
+    def transform(sample: Mapping[str, Any]) -> Any:
+        return bad if sample["n"] % 3 == 0 else tokens_of(sample)
+
+    with loader_of(folder, batching, transform, on_error="skip") as loader:
+        whole = [list(chain(*pieces_of(batch["tokens"]))) for batch in loader]
+        assert loader.stats().skipped_samples == len(range(0, NUM_DOCUMENTS, 3))
+    assert {piece[0] // 100 for piece in chain(*whole) if piece} <= {n for n in range(NUM_DOCUMENTS) if n % 3}
 
 
 def test_a_sample_that_cannot_be_made_is_left_out_and_counted_once(folder: Path) -> None:

@@ -129,6 +129,77 @@ def test_what_is_no_dict_among_dicts_is_named(ints: Made) -> None:
     assert error.reason.startswith("transform= returned a tuple of 2, but for sample '00012' a dict of")
 
 
+@pytest.mark.parametrize("wrong", [7, (1, 2), {"cls": ODD}], ids=repr)
+def test_who_is_no_dict_or_lacks_a_column_of_the_others_is_left_out(ints: Made, wrong: Any) -> None:
+    def transform(sample: Sample) -> Any:
+        return wrong if sample["cls"] == ODD else sample
+
+    assert "return" in str(error_of(ints.open(transform=transform)))
+    with DataLoader(ints.open(transform=transform, on_error="skip"), 4, shuffle=False) as loader:
+        classes = [number for batch in loader for number in batch["cls"].tolist()]
+        assert loader.stats().skipped_samples == 1
+    assert classes == [row["cls"] for row in ints.samples if row["cls"] != ODD]
+
+
+# ---- what is raised that is no Exception --------------------------------------------------------------
+
+
+class Panic(BaseException):
+    """As what libraries in Rust raise where they panic."""
+
+
+BUILDERS = [{"num_workers": 0}, {"num_workers": 2, "workers": "thread"}, {"num_workers": 1}]
+
+
+@pytest.mark.parametrize("builders", BUILDERS, ids=["none", "threads", "process"])
+def test_a_panic_of_a_library_is_an_error_of_the_sample(ints: Made, builders: Any) -> None:
+    def transform(sample: Sample) -> Sample:
+        if sample["cls"] == ODD:
+            raise Panic("index out of bounds")
+        return sample
+
+    error = error_of(ints.open(transform=transform), **builders)
+    assert isinstance(error, SampleError)
+    assert (error.key, error.shard) == ("00013", str(ints.shards[1]))
+    assert error.reason == "Panic: index out of bounds"
+    with DataLoader(ints.open(transform=transform, on_error="skip"), 4, **builders) as loader:
+        assert sum(len(batch["cls"]) for batch in loader) == len(ints.samples) - 1
+        assert loader.stats().skipped_samples == 1
+
+
+@pytest.mark.parametrize("builders", BUILDERS, ids=["none", "threads", "process"])
+@pytest.mark.parametrize("ends", [SystemExit(3), KeyboardInterrupt()], ids=["exit", "interrupt"])
+def test_what_ends_programs_is_named_and_never_left_out(ints: Made, builders: Any, ends: Any) -> None:
+    def transform(sample: Sample) -> Sample:
+        if sample["cls"] == ODD:
+            raise ends
+        return sample
+
+    dataset = ints.open(transform=transform, on_error="skip")
+    with DataLoader(dataset, 4, **builders) as loader, pytest.raises(BaseException) as caught:  # noqa: PT011
+        list(loader)
+    error = caught.value
+    if builders["num_workers"] == 0 and isinstance(ends, KeyboardInterrupt):  # it may have been a Ctrl-C
+        assert error is ends
+        assert "had sample '00013'" in error.__notes__[0]
+    else:
+        assert isinstance(error, SampleError)
+        assert (error.key, error.reason.partition(":")[0]) == ("00013", type(ends).__name__)
+
+
+@pytest.mark.parametrize("builders", BUILDERS, ids=["none", "threads", "process"])
+@pytest.mark.parametrize("where", ["collate_fn", "batch_transform"])
+def test_a_panic_in_a_function_of_batches_names_the_batch(ints: Made, builders: Any, where: str) -> None:
+    def panic(_: Any) -> Any:
+        raise Panic("index out of bounds")
+
+    given = {"batch_transform": panic} if where == "batch_transform" else {}
+    own = {"collate_fn": panic} if where == "collate_fn" else {}
+    error = error_of(ints.open(**given), **builders, **own)
+    assert "Panic: index out of bounds" in str(error)
+    assert any(f"in {where}= of batch 0" in note for note in error.__notes__)
+
+
 def test_a_column_that_pad_makes_even_is_told_so(tmp_path: Path) -> None:
     made = make_tar(tmp_path)
     error = error_of(made.open(transform=lambda sample: sample, columns=["bin", "cls"]))

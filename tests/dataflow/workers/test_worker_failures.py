@@ -87,6 +87,21 @@ def segfault() -> None:
     os.kill(os.getpid(), signal.SIGSEGV)
 
 
+class Panic(BaseException):
+    """As what libraries in Rust raise where they panic."""
+
+
+def panic(_: int) -> Any:
+    raise Panic("index out of bounds")
+
+
+def test_a_panic_of_a_library_is_an_error_of_the_batch_and_the_worker_lives_on() -> None:
+    iterator = iter(DataLoader(Does(panic, 2), None, num_workers=1))
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="Panic: index out of bounds"):
+            next(iterator)
+
+
 @pytest.mark.parametrize(
     ("how", "said"),
     [
