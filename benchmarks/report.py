@@ -31,6 +31,7 @@ PACKAGES = (
     "grain",
     "litdata",
     "mosaicml-streaming",
+    "msgspec",
     "numpy",
     "nvidia-dali-cuda120",
     "opencv-python-headless",

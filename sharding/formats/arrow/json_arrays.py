@@ -67,24 +67,28 @@ def integer_lists(raws: Sequence[Text], kind: pa.DataType) -> pa.Array:
 
 def _numbers(values: Sequence[Any], kind: pa.DataType) -> pa.Array:
     dtype = np.dtype("float64" if pa.types.is_floating(kind) else str(kind))
-    valid = None
-    if dtype.kind == "f":
-        numbers = np.array(values, dtype)  # None becomes NaN
-        if any(values[i] is None for i in np.flatnonzero(np.isnan(numbers)).tolist()):
-            valid = _valid(values)
-    else:
+    valid = _valid(values) if dtype.kind == "b" else None  # numpy makes a bool of None
+    try:
+        numbers = np.array(values if valid is None else [bool(value) for value in values], dtype)
+    except TypeError:
         valid = _valid(values)
-        numbers = np.array(values if valid is None else [0 if v is None else v for v in values], dtype)
+        numbers = np.array([value or 0 for value in values], dtype)
+    if dtype.kind == "f":  # numpy makes NaN of None
+        suspects = np.flatnonzero(np.isnan(numbers)).tolist()
+        valid = _valid(values) if any(values[i] is None for i in suspects) else None
     content = bits(numbers) if dtype.kind == "b" else pa.py_buffer(numbers)
     return pa.Array.from_buffers(kind, len(values), [bits(valid), content])
 
 
 def _texts(values: Sequence[Any]) -> pa.Array:
-    valid = _valid(values)
-    texts: Sequence[str] = values if valid is None else [value or "" for value in values]
-    joined = "".join(texts)
+    valid = None
+    try:
+        joined = "".join(values)
+    except TypeError:
+        valid, values = _valid(values), [value or "" for value in values]
+        joined = "".join(values)
     content = joined.encode()
-    pieces = texts if len(content) == len(joined) else [text.encode() for text in texts]
+    pieces = values if len(content) == len(joined) else [text.encode() for text in values]
     offsets = np.zeros(len(values) + 1, np.int64)
     np.cumsum(np.fromiter(map(len, pieces), np.int64, len(pieces)), out=offsets[1:])
     buffers = [bits(valid), pa.py_buffer(offsets), pa.py_buffer(content)]

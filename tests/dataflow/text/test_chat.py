@@ -206,3 +206,25 @@ def test_a_template_that_is_none_is_refused(tokenizer: Path, monkeypatch: pytest
     monkeypatch.setitem(sys.modules, "jinja2", None)
     with pytest.raises(MissingTextSupportError, match=r"pip install 'dataflow-loader\[text\]'"):
         ChatTemplate(tokenizer, template=MARKED)
+
+
+def test_a_prompt_of_json_lines_has_nothing_of_other_lines(tokenizer: Path, tmp_path: Path) -> None:
+    """Keys of other lines' tools and arguments do not appear as null, however lines lie in files."""
+    calls: list[dict[str, Any]] = [{"city": "Paris"}, {"n": 1, "unit": None}, {"n": 2**53 + 1}, {}]
+    rows = [
+        {
+            "tools": [{"name": f"f{i}", "parameters": dict.fromkeys(arguments, i)}],
+            "messages": [{"role": "assistant", "content": "ok", "calls": [{"arguments": arguments}]}],
+        }
+        for i, arguments in enumerate(calls)
+    ]
+    template = "{{ tools | tojson }}{{ messages[0].calls | tojson }}{% generation %}ok{% endgeneration %}"
+    stage = ChatTemplate(tokenizer, template=template, tools="tools")
+    want = [f"{json.dumps(row['tools'])}{json.dumps(row['messages'][0]['calls'])}ok" for row in rows]
+    whole = write_jsonl(tmp_path / "whole.jsonl", rows)
+    split = [write_jsonl(tmp_path / f"{i}.jsonl", [row]) for i, row in enumerate(rows)]
+    for source in (str(whole), [str(path) for path in split]):
+        for block_bytes in (1, 1 << 20):
+            dataset = ShardedDataset(source, transform=stage, block_bytes=block_bytes)
+            got = [text_in(tokenizer, dataset[i]["input_ids"].tolist()) for i in range(len(rows))]
+            assert got == want

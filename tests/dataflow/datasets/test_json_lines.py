@@ -1,0 +1,82 @@
+"""Datasets of JSON Lines: what is asked of lines that are unlike each other."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pytest
+import torch
+
+from dataflow import DataLoader, Optional, ShardedDataset, Shuffle, TokenBudget
+from sharding.errors import ShardError
+from sharding.lengths.column_lengths import column_lengths
+
+ROWS: list[dict[str, Any]] = [
+    {
+        "id": 2**64 - 1 - i,
+        "meta": {"lang": ["en", "de"][i % 2]} if i % 5 else None,
+        "turns": [{"n": i} if i % 2 else {"text": "x" * i}] if i % 3 else None,
+        "label": i if i % 4 else "none",
+        "ids": [i] * (i % 3),
+    }
+    for i in range(40)
+]
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """Two files joined, each with a byte order mark."""
+    files = ["".join(json.dumps(row) + "\n" for row in rows).encode() for rows in (ROWS[:20], ROWS[20:])]
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b"".join(b"\xef\xbb\xbf" + content for content in files))
+    return path
+
+
+def test_integers_of_64_bits_are_delivered_as_they_are(path: Path) -> None:
+    with DataLoader(ShardedDataset(path, columns=["id"], block_bytes=100), 7, Shuffle("none")) as loader:
+        ids = torch.cat([batch["id"] for batch in loader])
+    assert ids.dtype == torch.uint64
+    assert ids.tolist() == [row["id"] for row in ROWS]
+
+
+def test_samples_are_found_by_number_and_by_conditions(path: Path) -> None:
+    decode = {"turns": Optional()}
+    dataset = ShardedDataset(path, columns=["turns", "ids"], decode=decode, block_bytes=100)
+    assert dataset[7]["turns"] == ROWS[7]["turns"]
+    assert dataset[3]["turns"] is None
+    assert dataset[8]["ids"].tolist() == ROWS[8]["ids"]
+    conditions = {
+        "turns": (pc.field("turns").is_valid(), lambda row: row["turns"] is not None),
+        "lang": (pc.field("meta", "lang") == "de", lambda row: (row["meta"] or {}).get("lang") == "de"),
+        "id": (pc.field("id") > pa.scalar(2**64 - 9, pa.uint64()), lambda row: row["id"] > 2**64 - 9),
+        "ids": (pc.list_value_length(pc.field("ids")) == 2, lambda row: len(row["ids"]) == 2),
+    }
+    for condition, holds in conditions.values():
+        found = dataset.filter(condition)
+        assert [found[i]["turns"] for i in range(len(found))] == [row["turns"] for row in ROWS if holds(row)]
+
+
+def test_lengths_are_those_of_lists_and_of_the_text_in_the_line(path: Path) -> None:
+    catalog = ShardedDataset(path, columns=["ids"]).catalog
+    assert column_lengths(catalog, "ids").tolist() == [len(row["ids"]) for row in ROWS]
+    texts = [-1 if row["turns"] is None else len(json.dumps(row["turns"])) for row in ROWS]
+    assert column_lengths(catalog, "turns").tolist() == texts
+
+
+def test_batches_by_length_and_shuffled_epochs_have_each_line_once(path: Path) -> None:
+    dataset = ShardedDataset(path, columns=["id", "ids"], block_bytes=100)
+    with DataLoader(dataset, batching=TokenBudget(12, column="ids"), shuffle=True, seed=1) as loader:
+        ids = np.concatenate([batch["id"].numpy() for batch in loader])
+    assert sorted(ids.tolist(), reverse=True) == [row["id"] for row in ROWS]
+
+
+def test_a_column_of_two_types_is_named_only_where_it_is_asked_for(path: Path) -> None:
+    told = r"column 'label' holds text on the line at byte 0, but a number on the line at byte \d+;"
+    with pytest.raises(ShardError, match=told):
+        ShardedDataset(path)[0]
+    assert ShardedDataset(path, columns=["id"])[0]["id"] == ROWS[0]["id"]
