@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dataflow.grad.lost import Peers, RankLostError
+from dataflow.grad.lost import Peers
 from sharding.errors import DataflowError
 
 _SERIAL = itertools.count()
@@ -25,7 +25,7 @@ _SERIAL = itertools.count()
 
 
 _SHOWN = 8
-"""Ranks that an error lists by number."""
+"""Ranks, layers or parameters that an error lists."""
 
 
 class DisagreementError(DataflowError):
@@ -44,12 +44,52 @@ class DisagreementError(DataflowError):
         holders: dict[str, list[str]] = {}
         for rank, value in zip(self.ranks, self.values, strict=True):
             holders.setdefault(repr(value), []).append(str(rank))
-        each = [f"{value} on rank{'s' * (len(ranks) > 1)} {_some(ranks)}" for value, ranks in holders.items()]
+        each = [
+            f"{value} on rank{'s' * (len(ranks) > 1)} {', '.join(_some(ranks))}"
+            for value, ranks in holders.items()
+        ]
         return f"ranks disagree on {self.field}: {'; '.join(each)}"
 
 
-def _some(ranks: list[str]) -> str:
-    return ", ".join(ranks[:_SHOWN] + ["..."] * (len(ranks) > _SHOWN))
+def _some(names: list[str]) -> list[str]:
+    return names[:_SHOWN] + ["..."] * (len(names) > _SHOWN)
+
+
+PASS_ENDS = ""
+"""Among the layers that a rank ran: the forward pass of a microbatch ends."""
+
+
+def differing_layers(ran: Sequence[Sequence[str]], ranks: tuple[int, ...]) -> DisagreementError | None:
+    """An error with the layers that differ; None where they do not, or one rank is only ahead of another."""
+    at = next((at for at, each in enumerate(zip(*ran, strict=False)) if len(set(each)) > 1), None)
+    if at is None:
+        return None
+    before = list(ran[0][:at])
+    begin = at - [*reversed(before), PASS_ENDS].index(PASS_ENDS)
+    passes = [[*each[begin:], PASS_ENDS] for each in ran]
+    microbatch = before.count(PASS_ENDS) + 1
+    return _mixed(
+        f"the layers that run in microbatch {microbatch} of this window",
+        [each[: each.index(PASS_ENDS)] for each in passes],
+        ranks,
+    )
+
+
+def differing_gradients(names: Sequence[Sequence[str]], ranks: tuple[int, ...]) -> DisagreementError:
+    """An error with the parameters that have a gradient on some ranks and not on others."""
+    common = set(names[0]).intersection(*names)
+    others = [[name for name in each if name not in common] for each in names]
+    return _mixed("the parameters that get a gradient in this window", others, ranks)
+
+
+def _mixed(what: str, names: Sequence[list[str]], ranks: tuple[int, ...]) -> DisagreementError:
+    values = tuple(", ".join(_some(each)) if each else "none" for each in names)
+    error = DisagreementError(what, values, ranks)
+    error.add_note(
+        "FSDP2 gathers each layer from all ranks, and mixes up what differs: let all ranks run the same "
+        "layers in each microbatch, or use DistributedDataParallel(model, find_unused_parameters=True)"
+    )
+    return error
 
 
 class Agreement:
@@ -58,15 +98,19 @@ class Agreement:
     Args:
         ranks: their global ranks; None: this process alone, and every method answers at once.
         timeout_s: seconds that a rank waits for the others.
+        layers: tells which layers this rank has run in the step under way; asked when a collective fails.
 
     Attributes:
-        lost: whether a rank was lost. Collectives of this rank may be in flight then that gloo ends at their
-            time-out only (a send that began as connections closed is not told of it), and the end of a group
-            waits for them. So groups stay until the job's own ends, and the error is seen at once.
+        lost: whether a rank was lost, or ranks ran other layers than this. Collectives may be in flight
+            then that gloo ends at their time-out only (a send that began as connections closed is not told of
+            it), and the end of a group waits for them. So groups stay until the job's own ends, and the error
+            is seen at once.
     """
 
-    def __init__(self, ranks: Sequence[int] | None, timeout_s: float) -> None:
-        self.ranks = tuple(ranks or (0,))
+    def __init__(
+        self, ranks: Sequence[int] | None, timeout_s: float, layers: Callable[[], Sequence[str]] = tuple
+    ) -> None:
+        self.ranks, self._layers = tuple(ranks or (0,)), layers
         self.lost = False
         self.group: dist.ProcessGroup | None = None
         self._peers: Peers | None = None
@@ -123,6 +167,12 @@ class Agreement:
         """Whether the flag is set on any rank."""
         return any(row[0] for row in self.offer([float(flag)])())
 
+    def union(self, flags: torch.Tensor) -> torch.Tensor:
+        """Which flags are set on any rank; replaces them."""
+        if self.group is not None:
+            self._call(lambda: dist.all_reduce(flags, dist.ReduceOp.MAX, group=self.group))
+        return flags
+
     def broadcast(self, value: Any, source: int) -> Any:
         """What rank `source` (of this agreement) gave, pickled on the way."""
         values = [value]
@@ -130,12 +180,16 @@ class Agreement:
         return values[0]
 
     def explained(self, error: BaseException, also: dist.ProcessGroup | None = None) -> BaseException:
-        """The error, or a `RankLostError` in its place where a lost rank is the cause.
+        """The error, or what caused it: a `RankLostError`, or a `DisagreementError` on the layers that ran.
 
         `also`: a group on which other ranks may be waiting in vain; it is made to fail.
         """
-        explained = error if self._peers is None else self._peers.explained(error, also)
-        self.lost |= isinstance(explained, RankLostError)
+        if self._peers is None:
+            return error
+        explained = self._peers.explained(error, also, self._layers())
+        if explained is error and self._peers.ran:
+            explained = differing_layers(self._peers.ran, self.ranks) or error
+        self.lost |= explained is not error
         return explained
 
     def close(self) -> None:

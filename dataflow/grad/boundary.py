@@ -1,8 +1,9 @@
 """The end of a step, in the one right order.
 
-Gradients are reduced; the scaler divides its scale out; ranks agree whether they are finite; they are
-clipped; the optimizer steps; gradients are dropped; only then, and only if it has stepped, the learning rate
-and the running average move. A step that is skipped is skipped on every rank.
+Gradients are reduced, and those that only replays have made are dropped; the scaler divides its scale out;
+ranks agree whether they are finite, and with FSDP2 whether the same layers ran; they are clipped; the
+optimizer steps; gradients are dropped; only then, and only if it has stepped, the learning rate and the
+running average move. A step that is skipped is skipped on every rank.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from dataflow.grad.agreement import Agreement
 from dataflow.grad.settings import ScheduleSettings
 from dataflow.grad.strategies.strategy import Strategy
+from dataflow.grad.wrapper import Fsdp2Model, ModelWrapper
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,8 @@ class Outcome:
     """The gradient was not finite on some rank: parameters, learning rate and average stayed."""
     lr: float
     """Learning rate of the first parameter group in this step."""
+    layers: int
+    """Checksum of the layers that ran, where ranks must run the same; 0 elsewhere."""
 
 
 @dataclass(kw_only=True)
@@ -39,14 +43,14 @@ class Boundary:
     """What happens at the end of each step. One thread.
 
     Attributes:
-        model: the user's module.
+        model: the user's, as it is wrapped.
         optimizer, scaler, schedulers, ema: what steps.
         settings: `max_norm`: gradients are scaled down to this norm; None: never. `skip_nonfinite`: a
             gradient with infinities or NaN makes no step; False, without `max_norm` and `scaler`: nobody
             looks.
     """
 
-    model: nn.Module
+    model: ModelWrapper
     optimizer: torch.optim.Optimizer
     strategy: Strategy
     agreement: Agreement
@@ -56,7 +60,7 @@ class Boundary:
     ema: Any = None
 
     def __post_init__(self) -> None:
-        self._lr, self._scale = self._lr_now(), self._scale_now()
+        self._lr, self._scale, self._layers = self._lr_now(), self._scale_now(), 0
 
     def units_changed(self) -> None:
         """Tell the strategy what has changed since the last call: what it owes was measured in other units.
@@ -81,32 +85,37 @@ class Boundary:
         """What the strategy counts in now is that of `units()`."""
         self._lr, self._scale = float(state["lr"]), float(state["scale"])
 
-    def step(self, number: int, *, equal_gradients: bool) -> Outcome:
+    def step(self, number: int, *, equal_gradients: bool, replays: bool) -> Outcome:
         """End the step with this number, counted over those taken.
 
         `equal_gradients`: all ranks hold the same gradient, so they judge it alike without a word.
+        `replays`: some rank has replayed a batch.
         """
+        self.model.keep_real_gradients(self.agreement)
         self.strategy.before_step(number)
         scaled = self.scaler is not None and self.scaler.is_enabled()
         agree = self.agreement.world_size > 1 and not equal_gradients
-        if scaled:
-            if agree:  # a scaler skips its step for what it has found itself, and only for that
-                self._spread_nonfinite()
-            self.scaler.unscale_(self.optimizer)
+        self._layers = self.model.checksum()
         max_norm = self.settings.max_norm
-        norm = self._norm() if max_norm is not None or self.settings.skip_nonfinite or scaled else None
+        looks = max_norm is not None or self.settings.skip_nonfinite or scaled
+        infinite = False
+        if scaled:
+            infinite = self._unscale(agree)
+        elif replays and self._is_sharded and not looks:  # else it is told with what is told anyway
+            self._tell(0.0)
+        norm = self._norm() if looks else None
         value = None if norm is None else float(norm)
-        skipped = value is not None and not math.isfinite(value)
-        if agree and value is not None and not scaled:
+        skipped = infinite or (value is not None and not math.isfinite(value))
+        if agree and value is not None and not scaled and not self._is_sharded:
             skipped = self.agreement.any(skipped)
         if norm is not None and max_norm is not None and not skipped:
             clip_grads_with_norm_(self._parameters(), max_norm, norm)
         lr = self._lr_now()
         if not skipped:
-            if self.scaler is None:
-                self.optimizer.step()
-            else:
+            if scaled and self._parameters():
                 self.scaler.step(self.optimizer)
+            else:
+                self.optimizer.step()
         if self.scaler is not None:
             self.scaler.update()
         self.strategy.after_step(number, skipped=skipped)
@@ -115,7 +124,7 @@ class Boundary:
             for scheduler in self.schedulers:
                 scheduler.step()
             self._average()
-        return Outcome(value, skipped, lr)
+        return Outcome(value, skipped, lr, self._layers)
 
     def drop_gradients(self) -> None:
         """Let the next step begin without gradients."""
@@ -125,19 +134,52 @@ class Boundary:
         every: list[torch.Tensor] = [p for group in self.optimizer.param_groups for p in group["params"]]
         return [parameter for parameter in every if parameter.grad is not None]
 
+    @property
+    def _is_sharded(self) -> bool:
+        return isinstance(self.model, Fsdp2Model)
+
+    def _local(self) -> list[torch.Tensor]:
+        """The entries of gradients that this rank holds."""
+        entries = [_entries(p) for p in self._parameters()]
+        return [g.to_local() if isinstance(g, DTensor) else g for g in entries]
+
+    def _tell(self, value: float) -> list[float]:
+        """What each rank tells; `DisagreementError` where their collectives did not belong together."""
+        rows = self.agreement.offer([value, self._layers])()
+        self.model.check_same([row[1] for row in rows], self.agreement)
+        return [row[0] for row in rows]
+
     def _norm(self) -> torch.Tensor:
         """Of the whole gradient; of sharded ones over all ranks."""
-        norm = get_total_norm([_entries(p) for p in self._parameters()])
-        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+        norm = get_total_norm(self._local())
+        if not isinstance(self.model, Fsdp2Model):
+            return norm
+        # Not by DTensor's own collectives: ranks whose gradients are not the same would mix them.
+        norms = self._tell(float(norm))[: self.model.num_shards]
+        return torch.tensor(math.hypot(*norms), dtype=norm.dtype, device=norm.device)
 
-    def _spread_nonfinite(self) -> None:
-        """Let every rank's scaler find what one rank's gradient has; it has no other way to be told."""
-        entries = [_entries(p) for p in self._parameters()]
-        local = [g.to_local() if isinstance(g, DTensor) else g for g in entries]
-        finite = all(bool(torch.isfinite(gradient).all()) for gradient in local)
-        if self.agreement.any(not finite) and finite:
-            for gradient in local:
-                gradient.view(-1)[:1] = torch.nan
+    def _unscale(self, agree: bool) -> bool:
+        """Divide the scale out; whether some rank's gradient is not finite, where ranks tell each other.
+
+        A scaler skips its step for what it has found itself, and only for that, so each rank's must find
+        what one has. Nor can it update where it has seen no gradient: then it sees one of no parameter.
+        """
+        local = self._local()
+        finite = all(bool(torch.isfinite(gradient).all()) for gradient in local) if agree else True
+        infinite = agree and any(self._tell(float(not finite)))
+        for gradient in local if infinite and finite else ():
+            gradient.view(-1)[:1] = torch.nan
+        if local:
+            self.scaler.unscale_(self.optimizer)
+        else:
+            nothing = torch.zeros(1, device=self._device(), requires_grad=True)
+            nothing.grad = torch.full_like(nothing, torch.nan if infinite else 0.0)
+            self.scaler.unscale_(torch.optim.SGD([nothing]))
+        return infinite
+
+    def _device(self) -> torch.device:
+        parameters = (p for group in self.optimizer.param_groups for p in group["params"])
+        return next((parameter.device for parameter in parameters), torch.device("cpu"))
 
     def _lr_now(self) -> float:
         groups = self.optimizer.param_groups
@@ -150,7 +192,7 @@ class Boundary:
         if self.ema is None:
             return
         update: Callable[[nn.Module], Any] = getattr(self.ema, "update_parameters", self.ema)
-        update(self.model)
+        update(self.model.inner)
 
 
 def _entries(parameter: torch.Tensor) -> torch.Tensor:

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
+import torch
+
 from dataflow.grad.adapt.control import Control
 from dataflow.grad.adapt.io_gate import IoGate
 from dataflow.grad.agreement import Agreement
@@ -53,6 +55,7 @@ class StepLoop:
     ) -> None:
         self.model, self.boundary, self.strategy = model, boundary, boundary.strategy
         self.agreement, self.phases, self._gate, self._control = agreement, phases, gate, control
+        device = next((p.device for p in model.inner.parameters()), torch.device("cpu"))
         self.look, self.replay = LookAhead(loader, accumulate, settings.weigh), Replay()
         self._negotiation = Negotiation(
             agreement,
@@ -61,6 +64,7 @@ class StepLoop:
             settings,
             accumulate=accumulate,
             replays_allowed=not mixes_batches(model.inner),
+            device=device,
             control=control,
         )
         self.deadline = Deadline(model.group, settings.timeout_s)
@@ -72,7 +76,7 @@ class StepLoop:
             world_size=agreement.world_size,
             model=model.kind,
             strategy=self.strategy.name,
-            device=next((p.device.type for p in model.inner.parameters()), "cpu"),
+            device=device.type,
         )
         self.position = Position.start(settings.weights)
         self.is_running = False
@@ -108,6 +112,7 @@ class StepLoop:
         finally:
             if self.microbatch is not None:  # left within a step, on whose gradient nobody will step
                 self.boundary.drop_gradients()
+                self.model.step_left()
             self.is_running, self.microbatch = False, None
             self.deadline.end()
             self.model.restore()
@@ -122,7 +127,7 @@ class StepLoop:
         rank = self.agreement.rank
         forwards, count = step.plan.forwards[rank], step.plan.counts[rank]
         syncs = self.strategy.syncs(self.position.step)
-        self.model.step_begins(reduces=syncs)
+        self.model.step_begins(reduces=syncs, replays=step.plan.replays)
         batch = None
         for index in range(forwards):
             is_last, is_replay = index == forwards - 1, index >= count
@@ -131,7 +136,8 @@ class StepLoop:
                 if is_last:  # the other ranks get to know it while this microbatch computes
                     self._offer()
             if is_replay:
-                batch = self.replay.batch(instead=batch)
+                self.model.replay_begins()
+                batch = step.lent.pop(0) if step.lent else self.replay.batch(instead=batch)
             else:
                 batch, step.share.batches[index] = step.share.batches[index], None
             # DDP looks at the switch in the forward and in the backward pass: it is set before both.
@@ -169,7 +175,9 @@ class StepLoop:
             self.replay.forget()
         self.model.step_ended()
         syncs = self.strategy.syncs(self.position.step)  # before the position moves on
-        self.position.step_ended(plan, step.totals, syncs=syncs, skipped=outcome.skipped)
+        self.position.step_ended(
+            plan, step.totals, syncs=syncs, skipped=outcome.skipped, layers=outcome.layers
+        )
         self.look.step_ended(step.share, last=plan.last)
         info = StepInfo(
             window=self.position.window - 1,

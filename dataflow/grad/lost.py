@@ -3,13 +3,15 @@
 Gloo reports a closed connection to those that are directly connected to a dead rank in the collective at
 hand, without a name, and leaves all others waiting for their time-out. Therefore each rank keeps a receive
 open from every other one; it is never sent anything and fails the moment that the rank's process ends. A
-rank on which a collective fails first says "here" in the job's store, then looks at these receives with a
-short time-out. That closes its connections, so whoever still waits fails too and does the same: within
-a moment every rank knows. Gone are those whose connection is closed and who are not "here".
+rank on which a collective fails first says "here" in the job's store (and which layers it ran), then looks
+at these receives with a short time-out. That closes its connections, so whoever still waits fails too and
+does the same: within a moment every rank knows. Gone are those whose connection is closed and who are not
+"here". Where nobody is gone, the layers may tell why the ranks waited for one another.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -57,16 +59,23 @@ class Peers:
     def __init__(self, ranks: Sequence[int], group: dist.ProcessGroup, name: str, timeout_s: float) -> None:
         self._name, self._grace = name, timedelta(seconds=min(timeout_s, _GRACE_S))
         self._own = dist.get_rank()
-        self._others = [rank for rank in ranks if rank != self._own]
+        self._ranks, self._others = ranks, [rank for rank in ranks if rank != self._own]
+        self.ran: list[list[str]] = []
+        """The layers of each rank, after a failure at which all of them were alive."""
         self._open = {rank: _receive(rank, group) for rank in self._others}
 
-    def explained(self, error: BaseException, also: dist.ProcessGroup | None = None) -> BaseException:
-        """The error itself unless it tells of a connection; else who is lost, the same on all ranks."""
+    def explained(
+        self, error: BaseException, also: dist.ProcessGroup | None, ran: Sequence[str]
+    ) -> BaseException:
+        """The error itself unless it tells of a connection; else who is lost, the same on all ranks.
+
+        `ran`: the layers that this rank has run in the step under way, for the others to know.
+        """
         if not _is_of_connection(error):
             return error
         store = dist.distributed_c10d._get_default_store()
         with suppress(RuntimeError):  # the store has gone with the rank that kept it
-            store.set(self._key(self._own), "here")
+            store.set(self._key(self._own), json.dumps(list(ran)))
         closed = [rank for rank, work in self._open.items() if _is_closed(work)]
         if also is not None and dist.get_backend(also) == "gloo":
             # The first time-out closes all connections of the group; a closed one does not time out.
@@ -76,6 +85,8 @@ class Peers:
             if dead := self._silent(store, closed, min(self._grace, _MOMENT)):
                 return RankLostError(tuple(dead), f"died (seen by rank {self._own}): see its own output")
             late = self._silent(store, self._others, self._grace)
+            if not late:
+                self.ran = [json.loads(store.get(self._key(rank))) for rank in self._ranks]
         except RuntimeError:
             return RankLostError(
                 tuple(closed), "died, or closed connections after a death; the store is gone too"

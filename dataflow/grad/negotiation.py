@@ -6,8 +6,13 @@ there is no controller, nothing is sent for steps: every rank knows what the oth
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.serialization import default_restore_location
 
 from dataflow.grad.adapt.control import Control
 from dataflow.grad.agreement import Agreement
@@ -42,6 +47,7 @@ class Negotiation:
         settings: the schedule's.
         accumulate: microbatches of a full step.
         replays_allowed: False where a replayed batch would change what other ranks compute.
+        device: of the model, where batches of other ranks are wanted.
         control: tells the other ranks of steps that ended, and decides on the mode of the next one.
     """
 
@@ -54,11 +60,12 @@ class Negotiation:
         *,
         accumulate: int,
         replays_allowed: bool,
+        device: torch.device,
         control: Control | None = None,
     ) -> None:
         self._agreement, self._look, self._replay = agreement, look, replay
         self._settings, self._weights, self._accumulate = settings, tuple(settings.weights), accumulate
-        self._replays_allowed, self._control = replays_allowed, control
+        self._replays_allowed, self._device, self._control = replays_allowed, device, control
         self._constant = settings.constant_weights and control is None
         self._rows: Callable[[], list[list[float]]] = list
         self._promise: int | None = None
@@ -109,7 +116,7 @@ class Negotiation:
             partial=self._settings.partial,
             equal_forwards=equal_forwards,
         )
-        if plan.forwards != plan.counts and not self._replays_allowed:
+        if plan.replays and not self._replays_allowed:
             raise UnevenRanksError(
                 plan.counts, 'SyncBatchNorm would mix a replayed batch into the others: use uneven="min"'
             )
@@ -123,23 +130,43 @@ class Negotiation:
             batches = self._control.merged(share.batches, plan.counts[rank], at_once)
             share, plan = replace(share, batches=batches), plan.merged(at_once)
         totals = {**summed(weights), MICROBATCHES: float(sum(plan.counts))}
-        self._lend_batch(rows, plan, share)
         factors = scales(totals, self._agreement.world_size)
-        return Step(plan=plan, share=share, totals=totals, scales=factors)
+        lent = self._lent(plan, share) if plan.replays and equal_forwards else []
+        if plan.replays and not equal_forwards:
+            self._lend_one(rows, plan, share)
+        return Step(plan=plan, share=share, lent=lent, totals=totals, scales=factors)
 
-    def _lend_batch(self, rows: list[list[float]], plan: StepPlan, share: Share) -> None:
-        """Hand a batch to ranks that must replay one and never had any: another rank's first."""
+    def _lend_one(self, rows: list[list[float]], plan: StepPlan, share: Share) -> None:
+        """Hand a batch to ranks that must replay one, any, and never had any."""
         lacking = (
             forwards and not (count or row[_REPLAY])
             for forwards, count, row in zip(plan.forwards, plan.counts, rows, strict=True)
         )
-        if not any(lacking):
-            return
-        lender = next(rank for rank, count in enumerate(plan.counts) if count)
-        own = share.batches[0] if lender == self._agreement.rank else None
-        batch = self._agreement.broadcast(own, lender)
-        if not share.batches and not self._replay.available():
-            self._replay.take_over(batch)
+        if any(lacking) and (lent := self._lent(plan, share)) and not self._replay.available():
+            self._replay.take_over(lent[0])
+
+    def _lent(self, plan: StepPlan, share: Share) -> list[Any]:
+        """The batches of a rank that has all, for the replays of this one: of the same microbatches.
+
+        Where forward passes are collective, a batch that takes another way through the model will not do.
+        """
+        pairs = list(zip(plan.counts, plan.forwards, strict=True))
+        begin, end = min(plan.counts), max(forwards for count, forwards in pairs if count < forwards)
+        lender = plan.counts.index(max(plan.counts))
+        own = _packed(share.batches[begin:end]) if lender == self._agreement.rank else None
+        packed = self._agreement.broadcast(own, lender)
+        if isinstance(packed, str):  # on all ranks alike: who waited for the batches would wait in vain
+            raise ValueError(
+                f"ranks without data replay batches of rank {self._agreement.ranks[lender]}, which cannot be "
+                f'sent: {packed}; make batches that can be pickled, or use uneven="min"'
+            )
+        count, forwards = pairs[self._agreement.rank]
+        batches: list[Any] = torch.load(io.BytesIO(packed), map_location=self._placed, weights_only=False)
+        return batches[count - begin : forwards - begin]
+
+    def _placed(self, storage: Any, location: str) -> Any:
+        """What lay on the lender's accelerator comes to this rank's."""
+        return None if location == "cpu" else default_restore_location(storage, str(self._device))
 
     def _row(
         self, at: Position, share: Share | None = None, *, can_replay: bool = False, batches: int = -1
@@ -159,3 +186,13 @@ class Negotiation:
     def _check(self, rows: list[list[float]]) -> None:
         for column in _ALIKE:
             self._agreement.same(_COLUMNS[column], [int(row[column]) for row in rows])
+
+
+def _packed(batches: list[Any]) -> bytes | str:
+    """The batches as bytes, or why they cannot be."""
+    file = io.BytesIO()
+    try:
+        torch.save(batches, file)
+    except Exception as error:  # whatever a batch's own reduction raises
+        return f"{type(error).__name__}: {error}"
+    return file.getvalue()

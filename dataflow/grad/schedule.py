@@ -123,7 +123,7 @@ class GradSchedule:
         check_strategy(self.strategy, wrapper)
         self.phases = ledger or PhaseLedger()
         self._scaler = scaler
-        self._agreement = Agreement(wrapper.ranks, timeout_s)
+        self._agreement = Agreement(wrapper.ranks, timeout_s, lambda: wrapper.layers)
         several = self._agreement.world_size > 1
         self.window_size = self._settings.window_size(loader, self._agreement.world_size)
         """Microbatches a rank and full window."""
@@ -148,7 +148,7 @@ class GradSchedule:
             accumulate=self.window_size,
             model=wrapper,
             boundary=Boundary(
-                model=wrapper.inner,
+                model=wrapper,
                 optimizer=optimizer,
                 strategy=self.strategy,
                 agreement=self._agreement,
@@ -221,8 +221,9 @@ class GradSchedule:
             loss = loss * self.scale(self._implied)
         if microbatch.is_replay:
             loss = loss * 0.0  # its gradient is zero, and its backward pass takes part in the reduction
-        elif microbatch.index == 0:
+        elif microbatch.index == 0 and isinstance(self._loop.model, DdpModel):
             self._loop.replay.note(microbatch.batch, loss)
+        self._loop.model.forward_ended()
         if microbatch.reduces and not self.strategy.hooks_gradients:
             self.phases.enter(Phase.SYNC)
         if self._scaler is not None:
@@ -247,7 +248,10 @@ class GradSchedule:
         # Where DDP has averaged, all ranks hold the same gradient: what is finite need not be asked.
         is_mean = type(self.strategy) is AllReduce or isinstance(self.strategy, StrategySwitch)
         equal = is_mean and self.strategy.syncs(number) and isinstance(self._loop.model, DdpModel)
-        outcome = self._loop.call(lambda: self._loop.boundary.step(number, equal_gradients=equal))
+        replays = microbatch.step.plan.replays
+        outcome = self._loop.call(
+            lambda: self._loop.boundary.step(number, equal_gradients=equal, replays=replays)
+        )
         self.phases.enter(Phase.COMPUTE)
         self.last = self._loop.end(microbatch.step, outcome)
         return self.last

@@ -27,7 +27,7 @@ class Position:
     step: int = 0
     """Optimizer steps taken."""
     order: int = 0
-    """Checksum of every window's passes and syncs: ranks that differ have issued other collectives."""
+    """Checksum of every window's passes, syncs and layers: ranks that differ issued other collectives."""
     left_out: int = 0
     """Microbatches of this rank that were not run, because of uneven="min" or partial="drop"."""
     totals: dict[str, float] = field(default_factory=dict)
@@ -38,9 +38,13 @@ class Position:
         """Of a run that begins."""
         return cls(totals=dict.fromkeys([*weights, MICROBATCHES], 0.0))
 
-    def step_ended(self, plan: StepPlan, totals: Mapping[str, float], *, syncs: bool, skipped: bool) -> None:
-        """One more window."""
-        self.order = zlib.crc32(repr((self.window, plan.forwards, syncs, skipped)).encode(), self.order)
+    def step_ended(
+        self, plan: StepPlan, totals: Mapping[str, float], *, syncs: bool, skipped: bool, layers: int = 0
+    ) -> None:
+        """One more window. `layers`: a checksum of those that ran, where their collectives are the ranks'."""
+        self.order = zlib.crc32(
+            repr((self.window, plan.forwards, syncs, skipped, layers)).encode(), self.order
+        )
         self.window += 1
         self.step += not skipped
         for name, total in totals.items():

@@ -56,6 +56,11 @@ class StepPlan:
         """Whether nothing is run."""
         return not any(self.forwards)
 
+    @property
+    def replays(self) -> bool:
+        """Whether a rank runs a batch with weight zero."""
+        return self.forwards != self.counts
+
     def merged(self, at_once: int) -> StepPlan:
         """The same step in passes of `at_once` microbatches; the last of a rank may have fewer."""
         counts, forwards = (tuple(-(-n // at_once) for n in each) for each in (self.counts, self.forwards))
@@ -128,6 +133,8 @@ class Step:
 
     plan: StepPlan
     share: Share
+    lent: list[Any] = field(default_factory=list)
+    """Another rank's batches of the same microbatches, one a replay; none: an own batch is replayed."""
     totals: dict[str, float]
     """Each weight over all ranks."""
     scales: dict[str, float]
@@ -170,7 +177,7 @@ class Microbatch:
 
 
 class Replay:
-    """Holds a batch that a rank can run again, with weight zero, where it has none of its own.
+    """Holds a batch that a rank can run again, with weight zero, to take part in a reduction.
 
     It is the first batch of the latest step that is known to be good. Zero times infinity is not zero, so a
     batch whose loss was not finite, or whose step was skipped, is never run again. Whether a loss is finite

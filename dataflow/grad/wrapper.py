@@ -4,12 +4,18 @@ Whether DDP reduces is decided when a forward pass begins and again in the backw
 hold for both; this is why the schedule sets it before it hands out a microbatch. DDP with a static graph
 cannot begin without a reduction (it records the graph then), so its first step reduces after every
 microbatch: the same sum, since what is there already is equal on all ranks and stays as it is.
+
+A replayed batch has weight zero, yet a gradient of zeros is not the same as none: momentum, weight decay and
+Adam's counters move a parameter for it. So here it is also known which parameters the batches that count have
+reached (DDP), and that all ranks have run the same layers (FSDP2, whose collectives would mix them).
 """
 
 from __future__ import annotations
 
+import functools
 import weakref
-from collections.abc import Iterable, Mapping
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -18,6 +24,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from dataflow.grad.agreement import PASS_ENDS, Agreement, differing_gradients, differing_layers
 
 _CUDA_EVERY = 20
 """On CUDA DDP measures so rarely, since it must wait for events to be done."""
@@ -41,14 +49,38 @@ class ModelWrapper:
         """Whether every rank must run as many forward passes in the next step."""
         return False
 
-    def step_begins(self, *, reduces: bool) -> None:
-        """Before its first forward pass: whether gradients are reduced in it."""
+    @property
+    def layers(self) -> tuple[str, ...]:
+        """Layers that this rank gathered in the step, in order, as far as it is, and ends of passes."""
+        return ()
+
+    def step_begins(self, *, reduces: bool, replays: bool) -> None:
+        """Before its first forward pass: whether gradients are reduced in it, and some rank replays."""
 
     def sync(self, on: bool) -> None:
         """Whether the next forward and backward pass reduce gradients."""
 
+    def replay_begins(self) -> None:
+        """The microbatches that follow in this step have weight zero."""
+
+    def forward_ended(self) -> None:
+        """The forward pass of a microbatch has been, its backward pass not yet."""
+
+    def keep_real_gradients(self, agreement: Agreement) -> None:
+        """After the last backward pass: drop gradients that only replays have made. On all ranks."""
+
+    def checksum(self) -> int:
+        """Equal on ranks whose collectives in this step belong together."""
+        return 0
+
+    def check_same(self, checksums: Sequence[float], agreement: Agreement) -> None:
+        """`DisagreementError` where the ranks' checksums differ; on all ranks alike."""
+
     def step_ended(self) -> None:
         """A step was run to its end."""
+
+    def step_left(self) -> None:
+        """A step was left before its end: forget what its backward passes have begun."""
 
     def restore(self) -> None:
         """Set the switches back to what PyTorch expects outside steps."""
@@ -71,6 +103,8 @@ class DdpModel(ModelWrapper):
         _keep_beyond_reducer(ddp, ddp.process_group)
         self._primed = not ddp.static_graph
         self._collective = mixes_batches(ddp)
+        self._are_means = False
+        self._reached: ReachedParameters | None = None
         self._iteration = -1
         on_cuda = any(parameter.is_cuda for parameter in ddp.parameters())
         ddp._set_ddp_runtime_logging_sample_rate(_CUDA_EVERY if on_cuda else 1)
@@ -80,24 +114,46 @@ class DdpModel(ModelWrapper):
         """While every microbatch is reduced, and with SyncBatchNorm."""
         return self._collective or not self._primed
 
-    def step_begins(self, *, reduces: bool) -> None:
+    def step_begins(self, *, reduces: bool, replays: bool) -> None:
         """Rank 0's buffers go to all ranks where gradients are reduced, and never where ranks step alone.
 
         DDP itself copies them if the forward pass before was in sync, and in the first one of a program.
         """
         self.ddp.require_forward_param_sync = reduces
+        self._are_means = reduces or not self._primed
+        # Elsewhere DDP wants every parameter in each reduction, so the batches that count reach all of them.
+        may_be_unused = self.ddp.find_unused_parameters or self.ddp.static_graph or not self._are_means
+        self._reached = ReachedParameters(self.inner) if replays and may_be_unused else None
 
     def sync(self, on: bool) -> None:
         """As `no_sync`, but held over forward and backward."""
         self.ddp.require_backward_grad_sync = on or not self._primed
 
+    def replay_begins(self) -> None:
+        """What is reached from here on does not count."""
+        if self._reached is not None:
+            self._reached.stop()
+
+    def keep_real_gradients(self, agreement: Agreement) -> None:
+        """Those stay that a microbatch of any rank has reached; of this one, where ranks step alone."""
+        reached, self._reached = self._reached, None
+        if reached is not None:
+            reached.stop()
+            reached.keep(agreement.union(reached.flags) if self._are_means else reached.flags)
+
     def step_ended(self) -> None:
         """The static graph, if there is one, is known now."""
         self._primed = True
 
+    def step_left(self) -> None:
+        """Let DDP forget which parameters were used: it would ask for gradients that were dropped."""
+        if self.ddp.find_unused_parameters:
+            self.ddp.reducer._reset_state()
+
     def restore(self) -> None:
-        """A backward pass reduces."""
+        """A backward pass reduces, and nothing listens."""
         self.ddp.require_backward_grad_sync = True
+        self.replay_begins()
 
     def exposed_s(self, sync_s: float) -> float | None:
         """By DDP's own log: its clock reads when the first bucket left and when the last one was back.
@@ -118,6 +174,42 @@ class DdpModel(ModelWrapper):
         return min(max(0.0, exposed_s), sync_s)
 
 
+class ReachedParameters:
+    """Which parameters get a gradient while it listens.
+
+    DDP knows it of all ranks together and of replays, too. Hooks cost something at each parameter, so they
+    are there only in a step in which some rank replays a batch.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._parameters = list(trainable(model).values())
+        self._reached = bytearray(len(self._parameters))
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(functools.partial(self._note, at))
+            for at, parameter in enumerate(self._parameters)
+        ]
+
+    def _note(self, at: int, parameter: torch.Tensor) -> None:
+        self._reached[at] = 1
+
+    @property
+    def flags(self) -> torch.Tensor:
+        """1 for each parameter that was reached."""
+        return torch.tensor(list(self._reached), dtype=torch.uint8)
+
+    def stop(self) -> None:
+        """Listen no longer; idempotent."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    def keep(self, flags: torch.Tensor) -> None:
+        """Drop the gradients of all parameters without a flag."""
+        for parameter, flag in zip(self._parameters, flags.tolist(), strict=True):
+            if not flag:
+                parameter.grad = None
+
+
 def _keep_beyond_reducer(ddp: DistributedDataParallel, group: dist.ProcessGroup) -> None:
     """Let Python be the last that holds the group.
 
@@ -134,7 +226,12 @@ def _let_go(group: dist.ProcessGroup) -> None:
 
 
 class Fsdp2Model(ModelWrapper):
-    """A module that `fully_shard` was applied to; its forward passes gather parameters from all ranks."""
+    """A module that `fully_shard` was applied to; its forward passes gather parameters from all ranks.
+
+    A collective does not tell which layer it is for: where two ranks run different ones of the same size,
+    each gets half of one and half of the other, without an error. So what ran is compared. FSDP2 lists it
+    itself, to know what to gather in the backward pass.
+    """
 
     kind = "FSDP2"
     equal_forwards = True
@@ -145,11 +242,74 @@ class Fsdp2Model(ModelWrapper):
         mesh = _mesh_of_shards(model)
         self.group = mesh.get_group() if mesh.ndim == 1 else None
         self.ranks = [int(rank) for rank in mesh.mesh.flatten().tolist()]
+        self.num_shards = int(mesh.shape[-1])
+        """Ranks among which a parameter is dealt: the first ones, and again those that follow."""
+        self._parameters = dict(model.named_parameters())
+        self._layers: list[str] = []
+        self._listed = 0
+
+    @property
+    def layers(self) -> tuple[str, ...]:
+        """With the one under way, where a forward pass has failed."""
+        ran = [*self._layers, *map(_name_of, self._order()[self._listed :])]
+        inside = [unit for unit in self._units() if unit._training_state.name == "FORWARD"]
+        return tuple(ran + [_name_of(unit) for unit in inside[-1:]])
+
+    def step_begins(self, *, reduces: bool, replays: bool) -> None:
+        """What ran before, to evaluate the model, is none of the step's."""
+        self._layers, self._listed = [], len(self._order())
 
     def sync(self, on: bool) -> None:
         """Whether the backward pass scatters sums; else gradients stay whole, on every rank."""
         self._fsdp.set_requires_gradient_sync(on)
         self._fsdp.set_is_last_backward(on)
+
+    def forward_ended(self) -> None:
+        """List what ran; after the last backward pass FSDP2 forgets it."""
+        order = self._order()
+        self._layers += [*map(_name_of, order[self._listed :]), PASS_ENDS]
+        self._listed = len(order)
+
+    def checksum(self) -> int:
+        """Of the layers that ran, and the parameters that have a gradient."""
+        has_gradient = bytes(parameter.grad is not None for parameter in self._parameters.values())
+        return zlib.crc32("\n".join(self._layers).encode(), zlib.crc32(has_gradient))
+
+    def check_same(self, checksums: Sequence[float], agreement: Agreement) -> None:
+        """`DisagreementError` with the layers that differ, or else the parameters."""
+        if len(set(checksums)) == 1:
+            return
+        told = agreement.gathered((self._layers, self._with_gradient()))
+        error = differing_layers([layers for layers, _ in told], agreement.ranks)
+        raise error or differing_gradients([names for _, names in told], agreement.ranks)
+
+    def step_left(self) -> None:
+        """Drop sums that are not scattered yet: the optimizer does not have them."""
+        for unit in self._units():
+            unit._post_forward_indices.clear()
+            for parameter in unit.fsdp_params:
+                parameter.unsharded_accumulated_grad = None
+                if hasattr(parameter, "_unsharded_param"):
+                    parameter._unsharded_param.grad = None
+        self._order().clear()
+
+    def _with_gradient(self) -> list[str]:
+        return [name for name, parameter in self._parameters.items() if parameter.grad is not None]
+
+    def _order(self) -> list[Any]:
+        """FSDP2's own list of the units whose forward passes ran since the last step; torch 2.8 to 2.15."""
+        context: Any = self._fsdp._get_fsdp_state()._comm_ctx
+        order: list[Any] = getattr(context, "post_forward_order", [])  # not there before the first pass
+        return order
+
+    def _units(self) -> list[Any]:
+        """What FSDP2 gathers at once, from the outside in; none before the first forward pass."""
+        states: Any = self._fsdp._get_fsdp_state()._state_ctx.all_states
+        of_states = [
+            getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
+            for state in states
+        ]
+        return [unit for units in of_states for unit in units if unit is not None]
 
     def restore(self) -> None:
         """A backward pass reduces."""
@@ -158,6 +318,10 @@ class Fsdp2Model(ModelWrapper):
     def exposed_s(self, sync_s: float) -> float | None:
         """FSDP2 does not tell."""
         return None if sync_s else 0.0
+
+
+def _name_of(unit: Any) -> str:
+    return unit._module_fqn or "the model itself"
 
 
 def wrapper_of(model: nn.Module) -> ModelWrapper:

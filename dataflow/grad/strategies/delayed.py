@@ -1,8 +1,9 @@
 """Updates that are one step late: gradients travel while the next step computes.
 
-Step t applies the mean gradient of step t - 1; step 0 applies zeros, and the last gradient of a run is never
+Step t applies the mean gradient of step t - 1; step 0 applies none, and the last gradient of a run is never
 applied. The whole exchange hides behind a whole step, at the price of one step of staleness: lower the
-learning rate or the momentum if the loss starts to swing.
+learning rate or the momentum if the loss starts to swing. Which parameters have a gradient on any rank
+travels with the means: zeros in place of none would move the others by weight decay and momentum.
 """
 
 from __future__ import annotations
@@ -38,24 +39,22 @@ class Delayed(PassiveStrategy):
         """Send this step's gradients off; put the previous step's means in their place."""
         if self._comm is None:
             raise RuntimeError("delayed is closed, or was never set up")
-        last_means = self._means()
-        parameters = self.context.parameters
-        self._late = {
-            name: torch.zeros_like(p) if p.grad is None else p.grad.clone() for name, p in parameters.items()
-        }
-        gradients = list(self._late.values())  # copies: the optimizer steps on others meanwhile
-        for name, parameter in parameters.items():
-            mean = last_means.get(name)
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            parameter.grad.zero_() if mean is None else parameter.grad.copy_(mean)
+        last_means, sent = self._means(), dict[str, Tensor]()
+        unknown = self.without_gradient()
+        for name, parameter in self.context.parameters.items():
+            sent[name] = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            parameter.grad = last_means.get(name)
+        first = next(iter(sent.values()))
+        has_gradient = first.new_tensor([name not in unknown for name in sent])  # goes with the first's kind
 
         @torch.no_grad()
         def exchange() -> Tensor:
-            self.wire.mean(gradients)
-            return gradients[0]
+            self.wire.mean([*sent.values(), has_gradient])
+            named = zip(sent.items(), has_gradient.tolist(), strict=True)
+            self._late = {name: mean for (name, mean), share in named if share}
+            return first
 
-        self._exchange = self._comm.run(exchange, gradients[0])
+        self._exchange = self._comm.run(exchange, first)
 
     def _means(self) -> dict[str, Tensor]:
         """The means of the step before, when they are there."""

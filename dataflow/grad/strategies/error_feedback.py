@@ -6,13 +6,14 @@ mean of all gradients so far. So a lossy compressor delays parts of the gradient
 Residuals are kept by parameter name, because DDP deals parameters to other buckets after the first backward
 pass. They count gradients under the learning rate of now: when it changes, they are rescaled, so that what is
 owed in units of the parameters stays what it was. What a step left becomes valid when the step is known to
-have been taken; a skipped step (non-finite gradients) leaves no trace.
+have been taken; a skipped step (non-finite gradients) leaves no trace. Nor does a step where no rank has
+computed a gradient for a parameter: what was sent of it is not applied, so it is owed as before.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -45,6 +46,11 @@ class ErrorFeedback:
         """Remember what of a compensated gradient was not sent; flat, and this object's from now on."""
         if self._enabled:
             self._of_step[name] = residual
+
+    def undo(self, names: Iterable[str]) -> None:
+        """What this step has sent of these was not applied."""
+        for name in names:
+            self._of_step.pop(name, None)
 
     def step_ended(self, *, skipped: bool) -> None:
         """Keep what this step left; or, if it was skipped, what there was before."""
@@ -82,6 +88,10 @@ class LossyStrategy(BucketStrategy):
         """New flat tensors by parameter name, in the order of the bucket: what should be sent."""
         parts = zip(self.names_in(bucket), bucket.gradients(), strict=True)
         return {name: self.feedback.compensated(name, part) for name, part in parts}
+
+    def before_step(self, step: int) -> None:
+        """Go on owing what is not applied."""
+        self.feedback.undo(self.without_gradient())
 
     def after_step(self, step: int, *, skipped: bool) -> None:
         """Settle what is owed."""

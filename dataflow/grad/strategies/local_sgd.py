@@ -85,6 +85,8 @@ class LocalSGD(LocalStrategy):
 class DiLoCo(LocalStrategy):
     """Average what ranks did in `every` steps; an outer SGD with Nesterov momentum takes that as a gradient.
 
+    A parameter that no rank has moved in these steps has none.
+
     Costs the memory of the parameters twice: the last common model, and the outer momentum.
 
     Args:
@@ -127,7 +129,12 @@ class DiLoCo(LocalStrategy):
             return
         for name, common in self._common.items():
             common.grad = common - self.context.parameters[name]
-        self.wire.mean([_grad_of(common) for common in self._common.values()])
+        ways = [_grad_of(common) for common in self._common.values()]
+        has_moved = torch.stack([way.any().to(ways[0]) for way in ways])  # travels with those of its kind
+        self.wire.mean([*ways, has_moved])
+        for common, share in zip(self._common.values(), has_moved.tolist(), strict=True):
+            if not share:  # zeros in place of none would move it by the outer momentum
+                common.grad = None
         self._outer.step()
         self._outer.zero_grad()
         for name, common in self._common.items():

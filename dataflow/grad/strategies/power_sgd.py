@@ -8,7 +8,9 @@ name when the buckets change and for checkpoints, and laid out again for the buc
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,6 +22,17 @@ from dataflow.grad.strategies.ordered_comm import BucketStrategy
 from dataflow.grad.strategies.strategy import StrategyContext
 
 _KINDS = ("error_dict", "p_memory_dict", "q_memory_dict")
+
+
+@dataclass(frozen=True)
+class _Sent:
+    """What a step did with a bucket."""
+
+    names: tuple[str, ...]
+    reduced: Tensor
+    """What it made of the bucket."""
+    factors: Tensor | None
+    """Q before it, laid out as the hook has it; None where there was none."""
 
 
 class PowerSGD(BucketStrategy):
@@ -69,6 +82,8 @@ class PowerSGD(BucketStrategy):
         )
         self._step = 0
         self._layouts: dict[int, tuple[str, ...]] = {}
+        self._sent: dict[int, _Sent] = {}
+        """By bucket, what this step did."""
         self._apart: dict[str, dict[str, Tensor]] = {kind: {} for kind in _KINDS}
 
     @torch.no_grad()
@@ -87,8 +102,49 @@ class PowerSGD(BucketStrategy):
             if number not in self._layouts:
                 self._lay_out(number, names)
             self._count(names, bucket.buffer().element_size())
+        factors = self._hook_state.q_memory_dict.get(number)
+        before = None if factors is None else factors.clone()
         reduced: Tensor = stock.powerSGD_hook(self._hook_state, bucket).wait()
+        if self._step >= self._start_step:
+            self._sent[number] = _Sent(names, reduced, before)
+            self._revive(number, names)
         return reduced
+
+    def _revive(self, number: int, names: tuple[str, ...]) -> None:
+        """Begin factors anew that became zeros, as those of an all-zero gradient do: they would stay so."""
+        parts = self._split_factors(names, self._hook_state.q_memory_dict[number])
+        alive = torch.stack([part.any() for part in parts.values()]).tolist() if parts else []
+        for (name, part), lives in zip(parts.items(), alive, strict=True):
+            if not lives:  # the same on all ranks, since factors are sums over them
+                seed = zlib.crc32(f"{self._seed}/{self._step}/{name}".encode())
+                part.copy_(torch.randn(part.shape, generator=torch.Generator().manual_seed(seed)))
+
+    @torch.no_grad()
+    def before_step(self, step: int) -> None:
+        """Set back what was sent of parameters without a gradient, since it is not applied."""
+        unknown, sent = self.without_gradient(), self._sent
+        self._sent = {}
+        if any(unknown.intersection(each.names) for each in sent.values()):
+            self._take_apart()
+            for each in sent.values():
+                self._set_back(each, unknown)
+
+    def _set_back(self, sent: _Sent, unknown: set[str]) -> None:
+        errors, factors = self._apart["error_dict"], self._apart["q_memory_dict"]
+        for name, part in zip(sent.names, sent.reduced.split(self._sizes(sent.names)), strict=True):
+            if name in unknown:
+                errors[name].view(-1).add_(part)
+        if sent.factors is not None:
+            before = self._split_factors(sent.names, sent.factors)
+            factors.update((name, part) for name, part in before.items() if name in unknown)
+
+    def _sizes(self, names: tuple[str, ...]) -> list[int]:
+        return [self.context.parameters[name].numel() for name in names]
+
+    def _split_factors(self, names: tuple[str, ...], memory: Tensor) -> dict[str, Tensor]:
+        """Q of each compressed parameter; views."""
+        entries = {name: entries for name, _, entries in self._factored(names)}
+        return dict(zip(entries, memory.split(list(entries.values())), strict=True)) if entries else {}
 
     def after_step(self, step: int, *, skipped: bool) -> None:
         """Count the step. A skipped one has spoilt errors and factors: all ranks begin them anew."""
@@ -140,8 +196,7 @@ class PowerSGD(BucketStrategy):
             errors = self._hook_state.error_dict.get(number)
             if errors is None:
                 continue  # laid out, but the hook has not run
-            sizes = [self.context.parameters[name].numel() for name in names]
-            for name, part in zip(names, errors.split(sizes), strict=True):
+            for name, part in zip(names, errors.split(self._sizes(names)), strict=True):
                 self._apart["error_dict"][name] = part.view(self.context.parameters[name].shape)
             low_rank = list(self._factored(names))
             for kind, at in (("p_memory_dict", 1), ("q_memory_dict", 2)):

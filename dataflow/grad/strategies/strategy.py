@@ -127,6 +127,13 @@ class PassiveStrategy:
         self.wire = Wire(context.group)
         self._names = {id(parameter): name for name, parameter in context.parameters.items()}
 
+    def without_gradient(self) -> set[str]:
+        """Names of the parameters that no rank has computed a gradient for, once gradients are reduced.
+
+        DDP reduces them nevertheless, as zeros, and then leaves them out.
+        """
+        return {name for name, parameter in self.context.parameters.items() if parameter.grad is None}
+
     def names_in(self, bucket: GradBucket) -> tuple[str, ...]:
         """Names of the parameters of a bucket, in its order."""
         return tuple(self._names[id(parameter)] for parameter in bucket.parameters())
