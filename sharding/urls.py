@@ -11,11 +11,46 @@ import os
 import re
 
 _BARE_PROTOCOL = re.compile(r"[a-z][a-z0-9+]*")
+_STORES = frozenset(
+    [
+        "file",
+        "local",
+        "memory",
+        "http",
+        "https",
+        "s3",
+        "s3a",
+        "hf",
+        "gs",
+        "gcs",
+        "az",
+        "abfs",
+        "abfss",
+        "adl",
+        "oss",
+        "ftp",
+        "sftp",
+        "ssh",
+        "smb",
+        "webdav",
+        "webdavs",
+    ]
+)
+"""Protocols that stand before no other in a chain: "::" behind them is part of a name."""
 _QUERY_MARK = "?versionId="
+
+
+def is_chain(url: str) -> bool:
+    """Whether the URL is an fsspec chain, and not one in whose name "::" stands."""
+    outer, mark, _ = url.partition("::")
+    protocol, colon, _ = outer.partition("://")
+    return bool(mark) and (protocol not in _STORES if colon else bool(_BARE_PROTOCOL.fullmatch(outer)))
 
 
 def naming_part(url: str) -> str:
     """The part of an fsspec chain that names the file; the URL itself where there is no chain."""
+    if not is_chain(url):
+        return url
     parts = url.split("::")
     for part in parts:
         _, mark, path = part.partition("://")
@@ -37,7 +72,7 @@ def is_http(url: str) -> bool:
 
 def is_local(url: str) -> bool:
     """Whether the URL is a file of this machine, to be opened without fsspec."""
-    return "::" not in url and protocol_of(url) in ("file", "local")
+    return not is_chain(url) and protocol_of(url) in ("file", "local")
 
 
 def local_path(url: str) -> str:
@@ -54,8 +89,13 @@ def file_name(url: str) -> str:
 
 
 def is_glob(url: str) -> bool:
-    """Whether the URL holds glob characters, a query aside."""
-    return any(sign in _without_query(url) for sign in "*?[")
+    """Whether the URL holds glob characters, a query aside; a file or folder may be called so, too."""
+    return has_glob_signs(_without_query(url))
+
+
+def has_glob_signs(text: str) -> bool:
+    """Whether a part of a path holds glob characters."""
+    return any(sign in text for sign in "*?[")
 
 
 def _without_query(url: str) -> str:

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 WAIT_S = 20.0
 
@@ -57,7 +57,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
     def _answer(self) -> None:
         url = urlsplit(self.path)
-        path = self.server.folder / url.path.strip("/")
+        path = self.server.folder / unquote(url.path).strip("/")
         allowed = self.server.may_read(url.query, self.headers.get("Authorization", ""))
         if not allowed or not path.is_file():
             self.send_response(404 if allowed else 403)

@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from email.utils import formatdate
 from typing import Any
-from urllib.parse import parse_qs, unquote, urlsplit
+from urllib.parse import parse_qs, quote, unquote, urlsplit
 
 import numpy as np
 import pyarrow as pa
@@ -134,7 +134,8 @@ class HubServer:
         expires = int(time.time() + self.signed_for_s + 0.999)
         place = f"/{repo}/{commit}/{path}"
         signed = hmac.new(self.key, f"{place}{expires}".encode(), "sha256").hexdigest()
-        return f"http://127.0.0.1:{self.cdn.server_port}{place}?Expires={expires}&Signature={signed}&Key-Pair-Id=K"
+        query = f"Expires={expires}&Signature={signed}&Key-Pair-Id=K"
+        return f"http://127.0.0.1:{self.cdn.server_port}{quote(place)}?{query}"
 
     def note(self, kind: str, path: str, headers: Mapping[str, str]) -> Answer | None:
         with self.lock:

@@ -24,7 +24,7 @@ from typing import Any
 
 from prefetch.cache.claims import Claims
 from prefetch.store.retrier import Retrier
-from sharding.catalog.storage import open_url, store_errors
+from sharding.catalog.storage import exists, open_url, store_errors
 from sharding.formats import has_suffix
 from sharding.hub.access import HubAccess
 from sharding.hub.answers import CARD_BYTES, LISTING_S
@@ -78,13 +78,16 @@ def resolve_source(
     if not single:
         return pinned
     name = parse_name(pinned[0])
-    if config is None and split is None and (is_glob(pinned[0]) or has_suffix(pinned[0]) or "{" in name.path):
-        return pinned[0]
     snapshot = Snapshot.kept(access.endpoint, name.repo, str(name.revision))
     assert snapshot is not None
+    below = f"{name.path}/" if name.path else ""
+    is_pattern = (is_glob(pinned[0]) or "{" in name.path) and not any(
+        file.startswith(below) for file in snapshot.files
+    )
+    if config is None and split is None and (is_pattern or has_suffix(pinned[0])):
+        return pinned[0]
     if name.path in snapshot.files:
         return pinned[0]
-    below = f"{name.path}/" if name.path else ""
     files = split_files(
         [file.removeprefix(below) for file in snapshot.files if file.startswith(below)],
         snapshot.configs if not below else [],
@@ -112,7 +115,8 @@ def _files_of_folder(
     split: str | None,
     format: str,  # noqa: A002
 ) -> list[str]:
-    if is_http(url) or is_glob(url):
+    is_folder = os.path.isdir(local_path(url)) if is_local(url) else not is_glob(url)
+    if is_http(url) or (not is_folder and not retrier(lambda: exists(url, options), url)):
         raise ValueError(f"config= and split= are for a folder or a repository of the Hub, got {url!r}")
     fs, root = open_url(local_path(url) if is_local(url) else url, options)
 

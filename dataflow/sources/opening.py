@@ -31,7 +31,7 @@ from sharding.catalog.build import (
     unfinished_text,
     unlisted_columns,
 )
-from sharding.catalog.expand import expand
+from sharding.catalog.expand import LooksUp, expand, found_again
 from sharding.catalog.storage import exists
 from sharding.catalog.table import Catalog
 from sharding.errors import ShardChangedError, ShardReadError
@@ -83,7 +83,13 @@ class Opening:
             return self._signed(self.catalog, source, retrier)
         if self.catalog is None and is_catalog(source):
             return self._checked(load_catalog(os.fspath(source), options, retrier), retrier, rebuild=None)
-        urls = shards_of(source, options, retrier)
+        look = partial(shards_of, source, options, retrier)
+        return found_again(look, lambda urls: self._catalog_of(urls, retrier))
+
+    def _catalog_of(self, urls: Sequence[str], retrier: Retrier) -> Catalog:
+        """The catalog of shards that are told one by one."""
+        assert not isinstance(self.catalog, Catalog)
+        options = self.storage_options
         codec = resolve_format(
             self.format,
             urls,
@@ -195,11 +201,11 @@ def save_catalog(catalog: Catalog, url: str, options: Mapping[str, Any], retrier
     retrier(lambda: catalog.save(url, options), url)
 
 
-def shards_of(source: Any, options: Mapping[str, Any], retrier: Retrier) -> list[str]:
-    """The URLs that a source stands for; of what a store must list, too."""
+def shards_of(source: Any, options: Mapping[str, Any], retrier: Retrier, looks_up: LooksUp = "") -> list[str]:
+    """The URLs that a source stands for; of what a store must list, too. `looks_up`: see `expand`."""
     source = resolve_source(source, options, retrier)
     first = source[0] if isinstance(source, (list, tuple)) and source else source
-    return retrier(lambda: expand(source, options), str(first), may_ask_nobody=True)
+    return retrier(lambda: expand(source, options, looks_up=looks_up), str(first), may_ask_nobody=True)
 
 
 def _some(num_shards: int) -> Sequence[int]:

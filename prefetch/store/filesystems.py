@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from prefetch.store.clients import client_of
 from sharding.blocks import Shard
 from sharding.catalog.storage import SCAN_READ_BYTES, open_shard, open_url
-from sharding.urls import protocol_of
+from sharding.urls import is_chain, protocol_of
 
 _CONNECTIONS = 128
 """More than the reads that run at a time; botocore would keep 10."""
@@ -57,12 +57,12 @@ class Filesystems:
                 self._pid, self._shared = os.getpid(), {}
                 self._copied = defaultdict(threading.Lock)
             fs = self._shared.get(place)
-            if fs is not None and "::" not in url:
+            if fs is not None and not is_chain(url):
                 return fs, fs._strip_protocol(url)
             fs, path = open_url(url, self._with_connections(url))
             if isinstance(fs, CachingFileSystem):
                 fs = self._shared.setdefault(place, fs)
-            elif "::" not in url and getattr(fs, "async_impl", False) and not fs.asynchronous:
+            elif not is_chain(url) and getattr(fs, "async_impl", False) and not fs.asynchronous:
                 self._shared[place] = fs
         return fs, path
 
@@ -74,7 +74,7 @@ class Filesystems:
             return self._copied[url]
 
     def _with_connections(self, url: str) -> dict[str, Any]:
-        if protocol_of(url) not in ("s3", "s3a") or "::" in url:
+        if protocol_of(url) not in ("s3", "s3a") or is_chain(url):
             return self._options
         # Said, because URLs would be signed in the way of before 2014 otherwise.
         config = {

@@ -19,6 +19,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, BinaryIO, Protocol, TypeVar
 
+import numpy as np
 import pyarrow as pa
 
 from sharding.blocks import DEFAULT_BLOCK_BYTES, Format, Shard, ShardScan
@@ -41,7 +42,7 @@ from sharding.formats.arrow.columns import TabularFormat
 from sharding.formats.arrow.schema import specs_of
 from sharding.printable import printable_name
 from sharding.redaction import identity_of
-from sharding.urls import file_name, is_http, is_local
+from sharding.urls import file_name, is_chain, is_http, is_local
 
 CATALOG_SUFFIX = ".catalog"
 """Ending of saved catalogs; a source with this ending is one."""
@@ -196,8 +197,12 @@ def _index_shard(
     open_shard: OpenShard,
 ) -> tuple[Shard, ShardScan]:
     shard = _shard_at(place)
+    entry = ENTRIES.get(codec.name)
     if shard.size == 0:
-        raise CorruptShardError(shard.url, "is empty (0 bytes)")
+        if entry is None or not entry.may_be_empty:
+            raise CorruptShardError(shard.url, "is empty (0 bytes)")
+        none = np.zeros(0, np.int64)
+        return shard, ShardScan(none, none, none, none, schema={})
     with ExitStack() as files:
         file = files.enter_context(open_shard(shard, place.fs, place.path))
         named, beside = {place.url: file}, dict[str, BinaryIO]()
@@ -206,7 +211,6 @@ def _index_shard(
             other = _opened([other_url], options)[0]
             opened = files.enter_context(open_shard(_shard_at(other), other.fs, other.path))
             named[other_url] = beside["sibling"] = opened
-        entry = ENTRIES.get(codec.name)
         if entry is not None and entry.takes_any_bytes:
             _refuse_compressed(named, entry)
         try:
@@ -234,7 +238,7 @@ def _refuse_compressed(named: Mapping[str, BinaryIO], entry: FormatEntry | None)
         file.seek(0)
         reason = entry and misnamed(head, url, may_be_compressed=entry.may_be_compressed)
         if reason:
-            if is_http(url) and "::" not in url and compression_in(head) == "gzip":
+            if is_http(url) and not is_chain(url) and compression_in(head) == "gzip":
                 reason += (
                     "; or, if it comes with 'Content-Encoding: gzip', put 'simplecache::' before the URL"
                 )

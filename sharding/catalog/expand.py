@@ -2,24 +2,41 @@
 
 A source is a path, a URL, a brace pattern, a glob or a directory, or a list of those. Braces expand first,
 as in bash (order kept, zero padding kept), then globs and directories are listed by the store and sorted.
-The result has no duplicates, and local shards are absolute paths. What is spelled out is not looked up:
-a thousand URLs of a brace pattern cost no request here.
+The result has no duplicates, and local shards are absolute paths. What is spelled out is not looked up at a
+remote store: a thousand URLs of a brace pattern cost no request here. Where one of them turns out to be a
+folder, or not to be there, `found_again` looks.
+
+A name that exists means what is called so, whatever signs are in it; and a glob below folders that exist by
+their names is one below these.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, Literal, TypeVar
+
+from fsspec.utils import glob_translate
 
 from sharding.catalog.storage import open_url, store_errors
 from sharding.errors import ShardReadError
-from sharding.formats import has_suffix
+from sharding.formats import ENTRIES, format_of_suffix, has_suffix
 from sharding.redaction import has_unquoted_password, hide_secrets, identity_of, without_secrets
-from sharding.urls import file_name, is_glob, is_http, is_local, local_path, naming_part
+from sharding.urls import (
+    file_name,
+    has_glob_signs,
+    is_glob,
+    is_http,
+    is_local,
+    local_path,
+    naming_part,
+)
 
 _IPV6 = re.compile(r"://(?:[^/@]*@)?\[[0-9A-Fa-f.]*:[0-9A-Fa-f:.]*(?:%[^/\]]*)?\]")
+R = TypeVar("R")
+LooksUp = Literal["", "patterns", "folders"]
 Source = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 
@@ -28,6 +45,7 @@ def expand(
     storage_options: Mapping[str, Any] | None = None,
     *,
     suffixes: Collection[str] | None = None,
+    looks_up: LooksUp = "",
 ) -> list[str]:
     """List the URLs of all shards a source stands for, in reading order, with passwords and signatures.
 
@@ -36,7 +54,10 @@ def expand(
             directory, or a list or tuple of those, whose order is kept. fsspec chains (`::`) stay chains.
         storage_options: keyword arguments of the fsspec filesystem.
         suffixes: endings taken from a directory, e.g. (".tar",); None takes every known format's.
-            Sub-directories and names that start with "." or "_" are left out.
+            Sub-directories, names that start with "." or "_", and empty files of text beside others are
+            left out.
+        looks_up: what is asked of a remote store although it is spelled out: "patterns", whether those with
+            braces are names; "folders", whether other names are of folders, too.
 
     Raises:
         ValueError: not a source, unbalanced braces, a shard named twice, or a glob over HTTP.
@@ -47,21 +68,45 @@ def expand(
         raise ValueError(
             f"source must be a path, a URL or a list of them, got {without_secrets(repr(source))}"
         )
-    pieces = [piece for item in items for piece in _expand_braces(_text(item))]
-    spelled_out = len(pieces) > 1
+    texts = [_text(item) for item in items]
+    pieces = [
+        piece for text in texts for piece in _expand_braces(text, storage_options, looks_up=bool(looks_up))
+    ]
     urls: list[str] = []
     for piece in pieces:
-        if spelled_out and has_suffix(piece) and not is_glob(piece):
+        is_name = len(pieces) > 1 and has_suffix(piece) and not is_glob(piece) and not piece.endswith("/")
+        if is_name and not (os.path.isdir(local_path(piece)) if is_local(piece) else looks_up == "folders"):
             urls.append(_canonical(piece))
         else:
             urls += _look_up(piece, storage_options, suffixes)
     return _without_duplicates(urls)
 
 
+def found_again(look: Callable[[LooksUp], list[str]], use: Callable[[list[str]], R]) -> R:
+    """What `use` returns of the shards of a source; with others where a name turns out to be of no file.
+
+    `look`: calls `expand`.
+    """
+    urls = look("")
+    try:
+        return use(urls)
+    except ShardReadError as error:
+        if not error.reason.startswith(("no such file", "is a directory")):
+            raise
+        again = urls
+        with suppress(ShardReadError):
+            again = look("folders" if error.reason.startswith("is") else "patterns")
+        if again == urls:
+            raise
+    return use(again)
+
+
 def _text(item: object) -> str:
     text = os.fspath(item) if isinstance(item, (str, os.PathLike)) else None
     if not isinstance(text, str) or not text:
         raise ValueError(f"a shard must be a path or a URL, got {item!r}")
+    if "::" in text and "://" not in text and os.path.lexists(text.partition("/")[0]):
+        return os.path.abspath(text)  # a relative path, whose name would be a chain's
     shown = without_secrets(text)
     if _IPV6.search(text):  # fsspec takes "::" for a chain, and brackets are a glob's
         raise ValueError(f"an IPv6 address in brackets cannot be read; give the host by its name: {shown!r}")
@@ -75,36 +120,72 @@ def _canonical(url: str) -> str:
     return local_path(url) if is_local(url) else url
 
 
-def _expand_braces(pattern: str) -> list[str]:
-    if "{" not in pattern or _is_literal(pattern):
+def _expand_braces(pattern: str, options: Mapping[str, Any] | None, *, looks_up: bool) -> list[str]:
+    if "{" not in pattern or ((looks_up or is_local(pattern)) and _exists(pattern, options)):
         return [pattern]
     from braceexpand import braceexpand
 
+    folder = _braced_folder(pattern)
     try:
-        return list(braceexpand(pattern))
+        return [folder + one for one in braceexpand(pattern.removeprefix(folder))]
     except ValueError as error:
+        with suppress(Exception):  # there is an error to raise already
+            if _exists(pattern, options):
+                return [pattern]
         hide_secrets(error)
         raise ValueError(f"unbalanced braces in {without_secrets(pattern)!r}") from error
 
 
-def _is_literal(url: str) -> bool:
-    """Whether a local file is really called that, pattern signs and all."""
-    return is_local(url) and os.path.lexists(local_path(url))
+def _braced_folder(pattern: str) -> str:
+    """The leading part of a local pattern that is a folder with braces in its name; "": there is none."""
+    end = len(pattern)
+    while is_local(pattern) and (end := pattern.rfind("/", 0, end)) > 0:
+        folder = pattern[: end + 1]
+        if "{" in folder and os.path.isdir(local_path(folder)):
+            return folder
+    return ""
+
+
+def _exists(url: str, options: Mapping[str, Any] | None) -> bool:
+    """Whether something is really called that, pattern signs and all. One request of a remote store."""
+    if is_local(url):
+        return os.path.lexists(local_path(url))
+    if is_http(url):
+        with suppress(Exception):  # the error says that HTTP knows no patterns
+            fs, path = open_url(url, options)
+            return bool(fs.info(path))
+        return False
+    fs, path = open_url(url, options)
+    with store_errors(url), suppress(FileNotFoundError, NotADirectoryError, PermissionError, ValueError):
+        return bool(fs.info(path))
+    return False
 
 
 def _look_up(url: str, options: Mapping[str, Any] | None, suffixes: Collection[str] | None) -> list[str]:
     if is_http(url):
-        return [_http_file(url)]
-    if is_glob(url) and not _is_literal(url):
-        return _glob(url, options)
+        return [_http_file(url, options)]
+    if is_glob(url) and not _exists(url, options):
+        return _glob(url, options, suffixes)
     fs, path = open_url(_canonical(url), options)
     with store_errors(url):
-        is_directory = fs.info(path)["type"] == "directory"
+        info = fs.info(path)
+        is_directory = info["type"] == "directory" or (not info["size"] and _has_children(fs, path))
     return _list_directory(url, fs, path, suffixes) if is_directory else [_canonical(url)]
 
 
-def _http_file(url: str) -> str:
-    if is_glob(url) or naming_part(url).endswith("/"):
+def _has_children(fs: Any, path: str) -> bool:
+    """Whether an empty object of a store is what stands for a folder."""
+    return any(_below(entry["name"], path) for entry in fs.ls(path, detail=True))
+
+
+def _below(name: str, folder: str) -> str:
+    """The part of a path below a folder; "": it is not below it."""
+    start = folder.rstrip("/") + "/"
+    return name.rstrip("/").removeprefix(start) if name.startswith(start) else ""
+
+
+def _http_file(url: str, options: Mapping[str, Any] | None) -> str:
+    if naming_part(url).endswith("/") or (is_glob(url) and not _exists(url, options)):
         rule = (
             "HTTP servers cannot be listed: give a brace pattern such as 'train-{0000..0099}.tar', or a list"
         )
@@ -112,29 +193,77 @@ def _http_file(url: str) -> str:
     return url
 
 
-def _glob(pattern: str, options: Mapping[str, Any] | None) -> list[str]:
+def _glob(pattern: str, options: Mapping[str, Any] | None, suffixes: Collection[str] | None) -> list[str]:
     fs, path = open_url(_canonical(pattern), options)
     with store_errors(pattern):
-        matches: dict[str, dict[str, Any]] = fs.glob(path, detail=True)
-    files = sorted(name for name, info in matches.items() if info["type"] != "directory")
-    if not file_name(pattern).startswith("."):
-        files = [name for name in files if not file_name(name).startswith(".")]
+        matches = _matches(fs, path)
+        if not file_name(pattern).startswith("."):
+            matches = {n: info for n, info in matches.items() if not file_name(n).startswith(".")}
+        files = _files(matches.values())
+        for name, info in matches.items():  # Spark calls folders `x.parquet`
+            if info["type"] == "directory" and has_suffix(name, suffixes):
+                files |= _files(fs.ls(name, detail=True), folder=name, suffixes=suffixes)
     if not files:
         only = f"; it matches {len(matches)} directories" if matches else ""
         raise ShardReadError(pattern, f"no file matches this pattern{only}")
-    return [_in_place_of(path, pattern, name, fs) for name in files]
+    return [_in_place_of(path, pattern, name, fs) for name in sorted(files)]
+
+
+def _matches(fs: Any, path: str) -> dict[str, dict[str, Any]]:
+    """What matches a pattern below the folders that exist by their names: by path, what is said of each."""
+    parts = path.split("/")
+    first = end = next(i for i, part in enumerate(parts) if has_glob_signs(part))
+    while end < len(parts) - 1 and (not has_glob_signs(parts[end]) or fs.isdir("/".join(parts[: end + 1]))):
+        end += 1
+    folder, pattern = "/".join(parts[:end]), "/".join(parts[end:])
+    if end == first or not has_glob_signs(pattern):
+        matches: dict[str, dict[str, Any]] = fs.glob(path, detail=True)
+        return matches
+    depth = None if "**" in pattern else pattern.count("/") + 1
+    is_match = re.compile(glob_translate(pattern)).match
+    found = fs.find(folder, maxdepth=depth, withdirs=True, detail=True)
+    return {name: info for name, info in found.items() if is_match(_below(name, folder))}
 
 
 def _list_directory(url: str, fs: Any, path: str, suffixes: Collection[str] | None) -> list[str]:
     with store_errors(url):
         entries = fs.ls(path, detail=True)
-    files = sorted(entry["name"] for entry in entries if entry["type"] != "directory")
-    shards = [name for name in files if _is_shard(file_name(name), suffixes)]
+    shards = _files(entries, folder=path, suffixes=suffixes)
     if not shards:
         below = sum(entry["type"] == "directory" for entry in entries)
         cure = "; it has sub-directories: give a glob such as '<directory>/**/*.tar'" if below else ""
-        raise ShardReadError(url, f"the directory holds no shards among its {len(files)} files{cure}")
-    return [_in_place_of(path, url.rstrip("/"), name, fs) for name in shards]
+        raise ShardReadError(
+            url, f"the directory holds no shards among its {len(entries) - below} files{cure}"
+        )
+    return [_in_place_of(path, url.rstrip("/"), name, fs) for name in sorted(shards)]
+
+
+def _files(
+    entries: Iterable[Mapping[str, Any]],
+    *,
+    folder: str | None = None,
+    suffixes: Collection[str] | None = None,
+) -> set[str]:
+    """The files of a listing, by path; of a folder, its shards.
+
+    An empty object that stands for a folder is none, and empty files of text hold no samples.
+    """
+    entries = list(entries)
+    folders = {entry["name"].rstrip("/") for entry in entries if entry["type"] == "directory"}
+    sizes = {
+        entry["name"]: entry.get("size")
+        for entry in entries
+        if entry["type"] != "directory" and entry["name"].rstrip("/") not in {*folders, folder}
+    }
+    if folder is not None:
+        sizes = {name: size for name, size in sizes.items() if _is_shard(file_name(name), suffixes)}
+    filled = {name for name, size in sizes.items() if size != 0 or not _may_be_empty(name)}
+    return filled or set(sizes)
+
+
+def _may_be_empty(name: str) -> bool:
+    known = format_of_suffix(name)
+    return known is not None and ENTRIES[known].may_be_empty
 
 
 def _is_shard(name: str, suffixes: Collection[str] | None) -> bool:

@@ -16,14 +16,14 @@ from datetime import UTC, datetime
 from typing import Any, BinaryIO, cast
 
 from fsspec.asyn import sync
-from fsspec.core import url_to_fs
 from fsspec.implementations.cached import CachingFileSystem
 
 from sharding.blocks import Shard
 from sharding.errors import DataflowError, ShardReadError
 from sharding.hub.names import is_hub
 from sharding.redaction import hide_secrets, identity_of, redact_logs
-from sharding.urls import is_http, is_local, local_path, protocol_of
+from sharding.url_to_fs import url_to_fs
+from sharding.urls import is_chain, is_http, is_local, local_path, protocol_of
 
 Info = Mapping[str, Any]
 """What `fs.info` returns, or `local_info`: "size", "type", and the store's own keys."""
@@ -50,7 +50,7 @@ def open_url(url: str, storage_options: Mapping[str, Any] | None = None) -> tupl
         ShardReadError: the outer file of a chain (`zip://...::`) cannot be opened.
     """
     redact_logs()
-    outer = url.partition("::")[0]
+    outer = url.partition("::")[0] if is_chain(url) else ""
     if outer in _NO_INFO and is_http(url):
         raise ValueError(
             f"{identity_of(url)}: fsspec's {outer}:: finds no files behind HTTP; use simplecache:: or "
@@ -63,7 +63,7 @@ def open_url(url: str, storage_options: Mapping[str, Any] | None = None) -> tupl
         if hub is not None:
             return hub, hub._strip_protocol(url)
     try:
-        fs, path = url_to_fs(url, **_patient(url, storage_options or {}))
+        fs, path = url_to_fs(url, _patient(url, storage_options or {}))
     except ImportError as error:
         extra = _EXTRAS.get(protocol_of(url))
         cure = f"pip install 'dataflow-loader[{extra}]'" if extra else str(error)
@@ -81,10 +81,10 @@ def _patient(url: str, options: Mapping[str, Any]) -> Mapping[str, Any]:
 
     S3's client would try five times by itself: who asks tries again, and knows when a host is mistyped.
     """
-    if "::" not in url and protocol_of(url) in ("s3", "s3a"):
+    if not is_chain(url) and protocol_of(url) in ("s3", "s3a"):
         config = options.get("config_kwargs") or {}
         return {**options, "config_kwargs": {"retries": {"max_attempts": 1}, **config}}
-    if "::" in url or not is_http(url):
+    if is_chain(url) or not is_http(url):
         return options
     from aiohttp import ClientTimeout
 

@@ -31,6 +31,8 @@ class FormatEntry:
     """It has a claim only where a file with this last ending lies beside the shard; "": everywhere."""
     may_be_compressed: bool = False
     """Whether a file is read compressed, where its name says so."""
+    may_be_empty: bool = False
+    """Whether a file of 0 bytes is one without samples: text that nobody wrote to."""
     takes_any_bytes: bool = False
     """Whether indexing reads so little of a file that any bytes will do."""
 
@@ -51,7 +53,10 @@ ENTRIES = {
         where=f"{_ARROW}.ipc:ArrowStreamFormat", suffixes=(".arrows", ".stream"), options=_WITH_END
     ),
     "jsonl": FormatEntry(
-        where=f"{_ARROW}.jsonl:JsonlFormat", suffixes=(".jsonl", ".ndjson"), may_be_compressed=True
+        where=f"{_ARROW}.jsonl:JsonlFormat",
+        suffixes=(".jsonl", ".ndjson"),
+        may_be_compressed=True,
+        may_be_empty=True,
     ),
     "tokens": FormatEntry(
         where="sharding.formats.tokens:TokensFormat",

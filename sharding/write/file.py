@@ -13,10 +13,11 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
-import fsspec.core
 from fsspec.implementations.local import LocalFileSystem
 
 from sharding.redaction import identity_of, redact_logs
+from sharding.url_to_fs import url_to_fs
+from sharding.urls import has_glob_signs
 
 PRIVATE_FILE = 0o600
 """Mode of files that are this user's alone."""
@@ -37,7 +38,7 @@ class NewFile:
         """Bytes written so far."""
         self._overwrite = overwrite
         redact_logs()
-        self._fs, self._path = fsspec.core.url_to_fs(url, **(storage_options or {}))
+        self._fs, self._path = url_to_fs(url, storage_options or {})
         protocols = self._fs.protocol
         protocols = {protocols} if isinstance(protocols, str) else {*protocols}
         self._refuse_existing()
@@ -80,8 +81,12 @@ class NewFile:
                 os.replace(self._temporary, self._path)
             elif self._temporary != self._path:
                 if self._fs.exists(self._path):
-                    self._fs.rm(self._path)
-                self._fs.mv(self._temporary, self._path)
+                    self._fs.rm_file(self._path)
+                if has_glob_signs(self._path):  # `mv` of most filesystems takes it for a pattern
+                    self._fs.cp_file(self._temporary, self._path)
+                    self._fs.rm_file(self._temporary)
+                else:
+                    self._fs.mv(self._temporary, self._path)
         except BaseException:
             self.discard()
             raise
@@ -100,7 +105,7 @@ class NewFile:
         with suppress(Exception):  # flushing may fail again for the reason we are here
             file.close()
         with suppress(FileNotFoundError):
-            self._fs.rm(self._temporary)
+            self._fs.rm_file(self._temporary)
 
     def _refuse_existing(self) -> None:
         if not self._overwrite and self._fs.exists(self._path):

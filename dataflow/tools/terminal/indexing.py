@@ -29,6 +29,7 @@ from sharding.catalog.build import (
     unfinished_text,
     unlisted_columns,
 )
+from sharding.catalog.expand import LooksUp, found_again
 from sharding.catalog.table import Catalog
 from sharding.errors import CorruptShardError
 from sharding.formats import FORMATS, resolve_format
@@ -74,20 +75,17 @@ def index_source(
     if output is not None and not output.endswith(CATALOG_SUFFIX):
         raise ValueError(f"--output must end in {CATALOG_SUFFIX}, got {output!r}")
     with Retrier() as retrier:
-        target = _target(source, dict(dataset_options), output, block_bytes, retrier)
-        catalog, stale = _saved(target, retrier)
-        has_checksums = catalog is not None and catalog.checksums is not None
-        if catalog is not None and not stale and (has_checksums or not checksum):
-            show(["up to date: nothing changed since it was indexed"])
-        else:
-            more = [f"and {len(stale) - _NAMED:,} more"] if len(stale) > _NAMED else []
-            show([Sentence(line, whole=True) for line in [*stale[:_NAMED], *more]])
-            if catalog is None or stale:
-                options, size = target.storage_options, target.block_bytes
-                catalog = index(target.urls, target.codec, retrier, storage_options=options, block_bytes=size)
-            if checksum or has_checksums:
-                catalog = catalog.with_checksums(checksums_of(catalog, target.storage_options))
-            save_catalog(catalog, target.path, target.storage_options, retrier)
+
+        def look(looks_up: LooksUp) -> list[str]:
+            if len(source) == 1 and is_catalog(source[0]):
+                return []
+            return shards_of(list(source), dataset_options.get("storage_options", {}), retrier, looks_up)
+
+        def use(urls: list[str]) -> tuple[CatalogTarget, Catalog]:
+            target = _target(source, urls, dict(dataset_options), output, block_bytes, retrier)
+            return target, _brought_up(target, retrier, checksum=checksum)
+
+        target, catalog = found_again(look, use)
         show([*_parts(catalog, target.path)])
         if lengths:
             if not is_local(target.path):
@@ -99,8 +97,27 @@ def index_source(
         return catalog
 
 
+def _brought_up(target: CatalogTarget, retrier: Retrier, *, checksum: bool) -> Catalog:
+    """The catalog, made anew where it is none or stale, and saved."""
+    catalog, stale = _saved(target, retrier)
+    has_checksums = catalog is not None and catalog.checksums is not None
+    if catalog is not None and not stale and (has_checksums or not checksum):
+        show(["up to date: nothing changed since it was indexed"])
+        return catalog
+    more = [f"and {len(stale) - _NAMED:,} more"] if len(stale) > _NAMED else []
+    show([Sentence(line, whole=True) for line in [*stale[:_NAMED], *more]])
+    if catalog is None or stale:
+        options, size = target.storage_options, target.block_bytes
+        catalog = index(target.urls, target.codec, retrier, storage_options=options, block_bytes=size)
+    if checksum or has_checksums:
+        catalog = catalog.with_checksums(checksums_of(catalog, target.storage_options))
+    save_catalog(catalog, target.path, target.storage_options, retrier)
+    return catalog
+
+
 def _target(
     source: Sequence[str],
+    urls: list[str],
     format_options: dict[str, Any],
     output: str | None,
     block_bytes: int | None,
@@ -117,7 +134,6 @@ def _target(
         urls, codec = catalog.locations, catalog.codec()
         size, path = block_bytes or catalog.block_bytes, output or source[0]
     else:
-        urls = shards_of(list(source), options, retrier)
         exists = partial(is_there, options=options, retrier=retrier)
         codec = resolve_format(format_options.pop("format", "auto"), urls, **format_options, exists=exists)
         size = block_bytes or DEFAULT_BLOCK_BYTES

@@ -18,7 +18,7 @@ from hypothesis import given, settings, strategies as st
 from sharding.catalog.expand import expand
 from sharding.errors import ShardReadError
 from sharding.formats import ENTRIES, FORMATS, has_suffix, resolve_format, sibling, suffix_of
-from sharding.urls import file_name, is_local, local_path
+from sharding.urls import file_name, is_chain, is_local, local_path
 from tests.fake_formats import RecordFormat
 
 
@@ -279,6 +279,24 @@ def test_an_unknown_protocol_is_named():
 )
 def test_the_ending_is_that_of_the_naming_part(url, suffix):
     assert suffix_of(url) == suffix
+
+
+@pytest.mark.parametrize(
+    ("url", "chained"),
+    [
+        ("simplecache::s3://b/x.tar", True),
+        ("zip://a.tar::/data/x.zip", True),
+        ("zip://a.tar::s3://b/x.zip", True),
+        ("/data/a::b/x.tar", False),
+        ("s3://b/a::b.tar", False),
+        ("https://h/a::b/x.tar", False),
+        ("memory://a::b", False),
+        ("x.tar", False),
+    ],
+)
+def test_two_colons_are_a_chain_behind_what_wraps_others_alone(url, chained):
+    assert is_chain(url) == chained
+    assert chained or file_name(url) == url.rpartition("/")[2]
 
 
 def test_only_plain_files_are_local():
