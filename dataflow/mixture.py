@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import hashlib
 from collections.abc import Mapping, Sequence
+from datetime import timedelta
 from fractions import Fraction
 from functools import lru_cache
 from typing import Union
@@ -22,6 +23,7 @@ from dataflow.dataset import ShardedDataset
 from dataflow.outputs.output import Output
 from dataflow.shard_order import Sharded
 from prefetch.core.executor import executor
+from sharding.errors import DataflowError
 from sharding.lengths.unit_plan import epoch_lengths
 from sharding.mixture.interleaving import Counts, Interleaving, MixtureSpec, Stop
 from sharding.mixture.shares import (
@@ -118,6 +120,8 @@ class Mixture(Sharded):
             self.spec = MixtureSpec.repeated(sizes, times, run_length=run_length)
         self.outputs = _common_outputs(self.sources)
         self.weights_set: tuple[int, tuple[Fraction, ...]] | None = None
+        self.timeout_s = 600.0
+        """How long `set_weights` waits for other ranks; a loader over the mixture sets it."""
         """How often `set_weights` was called, and the weights of the sources since; None: never."""
         first = self.sources[0]  # in what follows, all sources are alike
         self.on_error, self.error_budget = first.on_error, first.error_budget
@@ -153,15 +157,16 @@ class Mixture(Sharded):
         Args:
             weights: one for each member, as for the constructor: 0 retires a member, for now or for good.
 
-        Raises `ValueError` for weights that do not fit, that differ between ranks, or of a mixture that was
-        made with `repeats` or none.
+        Raises:
+            ValueError: weights that do not fit, or differ between ranks; a mixture with `repeats`, or none.
+            DataflowError: other ranks did not call it within the `timeout` of the newest loader.
         """
         parts, failure = tuple[Fraction, ...](), None
         try:
             parts = self.spec.checked_weights(self._of_sources(weights, self.spec.counts))
         except ValueError as error:
             failure = error  # told once the others know: they wait for this rank
-        _check_ranks_agree(str(failure) if failure else " ".join(map(str, parts)))
+        _check_ranks_agree(str(failure) if failure else " ".join(map(str, parts)), self.timeout_s)
         if failure is not None:
             raise failure
         self.weights_set = (self.weights_set[0] + 1 if self.weights_set else 1, parts)
@@ -275,14 +280,20 @@ class Mixture(Sharded):
         return f"Mixture({parts}; stop={self.spec.stop or 'repeats'}{counts})"
 
 
-def _check_ranks_agree(text: str) -> None:
+def _check_ranks_agree(text: str, timeout_s: float) -> None:
     """Raise `ValueError` on all ranks where they do not say the same. A collective of its own."""
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return
-    group = dist.new_group(backend="gloo")
     said = [""] * dist.get_world_size()
-    dist.all_gather_object(said, text, group=group)
-    dist.destroy_process_group(group)
+    try:
+        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+        dist.all_gather_object(said, text, group=group)
+        dist.destroy_process_group(group)
+    except RuntimeError as error:
+        raise DataflowError(
+            f"other ranks did not call set_weights within {timeout_s:g} s (timeout= of the loader): all of "
+            "them call it, with the same weights and after the same number of batches"
+        ) from error
     if len({*said}) > 1:
         listed = "; ".join(f"rank {rank}: {weights}" for rank, weights in enumerate(said))
         raise ValueError(f"the ranks set unlike weights: {listed}")

@@ -120,8 +120,15 @@ class ProcessBuilders(RemoteBuilders[_ProcessBuild]):
         """See `Builders`."""
         with self._lock:
             busy = {one.builder for one in self._assigned.values() if one.is_active}
-            processes = [] if self._pool is None else self._pool.processes
-        return [f"in builder process {n} (pid {processes[n].pid})" for n in busy if n is not None]
+        if self._pool is None:
+            return []
+        pids = {n: self._pool.known_pid(n) for n in busy if n is not None}
+        return [
+            f"in builder process {n} (pid {pid})"
+            if pid
+            else f"in builder process {n}, which has not started: the server that it comes from is importing"
+            for n, pid in pids.items()
+        ]
 
     def _wake(self) -> None:
         self._is_asked.set()

@@ -116,6 +116,8 @@ class StreamLoader:
         self._pause: ReadPause | None = None
         self._finalizer: Finalizer | None = None
         self._skipped = Skipped(dataset.on_error, dataset.error_budget)
+        if isinstance(dataset, Mixture):
+            dataset.timeout_s = settings.timeout_s
         self._deliveries = Deliveries()
         self._loops = LoopQueue(dataset)
         self.sessions = LoopSessions()

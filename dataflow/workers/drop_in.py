@@ -151,9 +151,7 @@ class DropInEngine:
             ahead_batches=ahead,
             ready_batches=ready,
             shared_bytes=runners.shared_bytes if runners else 0,
-            worker_pids=tuple(process.pid for process in runners.processes if process.is_alive())
-            if runners
-            else (),
+            worker_pids=runners.pids if runners else (),
             start=state.start[0],
             start_reason=state.start[1],
         )

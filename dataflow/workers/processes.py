@@ -49,6 +49,13 @@ class ProcessRunners:
         return self.pool.started
 
     @property
+    def pids(self) -> tuple[int, ...]:
+        """Of the processes that run, as far as they are known."""
+        pids = map(self.pool.known_pid, range(self.pool.num_workers))
+        alive = [process.is_alive() for process in self.processes]
+        return tuple(pid for pid, runs in zip(pids, alive, strict=True) if pid is not None and runs)
+
+    @property
     def shared_bytes(self) -> int:
         """Memory that the file takes now."""
         return self.file.held_bytes

@@ -63,6 +63,7 @@ class ThreadRunners:
     isolated = False
     """What the caller changes in the dataset, the threads see."""
     processes: Sequence[Any] = ()
+    pids: tuple[int, ...] = ()
     started = True
     shared_bytes = 0
     start = start_reason = ""

@@ -47,7 +47,7 @@ class WorkerLimits:
 
     notice_s: float = 300.0
     """Without a time-out, stacks are logged after waiting this long for one batch."""
-    start_s: float = 120.0
+    start_s: float = 20.0
     """Workers may take so long to start before that counts as a time-out."""
     stop_s: float = STOP_S
     """Time that workers have to end by themselves, together."""

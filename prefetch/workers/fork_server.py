@@ -10,8 +10,10 @@ and its workers are sent SIGKILL.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
+import fcntl
 import io
 import os
 import signal
@@ -37,6 +39,8 @@ from prefetch.workers.forked_server import fork_server, search_path_shared
 
 _PR_SET_PDEATHSIG = 1
 _LEAST_PRIORITY = 19
+_FORKED_IN_S = 60.0
+"""Who asks for the id of a process waits for so long."""
 
 
 @contextlib.contextmanager
@@ -83,6 +87,8 @@ class Server(forkserver.ForkServer):
         self.num_users = 0
         self.not_forked = needs.unforkable
         """Why it was not forked from this process; "": it was."""
+        self.has_forked = False
+        """Whether it was heard of: it has imported what it imports, and forks."""
         self._specs: dict[str, Any] = {}
         """Of the modules that a forked one has."""
         self._begun = False
@@ -146,12 +152,17 @@ class Server(forkserver.ForkServer):
 
     def replace(self) -> None:
         """The process has ended: it was killed, or a module could not be imported there. Have another."""
-        pid = self.let_go()
-        if pid is not None:
-            with contextlib.suppress(ChildProcessError):
-                os.waitpid(pid, 0)
+        self.kill()
         self.modules, self.not_forked = frozenset(), self.not_forked or "the forked one has ended"
         self._set_preload()
+
+    def kill(self) -> None:
+        """End the process, whatever it is doing, and all that come from it."""
+        pid = self.let_go()
+        if pid is not None:
+            with contextlib.suppress(ProcessLookupError, ChildProcessError):
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)  # it is dead
 
 
 def _start_tracker() -> None:
@@ -210,11 +221,25 @@ def begin_to_use(needs: ServerNeeds) -> Server:
         return server
 
 
-def stop_using(server: Server) -> None:
-    """All workers that were taken from this server since `begin_to_use` have ended."""
+def stop_using(server: Server, *, stands_still: bool = False) -> None:
+    """All workers that were taken from this server since `begin_to_use` have ended.
+
+    `stands_still`: some of them it has not forked, in all the time that they were waited for. What it imports
+    may never end; another one leaves that to the workers.
+    """
     with _lock:
         server.num_users -= 1
+        if stands_still and not server.num_users and not server.has_forked:
+            server.replace()
         _end_unused()
+
+
+@atexit.register
+def _end_those_that_start() -> None:
+    """A server that is still importing has no worker, and would notice the end of this process only later."""
+    for server in _servers:
+        if not server.has_forked:
+            server.kill()
 
 
 def _end_unused() -> None:
@@ -266,6 +291,16 @@ class ServerProcess(process.BaseProcess):
         """Whether the process is known to be forked, without waiting. Replaces a server that has ended."""
         return cast(_Popen, cast(Any, self)._popen).wait_for_fork(0)
 
+    @property
+    def known_pid(self) -> int | None:
+        """Its id, without waiting; None: it is not known to be forked."""
+        self.hear_fork()
+        return cast(_Popen, cast(Any, self)._popen)._pid
+
+    def give_up(self) -> bool:
+        """Nobody waits for the fork any more; whether it was still waited for."""
+        return cast(_Popen, cast(Any, self)._popen).give_up()
+
     @staticmethod
     def _Popen(process_obj: Any) -> _Popen:  # noqa: N802  (the standard library's name)
         return _Popen(process_obj)
@@ -288,8 +323,8 @@ class _Popen(popen_forkserver.Popen):
 
     @property
     def pid(self) -> int | None:  # type: ignore[override]
-        """Of the process; waits until it is forked. None: no server could do that."""
-        self.wait_for_fork()
+        """Of the process; waits until it is forked, for a minute at most. None: it is not."""
+        self.wait_for_fork(_FORKED_IN_S)
         return self._pid
 
     def _launch(self, process_obj: Any) -> None:
@@ -322,6 +357,7 @@ class _Popen(popen_forkserver.Popen):
                 self.sentinel, writer = server.connect_to_new_process(self._fds)  # type: ignore[attr-defined]
                 own_ends = os.dup(writer), self.sentinel
                 self.finalizer = util.Finalize(self, util.close_fds, own_ends)  # type: ignore[attr-defined]
+                _make_room(writer, description)  # who is to read it may not be there for long
                 with open(writer, "wb", closefd=True) as file:
                     file.write(description.getbuffer())
                 self._asked = server, description
@@ -329,7 +365,7 @@ class _Popen(popen_forkserver.Popen):
             self.close()
             raise
 
-    def wait_for_fork(self, timeout: float | None = None) -> bool:
+    def wait_for_fork(self, timeout: float | None) -> bool:
         """Whether the process is known to be forked, after so many seconds at most; None: until it is."""
         with self._hearing:
             while self._asked is not None:
@@ -337,6 +373,18 @@ class _Popen(popen_forkserver.Popen):
                     return False
                 self._hear()
             return True
+
+    def give_up(self) -> bool:
+        """See `ServerProcess`."""
+        with self._hearing:
+            if self._asked is None:
+                return False
+            self._asked, self.returncode = None, -signal.SIGKILL
+            return True
+
+    def _send_signal(self, sig: int) -> None:
+        if self.wait_for_fork(0):  # else there is nobody yet to send it to
+            super()._send_signal(sig)  # type: ignore[misc]
 
     def _hear(self) -> None:
         """Read what the server says. If it has ended instead of forking, another one is asked."""
@@ -349,7 +397,7 @@ class _Popen(popen_forkserver.Popen):
             except (ConnectionError, EOFError):
                 self._ask_another(server, description)
             else:
-                self._asked = None
+                self._asked, server.has_forked = None, True
 
     def _ask_another(self, server: Server, description: io.BytesIO) -> None:
         self.close()
@@ -371,6 +419,13 @@ class _Popen(popen_forkserver.Popen):
             except (OSError, EOFError):
                 self.returncode = -signal.SIGKILL  # the server has ended, and its workers with it
         return self.returncode
+
+
+def _make_room(pipe: int, content: io.BytesIO) -> None:
+    """Let a pipe hold all of this, if it may."""
+    with contextlib.suppress(OSError):
+        if fcntl.fcntl(pipe, fcntl.F_GETPIPE_SZ) < content.getbuffer().nbytes:
+            fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, content.getbuffer().nbytes)
 
 
 def release_server() -> None:

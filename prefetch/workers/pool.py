@@ -366,9 +366,14 @@ class WorkerPool:
                 told = [(worker, fd) for fd, worker in self._sentinels.items() if fd in ready]
                 dead = [worker for worker, fd in told if not self._hear_fork(worker, fd)]
                 if dead:
-                    raise WorkerDiedError([(w, self.processes[w].pid or 0, self._exit_code(w)) for w in dead])
+                    raise WorkerDiedError([(w, self.known_pid(w) or 0, self._exit_code(w)) for w in dead])
                 if not ready and rest_s <= 0:
                     return []
+
+    def known_pid(self, worker: int) -> int | None:
+        """The id of a process, without waiting for its start; None: it is not known yet."""
+        child = self.processes[worker]
+        return child.known_pid if isinstance(child, ServerProcess) else child.pid
 
     def _exit_code(self, worker: int) -> int | None:
         child = self.processes[worker]
@@ -388,15 +393,17 @@ class WorkerPool:
             self._require_open()
             self._read_stacks(0)  # what somebody else's signal has brought
             for worker, child in enumerate(self.processes):
-                header = self._file.header
-                if not header.get(header.WORKERS + worker):
+                header, pid = self._file.header, self.known_pid(worker)
+                if pid is None:
+                    text = "it has not started yet: the server that it comes from is still importing"
+                elif not header.get(header.WORKERS + worker):
                     text = "it has not started yet"  # and the signal would end it
                 elif child.exitcode is not None:
                     text = f"it has ended with exit code {child.exitcode}"
                 else:
-                    os.kill(child.pid or 0, STACKS_SIGNAL)
+                    os.kill(pid, STACKS_SIGNAL)
                     text = self._read_stacks(_STACKS_S).strip() or "it does not answer"
-                texts.append(f"worker {worker} (pid {child.pid}):\n{text}")
+                texts.append(f"worker {worker} (pid {pid or 'not known'}):\n{text}")
         return "\n".join(texts)
 
     def _read_stacks(self, first_s: float) -> str:
@@ -449,6 +456,8 @@ class WorkerPool:
     def _join(self, seconds: float, first: Callable[[process.BaseProcess], None] | None) -> None:
         alive = [child for child in self.processes if child.exitcode is None]
         if first:
+            # Those that are not forked yet hear no signal. They end by themselves, as their pipe is closed.
+            alive = [child for child in alive if not isinstance(child, ServerProcess) or child.hear_fork()]
             for child in alive:
                 first(child)
         deadline = time.monotonic() + seconds
@@ -457,7 +466,8 @@ class WorkerPool:
 
     def _close_ends(self) -> None:
         if self._server is not None:
-            stop_using(self._server)
+            given_up = [child.give_up() for child in self.processes if isinstance(child, ServerProcess)]
+            stop_using(self._server, stands_still=any(given_up))
         for fd in (*self._own_ends, self._responses_writer, self._stacks_writer):
             os.close(fd)
         for reader in self._asked_for.values():

@@ -16,6 +16,7 @@ from datasets_kit import edited, make_ints_tar, make_jsonl, make_parquet, rank
 from ranks_kit import fast_ranks
 
 from dataflow import DataLoader, Mixture, ShardedDataset, Shuffle
+from sharding.errors import DataflowError
 
 SIZES = (60, 40, 30)
 BATCH = 6
@@ -277,6 +278,19 @@ def test_ranks_that_set_unlike_weights_are_all_told(sources: list[ShardedDataset
     for said in fast_ranks(sets_unlike, 2, args=(sources,), timeout_s=60):
         assert "rank 0: 1/3 1/3 1/3; rank 1: 1/4 1/4 1/2" in said[0]
         assert "rank 1: weights must be finite numbers >= 0" in said[1]
+
+
+def sets_alone(sources: list[ShardedDataset]) -> str:
+    with loader_of(mixture_of(sources), timeout=0.5) as loader:
+        if dist.get_rank() == 1:
+            return ""
+        with pytest.raises(DataflowError, match=r"did not call set_weights within 0\.5 s") as caught:
+            loader.dataset.set_weights([1, 1, 2])
+        return str(caught.value)
+
+
+def test_a_rank_that_sets_weights_alone_is_told_in_the_loader_s_time(sources: list[ShardedDataset]) -> None:
+    assert fast_ranks(sets_alone, 2, args=(sources,), timeout_s=60)[0]
 
 
 # ---- what is refused --------------------------------------------------------------------------------------

@@ -1,0 +1,84 @@
+"""No wait without a deadline in what the training thread runs: every call that may wait is looked at.
+
+A wait that takes a time, or is known not to wait, is fine. The others are listed with the reason why they
+end; a new one has to get a deadline, or a line here.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from test_architecture import MODULES, tree_of
+
+WAITS = {"wait", "join", "acquire", "result", "get", "recv", "recv_bytes", "exception", "wait_for_fork"}
+"""Methods that wait without an end where they are given no time."""
+NOT_OURS = ("dataflow.tools", "dataflow.testing", "dataflow.pytest_plugin", "dataflow.integrations")
+"""Commands and tests: nobody trains meanwhile."""
+BUILDS = "a thread or process that builds, which the loader wakes when it is closed"
+DONE = "called back when it is done"
+LOOP = "in an event loop, whose requests have deadlines; closing cancels them"
+OURS = "for a thread that runs code of ours alone, which was just told to end"
+GROUP = "a collective, which ends with the time-out of its process group"
+ENDS = {
+    "dataflow.actors.actor": BUILDS,
+    "dataflow.actors.builders.RayBuilders": DONE,
+    "dataflow.actors.reading.ChunkReads.rows": BUILDS,
+    "dataflow.grad.adapt.controller.Controller._judge": "the result of a trial, which is a value",
+    "dataflow.grad.strategies": GROUP,
+    "dataflow.processes.builder_main": BUILDS,
+    "dataflow.processes.builders.ProcessBuilders._listen": BUILDS,
+    "dataflow.processes.choice.LockCounter": "a thread of the trial for another, whose work has a deadline",
+    "dataflow.text.template_bounds": "a context variable, no queue",
+    "dataflow.workers.iterator.WorkerIterator._next_data": "a daemon thread where the interpreter ends",
+    "dataflow.workers.process_main": BUILDS,
+    "prefetch.control.broker.Broker.close": OURS,
+    "prefetch.control.gate.ReadGate.read": "a thread that reads, which closing wakes",
+    "prefetch.engine.engine.Engine.close": "for reads, which have deadlines and are interrupted",
+    "prefetch.engine.pool.PriorityPool._run": BUILDS,
+    "prefetch.memory.guards.FileGuards.close": OURS,
+    "prefetch.memory.interrupts.Monitor.wait": "a lock that was just made",
+    "prefetch.store.connections": DONE,
+    "prefetch.store.fetching": LOOP,
+    "prefetch.store.hub": DONE,
+    "prefetch.store.retrier.Retrier.__exit__": OURS,
+    "prefetch.workers.fork_server.Server.kill": "it was killed",
+    "prefetch.workers.forked_server.fork_server": "it was killed",
+    "prefetch.workers.threads.WorkerThreads.on_all": "for threads of ours, which have just begun",
+    "prefetch.workers.threads.WorkerThreads._with_rest": "it is not empty, and nobody else takes from it",
+}
+"""Functions, classes or modules with waits that have no time, and why these end."""
+
+
+def waits_of(tree: ast.AST, name: str) -> Iterator[tuple[str, int]]:
+    """The functions of a module that wait without a deadline, and the lines where they do."""
+    for node in ast.iter_child_nodes(tree):
+        inner = f"{name}.{node.name}" if isinstance(node, ast.ClassDef | ast.FunctionDef) else name
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and _waits_for_ever(node):
+            yield name, node.lineno
+        yield from waits_of(node, inner)
+
+
+def _waits_for_ever(call: ast.Call) -> bool:
+    given = [*call.args, *(keyword.value for keyword in call.keywords)]
+    is_none = [isinstance(value, ast.Constant) and value.value is None for value in given]
+    assert isinstance(call.func, ast.Attribute)
+    if call.func.attr == "waitpid":
+        return isinstance(given[-1], ast.Constant) and given[-1].value == 0
+    return call.func.attr in WAITS and all(is_none)
+
+
+def test_every_wait_of_the_training_thread_has_a_deadline_or_a_reason() -> None:
+    found = [
+        f"{where}:{line}"
+        for path in MODULES
+        if not (name := ".".join(path.with_suffix("").parts)).startswith(NOT_OURS)
+        for where, line in waits_of(tree_of(path), name)
+    ]
+    assert not [where for where in found if not where.startswith(tuple(ENDS))], "waits without a deadline"
+    assert not [reason for reason in ENDS if not any(where.startswith(reason) for where in found)]
+
+
+def test_a_wait_without_a_time_is_found() -> None:
+    code = "class A:\n    def b(self):\n        self.x.wait(None)\n        self.x.wait(1)\n        y.join()\n"
+    assert [*waits_of(ast.parse(code), "m")] == [("m.A.b", 3), ("m.A.b", 5)]
