@@ -122,6 +122,7 @@ def column_of(content: bytes, url: str, name: str, block_bytes: int) -> list[Any
             for i in range(len(column)):
                 value = column.value(i) if column.lengths[i] >= 0 else None
                 if is_json and value is not None:
+                    assert value.tobytes() != b"null"
                     value = json.loads(value.tobytes())
                 elif value is not None:
                     value = value.tobytes().decode() if value.dtype == "uint8" else value.tolist()
@@ -146,6 +147,29 @@ def column_of(content: bytes, url: str, name: str, block_bytes: int) -> list[Any
 @example(
     [({"a": {"b": 1}}, json.dumps), ({"a": {}}, json.dumps), ({"a": None}, json.dumps)], 99, "a.jsonl", b"\n"
 )
+@example(
+    [({"a": [True]}, json.dumps), ({"a": [1]}, json.dumps), ({"a": [True, 1]}, json.dumps)],
+    1,
+    "a.jsonl",
+    b"\n",
+)
+@example(
+    [({"a": [1]}, json.dumps), ({"a": [2**64 - 1]}, json.dumps), ({"a": [2**63]}, json.dumps)],
+    1,
+    "a.jsonl",
+    b"\n",
+)
+@example(
+    [({"a": [1]}, json.dumps), ({"a": [-1]}, json.dumps), ({"a": [2**63]}, json.dumps)], 1, "a.jsonl", b"\n"
+)
+@example(
+    [({"a": [1]}, json.dumps), ({"a": [2**53 + 1]}, json.dumps), ({"a": [0.5]}, json.dumps)],
+    1,
+    "a.jsonl",
+    b"\n",
+)
+@example([({"a": [2**53 + 1]}, json.dumps), ({"a": [2**63]}, json.dumps)], 1, "a.jsonl", b"\n")
+@example([({"a": [{}]}, json.dumps), ({"a": None}, json.dumps), ({}, json.dumps)], 1, "a.jsonl", b"\n")
 @example([({"a": math.nan}, json.dumps), ({"b": [{"c": math.inf}]}, json.dumps)], 99, "a.jsonl", b"\n")
 def test_every_column_is_what_json_loads_says_line_by_line(lines, block_bytes, url, end):
     text = end.join(write(value).encode() for value, write in lines)

@@ -198,6 +198,7 @@ def test_a_file_without_lines_has_no_samples(content):
         b'{"a": 1} garbage',
         b"\xff\xfe",
         b'{"a": "\xff"}',
+        b'{"a": 3, "b": [["\xff"]]}',
         b"}",
         b"{a: 1}",
     ],
