@@ -43,6 +43,7 @@ if TYPE_CHECKING:
         ShardChangedError as ShardChangedError,
         ShardError as ShardError,
         ShardReadError as ShardReadError,
+        ShardWriteError as ShardWriteError,
     )
     from sharding.lengths.batching import Bucketed, Packed, TokenBudget
     from sharding.order.shuffle import Shuffle
@@ -90,6 +91,7 @@ _MODULES = {
     "ShardChangedError": "sharding.errors",
     "ShardError": "sharding.errors",
     "ShardReadError": "sharding.errors",
+    "ShardWriteError": "sharding.errors",
     "StallError": "prefetch.errors",
     "StepInfo": "dataflow.timing.phases",
     "Tokenize": "dataflow.text.tokenize",

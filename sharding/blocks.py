@@ -260,6 +260,23 @@ class Format(ABC):
         """What names each sample in messages: its key where it has one, else its number in the shard."""
         return [str(block.first_in_shard + i) for i in range(block.num_samples)]
 
+    def sample_offsets(self, block: Block, data: memoryview | None) -> NDArray[np.int64] | None:
+        """The first byte of each sample, [n], in the shard or what it holds decompressed; for messages.
+
+        Args:
+            block: whose samples.
+            data: its stored bytes; None: they cannot be had.
+
+        Returns:
+            None where samples have no bytes of their own, as rows of columns have none, or `data` would tell.
+        """
+        spans = list((self.locate(block, None) or {}).values())
+        if not spans:
+            return None
+        none = np.iinfo(np.int64).max
+        first = np.minimum.reduce([np.where(one.lengths >= 0, one.starts, none) for one in spans])
+        return block.offset + np.where(first == none, 0, first)
+
 
 def spec_text(spec: ColumnSpec) -> str:
     """One column's type, for messages: "float32[20]", "json", "list of int32", "int64 (timestamp[ms])"."""

@@ -75,6 +75,18 @@ class ShardReadError(ShardError, OSError):
         self.errno, self.strerror, self.filename, self.filename2 = None, self.reason, self.shard, None
 
 
+class ShardWriteError(ShardError, OSError):
+    """A shard could not be written, as there was no room for it. What was finished before is whole.
+
+    It is an `OSError` too: `errno` is the system's (`errno.ENOSPC` and the like), `filename` the shard's URL.
+    """
+
+    def __init__(self, shard: str, reason: str, errno: int | None = None) -> None:
+        super().__init__(shard, reason, stage="write")
+        self.args = (self.shard, self.reason, errno)
+        self.errno, self.strerror, self.filename, self.filename2 = errno, self.reason, self.shard, None
+
+
 class ShardChangedError(ShardError):
     """A shard is not the one that was indexed: its size, modification time or etag differs."""
 

@@ -39,6 +39,7 @@ from sharding.formats import resolve_format
 from sharding.hub.names import is_pinned
 from sharding.redaction import identity_of
 from sharding.urls import is_local
+from sharding.write.file import warn_not_kept
 
 _INDEX_THREADS = 16
 _REMOTE_INDEX_THREADS = 48
@@ -113,9 +114,14 @@ class Opening:
             )
             try:
                 save_catalog(built, path, options, retrier)
-            except Exception:  # a cache folder that cannot be written costs only the next start's indexing
-                if self.catalog is not None:
-                    raise
+            except Exception as error:  # it costs only the next start's indexing
+                warn_not_kept(
+                    "catalogs",
+                    path,
+                    error,
+                    so="shards are indexed again at each start. See that this user may write there and "
+                    "has room, or give catalog= another place",
+                )
             return built
 
         if self.catalog is None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from typing import ClassVar
 
@@ -29,7 +29,6 @@ from prefetch.memory.guards import FileGuard
 from prefetch.memory.mapping import MappedShard, can_map, will_need
 from sharding.blocks import Spans
 from sharding.cached_property import cached_property
-from sharding.errors import DataflowError
 
 
 def can_map_windows(source: Source) -> bool:
@@ -227,12 +226,3 @@ class MappedWindow(StagedWindow):
         # Their pages are left to the page cache.
         self.source.mappings.leave([(at, b.offset, b.length) for at, b in shards if at is not None])
         self._shards = []
-
-    def _stored(self, ordinal: int) -> memoryview | None:
-        """Read anew: whoever asks for a key does so because a row is bad, maybe as its page is gone."""
-        block = self.samples.blocks[ordinal]
-        data = np.empty(block.length, np.uint8)
-        with suppress(DataflowError):
-            self.source.reader.read_into(block.shard, block.offset, data)
-            return data.data
-        return None

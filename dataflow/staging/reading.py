@@ -278,9 +278,6 @@ class SparseWindow(StagedWindow):
     def _release(self) -> None:
         self._region = None
 
-    def _stored(self, ordinal: int) -> memoryview | None:
-        return None
-
 
 def _adjoin(before: Block, block: Block) -> bool:
     """Whether two blocks may be read at once into neighbouring places."""

@@ -108,6 +108,8 @@ class StagedWindow(ABC):
         self.in_batches: tuple[int, NDArray[np.int64]] | None = None
         """The first batch that lies in it alone, and the rows of all such batches; once asked for."""
         self.staged: dict[str, StagedArray | StagedSpans] = {}
+        self._names: tuple[int, Sequence[str] | None, NDArray[np.int64] | None] | None = None
+        """Of a block, by its ordinal, what `_names_of` tells."""
         self._awaited: Awaited = Future()
 
     # ---- the engine's window ------------------------------------------------------------------------
@@ -245,14 +247,36 @@ class StagedWindow(ABC):
         """An error that names the shard, offset and key of a row, and the column if it is about one."""
         ordinal, in_block = self.samples.find(row)
         block = self.samples.blocks[ordinal]
-        data = self._stored(ordinal) if self.source.format.has_keys else None
-        key = str(block.first_in_shard + in_block)
+        keys, offsets = self._names_of(ordinal)
+        key = str(block.first_in_shard + in_block) if keys is None else keys[in_block]
+        offset = None if offsets is None else int(offsets[in_block])
+        reason = reason if column is None else f"column {column!r}: {reason}"
+        return SampleError(block.shard.url, reason, offset, key, stage)
+
+    def _names_of(self, ordinal: int) -> tuple[Sequence[str] | None, NDArray[np.int64] | None]:
+        """Keys of a block's samples, and their bytes; None: they have none, or these cannot be had.
+
+        Those of the block asked for last are kept: where one sample is bad, others are, and a compressed
+        shard is one block.
+        """
+        known = self._names
+        if known is not None and known[0] == ordinal:
+            return known[1:]
+        block, codec = self.samples.blocks[ordinal], self.source.format
+        keys, offsets = None, codec.sample_offsets(block, None)
+        data = self._stored(ordinal) if codec.has_keys or offsets is None else None
         if data is not None:
             with suppress(DataflowError):  # of bytes that changed since they were staged
-                key = self.source.format.keys(block, data)[in_block]
-        reason = reason if column is None else f"column {column!r}: {reason}"
-        return SampleError(block.shard.url, reason, block.offset, key, stage)
+                keys = codec.keys(block, data) if codec.has_keys else None
+                offsets = codec.sample_offsets(block, data) if offsets is None else offsets
+        self._names = ordinal, keys, offsets
+        return keys, offsets
 
-    @abstractmethod
     def _stored(self, ordinal: int) -> memoryview | None:
-        """The stored bytes of a block, if they can be had."""
+        """The stored bytes of a block, if they can be had: read anew, as a row is bad, maybe by its page."""
+        block = self.samples.blocks[ordinal]
+        data = np.empty(block.length, np.uint8)
+        with suppress(DataflowError):
+            self.source.reader.read_into(block.shard, block.offset, data)
+            return data.data
+        return None

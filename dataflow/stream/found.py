@@ -25,6 +25,7 @@ from dataflow.batch.delivered import Delivered, Remark
 from dataflow.batch.found import NO_SAMPLES, FoundSamples, Lists
 from dataflow.batch.samples import GatherSamples
 from dataflow.stream.exchange import FoundExchange
+from dataflow.stream.length_aware import error_of_sample
 from dataflow.stream.plan import StreamPlan
 from dataflow.stream.session import Session, SessionOptions
 from prefetch.engine.ledger import State
@@ -357,10 +358,8 @@ class FoundSession(Session):
         ends = np.cumsum([len(source) for source in sources])
         number = int(np.searchsorted(ends, sample, side="right"))
         dataset = sources[number]
-        block, row = dataset.selection.locate(np.array([sample - int(ends[number]) + len(dataset)]))
-        first = dataset.catalog.block(int(block[0]))
-        key = str(first.first_in_shard + int(row[0]))
-        return SampleError(first.shard.url, reason, first.offset, key, "transform")
+        own = np.array([sample - int(ends[number]) + len(dataset)])
+        return error_of_sample(dataset, own, reason, stage="transform")
 
     def _find_megabatch(self) -> None:
         """Have the next megabatch whole, plan it, and deal out what is complete."""

@@ -374,7 +374,7 @@ def _with_missing(
         return np.where(lengths < 0, output.missing_length, lengths)
     cure = output.cure if output is not None else "pass lengths= as an array"
     reason = f"column {stored!r}: {LACKING}, so it has no length; {cure}"
-    raise _error_of(dataset, np.flatnonzero(lengths < 0)[:1], reason)
+    raise error_of_sample(dataset, np.flatnonzero(lengths < 0)[:1], reason, stage="plan")
 
 
 def _check_fit(
@@ -390,12 +390,15 @@ def _check_fit(
         f"{type(batching).__name__} takes, as have {np.count_nonzero(lengths > most):,} samples in all; cut "
         "them by overlong=, or leave them out (dataset.filter, dataset.subset)"
     )
-    raise _error_of(dataset, at, reason)
+    raise error_of_sample(dataset, at, reason, stage="plan")
 
 
-def _error_of(dataset: ShardedDataset, sample: NDArray[np.int64], reason: str) -> SampleError:
-    """An error that names a sample, [1]."""
-    block, row = dataset.selection.locate(sample)
-    first = dataset.catalog.block(int(block[0]))
-    key = str(first.first_in_shard + int(row[0]))
-    return SampleError(first.shard.url, reason, first.offset, key, stage="plan")
+def error_of_sample(
+    dataset: ShardedDataset, sample: NDArray[np.int64], reason: str, *, stage: str
+) -> SampleError:
+    """An error that names a sample, [1], by what the index tells."""
+    number, row = (int(at[0]) for at in dataset.selection.locate(sample))
+    block = dataset.catalog.block(number)
+    offsets = dataset.source().format.sample_offsets(block, None)
+    offset = None if offsets is None else int(offsets[row])
+    return SampleError(block.shard.url, reason, offset, str(block.first_in_shard + row), stage)

@@ -11,12 +11,12 @@ blocks there is a warning that says so, and what it cannot give comes from the s
 
 from __future__ import annotations
 
+import os
 import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
-from errno import EDQUOT, ENOSPC
 from typing import Protocol
 
 import numpy as np
@@ -28,6 +28,7 @@ from prefetch.cache.eviction import MemoryTier
 from prefetch.cache.folder import VERSION, CacheFolder, Stored, prepare
 from prefetch.errors import ReaderClosedError
 from sharding.blocks import Shard
+from sharding.write.file import NO_ROOM, space_at
 
 _PATIENCE_S = 60.0
 """For another process's fetch. It ends with that process; only one that was stopped takes as long."""
@@ -240,23 +241,24 @@ class BlockCache:
             else:
                 self._count(passed=1)
         except OSError as error:
-            self._cannot_write(error)
+            self._cannot_write(error, needed=f", {data.nbytes:,} were needed")
 
     @property
     def _keeps(self) -> bool:
         """Whether blocks are added to the folder."""
         return self._folder is not None and "write" not in self._warned
 
-    def _cannot_write(self, error: OSError) -> None:
+    def _cannot_write(self, error: OSError, *, needed: str = "") -> None:
         """From now on blocks are read from the folder only."""
         self._count(errors=1)
-        cure = "See that this user may write there"
-        if error.errno in (ENOSPC, EDQUOT):
+        cure, reason = "See that this user may write there", error.strerror or str(error)
+        if error.errno in NO_ROOM:
             cure = "Free some space, or give Cache a lower limit"
+            reason += f"; {space_at(os.path.join(self._path, ''))}{needed}"
         self._warn(
             "write",
-            f"the cache folder {self._path} takes no more blocks ({error.strerror or error}); those in it "
-            f"are used, all others come from the store. {cure}",
+            f"the cache folder {self._path} takes no more blocks ({reason}); those in it are whole and used, "
+            f"all others come from the store. {cure}",
         )
 
     def _is_versioned(self, shard: Shard) -> bool:

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sharding.lengths.found_plan import LEFT_OUT
-from sharding.write.file import NewFile, private_folder, user_folder
+from sharding.write.file import NewFile, private_folder, user_folder, warn_not_kept
 
 _VERSION = 2
 _MOST = np.iinfo(np.int32).max
@@ -132,7 +132,7 @@ class KeptLengths:
         self._num_unsaved = 0
         whole = np.where(self.lengths == LEFT_OUT, self._read(), self.lengths)
         ends = np.cumsum([file.num_samples for file in self._files])
-        with suppress(OSError):
+        try:
             private_folder(user_folder("lengths"))
             for of, own in zip(self._files, np.split(whole, ends[:-1]), strict=True):
                 data = io.BytesIO()
@@ -140,6 +140,9 @@ class KeptLengths:
                 file = NewFile(of.path, overwrite=True)
                 file.write(data.getbuffer())
                 file.commit()
+        except OSError as error:
+            so = "they are found again by the next start. See that this user may write there"
+            warn_not_kept("lengths of samples", self._files[0].path, error, so=so)
 
     def _read(self) -> NDArray[np.int32]:
         return np.concatenate([file.read() for file in self._files])

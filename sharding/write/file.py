@@ -7,8 +7,11 @@ a rename would be a copy, so the file is uploaded under its own name and the upl
 
 from __future__ import annotations
 
+import errno
 import os
+import shutil
 import uuid
+import warnings
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
@@ -21,6 +24,8 @@ from sharding.urls import has_glob_signs
 
 PRIVATE_FILE = 0o600
 """Mode of files that are this user's alone."""
+NO_ROOM = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG))
+"""Numbers of the errors of a disk, a quota or a file that is full."""
 _OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "oss"}
 
 
@@ -107,9 +112,56 @@ class NewFile:
         with suppress(FileNotFoundError):
             self._fs.rm_file(self._temporary)
 
+    @property
+    def space(self) -> str:
+        """Bytes that are free where it is written, in words; "": not known."""
+        return space_at(self._path) if isinstance(self._fs, LocalFileSystem) else ""
+
     def _refuse_existing(self) -> None:
         if not self._overwrite and self._fs.exists(self._path):
             raise FileExistsError(f"{identity_of(self.url)} exists; to replace it, give overwrite=True")
+
+
+def no_room(error: BaseException | None) -> OSError | None:
+    """What says that there is no room among an error and its causes; None: nothing does."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in NO_ROOM:
+            return error
+        error = error.__cause__ or error.__context__
+    return None
+
+
+def space_at(path: str) -> str:
+    """Bytes that are free in the folder of a local file, in words; "": not known."""
+    folder = os.path.dirname(os.path.abspath(path))
+    with suppress(OSError):
+        while not os.path.isdir(folder):
+            folder = os.path.dirname(folder)
+        return f"{shutil.disk_usage(folder).free:,} bytes are free"
+    return ""
+
+
+_TOLD: set[tuple[str, str]] = set()
+"""Of `warn_not_kept`: what, and its folder."""
+
+
+def warn_not_kept(what: str, path: str, error: BaseException, *, needed: str = "", so: str) -> None:
+    """Warn, once in a process for each kind and folder, of what could not be kept for the next start.
+
+    Args:
+        what: it is, in the plural.
+        path: where it was to be.
+        error: why it is not.
+        needed: what it takes, in words.
+        so: what follows from that, and what to do.
+    """
+    folder = path.rpartition("/")[0] or "."
+    if (what, folder) in _TOLD:
+        return
+    _TOLD.add((what, folder))
+    full = no_room(error)
+    reason = str(error) if full is None else ", ".join(filter(None, [full.strerror, space_at(path), needed]))
+    warnings.warn(f"{what} cannot be kept in {identity_of(folder)} ({reason}): {so}", stacklevel=2)
 
 
 def user_folder(name: str) -> str:

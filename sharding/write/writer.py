@@ -15,8 +15,9 @@ from types import TracebackType
 from typing import Any, Self
 
 from sharding.compression import compression_of
+from sharding.errors import ShardWriteError
 from sharding.formats import ENTRIES, has_suffix, sibling, suffix_of
-from sharding.write.file import NewFile
+from sharding.write.file import NewFile, no_room, space_at
 from sharding.write.shard import NewJsonlShard, NewShard, NewTableShard, NewTarShard, Sample
 from sharding.write.tokens import NewTokenShard, TokenOptions
 
@@ -129,11 +130,17 @@ class ShardWriter:
             SampleError: the sample cannot be written; nothing of it was, and writing may go on. (In Parquet
                 and Arrow, a value of the wrong type is noticed when its row group is written.)
             FileExistsError: the shard to begin is there already.
+            ShardWriteError: there is no room (an `OSError`, too). The shard in progress is gone, those before
+                it are whole.
         """
         if self._full():
             self.close()
-        shard = self._shard or self._begin()
-        shard.add(sample)
+        try:
+            shard = self._shard or self._begin()
+            shard.add(sample)
+        except BaseException as error:
+            self._raise_if_no_room(error)
+            raise
         self._num_samples += 1
 
     def close(self) -> None:
@@ -146,7 +153,8 @@ class ShardWriter:
             for suffix, content in self._shard.finish().items():
                 self._write_beside(suffix, content)
             self._file.commit()
-        except BaseException:
+        except BaseException as error:
+            self._raise_if_no_room(error)
             self._abandon()
             raise
         self._shards.append(WrittenShard(self._file.url, self._num_samples, self._file.num_bytes))
@@ -177,6 +185,24 @@ class ShardWriter:
             self._abandon()
             raise
         return self._shard
+
+    def _raise_if_no_room(self, error: BaseException) -> None:
+        """Raise what a full disk means for the shards, if that is what an error is about."""
+        full, file, num_samples = no_room(error), self._file, self._num_samples
+        if full is None:
+            return
+        url, written = (file.url, file.num_bytes) if file is not None else (self._place(), 0)
+        space = file.space if file is not None else space_at(url)
+        self._abandon()
+        lost = f"this shard, of {num_samples:,} samples and {written:,} bytes so far, is removed"
+        whole = f"{len(self._shards):,} shards are whole"
+        if self._shards:
+            whole += f", the last is {self._shards[-1].url}"
+        cure = "free some space and write its samples again"
+        if self._number:
+            cure += f", in another run with start={self._next}"
+        parts = "; ".join(filter(None, [lost, space, whole, cure]))
+        raise ShardWriteError(url, f"{full.strerror or full}: {parts}", full.errno) from error
 
     def _abandon(self) -> None:
         file, shard = self._file, self._shard

@@ -21,6 +21,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pyarrow as pa
+from numpy.typing import NDArray
 
 from sharding.formats.arrow.json_arrays import RawTexts, Text, array_of, bools, integer_lists
 from sharding.formats.arrow.json_types import JSON_TEXT, UNREADABLE
@@ -79,6 +80,13 @@ def _without_marks(piece: bytes) -> bytes:
 def lines_of(piece: bytes) -> list[bytes]:
     """The lines that are not blank."""
     return [line for line in piece.split(b"\n") if line.strip(SPACE)]
+
+
+def starts_of_lines(piece: bytes) -> NDArray[np.int64]:
+    """Where the lines begin that `lines_of` gives, in bytes of the piece."""
+    lines = piece.split(b"\n")
+    starts = np.cumsum([0, *(len(line) + 1 for line in lines[:-1])])
+    return starts[[bool(line.strip(SPACE)) for line in lines]]
 
 
 @contextmanager

@@ -18,12 +18,13 @@ from typing import BinaryIO
 
 import numpy as np
 import pyarrow as pa
+from numpy.typing import NDArray
 
 from sharding.blocks import Block, Shard, ShardScan
 from sharding.compression import compression_of, decompress, open_decompressed
 from sharding.errors import CorruptShardError
 from sharding.formats.arrow.columns import TabularFormat, check_columns
-from sharding.formats.arrow.json_lines import LineError, LineReader, lines_of
+from sharding.formats.arrow.json_lines import LineError, LineReader, lines_of, starts_of_lines
 from sharding.formats.arrow.json_scan import LineScanner, TooManyKeysError
 from sharding.formats.arrow.json_types import Seen, problems
 from sharding.formats.arrow.schema import BROKEN, decoded_bytes, leaves, schema_in, specs_of
@@ -115,6 +116,15 @@ class JsonlFormat(TabularFormat):
             schema_in(bytes(block.footer))
         except BROKEN as error:
             raise ValueError(f"its schema cannot be read: {error}") from error
+
+    def sample_offsets(self, block: Block, data: memoryview | None) -> NDArray[np.int64] | None:
+        """Where the lines begin that are not blank."""
+        if data is None:
+            return None
+        if compression_of(block.shard.url) is not None:
+            data = decompress(data, block.shard.url, limit_bytes=block.nbytes)
+        starts: NDArray[np.int64] = block.offset + starts_of_lines(bytes(data))
+        return starts
 
     def table(self, block: Block, data: memoryview, columns: Sequence[str] | None) -> pa.Table:
         """The wanted columns as Arrow has them, structs not flattened; raises as `decode` does."""

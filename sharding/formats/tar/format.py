@@ -183,6 +183,23 @@ class TarFormat(Format):
         assert isinstance(column, Spans)
         return [column.value(i).tobytes().decode(errors="surrogateescape") for i in range(len(column))]
 
+    def sample_offsets(self, block: Block, data: memoryview | None) -> NDArray[np.int64]:
+        """The header of each sample's first member; of one that is all links, that of its first link.
+
+        A link's record has the header that it points to, which may be another sample's; where the key lies,
+        the sample's own headers begin.
+        """
+        index, none = _BlockIndex.of(block), np.iinfo(np.int64).max
+        own = np.zeros(block.num_samples, np.int64)
+        if not len(index.key_text):
+            own = index.keys["start"].astype(np.int64) // BLOCK * BLOCK
+        first = np.full(block.num_samples, none)
+        members = index.members[index.members["flags"] & COPIED == 0]
+        samples, headers = members["sample"], members["header"].astype(np.int64)
+        is_own = headers >= own[samples]
+        np.minimum.at(first, samples[is_own], headers[is_own])
+        return block.offset + np.where(first == none, own, first)
+
 
 @dataclass(frozen=True)
 class _BlockIndex:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import re
+import warnings
 from pathlib import Path
 
 import pytest
@@ -40,3 +41,23 @@ def test_errors_on_their_page_can_be_imported_from_dataflow() -> None:
     assert len(names) > 10
     for name in names:
         assert issubclass(getattr(dataflow, name), DataflowError)
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_a_catalog_that_cannot_be_kept_is_a_warning_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: bool
+) -> None:
+    """The shards are indexed, and that is all that training needs."""
+    (tmp_path / "file").write_bytes(b"")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with dataflow.ShardWriter(f"{tmp_path}/%d.tar", max_count=1) as writer:
+        for number in range(2):
+            writer.write({"__key__": str(number), "x.cls": number})
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for name in ("0.tar", "1.tar", "0.tar"):
+            catalog = tmp_path / "file" / f"{name}.catalog" if given else None
+            assert len(dataflow.ShardedDataset(tmp_path / name, catalog=catalog)) == 1
+    (warning,) = caught
+    text = str(warning.message)
+    assert re.match(rf"catalogs cannot be kept in {tmp_path}/file.* \(.+\): shards are indexed again", text)

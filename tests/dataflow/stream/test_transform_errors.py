@@ -250,7 +250,7 @@ def test_random_access_names_the_sample_whose_transform_fails(ints: Made) -> Non
     with pytest.raises(SampleError) as caught:
         list(ints.open(transform=transform))
     error = caught.value
-    assert (error.shard, error.key, error.stage) == (str(ints.shards[0]), "0", "transform")
+    assert (error.shard, error.key, error.stage) == (str(ints.shards[0]), "00000", "transform")
     assert error.reason == "IndexError: mine"
     assert isinstance(error.__cause__, IndexError)
 

@@ -249,7 +249,11 @@ def test_a_full_disk_is_warned_about_once_and_reading_goes_on(opened: Open, tmp_
         store, cache = Store(), opened()
         store.read(cache, 0)
         on_file_events(full)
-        with pytest.warns(RuntimeWarning, match="takes no more blocks.*No space left.*lower limit") as caught:
+        with pytest.warns(
+            RuntimeWarning,
+            match=r"takes no more blocks \(No space left on device; [\d,]+ bytes are free, \d[\d,]* were "
+            r"needed\).*lower limit",
+        ) as caught:
             got = [store.read(cache, offset) for offset in (0, 1, 2, 0, 1, 2)]
         assert got == [content(offset) for offset in (0, 1, 2, 0, 1, 2)]
         assert len(caught) == 1

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import io
 import json
+import pickle
+import re
 import resource
 import tarfile
 from collections.abc import Iterator
@@ -25,7 +28,7 @@ from hypothesis import given, settings, strategies as st
 from webdataset.tariterators import group_by_keys, tar_file_expander
 
 from sharding.compression import open_decompressed
-from sharding.errors import SampleError
+from sharding.errors import SampleError, ShardWriteError
 from sharding.formats.tar.samples import split_name
 from sharding.write.writer import ShardWriter, WrittenShard
 
@@ -410,6 +413,39 @@ def test_a_file_that_the_system_does_not_take_leaves_nothing(tmp_path: Path) -> 
         writer.close()
     assert names(tmp_path) == []
     assert writer.shards == ()
+
+
+@pytest.mark.parametrize("suffix", ["tar", "tar.gz", "parquet", "arrow", "jsonl", "jsonl.zst"])
+def test_a_full_disk_names_path_space_and_what_is_whole(tmp_path: Path, suffix: str) -> None:
+    writer = ShardWriter(f"{tmp_path}/%d.{suffix}", max_count=2, row_group_size=1)
+    rng = np.random.default_rng(0)
+    rows = [{"__key__": f"{i}", "x.bin": rng.bytes(3000).hex().encode()} for i in range(6)]
+    if suffix.startswith("jsonl"):
+        rows = [{**row, "x.bin": row["x.bin"].decode()} for row in rows]
+    writer.write(rows[0])
+    writer.write(rows[1])
+    writer.close()
+
+    def write_rest() -> None:
+        for row in rows[2:]:
+            writer.write(row)
+        writer.close()
+
+    with limited(resource.RLIMIT_FSIZE, 4000), pytest.raises(ShardWriteError) as caught:
+        write_rest()
+    error = pickle.loads(pickle.dumps(caught.value))
+    assert (error.errno, error.filename, error.stage) == (errno.EFBIG, f"{tmp_path}/1.{suffix}", "write")
+    place = re.escape(f"{tmp_path}/0.{suffix}")
+    assert re.match(
+        r"File too large: this shard, of \d samples and [\d,]+ bytes so far, is removed; [\d,]+ bytes are "
+        rf"free; 1 shards are whole, the last is {place}; free some space and write its samples again, in "
+        r"another run with start=1",
+        error.reason,
+    )
+    assert names(tmp_path) == [f"0.{suffix}"]
+    writer.write(rows[0])  # once there is room
+    writer.close()
+    assert names(tmp_path) == [f"0.{suffix}", f"1.{suffix}"]
 
 
 def test_a_writer_without_samples_writes_no_shard(tmp_path: Path) -> None:
