@@ -35,6 +35,8 @@ two = RankSet(2)
 CASES = {
     "constant weights": Case((6, 6), normalisers=("microbatches",)),
     "constant weights, uneven": Case((7, 4), normalisers=("microbatches",)),
+    "unused, known": Case((6, 6), "unused", normalisers=("microbatches",)),
+    "unused, uneven": Case((7, 4), "unused", normalisers=("microbatches",)),
     "infinite, then nothing": Case((6, 1), bad=(1, 0), momentum=0.9),
     "min": Case((7, 4), uneven="min"),
     "min of nothing": Case((7, 0), uneven="min"),
@@ -56,6 +58,12 @@ def test_windows_of_known_lengths_need_no_agreement() -> None:
         assert rank["constant weights"].exchanges == 1  # as the epoch begins
         assert rank["constant weights, uneven"].exchanges == 1 + 3
         assert rank["drop"].exchanges == 3
+
+
+def test_only_windows_with_a_replay_ask_which_parameters_were_reached() -> None:
+    for rank in two.results(cases):
+        assert rank["unused, known"].exchanges == 1
+        assert rank["unused, uneven"].exchanges == 1 + 3 + 1
 
 
 def test_a_batch_that_was_not_finite_is_never_replayed() -> None:
