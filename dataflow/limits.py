@@ -8,10 +8,15 @@ from dataclasses import dataclass
 from sharding.plan.window_size import DEFAULT_LIMIT
 
 
-def memory_limit_bytes(limit: int | str | None, local_world_size: int) -> int:
-    """The limit in bytes; without one 1 GiB, or an eighth of the machine's memory per rank if less."""
+def memory_limit_bytes(limit: int | str | None, local_world_size: int, window_bytes: int = 0) -> int:
+    """The limit in bytes; without one 1 GiB, or an eighth of the machine's memory per rank if less.
+
+    `window_bytes`: of the windows that mix. Their size is part of the order, so a small machine cannot make
+    them smaller: without a limit they have four times as much as they need, up to half of the machine.
+    """
     if limit is None:
-        return max(64 << 20, min(DEFAULT_LIMIT, machine_memory() // 8 // max(1, local_world_size)))
+        share = machine_memory() // max(1, local_world_size)
+        return max(64 << 20, min(DEFAULT_LIMIT, max(share // 8, min(4 * window_bytes, share // 2))))
     if isinstance(limit, str):
         return parse_bytes(limit)
     if limit <= 0:

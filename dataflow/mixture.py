@@ -247,12 +247,13 @@ class Mixture(Sharded):
 
     def _order(self, source: int, epoch: int, shuffle: Shuffle, seed: int) -> SelectedOrder:
         own = source_seed(seed, source)
-        return SelectedOrder(self.sources[source].selection, shuffle, seed=own, epoch=epoch)
+        selection = self.sources[source].selection
+        return SelectedOrder(selection, shuffle.of_source(source), seed=own, epoch=epoch)
 
     def windows(
         self, epoch: int, shuffle: Shuffle, *, seed: int, interleaving: Interleaving | None = None
     ) -> MixtureWindows:
-        """The order of one epoch. Every source has windows of its own of `shuffle.window_blocks` blocks.
+        """The order of one epoch. Every source has windows of its own (`Shuffle.of_source`).
 
         `interleaving`: the epoch's, where shares count tokens.
         """

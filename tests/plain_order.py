@@ -43,9 +43,9 @@ def plain_spread_order(n, key):
 
 
 class PlainOrder:
-    """`Order` with exchange=1 and any kind but "full"."""
+    """`Order` with exchange=1 and any kind but "full"; `ramp`: of this epoch."""
 
-    def __init__(self, table, kind, seed, epoch, window_blocks, num_lanes):
+    def __init__(self, table, kind, seed, epoch, window_blocks, num_lanes, ramp=False):
         self.num_lanes = num_lanes
         blocks = [b for b, count in enumerate(table) if count]
         rotation = 0
@@ -60,7 +60,7 @@ class PlainOrder:
         for b in blocks:
             min(dealt, key=len).extend((b, row) for row in range(table[b]))
         lanes = self._leveled(dealt, rotation, sum(table))
-        self.windows = self._cut(lanes, [table[b] for b in blocks], window_blocks, num_lanes)
+        self.windows = self._cut(lanes, [table[b] for b in blocks], window_blocks, num_lanes, ramp)
         if kind == "window":
             for w, cells in enumerate(self.windows):
                 for lane, cell in enumerate(cells):
@@ -79,12 +79,16 @@ class PlainOrder:
         return [dealt[(lane - rotation) % count] for lane in range(count)]
 
     @staticmethod
-    def _cut(lanes, sizes, window_blocks, num_lanes):
+    def _cut(lanes, sizes, window_blocks, num_lanes, ramp):
         """Samples of each window as a list of cells, one a lane."""
-        bounds, at, size = [], 0, max(8, num_lanes)
-        while at < len(sizes):
-            bounds.append(sum(sizes[:at]))
-            at, size = at + min(size, window_blocks), size * 2
+        first, at, size = [], 0, max(8, num_lanes)
+        while ramp and len(sizes) > window_blocks > size and at < len(sizes):
+            first.append(at)
+            at, size = at + size, size * 2
+        rounds = len(range(at, len(sizes), num_lanes))
+        count = len(range(at, len(sizes), window_blocks))
+        first += [at + i * rounds // count * num_lanes for i in range(count)]
+        bounds = [sum(sizes[:number]) for number in first]
         windows = [[[] for _ in lanes] for _ in bounds]
         for number, lane in enumerate(lanes):
             first = 0

@@ -33,6 +33,8 @@ from sharding.order.selection import SelectedOrder
 from sharding.plan.plan import Windows
 
 _FULL_WINDOW_SAMPLES = 4096
+_MOST_MAPPED = 1 << 13
+"""Shards of a window that is mapped: the system allows 65,530 mappings, and several windows are open."""
 _PLAN_BYTES = 16
 """What planning a window takes for each of its samples."""
 
@@ -224,7 +226,7 @@ class Stager:
         """A window of whole blocks, of which only the rows `needed` are used; None for all."""
         if not self._reads:
             return PlannedWindow(source, self._arena, _blocks(source, blocks), rows, whole=whole)
-        if self._mapped[source.number]:
+        if self._mapped[source.number] and _num_shards(source, blocks) <= _MOST_MAPPED:
             with suppress(NotLocatableError):
                 return MappedWindow(
                     source,
@@ -257,6 +259,13 @@ class Stager:
                 source, self._arena, _blocks(source, blocks[used]), rows, rows_in_block=rows_in_block
             )
         return None
+
+
+def _num_shards(source: Source, blocks: NDArray[np.int64]) -> int:
+    """Different shards of some blocks, as many as there are blocks at most."""
+    if len(blocks) <= _MOST_MAPPED:
+        return len(blocks)
+    return len(np.unique(source.catalog.blocks.shard[blocks]))
 
 
 def _blocks(source: Source, numbers: NDArray[np.int64]) -> list[Block]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import numpy as np
 
@@ -19,6 +18,7 @@ from prefetch.memory.arena import Arena
 from sharding.mixture.windows import source_seed
 from sharding.order.order import Order
 from sharding.order.selection import SelectedOrder
+from sharding.order.shuffle import Shuffle
 from sharding.plan.next_use import LaneRange, lanes_of_seats
 from sharding.plan.placement import seat_of
 from sharding.topology.topology import Topology
@@ -105,7 +105,7 @@ def _use_of(dataset: ShardedDataset, number: int, plan: StreamPlan, place: Topol
     mixed = plan.dataset.sources != (dataset,)
     seed = source_seed(plan.seed, number) if mixed else plan.seed
     share = float(plan.sample_shares[number if mixed else 0])
-    shuffle = plan.shuffle.resolved()
+    shuffle = plan.shuffle.of_source(number if mixed else 0)
     return SourceUse(
         catalog=dataset.datasets_read[at].catalog,
         partners=dataset.joins_used[at - 1].partners if at else None,
@@ -116,7 +116,7 @@ def _use_of(dataset: ShardedDataset, number: int, plan: StreamPlan, place: Topol
     )
 
 
-def _order(dataset: ShardedDataset, shuffle: Any, seed: int, epoch: int) -> Order:
+def _order(dataset: ShardedDataset, shuffle: Shuffle, seed: int, epoch: int) -> Order:
     return SelectedOrder(dataset.selection, shuffle, seed=seed, epoch=epoch)
 
 

@@ -14,6 +14,7 @@ import numpy as np
 from dataflow.dataset import Join
 from dataflow.stream.plan import StreamPlan
 from sharding.order.selection import SelectedOrder
+from sharding.order.shuffle import Shuffle
 from sharding.plan.partners import allowance, reads_in_windows
 
 _KEPT_IN_LIMIT = 4
@@ -49,21 +50,22 @@ def check_reads(plan: StreamPlan, memory_limit: int) -> None:
         for place, join in enumerate(used):
             if join.other.reads_values or (number, place) in kept:
                 continue
-            order = SelectedOrder(source.selection, plan.shuffle, seed=plan.seed, epoch=0)
+            shuffle = plan.shuffle.of_source(number)
+            order = SelectedOrder(source.selection, shuffle, seed=plan.seed, epoch=0)
             nbytes = join.other.catalog.blocks.length
             times = reads_in_windows(order, join.partners, nbytes)
             if times > join.amplification:
-                raise ValueError(_refusal(plan, join, times))
+                raise ValueError(_refusal(order.shuffle, join, times))
 
 
-def _refusal(plan: StreamPlan, join: Join, times: float) -> str:
+def _refusal(shuffle: Shuffle, join: Join, times: float) -> str:
     table = join.other.catalog.blocks
     blocks = np.unique(join.partners.other_blocks)
     once = int(table.length[blocks].sum())
     return (
         f"with this shuffle, an epoch reads {times * once:,.0f} bytes of {join.other.catalog.shard(0).url} "
         f"and its like, {times:.3g} times the {once:,} that they have: a window of "
-        f"{plan.shuffle.window_blocks} blocks needs samples from everywhere, and of theirs only whole blocks "
+        f"{shuffle.window_blocks} blocks needs samples from everywhere, and of theirs only whole blocks "
         f"of {int(table.num_samples[blocks].mean()):,} samples can be read. Write them in smaller blocks "
         f"(row groups), raise memory_limit to {_KEPT_IN_LIMIT * _bytes_in_memory(join):,} so that they stay "
         f"in memory, leave shuffle= out, or allow the reads: join(..., amplification={allowance(times)})"

@@ -50,6 +50,7 @@ from prefetch.control.depth import Decision
 from prefetch.control.pause import ReadPause
 from prefetch.errors import EngineClosedError, MemoryLimitError, StallError
 from prefetch.memory.lifetimes import Finalizer
+from sharding.catalog.table import BlockTable
 from sharding.errors import DataflowError
 from sharding.lengths.found_plan import UNKNOWN, FoundPlan, FoundPlanner
 from sharding.lengths.unit_plan import UnitPlan
@@ -58,7 +59,7 @@ from sharding.order.shuffle import Shuffle
 from sharding.plan.batch_plan import Tail
 from sharding.plan.placement import seat_of
 from sharding.plan.plan import EpochPlan, PlanState, RankPlan
-from sharding.plan.window_size import deciding_table, resolve_windows
+from sharding.plan.window_size import resolve_windows, window_bytes
 from sharding.topology.topology import Topology
 
 
@@ -90,6 +91,7 @@ class StreamLoader:
         """Why the launcher's variables alone do not tell this rank's place."""
         self._alone = settings.topology is None and not _is_distributed()
         """Whether the place was found before torch.distributed was there to ask."""
+        self._window_bytes = 0
         self._take_place(settings.topology or self._first_place())
         check_batching(settings, dataset)
         for source in dataset.sources:
@@ -112,7 +114,7 @@ class StreamLoader:
             if settings.batching
             else None
         )
-        self.shuffle, self.window_reason = self._resolve_shuffle()
+        self._mix_by(*self._resolve_shuffle())
         self._pause: ReadPause | None = None
         self._finalizer: Finalizer | None = None
         self._skipped = Skipped(dataset.on_error, dataset.error_budget)
@@ -164,7 +166,11 @@ class StreamLoader:
     def _take_place(self, topology: Topology) -> None:
         self._topology = topology
         self.tail: Tail = self.settings.tail_on(topology)
-        self.memory_limit = memory_limit_bytes(self.settings.memory_limit, topology.local_world_size)
+        self._take_limit()
+
+    def _take_limit(self) -> None:
+        given, ranks = self.settings.memory_limit, self._topology.local_world_size
+        self.memory_limit = memory_limit_bytes(given, ranks, self._window_bytes)
 
     def _settle(self) -> None:
         """Find this rank's place again, if torch.distributed came up after the loader was made."""
@@ -219,8 +225,17 @@ class StreamLoader:
         It never depends on the machine: ranks of unlike machines must agree on the order.
         """
         limit = None if self.settings.memory_limit is None else self.memory_limit
-        tables = [source.kept_blocks for source in self.dataset.sources]
-        return resolve_windows(self.settings.order, *deciding_table(tables, limit))
+        return resolve_windows(self.settings.order, self._block_tables, limit)
+
+    def _mix_by(self, shuffle: Shuffle, reason: str) -> None:
+        """Take a shuffle with nothing left open, and a limit that has room for its windows."""
+        self.shuffle, self.window_reason = shuffle, reason
+        self._window_bytes = window_bytes(shuffle, self._block_tables)
+        self._take_limit()
+
+    @property
+    def _block_tables(self) -> list[BlockTable]:
+        return [source.kept_blocks for source in self.dataset.sources]
 
     def _stream_plan(self) -> StreamPlan:
         place = self._topology
@@ -502,12 +517,12 @@ class StreamLoader:
             raise ValueError(f"skipped_samples must be an integer >= 0, got {skipped!r}")
         plan = self._plan.resumed(loaded, of=self.dataset)
         self.close()
-        self.seed, self.shuffle, self._planner = loaded.seed, loaded.shuffle, plan.planner
+        self.seed, self._planner = loaded.seed, plan.planner
+        self._mix_by(loaded.shuffle, "as in the loaded state")
         self._mixture_starts = plan.mixture_starts
         self._mixed = None if plan.dataset is self.dataset else cast(Mixture, plan.dataset)
         if isinstance(self.dataset, Mixture) and self.dataset.weights_set is not None:
             self._num_weights_taken = self.dataset.weights_set[0]  # the state's weights hold
-        self.window_reason = "as in the loaded state"
         self._skipped.count = skipped
         self._plan = self._stream_plan()
         self._loops.resume(loaded.epoch, loaded.position)

@@ -40,7 +40,7 @@ class StreamSettings:
     """Where batches go; None or "cpu": host memory. "cuda": page-locked slots, copied on a side stream."""
     memory_limit: int | str | None = None
     """Bytes, or text such as "2GB", that the loader may hold; None: 1 GiB or an eighth of the memory of the
-    machine (or its cgroup) per local rank, whichever is less."""
+    machine (or its cgroup) per local rank, whichever is less, but what the windows of a shuffle need."""
     tail: Tail | None = None
     """What happens to the last, incomplete global batch: "drop"; "pad" (filled up with the epoch's first
     samples); "even" (equal short parts: filled up only to a multiple of the ranks); "uneven" (shared out as

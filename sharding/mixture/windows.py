@@ -23,9 +23,9 @@ from numpy.typing import NDArray
 
 from sharding.mixture.interleaving import Interleaving
 from sharding.order.keyed import mix_key
-from sharding.order.order import Order
+from sharding.order.order import Order, most_windows
 from sharding.order.shuffle import Shuffle
-from sharding.order.windows import most_windows, windows_touched
+from sharding.order.windows import windows_touched
 from sharding.plan.batch_plan import BatchPlan, Dealing
 from sharding.plan.plan import RankPlan, Windows
 
@@ -75,7 +75,7 @@ class MixtureWindows:
         self.shuffle, self.num_lanes = shuffle, shuffle.num_lanes
         self._sizes = np.array(sizes, np.int64)
         self._first_sample = np.cumsum(self._sizes) - self._sizes
-        self._stride = max(most_windows(n, shuffle.window_blocks, self.num_lanes) for n in num_blocks)
+        self._stride = max(most_windows(n, shuffle.of_source(i)) for i, n in enumerate(num_blocks))
         self.order_of = lru_cache(_KEPT_ORDERS * len(self._sizes))(orders)
         """(source, source epoch) -> its order."""
         last = interleaving.first + interleaving.counts(interleaving.num_samples)

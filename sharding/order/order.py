@@ -6,9 +6,10 @@ L`. Each lane is cut into *windows* of consecutive blocks, and samples are mixed
 
 Window w of all lanes is one unit of staging. Lanes advance together, so each takes into window w the blocks
 whose middle lies in the same stretch of positions; where block sizes differ, windows of different lanes
-begin up to half a block apart, and around there two windows are in use at the same time. The first windows
-of an epoch are small (8, 16, 32 ... blocks), so that the first batch waits for few reads; the price is that
-the samples of these few blocks mix among fewer others.
+begin up to half a block apart, and around there two windows are in use at the same time. Windows are of one
+size. Only where the loader chose it does epoch 0 begin with small ones (8, 16, 32 ... blocks), so that the
+first batch of a training waits for few reads; the price is that the samples of these few blocks mix among
+fewer others.
 An `Order` holds O(blocks) memory and never changes: use it from any number of threads.
 """
 
@@ -34,7 +35,7 @@ from sharding.order.keyed import (
 )
 from sharding.order.lanes import Lanes, cut_lanes, deal_evenly, deal_with_exchange
 from sharding.order.shuffle import DEFAULT_WINDOW_BLOCKS, Shuffle
-from sharding.order.windows import cut_windows
+from sharding.order.windows import cut_windows, first_blocks
 
 _SAMPLES_AT_ONCE = 1 << 21
 """Samples tabulated together: 16 MiB."""
@@ -81,7 +82,11 @@ class Order:
         blocks = self._block_order(np.flatnonzero(counts))
         sizes = counts[blocks]
         self.table = cut_windows(
-            self._lanes(blocks, sizes), blocks, sizes, self.shuffle.window_blocks or DEFAULT_WINDOW_BLOCKS
+            self._lanes(blocks, sizes),
+            blocks,
+            sizes,
+            self.shuffle.window_blocks or DEFAULT_WINDOW_BLOCKS,
+            ramp=self.shuffle.ramps_in(epoch),
         )
         """Where its windows lie; of a "full" order, none."""
         self.num_windows = self.table.num_windows
@@ -291,6 +296,15 @@ class Order:
             raise IndexError(
                 f"positions must be in [0, {self.num_samples}), got {positions.min()} to {positions.max()}"
             )
+
+
+def most_windows(num_blocks: int, shuffle: Shuffle) -> int:
+    """Windows that so many blocks with samples are cut into, at most, in any epoch and whatever their sizes.
+
+    `shuffle`: with nothing left open.
+    """
+    window_blocks = shuffle.window_blocks or DEFAULT_WINDOW_BLOCKS
+    return len(first_blocks(num_blocks, window_blocks, shuffle.num_lanes, ramp=bool(shuffle.ramp)))
 
 
 def _which(numbers: NDArray[np.int64], first: int, last: int) -> NDArray[np.int64]:

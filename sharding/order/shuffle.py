@@ -39,6 +39,14 @@ class Shuffle:
     exchange: float = 1.0
     """Share of the blocks that may change lane from one epoch to the next. 1: all are dealt anew. 0: a node
     keeps its blocks, and its cache. The order inside a lane is new in every epoch."""
+    ramp: bool | None = None
+    """Whether epoch 0 begins with small windows (8, 16, 32 ... blocks), so that the first batch of a training
+    waits for few reads. They mix little, so later epochs have none; under "blocks" and "none" windows mix
+    nothing, and every epoch has them. A dataset in one window has no others. None: only where the loader
+    chooses `window_blocks`."""
+    source_windows: tuple[int, ...] = ()
+    """Blocks in a window of each source of a mixture, where the loader chooses them; () for `window_blocks`.
+    A source behind the last one has `window_blocks`."""
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(Kind):
@@ -48,7 +56,14 @@ class Shuffle:
         share = self.exchange
         if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1:
             raise ValueError(f"exchange must be a number in [0, 1], got {share!r}")
-        if self.kind == "full" and (self.window_blocks, self.canonical_nodes, share) != (None, None, 1):
+        if self.ramp is not None and type(self.ramp) is not bool:
+            raise ValueError(f"ramp must be True, False or None, got {self.ramp!r}")
+        if not isinstance(self.source_windows, tuple):
+            raise ValueError(f"source_windows must be a tuple of integers, got {self.source_windows!r}")
+        for blocks in self.source_windows:
+            _check_count("source_windows", blocks, (1 << 31) - 1)
+        own = (self.window_blocks, self.canonical_nodes, share, self.ramp, self.source_windows)
+        if self.kind == "full" and own != (None, None, 1, None, ()):
             raise ValueError("a full shuffle has no windows and no lanes: leave window_blocks, exchange out")
         if self.kind == "none" and share != 1:
             raise ValueError("file order deals the same blocks to the same lanes: leave exchange out")
@@ -68,6 +83,17 @@ class Shuffle:
         """Whether positions are the samples' numbers; with lanes "none" is file order in each lane only."""
         return self.kind == "none" and self.num_lanes == 1
 
+    def ramps_in(self, epoch: int) -> bool:
+        """Whether the first windows of an epoch are small, of a shuffle with nothing left open."""
+        return bool(self.ramp) and (epoch == 0 or self.kind != "window")
+
+    def of_source(self, source: int) -> Shuffle:
+        """The order of one source of a mixture, by its number, of a shuffle with nothing left open."""
+        if source >= len(self.source_windows):
+            return replace(self, source_windows=())
+        blocks = max(self.source_windows[source], self.num_lanes)
+        return replace(self, window_blocks=blocks, source_windows=())
+
     def resolved(self, window_blocks: int = DEFAULT_WINDOW_BLOCKS) -> Shuffle:
         """The same with nothing left open: what a state keeps, and a resume must use to get the same order.
 
@@ -77,16 +103,18 @@ class Shuffle:
         if self.kind == "full":
             return self
         window = self.window_blocks or max(window_blocks, self.num_lanes)
+        ramp = self.window_blocks is None if self.ramp is None else self.ramp
         lanes = self.canonical_nodes
         if lanes is None:
             # A power of two divides most batches, and the usual numbers of ranks divide it.
             most = 1 << (window.bit_length() - 1)
             lanes = min(DEFAULT_CANONICAL_NODES, most) if self.kind == "window" else 1
-        return replace(self, window_blocks=window, canonical_nodes=lanes)
+        return replace(self, window_blocks=window, canonical_nodes=lanes, ramp=ramp)
 
     def to_json(self) -> dict[str, object]:
         """The value as JSON types."""
-        return asdict(self) | {"exchange": float(self.exchange)}
+        own = {"exchange": float(self.exchange), "source_windows": list(self.source_windows)}
+        return asdict(self) | own
 
     @classmethod
     def from_json(cls, value: object) -> Shuffle:
@@ -94,7 +122,8 @@ class Shuffle:
         names = {one.name for one in fields(cls)}
         if not isinstance(value, Mapping) or set(value) != names:
             raise ValueError(f"a shuffle must be an object with {', '.join(sorted(names))}, got {value!r}")
-        return cls(**value)
+        windows = value["source_windows"]
+        return cls(**{**value, "source_windows": tuple(windows) if isinstance(windows, list) else windows})
 
 
 def _check_count(name: str, value: object, most: int) -> None:

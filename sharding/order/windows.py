@@ -8,7 +8,7 @@ its cells' samples, lane after lane.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from sharding.order.lanes import Lanes
 
 FIRST_WINDOW_BLOCKS = 8
-"""Blocks in the first window of an epoch, or one a lane; each next window doubles up to the full size."""
+"""Blocks in the first window of a ramp, or one a lane; each next window doubles up to the full size."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -134,7 +134,7 @@ def ranges(first: NDArray[np.int64], size: NDArray[np.int64]) -> NDArray[np.int6
 
 
 def cut_windows(
-    lanes: Lanes, blocks: NDArray[np.int64], sizes: NDArray[np.int64], window_blocks: int
+    lanes: Lanes, blocks: NDArray[np.int64], sizes: NDArray[np.int64], window_blocks: int, *, ramp: bool
 ) -> WindowTable:
     """Cut all lanes at the same positions, to the nearest block.
 
@@ -142,11 +142,13 @@ def cut_windows(
         lanes: the lanes.
         blocks: [blocks], numbers in block order.
         sizes: [blocks], their samples.
-        window_blocks: blocks in a window, over all lanes.
+        window_blocks: blocks in a window at most, over all lanes.
+        ramp: whether the first windows are small; see `first_blocks`.
     """
     num_lanes = len(lanes.bounds) - 1
     lane = np.repeat(np.arange(num_lanes), np.diff(np.searchsorted(lanes.start, lanes.bounds)))
-    window = _window_of_piece(lanes, lane, sizes, window_blocks)
+    first_block = first_blocks(len(sizes), window_blocks, num_lanes, ramp=ramp)
+    window = _window_of_piece(lanes, lane, sizes, first_block)
     num_windows = int(window.max(initial=-1)) + 1
     cell_piece = np.searchsorted(lane * num_windows + window, np.arange(num_lanes * num_windows + 1))
     cell_start = lanes.start[cell_piece]
@@ -205,11 +207,10 @@ def _slice_of(places: NDArray[np.int64]) -> NDArray[np.int64] | slice:
 
 
 def _window_of_piece(
-    lanes: Lanes, lane: NDArray[np.int64], sizes: NDArray[np.int64], window_blocks: int
+    lanes: Lanes, lane: NDArray[np.int64], sizes: NDArray[np.int64], first_block: NDArray[np.int64]
 ) -> NDArray[np.int64]:
     """The stretch of positions in which the middle of each piece lies; stretches without any are left out."""
     num_lanes = len(lanes.bounds) - 1
-    first_block = _first_blocks(len(sizes), window_blocks, num_lanes)
     begin = np.concatenate(([0], np.cumsum(sizes)))[first_block]
     # By the middle: cut by their first or last samples, lanes would be up to a whole block apart. Twice the
     # middle, and in positions of all lanes, so that every comparison is one of integers, alike everywhere.
@@ -219,20 +220,30 @@ def _window_of_piece(
     return (np.cumsum(in_use) - 1)[window]
 
 
-def _first_blocks(num_blocks: int, window_blocks: int, num_lanes: int) -> NDArray[np.int64]:
-    """First block of every window in block order: 0, 8, 24, 56 ..., then even steps."""
-    size, start = max(FIRST_WINDOW_BLOCKS, num_lanes), 0
-    bounds: list[int] = []
-    while size < window_blocks and start < num_blocks:
-        bounds.append(start)
-        start, size = start + size, size * 2
-    steady = np.arange(start, max(num_blocks, start), window_blocks)
-    return np.concatenate((bounds, steady)).astype(np.int64)
+def first_blocks(num_blocks: int, window_blocks: int, num_lanes: int, *, ramp: bool) -> NDArray[np.int64]:
+    """First block of every window in block order, int64 [windows].
+
+    Windows are of one size, to a block a lane, and `window_blocks` on average at most: a short one at the end
+    would hold few blocks, and so few labels of sorted data. A ramp has windows of 8, 16, 32 ... blocks before
+    them, unless all blocks fit into one window.
+    """
+    if num_blocks <= window_blocks:
+        return np.zeros(min(1, num_blocks), np.int64)
+    *small, start = accumulate(ramp_sizes(window_blocks, num_lanes) if ramp else (), initial=0)
+    # In rounds of a block a lane: cut inside a round, no lane or all of them would go to the next window.
+    left = max(0, num_blocks - start)
+    rounds, num_even = -(-left // num_lanes), -(-left // window_blocks)
+    even = start + np.arange(num_even) * rounds // max(1, num_even) * num_lanes
+    return np.array([*(first for first in small if first < num_blocks), *even], np.int64)
 
 
-def most_windows(num_blocks: int, window_blocks: int, num_lanes: int) -> int:
-    """Windows that so many blocks with samples can be cut into, at most, whatever their order."""
-    return len(_first_blocks(num_blocks, window_blocks, num_lanes))
+def ramp_sizes(window_blocks: int, num_lanes: int) -> list[int]:
+    """Blocks of the small windows of a ramp: 8, 16, 32 ... or one a lane and twice as many each time."""
+    sizes, size = list[int](), max(FIRST_WINDOW_BLOCKS, num_lanes)
+    while size < window_blocks:
+        sizes.append(size)
+        size *= 2
+    return sizes
 
 
 def _grid(

@@ -19,8 +19,8 @@ from sharding.order.shuffle import Shuffle
 from sharding.plan.batch_plan import BatchPlan, Dealing
 
 _OPTIONAL = {"batching", "sources", "weights"}
-STATE_VERSION = 2
-"""Version 2 knows lanes; the order of version 1 had none."""
+STATE_VERSION = 3
+"""The order of version 1 had no lanes; in that of version 2 all epochs began with small windows."""
 
 
 class Windows(Protocol):

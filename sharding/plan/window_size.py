@@ -1,26 +1,34 @@
 """How many blocks a shuffle window holds where nobody says, and why.
 
-More blocks mix better; the bytes of a window are memory, and the read-ahead. So a window is about 64 MiB,
-never fewer than 8 blocks while a quarter of the memory limit holds them (two windows are open at a time, and
-batches need the rest). The choice is a function of the block table and of the limit the user gave, never of
-the machine: ranks of unlike machines must agree on the order.
+More blocks mix better; the bytes of a window are memory, and the read-ahead. A dataset that fits into 256 MiB
+and a quarter of the memory limit is one window, which mixes like a full shuffle. Of larger ones a window is
+about 128 MiB: 64 blocks of the usual size, which hold each of ten sorted labels alike enough that a batch of
+256 tells no difference from chance (`benchmarks.label_mixing`). It has never fewer than 8 blocks while a
+quarter of the memory limit holds them (two windows are open at a time, and batches need the rest). The
+choice is a function of the block table and of the limit the user gave, never of the machine: ranks of unlike
+machines must agree on the order.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from sharding.order.shuffle import Shuffle
+from sharding.order.shuffle import Kind, Shuffle
+from sharding.order.windows import ramp_sizes
 
 if TYPE_CHECKING:
     from sharding.catalog.table import BlockTable
 
-WINDOW_BYTES = 64 << 20
-"""What a window aims at."""
+ONE_WINDOW_BYTES = 256 << 20
+"""A dataset of no more is one window."""
+WINDOW_BYTES = 128 << 20
+"""What a window of a larger one aims at."""
+READ_BYTES = 64 << 20
+"""The same where windows mix nothing, and say only what is read together."""
 DEFAULT_LIMIT = 1 << 30
 """The memory limit assumed where none is given, whatever the machine has."""
 _MIN_BLOCKS = 8
@@ -35,69 +43,108 @@ class WindowSize:
     """Blocks mixed together, >= 1. At 1 samples mix inside their block only; at all blocks, everywhere."""
     reason: str
     """For people: what set the number."""
+    num_blocks: int
+    """Blocks with samples of the dataset."""
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the window holds the whole dataset."""
+        return self.window_blocks >= self.num_blocks
 
 
-def choose_window_blocks(table: BlockTable, memory_limit: int | None = None) -> WindowSize:
+def choose_window_blocks(
+    table: BlockTable, memory_limit: int | None = None, kind: Kind = "window"
+) -> WindowSize:
     """Blocks of a window for a dataset.
 
     Args:
         table: the dataset's blocks; those without samples do not count.
         memory_limit: bytes the loader may hold, as the user gave it; None where the user gave none.
+        kind: of the shuffle: only under "window" do windows mix.
 
     Raises `ValueError` for a limit below one byte.
     """
     if memory_limit is not None and memory_limit < 1:
         raise ValueError(f"memory_limit must be >= 1 byte, got {memory_limit}")
-    used = table.num_samples > 0
-    num_blocks = int(used.sum())
+    sizes = np.maximum(table.length, table.nbytes)[table.num_samples > 0]
+    num_blocks, total = len(sizes), int(sizes.sum())
     if not num_blocks:
-        return WindowSize(1, "the dataset has no samples")
-    mean = max(1, int(np.maximum(table.length, table.nbytes)[used].mean()))
-    of_bytes, of_limit = WINDOW_BYTES // mean, (memory_limit or DEFAULT_LIMIT) // _SHARE_OF_LIMIT // mean
+        return WindowSize(1, "the dataset has no samples", 0)
+    mean, allowed = max(1, total // num_blocks), (memory_limit or DEFAULT_LIMIT) // _SHARE_OF_LIMIT
+    mixes = kind == "window"
+    aim, one = (WINDOW_BYTES, ONE_WINDOW_BYTES) if mixes else (READ_BYTES, READ_BYTES)
     blocks = f"blocks of {_mib(mean)} on average"
-    if num_blocks <= min(max(of_bytes, _MIN_BLOCKS), of_limit):
-        return WindowSize(num_blocks, f"all {num_blocks:,} {blocks}: the whole dataset fits into one window")
+    if total <= min(one, allowed):
+        return WindowSize(
+            num_blocks, f"all {num_blocks:,} {blocks}: the whole dataset fits into one window", num_blocks
+        )
+    of_bytes, of_limit = aim // mean, allowed // mean
+    if mixes and of_bytes >= _MIN_BLOCKS:
+        # As many windows as come nearest: one more, and those of a dataset just above it would hold half.
+        of_bytes = -(-num_blocks // max(1, round(total / aim)))
     if of_limit < max(of_bytes, _MIN_BLOCKS):
         limit = _mib(DEFAULT_LIMIT) + ", the default" if memory_limit is None else _mib(memory_limit)
         few = "" if of_limit else "; not even one fits, and a window has at least one"
-        return WindowSize(max(1, of_limit), f"{blocks} in a quarter of memory_limit ({limit}){few}")
-    if of_bytes < _MIN_BLOCKS:
-        return WindowSize(_MIN_BLOCKS, f"the fewest that mix, though {blocks} exceed {_mib(WINDOW_BYTES)}")
-    return WindowSize(of_bytes, f"{_mib(WINDOW_BYTES)} of {blocks}")
-
-
-def deciding_table(
-    tables: Sequence[BlockTable], memory_limit: int | None = None
-) -> tuple[BlockTable, int | None]:
-    """Of several sources that share a memory limit, the one that decides, and its share of the limit.
-
-    It is the one with the smallest window, of those that do not fit into one; of the others, the largest.
-    """
-    if len(tables) == 1:
-        return tables[0], memory_limit
-    share = max(1, (memory_limit or DEFAULT_LIMIT) // len(tables))
-    sizes = [choose_window_blocks(table, share).window_blocks for table in tables]
-    fits = [size >= np.count_nonzero(table.num_samples) for size, table in zip(sizes, tables, strict=True)]
-    best = min(range(len(tables)), key=lambda i: (fits[i], -sizes[i] if fits[i] else sizes[i]))
-    return tables[best], share
+        chosen, reason = max(1, of_limit), f"{blocks} in a quarter of memory_limit ({limit}){few}"
+    elif of_bytes < _MIN_BLOCKS:
+        chosen, reason = _MIN_BLOCKS, f"the fewest that mix, though {blocks} exceed {_mib(aim)}"
+    else:
+        chosen, reason = of_bytes, f"{_mib(of_bytes * mean)} of {blocks}"
+    return WindowSize(chosen, reason, num_blocks)
 
 
 def resolve_windows(
-    shuffle: Shuffle, table: BlockTable, memory_limit: int | None = None
+    shuffle: Shuffle, tables: Sequence[BlockTable], memory_limit: int | None = None
 ) -> tuple[Shuffle, str]:
     """The shuffle with nothing left open, and what set its window's size.
 
-    Arguments and errors as those of `choose_window_blocks`; a window has at least a block of every lane.
+    Args:
+        shuffle: as the user gave it.
+        tables: of the dataset, or of each source of a mixture. Those share the limit, and each has windows
+            of its own; `window_blocks` is that of the one with the smallest window, of those that do not fit
+            into one, or else the largest.
+        memory_limit: as for `choose_window_blocks`.
+
+    A window has at least a block of every lane. Errors are those of `choose_window_blocks`.
     """
     if shuffle.kind == "full":
         return shuffle, "a full shuffle has no windows"
     if shuffle.window_blocks is not None:
         return shuffle.resolved(), "as given"
-    size = choose_window_blocks(table, memory_limit)
+    share = memory_limit
+    if len(tables) > 1:
+        share = max(1, (memory_limit or DEFAULT_LIMIT) // len(tables))
+    sizes = [choose_window_blocks(table, share, shuffle.kind) for table in tables]
+    of_sources = tuple(size.window_blocks for size in sizes)
+    size = min(sizes, key=lambda one: (one.is_whole, one.window_blocks * (-1 if one.is_whole else 1)))
     resolved = shuffle.resolved(size.window_blocks)
+    if len({*of_sources}) > 1:
+        resolved = replace(resolved, source_windows=of_sources)
+    reason = size.reason
     if resolved.num_lanes > size.window_blocks:
-        return resolved, f"one of each lane; without lanes {size.window_blocks:,}: {size.reason}"
-    return resolved, size.reason
+        reason = f"one of each lane; without lanes {size.window_blocks:,}: {reason}"
+    if len(tables) > 1:
+        reason = f"{reason}; {sum(one.is_whole for one in sizes)} of {len(sizes)} sources in one window each"
+    small = ramp_sizes(resolved.of_source(sizes.index(size)).window_blocks or 0, resolved.num_lanes)
+    if resolved.ramp and small and not size.is_whole:
+        when = "epoch 0 begins" if shuffle.kind == "window" else "each epoch begins"
+        reason = f"{reason}; {when} with {', '.join(map(str, small))}"
+    return resolved, reason
+
+
+def window_bytes(shuffle: Shuffle, tables: Sequence[BlockTable]) -> int:
+    """Bytes of a window of each source together, about; 0 where windows mix nothing.
+
+    `shuffle`: with nothing left open.
+    """
+    if shuffle.kind != "window":
+        return 0
+    total = 0
+    for number, table in enumerate(tables):
+        sizes = np.maximum(table.length, table.nbytes)[table.num_samples > 0]
+        blocks = min(len(sizes), shuffle.of_source(number).window_blocks or len(sizes))
+        total += int(sizes.sum()) * blocks // max(1, len(sizes))
+    return total
 
 
 def _mib(count: int) -> str:

@@ -88,7 +88,7 @@ def inspect_dataset(dataset: ShardedDataset, settings: InspectSettings) -> Inspe
     labels, labels_from = labels_of(dataset, settings.label)
     first = catalog.block(int(np.flatnonzero(table.num_samples)[0]))
     located = catalog.codec().locate(first, None) is not None  # the format tells where single samples lie
-    shuffle, reason = resolve_windows(settings.shuffle, table, settings.memory_limit)
+    shuffle, reason = resolve_windows(settings.shuffle, [table], settings.memory_limit)
     topology = settings.topology
     nodes = topology.nodes_of_ranks
     assert nodes is not None

@@ -17,10 +17,11 @@ WINDOWED = ["window", "blocks", "none"]
 keys = st.integers(0, 2**64 - 1)
 tables = st.lists(st.integers(0, 7), max_size=60) | st.lists(st.integers(0, 300), max_size=9)
 windowed = st.builds(
-    lambda kind, window, lanes: Shuffle(kind, max(window, lanes), lanes),
+    lambda kind, window, lanes, ramp: Shuffle(kind, max(window, lanes), lanes, ramp=ramp),
     st.sampled_from(WINDOWED),
     st.integers(1, 40),
     st.integers(1, 9),
+    st.booleans(),
 )
 mixings = windowed | st.builds(
     lambda kind, window, lanes, share: Shuffle(kind, max(window, lanes), lanes, share),
@@ -59,7 +60,8 @@ def test_an_epoch_holds_every_sample_once(table, shuffle, seed, epoch):
 @example([100] + [1] * 100, Shuffle("none", 2, 2), 0, 0)  # one lane is in its first window, one in its 60th
 def test_the_order_and_its_windows_are_as_specified(table, shuffle, seed, epoch):
     order = Order(table, shuffle, seed=seed, epoch=epoch)
-    plain = PlainOrder(table, shuffle.kind, seed, epoch, shuffle.window_blocks, shuffle.canonical_nodes)
+    lanes, ramp = shuffle.canonical_nodes, shuffle.ramp and (epoch == 0 or shuffle.kind != "window")
+    plain = PlainOrder(table, shuffle.kind, seed, epoch, shuffle.window_blocks, lanes, ramp)
     first = np.cumsum(table) - table
     expected = [[[int(first[b]) + row for b, row in cell] for cell in cells] for cells in plain.windows]
     assert samples_of_slots(order, table) == [[s for cell in cells for s in cell] for cells in expected]
@@ -175,23 +177,51 @@ def test_each_run_of_positions_takes_one_sample_of_every_lane():
     assert set.union(*lanes) == set(range(32))
 
 
-def test_the_first_windows_are_small_and_double():
-    order = Order(np.ones(400, int), Shuffle("window", 96), seed=0, epoch=0)
-    assert [len(order.window_blocks(w)) for w in range(order.num_windows)] == [8, 16, 32, 64, 96, 96, 88]
-    one = Order(np.ones(400, int), Shuffle("window", 100, 1), seed=0, epoch=0)
-    assert [len(one.window_blocks(w)) for w in range(one.num_windows)] == [8, 16, 32, 64, 100, 100, 80]
-    few = Order(np.ones(10, int), Shuffle("window", 4), seed=0, epoch=0)
-    assert [len(few.window_blocks(w)) for w in range(few.num_windows)] == [4, 4, 2]
-    many = Order(np.ones(200, int), Shuffle("window", 64, 32), seed=0, epoch=0)
-    assert [len(many.window_blocks(w)) for w in range(many.num_windows)] == [32, 64, 64, 40]
+def blocks_in_windows(num_blocks, shuffle, epoch=0):
+    order = Order(np.ones(num_blocks, int), shuffle, seed=0, epoch=epoch)
+    return [len(order.window_blocks(w)) for w in range(order.num_windows)]
+
+
+def test_windows_are_of_one_size_and_the_last_one_is_not_short():
+    assert blocks_in_windows(400, Shuffle("window", 96)) == [80, 80, 80, 80, 80]
+    assert blocks_in_windows(10, Shuffle("window", 4)) == [4, 4, 2]  # a block of each of 4 lanes at least
+    assert blocks_in_windows(97, Shuffle("window", 96, 1)) == [48, 49]
+
+
+def test_the_first_windows_of_a_ramp_are_small_and_double():
+    assert blocks_in_windows(400, Shuffle("window", 96, ramp=True)) == [8, 16, 32, 64, 88, 96, 96]
+    assert blocks_in_windows(400, Shuffle("window", 100, 1, ramp=True)) == [8, 16, 32, 64, 93, 93, 94]
+    assert blocks_in_windows(200, Shuffle("window", 64, 32, ramp=True)) == [32, 64, 64, 40]
+    assert blocks_in_windows(100, Shuffle("window", 64, ramp=True)) == [8, 16, 32, 44]
+    assert blocks_in_windows(60, Shuffle("window", 33, ramp=True)) == [8, 16, 32, 4]
+
+
+@pytest.mark.parametrize("epoch", [0, 1])
+def test_what_fits_into_one_window_is_one_window_in_every_epoch(epoch):
+    assert blocks_in_windows(64, Shuffle("window", 64, ramp=True), epoch) == [64]
+    assert blocks_in_windows(3, Shuffle(), epoch) == [3]
+
+
+def test_epochs_after_the_first_have_no_ramp_where_windows_mix():
+    assert blocks_in_windows(96, Shuffle("window", 32, ramp=True), epoch=1) == [32, 32, 32]
+    for kind in ("blocks", "none"):  # what is read together makes no difference to the order there
+        shuffles = [Shuffle(kind, 32, ramp=ramp) for ramp in (True, False)]
+        assert [blocks_in_windows(96, one, epoch=1) for one in shuffles] == [[8, 16, 24, 24, 24], [32] * 3]
+        one, other = (Order(np.full(96, 3), shuffle, seed=5, epoch=1) for shuffle in shuffles)
+        assert np.array_equal(every_sample(one), every_sample(other))
+
+
+def test_windows_given_by_hand_never_ramp():
+    assert Shuffle("window", 32).resolved().ramp is False
+    assert Shuffle().resolved().ramp is True
 
 
 @pytest.mark.parametrize("lanes", [1, 8])
 def test_windows_hold_about_the_blocks_they_should_when_sizes_differ(lanes):
     table = 1 + np.arange(3000) * 7919 % 100
     order = Order(table, Shuffle("window", 64, lanes), seed=0, epoch=0)
-    blocks = [len(order.window_blocks(w)) for w in range(4, order.num_windows - 1)]
-    assert 64 - lanes <= min(blocks) <= max(blocks) <= 64 + lanes
+    blocks = [len(order.window_blocks(w)) for w in range(order.num_windows - 1)]
+    assert 63 - lanes <= min(blocks) <= max(blocks) <= 64 + lanes
 
 
 def test_no_window_holds_an_empty_block_and_empty_blocks_do_not_change_the_order():
@@ -269,20 +299,22 @@ def test_blocks_of_unlike_sizes_come_at_any_time_of_an_epoch(share):
     assert abs(chi_square(quarters)) < (4 if share == 1 else 6)
 
 
-def test_the_order_of_version_2_never_changes():
+def test_the_order_of_version_3_never_changes():
     """A change here breaks every saved state: give the state a new version instead."""
     table = [3, 0, 2, 4, 1, 5]
 
     def samples(kind, *rest):
         return every_sample(Order(table, Shuffle(kind, *rest), seed=7, epoch=1)).tolist()
 
-    assert samples("window", 3) == [5, 12, 9, 10, 8, 14, 7, 13, 6, 11, 2, 3, 1, 4, 0]
+    assert samples("window", 3) == [5, 12, 8, 10, 7, 14, 6, 13, 1, 11, 0, 3, 9, 4, 2]
     assert samples("window", 8, 4) == [0, 12, 7, 4, 14, 10, 5, 3, 2, 13, 8, 9, 1, 11, 6]
     assert samples("window", 8, 4, 0.5) == [3, 7, 12, 1, 2, 5, 10, 0, 14, 8, 13, 9, 4, 6, 11]
     assert samples("full") == [12, 7, 9, 13, 6, 3, 1, 11, 5, 4, 8, 10, 14, 2, 0]
     assert samples("blocks") == [5, 6, 7, 8, 10, 11, 12, 13, 14, 0, 1, 2, 9, 3, 4]
     large = Order(np.full(10**5, 10_000), Shuffle("window", 64), seed=2**40, epoch=3)
-    assert large.samples(np.array([0, 10**8, 10**9 - 1])).tolist() == [304582759, 782467556, 812351779]
+    assert large.samples(np.array([0, 10**8, 10**9 - 1])).tolist() == [396331642, 428627507, 183754629]
+    ramped = Order(np.full(10**5, 10_000), Shuffle("window", 64, ramp=True), seed=2**40, epoch=0)
+    assert ramped.samples(np.array([0, 10**8, 10**9 - 1])).tolist() == [75008597, 824902027, 686715727]
     full = Order(np.full(10**5, 10_000), Shuffle("full"), seed=2**40, epoch=3)
     assert full.samples(np.array([0, 10**8, 10**9 - 1])).tolist() == [758404552, 234745595, 181479141]
     assert feistel(np.array([0, 1, 999_999_999], np.uint64), 10**9, 42).tolist() == [
@@ -310,7 +342,9 @@ def test_an_epoch_without_samples_has_no_windows():
 
 
 def test_an_order_tells_what_was_left_open():
-    assert Order([1], Shuffle(), seed=0, epoch=0, window_blocks=77).shuffle == Shuffle("window", 77, 8)
+    assert Order([1], Shuffle(), seed=0, epoch=0, window_blocks=77).shuffle == Shuffle(
+        "window", 77, 8, ramp=True
+    )
     assert Order([1], Shuffle("window", 5), seed=0, epoch=0, window_blocks=77).shuffle.window_blocks == 5
     assert Order([1], Shuffle("full"), seed=0, epoch=0, window_blocks=77).shuffle == Shuffle("full")
 

@@ -9,7 +9,15 @@ from sharding.order.shuffle import Shuffle
 
 @pytest.mark.parametrize(
     "shuffle",
-    [Shuffle(), Shuffle("full"), Shuffle("none", 4), Shuffle("blocks"), Shuffle("window", 64, 16, 0.25)],
+    [
+        Shuffle(),
+        Shuffle("full"),
+        Shuffle("none", 4),
+        Shuffle("blocks"),
+        Shuffle("window", 64, 16, 0.25),
+        Shuffle(ramp=False),
+        Shuffle(source_windows=(3, 9)),
+    ],
 )
 def test_a_shuffle_survives_json(shuffle):
     assert Shuffle.from_json(json.loads(json.dumps(shuffle.to_json()))) == shuffle
@@ -42,12 +50,14 @@ def test_bad_shuffles_are_refused(arguments, says):
         Shuffle(*arguments)
 
 
-GOOD = {"kind": "none", "window_blocks": 1, "canonical_nodes": 1, "exchange": 1.0}
+GOOD = Shuffle("none", 1, 1).to_json()
 
 
 @pytest.mark.parametrize("value", [None, [], {"kind": "none"}, GOOD | {"x": 1}])
 def test_json_that_is_no_shuffle_is_refused(value):
-    with pytest.raises(ValueError, match="object with canonical_nodes, exchange, kind, window_blocks"):
+    with pytest.raises(
+        ValueError, match="object with canonical_nodes, exchange, kind, ramp, source_windows, window_blocks"
+    ):
         Shuffle.from_json(value)
 
 
