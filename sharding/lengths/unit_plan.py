@@ -47,7 +47,6 @@ _KEPT_EPOCHS = 2
 _KEPT_MEGABATCHES = 4
 _KEPT_COUNTS = 1024
 """16 KiB each, if no sample is cut into more than 255 pieces."""
-_CHUNK = 1 << 20
 
 
 def epoch_lengths(order: Order, lengths: NDArray[np.integer], begin: int = 0) -> NDArray[np.integer]:
@@ -57,9 +56,8 @@ def epoch_lengths(order: Order, lengths: NDArray[np.integer], begin: int = 0) ->
     """
     out = np.empty(order.num_samples, lengths.dtype)
     out[:begin] = 0
-    for start in range(begin, order.num_samples, _CHUNK):  # bounds the temporaries
-        positions = np.arange(start, min(start + _CHUNK, order.num_samples))
-        out[positions] = lengths[order.samples(positions)]
+    for positions, samples in order.in_turn(begin):
+        out[positions] = lengths[samples]
     return out
 
 

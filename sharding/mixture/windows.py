@@ -13,7 +13,7 @@ between ranks lies up to a few samples inside a lane, whose blocks then two rank
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Unpack, cast
@@ -32,6 +32,8 @@ from sharding.plan.plan import RankPlan, Windows
 _KEPT_ORDERS = 2
 """Orders kept a source: the source epoch that ends and the one that begins."""
 _CHUNK = 1 << 15  # positions located at a time, so that the temporaries stay in the L2 cache
+_IN_TURN = 1 << 18
+"""Positions that are numbered together."""
 _KEPT_OFFSETS = 1 << 21
 """Samples of this rank whose places in their batches are kept: 8 MiB."""
 _MIXTURE = 0x6D6978  # "mix", apart from the purposes of `sharding.order.order`
@@ -107,6 +109,27 @@ class MixtureWindows:
             turn, number = divmod(key, len(self._sizes))
             out[at] += self.order_of(number, turn).samples(position[at])
         return out
+
+    def in_turn(self, begin: int = 0) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
+        """As `Order.in_turn`: positions and sample numbers, all from `begin` on, each window mixed once.
+
+        A source with a small share is in the same windows for most of the epoch: they stay until it is in
+        others.
+        """
+        numbers: dict[int, NDArray[np.int64]] = {}
+        for start in range(begin, self.num_samples, _IN_TURN):
+            positions = np.arange(start, min(start + _IN_TURN, self.num_samples))
+            window, index = self.locate(positions)
+            touched = windows_touched(window)
+            in_use, moved = {key for key, _ in touched}, {self.source_of(key)[0] for key, _ in touched}
+            for key in [key for key in numbers if key not in in_use and self.source_of(key)[0] in moved]:
+                del numbers[key]
+            for key, at in touched:
+                if key not in numbers:
+                    order, own = self._own_order(key)
+                    numbers[key] = order.window_numbers(own) + self._first_sample[self.source_of(key)[0]]
+                index[at] = numbers[key][index[at]]
+            yield positions, index
 
     def _find(
         self, positions: NDArray[np.int64]

@@ -15,6 +15,7 @@ An `Order` holds O(blocks) memory and never changes: use it from any number of t
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import cast
 
 import numpy as np
@@ -262,6 +263,28 @@ class Order:
             at = slice(None) if inside.all() else np.flatnonzero(inside)
             out[at] = self._sample_numbers(cells[at], places[at], first, last)
         return out
+
+    def in_turn(self, begin: int = 0) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
+        """Positions and their sample numbers, two int64 [n]: all from `begin` on, each once.
+
+        What `samples` says, at the cost of mixing each window once, however large windows are.
+        """
+        if self.shuffle.kind != "window":
+            for first in range(begin, self.num_samples, _SAMPLES_AT_ONCE):
+                positions = np.arange(first, min(first + _SAMPLES_AT_ONCE, self.num_samples))
+                yield positions, self.samples(positions)
+            return
+        for window in range(self.num_windows):
+            if self.window_span(window)[1] > begin:
+                positions, numbers = self.window_positions(window), self.window_numbers(window)
+                later = slice(None) if begin == 0 else positions >= begin
+                yield positions[later], numbers[later]
+
+    def window_numbers(self, window: int) -> NDArray[np.int64]:
+        """Sample numbers of a window in the dataset, index by index, int64 [window_length]."""
+        ordinal, row = self._mixed(window, self.table.cells(self._checked(window)))
+        row += self._first_sample[self.window_blocks(window)][ordinal]
+        return row
 
     def _in_groups(self, cells: NDArray[np.int64]) -> list[tuple[int, int]]:
         """Ranges of cells [first, last) that cover those touched, each small enough to tabulate."""

@@ -7,7 +7,7 @@ lanes is a constant unless the user says otherwise, so that one machine and fort
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import KW_ONLY, asdict, dataclass, fields, replace
 from typing import Literal, get_args
 
 Kind = Literal["window", "full", "blocks", "none"]
@@ -39,6 +39,7 @@ class Shuffle:
     exchange: float = 1.0
     """Share of the blocks that may change lane from one epoch to the next. 1: all are dealt anew. 0: a node
     keeps its blocks, and its cache. The order inside a lane is new in every epoch."""
+    _: KW_ONLY
     ramp: bool | None = None
     """Whether epoch 0 begins with small windows (8, 16, 32 ... blocks), so that the first batch of a training
     waits for few reads. They mix little, so later epochs have none; under "blocks" and "none" windows mix

@@ -349,6 +349,42 @@ def test_samples_count_those_of_the_sources_before(spec: MixtureSpec, shuffle: S
 
 @pytest.mark.parametrize("spec", MIXES)
 @pytest.mark.parametrize("shuffle", SHUFFLES, ids=str)
+@pytest.mark.parametrize("begin", [0, 7])
+def test_numbering_all_positions_in_turn_gives_what_asking_for_them_gives(
+    spec: MixtureSpec, shuffle: Shuffle, begin: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sharding.mixture.windows._IN_TURN", 5)
+    windows = windows_of(spec, 1, shuffle=shuffle)
+    parts = [*windows.in_turn(begin)]
+    assert np.concatenate([positions for positions, _ in parts]).tolist() == [
+        *range(begin, windows.num_samples)
+    ]
+    for positions, samples in parts:
+        assert np.array_equal(samples, windows.samples(positions))
+
+
+@pytest.mark.parametrize("weights", [[1, 1], [20, 1], [1, 20]])
+def test_numbering_a_mixture_mixes_each_window_once_whatever_its_weights(
+    weights: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sharding.mixture.windows._IN_TURN", 200)
+    mixed = Counter[tuple[int, int, int]]()
+
+    def numbers(order: Order, window: int) -> Any:
+        mixed[order.seed, order.epoch, window] += 1
+        return window_numbers(order, window)
+
+    window_numbers = Order.window_numbers
+    monkeypatch.setattr(Order, "window_numbers", numbers)
+    blocks = [[10] * 60 * weight for weight in weights]
+    spec = MixtureSpec.weighted([sum(counts) for counts in blocks], weights)
+    windows = windows_of(spec, 0, blocks=blocks, shuffle=Shuffle("window", 40, 8))
+    assert sum(len(positions) for positions, _ in windows.in_turn()) == windows.num_samples
+    assert set(mixed.values()) == {1}
+
+
+@pytest.mark.parametrize("spec", MIXES)
+@pytest.mark.parametrize("shuffle", SHUFFLES, ids=str)
 def test_windows_know_where_their_slots_come(spec: MixtureSpec, shuffle: Shuffle) -> None:
     windows = windows_of(spec, 1, shuffle=shuffle)
     window, slot = windows.locate(np.arange(windows.num_samples))

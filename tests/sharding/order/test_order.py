@@ -80,6 +80,16 @@ def test_locate_and_samples_agree_for_any_positions(table, shuffle, seed, data):
     assert got.tolist() == [slots[w][s] for w, s in zip(window, slot, strict=True)]
 
 
+@given(tables, mixings | st.just(Shuffle("full")), keys, st.integers(0, 3))
+def test_all_positions_in_turn_are_what_asking_for_them_gives(table, shuffle, seed, begin):
+    order = Order(table, shuffle, seed=seed, epoch=0)
+    parts = [*order.in_turn(begin)]
+    positions = np.concatenate([positions for positions, _ in parts] or [np.empty(0, np.int64)])
+    assert sorted(positions.tolist()) == list(range(begin, order.num_samples))
+    for positions, samples in parts:
+        assert np.array_equal(samples, order.samples(positions))
+
+
 @given(tables, mixings, keys)
 def test_every_slot_of_every_window_has_one_position(table, shuffle, seed):
     order = Order(table, shuffle, seed=seed, epoch=1)
