@@ -75,6 +75,8 @@ class LoaderStats(SessionStats):
     batch came again in the place of each, so that no rank lacks a step."""
     image_warnings: Mapping[str, int]
     """Images delivered whose JPEG data is odd at its end, by kind; see `Image.strict`. Empty: none."""
+    untrained_samples: int
+    """Samples delivered of which no token is to be learned, as where `max_length` has cut all answers off."""
     read_amplification: float | None
     """How often the ranks together read each byte of the shards in an epoch, by the plan, caches left out. 1:
     no block by two ranks, as with one rank or `shuffle=True` on up to eight. Up to the number of ranks in

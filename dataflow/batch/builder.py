@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from dataflow.batch.delivered import Delivered, Remark
+from dataflow.batch.delivered import UNTRAINED, Delivered, Remark
 from dataflow.batch.packed import batch_columns
 from dataflow.batch.samples import (
     GatherSamples,
@@ -31,7 +31,7 @@ from dataflow.batch.samples import (
     samples_of,
     transform_reason,
 )
-from dataflow.batch.transforms import lists_of, transformed_together
+from dataflow.batch.transforms import lists_of, trains_nothing, transformed_together
 from dataflow.outputs.columns import ChunkColumns, ChunkRows, Cut, Randomness, raise_if_closing
 from dataflow.outputs.held_bytes import held_bytes
 from dataflow.outputs.objects import described
@@ -362,6 +362,9 @@ class BatchBuilder:
             except BaseException as error:
                 cause, reason = error, transform_reason(error, [output.name for output in outputs])
             if not reason:
+                if mask := trains_nothing(transforms[window.source.number][0], made):
+                    assert self.columns is not None
+                    self.columns.remark(first + int(index), mask, UNTRAINED)
                 samples.append(made)
                 transformed.append(index)
                 continue

@@ -11,6 +11,9 @@ from numpy.typing import NDArray
 from prefetch.core.plan import COLUMN_ALIGN
 from sharding.errors import SampleError
 
+UNTRAINED = "no token of it is to be learned"
+"""A remark about a sample; all others are about images."""
+
 
 class Remark(NamedTuple):
     """What is odd about values of a batch that are delivered all the same."""

@@ -138,6 +138,8 @@ def _array_of(value: Any) -> NDArray[Any] | None:
 
 # ---- why samples cannot be put together -------------------------------------------------------------------
 
+_DEEPEST = 50
+"""No batch is nested as deep as this."""
 _NAMED = 20
 """Columns that a message names."""
 _OF_OTHER_ARGUMENTS = (KeyError, TypeError, AttributeError)
@@ -177,6 +179,10 @@ def misfit_of(
         for output in outputs
         if output.one_shape_cure
     }
+    for at, sample in enumerate(samples):
+        if _is_too_deep(sample):
+            what, cure = f"what holds itself, or is nested over {_DEEPEST} deep", "return plain values"
+            return Misfit(at=at, column="", what=what, cure=f"{cure}, {_LEAVE_OUT}")
     if _fits(samples):
         return None
     are_dicts = [isinstance(sample, Mapping) for sample in samples]
@@ -227,6 +233,14 @@ def _inner_misfit(values: Sequence[Any], column: str, cures: Mapping[str, str]) 
         if not _fits(inner):
             return _misfit(inner, name, cures)
     return None
+
+
+def _is_too_deep(value: Any, depth: int = 0) -> bool:
+    """Whether lists and dicts lie in one another without an end: torch's function would fail on them late."""
+    if not isinstance(value, Mapping | list | tuple):
+        return False
+    inner = value.values() if isinstance(value, Mapping) else value
+    return depth > _DEEPEST or any(_is_too_deep(each, depth + 1) for each in inner)
 
 
 def _unlike(

@@ -7,8 +7,10 @@ by name, here and nowhere else.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
+
+import numpy as np
 
 from prefetch.memory.interrupts import must_go_on
 
@@ -24,10 +26,12 @@ class BatchTransform(Protocol):
     is transformed by itself: so the error names the one that is bad, and `on_error` decides about it alone.
     A transform that takes `rng=` is called sample by sample, whatever it has.
 
-    Three attributes are looked up, and may be left out:
+    Four attributes are looked up, and may be left out:
 
     - `lists`, names of columns: 1-D tensors whose length differs from sample to sample. Without a
       `collate_fn`, batches have each of them as a `Ragged`.
+    - `targets`, names of columns: masks of the tokens that are to be learned. A sample of which none is, as
+      where all are cut off, is delivered, counted in `stats().untrained_samples`, and warned of once.
     - `fingerprint`, up to 32 printable ASCII characters without "@", "+" and "~": what the results depend on
       besides the samples, such as the hash of a tokenizer's file. A loader's state has it, and a loader with
       another one refuses the state.
@@ -51,6 +55,14 @@ def batch_form(transform: object) -> Callable[[list[Sample]], Sequence[Any]] | N
 def lists_of(transform: object) -> tuple[str, ...]:
     """The columns of its samples that are lists of unlike lengths."""
     return tuple(getattr(transform, "lists", ()))
+
+
+def trains_nothing(transform: object, sample: Any) -> str:
+    """The mask of a sample that a transform has made where it says that nothing is to be learned; else ""."""
+    names: Sequence[str] = getattr(transform, "targets", ())
+    if not names or not isinstance(sample, Mapping):
+        return ""
+    return "" if any(np.any(np.asarray(sample[name])) for name in names if name in sample) else names[0]
 
 
 def fingerprint_of(transform: object) -> str:

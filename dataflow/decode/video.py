@@ -146,7 +146,8 @@ class Video:
     def moments(self, at_s: float, count: int, fps: float) -> NDArray[np.float64]:
         """Frames of a clip about a time in an episode of `count` frames, as float64 [frames] from its first.
 
-        Raises `ValueError` where they reach beyond the episode and `pad` does not say what to do then.
+        Beyond the episode `pad` says what is seen: its first or last frame, or its other end ("loop").
+        Raises `ValueError` where it does not say.
         """
         frames = self.frames or 1
         before = {"start": 0, "middle": (frames - 1) // 2, "end": frames - 1}[self.clip]
@@ -154,9 +155,11 @@ class Video:
         if self.pad == "error" and (wanted[0] < -0.5 or wanted[-1] > count - 0.5):
             raise ValueError(
                 f"the clip reaches beyond its episode of {count / fps:.3f} s: from {wanted[0] / fps:.3f} s "
-                f"to {wanted[-1] / fps:.3f} s; Video(pad='last') repeats the frames at its ends"
+                f"to {wanted[-1] / fps:.3f} s; Video(pad='last') repeats the frames at its ends, "
+                "'loop' goes around"
             )
-        moments: NDArray[np.float64] = np.floor(np.clip(wanted, 0, count - 1) + 1e-3)
+        inside = wanted % count if self.pad == "loop" else wanted
+        moments: NDArray[np.float64] = np.floor(np.clip(inside, 0, count - 1) + 1e-3)
         return moments
 
     # ---- which frames ---------------------------------------------------------------------------------

@@ -53,7 +53,8 @@ class BatchWriter:
             stacked: torch.Tensor = self._stack(batch, collate_fn_map=collate_fn_map)
             return stacked
         nbytes = len(batch) * elem.numel() * elem.element_size()
-        if nbytes < _DIRECT_BYTES or type(elem) is not torch.Tensor:
+        # What requires grad cannot be stacked into memory that is there.
+        if nbytes < _DIRECT_BYTES or type(elem) is not torch.Tensor or any(t.requires_grad for t in batch):
             return torch.stack(batch, 0)
         leased = self._region.arena.lease(nbytes)
         self._direct[leased.ctypes.data] = leased

@@ -150,9 +150,10 @@ class _Packer:
         ):
             if tensor.requires_grad and not tensor.is_leaf:
                 raise RuntimeError(
-                    "Cowardly refusing to serialize non-leaf tensor which requires_grad, since autograd does "
-                    "not support crossing process boundaries. If you just want to transfer the data, call "
-                    "detach() on the tensor before serializing (e.g., putting it on the queue)."
+                    f"a tensor {list(tensor.shape)} of the batch requires_grad and was computed "
+                    f"({type(tensor.grad_fn).__name__}): autograd does not go from one process to another. "
+                    "Return tensor.detach(), or have batches made in this process, by num_workers=0 or "
+                    'workers="thread"'
                 )
             return _with_typed_storages(tensor.__reduce_ex__(pickle.HIGHEST_PROTOCOL))
         if self.shared is not None and tensor.is_shared() and tensor.numel():

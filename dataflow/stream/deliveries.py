@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from dataflow.batch.builder import REPEAT
-from dataflow.batch.delivered import Delivered
+from dataflow.batch.delivered import UNTRAINED, Delivered
 from dataflow.outputs.columns import odd_text
 from dataflow.torch_threads import run_with_one_torch_thread
 from sharding.errors import DataflowError, SampleError
@@ -38,8 +38,15 @@ class Deliveries:
         for kind, num_values, first in delivered.remarks:
             if first and kind not in self._told:
                 self._told.add(kind)
-                warnings.warn(odd_text(first), stacklevel=4)
+                text = untrained_text(first) if kind == UNTRAINED else odd_text(first)
+                warnings.warn(text, stacklevel=4)
             self.remarks[kind] += num_values
+
+
+def untrained_text(first: str) -> str:
+    """The warning of a sample that trains nothing, whose place is given, and of those that follow."""
+    counted = "such samples are delivered, and counted in stats().untrained_samples"
+    return f"{first}: {counted}; max_length= may have cut all answers off: raise it, or leave such chats out"
 
 
 class LastGood:

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from dataflow.batch.builder import REPEAT
+from dataflow.batch.delivered import UNTRAINED
 from dataflow.batch.transforms import fingerprint_of
 from dataflow.dataset import ShardedDataset
 from dataflow.limits import memory_limit_bytes
@@ -568,7 +569,8 @@ class StreamLoader:
             skipped_samples=self._skipped.count,
             skipped=tuple(self._skipped.errors),
             empty_batches=delivered.empty_batches,
-            image_warnings=dict(delivered.remarks),
+            image_warnings={k: n for k, n in delivered.remarks.items() if k != UNTRAINED},
+            untrained_samples=delivered.remarks[UNTRAINED],
             read_amplification=self._plan.read_amplification,
             lengths=self._length_plan.stats if self._length_plan else None,
             mapped_bytes=sum(session.mapped_bytes() for session in sessions),

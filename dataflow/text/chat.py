@@ -81,6 +81,11 @@ class ChatTemplate:
         return (self.into, self.mask) if self.mask else (self.into,)
 
     @property
+    def targets(self) -> tuple[str, ...]:
+        """See `BatchTransform`."""
+        return (self.mask,) if self.mask else ()
+
+    @property
     def fingerprint(self) -> str:
         """See `BatchTransform`."""
         text = (self.text.source, self.text.variables)

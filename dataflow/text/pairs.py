@@ -52,6 +52,11 @@ class PreferencePairs:
         self.stage, self.chosen, self.rejected, self.prompt = stage, chosen, rejected, prompt
 
     @property
+    def targets(self) -> tuple[str, ...]:
+        """See `BatchTransform`."""
+        return tuple(getattr(self.stage, "targets", ()))
+
+    @property
     def lists(self) -> tuple[str, ...]:
         """See `BatchTransform`."""
         return self.stage.lists

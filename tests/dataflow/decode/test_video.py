@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -27,6 +28,17 @@ def decoded(rule: Video, data: bytes, clip: float = 0.0) -> torch.Tensor:
 
 def shown(rule: Video, data: bytes, clip: float = 0.0) -> list[int]:
     return numbers_of(decoded(rule, data, clip))
+
+
+def test_a_clip_about_a_row_goes_on_at_the_other_end_of_its_episode() -> None:
+    def frames(pad: Any, clip: Any, at_s: float) -> list[int]:
+        return Video(frames=4, fps=5, clip=clip, pad=pad).moments(at_s, 6, 10.0).astype(int).tolist()
+
+    assert frames("loop", "start", 0.3) == [3, 5, 1, 3]
+    assert frames("last", "start", 0.3) == [3, 5, 5, 5]
+    assert frames("loop", "end", 0.1) == [1, 3, 5, 1]
+    with pytest.raises(ValueError, match="goes around"):
+        frames("error", "end", 0.1)
 
 
 def test_frames_without_fps_follow_each_other() -> None:

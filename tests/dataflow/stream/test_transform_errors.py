@@ -141,6 +141,20 @@ def test_who_is_no_dict_or_lacks_a_column_of_the_others_is_left_out(ints: Made, 
     assert classes == [row["cls"] for row in ints.samples if row["cls"] != ODD]
 
 
+def test_a_sample_that_holds_itself_is_a_bad_one(ints: Made) -> None:
+    def transform(sample: Sample) -> Sample:
+        x: list[Any] = [1]
+        x.append(x if sample["cls"] == ODD else 2)
+        return {**sample, "x": x}
+
+    error = error_of(ints.open(transform=transform))
+    assert isinstance(error, SampleError)
+    assert (error.key, error.stage) == ("00013", "collate")
+    assert "holds itself" in error.reason
+    with DataLoader(ints.open(transform=transform, on_error="skip"), 4) as loader:
+        assert sum(len(batch["cls"]) for batch in loader) == len(ints.samples) - 1
+
+
 # ---- what is raised that is no Exception --------------------------------------------------------------
 
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 from text_kit import MARKED, PLAIN, chat, text_in, tokenizer, write_jsonl
 
-from dataflow import ChatTemplate, DataLoader, SampleError, ShardedDataset
+from dataflow import ChatTemplate, DataLoader, Packed, SampleError, ShardedDataset
 from dataflow.text.chat_template import ChatText
 from dataflow.text.tokenizer import MissingTextSupportError
 
@@ -76,6 +76,24 @@ def test_chats_come_from_json_lines_parquet_and_json_text(tokenizer: Path, tmp_p
             assert got == [sample[column].tolist() for sample in expected]
         assert [n for batch in batches for n in batch["id"].tolist()] == list(range(17))
     assert batches[0]["loss_mask"].values.dtype == torch.bool
+
+
+@pytest.mark.parametrize(
+    "batching", [None, Packed(64, columns=["input_ids", "loss_mask"])], ids=["plain", "packed"]
+)
+def test_chats_whose_answers_are_all_cut_off_are_counted_and_warned_of_once(
+    tokenizer: Path, tmp_path: Path, batching: Any
+) -> None:
+    stage = ChatTemplate(tokenizer, template=MARKED, variables=START, max_length=8)
+    long = [{"role": "user", "content": "x " * 20}, {"role": "assistant", "content": "y"}]
+    short = [{"role": "assistant", "content": "y"}]
+    write_jsonl(tmp_path / "x.jsonl", [{"messages": chat} for chat in (long, short, long)])
+    dataset = ShardedDataset(tmp_path / "x.jsonl", transform=stage)
+    with DataLoader(dataset, 1, num_workers=0, batching=batching) as loader:
+        with pytest.warns(UserWarning, match="'0'.*'loss_mask': no token of it is to be learned") as told:
+            assert len(list(loader)) >= 1
+        assert loader.stats().untrained_samples == 2
+    assert len(told) == 1
 
 
 def test_keys_that_other_messages_have_are_as_if_they_were_not_there(tokenizer: Path, tmp_path: Path) -> None:

@@ -87,6 +87,16 @@ def segfault() -> None:
     os.kill(os.getpid(), signal.SIGSEGV)
 
 
+def computed(size: int) -> Callable[[int], torch.Tensor]:
+    return lambda _: torch.ones(size, requires_grad=True) * 2
+
+
+@pytest.mark.parametrize("size", [4, 1 << 14], ids=["small", "stacked in place"])
+def test_a_tensor_with_a_history_is_told_how_to_get_out_of_a_process(size: int) -> None:
+    with pytest.raises(RuntimeError, match=r"requires_grad and was computed(.|\n)*tensor\.detach\(\)"):
+        next(iter(DataLoader(Does(computed(size), 4), 2, num_workers=1)))
+
+
 class Panic(BaseException):
     """As what libraries in Rust raise where they panic."""
 
