@@ -24,6 +24,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
 
 from dataflow.grad.agreement import PASS_ENDS, Agreement, differing_gradients, differing_layers
 
@@ -62,6 +63,9 @@ class ModelWrapper:
 
     def replay_begins(self) -> None:
         """The microbatches that follow in this step have weight zero."""
+
+    def hold_together(self, agreement: Agreement) -> None:
+        """Some rank replays the microbatches that follow in this step: let none run other layers."""
 
     def forward_ended(self) -> None:
         """The forward pass of a microbatch has been, its backward pass not yet."""
@@ -247,6 +251,9 @@ class Fsdp2Model(ModelWrapper):
         self._parameters = dict(model.named_parameters())
         self._layers: list[str] = []
         self._listed = 0
+        self._held: Agreement | None = None
+        self._hooks: list[RemovableHandle] = []
+        self._names: list[str] = []
 
     @property
     def layers(self) -> tuple[str, ...]:
@@ -264,8 +271,41 @@ class Fsdp2Model(ModelWrapper):
         self._fsdp.set_requires_gradient_sync(on)
         self._fsdp.set_is_last_backward(on)
 
+    def hold_together(self, agreement: Agreement) -> None:
+        """Before a layer is gathered, ranks tell each other which: a replay is of our making, not the user's.
+
+        Gloo ends a process that gathers a layer of another size than its peers do, so later is too late.
+        """
+        if self._held is None:
+            self._held = agreement
+            modules = self.inner.named_modules()
+            units = [(name, one) for name, one in modules if isinstance(cast(Any, one), FSDPModule)]
+            self._names = [PASS_ENDS, *(name or _ROOT for name, _ in units)]
+            self._hooks = [
+                one.register_forward_pre_hook(functools.partial(self._tell, at), prepend=True)
+                for at, (_, one) in enumerate(units, 1)
+            ]
+
+    def _tell(self, at: int, *_: Any) -> None:
+        """The layer with this number comes next here; 0: none."""
+        assert self._held is not None
+        told = [self._names[int(row[0])] for row in self._held.offer([at])()]
+        if error := differing_layers([[*self._layers, name] for name in told], self._held.ranks):
+            raise error
+
+    def keep_real_gradients(self, agreement: Agreement) -> None:
+        """Replays have made gradients of zero where other ranks have made real ones, and nowhere else."""
+        self._let_go()
+
+    def _let_go(self) -> None:
+        self._held = None
+        while self._hooks:
+            self._hooks.pop().remove()
+
     def forward_ended(self) -> None:
         """List what ran; after the last backward pass FSDP2 forgets it."""
+        if self._held is not None:
+            self._tell(0)
         order = self._order()
         self._layers += [*map(_name_of, order[self._listed :]), PASS_ENDS]
         self._listed = len(order)
@@ -312,16 +352,20 @@ class Fsdp2Model(ModelWrapper):
         return [unit for units in of_states for unit in units if unit is not None]
 
     def restore(self) -> None:
-        """A backward pass reduces."""
+        """A backward pass reduces, and nobody is asked."""
         self.sync(True)
+        self._let_go()
 
     def exposed_s(self, sync_s: float) -> float | None:
         """FSDP2 does not tell."""
         return None if sync_s else 0.0
 
 
+_ROOT = "the model itself"
+
+
 def _name_of(unit: Any) -> str:
-    return unit._module_fqn or "the model itself"
+    return unit._module_fqn or _ROOT
 
 
 def wrapper_of(model: nn.Module) -> ModelWrapper:

@@ -326,6 +326,46 @@ def replays_of_what_cannot_be_sent() -> str:
 
 
 @two.add
+def replays_that_differ() -> dict[str, str]:
+    """Rank 1 replays the second microbatch, and takes another way than the rank whose batch it is."""
+    said = {}
+    for name, way in {
+        "none": "",
+        "size": "three",
+        "more": "one two",
+        "order": "two one",
+        "same": "one",
+    }.items():
+        model = Branches()
+        outer = wrapped(model, "fsdp")
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        data = [torch.ones(1, 4).double()] * (2 - dist.get_rank())
+        said[name] = "nothing"
+        try:
+            with GradSchedule(data, outer, optimizer, 2, timeout_s=20) as sched:
+                for number, batch in enumerate(sched):
+                    ways = (way if number and dist.get_rank() else "one").split()
+                    out = outer(batch, ways) if ways else next(outer.parameters()).to_local()
+                    sched.backward(out.sum() * sched.scale())
+                    sched.step()
+        except DisagreementError as error:
+            said[name] = str(error)
+    return said
+
+
+def test_a_replay_that_takes_another_way_is_named_before_a_layer_is_gathered() -> None:
+    where = "ranks disagree on the layers that run in microbatch 2 of this window"
+    for said in two.results(replays_that_differ):
+        assert said == {
+            "none": f"{where}: 'the model itself' on rank 0; 'none' on rank 1",
+            "size": f"{where}: 'one' on rank 0; 'three' on rank 1",
+            "more": f"{where}: 'none' on rank 0; 'two' on rank 1",
+            "order": f"{where}: 'one' on rank 0; 'two' on rank 1",
+            "same": "nothing",
+        }
+
+
+@two.add
 def layers_that_differ() -> dict[str, str]:
     scaler = torch.amp.GradScaler("cpu")
     return {
