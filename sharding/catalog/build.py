@@ -37,7 +37,7 @@ from sharding.catalog.storage import (
 from sharding.catalog.table import Catalog
 from sharding.compression import HEAD_BYTES, compression_in, misnamed
 from sharding.errors import CorruptShardError, DataflowError, ShardError, ShardReadError
-from sharding.formats import ENTRIES, FormatEntry, catalog_options, sibling
+from sharding.formats import ENTRIES, FormatEntry, catalog_options, may_be_empty, sibling
 from sharding.formats.arrow.columns import TabularFormat
 from sharding.formats.arrow.schema import specs_of
 from sharding.printable import printable_name
@@ -199,7 +199,7 @@ def _index_shard(
     shard = _shard_at(place)
     entry = ENTRIES.get(codec.name)
     if shard.size == 0:
-        if entry is None or not entry.may_be_empty:
+        if not may_be_empty(place.url, codec.name):
             raise CorruptShardError(shard.url, "is empty (0 bytes)")
         none = np.zeros(0, np.int64)
         return shard, ShardScan(none, none, none, none, schema={})

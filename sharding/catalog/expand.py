@@ -22,7 +22,7 @@ from fsspec.utils import glob_translate
 
 from sharding.catalog.storage import open_url, store_errors
 from sharding.errors import ShardReadError
-from sharding.formats import ENTRIES, format_of_suffix, has_suffix
+from sharding.formats import has_suffix, may_be_empty
 from sharding.redaction import has_unquoted_password, hide_secrets, identity_of, without_secrets
 from sharding.urls import (
     file_name,
@@ -121,28 +121,28 @@ def _canonical(url: str) -> str:
 
 
 def _expand_braces(pattern: str, options: Mapping[str, Any] | None, *, looks_up: bool) -> list[str]:
-    if "{" not in pattern or ((looks_up or is_local(pattern)) and _exists(pattern, options)):
+    asks = looks_up or is_local(pattern)
+    if "{" not in pattern or (asks and _exists(pattern, options)):
         return [pattern]
     from braceexpand import braceexpand
 
-    folder = _braced_folder(pattern)
+    folder = _braced_folder(pattern, options) if asks else ""
     try:
         return [folder + one for one in braceexpand(pattern.removeprefix(folder))]
     except ValueError as error:
-        with suppress(Exception):  # there is an error to raise already
-            if _exists(pattern, options):
-                return [pattern]
+        if not asks:
+            with suppress(Exception):  # there is an error to raise already
+                return _expand_braces(pattern, options, looks_up=True)
         hide_secrets(error)
         raise ValueError(f"unbalanced braces in {without_secrets(pattern)!r}") from error
 
 
-def _braced_folder(pattern: str) -> str:
-    """The leading part of a local pattern that is a folder with braces in its name; "": there is none."""
+def _braced_folder(pattern: str, options: Mapping[str, Any] | None) -> str:
+    """The leading part of a pattern that is a folder with braces in its name; "": there is none."""
     end = len(pattern)
-    while is_local(pattern) and (end := pattern.rfind("/", 0, end)) > 0:
-        folder = pattern[: end + 1]
-        if "{" in folder and os.path.isdir(local_path(folder)):
-            return folder
+    while (end := pattern.rfind("/", 0, end)) > 0 and "{" in pattern[:end]:
+        if _exists(pattern[:end], options):
+            return pattern[: end + 1]
     return ""
 
 
@@ -257,13 +257,8 @@ def _files(
     }
     if folder is not None:
         sizes = {name: size for name, size in sizes.items() if _is_shard(file_name(name), suffixes)}
-    filled = {name for name, size in sizes.items() if size != 0 or not _may_be_empty(name)}
+    filled = {name for name, size in sizes.items() if size != 0 or not may_be_empty(name)}
     return filled or set(sizes)
-
-
-def _may_be_empty(name: str) -> bool:
-    known = format_of_suffix(name)
-    return known is not None and ENTRIES[known].may_be_empty
 
 
 def _is_shard(name: str, suffixes: Collection[str] | None) -> bool:

@@ -32,7 +32,7 @@ class FormatEntry:
     may_be_compressed: bool = False
     """Whether a file is read compressed, where its name says so."""
     may_be_empty: bool = False
-    """Whether a file of 0 bytes is one without samples: text that nobody wrote to."""
+    """Whether a file of 0 bytes, not called a compressed one, has no samples: text that nobody wrote to."""
     takes_any_bytes: bool = False
     """Whether indexing reads so little of a file that any bytes will do."""
 
@@ -152,6 +152,12 @@ def suffix_of(url: str) -> str:
 def format_of_suffix(url: str) -> str | None:
     """The format that a file's ending, compression aside, stands for; None: no known one."""
     return _FORMAT_OF_SUFFIX.get(suffix_of(url))
+
+
+def may_be_empty(url: str, format_name: str | None = None) -> bool:
+    """Whether a file of 0 bytes has no samples; else its upload failed. The format is told by its ending."""
+    entry = ENTRIES.get(format_name or format_of_suffix(url) or "")
+    return entry is not None and entry.may_be_empty and not file_name(url).lower().endswith(_COMPRESSIONS)
 
 
 def has_suffix(url: str, suffixes: Collection[str] | None = None) -> bool:

@@ -115,6 +115,10 @@ def test_a_glob_below_folders_of_any_name_works(place: Place) -> None:
     for name, value in (("a1", 1), ("a2", 2), ("b", 3), ("sub/a3", 4)):
         place.put(f"{folder}/{name}.parquet", parquet(value))
     place.put("D/x/a9.parquet", parquet(9))
+    for name in ("{p,q}/y.parquet", "{p,q}/z.parquet", "r{/y1.parquet"):
+        place.put(name, parquet(7))
+    assert place.values(place.url("{p,q}/{y,z}.parquet")) == [7, 7]
+    assert place.values(place.url("r{/y*.parquet")) == [7]
     assert place.values(place.url(f"{folder}/a*.parquet")) == [1, 2]
     assert place.values(place.url(f"{folder}/**/a?.parquet")) == [1, 2, 4]
     assert place.values([place.url(f"{folder}/[b].parquet"), place.url(f"{folder}/a1.parquet")]) == [3, 1]
@@ -191,6 +195,9 @@ def test_empty_files_of_text_have_no_samples_and_other_empty_files_are_errors(pl
     place.put("e/b.parquet", b"")
     with pytest.raises(CorruptShardError, match="is empty"):
         place.values([place.url("e/a.parquet"), place.url("e/b.parquet")])
+    place.put("g/a.jsonl.gz", b"")
+    with pytest.raises(CorruptShardError, match="is empty"):
+        place.values(place.url("g/a.jsonl.gz"))
     with pytest.raises(DataflowError, match="the dataset is empty"):
         place.values(place.url("d/b.jsonl"))
 
