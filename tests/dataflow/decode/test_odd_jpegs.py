@@ -160,7 +160,7 @@ def test_processes_count_and_tell_of_odd_images_too(tmp_path: Path) -> None:
 
 def test_random_access_warns_once(tmp_path: Path) -> None:
     dataset = made(tmp_path, "free")
-    with pytest.warns(UserWarning, match=f"sample '3'.*{LEFT}") as caught:
+    with pytest.warns(UserWarning, match=f"sample '03'.*{LEFT}") as caught:
         assert [dataset[i]["jpg"].shape[1] for i in (3, 4, 0)] == [19, 20, 16]
     assert len(caught) == 1
 
